@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import threading
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
@@ -23,7 +22,7 @@ from tests.support.exchange_cases import SUM_CASES, bytes_of
 from tests.support.message_cases import CASES, HELD_CASES, PIECE_CASES
 from tests.support.mpi import run_mpi
 from tests.support.rank_pool import run_pooled
-from tests.support.ranks import LoopbackNetwork
+from tests.support.ranks import LoopbackNetwork, play_ranks
 
 Passed = Callable[[int], set[tuple[str, str]]]
 Case = Callable[[Callable[[], Transport], int], None]
@@ -261,21 +260,9 @@ def test_messages_and_sums_over_two_gibibytes() -> None:
 
 def between_threads(transports: Sequence[Transport], case: Case) -> None:
     """Run the case, a thread playing each rank; what fails in one of them fails here."""
-    failures: list[BaseException] = []
 
-    def play(rank: int) -> None:
-        try:
-            case(lambda: transports[rank], rank)
-        except BaseException as error:
-            failures.append(error)
-            for transport in transports:
-                transport.close()
+    def close() -> None:
+        for transport in transports:
+            transport.close()
 
-    ranks = [threading.Thread(target=play, args=(rank,), daemon=True) for rank in range(len(transports))]
-    for thread in ranks:
-        thread.start()
-    for thread in ranks:
-        thread.join(timeout=30)
-        assert not thread.is_alive(), "a rank hangs"
-    if failures:
-        raise failures[0]
+    play_ranks(len(transports), lambda rank: case(lambda: transports[rank], rank), close)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,17 +18,19 @@ from hetero_mpi.emulation.paced_transport import PacedTransport
 from hetero_mpi.planning.durations import finished_layers_s
 from hetero_mpi.planning.schedule import Action, Op
 from hetero_mpi.planning.simulator import simulate
-from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve, DeviceProfile, LayerTimes, LinkProfile
 from hetero_mpi.planning.types.request import with_shared_nics
 from hetero_mpi.planning.types.toml_files import load_profile, save_plan, save_profile
 from hetero_mpi.rundir.metrics import StepMetrics, read_metrics
+from tests.support import plans
 from tests.support.jobs import SEQUENCE, Outcome, Workshop
 from tests.support.message_cases import CASES
 from tests.support.mpi import ROOT, launcher_or_skip
 from tests.support.pages import follow, write_files
 from tests.support.planning_samples import make_model, make_plan_of, make_profile
-from tests.support.ranks import LoopbackNetwork, LoopbackTransport
+from tests.support.plans import pipeline
+from tests.support.ranks import LoopbackNetwork, LoopbackTransport, play_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -82,15 +82,13 @@ def large(profile: ClusterProfile) -> ClusterProfile:
 
 def pipelines_of(sequence_length: int) -> Plan:
     """Ranks 0 and 2 (two hosts) hold one copy of the model, rank 1 another; unequal shares, backward split."""
-    two = (StagePlan((0,), 0, 3, 1), StagePlan((2,), 3, 4, 0))
-    first, second = PipelinePlan(two, 1, 4, split_backward=True), PipelinePlan((StagePlan((1,), 0, 4, 0),), 1, 2)
-    return Plan((first, second), BATCH, sequence_length, 4)
+    copies = pipeline([0, 2], [0, 3, 4], 1, 4, "split"), pipeline([1], [0, 4], 1, 2)
+    return plans.plan_of(*copies, length=sequence_length)
 
 
 def several_of(sequence_length: int) -> Plan:
     """Rank 0 holds both ends, a block each is on the others; backward is split."""
-    stages = tuple(StagePlan((rank,), place, place + 1, 3 - place) for place, rank in enumerate((0, 2, 1, 0)))
-    return Plan((PipelinePlan(stages, 1, BATCH, True, "zbv"),), BATCH, sequence_length, 4)
+    return plans.plan_of(pipeline([0, 2, 1, 0], range(5), 1, BATCH, "zbv"), length=sequence_length)
 
 
 class NotingSleeper(Sleeper):
@@ -155,12 +153,9 @@ def np3(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     profiles["two"], profiles["shared-nics"] = first_two(three_ranks()), with_shared_nics(three_ranks())
     for name, profile in profiles.items():
         save_profile(profile, directory / f"like-{name}.toml")
-    save_plan(plan_of(SEQUENCE), directory / "own-plan.toml")
-    save_plan(plan_of(TOKENS), directory / "emulated-plan.toml")
-    save_plan(pipelines_of(SEQUENCE), directory / "own-pipelines.toml")
-    save_plan(pipelines_of(TOKENS), directory / "emulated-pipelines.toml")
-    save_plan(several_of(SEQUENCE), directory / "own-several.toml")
-    save_plan(several_of(TOKENS), directory / "emulated-several.toml")
+    for name, make in (("plan", plan_of), ("pipelines", pipelines_of), ("several", several_of)):
+        for whose, length in (("own", SEQUENCE), ("emulated", TOKENS)):
+            save_plan(make(length), directory / f"{whose}-{name}.toml")
     entries: dict[str, dict[str, object]] = {}
 
     def entry(name: str, model: str, plan: str | None, **cluster: object) -> None:
@@ -289,38 +284,14 @@ def test_messages_of_a_pair_queue_behind_each_other() -> None:
 @pytest.mark.parametrize("case", [name for name in CASES if "close" not in name])
 def test_emulated_links_keep_the_contract_of_transports(case: str) -> None:
     ends = pair(0.0005)
-    play_both(lambda rank: CASES[case](lambda: ends[rank], rank))
+    play_ranks(2, lambda rank: CASES[case](lambda: ends[rank], rank))
 
 
 def test_clocks_of_two_hosts_are_compared() -> None:
     ends = LoopbackNetwork(2).transports
-    found: dict[int, float] = {}
     clocks = {0: lambda: 100.0, 1: lambda: 142.0}
-
-    def play(rank: int) -> None:
-        found[rank] = compare_clocks(ends[rank], 1 - rank, "leads" if rank == 0 else "follows", clocks[rank])
-
-    play_both(play)
-    assert found == {0: 0.0, 1: 42.0}
-
-
-def play_both(play: Callable[[int], None]) -> None:
-    failures: list[BaseException] = []
-
-    def guarded(rank: int) -> None:
-        try:
-            play(rank)
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(rank,), daemon=True) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=30)
-        assert not thread.is_alive(), "a rank hangs"
-    if failures:
-        raise failures[0]
+    play = lambda rank: compare_clocks(ends[rank], 1 - rank, "leads" if rank == 0 else "follows", clocks[rank])  # noqa: E731
+    assert play_ranks(2, play) == [0.0, 42.0]
 
 
 def test_a_metrics_line_of_an_emulated_step_says_so(np3: Runs) -> None:

@@ -26,7 +26,6 @@ from hetero_mpi.planning.schedule import Action, Op
 from hetero_mpi.planning.types.cluster_changes import with_wire
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.planning.types.toml_files import profile_from_dict, profile_to_dict
-from hetero_mpi.rundir.metrics import read_metrics
 from hetero_mpi.state.directory import checkpoint_path
 from tests.engine.test_trainer import (
     LAYOUTS,
@@ -39,6 +38,7 @@ from tests.engine.test_trainer import (
     outcome_of,
 )
 from tests.model.test_split_backward import chain_of as family_chain
+from tests.support.equality import assert_same_run
 from tests.support.errors import refuses
 from tests.support.jobs import Workshop
 from tests.support.late_copies import LateBackend
@@ -186,20 +186,13 @@ def test_planning_counts_the_shorter_messages_and_says_what_is_given_up() -> Non
 def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted_np2(tmp_path: Path) -> None:
     workshop = Workshop(tmp_path)
     values = workshop.values(workshop.model())
-    job = workshop.job("int8", values, train={"wire": "int8"}, plan={"allow_idle": False})
-
-    def entry(name: str, **more: Any) -> dict[str, Any]:
-        return {"job": job, "run_dir": tmp_path / name, **more}
-
-    found = workshop.run_entries(2, {"whole": entry("whole")})
-    assert found["whole"].raised == ("", ""), found["whole"].texts
-    assert "boundaries travel as int8" in (tmp_path / "whole" / "logs" / "rank-0000.log").read_text()
-    checkpoint, plan = checkpoint_path(tmp_path / "whole" / "checkpoints", 2), tmp_path / "whole" / "plan.toml"
-    workshop.run_entries(2, {"resumed": entry("resumed", resume=checkpoint, plan=plan)})
-    whole, resumed = (
-        [step.loss for step in read_metrics(tmp_path / name / "metrics.jsonl").steps] for name in ("whole", "resumed")
-    )
-    assert whole[2:] == resumed and len(resumed) == 2
+    values["train"]["wire"] = "int8"
+    values["plan"]["allow_idle"] = False
+    found = workshop.finish_entries(2, {"whole": workshop.entry("whole", values)})
+    assert "boundaries travel as int8" in (tmp_path / "whole" / "logs" / "rank-0000.log").read_text(), found
+    given = {"resume": checkpoint_path(tmp_path / "whole" / "checkpoints", 2), "plan": tmp_path / "whole" / "plan.toml"}
+    workshop.finish_entries(2, {"resumed": workshop.entry("resumed", values, given)})
+    assert_same_run(tmp_path / "resumed", tmp_path / "whole")
 
 
 def test_models_of_ones_own_are_not_rounded() -> None:

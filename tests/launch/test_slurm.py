@@ -14,9 +14,9 @@ import pytest
 
 from hetero_mpi.launch import slurm
 from hetero_mpi.launch.slurm import Component, components, entries, step_command, tasks_per_node
-from hetero_mpi.rundir.metrics import read_metrics
 from hetero_mpi.util import host_limits
 from tests.support.environments import second_environment
+from tests.support.equality import losses
 from tests.support.errors import refuses
 from tests.support.long_run import LongRun
 from tests.support.mpi import ROOT, launcher_or_skip
@@ -164,8 +164,7 @@ class Submitted:
         return (self.output.read_text(errors="replace") if self.output.exists() else "") + self.lab.logs()
 
     def losses(self) -> list[float]:
-        path = self.run / "metrics.jsonl"
-        return [step.loss for step in read_metrics(path).steps] if path.exists() else []
+        return losses(self.run) if (self.run / "metrics.jsonl").exists() else []
 
     def wait_for_steps(self, count: int) -> None:
         self.lab.until(
@@ -262,7 +261,7 @@ def test_the_time_limit_of_two_nodes_np2(lab: SlurmLab, tmp_path: Path) -> None:
     straight = tmp_path / "straight"
     result = job.job.finish(straight, steps + 2)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert job.losses() == [step.loss for step in read_metrics(straight / "metrics.jsonl").steps]
+    assert job.losses() == losses(straight)
 
 
 STUB = """#!/bin/bash

@@ -20,7 +20,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.planning.types.toml_files import save_plan, save_profile
 from hetero_mpi.rundir.metrics import read_metrics
 from hetero_mpi.rundir.run_directory import claim
@@ -28,10 +28,12 @@ from hetero_mpi.state.directory import checkpoint_path
 from tests.support.jobs import GLOBAL_BATCH, SEQUENCE, Outcome, Workshop, write_profile
 from tests.support.mpi import ROOT, run_bounded, run_mpi
 from tests.support.planning_samples import make_model, make_profile
+from tests.support.plans import pipeline, plan_of, write_plan
 
 LAYERS = 4
 """Embedding, two blocks, head."""
-Make = Callable[["Scene", str], dict[str, Any]]
+Make = Callable[["Scene", str], dict[str, Any]] | dict[str, Any]
+"""How a case's entry is made: a function, or keys of the job and of the entry; ``{here}``: the directory."""
 
 
 class Scene(Workshop):
@@ -42,33 +44,49 @@ class Scene(Workshop):
         self.good_model = self.model()
         self.profile = write_profile(directory / "profile.toml", self.job("profiled", self.values(self.good_model)), 2)
         self.good_run = directory / "good-run"
+        (directory / "little.txt").write_text("abc def\n")
 
     def good(self) -> dict[str, Any]:
         values = self.values(self.good_model)
         values["profile"]["path"] = str(self.profile)
         return values
 
-    def entry(self, name: str, **tables: dict[str, Any]) -> dict[str, Any]:
+    def changed(self, name: str, **tables: dict[str, Any]) -> dict[str, Any]:
         """The good job with some keys changed."""
-        return {"job": self.job(name, self.good(), **tables), "run_dir": self.directory / f"{name}-run"}
+        return {**self.entry(name, self.good(), **tables), "run_dir": self.directory / f"{name}-run"}
 
-    def resumed(self, name: str, **tables: dict[str, Any]) -> dict[str, Any]:
-        return {**self.entry(name, **tables), "run_dir": self.good_run, "resume": "latest"}
+    def resumed(self, name: str, step: int | None = None, **tables: dict[str, Any]) -> dict[str, Any]:
+        """Into the good run's directory; or from its checkpoint after ``step`` steps."""
+        if step is None:
+            return {**self.changed(name, **tables), "run_dir": self.good_run, "resume": "latest"}
+        return {**self.changed(name, **tables), "resume": checkpoint_path(self.good_run / "checkpoints", step)}
 
     def planned(self, name: str, plan: Plan) -> dict[str, Any]:
         path = self.directory / f"{name}.plan.toml"
         save_plan(plan, path)
-        return {**self.entry(name), "plan": path}
+        return {**self.changed(name), "plan": path}
 
-    def copy_of_model(self, name: str) -> Path:
-        copy = self.directory / f"{name}-model"
-        shutil.copytree(self.good_model, copy)
-        return copy
+    def made(self, name: str) -> dict[str, Any]:
+        """The entry of a case."""
+        make = CASES[name][0]
+        if callable(make):
+            return make(self, name)
+        keys = json.loads(json.dumps(make).replace("{here}", str(self.directory)))
+        options = {key: keys.pop(key) for key in ("plan", "profile_file", "resume", "job") if key in keys}
+        if "profile_file" in options:
+            options["profile"] = options.pop("profile_file")
+        return {**self.changed(name, **keys), **options}
+
+    def with_model(self, name: str, damage: Callable[[Path], None], **tables: dict[str, Any]) -> dict[str, Any]:
+        """The good job on a damaged copy of its model."""
+        copy = shutil.copytree(self.good_model, self.directory / f"{name}-model")
+        damage(copy)
+        return self.changed(name, model={"path": str(copy)}, **tables)
 
 
 def linked_run(scene: Scene, name: str) -> dict[str, Any]:
     """Somebody has left a link where checkpoints will be written."""
-    entry = scene.entry(name)
+    entry = scene.changed(name)
     entry["run_dir"].mkdir()
     (entry["run_dir"] / "checkpoints").symlink_to(scene.directory)
     return entry
@@ -77,147 +95,118 @@ def linked_run(scene: Scene, name: str) -> dict[str, Any]:
 def linked_cache(scene: Scene, name: str) -> dict[str, Any]:
     """A relative path that a link leads elsewhere."""
     (scene.directory / "away").symlink_to("/")
-    return scene.entry(name, model={"shard_cache": "away/cache"})
+    return scene.changed(name, model={"shard_cache": "away/cache"})
 
 
-def plan_of(
-    edges: tuple[int, ...],
-    ranks: tuple[int, ...] = (0, 1),
-    micro_batches: int = GLOBAL_BATCH,
-    warm_up: tuple[int, ...] = (1, 1),
-) -> Plan:
-    parts = zip(ranks, edges[:-1], edges[1:], warm_up, strict=True)
-    stages = tuple(StagePlan((rank,), first, last, depth) for rank, first, last, depth in parts)
-    return Plan((PipelinePlan(stages, 1, micro_batches),), GLOBAL_BATCH, SEQUENCE, LAYERS)
+def two_stages(edges: tuple[int, ...], ranks: tuple[int, ...] = (0, 1), **changes: Any) -> Plan:
+    return replace(plan_of(pipeline(ranks, edges)), layers=LAYERS, **changes)
 
 
-def truncated_weights(scene: Scene, name: str) -> dict[str, Any]:
-    model = scene.copy_of_model(name)
-    weights = model / "model.safetensors"
-    os.truncate(weights, weights.stat().st_size - 100)
-    return scene.entry(name, model={"path": str(model)})
+def deadlocking() -> Plan:
+    plan = two_stages((0, 1, 4))
+    stages = (replace(stage, warm_up=2 * place) for place, stage in enumerate(plan.pipelines[0].stages))
+    return replace(plan, pipelines=(replace(plan.pipelines[0], stages=tuple(stages)),))
 
 
-def corrupt_header(scene: Scene, name: str) -> dict[str, Any]:
-    model = scene.copy_of_model(name)
-    weights = model / "model.safetensors"
-    content = bytearray(weights.read_bytes())
-    content[8:20] = b"\xff" * 12
-    weights.write_bytes(content)
-    return scene.entry(name, model={"path": str(model)})
+WEIGHTS = "model.safetensors"
 
 
-def missing_shard(scene: Scene, name: str) -> dict[str, Any]:
-    model = scene.copy_of_model(name)
-    names = list(load_file(model / "model.safetensors"))
-    (model / "model.safetensors").unlink()
-    index = {"weight_map": dict.fromkeys(names, "model-00001-of-00002.safetensors")}
+def truncate(model: Path) -> None:
+    os.truncate(model / WEIGHTS, (model / WEIGHTS).stat().st_size - 100)
+
+
+def corrupt_header(model: Path) -> None:
+    content = (model / WEIGHTS).read_bytes()
+    (model / WEIGHTS).write_bytes(content[:8] + b"\xff" * 12 + content[20:])
+
+
+def lose_shard(model: Path) -> None:
+    index = {"weight_map": dict.fromkeys(load_file(model / WEIGHTS), "model-00001-of-00002.safetensors")}
+    (model / WEIGHTS).unlink()
     (model / "model.safetensors.index.json").write_text(json.dumps(index))
-    return scene.entry(name, model={"path": str(model)})
 
 
-def unproven_family(scene: Scene, name: str) -> dict[str, Any]:
-    model = scene.copy_of_model(name)
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**config, "model_type": "gpt2"}))
-    return scene.entry(name, model={"path": str(model)})
+def configure(**keys: Any) -> Callable[[Path], None]:
+    def change(model: Path) -> None:
+        path = model / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **keys}))
+
+    return change
 
 
-def other_shapes(scene: Scene, name: str) -> dict[str, Any]:
-    model = scene.copy_of_model(name)
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**config, "intermediate_size": 48}))
-    return scene.entry(name, model={"path": str(model)}, profile={"path": ""})
-
-
-def infinite_weights(scene: Scene, name: str) -> dict[str, Any]:
-    model = scene.copy_of_model(name)
-    tensors = load_file(model / "model.safetensors")
+def make_infinite(model: Path) -> None:
+    tensors = load_file(model / WEIGHTS)
     tensors["lm_head.weight"] = torch.full_like(tensors["lm_head.weight"], float("inf"))
-    save_file(tensors, model / "model.safetensors", {"format": "pt"})
-    return scene.entry(name, model={"path": str(model)})
+    save_file(tensors, model / WEIGHTS, {"format": "pt"})
 
 
 def empty_text(scene: Scene, name: str) -> dict[str, Any]:
     for number, content in enumerate((b"  \n", b"\xff\xfe\xff")):
         (scene.directory / f"useless-{number}.txt").write_bytes(content)
-    return scene.entry(name, data={"text": [str(scene.directory / "useless-*.txt")]})
-
-
-def little_text(scene: Scene, name: str) -> dict[str, Any]:
-    path = scene.directory / "little.txt"
-    path.write_text("abc def\n")
-    return scene.entry(name, data={"text": [str(path)]})
+    return scene.changed(name, data={"text": [str(scene.directory / "useless-*.txt")]})
 
 
 def named_profile(scene: Scene, name: str, ranks: int, blocks: int) -> dict[str, Any]:
     path = scene.directory / f"{name}.profile.toml"
     save_profile(make_profile((1.0,) * ranks, make_model(blocks)), path)
-    return {**scene.entry(name), "profile": path}
+    return {**scene.changed(name), "profile": path}
 
 
 def damaged_elsewhere(scene: Scene, name: str) -> dict[str, Any]:
-    model = scene.copy_of_model(name)
-    os.truncate(model / "model.safetensors", 5000)
-    both = scene.planned(name, plan_of((0, 2, 4)))  # on a busy machine the planner may leave rank 1 idle
+    model = shutil.copytree(scene.good_model, scene.directory / f"{name}-model")
+    os.truncate(model / WEIGHTS, 5000)
+    both = scene.planned(name, two_stages((0, 2, 4)))  # on a busy machine the planner may leave rank 1 idle
     return {**both, "breaks": "model_is_elsewhere", "rank": 0, "elsewhere": model}
 
 
 CASES: dict[str, tuple[Make, tuple[str, ...]]] = {
     "unknown-keys": (
-        lambda s, n: s.entry(n, train={"stepz": 3, "learning_rate": "fast"}, modle={"path": "x"}, data={"packng": 1}),
+        {"train": {"stepz": 3, "learning_rate": "fast"}, "modle": {"path": "x"}, "data": {"packng": 1}},
         ("modle", "did you mean '[model]'?", "[train] stepz = 3", "did you mean 'steps'?", '[train] learning_rate = "fast"',
          "[data] packng = 1", "did you mean 'packing'?"),
     ),
-    "missing-job": (lambda s, n: {"job": s.directory / "absent.toml"}, ("absent.toml",)),
-    "missing-model": (
-        lambda s, n: s.entry(n, model={"path": str(s.directory / "lama-start")}),
-        ("lama-start", "llama-start"),
-    ),
-    "missing-tokenizer": (
-        lambda s, n: s.entry(n, tokenizer={"path": str(s.directory / "no-tokenizer")}),
-        ("tokenizer.json", "no-tokenizer"),
-    ),
-    "no-tokenizer-in-model": (
-        lambda s, n: s.entry(n, tokenizer={"path": ""}),
-        ("holds no tokenizer", "tokenizer.train_vocab_size"),
-    ),
-    "no-file": (
-        lambda s, n: s.entry(n, data={"text": [str(s.directory / "absent-*.txt")]}),
-        ("data.text must match at least one file", "absent-*.txt"),
-    ),
+    "missing-job": ({"job": "{here}/absent.toml"}, ("absent.toml",)),
+    "missing-model": ({"model": {"path": "{here}/lama-start"}}, ("lama-start", "llama-start")),
+    "missing-tokenizer": ({"tokenizer": {"path": "{here}/no-tokenizer"}}, ("tokenizer.json", "no-tokenizer")),
+    "no-tokenizer-in-model": ({"tokenizer": {"path": ""}}, ("holds no tokenizer", "tokenizer.train_vocab_size")),
+    "no-file": ({"data": {"text": ["{here}/absent-*.txt"]}}, ("data.text must match at least one file", "absent-*.txt")),
     "no-usable-text": (empty_text, ("useless-0.txt: is empty", "useless-1.txt: is text in UTF-16, not UTF-8", "other files")),
-    "little-text": (little_text, ("at least 2 sequence(s) of 24 tokens", "Add text", "sequence_length")),
-    "truncated-weights": (truncated_weights, ("truncated-weights-model/model.safetensors", "Download it again")),
-    "corrupt-header": (corrupt_header, ("corrupt-header-model/model.safetensors", "header", "Download it again")),
-    "missing-shard": (missing_shard, ("1 of the 1 files", "model-00001-of-00002.safetensors", "Download them")),
-    "unproven-family": (unproven_family, ("'gpt2'", "refused", "llama")),
-    "other-shapes": (other_shapes, ("other-shapes-model", "mlp", "(32, 64)", "(32, 48)", "of two models")),
-    "fits-nowhere": (
-        lambda s, n: s.entry(n, cluster={"memory_bytes": 100_000}),
-        ("does not fit in memory", "rank 0", "rank 1", "is short by", " bytes: it needs", "more ranks"),
+    "little-text": ({"data": {"text": ["{here}/little.txt"]}},
+                    ("at least 2 sequence(s) of 24 tokens", "Add text", "sequence_length")),
+    "truncated-weights": (lambda s, n: s.with_model(n, truncate),
+         ("truncated-weights-model/model.safetensors", "Download it again")),
+    "corrupt-header": (lambda s, n: s.with_model(n, corrupt_header),
+         ("corrupt-header-model/model.safetensors", "header", "Download it again")),
+    "missing-shard": (lambda s, n: s.with_model(n, lose_shard),
+         ("1 of the 1 files", "model-00001-of-00002.safetensors", "Download them")),
+    "unproven-family": (lambda s, n: s.with_model(n, configure(model_type="gpt2")), ("'gpt2'", "refused", "llama")),
+    "other-shapes": (
+        lambda s, n: s.with_model(n, configure(intermediate_size=48), profile={"path": ""}),
+        ("other-shapes-model", "mlp", "(32, 64)", "(32, 48)", "of two models"),
     ),
+    "fits-nowhere": ({"cluster": {"memory_bytes": 100_000}},
+                     ("does not fit in memory", "rank 0", "rank 1", "is short by", " bytes: it needs", "more ranks")),
     "plan-of-other-layers": (
-        lambda s, n: s.planned(n, plan_of((0, 1, 3))),
+        lambda s, n: s.planned(n, two_stages((0, 1, 3))),
         ("ends with layer 2", "the chain's last layer is 3"),
     ),
     "plan-of-other-rank": (
-        lambda s, n: s.planned(n, plan_of((0, 1, 4), (0, 5))),
+        lambda s, n: s.planned(n, two_stages((0, 1, 4), (0, 5))),
         ("names rank 5", "ranks 0 to 1"),
     ),
     "plan-of-other-batch": (
-        lambda s, n: s.planned(n, plan_of((0, 1, 4), micro_batches=3)),
+        lambda s, n: s.planned(n, replace(two_stages((0, 1, 4)), pipelines=(pipeline([0, 1], [0, 1, 4], 1, 3),))),
         ("plan-of-other-batch.plan.toml does not fit", "shares must add up to global_batch = 4", "leave --plan out"),
     ),
     "plan-of-other-length": (
-        lambda s, n: s.planned(n, replace(plan_of((0, 1, 4)), sequence_length=16)),
+        lambda s, n: s.planned(n, two_stages((0, 1, 4), sequence_length=16)),
         (f"sequence_length = 16: the job says {SEQUENCE}", "leave --plan out"),
     ),
     "plan-that-deadlocks": (
-        lambda s, n: s.planned(n, plan_of((0, 1, 4), warm_up=(0, 2))),
+        lambda s, n: s.planned(n, deadlocking()),
         ("the schedule deadlocks", "rank 1 waits at 1RECV_F", "> rank 1", "leave --plan out"),
     ),
-    "missing-plan": (lambda s, n: {**s.entry(n), "plan": s.directory / "absent.plan.toml"}, ("absent.plan.toml",)),
+    "missing-plan": ({"plan": "{here}/absent.plan.toml"}, ("absent.plan.toml",)),
     "profile-of-3-ranks": (
         lambda s, n: named_profile(s, n, 3, 2),
         ("describes 3 ranks, this job has 2", "start 3 ranks"),
@@ -226,26 +215,12 @@ CASES: dict[str, tuple[Make, tuple[str, ...]]] = {
         lambda s, n: named_profile(s, n, 2, 1),
         ("in 3 layers", "this job trains", "in 4: use a profile", "leave it out to measure"),
     ),
-    "missing-profile": (
-        lambda s, n: {**s.entry(n), "profile": s.directory / "absent.profile.toml"},
-        ("absent.profile.toml: no such file", "no shipped profile of this name; shipped are"),
-    ),
-    "missing-profile-of-the-job": (
-        lambda s, n: s.entry(n, profile={"path": str(s.directory / "mistyped.profile.toml")}),
-        ("mistyped.profile.toml: no such file",),
-    ),
-    "profile-to-use-and-to-keep": (
-        lambda s, n: s.entry(n, profile={"path": str(s.profile), "save_as": "kept.toml"}),
-        ("save_as",),
-    ),
-    "nothing-to-resume": (
-        lambda s, n: {**s.entry(n), "resume": "latest"},
-        ("no whole checkpoint to resume from", "start without --resume"),
-    ),
-    "resume-missing-file": (
-        lambda s, n: {**s.entry(n), "resume": str(s.directory / "absent.h5")},
-        ("absent.h5: no such checkpoint", "--resume latest"),
-    ),
+    "missing-profile": ({"profile_file": "{here}/absent.profile.toml"},
+                        ("absent.profile.toml: no such file", "no shipped profile of this name; shipped are")),
+    "missing-profile-of-the-job": ({"profile": {"path": "{here}/mistyped.profile.toml"}}, ("mistyped.profile.toml: no such file",)),
+    "profile-to-use-and-to-keep": ({"profile": {"path": "{here}/profile.toml", "save_as": "kept.toml"}}, ("save_as",)),
+    "nothing-to-resume": ({"resume": "latest"}, ("no whole checkpoint to resume from", "start without --resume")),
+    "resume-missing-file": ({"resume": "{here}/absent.h5"}, ("absent.h5: no such checkpoint", "--resume latest")),
     "resume-other-model": (
         lambda s, n: s.resumed(n, model={"path": str(s.model("deeper", blocks=3))}, profile={"path": ""}),
         ("checkpoint of another model", "it lacks 'model.layers.2.", "resume with the job that wrote it"),
@@ -260,7 +235,7 @@ CASES: dict[str, tuple[Make, tuple[str, ...]]] = {
         ("after step 4", "[train] steps = 2", "raise it"),
     ),
     "infinite-weights": (
-        infinite_weights,
+        lambda s, n: s.with_model(n, make_infinite),
         ("step 1: the loss is nan", "there is no good checkpoint", "lower [train] learning_rate"),
     ),
     "run-directory-link": (
@@ -271,18 +246,11 @@ CASES: dict[str, tuple[Make, tuple[str, ...]]] = {
         linked_cache,
         ("[model] shard_cache = \"away/cache\"", "leads out of the job file's directory", "absolute path"),
     ),
-    "run-directory-in-use": (
-        lambda s, n: s.entry(n),
-        ("one run at a time", f"process {os.getpid()}", "--run-dir"),
-    ),
-    "long-sequences": (
-        lambda s, n: s.entry(n, data={"sequence_length": 100}),
-        ("[data] sequence_length = 100", "positions for 64 tokens", "shorten"),
-    ),
-    "no-such-device": (
-        lambda s, n: s.entry(n, cluster={"device": "cuda"}, profile={"path": ""}),
-        ("device 'cuda' is asked for", "offers cpu", 'set device = "auto"'),
-    ),
+    "run-directory-in-use": ({}, ("one run at a time", f"process {os.getpid()}", "--run-dir")),
+    "long-sequences": ({"data": {"sequence_length": 100}},
+                       ("[data] sequence_length = 100", "positions for 64 tokens", "shorten")),
+    "no-such-device": ({"cluster": {"device": "cuda"}, "profile": {"path": ""}},
+                       ("device 'cuda' is asked for", "offers cpu", 'set device = "auto"')),
     "damaged-before-loading": (damaged_elsewhere, ("rank 0 on ", "damaged-before-loading-model/model.safetensors")),
 }  # fmt: skip
 
@@ -294,29 +262,14 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Scene:
 
 @pytest.fixture(scope="module")
 def outcomes(scene: Scene) -> dict[str, Outcome]:
-    entries = {"good": {**scene.entry("good"), "run_dir": scene.good_run}}
-    entries |= {name: make(scene, name) for name, (make, _) in CASES.items()}
-    entries["learning-rate"] = {
-        **scene.resumed("learning-rate", train={"steps": 20, "learning_rate": 1e30}),
-        "resume": checkpoint_path(scene.good_run / "checkpoints", 3),
-        "run_dir": scene.directory / "learning-rate-run",
-    }
-    entries["lost"] = {
-        **scene.resumed("lost", train={"steps": 9}),
-        "resume": checkpoint_path(scene.good_run / "checkpoints", 3),
-        "run_dir": scene.directory / "lost-run",
-        "breaks": "loss_is_no_number_in_step_2",
-    }
-    entries["damaged-newest"] = {
-        **scene.resumed("damaged-newest", train={"steps": 5}),
-        "damage": checkpoint_path(scene.good_run / "checkpoints", 4),
-    }
-    entries["damaged-named"] = {
-        **scene.resumed("damaged-named"),
-        "resume": checkpoint_path(scene.good_run / "checkpoints", 2),
-        "damage": checkpoint_path(scene.good_run / "checkpoints", 2),
-    }
-    entries["good-again"] = scene.entry("good-again")
+    entries = {"good": {**scene.changed("good"), "run_dir": scene.good_run}}
+    entries |= {name: scene.made(name) for name in CASES}
+    entries["learning-rate"] = scene.resumed("learning-rate", 3, train={"steps": 20, "learning_rate": 1e30})
+    entries["lost"] = {**scene.resumed("lost", 3, train={"steps": 9}), "breaks": "loss_is_no_number_in_step_2"}
+    second, newest = (checkpoint_path(scene.good_run / "checkpoints", step) for step in (2, 4))
+    entries["damaged-newest"] = {**scene.resumed("damaged-newest", train={"steps": 5}), "damage": newest}
+    entries["damaged-named"] = {**scene.resumed("damaged-named"), "resume": second, "damage": second}
+    entries["good-again"] = scene.changed("good-again")
     with ExitStack() as stack:
         stack.enter_context(claim(scene.directory / "run-directory-in-use-run"))
         return scene.run_entries(2, entries)
@@ -391,7 +344,7 @@ def test_a_person_sees_the_problems_once_and_nothing_else_np2(tmp_path: Path) ->
 @pytest.mark.slow
 def test_a_person_sees_why_a_run_was_lost_np2(tmp_path: Path) -> None:
     scene = Scene(tmp_path)
-    entry = infinite_weights(scene, "lost")
+    entry = scene.with_model("lost", make_infinite)
     result = run_mpi(2, ["-m", "hetero_mpi", "train", str(entry["job"]), "--run-dir", str(entry["run_dir"])])
     assert result.returncode == 2
     assert (result.stdout + result.stderr).count("step 1: the loss is nan; there is no good checkpoint") == 1
@@ -448,13 +401,12 @@ def test_a_rank_without_memory_ends_all_and_says_what_to_change_np2(tmp_path: Pa
     # Activations of 12 MB, of which a forward makes more than a C library keeps for later use.
     values = workshop.values(workshop.model(intermediate_size=1 << 15))
     job = workshop.job("job", values, train={"micro_batch": GLOBAL_BATCH})
-    stages = (StagePlan((0,), 0, 1, 0), StagePlan((1,), 1, LAYERS, 0))
-    plan = Plan((PipelinePlan(stages, GLOBAL_BATCH, GLOBAL_BATCH),), GLOBAL_BATCH, SEQUENCE, LAYERS)
-    save_plan(plan, tmp_path / "plan.toml")
+    made = pipeline([0, 1], [0, 1, LAYERS], GLOBAL_BATCH)
+    plan = write_plan(tmp_path / "plan.toml", replace(made, stages=tuple(replace(s, warm_up=0) for s in made.stages)))
     entry = {
         "job": job,
         "run_dir": tmp_path / "run",
-        "plan": tmp_path / "plan.toml",
+        "plan": plan,
         "profile": write_profile(tmp_path / "profile.toml", job, 2),
         "breaks": "memory_is_limited_on_rank_1",
     }

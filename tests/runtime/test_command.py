@@ -11,7 +11,7 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +26,15 @@ from hetero_mpi.device.backend import Backend
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.transformers.weights import SeededStart
-from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
-from hetero_mpi.planning.types.toml_files import load_plan, load_profile, load_report, save_plan, save_profile
+from hetero_mpi.planning.types.toml_files import load_plan, load_profile, load_report, save_profile
 from hetero_mpi.report.past_run import read_run
 from hetero_mpi.report.plan_text import idle_lines
 from hetero_mpi.rundir.metrics import read_metrics
 from hetero_mpi.state.directory import checkpoint_path
-from hetero_mpi.state.reader import CheckpointReader
-from tests.support.jobs import GLOBAL_BATCH, SEQUENCE, Outcome, Workshop, write_profile
+from tests.support.equality import assert_same_run, assert_same_tensors, evaluation, losses, tensors
+from tests.support.jobs import GLOBAL_BATCH, SEQUENCE, Outcome, Workshop, once_per_ranks, write_profile
 from tests.support.mpi import ROOT, on_ranks, run_mpi
+from tests.support.plans import pipeline, write_plan
 from tests.support.stages import stage_of
 
 pytestmark = pytest.mark.slow
@@ -50,33 +50,6 @@ CONFIG = {
     "max_position_embeddings": 64,
     "tie_word_embeddings": True,
 }
-Tensors = dict[tuple[str, str], np.ndarray]
-
-
-def plan_of(ranks: tuple[int, ...], edges: tuple[int, ...]) -> Plan:
-    """Stages of the layers between ``edges`` on ``ranks``; micro-batches of 1."""
-    bounds = zip(ranks, edges[:-1], edges[1:], strict=True)
-    stages = tuple(StagePlan((rank,), first, last, len(ranks) - 1 - i) for i, (rank, first, last) in enumerate(bounds))
-    return Plan((PipelinePlan(stages, 1, GLOBAL_BATCH),), GLOBAL_BATCH, SEQUENCE, edges[-1])
-
-
-def tensors(run: Path, step: int) -> Tensors:
-    """(kind, name) -> array of everything in the checkpoint after ``step`` steps."""
-    with CheckpointReader(checkpoint_path(run / "checkpoints", step)) as reader:
-        kinds = ("parameters", "moments1", "moments2")
-        found = {(kind, name): reader.read(kind, name) for kind in kinds for name in reader.names(kind)}
-    assert {dtype for _, dtype in found.values()} == {"float32"}, "also where computing is narrower"
-    return {key: array for key, (array, _) in found.items()}
-
-
-def check_same_bits(ours: Tensors, theirs: Tensors) -> None:
-    assert ours.keys() == theirs.keys()
-    for key, array in ours.items():
-        assert np.array_equal(array, theirs[key]), key
-
-
-def losses(run: Path) -> list[float]:
-    return [step.loss for step in read_metrics(run / "metrics.jsonl").steps]
 
 
 class Three(Workshop):
@@ -99,14 +72,9 @@ class Three(Workshop):
         made_up = [name for name in self.jobs if name not in ("plain", "seeded")]
         self.profiles = {name: write_profile(directory / f"{name}.made.toml", self.jobs[name], 3) for name in made_up}
         """Of the jobs that do not measure their own."""
-        self.split = self.save(plan_of((0, 1, 2), (0, 1, 3, 4)), "split")
-        self.other = self.save(plan_of((2, 0), (0, 2, 4)), "other")
-        self.alone = self.save(plan_of((1,), (0, 4)), "alone")
-
-    def save(self, plan: Plan, name: str) -> Path:
-        path = self.directory / f"{name}.plan.toml"
-        save_plan(plan, path)
-        return path
+        self.split = write_plan(directory / "split.plan.toml", pipeline([0, 1, 2], [0, 1, 3, 4]))
+        self.other = write_plan(directory / "other.plan.toml", pipeline([2, 0], [0, 2, 4]))
+        self.alone = write_plan(directory / "alone.plan.toml", pipeline([1], [0, 4]))
 
     def run(self, name: str) -> Path:
         return self.directory / f"run-{name}"
@@ -183,7 +151,7 @@ def test_a_run_directory_keeps_its_profile_and_its_place_np3(outcomes: dict[str,
     metrics = read_metrics(run / "metrics.jsonl")
     assert [step.step for step in metrics.steps] == [1, 2, 3, 4]
     assert [evaluation.step for evaluation in metrics.evaluations] == [2, 4]
-    assert losses(run) == losses(three.run("measured")), "as if it had never stopped"
+    assert_same_run(run, three.run("measured"))  # as if it had never stopped
 
 
 def test_a_fresh_start_sets_the_earlier_run_aside_np3(outcomes: dict[str, Outcome], three: Three) -> None:
@@ -216,10 +184,8 @@ def test_metrics_and_logs_np3(outcomes: dict[str, Outcome], three: Three) -> Non
 
 
 def test_another_split_and_no_thread_give_the_same_bits_np3(outcomes: dict[str, Outcome], three: Three) -> None:
-    expected = tensors(three.run("measured"), 4)
     for name in ("alone", "no-thread"):
-        assert losses(three.run(name)) == losses(three.run("measured"))
-        check_same_bits(tensors(three.run(name), 4), expected)
+        assert_same_run(three.run(name), three.run("measured"))
     assert "ranks 0, 2 idle: not named in the given plan" in outcomes["alone"].printed
     assert load_plan(three.run("alone") / "plan.toml").pipelines[0].stages[0].ranks == (1,)
 
@@ -229,8 +195,8 @@ def test_resuming_after_a_skipped_step_gives_the_same_bits_np3(outcomes: dict[st
     assert told in outcomes["skipped"].printed
     assert "1 steps were skipped" in outcomes["skipped"].printed
     straight = three.run("skipped")
-    check_same_bits(tensors(straight, 1), tensors(straight, 2))
-    check_same_bits(tensors(three.run("skipped-resumed"), 4), tensors(straight, 4))
+    assert_same_tensors(tensors(straight, 1), tensors(straight, 2))
+    assert_same_run(three.run("skipped-resumed"), straight)
     second, third = (tensors(straight, step)["parameters", "model.norm.weight"] for step in (2, 3))
     assert not np.array_equal(second, third)
 
@@ -240,10 +206,10 @@ def test_bf16_np3(outcomes: dict[str, Outcome], three: Three) -> None:
     assert len(narrow) == 5
     np.testing.assert_allclose(narrow, full, rtol=0.02)
     assert narrow != full
-    expected = tensors(three.run("bf16"), 5)
+    expected = tensors(three.run("bf16"))
+    assert {array.dtype for array in expected.values()} == {np.dtype("float32")}, "masters, and moments"
     for name in ("bf16-alone", "bf16-resumed"):
-        assert losses(three.run(name)) == narrow[-len(losses(three.run(name))) :]
-        check_same_bits(tensors(three.run(name), 5), expected)
+        assert_same_run(three.run(name), three.run("bf16"))
     assert len(losses(three.run("bf16-resumed"))) == 3
     model = AutoModelForCausalLM.from_pretrained(three.run("bf16") / "model", dtype="auto")
     for name, parameter in model.named_parameters():
@@ -275,12 +241,10 @@ class Spare(Workshop):
         values["profile"]["path"] = str(directory / "made.profile.toml")
         job = self.job("job", values)
         write_profile(directory / "made.profile.toml", job, ranks)
-        stages = {3: (StagePlan((2,), 0, 3, 0),), 4: (StagePlan((3,), 0, 2, 1), StagePlan((1,), 2, 3, 0))}[ranks]
-        other = PipelinePlan((StagePlan((ranks - 2,), 0, 3, 0),), 1, 1)
-        one, several = directory / "plan.toml", directory / "several.toml"
-        save_plan(Plan((PipelinePlan(stages, 1, GLOBAL_BATCH),), GLOBAL_BATCH, SEQUENCE, 3), one)
-        first = PipelinePlan(stages, 2 if ranks == 4 else 1, GLOBAL_BATCH - 1)
-        save_plan(Plan((first, other), GLOBAL_BATCH, SEQUENCE, 3), several)
+        stages: Any = {3: ([2], [0, 3]), 4: ([3, 1], [0, 2, 3])}[ranks]
+        one = write_plan(directory / "plan.toml", pipeline(*stages))
+        first, other = pipeline(*stages, 2 if ranks == 4 else 1, 3), pipeline([ranks - 2], [0, 3], 1, 1)
+        several = write_plan(directory / "several.toml", first, other)
         sample = {"prompt": "abc", "max_new_tokens": 6}
         loose = {"packing": False}
         full = self.job("loose", values, data=loose)
@@ -309,35 +273,24 @@ class Spare(Workshop):
             },
         }
         if ranks == 3:  # the planner may use all of them
-            alone = directory / "alone.toml"
-            save_plan(plan_of((0,), (0, 3)), alone)
+            alone = write_plan(directory / "alone.toml", pipeline([0], [0, 3]))
             self.listed["spare"]["plan"] = self.listed["spare-lost"]["plan"] = alone
 
 
-@dataclass
-class Spares:
-    """Jobs by the number of ranks; each number is started once."""
-
-    directory: Path
-    done: dict[int, tuple[Path, dict[str, Outcome]]] = field(default_factory=dict)
-
-    def on(self, ranks: int) -> tuple[Path, dict[str, Outcome]]:
-        if ranks not in self.done:
-            directory = self.directory / f"np{ranks}"
-            directory.mkdir()
-            workshop = Spare(directory, ranks)
-            self.done[ranks] = directory, workshop.run_entries(ranks, workshop.listed)
-        return self.done[ranks]
-
-
 @pytest.fixture(scope="module")
-def spares(tmp_path_factory: pytest.TempPathFactory) -> Spares:
-    return Spares(tmp_path_factory.mktemp("spare"))
+def spares(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Ranks -> (directory, how the jobs ended there)."""
+
+    def run(directory: Path, ranks: int) -> tuple[Path, dict[str, Outcome]]:
+        shop = Spare(directory, ranks)
+        return directory, shop.run_entries(ranks, shop.listed)
+
+    return once_per_ranks(tmp_path_factory, run)
 
 
 @on_ranks(3, 4)
-def test_spare_ranks_idle_and_are_told_why(spares: Spares, ranks: int) -> None:
-    directory, outcomes = spares.on(ranks)
+def test_spare_ranks_idle_and_are_told_why(spares: Any, ranks: int) -> None:
+    directory, outcomes = spares(ranks)
     assert outcomes["spare"].raised == ("",) * ranks
     left = load_report(directory / "spare" / "plan.toml").idle
     assert left and all(idle.reason for idle in left)
@@ -350,23 +303,23 @@ def test_spare_ranks_idle_and_are_told_why(spares: Spares, ranks: int) -> None:
 
 @pytest.mark.parametrize("name", ["spare-lost", "leader-idle-lost"])
 @on_ranks(3, 4)
-def test_an_error_wakes_idle_ranks_and_ends_them(spares: Spares, ranks: int, name: str) -> None:
-    outcome = spares.on(ranks)[1][name]
+def test_an_error_wakes_idle_ranks_and_ends_them(spares: Any, ranks: int, name: str) -> None:
+    outcome = spares(ranks)[1][name]
     assert outcome.raised == ("CollectiveUserError",) * ranks and outcome.codes == (2,) * ranks
     assert len(set(outcome.texts)) == 1 and "step 2: the loss is nan" in outcome.texts[0]
 
 
 @on_ranks(3, 4)
-def test_messages_name_ranks_by_their_number_in_the_job(spares: Spares, ranks: int) -> None:
+def test_messages_name_ranks_by_their_number_in_the_job(spares: Any, ranks: int) -> None:
     """Of 4 ranks 0, 1 and 3 are active, of 3 ranks 0 and 2: the last one has another number among them."""
-    outcome = spares.on(ranks)[1]["full"]
+    outcome = spares(ranks)[1]["full"]
     assert outcome.raised == ("CollectiveUserError",) * ranks
     assert outcome.texts[0].startswith(f"rank {ranks - 1} on ") and "the shelf is full: make room" in outcome.texts[0]
 
 
 @on_ranks(3, 4)
-def test_rank_0_may_be_idle(spares: Spares, ranks: int) -> None:
-    directory, outcomes = spares.on(ranks)
+def test_rank_0_may_be_idle(spares: Any, ranks: int) -> None:
+    directory, outcomes = spares(ranks)
     run = directory / "leader"
     assert outcomes["leader-idle"].raised == ("",) * ranks
     assert losses(run) == losses(directory / "spare")
@@ -391,9 +344,7 @@ def test_a_true_command_line_np2(tmp_path: Path) -> None:
     profile, plan = load_profile(dry / "profile.toml"), load_plan(dry / "plan.toml")
     edited = replace(profile, source="edited by hand", key="another")
     save_profile(edited, dry / "profile.toml")
-    stages = (StagePlan((1,), 0, 1, 1), StagePlan((0,), 1, 4, 0))
-    pipeline = PipelinePlan(stages, 1, plan.global_batch)
-    save_plan(replace(plan, pipelines=(pipeline,)), dry / "plan.toml")
+    write_plan(dry / "plan.toml", pipeline([1, 0], [0, 1, 4], 1, plan.global_batch))
     given = ["--plan", str(dry / "plan.toml"), "--profile", str(dry / "profile.toml")]
     second = run_mpi(2, [*command, *given, "--set", "train.steps=2", "--run-dir", str(run)])
     assert second.returncode == 0, second.stderr
@@ -401,7 +352,7 @@ def test_a_true_command_line_np2(tmp_path: Path) -> None:
     assert second.stdout.count("step 2/2") == second.stdout.count("Written:") == 1
     assert "because" not in second.stdout, "the reasons are in the log"
     assert "because: given by hand" in (run / "logs" / "rank-0000.log").read_text()
-    assert load_plan(run / "plan.toml").pipelines[0].stages == stages
+    assert [stage.ranks for stage in load_plan(run / "plan.toml").pipelines[0].stages] == [(1,), (0,)]
     assert sorted(path.name for path in run.iterdir()) == [
         ".lock", "checkpoints", "logs", "metrics.jsonl", "model", "plan.toml", "run.json", "steps.jsonl", "used-profile.toml",
     ]  # fmt: skip
@@ -433,12 +384,11 @@ def test_the_console_script_is_the_same_command(capsys: pytest.CaptureFixture[st
 
 
 @on_ranks(3, 4)
-def test_several_pipelines_and_an_idle_leader(spares: Spares, ranks: int) -> None:
-    directory, outcomes = spares.on(ranks)
+def test_several_pipelines_and_an_idle_leader(spares: Any, ranks: int) -> None:
+    directory, outcomes = spares(ranks)
     assert outcomes["several"].raised == outcomes["one"].raised == ("",) * ranks, outcomes["several"].texts
-    np.testing.assert_allclose(losses(directory / "several"), losses(directory / "one"), rtol=1e-6)
-    held_out = [read_metrics(directory / run / "metrics.jsonl").evaluations[-1].loss for run in ("several", "one")]
-    assert held_out[0] == pytest.approx(held_out[1], rel=1e-6)
+    assert_same_run(directory / "several", directory / "one", 1e-6, None)
+    assert evaluation(directory / "several") == pytest.approx(evaluation(directory / "one"), rel=1e-6)
     (line,) = idle_lines(load_report(directory / "several" / "plan.toml").idle)
     assert line in outcomes["several"].printed and re.match(r"ranks? 0\b.* idles?: not named in the given plan", line)
     samples = [(directory / run / "sample.txt").read_text() for run in ("several", "one")]
@@ -447,10 +397,10 @@ def test_several_pipelines_and_an_idle_leader(spares: Spares, ranks: int) -> Non
 
 
 @on_ranks(3, 4)
-def test_padding_to_the_longest_sequence_learns_the_same(spares: Spares, ranks: int) -> None:
-    directory, outcomes = spares.on(ranks)
+def test_padding_to_the_longest_sequence_learns_the_same(spares: Any, ranks: int) -> None:
+    directory, outcomes = spares(ranks)
     assert outcomes["padded"].raised == ("",) * ranks, outcomes["padded"].texts
-    np.testing.assert_allclose(losses(directory / "padded"), losses(directory / "loose"), rtol=1e-6)
+    assert_same_run(directory / "padded", directory / "loose", 1e-6, None)
     tokens = [
         [step.tokens for step in read_metrics(directory / run / "metrics.jsonl").steps] for run in ("padded", "loose")
     ]

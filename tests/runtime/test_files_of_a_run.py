@@ -22,10 +22,10 @@ from transformers import AutoModelForCausalLM
 from hetero_mpi.inference.source import open_source
 from hetero_mpi.interop.export import export
 from hetero_mpi.model.files import hub
-from hetero_mpi.rundir.metrics import read_metrics
 from hetero_mpi.state.directory import checkpoint_path
 from hetero_mpi.state.reader import CheckpointReader
 from tests.support import case_plans, training_cases
+from tests.support.equality import assert_same_run, losses
 from tests.support.jobs import write_profile
 from tests.support.mpi import run_mpi
 from tests.support.training_cases import NORMAL, Case
@@ -118,9 +118,6 @@ class Scene:
                 sizes[layer] += tensor.nbytes
         return sizes
 
-    def losses(self, name: str) -> list[float]:
-        return [step.loss for step in read_metrics(self.directory / name / "metrics.jsonl").steps]
-
     def _model(self, case: Case) -> Path:
         start = AutoModelForCausalLM.from_pretrained(training_cases.model_directory(self.directory, case))
         target = self.directory / "model"
@@ -193,16 +190,15 @@ def test_the_run_equals_the_one_where_all_ranks_have_the_files_np3(
     outcomes: dict[str, Outcome], scene: Scene, name: str
 ) -> None:
     assert outcomes["everywhere"].raised == outcomes[name].raised == [""] * RANKS, outcomes[name].texts
-    assert len(scene.losses("everywhere")) == 2
-    assert scene.losses(name) == scene.losses("everywhere")
-    final = [load_file(scene.directory / run / "model" / "model.safetensors") for run in (name, "everywhere")]
-    assert all(torch.equal(tensor, final[1][key]) for key, tensor in final[0].items())
+    assert len(losses(scene.directory / "everywhere")) == 2
+    assert_same_run(scene.directory / name, scene.directory / "everywhere")
 
 
 def test_every_holder_of_an_layer_receives_it_np3(outcomes: dict[str, Outcome], scene: Scene) -> None:
     """Rank 2 alone is one pipeline, ranks 0 and 1 another."""
     assert outcomes["pipelines"].raised == [""] * RANKS, outcomes["pipelines"].texts
-    assert scene.losses("pipelines")[0] == pytest.approx(scene.losses("everywhere")[0], rel=1e-6)
+    ours, expected = (losses(scene.directory / name)[0] for name in ("pipelines", "everywhere"))
+    assert ours == pytest.approx(expected, rel=1e-6)
     layers = {1: (0, 5), 2: tuple(range(6))}
     assert outcomes["pipelines"].received_bytes == expected_bytes(scene, layers)
 
@@ -231,7 +227,8 @@ def test_a_rank_receives_only_what_it_lacks_np3(
 
 def test_frozen_weights_are_sent_like_trained_ones_np3(outcomes: dict[str, Outcome], scene: Scene) -> None:
     assert outcomes["nf4"].raised == outcomes["nf4-hidden"].raised == [""] * RANKS, outcomes["nf4-hidden"].texts
-    assert scene.losses("nf4-hidden") == scene.losses("nf4") != scene.losses("everywhere")
+    assert_same_run(scene.directory / "nf4-hidden", scene.directory / "nf4")
+    assert losses(scene.directory / "nf4") != losses(scene.directory / "everywhere")
 
 
 def test_rank_0_says_what_it_sends_and_why_np3(outcomes: dict[str, Outcome], scene: Scene) -> None:

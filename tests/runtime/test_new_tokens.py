@@ -4,7 +4,6 @@ there, over three ranks."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,13 +16,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hetero_mpi.data.dataset import Dataset, SequenceSettings
 from hetero_mpi.data.text_sequences import build_sequences
 from hetero_mpi.interop.export import export
-from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
-from hetero_mpi.planning.types.toml_files import save_plan
-from hetero_mpi.rundir.metrics import read_metrics
 from hetero_mpi.state.directory import checkpoint_path
-from tests.support.jobs import GLOBAL_BATCH, SEQUENCE, Workshop
+from tests.support.equality import assert_same_run, evaluation, losses
+from tests.support.jobs import GLOBAL_BATCH, SEQUENCE, Workshop, once_per_ranks
 from tests.support.mpi import on_ranks
 from tests.support.plain_training import short
+from tests.support.plans import pipeline, write_plan
 from tests.support.rank_pool import run_pooled
 
 pytestmark = pytest.mark.slow
@@ -69,15 +67,8 @@ class Runs:
 
 
 @pytest.fixture(scope="module")
-def on(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    found: dict[int, Runs] = {}
-
-    def runs(ranks: int) -> Runs:
-        if ranks not in found:
-            found[ranks] = _run(Workshop(tmp_path_factory.mktemp(f"np{ranks}")), ranks)
-        return found[ranks]
-
-    return runs  # type: ignore[return-value]
+def on(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return once_per_ranks(tmp_path_factory, lambda directory, ranks: _run(Workshop(directory), ranks))
 
 
 def _run(place: Workshop, ranks: int) -> Runs:
@@ -91,22 +82,12 @@ def _run(place: Workshop, ranks: int) -> Runs:
         values = place.values(model)
         values["tokenizer"] |= {"add": NEW[:1], "add_special": NEW[1:]}
         values["train"] |= {"steps": STEPS, "dtype": "fp32", "weight_decay": 0.1, "clip_norm": 1.0}
-        entries[name] = {"job": place.job(name, values, **KINDS[kind]), "run_dir": place.directory / name, "plan": plan}
-    elsewhere = place.directory / "elsewhere.toml"
-    save_plan(
-        Plan((PipelinePlan((StagePlan((ranks - 1,), 0, 4, 0),), 2, GLOBAL_BATCH),), GLOBAL_BATCH, SEQUENCE, 4),
-        elsewhere,
-    )
+        entries[name] = place.entry(name, values, {"plan": plan}, **KINDS[kind])
+    elsewhere = write_plan(place.directory / "elsewhere.toml", pipeline([ranks - 1], [0, 4], 2))
     for name in RESUMED:
-        resume = checkpoint_path(place.directory / name / "checkpoints", 1)
-        entries[f"{name}-resumed"] = {
-            **entries[name],
-            "plan": elsewhere,
-            "resume": resume,
-            "run_dir": place.directory / f"{name}-resumed",
-        }
-    for outcome in place.run_entries(ranks, entries).values():
-        assert outcome.codes == (0,) * ranks, outcome.texts
+        resumed = {"plan": elsewhere, "resume": checkpoint_path(place.directory / name / "checkpoints", 1)}
+        entries[f"{name}-resumed"] = {**entries[name], **resumed, "run_dir": place.directory / f"{name}-resumed"}
+    place.finish_entries(ranks, entries)
     listed, results = place.directory / "generate.json", place.directory / "generated.json"
     sources = {name: place.directory / name for name in JOBS}
     sources |= {f"{name}-adapter": run / "adapter" for name, run in sources.items() if (run / "adapter").exists()}
@@ -138,15 +119,15 @@ def train_in_one_process(runs: Runs, name: str) -> tuple[list[float], Any]:
     rest = [p for n, p in trained.items() if "norm" in n]
     groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW([one for one in groups if one["params"]], lr=3e-3, betas=(0.9, 0.95), eps=1e-8)
-    losses, data = [], runs.dataset()
+    found, data = [], runs.dataset()
     for step in range(STEPS):
         optimizer.zero_grad()
         loss = loss_of(model, data.batch(step, GLOBAL_BATCH))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(list(trained.values()), 1.0)
         optimizer.step()
-        losses.append(loss.item())
-    return losses, model
+        found.append(loss.item())
+    return found, model
 
 
 def start_of_ours(runs: Runs, name: str) -> dict[str, torch.Tensor]:
@@ -184,9 +165,8 @@ PLAIN = [name for name in JOBS if not name.startswith("nf4")]
 @pytest.mark.parametrize("name", PLAIN)
 def test_ranks_equal_transformers_and_peft(on: Any, ranks: int, name: str) -> None:
     runs = on(ranks)
-    losses, model = train_in_one_process(runs, name)
-    ours = [step.loss for step in read_metrics(runs.run(name) / "metrics.jsonl").steps]
-    assert ours == pytest.approx(losses, rel=1e-6)
+    expected, model = train_in_one_process(runs, name)
+    assert losses(runs.run(name)) == pytest.approx(expected, rel=1e-6)
     theirs = dict(model.named_parameters())
     for own, parameter in opened(runs, name).named_parameters():
         assert torch.allclose(parameter, theirs[own], atol=2e-5), own
@@ -207,8 +187,7 @@ def test_results_open_elsewhere_merged_and_not(on: Any, ranks: int, name: str, t
     held_out = next(runs.dataset().held_out_batches(10_000, 64))
     with torch.no_grad():
         expected = loss_of(model, held_out).item()
-    told = read_metrics(run / "metrics.jsonl").evaluations[-1].loss
-    assert told == pytest.approx(expected, rel=1e-5 if kind != "nf4" else 0.2)
+    assert evaluation(run) == pytest.approx(expected, rel=1e-5 if kind != "nf4" else 0.2)
     if kind == "full":
         return
     export(run, tmp_path / "merged", merge=True)
@@ -225,8 +204,7 @@ def test_results_open_elsewhere_merged_and_not(on: Any, ranks: int, name: str, t
 @pytest.mark.parametrize("name", RESUMED)
 def test_a_run_goes_on_under_another_plan(on: Any, ranks: int, name: str) -> None:
     run = on(ranks).run(name)
-    straight, resumed = (read_metrics(one / "metrics.jsonl").steps for one in (run, run.with_name(f"{name}-resumed")))
-    assert [(step.loss, step.grad_norm) for step in resumed] == [(step.loss, step.grad_norm) for step in straight[1:]]
+    assert_same_run(run.with_name(f"{name}-resumed"), run)
 
 
 @on_ranks(3)

@@ -15,13 +15,13 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
-from hetero_mpi.planning.types.toml_files import save_plan
 from hetero_mpi.rundir.metrics import Rewards, read_metrics
 from hetero_mpi.state.directory import checkpoint_path
+from tests.support.equality import losses
 from tests.support.family_configs import tiny_keys
-from tests.support.jobs import Outcome, Workshop, write_profile
+from tests.support.jobs import Outcome, Workshop, once_per_ranks, write_profile
 from tests.support.mpi import ROOT
+from tests.support.plans import pipeline, write_plan
 
 pytestmark = pytest.mark.slow
 
@@ -93,28 +93,27 @@ class Runs(Workshop):
         self.written["train"] |= {"steps": STEPS, "preference_beta": 0.3, "weight_decay": 0.1, "epsilon": EPSILON}
         self.written["train"].pop("micro_batch")
         self.start = start_adapter(directory, self.model_path)
+        others = directory / "others.jsonl"
+        swapped = [{"prompt": p, "chosen": r, "rejected": c} for p, c, r in PAIRS[:2]]
+        others.write_text("\n".join(map(json.dumps, swapped)))
+        files = {"records": [str(records), str(others)], "weights": [1.0, 3.0], "evaluation": ""}
+        apart: dict[str, Any] = {"rows": len(PAIRS), "packing": False}
         self.entries = {}
         for name in METHODS:
-            self.entries[name] = self.entry(name, name, KTO_PACKED if name == "kto" else PACKED)
-            self.entries[f"{name} apart"] = self.entry(f"{name} apart", name, len(PAIRS), packing=False)
-        self.entries["streamed"] = self.entry("streamed", "dpo", PACKED, {"streamed": True, "slice_sequences": 1})
-        self.entries["kto streamed"] = self.entry("kto streamed", "kto", KTO_PACKED, {"streamed": True})
+            self.entries[name] = self.made(name, name, KTO_PACKED if name == "kto" else PACKED)
+            self.entries[f"{name} apart"] = self.made(f"{name} apart", name, **apart)
+        self.entries["streamed"] = self.made("streamed", "dpo", PACKED, {"streamed": True, "slice_sequences": 1})
+        self.entries["kto streamed"] = self.made("kto streamed", "kto", KTO_PACKED, {"streamed": True})
         for shape in SHAPES if ranks == 3 else ():
-            self.entries[f"kto {shape}"] = self.entry(f"kto {shape}", "kto", len(PAIRS), packing=False, shape=shape)
+            self.entries[f"kto {shape}"] = self.made(f"kto {shape}", "kto", **apart, shape=shape)
         for method, name in ROUTERS.items():
-            self.entries[name] = self.entry(name, method, len(PAIRS), packing=False, model=self.experts)
-        others = directory / "others.jsonl"
-        others.write_text(
-            "\n".join(map(json.dumps, [{"prompt": p, "chosen": r, "rejected": c} for p, c, r in PAIRS[:2]]))
-        )
-        files = {"records": [str(records), str(others)], "weights": [1.0, 3.0], "evaluation": ""}
-        self.entries["mixed"] = self.entry("mixed", "dpo", 2, packing=False, held_out=0.0, **files)
-        self.entries["short"] = self.entry("short", "dpo", 2, steps=1)
-        for name in ("dpo", "orpo"):
-            self.entries[f"jobs-{name}"] = self.shipped(name)
-        self.entries["longest"] = self.entry("longest", "orpo", len(PAIRS), packing=False, pad="longest")
+            self.entries[name] = self.made(name, method, **apart, model=self.experts)
+        self.entries["mixed"] = self.made("mixed", "dpo", 2, packing=False, held_out=0.0, **files)
+        self.entries["short"] = self.made("short", "dpo", 2, steps=1)
+        self.entries |= {f"jobs-{name}": self.shipped(name) for name in ("dpo", "orpo")}
+        self.entries["longest"] = self.made("longest", "orpo", **apart, pad="longest")
 
-    def entry(
+    def made(
         self,
         name: str,
         method: str,
@@ -127,7 +126,7 @@ class Runs(Workshop):
     ) -> dict[str, Any]:
         plan = self.plan(name, self.ranks, rows, LENGTH, **(stage or {}))
         if shape:
-            save_plan(Plan(SHAPES[shape], rows, LENGTH, 4), plan)
+            write_plan(plan, *SHAPES[shape], length=LENGTH)
         tables: dict[str, Any] = {key: dict(value) for key, value in METHODS[method].items()}
         if "adapter" in tables:
             tables["adapter"]["path"] = str(self.start)
@@ -137,12 +136,12 @@ class Runs(Workshop):
             data = {"records": [str(self.labels)], "evaluation": [str(self.labels)], **data}
         train = {"global_batch": rows, "steps": steps, "preference": "dpo", **tables.pop("train", {})}
         tables["profile"] = {"trial": name in METHODS}  # it changes no bit
-        job = self.job(name, self.written, data=data, train=train, **tables)
+        entry = self.entry(name, self.written, {"plan": plan}, data=data, train=train, **tables)
         kind = "experts" if model is not None else "adapter" if "adapter" in tables else "whole"
-        profile = self.directory / f"{kind}.profile.toml"
-        if not profile.exists():
-            write_profile(profile, job, self.ranks)
-        return {"job": job, "run_dir": self.run(name), "plan": plan, "profile": profile}
+        entry["profile"] = self.directory / f"{kind}.profile.toml"
+        if not entry["profile"].exists():
+            write_profile(entry["profile"], entry["job"], self.ranks)
+        return entry
 
     def shipped(self, name: str) -> dict[str, Any]:
         """A job of jobs/, in small."""
@@ -174,9 +173,9 @@ class Runs(Workshop):
 
 
 SHAPES = {
-    "pipelines": tuple(PipelinePlan((StagePlan((rank,), 0, 4, 0),), 1, 2) for rank in range(3)),
-    "group": (PipelinePlan((StagePlan((0, 1, 2), 0, 4, 0, shares=(2, 1, 1)),), 2, 6),),
-    "several stages": (PipelinePlan(tuple(StagePlan((i % 3,), i, i + 1, 3 - i) for i in range(4)), 2, 6, True, "zbv"),),
+    "pipelines": [pipeline([rank], [0, 4], 1, 2) for rank in range(3)],
+    "group": [pipeline([{0: 2, 1: 1, 2: 1}], [0, 4], 2, 6)],
+    "several stages": [pipeline([0, 1, 2, 0], range(5), 2, 6, "zbv")],
 }
 """Name -> pipelines of three ranks for six sequences."""
 
@@ -218,27 +217,19 @@ def assert_equal(runs: Runs, name: str, other: str) -> None:
 
 @pytest.fixture(scope="module")
 def on(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    done: dict[int, tuple[Runs, dict[str, Outcome]]] = {}
+    def run(directory: Path, ranks: int) -> tuple[Runs, dict[str, Outcome]]:
+        runs = Runs(directory, ranks)
+        outcomes = runs.finish_entries(ranks, runs.entries)
 
-    def run(ranks: int) -> tuple[Runs, dict[str, Outcome]]:
-        if ranks not in done:
-            runs = Runs(tmp_path_factory.mktemp(f"np{ranks}"), ranks)
-            outcomes = runs.run_entries(ranks, runs.entries)
-            failed = {name: outcome.texts for name, outcome in outcomes.items() if any(outcome.raised)}
-            assert not failed, failed
-            again = {
-                f"{name} again": {
-                    **runs.entries[name],
-                    "run_dir": runs.run(f"{name} again"),
-                    "resume": checkpoint_path(runs.run(name) / "checkpoints", 1),
-                }
-                for name in ("dpo", "kto", "adapter")
-            }
-            longer = runs.entry("longer", "dpo", 2) | {"resume": checkpoint_path(runs.run("short") / "checkpoints", 1)}
-            done[ranks] = runs, outcomes | runs.run_entries(ranks, {**again, "longer": longer})
-        return done[ranks]
+        def after_one(name: str, entry: dict[str, Any], of: str) -> dict[str, Any]:
+            return {**entry, "run_dir": runs.run(name), "resume": checkpoint_path(runs.run(of) / "checkpoints", 1)}
 
-    return run
+        again = {name: after_one(f"{name} again", runs.entries[name], name) for name in ("dpo", "kto", "adapter")}
+        later = {f"{name} again": entry for name, entry in again.items()}
+        later["longer"] = after_one("longer", runs.made("longer", "dpo", 2), "short")
+        return runs, outcomes | runs.run_entries(ranks, later)
+
+    return once_per_ranks(tmp_path_factory, run)
 
 
 @ON_RANKS
@@ -282,8 +273,8 @@ def test_more_steps_than_the_reference_was_computed_for_are_refused(on: Any, ran
 def test_of_mixed_data_sets_all_pairs_that_are_drawn_have_a_reference(on: Any, ranks: int) -> None:
     """An epoch of them holds some pairs more than once, and others not at all."""
     runs, _ = on(ranks)
-    losses = [step.loss for step in read_metrics(runs.run("mixed") / "metrics.jsonl").steps]
-    assert len(losses) == STEPS and np.isfinite(losses).all() and abs(losses[0] - np.log(2)) < 1e-6
+    found = losses(runs.run("mixed"))
+    assert len(found) == STEPS and np.isfinite(found).all() and abs(found[0] - np.log(2)) < 1e-6
 
 
 @ON_RANKS
@@ -307,9 +298,9 @@ def test_the_shipped_jobs(on: Any, ranks: int, name: str) -> None:
 def test_equals_trl(on: Any, ranks: int, name: str, tmp_path: Path) -> None:
     pytest.importorskip("trl", reason="TRL is in the extra `trl`")
     runs, _ = on(ranks)
-    losses, told, weights = by_trl(runs, name, tmp_path)
+    expected, told, weights = by_trl(runs, name, tmp_path)
     steps = read_metrics(runs.run(name) / "metrics.jsonl").steps
-    np.testing.assert_allclose([step.loss for step in steps], losses, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose([step.loss for step in steps], expected, rtol=1e-6, atol=1e-6)
     for step, log in zip(steps, told, strict=True):
         own = rewards(step)
         assert own.keys() == {key for key, of_trl in REWARDS.items() if of_trl in log}
@@ -338,30 +329,22 @@ def by_trl(
     weights = {key: keys[key] for key in ("desirable_weight", "undesirable_weight") if key in keys}
     # Its "sigmoid" knows no smoothing, but its "robust" is a sum of the loss and the flipped loss; so the smoothed one is, too.
     parts = {"loss_type": ["sigmoid", "robust"], "loss_weights": [2 * (1 - flipped), 2 * flipped - 1]}
+    simple = {"cpo_alpha": 0.0, "simpo_gamma": keys.get("preference_margin")}
     config, trainer, own = {
         "conservative": (DPOConfig, DPOTrainer, {**parts, "label_smoothing": flipped}),
         "hinge": (DPOConfig, DPOTrainer, {"loss_type": "hinge"}),
         "robust": (DPOConfig, DPOTrainer, {"loss_type": "robust", "label_smoothing": flipped}),
         "ipo": (DPOConfig, DPOTrainer, {"loss_type": "ipo"}),
-        "simpo": (
-            CPOConfig,
-            CPOTrainer,
-            {
-                "loss_type": "simpo",
-                "cpo_alpha": 0.0,
-                "simpo_gamma": keys.get("preference_margin"),
-                "label_smoothing": flipped,
-            },
-        ),
+        "simpo": (CPOConfig, CPOTrainer, {**simple, "loss_type": "simpo", "label_smoothing": flipped}),
         "orpo": (ORPOConfig, ORPOTrainer, {}),
         "kto": (KTOConfig, KTOTrainer, weights),
     }.get(method, (DPOConfig, DPOTrainer, {}))
-    losses: list[float] = []
+    found: list[float] = []
 
     class Noted(trainer):  # type: ignore[misc, valid-type]
         def compute_loss(self, *arguments: Any, **keywords: Any) -> Any:
             loss = super().compute_loss(*arguments, **keywords)
-            losses.append(float(loss))
+            found.append(float(loss))
             return loss
 
     def asked(prompts: Sequence[str]) -> list[str]:
@@ -401,6 +384,6 @@ def by_trl(
     learner.train()
     learner.model.save_pretrained(directory / "result", safe_serialization=True)
     file = "adapter_model.safetensors" if name == "adapter" else "model.safetensors"
-    means = np.array(losses).reshape(STEPS, pieces).mean(axis=1)
+    means = np.array(found).reshape(STEPS, pieces).mean(axis=1)
     log = [line for line in learner.state.log_history if "loss" in line]
     return means.tolist(), log, load_file(directory / "result" / file)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from hetero_mpi.state.directory import checkpoint_path
-from hetero_mpi.state.reader import CheckpointReader
-from tests.support.jobs import Outcome, Workshop
+from tests.support.equality import assert_same_run
+from tests.support.jobs import Outcome, Workshop, once_per_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -45,19 +45,18 @@ class Runs(Workshop):
         }
         values["train"] |= {"steps": STEPS, "global_batch": BATCH}
         self.entries = {
-            "lines": self.entry("lines", values, "good.jsonl", "pairs.jsonl"),
-            "table": self.entry("table", values, "bad.jsonl", "pairs.parquet", skip_bad=1),
-            "large": self.entry("large", values, "good.jsonl", "pairs.jsonl", batch=40),
+            "lines": self.made("lines", values, "good.jsonl", "pairs.jsonl"),
+            "table": self.made("table", values, "bad.jsonl", "pairs.parquet", skip_bad=1),
+            "large": self.made("large", values, "good.jsonl", "pairs.jsonl", batch=40),
         }
         middle = checkpoint_path(self.run("table") / "checkpoints", 2)
         self.later = {"again": {**self.entries["table"], "run_dir": self.run("again"), "resume": middle}}
-        other = self.entry("other", values, "good.jsonl", "pairs.jsonl", weights=[2, 1])
+        other = self.made("other", values, "good.jsonl", "pairs.jsonl", weights=[2, 1])
         self.later["other"] = {**other, "resume": middle}
 
-    def entry(self, name: str, values: dict[str, Any], *files: str, batch: int = BATCH, **data: Any) -> dict[str, Any]:
+    def made(self, name: str, values: dict[str, Any], *files: str, batch: int = BATCH, **data: Any) -> dict[str, Any]:
         records = [str(self.directory / file) for file in files]
-        job = self.job(name, values, data={"records": records, **data}, train={"global_batch": batch})
-        return {"job": job, "run_dir": self.run(name)}
+        return self.entry(name, values, data={"records": records, **data}, train={"global_batch": batch})
 
     def run(self, name: str) -> Path:
         return self.directory / name
@@ -65,30 +64,19 @@ class Runs(Workshop):
 
 @pytest.fixture(scope="module")
 def on(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    done: dict[int, tuple[Runs, dict[str, Outcome]]] = {}
+    def run(directory: Path, ranks: int) -> tuple[Runs, dict[str, Outcome]]:
+        runs = Runs(directory)
+        return runs, runs.finish_entries(ranks, runs.entries) | runs.run_entries(ranks, runs.later)
 
-    def run(ranks: int) -> tuple[Runs, dict[str, Outcome]]:
-        if ranks not in done:
-            runs = Runs(tmp_path_factory.mktemp(f"np{ranks}"))
-            done[ranks] = runs, runs.run_entries(ranks, runs.entries) | runs.run_entries(ranks, runs.later)
-        return done[ranks]
-
-    return run
+    return once_per_ranks(tmp_path_factory, run)
 
 
 @RANKS
 def test_the_same_records_give_the_same_bits(on: Any, ranks: int) -> None:
     runs, outcomes = on(ranks)
-    for name in ("lines", "table", "again", "large"):
-        assert outcomes[name].raised == ("",) * ranks, outcomes[name].texts
-    with CheckpointReader(checkpoint_path(runs.run("lines") / "checkpoints", STEPS)) as lines:
-        for name in ("table", "again"):
-            with CheckpointReader(checkpoint_path(runs.run(name) / "checkpoints", STEPS)) as other:
-                for tensor in lines.names("parameters"):
-                    assert (lines.read("parameters", tensor)[0] == other.read("parameters", tensor)[0]).all(), (
-                        name,
-                        tensor,
-                    )
+    assert outcomes["again"].raised == ("",) * ranks, outcomes["again"].texts
+    for name in ("table", "again"):
+        assert_same_run(runs.run(name), runs.run("lines"))
 
 
 @RANKS

@@ -22,18 +22,17 @@ from hetero_mpi.commands.plan_commands import ask
 from hetero_mpi.launch.launcher.launcher import Launcher, outliving_ranks
 from hetero_mpi.planning.decision.planner import make_plan
 from hetero_mpi.planning.types.cluster_changes import restricted
-from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.types.plan import PipelinePlan
 from hetero_mpi.planning.types.toml_files import load_plan, save_plan
-from hetero_mpi.rundir.metrics import read_metrics
 from hetero_mpi.state.directory import checkpoint_path
 from hetero_mpi.state.peer_replicas import CopyCosts, peers, steps_between
 from hetero_mpi.util.errors import ExitCode
-from tests.runtime.test_signals import tensors as checkpoint_tensors
 from tests.support.elastic import Cluster, Elastic, events
+from tests.support.equality import assert_same_run, losses, tensors
 from tests.support.errors import refuses
-from tests.support.jobs import GLOBAL_BATCH, SEQUENCE
 from tests.support.long_run import LongRun, kill, kill_until_one_is_left, newest_step
 from tests.support.mpi import outliving_or_skip, run_mpi
+from tests.support.plans import pipeline, plan_of, write_plan
 
 pytestmark = pytest.mark.slow
 
@@ -106,8 +105,8 @@ def test_a_planned_run_that_fixes_its_sums_keeps_every_bit_np3(tmp_path: Path) -
         kill(running, 0)
         assert running.end() == 0, running.text()
     entry = {"job": job.file, "run_dir": calm, "set": options[1::2]}
-    assert job.run_entries(1, {"calm": entry})["calm"].codes == (0,)
-    assert losses(run) == losses(calm)
+    job.finish_entries(1, {"calm": entry})
+    assert_same_run(run, calm, tensors_apart=None)
 
 
 # --------------------------------------------------------------------------------------------------------- real ranks that die
@@ -125,15 +124,8 @@ def undisturbed(job: LongRun) -> list[float]:
 def alone(job: LongRun) -> list[float]:
     run = job.directory / "one-process" / "run"  # deeper than where the other runs look for a profile
     entry = {"job": job.file, "run_dir": run, "set": [f"train.steps={STEPS}"]}
-    outcome = job.run_entries(1, {"alone": entry})["alone"]
-    assert outcome.raised == ("",), outcome
+    job.finish_entries(1, {"alone": entry})
     return losses(run)
-
-
-def losses(run: Path) -> list[float]:
-    steps = read_metrics(run / "metrics.jsonl").steps
-    assert [line.step for line in steps] == list(range(1, len(steps) + 1)), "every step is told once"
-    return [line.loss for line in steps]
 
 
 def start(job: LongRun, run: Path, *more: str, planned: bool = True) -> tuple[list[str], dict[str, str]]:
@@ -186,9 +178,7 @@ def test_state_that_only_the_dead_rank_owned_comes_from_its_peer_np2(tmp_path: P
     resumes from a checkpoint of the version's step, to the bit."""
     steps = 80
     job, run, resumed = LongRun(tmp_path, 2), tmp_path / "run", tmp_path / "resumed"
-    stages = [StagePlan((rank,), 0, 4, 0, recompute=streams, streamed=streams) for rank in range(2)]
-    pipelines = tuple(PipelinePlan((stage,), 1, GLOBAL_BATCH // 2) for stage in stages)
-    save_plan(Plan(pipelines, GLOBAL_BATCH, SEQUENCE, 4), job.plan)
+    write_plan(job.plan, *(pipeline([rank], [0, 4], 1, 2, recompute=streams, streamed=streams) for rank in range(2)))
     sets = [f"plan.stream={str(streams).lower()}", f"train.steps={steps}"]
     options = [word for value in [*sets, "checkpoint.replicate_every=4"] for word in ("--set", value)]
     with job.started(*start(job, run, *options), run) as running:
@@ -201,20 +191,17 @@ def test_state_that_only_the_dead_rank_owned_comes_from_its_peer_np2(tmp_path: P
     entry = {"job": job.file, "run_dir": resumed, "set": sets}
     until = {"plan": job.plan, "profile": job.made_up(*sets), "set": [*sets, f"train.steps={version[1]}"]}
     for ranks, more in ((2, until), (1, {"resume": "latest"})):
-        outcome = job.run_entries(ranks, {"one": {**entry, **more}})["one"]
-        assert outcome.codes == (0,) * ranks, outcome
+        job.finish_entries(ranks, {"one": {**entry, **more}})
     plans = [load_plan(one / "plan.toml") for one in (run, resumed)]
     assert plans[0] == plans[1]
-    assert losses(run) == losses(resumed)
-    ours, theirs = (checkpoint_tensors(checkpoint_path(one / "checkpoints", steps)) for one in (run, resumed))
-    assert ours.keys() == theirs.keys() and {kind for kind, _ in ours} == {"parameters", "moments1", "moments2"}
-    assert all(np.array_equal(array, theirs[key]) for key, array in ours.items())
+    assert_same_run(run, resumed, step=steps)
+    assert {kind for kind, _ in tensors(run, steps)} == {"parameters", "moments1", "moments2"}
 
 
 def goes_on_without(directory: Path, victim: int, *pipelines: PipelinePlan) -> None:
     """A run with groups loses a rank: those that are left go on from copies in memory, with the same numbers but for the rounding
     of sums in another order."""
-    plan, steps = Plan(pipelines, GLOBAL_BATCH, SEQUENCE, 4), 60
+    plan, steps = plan_of(*pipelines), 60
     job, run = LongRun(directory, len(plan.ranks)), directory / "run"
     expected = alone(job)[:steps]
     save_plan(plan, job.plan)
@@ -232,16 +219,14 @@ def goes_on_without(directory: Path, victim: int, *pipelines: PipelinePlan) -> N
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_group_that_loses_a_rank_is_a_dead_stage_np3(tmp_path: Path, victim: int) -> None:
     """Ranks 0 and 1 hold the first stage together."""
-    stages = StagePlan((0, 1), 0, 2, 1, shares=(1, 1)), StagePlan((2,), 2, 4, 0)
-    goes_on_without(tmp_path, victim, PipelinePlan(stages, 1, GLOBAL_BATCH))
+    goes_on_without(tmp_path, victim, pipeline([{0: 1, 1: 1}, 2], [0, 2, 4]))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("victim", [1, 2])
 def test_a_member_of_a_group_in_one_of_two_pipelines_dies_np4(tmp_path: Path, victim: int) -> None:
     """The state of a tensor is that of one pipeline, cut as there: copies of its parts are whole tensors again."""
-    groups = [StagePlan(ranks, 0, 4, 0, shares=(1, 1)) for ranks in ((0, 1), (2, 3))]
-    goes_on_without(tmp_path, victim, *(PipelinePlan((one,), 1, 2) for one in groups))
+    goes_on_without(tmp_path, victim, *(pipeline([dict.fromkeys(pair, 1)], [0, 4], 1, 2) for pair in ((0, 1), (2, 3))))
 
 
 @pytest.mark.long

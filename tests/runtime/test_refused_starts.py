@@ -55,24 +55,29 @@ class Scene(Workshop):
         self, name: str, run: Path | None = None, more: dict[str, Any] | None = None, **tables: Any
     ) -> dict[str, Any]:
         """An entry: the good job with changes, into the run's directory. ``more``: further options."""
-        return {"job": self.job(name, self.values(self.model()), **tables), "run_dir": run or self.run, **(more or {})}
+        made = self.entry(name, self.values(self.model()), more, **tables)
+        return {**made, "run_dir": run or self.run}
+
+    def resumed(self, name: str, **tables: Any) -> dict[str, Any]:
+        """As ``changed``, from the newest checkpoint."""
+        return self.changed(name, more=RESUMED, **tables)
 
 
 RESUMED = {"resume": "latest"}
 REFUSED: dict[str, tuple[Callable[[Scene, str], dict[str, Any]], str]] = {
-    "fewer-steps": (lambda s, n: s.changed(n, more=RESUMED, train={"steps": 3}), "written after step 4"),
-    "other-seed": (lambda s, n: s.changed(n, more=RESUMED, train={"seed": 8}), "[train] seed = 7"),
-    "other-length": (lambda s, n: s.changed(n, more=RESUMED, data={"sequence_length": 16}), "sequence_length = 24"),
+    "fewer-steps": (lambda s, n: s.resumed(n, train={"steps": 3}), "written after step 4"),
+    "other-seed": (lambda s, n: s.resumed(n, train={"seed": 8}), "[train] seed = 7"),
+    "other-length": (lambda s, n: s.resumed(n, data={"sequence_length": 16}), "sequence_length = 24"),
     "other-data": (
-        lambda s, n: s.changed(n, more=RESUMED, train={"steps": 6}, data={"held_out": 0.2}),
+        lambda s, n: s.resumed(n, train={"steps": 6}, data={"held_out": 0.2}),
         "was written with other data",
     ),
     "other-model": (
-        lambda s, n: s.changed(n, more=RESUMED, model={"path": str(s.model("deeper", blocks=3))}, train={"steps": 6}),
+        lambda s, n: s.resumed(n, model={"path": str(s.model("deeper", blocks=3))}, train={"steps": 6}),
         "checkpoint of another model",
     ),
     "other-model-of-a-finished-run": (
-        lambda s, n: s.changed(n, more=RESUMED, model={"path": str(s.model("wider", hidden_size=64))}),
+        lambda s, n: s.resumed(n, model={"path": str(s.model("wider", hidden_size=64))}),
         "checkpoint of another model",
     ),
     "damaged": (lambda s, n: s.changed(n, run=s.broken, more=RESUMED), "no whole checkpoint to resume from"),

@@ -7,27 +7,18 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 
 from hetero_mpi.comm.ranks.leave import Interrupted
-from hetero_mpi.state.reader import CheckpointReader
 from hetero_mpi.training import signals
 from hetero_mpi.training.signals import REQUESTS, StopRequest
 from hetero_mpi.util.errors import ExitCode
+from tests.support.equality import assert_same_run
 from tests.support.long_run import LongRun, Running
 from tests.support.mpi import ROOT
 
 pytestmark = pytest.mark.slow
-
-KINDS = ("parameters", "moments1", "moments2")
-
-
-def tensors(path: Path) -> dict[tuple[str, str], np.ndarray[Any, Any]]:
-    with CheckpointReader(path) as reader:
-        return {(kind, name): reader.read(kind, name)[0] for kind in KINDS for name in reader.names(kind)}
 
 
 def stopped(running: Running) -> int:
@@ -40,18 +31,13 @@ def stopped(running: Running) -> int:
     return int(told.group(1))
 
 
-def equal_to_the_straight_run(job: LongRun, last: int) -> bool:
-    """Resume ``run`` up to step ``last``, and run as far without a stop: the same bits?"""
-    common = {"job": job.file, "plan": job.plan, "set": [f"train.steps={last}"]}
-    common["profile"] = job.made_up()
-    runs = {name: job.directory / name for name in ("run", "straight")}
-    entries = {name: {**common, "run_dir": run} for name, run in runs.items()}
-    entries["run"]["resume"] = "latest"
-    outcomes = job.run_entries(job.ranks, entries)
-    assert all(outcome.codes == (0,) * job.ranks for outcome in outcomes.values()), outcomes
-    ours, theirs = (tensors(run / "checkpoints" / f"step-{last:08d}.h5") for run in runs.values())
-    assert ours.keys() == theirs.keys()
-    return all(np.array_equal(array, theirs[key]) for key, array in ours.items())
+def assert_equal_to_a_straight_run(job: LongRun, last: int) -> None:
+    """Resume ``run`` up to step ``last``, and run as far without a stop: the same bits."""
+    common = {"job": job.file, "plan": job.plan, "set": [f"train.steps={last}"], "profile": job.made_up()}
+    run, straight = job.directory / "run", job.directory / "straight"
+    resumed = {**common, "run_dir": run, "resume": "latest"}
+    job.finish_entries(job.ranks, {"run": resumed, "straight": {**common, "run_dir": straight}})
+    assert_same_run(run, straight)
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long)], ids=["np2", "np3"])
@@ -63,7 +49,7 @@ def test_a_signal_to_the_launcher_stops_in_order_and_the_run_goes_on_to_the_bit(
         running.wait_for_steps(3)
         running.process.send_signal(signal.SIGINT)
         step = stopped(running)
-    assert equal_to_the_straight_run(job, step + 2)
+    assert_equal_to_a_straight_run(job, step + 2)
 
 
 @pytest.mark.long
@@ -78,7 +64,7 @@ def test_signals_to_ranks_stop_in_order_one_start_after_the_other_np3(tmp_path: 
             running.ranks[rank].send_signal(signal.SIGTERM)
             steps.append(stopped(running))
     assert steps == sorted(set(steps)), "every start took steps"
-    assert equal_to_the_straight_run(job, steps[-1] + 2)
+    assert_equal_to_a_straight_run(job, steps[-1] + 2)
 
 
 @pytest.mark.long

@@ -14,19 +14,19 @@ from typing import Any
 import pytest
 
 from hetero_mpi.planning.types.cluster_changes import restricted, with_slowness
-from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.planning.types.profile import ClusterProfile, HostProfile
 from hetero_mpi.planning.types.toml_files import load_plan, load_profile, load_report, save_plan, save_profile
-from hetero_mpi.rundir.metrics import read_metrics
 from hetero_mpi.state.directory import checkpoint_path
 from hetero_mpi.util.errors import ExitCode
 from tests.runtime.test_reconfigure import EMULATED_BLOCKS, three_alike
-from tests.runtime.test_recovery import losses as losses_of
 from tests.runtime.test_recovery import start
 from tests.stand_in_gpu import THROUGH, build
-from tests.support.jobs import GLOBAL_BATCH, SEQUENCE, Outcome, Workshop, write_profile
+from tests.support.equality import assert_same_run, losses
+from tests.support.jobs import Workshop, write_profile
 from tests.support.long_run import LongRun, kill, kill_until_one_is_left
 from tests.support.mpi import ROOT, run_bounded
+from tests.support.plans import pipeline, write_plan
 
 pytestmark = pytest.mark.slow
 
@@ -41,18 +41,9 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
 
 
 def entry(workshop: Workshop, name: str, memory_bytes: int, table: dict[str, Any], **more: Any) -> dict[str, Any]:
-    model = workshop.model("wide", 8, hidden_size=128, intermediate_size=384)
-    values = workshop.values(model)
+    values = workshop.values(workshop.model("wide", 8, hidden_size=128, intermediate_size=384))
     tables = {"adapter": ADAPTER, "cluster": {"memory_bytes": memory_bytes}, "plan": table}
-    return {"job": workshop.job(name, values, **tables), "run_dir": workshop.directory / name, **more}
-
-
-def run(workshop: Workshop, **entries: dict[str, Any]) -> dict[str, Outcome]:
-    return workshop.run_entries(2, entries)
-
-
-def losses(workshop: Workshop, name: str) -> list[float]:
-    return [step.loss for step in read_metrics(workshop.directory / name / "metrics.jsonl").steps]
+    return workshop.entry(name, values, more, **tables)
 
 
 def without_streaming(plan: Plan, path: Path) -> Path:
@@ -64,11 +55,8 @@ def without_streaming(plan: Plan, path: Path) -> Path:
 
 def test_a_model_that_fits_in_no_other_way(workshop: Workshop) -> None:
     measured = workshop.directory / "streamed" / "profile.toml"
-    found = run(
-        workshop,
-        streamed=entry(workshop, "streamed", MEMORY, {}),
-        refused=entry(workshop, "refused", MEMORY, {"stream": False}, profile=measured),
-    )
+    refused = entry(workshop, "refused", MEMORY, {"stream": False}, profile=measured)
+    found = workshop.run_entries(2, {"streamed": entry(workshop, "streamed", MEMORY, {}), "refused": refused})
     assert found["streamed"].codes == (0, 0), found["streamed"].texts[0]
     assert "does not fit in memory" in found["refused"].texts[0]
     plan = load_plan(workshop.directory / "streamed" / "plan.toml")
@@ -77,16 +65,12 @@ def test_a_model_that_fits_in_no_other_way(workshop: Workshop) -> None:
     assert "streams" in told and "from mapped files" in told
 
     resident = without_streaming(plan, workshop.directory / "resident.plan.toml")
-    half = checkpoint_path(workshop.directory / "streamed" / "checkpoints", 2)
-    roomy = 100 * MEMORY
-    others = run(
-        workshop,
-        resident=entry(workshop, "resident", roomy, {}, plan=resident, profile=measured),
-        resumed=entry(workshop, "resumed", roomy, {}, plan=resident, profile=measured, resume=half),
-    )
-    assert {outcome.codes for outcome in others.values()} == {(0, 0)}, others
-    assert losses(workshop, "streamed") == losses(workshop, "resident")
-    assert losses(workshop, "streamed")[2:] == losses(workshop, "resumed")
+    given = {"plan": resident, "profile": measured}
+    roomy = {name: entry(workshop, name, 100 * MEMORY, {}, **given) for name in ("resident", "resumed")}
+    roomy["resumed"]["resume"] = checkpoint_path(workshop.directory / "streamed" / "checkpoints", 2)
+    workshop.finish_entries(2, roomy)
+    for name in roomy:
+        assert_same_run(workshop.directory / name, workshop.directory / "streamed")
 
 
 # ------------------------------------------------------------------------------------------ all weights, in host memory of GPUs
@@ -116,8 +100,7 @@ def test_all_weights_are_trained_streamed_on_gpus_and_layers_move_from_a_slow_on
         pytest.skip(reason)
     shop = Workshop(tmp_path, THROUGH)
     save_profile(two_gpus(), tmp_path / "two.toml")
-    whole = PipelinePlan((StagePlan((0,), 0, EMULATED_BLOCKS + 2, 0),), 1, BATCH)
-    save_plan(Plan((whole,), BATCH, SEQUENCE, EMULATED_BLOCKS + 2), tmp_path / "resident.toml")
+    write_plan(tmp_path / "resident.toml", pipeline([0], [0, EMULATED_BLOCKS + 2], 1, BATCH))
     values = shop.values(shop.model("six", EMULATED_BLOCKS))
     train, checkpoint = {"steps": CHANGING_STEPS, "global_batch": BATCH}, {"every": 0}
     cluster = {"emulate": "two.toml", "emulate_changes": ["rank 1 runs at 0.333 from step 5"]}
@@ -127,16 +110,10 @@ def test_all_weights_are_trained_streamed_on_gpus_and_layers_move_from_a_slow_on
     still = shop.job("still", values, train=train, checkpoint=checkpoint)
     large = shop.values(shop.model("large", 10, hidden_size=256, intermediate_size=768))
     given = shop.job("given", large, train={"steps": 2}, cluster={"memory_bytes": GPU_MEMORY})
-    found = shop.run_entries(
-        2,
-        {
-            "changing": {"job": changing, "run_dir": tmp_path / "changing"},
-            "still": {"job": still, "run_dir": tmp_path / "still", "plan": tmp_path / "resident.toml"},
-            "given": {"job": given, "run_dir": tmp_path / "given"},
-        },
-        timeout_s=400,
-    )
-    assert {outcome.codes for outcome in found.values()} == {(0, 0)}, found
+    jobs = {"changing": changing, "still": still, "given": given}
+    found = {name: {"job": job, "run_dir": tmp_path / name} for name, job in jobs.items()}
+    found["still"]["plan"] = tmp_path / "resident.toml"
+    shop.finish_entries(2, found, timeout_s=400)
     # Memory that is given is the GPU's: what is streamed has the host's.
     plan = load_plan(tmp_path / "given" / "plan.toml")
     assert any(stage.streamed for stage in plan.pipelines[0].stages)
@@ -146,8 +123,8 @@ def test_all_weights_are_trained_streamed_on_gpus_and_layers_move_from_a_slow_on
     assert {(move["from"], move["to"]) for move in change["moved"]} == {(1, 0)}
     streaming = {name: " streams " in "\n".join(load_report(tmp_path / name / "plan.toml").reasons) for name in found}
     assert streaming == {"changing": True, "still": False, "given": True}
-    losses = {name: [step.loss for step in read_metrics(tmp_path / name / "metrics.jsonl").steps] for name in found}
-    assert losses["changing"] == losses["still"] and len(losses["still"]) == CHANGING_STEPS
+    assert_same_run(tmp_path / "changing", tmp_path / "still", tensors_apart=None)
+    assert len(losses(tmp_path / "still")) == len(losses(tmp_path / "changing")) == CHANGING_STEPS
 
 
 # ------------------------------------------------------------------------------------- more than the memory of a GPU's host
@@ -202,16 +179,16 @@ def test_a_model_larger_than_the_memory_of_a_gpus_host_np2(tmp_path: Path) -> No
         and "shard_cache" in found["refused"].texts[0]
     )
     assert not list((tmp_path / "refused").glob("*.toml")), "nothing was written"
-    losses = {
-        name: [step.loss for step in read_metrics(tmp_path / name / "metrics.jsonl").steps]
-        for name in ("planned", "resident", "resumed")
-    }
-    assert losses["planned"] == losses["resident"] and losses["planned"][2:] == losses["resumed"]
+    for name in ("resident", "resumed"):
+        assert_same_run(tmp_path / name, tmp_path / "planned")
 
 
 # ------------------------------------------------------------------------------------------------------------ ranks that die
 BLOCKS, DEEP_MEMORY, STEPS = 20, 4_000_000, 60
 """Of a model whose 14 MB no three ranks of so much memory hold, and one of them can stream."""
+
+
+HALVES = [0, BLOCKS // 2, BLOCKS + 2]
 
 
 class LongStreamed(LongRun):
@@ -225,9 +202,9 @@ class LongStreamed(LongRun):
 
     def one_streams(self, place: int) -> None:
         """The plan for the first two ranks: the stage at ``place`` is streamed, the other one is not."""
-        stages = (StagePlan((0,), 0, BLOCKS // 2, 1), StagePlan((1,), BLOCKS // 2, BLOCKS + 2, 0))
-        stages = tuple(replace(stage, streamed=stage.ranks == (place,)) for stage in stages)
-        save_plan(Plan((PipelinePlan(stages, 1, GLOBAL_BATCH),), GLOBAL_BATCH, SEQUENCE, BLOCKS + 2), self.plan)
+        halves = pipeline([0, 1], HALVES)
+        stages = tuple(replace(stage, streamed=stage.ranks == (place,)) for stage in halves.stages)
+        write_plan(self.plan, replace(halves, stages=stages))
 
     def outliving(self, run: Path, *more: str, planned: bool = True) -> tuple[list[str], dict[str, str]]:
         return start(self, run, *more, "--set", f"train.steps={STEPS}", planned=planned)
@@ -251,7 +228,7 @@ def losses_in_one_process(deep: LongStreamed, name: str, *more: str) -> list[flo
     result = run_bounded(words, deep.environment(), 300)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "streams" not in result.stdout
-    return losses_of(run)
+    return losses(run)
 
 
 @pytest.mark.long
@@ -267,7 +244,7 @@ def test_any_streaming_ranks_die_until_one_is_left_np3(
         kill_until_one_is_left(running, 3, chance, steps_between=20)
         assert running.end() == 0, running.text()
         assert running.text().count("streamed") >= 3, running.text()  # the plan and both that followed
-    assert losses_of(run) == resident_losses
+    assert losses(run) == resident_losses
     assert not list((run / "mapped").glob("*")), "mapped files have no names that could be left"
 
 
@@ -285,7 +262,7 @@ def test_one_of_two_neighbours_streams_and_one_dies_np3(
         kill(running, victim)
         assert running.end() == 0, running.text()
         assert running.text().count("streamed") == 1, running.text()
-    assert losses_of(run) == resident_losses
+    assert losses(run) == resident_losses
 
 
 @pytest.mark.long
@@ -295,9 +272,7 @@ def test_one_of_two_gpus_with_layers_on_disk_dies_np2(tmp_path: Path, victim: in
     if (reason := build.missing()) is not None:
         pytest.skip(reason)
     card, run = LongStreamed(tmp_path, 2, THROUGH[1]), tmp_path / "run"
-    stages = (StagePlan((0,), 0, BLOCKS // 2, 1), StagePlan((1,), BLOCKS // 2, BLOCKS + 2, 0))
-    stages = tuple(replace(stage, streamed=True, on_disk=6) for stage in stages)
-    save_plan(Plan((PipelinePlan(stages, 1, GLOBAL_BATCH),), GLOBAL_BATCH, SEQUENCE, BLOCKS + 2), card.plan)
+    write_plan(card.plan, pipeline([0, 1], HALVES, streamed=True, on_disk=6))
     fp32 = "--set", "train.dtype=fp32"
     words, environment = card.outliving(run, *fp32, "--set", "cluster.memory_bytes=14000000", planned=False)
     path = small_box(tmp_path / "box.toml", card.file)
@@ -310,12 +285,9 @@ def test_one_of_two_gpus_with_layers_on_disk_dies_np2(tmp_path: Path, victim: in
         assert running.end() == 0, running.text()
         assert running.text().count("read from the disk") >= 2, running.text()
     whole = tmp_path / "whole"
-    plan = Plan(
-        (PipelinePlan((StagePlan((0,), 0, BLOCKS + 2, 0),), 1, GLOBAL_BATCH),), GLOBAL_BATCH, SEQUENCE, BLOCKS + 2
-    )
-    save_plan(plan, card.plan)
+    write_plan(card.plan, pipeline([0], [0, BLOCKS + 2]))
     assert card.finish(whole, STEPS, *fp32, "--set", "cluster.memory_bytes=1000000000").returncode == 0
-    assert losses_of(run) == losses_of(whole)
+    assert_same_run(run, whole, tensors_apart=None)
 
 
 @pytest.mark.long
@@ -339,7 +311,7 @@ def test_the_models_files_go_while_they_are_streamed_np3(
         assert "Traceback" not in told and "us error" not in told, told
     else:
         assert code == 0 and (run / "adapter" / "adapter_model.safetensors").exists(), told
-        assert losses_of(run) == resident_losses
+        assert losses(run) == resident_losses
 
 
 @pytest.mark.long

@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -18,13 +17,12 @@ from hetero_mpi.data.dataset import Dataset, SequenceSettings
 from hetero_mpi.data.record_sequences import RecordSequences, build_record_sequences
 from hetero_mpi.data.records import read_records
 from hetero_mpi.data.tokenizer import load_tokenizer, save_tokenizer
-from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
-from hetero_mpi.planning.types.toml_files import save_plan
-from hetero_mpi.rundir.metrics import read_metrics
 from hetero_mpi.state.directory import checkpoint_path
+from tests.support.equality import evaluation, losses
 from tests.support.errors import refuses
 from tests.support.jobs import GLOBAL_BATCH, Workshop
 from tests.support.mpi import on_ranks
+from tests.support.plans import pipeline, write_plan
 from tests.support.training_cases import tokenizer_directory
 
 LENGTH, STEPS = 64, 3
@@ -146,22 +144,11 @@ def plain_loss(model: Any, batch: Batch) -> torch.Tensor:
 
 
 PLANS = {
-    "one": [[(0, 1, 0), (1, 3, 1), (3, 4, 2)]],
-    "two": [[(0, 2, 0), (2, 4, 1)], [(0, 4, 2)]],
+    "one": [pipeline([0, 1, 2], [0, 1, 3, 4], 2)],
+    "two": [pipeline([0, 1], [0, 2, 4], 1, 3), pipeline([2], [0, 4], 1, 1)],
+    "group": [pipeline([{0: 1, 1: 1}], [0, 4], 2)],
 }
-
-
-def write_plan(path: Path, ranks: int, name: str) -> Path:
-    cuts = [[(0, 4, 0)]] if ranks == 1 else PLANS.get(name, [])
-    rows = {"one": [(2, 4)], "two": [(1, 3), (1, 1)]}.get(name, [])  # (of a micro-batch, of the pipeline)
-    pipelines = tuple(
-        PipelinePlan(tuple(StagePlan((r,), a, b, len(own) - 1 - n) for n, (a, b, r) in enumerate(own)), *of)
-        for own, of in zip(cuts, rows, strict=True)
-    )
-    if name == "group":
-        pipelines = (PipelinePlan((StagePlan((0, 1), 0, 4, 0, shares=(1, 1)),), 2, 4),)
-    save_plan(Plan(pipelines, GLOBAL_BATCH, LENGTH, 4), path)
-    return path
+"""Of three ranks."""
 
 
 @pytest.mark.slow
@@ -186,16 +173,13 @@ def test_the_loss_is_the_weighted_mean_under_every_plan(ranks: int, tmp_path: Pa
         }
         job = place.job(f"packed-{packing}", values)
         for name in names:
-            plan = write_plan(tmp_path / f"{name}.plan.toml", ranks, name)
+            made = PLANS[name] if ranks > 1 else [pipeline([0], [0, 4], 2)]
+            plan = write_plan(tmp_path / f"{name}.plan.toml", *made, length=LENGTH)
             entries[f"{name}-{packing}"] = {"job": job, "plan": plan, "run_dir": tmp_path / f"{name}-{packing}"}
         resume = checkpoint_path(tmp_path / f"{names[-1]}-{packing}" / "checkpoints", 1)
-        entries[f"again-{packing}"] = {
-            **entries[f"one-{packing}"],
-            "run_dir": tmp_path / f"again-{packing}",
-            "resume": resume,
-        }
-    for outcome in place.run_entries(ranks, entries).values():
-        assert outcome.codes == (0,) * ranks, outcome.texts
+        again = {"run_dir": tmp_path / f"again-{packing}", "resume": resume}
+        entries[f"again-{packing}"] = {**entries[f"one-{packing}"], **again}
+    place.finish_entries(ranks, entries)
     for packing in (False, True):
         data = dataset_of(records, place.tokenizer, packing)
         model = AutoModelForCausalLM.from_pretrained(base)
@@ -211,10 +195,7 @@ def test_the_loss_is_the_weighted_mean_under_every_plan(ranks: int, tmp_path: Pa
         with torch.no_grad():
             held_out = plain_loss(model, next(data.held_out_batches(64))).item()
         for name in names:
-            metrics = read_metrics(tmp_path / f"{name}-{packing}" / "metrics.jsonl")
-            found = [step.loss for step in metrics.steps]
-            print(name, packing, ranks, np.abs(np.array(found) / expected - 1).max())
-            assert found == pytest.approx(expected, rel=1e-6 if name != "group" else 3e-6), name
-            assert metrics.evaluations[-1].loss == pytest.approx(held_out, rel=1e-5)
-        again = [step.loss for step in read_metrics(tmp_path / f"again-{packing}" / "metrics.jsonl").steps]
-        assert again == pytest.approx(expected[1:], rel=3e-6)
+            run = tmp_path / f"{name}-{packing}"
+            assert losses(run) == pytest.approx(expected, rel=1e-6 if name != "group" else 3e-6), name
+            assert evaluation(run) == pytest.approx(held_out, rel=1e-5)
+        assert losses(tmp_path / f"again-{packing}") == pytest.approx(expected[1:], rel=3e-6)

@@ -13,7 +13,6 @@ import pytest
 
 from hetero_mpi.planning.schedule import holders
 from hetero_mpi.planning.types.cluster_changes import with_slowness
-from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.toml_files import load_profile, load_report, save_plan, save_profile
 from hetero_mpi.rundir.metrics import read_metrics
 from hetero_mpi.training.setup.context import TrainOptions
@@ -22,8 +21,9 @@ from hetero_mpi.training.trial import _tried_before
 from hetero_mpi.util import units
 from hetero_mpi.util.shipped import USED_PROFILE
 from tests.stand_in_gpu import THROUGH, build
-from tests.support.jobs import GLOBAL_BATCH, SEQUENCE, Outcome, Workshop, write_profile
+from tests.support.jobs import Outcome, Workshop, write_profile
 from tests.support.planning_samples import make_profile, reported
+from tests.support.plans import pipeline, plan_of
 
 pytestmark = pytest.mark.slow
 
@@ -33,30 +33,11 @@ TRIED: dict[str, Any] = {"trial": True}
 LORA = {"method": "lora", "rank": 4, "dropout": 0.1}
 
 
-def plan(*pipelines: tuple[list[tuple[int, ...]], list[int], int], streaming: bool = False) -> Plan:
-    """``pipelines``: ranks of each stage, where stages begin and end, sequences."""
-    made = []
-    for ranks, edges, sequences in pipelines:
-        stages = tuple(
-            StagePlan(
-                own,
-                edges[place],
-                edges[place + 1],
-                len(ranks) - 1 - place,
-                streamed=streaming,
-                shares=(1,) * len(own) if len(own) > 1 else (),
-            )
-            for place, own in enumerate(ranks)
-        )
-        made.append(PipelinePlan(stages, 1, sequences))
-    return Plan(tuple(made), GLOBAL_BATCH, SEQUENCE, LAYERS)
-
-
 PLANS = {
-    "line": plan(([(2,), (0,), (1,)], [0, 1, 4, 6], 4)),
-    "two": plan(([(0,), (1,)], [0, 2, 6], 3), ([(2,)], [0, 6], 1)),
-    "streamed": plan(([(1,), (2,)], [0, 3, 6], 4), streaming=True),
-    "group": plan(([(0, 1), (2,)], [0, 3, 6], 4)),
+    "line": plan_of(pipeline([2, 0, 1], [0, 1, 4, 6])),
+    "two": plan_of(pipeline([0, 1], [0, 2, 6], 1, 3), pipeline([2], [0, 6], 1, 1)),
+    "streamed": plan_of(pipeline([1, 2], [0, 3, 6], streamed=True)),
+    "group": plan_of(pipeline([{0: 1, 1: 1}, 2], [0, 3, 6])),
 }
 JOBS: dict[str, tuple[str, dict[str, Any]]] = {
     "line": ("line", {}),
@@ -76,10 +57,9 @@ class Shop(Workshop):
             save_plan(one, directory / f"{name}.toml")
         self.whole = self.model(blocks=LAYERS - 2, num_attention_heads=4, num_key_value_heads=2)
 
-    def entry(self, name: str, *, options: dict[str, Any] | None = None, **tables: Any) -> dict[str, Any]:
-        own = {"path": str(self.whole), **tables.pop("model", {})}
-        job = self.job(f"{name}.job", self.values(None), model=own, **tables)
-        return {"job": job, "run_dir": self.directory / name, **(options or {})}
+    def entry(self, name: str, options: dict[str, Any] | None = None, **tables: Any) -> dict[str, Any]:
+        made = super().entry(f"{name}.job", self.values(self.whole), options, **tables)
+        return {**made, "run_dir": self.directory / name}
 
     def losses(self, name: str) -> list[tuple[float, float]]:
         return [(step.loss, step.grad_norm) for step in read_metrics(self.directory / name / "metrics.jsonl").steps]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shutil
 import signal
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,9 +15,6 @@ from typing import Any
 import pytest
 
 from hetero_mpi.comm.ranks.mpi_start import Loss
-from hetero_mpi.planning.types.plan import PipelinePlan, StagePlan
-from hetero_mpi.planning.types.toml_files import load_plan, save_plan
-from hetero_mpi.rundir.metrics import read_metrics
 from hetero_mpi.rundir.run_directory import START_VARIABLE, describe_run
 from hetero_mpi.state import state
 from hetero_mpi.state.directory import Source, checkpoint_path, keep_versions, shards_on_disk
@@ -27,8 +24,10 @@ from hetero_mpi.training import start_state
 from hetero_mpi.training.recovery import RunHistory
 from tests.runtime.test_recovery import outliving_or_skip
 from tests.support.checkpoint_samples import told, write_checkpoint
+from tests.support.equality import losses
 from tests.support.jobs import GLOBAL_BATCH, Outcome, newest_copy_step
 from tests.support.long_run import LongRun, newest_step
+from tests.support.plans import pipeline, write_plan
 
 pytestmark = pytest.mark.slow
 
@@ -110,7 +109,7 @@ class Left:
     """How runs ended that were to go on from it, each from a copy of its directory, on one rank."""
 
     def losses(self, name: str) -> list[float]:
-        return [line.loss for line in read_metrics(self.job.directory / name / "metrics.jsonl").steps]
+        return losses(self.job.directory / name)
 
 
 def damage(path: Path) -> None:
@@ -216,35 +215,36 @@ def test_what_a_shard_says_of_itself_np2(left: Left) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------- a minute each
+def assert_goes_on(job: LongRun, run: Path, steps: int, apart: float = 0.0) -> None:
+    """What a run left goes on for four steps on one rank, with the numbers of a run in one go."""
+    straight, more = job.directory / "straight", [f"train.steps={steps + 4}"]
+    common = {"job": job.file, "set": more}
+    resumed = {**common, "run_dir": run, "resume": "latest"}
+    outcomes = job.finish_entries(1, {"straight": {**common, "run_dir": straight}, "on": resumed}, 400)
+    assert f"Going on after step {steps}, from copies on the disks of " in outcomes["on"].printed, outcomes[
+        "on"
+    ].printed
+    found, expected = losses(run), losses(straight)
+    assert found[-4:] == pytest.approx(expected[-4:], rel=apart, abs=0) and len(expected) == steps + 4
+
+
 @pytest.mark.long
 def test_copies_of_several_pipelines_np2(tmp_path: Path) -> None:
     """Both ranks hold the whole model: what they leave is enough for one, and its numbers are those of a run in one go."""
     job = LongRun(tmp_path, 2)
-    plan, half = load_plan(job.plan), GLOBAL_BATCH // 2
-    alone = [PipelinePlan((StagePlan((rank,), 0, plan.layers, 0),), 1, half) for rank in range(2)]
-    save_plan(replace(plan, pipelines=tuple(alone)), job.plan)
+    write_plan(job.plan, *(pipeline([rank], [0, 4], 1, GLOBAL_BATCH // 2) for rank in range(2)))
     run = tmp_path / "run"
     killed(job, run)
     shards = shards_on_disk(run)[0]
     assert len(shards) == 2 and shards[0].names == shards[1].names, "each owns a part and keeps the other's"
     step = shards[0].step
-    more, straight = [f"train.steps={step + 4}"], tmp_path / "straight"
-    entries = {
-        "straight": {"job": str(job.file), "run_dir": str(straight), "resume": None, "set": more},
-        "on": {"job": str(job.file), "run_dir": str(run), "resume": "latest", "set": more},
-    }
-    outcomes = job.run_entries(1, entries, 400)
-    assert f"Going on after step {step}, from copies on the disks of " in outcomes["on"].printed, outcomes["on"].printed
-    found, expected = ([x.loss for x in read_metrics(one / "metrics.jsonl").steps] for one in (run, straight))
-    assert found[-4:] == pytest.approx(expected[-4:], rel=1e-6), "sums of two parts are not those of one"
-    assert len(expected) == step + 4
+    assert_goes_on(job, run, steps=step, apart=1e-6)  # sums of two parts are not those of one
 
 
 @pytest.mark.long
 def test_copies_on_disk_of_ranks_that_outlived_another_np4(tmp_path: Path) -> None:
     """A rank dies, the others go on by themselves; then all die. What the survivors left is of after the first death."""
-    job = LongRun(tmp_path, 4)
-    run, straight = tmp_path / "run", tmp_path / "straight"
+    job, run = LongRun(tmp_path, 4), tmp_path / "run"
     arguments, environment = job.command(run, "--set", "checkpoint.replicate_every=2")
     arguments = [arguments[0], *outliving_or_skip(), *arguments[1:]]
     with job.started(arguments, {**environment, START_VARIABLE: "test.2"}, run) as running:
@@ -258,12 +258,4 @@ def test_copies_on_disk_of_ranks_that_outlived_another_np4(tmp_path: Path) -> No
         assert running.text().count("from copies in memory") == 1, running.text()
     versions = {shard.version_id for shard in shards_on_disk(run)[0] if shard.step > before}
     assert versions, "shards of after the death"
-    steps = [f"train.steps={newest_copy_step(run) + 4}"]
-    entries = {
-        "straight": {"job": str(job.file), "run_dir": str(straight), "resume": None, "set": steps},
-        "on": {"job": str(job.file), "run_dir": str(run), "resume": "latest", "set": steps},
-    }
-    outcomes = job.run_entries(1, entries, 400)
-    assert outcomes["on"].codes == (0,) and "from copies on the disks of " in outcomes["on"].printed, outcomes["on"]
-    found, expected = ([x.loss for x in read_metrics(one / "metrics.jsonl").steps] for one in (run, straight))
-    assert found[-4:] == expected[-4:] and len(expected) > before + 6
+    assert_goes_on(job, run, steps=newest_copy_step(run))

@@ -11,74 +11,38 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hetero_mpi.launch.launcher.command_line import build_command
-from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
-from hetero_mpi.planning.types.toml_files import save_plan
 from hetero_mpi.rundir.metrics import read_metrics
 from hetero_mpi.state.directory import newest_good
 from hetero_mpi.state.reader import CheckpointReader
-from tests.support.jobs import GLOBAL_BATCH, SEQUENCE, Workshop, write_profile
-from tests.support.mpi import ROOT, launcher_or_skip, run_bounded
+from tests.support.equality import assert_same_run, losses
+from tests.support.jobs import write_profile
+from tests.support.long_run import LongRun, rank_of
+from tests.support.mpi import ROOT, run_bounded
 
 pytestmark = pytest.mark.slow
 
-KINDS = ("parameters", "moments1", "moments2")
 WRITING_S = 0.03
 """About what these small files take to be written."""
-RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")
 
 
-def tensors(path: Path) -> dict[tuple[str, str], np.ndarray[Any, Any]]:
-    with CheckpointReader(path) as reader:
-        return {(kind, name): reader.read(kind, name)[0] for kind in KINDS for name in reader.names(kind)}
-
-
-def rank_of(process: psutil.Process) -> int | None:
-    """The MPI rank that a process is; None for one that is none (launcher, daemon) or has gone."""
-    try:
-        environment = process.environ()
-        if "hetero_mpi" not in process.cmdline():
-            return None
-    except (psutil.Error, OSError):
-        return None
-    return next((int(environment[key]) for key in RANK_VARIABLES if key in environment), None)
-
-
-class Runs(Workshop):
+class Runs(LongRun):
     """One job on two ranks by a fixed plan, saved after every step, in as many run directories as wanted."""
 
     def __init__(self, directory: Path, steps: int) -> None:
-        super().__init__(directory)
+        super().__init__(directory, 2)
         self.steps = steps
-        stages = (StagePlan((0,), 0, 2, 1), StagePlan((1,), 2, 4, 0))
-        self.plan = directory / "plan.toml"
-        save_plan(Plan((PipelinePlan(stages, 1, GLOBAL_BATCH),), GLOBAL_BATCH, SEQUENCE, 4), self.plan)
-        values = self.values(self.model())
-        self.file = self.job("job", values, train={"steps": steps}, checkpoint={"every": 1, "keep": 3, "keep_best": 0})
-        self.profile = write_profile(directory / "profile.toml", self.file, 2)
-
-    def arguments(self, run: Path, *more: str, python: str = sys.executable) -> list[str]:
-        options = ["--run-dir", str(run), "--plan", str(self.plan), "--profile", str(self.profile), *more]
-        return [python, "-m", "hetero_mpi", "train", str(self.file), *options]
-
-    def command(self, arguments: list[str]) -> tuple[list[str], dict[str, str]]:
-        command = build_command(launcher_or_skip(), 2, None, arguments)
-        return command.arguments, {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(ROOT),
-            **command.environment,
-        }
+        values, checkpoint = self.values(self.model()), {"every": 1, "keep": 3, "keep_best": 0}
+        self.file = self.job("job", values, train={"steps": steps}, checkpoint=checkpoint)
+        self.profile = self.made_up()
 
     def run(self, run: Path, *more: str) -> subprocess.CompletedProcess[str]:
-        return run_bounded(*self.command(self.arguments(run, *more)), 240)
+        return run_bounded(*self.command(run, *more), 240)
 
     def kill(self, run: Path, dice: random.Random, rank_0_alone: bool, writing: str, *more: str) -> tuple[bool, bool]:
         """Start (or resume) the run and kill ranks at a random moment after a file or directory ``writing`` (a pattern) has
@@ -88,7 +52,7 @@ class Runs(Workshop):
         """
         folder, leftovers = run / "checkpoints", set(run.glob(writing))
         before = newest_good(folder)[0]
-        arguments, environment = self.command(self.arguments(run, *(["--resume"] if before else []), *more))
+        arguments, environment = self.command(run, *(["--resume"] if before else []), *more)
         process = psutil.Popen(
             arguments, env=environment, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
@@ -124,8 +88,7 @@ def test_killed_while_saving_the_newest_is_whole_and_continues_to_the_bit_np2(ki
     runs, dice = Runs(tmp_path, steps=20 * kills), random.Random(kills)
     straight, killed = tmp_path / "straight", tmp_path / "killed"
     entry = {"job": runs.file, "run_dir": straight, "plan": runs.plan, "profile": runs.profile}
-    outcome = runs.run_entries(2, {"straight": entry})["straight"]
-    assert outcome.raised == ("", ""), outcome
+    runs.finish_entries(2, {"straight": entry})
     died, caught = 0, 0
     while caught < kills:
         whole = newest_good(killed / "checkpoints")[0]
@@ -142,12 +105,8 @@ def test_killed_while_saving_the_newest_is_whole_and_continues_to_the_bit_np2(ki
 
     ours, theirs = (newest_good(run / "checkpoints")[0] for run in (killed, straight))
     assert ours is not None and theirs is not None and ours.name == theirs.name == f"step-{runs.steps:08d}.h5"
-    ours_tensors, theirs_tensors = tensors(ours), tensors(theirs)
-    assert ours_tensors.keys() == theirs_tensors.keys()
-    for key, array in ours_tensors.items():
-        assert np.array_equal(array, theirs_tensors[key]), key
-    losses = [[step.loss for step in read_metrics(run / "metrics.jsonl").steps] for run in (killed, straight)]
-    assert losses[0] == losses[1] and len(losses[0]) == runs.steps
+    assert_same_run(killed, straight)
+    assert len(losses(killed)) == runs.steps
     assert not list((killed / "checkpoints").glob(".*")), "leftovers are cleaned up"
 
 
@@ -230,8 +189,7 @@ def test_a_result_without_room_tells_whether_there_is_a_checkpoint(tmp_path: Pat
     try:
         profile = write_profile(tmp_path / "alone.toml", runs.file, 1)
         words = ["train", str(runs.file), "--run-dir", str(disk / "run"), "--profile", str(profile)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        result = run_bounded([sys.executable, "-m", "hetero_mpi", *words], environment, 120)
+        result = run_bounded([sys.executable, "-m", "hetero_mpi", *words], runs.environment(), 120)
         assert result.returncode == 2 and "Traceback" not in result.stderr, result.stderr
         assert "model could not be written" in result.stderr and "; there is no checkpoint" in result.stderr
     finally:
@@ -280,12 +238,10 @@ def test_a_checkpoint_of_one_mpi_library_continues_under_another_np2(tmp_path: P
     assert runs.run(straight).returncode == 0
     assert runs.run(moved, "--set", "train.steps=2").returncode == 0
     launcher = str(Path(other).with_name("mpiexec"))
-    arguments = [launcher, "-n", "2", *runs.arguments(moved, "--resume", python=other)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    result = run_bounded(arguments, environment, 240)
+    arguments = [launcher, "-n", "2", other, "-m", "hetero_mpi", *runs.arguments(moved, "--resume")]
+    result = run_bounded(arguments, runs.environment(), 240)
     assert result.returncode == 0, result.stdout + result.stderr
-    ours, theirs = (tensors(run / "checkpoints" / "step-00000004.h5") for run in (moved, straight))
-    assert all(np.array_equal(array, theirs[key]) for key, array in ours.items())
+    assert_same_run(moved, straight)
     libraries = set()
     for step in (2, 4):
         with CheckpointReader(moved / "checkpoints" / f"step-{step:08d}.h5") as reader:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from hetero_mpi.state.directory import SHARDS_NAME, keep_versions, remove_shards, shard_path
 from tests.support.jobs import newest_copy_step
+from tests.support.ranks import play_ranks
 
 RANKS = 6
 
@@ -35,22 +36,13 @@ def test_shards_of_other_versions_go_and_what_was_being_written(tmp_path: Path) 
 
 def test_ranks_of_one_disk_clear_it_at_once(tmp_path: Path) -> None:
     """Each finds that others remove what it is about to look into."""
-    failures: list[BaseException] = []
 
     def clear(run: Path, together: threading.Barrier) -> None:
         together.wait()
-        try:
-            remove_shards(run)
-        except BaseException as error:
-            failures.append(error)
+        remove_shards(run)
 
     for attempt in range(100):
         run, together = tmp_path / str(attempt), threading.Barrier(RANKS)
         filled(run)
-        ranks = [threading.Thread(target=clear, args=(run, together)) for _ in range(RANKS)]
-        for rank in ranks:
-            rank.start()
-        for rank in ranks:
-            rank.join()
-        assert not failures, failures
+        play_ranks(RANKS, lambda rank, run=run, together=together: clear(run, together))
         assert not (run / SHARDS_NAME).exists()

@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 
 from hetero_mpi.rundir.metrics import read_metrics
+from tests.support.equality import losses
 from tests.support.jobs import Workshop
 from tests.support.mpi import ROOT, launcher_or_skip, run_bounded
 from tests.support.rack import Rack
@@ -55,10 +56,6 @@ class Elastic(Workshop):
 
 def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-
-
-def losses(run: Path) -> list[float]:
-    return [step.loss for step in read_metrics(run / "metrics.jsonl").steps]
 
 
 def events(run: Path, *names: str) -> list[dict[str, Any]]:

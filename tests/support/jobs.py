@@ -6,12 +6,14 @@ nobody measured, for runs by a plan that is given: measuring small models takes 
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import pytest
 import tomli_w
 
 from hetero_mpi.job.load import load_job
@@ -119,7 +121,9 @@ class Workshop:
         """An entry for ``run_entries``: a job in a run directory of its name; ``options``: further keys of the entry."""
         return {"job": self.job(name, values, **tables), "run_dir": self.directory / name, **(options or {})}
 
-    def finish(self, ranks: int, entries: dict[str, dict[str, Any]], timeout_s: float = 180) -> dict[str, Outcome]:
+    def finish_entries(
+        self, ranks: int, entries: dict[str, dict[str, Any]], timeout_s: float = 180
+    ) -> dict[str, Outcome]:
         """As ``run_entries``, of jobs that all end well."""
         outcomes = self.run_entries(ranks, entries, timeout_s)
         failed = {name: outcome.texts for name, outcome in outcomes.items() if set(outcome.codes) != {0}}
@@ -162,6 +166,14 @@ class _Sized(Case):
     @property
     def config(self) -> dict[str, object]:
         return {**super().config, "num_hidden_layers": self.blocks, **dict(self.changes)}
+
+
+T = TypeVar("T")
+
+
+def once_per_ranks(factory: pytest.TempPathFactory, make: Callable[[Path, int], T]) -> Callable[[int], T]:
+    """Number of ranks -> what ``make`` gives for it in a directory of its own, made when it is first asked for."""
+    return functools.cache(lambda ranks: make(factory.mktemp(f"np{ranks}"), ranks))
 
 
 def newest_copy_step(run_dir: Path) -> int:

@@ -16,11 +16,10 @@ from pathlib import Path
 import psutil
 
 from hetero_mpi.launch.launcher.command_line import build_command
-from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
-from hetero_mpi.planning.types.toml_files import save_plan
 from hetero_mpi.rundir.metrics import read_metrics
-from tests.support.jobs import GLOBAL_BATCH, SEQUENCE, Workshop, write_profile
+from tests.support.jobs import Workshop, write_profile
 from tests.support.mpi import ROOT, launcher_or_skip, run_bounded
+from tests.support.plans import pipeline, write_plan
 
 PATIENCE_S = 300.0
 """Tests share their machine."""
@@ -90,10 +89,7 @@ class LongRun(Workshop):
     def __init__(self, directory: Path, ranks: int, module: str = "hetero_mpi") -> None:
         super().__init__(directory)
         self.ranks, self.module = ranks, module
-        stages = (StagePlan((0,), 0, 2, 1), StagePlan((1,), 2, 4, 0))
-        self.plan = directory / "plan.toml"
-        plan = Plan((PipelinePlan(stages, 1, GLOBAL_BATCH),), GLOBAL_BATCH, SEQUENCE, 4)
-        save_plan(plan, self.plan)
+        self.plan = write_plan(directory / "plan.toml", pipeline([0, 1], [0, 2, 4]))
         self.file = self.job("job", self.values(self.model()), train={"steps": 100_000}, checkpoint={"every": 0})
 
     def made_up(self, *changes: str) -> Path:

@@ -269,6 +269,31 @@ class ThreadStageLink:
         return found
 
 
+def play_ranks(
+    count: int, play: Callable[[int], Any], failed: Callable[[], None] = lambda: None, timeout_s: float = 30.0
+) -> list[Any]:
+    """What ``play`` gives on every rank, each in a thread of its own; what fails on one of them fails here, after ``failed``."""
+    found: list[Any] = [None] * count
+    failures: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        try:
+            found[rank] = play(rank)
+        except BaseException as error:
+            failures.append(error)
+            failed()
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout_s)
+    if failures:
+        raise failures[0]
+    assert not any(thread.is_alive() for thread in threads), "a rank hangs"
+    return found
+
+
 class Threads:
     """One trainer for each rank of a plan whose ranks are 0, 1, ...; ``backend`` makes each one's device, ``start`` its weights."""
 
@@ -308,28 +333,14 @@ class Threads:
 
     def together(self, play: Callable[[Trainer], Any]) -> list[Any]:
         """What ``play`` gives on every rank, each in a thread of its own."""
-        found: list[Any] = [None] * self.size
-        failures: list[BaseException] = []
 
-        def run(trainer: Trainer) -> None:
-            try:
-                found[trainer.rank] = play(trainer)
-            except BaseException as error:
-                failures.append(error)
-                for meeting in self._meetings:
-                    meeting.barrier.abort()
-                for transport in self.transports:
-                    transport.close()
+        def stop() -> None:
+            for meeting in self._meetings:
+                meeting.barrier.abort()
+            for transport in self.transports:
+                transport.close()
 
-        threads = [threading.Thread(target=run, args=(trainer,), daemon=True) for trainer in self.trainers]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(TIMEOUT_S)
-        if failures:
-            raise failures[0]
-        assert not any(thread.is_alive() for thread in threads), "a rank hangs"
-        return found
+        return play_ranks(self.size, lambda rank: play(self.trainers[rank]), stop, TIMEOUT_S)
 
 
 def cost_of(chain: TransformersChain, tuning: Tuning) -> ModelCost:
