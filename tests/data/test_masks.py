@@ -34,139 +34,82 @@ class Format:
         return re.sub(r"\{%-? *(end)?generation *-?%\}", "", self.marked)
 
 
-def turns(other: str, answer: str, behind: str = "", asking: str = "", before: str = "") -> str:
-    """A template: every message by ``other``, but the answers, which are learnt, by ``answer``; ``behind`` each of these."""
+VALUES = {"{role}": "message.role", "{content}": "message.content", "{trimmed}": "message.content | trim",
+          "{bos}": "bos_token", "{eos}": "eos_token"}  # fmt: skip
+
+
+def printed(text: str) -> str:
+    """What prints a text, of which parts are ``VALUES``; what is a template already stays as it is."""
+    parts = [VALUES.get(part, repr(part)) for part in re.split(r"(\{\w+\})", text) if part]
+    return text if "{{" in text or not text else f"{{{{ {' + '.join(parts)} }}}}"
+
+
+def turns(
+    other: str, answer: str, behind: str = "", asking: str = "", before: str = "", asked: str | None = None
+) -> str:
+    """A template: every message by ``other``, but the answers, which are learnt, by ``answer``; ``behind`` each of these.
+
+    ``asking``: before an answer; ``asked``: where an answer is asked for, if that is something else.
+    """
+    asking = printed(asking)
     return (
-        before
+        printed(before)
         + "{% for message in messages %}{% if message.role == 'assistant' %}"
-        + f"{asking}{{% generation %}}{answer}{{% endgeneration %}}{behind}"
+        + f"{asking}{{% generation %}}{printed(answer)}{{% endgeneration %}}{printed(behind)}"
         + "{% else %}"
-        + other
+        + printed(other)
         + "{% endif %}{% endfor %}{% if add_generation_prompt %}"
-        + asking
+        + (asking if asked is None else printed(asked))
         + "{% endif %}"
     )
 
 
-CHATML = turns(
-    "{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}",
-    "{{ message.content + '<|im_end|>' }}",
-    "{{ '\n' }}",
-    "{{ '<|im_start|>assistant\n' }}",
-)
-QWEN3 = turns(
-    "{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}",
-    "{% if loop.last %}{{ '<think>\n\n</think>\n\n' }}{% endif %}{{ message.content.lstrip('\n') + '<|im_end|>' }}",
-    "{{ '\n' }}",
-    "{{ '<|im_start|>assistant\n' }}",
-)
-GEMMA = turns(
-    "{{ '<start_of_turn>' + message.role + '\n' + message.content | trim + '<end_of_turn>\n' }}",
-    "{{ message.content | trim + '<end_of_turn>' }}",
-    "{{ '\n' }}",
-    "{{ '<start_of_turn>model\n' }}",
-    "{{ bos_token }}",
-)
-LLAMA3 = turns(
-    "{{ '<|start_header_id|>' + message.role + '<|end_header_id|>\n\n' + message.content | trim + '<|eot_id|>' }}",
-    "{{ message.content | trim + '<|eot_id|>' }}",
-    "",
-    "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}",
-    "{{ bos_token }}",
-)
-LLAMA2 = turns(
-    "{{ bos_token + '[INST] ' + message.content | trim + ' [/INST]' }}",
-    "{{ ' ' + message.content | trim + ' ' + eos_token }}",
-)
-MISTRAL = turns(
-    "{{ '[INST] ' + message.content + '[/INST]' }}", "{{ ' ' + message.content + eos_token }}", before="{{ bos_token }}"
-)
-ZEPHYR = turns(
-    "{{ '<|' + message.role + '|>\n' + message.content + eos_token + '\n' }}",
-    "{{ message.content + eos_token }}",
-    "{{ '\n' }}",
-    "{{ '<|assistant|>\n' }}",
-)
-PHI3 = turns(
-    "{{ '<|' + message.role + '|>\n' + message.content + '<|end|>\n' }}",
-    "{{ message.content + '<|end|>' }}",
-    "{{ '\n' }}",
-    "{{ '<|assistant|>\n' }}",
-)
-DEEPSEEK = turns(
-    "{{ ('User: ' if message.role == 'user' else '') + message.content + '\n\n' }}",
-    "{{ ' ' + message.content + eos_token }}",
-    "",
-    "{{ 'Assistant:' }}",
-    "{{ bos_token }}",
-)
-R1 = turns(
-    "{{ '<User>' + message.content }}",
-    "{{ message.content + eos_token }}",
-    "",
-    "{{ '<Assistant>' }}",
-    "{{ bos_token }}",
-).replace("{% if add_generation_prompt %}{{ '<Assistant>'", "{% if add_generation_prompt %}{{ '<Assistant><think>\n'")
+CHATML = "<|im_start|>{role}\n{content}<|im_end|>\n"
+LLAMA3 = turns("<|start_header_id|>{role}<|end_header_id|>\n\n{trimmed}<|eot_id|>", "{trimmed}<|eot_id|>", "",
+               "<|start_header_id|>assistant<|end_header_id|>\n\n", "{bos}")  # fmt: skip
+R1 = turns("<User>{content}", "{content}{eos}", "", "<Assistant>", "{bos}", "<Assistant><think>\n")
 """Asks for a thought, which answers without one do not have."""
-COMMAND_R = turns(
-    "{{ '<|START_OF_TURN_TOKEN|><|USER_TOKEN|>' + message.content | trim + '<|END_OF_TURN_TOKEN|>' }}",
-    "{{ message.content | trim + '<|END_OF_TURN_TOKEN|>' }}",
-    "",
-    "{{ '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>' }}",
-    "{{ bos_token }}",
+THOUGHT = (
+    "{% if loop.last %}{{ '<think>\n\n</think>\n\n' }}{% endif %}{{ message.content.lstrip('\n') + '<|im_end|>' }}"
 )
-GRANITE = turns(
-    "{{ '<|start_of_role|>' + message.role + '<|end_of_role|>' + message.content + '<|end_of_text|>\n' }}",
-    "{{ message.content + '<|end_of_text|>' }}",
-    "{{ '\n' }}",
-    "{{ '<|start_of_role|>assistant<|end_of_role|>' }}",
-)
-GLM4 = turns(
-    "{{ '<|' + message.role + '|>\n' + message.content }}",
-    "{{ '\n' + message.content | trim }}",
-    "",
-    "{{ '<|assistant|>' }}",
-    "{{ '[gMASK]<sop>' }}",
-)
-ALPACA = turns(
-    "{{ '### Instruction:\n' + message.content + '\n\n' }}",
-    "{{ message.content }}",
-    "{{ '\n\n' }}",
-    "{{ '### Response:\n' }}",
-)
+NAMED = "{{ ('User: ' if message.role == 'user' else '') + message.content + '\n\n' }}"
 _SAID = '{{- message.content }}{{- eos_token if message.role == "assistant" else "" }}'
 _ANSWER = "{% generation %}{{- message.content + eos_token }}{% endgeneration %}"
 PLAIN = PLAIN_FORM.replace(
     _SAID, '{% if message.role == "assistant" %}' + _ANSWER + "{% else %}{{- message.content }}{% endif %}"
 )
+LLAMA3_TOKENS = ("<|start_header_id|>", "<|end_header_id|>")
+COMMAND_R = ("<|START_OF_TURN_TOKEN|>", "<|USER_TOKEN|>", "<|CHATBOT_TOKEN|>", "<|END_OF_TURN_TOKEN|>")
+DEEPSEEK = "<|end_of_sentence|>", "<|begin_of_sentence|>"
 FORMATS = {
-    "chatml": Format(CHATML, "<|im_end|>", ("<|im_start|>",)),
-    "qwen3": Format(QWEN3, "<|im_end|>", ("<|im_start|>", "<think>", "</think>")),
-    "gemma": Format(GEMMA, "<eos>", ("<start_of_turn>", "<end_of_turn>"), "<bos>", system=False),
-    "llama3": Format(
-        LLAMA3, "<|end_of_text|>", ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"), "<|begin_of_text|>"
-    ),
-    "llama3-instruct": Format(
-        LLAMA3, "<|eot_id|>", ("<|start_header_id|>", "<|end_header_id|>", "<|end_of_text|>"), "<|begin_of_text|>"
-    ),
-    "llama2": Format(LLAMA2, "</s>", (), "<s>", system=False),
-    "mistral": Format(MISTRAL, "</s>", ("[INST]", "[/INST]"), "<s>", system=False),
-    "zephyr": Format(ZEPHYR, "</s>", (), "<s>"),
-    "phi3": Format(PHI3, "<|endoftext|>", ("<|user|>", "<|assistant|>", "<|system|>", "<|end|>")),
-    "deepseek": Format(DEEPSEEK, "<|end_of_sentence|>", (), "<|begin_of_sentence|>"),
-    "r1": Format(R1, "<|end_of_sentence|>", ("<User>", "<Assistant>", "<think>"), "<|begin_of_sentence|>"),
-    "r1-in-letters": Format(R1, "<|end_of_sentence|>", (), "<|begin_of_sentence|>"),
-    "command-r": Format(
-        COMMAND_R,
-        "<EOS_TOKEN>",
-        ("<|START_OF_TURN_TOKEN|>", "<|USER_TOKEN|>", "<|CHATBOT_TOKEN|>", "<|END_OF_TURN_TOKEN|>"),
-        "<BOS_TOKEN>",
-    ),
-    "granite": Format(GRANITE, "<|end_of_text|>", ("<|start_of_role|>", "<|end_of_role|>")),
-    "glm4": Format(GLM4, "<|endoftext|>", ("[gMASK]", "<sop>", "<|user|>", "<|assistant|>", "<|system|>")),
+    "chatml": Format(turns(CHATML, "{content}<|im_end|>", "\n", "<|im_start|>assistant\n"), "<|im_end|>", ("<|im_start|>",)),
+    "qwen3": Format(turns(CHATML, THOUGHT, "\n", "<|im_start|>assistant\n"), "<|im_end|>",
+                    ("<|im_start|>", "<think>", "</think>")),
+    "gemma": Format(turns("<start_of_turn>{role}\n{trimmed}<end_of_turn>\n", "{trimmed}<end_of_turn>", "\n",
+                          "<start_of_turn>model\n", "{bos}"),
+                    "<eos>", ("<start_of_turn>", "<end_of_turn>"), "<bos>", system=False),
+    "llama3": Format(LLAMA3, "<|end_of_text|>", (*LLAMA3_TOKENS, "<|eot_id|>"), "<|begin_of_text|>"),
+    "llama3-instruct": Format(LLAMA3, "<|eot_id|>", (*LLAMA3_TOKENS, "<|end_of_text|>"), "<|begin_of_text|>"),
+    "llama2": Format(turns("{bos}[INST] {trimmed} [/INST]", " {trimmed} {eos}"), "</s>", (), "<s>", system=False),
+    "mistral": Format(turns("[INST] {content}[/INST]", " {content}{eos}", before="{bos}"),
+                      "</s>", ("[INST]", "[/INST]"), "<s>", system=False),
+    "zephyr": Format(turns("<|{role}|>\n{content}{eos}\n", "{content}{eos}", "\n", "<|assistant|>\n"), "</s>", (), "<s>"),
+    "phi3": Format(turns("<|{role}|>\n{content}<|end|>\n", "{content}<|end|>", "\n", "<|assistant|>\n"),
+                   "<|endoftext|>", ("<|user|>", "<|assistant|>", "<|system|>", "<|end|>")),
+    "deepseek": Format(turns(NAMED, " {content}{eos}", "", "Assistant:", "{bos}"), DEEPSEEK[0], (), DEEPSEEK[1]),
+    "r1": Format(R1, DEEPSEEK[0], ("<User>", "<Assistant>", "<think>"), DEEPSEEK[1]),
+    "r1-in-letters": Format(R1, DEEPSEEK[0], (), DEEPSEEK[1]),
+    "command-r": Format(turns("<|START_OF_TURN_TOKEN|><|USER_TOKEN|>{trimmed}<|END_OF_TURN_TOKEN|>",
+                              "{trimmed}<|END_OF_TURN_TOKEN|>", "", "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>", "{bos}"),
+                        "<EOS_TOKEN>", COMMAND_R, "<BOS_TOKEN>"),
+    "granite": Format(turns("<|start_of_role|>{role}<|end_of_role|>{content}<|end_of_text|>\n", "{content}<|end_of_text|>", "\n",
+                            "<|start_of_role|>assistant<|end_of_role|>"),
+                      "<|end_of_text|>", ("<|start_of_role|>", "<|end_of_role|>")),
+    "glm4": Format(turns("<|{role}|>\n{content}", "\n{trimmed}", "", "<|assistant|>", "[gMASK]<sop>"),
+                   "<|endoftext|>", ("[gMASK]", "<sop>", "<|user|>", "<|assistant|>", "<|system|>")),
     "plain": Format(PLAIN, "<|end|>", ()),
-    "alpaca": Format(ALPACA, "</s>", (), "<s>"),
-}
+    "alpaca": Format(turns("### Instruction:\n{content}\n\n", "{content}", "\n\n", "### Response:\n"), "</s>", (), "<s>"),
+}  # fmt: skip
 RECORDS = (
     ("u: Hi", "a: Hello there."),
     ("u: Why?\n\nTell me", "a: Because it is so.\n", "u: And then", "a: So it is:\n\n* one\n* two"),

@@ -26,7 +26,7 @@ from hetero_mpi.launch.supervisor import watched_hosts
 from hetero_mpi.launch.supervisor.elastic import Supervisor
 from hetero_mpi.launch.supervisor.elastic_options import ElasticOptions
 from hetero_mpi.rundir.run_directory import START_VARIABLE
-from tests.support.elastic import Cluster, Elastic, Running, hosts_of_starts
+from tests.support.elastic import Cluster, Elastic, Running, environment, hosts_of_starts
 from tests.support.environments import second_environment
 from tests.support.equality import losses
 from tests.support.errors import refuses
@@ -263,10 +263,6 @@ def test_a_supervisor_keeps_the_entries_of_the_hosts_that_answer(network: None, 
     line = str(supervisor.command("name.2", [box], 2, resume=True, scratch=tmp_path))
     assert "/a/bin/python" in line and "/b/bin/python" in line and "/c/bin/python" not in line
     assert line.count("--resume any") == 2
-
-
-def environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
 @pytest.mark.long
