@@ -21,7 +21,6 @@ from tests.stand_in_gpu import COUNTERS, THROUGH, backend, build
 from tests.support.equality import IN_GROUPS, Stretch, assert_same_run, losses, run_stretches, tensors
 from tests.support.jobs import Workshop, write_profile
 from tests.support.plans import pipeline, plan_of, write_plan
-from tests.support.training_cases import SEQUENCE
 
 pytestmark = pytest.mark.slow
 
