@@ -123,10 +123,10 @@ def seconds_by_mode(
 
 
 def _modes(request: PlanRequest, micro_batch: int, slices: Sequence[int]) -> list[StageMode]:
-    """``slices``: sequences of a slice, where stages may be streamed: in any of these; resident ones in the smallest."""
+    """``slices``: sequences of a slice, where stages may be streamed: in any of these or at once; resident ones in the smallest."""
     parts = [None, *sorted({size for size in slices if size < micro_batch})]
     resident = [StageMode(again, False, part) for part in parts[:2] for again in sorted(set(request.recompute_choices))]
-    streamed = [part for part in parts if part is not None or micro_batch in slices]
+    streamed = parts if slices else []
     every = [-(-micro_batch // (part or micro_batch)) for part in streamed]
     return resident + [
         StageMode(False, True, part, n) for part, most in zip(streamed, every, strict=True) for n in (0, most)

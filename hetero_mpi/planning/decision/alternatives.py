@@ -82,6 +82,8 @@ class Alternative:
     request: PlanRequest
     plans: tuple[Plan, ...] | None = None
     """Those of which the fastest that fits is the answer; None: the planner's own."""
+    known: Plan | None = None
+    """A plan that fits here as well: what is searched briefly may be slower than it."""
     settings: tuple[str, ...] = ()
     """Keys of the job with the values that make the change."""
     estimated: str = ""
@@ -113,7 +115,9 @@ class Alternative:
     def _step_s(self) -> float | None:
         if self.plans is None:
             decision = _fastest(self.profile, self.request)
-            return None if decision is None else decision.step_s
+            seconds = [decision.step_s] if decision is not None else []
+            seconds += [outlined(self.known, self.profile).step_s] if self.known is not None else []
+            return min(seconds, default=None)
         fitter = Fitter(self.profile, self.request)
         fitted = (plan for plan in map(fitter.fitted, self.plans) if plan is not None)
         filed = (fitter.with_files(fitter.keeping(plan)) for plan in fitted)
@@ -204,10 +208,10 @@ def what_ifs(
     """
     unchanged, model = own.predicted_step_s <= free_links_s * (1 + NO_CHANGE), profile.model
     for name, faster in _faster_links(own.plan, profile):
-        again = Alternative(name, faster, request)
+        again = Alternative(name, faster, request, known=own.plan)
         yield Outcome(name, own.predicted_step_s) if unchanged else again.plan_again()
     if not unchanged and model.wire is None and model.sequence_length > 1:  # a language model
-        yield Alternative(AS_INT8, with_wire(profile, INT8), request).plan_again()
+        yield Alternative(AS_INT8, with_wire(profile, INT8), request, known=own.plan).plan_again()
     for alternative in _other_machines(own.plan, profile, request):
         yield alternative.plan_again()
 
@@ -262,7 +266,7 @@ def _other_machines(own: Plan, profile: ClusterProfile, request: PlanRequest) ->
     quickest = profile.devices[min((device.rank for device in usable_devices(profile)), key=speed)]
     alone = sum(device.name == quickest.name for device in profile.devices) == 1
     name = f"{'a second' if alone else 'one more'} {quickest.name}, like rank {quickest.rank}"
-    yield Alternative(name, with_copy_of(profile, quickest.rank), request)
+    yield Alternative(name, with_copy_of(profile, quickest.rank), request, known=own)
 
 
 # Losses: free links and plenty of memory

@@ -155,10 +155,12 @@ def _with_files(
 
 
 def streamable(profile: ClusterProfile) -> bool:
-    """Whether there is anything to stream. What is trained whole is kept in host memory, which spares some devices theirs."""
+    """Whether there is anything to stream. What is trained whole is kept in host memory, which spares some devices theirs, where
+    that of some host is known."""
     model = profile.model
     if model.trained_whole:
-        return not all(device.shares_host_memory for device in profile.devices)
+        hosts = [profile.host(device.rank) for device in profile.devices if not device.shares_host_memory]
+        return any(host is None or host.memory_bytes > 0 for host in hosts)
     return any(map(model.streamed_bytes, range(len(model.layers))))
 
 
@@ -185,7 +187,7 @@ def _resident(profile: ClusterProfile, request: PlanRequest, slices: Sequence[in
     plan, step_s = search.in_natural_order(best.plan, best.step_s)
     if request.schedule != "auto":
         return Decision(_scheduled(plan, request), step_s, best.one_pipeline_s, best.at_work_s)
-    if request.stages_per_rank > 1:
+    if request.stages_per_rank > 1 and not request.brief:
         several = SeveralStages(profile, request).better([(plan, step_s), *best.others], step_s)
         if several is not None:
             return Decision(*several, best.one_pipeline_s, best.at_work_s, step_s)

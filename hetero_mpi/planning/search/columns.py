@@ -85,17 +85,12 @@ def _chunks(costs: Costs, ranks: list[int], pipelines: int, keys: Sequence[Float
     return [tuple(order[i : i + pipelines]) for i in range(0, len(order) - pipelines + 1, pipelines)]
 
 
-def in_columns(costs: Costs, members: Sequence[Column], shares: Floats | None = None) -> Costs:
-    """The costs of one pipeline through columns, each as if it were a rank.
-
-    ``shares``: how much of the global batch each pipeline takes, adding up to 1; a member's times count as much longer as its
-    pipeline's share is larger than the mean.
-    """
+def in_columns(costs: Costs, members: Sequence[Column]) -> Costs:
+    """The costs of one pipeline through columns, each as if it were a rank."""
     table, pipelines = np.array(members), len(members[0])
-    weights = np.ones(pipelines) if shares is None else shares * pipelines
 
     def slowest(seconds: Floats) -> Floats:
-        return np.asarray((seconds[:, table] * weights[:, None]).max(axis=2))
+        return np.asarray(seconds[:, table].max(axis=2))
 
     def least(rooms: list[MemoryBudget]) -> MemoryBudget:
         usable, ratio, _, in_host_memory, of_host = zip(*rooms, strict=True)
@@ -106,8 +101,8 @@ def in_columns(costs: Costs, members: Sequence[Column], shares: Floats | None = 
     latency_s, per_byte_s = np.zeros((count, count)), np.zeros((count, count))
     for p in range(pipelines):
         pair = np.ix_(places[:, p], places[:, p])
-        np.maximum(latency_s, costs.latency_s[pair] * weights[p], out=latency_s)
-        np.maximum(per_byte_s, costs.per_byte_s[pair] * weights[p], out=per_byte_s)
+        np.maximum(latency_s, costs.latency_s[pair], out=latency_s)
+        np.maximum(per_byte_s, costs.per_byte_s[pair], out=per_byte_s)
     return replace(
         costs,
         rooms=[least([costs.rooms[rank] for rank in column]) for column in members],
@@ -160,11 +155,10 @@ class _Held(NamedTuple):
 
 
 class Chains:
-    """Pipelines through the columns of one layout, of all its columns or some. ``shares``: as for ``in_columns``."""
+    """Pipelines through the columns of one layout, of all its columns or some."""
 
-    def __init__(self, columns: Costs, shares: Floats | None = None) -> None:
+    def __init__(self, columns: Costs) -> None:
         self.columns, self.pipelines = columns, len(columns.members[0])
-        self.shares = np.full(self.pipelines, 1 / self.pipelines) if shares is None else shares
         self.micro_batches = -(-columns.request.global_batch // (self.pipelines * columns.micro_batch))
         self.stages = columns.grid(self.pipelines)
         self.message = np.append(0.0, columns.message_bytes)

@@ -2,8 +2,8 @@
 
 For every number of pipelines worth looking at and a few ways of putting ranks into columns (``columns``), the best line of
 columns is estimated by dynamic programming; the most promising are simulated with the depths that suit them best.
-Then shares of the global batch are dealt out so that the slowest pipeline is as fast as can be, and cuts are made anew for
-these shares. Everything counts its effort in looks, not seconds: the same input gives the same plan.
+Then shares of the global batch are dealt out so that the slowest pipeline is as fast as can be. Everything counts its effort in
+looks, not seconds: the same input gives the same plan.
 """
 
 from __future__ import annotations
@@ -48,12 +48,8 @@ PER_NUMBER = 2
 """Of these, at most so many of one number of pipelines."""
 IMPROVED, SLOWER = 3, 1.1
 """So many numbers of pipelines have their shares dealt out; how much slower than the best one they may be."""
-PACES = ((1.0, 0.1), (1.0, 0.5), (1.0, 1.5), (0.9, 0.5))
-"""(share of the estimated pace, allowance) for which depths are guessed."""
-AGAIN = 3
-"""How often shares are dealt out, and cuts made anew for them."""
-NEAR = 0.02
-"""Shares that differ by less than this share of the mean need no new cuts."""
+ALLOWANCE = 0.5
+"""Share of a period by which gradients may come back early, for guessing depths."""
 
 
 @dataclass
@@ -101,7 +97,7 @@ def several(profile: ClusterProfile, request: PlanRequest, slices: Sequence[int]
         found.setdefault(one.chains.pipelines, one)
     least_s = min((one.step_s for one in found.values()), default=0.0)
     near = [one for one in found.values() if one.step_s <= SLOWER * least_s]
-    plans = [plan for one in near[:IMPROVED] for plan in _finished(one, clock)]
+    plans = [_finished(one, clock) for one in near[:IMPROVED]]
     best: dict[int, tuple[float, Plan]] = {}
     for plan in sorted(plans, key=lambda plan: plan[0]):
         best.setdefault(len(plan[1].pipelines), plan)
@@ -241,41 +237,30 @@ def _found(layout: _Layout) -> _Found | None:
     """The best simulated chain along a layout's line; None: none fits."""
     chains, columns = layout.chains, layout.chains.columns
     costs, rows = {columns.micro_batch: columns.of(chains.pipelines)}, chains.micro_batches
-    clock, cut = Clock(costs), dict[tuple[Line, ...], None]()
-    for share, allowance in PACES:
-        _, picks, cuts = chains.along(layout.line, share * layout.estimate_s / rows, allowance)
-        if picks:
-            counts = tuple(last - first for first, last in itertools.pairwise(cuts))
-            classic = tuple(range(len(picks), 0, -1))
-            cut[Line(picks, counts, classic, columns.micro_batch, rows * columns.micro_batch),] = None
+    clock = Clock(costs)
+    _, picks, cuts = chains.along(layout.line, layout.estimate_s / rows, ALLOWANCE)
+    if not picks:
+        return None
+    counts = tuple(last - first for first, last in itertools.pairwise(cuts))
+    classic = tuple(range(len(picks), 0, -1))
     rounds = Rounds(costs, clock.step_s, clock.step_s, clock.step_s)
-    starts = [start for lines in cut for start in rounds.deepened(lines)]
+    starts = rounds.deepened((Line(picks, counts, classic, columns.micro_batch, rows * columns.micro_batch),))
     if not starts:
         return None
-    lines, step_s = min(starts, key=lambda one: one[1])
+    lines, step_s = starts[0]
     fittings = rounds.within(math.inf, lines)
     assert fittings is not None
     return _Found(layout, fittings[0], step_s)
 
 
-def _finished(found: _Found, clock: Clock) -> Iterator[tuple[float, Plan]]:
-    """Plans made of one chain, each with better shares than the one before."""
-    again: _Found | None = found
-    for _ in range(AGAIN):
-        if again is None:
-            return
-        chains, base = again.chains, again.chains.columns.base
-        assert base is not None
-        sequences = _dealt(again)
-        pipelines = again.pipelines(sequences)
-        ranks, request = [device.rank for device in base.devices], base.request
-        plan = tuple(one.pipeline(ranks, request.schedule != "auto") for one in pipelines)
-        yield clock.step_s(pipelines), Plan(plan, request.global_batch, request.sequence_length, base.layer_count)
-        shares = np.array(sequences) / sum(sequences)
-        if np.abs(shares - chains.shares).max() * chains.pipelines < NEAR:
-            return
-        columns = in_columns(base, chains.columns.members, shares)
-        again = _found(_Layout(Chains(columns, shares), again.layout.line, again.step_s))
+def _finished(found: _Found, clock: Clock) -> tuple[float, Plan]:
+    """The plan made of one chain, whose pipelines take shares of the batch by their speed, and its seconds."""
+    base = found.chains.columns.base
+    assert base is not None
+    pipelines = found.pipelines(_dealt(found))
+    ranks, request = [device.rank for device in base.devices], base.request
+    plan = tuple(one.pipeline(ranks, request.schedule != "auto") for one in pipelines)
+    return clock.step_s(pipelines), Plan(plan, request.global_batch, request.sequence_length, base.layer_count)
 
 
 def _dealt(found: _Found) -> list[int]:

@@ -190,7 +190,8 @@ class Moves:
 
 
 def nearest(lines: Lines, depths: bool) -> Iterator[Lines]:
-    """One small change away: a layer at a cut, one micro-batch deeper or shallower (``depths``), or in another pipeline."""
+    """One small change away: a layer at a cut, one micro-batch deeper or shallower (``depths``), or in another pipeline; then one
+    stage deeper and another one shallower."""
     for index, line in enumerate(lines):
         for place, by in itertools.product(range(1, len(line.counts)), (-1, 1)):
             counts = list(line.counts)
@@ -204,6 +205,9 @@ def nearest(lines: Lines, depths: bool) -> Iterator[Lines]:
                 shares = line.sequences - line.micro_batch, taking.sequences + line.micro_batch
                 given = (one._replace(sequences=share) for one, share in zip((line, taking), shares, strict=True))
                 yield _with(lines, dict(zip((index, other), given, strict=True)))
+    for index, line in enumerate(lines if depths else ()):
+        for place, other in itertools.permutations(range(len(line.counts)), 2):
+            yield _with(lines, {index: deeper(deeper(line, place, 1), other, -1)})
 
 
 def with_rank(lines: Lines, rank: int) -> Iterator[Lines]:

@@ -98,6 +98,8 @@ class Rounds:
             if used(changed) < self.least:
                 now = changed
                 continue
+            if self.least_s(fittings) > limit_s:
+                continue
             spent = actions_of(changed)
             actions -= spent
             found_s = self.step_s(fittings)
@@ -119,7 +121,7 @@ class Rounds:
             for changed in itertools.islice(nearest(lines, not self.fixed), looks):
                 looks -= 1
                 fittings = self.within(step_s, changed) if actions > 0 else None
-                if fittings is None:
+                if fittings is None or self.least_s(fittings) > step_s:
                     continue
                 actions -= actions_of(changed)
                 found_s = self.step_s(fittings)
@@ -131,6 +133,10 @@ class Rounds:
                     break
         return lines, step_s
 
+    def least_s(self, fittings: Sequence[Fitting]) -> float:
+        """A lower bound of the step time from tables alone: no message waits for another one, and the state is dealt evenly."""
+        return 0.0 if any(fitting.line.is_split for fitting in fittings) else self.quick_s(fittings) * (1 - ROUNDING)
+
     def holds(self, fittings: Sequence[Fitting]) -> bool:
         """Whether every rank has memory for all the state of what it holds."""
         return all(self.costs[fitting.line.micro_batch].holds(fitting) for fitting in fittings)
@@ -141,9 +147,16 @@ class Rounds:
             return False
         return all(self._splits[rank] for line in lines for rank in line.ranks)
 
-    def begun(self, every: Iterable[Lines], most: int, actions: float) -> list[Start]:
-        """``every`` with the depths that suit them best, with backward whole and split; so many of them that fit, or as many as
-        simulating so many forwards and backwards leaves time for, but one."""
+    def begun(self, every: Iterable[Lines], most: int, actions: float, wanted: int) -> list[Start]:
+        """``every`` with the depths that suit them best, with backward whole and split.
+
+        Args:
+            every: pipelines to begin with.
+            most: number of them that are timed, the most promising ones.
+            actions: forwards and backwards that may be simulated; one is timed in any case.
+            wanted: number of the best ones that the caller looks at. Where as many are known that take no longer than the
+                estimate of the next one, nothing more is timed.
+        """
         found = []
         for lines in every:
             lines = self.filled(lines) if used(lines) < self.least else lines
@@ -151,6 +164,8 @@ class Rounds:
             found += [self.deepened(tuple(line._replace(split=split) for line in lines)) for split in splits]
         starts: list[Start] = []
         for deepened in sorted(filter(None, found), key=lambda deepened: deepened[0][1])[:most]:
+            if sum(step_s <= deepened[0][1] for _, step_s in starts) >= wanted:
+                break
             if actions > 0 or not starts:
                 start = self.fastest(deepened)
                 actions -= actions_of(start[0])

@@ -30,8 +30,6 @@ SEARCHED = 64
 """Up to so many ranks are searched."""
 LAID_OUT = 12
 """Of more ranks only numbers of pipelines are searched that the search is given plans of: estimates leave out sums of gradients."""
-DEALT = 4
-"""Of up to so many ranks all work in further candidates: what fits only with very unlike owners of the state is found so."""
 FEW = 6
 """Up to so many ranks all numbers of pipelines are looked at closely; of fewer ranks less is tried, as there are fewer plans."""
 MOST_NUMBERS, NUMBERS_IN_BRIEF = 3, 2
@@ -39,9 +37,8 @@ MOST_NUMBERS, NUMBERS_IN_BRIEF = 3, 2
 SLOWER = 1.08
 """None is looked at closely whose candidates are so much slower than the best plan of fewer pipelines."""
 SHORT, LONG, KEPT, SIMULATED = 25, 15, 12, 8
-"""Rounds in which candidates are improved to see whether their number is promising, and for each of ``DEPTHS`` if it is; how many
-of them are kept, and simulated with the depths that look best."""
-DEPTHS = (1.0, 0.5, 1.4)
+"""Rounds in which candidates are improved to see whether their number is promising, and if it is; how many of them are kept, and
+simulated with the depths that look best."""
 STARTS, DOWNHILL = 4, 120
 """So many go downhill, of so many looks each."""
 HEAT = (0.01, 0.0005)
@@ -129,7 +126,12 @@ class Search:
         known = {}
         for number, starts in numbers.items():
             own = rounds.of(number).requiring(rounds.least)
-            more = [start for one in begun if len(one[0]) == number for start in own.begun([one[0]], 2, self.actions)]
+            more = [
+                start
+                for one in begun
+                if len(one[0]) == number
+                for start in own.begun([one[0]], 2, self.actions, STARTS)
+            ]
             starts = [one for one in starts if used(one[0]) >= rounds.least]
             found, _, depth = self._begun(number)
             known[number] = best_of([*starts, *more, *self._priced(found, own, depth)])
@@ -159,24 +161,21 @@ class Search:
         return self._candidates[number]
 
     def _improved(self, starts: list[Start], number: int, rounds: Rounds) -> Start:
-        """The best of what comes of these plans and of further candidates."""
-        _, state, begun = self._begun(number)
-        for place, depth in enumerate(DEPTHS if begun else (begun,)):
-            found, _ = self.orders(number).improved(state, self.long, depth, np.random.default_rng(place), KEPT)
-            starts = [*starts, *self._priced(found, rounds, depth)]
+        """The best of what comes of these plans and of further candidates; annealed unless a brief answer is asked for."""
+        _, state, depth = self._begun(number)
+        found, _ = self.orders(number).improved(state, self.long, depth, np.random.default_rng(0), KEPT)
+        starts = [*starts, *self._priced(found, rounds, depth)]
         alive = best_of(starts)[:STARTS]
         if len(self.ranks) == 1:
             return alive[0]
         best = min((rounds.descended(one, DOWNHILL, self.actions / 4) for one in alive), key=lambda one: one[1])
-        return rounds.annealed(best, HEAT, self.looks, self.actions, random.Random(0))
+        return best if self.request.brief else rounds.annealed(best, HEAT, self.looks, self.actions, random.Random(0))
 
     def _priced(self, found: Sequence[Found], rounds: Rounds, depth: float) -> list[Start]:
         """The most promising of the candidates with their step times, as far as they fit."""
         orders = [self.orders(len(one.size) - 1) for one in found]
         lines = [own.lines(one, depth) for own, one in zip(orders, found, strict=True)]
-        if len(self.ranks) <= DEALT:
-            lines += [own.dealt(one) for own, one in zip(orders, found, strict=True)]
-        return rounds.begun(filter(None, dict.fromkeys(lines)), 2 * SIMULATED, self.actions / 4)
+        return rounds.begun(filter(None, dict.fromkeys(lines)), 2 * SIMULATED, self.actions / 4, STARTS)
 
     def orders(self, number: int) -> Orders:
         """Candidates of so many pipelines; their tables are the same where they do not share the state."""

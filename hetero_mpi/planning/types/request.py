@@ -47,7 +47,8 @@ class PlanRequest:
     thorough: bool = False
     """Look longer for the fastest plan: several times as long (``search``)."""
     brief: bool = False
-    """Look at the most promising number of pipelines alone: for what is told beside a plan, not for a plan to be run."""
+    """Look at few numbers of pipelines, and neither anneal nor give ranks several stages: for what is told beside a plan, not for a
+    plan to be run."""
     memory_reserve: float = 0.05
     """Share of every device's usable memory that is kept free."""
     copy_bytes_per_trainable_parameter: float = 0.0

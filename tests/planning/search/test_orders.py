@@ -57,7 +57,7 @@ def test_an_estimate_is_near_to_the_step_it_leads_to(schedule: str) -> None:
     for one in found:
         lines = orders.lines(one, 1.0)
         assert lines is not None and sum(lines[0].counts) == 14 and used(lines) <= 7
-        (start,) = search.rounds.begun([lines], 1, 1e6)
+        (start,) = search.rounds.begun([lines], 1, 1e6, 1)
         assert 0.9 * one.seconds <= start[1] <= 1.35 * one.seconds < math.inf
 
 
