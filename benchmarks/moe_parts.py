@@ -19,8 +19,9 @@ from typing import Any
 
 from profile_parts import BYTES, CALL_S, EFFICIENCY, EMBEDDING_SHARE, NF4_BYTES, SIZES, Card
 
-from hetero_mpi.planning.types.cost import EMBEDDING, HEAD, ModelCost
+from hetero_mpi.planning.types.cost import ModelCost
 from hetero_mpi.planning.types.profile import Curve, LayerTimes
+from hetero_mpi.planning.types.sizes import EMBEDDING, HEAD
 
 MEMORY_EFFICIENCY = 0.7
 """Assumed."""

@@ -19,7 +19,7 @@ from statistics import median
 from profile_parts import Shape, model_of
 
 from hetero_mpi.planning.fit import FIGURES
-from hetero_mpi.planning.types.cost import EMBEDDING, HEAD, ModelCost
+from hetero_mpi.planning.types.cost import ModelCost
 from hetero_mpi.planning.types.profile import (
     MEASURED,
     TABLES,
@@ -31,6 +31,7 @@ from hetero_mpi.planning.types.profile import (
     LinkProfile,
 )
 from hetero_mpi.planning.types.request import PlanRequest
+from hetero_mpi.planning.types.sizes import EMBEDDING, HEAD
 
 SHAPES = {
     "1B": Shape(2048, 16, 8192, 32000, 2048),

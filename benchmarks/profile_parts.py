@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
 
-from hetero_mpi.planning.types.cost import EMBEDDING, HEAD, LayerCost, ModelCost
+from hetero_mpi.planning.types.cost import LayerCost, ModelCost
 from hetero_mpi.planning.types.profile import (
     ANY_HOST,
     ITSELF,
@@ -27,6 +27,7 @@ from hetero_mpi.planning.types.profile import (
     LayerTimes,
     LinkProfile,
 )
+from hetero_mpi.planning.types.sizes import EMBEDDING, HEAD
 
 DATE = "2026-11-20"
 EFFICIENCY = 0.4

@@ -29,10 +29,11 @@ from profile_parts import EFFICIENCY, GIB  # noqa: E402
 from published_roundpipe import DATA, read_rows, told  # noqa: E402
 
 from hetero_mpi.planning.decision.planner import complete_plan  # noqa: E402
-from hetero_mpi.planning.types.cost import EMBEDDING, HEAD, LayerCost, ModelCost  # noqa: E402
+from hetero_mpi.planning.types.cost import LayerCost, ModelCost  # noqa: E402
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan  # noqa: E402
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve, DeviceProfile, LayerTimes  # noqa: E402
 from hetero_mpi.planning.types.request import PlanRequest  # noqa: E402
+from hetero_mpi.planning.types.sizes import EMBEDDING, HEAD  # noqa: E402
 from hetero_mpi.util.errors import UserError  # noqa: E402
 
 BLOCK, BF16_BYTES = "block", 2

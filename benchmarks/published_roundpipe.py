@@ -41,9 +41,10 @@ from profile_parts import GIB  # noqa: E402
 from hetero_mpi.planning.device_times import layer_s, repeated_s, weights_s  # noqa: E402
 from hetero_mpi.planning.schedule import Op  # noqa: E402
 from hetero_mpi.planning.simulator import simulate  # noqa: E402
-from hetero_mpi.planning.types.cost import EMBEDDING, HEAD, LayerCost, ModelCost  # noqa: E402
+from hetero_mpi.planning.types.cost import LayerCost, ModelCost  # noqa: E402
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan  # noqa: E402
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve, DeviceProfile, LayerTimes  # noqa: E402
+from hetero_mpi.planning.types.sizes import EMBEDDING, HEAD  # noqa: E402
 
 DATA = ROOT / "benchmarks" / "data"
 SEQUENCE, TIMED = 2048, 4

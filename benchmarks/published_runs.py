@@ -42,10 +42,11 @@ from hetero_mpi.planning.device_times import optimizer_s  # noqa: E402
 from hetero_mpi.planning.memory import stage_memory  # noqa: E402
 from hetero_mpi.planning.schedule import Op, Schedule, holdings, schedule_of  # noqa: E402
 from hetero_mpi.planning.simulator import SimulatedStep, simulate  # noqa: E402
-from hetero_mpi.planning.types.cost import EMBEDDING, HEAD, LayerCost, ModelCost  # noqa: E402
+from hetero_mpi.planning.types.cost import LayerCost, ModelCost  # noqa: E402
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan  # noqa: E402
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve, DeviceProfile, LayerTimes, LinkProfile  # noqa: E402
 from hetero_mpi.planning.types.request import with_shared_nics  # noqa: E402
+from hetero_mpi.planning.types.sizes import EMBEDDING, HEAD  # noqa: E402
 
 DATA = ROOT / "benchmarks" / "data"
 BAR = 0.08

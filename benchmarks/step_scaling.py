@@ -266,7 +266,7 @@ def _measure(world: World, case: Case) -> Rank:
         setup = RankSetup(world.rank, carries, chain, tuning, Backend(), loaded.job.train)
         build = StageBuilder(setup, SeededStart(0))
         build_paced = build if emulation is None else emulation.paced(build)
-        trainer = Trainer(setup, world, plan, schedule_of(plan, cost), build_paced)
+        trainer = Trainer(setup, world, plan, schedule_of(plan, cost), build_paced, {})
         return _stepped(trainer, transport, case, before, cost, predicted_s)
 
 

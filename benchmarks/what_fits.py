@@ -29,10 +29,10 @@ from profile_parts import ADAM_TRAFFIC, CALL_S, EFFICIENCY, GIB, Card, Shape, mo
 
 from hetero_mpi.planning.decision.decide import WORTHWHILE  # noqa: E402
 from hetero_mpi.planning.decision.planner import make_plan  # noqa: E402
-from hetero_mpi.planning.types.cost import DTYPE_BYTES  # noqa: E402
 from hetero_mpi.planning.types.plan import PlanReport  # noqa: E402
 from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile, HostProfile  # noqa: E402
 from hetero_mpi.planning.types.request import PlanRequest  # noqa: E402
+from hetero_mpi.planning.types.sizes import DTYPE_BYTES  # noqa: E402
 from hetero_mpi.planning.types.toml_files import load_profile  # noqa: E402
 from hetero_mpi.util.errors import UserError  # noqa: E402
 

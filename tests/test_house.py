@@ -32,7 +32,7 @@ PACKAGES = [
     "emulation",
     "state",
     "training/setup", "inference", "training",
-    "commands", "commands/one_file",
+    "commands", "commands/plug_ins",
     "serve/web", "serve", "inference/evaluate",
     "launch/hosts", "launch/launcher", "launch/supervisor", "launch/doctor", "launch",
     "interop",

@@ -39,7 +39,7 @@ def read_records(path, keys, wanted):
     for number, row in enumerate(csv.DictReader(path.open()), start=1):
         yield f"{path}, row {number}", row
 """,
-    "hetero_mpi/commands/one_file/count.py": """
+    "hetero_mpi/commands/plug_ins/count.py": """
 ABOUT = "count the lines of a file"
 def add_options(add):
     add("file")

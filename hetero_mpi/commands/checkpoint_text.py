@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hetero_mpi.planning.types.cost import BLOCK_KEYS
+from hetero_mpi.planning.types.sizes import BLOCK_KEYS
 from hetero_mpi.planning.types.toml_files import plan_from_dict
 from hetero_mpi.report.plan_text import stages_text
 from hetero_mpi.report.run_text import job_rows

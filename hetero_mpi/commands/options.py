@@ -1,5 +1,5 @@
-"""The command line's commands and options; further commands are modules of ``one_file``. Each command names its function, which is
-not imported here.
+"""The command line's commands and options; further commands are modules of ``commands.plug_ins``. Each command names its
+function, which is not imported here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 Add = Callable[..., argparse.Action]
 """``add_argument`` of a command's parser."""
 
-ONE_FILE = "hetero_mpi.commands.one_file"
+PLUG_INS = "hetero_mpi.commands.plug_ins"
 HEARTBEAT_TIMEOUT_S = 14.0
 """Silence after which a machine counts as dead. An outage of 12 s is survived, and its end is seen within 1.75 s."""
 PROBE_TIMEOUT_S = 10.0
@@ -127,9 +127,9 @@ def parser() -> argparse.ArgumentParser:
     add("--gguf", nargs="?", const="auto", choices=types, help=gguf)
     add("--push", metavar="ORG/NAME", help="upload OUT to the Hugging Face hub, too, as a private model")
 
-    for name in plug_in_names(ONE_FILE):
-        module = plug_in(ONE_FILE, name)
-        module.add_options(_command(commands, name, f"commands.one_file.{name}:run", module.ABOUT).add_argument)
+    for name in plug_in_names(PLUG_INS):
+        module = plug_in(PLUG_INS, name)
+        module.add_options(_command(commands, name, f"commands.plug_ins.{name}:run", module.ABOUT).add_argument)
 
     text = "print a job file that documents every key; or the pages of reference"
     form = _command(commands, "reference", "commands.reference_pages:reference", text).add_mutually_exclusive_group()

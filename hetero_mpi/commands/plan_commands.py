@@ -20,10 +20,10 @@ from hetero_mpi.planning.decision.planner import complete_plan, differences, mak
 from hetero_mpi.planning.simulator import outlined, simulate
 from hetero_mpi.planning.types.cluster_changes import with_optimizer, with_wire
 from hetero_mpi.planning.types.codec import encode
-from hetero_mpi.planning.types.cost import BLOCK_KEYS
 from hetero_mpi.planning.types.plan import Plan, PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest, with_shared_nics
+from hetero_mpi.planning.types.sizes import BLOCK_KEYS
 from hetero_mpi.planning.types.toml_files import load_plan, load_plan_file, load_profile, plan_to_dict, save_plan
 from hetero_mpi.report.plan_text import costed_plan_lines, idling_lines, plan_lines, shared_nic_lines, what_if_lines
 from hetero_mpi.report.profile_text import inspection_lines

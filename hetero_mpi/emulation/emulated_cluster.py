@@ -29,9 +29,9 @@ from hetero_mpi.model.transformers.families import block_key
 from hetero_mpi.model.tuning import Tuning
 from hetero_mpi.planning.durations import return_s, tied_s
 from hetero_mpi.planning.types.cluster_changes import restricted
-from hetero_mpi.planning.types.cost import DTYPE_BYTES, sent_bytes
 from hetero_mpi.planning.types.plan import Plan, StagePlan
 from hetero_mpi.planning.types.profile import EMULATED, ClusterProfile
+from hetero_mpi.planning.types.sizes import DTYPE_BYTES, sent_bytes
 from hetero_mpi.planning.types.toml_files import load_profile, profile_from_dict, profile_to_dict
 from hetero_mpi.util import units
 from hetero_mpi.util.errors import UserError

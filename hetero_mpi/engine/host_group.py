@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.device.backend import HOST, Backend, host_bytes
-from hetero_mpi.model.group.division import Division
+from hetero_mpi.model.group.tensor_division import Division
 from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.util.errors import UserError
 

@@ -30,11 +30,9 @@ import torch
 from hetero_mpi.comm.transport import Arrived, Group, Ready, Request, Transport
 from hetero_mpi.device.backend import HOST, Copied, Copying, host_bytes
 from hetero_mpi.engine.channel import TIED_TAG, Arrival, Outbox
-from hetero_mpi.model.group.division import Division, divisions
+from hetero_mpi.model.group.tensor_division import Division
 from hetero_mpi.model.held_layers import Segment, SharedPart
-from hetero_mpi.model.layer.interface import LayerChain
 from hetero_mpi.model.optimizer import Optimizer
-from hetero_mpi.model.transformers.chain import language
 from hetero_mpi.model.tuning import Tuning
 from hetero_mpi.planning.types.plan import Plan, StagePlan
 
@@ -327,15 +325,6 @@ class TiedMatrix:
 
 Divided = Mapping[int, Mapping[str, Division]]
 """The first rank of each group -> name -> the division of every tensor of its stage."""
-
-
-def divided_tensors(plan: Plan, chain: LayerChain, tuning: Tuning) -> Divided:
-    """How the groups of a plan divide tensors."""
-    return {
-        stage.ranks[0]: divisions(language(chain), tuning, stage.shares, range(stage.first, stage.last), stage.experts)
-        for _, _, stage in plan.numbered
-        if stage.grouped
-    }
 
 
 def shared_parts(

@@ -26,8 +26,8 @@ from hetero_mpi.engine.placement import (
     slots,
     training_share,
 )
-from hetero_mpi.engine.sharded_update import ShardedUpdate, TiedMatrix, divided_tensors, shared_parts
-from hetero_mpi.model.group.division import Division
+from hetero_mpi.engine.sharded_update import Divided, ShardedUpdate, TiedMatrix, shared_parts
+from hetero_mpi.model.group.tensor_division import Division
 from hetero_mpi.model.held_layers import HeldLayers, HeldStages, Shared, SharedPart
 from hetero_mpi.model.layer.interface import as_input
 from hetero_mpi.model.layer.loss import Routed
@@ -79,6 +79,7 @@ class Trainer:
         plan: Plan,
         schedule: Schedule,
         build: BuildStage,
+        divided: Divided,
         loss_scale: LossScale | None = None,
     ) -> None:
         """Build this rank's stages. Local: ranks need not come here together. Raises UserError: the model's files do not fit, or
@@ -87,13 +88,14 @@ class Trainer:
         Args:
             world: the active ranks (``active_ranks``), for collective calls.
             build: makes each stage.
+            divided: how the groups of the plan divide tensors.
             loss_scale: the run's; None: its start.
         """
         self.setup, self.plan = setup, plan
         self.rank, self.world, self.transport = setup.rank, world, setup.transport
         self.chain, self.tuning, self.backend, self.group = setup.chain, setup.tuning, setup.backend, setup.group
         train = setup.train
-        divided, self.owner = divided_tensors(plan, self.chain, self.tuning), parameter_owners(self.tuning, plan)
+        self.owner = parameter_owners(self.tuning, plan)
         self.first = plan.leader_of.get(self.rank, self.rank)
         self.divided: Mapping[str, Division] = divided.get(self.first, {})
         owning = {name: divided[rank][name] for name, rank in self.owner.items() if rank in divided}

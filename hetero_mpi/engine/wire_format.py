@@ -10,7 +10,7 @@ from itertools import repeat
 
 import torch
 
-from hetero_mpi.planning.types.cost import SCALE_BYTES
+from hetero_mpi.planning.types.sizes import SCALE_BYTES
 
 NEAREST: Iterable[None] = repeat(None)
 """No seed for any sequence."""

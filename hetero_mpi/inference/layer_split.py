@@ -32,8 +32,8 @@ from hetero_mpi.model.streamed_stage import StreamedStage
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.tuning import Tuning, nothing_trained
-from hetero_mpi.planning.types.cost import STREAMED_LAYERS
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, RankMemory, StagePlan
+from hetero_mpi.planning.types.sizes import STREAMED_LAYERS
 from hetero_mpi.profiling.host_profiles import sharing_ranks
 from hetero_mpi.rundir.logs import say
 from hetero_mpi.state.file_supply import open_start

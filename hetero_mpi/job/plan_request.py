@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from hetero_mpi.job.load import LoadedJob
 from hetero_mpi.job.rules import LARGEST_AUTO, MOST_MICRO_BATCHES
-from hetero_mpi.planning.types.cost import COPY_BYTES
 from hetero_mpi.planning.types.profile import ClusterProfile, HostProfile
 from hetero_mpi.planning.types.request import MEMORY_GIVEN, PlanRequest
+from hetero_mpi.planning.types.sizes import COPY_BYTES
 
 INDIFFERENCE = 0.005
 """Measured times are not exact to half a per cent: no plan is preferred for less."""

@@ -23,7 +23,7 @@ from torch import nn
 
 from hetero_mpi.device.backend import HOST, Backend, Copied, Copying
 from hetero_mpi.model.layer.quantize import is_empty
-from hetero_mpi.planning.types.cost import STREAMED_LAYERS
+from hetero_mpi.planning.types.sizes import STREAMED_LAYERS
 from hetero_mpi.util.background import Background
 from hetero_mpi.util.disk import SPARE_BYTES, free_bytes
 from hetero_mpi.util.errors import UserError

@@ -16,7 +16,7 @@ from hetero_mpi.job.rules import EIGHT_BIT
 from hetero_mpi.job.training_tables import TrainTable
 from hetero_mpi.model.tuning import imported_peft
 from hetero_mpi.planning.types import moments as kinds
-from hetero_mpi.planning.types.cost import MOMENT_BLOCK
+from hetero_mpi.planning.types.sizes import MOMENT_BLOCK
 
 _TORCH = {
     kinds.TWO: {"moments1": "exp_avg", "moments2": "exp_avg_sq"},

@@ -23,8 +23,9 @@ from hetero_mpi.model.layer.interface import LayerChain
 from hetero_mpi.model.layer.quantize import fused_experts, packed_bytes, packed_weights
 from hetero_mpi.model.transformers.chain import TransformersChain, language
 from hetero_mpi.model.tuning import Tuning
-from hetero_mpi.planning.types.cost import DTYPE_BYTES, GRADIENT_BYTES, LayerCost, ModelCost
+from hetero_mpi.planning.types.cost import LayerCost, ModelCost
 from hetero_mpi.planning.types.moments import FACTORED, ONE, TWO, saved_bytes
+from hetero_mpi.planning.types.sizes import DTYPE_BYTES, GRADIENT_BYTES
 
 ADAM_BYTES = 8
 """Two fp32 moments."""

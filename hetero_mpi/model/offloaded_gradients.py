@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from hetero_mpi.device.backend import Backend, Copied
-from hetero_mpi.planning.types.cost import STREAMED_LAYERS
+from hetero_mpi.planning.types.sizes import STREAMED_LAYERS
 
 _ALIGNMENT = 16
 """Floats: every gradient in a flat buffer starts at a cache line."""

@@ -23,9 +23,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from hetero_mpi.planning.contention import worth_of_all
-from hetero_mpi.planning.types.cost import GRADIENT_BYTES
 from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile, LayerTimes
 from hetero_mpi.planning.types.request import PlanRequest
+from hetero_mpi.planning.types.sizes import GRADIENT_BYTES
 
 Seconds = Sequence[float]
 SHORTEST_S = 1e-30

@@ -26,9 +26,10 @@ from hetero_mpi.planning.device_times import (
 from hetero_mpi.planning.group_costs import broadcast_s, device_of, group_device, whole_sums_s
 from hetero_mpi.planning.owners import owned_share
 from hetero_mpi.planning.schedule import COMPUTE, Action, Op, held_by, reduced_layers, tied_heads
-from hetero_mpi.planning.types.cost import DTYPE_BYTES, GRADIENT_BYTES, STREAMED_LAYERS, ModelCost
+from hetero_mpi.planning.types.cost import ModelCost
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile
+from hetero_mpi.planning.types.sizes import DTYPE_BYTES, GRADIENT_BYTES, STREAMED_LAYERS
 
 
 def update_s(number: int, plan: Plan, profile: ClusterProfile) -> float:

@@ -15,9 +15,10 @@ from typing import NamedTuple
 from hetero_mpi.planning.contention import copying_at_once
 from hetero_mpi.planning.memory import stage_memory
 from hetero_mpi.planning.types.cluster_changes import restricted
-from hetero_mpi.planning.types.cost import EMBEDDING, GRADIENT_BYTES, HEAD, LayerCost, ModelCost
+from hetero_mpi.planning.types.cost import LayerCost, ModelCost
 from hetero_mpi.planning.types.plan import StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve, DeviceProfile, LayerTimes
+from hetero_mpi.planning.types.sizes import EMBEDDING, GRADIENT_BYTES, HEAD
 
 DIVIDED_TIME = 0.9
 """The share of the time of blocks and head that is divided, where it was not measured: all but norms, residuals and calls."""

@@ -13,9 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hetero_mpi.planning.schedule import holdings, schedule_of
-from hetero_mpi.planning.types.cost import GRADIENT_BYTES, STREAMED_LAYERS, ModelCost
+from hetero_mpi.planning.types.cost import ModelCost
 from hetero_mpi.planning.types.plan import WARM_UP, PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, HostProfile
+from hetero_mpi.planning.types.sizes import GRADIENT_BYTES, STREAMED_LAYERS
 
 STAGING_BUFFERS = 2
 """Host buffers per boundary and direction: one in transfer while the other is filled or read."""

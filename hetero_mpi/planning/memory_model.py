@@ -30,10 +30,11 @@ from hetero_mpi.planning.memory import (
 from hetero_mpi.planning.orders import computed_by_rank
 from hetero_mpi.planning.orders.warm_up import weight_lag
 from hetero_mpi.planning.owners import owned_state_bytes
-from hetero_mpi.planning.types.cost import GRADIENT_BYTES, ModelCost
+from hetero_mpi.planning.types.cost import ModelCost
 from hetero_mpi.planning.types.plan import HostMemory, PipelinePlan, Plan, RankMemory, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile
 from hetero_mpi.planning.types.request import PlanRequest
+from hetero_mpi.planning.types.sizes import GRADIENT_BYTES
 
 
 class MemoryBudget(NamedTuple):

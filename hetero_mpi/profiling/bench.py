@@ -21,8 +21,8 @@ from hetero_mpi.model.library_optimizers import LibraryOptimizers
 from hetero_mpi.model.optimizer import Optimizer
 from hetero_mpi.model.stage import MicroBatch, Stage, StageSpec
 from hetero_mpi.model.transformers.chain import language
-from hetero_mpi.planning.types.cost import DTYPE_BYTES, in_slices
 from hetero_mpi.planning.types.moments import OF_OPTIMIZER
+from hetero_mpi.planning.types.sizes import DTYPE_BYTES, in_slices
 from hetero_mpi.profiling.benchmark_spec import CACHE_BYTES, BenchmarkSpec
 from hetero_mpi.profiling.timings import LayerClock, Seconds
 

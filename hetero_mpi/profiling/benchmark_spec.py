@@ -23,9 +23,9 @@ from hetero_mpi.job.training_tables import TrainTable
 from hetero_mpi.model.layer.interface import LayerChain
 from hetero_mpi.model.tuning import Tuning
 from hetero_mpi.planning.types.codec import decode, raise_all
-from hetero_mpi.planning.types.cost import DTYPE_BYTES
 from hetero_mpi.planning.types.profile import LayerTimes
 from hetero_mpi.planning.types.profile_rules import number_problems
+from hetero_mpi.planning.types.sizes import DTYPE_BYTES
 from hetero_mpi.util.disk import cache_folder
 from hetero_mpi.util.sealed import opened, store_value
 

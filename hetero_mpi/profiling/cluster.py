@@ -19,8 +19,9 @@ from hetero_mpi.model.model_cost import model_cost
 from hetero_mpi.model.optimizer import StepDecider
 from hetero_mpi.planning.fit import pooled
 from hetero_mpi.planning.types.codec import decode, encode
-from hetero_mpi.planning.types.cost import DTYPE_BYTES, ModelCost
+from hetero_mpi.planning.types.cost import ModelCost
 from hetero_mpi.planning.types.profile import MEASURED, ClusterProfile, DeviceProfile, HostProfile, LinkProfile
+from hetero_mpi.planning.types.sizes import DTYPE_BYTES
 from hetero_mpi.planning.types.toml_files import profile_from_dict, profile_to_dict
 from hetero_mpi.profiling.benchmark_spec import (
     BenchmarkSpec,

@@ -20,7 +20,7 @@ from hetero_mpi.comm.transport import AHEAD, Request, Transport, receive_in_orde
 from hetero_mpi.device.backend import HOST, host_bytes
 from hetero_mpi.engine.placement import parameter_owners
 from hetero_mpi.engine.trainer import Trainer
-from hetero_mpi.model.group.division import Division
+from hetero_mpi.model.group.tensor_division import Division
 from hetero_mpi.model.layer.interface import ParameterSpec
 from hetero_mpi.model.tuning import Tuning
 from hetero_mpi.planning.schedule import holders

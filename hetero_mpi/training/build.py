@@ -28,19 +28,21 @@ from hetero_mpi.device.backend import return_freed_memory
 from hetero_mpi.emulation.emulated_cluster import emulate
 from hetero_mpi.engine.host_group import HostGroup, host_group, require_joinable
 from hetero_mpi.engine.placement import BuildStage, RankSetup, active_ranks
+from hetero_mpi.engine.sharded_update import Divided
 from hetero_mpi.engine.trainer import Trainer
 from hetero_mpi.job.rules import ELSEWHERE, as_toml, leads_out
 from hetero_mpi.model.adapters.adapter_files import ReducedStart, check_adapter, read_adapter
+from hetero_mpi.model.group.division import divisions
 from hetero_mpi.model.group.exchanges import StageGroup
 from hetero_mpi.model.group.layers import DividedLayers
 from hetero_mpi.model.group.refusals import require_divisible
 from hetero_mpi.model.held_layers import Kept, Shared
-from hetero_mpi.model.layer.interface import Start
+from hetero_mpi.model.layer.interface import LayerChain, Start
 from hetero_mpi.model.optimizer import LossScale
 from hetero_mpi.model.stage import Stage, StageSpec
 from hetero_mpi.model.streamed_stage import StreamedStage
 from hetero_mpi.model.transformers.chain import language
-from hetero_mpi.model.tuning import MAGNITUDE
+from hetero_mpi.model.tuning import MAGNITUDE, Tuning
 from hetero_mpi.planning.schedule import holders, schedule_of
 from hetero_mpi.planning.types.plan import Plan, PlanReport, StagePlan
 from hetero_mpi.state.file_supply import open_start
@@ -195,7 +197,17 @@ def trainer_of(
     setup = RankSetup(rank, transport, context.chain, context.tuning, context.backend, context.job.train, group, memory)
     build: BuildStage = StageBuilder(setup, start, kept, stream_folder(context))
     build = build if emulation is None else emulation.paced(build)
-    return Trainer(setup, share.members, share.own_plan, share.schedule, build, loss_scale)
+    divided = divided_tensors(share.own_plan, context.chain, context.tuning)
+    return Trainer(setup, share.members, share.own_plan, share.schedule, build, divided, loss_scale)
+
+
+def divided_tensors(plan: Plan, chain: LayerChain, tuning: Tuning) -> Divided:
+    """How the groups of a plan divide tensors."""
+    return {
+        stage.ranks[0]: divisions(language(chain), tuning, stage.shares, range(stage.first, stage.last), stage.experts)
+        for _, _, stage in plan.numbered
+        if stage.grouped
+    }
 
 
 def group_of(context: RunContext, members: World, plan: Plan) -> HostGroup | None:

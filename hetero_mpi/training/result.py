@@ -33,6 +33,9 @@ from hetero_mpi.rundir.metrics import Evaluation
 from hetero_mpi.rundir.run_directory import result_step
 from hetero_mpi.state.redistribute import LiveState, collect, tensor_shards
 
+_PATHS = ("run_dir", "result", "checkpoint")
+"""Fields of ``TrainResult`` that are paths."""
+
 
 @dataclass(frozen=True)
 class TrainResult:
@@ -87,36 +90,36 @@ def finished(metadata: Mapping[str, Any], path: Path, job: JobConfig, run_dir: P
 
 def shared(world: World, result: TrainResult | None) -> TrainResult | None:
     """Rank 0's result of a finished run, on all ranks; rank 0 says that there is nothing to do. Collective."""
-    told: dict[str, Any] | None = None
+    found = share_result(world, result)
+    if found is not None:
+        say(
+            f"finished already: nothing to do. All {len(found.losses):,} steps are done, and the result is in {found.result}. "
+            f"More steps: raise [train] steps. Anew: leave --resume out, or choose another --run-dir"
+        )
+    return found
+
+
+def share_result(world: World, result: TrainResult | None) -> TrainResult | None:
+    """Rank 0's ``result``, on all ranks; None: rank 0 has none. Collective."""
+    values: dict[str, Any] | None = None
     if result is not None:
-        told = {
-            **vars(result),
-            "run_dir": str(result.run_dir),
-            "evaluations": [asdict(one) for one in result.evaluations],
+        values = {
+            **{
+                name: value if value is None or name not in _PATHS else str(value)
+                for name, value in vars(result).items()
+            },
+            "evaluations": [asdict(evaluation) for evaluation in result.evaluations],
             "report": plan_to_dict(result.report),
             "profile": profile_to_dict(result.profile),
-            "result": str(result.result),
-            "checkpoint": str(result.checkpoint),
         }
-    told = world.broadcast_json(told)
-    if told is None:
+    values = world.broadcast_json(values)
+    if values is None:
         return None
-    found = TrainResult(
-        run_dir=Path(told["run_dir"]),
-        losses=tuple(told["losses"]),
-        evaluations=tuple(Evaluation(**one) for one in told["evaluations"]),
-        step_s=told["step_s"],
-        report=report_from_dict(told["report"]),
-        profile=profile_from_dict(told["profile"]),
-        result=Path(told["result"]),
-        checkpoint=Path(told["checkpoint"]),
-        skipped=told["skipped"],
-    )
-    say(
-        f"finished already: nothing to do. All {len(found.losses):,} steps are done, and the result is in {found.result}. "
-        f"More steps: raise [train] steps. Anew: leave --resume out, or choose another --run-dir"
-    )
-    return found
+    values |= {name: Path(values[name]) for name in _PATHS if values[name] is not None}
+    values["losses"] = tuple(values["losses"])
+    values["evaluations"] = tuple(Evaluation(**evaluation) for evaluation in values["evaluations"])
+    values["report"], values["profile"] = report_from_dict(values["report"]), profile_from_dict(values["profile"])
+    return TrainResult(**values)
 
 
 def save_model(

@@ -11,7 +11,6 @@ import contextlib
 import subprocess
 import threading
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +33,11 @@ from hetero_mpi.report.progress import ProgressDisplay, overview
 from hetero_mpi.report.run_text import final_lines
 from hetero_mpi.report.trace import save_run_trace
 from hetero_mpi.rundir.logs import say, write_line
-from hetero_mpi.rundir.metrics import Evaluation, MetricsWriter, Trackers, measured_step_s
+from hetero_mpi.rundir.metrics import MetricsWriter, Trackers, measured_step_s
 from hetero_mpi.rundir.present import Present, write_present
 from hetero_mpi.rundir.run_directory import REPORT_NAME, TRACE_NAME, describe_run, note_result
 from hetero_mpi.state.state import State
-from hetero_mpi.training.result import TrainResult, save_adapter, save_model
+from hetero_mpi.training.result import TrainResult, save_adapter, save_model, share_result
 from hetero_mpi.training.setup.context import RunContext, Share
 from hetero_mpi.training.setup.data_setup import base_name
 from hetero_mpi.training.watchdog import Watchdog
@@ -242,26 +241,20 @@ def _leave_result(context: RunContext, share: Share, state: State, others: Other
 
 def outcome(context: RunContext, report: PlanReport, state: State) -> TrainResult:
     """The run's ``TrainResult``, broadcast from rank 0. Collective over all ranks of the job."""
-    world = context.world
-    own = {
-        "losses": state.losses,
-        "evaluations": [asdict(one) for one in state.evaluations],
-        "step_s": measured_step_s(state.metrics),
-        "checkpoint": str(state.newest_checkpoint) if state.newest_checkpoint is not None else None,
-        "skipped": state.skipped,
-    }
-    told = world.broadcast_json(own if world.rank == 0 else None)
-    return TrainResult(
+    result = TrainResult(
         run_dir=context.run_dir,
-        losses=tuple(told["losses"]),
-        evaluations=tuple(Evaluation(**one) for one in told["evaluations"]),
-        step_s=told["step_s"],
+        losses=tuple(state.losses),
+        evaluations=tuple(state.evaluations),
+        step_s=measured_step_s(state.metrics),
         report=report,
         profile=context.profile,
         result=_result_directory(context),
-        checkpoint=Path(told["checkpoint"]) if told["checkpoint"] is not None else None,
-        skipped=told["skipped"],
+        checkpoint=state.newest_checkpoint,
+        skipped=state.skipped,
     )
+    found = share_result(context.world, result if context.world.rank == 0 else None)
+    assert found is not None
+    return found
 
 
 def _write_result(context: RunContext, trainer: Trainer) -> Path:

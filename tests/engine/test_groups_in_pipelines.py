@@ -10,15 +10,15 @@ import torch
 
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.engine.placement import parameter_owners
-from hetero_mpi.engine.sharded_update import divided_tensors
 from hetero_mpi.engine.trainer import Trainer
 from hetero_mpi.job.training_tables import TrainTable
-from hetero_mpi.model.group.division import Division, Holding
+from hetero_mpi.model.group.tensor_division import Division, Holding
 from hetero_mpi.model.optimizer import Optimizer
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.supported import DIVIDED_FAMILIES
 from hetero_mpi.model.tuning import Tuning, full_training
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
+from hetero_mpi.training.build import divided_tensors
 from tests.engine.test_trainer import batch_of
 from tests.support.group_cases import LAYERS, NamedStart, group_chain, lora
 from tests.support.late_copies import LateBackend

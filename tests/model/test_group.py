@@ -18,10 +18,11 @@ import torch.nn.functional as F
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.job.training_tables import TrainTable
 from hetero_mpi.model.custom.custom_chain import CustomChain
-from hetero_mpi.model.group.division import Holding, divisions, is_of_experts, key_value_heads
+from hetero_mpi.model.group.division import divisions, is_of_experts, key_value_heads
 from hetero_mpi.model.group.exchanges import StageGroup
 from hetero_mpi.model.group.layers import DividedLayers
 from hetero_mpi.model.group.refusals import refusal
+from hetero_mpi.model.group.tensor_division import Holding
 from hetero_mpi.model.layer import quantize
 from hetero_mpi.model.layer.loss import IGNORED
 from hetero_mpi.model.layer.micro_batch import DESIRABLE, Comparison

@@ -18,7 +18,7 @@ from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.transformers.supported import PROVEN_FAMILIES
 from hetero_mpi.model.tuning import Tuning
-from hetero_mpi.planning.types import cost
+from hetero_mpi.planning.types import sizes
 from tests.model.test_all_families import UNLIKE
 from tests.model.test_group import check_group, require_equal
 from tests.support.family_configs import VOCABULARY, tiny_keys
@@ -160,5 +160,5 @@ def test_logits_of_all_tokens_never_exist(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_logits_are_sliced_beyond_500_megabytes() -> None:
-    assert [cost.in_slices(2e5, tokens) for tokens in (1024, 2500, 2501)] == [False, False, True]
-    assert not cost.in_slices(1e6, 1024)
+    assert [sizes.in_slices(2e5, tokens) for tokens in (1024, 2500, 2501)] == [False, False, True]
+    assert not sizes.in_slices(1e6, 1024)

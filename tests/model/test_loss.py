@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from hetero_mpi.model.layer.loss import IGNORED, PIECE, piece_size, summed_loss
-from hetero_mpi.planning.types.cost import DTYPE_BYTES
+from hetero_mpi.planning.types.sizes import DTYPE_BYTES
 
 
 @pytest.mark.parametrize("factor", [1.0, 65536.0])

@@ -16,7 +16,6 @@ from functools import cache, lru_cache
 import numpy as np
 import pytest
 
-from hetero_mpi.engine.sharded_update import divided_tensors
 from hetero_mpi.model.model_cost import model_cost
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
@@ -31,6 +30,7 @@ from hetero_mpi.planning.types.plan import IdleRank, PipelinePlan, Plan, PlanRep
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.state.hdf5 import KINDS
 from hetero_mpi.state.redistribute import held_under, tensor_shards, transfers
+from hetero_mpi.training.build import divided_tensors
 from hetero_mpi.training.rebalance import FEWEST, Decider, Move, moved_layers
 from tests.support.planning_samples import SEQUENCE, make_model, make_plan_of, make_profile, reported
 

@@ -11,9 +11,10 @@ from hetero_mpi.planning.group_costs import busiest
 from hetero_mpi.planning.memory_model import predict_hosts, predict_memory
 from hetero_mpi.planning.schedule import Action, Op
 from hetero_mpi.planning.types.cluster_changes import restricted, with_free_links, with_slowness
-from hetero_mpi.planning.types.cost import EMBEDDING, HEAD, ModelCost
+from hetero_mpi.planning.types.cost import ModelCost
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve, DeviceProfile, HostProfile, LayerTimes
+from hetero_mpi.planning.types.sizes import EMBEDDING, HEAD
 from tests.support.planning_samples import SEQUENCE, make_model, make_plan_of, make_profile
 
 HEADS, BLOCKS, LAYERS = 8, 4, 6

@@ -8,10 +8,11 @@ import pytest
 
 from hetero_mpi.planning.decision.planner import complete_plan, make_plan
 from hetero_mpi.planning.memory import memory_of
-from hetero_mpi.planning.types.cost import HEAD_TOKENS, ModelCost
+from hetero_mpi.planning.types.cost import ModelCost
 from hetero_mpi.planning.types.plan import PipelinePlan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
+from hetero_mpi.planning.types.sizes import HEAD_TOKENS
 from hetero_mpi.report.plan_text import stage_table
 from tests.support.errors import refuses
 from tests.support.planning_samples import make_model, make_profile

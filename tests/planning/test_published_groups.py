@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from hetero_mpi.planning.group_costs import DIVIDED_TIME, group_device
-from hetero_mpi.planning.types.cost import EMBEDDING, HEAD, LayerCost, ModelCost
+from hetero_mpi.planning.types.cost import LayerCost, ModelCost
 from hetero_mpi.planning.types.plan import StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve, DeviceProfile, LayerTimes, LinkProfile
+from hetero_mpi.planning.types.sizes import EMBEDDING, HEAD
 from tests.support.planning_samples import make_device, make_profile
 
 TABLE = Path(__file__).resolve().parents[2] / "benchmarks" / "data" / "sailor_opt350m_layers.csv"

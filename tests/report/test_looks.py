@@ -19,9 +19,10 @@ from unittest import mock
 
 import pytest
 
-from hetero_mpi.planning.types.cost import EMBEDDING, HEAD, LayerCost, ModelCost
+from hetero_mpi.planning.types.cost import LayerCost, ModelCost
 from hetero_mpi.planning.types.plan import Alone, IdleRank, PipelinePlan, Plan, PlanReport, RankMemory, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve, DeviceProfile, HostProfile, LayerTimes, LinkProfile
+from hetero_mpi.planning.types.sizes import EMBEDDING, HEAD
 from hetero_mpi.report.page.document import page_parts
 from hetero_mpi.report.past_run import PastRun, anonymous, read_run
 from hetero_mpi.report.plan_text import headline, plan_lines, plan_title, planned_lines

@@ -32,9 +32,9 @@ from hetero_mpi.model.tuning import Tuning, full_training
 from hetero_mpi.planning.durations import duration
 from hetero_mpi.planning.memory import STREAMED_LAYERS
 from hetero_mpi.planning.schedule import Op, schedule_of
-from hetero_mpi.planning.types.cost import GRADIENT_BYTES
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import Curve, LayerTimes
+from hetero_mpi.planning.types.sizes import GRADIENT_BYTES
 from hetero_mpi.util.disk import SPARE_BYTES
 from hetero_mpi.util.errors import UserError
 from tests.stand_in_gpu import module

@@ -19,10 +19,10 @@ from hetero_mpi.planning.memory_model import predict_hosts, predict_memory
 from hetero_mpi.planning.owners import owned_state_bytes, weighted
 from hetero_mpi.planning.schedule import Action, Op, held_by, reduced_layers, tied_heads
 from hetero_mpi.planning.simulator import simulate, spans_s
-from hetero_mpi.planning.types.cost import EMBEDDING, HEAD
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve, DeviceProfile, HostProfile, LayerTimes, LinkProfile
 from hetero_mpi.planning.types.request import PlanRequest
+from hetero_mpi.planning.types.sizes import EMBEDDING, HEAD
 from tests.support.planning_samples import SEQUENCE, make_device, make_model, make_profile
 
 

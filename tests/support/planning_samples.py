@@ -9,10 +9,11 @@ from dataclasses import replace
 
 from hetero_mpi.planning.dry_run import awaited
 from hetero_mpi.planning.schedule import COMPUTE, WHOLE_STEP, Action, Schedule
-from hetero_mpi.planning.types.cost import EMBEDDING, HEAD, LayerCost, ModelCost
+from hetero_mpi.planning.types.cost import LayerCost, ModelCost
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, PlanReport, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve, DeviceProfile, HostProfile, LayerTimes, LinkProfile
 from hetero_mpi.planning.types.request import PlanRequest
+from hetero_mpi.planning.types.sizes import EMBEDDING, HEAD
 
 SEQUENCE = 10
 JOB_TOML = """

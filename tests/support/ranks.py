@@ -44,7 +44,7 @@ from hetero_mpi.model.tuning import Tuning, full_training
 from hetero_mpi.planning.schedule import schedule_of
 from hetero_mpi.planning.types.cost import ModelCost
 from hetero_mpi.planning.types.plan import Plan
-from hetero_mpi.training.build import StageBuilder
+from hetero_mpi.training.build import StageBuilder, divided_tensors
 from tests.support import plans
 from tests.support.planning_samples import make_model
 from tests.support.plans import pipeline
@@ -326,6 +326,7 @@ class Threads:
                 plan,
                 schedule,
                 StageBuilder(setup, start or SeededStart(train.seed)),
+                divided_tensors(plan, chain, tuning),
             )
             for rank, transport in enumerate(self.transports)
             for setup in [RankSetup(rank, transport, chain, tuning, backend(), train, links.get(rank))]

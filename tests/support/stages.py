@@ -12,7 +12,7 @@ from hetero_mpi.model.layer.interface import LayerChain, Start
 from hetero_mpi.model.stage import Stage, StageSpec
 from hetero_mpi.model.streamed_stage import StreamedStage
 from hetero_mpi.model.tuning import Tuning
-from hetero_mpi.planning.types import cost
+from hetero_mpi.planning.types import sizes
 
 _BUILT_WITH = ("kept", "beginning", "divided", "folder")
 
@@ -36,8 +36,8 @@ def stage_of(
 
 def slice_heads(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
     """From now on heads compute so many tokens at a time."""
-    monkeypatch.setattr(cost, "LOGITS_BYTES", 0)
-    monkeypatch.setattr(cost, "HEAD_TOKENS", tokens)
+    monkeypatch.setattr(sizes, "LOGITS_BYTES", 0)
+    monkeypatch.setattr(sizes, "HEAD_TOKENS", tokens)
 
 
 streamed_stage_of = partial(stage_of, kind=StreamedStage)

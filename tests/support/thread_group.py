@@ -10,9 +10,10 @@ from typing import Any, TypeVar
 import torch
 
 from hetero_mpi.device.backend import Backend
-from hetero_mpi.model.group.division import Holding, divisions
+from hetero_mpi.model.group.division import divisions
 from hetero_mpi.model.group.exchanges import StageGroup
 from hetero_mpi.model.group.layers import DividedLayers
+from hetero_mpi.model.group.tensor_division import Holding
 from hetero_mpi.model.held_layers import Kept
 from hetero_mpi.model.layer.interface import Start
 from hetero_mpi.model.stage import Stage

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hetero_mpi.model.custom.layered_model import Builder
 from hetero_mpi.model.layer.interface import Example, LayerChain, ParameterSpec, PassThrough, as_input, seeded
-from hetero_mpi.planning.types.cost import EMBEDDING, HEAD
+from hetero_mpi.planning.types.sizes import EMBEDDING, HEAD
 from hetero_mpi.util.errors import UserError
 
 REMEDY = (

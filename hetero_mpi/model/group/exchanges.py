@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch import dtype as DType
 
-from hetero_mpi.model.group.division import Division
+from hetero_mpi.model.group.tensor_division import Division
 
 
 class GroupLink(Protocol):

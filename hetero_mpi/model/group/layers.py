@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from hetero_mpi.model.group.division import (
-    Holding,
     Trained,
     containers,
     divisions,
@@ -30,6 +29,7 @@ from hetero_mpi.model.group.division import (
 )
 from hetero_mpi.model.group.exchanges import GroupLink, StageGroup, anchored, entered, left, replace_forward
 from hetero_mpi.model.group.refusals import refusal
+from hetero_mpi.model.group.tensor_division import Holding
 from hetero_mpi.model.group.whole_layers import adapted_across, join_adapter, norm_over_members, start_magnitude
 from hetero_mpi.model.layer.loss import IGNORED, piece_size
 from hetero_mpi.model.layer.quantize import double_scales, packed_weights

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from torch import nn
 
 from hetero_mpi.model.group.division import (
-    Division,
     Trained,
     containers,
     divisions,
@@ -18,13 +17,14 @@ from hetero_mpi.model.group.division import (
     key_value_heads,
     norms_over_heads,
 )
+from hetero_mpi.model.group.tensor_division import Division
 from hetero_mpi.model.layer.interface import LayerChain
 from hetero_mpi.model.layer.quantize import BLOCK
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.supported import DIVIDED_FAMILIES, UNDIVIDED_FAMILIES
-from hetero_mpi.planning.types.cost import MOMENT_BLOCK
 from hetero_mpi.planning.types.moments import EIGHT_BIT
 from hetero_mpi.planning.types.plan import Plan
+from hetero_mpi.planning.types.sizes import MOMENT_BLOCK
 from hetero_mpi.util.errors import UserError
 
 

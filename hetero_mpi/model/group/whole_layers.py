@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hetero_mpi.model.group.division import Division
 from hetero_mpi.model.group.exchanges import GroupLink, entered, left
+from hetero_mpi.model.group.tensor_division import Division
 from hetero_mpi.model.layer.interface import ADAPTER_NAME
 
 

@@ -28,7 +28,7 @@ from hetero_mpi.model.layer.quantize import unpack_experts
 from hetero_mpi.model.transformers import packed_records
 from hetero_mpi.model.transformers.head_slices import HeadSlices
 from hetero_mpi.model.transformers.supported import MASKED_FAMILIES
-from hetero_mpi.planning.types.cost import DTYPE_BYTES, EMBEDDING, HEAD
+from hetero_mpi.planning.types.sizes import DTYPE_BYTES, EMBEDDING, HEAD
 from hetero_mpi.util.errors import UserError
 
 _NOT_DECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")

@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from hetero_mpi.model.files.model_files import read_json
 from hetero_mpi.model.transformers.supported import PROVEN_FAMILIES, REFUSED_FAMILIES, ROUTER_LOSS_FAMILIES
-from hetero_mpi.planning.types.cost import BLOCK_KEYS
+from hetero_mpi.planning.types.sizes import BLOCK_KEYS
 from hetero_mpi.util.errors import UserError
 
 _WELL_KNOWN = (

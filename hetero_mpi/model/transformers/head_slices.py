@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from hetero_mpi.model.layer.loss import IGNORED, likeliest, target_losses
-from hetero_mpi.planning.types import cost
+from hetero_mpi.planning.types import sizes
 
 if TYPE_CHECKING:
     from hetero_mpi.model.layer.interface import LayerChain
@@ -39,7 +39,7 @@ class HeadSlices:
 
     def slices(self, targets: torch.Tensor) -> bool:
         """Whether the logits for so many targets are computed in slices."""
-        return cost.in_slices(self._bytes, targets.numel())
+        return sizes.in_slices(self._bytes, targets.numel())
 
     def loss(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Sum of the losses of all targets that are not ``IGNORED``, a scalar (fp32), differentiable."""
@@ -77,4 +77,4 @@ class HeadSlices:
 
     def _slices(self, hidden: torch.Tensor, targets: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         rows = hidden.reshape(1, -1, hidden.shape[-1]), targets.reshape(1, -1)
-        return list(zip(*(each.split(cost.HEAD_TOKENS, 1) for each in rows), strict=True))
+        return list(zip(*(each.split(sizes.HEAD_TOKENS, 1) for each in rows), strict=True))

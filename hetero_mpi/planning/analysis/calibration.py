@@ -17,9 +17,9 @@ from typing import TypeVar
 from hetero_mpi.planning.fit import like_ranks, median_error, sigma_of
 from hetero_mpi.planning.schedule import holders
 from hetero_mpi.planning.types.cluster_changes import AnyLink, with_slowness
-from hetero_mpi.planning.types.cost import GRADIENT_BYTES
 from hetero_mpi.planning.types.plan import Alone, IdleRank, Plan, PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
+from hetero_mpi.planning.types.sizes import GRADIENT_BYTES
 from hetero_mpi.util import units
 
 LEAST_ERROR = 0.01

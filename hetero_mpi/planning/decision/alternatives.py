@@ -30,10 +30,11 @@ from hetero_mpi.planning.types.cluster_changes import (
     with_plenty_of_memory,
     with_wire,
 )
-from hetero_mpi.planning.types.cost import INT8, ModelCost
+from hetero_mpi.planning.types.cost import ModelCost
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, PlanReport, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, HostLinkProfile, LinkProfile
 from hetero_mpi.planning.types.request import PlanRequest
+from hetero_mpi.planning.types.sizes import INT8
 from hetero_mpi.util import units
 from hetero_mpi.util.errors import UserError
 

@@ -22,7 +22,6 @@ from hetero_mpi.planning.orders import INTERLEAVINGS, OTHER_ORDERS, SCHEDULES
 from hetero_mpi.planning.schedule import schedule_of
 from hetero_mpi.planning.simulator import SimulatedStep, outlined
 from hetero_mpi.planning.types.cluster_changes import with_copies
-from hetero_mpi.planning.types.cost import COPY_BYTES, HEAD_TOKENS
 from hetero_mpi.planning.types.plan import (
     HostMemory,
     IdleRank,
@@ -32,6 +31,7 @@ from hetero_mpi.planning.types.plan import (
 )
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
+from hetero_mpi.planning.types.sizes import COPY_BYTES, HEAD_TOKENS
 from hetero_mpi.util import units
 from hetero_mpi.util.errors import UserError
 

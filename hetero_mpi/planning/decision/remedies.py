@@ -22,10 +22,10 @@ from hetero_mpi.planning.types.cluster_changes import (
     with_copy_of,
     with_optimizer,
 )
-from hetero_mpi.planning.types.cost import STREAMED_LAYERS
 from hetero_mpi.planning.types.plan import PipelinePlan
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
+from hetero_mpi.planning.types.sizes import STREAMED_LAYERS
 from hetero_mpi.util import units
 
 MOST_RANKS = 6

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, TypeVar
 
-from hetero_mpi.planning.types.cost import COPY_BYTES, DTYPE_BYTES, EIGHT_BIT_SAVING, INT8, LayerCost, ModelCost
+from hetero_mpi.planning.types.cost import LayerCost, ModelCost
 from hetero_mpi.planning.types.plan import Plan, StagePlan
 from hetero_mpi.planning.types.profile import (
     ANY_HOST,
@@ -24,6 +24,7 @@ from hetero_mpi.planning.types.profile import (
     LinkProfile,
 )
 from hetero_mpi.planning.types.request import PlanRequest
+from hetero_mpi.planning.types.sizes import COPY_BYTES, DTYPE_BYTES, EIGHT_BIT_SAVING, INT8
 
 AnyLink = TypeVar("AnyLink", LinkProfile, HostLinkProfile)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from hetero_mpi.planning.types.cost import MOMENT_BLOCK
+from hetero_mpi.planning.types.sizes import MOMENT_BLOCK
 
 TWO, EIGHT_BIT, FACTORED, ONE = "two", "eight_bit", "factored", "one"
 """AdamW's moments in fp32; in blocks of 8 bits; Adafactor's means of squares over rows and columns; Muon's moving mean."""

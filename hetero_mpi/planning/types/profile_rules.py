@@ -13,8 +13,8 @@ from dataclasses import fields, replace
 from typing import Any
 
 from hetero_mpi.planning.types.codec import encode
-from hetero_mpi.planning.types.cost import DTYPE_BYTES, EMBEDDING, HEAD
 from hetero_mpi.planning.types.profile import ANY_HOST, ITSELF, TABLES, ClusterProfile, Curve, DeviceProfile, LayerTimes
+from hetero_mpi.planning.types.sizes import DTYPE_BYTES, EMBEDDING, HEAD
 from hetero_mpi.util.plug_ins import plug_in_names
 
 DTYPES = tuple(DTYPE_BYTES)

@@ -17,10 +17,10 @@ from hetero_mpi.planning.decision.planner import complete_plan, make_plan
 from hetero_mpi.planning.decision.rules import batch_problems
 from hetero_mpi.planning.memory_model import predict_memory
 from hetero_mpi.planning.simulator import simulate
-from hetero_mpi.planning.types.cost import EMBEDDING
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve, LayerTimes
 from hetero_mpi.planning.types.request import PlanRequest
+from hetero_mpi.planning.types.sizes import EMBEDDING
 from hetero_mpi.util import units
 from hetero_mpi.util.errors import UserError
 from tests.planning.search.pipeline_bound import pipeline_bound_s

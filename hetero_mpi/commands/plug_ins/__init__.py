@@ -1,4 +1,4 @@
-"""Commands of one file each, beside those of ``options``: a module of this folder is the command of its name.
+"""Commands that are a module each, beside those of ``options``: a module of this folder is the command of its name.
 
 A module holds
 
