@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from hetero_mpi.api import steps as steps
     from hetero_mpi.api import train as train
     from hetero_mpi.interop.dataset_trainer import Trainer as Trainer
-    from hetero_mpi.model.custom.layered_model import LayeredModel as LayeredModel
+    from hetero_mpi.model.custom.custom_chain import LayeredModel as LayeredModel
     from hetero_mpi.planning.types.plan import Plan as Plan
     from hetero_mpi.planning.types.plan import PlanReport as PlanReport
     from hetero_mpi.planning.types.profile import ClusterProfile as ClusterProfile
@@ -52,7 +52,7 @@ _NAMES = {
     "api": "Job Simulation load_run plan profile simulate steps train",
     "interop.dataset_trainer": "Trainer",
     "util.errors": "UserError",
-    "model.custom.layered_model": "LayeredModel",
+    "model.custom.custom_chain": "LayeredModel",
     "planning.types.toml_files": "load_plan load_profile load_report save_plan save_profile",
     "planning.types.plan": "Plan PlanReport",
     "planning.types.profile": "ClusterProfile",

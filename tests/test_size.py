@@ -11,15 +11,13 @@ import pytest
 from tests.test_house import imported
 
 PACKAGE = Path(__file__).parents[1] / "hetero_mpi"
-CLOSURES = {"model.stage": 3_500, "engine.executor": 6_850, "engine.trainer": 9_410}
+CLOSURES = {"model.stage": 3_350, "engine.executor": 5_990, "engine.trainer": 8_560}
 """Module -> lines of it and of all modules that it imports, over however many steps, inside functions and for types too."""
-LOADED = {"training.loop": 16_850}
+LOADED = {"training.loop": 15_890}
 """The same of what is loaded when the module is imported."""
-MAX_PACKAGE_LINES, MAX_TEST_LINES = 60_600, 52_950
+MAX_PACKAGE_LINES, MAX_TEST_LINES = 60_600, 52_040
 """The bars are 52,000 and 40,000 lines; until they are reached, these numbers follow the lines that there are, downwards."""
 MAX_FILE_LINES = 400
-LONGER_FILES = {"planning.search.costs": 489, "planning.decision.decide": 411, "device.accelerators": 411}
-"""Modules that are still longer, and their lines."""
 
 
 def module_of(file: Path) -> str:
@@ -79,7 +77,7 @@ def test_what_one_must_load_stays_small(module: str) -> None:
 
 def test_a_closure_follows_imports() -> None:
     assert "hetero_mpi.model.stage" in closure("engine.executor", True)
-    assert "hetero_mpi.planning.types.cost" in closure("model.stage", True), "over several steps"
+    assert "hetero_mpi.planning.types.sizes" in closure("model.stage", True), "over several steps"
     assert "hetero_mpi.engine.trainer" not in closure("training.setup.context", False), "it is named for types only"
     assert "hetero_mpi.engine.trainer" in closure("training.setup.context", True)
 
@@ -92,4 +90,4 @@ def test_lines_only_fall() -> None:
 
 def test_a_module_is_seen_whole() -> None:
     lines = {module.removeprefix("hetero_mpi."): lines_of(module) for module in FILES}
-    assert {module: count for module, count in lines.items() if count > LONGER_FILES.get(module, MAX_FILE_LINES)} == {}
+    assert {module: count for module, count in lines.items() if count > MAX_FILE_LINES} == {}

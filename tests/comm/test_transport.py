@@ -16,8 +16,8 @@ from hetero_mpi.comm import mpi_group_exchange
 from hetero_mpi.comm.mpi_group_exchange import GroupExchange, segment_bytes
 from hetero_mpi.comm.mpi_progress import Then
 from hetero_mpi.comm.transport import Exchange, Group, Part, Transport
+from hetero_mpi.emulation.emulated_cluster import PacedTransport
 from hetero_mpi.emulation.paced_stage import Sleeper
-from hetero_mpi.emulation.paced_transport import PacedTransport
 from tests.support.exchange_cases import SUM_CASES, bytes_of
 from tests.support.message_cases import CASES, HELD_CASES, PIECE_CASES
 from tests.support.mpi import run_mpi

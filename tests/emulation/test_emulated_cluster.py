@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from hetero_mpi.comm.links import compare_clocks
+from hetero_mpi.emulation.emulated_cluster import PacedTransport
 from hetero_mpi.emulation.paced_stage import ActionPacer, Sleeper
-from hetero_mpi.emulation.paced_transport import PacedTransport
 from hetero_mpi.planning.durations import finished_layers_s
 from hetero_mpi.planning.schedule import Action, Op
 from hetero_mpi.planning.simulator import simulate

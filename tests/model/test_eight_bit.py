@@ -25,8 +25,7 @@ from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.tuning import full_training
 from hetero_mpi.planning.decision.decide import fits
-from hetero_mpi.planning.decision.planner import make_plan
-from hetero_mpi.planning.decision.remedies import remedies
+from hetero_mpi.planning.decision.planner import make_plan, remedies
 from hetero_mpi.planning.types.cluster_changes import with_copies, with_optimizer
 from hetero_mpi.planning.types.cost import ModelCost
 from hetero_mpi.planning.types.moments import EIGHT_BIT, TWO

@@ -66,27 +66,23 @@ class SeveralStages:
         limit_s = best_s * (1 - GAIN)
         orders = ("interleaved", "zbv", "dualpipev") if True in self.request.split_choices else ("interleaved", "zbv")
         near = [plan for plan, step_s in plans if step_s <= best_s * NEAR and self._waits(plan, limit_s)]
-        found = self._shapes_of(near, orders, 0)
-        # In a loop the last rank passes on to the first: it may begin with any of them.
-        found += self._shapes_of([other for plan in near for other in _turned(plan)], ["interleaved"], ACTIONS // 2)
-        return self._best(found, limit_s)
+        return self._best(self._shapes_of(near, orders), limit_s)
 
     def in_order(self, plan: Plan, order: str) -> Plan | None:
         """``plan`` with its pipelines of several stages in this order for several stages; None: that fits nowhere."""
         if all(len(pipeline.stages) == 1 for pipeline in plan.pipelines):
             return plan
-        found = self._best(self._shapes_of([plan], [order], 0, wanted=True), math.inf)
+        found = self._best(self._shapes_of([plan], [order], wanted=True), math.inf)
         return None if found is None else found[0]
 
     def _shapes_of(
-        self, plans: Sequence[Plan], orders: Sequence[str], kept: int, wanted: bool = False
+        self, plans: Sequence[Plan], orders: Sequence[str], wanted: bool = False
     ) -> list[tuple[Plan, float]]:
-        """Plans with several stages per rank, and their seconds; so many actions are ``kept``. ``wanted``: one at least, however
-        much there is to simulate."""
+        """Plans with several stages per rank, and their seconds. ``wanted``: one at least, however much there is to simulate."""
         found: list[tuple[Plan, float]] = []
         for plan in plans:
             for shape in _shapes(orders, max(2, self.request.stages_per_rank)):
-                if not self._affords(shape.each * _actions(plan) + kept) and (found or not wanted):
+                if not self._affords(shape.each * _actions(plan)) and (found or not wanted):
                     continue
                 changed = self._changed(plan, shape)
                 if changed is not None:
@@ -175,18 +171,6 @@ class SeveralStages:
         for changed in itertools.takewhile(lambda one: self._affords(_actions(one)), cut_otherwise(plan)):
             self.left -= _actions(changed)
             yield changed
-
-
-def _turned(plan: Plan) -> Iterator[Plan]:
-    """``plan`` with its pipelines beginning with another of their ranks."""
-    for by in range(1, max(len(pipeline.stages) for pipeline in plan.pipelines)):
-        pipelines = []
-        for pipeline in plan.pipelines:
-            stages, at = pipeline.stages, by % len(pipeline.stages)
-            turned = zip(stages, (*stages[at:], *stages[:at]), strict=True)
-            moved = (replace(old, ranks=new.ranks, state_weight=new.state_weight) for old, new in turned)
-            pipelines.append(replace(pipeline, stages=tuple(moved)))
-        yield replace(plan, pipelines=tuple(pipelines))
 
 
 def _actions(plan: Plan) -> int:

@@ -18,14 +18,7 @@ import numpy as np
 
 from hetero_mpi.planning.memory import StageMode
 from hetero_mpi.planning.memory_model import MemoryModel
-from hetero_mpi.planning.search.columns import (
-    Chains,
-    Column,
-    ColumnOrder,
-    along_hosts,
-    in_columns,
-    in_hosts,
-)
+from hetero_mpi.planning.search.columns import Chains, Column, ColumnOrder, along_hosts, in_columns, in_hosts
 from hetero_mpi.planning.search.costs import Costs, costs_by_size
 from hetero_mpi.planning.search.pipelines import Fitting, Line
 from hetero_mpi.planning.search.rounds import Clock, Rounds

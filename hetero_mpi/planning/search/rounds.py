@@ -148,14 +148,12 @@ class Rounds:
         return all(self._splits[rank] for line in lines for rank in line.ranks)
 
     def begun(self, every: Iterable[Lines], most: int, actions: float, wanted: int) -> list[Start]:
-        """``every`` with the depths that suit them best, with backward whole and split.
+        """``every`` with the depths that suit them best, with backward whole and split: the best of those that fit.
 
         Args:
-            every: pipelines to begin with.
-            most: number of them that are timed, the most promising ones.
+            most: number that are timed at the most, the most promising ones.
             actions: forwards and backwards that may be simulated; one is timed in any case.
-            wanted: number of the best ones that the caller looks at. Where as many are known that take no longer than the
-                estimate of the next one, nothing more is timed.
+            wanted: number of results asked for: as soon as as many take no longer than the next one's estimate, no more are timed.
         """
         found = []
         for lines in every:
