@@ -146,7 +146,7 @@ def _with_files(
     plan = plan and fitter.with_files(plan)
     if plan is None or not fitter.holds(plan):
         return None
-    plan = fitter.with_files(fitter.keeping(plan))
+    plan = fitter.with_files(fitter.keeping(plan, slices))
     if not any(stage.on_disk for _, _, stage in plan.numbered):
         return Decision(plan, fitter.step_s(plan))
     return Decision(

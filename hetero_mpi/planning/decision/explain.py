@@ -79,8 +79,10 @@ def _on_processors(stage: StagePlan, profile: ClusterProfile) -> Iterator[str]:
 
 
 def streamed_texts(plan: Plan, profile: ClusterProfile) -> Iterator[str]:
-    """Sentences on what each rank streams, and what the copies cost."""
+    """Sentences on what each rank streams, and what the copies cost; and on hosts of which it is not known what they could keep."""
     profile = while_running(profile, plan)
+    if profile.model.trained_whole and (hosts := [host.name for host in profile.hosts if not host.memory_bytes]):
+        yield f"memory of {units.shortened(', '.join(hosts), 60)} is not known: no rank keeps its state in host memory there"
     for number, _, stage in plan.numbered:
         if stage.streamed:
             yield f"rank {stage.ranks[0]} {_streamed_text(number, plan, profile)}"

@@ -379,21 +379,9 @@ def costs_by_size(profile: ClusterProfile, request: PlanRequest, slices: Sequenc
     of a slice, in any of which stages may be streamed."""
     sizes, memory = sorted(set(request.micro_batch_choices)), MemoryModel(profile, request)
     devices = in_own_order(profile, sizes[0] * request.sequence_length)
-    rooms, links = memory.budgets(devices), links_of(profile, devices)
-    return {size: tabulated(memory, size, devices, rooms, links, slices) for size in sizes}
-
-
-def tabulated(
-    memory: MemoryModel,
-    micro_batch: int,
-    devices: list[DeviceProfile],
-    rooms: list[MemoryBudget],
-    links: tuple[Indices, Floats, Floats],
-    slices: Sequence[int] = (),
-) -> Costs:
-    """``devices``: the usable ones, in the order in which they are to be counted, with their ``rooms`` and ``links``."""
-    seconds = seconds_by_mode(memory.model, memory.request, devices, micro_batch, slices)
-    return Costs(memory, micro_batch, devices, rooms, *seconds, *links, [(rank,) for rank in range(len(devices))])
+    rooms, links, members = memory.budgets(devices), links_of(profile, devices), [(i,) for i in range(len(devices))]
+    seconds = {size: seconds_by_mode(profile.model, request, devices, size, slices) for size in sizes}
+    return {size: Costs(memory, size, devices, rooms, *seconds[size], *links, members) for size in sizes}
 
 
 def _room(by_count: Sequence[int], count: int) -> int:

@@ -90,21 +90,28 @@ class Fitter:
             return plan
         return self.descended(plan, self.step_s(plan), self._repeating_otherwise)[0]
 
-    def keeping(self, plan: Plan) -> Plan:
-        """``plan`` with as many slices kept by each streamed stage as its memory holds; where ranks compute in their host's
-        memory only beside the blocks that are read."""
+    def keeping(self, plan: Plan, sizes: Sequence[int] = ()) -> Plan:
+        """``plan`` with each streamed stage in slices of the quickest of the ``sizes``, or in its own, of which it keeps as many as
+        its memory holds; where ranks compute in their host's memory only beside the blocks that are read."""
         for index, place in [(i, k) for i, one in enumerate(plan.pipelines) for k in range(len(one.stages))]:
             own = plan.pipelines[index]
             stage = own.stages[place]
-            slices = stage.slices(own.micro_batch) if stage.streamed else 0
-            least = 0 if self.profile.devices[stage.ranks[0]].shares_host_memory else stage.kept_slices
-            for count in range(slices, least - 1, -1):
-                fuller = _with_stage(own, place, kept_slices=count)
-                found = replace(plan, pipelines=(*plan.pipelines[:index], fuller, *plan.pipelines[index + 1 :]))
-                if count == least or (self.holds(found) and self._can_read(found)):
-                    plan = found
-                    break
+            if stage.streamed:
+                least = 0 if self.profile.devices[stage.ranks[0]].shares_host_memory else stage.kept_slices
+                plan = self._fullest(plan, index, place, least) or plan
+                others = (_with_stage(own, place, slice_sequences=n) for n in sizes if n < own.micro_batch)
+                fuller = (self._fullest(_with_pipeline(plan, index, one), index, place, -1) for one in others)
+                plan = min((plan, *filter(None, fuller)), key=self.step_s)
         return plan
+
+    def _fullest(self, plan: Plan, index: int, place: int, least: int) -> Plan | None:
+        """``plan`` with as many slices kept by a stage as fit, or ``least`` whether they fit or not; None: none fit."""
+        own = plan.pipelines[index]
+        for count in range(own.stages[place].slices(own.micro_batch), least - 1, -1):
+            found = _with_pipeline(plan, index, _with_stage(own, place, kept_slices=max(0, count)))
+            if count == least or (self.holds(found) and self._can_read(found)):
+                return found if count >= 0 else None
+        return None
 
     def with_files(self, plan: Plan) -> Plan:
         """``plan`` with as many layers on disk as its hosts have no memory for: of frozen weights, where disks were measured."""
@@ -142,8 +149,7 @@ class Fitter:
         for index, place in [(i, k) for i, one in enumerate(plan.pipelines) for k in range(len(one.stages))]:
             own = plan.pipelines[index]
             own = _with_stage(own, place, recompute=not own.stages[place].recompute)
-            pipelines = (*plan.pipelines[:index], own, *plan.pipelines[index + 1 :])
-            dealt, lacking = self._dealt(replace(plan, pipelines=pipelines))
+            dealt, lacking = self._dealt(_with_pipeline(plan, index, own))
             if not lacking:
                 yield dealt
 
@@ -238,6 +244,10 @@ class Fitter:
     def _state(self, stage: StagePlan) -> float:
         """Bytes of the state of ``stage``, whoever owns it."""
         return self.profile.model.owned_bytes(stage.first, stage.last) * state_on_device(self.profile, stage)
+
+
+def _with_pipeline(plan: Plan, index: int, pipeline: PipelinePlan) -> Plan:
+    return replace(plan, pipelines=(*plan.pipelines[:index], pipeline, *plan.pipelines[index + 1 :]))
 
 
 def _with_stage(pipeline: PipelinePlan, place: int, **changed: Any) -> PipelinePlan:

@@ -9,14 +9,14 @@ import pytest
 
 from hetero_mpi.planning.memory_model import MemoryModel, predict_hosts, predict_memory
 from hetero_mpi.planning.search.columns import Chains, along_hosts, in_columns, in_hosts
-from hetero_mpi.planning.search.costs import Costs, tabulated
+from hetero_mpi.planning.search.costs import Costs
 from hetero_mpi.planning.search.layouts import _dealt, _Found, _Layout
 from hetero_mpi.planning.search.layouts import several as layouts_of
 from hetero_mpi.planning.search.pipelines import Line
 from hetero_mpi.planning.search.rounds import Clock
 from hetero_mpi.planning.search.search import Search
 from hetero_mpi.planning.simulator import simulate
-from hetero_mpi.planning.tables import levels, links_of
+from hetero_mpi.planning.tables import levels, links_of, seconds_by_mode
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, HostLinkProfile, HostProfile
 from hetero_mpi.planning.types.request import PlanRequest
@@ -62,7 +62,10 @@ def costs_of(profile: ClusterProfile, request: PlanRequest) -> Costs:
     """Ranks are counted as in the profile."""
     memory, devices = MemoryModel(profile, request), list(profile.devices)
     rooms, links = memory.budgets(devices), links_of(profile, devices)
-    return tabulated(memory, request.micro_batch_choices[0], devices, rooms, links)
+    size, members = request.micro_batch_choices[0], [(i,) for i in range(len(devices))]
+    return Costs(
+        memory, size, devices, rooms, *seconds_by_mode(memory.model, request, devices, size, ()), *links, members
+    )
 
 
 def keys(costs: Costs) -> tuple[np.ndarray, ...]:
