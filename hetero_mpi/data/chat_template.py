@@ -28,15 +28,7 @@ from hetero_mpi.data.messages import ChatMessage
 from hetero_mpi.data.record_shapes import BadRecord, BadRecords
 from hetero_mpi.data.records import Record
 from hetero_mpi.data.template_process import rendered_prompt, rendered_records
-from hetero_mpi.data.tokenizer import (
-    beginning,
-    begun,
-    encoded,
-    end_token,
-    faults_named,
-    in_batches,
-    own_tokens_only,
-)
+from hetero_mpi.data.tokenizer import beginning, begun, encoded, end_token, faults_named, in_batches, own_tokens_only
 from hetero_mpi.util.errors import UserError
 
 Template = Literal["auto", "chat", "plain", "none"]

@@ -17,13 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from hetero_mpi.data.record_shapes import (
-    FURTHER,
-    PAIRS,
-    SHAPES,
-    SPELLINGS,
-    BadRecord,
-)
+from hetero_mpi.data.record_shapes import FURTHER, PAIRS, SHAPES, SPELLINGS, BadRecord
 from hetero_mpi.util.disk import require_regular
 from hetero_mpi.util.errors import UserError
 from hetero_mpi.util.plug_ins import plug_in, plug_in_names

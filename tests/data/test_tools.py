@@ -20,8 +20,8 @@ from hetero_mpi.data.chat_template import Tokenized, choose_template, tokenize_r
 from hetero_mpi.data.dataset import SequenceSettings
 from hetero_mpi.data.record_sequences import RecordSequences
 from hetero_mpi.data.records import Record, read_records
-from tests.data.test_masks import CHATML, Format, tokenizer_of
 from tests.data.test_masks import FORMATS as MASKS
+from tests.data.test_masks import Format, tokenizer_of
 from tests.support.errors import refuses
 
 QWEN = """\
@@ -78,6 +78,7 @@ QWEN_LATEST = QWEN.replace(
     "{%- if 'user' not in messages[loop.index0 :] | map(attribute='role') %}",
 )
 """Prints thoughts of all answers that follow the last question, calls included."""
+CHATML = MASKS["chatml"].marked
 PARTS = CHATML.replace("message.content", "text").replace(
     "{% if message.role == 'assistant' %}",
     "{% if message.content is string %}{% set text = message.content %}{% else %}{% set parts = namespace(text='') %}"
@@ -96,8 +97,7 @@ FORMATS = {
     ),
     "llama": Format(LLAMA, "<|eot_id|>", ("<|start_header_id|>", "<|end_header_id|>"), "<|begin_of_text|>"),
     "deepseek": Format(DEEPSEEK, "<eos>", ("<User>", "<Assistant>", "<call>", "<output>"), "<bos>"),
-    "chatml": Format(CHATML, "<|im_end|>", ("<|im_start|>",)),
-    "glm4": MASKS["glm4"],
+    **{name: MASKS[name] for name in ("chatml", "glm4")},
     "parts": Format(PARTS, "<|im_end|>", ("<|im_start|>",)),
 }
 TOOLS = [{"type": "function", "function": {"name": "sum", "parameters": {"type": "object", "properties": {"a": {}}}}}]

@@ -502,7 +502,7 @@ def test_what_fits_on_one_card() -> None:
     assert all(cell.sound for cell in cells.values())
     assert [cell.streams for cell in cells.values()] == [True, False, False, True, False, True]
     assert [cell.resident is None for cell in cells.values()] == [True, True, True, False, False, True]
-    assert cells["235B-A22B NF4"].text() == "- | 357"
+    assert cells["235B-A22B NF4"].text() == "- | 455"
     little = what_fits.cell(profile, *what_fits.JOBS["235B-A22B NF4"], host_gib=64.0)
     assert (
         little.text().endswith(" d")

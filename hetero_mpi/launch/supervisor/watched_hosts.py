@@ -19,14 +19,7 @@ from typing import TYPE_CHECKING, Any
 from hetero_mpi.launch.hosts.agent import HostAgent
 from hetero_mpi.launch.hosts.hostfile import HostEntry
 from hetero_mpi.launch.hosts.interface import local_addresses, resolve, source_address
-from hetero_mpi.launch.supervisor.host_reports import (
-    CALL_S,
-    LONGEST_BYTES,
-    RUN_STATE,
-    NotAuthentic,
-    seal,
-    unseal,
-)
+from hetero_mpi.launch.supervisor.host_reports import CALL_S, LONGEST_BYTES, RUN_STATE, NotAuthentic, seal, unseal
 from hetero_mpi.util.background import Background
 
 if TYPE_CHECKING:

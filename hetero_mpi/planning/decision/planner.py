@@ -46,14 +46,7 @@ from hetero_mpi.planning.types.cluster_changes import (
     with_copy_of,
     with_optimizer,
 )
-from hetero_mpi.planning.types.plan import (
-    HostMemory,
-    IdleRank,
-    PipelinePlan,
-    Plan,
-    PlanReport,
-    RankMemory,
-)
+from hetero_mpi.planning.types.plan import HostMemory, IdleRank, PipelinePlan, Plan, PlanReport, RankMemory
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.planning.types.sizes import COPY_BYTES, HEAD_TOKENS, STREAMED_LAYERS

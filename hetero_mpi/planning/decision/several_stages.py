@@ -66,7 +66,10 @@ class SeveralStages:
         limit_s = best_s * (1 - GAIN)
         orders = ("interleaved", "zbv", "dualpipev") if True in self.request.split_choices else ("interleaved", "zbv")
         near = [plan for plan, step_s in plans if step_s <= best_s * NEAR and self._waits(plan, limit_s)]
-        return self._best(self._shapes_of(near, orders), limit_s)
+        found = self._shapes_of(near, orders)
+        # In a loop the last rank passes on to the first: it may begin with any of them.
+        found += self._shapes_of([other for plan in near for other in _turned(plan)], ["interleaved"])
+        return self._best(found, limit_s)
 
     def in_order(self, plan: Plan, order: str) -> Plan | None:
         """``plan`` with its pipelines of several stages in this order for several stages; None: that fits nowhere."""
@@ -171,6 +174,18 @@ class SeveralStages:
         for changed in itertools.takewhile(lambda one: self._affords(_actions(one)), cut_otherwise(plan)):
             self.left -= _actions(changed)
             yield changed
+
+
+def _turned(plan: Plan) -> Iterator[Plan]:
+    """``plan`` with its pipelines beginning with another of their ranks."""
+    for by in range(1, max(len(pipeline.stages) for pipeline in plan.pipelines)):
+        pipelines = []
+        for pipeline in plan.pipelines:
+            stages, at = pipeline.stages, by % len(pipeline.stages)
+            turned = zip(stages, (*stages[at:], *stages[:at]), strict=True)
+            moved = (replace(old, ranks=new.ranks, state_weight=new.state_weight) for old, new in turned)
+            pipelines.append(replace(pipeline, stages=tuple(moved)))
+        yield replace(plan, pipelines=tuple(pipelines))
 
 
 def _actions(plan: Plan) -> int:

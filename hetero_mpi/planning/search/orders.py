@@ -189,6 +189,20 @@ class Orders:
             pipelines.append(Line(ranks, held, depths, int(self.sizes[found.size[p]]), found.sequences[p]))
         return tuple(pipelines)
 
+    def dealt(self, found: Found) -> Lines | None:
+        """The candidate's pipelines with a layer or more for every rank, by speed, as deep as may be; None: too many ranks."""
+        pipelines = []
+        for p, (size, sequences) in enumerate(zip(found.size[:-1], found.sequences, strict=False)):
+            ranks = tuple(rank for rank, of in zip(found.who, found.pipeline, strict=True) if of == p)
+            if len(ranks) > self.layers:
+                return None
+            counts = [1] * len(ranks)
+            for _ in range(self.layers - len(ranks)):
+                counts[max(range(len(ranks)), key=lambda k: self.speed[ranks[k]] / (counts[k] + 1))] += 1
+            deep = (self.request.global_batch,) * len(ranks)
+            pipelines.append(Line(ranks, tuple(counts), deep, int(self.sizes[size]), sequences))
+        return tuple(pipelines)
+
     def cut(self, lines: Lines, depth: float) -> Lines | None:
         """``lines`` with the cuts and depths that this estimate would give them; None: memory does not hold them."""
         who = [rank for line in lines for rank in line.ranks]

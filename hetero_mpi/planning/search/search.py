@@ -30,6 +30,8 @@ SEARCHED = 64
 """Up to so many ranks are searched."""
 LAID_OUT = 12
 """Of more ranks only numbers of pipelines are searched that the search is given plans of: estimates leave out sums of gradients."""
+DEALT = 4
+"""Of up to so many ranks all work in further candidates: what fits only with very unlike owners of the state is found so."""
 FEW = 6
 """Up to so many ranks all numbers of pipelines are looked at closely; of fewer ranks less is tried, as there are fewer plans."""
 MOST_NUMBERS, NUMBERS_IN_BRIEF = 3, 2
@@ -175,6 +177,8 @@ class Search:
         """The most promising of the candidates with their step times, as far as they fit."""
         orders = [self.orders(len(one.size) - 1) for one in found]
         lines = [own.lines(one, depth) for own, one in zip(orders, found, strict=True)]
+        if len(self.ranks) <= DEALT:
+            lines += [own.dealt(one) for own, one in zip(orders, found, strict=True)]
         return rounds.begun(filter(None, dict.fromkeys(lines)), 2 * SIMULATED, self.actions / 4, STARTS)
 
     def orders(self, number: int) -> Orders:
