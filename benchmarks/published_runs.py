@@ -203,7 +203,7 @@ def predict(run: Run, times: Times) -> Prediction:
         flying = max(flying for flying, _ in holdings(schedule[stage.ranks[0]]))
         model = model_cost(nodes[number].gpus)
         parts = stage_memory(model, stage.first, stage.last, run.micro_batch * SEQUENCE, flying)
-        peak = max(peak, parts.total - parts.staging)  # messages were sent from the device, not from host buffers
+        peak = max(peak, int(parts.total - parts.staging))  # messages were sent from the device, not from host buffers
     return Prediction(run.name, run.use, run.step_s, step_s, apart_s, run.sync_s, sync, run.peak_bytes, peak)
 
 

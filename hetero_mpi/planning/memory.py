@@ -163,11 +163,9 @@ def memory_of(
     model = model.part(stage.share(member), stage.expert_share(member))
     layers = stage.first, stage.last
     parts = stage_memory(model, *layers, tokens, in_flight, stage, deferred, sequence_length, shares)
-    if not stage.grouped or stage.streamed:
-        return parts
     # Host memory in which a group adds up the hidden states of a micro-batch: own parts, those that come, and sums.
-    sums = 3 * tokens * model.layers[0].boundary_bytes_per_token
-    return replace(parts, staging=parts.staging + sums)
+    sums = 3 * tokens * model.layers[0].boundary_bytes_per_token * (stage.grouped and not stage.streamed)
+    return StageMemory(*map(int, vars(replace(parts, staging=parts.staging + sums)).values()))
 
 
 def tokens_at_once(pipeline: PipelinePlan, stage: StagePlan, sequence_length: int) -> int:
