@@ -17,7 +17,7 @@ from tests.data.test_tools import answer, call, gave, records_of, user
 from tests.support.errors import refuses
 
 CHATML = FORMATS["chatml"].template
-SAID = "{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
+SAID = "{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
 ANSWERED = "{{ message.content + '<|im_end|>' }}"
 CUT = ANSWERED.replace("message.content", "message.content.split('</think>')[-1]")
 KEPT_LAST = "{% if loop.last %}" + ANSWERED + "{% else %}" + CUT + "{% endif %}"
