@@ -1,7 +1,7 @@
 """Emulated clusters: ranks that last as long as the devices and links of a profile, while a small model stands in for its own.
 
 ``[cluster] emulate = PROFILE``. The profile's model is what is planned; the job's model, with as many blocks, is what is
-computed, by stages (``paced_stage``) and over a transport (``paced_transport``) that take as long as the profile's. Every pair of
+computed, by stages (``paced_stage``) and over a transport (``PacedTransport``) that take as long as the profile's. Every pair of
 ranks has a link to itself: NICs that a profile says hosts share are taken out of it when it is read, for planner, prediction and
 ranks alike. Nothing else differs from a run without emulation: losses have the same bits.
 """

@@ -90,9 +90,10 @@ def shared_parameters(model: ModelCost, first: Layer, last: Layer) -> Any:
 
 def shared_bytes(model: ModelCost, first: Layer, last: Layer) -> Bytes:
     """Bytes of these: both ends on one rank share the values of a tied matrix; the head keeps a gradient of its own."""
-    matrix, parameters = model.layers[0], model.tied_bytes // GRADIENT_BYTES
-    both_ends = (first == 0) & (last == len(model.layers))
-    return parameters * matrix.parameter_bytes // max(1, matrix.parameters) * both_ends if model.tied else 0
+    matrix, both_ends = model.layers[0], (first == 0) & (last == len(model.layers))
+    # Python's integers, which do not overflow, until the last product.
+    whole = shared_parameters(model, 0, len(model.layers)) * matrix.parameter_bytes // max(1, matrix.parameters)
+    return whole * both_ends
 
 
 def _whole(number: Any) -> Bytes:

@@ -1,8 +1,8 @@
 """Plan again with one thing changed, and say what came of it.
 
 The alternatives: other plans for the same cluster (a plan's reasons), other machines and links (what if), free links and
-plenty of memory (losses), and changes that make a model fit (``remedies``). No figure is extrapolated: each is the simulated step
-time of a plan for what was changed.
+plenty of memory (losses), and changes that make a model fit (``planner.remedies``). No figure is extrapolated: each is the
+simulated step time of a plan for what was changed.
 """
 
 from __future__ import annotations

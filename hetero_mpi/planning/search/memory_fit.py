@@ -98,20 +98,19 @@ class Fitter:
             stage = own.stages[place]
             if stage.streamed:
                 least = 0 if self.profile.devices[stage.ranks[0]].shares_host_memory else stage.kept_slices
-                plan = self._fullest(plan, index, place, least) or plan
+                unchecked = _with_pipeline(plan, index, _with_stage(own, place, kept_slices=least))
+                plan = self._fullest(plan, index, place, least + 1) or unchecked
                 others = (_with_stage(own, place, slice_sequences=n) for n in sizes if n < own.micro_batch)
-                fuller = (self._fullest(_with_pipeline(plan, index, one), index, place, -1) for one in others)
-                plan = min((plan, *filter(None, fuller)), key=self.step_s)
+                fuller = [self._fullest(_with_pipeline(plan, index, one), index, place, 0) for one in others]
+                plan = min((plan, *filter(None, fuller)), key=self.step_s) if any(fuller) else plan
         return plan
 
     def _fullest(self, plan: Plan, index: int, place: int, least: int) -> Plan | None:
-        """``plan`` with as many slices kept by a stage as fit, or ``least`` whether they fit or not; None: none fit."""
+        """``plan`` with as many slices kept by a stage as fit, ``least`` or more; None: not even these do."""
         own = plan.pipelines[index]
-        for count in range(own.stages[place].slices(own.micro_batch), least - 1, -1):
-            found = _with_pipeline(plan, index, _with_stage(own, place, kept_slices=max(0, count)))
-            if count == least or (self.holds(found) and self._can_read(found)):
-                return found if count >= 0 else None
-        return None
+        counts = range(own.stages[place].slices(own.micro_batch), least - 1, -1)
+        plans = (_with_pipeline(plan, index, _with_stage(own, place, kept_slices=count)) for count in counts)
+        return next((one for one in plans if self.holds(one) and self._can_read(one)), None)
 
     def with_files(self, plan: Plan) -> Plan:
         """``plan`` with as many layers on disk as its hosts have no memory for: of frozen weights, where disks were measured."""
