@@ -38,7 +38,7 @@ from harness import parser_of  # noqa: E402
 from hetero_mpi.commands.plan_commands import ask  # noqa: E402
 from hetero_mpi.planning.decision.decide import decide  # noqa: E402
 from hetero_mpi.planning.memory_model import predict_hosts, predict_memory  # noqa: E402
-from hetero_mpi.planning.simulator import outlined  # noqa: E402
+from hetero_mpi.planning.outline import outlined  # noqa: E402
 from hetero_mpi.planning.types.cluster_changes import with_copies  # noqa: E402
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan  # noqa: E402
 

@@ -37,8 +37,8 @@ from hetero_mpi.planning.device_times import compute_s, recompute_s  # noqa: E40
 from hetero_mpi.planning.durations import exchange_s  # noqa: E402
 from hetero_mpi.planning.fit import pooled  # noqa: E402
 from hetero_mpi.planning.group_costs import member_times, sum_s  # noqa: E402
+from hetero_mpi.planning.outline import outlined  # noqa: E402
 from hetero_mpi.planning.schedule import Op  # noqa: E402
-from hetero_mpi.planning.simulator import outlined  # noqa: E402
 from hetero_mpi.planning.types.plan import Plan, StagePlan  # noqa: E402
 from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile  # noqa: E402
 from hetero_mpi.planning.types.toml_files import load_profile  # noqa: E402

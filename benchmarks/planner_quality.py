@@ -52,8 +52,8 @@ from hetero_mpi.planning.decision.planner import make_plan  # noqa: E402
 from hetero_mpi.planning.device_times import whole_model_s  # noqa: E402
 from hetero_mpi.planning.memory import StageMode, stage_memory, usable_bytes  # noqa: E402
 from hetero_mpi.planning.orders.warm_up import classic_depths  # noqa: E402
+from hetero_mpi.planning.outline import outlined  # noqa: E402
 from hetero_mpi.planning.search.memory_fit import Fitter  # noqa: E402
-from hetero_mpi.planning.simulator import outlined  # noqa: E402
 from hetero_mpi.planning.types.plan import (  # noqa: E402
     PipelinePlan,
     Plan,

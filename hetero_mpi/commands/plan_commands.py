@@ -17,7 +17,8 @@ from hetero_mpi.job.rules import EIGHT_BIT
 from hetero_mpi.planning.analysis.idle_time import idling
 from hetero_mpi.planning.decision.alternatives import losses, what_ifs
 from hetero_mpi.planning.decision.planner import complete_plan, differences, make_plan
-from hetero_mpi.planning.simulator import outlined, simulate
+from hetero_mpi.planning.outline import outlined
+from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.cluster_changes import with_optimizer, with_wire
 from hetero_mpi.planning.types.codec import encode
 from hetero_mpi.planning.types.plan import Plan, PlanReport

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -154,6 +154,7 @@ class MemoryModel:
 def predict_memory(plan: Plan, profile: ClusterProfile, reserve: float = 0.0) -> tuple[RankMemory, ...]:
     """Peak against usable bytes of every rank that holds a stage, in rank order."""
     peaks: dict[int, int] = {}
+    owned: dict[Hashable, dict[int, float]] = {}
     for pipeline in plan.pipelines:
         for rank, places in pipeline.held.items():
             stage = pipeline.stages[places[0]]
@@ -163,7 +164,7 @@ def predict_memory(plan: Plan, profile: ClusterProfile, reserve: float = 0.0) ->
             else:
                 peak = _together_bytes(profile, pipeline, rank, plan.sequence_length)
             held = [pipeline.stages[place] for place in places]
-            peaks[rank] = peak - _elsewhere(plan, profile, held, member)
+            peaks[rank] = peak - _elsewhere(plan, profile, held, member, owned)
             peaks[rank] += sum(_regrouped_bytes(plan, profile.model, one, member) for one in held)
     return tuple(
         RankMemory(rank, peaks[rank], usable_bytes(profile.devices[rank].memory_bytes, reserve))
@@ -203,15 +204,19 @@ def _together_bytes(profile: ClusterProfile, pipeline: PipelinePlan, rank: int, 
     )
 
 
-def _elsewhere(plan: Plan, profile: ClusterProfile, held: Sequence[StagePlan], member: int) -> int:
+def _elsewhere(
+    plan: Plan, profile: ClusterProfile, held: Sequence[StagePlan], member: int, owned: dict[Hashable, dict[int, float]]
+) -> int:
     """Bytes of masters and moments of a rank's stages that other pipelines' ranks own, where they would be in its device's memory.
-    What the leader of a group owns, each member keeps for its own part."""
+    What the leader of a group owns, each member keeps for its own part. ``owned``: ``owned_state_bytes`` by a member's share."""
     if len(plan.pipelines) == 1 or not state_on_device(profile, held[0]):
         return 0
     model, leader = profile.model, held[0].ranks[0]
-    own = model.part(held[0].share(member), held[0].expert_share(member))
-    owned = owned_state_bytes(plan, model, own)[leader]
-    return math.floor(sum(own.owned_bytes(stage.first, stage.last) for stage in held) - owned)
+    shares = held[0].share(member), held[0].expert_share(member)
+    own = model.part(*shares)
+    if shares not in owned:
+        owned[shares] = owned_state_bytes(plan, model, own)
+    return math.floor(sum(own.owned_bytes(stage.first, stage.last) for stage in held) - owned[shares][leader])
 
 
 def _regrouped_bytes(plan: Plan, model: ModelCost, stage: StagePlan, member: int) -> int:

@@ -6,7 +6,7 @@ of each layer. A function of the plan and of the parameters' sizes, so every ran
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import TypeVar
@@ -28,16 +28,21 @@ def owners(plan: Plan, sizes: Mapping[Key, tuple[int, int]]) -> dict[Key, int]:
     Args:
         sizes: parameter -> (its layer, how many numbers it has).
     """
-    weight = plan.state_weights
-    held = {layer: held_by(plan, layer) for layer in range(plan.layers)}
+    return _owners(plan.holders, plan.state_weights, sizes)
+
+
+def _owners(
+    holders: Sequence[tuple[int, ...]], weight: Mapping[int, float], sizes: Mapping[Key, tuple[int, int]]
+) -> dict[Key, int]:
+    """``owners``. ``holders``: the ranks of each layer; ``weight``: of each rank."""
     lacking = dict.fromkeys(weight, 0.0)
+    together = [sum(weight[rank] for rank in ranks) for ranks in holders]
     for layer, size in sizes.values():
-        together = sum(weight[rank] for rank in held[layer])
-        for rank in held[layer]:
-            lacking[rank] += size * weight[rank] / together
+        for rank in holders[layer]:
+            lacking[rank] += size * weight[rank] / together[layer]
     found: dict[Key, int] = {}
     for key, (layer, size) in sorted(sizes.items(), key=lambda one: -one[1][1]):  # stable
-        found[key] = max(held[layer], key=lambda rank: lacking[rank])
+        found[key] = max(holders[layer], key=lacking.__getitem__)
         lacking[found[key]] -= size
     return {key: found[key] for key in sizes}
 
@@ -64,7 +69,8 @@ def owned_state_bytes(plan: Plan, model: ModelCost, part: ModelCost | None = Non
 def owned_units(plan: Plan, model: ModelCost) -> Mapping[tuple[int, int], tuple[int, int]]:
     """(layer, unit) -> the rank that owns its state, and its trained numbers. A model's cost tells no sizes of parameters: units
     stand for them."""
-    return _owned_units(plan, tuple(layer.trainable_parameters for layer in model.layers))
+    trained = tuple(layer.trainable_parameters for layer in model.layers)
+    return _owned_units(plan.holders, tuple(plan.state_weights.items()), trained)
 
 
 def weighted(plan: Plan, free: Mapping[int, float]) -> Plan:
@@ -77,11 +83,14 @@ def weighted(plan: Plan, free: Mapping[int, float]) -> Plan:
     return plan.with_stages(by_room(stage) for _, _, stage in plan.numbered)
 
 
-@lru_cache(maxsize=64)
-def _owned_units(plan: Plan, trained: tuple[int, ...]) -> Mapping[tuple[int, int], tuple[int, int]]:
+@lru_cache(maxsize=512)
+def _owned_units(
+    holders: tuple[tuple[int, ...], ...], weights: tuple[tuple[int, float], ...], trained: tuple[int, ...]
+) -> Mapping[tuple[int, int], tuple[int, int]]:
+    """``owned_units`` by what decides it: plans that differ in depths or recompute share the answer."""
     sizes = {}
     for layer, count in enumerate(trained):
         units = _UNITS if 0 < layer < len(trained) - 1 else 1
         for unit in range(units):
             sizes[layer, unit] = layer, (unit + 1) * count // units - unit * count // units
-    return {key: (rank, sizes[key][1]) for key, rank in owners(plan, sizes).items()}
+    return {key: (rank, sizes[key][1]) for key, rank in _owners(holders, dict(weights), sizes).items()}

@@ -8,20 +8,18 @@ ranks share a NIC, their messages to other hosts queue for it.
 from __future__ import annotations
 
 import heapq
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from typing import NamedTuple
 
 from hetero_mpi.planning.dry_run import awaited, validate
 from hetero_mpi.planning.durations import Durations, finished_layers_s
 from hetero_mpi.planning.schedule import WHOLE_STEP, Action, Event, Op, Schedule, busy, held_by, schedule_of
-from hetero_mpi.planning.types.plan import WARM_UP, PipelinePlan, Plan
+from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.planning.types.profile import ClusterProfile
-from hetero_mpi.planning.types.request import Resource, resources, shares_nics
+from hetero_mpi.planning.types.request import Resource, resources
 
-SETTLED, PERIODS = 24, 12
-"""Micro-batches after which a full pipeline does the same again and again, and those that are looked at then."""
+Pairs = Iterable[tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -124,52 +122,86 @@ def _perform(rank: int, action: Action, message: Action | None, state: _State) -
 
 
 def _all_reduces(state: _State) -> None:
-    """Gradient all-reduces, each as soon as all its ranks have theirs whole, while the others' last backward may still run.
+    """Gradient all-reduces, each as soon as all its ranks have their gradients, while other ranks' last backward may still run.
 
-    A rank takes part in one all-reduce at a time, in the order of its list. They queue for shared NICs among themselves; the few
-    messages that still pass beside them are left out of account.
-
-    Before them each head's share of a tied matrix's gradient goes to the embedding's rank as soon as it is whole; there, that of
-    layer 0 is whole when it has come.
+    The few activations that are still under way are left out of account.
     """
     costs = state.costs
-    if not costs.summed:
-        return
-    whole, taken = _whole_s(state), dict[Resource, float]()
-
-    def passed(actions: dict[int, Action], ready_s: float, nics: set[Resource]) -> float:
-        """When what these ranks do together has ended."""
-        start = end = max([ready_s, *(taken.get(nic, 0.0) for nic in nics)])
-        for rank, action in actions.items():
-            seconds, size = costs.of(action)
-            end = start + seconds
-            state.events.append(Event(rank, 0, action, start, end, size))
-            state.clock[rank] = max(state.clock[rank], end)
-        taken.update(dict.fromkeys(nics, end))
-        return end
-
-    for number, first in costs.tied_heads.items():
-        head, embedding = costs.stages[number].ranks[0], costs.stages[first].ranks[0]
-        nics = _nics(costs.profile, [(head, embedding)])
-        end = passed({head: Action(Op.REDUCE, number, layer=0)}, whole[head, costs.plan.layers - 1], nics)
-        whole[embedding, 0] = max(whole[embedding, 0], end)
-    # The heads of a tied matrix have brought their shares: they do not hold it.
-    left = {layer: held_by(costs.plan, layer) for layer in costs.summed}
-    waiting = {
-        rank: [a for a in reversed(actions) if a.op is Op.REDUCE and (a.layer != 0 or a.stage not in costs.tied_heads)]
+    reduces = {
+        (rank, action.layer): action
         for rank, actions in state.lists.items()
+        for action in actions
+        if action.op is Op.REDUCE and (action.layer != 0 or action.stage not in costs.tied_heads)
     }
-    free = dict.fromkeys(state.clock, 0.0)
-    while left:
-        # The dry run has shown that some sum is the next one of all its ranks. Of these the first, then the last layer.
-        nexts = {rank: actions[-1].layer for rank, actions in waiting.items() if actions}
-        possible = (layer for layer, ranks in left.items() if all(nexts.get(rank) == layer for rank in ranks))
-        ready_s, last = min(
-            (max(max(whole[rank, layer], free[rank]) for rank in left[layer]), -layer) for layer in possible
+    for reduced in gradient_sums(costs, _whole_s(state) if costs.summed else {}):
+        for rank in reduced.ranks:
+            action = reduces[rank, reduced.layer] if reduced.head is None else Action(Op.REDUCE, reduced.head, layer=0)
+            size = costs.of(action)[1]
+            state.events.append(Event(rank, 0, action, reduced.start_s, reduced.end_s, size))
+            state.clock[rank] = max(state.clock[rank], reduced.end_s)
+
+
+class GradientSum(NamedTuple):
+    """The all-reduce of one layer's gradients."""
+
+    layer: int
+    ranks: tuple[int, ...]
+    start_s: float
+    end_s: float
+    head: int | None = None
+    """Stage of the head that sends its part of a tied matrix's gradient to its pipeline's embedding; None: an all-reduce."""
+
+
+def gradient_sums(costs: Durations, final_s: dict[tuple[int, int], float]) -> Iterator[GradientSum]:
+    """All-reduces in the order in which they begin, each as soon as all its ranks have final gradients.
+
+    A rank takes part in one all-reduce at a time, from its last layer to its first. All-reduces queue for shared NICs among
+    themselves. First each head of a tied matrix sends its part to the embedding's rank, where the gradient of layer 0 is final
+    once that part has come.
+
+    Args:
+        final_s: (rank, layer) -> seconds from the start of the step until the layer's gradients are final there.
+    """
+    taken: dict[Resource, float] = {}
+
+    def passed(layer: int, ranks: tuple[int, ...], stage: int, ready_s: float, hops: Pairs) -> GradientSum:
+        nics = _nics(costs.profile, hops)
+        start_s = max([ready_s, *(taken.get(nic, 0.0) for nic in nics)])
+        end_s = start_s + costs.of(Action(Op.REDUCE, stage, layer=layer))[0]
+        taken.update(dict.fromkeys(nics, end_s))
+        return GradientSum(layer, ranks, start_s, end_s, stage if stage in costs.tied_heads and layer == 0 else None)
+
+    for number, first in costs.tied_heads.items() if costs.summed else ():
+        head, embedding = costs.stages[number].ranks[0], costs.stages[first].ranks[0]
+        part = passed(0, (head,), number, final_s[head, costs.plan.layers - 1], [(head, embedding)])
+        final_s[embedding, 0] = max(final_s[embedding, 0], part.end_s)
+        yield part
+    stages = {stage.ranks[0]: number for number, stage in reversed([*enumerate(costs.stages)])}
+    ranks_of = {layer: held_by(costs.plan, layer) for layer in sorted(costs.summed)}
+    layers_of: dict[int, list[int]] = {}
+    for layer, ranks in ranks_of.items():
+        for rank in ranks:
+            layers_of.setdefault(rank, []).append(layer)
+    missing, possible = {layer: len(ranks) for layer, ranks in ranks_of.items()}, set[int]()
+    free_s, waiting = dict.fromkeys(layers_of, 0.0), list(layers_of)
+    while True:
+        for rank in waiting:
+            if layers_of[rank]:
+                layer = layers_of[rank].pop()
+                missing[layer] -= 1
+                possible.update([layer] * (missing[layer] == 0))
+        if not possible:
+            return
+        ready_s, negated = min(
+            (max(max(final_s[rank, layer], free_s[rank]) for rank in ranks_of[layer]), -layer) for layer in possible
         )
-        ranks = left.pop(-last)
-        nics = _nics(costs.profile, zip(ranks, (*ranks[1:], ranks[0]), strict=True))
-        free |= dict.fromkeys(ranks, passed({rank: waiting[rank].pop() for rank in ranks}, ready_s, nics))
+        possible.remove(-negated)
+        ranks = ranks_of[-negated]
+        waiting = list(ranks)
+        hops = zip(ranks, (*ranks[1:], ranks[0]), strict=True)
+        summed = passed(-negated, ranks, stages[ranks[0]], ready_s, hops)
+        free_s |= dict.fromkeys(ranks, summed.end_s)
+        yield summed
 
 
 def _whole_s(state: _State) -> dict[tuple[int, int], float]:
@@ -182,7 +214,7 @@ def _whole_s(state: _State) -> dict[tuple[int, int], float]:
     return whole
 
 
-def _nics(profile: ClusterProfile, hops: Iterable[tuple[int, int]]) -> set[Resource]:
+def _nics(profile: ClusterProfile, hops: Pairs) -> set[Resource]:
     """The shared NICs that messages from rank to rank pass through."""
     passed = {resource for a, b in hops if a != b for resource in resources(profile, a, b)}
     return {resource for resource in passed if resource[0] != "link"}
@@ -214,153 +246,3 @@ def _summary(state: _State) -> SimulatedStep:
     # Stable: events that start together on one rank stay in the order of its list.
     ordered = sorted(state.events, key=lambda event: (event.start_s, event.rank))
     return SimulatedStep(step_s, tuple(ordered), {rank: computed_s.get(rank, 0.0) for rank in state.clock})
-
-
-def spans_s(
-    forward_s: Sequence[float],
-    backward_s: Sequence[float],
-    out_s: Sequence[float],
-    back_s: Sequence[float],
-    warm_up: Sequence[int],
-    micro_batches: int,
-    weight_s: Sequence[float] | None = None,
-) -> tuple[list[float], list[float]]:
-    """(when each stage of one pipeline begins its last backward, when it has done it): ``simulate`` without events, for the
-    planner's inner loop.
-
-    ``forward_s[s]``, ``backward_s[s]``: of stage s; ``out_s[s]``, ``back_s[s]``: of a message between stages s and s +
-    1. ``weight_s``: of the weight gradients where backward is split (``backward_s`` is then the input part, but on the
-    first stage, whose entry is 0, the whole). The same additions in the same order as ``simulate``, so the same result to
-    the last bit. Infinite on a deadlock: where depth grows from one stage to the next. Micro-batches are all alike.
-
-    Round m is forward m of all stages, first to last, then the backwards that these allow, last to first: whatever an
-    action awaits has come before it.
-    """
-    # The planner spends most of its time here: plain lists, comparisons and local names on purpose.
-    count, last = len(forward_s), len(forward_s) - 1
-    depths = [min(depth, micro_batches - 1) for depth in warm_up]
-    if any(behind > before for before, behind in pairwise(depths)):
-        return [math.inf] * count, [math.inf] * count
-    clock, begun, out_free, back_free = ([0.0] * count for _ in range(4))
-    arrived, returned = [0.0] * count, [[0.0] * micro_batches for _ in range(count)]
-    for m in range(micro_batches + depths[0]):
-        if m < micro_batches:
-            for s in range(count):
-                now, message = clock[s], arrived[s]
-                clock[s] = now = (message if message > now else now) + forward_s[s]
-                if s < last:
-                    free = out_free[s]
-                    arrived[s + 1] = out_free[s] = (now if now > free else free) + out_s[s]
-        for s in range(last, -1, -1):
-            b = m - depths[s]
-            if b < 0:
-                break
-            if b >= micro_batches:
-                continue
-            now, message = clock[s], returned[s][b]
-            begun[s] = now = message if message > now else now
-            clock[s] = now = now + backward_s[s]
-            if s > 0:
-                free = back_free[s]
-                returned[s - 1][b] = back_free[s] = (now if now > free else free) + back_s[s - 1]
-                if weight_s is not None:
-                    _put_off(s, b, depths[0] - depths[s], micro_batches, weight_s[s], clock, begun)
-    return begun, clock
-
-
-def spans_of_many_s(
-    times: tuple[Sequence[float], Sequence[float], Sequence[float], Sequence[float]],
-    warm_up: Sequence[int],
-    micro_batches: int,
-) -> tuple[list[float], list[float]]:
-    """``spans_s``; of very many micro-batches the first ones are simulated and the rest go on as these end."""
-    full = max(warm_up) + SETTLED
-    if full + PERIODS > micro_batches // 2:
-        return spans_s(*times, warm_up, micro_batches)
-    before, after = (spans_s(*times, warm_up, count) for count in (full, full + PERIODS))
-    more = (micro_batches - full) / PERIODS
-    begun, ends = ([a + more * (b - a) for a, b in zip(*both, strict=True)] for both in zip(before, after, strict=True))
-    return begun, ends
-
-
-def _put_off(
-    s: int, b: int, lag: int, micro_batches: int, weight_s: float, clock: list[float], begun: list[float]
-) -> None:
-    """The weight gradients that stage ``s`` works out after backward ``b``: those of ``lag`` micro-batches before, after the last
-    one all that are left."""
-    for _ in range((b >= lag) + (lag if b == micro_batches - 1 else 0)):
-        begun[s] = clock[s]
-        clock[s] += weight_s
-
-
-Spans = tuple[list[float], list[float]]
-"""When each stage of a pipeline begins its last backward, and when it has done it."""
-
-
-def outlined(plan: Plan, profile: ClusterProfile) -> SimulatedStep:
-    """A simulation of ``plan``; without events where that is possible: no shared NICs, no short micro-batches, the usual order."""
-    unusual = any(pipeline.sequences % pipeline.micro_batch or pipeline.order != WARM_UP for pipeline in plan.pipelines)
-    if shares_nics(profile) or unusual:
-        return simulate(plan, profile)
-    costs, clock, busy = Durations(plan, profile), dict[int, float](), dict[int, float]()
-    whole: dict[tuple[int, int], float] = {}
-    """(rank, layer) -> when its gradients are whole there."""
-    known: dict[object, Spans] = {}
-    number = 0
-    for pipeline in plan.pipelines:
-        (begun, ends), computing_s = _pipeline(costs, pipeline, number, known)
-        for place, stage in enumerate(pipeline.stages):
-            rank = stage.ranks[0]
-            clock[rank], busy[rank] = ends[place], pipeline.micro_batches * computing_s[place]
-            if costs.tied_heads or any(layer in costs.summed for layer in range(stage.first, stage.last)):
-                op = Op.W if pipeline.split_backward and place > 0 else Op.B
-                last = Action(op, number + place, pipeline.micro_batches - 1)
-                for layer, after_s in finished_layers_s(last, plan, costs.profile).items():
-                    whole[rank, layer] = begun[place] + after_s
-        number += len(pipeline.stages)
-    _sum(costs, clock, whole)
-    together = max(clock.values())
-    steps = {stage.ranks[0]: costs.of(Action(Op.STEP, number))[0] for number, stage in enumerate(costs.stages)}
-    busy = {rank: seconds + steps[rank] for rank, seconds in busy.items()}
-    busy |= {rank: busy[leader] for rank, leader in plan.leader_of.items()}
-    step_s = max(together + seconds for seconds in steps.values())
-    return SimulatedStep(step_s, (), {rank: busy[rank] for rank in sorted(busy)})
-
-
-def _pipeline(
-    costs: Durations, pipeline: PipelinePlan, number: int, known: dict[object, Spans]
-) -> tuple[Spans, list[float]]:
-    """Its spans, and seconds that each stage computes for a micro-batch. ``number``: of its first stage; ``known``: of pipelines
-    before."""
-    stages = range(number, number + len(pipeline.stages))
-
-    def seconds(op: Op, numbers: Sequence[int]) -> tuple[float, ...]:
-        return tuple(costs.of(Action(op, s, 0))[0] for s in numbers)
-
-    forward, split = seconds(Op.F, stages), pipeline.split_backward
-    backward = seconds(Op.B, stages[:1]) + seconds(Op.I if split else Op.B, stages[1:])
-    weights = (0.0, *(seconds(Op.W, stages[1:]) if split else (0.0 for _ in stages[1:])))
-    depths = tuple(min(stage.warm_up, pipeline.micro_batches) for stage in pipeline.stages)
-    out, back = seconds(Op.SEND_F, stages[:-1]), seconds(Op.SEND_B, stages[1:])
-    key = forward, backward, out, back, depths, pipeline.micro_batches, weights if split else None
-    if key not in known:
-        known[key] = spans_s(*key)
-    return known[key], [f + b + w for f, b, w in zip(forward, backward, weights, strict=True)]
-
-
-def _sum(costs: Durations, clock: dict[int, float], whole: dict[tuple[int, int], float]) -> None:
-    """Adds the sums of gradients, as ``simulator`` does: all ranks take part in those of their layers from the last one to the
-    first."""
-    for number, first in costs.tied_heads.items():
-        head, embedding = costs.stages[number].ranks[0], costs.stages[first].ranks[0]
-        end = whole[head, costs.plan.layers - 1] + costs.of(Action(Op.REDUCE, number, layer=0))[0]
-        clock[head] = max(clock[head], end)
-        whole[embedding, 0] = max(whole[embedding, 0], end)
-    numbers = {stage.ranks[0]: number for number, stage in enumerate(costs.stages)}
-    free: dict[int, float] = {}
-    for layer in sorted(costs.summed, reverse=True):
-        ranks = held_by(costs.plan, layer)
-        begun_s = max(max(whole[rank, layer], free.get(rank, 0.0)) for rank in ranks)
-        free |= dict.fromkeys(ranks, begun_s + costs.of(Action(Op.REDUCE, numbers[ranks[0]], layer=layer))[0])
-    for rank, end in free.items():
-        clock[rank] = max(clock[rank], end)

@@ -11,7 +11,7 @@ import pytest
 
 from hetero_mpi.planning.analysis.calibration import GroupSums, LinkBetween, Part, Ratios, calibrated_profile
 from hetero_mpi.planning.group_costs import sum_s
-from hetero_mpi.planning.simulator import outlined
+from hetero_mpi.planning.outline import outlined
 from hetero_mpi.planning.types.cluster_changes import with_slowness
 from hetero_mpi.planning.types.profile import ANY_HOST, ClusterProfile, HostLinkProfile, HostProfile, LinkProfile
 from tests.support.planning_samples import make_model, make_plan_of, make_profile

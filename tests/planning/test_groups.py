@@ -10,8 +10,9 @@ import pytest
 from hetero_mpi.planning.analysis.idle_time import idling
 from hetero_mpi.planning.decision.planner import complete_plan
 from hetero_mpi.planning.dry_run import stuck_at, validate
+from hetero_mpi.planning.outline import outlined
 from hetero_mpi.planning.schedule import COMPUTE, Action, Op, schedule_of
-from hetero_mpi.planning.simulator import outlined, simulate
+from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.plan import Plan, PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest

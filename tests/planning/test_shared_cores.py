@@ -17,8 +17,9 @@ from hetero_mpi.planning.decision.decide import alone, best_alone, decide
 from hetero_mpi.planning.decision.planner import complete_plan, differences, make_plan
 from hetero_mpi.planning.device_times import whole_model_s
 from hetero_mpi.planning.durations import Durations
+from hetero_mpi.planning.outline import outlined
 from hetero_mpi.planning.schedule import Action, Op
-from hetero_mpi.planning.simulator import outlined, simulate
+from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, HostProfile
 from hetero_mpi.planning.types.request import PlanRequest

@@ -11,6 +11,7 @@ import pytest
 from hetero_mpi.planning.analysis.idle_time import Idling, idling
 from hetero_mpi.planning.device_times import compute_s, recompute_s
 from hetero_mpi.planning.durations import duration
+from hetero_mpi.planning.outline import spans_s
 from hetero_mpi.planning.schedule import (
     Action,
     Event,
@@ -21,7 +22,7 @@ from hetero_mpi.planning.schedule import (
     schedule_of,
     tied_heads,
 )
-from hetero_mpi.planning.simulator import SimulatedStep, simulate, spans_s
+from hetero_mpi.planning.simulator import SimulatedStep, simulate
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve
 from hetero_mpi.planning.types.request import with_shared_nics

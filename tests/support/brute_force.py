@@ -16,9 +16,10 @@ from dataclasses import dataclass, replace
 from hetero_mpi.planning.durations import duration, finished_layers_s, sum_s, tied_s
 from hetero_mpi.planning.memory import state_on_device, usable_bytes
 from hetero_mpi.planning.memory_model import predict_hosts, predict_memory
+from hetero_mpi.planning.outline import spans_s
 from hetero_mpi.planning.owners import owned_state_bytes, weighted
 from hetero_mpi.planning.schedule import Action, Op, held_by, reduced_layers, tied_heads
-from hetero_mpi.planning.simulator import simulate, spans_s
+from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve, DeviceProfile, HostProfile, LayerTimes, LinkProfile
 from hetero_mpi.planning.types.request import PlanRequest

@@ -20,9 +20,9 @@ from hetero_mpi.planning.contention import while_computing
 from hetero_mpi.planning.decision.decide import decide, in_order, nearest_searched
 from hetero_mpi.planning.decision.groups import improved
 from hetero_mpi.planning.decision.planner import complete_plan
+from hetero_mpi.planning.outline import outlined
 from hetero_mpi.planning.owners import owned_units
 from hetero_mpi.planning.schedule import held_by, holders
-from hetero_mpi.planning.simulator import outlined
 from hetero_mpi.planning.types.cluster_changes import renumbered, restricted
 from hetero_mpi.planning.types.codec import decode, encode
 from hetero_mpi.planning.types.cost import LayerCost, ModelCost

@@ -19,8 +19,9 @@ from hetero_mpi.planning.decision.decide import Decision, fastest
 from hetero_mpi.planning.device_times import whole_model_s
 from hetero_mpi.planning.memory_model import MemoryModel
 from hetero_mpi.planning.orders.warm_up import with_classic_depths
-from hetero_mpi.planning.search.memory_fit import Fitter
-from hetero_mpi.planning.simulator import outlined
+from hetero_mpi.planning.outline import outlined
+from hetero_mpi.planning.search.memory_fit import Fitter, with_recompute
+from hetero_mpi.planning.search.search import LAID_OUT
 from hetero_mpi.planning.tables import rank_classes
 from hetero_mpi.planning.types.cluster_changes import (
     restricted,
@@ -305,16 +306,21 @@ def losses(plan: PlanReport, own: PlanReport, profile: ClusterProfile, request: 
     where it has none)."""
     free, step_s = with_free_links(profile), plan.predicted_step_s
     roomy = with_plenty_of_memory(free)
-    roomy_decision = _fastest(roomy, request)
-    if roomy_decision is None:
-        raise UserError("memory.exceeded", DOES_NOT_FIT)
-    free_decision = roomy_decision if MemoryModel(free, request).check(roomy_decision.plan) else _fastest(free, request)
     # A plan by hand may be faster than what the job leaves to the planner.
-    known_s = [
-        outlined(report.plan, free).step_s for report in (plan, own) if report.predicted_step_s <= own.predicted_step_s
-    ]
-    without_links = min([*known_s, *([free_decision.step_s] if free_decision is not None else [])])
-    without_both, own_s = min(without_links, roomy_decision.step_s), min(own.predicted_step_s, step_s)
+    known = [report.plan for report in (plan, own) if report.predicted_step_s <= own.predicted_step_s]
+    free_s, roomy_s = ([outlined(one, cluster).step_s for one in known] for cluster in (free, roomy))
+    if len(profile.devices) > LAID_OUT:  # too many ranks to plan again for three shares of a step
+        roomy_s.append(outlined(with_recompute(known[-1], min(request.recompute_choices)), roomy).step_s)
+    else:
+        roomy_decision = _fastest(roomy, request)
+        if roomy_decision is None:
+            raise UserError("memory.exceeded", DOES_NOT_FIT)
+        fits = MemoryModel(free, request).check(roomy_decision.plan)
+        free_decision = roomy_decision if fits else _fastest(free, request)
+        roomy_s.append(roomy_decision.step_s)
+        free_s += [free_decision.step_s] if free_decision is not None else []
+    without_links = min(free_s)
+    without_both, own_s = min(without_links, *roomy_s), min(own.predicted_step_s, step_s)
     bound_s = fluid_bound_s(roomy, request)
 
     def share(more_s: float, less_s: float) -> float:

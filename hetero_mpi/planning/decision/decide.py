@@ -18,11 +18,11 @@ from hetero_mpi.planning.device_times import optimizer_s, whole_model_s
 from hetero_mpi.planning.memory_model import MemoryModel, predict_memory
 from hetero_mpi.planning.orders import INTERLEAVINGS, OTHER_ORDERS
 from hetero_mpi.planning.orders.warm_up import scheduled_depths, with_classic_depths
+from hetero_mpi.planning.outline import outlined
 from hetero_mpi.planning.search import layouts
 from hetero_mpi.planning.search.memory_fit import Fitter, cut_otherwise
 from hetero_mpi.planning.search.rounds import always_split
 from hetero_mpi.planning.search.search import LAID_OUT, SEARCHED, Search
-from hetero_mpi.planning.simulator import outlined
 from hetero_mpi.planning.tables import may_split, rank_contents
 from hetero_mpi.planning.types.cluster_changes import renumbered, restricted, with_copies
 from hetero_mpi.planning.types.plan import Alone, Plan

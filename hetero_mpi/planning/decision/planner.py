@@ -36,8 +36,9 @@ from hetero_mpi.planning.memory import (
 )
 from hetero_mpi.planning.memory_model import predict_hosts, predict_memory
 from hetero_mpi.planning.orders import INTERLEAVINGS, OTHER_ORDERS, SCHEDULES
+from hetero_mpi.planning.outline import outlined
 from hetero_mpi.planning.schedule import schedule_of
-from hetero_mpi.planning.simulator import SimulatedStep, outlined
+from hetero_mpi.planning.simulator import SimulatedStep
 from hetero_mpi.planning.types.cluster_changes import (
     in_bf16,
     is_packed,

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 
 from hetero_mpi.planning.device_times import layer_s, repeated_s
 from hetero_mpi.planning.orders import ORDERS
+from hetero_mpi.planning.outline import outlined
 from hetero_mpi.planning.schedule import Op
 from hetero_mpi.planning.search.memory_fit import Fitter, cut_otherwise, with_recompute
-from hetero_mpi.planning.simulator import outlined
 from hetero_mpi.planning.tables import may_split
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile

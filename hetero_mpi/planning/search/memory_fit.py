@@ -9,8 +9,8 @@ from typing import Any
 
 from hetero_mpi.planning.memory import host_state_bytes, shared_memories, state_on_device, usable_bytes
 from hetero_mpi.planning.memory_model import MemoryModel, predict_hosts
+from hetero_mpi.planning.outline import outlined
 from hetero_mpi.planning.owners import owned_state_bytes, weighted
-from hetero_mpi.planning.simulator import outlined
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, HostProfile
 from hetero_mpi.planning.types.request import PlanRequest

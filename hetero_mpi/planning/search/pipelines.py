@@ -9,7 +9,7 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from hetero_mpi.planning.memory import StageMode
-from hetero_mpi.planning.simulator import spans_of_many_s
+from hetero_mpi.planning.outline import spans_of_many_s
 from hetero_mpi.planning.types.plan import PipelinePlan, StagePlan
 
 ROUNDING = 1e-9

@@ -105,7 +105,7 @@ class Search:
         one_s = at_work_s = None
         if len(self.ranks) <= LAID_OUT:
             whole = best
-            if self.request.allow_idle and used(best[0]) < self.every:
+            if self.request.allow_idle and used(best[0]) < self.every and not self.request.brief:
                 all_of_them = len(self.ranks) <= FEW or not best[0]
                 some = numbers if all_of_them else {len(best[0]): [best]}
                 at_work = self._of_all(some, self.rounds.requiring(self.every), list(found.values()))

@@ -144,8 +144,14 @@ class ModelCost:
 
     def owned_bytes(self, first: int, last: int) -> float:
         """The moments and master weights of these, which one of the ranks that hold a parameter keeps."""
-        gradients = GRADIENT_BYTES * sum(layer.trainable_parameters for layer in self.layers[first:last])
-        return max(0.0, self.state_bytes(first, last) - gradients)
+        if (first, last) not in self._owned_bytes:
+            gradients = GRADIENT_BYTES * sum(layer.trainable_parameters for layer in self.layers[first:last])
+            self._owned_bytes[first, last] = max(0.0, self.state_bytes(first, last) - gradients)
+        return self._owned_bytes[first, last]
+
+    @cached_property
+    def _owned_bytes(self) -> dict[tuple[int, int], float]:
+        return {}
 
     @property
     def copy_bytes_per_trainable_parameter(self) -> float:

@@ -9,11 +9,12 @@ import pytest
 from hetero_mpi.planning.bounds import cycle_bound_s
 from hetero_mpi.planning.decision.decide import decide
 from hetero_mpi.planning.memory_model import predict_hosts, predict_memory
+from hetero_mpi.planning.outline import outlined, spans_s
 from hetero_mpi.planning.search import search
 from hetero_mpi.planning.search.memory_fit import Fitter
 from hetero_mpi.planning.search.moves import Moves
 from hetero_mpi.planning.search.search import Search
-from hetero_mpi.planning.simulator import outlined, simulate, spans_s
+from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, HostProfile
 from hetero_mpi.planning.types.request import PlanRequest

@@ -19,7 +19,7 @@ from hetero_mpi.planning.decision.planner import complete_plan, make_plan
 from hetero_mpi.planning.decision.rules import plan_problems
 from hetero_mpi.planning.memory_model import MemoryModel, predict_memory
 from hetero_mpi.planning.orders.warm_up import scheduled_depths
-from hetero_mpi.planning.simulator import outlined
+from hetero_mpi.planning.outline import outlined
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile, HostProfile, LayerTimes
 from hetero_mpi.planning.types.request import PlanRequest

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from hetero_mpi.planning.durations import exchange_s
+from hetero_mpi.planning.outline import outlined
 from hetero_mpi.planning.search.costs import costs_by_size
 from hetero_mpi.planning.search.layouts import several
-from hetero_mpi.planning.simulator import outlined, simulate
+from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.tables import rank_classes
 from hetero_mpi.planning.types.profile import ClusterProfile, HostLinkProfile
 from hetero_mpi.planning.types.request import PlanRequest

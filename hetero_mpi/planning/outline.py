@@ -1,0 +1,306 @@
+"""``simulator`` without events, for the planner's inner loop: the same additions in the same order, the same step to the bit."""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import itertools
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from hetero_mpi.planning.durations import Durations, finished_layers_s
+from hetero_mpi.planning.schedule import Action, Op
+from hetero_mpi.planning.simulator import SimulatedStep, gradient_sums, simulate
+from hetero_mpi.planning.types.plan import WARM_UP, PipelinePlan, Plan
+from hetero_mpi.planning.types.profile import ClusterProfile
+from hetero_mpi.planning.types.request import Resource, resources, shares_nics
+
+SETTLED, PERIODS = 24, 12
+"""Micro-batches after which a full pipeline does the same again and again, and those that are looked at then."""
+
+Spans = tuple[list[float], list[float]]
+"""When each stage of a pipeline begins its last backward, and when it has done it."""
+
+
+class PipelineTimes(NamedTuple):
+    """The arguments of ``spans_s``, by their names there."""
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    out: tuple[float, ...]
+    back: tuple[float, ...]
+    depths: tuple[int, ...]
+    micro_batches: int
+    weights: tuple[float, ...] | None
+
+
+_latest: list[tuple[Plan, ClusterProfile, SimulatedStep]] = []
+"""The latest answer: search, report and text ask for that of the chosen plan, which takes seconds for hundreds of ranks."""
+
+
+def outlined(plan: Plan, profile: ClusterProfile) -> SimulatedStep:
+    """A simulation of ``plan``; without events where that is possible: no short micro-batches, the usual order."""
+    if not (_latest and _latest[0][0] is plan and _latest[0][1] is profile):
+        _latest[:] = [(plan, profile, _outlined(plan, profile))]
+    return _latest[0][2]
+
+
+def _outlined(plan: Plan, profile: ClusterProfile) -> SimulatedStep:
+    if any(pipeline.sequences % pipeline.micro_batch or pipeline.order != WARM_UP for pipeline in plan.pipelines):
+        return simulate(plan, profile)
+    costs, clock, busy = Durations(plan, profile), dict[int, float](), dict[int, float]()
+    final_s: dict[tuple[int, int], float] = {}
+    """(rank, layer) -> when its gradients are final there."""
+    starts = itertools.accumulate((len(pipeline.stages) for pipeline in plan.pipelines), initial=0)
+    times = [_times(costs, pipeline, number) for pipeline, number in zip(plan.pipelines, starts, strict=False)]
+    if shares_nics(profile):
+        ranks = [[stage.ranks[0] for stage in pipeline.stages] for pipeline in plan.pipelines]
+        spans = queued_spans_s(times, ranks, costs.profile)
+    else:
+        known = {own: spans_s(*own) for own in dict.fromkeys(times)}
+        spans = [known[own] for own in times]
+    number = 0
+    for pipeline, own, (begun, ends) in zip(plan.pipelines, times, spans, strict=True):
+        for place, stage in enumerate(pipeline.stages):
+            rank = stage.ranks[0]
+            weights_s = own.weights[place] if own.weights is not None else 0.0
+            clock[rank] = ends[place]
+            busy[rank] = pipeline.micro_batches * (own.forward[place] + own.backward[place] + weights_s)
+            if costs.tied_heads or any(layer in costs.summed for layer in range(stage.first, stage.last)):
+                op = Op.W if pipeline.split_backward and place > 0 else Op.B
+                last = Action(op, number + place, pipeline.micro_batches - 1)
+                for layer, after_s in finished_layers_s(last, plan, costs.profile).items():
+                    final_s[rank, layer] = begun[place] + after_s
+        number += len(pipeline.stages)
+    for reduced in gradient_sums(costs, final_s):
+        for rank in reduced.ranks:
+            clock[rank] = max(clock[rank], reduced.end_s)
+    together = max(clock.values())
+    steps = {stage.ranks[0]: costs.of(Action(Op.STEP, number))[0] for number, stage in enumerate(costs.stages)}
+    busy = {rank: seconds + steps[rank] for rank, seconds in busy.items()}
+    busy |= {rank: busy[leader] for rank, leader in plan.leader_of.items()}
+    step_s = max(together + seconds for seconds in steps.values())
+    return SimulatedStep(step_s, (), {rank: busy[rank] for rank in sorted(busy)})
+
+
+def _times(costs: Durations, pipeline: PipelinePlan, number: int) -> PipelineTimes:
+    """What ``spans_s`` needs of a pipeline. ``number``: of its first stage."""
+    stages = range(number, number + len(pipeline.stages))
+
+    def seconds(op: Op, numbers: Sequence[int]) -> tuple[float, ...]:
+        return tuple(costs.of(Action(op, s, 0))[0] for s in numbers)
+
+    split = pipeline.split_backward
+    backward = seconds(Op.B, stages[:1]) + seconds(Op.I if split else Op.B, stages[1:])
+    weights = (0.0, *seconds(Op.W, stages[1:])) if split else None
+    depths = tuple(min(stage.warm_up, pipeline.micro_batches) for stage in pipeline.stages)
+    out, back = seconds(Op.SEND_F, stages[:-1]), seconds(Op.SEND_B, stages[1:])
+    return PipelineTimes(seconds(Op.F, stages), backward, out, back, depths, pipeline.micro_batches, weights)
+
+
+def spans_s(
+    forward_s: Sequence[float],
+    backward_s: Sequence[float],
+    out_s: Sequence[float],
+    back_s: Sequence[float],
+    warm_up: Sequence[int],
+    micro_batches: int,
+    weight_s: Sequence[float] | None = None,
+) -> tuple[list[float], list[float]]:
+    """(when each stage of one pipeline begins its last backward, when it has done it): ``simulate`` without events, for the
+    planner's inner loop.
+
+    ``forward_s[s]``, ``backward_s[s]``: of stage s; ``out_s[s]``, ``back_s[s]``: of a message between stages s and s +
+    1. ``weight_s``: of the weight gradients where backward is split (``backward_s`` is then the input part, but on the
+    first stage, whose entry is 0, the whole). The same additions in the same order as ``simulate``, so the same result to
+    the last bit. Infinite on a deadlock: where depth grows from one stage to the next. Micro-batches are all alike.
+
+    Round m is forward m of all stages, first to last, then the backwards that these allow, last to first: whatever an
+    action awaits has come before it.
+    """
+    # The planner spends most of its time here: plain lists, comparisons and local names on purpose.
+    count, last = len(forward_s), len(forward_s) - 1
+    depths = [min(depth, micro_batches - 1) for depth in warm_up]
+    if any(behind > before for before, behind in pairwise(depths)):
+        return [math.inf] * count, [math.inf] * count
+    clock, begun, out_free, back_free = ([0.0] * count for _ in range(4))
+    arrived, returned = [0.0] * count, [[0.0] * micro_batches for _ in range(count)]
+    for m in range(micro_batches + depths[0]):
+        if m < micro_batches:
+            for s in range(count):
+                now, message = clock[s], arrived[s]
+                clock[s] = now = (message if message > now else now) + forward_s[s]
+                if s < last:
+                    free = out_free[s]
+                    arrived[s + 1] = out_free[s] = (now if now > free else free) + out_s[s]
+        for s in range(last, -1, -1):
+            b = m - depths[s]
+            if b < 0:
+                break
+            if b >= micro_batches:
+                continue
+            now, message = clock[s], returned[s][b]
+            begun[s] = now = message if message > now else now
+            clock[s] = now = now + backward_s[s]
+            if s > 0:
+                free = back_free[s]
+                returned[s - 1][b] = back_free[s] = (now if now > free else free) + back_s[s - 1]
+                if weight_s is not None:
+                    _put_off(s, b, depths[0] - depths[s], micro_batches, weight_s[s], clock, begun)
+    return begun, clock
+
+
+def spans_of_many_s(
+    times: tuple[Sequence[float], Sequence[float], Sequence[float], Sequence[float]],
+    warm_up: Sequence[int],
+    micro_batches: int,
+) -> tuple[list[float], list[float]]:
+    """``spans_s``; of very many micro-batches the first ones are simulated and the rest go on as these end."""
+    full = max(warm_up) + SETTLED
+    if full + PERIODS > micro_batches // 2:
+        return spans_s(*times, warm_up, micro_batches)
+    before, after = (spans_s(*times, warm_up, count) for count in (full, full + PERIODS))
+    more = (micro_batches - full) / PERIODS
+    begun, ends = ([a + more * (b - a) for a, b in zip(*both, strict=True)] for both in zip(before, after, strict=True))
+    return begun, ends
+
+
+def _put_off(
+    s: int, b: int, lag: int, micro_batches: int, weight_s: float, clock: list[float], begun: list[float]
+) -> None:
+    """The weight gradients that stage ``s`` works out after backward ``b``: those of ``lag`` micro-batches before, after the last
+    one all that are left."""
+    for _ in range((b >= lag) + (lag if b == micro_batches - 1 else 0)):
+        begun[s] = clock[s]
+        clock[s] += weight_s
+
+
+def queued_spans_s(
+    times: Sequence[PipelineTimes], ranks: Sequence[Sequence[int]], profile: ClusterProfile
+) -> list[Spans]:
+    """``spans_s`` of pipelines whose messages queue for the NICs that they share: ``simulate`` without events.
+
+    Each entry of the queue is a message that its sender has ready: (seconds, rank, stage). The first one is sent; then its sender
+    computes on until its next message is ready, or until it waits for one.
+
+    Args:
+        times: of each pipeline.
+        ranks: of each pipeline, its stages' ranks.
+        profile: of the cluster, with its links and hosts.
+
+    Returns:
+        The spans of each pipeline; infinite where its stages wait for each other.
+    """
+    queue: list[tuple[float, int, _Sender]] = []
+    senders = [
+        [_Sender(own, stage, rank) for stage, rank in enumerate(own_ranks)]
+        for own, own_ranks in zip(times, ranks, strict=True)
+    ]
+    free: dict[Resource, float] = {}
+    for line in senders:
+        for before, behind in pairwise(line):
+            before.behind, behind.before = behind, before
+            before.out = resources(profile, before.rank, behind.rank)
+            behind.back = resources(profile, behind.rank, before.rank)
+    for sender in itertools.chain.from_iterable(senders):
+        if sender.computed():
+            queue.append((sender.clock, sender.rank, sender))
+    heapq.heapify(queue)
+    while queue:
+        now, _, sender = queue[0]
+        forward = sender.program[sender.done - 1] == FORWARD
+        passed, seconds = (sender.out, sender.out_s) if forward else (sender.back, sender.back_s)
+        for resource in passed:
+            if (busy_until := free.get(resource, 0.0)) > now:
+                now = busy_until
+        now += seconds
+        for resource in passed:
+            free[resource] = now
+        receiver = sender.behind if forward else sender.before
+        (receiver.arrived if forward else receiver.returned).append(now)
+        if sender.computed():
+            heapq.heapreplace(queue, (sender.clock, sender.rank, sender))
+        else:
+            heapq.heappop(queue)
+        if receiver.waits and receiver.computed():
+            heapq.heappush(queue, (receiver.clock, receiver.rank, receiver))
+    return [
+        ([sender.begun for sender in line], [sender.clock if sender.is_done else math.inf for sender in line])
+        for line in senders
+    ]
+
+
+FORWARD, BACKWARD, WEIGHTS = range(3)
+
+
+class _Sender:
+    """A stage in ``queued_spans_s``: what it computes, how far it is, and the messages that have come for it."""
+
+    behind: _Sender
+    before: _Sender
+
+    def __init__(self, times: PipelineTimes, stage: int, rank: int) -> None:
+        self.rank, self.is_first, self.is_last = rank, stage == 0, stage == len(times.forward) - 1
+        self.clock = self.begun = 0.0
+        self.done, self.waits = 0, False
+        self.out: tuple[Resource, ...] = ()
+        self.back: tuple[Resource, ...] = ()
+        self.seconds = times.forward[stage], times.backward[stage], (times.weights or times.forward)[stage]
+        self.out_s = 0.0 if self.is_last else times.out[stage]
+        self.back_s = 0.0 if self.is_first else times.back[stage - 1]
+        self.arrived: list[float] = []
+        self.returned: list[float] = []
+        self.forwards = self.backwards = 0
+        split = times.weights is not None and stage > 0
+        lag = min(times.depths[0], times.micro_batches - 1) - min(times.depths[stage], times.micro_batches - 1)
+        self.program = _program(times.depths[stage], times.micro_batches, max(0, lag) if split else None)
+
+    @property
+    def is_done(self) -> bool:
+        return self.done == len(self.program)
+
+    def computed(self) -> bool:
+        """Compute until a message is ready to be sent (True), a message is missing, or all is done (False)."""
+        program, now = self.program, self.clock
+        for place in range(self.done, len(program)):
+            kind = program[place]
+            if kind == FORWARD:
+                if not self.is_first:
+                    if self.forwards == len(self.arrived):
+                        break
+                    now = max(now, self.arrived[self.forwards])
+                self.forwards += 1
+                now += self.seconds[FORWARD]
+                sends = not self.is_last
+            elif kind == BACKWARD:
+                if not self.is_last:
+                    if self.backwards == len(self.returned):
+                        break
+                    now = max(now, self.returned[self.backwards])
+                self.backwards += 1
+                self.begun = now
+                now += self.seconds[BACKWARD]
+                sends = not self.is_first
+            else:
+                self.begun = now
+                now += self.seconds[WEIGHTS]
+                sends = False
+            if sends:
+                self.clock, self.done, self.waits = now, place + 1, False
+                return True
+        else:
+            place = len(program)
+        self.clock, self.done, self.waits = now, place, place < len(program)
+        return False
+
+
+@functools.lru_cache(4096)
+def _program(depth: int, micro_batches: int, lag: int | None) -> tuple[int, ...]:
+    """What a stage computes, as ``orders.warm_up.computing``. ``lag``: of weight gradients; None: backward is whole."""
+    program = [FORWARD] * depth
+    for m in range(micro_batches):
+        program += [FORWARD] * (depth + m < micro_batches) + [BACKWARD]
+        program += [WEIGHTS] * (lag is not None and m >= lag)
+    return tuple(program + [WEIGHTS] * min(lag or 0, micro_batches))
