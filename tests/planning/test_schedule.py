@@ -32,7 +32,7 @@ def test_actions_read_back(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["F0", "1X2", "1F", "0STEP1", "1SEND_B3 ", "-1F0", "0REDUCE"])
 def test_other_texts_are_no_actions(text: str) -> None:
-    with pytest.raises(UserError, match="2F0"):
+    with refuses("schedule.action", repr(text)):
         parse_action(text)
 
 
@@ -173,44 +173,42 @@ GOOD = {
 
 
 @pytest.mark.parametrize(
-    ("rank", "text", "rule"),
+    ("rank", "text", "named"),
     [
-        (1, "1F0 1RECV_F0 1B0 1SEND_B0 1REDUCE0 1STEP", "1F0 comes before 1RECV_F0"),
-        (1, "1RECV_F0 1F0 1SEND_B0 1B0 1REDUCE0 1STEP", "1SEND_B0 comes before 1B0"),
-        (0, "0F0 0SEND_F0 0B0 0RECV_B0 0REDUCE0 0STEP", "0B0 comes before 0RECV_B0"),
-        (0, "0F0 0SEND_F0 0F0 0RECV_B0 0B0 0REDUCE0 0STEP", "0F0 occurs twice"),
-        (0, "0F0 0RECV_B0 0B0 0REDUCE0 0STEP", "rank 0 never does 0SEND_F0"),
-        (0, "0F0 0SEND_F0 0RECV_B0 0B0 0STEP", "rank 0 must REDUCE each of these layers once: 0"),
-        (0, "0F0 0SEND_F0 0RECV_B0 0B0 0REDUCE0", "must end with its only STEP"),
-        (0, "0F0 0SEND_F0 0RECV_B0 0B0 0SEND_B0 0REDUCE0 0STEP", "0SEND_B0 is no action of stage 0"),
-        (1, "0F0 1RECV_F0 1F0 1B0 1SEND_B0 1REDUCE0 1STEP", "rank 1 does not hold the stage of 0F0"),
-        (1, "", "must end with its only STEP"),
+        (1, "1F0 1RECV_F0 1B0 1SEND_B0 1REDUCE0 1STEP", ("1F0", "1RECV_F0")),
+        (1, "1RECV_F0 1F0 1SEND_B0 1B0 1REDUCE0 1STEP", ("1SEND_B0", "1B0")),
+        (0, "0F0 0SEND_F0 0B0 0RECV_B0 0REDUCE0 0STEP", ("0B0", "0RECV_B0")),
+        (0, "0F0 0SEND_F0 0F0 0RECV_B0 0B0 0REDUCE0 0STEP", ("0F0",)),
+        (0, "0F0 0RECV_B0 0B0 0REDUCE0 0STEP", ("rank 0", "0SEND_F0")),
+        (0, "0F0 0SEND_F0 0RECV_B0 0B0 0STEP", ("rank 0", "REDUCE")),
+        (0, "0F0 0SEND_F0 0RECV_B0 0B0 0REDUCE0", ("STEP",)),
+        (0, "0F0 0SEND_F0 0RECV_B0 0B0 0SEND_B0 0REDUCE0 0STEP", ("0SEND_B0",)),
+        (1, "0F0 1RECV_F0 1F0 1B0 1SEND_B0 1REDUCE0 1STEP", ("rank 1", "0F0")),
+        (1, "", ("STEP",)),
     ],
 )
-def test_wrong_lists_are_refused(rank: int, text: str, rule: str) -> None:
+def test_wrong_lists_are_refused(rank: int, text: str, named: tuple[str, ...]) -> None:
     plan = make_plan_of((0, 2, 4), (0, 1), 1)
     good: Schedule = {r: actions(t) for r, t in GOOD.items()}
     validate(good, plan, TIED)
-    with pytest.raises(UserError) as caught:
+    with refuses("schedule.invalid", f"> rank {rank}", *named):
         validate({**good, rank: actions(text)}, plan, TIED)
-    assert rule in str(caught.value)
-    assert f"> rank {rank}" in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("text", "rule"),
+    ("text", "named"),
     [
-        ("1RECV_F0 1F0 1W0 1I0 1SEND_B0 1STEP", "1W0 comes before 1I0"),
-        ("1RECV_F0 1F0 1I0 1SEND_B0 1STEP", "rank 1 never does 1W0"),
-        ("1RECV_F0 1F0 1B0 1I0 1SEND_B0 1W0 1STEP", "1I0 occurs twice"),
-        ("1RECV_F0 1F0 1I0 1W0 1W0 1SEND_B0 1STEP", "1W0 occurs twice"),
+        ("1RECV_F0 1F0 1W0 1I0 1SEND_B0 1STEP", ("1W0", "1I0")),
+        ("1RECV_F0 1F0 1I0 1SEND_B0 1STEP", ("1W0",)),
+        ("1RECV_F0 1F0 1B0 1I0 1SEND_B0 1W0 1STEP", ("1I0",)),
+        ("1RECV_F0 1F0 1I0 1W0 1W0 1SEND_B0 1STEP", ("1W0",)),
     ],
 )
-def test_wrong_lists_of_a_split_backward_are_refused(text: str, rule: str) -> None:
+def test_wrong_lists_of_a_split_backward_are_refused(text: str, named: tuple[str, ...]) -> None:
     plan = split(make_plan_of((0, 2, 4), (0, 1), 1))
     good = schedule_of(plan, MODEL)
     validate(good, plan, MODEL)
-    with pytest.raises(UserError, match=rule):
+    with refuses("schedule.invalid", *named):
         validate({**good, 1: actions(text)}, plan, MODEL)
 
 
@@ -218,7 +216,7 @@ def test_sums_before_the_last_backward_are_refused() -> None:
     plan = make_plan_of((0, 2, 4), (0, 1), 1)
     good: Schedule = {rank: actions(text) for rank, text in GOOD.items()}
     early = {**good, 1: actions("1RECV_F0 1F0 1REDUCE0 1B0 1SEND_B0 1STEP")}
-    with pytest.raises(UserError, match="rank 1 must REDUCE after its last backward"):
+    with refuses("schedule.invalid", "rank 1", "REDUCE"):
         validate(early, plan, TIED)
 
 

@@ -136,24 +136,21 @@ def test_what_cannot_run_is_refused_with_the_rule_and_the_values() -> None:
     assert complete_plan(plan, profile, request).predicted_step_s > 0
     stages = plan.pipelines[0].stages
 
-    def refused(changed: Plan, match: str) -> None:
-        with pytest.raises(UserError, match=match):
+    def refused(changed: Plan, *shown: object, kind: str = "plan.invalid") -> None:
+        with refuses(kind, *shown):
             complete_plan(changed, profile, request)
 
-    refused(
-        edited(plan, order="warm_up"),
-        r"stage 2 names rank 1 again.*order is 'warm_up'.*dualpipev or interleaved or zbv",
-    )
+    refused(edited(plan, order="warm_up"), "stage 2", "rank 1", "warm_up", "dualpipev", "interleaved", "zbv")
     streamed = tuple(replace(stage, streamed=stage.ranks == (1,)) for stage in stages)
-    refused(edited(plan, stages=streamed), r"stage 2 names rank 1 again: a rank with a streamed stage holds no other")
+    refused(edited(plan, stages=streamed), "stage 2", "rank 1")
     weights = (replace(stages[0], state_weight=0.5), *stages[1:])
-    refused(edited(plan, stages=weights), r"stage 3 names rank 0 again: state_weight is 0.5 and 1.0")
+    refused(edited(plan, stages=weights), "stage 3", "rank 0", "state_weight", 0.5, 1.0)
     hole = (stages[0], replace(stages[1], first=2, last=3), *stages[2:])
-    refused(edited(plan, stages=hole), r"stages\[1\] holds layers \[2, 3\): it must begin with layer 1")
+    refused(edited(plan, stages=hole), "stages[1]", "[2, 3)", "layer 1")
     twice = Plan((plan.pipelines[0], plan.pipelines[0]), 8, SEQUENCE, 4)
-    with pytest.raises(UserError, match=r"stage 4 names rank 0 again: a rank takes part in one pipeline"):
+    with refuses("plan.invalid", "stage 4", "rank 0"):
         complete_plan(twice, profile, replace(request, global_batch=8))
-    refused(edited(plan, order="interleaved"), r"deadlocks.*\n(.*\n)*.*wants ranks in a loop")
+    refused(edited(plan, order="interleaved"), kind="schedule.deadlock")
 
 
 def test_a_rank_s_later_stage_ends_first() -> None:
@@ -162,7 +159,7 @@ def test_a_rank_s_later_stage_ends_first() -> None:
     ends = list(lists[1])
     places = [ends.index(parse_action(text)) for text in ("2W0", "1W0")]
     ends[places[0]], ends[places[1]] = ends[places[1]], ends[places[0]]
-    with pytest.raises(UserError, match="stage 2 ends after stage 1"):
+    with refuses("schedule.invalid", "stage 2", "stage 1"):
         validate({**lists, 1: tuple(ends)}, plan, model)
 
 
@@ -324,5 +321,5 @@ def test_gradients_are_added_in_the_order_of_the_micro_batches() -> None:
     late = [action for action in lists[1] if action not in (parse_action("3W0"), parse_action("3W1"))]
     at = late.index(parse_action("3I1")) + 1
     wrong = (*late[:at], parse_action("3W1"), parse_action("3W0"), *late[at:])
-    with pytest.raises(UserError, match="3W0 adds its gradients after those of a later micro-batch"):
+    with refuses("schedule.invalid", "3W0"):
         validate({**lists, 1: wrong}, plan, model)

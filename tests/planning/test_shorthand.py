@@ -12,8 +12,8 @@ from hetero_mpi.planning.types.cluster_changes import restricted, with_copy_of, 
 from hetero_mpi.planning.types.profile import ClusterProfile, HostLinkProfile
 from hetero_mpi.planning.types.toml_files import load_profile, profile_from_dict, profile_to_dict, save_profile
 from hetero_mpi.report.profile_text import inspection_lines
-from hetero_mpi.util.errors import UserError
 from hetero_mpi.util.units import numbers, ranks
+from tests.support.errors import refuses
 from tests.support.planning_samples import make_model, make_plan_of, make_profile
 
 INSIDE, BETWEEN = (1e-6, 8e9), (1e-4, 0.12e9)
@@ -53,22 +53,22 @@ def test_a_device_like_another_may_differ_in_what_it_says(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "problem"),
+    ("old", "new", "shown"),
     [
-        ("count = 6", "count = 0", r"model.layers\[1\].count = 0: must be a whole number from 1 to"),
-        ("count = 6", 'count = "6"', r"model.layers\[1\].count = '6': must be a whole number"),
-        ("like = 0", "like = 1", r"devices\[1\].like = 1: must be the rank of an earlier device"),
-        ("like = 0", "like = -1", r"devices\[1\].like = -1: must be the rank of an earlier device"),
-        ('destination = "itself"', 'destination = "b"', r"host_links: no such host: \*"),
-        ('destination = "itself"', 'destination = "*"', r"host_links: \* -> \* given 2 times"),
+        ("count = 6", "count = 0", ("model.layers[1].count = 0",)),
+        ("count = 6", 'count = "6"', ("model.layers[1].count = '6'",)),
+        ("like = 0", "like = 1", ("devices[1].like = 1",)),
+        ("like = 0", "like = -1", ("devices[1].like = -1",)),
+        ('destination = "itself"', 'destination = "b"', ("host_links", "*")),
+        ('destination = "itself"', 'destination = "*"', ("host_links", "* -> *", 2)),
     ],
 )
-def test_wrong_shorthand_is_named(tmp_path: Path, old: str, new: str, problem: str) -> None:
+def test_wrong_shorthand_is_named(tmp_path: Path, old: str, new: str, shown: tuple[object, ...]) -> None:
     save_profile(cluster(), tmp_path / "p.toml")
     text = (tmp_path / "p.toml").read_text()
     assert old in text
     (tmp_path / "p.toml").write_text(text.replace(old, new, 1))
-    with pytest.raises(UserError, match=problem):
+    with refuses("file.invalid", *shown):
         load_profile(tmp_path / "p.toml")
 
 
