@@ -21,7 +21,7 @@ from hetero_mpi.planning.memory_model import MemoryModel
 from hetero_mpi.planning.orders.warm_up import with_classic_depths
 from hetero_mpi.planning.outline import outlined
 from hetero_mpi.planning.search.memory_fit import Fitter, with_recompute
-from hetero_mpi.planning.search.search import LAID_OUT
+from hetero_mpi.planning.search.search import MAX_RANKS_WITHOUT_LAYOUTS
 from hetero_mpi.planning.tables import rank_classes
 from hetero_mpi.planning.types.cluster_changes import (
     restricted,
@@ -309,7 +309,7 @@ def losses(plan: PlanReport, own: PlanReport, profile: ClusterProfile, request: 
     # A plan by hand may be faster than what the job leaves to the planner.
     known = [report.plan for report in (plan, own) if report.predicted_step_s <= own.predicted_step_s]
     free_s, roomy_s = ([outlined(one, cluster).step_s for one in known] for cluster in (free, roomy))
-    if len(profile.devices) > LAID_OUT:  # too many ranks to plan again for three shares of a step
+    if len(profile.devices) > MAX_RANKS_WITHOUT_LAYOUTS:  # too many ranks to plan again for three shares of a step
         roomy_s.append(outlined(with_recompute(known[-1], min(request.recompute_choices)), roomy).step_s)
     else:
         roomy_decision = _fastest(roomy, request)

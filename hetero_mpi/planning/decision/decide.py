@@ -22,7 +22,7 @@ from hetero_mpi.planning.outline import outlined
 from hetero_mpi.planning.search import layouts
 from hetero_mpi.planning.search.memory_fit import Fitter, cut_otherwise
 from hetero_mpi.planning.search.rounds import always_split
-from hetero_mpi.planning.search.search import LAID_OUT, SEARCHED, Search
+from hetero_mpi.planning.search.search import MAX_RANKS_WITHOUT_LAYOUTS, MAX_SEARCH_RANKS, Search
 from hetero_mpi.planning.tables import may_split, rank_contents
 from hetero_mpi.planning.types.cluster_changes import renumbered, restricted, with_copies
 from hetero_mpi.planning.types.plan import Alone, Plan
@@ -174,9 +174,9 @@ def _memory_binds(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> 
 
 def _resident(profile: ClusterProfile, request: PlanRequest, slices: Sequence[int] = ()) -> Decision | None:
     """The best plan in which every rank holds one stage, or several; without ``slices`` none is streamed."""
-    few = len(profile.devices) <= LAID_OUT
+    few = len(profile.devices) <= MAX_RANKS_WITHOUT_LAYOUTS
     starts = [] if few else list(_starts(profile, request, slices))
-    if len(profile.devices) > SEARCHED:
+    if len(profile.devices) > MAX_SEARCH_RANKS:
         return Decision(*min(starts, key=lambda one: one[1])) if starts else None
     search = Search(profile, request, slices)
     best = search.best(starts)
@@ -188,7 +188,7 @@ def _resident(profile: ClusterProfile, request: PlanRequest, slices: Sequence[in
     if request.schedule != "auto":
         return Decision(_scheduled(plan, request), step_s, best.one_pipeline_s, best.at_work_s)
     if request.stages_per_rank > 1 and not request.brief:
-        several = SeveralStages(profile, request).better([(plan, step_s), *best.others], step_s)
+        several = SeveralStages(profile, request).better([(plan, step_s), *best.good_plans], step_s)
         if several is not None:
             return Decision(*several, best.one_pipeline_s, best.at_work_s, step_s)
     return Decision(plan, step_s, best.one_pipeline_s, best.at_work_s)
@@ -266,13 +266,13 @@ def _starts(profile: ClusterProfile, request: PlanRequest, slices: Sequence[int]
     """Plans that fit, and their step times: of every promising number of pipelines, or of more ranks than are searched the most
     promising one; where there is none, the one that leaves most memory free. With their backward split otherwise too."""
     fitter, some = Fitter(profile, request), False
-    for _, laid in layouts.several(profile, request, slices):
+    for _, laid in layouts.promising_layouts(profile, request, slices):
         plan = fitter.fitted(_scheduled(laid, request))
         if plan is not None:
             otherwise = map(fitter.fitted, _otherwise_split(plan, profile, request))
             yield from ((one, fitter.step_s(one)) for one in (plan, *otherwise) if one is not None)
             some = True
-            if len(profile.devices) > SEARCHED:
+            if len(profile.devices) > MAX_SEARCH_RANKS:
                 return
     if not some and not slices:
         yield from _roomiest(profile, request)

@@ -46,9 +46,9 @@ def in_hosts(costs: Costs, pipelines: int, keys: Sequence[Floats]) -> list[Colum
     columns: list[Column] = []
     rest: list[int] = []
     for members in _by_host(costs):
-        whole = len(members) // pipelines * pipelines
-        columns += [tuple(members[i : i + pipelines]) for i in range(0, whole, pipelines)]
-        rest += members[whole:]
+        full_count = len(members) // pipelines * pipelines
+        columns += [tuple(members[i : i + pipelines]) for i in range(0, full_count, pipelines)]
+        rest += members[full_count:]
     return columns + _chunks(costs, rest, pipelines, keys)
 
 
@@ -80,8 +80,8 @@ def _by_host(costs: Costs) -> list[list[int]]:
 
 def _chunks(costs: Costs, ranks: list[int], pipelines: int, keys: Sequence[Floats]) -> list[Column]:
     """``ranks`` sorted by ``keys`` and cut into columns; the last few, too few for a column, stay out."""
-    chosen = np.array(ranks, dtype=np.int64)
-    order = chosen[np.lexsort([chosen, costs.host[chosen], *(-key[chosen] for key in keys)])].tolist()
+    rank_array = np.array(ranks, dtype=np.int64)
+    order = rank_array[np.lexsort([rank_array, costs.host[rank_array], *(-key[rank_array] for key in keys)])].tolist()
     return [tuple(order[i : i + pipelines]) for i in range(0, len(order) - pipelines + 1, pipelines)]
 
 
@@ -165,10 +165,10 @@ class Chains:
         sums = [columns.exchange_s((column,), columns.summed_bytes) for column in range(columns.count)]
         self.sum_s: Floats = np.array(sums)
         """Seconds [column, layer] to sum the gradients."""
-        self.known: dict[int, _Held] = {}
+        self.estimates: dict[int, _Held] = {}
 
-    def of(self, column: int) -> _Held:
-        if column not in self.known:
+    def estimates_of(self, column: int) -> _Held:
+        if column not in self.estimates:
             columns, stages, over, room = self.columns, self.stages, self.stages.over, self.columns.rooms[column]
             both_s, overhead_s = columns.forward_s + columns.backward_s, columns.overhead_s[:, column]
             ways = [
@@ -179,8 +179,8 @@ class Chains:
             tails = np.maximum(
                 sums[np.minimum(stages.first, columns.layer_count - 1)], over(sums) - backward + backward / stages.count
             )
-            self.known[column] = _Held(ways, backward, tails)
-        return self.known[column]
+            self.estimates[column] = _Held(ways, backward, tails)
+        return self.estimates[column]
 
     def along(
         self, line: ColumnOrder, period_s: float, allowance: float = 0.1
@@ -211,31 +211,31 @@ class Chains:
 
     def _one_more(self, column: int, best: _Best, choices: list[_Choice], period_s: float, allowance: float) -> _Best:
         """``best``, or with ``column`` in front of it where that is better."""
-        columns, last, held = self.columns, self.stages.last, self.of(column)
+        columns, last, estimates = self.columns, self.stages.last, self.estimates_of(column)
         follows = best.pick >= 0
-        ways = columns.latency_s[column, best.pick] + self.message * columns.per_byte_s[column, best.pick]
-        returns = columns.latency_s[best.pick, column] + self.message * columns.per_byte_s[best.pick, column]
-        returns = np.where(follows, returns, 0.0)
-        hop = np.where(follows, ways, 0.0) + returns
+        out_s = columns.latency_s[column, best.pick] + self.message * columns.per_byte_s[column, best.pick]
+        return_s = columns.latency_s[best.pick, column] + self.message * columns.per_byte_s[best.pick, column]
+        return_s = np.where(follows, return_s, 0.0)
+        hop = np.where(follows, out_s, 0.0) + return_s
         deeper = np.maximum(1, np.ceil((best.compute_s + hop) / period_s + allowance - 1e-9)).astype(np.int64)
         flying = np.minimum(np.where(follows, best.depth + deeper, 1), self.micro_batches)[last]
         compute: Floats = np.full(last.shape, np.inf)
-        for seconds, deepest in reversed(held.ways):
+        for seconds, deepest in reversed(estimates.ways):
             compute = np.where(flying <= deepest, seconds, compute)
-        queue = np.where(follows, np.maximum(ways, returns) * self.micro_batches, 0.0)
+        queue = np.where(follows, np.maximum(out_s, return_s) * self.micro_batches, 0.0)
         back = np.maximum(self.micro_batches * compute, compute + np.maximum(queue, hop + best.back_s)[last])
-        late = np.maximum(held.tail_s, (best.late_s - returns)[last] - held.backward_s)
+        late = np.maximum(estimates.tail_s, (best.late_s - return_s)[last] - estimates.backward_s)
         value = np.where(self.stages.inside, back + late, np.inf)
-        chosen = value.argmin(axis=1)
+        best_columns = value.argmin(axis=1)
         rows = np.arange(self.columns.layer_count + 1)
-        better = value[rows, chosen] < (best.back_s + best.late_s) * (1 - 1e-9)
-        ends = last[rows, chosen]
+        better = value[rows, best_columns] < (best.back_s + best.late_s) * (1 - 1e-9)
+        ends = last[rows, best_columns]
         choices.append(_Choice(column, ends, best.choice[ends]))
         return _Best(
-            np.where(better, back[rows, chosen], best.back_s),
-            np.where(better, late[rows, chosen], best.late_s),
-            np.where(better, flying[rows, chosen], best.depth),
-            np.where(better, compute[rows, chosen], best.compute_s),
+            np.where(better, back[rows, best_columns], best.back_s),
+            np.where(better, late[rows, best_columns], best.late_s),
+            np.where(better, flying[rows, best_columns], best.depth),
+            np.where(better, compute[rows, best_columns], best.compute_s),
             np.where(better, column, best.pick),
             np.where(better, len(choices) - 1, best.choice),
         )

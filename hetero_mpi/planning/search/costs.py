@@ -22,7 +22,7 @@ from hetero_mpi.planning.durations import summed_bytes, value_bytes
 from hetero_mpi.planning.memory import Layer, StageMode
 from hetero_mpi.planning.memory_model import MemoryBudget, MemoryModel
 from hetero_mpi.planning.orders.warm_up import paced_each, period_s, scheduled_depths
-from hetero_mpi.planning.search.pipelines import ROUNDING, Fitting, Line, LineTimes, falling
+from hetero_mpi.planning.search.pipelines import ROUNDING_RATIO, Fitting, Line, LineTimes, falling
 from hetero_mpi.planning.tables import (
     Floats,
     Indices,
@@ -37,7 +37,7 @@ from hetero_mpi.planning.types.cost import ModelCost
 from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile
 from hetero_mpi.planning.types.request import PlanRequest
 
-SHARING = 64
+MAX_SHARING_RANKS = 64
 """Up to so many ranks plans are laid out that fit only because pipelines share the state. Of more, nothing mends those that do not
 fit when whole parameters are dealt."""
 
@@ -154,9 +154,9 @@ class Costs:
         sizes, which = np.unique(size_bytes, return_inverse=True)
         part = sizes / count
         places = self.place[np.array(ranks)]
-        others = ~np.eye(count, dtype=bool)
-        latency_s = self.latency_s[np.ix_(places, places)] * others
-        per_byte_s = self.per_byte_s[np.ix_(places, places)] * others
+        off_diagonal = ~np.eye(count, dtype=bool)
+        latency_s = self.latency_s[np.ix_(places, places)] * off_diagonal
+        per_byte_s = self.per_byte_s[np.ix_(places, places)] * off_diagonal
         hosts = len(set(self.host[np.array(ranks)].tolist()))
         if hosts not in (1, count):  # around a ring from host to host (``comm.transport``)
             slowest = [float((latency_s + per_byte_s * size).max()) for size in part.tolist()]
@@ -171,7 +171,7 @@ class Costs:
 
     def sharing(self, pipelines: float) -> float:
         """How many of so many pipelines are taken to share the state."""
-        return pipelines if self.model.trained_whole and len(self.devices) <= SHARING else 1
+        return pipelines if self.model.trained_whole and len(self.devices) <= MAX_SHARING_RANKS else 1
 
     def grid(self, pipelines: float) -> StageGrid:
         """All stages that fit on some rank, where so many pipelines share the state."""
@@ -202,27 +202,27 @@ class Costs:
     def unshared(self) -> dict[StageMode, list[list[list[int]]]]:
         return self._deepest(1)
 
-    def of(self, pipelines: float) -> Costs:
+    def shared_by(self, pipelines: float) -> Costs:
         """The same where so many pipelines share the state; infinite: where others own all of it."""
         deepest = self._deepest(pipelines) if self.model.trained_whole else self.deepest
         if deepest == self.deepest:
             return self
-        other = copy.copy(self)
-        other.deepest, other._paced, other._bytes = deepest, {}, {}
+        shared = copy.copy(self)
+        shared.deepest, shared._paced, shared._bytes = deepest, {}, {}
         if pipelines == math.inf:
             grid, kinds = self.grid(pipelines), {(room.ratio, room.in_host_memory) for room in self.rooms}
             for way, kind in itertools.product(deepest, kinds):
                 of_way = self.stage_bytes(grid.first, grid.last, way, pipelines, *kind)
-                other._bytes[way, kind] = tuple(table.tolist() for table in of_way)
-        return other
+                shared._bytes[way, kind] = tuple(table.tolist() for table in of_way)
+        return shared
 
     def _deepest(self, pipelines: float) -> dict[StageMode, list[list[list[int]]]]:
-        grid, most, found = self.grid(pipelines), self.request.global_batch, {}
+        grid, batch, depths_by_mode = self.grid(pipelines), self.request.global_batch, {}
         for way in self.ways:
             depths = {room: self.max_in_flight(grid, way, room, pipelines) for room in set(self.rooms)}
-            known = {room: np.clip(each, 0, most).astype(int).tolist() for room, each in depths.items()}
-            found[way] = [known[room] for room in self.rooms]
-        return found
+            depths_by_room = {room: np.clip(each, 0, batch).astype(int).tolist() for room, each in depths.items()}
+            depths_by_mode[way] = [depths_by_room[room] for room in self.rooms]
+        return depths_by_mode
 
     # Single figures
 
@@ -259,21 +259,21 @@ class Costs:
     def fitted(self, line: Line) -> Fitting | None:
         """``line``, no deeper than memory allows, held in the quickest way that is as deep; None: it does not fit."""
         flying, ways, cuts = [], [], line.cuts
-        most = line.micro_batches
-        for place, rank in enumerate(line.ranks):
-            most = min(most, line.flying[place])
-            deepest, held = 0, self.ways[0]
+        max_flying = line.micro_batches
+        for stage, rank in enumerate(line.ranks):
+            max_flying = min(max_flying, line.flying[stage])
+            deepest, mode = 0, self.ways[0]
             for way, tables in self.deepest.items():
-                depth = _room(tables[rank][cuts[place]], line.counts[place])
+                depth = _room(tables[rank][cuts[stage]], line.counts[stage])
                 if depth > deepest:
-                    deepest, held = depth, way
-                if deepest >= most:
+                    deepest, mode = depth, way
+                if deepest >= max_flying:
                     break
-            most = min(most, deepest)
-            if most < 1:
+            max_flying = min(max_flying, deepest)
+            if max_flying < 1:
                 return None
-            flying.append(most)
-            ways.append(held)
+            flying.append(max_flying)
+            ways.append(mode)
         return self.timed(line._replace(flying=tuple(flying)), tuple(ways))
 
     def timed(self, line: Line, ways: tuple[StageMode, ...]) -> Fitting:
@@ -281,7 +281,7 @@ class Costs:
         times, bound_s = self.times(line, ways), 0.0
         if not line.is_split:
             bound_s = cycle_bound_s(*times, [depth - 1 for depth in line.flying], line.micro_batches)
-        bound_s = (bound_s + max(self.steps_s(line, ways, math.inf))) * (1 - ROUNDING)
+        bound_s = (bound_s + max(self.steps_s(line, ways, math.inf))) * (1 - ROUNDING_RATIO)
         return Fitting(line, ways, times, bound_s, self._spare_bytes(line, ways))
 
     def _spare_bytes(self, line: Line, ways: Sequence[StageMode]) -> float:
@@ -317,21 +317,21 @@ class Costs:
         return line._replace(flying=self._paced[key])
 
     def _depths(self, line: Line, allowance: float, repeat: bool) -> tuple[int, ...]:
-        held, most = list[StageMode](), list[int]()
+        modes, max_depths = list[StageMode](), list[int]()
         for rank, first, count in zip(line.ranks, line.cuts, line.counts, strict=False):
             rooms = ((way, _room(tables[rank][first], count)) for way, tables in self.deepest.items())
-            way, depth = next((one for one in rooms if one[1] > 0), (self.ways[0], 0))
-            held.append(way)
-            most.append(depth)
-        times = self.times(line, tuple(held))
+            way, depth = next((mode_and_depth for mode_and_depth in rooms if mode_and_depth[1] > 0), (self.ways[0], 0))
+            modes.append(way)
+            max_depths.append(depth)
+        times = self.times(line, tuple(modes))
         compute = [f + b for f, b in zip(times.forward, times.backward, strict=True)]
         hops = [out + back for out, back in zip(times.out, times.back, strict=True)]
         warm_up = paced_each(compute, hops, period_s(compute, hops), allowance)
         flying = [min(line.micro_batches, depth + 1) for depth in warm_up]
         if repeat or len(self.ways) < 2:
             return tuple(flying)
-        for place, depth in enumerate(most):
-            flying[place] = min(flying[place], depth) if depth >= len(most) - place else flying[place]
+        for stage, depth in enumerate(max_depths):
+            flying[stage] = min(flying[stage], depth) if depth >= len(max_depths) - stage else flying[stage]
         return falling(flying)
 
     def times(self, line: Line, ways: tuple[StageMode, ...]) -> LineTimes:
@@ -340,27 +340,27 @@ class Costs:
             return self._times[key]
         places, latency, per_byte, message = self._lists
         (forward_s, backward_s, out_s, back_s), cuts, previous = ([], [], [], []), line.cuts, -1
-        for place, (rank, way) in enumerate(zip(line.ranks, ways, strict=True)):
-            first, last, here = cuts[place], cuts[place + 1], places[rank]
+        for stage, (rank, way) in enumerate(zip(line.ranks, ways, strict=True)):
+            first, last, position = cuts[stage], cuts[stage + 1], places[rank]
             forward, backward, overhead = self.forward[way][rank], self.backward[way][rank], self.overhead[way][rank]
             forward_s.append(forward[last] - forward[first] + overhead[0])
             backward_s.append(backward[last] - backward[first] + overhead[1])
-            if place:
+            if stage:
                 size = message[first - 1]
-                out_s.append(latency[previous][here] + size * per_byte[previous][here])
-                back_s.append(latency[here][previous] + size * per_byte[here][previous])
-            previous = here
+                out_s.append(latency[previous][position] + size * per_byte[previous][position])
+                back_s.append(latency[position][previous] + size * per_byte[position][previous])
+            previous = position
         self._times[key] = LineTimes(tuple(forward_s), tuple(backward_s), tuple(out_s), tuple(back_s))
         return self._times[key]
 
-    def whole_s(self, fitting: Fitting) -> list[float]:
+    def final_gradients_s(self, fitting: Fitting) -> list[float]:
         """When every layer's gradients are whole, where they are held."""
-        line, begun, cuts, found = fitting.line, fitting.spans_s[0], fitting.line.cuts, list[float]()
-        for place, (rank, way) in enumerate(zip(line.ranks, fitting.ways, strict=True)):
-            backward, first, last = self.backward[way][rank], cuts[place], cuts[place + 1]
-            end_s = begun[place] + self.overhead[way][rank][1] + backward[last]
-            found += [end_s - seconds for seconds in backward[first:last]]
-        return found
+        line, begins_s, cuts, final_s = fitting.line, fitting.spans_s[0], fitting.line.cuts, list[float]()
+        for stage, (rank, way) in enumerate(zip(line.ranks, fitting.ways, strict=True)):
+            backward, first, last = self.backward[way][rank], cuts[stage], cuts[stage + 1]
+            end_s = begins_s[stage] + self.overhead[way][rank][1] + backward[last]
+            final_s += [end_s - seconds for seconds in backward[first:last]]
+        return final_s
 
     def steps_s(self, line: Line, ways: Sequence[StageMode], pipelines: float) -> list[float]:
         """Every stage's optimizer, where as many pipelines own as much each; of a tied model, whose ends count their matrix

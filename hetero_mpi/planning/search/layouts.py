@@ -21,7 +21,7 @@ from hetero_mpi.planning.memory_model import MemoryModel
 from hetero_mpi.planning.search.columns import Chains, Column, ColumnOrder, along_hosts, in_columns, in_hosts
 from hetero_mpi.planning.search.costs import Costs, costs_by_size
 from hetero_mpi.planning.search.pipelines import Fitting, Line
-from hetero_mpi.planning.search.rounds import Clock, Rounds
+from hetero_mpi.planning.search.rounds import Clock, LocalSearch
 from hetero_mpi.planning.tables import FEW, Floats, levels
 from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.planning.types.profile import ClusterProfile
@@ -31,17 +31,17 @@ EVERY, RATIO = 12, 1.12
 """Up to so many pipelines every number of them is looked at; beyond, every so often."""
 COARSE = 6, 1.25
 """The same where there are very many ranks."""
-MOST_COLUMNS = 96
+MAX_COLUMNS = 96
 """Of more columns than this, the ones that can do most are kept: no model has so many stages."""
 FIRST_LINES = 1
 """Ways of sorting columns looked at per layout; of the best layouts, all."""
-KEPT = 6
+MAX_LAYOUTS = 6
 """Layouts that are simulated."""
-PER_NUMBER = 2
+MAX_LAYOUTS_PER_COUNT = 2
 """Of these, at most so many of one number of pipelines."""
 IMPROVED, SLOWER = 3, 1.1
 """So many numbers of pipelines have their shares dealt out; how much slower than the best one they may be."""
-ALLOWANCE = 0.5
+DEPTH_ALLOWANCE_RATIO = 0.5
 """Share of a period by which gradients may come back early, for guessing depths."""
 
 
@@ -55,7 +55,7 @@ class _Layout:
 
 
 @dataclass
-class _Found:
+class _SimulatedLayout:
     """A layout's best pipeline of columns."""
 
     layout: _Layout
@@ -79,51 +79,53 @@ class _Found:
         ]
 
 
-def several(profile: ClusterProfile, request: PlanRequest, slices: Sequence[int] = ()) -> list[tuple[float, Plan]]:
+def promising_layouts(
+    profile: ClusterProfile, request: PlanRequest, slices: Sequence[int] = ()
+) -> list[tuple[float, Plan]]:
     """A plan of every promising number of pipelines, best first; empty: none fits. Deterministic. Their pipelines are cut alike.
 
     Each with the seconds of its step: what ``simulate`` says, or a little more where like columns hold unlike ranks.
     """
     by_size = costs_by_size(profile, request, slices)
-    clock, found = Clock(by_size), dict[int, _Found]()
-    for one in _sized(by_size):
-        found.setdefault(one.chains.pipelines, one)
-    least_s = min((one.step_s for one in found.values()), default=0.0)
-    near = [one for one in found.values() if one.step_s <= SLOWER * least_s]
-    plans = [_finished(one, clock) for one in near[:IMPROVED]]
+    clock, best_by_count = Clock(by_size), dict[int, _SimulatedLayout]()
+    for layout in _sized(by_size):
+        best_by_count.setdefault(layout.chains.pipelines, layout)
+    least_s = min((layout.step_s for layout in best_by_count.values()), default=0.0)
+    near = [layout for layout in best_by_count.values() if layout.step_s <= SLOWER * least_s]
+    plans = [_finished(layout, clock) for layout in near[:IMPROVED]]
     best: dict[int, tuple[float, Plan]] = {}
     for plan in sorted(plans, key=lambda plan: plan[0]):
         best.setdefault(len(plan[1].pipelines), plan)
     memory = MemoryModel(profile, request)
-    return [one for one in best.values() if memory.check_hosts(one[1])]
+    return [layout for layout in best.values() if memory.check_hosts(layout[1])]
 
 
-def _sized(by_size: Mapping[int, Costs]) -> list[_Found]:
+def _sized(by_size: Mapping[int, Costs]) -> list[_SimulatedLayout]:
     """The best layouts' chains at the smallest micro-batch, and those of the best at the others, best first."""
-    smallest, *others = by_size.values()
-    found = _simulated(_ranked(smallest))
-    for costs in others:
+    smallest, *larger = by_size.values()
+    simulated = _simulated(_ranked(smallest))
+    for costs in larger:
         again = [
-            _estimated(Chains(in_columns(costs, one.chains.columns.members)), FIRST_LINES)
-            for one in found[:IMPROVED]
-            if one.chains.pipelines <= costs.request.global_batch // costs.micro_batch
+            _estimated(Chains(in_columns(costs, layout_found.chains.columns.members)), FIRST_LINES)
+            for layout_found in simulated[:IMPROVED]
+            if layout_found.chains.pipelines <= costs.request.global_batch // costs.micro_batch
         ]
-        found += _simulated([layout for layout in again if layout is not None])
-    return sorted(found, key=lambda one: one.step_s)
+        simulated += _simulated([layout for layout in again if layout is not None])
+    return sorted(simulated, key=lambda layout_found: layout_found.step_s)
 
 
-def _numbers(costs: Costs) -> list[int]:
+def _pipeline_counts(costs: Costs) -> list[int]:
     """Numbers of pipelines to look at: as many as there may be and as memory holds."""
     request, room = costs.request, float(costs.usable.sum())
     shares = request.global_batch // costs.micro_batch  # of one micro-batch at least
 
-    def held(number: int) -> bool:
-        whole = 0, costs.layer_count
-        tables = (costs.stage_bytes(*whole, StageMode(way.recompute), number) for way in costs.ways)
+    def fits_memory(number: int) -> bool:
+        all_layers = 0, costs.layer_count
+        tables = (costs.stage_bytes(*all_layers, StageMode(way.recompute), number) for way in costs.ways)
         return any(way.streamed for way in costs.ways) or number * min(float(fixed) for fixed, _ in tables) <= room
 
     most = min(request.max_pipelines, costs.count, shares)
-    while most and not held(most):
+    while most and not fits_memory(most):
         most -= 1
     every, ratio = (EVERY, RATIO) if costs.count <= FEW else COARSE
     numbers, number = [], 1.0
@@ -138,43 +140,43 @@ def _ranked(costs: Costs) -> list[_Layout]:
     levelled = levels(costs.usable), costs.outward_level, levels(costs.speed)
     layouts = [
         layout
-        for pipelines in _numbers(costs)
+        for pipelines in _pipeline_counts(costs)
         for members in _groupings(costs, pipelines, levelled)
         if (layout := _estimated(_worthwhile(costs, members), FIRST_LINES)) is not None
     ]
-    layouts.sort(key=lambda one: one.estimate_s)
-    kept: list[_Layout] = []
+    layouts.sort(key=lambda candidate: candidate.estimate_s)
+    promising: list[_Layout] = []
     for layout in layouts:
-        alike = sum(one.chains.pipelines == layout.chains.pipelines for one in kept)
-        if len(kept) < KEPT and alike < PER_NUMBER:
-            kept.append(layout)
-    closer = [_estimated(layout.chains, len(_KEYS)) for layout in kept]
-    return sorted((layout for layout in closer if layout is not None), key=lambda one: one.estimate_s)
+        alike = sum(candidate.chains.pipelines == layout.chains.pipelines for candidate in promising)
+        if len(promising) < MAX_LAYOUTS and alike < MAX_LAYOUTS_PER_COUNT:
+            promising.append(layout)
+    closer = [_estimated(layout.chains, len(_KEYS)) for layout in promising]
+    return sorted((layout for layout in closer if layout is not None), key=lambda candidate: candidate.estimate_s)
 
 
 def _groupings(costs: Costs, pipelines: int, levelled: tuple[Floats, Floats, Floats]) -> Iterator[list[Column]]:
     """Ways of putting ranks into columns. ``levelled``: memory, links outward and speed, alike for like ranks."""
     memory, outward, speed = levelled
-    seen: set[tuple[Column, ...]] = set()
+    yielded: set[tuple[Column, ...]] = set()
     builds = (in_hosts, along_hosts) if pipelines > 1 else (in_hosts,)
     for keys in ((memory, outward, speed), (memory, speed, outward)):
         for build in builds:
             members = build(costs, pipelines, keys)
-            if members and tuple(sorted(members)) not in seen:
-                seen.add(tuple(sorted(members)))
+            if members and tuple(sorted(members)) not in yielded:
+                yielded.add(tuple(sorted(members)))
                 yield members
 
 
 def _worthwhile(costs: Costs, members: list[Column]) -> Chains:
     """The columns that can do most in the time that all ranks together would need, links left aside."""
     chains = Chains(in_columns(costs, members))
-    if len(members) <= MOST_COLUMNS:
+    if len(members) <= MAX_COLUMNS:
         return chains
-    whole_s = 2 * costs.request.global_batch / float(costs.speed.sum())
+    ideal_s = 2 * costs.request.global_batch / float(costs.speed.sum())
     speed = 1 / (chains.columns.forward_s + chains.columns.backward_s)[0].sum(axis=1)
-    worth = speed * np.maximum(0.0, whole_s - chains.sum_s.max(axis=1))
-    kept = np.sort(np.argsort(-worth, kind="stable")[:MOST_COLUMNS])
-    return Chains(in_columns(costs, [members[k] for k in kept.tolist()]))
+    worth = speed * np.maximum(0.0, ideal_s - chains.sum_s.max(axis=1))
+    worthiest = np.sort(np.argsort(-worth, kind="stable")[:MAX_COLUMNS])
+    return Chains(in_columns(costs, [members[k] for k in worthiest.tolist()]))
 
 
 _KEYS = (
@@ -198,12 +200,12 @@ def _lines(chains: Chains, most: int) -> list[ColumnOrder]:
         "outward": columns.base.outward_level[np.array(columns.members)].min(axis=1),
         "sums": -chains.sum_s.max(axis=1),
     }
-    found: list[ColumnOrder] = []
+    orders: list[ColumnOrder] = []
     for names in _KEYS[:most]:
         keys = columns.place, columns.host, *(-worth[name] for name in names)
         line = tuple(np.lexsort(keys).tolist())
-        found += [line, line[::-1]]
-    return list(dict.fromkeys(found))
+        orders += [line, line[::-1]]
+    return list(dict.fromkeys(orders))
 
 
 def _estimated(chains: Chains, lines: int) -> _Layout | None:
@@ -221,49 +223,51 @@ def _estimated(chains: Chains, lines: int) -> _Layout | None:
     return best
 
 
-def _simulated(layouts: Sequence[_Layout]) -> list[_Found]:
+def _simulated(layouts: Sequence[_Layout]) -> list[_SimulatedLayout]:
     """Each layout's best chain, best first."""
-    return sorted(filter(None, map(_found, layouts)), key=lambda one: one.step_s)
+    return sorted(filter(None, map(_simulated_layout, layouts)), key=lambda layout: layout.step_s)
 
 
-def _found(layout: _Layout) -> _Found | None:
+def _simulated_layout(layout: _Layout) -> _SimulatedLayout | None:
     """The best simulated chain along a layout's line; None: none fits."""
     chains, columns = layout.chains, layout.chains.columns
-    costs, rows = {columns.micro_batch: columns.of(chains.pipelines)}, chains.micro_batches
+    costs, rows = {columns.micro_batch: columns.shared_by(chains.pipelines)}, chains.micro_batches
     clock = Clock(costs)
-    _, picks, cuts = chains.along(layout.line, layout.estimate_s / rows, ALLOWANCE)
+    _, picks, cuts = chains.along(layout.line, layout.estimate_s / rows, DEPTH_ALLOWANCE_RATIO)
     if not picks:
         return None
     counts = tuple(last - first for first, last in itertools.pairwise(cuts))
     classic = tuple(range(len(picks), 0, -1))
-    rounds = Rounds(costs, clock.step_s, clock.step_s, clock.step_s)
-    starts = rounds.deepened((Line(picks, counts, classic, columns.micro_batch, rows * columns.micro_batch),))
+    rounds = LocalSearch(costs, clock.step_s, clock.step_s, clock.step_s)
+    starts = rounds.with_promising_depths(
+        (Line(picks, counts, classic, columns.micro_batch, rows * columns.micro_batch),)
+    )
     if not starts:
         return None
     lines, step_s = starts[0]
-    fittings = rounds.within(math.inf, lines)
+    fittings = rounds.fitted_within(math.inf, lines)
     assert fittings is not None
-    return _Found(layout, fittings[0], step_s)
+    return _SimulatedLayout(layout, fittings[0], step_s)
 
 
-def _finished(found: _Found, clock: Clock) -> tuple[float, Plan]:
+def _finished(layout: _SimulatedLayout, clock: Clock) -> tuple[float, Plan]:
     """The plan made of one chain, whose pipelines take shares of the batch by their speed, and its seconds."""
-    base = found.chains.columns.base
+    base = layout.chains.columns.base
     assert base is not None
-    pipelines = found.pipelines(_dealt(found))
+    pipelines = layout.pipelines(_sequences_per_pipeline(layout))
     ranks, request = [device.rank for device in base.devices], base.request
-    plan = tuple(one.pipeline(ranks, request.schedule != "auto") for one in pipelines)
+    plan = tuple(fitting.pipeline(ranks, request.schedule != "auto") for fitting in pipelines)
     return clock.step_s(pipelines), Plan(plan, request.global_batch, request.sequence_length, base.layer_count)
 
 
-def _dealt(found: _Found) -> list[int]:
+def _sequences_per_pipeline(layout: _SimulatedLayout) -> list[int]:
     """Shares such that all pipelines end as nearly together as whole micro-batches allow; they add up to the batch."""
-    costs, count = found.chains.columns, found.chains.pipelines
+    costs, count = layout.chains.columns, layout.chains.pipelines
     size, total = costs.micro_batch, costs.request.global_batch // costs.micro_batch
     near = max(2, total // count)
     fewer, more = max(1, near * 3 // 4), near * 5 // 4 + 1
-    low, high = (found.pipelines([size * number] * count) for number in (fewer, more))
-    ends_s = [[max(one.spans_s[1]) for one in pipelines] for pipelines in (low, high)]
+    low, high = (layout.pipelines([size * number] * count) for number in (fewer, more))
+    ends_s = [[max(fitting.spans_s[1]) for fitting in pipelines] for pipelines in (low, high)]
     each_s = [(high_s - low_s) / (more - fewer) for low_s, high_s in zip(*ends_s, strict=True)]
     # When each pipeline would have done one micro-batch more.
     waiting = [(low_s + each * (2 - fewer), p) for p, (low_s, each) in enumerate(zip(ends_s[0], each_s, strict=True))]

@@ -15,8 +15,8 @@ from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, HostProfile
 from hetero_mpi.planning.types.request import PlanRequest
 
-ROUNDING = 1e-9
-DEALS = 6
+ROUNDING_RATIO = 1e-9
+MAX_DEALS = 6
 """How often state is dealt anew, each time with more room made where it was lacking."""
 Owned = Mapping[int, float]
 """Rank -> bytes of the state of what it holds that it owns at least."""
@@ -44,7 +44,7 @@ class Fitter:
             improved = False
             for changed in near(plan):
                 changed_s = self.step_s(changed)
-                if changed_s < step_s * (1 - ROUNDING) and self.holds(changed):
+                if changed_s < step_s * (1 - ROUNDING_RATIO) and self.holds(changed):
                     plan, step_s, improved = changed, changed_s, True
                     break
         return plan, step_s
@@ -56,21 +56,21 @@ class Fitter:
         if len(plan.pipelines) == 1 or not self.profile.model.trained_whole:
             return self._fitted(plan, None)
         lacked: dict[int, float] = {}
-        begun = [{}, *self._parts(plan)]
-        for deal in range(DEALS):
-            guess = begun[deal] if deal < len(begun) else lacked
-            found = self._fitted(plan, guess)
-            if found is None and guess is lacked:
+        guesses = [{}, *self._parts(plan)]
+        for deal in range(MAX_DEALS):
+            guess = guesses[deal] if deal < len(guesses) else lacked
+            candidate = self._fitted(plan, guess)
+            if candidate is None and guess is lacked:
                 break
-            if found is None:
+            if candidate is None:
                 continue
-            if self._suffices(found.pipelines):
-                return found
-            dealt, lacking = self._dealt(found)
-            if not lacking:
-                return dealt
+            if self._suffices(candidate.pipelines):
+                return candidate
+            with_owners, lacking_bytes = self._dealt(candidate)
+            if not lacking_bytes:
+                return with_owners
             if deal == 0 or guess is lacked:
-                lacked |= {rank: max(own, lacked.get(rank, 0.0)) for rank, own in lacking.items()}
+                lacked |= {rank: max(owned_bytes, lacked.get(rank, 0.0)) for rank, owned_bytes in lacking_bytes.items()}
         return self._fitted(plan, None)
 
     def _parts(self, plan: Plan) -> Iterator[Owned]:
@@ -93,35 +93,38 @@ class Fitter:
     def keeping(self, plan: Plan, sizes: Sequence[int] = ()) -> Plan:
         """``plan`` with each streamed stage in slices of the quickest of the ``sizes``, or in its own, of which it keeps as many as
         its memory holds; where ranks compute in their host's memory only beside the blocks that are read."""
-        for index, place in [(i, k) for i, one in enumerate(plan.pipelines) for k in range(len(one.stages))]:
-            own = plan.pipelines[index]
-            stage = own.stages[place]
+        for index, number in [(i, k) for i, line in enumerate(plan.pipelines) for k in range(len(line.stages))]:
+            pipeline = plan.pipelines[index]
+            stage = pipeline.stages[number]
             if stage.streamed:
                 least = 0 if self.profile.devices[stage.ranks[0]].shares_host_memory else stage.kept_slices
-                unchecked = _with_pipeline(plan, index, _with_stage(own, place, kept_slices=least))
-                plan = self._fullest(plan, index, place, least + 1) or unchecked
-                others = (_with_stage(own, place, slice_sequences=n) for n in sizes if n < own.micro_batch)
-                fuller = [self._fullest(_with_pipeline(plan, index, one), index, place, 0) for one in others]
+                unchecked = _with_pipeline(plan, index, _with_stage(pipeline, number, kept_slices=least))
+                plan = self._fullest(plan, index, number, least + 1) or unchecked
+                resliced = (_with_stage(pipeline, number, slice_sequences=n) for n in sizes if n < pipeline.micro_batch)
+                fuller = [self._fullest(_with_pipeline(plan, index, line), index, number, 0) for line in resliced]
                 plan = min((plan, *filter(None, fuller)), key=self.step_s) if any(fuller) else plan
         return plan
 
-    def _fullest(self, plan: Plan, index: int, place: int, least: int) -> Plan | None:
+    def _fullest(self, plan: Plan, index: int, number: int, least: int) -> Plan | None:
         """``plan`` with as many slices kept by a stage as fit, ``least`` or more; None: not even these do."""
-        own = plan.pipelines[index]
-        counts = range(own.stages[place].slices(own.micro_batch), least - 1, -1)
-        plans = (_with_pipeline(plan, index, _with_stage(own, place, kept_slices=count)) for count in counts)
-        return next((one for one in plans if self.holds(one) and self._can_read(one)), None)
+        pipeline = plan.pipelines[index]
+        counts = range(pipeline.stages[number].slices(pipeline.micro_batch), least - 1, -1)
+        plans = (_with_pipeline(plan, index, _with_stage(pipeline, number, kept_slices=count)) for count in counts)
+        return next((candidate for candidate in plans if self.holds(candidate) and self._can_read(candidate)), None)
 
     def with_files(self, plan: Plan) -> Plan:
         """``plan`` with as many layers on disk as its hosts have no memory for: of frozen weights, where disks were measured."""
         layers = dict.fromkeys((number for number, _, stage in plan.numbered if stage.streamed), 0)
         frozen = layers and not self.profile.model.trained_whole
         for host in self.profile.hosts if frozen else ():
-            here = [n for n in layers if self.profile.devices[plan.numbered[n][2].ranks[0]].host == host.name]
-            left = {number: len(plan.numbered[number][2].blocks(plan.layers)) for number in here}
-            while host.disk_bytes_per_s and self._lacks(host, _with_files(plan, layers)) and any(left.values()):
-                number = max(here, key=lambda one: left[one] / max(1, left[one] + layers[one]))
-                layers[number], left[number] = layers[number] + 1, left[number] - 1
+            host_stages = [n for n in layers if self.profile.devices[plan.numbered[n][2].ranks[0]].host == host.name]
+            in_memory = {number: len(plan.numbered[number][2].blocks(plan.layers)) for number in host_stages}
+            while host.disk_bytes_per_s and self._lacks(host, _with_files(plan, layers)) and any(in_memory.values()):
+                number = max(
+                    host_stages,
+                    key=lambda candidate: in_memory[candidate] / max(1, in_memory[candidate] + layers[candidate]),
+                )
+                layers[number], in_memory[number] = layers[number] + 1, in_memory[number] - 1
         return _with_files(plan, layers)
 
     def _can_read(self, plan: Plan) -> bool:
@@ -134,23 +137,25 @@ class Fitter:
         """Whether a host has no memory for all of the plan that is not on disk. All layers of ranks that compute in it are in
         files, whose pages are to stay there."""
         model, reserve = self.profile.model, self.request.memory_reserve
-        needed = sum(one.peak_bytes for one in predict_hosts(plan, self.profile) if one.host == host.name)
+        needed_bytes = sum(
+            predicted.peak_bytes for predicted in predict_hosts(plan, self.profile) if predicted.host == host.name
+        )
         for _, _, stage in plan.numbered:
             device = self.profile.devices[stage.ranks[0]]
             if stage.streamed and device.host == host.name and device.shares_host_memory:
-                needed += host_state_bytes(model, stage.first, stage.last, stage.disk_layers(plan.layers))
-        return needed > usable_bytes(host.memory_bytes, reserve)
+                needed_bytes += host_state_bytes(model, stage.first, stage.last, stage.disk_layers(plan.layers))
+        return needed_bytes > usable_bytes(host.memory_bytes, reserve)
 
     def _repeating_otherwise(self, plan: Plan) -> Iterator[Plan]:
         """One stage repeats its forwards, or ceases to, where the state is dealt by what ranks leave free."""
         if len(set(plan.state_weights.values())) < 2:
             return
-        for index, place in [(i, k) for i, one in enumerate(plan.pipelines) for k in range(len(one.stages))]:
-            own = plan.pipelines[index]
-            own = _with_stage(own, place, recompute=not own.stages[place].recompute)
-            dealt, lacking = self._dealt(_with_pipeline(plan, index, own))
-            if not lacking:
-                yield dealt
+        for index, number in [(i, k) for i, line in enumerate(plan.pipelines) for k in range(len(line.stages))]:
+            pipeline = plan.pipelines[index]
+            pipeline = _with_stage(pipeline, number, recompute=not pipeline.stages[number].recompute)
+            with_owners, lacking_bytes = self._dealt(_with_pipeline(plan, index, pipeline))
+            if not lacking_bytes:
+                yield with_owners
 
     def _dealt(self, plan: Plan) -> tuple[Plan, dict[int, float]]:
         """``plan`` with its state dealt evenly, since who owns more takes longer to step, or where that does not fit by what ranks
@@ -158,8 +163,8 @@ class Fitter:
         evenly = weighted(plan, dict.fromkeys(plan.state_weights, 1.0))
         if not self._lacking(evenly):
             return evenly, {}
-        dealt = weighted(plan, self._free(plan))
-        return dealt, self._lacking(dealt)
+        by_free_memory = weighted(plan, self._free(plan))
+        return by_free_memory, self._lacking(by_free_memory)
 
     def _free(self, plan: Plan) -> dict[int, float]:
         """Bytes that each rank leaves free when it owns no state."""
@@ -171,15 +176,15 @@ class Fitter:
 
     def _lacking(self, plan: Plan) -> dict[int, float]:
         """Ranks that have no room for the state that the plan deals to them, or whose host has not; bytes of that state."""
-        dealt = owned_state_bytes(plan, self.profile.model)
+        state_bytes = owned_state_bytes(plan, self.profile.model)
         owned = {
-            stage.ranks[0]: dealt[stage.ranks[0]] * state_on_device(self.profile, stage)
+            stage.ranks[0]: state_bytes[stage.ranks[0]] * state_on_device(self.profile, stage)
             for _, _, stage in plan.numbered
         }
-        lacking = self._short(plan.pipelines, owned)
+        lacking_ranks = self._short(plan.pipelines, owned)
         for pipeline in plan.pipelines:
-            lacking |= {s.ranks[0] for s in pipeline.stages if not self.fits(pipeline, s, owned)}
-        return {rank: owned[rank] for rank in lacking}
+            lacking_ranks |= {s.ranks[0] for s in pipeline.stages if not self.fits(pipeline, s, owned)}
+        return {rank: owned[rank] for rank in lacking_ranks}
 
     def _fitted(self, plan: Plan, owned: Owned | None, sparing: frozenset[int] = frozenset()) -> Plan | None:
         """``owned``: None: each rank owns all the state of what it holds. ``sparing``: ranks that repeat forwards if they may."""
@@ -198,7 +203,9 @@ class Fitter:
         """Ranks that compute in the memory of a host that has too little for them together."""
         if not self._shared:
             return set()
-        peaks = {stage.ranks[0]: self._peak(one, stage, owned) for one in pipelines for stage in one.stages}
+        peaks = {
+            stage.ranks[0]: self._peak(pipeline, stage, owned) for pipeline in pipelines for stage in pipeline.stages
+        }
         reserve, short = self.request.memory_reserve, set[int]()
         for host, ranks in self._shared:
             if sum(peaks.get(rank, 0) for rank in ranks) > usable_bytes(host.memory_bytes, reserve):
@@ -206,29 +213,29 @@ class Fitter:
         return short
 
     def _pipeline(self, pipeline: PipelinePlan, owned: Owned | None, sparing: frozenset[int]) -> PipelinePlan | None:
-        choices, place = sorted(set(self.request.recompute_choices)), 0
-        while place < len(pipeline.stages):
-            own = choices[-1:] if pipeline.stages[place].ranks[0] in sparing else choices
-            ways = (_with_stage(pipeline, place, recompute=again) for again in own)
-            found = next((way for way in ways if self.fits(way, way.stages[place], owned)), None)
-            if found is not None:
-                pipeline, place = found, place + 1
+        choices, number = sorted(set(self.request.recompute_choices)), 0
+        while number < len(pipeline.stages):
+            allowed = choices[-1:] if pipeline.stages[number].ranks[0] in sparing else choices
+            ways = (_with_stage(pipeline, number, recompute=again) for again in allowed)
+            fitting = next((way for way in ways if self.fits(way, way.stages[number], owned)), None)
+            if fitting is not None:
+                pipeline, number = fitting, number + 1
                 continue
-            if pipeline.split_backward and pipeline.stages[place].warm_up == 0:
-                place = 0  # the deeper the first stage, the more backwards the others put off
-            most = pipeline.stages[place].warm_up - 1
+            if pipeline.split_backward and pipeline.stages[number].warm_up == 0:
+                number = 0  # the deeper the first stage, the more backwards the others put off
+            most = pipeline.stages[number].warm_up - 1
             if most < 0 or self.request.schedule != "auto":
                 return None
             shallower = tuple(
-                replace(s, warm_up=min(s.warm_up, most)) if i >= place else s for i, s in enumerate(pipeline.stages)
+                replace(s, warm_up=min(s.warm_up, most)) if i >= number else s for i, s in enumerate(pipeline.stages)
             )
             pipeline = replace(pipeline, stages=shallower)
         return pipeline
 
     def _suffices(self, pipelines: Sequence[PipelinePlan]) -> bool:
         """Whether every rank holds its stage with all of its state."""
-        held = all(self.fits(one, stage) for one in pipelines for stage in one.stages)
-        return held and not self._short(pipelines, None)
+        stages_fit = all(self.fits(pipeline, stage) for pipeline in pipelines for stage in pipeline.stages)
+        return stages_fit and not self._short(pipelines, None)
 
     def fits(self, pipeline: PipelinePlan, stage: StagePlan, owned: Owned | None = None) -> bool:
         """Whether its rank holds ``stage``, as one of the pipeline's."""
@@ -249,9 +256,9 @@ def _with_pipeline(plan: Plan, index: int, pipeline: PipelinePlan) -> Plan:
     return replace(plan, pipelines=(*plan.pipelines[:index], pipeline, *plan.pipelines[index + 1 :]))
 
 
-def _with_stage(pipeline: PipelinePlan, place: int, **changed: Any) -> PipelinePlan:
-    stage = replace(pipeline.stages[place], **changed)
-    return replace(pipeline, stages=(*pipeline.stages[:place], stage, *pipeline.stages[place + 1 :]))
+def _with_stage(pipeline: PipelinePlan, number: int, **changed: Any) -> PipelinePlan:
+    stage = replace(pipeline.stages[number], **changed)
+    return replace(pipeline, stages=(*pipeline.stages[:number], stage, *pipeline.stages[number + 1 :]))
 
 
 def _with_files(plan: Plan, layers: Mapping[int, int]) -> Plan:
@@ -267,14 +274,14 @@ def with_recompute(plan: Plan, recompute: bool) -> Plan:
 def cut_otherwise(plan: Plan) -> Iterator[Plan]:
     """One layer moved from a stage to its neighbour, in the longest pipeline and in all that are cut alike."""
     cuts = max(([stage.first for stage in pipeline.stages] for pipeline in plan.pipelines), key=len)
-    for place, by in itertools.product(range(1, len(cuts)), (-1, 1)):
-        moved = [*cuts[:place], cuts[place] + by, *cuts[place + 1 :], plan.layers]
-        if all(first < last for first, last in itertools.pairwise(moved)):
-            yield replace(plan, pipelines=tuple(_cut(one, moved, cuts) for one in plan.pipelines))
+    for cut, by in itertools.product(range(1, len(cuts)), (-1, 1)):
+        new_cuts = [*cuts[:cut], cuts[cut] + by, *cuts[cut + 1 :], plan.layers]
+        if all(first < last for first, last in itertools.pairwise(new_cuts)):
+            yield replace(plan, pipelines=tuple(_cut(line, new_cuts, cuts) for line in plan.pipelines))
 
 
-def _cut(pipeline: PipelinePlan, moved: Sequence[int], cuts: Sequence[int]) -> PipelinePlan:
+def _cut(pipeline: PipelinePlan, new_cuts: Sequence[int], cuts: Sequence[int]) -> PipelinePlan:
     if [stage.first for stage in pipeline.stages] != cuts:
         return pipeline
-    ends = zip(pipeline.stages, itertools.pairwise(moved), strict=True)
+    ends = zip(pipeline.stages, itertools.pairwise(new_cuts), strict=True)
     return replace(pipeline, stages=tuple(replace(stage, first=first, last=last) for stage, (first, last) in ends))

@@ -22,7 +22,7 @@ AT_ONCE = (1, 1, 1, 2, 3)
 """How many changes are made before the result is looked at: one of these."""
 SLOPES = (0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
 """Micro-batches that a stage is deeper than the next, for guessing depths."""
-TOGETHER = 0.5
+MAX_STAGES_MOVED_RANKS = 0.5
 """How often a change is made in all pipelines of as many stages, which then stay alike."""
 
 
@@ -54,7 +54,7 @@ class Moves:
 
     def _together(self, lines: Lines, index: int, change: Callable[[Line], Line]) -> Lines:
         """A change of the pipeline alone, or of all of as many stages."""
-        count, alone = len(lines[index].ranks), len(lines) < 2 or self.draw.random() >= TOGETHER
+        count, alone = len(lines[index].ranks), len(lines) < 2 or self.draw.random() >= MAX_STAGES_MOVED_RANKS
         alike = [index] if alone else [i for i, line in enumerate(lines) if len(line.ranks) == count]
         return _with(lines, {i: change(lines[i]) for i in alike})
 
@@ -65,20 +65,20 @@ class Moves:
         giving, taking = self.draw.sample(range(len(lines[index].ranks)), 2)
         anew = self.draw.random() < 0.5
 
-        def moved(one: Line) -> Line:
-            if one.counts[giving] < 2:
-                return one
-            counts = list(one.counts)
+        def recut(line: Line) -> Line:
+            if line.counts[giving] < 2:
+                return line
+            counts = list(line.counts)
             counts[giving], counts[taking] = counts[giving] - 1, counts[taking] + 1
-            one = one._replace(counts=tuple(counts))
-            return self._paced(one) if anew else one
+            line = line._replace(counts=tuple(counts))
+            return self._paced(line) if anew else line
 
-        return self._together(lines, index, moved)
+        return self._together(lines, index, recut)
 
     def _depth(self, lines: Lines, index: int) -> Lines:
         """At one stage; none before it stays shallower, none behind it deeper."""
-        place, by = self.draw.randrange(len(lines[index].ranks)), self.draw.choice(DEEPER)
-        return self._together(lines, index, lambda line: deeper(line, place, by))
+        stage, by = self.draw.randrange(len(lines[index].ranks)), self.draw.choice(DEEPER)
+        return self._together(lines, index, lambda line: deeper(line, stage, by))
 
     def _slope(self, lines: Lines, index: int) -> Lines:
         """Every stage as many micro-batches deeper than the next."""
@@ -96,28 +96,28 @@ class Moves:
     def _place(self, lines: Lines, index: int) -> Lines:
         """A rank with all it holds, to another place of its pipeline."""
         places = list(range(len(lines[index].ranks)))
-        place = places.pop(self.draw.randrange(len(places)))
-        places.insert(self.draw.randrange(len(places) + 1), place)
+        stage = places.pop(self.draw.randrange(len(places)))
+        places.insert(self.draw.randrange(len(places) + 1), stage)
 
-        def moved(line: Line) -> Line:
+        def relocated(line: Line) -> Line:
             ranks, counts = (tuple(values[p] for p in places) for values in (line.ranks, line.counts))
             return self._paced(line._replace(ranks=ranks, counts=counts))
 
-        return self._together(lines, index, moved)
+        return self._together(lines, index, relocated)
 
     def _exchange(self, lines: Lines, index: int) -> Lines:
         """A rank for an idle one, or for one of any pipeline."""
         idle = self._idle(lines)
         mine = self.draw.choice(lines[index].ranks)
         if idle and self.draw.random() < 0.3:
-            other = self.draw.choice(idle)
+            idle_rank = self.draw.choice(idle)
         else:
-            other = self.draw.choice(lines[self.draw.randrange(len(lines))].ranks)
-        turned = {mine: other, other: mine}
+            idle_rank = self.draw.choice(lines[self.draw.randrange(len(lines))].ranks)
+        turned = {mine: idle_rank, idle_rank: mine}
         changed = {
             i: self._paced(line._replace(ranks=tuple(turned.get(rank, rank) for rank in line.ranks)))
             for i, line in enumerate(lines)
-            if mine != other and (mine in line.ranks or other in line.ranks)
+            if mine != idle_rank and (mine in line.ranks or idle_rank in line.ranks)
         }
         return _with(lines, changed)
 
@@ -129,28 +129,28 @@ class Moves:
         line = lines[index]
         if len(line.ranks) < 2:
             return None
-        place = self.draw.randrange(len(line.ranks))
-        counts = [*line.counts[:place], *line.counts[place + 1 :]]
-        for _ in range(line.counts[place]):
+        stage = self.draw.randrange(len(line.ranks))
+        counts = [*line.counts[:stage], *line.counts[stage + 1 :]]
+        for _ in range(line.counts[stage]):
             counts[self.draw.randrange(len(counts))] += 1
-        ranks = (*line.ranks[:place], *line.ranks[place + 1 :])
+        ranks = (*line.ranks[:stage], *line.ranks[stage + 1 :])
         lines = _with(lines, {index: self._paced(line._replace(ranks=ranks, counts=tuple(counts)))})
-        others = [i for i in range(len(lines)) if i != index]
-        if others and self.draw.random() < 0.8:
-            return self._added(lines, self.draw.choice(others), line.ranks[place])
+        other_indices = [i for i in range(len(lines)) if i != index]
+        if other_indices and self.draw.random() < 0.8:
+            return self._added(lines, self.draw.choice(other_indices), line.ranks[stage])
         return lines
 
     def _added(self, lines: Lines, index: int, rank: int) -> Lines | None:
         """The rank takes some layers off a stage, at either end of it."""
         line = lines[index]
-        place, before = self.draw.randrange(len(line.ranks)), self.draw.random() < 0.5
-        count, at = line.counts[place], place + (not before)
+        stage, before = self.draw.randrange(len(line.ranks)), self.draw.random() < 0.5
+        count, at = line.counts[stage], stage + (not before)
         if count < 2:
             return None
-        taken = self.draw.randrange(1, count)
-        pair = (taken, count - taken) if before else (count - taken, taken)
+        layers_taken = self.draw.randrange(1, count)
+        pair = (layers_taken, count - layers_taken) if before else (count - layers_taken, layers_taken)
         ranks = (*line.ranks[:at], rank, *line.ranks[at:])
-        counts = (*line.counts[:place], *pair, *line.counts[place + 1 :])
+        counts = (*line.counts[:stage], *pair, *line.counts[stage + 1 :])
         return _with(lines, {index: self._paced(line._replace(ranks=ranks, counts=counts))})
 
     def _split(self, lines: Lines, index: int) -> Lines:
@@ -164,13 +164,13 @@ class Moves:
         return self._together(lines, index, changed)
 
     def _share(self, lines: Lines, index: int) -> Lines | None:
-        others = [i for i in range(len(lines)) if i != index]
+        other_indices = [i for i in range(len(lines)) if i != index]
         amount = self.draw.choice(AMOUNTS)
-        if not others or lines[index].sequences <= amount:
+        if not other_indices or lines[index].sequences <= amount:
             return None
-        other = self.draw.choice(others)
-        giving, taking = self._with_share(lines[index], -amount), self._with_share(lines[other], amount)
-        return _with(lines, {index: giving, other: taking}) if giving and taking else None
+        receiver = self.draw.choice(other_indices)
+        giving, taking = self._with_share(lines[index], -amount), self._with_share(lines[receiver], amount)
+        return _with(lines, {index: giving, receiver: taking}) if giving and taking else None
 
     def _with_share(self, line: Line, by: int) -> Line | None:
         """In micro-batches as large as they were, or the next smaller ones that divide it."""
@@ -193,43 +193,46 @@ def nearest(lines: Lines, depths: bool) -> Iterator[Lines]:
     """One small change away: a layer at a cut, one micro-batch deeper or shallower (``depths``), or in another pipeline; then one
     stage deeper and another one shallower."""
     for index, line in enumerate(lines):
-        for place, by in itertools.product(range(1, len(line.counts)), (-1, 1)):
+        for stage, by in itertools.product(range(1, len(line.counts)), (-1, 1)):
             counts = list(line.counts)
-            counts[place - 1], counts[place] = counts[place - 1] + by, counts[place] - by
+            counts[stage - 1], counts[stage] = counts[stage - 1] + by, counts[stage] - by
             if min(counts) > 0:
                 yield _with(lines, {index: line._replace(counts=tuple(counts))})
-        for place, by in itertools.product(range(len(line.counts) if depths else 0), (-1, 1)):
-            yield _with(lines, {index: deeper(line, place, by)})
-        for other, taking in enumerate(lines):
-            if other != index and line.sequences > line.micro_batch == taking.micro_batch:
+        for stage, by in itertools.product(range(len(line.counts) if depths else 0), (-1, 1)):
+            yield _with(lines, {index: deeper(line, stage, by)})
+        for receiver, taking in enumerate(lines):
+            if receiver != index and line.sequences > line.micro_batch == taking.micro_batch:
                 shares = line.sequences - line.micro_batch, taking.sequences + line.micro_batch
-                given = (one._replace(sequences=share) for one, share in zip((line, taking), shares, strict=True))
-                yield _with(lines, dict(zip((index, other), given, strict=True)))
+                reshared = (
+                    changed_line._replace(sequences=share)
+                    for changed_line, share in zip((line, taking), shares, strict=True)
+                )
+                yield _with(lines, dict(zip((index, receiver), reshared, strict=True)))
     for index, line in enumerate(lines if depths else ()):
-        for place, other in itertools.permutations(range(len(line.counts)), 2):
-            yield _with(lines, {index: deeper(deeper(line, place, 1), other, -1)})
+        for stage, receiver in itertools.permutations(range(len(line.counts)), 2):
+            yield _with(lines, {index: deeper(deeper(line, stage, 1), receiver, -1)})
 
 
 def with_rank(lines: Lines, rank: int) -> Iterator[Lines]:
     """``rank`` as a stage of one layer, at either side of any other, which gives it up."""
     for index, line in enumerate(lines):
-        for place, at in ((place, place + behind) for place in range(len(line.ranks)) for behind in (0, 1)):
-            if line.counts[place] > 1:
-                counts = (*line.counts[:place], line.counts[place] - 1, *line.counts[place + 1 :])
-                values = (line.ranks, rank), (counts, 1), (line.flying, line.flying[place])
+        for stage, at in ((stage, stage + behind) for stage in range(len(line.ranks)) for behind in (0, 1)):
+            if line.counts[stage] > 1:
+                counts = (*line.counts[:stage], line.counts[stage] - 1, *line.counts[stage + 1 :])
+                values = (line.ranks, rank), (counts, 1), (line.flying, line.flying[stage])
                 ranks, counts, flying = ((*now[:at], new, *now[at:]) for now, new in values)
                 yield _with(lines, {index: line._replace(ranks=ranks, counts=counts, flying=flying)})
 
 
-def deeper(line: Line, place: int, by: int) -> Line:
+def deeper(line: Line, stage: int, by: int) -> Line:
     """The depths deeper by so many micro-batches at one stage; none before it stays shallower, none behind it deeper."""
-    depth = min(max(1, line.flying[place] + by), line.micro_batches)
+    depth = min(max(1, line.flying[stage] + by), line.micro_batches)
     flying = tuple(
-        max(now, depth) if i <= place and by > 0 else min(now, depth) if i >= place and by < 0 else now
+        max(now, depth) if i <= stage and by > 0 else min(now, depth) if i >= stage and by < 0 else now
         for i, now in enumerate(line.flying)
     )
     return line._replace(flying=flying)
 
 
-def _with(lines: Lines, other: Mapping[int, Line]) -> Lines:
-    return tuple(other.get(index, line) for index, line in enumerate(lines))
+def _with(lines: Lines, replaced: Mapping[int, Line]) -> Lines:
+    return tuple(replaced.get(index, line) for index, line in enumerate(lines))

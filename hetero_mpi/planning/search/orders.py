@@ -22,15 +22,15 @@ from hetero_mpi.planning.search.costs import Costs
 from hetero_mpi.planning.search.pipelines import Line, Lines, falling
 from hetero_mpi.planning.tables import Floats, Indices
 
-MOST_IN_FLIGHT = 3
+MAX_IN_FLIGHT = 3
 """So many times as many micro-batches in flight as there are ranks are told apart."""
 WIDTH, WIDER = 96, 3
 """Candidates that are improved together, and so many times as many to choose the first ones from."""
-ROUNDING = 1e-6
+ROUNDING_RATIO = 1e-6
 SOONER, LEFT = 0.99, (1.0, 0.1)
 """The time to be reached next, as a share of the best; the mean number of layers by which more may be left over at first and at
 last."""
-DOUBLED = 15
+DOUBLING_COUNT = 15
 """After so many rounds the worse half of all candidates goes on from the better one."""
 SWAP, SHIFT, GIVE = 0.40, 0.65, 0.85
 """Moves, by a number drawn from 0 to 1: two ranks change places; below the next, one goes elsewhere; sequences go to another
@@ -55,7 +55,7 @@ class Candidates(NamedTuple):
         return Candidates(*(array[:, columns] for array in self))
 
 
-class Found(NamedTuple):
+class Candidate(NamedTuple):
     """A candidate with its time."""
 
     seconds: float
@@ -70,19 +70,19 @@ class Orders:
 
     def __init__(self, costs: Mapping[int, Costs]) -> None:
         self.sizes = np.array(sorted(costs))
-        own = [costs[size] for size in self.sizes.tolist()]
-        first, self.layers = own[0], own[0].layer_count
+        ordered_costs = [costs[size] for size in self.sizes.tolist()]
+        first, self.layers = ordered_costs[0], ordered_costs[0].layer_count
         self.count, self.request = first.count, first.request
-        most = max(len(each.ways) for each in own)
-        self.most = min(self.request.global_batch, MOST_IN_FLIGHT * self.count + 4)
-        self.hop = np.array([_hops_s(each) for each in own])
-        seconds = [np.cumsum(each.forward_s + each.backward_s, axis=2) for each in own]
-        whole = [np.pad(each, [(0, 0), (0, 0), (1, 0)]) for each in seconds]
-        tables = [[self._rooms(own_way) for own_way in each.deepest.values()] for each in own]
+        most = max(len(each.ways) for each in ordered_costs)
+        self.most = min(self.request.global_batch, MAX_IN_FLIGHT * self.count + 4)
+        self.hop = np.array([_hops_s(each) for each in ordered_costs])
+        seconds = [np.cumsum(each.forward_s + each.backward_s, axis=2) for each in ordered_costs]
+        padded = [np.pad(each, [(0, 0), (0, 0), (1, 0)]) for each in seconds]
+        tables = [[self._rooms(own_way) for own_way in each.deepest.values()] for each in ordered_costs]
         # Some sizes have fewer ways: the last one stands for those they lack.
         self.overhead, self.seconds, self.room = (
             np.array([[each[min(way, len(each) - 1)] for way in range(most)] for each in by_size])
-            for by_size in ([each.overhead_s.sum(axis=2) for each in own], whole, tables)
+            for by_size in ([each.overhead_s.sum(axis=2) for each in ordered_costs], padded, tables)
         )
         """[size, way, rank] seconds of a micro-batch; [size, way, rank, layer] those in all layers before; [size, way, rank, first,
         micro-batches in flight] most layers that memory holds."""
@@ -96,13 +96,13 @@ class Orders:
 
     def _rooms(self, deepest: list[list[list[int]]]) -> Indices:
         """[rank, first, micro-batches in flight]: most layers. ``deepest``: by rank, which share tables where memory is equal."""
-        known: dict[int, Indices] = {}
-        asked = np.maximum(1, np.arange(self.most + 1))
+        rooms_by_table: dict[int, Indices] = {}
+        depths_asked = np.maximum(1, np.arange(self.most + 1))
         for table in deepest:
-            if id(table) not in known:
+            if id(table) not in rooms_by_table:
                 depths = np.minimum.accumulate(np.array(table), axis=1)
-                known[id(table)] = (depths[:, :, None] >= asked).sum(axis=1).astype(np.int16)
-        return np.array([known[id(table)] for table in deepest])
+                rooms_by_table[id(table)] = (depths[:, :, None] >= depths_asked).sum(axis=1).astype(np.int16)
+        return np.array([rooms_by_table[id(table)] for table in deepest])
 
     def place(self, time: Floats, these: Candidates, depth: float) -> tuple[Indices, Indices, Indices]:
         """The layers that each candidate places by ``time`` [N]: those that find no place [N], layers of every rank [K, N], and its
@@ -114,11 +114,11 @@ class Orders:
         size = these.size[these.pipeline, column]
         count = np.maximum(1, (these.sequences // self.sizes[these.size])[these.pipeline, column]).astype(float)
         same = these.pipeline[1:] == these.pipeline[:-1]
-        hops, left, after = np.zeros((K, N)), np.zeros((K, N)), np.zeros((K, N))
+        hops, hops_left_s, after = np.zeros((K, N)), np.zeros((K, N)), np.zeros((K, N))
         hops[:-1] = np.where(same, self.hop[size[:-1], who[:-1], who[1:]], 0.0)
-        left[-1] = hops[-1]
+        hops_left_s[-1] = hops[-1]
         for k in range(K - 2, -1, -1):
-            left[k] = hops[k] + np.where(same[k], left[k + 1], 0.0)
+            hops_left_s[k] = hops[k] + np.where(same[k], hops_left_s[k + 1], 0.0)
             after[k] = np.where(same[k], after[k + 1] + 1, 0.0)
         filling = (count - 1) * (1 - (1 - 1 / count) ** after)
         base, ways = size * (self.seconds.shape[1] * n) + who, self.seconds.shape[1]
@@ -129,18 +129,18 @@ class Orders:
             if k:
                 first, passed = np.where(same[k - 1], first, 0), np.where(same[k - 1], passed, 0.0)
             pace = np.maximum((left_s[k] - passed) / count[k], 1e-30)
-            flying[k] = self._flying(filling[k] + left[k] / pace, after[k], count[k], depth)
-            held, last, busy = np.minimum(flying[k], self.most), first, np.zeros(N)
+            flying[k] = self._flying(filling[k] + hops_left_s[k] / pace, after[k], count[k], depth)
+            depth_index, last, busy = np.minimum(flying[k], self.most), first, np.zeros(N)
             for way in range(ways):
                 row = base[k] + way * n
-                begun = self._rows[row, first]
+                begin_s = self._rows[row, first]
                 overhead = self.overhead[size[k], way, who[k]]
-                until = begun + (pace - overhead) + row * self._gap
+                until = begin_s + (pace - overhead) + row * self._gap
                 end = np.searchsorted(self._rising, until, side="right") - 1 - row * (self.layers + 1)
-                room = np.minimum(first + self.room[size[k], way, who[k], first, held], self.layers)
+                room = np.minimum(first + self.room[size[k], way, who[k], first, depth_index], self.layers)
                 end = np.clip(end, first, room)
                 more = end > last
-                busy, last = np.where(more, self._rows[row, end] - begun + overhead, busy), np.where(more, end, last)
+                busy, last = np.where(more, self._rows[row, end] - begin_s + overhead, busy), np.where(more, end, last)
             counts[k] = last - first
             passed = passed + np.where(counts[k] > 0, busy + hops[k], 0.0)
             first = last
@@ -151,7 +151,7 @@ class Orders:
     def _flying(self, periods: Floats, after: Floats, count: Floats, depth: float) -> Indices:
         schedule = self.request.schedule
         if schedule == "auto":
-            return np.minimum(np.ceil(1 + depth * np.minimum(periods, 1e9) - ROUNDING), count).astype(np.int64)
+            return np.minimum(np.ceil(1 + depth * np.minimum(periods, 1e9) - ROUNDING_RATIO), count).astype(np.int64)
         return (count if schedule == "gpipe" else np.minimum(count, after + 1)).astype(np.int64)
 
     def least(self, these: Candidates, depth: float, steps: int = 9, span: float = 32.0) -> Floats:
@@ -162,38 +162,40 @@ class Orders:
             power, (these.pipeline, column), 1 / (self.seconds[..., -1] + self.overhead).min(axis=1)[size, these.who]
         )
         lower = (these.sequences // self.sizes[these.size] / np.maximum(power, 1e-12))[:-1].max(axis=0)
-        upper, found = lower * span, np.full(len(lower), math.inf)
+        upper, least_s = lower * span, np.full(len(lower), math.inf)
         for _ in range(steps):
             middle = np.sqrt(lower * upper)
             done = self.place(middle, these, depth)[0] <= 0
-            upper, lower, found = (
+            upper, lower, least_s = (
                 np.where(done, middle, upper),
                 np.where(done, lower, middle),
-                np.where(done, middle, found),
+                np.where(done, middle, least_s),
             )
-        return found
+        return least_s
 
-    def lines(self, found: Found, depth: float) -> Lines | None:
+    def lines(self, candidate: Candidate, depth: float) -> Lines | None:
         """The candidate's pipelines, cut for its time; None: a layer has no place."""
-        these = Candidates(*(np.array(one)[:, None] for one in found[1:]))
-        left, counts, flying = self.place(np.array([found.seconds * 1.0001]), these, depth)
-        if left[0] > 0:
+        these = Candidates(*(np.array(column)[:, None] for column in candidate[1:]))
+        unplaced, counts, flying = self.place(np.array([candidate.seconds * 1.0001]), these, depth)
+        if unplaced[0] > 0:
             return None
         pipelines = []
-        for p in range(len(found.size) - 1):
-            at = [k for k in range(len(found.who)) if found.pipeline[k] == p and counts[k, 0] > 0]
-            ranks, held = tuple(found.who[k] for k in at), tuple(counts[at, 0].tolist())
+        for p in range(len(candidate.size) - 1):
+            at = [k for k in range(len(candidate.who)) if candidate.pipeline[k] == p and counts[k, 0] > 0]
+            ranks, layer_counts = tuple(candidate.who[k] for k in at), tuple(counts[at, 0].tolist())
             depths = (
                 falling(flying[at, 0].tolist()) if self.request.schedule == "auto" else tuple(flying[at, 0].tolist())
             )
-            pipelines.append(Line(ranks, held, depths, int(self.sizes[found.size[p]]), found.sequences[p]))
+            pipelines.append(
+                Line(ranks, layer_counts, depths, int(self.sizes[candidate.size[p]]), candidate.sequences[p])
+            )
         return tuple(pipelines)
 
-    def dealt(self, found: Found) -> Lines | None:
+    def spread_over_all_ranks(self, candidate: Candidate) -> Lines | None:
         """The candidate's pipelines with a layer or more for every rank, by speed, as deep as may be; None: too many ranks."""
         pipelines = []
-        for p, (size, sequences) in enumerate(zip(found.size[:-1], found.sequences, strict=False)):
-            ranks = tuple(rank for rank, of in zip(found.who, found.pipeline, strict=True) if of == p)
+        for p, (size, sequences) in enumerate(zip(candidate.size[:-1], candidate.sequences, strict=False)):
+            ranks = tuple(rank for rank, of in zip(candidate.who, candidate.pipeline, strict=True) if of == p)
             if len(ranks) > self.layers:
                 return None
             counts = [1] * len(ranks)
@@ -208,16 +210,16 @@ class Orders:
         who = [rank for line in lines for rank in line.ranks]
         pipeline = [p for p, line in enumerate(lines) for _ in line.ranks]
         sizes = [*(self.sizes.tolist().index(line.micro_batch) for line in lines), 0]
-        one = (tuple(who), tuple(pipeline), tuple(sizes), (*(line.sequences for line in lines), 1))
-        seconds = float(self.least(Candidates(*(np.array(each)[:, None] for each in one)), depth, steps=12)[0])
-        cut = None if seconds == math.inf else self.lines(Found(seconds, *one), depth)
+        candidate = (tuple(who), tuple(pipeline), tuple(sizes), (*(line.sequences for line in lines), 1))
+        seconds = float(self.least(Candidates(*(np.array(each)[:, None] for each in candidate)), depth, steps=12)[0])
+        cut = None if seconds == math.inf else self.lines(Candidate(seconds, *candidate), depth)
         return (
             None if cut is None else tuple(new._replace(split=old.split) for new, old in zip(cut, lines, strict=True))
         )
 
     # To begin with
 
-    def begin(self, pipelines: int, draw: np.random.Generator, depth: float = 1.0) -> Candidates:
+    def random_candidates(self, pipelines: int, draw: np.random.Generator, depth: float = 1.0) -> Candidates:
         """The best of many unlike candidates: ranks by host, speed or memory, or by chance, for one pipeline after the other, or
         dealt out to all of them in turn or to and fro."""
         K, N = self.count, WIDTH * WIDER
@@ -241,10 +243,10 @@ class Orders:
             blur = draw.choice([0, 0.0, 0.5]) * (key.std() + 1e-9)
             order = np.lexsort((draw.random(K), key + draw.random(K) * blur))
             if way:
-                turn, place = np.divmod(np.arange(K), pipelines)
-                place = np.where((turn % 2 == 1) & (way == 2), pipelines - 1 - place, place)
-                at = np.argsort(place, kind="stable")
-                order, of[:, c] = order[at], place[at]
+                turn, slot = np.divmod(np.arange(K), pipelines)
+                slot = np.where((turn % 2 == 1) & (way == 2), pipelines - 1 - slot, slot)
+                at = np.argsort(slot, kind="stable")
+                order, of[:, c] = order[at], slot[at]
             who[:, c] = order
         these = self._shared(who, of, pipelines, draw.integers(len(self.sizes), size=N))
         return these.at(np.argsort(self.least(these, depth), kind="stable")[:WIDTH])
@@ -272,7 +274,7 @@ class Orders:
 
     # Better ones
 
-    def moved(self, these: Candidates, draw: np.random.Generator) -> Candidates:
+    def changed(self, these: Candidates, draw: np.random.Generator) -> Candidates:
         """Every candidate changed a little, each in its own way."""
         (K, N), P = these.who.shape, len(these.size) - 1
         column, (who, of, size, sequences) = np.arange(N), (array.copy() for array in these)
@@ -304,40 +306,44 @@ class Orders:
         return Candidates(who, of, size, sequences)
 
     def improved(
-        self, these: Candidates, rounds: int, depth: float, draw: np.random.Generator, kept: int
-    ) -> tuple[list[Found], Candidates]:
+        self, these: Candidates, rounds: int, depth: float, draw: np.random.Generator, max_candidates: int
+    ) -> tuple[list[Candidate], Candidates]:
         """The best unlike candidates that come of ``these``, the best first; and where all of them stand then. Empty: none fits."""
         time = self.least(these, depth)
-        best = {one[1:]: one for one in self._sorted(these, time, 4 * kept)}
+        best = {candidate[1:]: candidate for candidate in self._sorted(these, time, 4 * max_candidates)}
         if not best:
             return [], these
         goal = float(time.min()) * SOONER
-        left = self.place(np.full(len(time), goal), these, depth)[0]
+        unplaced = self.place(np.full(len(time), goal), these, depth)[0]
         for turn in range(rounds):
-            others = self.moved(these, draw)
-            found = self.place(np.full(len(time), goal), others, depth)[0]
-            taken = found <= left + LEFT[0] * (LEFT[1] / LEFT[0]) ** (turn / rounds) * draw.exponential(size=len(time))
-            these = Candidates(*(np.where(taken, new, old) for old, new in zip(these, others, strict=True)))
-            left = np.where(taken, found, left)
-            if (done := np.flatnonzero(left <= 0)).size:
+            changed_candidates = self.changed(these, draw)
+            unplaced_changed = self.place(np.full(len(time), goal), changed_candidates, depth)[0]
+            accepted = unplaced_changed <= unplaced + LEFT[0] * (LEFT[1] / LEFT[0]) ** (
+                turn / rounds
+            ) * draw.exponential(size=len(time))
+            these = Candidates(
+                *(np.where(accepted, new, old) for old, new in zip(these, changed_candidates, strict=True))
+            )
+            unplaced = np.where(accepted, unplaced_changed, unplaced)
+            if (done := np.flatnonzero(unplaced <= 0)).size:
                 part = these.at(done)
                 seconds = np.minimum(self.least(part, depth, steps=8, span=1.3), goal)
-                for one in self._sorted(part, seconds, 2 * kept):
-                    best[one[1:]] = min(one, best.get(one[1:], one))
+                for candidate in self._sorted(part, seconds, 2 * max_candidates):
+                    best[candidate[1:]] = min(candidate, best.get(candidate[1:], candidate))
                 goal = float(seconds.min()) * SOONER
-                left = self.place(np.full(len(time), goal), these, depth)[0]
-            if turn % DOUBLED == DOUBLED - 1:
-                order = np.argsort(left, kind="stable")
+                unplaced = self.place(np.full(len(time), goal), these, depth)[0]
+            if turn % DOUBLING_COUNT == DOUBLING_COUNT - 1:
+                order = np.argsort(unplaced, kind="stable")
                 half = len(order) // 2
                 source = np.concatenate([order[: len(order) - half], order[:half]])
-                these, left = these.at(source), left[source]
-        return unlike(sorted(best.values()), kept), these
+                these, unplaced = these.at(source), unplaced[source]
+        return unlike(sorted(best.values()), max_candidates), these
 
-    def _sorted(self, these: Candidates, seconds: Floats, most: int) -> list[Found]:
+    def _sorted(self, these: Candidates, seconds: Floats, most: int) -> list[Candidate]:
         """So many of those that fit, the best first."""
         order = [c for c in np.argsort(seconds, kind="stable")[:most].tolist() if seconds[c] < math.inf]
         arrays = [array.T.tolist() for array in these.at(np.array(order, dtype=np.int64))]
-        return [Found(float(seconds[c]), *(tuple(array[at]) for array in arrays)) for at, c in enumerate(order)]
+        return [Candidate(float(seconds[c]), *(tuple(array[at]) for array in arrays)) for at, c in enumerate(order)]
 
 
 def _hops_s(costs: Costs) -> Floats:
@@ -346,12 +352,12 @@ def _hops_s(costs: Costs) -> Floats:
     return np.where(np.eye(costs.count, dtype=bool), 0.0, away + away.T)
 
 
-def unlike(found: list[Found], kept: int) -> list[Found]:
+def unlike(candidates: list[Candidate], max_candidates: int) -> list[Candidate]:
     """So many of them, of the same micro-batches or the same ranks only a few."""
-    chosen: list[Found] = []
-    for one in found:
-        sized = sum(other.sequences == one.sequences and other.size == one.size for other in chosen)
-        ordered = sum(other[1:3] == one[1:3] for other in chosen)
-        if len(chosen) < kept and ordered < 3 and (sized < kept // 2 or not ordered):
-            chosen.append(one)
-    return chosen
+    diverse: list[Candidate] = []
+    for candidate in candidates:
+        sized = sum(earlier.sequences == candidate.sequences and earlier.size == candidate.size for earlier in diverse)
+        ordered = sum(earlier[1:3] == candidate[1:3] for earlier in diverse)
+        if len(diverse) < max_candidates and ordered < 3 and (sized < max_candidates // 2 or not ordered):
+            diverse.append(candidate)
+    return diverse

@@ -12,7 +12,7 @@ from hetero_mpi.planning.memory import StageMode
 from hetero_mpi.planning.outline import spans_of_many_s
 from hetero_mpi.planning.types.plan import PipelinePlan, StagePlan
 
-ROUNDING = 1e-9
+ROUNDING_RATIO = 1e-9
 
 
 class Line(NamedTuple):
@@ -95,4 +95,4 @@ def used(lines: Sequence[Line]) -> int:
 
 def falling(flying: Sequence[int]) -> tuple[int, ...]:
     """Micro-batches in flight, fewer than at the stage before, which would wait otherwise."""
-    return tuple(itertools.accumulate(flying, lambda before, own: max(1, min(own, before - 1))))
+    return tuple(itertools.accumulate(flying, lambda before, in_flight: max(1, min(in_flight, before - 1))))

@@ -19,13 +19,13 @@ from hetero_mpi.planning.memory import shared_memories
 from hetero_mpi.planning.orders.warm_up import scheduled_depths
 from hetero_mpi.planning.search.costs import Costs
 from hetero_mpi.planning.search.moves import Moves, nearest, with_rank
-from hetero_mpi.planning.search.pipelines import ROUNDING, Fitting, Line, Lines, used
+from hetero_mpi.planning.search.pipelines import ROUNDING_RATIO, Fitting, Line, Lines, used
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest, shares_nics
 
-ALLOWANCES = (0.0, 0.1, 0.25, 0.5, 0.9, 1.5, 2.5)
+DEPTH_ALLOWANCES = (0.0, 0.1, 0.25, 0.5, 0.9, 1.5, 2.5)
 """For which depths are guessed: see ``Costs.paced``."""
-DEALT = 12
+OWNED_STATE_ACTIONS_FACTOR = 12
 """How much longer an action takes to simulate where state is dealt to owners as well."""
 
 Step = Callable[[Sequence[Fitting]], float]
@@ -33,40 +33,56 @@ Start = tuple[Lines, float]
 """Pipelines and their step time; infinite: they do not fit, or leave out a rank that must not idle."""
 
 
-class Rounds:
-    """Better pipelines of those that ``costs`` describe. ``step_s``: of pipelines that fit by themselves; infinite: they do not fit
-    together; ``quick_s``: nearly so. ``owned_s``: the same of pipelines that fit only because they share the state, with owners
-    that have room for it. ``least``: so many ranks are in use, or more."""
+class LocalSearch:
+    """Improves pipelines by local moves.
 
-    def __init__(self, costs: dict[int, Costs], step_s: Step, quick_s: Step, owned_s: Step, least: int = 0) -> None:
-        self.costs, self.step_s, self.quick_s, self.owned_s, self.least = costs, step_s, quick_s, owned_s, least
+    Args:
+        costs: by micro-batch size.
+        step_s: step time of pipelines that each fit; infinite: they do not fit together.
+        estimate_step_s: nearly ``step_s``, from tables alone.
+        owned_step_s: step time of pipelines that fit only with sharded optimizer state, with owners that have memory for it.
+        least: minimum number of ranks in use.
+    """
+
+    def __init__(
+        self, costs: dict[int, Costs], step_s: Step, estimate_step_s: Step, owned_step_s: Step, least_ranks: int = 0
+    ) -> None:
+        self.costs, self.step_s, self.estimate_step_s, self.owned_step_s, self.least = (
+            costs,
+            step_s,
+            estimate_step_s,
+            owned_step_s,
+            least_ranks,
+        )
         first = next(iter(costs.values()))
         self.request, self.layer_count, self._splits = first.request, first.layer_count, first.splits
         self.count, self.fixed = first.count, self.request.schedule != "auto"
         self._levels: list[tuple[dict[int, Costs], dict[Line, Fitting | None]]] = [(costs, {})]
         """As pipelines are fitted: first where others own all the state, then where each owns its part."""
         self._state_bytes = first.model.owned_bytes(0, self.layer_count)
-        self._shared: dict[int, Rounds] = {1: self}
+        self._shared: dict[int, LocalSearch] = {1: self}
 
-    def of(self, pipelines: int) -> Rounds:
+    def shared_by(self, pipelines: int) -> LocalSearch:
         """The same for so many pipelines, which share the state."""
         if pipelines not in self._shared:
-            costs = {size: own.of(pipelines) for size, own in self.costs.items()}
-            same = all(own is self.costs[size] for size, own in costs.items())
-            other = self if same else Rounds(costs, self.step_s, self.quick_s, self.owned_s, self.least)
-            owning_none = {size: own.of(math.inf) for size, own in self.costs.items()}
-            if any(own is not self.costs[size] for size, own in owning_none.items()):
-                if other is self:
-                    other = copy.copy(self)
-                other._levels = [(owning_none, {}), *other._levels]
-            self._shared[pipelines] = other
+            costs = {size: costs_of_size.shared_by(pipelines) for size, costs_of_size in self.costs.items()}
+            same = all(costs_of_size is self.costs[size] for size, costs_of_size in costs.items())
+            shared_search = (
+                self if same else LocalSearch(costs, self.step_s, self.estimate_step_s, self.owned_step_s, self.least)
+            )
+            owning_none = {size: costs_of_size.shared_by(math.inf) for size, costs_of_size in self.costs.items()}
+            if any(costs_of_size is not self.costs[size] for size, costs_of_size in owning_none.items()):
+                if shared_search is self:
+                    shared_search = copy.copy(self)
+                shared_search._levels = [(owning_none, {}), *shared_search._levels]
+            self._shared[pipelines] = shared_search
         return self._shared[pipelines]
 
-    def requiring(self, least: int) -> Rounds:
+    def using_at_least(self, least_ranks: int) -> LocalSearch:
         """The same, with so many ranks in use or more."""
-        other = copy.copy(self)
-        other.least = least
-        return other
+        restricted = copy.copy(self)
+        restricted.least = least_ranks
+        return restricted
 
     def annealed(
         self,
@@ -91,7 +107,7 @@ class Rounds:
             changed = changes.changed(now)
             if changed == now or used(changed) < min(self.least, used(now) + 1):
                 continue
-            fittings = self.within(limit_s, changed)
+            fittings = self.fitted_within(limit_s, changed)
             if fittings is None:
                 now = changed if now_s == math.inf else now
                 continue
@@ -106,8 +122,8 @@ class Rounds:
             if found_s <= limit_s:
                 now, now_s = tuple(fitting.line for fitting in fittings), found_s
                 if now_s < best_s and not self.holds(fittings):
-                    actions -= DEALT * spent
-                    found_s = self.owned_s(fittings)
+                    actions -= OWNED_STATE_ACTIONS_FACTOR * spent
+                    found_s = self.owned_step_s(fittings)
                 if found_s < best_s:
                     best, best_s = now, found_s
         return best, best_s
@@ -120,22 +136,26 @@ class Rounds:
             improved = False
             for changed in itertools.islice(nearest(lines, not self.fixed), looks):
                 looks -= 1
-                fittings = self.within(step_s, changed) if actions > 0 else None
+                fittings = self.fitted_within(step_s, changed) if actions > 0 else None
                 if fittings is None or self.least_s(fittings) > step_s:
                     continue
                 actions -= actions_of(changed)
                 found_s = self.step_s(fittings)
-                if found_s < step_s * (1 - ROUNDING) and not self.holds(fittings):
-                    actions -= DEALT * actions_of(changed)
-                    found_s = self.owned_s(fittings)
-                if found_s < step_s * (1 - ROUNDING):
+                if found_s < step_s * (1 - ROUNDING_RATIO) and not self.holds(fittings):
+                    actions -= OWNED_STATE_ACTIONS_FACTOR * actions_of(changed)
+                    found_s = self.owned_step_s(fittings)
+                if found_s < step_s * (1 - ROUNDING_RATIO):
                     lines, step_s, improved = tuple(fitting.line for fitting in fittings), found_s, True
                     break
         return lines, step_s
 
     def least_s(self, fittings: Sequence[Fitting]) -> float:
         """A lower bound of the step time from tables alone: no message waits for another one, and the state is dealt evenly."""
-        return 0.0 if any(fitting.line.is_split for fitting in fittings) else self.quick_s(fittings) * (1 - ROUNDING)
+        return (
+            0.0
+            if any(fitting.line.is_split for fitting in fittings)
+            else self.estimate_step_s(fittings) * (1 - ROUNDING_RATIO)
+        )
 
     def holds(self, fittings: Sequence[Fitting]) -> bool:
         """Whether every rank has memory for all the state of what it holds."""
@@ -147,22 +167,26 @@ class Rounds:
             return False
         return all(self._splits[rank] for line in lines for rank in line.ranks)
 
-    def begun(self, every: Iterable[Lines], most: int, actions: float, wanted: int) -> list[Start]:
-        """``every`` with the depths that suit them best, with backward whole and split: the best of those that fit.
+    def timed_starts(
+        self, lines_to_time: Iterable[Lines], max_timed: int, actions: float, results_wanted: int
+    ) -> list[Start]:
+        """``lines_to_time`` with the depths that suit them best, with backward whole and split: the best of those that fit.
 
         Args:
-            most: number that are timed at the most, the most promising ones.
+            max_timed: number that are timed at the most, the most promising ones.
             actions: forwards and backwards that may be simulated; one is timed in any case.
-            wanted: number of results asked for: as soon as as many take no longer than the next one's estimate, no more are timed.
+            results_wanted: number of results that the caller needs: timing ends once as many beat the next estimate.
         """
-        found = []
-        for lines in every:
-            lines = self.filled(lines) if used(lines) < self.least else lines
+        candidates = []
+        for lines in lines_to_time:
+            lines = self.with_idle_ranks_used(lines) if used(lines) < self.least else lines
             splits = (False, True) if self.may_split(lines) else (always_split(self.request),)
-            found += [self.deepened(tuple(line._replace(split=split) for line in lines)) for split in splits]
+            candidates += [
+                self.with_promising_depths(tuple(line._replace(split=split) for line in lines)) for split in splits
+            ]
         starts: list[Start] = []
-        for deepened in sorted(filter(None, found), key=lambda deepened: deepened[0][1])[:most]:
-            if sum(step_s <= deepened[0][1] for _, step_s in starts) >= wanted:
+        for deepened in sorted(filter(None, candidates), key=lambda deepened: deepened[0][1])[:max_timed]:
+            if sum(step_s <= deepened[0][1] for _, step_s in starts) >= results_wanted:
                 break
             if actions > 0 or not starts:
                 start = self.fastest(deepened)
@@ -170,49 +194,49 @@ class Rounds:
                 starts += [start] if start[1] < math.inf else []
         return starts
 
-    def filled(self, lines: Lines) -> Lines:
+    def with_idle_ranks_used(self, lines: Lines) -> Lines:
         """``lines`` with idle ranks put to work until ``least`` are, each with one layer where that costs least."""
         for rank in range(self.count):
             if used(lines) < self.least and not any(rank in line.ranks for line in lines):
-                fitting = ((other, self.within(math.inf, other)) for other in with_rank(lines, rank))
-                priced = [(self.step_s(fittings), other) for other, fittings in fitting if fittings is not None]
-                lines = min(priced, key=lambda one: one[0], default=(math.inf, lines))[1]
+                fitting = ((extended, self.fitted_within(math.inf, extended)) for extended in with_rank(lines, rank))
+                priced = [(self.step_s(fittings), extended) for extended, fittings in fitting if fittings is not None]
+                lines = min(priced, key=lambda priced_lines: priced_lines[0], default=(math.inf, lines))[1]
         return lines
 
     def price(self, lines: Lines) -> float:
         """Step time; infinite: they do not fit."""
-        fittings = self.within(math.inf, lines)
+        fittings = self.fitted_within(math.inf, lines)
         if fittings is None or used(lines) < self.least:
             return math.inf
-        return self.step_s(fittings) if self.holds(fittings) else self.owned_s(fittings)
+        return self.step_s(fittings) if self.holds(fittings) else self.owned_step_s(fittings)
 
-    def deepened(self, lines: Lines) -> list[Start]:
-        """``lines`` with several depths, by their ``quick_s``, the best first; those that fit pipeline by pipeline."""
-        found: dict[Lines, float] = {}
-        ways = itertools.product(ALLOWANCES[: 1 if self.fixed else None], (True, False))
+    def with_promising_depths(self, lines: Lines) -> list[Start]:
+        """``lines`` with several depths, by their ``estimate_step_s``, the best first; those that fit pipeline by pipeline."""
+        estimates_s: dict[Lines, float] = {}
+        ways = itertools.product(DEPTH_ALLOWANCES[: 1 if self.fixed else None], (True, False))
         paced = (tuple(self.costs[line.micro_batch].paced(line, *way) for line in lines) for way in ways)
-        for other in paced if self.fixed else (lines, *paced):
-            fittings = self.within(math.inf, other)
-            if fittings is not None and used(other) >= self.least:
+        for candidate in paced if self.fixed else (lines, *paced):
+            fittings = self.fitted_within(math.inf, candidate)
+            if fittings is not None and used(candidate) >= self.least:
                 fitted = tuple(fitting.line for fitting in fittings)
-                if fitted not in found:
-                    found[fitted] = self.quick_s(fittings)
-        return sorted(found.items(), key=lambda one: one[1])
+                if fitted not in estimates_s:
+                    estimates_s[fitted] = self.estimate_step_s(fittings)
+        return sorted(estimates_s.items(), key=lambda start: start[1])
 
     def fastest(self, starts: Sequence[Start]) -> Start:
         """The first that fits, with its step time; infinite: none does."""
         priced = ((lines, self.price(lines)) for lines, _ in starts)
-        return next((one for one in priced if one[1] < math.inf), (starts[0][0] if starts else (), math.inf))
+        return next((start for start in priced if start[1] < math.inf), (starts[0][0] if starts else (), math.inf))
 
-    def within(self, limit_s: float, lines: Lines) -> list[Fitting] | None:
+    def fitted_within(self, limit_s: float, lines: Lines) -> list[Fitting] | None:
         """The pipelines as they fit, whoever owns the state, but with room for it on all ranks together; None: they do not, or one
         takes longer than ``limit_s``."""
-        for costs, known in self._levels:
+        for costs, fitting_of_line in self._levels:
             fittings = []
             for line in lines:
-                if line not in known:
-                    known[line] = costs[line.micro_batch].fitted(line)
-                fitting = known[line]
+                if line not in fitting_of_line:
+                    fitting_of_line[line] = costs[line.micro_batch].fitted(line)
+                fitting = fitting_of_line[line]
                 if fitting is None or fitting.bound_s > limit_s:
                     return None
                 if self.fixed and fitting.line.flying != self._scheduled(line):
@@ -250,7 +274,7 @@ class Clock:
         self.costs, self.first = costs, next(iter(costs.values()))
         self._is_summed = [size > 0 for size in self.first.summed_bytes.tolist()]
         self._known: dict[tuple[int, ...], tuple[list[float], list[float]]] = {}
-        self._whole: dict[Line, list[float]] = {}
+        self._final_s: dict[Line, list[float]] = {}
 
     def step_s(self, lines: Sequence[Fitting]) -> float:
         """Seconds of a step of these pipelines, which share no rank. See ``is_plain``."""
@@ -274,16 +298,18 @@ class Clock:
         soon as the gradient is whole everywhere and all have done their earlier ones.
 
         ``coming``: is told how long new values of its layers take to every rank."""
-        whole = [max(times_s) for times_s in zip(*map(self._whole_s, lines), strict=True)]
+        final_s = [max(times_s) for times_s in zip(*map(self._whole_s, lines), strict=True)]
         free: dict[int, float] = {}
         cuts = [line.line.cuts for line in lines]
         for first, last in itertools.pairwise(sorted(set(itertools.chain(*cuts)))[::-1]):
             # Between two cuts of any pipelines the same ranks sum one layer after the other.
-            ranks = tuple(line.line.ranks[bisect_left(own, first) - 1] for line, own in zip(lines, cuts, strict=True))
+            ranks = tuple(
+                line.line.ranks[bisect_left(line_cuts, first) - 1] for line, line_cuts in zip(lines, cuts, strict=True)
+            )
             (sums, values), now = self._exchanges_s(ranks), max(free.get(rank, 0.0) for rank in ranks)
             layers = [layer for layer in range(first - 1, last - 1, -1) if self._is_summed[layer]]
             for layer in layers:
-                now = max(now, whole[layer]) + sums[layer]
+                now = max(now, final_s[layer]) + sums[layer]
             free.update(dict.fromkeys(ranks if layers else (), now))
             of_all_s = sum(values[last:first])
             for rank in ranks:
@@ -292,9 +318,9 @@ class Clock:
 
     def _whole_s(self, fitting: Fitting) -> list[float]:
         line = fitting.line
-        if line not in self._whole:
-            self._whole[line] = self.costs[line.micro_batch].whole_s(fitting)
-        return self._whole[line]
+        if line not in self._final_s:
+            self._final_s[line] = self.costs[line.micro_batch].final_gradients_s(fitting)
+        return self._final_s[line]
 
     def _exchanges_s(self, ranks: tuple[int, ...]) -> tuple[list[float], list[float]]:
         """Seconds of every layer to sum its gradients, and to bring its new values."""

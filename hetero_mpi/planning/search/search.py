@@ -18,37 +18,37 @@ import numpy as np
 from hetero_mpi.planning.fit import like_ranks
 from hetero_mpi.planning.search.costs import costs_by_size
 from hetero_mpi.planning.search.memory_fit import Fitter
-from hetero_mpi.planning.search.orders import Candidates, Found, Orders
-from hetero_mpi.planning.search.pipelines import ROUNDING, Fitting, Line, Lines, used
-from hetero_mpi.planning.search.rounds import Clock, Rounds, Start, always_split, is_plain
+from hetero_mpi.planning.search.orders import Candidate, Candidates, Orders
+from hetero_mpi.planning.search.pipelines import ROUNDING_RATIO, Fitting, Line, Lines, used
+from hetero_mpi.planning.search.rounds import Clock, LocalSearch, Start, always_split, is_plain
 from hetero_mpi.planning.tables import in_classes
 from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest, shares_nics
 
-SEARCHED = 64
+MAX_SEARCH_RANKS = 64
 """Up to so many ranks are searched."""
-LAID_OUT = 12
+MAX_RANKS_WITHOUT_LAYOUTS = 12
 """Of more ranks only numbers of pipelines are searched that the search is given plans of: estimates leave out sums of gradients."""
-DEALT = 4
+MAX_SPREAD_RANKS = 4
 """Of up to so many ranks all work in further candidates: what fits only with very unlike owners of the state is found so."""
-FEW = 6
+MAX_ALL_COUNTS_RANKS = 6
 """Up to so many ranks all numbers of pipelines are looked at closely; of fewer ranks less is tried, as there are fewer plans."""
-MOST_NUMBERS, NUMBERS_IN_BRIEF = 3, 2
+MAX_PIPELINE_COUNTS, MAX_PIPELINE_COUNTS_IN_BRIEF = 3, 2
 """So many numbers of more ranks, the most promising ones; and where the request is to be answered briefly."""
-SLOWER = 1.08
+MAX_SLOWDOWN_RATIO = 1.08
 """None is looked at closely whose candidates are so much slower than the best plan of fewer pipelines."""
-SHORT, LONG, KEPT, SIMULATED = 25, 15, 12, 8
+SCREENING_ROUNDS, IMPROVEMENT_ROUNDS, MAX_CANDIDATES, MAX_SIMULATED_CANDIDATES = 25, 15, 12, 8
 """Rounds in which candidates are improved to see whether their number is promising, and if it is; how many of them are kept, and
 simulated with the depths that look best."""
-STARTS, DOWNHILL = 4, 120
+MAX_DESCENTS, MAX_DESCENT_LOOKS = 4, 120
 """So many go downhill, of so many looks each."""
 HEAT = (0.01, 0.0005)
-LOOKS, ACTIONS = 1000, 300_000
+MAX_ANNEALING_LOOKS, MAX_SIMULATED_ACTIONS = 1000, 300_000
 """Changes looked at in annealing, and forwards and backwards simulated: a fraction of a second."""
-THOROUGH = 4
+THOROUGH_FACTOR = 4
 """So many times as much of both for a thorough request."""
-NICS = 8
+NIC_ACTIONS_FACTOR = 8
 """Where messages queue for shared NICs, an action takes about so many times as long to simulate."""
 
 
@@ -61,7 +61,7 @@ class Best(NamedTuple):
     """The best plan of one pipeline."""
     at_work_s: float | None
     """The best plan in which no rank idles that can be given something."""
-    others: list[tuple[Plan, float]]
+    good_plans: list[tuple[Plan, float]]
     """A good plan of every number of pipelines."""
 
 
@@ -78,18 +78,20 @@ class Search:
         self.ranks = [device.rank for device in self.costs[sizes[0]].devices]
         self.clock, self.is_plain = Clock(self.costs), is_plain(profile)
         self.most = min(request.max_pipelines, request.global_batch // sizes[0], len(self.ranks))
-        self.every = min(len(self.ranks), self.layer_count * min(request.max_pipelines, request.global_batch))
+        self.max_used_ranks = min(len(self.ranks), self.layer_count * min(request.max_pipelines, request.global_batch))
         """So many ranks are at work where none may idle."""
-        self.rounds = Rounds(
-            self.costs, self._step_s, self.clock.step_s, self._owned_s, 0 if request.allow_idle else self.every
+        self.rounds = LocalSearch(
+            self.costs, self._step_s, self.clock.step_s, self._owned_s, 0 if request.allow_idle else self.max_used_ranks
         )
-        times = THOROUGH if request.thorough else 1
-        share = min(1.0, len(self.ranks) / FEW)
-        self.short, self.long, self.looks = (round(share * many) for many in (SHORT, LONG, times * LOOKS))
-        self.actions = times * ACTIONS / (NICS if shares_nics(profile) else 1)
+        times = THOROUGH_FACTOR if request.thorough else 1
+        share = min(1.0, len(self.ranks) / MAX_ALL_COUNTS_RANKS)
+        self.short, self.long, self.looks = (
+            round(share * many) for many in (SCREENING_ROUNDS, IMPROVEMENT_ROUNDS, times * MAX_ANNEALING_LOOKS)
+        )
+        self.actions = times * MAX_SIMULATED_ACTIONS / (NIC_ACTIONS_FACTOR if shares_nics(profile) else 1)
         self._known: dict[Lines, float] = {}
         self._orders: dict[tuple[int, ...], Orders] = {}
-        self._candidates: dict[int, tuple[list[Found], Candidates, float]] = {}
+        self._candidates: dict[int, tuple[list[Candidate], Candidates, float]] = {}
 
     def best(self, starts: Sequence[tuple[Plan, float]] = ()) -> Best | None:
         """The best start, or better. Ranks leave the order that they stand in only for more than the request is indifferent to."""
@@ -97,94 +99,117 @@ class Search:
         for plan, step_s in starts:
             numbers.setdefault(len(plan.pipelines), []).append((self.lines(plan), step_s))
         least = self.rounds.least
-        begun = min((one for one in starts if used(self.lines(one[0])) >= least), key=lambda one: one[1], default=None)
-        if len(self.ranks) <= LAID_OUT:
+        best_given = min(
+            (start for start in starts if used(self.lines(start[0])) >= least), key=lambda start: start[1], default=None
+        )
+        if len(self.ranks) <= MAX_RANKS_WITHOUT_LAYOUTS:
             numbers = {number: numbers.get(number, []) for number in range(1, self.most + 1)}
-        found = self._of_all(numbers, self.rounds)
-        best = min(found.values(), key=lambda one: one[1], default=((), math.inf))
+        best_by_count = self._of_all(numbers, self.rounds)
+        best = min(best_by_count.values(), key=lambda start: start[1], default=((), math.inf))
         one_s = at_work_s = None
-        if len(self.ranks) <= LAID_OUT:
-            whole = best
-            if self.request.allow_idle and used(best[0]) < self.every and not self.request.brief:
-                all_of_them = len(self.ranks) <= FEW or not best[0]
-                some = numbers if all_of_them else {len(best[0]): [best]}
-                at_work = self._of_all(some, self.rounds.requiring(self.every), list(found.values()))
-                whole = min(at_work.values(), key=lambda one: one[1], default=((), math.inf))
-                best = whole if whole[1] < best[1] * (1 - ROUNDING) else best
-                found |= {n: one for n, one in at_work.items() if one[1] < found.get(n, one)[1]}
-            at_work_s, one_s = whole[1], found[1][1] if 1 in found else math.inf
+        if len(self.ranks) <= MAX_RANKS_WITHOUT_LAYOUTS:
+            best_at_work = best
+            if self.request.allow_idle and used(best[0]) < self.max_used_ranks and not self.request.brief:
+                all_of_them = len(self.ranks) <= MAX_ALL_COUNTS_RANKS or not best[0]
+                starts_by_count = numbers if all_of_them else {len(best[0]): [best]}
+                at_work = self._of_all(
+                    starts_by_count, self.rounds.using_at_least(self.max_used_ranks), list(best_by_count.values())
+                )
+                best_at_work = min(at_work.values(), key=lambda start: start[1], default=((), math.inf))
+                best = best_at_work if best_at_work[1] < best[1] * (1 - ROUNDING_RATIO) else best
+                best_by_count |= {n: start for n, start in at_work.items() if start[1] < best_by_count.get(n, start)[1]}
+            at_work_s, one_s = best_at_work[1], best_by_count[1][1] if 1 in best_by_count else math.inf
         found_plan = self.fitter.fitted(self.plan(best[0])) if best[1] < math.inf else None
-        chosen = begun
+        result = best_given
         if found_plan is not None:
             plan = self.fitter.repeating(found_plan)
-            step_s, gain = self.fitter.step_s(plan), max(ROUNDING, self.request.indifference)
-            if begun is None or step_s < begun[1] * (1 - gain):
-                chosen = plan, step_s
-        others = [(self.plan(lines), step_s) for lines, step_s in found.values() if step_s < math.inf]
-        return None if chosen is None else Best(*chosen, one_s, at_work_s, others)
+            step_s, gain = self.fitter.step_s(plan), max(ROUNDING_RATIO, self.request.indifference)
+            if best_given is None or step_s < best_given[1] * (1 - gain):
+                result = plan, step_s
+        good_plans = [(self.plan(lines), step_s) for lines, step_s in best_by_count.values() if step_s < math.inf]
+        return None if result is None else Best(*result, one_s, at_work_s, good_plans)
 
-    def _of_all(self, numbers: dict[int, list[Start]], rounds: Rounds, begun: Sequence[Start] = ()) -> dict[int, Start]:
+    def _of_all(
+        self, numbers: dict[int, list[Start]], rounds: LocalSearch, further_starts: Sequence[Start] = ()
+    ) -> dict[int, Start]:
         """The best found of every number of pipelines."""
-        known = {}
+        starts_by_count = {}
         for number, starts in numbers.items():
-            own = rounds.of(number).requiring(rounds.least)
+            local_search = rounds.shared_by(number).using_at_least(rounds.least)
             more = [
                 start
-                for one in begun
-                if len(one[0]) == number
-                for start in own.begun([one[0]], 2, self.actions, STARTS)
+                for further in further_starts
+                if len(further[0]) == number
+                for start in local_search.timed_starts([further[0]], 2, self.actions, MAX_DESCENTS)
             ]
-            starts = [one for one in starts if used(one[0]) >= rounds.least]
-            found, _, depth = self._begun(number)
-            known[number] = best_of([*starts, *more, *self._priced(found, own, depth)])
-        known = {number: starts for number, starts in known.items() if starts}
-        best = {number: starts[0] for number, starts in known.items()}
+            starts = [further for further in starts if used(further[0]) >= rounds.least]
+            candidates, _, depth = self._begun(number)
+            starts_by_count[number] = best_of([*starts, *more, *self._priced(candidates, local_search, depth)])
+        starts_by_count = {number: starts for number, starts in starts_by_count.items() if starts}
+        best = {number: starts[0] for number, starts in starts_by_count.items()}
         close = sorted(best, key=lambda number: (best[number][1], number))
-        few = len(self.ranks) <= FEW
-        close = sorted(best) if few else close[: NUMBERS_IN_BRIEF if self.request.brief else MOST_NUMBERS]
+        few = len(self.ranks) <= MAX_ALL_COUNTS_RANKS
+        close = (
+            sorted(best)
+            if few
+            else close[: MAX_PIPELINE_COUNTS_IN_BRIEF if self.request.brief else MAX_PIPELINE_COUNTS]
+        )
         least_s = math.inf
         for number in close:
-            if known[number][0][1] <= SLOWER * least_s:
-                own = rounds.of(number).requiring(rounds.least)
-                best[number] = self._improved(known[number], number, own)
+            if starts_by_count[number][0][1] <= MAX_SLOWDOWN_RATIO * least_s:
+                local_search = rounds.shared_by(number).using_at_least(rounds.least)
+                best[number] = self._improved(starts_by_count[number], number, local_search)
                 least_s = min(least_s, best[number][1])
         return best
 
-    def _begun(self, number: int) -> tuple[list[Found], Candidates, float]:
+    def _begun(self, number: int) -> tuple[list[Candidate], Candidates, float]:
         """Promising candidates of so many pipelines, where all of them stand, and their depth: the least where no other fits."""
         if number not in self._candidates:
             orders = self.orders(number)
             for depth in (1.0, 0.0):
                 draw = np.random.default_rng(number)
-                found, state = orders.improved(orders.begin(number, draw, depth), self.short, depth, draw, KEPT)
-                if found:
+                candidates, state = orders.improved(
+                    orders.random_candidates(number, draw, depth), self.short, depth, draw, MAX_CANDIDATES
+                )
+                if candidates:
                     break
-            self._candidates[number] = found, state, depth
+            self._candidates[number] = candidates, state, depth
         return self._candidates[number]
 
-    def _improved(self, starts: list[Start], number: int, rounds: Rounds) -> Start:
+    def _improved(self, starts: list[Start], number: int, rounds: LocalSearch) -> Start:
         """The best of what comes of these plans and of further candidates; annealed unless a brief answer is asked for."""
         _, state, depth = self._begun(number)
-        found, _ = self.orders(number).improved(state, self.long, depth, np.random.default_rng(0), KEPT)
-        starts = [*starts, *self._priced(found, rounds, depth)]
-        alive = best_of(starts)[:STARTS]
+        candidates, _ = self.orders(number).improved(state, self.long, depth, np.random.default_rng(0), MAX_CANDIDATES)
+        starts = [*starts, *self._priced(candidates, rounds, depth)]
+        alive = best_of(starts)[:MAX_DESCENTS]
         if len(self.ranks) == 1:
             return alive[0]
-        best = min((rounds.descended(one, DOWNHILL, self.actions / 4) for one in alive), key=lambda one: one[1])
+        best = min(
+            (rounds.descended(start, MAX_DESCENT_LOOKS, self.actions / 4) for start in alive),
+            key=lambda start: start[1],
+        )
         return best if self.request.brief else rounds.annealed(best, HEAT, self.looks, self.actions, random.Random(0))
 
-    def _priced(self, found: Sequence[Found], rounds: Rounds, depth: float) -> list[Start]:
+    def _priced(self, candidates: Sequence[Candidate], rounds: LocalSearch, depth: float) -> list[Start]:
         """The most promising of the candidates with their step times, as far as they fit."""
-        orders = [self.orders(len(one.size) - 1) for one in found]
-        lines = [own.lines(one, depth) for own, one in zip(orders, found, strict=True)]
-        if len(self.ranks) <= DEALT:
-            lines += [own.dealt(one) for own, one in zip(orders, found, strict=True)]
-        return rounds.begun(filter(None, dict.fromkeys(lines)), 2 * SIMULATED, self.actions / 4, STARTS)
+        orders = [self.orders(len(candidate.size) - 1) for candidate in candidates]
+        lines = [
+            orders_of_count.lines(candidate, depth)
+            for orders_of_count, candidate in zip(orders, candidates, strict=True)
+        ]
+        if len(self.ranks) <= MAX_SPREAD_RANKS:
+            lines += [
+                orders_of_count.spread_over_all_ranks(candidate)
+                for orders_of_count, candidate in zip(orders, candidates, strict=True)
+            ]
+        return rounds.timed_starts(
+            filter(None, dict.fromkeys(lines)), 2 * MAX_SIMULATED_CANDIDATES, self.actions / 4, MAX_DESCENTS
+        )
 
     def orders(self, number: int) -> Orders:
         """Candidates of so many pipelines; their tables are the same where they do not share the state."""
-        costs = self.rounds.of(number).costs
-        key = tuple(id(own.deepest) for own in costs.values())
+        costs = self.rounds.shared_by(number).costs
+        key = tuple(id(costs_of_size.deepest) for costs_of_size in costs.values())
         if key not in self._orders:
             self._orders[key] = Orders(costs)
         return self._orders[key]
@@ -198,31 +223,31 @@ class Search:
         these, where alike ranks stand in ascending order among themselves; else (3, 4) the same of the very ranks that were chosen.
         Without indifference only 2 and 4. Alike are ranks with the same device and the same times.
         """
-        lines, limit_s = self.lines(plan), step_s * (1 + max(self.request.indifference, ROUNDING))
+        lines, limit_s = self.lines(plan), step_s * (1 + max(self.request.indifference, ROUNDING_RATIO))
         devices = self.profile.devices
         usable = [[rank for rank in like if rank in self.ranks] for like in like_ranks(self.profile)]
         classes = [c for x in usable for c in in_classes(x, lambda a, b: devices[a].layers == devices[b].layers)]
         alike = {rank: members for members in classes for rank in members}
-        chosen = [self.ranks[rank] for line in lines for rank in line.ranks]
-        for ranks in _wishes(chosen, alike, len(lines) == 1 and self.request.indifference > 0):
-            if ranks == chosen:
+        chosen_ranks = [self.ranks[rank] for line in lines for rank in line.ranks]
+        for ranks in _preferred_orders(chosen_ranks, alike, len(lines) == 1 and self.request.indifference > 0):
+            if ranks == chosen_ranks:
                 break
-            left = iter(self.ranks.index(rank) for rank in ranks)
-            wished = tuple(line._replace(ranks=tuple(next(left) for _ in line.ranks)) for line in lines)
-            found = self.in_order(wished, limit_s)
-            if found is not None:
-                return found
+            remaining_ranks = iter(self.ranks.index(rank) for rank in ranks)
+            wished = tuple(line._replace(ranks=tuple(next(remaining_ranks) for _ in line.ranks)) for line in lines)
+            reordered = self.in_order(wished, limit_s)
+            if reordered is not None:
+                return reordered
         return plan, step_s
 
     def in_order(self, lines: Lines, limit_s: float) -> tuple[Plan, float] | None:
         """A plan of these ranks in this order, with other cuts and depths if need be, that takes no longer than ``limit_s``."""
-        rounds = self.rounds.of(len(lines))
+        rounds = self.rounds.shared_by(len(lines))
         starts = [(lines, rounds.price(lines))]
         for depth in (1.0, 1.4):
             cut = self.orders(len(lines)).cut(lines, depth)
             if cut is not None and used(cut) == used(lines):
-                starts.append(rounds.fastest(rounds.deepened(cut)))
-        best = min(starts, key=lambda one: one[1])
+                starts.append(rounds.fastest(rounds.with_promising_depths(cut)))
+        best = min(starts, key=lambda start: start[1])
         if limit_s < best[1] < math.inf:
             best = rounds.annealed(best, HEAT, self.looks // 4, self.actions / 4, random.Random(0), ranks=False)
         if best[1] > limit_s:
@@ -246,7 +271,7 @@ class Search:
 
     def plan(self, lines: Lines) -> Plan:
         """Recompute, and depth, as memory allows by the table of whole backwards."""
-        return self._plan(self.rounds.of(len(lines)).within(math.inf, lines) or ())
+        return self._plan(self.rounds.shared_by(len(lines)).fitted_within(math.inf, lines) or ())
 
     def _plan(self, fittings: Sequence[Fitting]) -> Plan:
         pipelines = tuple(fitting.pipeline(self.ranks, self.rounds.fixed) for fitting in fittings)
@@ -267,24 +292,24 @@ class Search:
 
 def best_of(starts: Iterable[Start]) -> list[Start]:
     """Those that fit, each once, the best first."""
-    return sorted({one[0]: one for one in starts if one[1] < math.inf}.values(), key=lambda one: one[1])
+    return sorted({start[0]: start for start in starts if start[1] < math.inf}.values(), key=lambda start: start[1])
 
 
-def _wishes(ranks: list[int], alike: dict[int, list[int]], one: bool) -> Iterator[list[int]]:
+def _preferred_orders(ranks: list[int], alike: dict[int, list[int]], any_order: bool) -> Iterator[list[int]]:
     """Orders of ranks that would be preferred to ``ranks``, the most wanted first."""
     classes = {id(alike[rank]): alike[rank] for rank in ranks}
     counted = (sorted(members)[: sum(rank in members for rank in ranks)] for members in classes.values())
-    for wanted in (sorted(rank for members in counted for rank in members), sorted(ranks)):
-        if one:
-            yield wanted
-        yield _filled(ranks, wanted, alike)
+    for preferred in (sorted(rank for members in counted for rank in members), sorted(ranks)):
+        if any_order:
+            yield preferred
+        yield _in_class_order(ranks, preferred, alike)
 
 
-def _filled(ranks: list[int], ascending: list[int], alike: dict[int, list[int]]) -> list[int]:
+def _in_class_order(ranks: list[int], ascending: list[int], alike: dict[int, list[int]]) -> list[int]:
     """Each place keeps its class; the members of a class take their places in ascending order."""
     waiting, result = list(ascending), []
     for rank in ranks:
-        chosen = next(other for other in waiting if other in alike[rank])
-        waiting.remove(chosen)
-        result.append(chosen)
+        next_rank = next(candidate for candidate in waiting if candidate in alike[rank])
+        waiting.remove(next_rank)
+        result.append(next_rank)
     return result

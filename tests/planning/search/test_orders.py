@@ -22,7 +22,7 @@ def orders_of(ranks: int, number: int = 1) -> Orders:
 def test_one_rank_takes_what_it_computes() -> None:
     """12 sequences of embedding 0.3, six blocks of 3 and a head of 1.5 s."""
     orders = orders_of(1)
-    least_s = orders.least(orders.begin(1, np.random.default_rng(0)), 1.0)
+    least_s = orders.least(orders.random_candidates(1, np.random.default_rng(0)), 1.0)
     assert least_s.tolist() == pytest.approx([12 * 19.8] * len(least_s), rel=0.01)
 
 
@@ -36,9 +36,9 @@ def test_candidates_stay_whole_and_get_better(number: int) -> None:
     """Every rank once, every pipeline with one at least, the whole batch in whole micro-batches."""
     search, draw = Search(cluster(), REQUEST), np.random.default_rng(0)
     orders = search.orders(number)
-    begun = these = orders.begin(number, draw)
+    begun = these = orders.random_candidates(number, draw)
     for _ in range(30):
-        these = orders.moved(these, draw)
+        these = orders.changed(these, draw)
         assert in_order(these)
         assert (these.sequences[:-1].sum(axis=0) == REQUEST.global_batch).all() and (these.sequences > 0).all()
         assert (these.sequences % orders.sizes[these.size] == 0)[:-1].all()
@@ -53,11 +53,11 @@ def test_an_estimate_is_near_to_the_step_it_leads_to(schedule: str) -> None:
     request = replace(REQUEST, max_pipelines=1, schedule=schedule)
     search, draw = Search(cluster(10_000_000), request), np.random.default_rng(0)
     orders = search.orders(1)
-    found, _ = orders.improved(orders.begin(1, draw), 40, 1.0, draw, 5)
+    found, _ = orders.improved(orders.random_candidates(1, draw), 40, 1.0, draw, 5)
     for one in found:
         lines = orders.lines(one, 1.0)
         assert lines is not None and sum(lines[0].counts) == 14 and used(lines) <= 7
-        (start,) = search.rounds.begun([lines], 1, 1e6, 1)
+        (start,) = search.rounds.timed_starts([lines], 1, 1e6, 1)
         assert 0.9 * one.seconds <= start[1] <= 1.35 * one.seconds < math.inf
 
 

@@ -10,8 +10,8 @@ import pytest
 from hetero_mpi.planning.memory_model import MemoryModel, predict_hosts, predict_memory
 from hetero_mpi.planning.search.columns import Chains, along_hosts, in_columns, in_hosts
 from hetero_mpi.planning.search.costs import Costs
-from hetero_mpi.planning.search.layouts import _dealt, _Found, _Layout
-from hetero_mpi.planning.search.layouts import several as layouts_of
+from hetero_mpi.planning.search.layouts import _Layout, _sequences_per_pipeline, _SimulatedLayout
+from hetero_mpi.planning.search.layouts import promising_layouts as layouts_of
 from hetero_mpi.planning.search.pipelines import Line
 from hetero_mpi.planning.search.rounds import Clock
 from hetero_mpi.planning.search.search import Search
@@ -89,7 +89,7 @@ def test_levels_join_what_noise_tells_apart() -> None:
     assert levels(np.array([10.0, 9.5, 5.0, 5.2, 1.0])).tolist() == [10.0, 10.0, 5.2, 5.2, 1.0]
 
 
-def found_of(columns: Costs, cuts: tuple[int, ...], warm_up: tuple[int, ...]) -> _Found:
+def found_of(columns: Costs, cuts: tuple[int, ...], warm_up: tuple[int, ...]) -> _SimulatedLayout:
     """One pipeline through the first columns, with equal shares of the batch."""
     chains, places = Chains(columns), tuple(range(len(warm_up)))
     counts = tuple(b - a for a, b in itertools.pairwise(cuts))
@@ -98,10 +98,10 @@ def found_of(columns: Costs, cuts: tuple[int, ...], warm_up: tuple[int, ...]) ->
     chain = columns.fitted(line)
     assert chain is not None
     step_s = Clock({columns.micro_batch: columns}).step_s([chain])
-    return _Found(_Layout(chains, places, step_s), chain, step_s)
+    return _SimulatedLayout(_Layout(chains, places, step_s), chain, step_s)
 
 
-def plan_of(found: _Found, shares: list[int]) -> Plan:
+def plan_of(found: _SimulatedLayout, shares: list[int]) -> Plan:
     ranks = range(99)
     pipelines = tuple(one.pipeline(ranks, False) for one in found.pipelines(shares))
     return Plan(pipelines, sum(shares), SEQUENCE, found.chains.columns.layer_count)
@@ -127,7 +127,7 @@ def test_shares_make_unlike_pipelines_end_together() -> None:
     profile = make_profile([1.0, 1.0, 3.0, 3.0], make_model(4))
     costs = costs_of(profile, PlanRequest(48, SEQUENCE, (1,), max_pipelines=2))
     found, clock = found_of(in_columns(costs, [(0, 2), (1, 3)]), (0, 3, 6), (1, 0)), Clock({1: costs})
-    shares = _dealt(found)
+    shares = _sequences_per_pipeline(found)
     assert sum(shares) == 48
     step_s = clock.step_s(found.pipelines(shares))
     assert step_s == min(clock.step_s(found.pipelines([n, 48 - n])) for n in range(1, 48))

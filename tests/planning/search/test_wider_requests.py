@@ -80,7 +80,7 @@ def test_what_is_told_of_other_plans_is_what_they_take(seed: int) -> None:
 def test_idle_ranks_are_put_to_work(at_work: tuple[tuple[int, ...], ...]) -> None:
     """Each with one layer, and the layers of all are still the model's."""
     annealer = Search(cluster(10_000_000), REQUEST)
-    lines = annealer.rounds.requiring(7).filled(annealer.lines(even_plan(at_work)))
+    lines = annealer.rounds.using_at_least(7).with_idle_ranks_used(annealer.lines(even_plan(at_work)))
     assert sorted(rank for line in lines for rank in line.ranks) == list(range(7))
     assert all(sum(line.counts) == 14 and len(line.counts) == len(line.flying) == len(line.ranks) for line in lines)
     assert annealer.rounds.price(lines) < math.inf
