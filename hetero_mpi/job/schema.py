@@ -225,7 +225,7 @@ class PlanTable(JobTable):
     """Pipelines that may hold the model side by side, at most, and share the global batch; "auto": as many as help."""
     stream: bool | Literal["auto"] = "auto"
     """Stream weights from host memory (or disk), layer by layer, so that a stage may hold more than its device has room for
-    (docs/planning.md). "auto": where nothing fits otherwise, or a step gets 2 % shorter; true: wherever it gets shorter; false:
+    (docs/offloading.md). "auto": where nothing fits otherwise, or a step gets 2 % shorter; true: wherever it gets shorter; false:
     never."""
     rebalance: bool = True
     """Move layers between ranks while the run goes on, when their speeds change and a step would become 5 % shorter at least
@@ -250,7 +250,7 @@ class ProfileTable(JobTable):
     """Links are measured with messages of 1 KiB up to this, each four times as large as the one before."""
     trial: bool | Literal["auto"] = "auto"
     """Run a few steps with made-up weights first: what does not fit is found, the profile is corrected, perhaps another plan taken
-    (docs/planner.md). "auto": where it takes at most 5 % of the run (15 % of one over a minute), but not of one rank, with a
+    (docs/planning.md). "auto": where it takes at most 5 % of the run (15 % of one over a minute), but not of one rank, with a
     profile of another machine, or where a run goes on with a plan that it has tried; true: whatever it takes; false: never."""
 
 

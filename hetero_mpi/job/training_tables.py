@@ -159,12 +159,12 @@ class TrainTable(JobTable):
     """Compute dtype of the whole job; "auto": the best all ranks can do. Narrow ones keep fp32 masters, gradients, moments."""
     wire: Annotated[Literal["exact", "int8"], LANGUAGE] = "exact"
     """How activations and gradients travel from stage to stage. "exact": as they are computed; "int8": a byte for each number: the
-    loss then depends on where the plan cuts the model, and is not that of one process (docs/design.md)."""
+    loss then depends on where the plan cuts the model, and is not that of one process (docs/reproducibility.md)."""
     recompute: bool | Literal["auto"] = "auto"
     """Compute a block's forward again in backward instead of keeping its activations; "auto": where memory is short."""
     optimizer: Annotated[Literal["adamw", "adamw_8bit", "adafactor", "muon"], SAME] = "adamw"
     """"adamw": both moments in fp32, 8 bytes of a parameter; "adamw_8bit": bitsandbytes' AdamW, 2 bytes; "adafactor":
-    transformers', hardly any; "muon": torch's for matrices in blocks, 4 bytes, AdamW for the others (docs/planning.md)."""
+    transformers', hardly any; "muon": torch's for matrices in blocks, 4 bytes, AdamW for the others (docs/optimizers.md)."""
     learning_rate: Annotated[AboveZero, RATE] = 3e-4
     """Peak learning rate."""
     learning_rates: Annotated[dict[Pattern, AboveZero] | None, Example("{ embed_tokens = 1e-5 }"), RATES] = None

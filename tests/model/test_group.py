@@ -600,6 +600,6 @@ def test_other_families_are_refused_by_name(family: str) -> None:
 
 
 def test_the_manual_says_which_families_are_refused_and_why() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "tensor-parallelism.md").read_text()
     rows = re.findall(r"^\| (.*) \| the family (.*) \|$", text, re.MULTILINE)
     assert {name: reason for names, reason in rows for name in names.split(", ")} == UNDIVIDED_FAMILIES
