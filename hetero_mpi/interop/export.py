@@ -145,7 +145,7 @@ def _open(reader: CheckpointReader, path: Path) -> ExportSource:
         raise UserError(
             "export.custom_model",
             f"{path} is of a model made of layers ({job.model.factory}), which has no Hugging Face form: its run wrote "
-            f"model/model.safetensors, and docs/checkpoint.md shows how to read the checkpoint itself",
+            f"model/model.safetensors, and docs/internals/checkpoint.md shows how to read the checkpoint itself",
         )
     chain = TransformersChain(read_config(reader.told("model_config")))
     name, tuning = reader.told("base_model"), tuning_of(job, chain)

@@ -1,10 +1,10 @@
-"""The HDF5 files of checkpoints: names, types, checksums, and the guards of whoever opens one. In prose: docs/checkpoint.md.
+"""The HDF5 files of checkpoints: names, types, checksums, and the guards of whoever opens one. In prose: docs/internals/checkpoint.md.
 
 Two decisions shape the format:
 
 * Bytes are little-endian and contiguous, so that a dataset is read and written by one call without a copy, and each
   dataset carries the CRC-32 of exactly these bytes. HDF5's own fletcher32 filter would need chunks and takes more than
-  twice the time of CRC-32 (figures: docs/checkpoint.md).
+  twice the time of CRC-32 (figures: docs/internals/checkpoint.md).
 * Files use HDF5 1.10's layout, in which every header, link and attribute lies under a checksum of HDF5's own. Texts are
   stored at fixed length because variable-length strings would lie in HDF5's global heap, which has no checksum.
 

@@ -10,7 +10,7 @@ travel through a transport of the saver's own, which only the background thread 
 needs memory for four pieces, however large the model.
 
 A thread does as well as a process would: h5py releases the interpreter's lock while it writes, and so do CRC-32 and fsync
-(measured: another thread never waited longer than the interpreter's own turn of 5 ms; docs/checkpoint.md).
+(measured: another thread never waited longer than the interpreter's own turn of 5 ms; docs/internals/checkpoint.md).
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from hetero_mpi.state.writer import WINDOW_BYTES, CheckpointWriter
 from tests.support.checkpoint_samples import told
 from tests.support.errors import refuses
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "checkpoint.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "internals" / "checkpoint.md"
 WEIGHT = "model.layers.0.mlp.up_proj.weight"
 METADATA: dict[str, Any] = {
     **told(120, updates=118),
@@ -212,7 +212,7 @@ print(attempts)
 def test_wherever_the_disk_fills_up_the_process_lives_on_and_ends_well(tmp_path: Path) -> None:
     """HDF5 by itself crashes at the end of a process in which a file could not be closed."""
     command = [sys.executable, "-c", FAILING, str(tmp_path / "a.h5")]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=DOCUMENT.parents[1])
+    done = subprocess.run(command, capture_output=True, text=True, cwd=DOCUMENT.parents[2])
     assert done.returncode == 0, done.stderr[-2000:]
     assert int(done.stdout) > 20
 
