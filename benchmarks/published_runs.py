@@ -16,8 +16,8 @@ one rate for 1, 2, 4 and 8 GPUs that send, that of a Gigabit Ethernet port, so a
 How a run becomes a simulation: a node is one rank, whose times are those measured with all its GPUs on one layer; every
 pipeline is simulated as DeepSpeed's engine orders it (``gradients_first``), with one network card per node: a message is cut over
 all GPUs of a node, each of which sends its share. Gradients are summed over the pipelines in rings, and the optimizer runs.
-That engine sends from the stream that computes and sums after the last backward; both are left out (docs/measurements.md says what
-that changes).
+That engine sends from the stream that computes and sums after the last backward; both are left out (benchmarks/RESULTS.md says
+what that changes).
 The peak of memory is counted per GPU from published activation formulas and shown beside the measured one, without a bar. (They
 leave out what the runtime itself takes. The 4.1 GB of N2_D1 are less than its activations alone would need without recompute;
 the publication does not say why.)

@@ -1,7 +1,7 @@
 """Host memory in large pages, for buffers that MPI copies from process to process.
 
 Within one host MPI libraries let the kernel copy a long message from one process's pages to the other's, page by page. With pages
-of 2 MiB that is two to three times as fast as with 4 KiB (docs/measurements.md). Linux gives large pages to memory that begins at a
+of 2 MiB that is two to three times as fast as with 4 KiB (benchmarks/LOG.md). Linux gives large pages to memory that begins at a
 multiple of their size and asks for them. On other systems this is ordinary memory.
 """
 

@@ -24,7 +24,7 @@ DIVIDED_TIME = 0.9
 """The share of the time of blocks and head that is divided, where it was not measured: all but norms, residuals and calls."""
 BUSIEST = 1.5
 """Half of the 8 experts of an untrained Mixtral, those that are chosen more, have 54 to 94 % of the choices in its layers, 77 % on
-average: 1.5 times their share (``docs/measurements.md``). Which half, each layer and text decides anew."""
+average: 1.5 times their share (``benchmarks/RESULTS.md``). Which half, each layer and text decides anew."""
 
 
 def device_of(profile: ClusterProfile, stage: StagePlan) -> DeviceProfile:

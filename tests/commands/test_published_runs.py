@@ -50,7 +50,7 @@ def test_check_passes_and_prints_the_figure_last(tmp_path: Path) -> None:
 
 def test_the_document_has_the_figures_that_the_benchmark_prints() -> None:
     """Every row's errors, with a card per node and with one per link, and the means."""
-    text = (ROOT / "docs" / "measurements.md").read_text()
+    text = (ROOT / "benchmarks" / "RESULTS.md").read_text()
     for line in start().stdout.splitlines()[2:]:
         if line.startswith("mean"):
             shared, apart = line.split(": ")[1].split(" % with")[0], line.split(" card per node, ")[1].split(" % ")[0]

@@ -17,7 +17,7 @@ import published_offload as offload  # noqa: E402
 import published_roundpipe as roundpipe  # noqa: E402
 import published_streaming as streaming  # noqa: E402
 
-DOCUMENT = ROOT / "docs" / "measurements.md"
+DOCUMENT = ROOT / "benchmarks" / "RESULTS.md"
 
 
 @pytest.fixture(scope="module")
