@@ -1,4 +1,4 @@
-"""The HDF5 files of checkpoints: names, types, checksums, and the guards of whoever opens one. In prose: docs/internals/checkpoint.md.
+"""The HDF5 files of checkpoints: names, types, checksums, and the checks on opening one. In prose: docs/internals/checkpoint.md.
 
 Two decisions shape the format:
 
