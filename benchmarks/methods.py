@@ -28,12 +28,12 @@ from tests.support.training_cases import Case  # noqa: E402
 
 RANKS, BAR = 3, 1e-6
 METHODS: dict[str, Mapping[str, Any]] = {
-    "all weights": {},
-    "all weights, moments in 8 bits": {"optimizer": "adamw_8bit"},
-    "all weights, Adafactor": {"optimizer": "adafactor"},
-    "all weights, Muon": {"optimizer": "muon"},
-    "some frozen": {"further": ("frozen",)},
-    "learning rates by name": {"further": ("rates",)},
+    "full fine-tuning": {},
+    "full, 8-bit optimizer states": {"optimizer": "adamw_8bit"},
+    "full, Adafactor": {"optimizer": "adafactor"},
+    "full, Muon": {"optimizer": "muon"},
+    "full, some layers frozen": {"further": ("frozen",)},
+    "full, learning rates by name": {"further": ("rates",)},
     "NEFTune": {"further": ("noise",)},
     "LoRA": {"tuning": "lora"},
     "LoRA+": {"tuning": "lora", "further": ("plus",)},
@@ -41,18 +41,18 @@ METHODS: dict[str, Mapping[str, Any]] = {
     "DoRA": {"tuning": "dora"},
     "PiSSA": {"tuning": "pissa"},
     "OLoRA": {"tuning": "olora"},
-    "LoRA, both ends whole": {"tuning": "lora-saved"},
-    "LoRA, rows of tokens": {"tuning": "lora-tokens"},
+    "LoRA, embedding and head trained": {"tuning": "lora-saved"},
+    "LoRA, token rows": {"tuning": "lora-tokens"},
     "LoRA, Muon": {"tuning": "lora", "optimizer": "muon"},
     "LoRA over NF4": {"tuning": "nf4"},
     "PiSSA over NF4": {"tuning": "nf4-pissa"},
 }
 PLANS: dict[str, Mapping[str, Any]] = {
     "pipeline": {"split": "uneven"},
-    "several stages": {"split": "V", "schedule": "zbv"},
-    "two pipelines": {"split": "even", "pipelines": "two"},
-    "groups": {"split": "even", "pipelines": "groups"},
-    "streamed": {"split": "even", "streamed": True, "slice_sequences": 1},
+    "V-shaped": {"split": "V", "schedule": "zbv"},
+    "data parallel": {"split": "even", "pipelines": "two"},
+    "tensor parallel": {"split": "even", "pipelines": "groups"},
+    "offloaded": {"split": "even", "streamed": True, "slice_sequences": 1},
 }
 
 
