@@ -1,6 +1,6 @@
 """Tries families of models: does a split over three stages equal the whole model?
 
-    OMP_NUM_THREADS=1 python -m tests.family_trial            # every family, three minutes; writes docs/models.md
+    OMP_NUM_THREADS=1 python -m tests.family_trial            # every family, three minutes; writes the tables of docs/models.md
     OMP_NUM_THREADS=1 python -m tests.family_trial llama phi  # some, printed
 
 The reference is transformers' own whole model in fp32, loaded by ``from_pretrained``; one process, no MPI.
@@ -9,6 +9,7 @@ The reference is transformers' own whole model in fp32, loaded by ``from_pretrai
 from __future__ import annotations
 
 import copy
+import re
 import sys
 import tempfile
 import warnings
@@ -437,110 +438,20 @@ def _router_loss(family: str) -> bool:
 
 
 def document(proven: list[str]) -> str:
-    """docs/models.md; ``proven``: the lines of families that passed."""
-    refused = "\n".join(row(family, None) for family in sorted(REFUSED_FAMILIES))
-    return _TEXT.format(
-        version=transformers.__version__,
-        count=len(PROVEN_FAMILIES),
-        padding=", ".join(PADDING_FAMILIES),
-        plans=len(families()),
-        proven="\n".join(proven),
-        usual="".join(f"  {word} stands for {', '.join(names)}.\n" for word, names in reversed(_USUAL_LAYERS.items())),
-        refused=refused,
+    """docs/models.md with the tables and counts of this trial; ``proven``: the rows of families that passed."""
+    text = DOCUMENT.read_text(encoding="utf-8")
+    tables = {"kinds": proven, "class": [row(family, None) for family in sorted(REFUSED_FAMILIES)]}
+    for second_column, rows in tables.items():
+        head = rf"(^\| model_type \| {second_column} .*\n\| --- .*\n)(?:\|.*\n)+"
+        text = re.sub(head, lambda match, rows=rows: match[1] + "\n".join(rows) + "\n", text, flags=re.M)
+    counts = f"{len(PROVEN_FAMILIES)} of the {len(families())} causal-LM families for which transformers "
+    text = re.sub(
+        r"^\d+ of the \d+ causal-LM families for which transformers \S+",
+        counts + transformers.__version__,
+        text,
+        flags=re.M,
     )
-
-
-_TEXT = """# Model families
-
-{count} of the {plans} causal-LM families for which transformers {version} has a pipeline plan are proven.
-Everything else is refused by name.
-`OMP_NUM_THREADS=1 python -m tests.family_trial` writes this page (three minutes).
-The table that decides is `hetero_mpi/model/transformers/supported.py`; `tests/model/test_all_families.py` checks both.
-
-**Proven** means, for a tiny random model of four blocks, in fp32 on the CPU:
-
-* Three stages give the loss and every parameter's gradient of transformers' own whole model to 1e-6 (nearly all to the bit).
-  They do so with tied and with separate embeddings, from the weights that `from_pretrained` loads.
-* With dropout in all places, one stage and four stages draw the same masks.
-* With LoRA (random B), three stages give the loss and gradients of plain peft.
-* With rotary tables of kind longrope or dynamic, and with windows, records and padding side by side have the loss of each alone.
-  In {padding} padding counts, and a run says so.
-
-The columns:
-
-* *model_type*: the class is so called, with ForCausalLM behind, where the notes name no other.
-* *kinds*: kinds of blocks, where a model has several or names its one.
-  Blocks of one attention type but with other shapes (dense, mixture of experts) are numbered.
-* *LoRA*: the linear layers in blocks that take an adapter, which is what `targets = "all-linear"` gives.
-{usual}  *By name*: with "all-linear", peft would adapt the fused experts in place of layers like gate_proj, which is refused.
-  Name the layers shown instead, and the experts as `parameters`.
-* *fused experts* are three-dimensional parameters.
-  `quantization = "nf4"` packs them as it does linear layers.
-  `[adapter] parameters` gives them adapters; three stages then give the loss and gradients of plain peft.
-* *never tied*: the output projection cannot be the embedding's matrix; in all others it can be or not.
-* *no start weights*: transformers has no rule for some of them: start from a model directory.
-* *not isolated*: records packed into one sequence would see each other (`[data] isolate`).
-  In all others three stages give the loss of a sequence for each record to 1e-6, and its gradients to rounding.
-* *router loss*: `output_router_logits = true` is taken ([below](#the-loss-of-routers)).
-  Three stages then give its loss and gradients, and those of plain peft, to 1e-6.
-
-Some settings are refused in every family:
-
-* `num_kv_shared_layers` above 0: the last blocks would use keys and values of earlier ones.
-* `output_vocab_size` below `vocab_size`: the output projection would lack rows for some tokens.
-  apertus1p5_text has this setting.
-
-gemma4_text is taken where `hidden_size_per_layer_input` is 0.
-
-| model_type | kinds | LoRA | notes |
-| --- | --- | --- | --- |
-{proven}
-
-## The loss of routers
-
-A model whose configuration says `output_router_logits = true` is trained with transformers' `load_balancing_loss_func`.
-Say it in `[model.config]`, or in the `config.json` of the directory that `[model] path` names.
-
-transformers computes this loss of a batch, over all layers and tokens, and so gets another number for another micro-batch.
-Here it is computed of each sequence by itself, over all layers, as transformers computes it for a batch of one sequence.
-The loss of a step is
-
-    (sum of the targets' losses) / (targets of the step) + router_aux_loss_coef x (mean of the sequences' router losses)
-
-It does not depend on the micro-batch or on the plan.
-transformers' `Trainer` with batches of one sequence computes the same, but its factor grows with `gradient_accumulation_steps`.
-
-* Records that are packed into one sequence share its loss.
-* Its tokens up to the last that is learnt count, prompts among them; padding does not.
-* With adapters, routers stay as they are, as with peft, and the loss teaches what comes before them.
-* The loss in the log, in `metrics.jsonl` and of evaluations is the sum of both parts, as `Trainer` shows it.
-  `router_loss` in `metrics.jsonl` is the mean of the sequences' router losses (transformers' `aux_loss`).
-* Their sums travel in fp32 behind the hidden states, also where activations travel as int8.
-* Of preferences (`[train] preference`) the last token of an answer counts, too, as in TRL.
-* Families without this note refuse `output_router_logits = true`.
-  transformers has no such loss for them, or (doge) computes another one.
-
-## config.json and the files
-
-Of a model that is read from files the tensors count, and a line at the start says where `config.json` says otherwise:
-
-* An output projection beside the embedding, and another matrix than it, is not tied, whatever `tie_word_embeddings` says.
-* `vocab_size` is the embedding's rows, `dtype` that of most of the weights; settings of biases follow the biases that are there.
-
-Other contradictions are refused: blocks more or fewer than `num_hidden_layers`, other sizes, tensors that lack.
-Tensors in a layer that the model does not read are refused, too: it would compute something else without them.
-Tensors of other parts (a value head, layers that predict further tokens) are named at the start, and not written to a result.
-
-## Refused
-
-| model_type | class | it ... |
-| --- | --- | --- |
-{refused}
-
-A family whose pipeline plan came with a later version of transformers is refused as not tried.
-The message tells the command that tries it.
-All other families (GPT-2, OPT, Falcon, Bloom, ...) have no pipeline plan in transformers {version}.
-"""
+    return re.sub(r"(?<=Padding tokens count in )[^;]+", ", ".join(PADDING_FAMILIES), text)
 
 
 def main() -> None:
