@@ -74,28 +74,27 @@ COMING_FROM = """\
 
 <!-- Written by `python -m tests.written_docs` from hetero_mpi/interop/other_tools.toml. -->
 
+Convert your configuration into a job file, then check it with a dry run:
+
 ```sh
 python -m hetero_mpi init --from axolotl.yml --gpus 2      # writes job.toml; init --from FILE DIR: DIR/job.toml
 python -m hetero_mpi launch -np 3 -- train job.toml --dry-run
 ```
 
-The file is axolotl's or LLaMA-Factory's YAML, the YAML that `trl sft --config` takes, or a text with the command line that trains.
-Nothing of the other tool needs to be installed, and nothing is run or fetched.
-Behind each key of the job stand the keys it comes from.
-Below them stands every other key of the file, with its value and the reason why it is not in the job.
-A key that is in no table here is named as not understood.
-Training that is not here is refused, and nothing is written: PPO, GRPO, reward models, diffusion, images and sound, other losses.
-The tables say of such keys that they stop the conversion; a key that is off (`false`, 0, empty) stops nothing.
+The input is axolotl's or LLaMA-Factory's YAML, the YAML of `trl sft --config`, or a text file with the training command.
+You do not need the other tool; nothing is run or downloaded.
+The job file names the source of each key, and lists each key without equivalent with its value and the reason.
+Keys marked "stops the conversion" below do so unless they are off (`false`, 0, empty).
+Unsupported training also stops it: PPO, GRPO, reward models, diffusion, images and sound, other losses.
 
-What the other tool does where its file is silent is written, too, for each trainer of axolotl 0.18, LLaMA-Factory 0.9.6, TRL 1.16.
-So preferences are learnt without dropout, axolotl warms up over 3 % of the steps (at most 100), TRL learns the questions of chats.
-`--gpus` tells how many GPUs it ran on: the batch of a step is micro-batch x accumulation x GPUs.
-Paths are those from the working directory, as these tools read them.
-`data.sequence_length` counts what is read: one token less than their limit, whose last token is only learnt.
-A pair of answers shares a sequence here, so that it is twice their limit, less one.
-axolotl leaves out rows that are longer; here they lose their ends, and a run says how many did.
-The order of the data, the words around an instruction (here those of the tokenizer's chat template) and the rounding differ.
-Losses are therefore alike and not equal.
+* The job also states the other tool's defaults (axolotl 0.18, LLaMA-Factory 0.9.6, TRL 1.16): no dropout in preference training,
+  axolotl's warm-up of 3 % of the steps (at most 100), TRL's training on the prompts of chats.
+* Set `--gpus` to the other run's number of GPUs: the batch of a step is micro-batch x accumulation x GPUs.
+* Paths stay relative to the working directory.
+* `data.sequence_length` is the tool's limit minus one, because the last token is only a target; pairs share twice the limit,
+  minus one.
+* axolotl drops rows that are too long; here they are truncated and counted.
+* Data order, the prompt template (here the tokenizer's chat template) and rounding differ, so losses are similar, not equal.
 """
 
 
@@ -107,15 +106,21 @@ def coming_from_page() -> str:
     }
     text = COMING_FROM
     for part in (*TOOLS, "trainer"):
-        text += f"\n## {parts[part][0].upper()}{parts[part][1:]}\n\n| theirs | here |\n| --- | --- |\n"
-        rows: dict[str, list[str]] = {}
-        for theirs, ours in TABLE[part]["keys"].items():
-            meant = TABLE["parts"][ours[1:]] if ours.startswith("=") else f"`{ours}`"
-            rows.setdefault(meant, []).append(f"`{theirs}`")
+        rows: dict[str, dict[str, list[str]]] = {
+            "job key": {},
+            "why it stops the conversion": {},
+            "why it is not in the job": {},
+        }
+        for key, ours in TABLE[part]["keys"].items():
+            meaning = TABLE["parts"][ours[1:]] if ours.startswith("=") else f"`{ours}`"
+            rows["job key"].setdefault(meaning, []).append(f"`{key}`")
         for group in TABLE[part]["left"]:
-            effect = "stops the conversion" if group.get("stop") else "not in the job"
-            rows.setdefault(f"{effect}: {group['reason']}", []).extend(f"`{key}`" for key in group["keys"])
-        text += "".join(f"| {', '.join(theirs)} | {ours} |\n" for ours, theirs in rows.items())
+            effect = "why it stops the conversion" if group.get("stop") else "why it is not in the job"
+            rows[effect].setdefault(group["reason"], []).extend(f"`{key}`" for key in group["keys"])
+        text += f"\n## {parts[part][0].upper()}{parts[part][1:]}\n"
+        for column, table in rows.items():
+            text += f"\n| other tool's key | {column} |\n| --- | --- |\n" if table else ""
+            text += "".join(f"| {', '.join(keys)} | {meaning} |\n" for meaning, keys in table.items())
     return text
 
 

@@ -30,45 +30,43 @@ HEADER = """\
 """
 
 JOB_HEADER = """\
-# Job files: every key
+# Job file reference
 
 <!-- Written by `python -m hetero_mpi reference --markdown > docs/job.md`; the words are those of hetero_mpi/job/schema.py. -->
 
-A job file is TOML and says what you want: which model, which data, how to learn. It names what differs from the defaults.
-[jobs/quickstart.toml](../jobs/quickstart.toml) is a whole one, [jobs/reference.toml](../jobs/reference.toml) is this page as one.
+A job file is TOML and sets the model, the data and the training. You write only the keys that differ from their defaults.
+Copy [jobs/quickstart.toml](../jobs/quickstart.toml), or print all keys as a commented file: `python -m hetero_mpi reference`.
 
-* Paths begin at the job file, but for `[output] run_dir`, which begins at the working directory; `~` is your home.
-* A key whose default is *empty* is optional; it is empty when it is left out, or `""`.
-* *Text* stands in quotes; the unit of a number stands in brackets.
-* Any key can be changed for one run: `--set train.steps=20 --set model.config.hidden_size=64`. The value is TOML; a bare
-  word is a text.
-* All mistakes of a file are shown at once, with the rule and the nearest valid name; so are keys that contradict each other.
+* Override any key for one run: `--set train.steps=20 --set model.config.hidden_size=64`. The value is TOML; a bare word is text.
+* Paths are relative to the job file, `[output] run_dir` to the working directory; `~` is your home directory.
+* To unset a key whose default is *empty*, omit it or set it to `""`. Units are in parentheses.
+* A wrong file is rejected with all of its errors at once, each with the rule and the nearest valid name.
 
 """
 
 COMMANDS_HEADER = """\
-# Commands
+# Command reference
 
 <!-- Written by `python -m hetero_mpi reference --commands > docs/commands.md`; the words are those of `--help`. -->
 
-`python -m hetero_mpi` or `hetero-mpi` comes before a command. Exit codes: [recovery.md](recovery.md#exit-codes).
+Prefix each command with `python -m hetero_mpi` or `hetero-mpi`. [Exit codes](recovery.md#exit-codes).
 
-| where | commands |
+| run it | commands |
 | --- | --- |
 | on all ranks (`mpirun`, `launch`) | `train`, `profile`, `mesh verify`; `generate`, `serve`, `evaluate` and `doctor` also alone |
 | on one machine of the cluster | `launch`, `doctor`, `mesh init`, `generate`, `serve`, `evaluate`, `export`, `cache` |
 | anywhere, without torch and MPI | `plan`, `simulate`, `inspect`, `report`, `watch`, `compare`, `baseline`, `init` |
-| anywhere, for the program itself | `reference`, `completion` |
+| anywhere, about the program | `reference`, `completion` |
 
 """
 
 ENVIRONMENT = {
-    "HETERO_MPI_DEVICE": "device of this rank, `cuda` or `cuda:1`, say; goes before `[cluster] device`",
-    "HETERO_MPI_MPIEXEC": "path of the launcher that `launch` takes, instead of the one it finds",
-    "HETERO_MPI_TOKEN": "what clients of `serve` must show ([serving.md](serving.md#who-may-ask)), and of the live page",
-    "XDG_CACHE_HOME": "where token ids of data and what devices were measured to do are kept, instead of `~/.cache`",
+    "HETERO_MPI_DEVICE": "device of this rank, such as `cuda` or `cuda:1`; overrides `[cluster] device`",
+    "HETERO_MPI_MPIEXEC": "path of the MPI launcher that `launch` runs; default: the one it finds",
+    "HETERO_MPI_TOKEN": "[API key](serving.md#api-key) for clients of `serve`, and for the live page",
+    "XDG_CACHE_HOME": "directory of the caches of token ids and device times, instead of `~/.cache`",
 }
-"""Environment variables that a person may set -> what they do. Those of MPI, torch and Hugging Face have their effects too."""
+"""Environment variables that users may set and their effects. Those of MPI, torch and Hugging Face apply too."""
 
 _SHORT = {
     'empty ("")': "empty",
