@@ -74,7 +74,6 @@ class Trial:
     """What was seen of a family that passed."""
 
     tied: str
-    kinds: tuple[str, ...]
     experts: str
     adapted: tuple[str, ...]
     """Last parts of the names of the linear layers in blocks that take a LoRA adapter."""
@@ -113,7 +112,6 @@ def try_family(family: str) -> Trial:
     experts = list(fused_experts(chain.model))
     return Trial(
         "either" if len(tied) == 2 else ("always" if True in tied else "never"),
-        tuple(dict.fromkeys(chain.kinds[1:-1])),
         "fused" if experts else ("separate" if any(".experts." in n for n in chain.parameters) else ""),
         tuple(sorted({name.rpartition(".")[2] for name in modules})),
         adapter.targets == "all-linear",
@@ -144,7 +142,6 @@ def row(family: str, trial: Trial | None) -> str:
     }
     cells = (
         family,
-        ", ".join(trial.kinds) if trial.kinds != ("block",) else "",
         ("" if trial.all_linear else "by name: ") + ", ".join(names),
         ", ".join(note for note, holds in notes.items() if holds),
     )
@@ -440,7 +437,7 @@ def _router_loss(family: str) -> bool:
 def document(proven: list[str]) -> str:
     """docs/models.md with the tables and counts of this trial; ``proven``: the rows of families that passed."""
     text = DOCUMENT.read_text(encoding="utf-8")
-    tables = {"kinds": proven, "class": [row(family, None) for family in sorted(REFUSED_FAMILIES)]}
+    tables = {"LoRA": proven, "class": [row(family, None) for family in sorted(REFUSED_FAMILIES)]}
     for second_column, rows in tables.items():
         head = rf"(^\| model_type \| {second_column} .*\n\| --- .*\n)(?:\|.*\n)+"
         text = re.sub(head, lambda match, rows=rows: match[1] + "\n".join(rows) + "\n", text, flags=re.M)
