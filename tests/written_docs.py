@@ -84,7 +84,8 @@ python -m hetero_mpi launch -np 3 -- train job.toml --dry-run
 The input is axolotl's or LLaMA-Factory's YAML, the YAML of `trl sft --config`, or a text file with the training command.
 You do not need the other tool; nothing is run or downloaded.
 The job file names the source of each key, and lists each key without equivalent with its value and the reason.
-Keys marked "stops the conversion" below do so unless they are off (`false`, 0, empty).
+Keys listed below as stopping the conversion do so unless they are off (`false`, 0, empty).
+Keys that a tool shares with transformers' trainers are in the last section only.
 Unsupported training also stops it: PPO, GRPO, reward models, diffusion, images and sound, other losses.
 
 * The job also states the other tool's defaults (axolotl 0.18, LLaMA-Factory 0.9.6, TRL 1.16): no dropout in preference training,
@@ -99,29 +100,32 @@ Unsupported training also stops it: PPO, GRPO, reward models, diffusion, images 
 
 
 def coming_from_page() -> str:
-    """The tables of ``init --from``."""
-    parts = {
-        "trainer": "transformers' arguments, of LLaMA-Factory and TRL",
-        **{tool: TABLE[tool]["title"] for tool in TOOLS},
-    }
-    text = COMING_FROM
-    for part in (*TOOLS, "trainer"):
-        rows: dict[str, dict[str, list[str]]] = {
-            "job key": {},
-            "why it stops the conversion": {},
-            "why it is not in the job": {},
-        }
-        for key, ours in TABLE[part]["keys"].items():
-            meaning = TABLE["parts"][ours[1:]] if ours.startswith("=") else f"`{ours}`"
-            rows["job key"].setdefault(meaning, []).append(f"`{key}`")
-        for group in TABLE[part]["left"]:
-            effect = "why it stops the conversion" if group.get("stop") else "why it is not in the job"
-            rows[effect].setdefault(group["reason"], []).extend(f"`{key}`" for key in group["keys"])
-        text += f"\n## {parts[part][0].upper()}{parts[part][1:]}\n"
-        for column, table in rows.items():
-            text += f"\n| other tool's key | {column} |\n| --- | --- |\n" if table else ""
-            text += "".join(f"| {', '.join(keys)} | {meaning} |\n" for meaning, keys in table.items())
+    """The tables of ``init --from``; what a tool shares with transformers' trainers stands there only."""
+    titles = {**{tool: TABLE[tool]["title"] for tool in TOOLS}, "trainer": "transformers' arguments, of all tools"}
+    text, shared = COMING_FROM, {row for rows in _rows("trainer").values() for row in rows}
+    for part, title in titles.items():
+        text += f"\n## {title[0].upper()}{title[1:]}\n"
+        for column, rows in _rows(part).items():
+            keys_by_meaning: dict[str, list[str]] = {}
+            for key, meaning in rows:
+                if part == "trainer" or (key, meaning) not in shared:
+                    keys_by_meaning.setdefault(meaning, []).append(f"`{key}`")
+            text += f"\n| other tool's key | {column} |\n| --- | --- |\n" if keys_by_meaning else ""
+            text += "".join(f"| {', '.join(keys)} | {meaning} |\n" for meaning, keys in keys_by_meaning.items())
     return text
+
+
+def _rows(part: str) -> dict[str, list[tuple[str, str]]]:
+    """Title of the second column -> (key of the other tool, its meaning here)."""
+    left = [(key, group) for group in TABLE[part]["left"] for key in group["keys"]]
+    return {
+        "job key": [
+            (key, TABLE["parts"][ours[1:]] if ours.startswith("=") else f"`{ours}`")
+            for key, ours in TABLE[part]["keys"].items()
+        ],
+        "why it stops the conversion": [(key, group["reason"]) for key, group in left if group.get("stop")],
+        "why it is not in the job": [(key, group["reason"]) for key, group in left if not group.get("stop")],
+    }
 
 
 def drawn_grid(kind: str, stages: int, micro_batches: int) -> str:
