@@ -440,7 +440,7 @@ def document(proven: list[str]) -> str:
     tables = {"LoRA": proven, "class": [row(family, None) for family in sorted(REFUSED_FAMILIES)]}
     for second_column, rows in tables.items():
         head = rf"(^\| model_type \| {second_column} .*\n\| --- .*\n)(?:\|.*\n)+"
-        text = re.sub(head, lambda match, rows=rows: match[1] + "\n".join(rows) + "\n", text, flags=re.M)
+        text = re.sub(head, r"\1" + "\n".join(rows) + "\n", text, flags=re.M)
     counts = f"{len(PROVEN_FAMILIES)} of the {len(families())} causal-LM families for which transformers "
     text = re.sub(
         r"^\d+ of the \d+ causal-LM families for which transformers \S+",
