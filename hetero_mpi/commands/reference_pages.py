@@ -35,7 +35,7 @@ JOB_HEADER = """\
 <!-- Written by `python -m hetero_mpi reference --markdown > docs/job.md`; the words are those of hetero_mpi/job/schema.py. -->
 
 A job file is TOML and sets the model, the data and the training. You write only the keys that differ from their defaults.
-Copy [jobs/quickstart.toml](../jobs/quickstart.toml), or print all keys as a commented file: `python -m hetero_mpi reference`.
+Copy [jobs/quickstart.toml](../jobs/quickstart.toml), or print all keys, commented, with [`reference`](commands.md#reference).
 
 * Override any key for one run: `--set train.steps=20 --set model.config.hidden_size=64`. The value is TOML; a bare word is text.
 * Paths are relative to the job file, `[output] run_dir` to the working directory; `~` is your home directory.
