@@ -133,9 +133,9 @@ class _Channel:
                 self._box.put(tensor)
             self._box.flush()
         else:
-            self._box.begin([(self._numbers,)] * TENSORS)
+            self._box.start_step([(self._numbers,)] * TENSORS)
             for number in range(TENSORS):
-                tensor = self._box.take()
+                tensor = self._box.receive()
                 if looked_at and not bool((tensor == number).all()):
                     raise RuntimeError(f"tensor {number} is not what was sent")
                 self._box.release()

@@ -1,1 +1,1 @@
-"""One step on one rank: actions executed, tensors sent and received, gradients reduced, the optimizer."""
+"""One training step on one rank: run its actions, exchange tensors, reduce gradients, step the optimizer."""

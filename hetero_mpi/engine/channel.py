@@ -1,10 +1,10 @@
-"""Joins device tensors and the transport: what a stage receives from one neighbour, and what it sends to one.
+"""Send and receive device tensors between neighbouring stages: ``Inbox`` and ``Outbox`` over the transport.
 
-Receives are posted early into reused host buffers; on CPU ranks a received tensor *is* its buffer and a sent tensor is read
-where it lies, so nothing is copied. Once buffers are as large as the largest message, no step allocates any.
+Receives are posted early into reused host buffers. On CPU ranks a received tensor *is* its buffer and a sent tensor is read in
+place, so nothing is copied. Once buffers are as large as the largest message, steps allocate none.
 
-Longer tensors travel in pieces, so that a rank whose device has its own memory copies one piece while the next one travels: to the
-host on the way out (a piece leaves when it is there), to the device as pieces arrive, both beside what the device computes.
+Long tensors travel in pieces, so that a GPU rank copies one piece while the next piece travels: device to host before sending, host
+to device as pieces arrive. Both copies overlap with the device's computation.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from hetero_mpi.device.backend import HOST, Backend, Copied, Copying, host_bytes
 
 FORWARD, BACKWARD, EVALUATION = 0, 1, 2
 TIED_TAG = 1 << 12
-"""The first tag that no message between stages has."""
+"""First tag above those of messages between stages."""
 
 
 def tag_of(stage: int, direction: int) -> int:
-    """Message tag of what stage ``stage`` receives; one tag per receiving stage and direction keeps micro-batches in order."""
+    """Tag of messages to ``stage``; one tag per receiving stage and direction keeps micro-batches in order."""
     return stage * 4 + direction
 
 
-def _pieces(size_bytes: int, piece_bytes: int) -> Iterator[slice]:
-    """The pieces of a tensor's bytes: at least one."""
+def _byte_slices(size_bytes: int, piece_bytes: int) -> Iterator[slice]:
+    """Slices of at most ``piece_bytes`` that cover a tensor's bytes; at least one."""
     for first in range(0, max(1, size_bytes), piece_bytes):
         yield slice(first, min(first + piece_bytes, size_bytes))
 
@@ -41,48 +41,48 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class HostBuffers:
-    """Host memory for tensors of changing shapes: blocks as large as the largest so far, lent and given back."""
+    """Pool of host memory blocks for tensors of changing shapes; each block is as large as the largest tensor yet."""
 
     def __init__(self, backend: Backend, dtype: torch.dtype) -> None:
         self.backend, self.dtype = backend, dtype
-        self._numbers = 0
+        self._elements = 0
         self._free: list[torch.Tensor] = []
         self.allocated = 0
-        """Blocks made so far: constant once shapes repeat."""
+        """Number of blocks allocated; constant once shapes repeat."""
 
     def reserve(self, shape: Sequence[int]) -> None:
-        """Blocks hold a tensor of ``shape`` from now on."""
-        if math.prod(shape) > self._numbers:
-            self._numbers = math.prod(shape)
+        """Make later blocks large enough for a tensor of ``shape``."""
+        if math.prod(shape) > self._elements:
+            self._elements = math.prod(shape)
             self._free.clear()
 
     def lend(self, shape: Sequence[int]) -> torch.Tensor:
-        """A tensor of ``shape`` over a free block, or over a new one."""
+        """Return a tensor of ``shape`` over a free block, or over a new block."""
         self.reserve(shape)
         if self._free:
             block = self._free.pop()
         else:
             self.allocated += 1
-            block = self.backend.host_buffer((self._numbers,), self.dtype)
+            block = self.backend.host_buffer((self._elements,), self.dtype)
         return block[: math.prod(shape)].view(*shape)
 
     def give_back(self, tensor: torch.Tensor) -> None:
-        """Nobody reads a lent tensor any more."""
-        numbers = tensor.untyped_storage().nbytes() // self.dtype.itemsize
-        if numbers >= self._numbers:
-            self._free.append(tensor.as_strided((numbers,), (1,), 0))
+        """Return a lent tensor's block to the pool."""
+        count = tensor.untyped_storage().nbytes() // self.dtype.itemsize
+        if count >= self._elements:
+            self._free.append(tensor.as_strided((count,), (1,), 0))
 
 
 class Arrival:
-    """A tensor that comes from one rank: its receives are posted, and pieces are copied to the device as they come.
+    """A tensor being received from one rank: posts its receives and copies pieces to the device as they arrive.
 
     Args:
-        buffer: host memory that it is received into.
-        tensor: what the stage will see: the buffer, or a tensor on the device.
+        buffer: host memory to receive into.
+        tensor: the tensor that the stage reads: the buffer itself, or a tensor on the device.
 
     Attributes:
-        arrived_s: when it was seen to be in host memory (``time.perf_counter``), once it was waited for.
-        copied_s: seconds that this rank waited for it to come to the device after that.
+        arrived_s: time at which ``wait`` saw the last piece in host memory (``time.perf_counter``); None before ``wait``.
+        copied_s: seconds that ``wait`` then spent on the copy to the device.
     """
 
     def __init__(
@@ -101,44 +101,44 @@ class Arrival:
         self._copied: list[Copied] = []
         content = host_bytes(buffer)
         if self._copies:
-            copying.after_compute()  # the device may still read what lay in the tensor's memory before
+            copying.after_compute()  # the device may still read the memory's previous content
         self.requests = []
-        for piece in _pieces(content.nbytes, transport.piece_bytes):
+        for piece in _byte_slices(content.nbytes, transport.piece_bytes):
             arrived = partial(self._copy, piece) if self._copies and copying.beside else None
             self.requests.append(transport.post_receive(source, tag, content[piece], arrived))
 
     def wait(self) -> None:
-        """Return when it has arrived; what this thread gives the device from now on sees it."""
+        """Wait until the tensor has arrived; work that this thread submits to the device afterwards sees it."""
         for request in self.requests:
             self._transport.wait(request)
         self.arrived_s, begin = self.requests[-1].ended_s, time.perf_counter()
         if self._copies:
             if not self._copying.beside:
                 self._copy(slice(None))
-            self._copied[-1].hold_compute()  # begun last, it ends last
+            self._copied[-1].hold_compute()  # copies complete in order
             self.copied_s = time.perf_counter() - begin
 
     def release(self) -> None:
-        """Return when the buffer may be received into again."""
+        """Wait until the buffer may be received into again."""
         for copied in self._copied:
             copied.wait()
 
     def _copy(self, piece: slice) -> None:
-        """Called by whatever thread sees a piece arrive."""
+        """Copy a piece to the device; called on the thread that sees the piece arrive."""
         self._copied.append(self._copying.copy(_bytes_of(self.tensor)[piece], _bytes_of(self.buffer)[piece]))
 
 
 class Inbox:
     """Tensors that arrive in micro-batch order from one rank.
 
-    A step begins with ``begin``; then for each micro-batch in order ``take``, and ``release`` as soon as nobody reads the
-    tensor any more. ``depth`` buffers are in use at once: one more than are held between take and release keeps a receive
+    Each step calls ``start_step``, then for each micro-batch in order ``receive``, and ``release`` when the tensor is no longer
+    read. ``depth`` buffers are in use at once: one more than the tensors between ``receive`` and ``release`` keeps a receive
     posted while the stage computes.
 
     Attributes:
-        arrived_s: when the tensor that was taken last was seen to be in host memory (``time.perf_counter``).
-        copied_s: seconds that this rank waited for it to come to the device after that; 0 on CPU ranks, which copy nothing, and
-            where copies run beside.
+        arrived_s: time at which the last received tensor was seen in host memory (``time.perf_counter``).
+        copied_s: seconds spent waiting for its copy to the device; 0 on CPU ranks, which copy nothing, and where the copy
+            overlaps with computation.
     """
 
     def __init__(
@@ -156,37 +156,37 @@ class Inbox:
         self._copying = backend.copying()
         self._posted: deque[Arrival] = deque()
         self._held: deque[Arrival] = deque()
-        self._to_come: deque[tuple[int, ...]] = deque()
+        self._pending_shapes: deque[tuple[int, ...]] = deque()
         self.arrived_s: float | None = None
         self.copied_s = 0.0
 
-    def begin(self, shapes: Sequence[tuple[int, ...]]) -> None:
+    def start_step(self, shapes: Sequence[tuple[int, ...]]) -> None:
         """Announce the shapes of the step's micro-batches, in order, and post the first receives."""
         assert not self._posted and not self._held, "the previous step left receives behind"
-        self._to_come.extend(shapes)
+        self._pending_shapes.extend(shapes)
         for shape in set(shapes):
             self.buffers.reserve(shape)
-        while self._to_come and len(self._posted) < self.depth:
+        while self._pending_shapes and len(self._posted) < self.depth:
             self._post()
 
-    def take(self) -> torch.Tensor:
-        """The next micro-batch's tensor on the device; waits until it has arrived."""
-        coming = self._posted.popleft()
-        coming.wait()
-        self._held.append(coming)
-        self.arrived_s, self.copied_s = coming.arrived_s, coming.copied_s
-        return coming.tensor
+    def receive(self) -> torch.Tensor:
+        """Wait for the next micro-batch's tensor and return it, on the device."""
+        arrival = self._posted.popleft()
+        arrival.wait()
+        self._held.append(arrival)
+        self.arrived_s, self.copied_s = arrival.arrived_s, arrival.copied_s
+        return arrival.tensor
 
     def release(self) -> None:
-        """The oldest tensor taken is no longer read: its buffer serves the next receive."""
-        coming = self._held.popleft()
-        coming.release()
-        self.buffers.give_back(coming.buffer)
-        if self._to_come:
+        """Reuse the buffer of the oldest received tensor, which is no longer read, for the next receive."""
+        arrival = self._held.popleft()
+        arrival.release()
+        self.buffers.give_back(arrival.buffer)
+        if self._pending_shapes:
             self._post()
 
     def _post(self) -> None:
-        buffer = self.buffers.lend(self._to_come.popleft())
+        buffer = self.buffers.lend(self._pending_shapes.popleft())
         on_host = self.backend.device == HOST
         tensor = buffer if on_host else torch.empty_like(buffer, device=self.backend.device)
         self._posted.append(Arrival(self.transport, self.source, self.tag, buffer, tensor, self._copying))
@@ -196,7 +196,7 @@ class Outbox:
     """Tensors sent in micro-batch order to one rank.
 
     Attributes:
-        copied_s: seconds that this rank waited while the last one came to host memory; 0 on CPU ranks, and where copies run beside.
+        copied_s: seconds spent waiting for the last tensor's copy to host memory; 0 on CPU ranks and where copies overlap.
     """
 
     def __init__(self, transport: Transport, destination: int, tag: int, backend: Backend, dtype: torch.dtype) -> None:
@@ -206,12 +206,12 @@ class Outbox:
         self.buffers = HostBuffers(backend, dtype)
         self._copying = backend.copying()
         self._sent: deque[tuple[torch.Tensor, torch.Tensor, list[Request]]] = deque()
-        """Host memory, the tensor (kept, as the device reads it until it is copied), and its sends."""
+        """(host memory, tensor, sends); the tensor is kept because the device reads it until the copy is done."""
 
     def put(self, tensor: torch.Tensor) -> int:
-        """Start sending; returns the bytes. The tensor's memory is kept until it has left."""
+        """Start sending a tensor and return its size in bytes; its memory is kept until the send completes."""
         while self._sent and all(request.completed for request in self._sent[0][2]):
-            self._take_back()
+            self._reclaim()
         begin = time.perf_counter()
         tensor = tensor.detach().contiguous()
         host = self.buffers.lend(tensor.shape) if self.copies else tensor
@@ -219,7 +219,7 @@ class Outbox:
         content = host_bytes(host)
         if self.copies:
             self._copying.after_compute()
-        for piece in _pieces(content.nbytes, self.transport.piece_bytes):
+        for piece in _byte_slices(content.nbytes, self.transport.piece_bytes):
             ready = None
             if self.copies:
                 ready = self._copying.copy(_bytes_of(host)[piece], _bytes_of(tensor)[piece]).done
@@ -229,11 +229,11 @@ class Outbox:
         return content.nbytes
 
     def flush(self) -> None:
-        """Return when everything has left."""
+        """Wait until all sends have completed."""
         while self._sent:
-            self._take_back()
+            self._reclaim()
 
-    def _take_back(self) -> None:
+    def _reclaim(self) -> None:
         host, _, requests = self._sent.popleft()
         for request in requests:
             self.transport.wait(request)

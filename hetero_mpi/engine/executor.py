@@ -1,4 +1,11 @@
-"""Interprets a rank's actions: exactly the lists that were validated and simulated."""
+"""Run a rank's list of actions: the schedule that the planner validated and simulated, action by action.
+
+    rank 0 (stage 0)  F0 SEND_F0  F1 SEND_F1  RECV_B0 B0  RECV_B1 B1  REDUCE(layer) ... STEP
+    rank 1 (stage 1)  RECV_F0 F0 B0 SEND_B0  RECV_F1 F1 B1 SEND_B1  REDUCE(layer) ... STEP
+
+F and B are forward and backward of a micro-batch; a split backward is I (input gradients) and later W (weight gradients). A stage's
+last backward reports each layer whose gradients are final, REDUCE waits for their sum, STEP decides on and applies the update.
+"""
 
 from __future__ import annotations
 
@@ -24,40 +31,39 @@ Decided = TypeVar("Decided")
 
 
 class Update(Protocol[Decided]):
-    """The use of a step's gradients: exchanges, the common decision, the optimizer."""
+    """Consumer of a step's gradients: exchanges them, takes the collective step decision, runs the optimizer."""
 
     def finished(self, layer: int) -> None:
-        """The gradients of ``layer`` are whole, while its stage's last backward still runs; the last layer first."""
+        """Called when the gradients of ``layer`` are final, during the stage's last backward, in reverse layer order."""
 
     def reduce(self, layer: int) -> None:
-        """REDUCE."""
+        """Execute REDUCE of ``layer``."""
 
     def decide(self, losses: Sequence[torch.Tensor]) -> Decided:
-        """The common decision, once all have come here. ``losses``: shares of the loss of the micro-batches (fp32 scalars), on
-        the last stage."""
+        """Take the collective step decision. ``losses``: each micro-batch's share of the loss (fp32), on the last stage."""
 
     def carry_out(self, decided: Decided) -> None:
-        """STEP, by the decision."""
+        """Execute STEP as decided."""
 
 
 @dataclass(frozen=True)
 class StepRun(Generic[Decided]):
-    """A step that was run."""
+    """Outcome of one executed step."""
 
     decided: Decided | None
-    """The result of ``Update.decide``; None: the list has no STEP."""
+    """Result of ``Update.decide``; None if the actions have no STEP."""
     events: tuple[Event, ...]
-    """Actions with their times, in seconds from ``began_s`` on."""
+    """Actions with their times, in seconds since ``began_s``."""
     began_s: float
-    """Its beginning (``time.perf_counter``)."""
+    """Start of the step (``time.perf_counter``)."""
     worked_s: float
-    """Seconds of a CPU rank's forwards and backwards by processor time: without waiting for a core."""
+    """CPU time of a CPU rank's forwards and backwards in seconds, which excludes waiting for a core."""
 
 
 class _StageLinks:
-    """One of the rank's stages, what it receives from its neighbours in the chain, and what it sends to them.
+    """One of the rank's stages with its inboxes and outboxes.
 
-    Between two stages of one rank there is no box: what the one computes is at once the other's.
+    Adjacent stages of one rank need neither: one stage's output tensor is the other's input.
     """
 
     def __init__(
@@ -65,87 +71,86 @@ class _StageLinks:
         setup: RankSetup,
         wire: WireFormat,
         stage: Stage,
-        place: Placement,
+        placement: Placement,
         pipeline: PipelinePlan,
         actions: Sequence[Action],
     ) -> None:
         self.stage, self.wire = stage, wire
-        own = [action for action in actions if action.stage == place.index]
-        self.last_backward = next((a for a in reversed(own) if a.op in (Op.B, Op.W)), None)
+        stage_actions = [action for action in actions if action.stage == placement.index]
+        self.last_backward = next((a for a in reversed(stage_actions) if a.op in (Op.B, Op.W)), None)
         self.inboxes: dict[Op, Inbox] = {}
         self.outboxes: dict[Op, Outbox] = {}
         self.evaluation_in: Inbox | None = None
         self.evaluation_out: Outbox | None = None
-        in_flight = max(flying for flying, _ in holdings(own))
-        depth = min(in_flight + 1, pipeline.micro_batches)  # one more than are held: a receive is always posted
+        in_flight = max(activations for activations, _ in holdings(stage_actions))
+        depth = min(in_flight + 1, pipeline.micro_batches)  # one more, so that a receive is always posted
         ranks = [stage.ranks[0] for stage in pipeline.stages]
-        index, position, how = place.index, place.position, (stage.backend, wire.dtype)
+        index, position, encoding = placement.index, placement.position, (stage.backend, wire.dtype)
         if not setup.leads:
             return
-        if position > 0 and (before := ranks[position - 1]) != ranks[position]:
-            self.inboxes[Op.RECV_F] = Inbox(setup.transport, before, tag_of(index, FORWARD), *how, depth)
-            self.outboxes[Op.SEND_B] = Outbox(setup.transport, before, tag_of(index - 1, BACKWARD), *how)
-            self.evaluation_in = Inbox(setup.transport, before, tag_of(index, EVALUATION), *how, 2)
-        if position + 1 < len(ranks) and (after := ranks[position + 1]) != ranks[position]:
-            self.inboxes[Op.RECV_B] = Inbox(setup.transport, after, tag_of(index, BACKWARD), *how, 2)
-            self.outboxes[Op.SEND_F] = Outbox(setup.transport, after, tag_of(index + 1, FORWARD), *how)
-            self.evaluation_out = Outbox(setup.transport, after, tag_of(index + 1, EVALUATION), *how)
+        if position > 0 and (previous_rank := ranks[position - 1]) != ranks[position]:
+            self.inboxes[Op.RECV_F] = Inbox(setup.transport, previous_rank, tag_of(index, FORWARD), *encoding, depth)
+            self.outboxes[Op.SEND_B] = Outbox(setup.transport, previous_rank, tag_of(index - 1, BACKWARD), *encoding)
+            self.evaluation_in = Inbox(setup.transport, previous_rank, tag_of(index, EVALUATION), *encoding, 2)
+        if position + 1 < len(ranks) and (next_rank := ranks[position + 1]) != ranks[position]:
+            self.inboxes[Op.RECV_B] = Inbox(setup.transport, next_rank, tag_of(index, BACKWARD), *encoding, 2)
+            self.outboxes[Op.SEND_F] = Outbox(setup.transport, next_rank, tag_of(index + 1, FORWARD), *encoding)
+            self.evaluation_out = Outbox(setup.transport, next_rank, tag_of(index + 1, EVALUATION), *encoding)
 
-    def begin(self, data: StepData) -> None:
-        """Be ready for what may come early."""
+    def start_step(self, data: StepData) -> None:
+        """Clear the last step's statistics and post the first receives."""
         self.stage.rewards.clear()
         if self.stage.routers is not None:
             self.stage.routers.seen.clear()
         for op, inbox in self.inboxes.items():
-            inbox.begin(self.packed_shapes(data, op))
+            inbox.start_step(self.packed_shapes(data, op))
 
     def packed_shapes(self, data: StepData, op: Op) -> list[tuple[int, ...]]:
-        """Shapes of the messages to ``op``, RECV_F or RECV_B, a micro-batch each."""
+        """Shapes of the messages of ``op`` (RECV_F or RECV_B), one per micro-batch."""
         return [self.wire.packed_shape(self.shape(data, op, index)) for index in range(len(data.sizes))]
 
     def unpacked(self, packed: torch.Tensor, data: StepData, op: Op, index: int) -> torch.Tensor:
-        """The tensor that a message to ``op``, RECV_F or RECV_B, stands for."""
+        """Decode a message of ``op`` (RECV_F or RECV_B)."""
         return self.wire.unpacked(packed, self.shape(data, op, index))
 
     def shape(self, data: StepData, op: Op, index: int) -> tuple[int, ...]:
-        """Shape of a micro-batch's tensor at ``op``, RECV_F or RECV_B."""
+        """Shape of a micro-batch's tensor at ``op`` (RECV_F or RECV_B)."""
         layer = (self.stage.first if op is Op.RECV_F else self.stage.last) - 1
         return self.stage.chain.boundary(layer, data.sizes[index], data.length)
 
     def packed(self, tensor: torch.Tensor, data: StepData, op: Op, index: int) -> torch.Tensor:
-        """The message of ``op``, SEND_F or SEND_B, for a micro-batch's tensor."""
+        """Encode a micro-batch's tensor as the message of ``op`` (SEND_F or SEND_B)."""
         return self.wire.packed(tensor, self._seeds(data, index) if op is Op.SEND_B else NEAREST)
 
     def _seeds(self, data: StepData, index: int) -> Iterator[int]:
-        """Seeds by which the gradient of each sequence is rounded on its way to the stage before: functions of the sample alone."""
+        """Stochastic-rounding seed of each sequence's gradient; depends on the sample, not on the micro-batch it is in."""
         for sample in range(data.first_samples[index], data.first_samples[index] + data.sizes[index]):
             yield seed_from(self.stage.seed, "wire", data.step, sample, self.stage.first - 1)
 
     def release(self) -> None:
-        """The tensors that the last backward received may be overwritten.
+        """Release the tensors that the last backward received.
 
-        Only once it is computed: the copies of whatever arrives from now on would else wait for it, also those of tensors whose
-        receives were posted long before.
+        Call this only after the device has finished that backward: otherwise all later copies to the device wait for it.
         """
         for inbox in self.inboxes.values():  # the input is kept from forward to backward
             inbox.release()
 
 
 class Executor:
-    """Runs the actions of a rank: those of its stages, all of one pipeline.
+    """Runs the actions of all stages of a rank; they belong to one pipeline.
 
-    Where a group of ranks holds the stage, its first one hands on to the others what it receives.
+    In a tensor-parallel group only the first rank exchanges messages; it broadcasts received tensors to the group.
 
     Attributes:
-        current: the action that runs.
-        evaluated: micro-batches of held-out sequences so far, of each stage.
+        current: the running action; None between steps.
+        evaluated: number of evaluation forwards, counted per micro-batch and stage.
     """
 
     def __init__(
         self,
         setup: RankSetup,
         stages: Sequence[Stage],
-        places: Sequence[Placement],
+        placements: Sequence[Placement],
         pipeline: PipelinePlan,
         actions: Sequence[Action],
     ) -> None:
@@ -155,157 +160,163 @@ class Executor:
         self._transport, self._backend, self._group = setup.transport, setup.backend, setup.group
         wire = setup.wire_format()
         self.stages = {
-            place.index: _StageLinks(setup, wire, stage, place, pipeline, self.actions)
-            for stage, place in zip(stages, places, strict=True)
+            placement.index: _StageLinks(setup, wire, stage, placement, pipeline, self.actions)
+            for stage, placement in zip(stages, placements, strict=True)
         }
-        """Number -> stage, in chain order."""
-        # A device may still compute when a forward or backward returns; what it sent and received may be copied on beside. Waiting
-        # for it here, the time belongs to the action that took it. A rank that alone is a pipeline has nothing to send: its device
-        # marks when it began and ended each action, and never runs out of work.
-        self._synchronises = setup.group is not None or any(own.inboxes for own in self.stages.values())
+        """Stage index -> stage, in chain order."""
+        # Kernels run asynchronously. A rank with messages waits for the device after each forward and backward, so that the time is
+        # charged to the right action. A rank that is a whole pipeline sends nothing: device events time its actions and its device
+        # never idles.
+        self._synchronises = setup.group is not None or any(links.inboxes for links in self.stages.values())
         self._on_host = self._backend.device == HOST
         self._marks = not self._synchronises and not self._on_host
-        self._last_backwards = {own.last_backward for own in self.stages.values()}
+        self._last_backwards = {links.last_backward for links in self.stages.values()}
         self._inputs: dict[Action, torch.Tensor] = {}
-        """Tensors that RECV has received, or another stage of the rank has computed."""
+        """RECV action -> tensor received, or computed by another stage of this rank."""
         self._outputs: dict[Action, torch.Tensor] = {}
-        """Tensors that SEND will send."""
+        """SEND action -> tensor to send."""
         self._losses: list[torch.Tensor] = []
-        """Shares of the loss of the running step's micro-batches."""
+        """Each micro-batch's share of the loss in the running step."""
 
     def run(self, data: StepData, update: Update[Decided]) -> StepRun[Decided]:
         """Run one step."""
         self._losses = []
-        for own in self.stages.values():
-            own.begin(data)
+        for links in self.stages.values():
+            links.start_step(data)
         events: list[Event] = []
-        marked: list[tuple[int, Mark, Mark]] = []
+        mark_pairs: list[tuple[int, Mark, Mark]] = []
         backend, decided = self._backend, None
         origin = backend.mark() if self._marks else None
         worked_s, begin = 0.0, time.perf_counter()
         for action in self.actions:
             self.current = action
             start, exchanged_s = time.perf_counter(), self._exchanged_s()
-            first = backend.mark() if (self._marks or self._on_host) and action.op in COMPUTE else None
-            moved = 0
+            start_mark = backend.mark() if (self._marks or self._on_host) and action.op in COMPUTE else None
+            message_bytes = 0
             if action.op is Op.REDUCE:
                 assert action.layer is not None
                 update.reduce(action.layer)
             elif action.op is Op.STEP:
                 decided = update.decide(self._losses)
-                start = time.perf_counter()  # what waited for the others is no part of it
+                start = time.perf_counter()  # excludes waiting for other ranks
                 update.carry_out(decided)
             else:
-                moved = self._perform(action, data, update.finished if action in self._last_backwards else None)
-                if first is not None and self._on_host:
-                    worked_s += backend.mark().seconds_since(first)
+                message_bytes = self._perform(action, data, update.finished if action in self._last_backwards else None)
+                if start_mark is not None and self._on_host:
+                    worked_s += backend.mark().seconds_since(start_mark)
                 if self._synchronises and action.op in COMPUTE:
                     self._transport.idle = not self._on_host
                     backend.finish_compute()
                     self._transport.idle = False
                 if action.op in (Op.B, Op.I):
                     self.stages[action.stage].release()
-            if first is not None and self._marks:
-                marked.append((len(events), first, backend.mark()))
+            if start_mark is not None and self._marks:
+                mark_pairs.append((len(events), start_mark, backend.mark()))
             end, exchanged_s = time.perf_counter(), self._exchanged_s() - exchanged_s
-            event = Event(self.rank, data.step, action, start - begin, end - begin, moved, exchanged_s=exchanged_s)
+            event = Event(
+                self.rank, data.step, action, start - begin, end - begin, message_bytes, exchanged_s=exchanged_s
+            )
             events.append(self._with_copies(event, begin))
         self.flush()
         if origin is not None:
-            for place, first, last in marked:
-                start_s, end_s = first.seconds_since(origin), last.seconds_since(origin)
-                events[place] = replace(events[place], start_s=start_s, end_s=end_s)
+            for event_index, start_mark, end_mark in mark_pairs:
+                start_s, end_s = start_mark.seconds_since(origin), end_mark.seconds_since(origin)
+                events[event_index] = replace(events[event_index], start_s=start_s, end_s=end_s)
         self.current = None
         assert not self._inputs and not self._outputs, "the step left tensors behind"
         return StepRun(decided, tuple(events), begin, worked_s)
 
     def _exchanged_s(self) -> float:
-        """Seconds in exchanges of its group so far."""
+        """Total seconds in exchanges of the tensor-parallel group."""
         return self._group.summed_s if self._group is not None else 0.0
 
     def _with_copies(self, event: Event, began_s: float) -> Event:
-        """An event of a message with when it came, and how long this rank waited for copies."""
-        own, op = self.stages[event.action.stage], event.action.op
-        if op in own.inboxes:
-            inbox = own.inboxes[op]
+        """Add a message's arrival time and the seconds spent waiting for its copies to its event."""
+        links, op = self.stages[event.action.stage], event.action.op
+        if op in links.inboxes:
+            inbox = links.inboxes[op]
             arrived_s = inbox.arrived_s - began_s if inbox.arrived_s is not None else None
             return MeasuredEvent(**vars(event), copied_s=inbox.copied_s, arrived_s=arrived_s)
         if op in (Op.SEND_F, Op.SEND_B):
-            return MeasuredEvent(**vars(event), copied_s=own.outboxes[op].copied_s)
+            return MeasuredEvent(**vars(event), copied_s=links.outboxes[op].copied_s)
         return event
 
     def flush(self) -> None:
-        """Return when everything this rank sent has left: collective calls may follow."""
-        for own in self.stages.values():
-            for outbox in own.outboxes.values():
+        """Wait until all sends have completed, so that collective calls may follow."""
+        for links in self.stages.values():
+            for outbox in links.outboxes.values():
                 outbox.flush()
 
     def evaluate(self, data: StepData) -> list[torch.Tensor]:
-        """Forward of batches through the pipeline: what ``Stage.evaluate`` returns of each on the last stage, else nothing.
+        """Evaluate micro-batches through the pipeline; returns ``Stage.evaluate`` of each on the last stage, elsewhere [].
 
-        All batches pass one stage of the rank, then all the next one: no rank waits for what waits for itself.
+        Each of the rank's stages runs all micro-batches before the next stage begins, which rules out deadlocks.
         """
-        for own in self.stages.values():
-            own.stage.rewards.clear()
-            if own.evaluation_in is not None:
-                own.evaluation_in.begin(own.packed_shapes(data, Op.RECV_F))
-        found: list[torch.Tensor] = []
-        for own in self.stages.values():
-            found = self._evaluated(own, data, found)
-        for own in self.stages.values():
-            if own.evaluation_out is not None:
-                own.evaluation_out.flush()
-        return found
+        for links in self.stages.values():
+            links.stage.rewards.clear()
+            if links.evaluation_in is not None:
+                links.evaluation_in.start_step(links.packed_shapes(data, Op.RECV_F))
+        outputs: list[torch.Tensor] = []
+        for links in self.stages.values():
+            outputs = self._evaluated(links, data, outputs)
+        for links in self.stages.values():
+            if links.evaluation_out is not None:
+                links.evaluation_out.flush()
+        return outputs
 
-    def _evaluated(self, own: _StageLinks, data: StepData, before: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Outputs of a stage for all batches, unless they are sent on. ``before``: those of the rank's stage before it has made."""
-        found: list[torch.Tensor] = []
-        stage = own.stage
+    def _evaluated(
+        self, links: _StageLinks, data: StepData, previous_outputs: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Outputs of a stage that are not sent to another rank. ``previous_outputs``: outputs of the rank's previous stage."""
+        outputs: list[torch.Tensor] = []
+        stage = links.stage
         for index in range(len(data.sizes)):
-            x, targets = self._evaluation_input(own, data, index, before), data.targets_of(index)
+            x, targets = self._evaluation_input(links, data, index, previous_outputs), data.targets_of(index)
             y = stage.evaluate(x, targets if stage.is_last else None, data.micro_batch(index))
             self.evaluated += 1
-            if own.evaluation_in is not None:
-                own.evaluation_in.release()
-            if own.evaluation_out is not None:
-                own.evaluation_out.put(own.packed(y, data, Op.SEND_F, index))
+            if links.evaluation_in is not None:
+                links.evaluation_in.release()
+            if links.evaluation_out is not None:
+                links.evaluation_out.put(links.packed(y, data, Op.SEND_F, index))
             elif stage.is_last or self._group is None:
-                found.append(y)
-        return found
+                outputs.append(y)
+        return outputs
 
     def _evaluation_input(
-        self, own: _StageLinks, data: StepData, index: int, before: Sequence[torch.Tensor]
+        self, links: _StageLinks, data: StepData, index: int, previous_outputs: Sequence[torch.Tensor]
     ) -> torch.Tensor:
-        if own.stage.is_first:
+        if links.stage.is_first:
             return data.tokens_of(index)
-        received = own.evaluation_in
-        x = before[index] if before else None
-        if received is not None:
-            x = own.unpacked(received.take(), data, Op.RECV_F, index)
+        inbox = links.evaluation_in
+        x = previous_outputs[index] if previous_outputs else None
+        if inbox is not None:
+            x = links.unpacked(inbox.receive(), data, Op.RECV_F, index)
         if self._group is not None:
-            return self._group.shared(x, own.shape(data, Op.RECV_F, index), own.stage.dtype)
+            return self._group.shared(x, links.shape(data, Op.RECV_F, index), links.stage.dtype)
         assert x is not None
         return x
 
     def _perform(self, action: Action, data: StepData, finished: Finished | None) -> int:
-        """One action of one micro-batch; returns the bytes sent or received. ``finished``: hears of layers, if it is the last
-        backward."""
-        op, own = action.op, self.stages[action.stage]
+        """Run one action of one micro-batch and return the bytes sent or received.
+
+        ``finished``: called with each layer whose gradients are final; None unless this is the stage's last backward.
+        """
+        op, links = action.op, self.stages[action.stage]
         if op is Op.F:
-            self._forward(action, own.stage, data)
+            self._forward(action, links.stage, data)
         elif op in (Op.B, Op.I):
-            self._backward(action, own.stage, data, finished)
+            self._backward(action, links.stage, data, finished)
         elif op is Op.W:
-            own.stage.backward_weights(_index(action), finished)
+            links.stage.backward_weights(_index(action), finished)
         elif op in (Op.RECV_F, Op.RECV_B):
-            if op not in own.inboxes:
-                self._inputs[action] = self._shared(None, own, action, data)
-                return 0  # the message was its leader's
-            tensor = own.inboxes[op].take()
-            self._inputs[action] = own.unpacked(tensor, data, op, _index(action))
+            if op not in links.inboxes:
+                self._inputs[action] = self._shared(None, links, action, data)
+                return 0  # the group's leader counts the message
+            tensor = links.inboxes[op].receive()
+            self._inputs[action] = links.unpacked(tensor, data, op, _index(action))
             return int(tensor.nbytes)
         else:
-            return own.outboxes[op].put(own.packed(self._outputs.pop(action), data, op, _index(action)))
+            return links.outboxes[op].put(links.packed(self._outputs.pop(action), data, op, _index(action)))
         return 0
 
     def _forward(self, action: Action, stage: Stage, data: StepData) -> None:
@@ -321,7 +332,7 @@ class Executor:
         index, number = _index(action), action.stage
         dy = None if stage.is_last else self._received(Action(Op.RECV_B, number, index), data)
         if stage.is_last and data.loss_scale != 1.0:
-            # Made there: a copy would wait for the device.
+            # Created on the device: a copy would wait for the device.
             dy = torch.full((), data.loss_scale, device=self._backend.device)
         if action.op is Op.I:
             dx = stage.backward_input(index, dy)
@@ -331,18 +342,18 @@ class Executor:
             self._hand_on(Action(Op.SEND_B, number, index), Action(Op.RECV_B, number - 1, index), dx)
 
     def _received(self, action: Action, data: StepData) -> torch.Tensor:
-        """The tensor of RECV_F or RECV_B. The leader of a group hands it on, for which the RECV of other members waits."""
-        received, own = self._inputs.pop(action), self.stages[action.stage]
-        leads = self._group is not None and action.op in own.inboxes
-        return self._shared(received, own, action, data) if leads else received
+        """The tensor of RECV_F or RECV_B; a group's leader broadcasts it, which completes the RECV of the other members."""
+        received, links = self._inputs.pop(action), self.stages[action.stage]
+        leads = self._group is not None and action.op in links.inboxes
+        return self._shared(received, links, action, data) if leads else received
 
-    def _shared(self, tensor: torch.Tensor | None, own: _StageLinks, action: Action, data: StepData) -> torch.Tensor:
-        """The tensor that RECV_F or RECV_B has brought to the leader of the group; the other members give None."""
+    def _shared(self, tensor: torch.Tensor | None, links: _StageLinks, action: Action, data: StepData) -> torch.Tensor:
+        """Broadcast the leader's tensor of RECV_F or RECV_B to the group; the other members pass None."""
         assert self._group is not None
-        return self._group.shared(tensor, own.shape(data, action.op, _index(action)), own.stage.dtype)
+        return self._group.shared(tensor, links.shape(data, action.op, _index(action)), links.stage.dtype)
 
     def _hand_on(self, send: Action, receive: Action, tensor: torch.Tensor) -> None:
-        """To ``send``; or, where the next stage is this rank's too, as if ``receive`` had brought it."""
+        """Pass a tensor to ``send`` or, if this rank has the next stage too, store it as the result of ``receive``."""
         if send.op in self.stages[send.stage].outboxes:
             self._outputs[send] = tensor
         elif self._group is None:

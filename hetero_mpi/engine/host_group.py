@@ -1,9 +1,10 @@
-"""The ranks of one host that hold a stage together: sums while they compute, and what the first of them hands on to the others.
+"""Collectives of a tensor-parallel group on one host: all-reduces during computation and broadcasts from the leader.
 
-Every rank has its own tensors in host memory (of a GPU, copies). A sum is cut into as many parts as there are ranks: each rank
-adds up one part, in the order of the ranks and in fp32, and all get all parts. So the bits are the same on every rank and in every
-run, and no more bytes move than any all-reduce moves (Patarasuk & Yuan 2009). Whoever computes needs the sum at once: the calls
-block.
+    rank 0   a0 a1 | -- all-to-all -->  a0 b0 -> s0 | -- all-gather -->  s0 s1
+    rank 1   b0 b1 |                    a1 b1 -> s1 |                    s0 s1
+
+Each rank adds up one part of the tensor in host memory, in rank order and in fp32, so all ranks and all runs get the same bits.
+No more bytes move than in any other all-reduce (Patarasuk & Yuan 2009). Calls block, as the computation needs the sum at once.
 """
 
 from __future__ import annotations
@@ -27,130 +28,130 @@ Combine = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def require_joinable(world: World, plan: Plan, threaded: bool) -> None:
-    """Can the ranks of groups call MPI while a communication thread may do so, too?
+    """Check that tensor-parallel ranks may call MPI while a communication thread does so.
 
     Raises:
-        UserError: the MPI library does not allow it.
+        UserError: The MPI library lacks THREAD_MULTIPLE.
     """
     groups = [stage.ranks for _, _, stage in plan.numbered if stage.grouped]
     if groups and threaded and world.thread_level != "multiple":
         raise UserError(
             "mpi.thread_level",
-            f"the plan gives a stage to ranks {', '.join(map(str, groups[0]))} together, whose sums need an MPI library with "
+            f"the plan's tensor-parallel group of ranks {', '.join(map(str, groups[0]))} needs an MPI library with "
             f"THREAD_MULTIPLE; this one grants {world.thread_level}: set `communication_thread = false` in [cluster], or "
             f"`groups = false` in [plan]",
         )
 
 
 def host_group(world: World, ranks: tuple[int, ...], backend: Backend) -> HostGroup | None:
-    """The group of ``ranks``, numbers in the whole job; None on a rank that is not one of them. Collective over ``world``."""
+    """Create the group of ``ranks`` (numbers in the job); None on other ranks. Collective over ``world``."""
     numbers = world.numbers or tuple(range(world.size))
-    own = world.subset([numbers.index(rank) for rank in ranks])
-    return None if own is None else HostGroup(own, backend)
+    subset = world.subset([numbers.index(rank) for rank in ranks])
+    return None if subset is None else HostGroup(subset, backend)
 
 
 class HostGroup:
-    """A rank's end of the group; see ``model.group.exchanges.GroupLink``. All members call in the same order.
+    """One rank's handle of its group; see ``model.group.exchanges.GroupLink``. All members call in the same order.
 
     Attributes:
-        member: this rank's place in the group; 0 leads.
+        member: this rank's index in the group; 0 is the leader.
         size: number of members.
-        summed_s: seconds in sums and maxima so far, in which this member also waited for the others.
+        summed_s: total seconds in sums and maxima, including waiting for other members.
     """
 
     def __init__(self, world: World, backend: Backend) -> None:
         self._world, self._backend = world, backend
-        self._among: World | _Nobody = world
+        self._exchange_world: World | _LoopbackWorld = world
         self.member, self.size, self.summed_s = world.rank, world.size, 0.0
-        self._rooms: dict[int, torch.Tensor] = {}
-        """Host memory that is used again, by number."""
+        self._buffers: dict[int, torch.Tensor] = {}
+        """Buffer number -> reused host memory."""
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum over the members, each element added in their order in fp32."""
+        """Sum over the members, added in member order in fp32."""
         return self._combined(tensor, torch.Tensor.add_)
 
     def maximum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The largest of the members' elements."""
+        """Elementwise maximum over the members."""
         return self._combined(tensor, lambda a, b: torch.maximum(a, b, out=a))
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
-        """A block in which this member computes by itself: sums take the memory that they take, but nothing is exchanged."""
-        self._among = _Nobody()
+        """Context in which this member computes alone: sums use their usual memory but exchange nothing."""
+        self._exchange_world = _LoopbackWorld()
         try:
             yield
         finally:
-            self._among = self._world
+            self._exchange_world = self._world
 
     def shared(self, tensor: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """The leader's tensor on every member's device; the others give None."""
+        """Broadcast the leader's tensor to every member's device; the other members pass None."""
         assert (tensor is None) == (self.member > 0)
         with self._world.waiting("the first rank of its group"):
             if tensor is None:
-                # On a processor it stays with whoever computes; else it is copied, and the memory used again.
-                own = self._backend.device == HOST
-                host = self._backend.host_buffer(shape, dtype) if own else self._room(3, shape, dtype)
-                self._among.broadcast_bytes(host_bytes(host))
-                return host if own else host.to(self._backend.device)
-            self._among.broadcast_bytes(host_bytes(self._backend.to_host(tensor.contiguous())))
+                # A CPU rank keeps the host tensor; a GPU rank copies it and reuses the buffer.
+                on_host = self._backend.device == HOST
+                host = self._backend.host_buffer(shape, dtype) if on_host else self._buffer(3, shape, dtype)
+                self._exchange_world.broadcast_bytes(host_bytes(host))
+                return host if on_host else host.to(self._backend.device)
+            self._exchange_world.broadcast_bytes(host_bytes(self._backend.to_host(tensor.contiguous())))
             return tensor
 
     def assembled(
-        self, own: torch.Tensor | None, division: Division, shape: tuple[int, ...], dtype: torch.dtype
+        self, leader_shard: torch.Tensor | None, division: Division, shape: tuple[int, ...], dtype: torch.dtype
     ) -> torch.Tensor:
-        """On the leader: the whole of a tensor, in host memory, of which every other member gives its part (``give``).
+        """Gather a sharded tensor in the leader's host memory; the other members call ``give``.
 
         Args:
-            own: the leader's part; None: it has none.
+            leader_shard: the leader's shard; None if it has none.
         """
-        whole = torch.empty(shape, dtype=dtype)
+        full_tensor = torch.empty(shape, dtype=dtype)
         for member in range(self.size):
-            place = division.place(whole, member)
+            target = division.place(full_tensor, member)
             if member > 0 and division.exists(member):
-                part = torch.empty(place.shape, dtype=dtype)
+                part = torch.empty(target.shape, dtype=dtype)
                 self._world.receive_bytes(host_bytes(part), member)
-                place.copy_(part)
-            elif own is not None and member == 0:
-                place.copy_(own.reshape(place.shape))
-        return whole
+                target.copy_(part)
+            elif leader_shard is not None and member == 0:
+                target.copy_(leader_shard.reshape(target.shape))
+        return full_tensor
 
     def give(self, part: torch.Tensor) -> None:
-        """On another member: its part of a tensor that the leader puts together."""
+        """Send this member's shard to the leader, which calls ``assembled``."""
         self._world.send_bytes(host_bytes(self._backend.to_host(part.contiguous())), 0)
 
     def _combined(self, tensor: torch.Tensor, combine: Combine) -> torch.Tensor:
         flat, begin = tensor.detach().contiguous().view(-1), time.perf_counter()
         rows = self.size, -(-flat.numel() // self.size)
-        given, received, whole = (self._room(number, rows, flat.dtype) for number in range(3))
+        outgoing, received, gathered = (self._buffer(number, rows, flat.dtype) for number in range(3))
         with self._world.waiting("the other ranks of its group"):
-            given.view(-1)[: flat.numel()].copy_(flat)
-            self._among.all_to_all_bytes(_rows(given), _rows(received))
+            outgoing.view(-1)[: flat.numel()].copy_(flat)
+            self._exchange_world.all_to_all_bytes(_rows(outgoing), _rows(received))
             total = received[0].float()
             for row in received[1:]:
                 combine(total, row.float())
-            self._among.all_gather_bytes(host_bytes(total.to(flat.dtype)), _rows(whole))
-            flat.copy_(whole.view(-1)[: flat.numel()])
+            self._exchange_world.all_gather_bytes(host_bytes(total.to(flat.dtype)), _rows(gathered))
+            flat.copy_(gathered.view(-1)[: flat.numel()])
         self.summed_s += time.perf_counter() - begin
         return flat.view(tensor.shape)
 
-    def _room(self, number: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def _buffer(self, number: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         size = math.prod(shape) * dtype.itemsize
-        if number not in self._rooms or self._rooms[number].numel() < size:
-            self._rooms[number] = self._backend.host_buffer((size,), torch.uint8)
-        return self._rooms[number][:size].view(dtype).view(shape)
+        if number not in self._buffers or self._buffers[number].numel() < size:
+            self._buffers[number] = self._backend.host_buffer((size,), torch.uint8)
+        return self._buffers[number][:size].view(dtype).view(shape)
 
 
-class _Nobody:
-    """In place of the members' world: each rank gives this one what it has itself."""
+class _LoopbackWorld:
+    """Stand-in for the group's communicator that exchanges nothing: other members' tensors equal this member's."""
 
     def broadcast_bytes(self, flat: NDArray[np.uint8]) -> None:
         flat[:] = 0
 
-    def all_to_all_bytes(self, own: NDArray[np.uint8], received: NDArray[np.uint8]) -> None:
-        received[:] = own
+    def all_to_all_bytes(self, sent: NDArray[np.uint8], received: NDArray[np.uint8]) -> None:
+        received[:] = sent
 
-    def all_gather_bytes(self, own: NDArray[np.uint8], everyone: NDArray[np.uint8]) -> None:
-        everyone[:] = own
+    def all_gather_bytes(self, part: NDArray[np.uint8], gathered: NDArray[np.uint8]) -> None:
+        gathered[:] = part
 
 
 def _rows(tensor: torch.Tensor) -> NDArray[np.uint8]:

@@ -1,8 +1,7 @@
-"""A rank that runs out of memory: told with what was predicted, what was used, what to change; and what a step of one rank by
-itself needs, by which that is found while no other rank waits (``Trainer.rehearse``).
+"""Out-of-memory errors that state predicted and used memory and the remedy, and the parts of a rank's local memory test.
 
-Then the rank runs its own actions, in their order, with its own buffers. What others would send is zeros, what it sends goes
-nowhere.
+``Trainer.rehearse`` runs one step on one rank alone, before the ranks start together: the usual actions and buffers, over a
+transport that receives zeros and discards sent messages.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from hetero_mpi.util.errors import UserError
 
 
 class OutOfMemory(UserError):
-    """A rank has no memory left. ``used_bytes``: what it used at most before."""
+    """A rank ran out of memory. ``used_bytes``: its peak memory before the failed allocation."""
 
     def __init__(self, message: str, used_bytes: int) -> None:
         super().__init__("memory.exceeded", message)
@@ -32,9 +31,11 @@ class OutOfMemory(UserError):
 
 @contextlib.contextmanager
 def memory_explained(doing: Callable[[], str], predicted: RankMemory | None, backend: Backend) -> Iterator[None]:
-    """A block whose shortage of memory becomes an ``OutOfMemory`` (of this rank alone: who ends the job names rank and host).
+    """Convert out-of-memory errors of the block to ``OutOfMemory``; the caller that ends the job adds rank and host.
 
-    ``doing``: says what ran, such as an action. ``predicted``: of this rank, where it is known.
+    Args:
+        doing: returns a description of the running operation, such as an action.
+        predicted: predicted memory of this rank; None if unknown.
     """
     try:
         yield
@@ -56,7 +57,7 @@ def memory_explained(doing: Callable[[], str], predicted: RankMemory | None, bac
 
 @dataclass(frozen=True)
 class UpdateAlone:
-    """An ``executor.Update`` of which nothing is summed."""
+    """An ``executor.Update`` without exchanges between ranks."""
 
     optimizer: Optimizer
 
@@ -74,7 +75,7 @@ class UpdateAlone:
 
 
 class Nowhere(Transport):
-    """A transport to nobody: every message has arrived at once; what is received is zeros."""
+    """A transport without peers: every request completes at once, received buffers are zeros."""
 
     idle = False
 

@@ -1,7 +1,4 @@
-"""Where a rank stands in a plan, and which rows of a batch it computes on.
-
-A rank as the steps of a plan need it: its device, its transport, its model and what of it is trained.
-"""
+"""A rank's setup (device, transport, model), its stages' places in the plan, and its pipeline's rows of a batch."""
 
 from __future__ import annotations
 
@@ -28,20 +25,20 @@ from hetero_mpi.planning.types.plan import PipelinePlan, Plan, RankMemory, Stage
 
 @dataclass(frozen=True)
 class RankSetup:
-    """A rank, its device and its peers while one plan lasts, and what is trained."""
+    """A rank's device, peers, model and training settings under one plan."""
 
     rank: int
-    """Its number in the whole job."""
+    """Rank number in the job."""
     transport: Transport
-    """Joins all ranks of the job."""
+    """Connects all ranks of the job."""
     chain: LayerChain
     tuning: Tuning
     backend: Backend
     train: TrainTable
     group: StageLink | None = None
-    """The ranks that hold the rank's stage together; None: it alone."""
+    """Tensor-parallel group of the rank's stage; None if the rank holds its stages alone."""
     memory: RankMemory | None = None
-    """The prediction for this rank; None: not known."""
+    """Predicted memory of this rank; None if unknown."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -49,54 +46,58 @@ class RankSetup:
 
     @property
     def leads(self) -> bool:
-        """Whether this rank is alone with its stages, or the first of the group that holds its stage."""
+        """Whether this rank exchanges messages for its stages: it holds them alone, or it is its group's first rank."""
         return self.group is None or self.group.member == 0
 
     def wire_format(self) -> WireFormat:
-        """How tensors travel between stages."""
+        """Encoding of tensors that are sent between stages."""
         return format_of(self.train.wire, self.dtype, self.chain.appended_rows)
 
 
 BuildStage = Callable[[StagePlan, bool, Shared, Collection[str], "Stage | None"], Stage]
-"""Makes one of a rank's stages: of a plan's stage, whether its backward is split, the layers that several ranks hold, what other
-ranks own of them, and the stage with a tied model's embedding where that is another one of this rank. Raises UserError: the model's
-files do not fit."""
+"""Builds one of a rank's stages. Arguments: the plan's stage, whether its backward is split, layers shared with other ranks,
+parameters owned by other ranks, and the rank's first stage if that holds a tied model's embedding.
+Raises UserError if the model's files do not fit."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a stage of a rank stands in a plan."""
+    """Place of one of a rank's stages in the plan."""
 
     index: int
-    """Its number among all stages."""
+    """Index among all stages of the plan."""
     pipeline: int
     position: int
-    """Its index within its pipeline."""
+    """Index within the pipeline."""
 
 
 def places_of(rank: int, plan: Plan) -> tuple[Placement, ...]:
-    """Placements of the rank's stages, which are of one pipeline, in chain order; none where the plan leaves it idle."""
+    """Placements of the rank's stages in chain order, all of one pipeline; empty if the plan leaves the rank idle."""
     numbered = [plan.numbered[number] for number in plan.of_rank(rank)]
-    return tuple(Placement(number, of, plan.pipelines[of].stages.index(stage)) for number, of, stage in numbered)
+    return tuple(
+        Placement(number, pipeline, plan.pipelines[pipeline].stages.index(stage))
+        for number, pipeline, stage in numbered
+    )
 
 
 def active_ranks(plan: Plan) -> list[int]:
-    """Ranks that take part in every step: those with a stage, and rank 0, which reads the data and leads."""
+    """Ranks that take part in every step: those with a stage, and rank 0, which reads the data."""
     return sorted({0, *plan.ranks})
 
 
 def parameter_owners(tuning: Tuning, plan: Plan) -> dict[str, int]:
-    """Trained parameter -> the rank that owns it, in the model's order."""
+    """Trained parameter -> owner rank, in the model's order."""
     sizes = {name: (spec.layer, spec.count * (name not in tuning.still)) for name, spec in tuning.trainable.items()}
     return owners(plan, sizes)
 
 
 @dataclass(frozen=True)
 class BatchShare:
-    """One pipeline's rows of a step's batch, cut into micro-batches.
+    """One pipeline's rows of a step's batch, divided into micro-batches.
 
-    ``sizes``: rows of each micro-batch, which follow one another in the arrays; ``first_samples``: where each begins in the
-    whole batch.
+    Attributes:
+        sizes: number of rows of each micro-batch, consecutive in the arrays.
+        first_samples: index of each micro-batch's first row in the global batch.
     """
 
     batch: Batch
@@ -105,37 +106,40 @@ class BatchShare:
 
 
 def training_share(plan: Plan, pipeline: int, batch: Batch) -> BatchShare:
-    """The rows of a step's batch that a pipeline learns from.
+    """A pipeline's rows of a training batch, assigned to pipelines in plan order.
 
-    Rows are dealt in plan order. A batch of fewer rows than ``plan.global_batch`` leaves the last micro-batches short; one
-    that would be empty gets a row of ignored targets, so that the same actions run in every step.
+    If the batch has fewer rows than ``plan.global_batch``, the last micro-batches are short; an empty micro-batch gets one row of
+    ignored targets, so that every step runs the same actions.
     """
-    own = plan.pipelines[pipeline]
+    pipeline_plan = plan.pipelines[pipeline]
     first = sum(earlier.sequences for earlier in plan.pipelines[:pipeline])
-    rows = range(len(batch.tokens))[first : first + own.sequences]
-    sizes = [max(0, min(own.size(m), len(rows) - m * own.micro_batch)) for m in range(own.micro_batches)]
+    rows = range(len(batch.tokens))[first : first + pipeline_plan.sequences]
+    sizes = [
+        max(0, min(pipeline_plan.size(m), len(rows) - m * pipeline_plan.micro_batch))
+        for m in range(pipeline_plan.micro_batches)
+    ]
     share = batch.rows([*rows, *[0] * sizes.count(0)])
     share.targets[len(rows) :] = IGNORED
     if share.compared is not None:
         share.compared.answers[len(rows) :] = 0
-    starts = tuple(first + m * own.micro_batch for m in range(own.micro_batches))
+    starts = tuple(first + m * pipeline_plan.micro_batch for m in range(pipeline_plan.micro_batches))
     return BatchShare(share, tuple(size or 1 for size in sizes), starts)
 
 
 def evaluation_shares(plan: Plan, rows: int) -> list[tuple[int, tuple[int, ...]]]:
-    """(first row, rows of each batch) of every pipeline, for ``rows`` held-out sequences dealt by the pipelines' shares."""
+    """(first row, sizes of micro-batches) of each pipeline for ``rows`` evaluation sequences, split as training batches are."""
     ends = [round(rows * total / plan.global_batch) for total in accumulate(p.sequences for p in plan.pipelines)]
-    found = []
+    shares = []
     for begin, end, pipeline in zip([0, *ends[:-1]], ends, plan.pipelines, strict=True):
-        found.append((begin, _cut(end - begin, pipeline)))
-    return found
+        shares.append((begin, _micro_batch_sizes(end - begin, pipeline)))
+    return shares
 
 
-def _cut(rows: int, pipeline: PipelinePlan) -> tuple[int, ...]:
-    full, left = divmod(rows, pipeline.micro_batch)
-    return (*[pipeline.micro_batch] * full, *([left] if left else []))
+def _micro_batch_sizes(rows: int, pipeline: PipelinePlan) -> tuple[int, ...]:
+    full, remainder = divmod(rows, pipeline.micro_batch)
+    return (*[pipeline.micro_batch] * full, *([remainder] if remainder else []))
 
 
 def slots(counts: Sequence[int]) -> list[int]:
-    """Where each pipeline's losses begin in a vector that holds ``counts[p]`` of pipeline p, in plan order."""
+    """Offset of each pipeline's losses in a vector that holds ``counts[p]`` values of pipeline p, in plan order."""
     return [0, *accumulate(counts)][:-1]

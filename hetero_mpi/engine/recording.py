@@ -1,6 +1,6 @@
-"""Records of a few steps, gathered at rank 0: events on one clock, and what became of the time.
+"""Record events and time use of selected steps in ``steps.jsonl``, gathered at rank 0 on one clock.
 
-Between recorded steps every rank only adds up its own events; nothing is sent.
+Between recorded steps every rank only accumulates its own usage; nothing is sent.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from hetero_mpi.rundir.metrics import StepMetrics
 from hetero_mpi.rundir.rank_steps import RankStep, Usage, rank_step_to_dict
 from hetero_mpi.util.background import BestEffort, unharmed
 
-_WARM = 3
-"""The first recorded step: caches and links are warm by then."""
-_PARTS = 4
-"""The end of each of so many parts of the run is recorded too."""
-_MOST_EVENTS = 20_000
-"""Ranks with more events in a step write down only so many of them, and their times of all."""
+_WARMUP_STEPS = 3
+"""First recorded step, when caches and links are warm."""
+_RECORDED_QUARTERS = 4
+"""The last step of each of these equal parts of the run is recorded too."""
+_MAX_EVENTS = 20_000
+"""Maximum number of events written per rank and step; usage times count all events."""
 
 
 def recorded_steps(first: int, last: int) -> frozenset[int]:
-    """The steps that are recorded of a run from after ``first`` to ``last``: few, whatever its length."""
-    parts = (first + (last - first) * part // _PARTS for part in range(1, _PARTS + 1))
-    return frozenset(step for step in (min(first + _WARM, last), *parts) if step > first)
+    """Steps to record in a run of the steps ``first + 1`` to ``last``; a constant number."""
+    quarters = (first + (last - first) * part // _RECORDED_QUARTERS for part in range(1, _RECORDED_QUARTERS + 1))
+    return frozenset(step for step in (min(first + _WARMUP_STEPS, last), *quarters) if step > first)
 
 
 class Recorder:
-    """Adds up what this rank does, and writes recorded steps to ``steps.jsonl`` on rank 0.
+    """Accumulates this rank's usage and, on rank 0, writes recorded steps to ``steps.jsonl``.
 
-    The constructor, and a call with a step that is recorded, are collective over the active ranks.
+    The constructor and calls for recorded steps are collective over the active ranks.
 
     Args:
-        transport: of all ranks; no message is under way.
-        steps: done before this plan's first, and at the end of the run.
-        time_scale: seconds of wall clock per second that is told.
+        transport: transport of all ranks, without messages in flight.
+        steps: number of steps done before this plan, and at the end of the run.
+        time_scale: wall-clock seconds per reported second.
     """
 
     def __init__(
@@ -59,8 +59,8 @@ class Recorder:
                 keep_until(self._file.path, steps[0])
 
     def __call__(self, line: StepMetrics, result: StepResult) -> None:
-        own = self._record(self, line, result)  # a bound function would keep the trainer's memory
-        gathered = self._world.gather_json(own) if line.step in self._steps else None
+        rank_record = self._record(self, line, result)  # a bound function would keep the trainer's memory
+        gathered = self._world.gather_json(rank_record) if line.step in self._steps else None
         if gathered is not None and self._file is not None:
             self._file.write(*(record for record in gathered if record is not None))
 
@@ -71,20 +71,20 @@ class Recorder:
             return None
         usage = replace(self._usage, peak_bytes=self._trainer.backend.peak_bytes())
         begin_s = (result.began_s - self._clock_s) / self._scale
-        kept = tuple(_scaled(replace(event, step=line.step), 1.0) for event in events[:_MOST_EVENTS])
-        return rank_step_to_dict(RankStep(self._trainer.rank, line.step, begin_s, kept, usage))
+        written_events = tuple(_scaled(replace(event, step=line.step), 1.0) for event in events[:_MAX_EVENTS])
+        return rank_step_to_dict(RankStep(self._trainer.rank, line.step, begin_s, written_events, usage))
 
     def _events(self, result: StepResult) -> Sequence[Event]:
         return result.events if self._scale == 1.0 else [_scaled(event, self._scale) for event in result.events]
 
 
 def _scaled(event: Event, scale: float) -> MeasuredEvent:
-    told = event if isinstance(event, MeasuredEvent) else MeasuredEvent(**vars(event))
+    measured = event if isinstance(event, MeasuredEvent) else MeasuredEvent(**vars(event))
     return replace(
-        told,
+        measured,
         start_s=event.start_s / scale,
         end_s=event.end_s / scale,
         exchanged_s=event.exchanged_s / scale,
-        copied_s=told.copied_s / scale,
-        arrived_s=None if told.arrived_s is None else told.arrived_s / scale,
+        copied_s=measured.copied_s / scale,
+        arrived_s=None if measured.arrived_s is None else measured.arrived_s / scale,
     )

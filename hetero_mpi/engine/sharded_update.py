@@ -1,23 +1,23 @@
-"""The update of layers that several ranks hold: each trained parameter has one owner among them (``planning.owners``).
+"""Sharded optimizer state (as in ZeRO-1) for layers on several ranks: each trained parameter has one owner (``planning.owners``).
 
-    last backward    gradients of layer 9 | of layer 8 | ...    a reduce-scatter each: every owner gets the sums of what it owns
-    REDUCE, STEP     owners count norms, clip, and step         masters and moments exist once
-    next forward     values of layer 0 | of layer 1 | ...       an all-gather each, in the compute dtype; a layer waits for its own
+    last backward    gradients of layer 9 | layer 8 | ...    a reduce-scatter per layer: owners get the sums of their parameters
+    REDUCE, STEP     owners compute norms, clip, and step    masters and moments exist once
+    next forward     values of layer 0 | layer 1 | ...       an all-gather per layer, in the compute dtype, awaited by that layer
 
-Every such layer has one flat fp32 buffer, a part of it for each owner, whose views are its parameters' gradients. As backward
-finishes a layer, the last one first, its buffer is summed where it lies (in host memory) or in a copy there, over exactly the
-ranks that hold it; REDUCE waits for that. New values travel in the same buffers, which are free from STEP until the next
-backward. All members of a group start its exchanges in one order, and no start waits for another rank, so nothing can deadlock.
-Copies go and come beside what the device computes: nobody waits for one before REDUCE.
+Each shared layer has one flat fp32 gradient buffer with a part per owner; parameters' gradients are views of it. When backward
+finishes a layer (in reverse order), the ranks that hold it reduce-scatter its buffer in host memory, or a host copy of it; REDUCE
+waits for the sum. New values travel in the same buffers, which are free from STEP until the next backward. All members start a
+group's exchanges in the same order and never wait for another rank before starting, so the exchanges cannot deadlock. Copies
+between device and host overlap with computation until REDUCE.
 
-Where groups hold a layer in several pipelines, each cut in its own way, there is a buffer for every set of ranks that hold the same
-segments of it (``shared_parts``).
+If tensor-parallel groups of several pipelines shard a layer differently, each set of ranks that hold the same segments has its own
+buffer (``shared_parts``).
 
-The matrix of a tied model belongs to layer 0. Within each pipeline the head's rank sends its share of the gradient to the
-embedding's, which adds it to its own; then layer 0 is summed over the pipelines as any other. Its new values go on to the head.
-Both ways lead through host memory that is kept, beside what the device computes.
+A tied model's matrix belongs to layer 0. In each pipeline the head's rank sends its gradient to the embedding's rank, which adds
+both; layer 0 is then reduced over the pipelines like any other layer, and its new values are sent back to the head. Both transfers
+go through preallocated host memory and overlap with computation.
 
-Also here: the parts of trained tensors that several ranks hold under a plan, and their owners.
+``shared_parts`` lists the parts of trained tensors that several ranks hold under a plan, with their owners.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from hetero_mpi.planning.types.plan import Plan, StagePlan
 
 
 class ShardedUpdate:
-    """A rank's part in the exchanges of a step.
+    """One rank's exchanges of gradients and new values in each step.
 
     Args:
-        shared: of the whole plan, the last layer's first.
-        tied: its end of the matrix, if that is tied and trained.
+        shared: shared parts of the whole plan, in reverse layer order.
+        tied: this rank's end of a tied and trained matrix; None if it has none.
     """
 
     def __init__(
@@ -56,189 +56,197 @@ class ShardedUpdate:
     ) -> None:
         self.last_layer, self.tied, self.transport = last_layer, tied, transport
         groups, backend = _groups(rank, shared, transport), optimizer.stage.backend
-        out, back = backend.copying(), backend.copying()  # two: what is summed waits for no later layer's backward
+        to_host, to_device = (
+            backend.copying(),
+            backend.copying(),
+        )  # two streams: a layer's sum does not wait for other layers' backward
         self._parts = [
-            _Exchanged(part, groups[part.ranks], rank, optimizer, out, back) for part in shared if rank in part.ranks
+            _ExchangedPart(part, groups[part.ranks], rank, optimizer, to_host, to_device)
+            for part in shared
+            if rank in part.ranks
         ]
-        self._of: dict[int, list[_Exchanged]] = {}
-        """Layer -> those of it."""
-        for own in self._parts:
-            self._of.setdefault(own.layer, []).append(own)
-        optimizer.stage.before_each_layer(self.take)
+        self._parts_by_layer: dict[int, list[_ExchangedPart]] = {}
+        """Layer -> its exchanged parts."""
+        for exchanged in self._parts:
+            self._parts_by_layer.setdefault(exchanged.layer, []).append(exchanged)
+        optimizer.stage.before_each_layer(self.await_values)
 
-    def begin(self) -> None:
-        """A step begins: be ready for what may come early."""
-        for own in self._parts:
-            own.begin()
+    def start_step(self) -> None:
+        """Prepare buffers and post receives for a new step."""
+        for part in self._parts:
+            part.start_step()
         if self.tied is not None:
-            self.tied.begin()
+            self.tied.start_step()
 
     def finished(self, layer: int) -> None:
-        """The gradients of ``layer`` are whole on this rank: what can start without waiting starts."""
+        """Start the exchanges that can begin without waiting, as the gradients of ``layer`` are final on this rank."""
         if self.tied is not None:
             if layer == 0 and self.tied.receives:
-                return  # the head's share may still be on its way: ``reduce`` waits for it
+                return  # ``reduce`` waits for the head's gradient
             if layer == (self.last_layer if self.tied.sends else 0):
-                self.tied.join()
+                self.tied.join_gradients()
         self._start_down_to(layer)
 
     def reduce(self, layer: int) -> None:
-        """Return when the gradients of what this rank owns of ``layer`` are those of all ranks that hold it."""
-        self._start_down_to(0)  # backward is over: all are whole
-        for own in self._of.get(layer, ()):
-            self._complete(own)
+        """Wait until the gradients of this rank's parameters in ``layer`` are summed over all ranks that hold the layer."""
+        self._start_down_to(0)  # backward is over, so all gradients are final
+        for part in self._parts_by_layer.get(layer, ()):
+            self._complete(part)
 
-    def end(self) -> None:
-        """Before the optimizer's step: sums that no REDUCE waits for; each exchange is ready for the next step's."""
+    def finish_step(self) -> None:
+        """Complete the remaining sums before the optimizer's step and reset each exchange for the next step."""
         if self.tied is not None:
-            self.tied.end()
-        for own in self._parts:
-            self._complete(own)
-            own.end()
+            self.tied.finish_step()
+        for part in self._parts:
+            self._complete(part)
+            part.finish_step()
 
     def publish(self) -> None:
-        """After the optimizer's step: new values go from their owners to the other holders, the first layer first."""
-        for own in reversed(self._parts):
-            own.publish(self.transport)
+        """Start sending new values from their owners to the other ranks after the optimizer's step, in layer order."""
+        for part in reversed(self._parts):
+            part.publish(self.transport)
         self.share_tied_weight()
 
     def share_tied_weight(self) -> None:
-        """Bring the embedding's values to the head's copy of a tied matrix. Both ends call it."""
+        """Copy the embedding's values to the head of a tied matrix. Both ranks call it."""
         if self.tied is not None:
-            self.take(0)
+            self.await_values(0)
             self.tied.share_weight()
 
-    def take(self, layer: int) -> None:
-        """The parameters of ``layer`` are about to be read: return when their new values are there."""
-        for own in self._of.get(layer, ()):
-            own.take(self.transport)
+    def await_values(self, layer: int) -> None:
+        """Wait until the parameters of ``layer`` have their new values; called before they are read."""
+        for part in self._parts_by_layer.get(layer, ()):
+            part.await_values(self.transport)
 
     def settle(self) -> None:
-        """Return when all new values are there."""
-        for own in reversed(self._parts):
-            own.take(self.transport)
+        """Wait until all parameters have their new values."""
+        for part in reversed(self._parts):
+            part.await_values(self.transport)
 
     def dissolve(self) -> None:
-        """No step follows: the transport may use the groups' numbers for others."""
+        """Release the transport's groups after the last step."""
         self.settle()
-        for group in {own.group for own in self._parts}:
+        for group in {part.group for part in self._parts}:
             self.transport.dissolve(group)
 
     def _start_down_to(self, layer: int) -> None:
-        """Start the sums of this layer and of later ones, in the common order."""
-        for own in self._parts:
-            if own.layer >= layer and own.request is None:
-                self._start(own)
+        """Start the sums of ``layer`` and later layers, in the order that all ranks share."""
+        for part in self._parts:
+            if part.layer >= layer and part.request is None:
+                self._start(part)
 
-    def _start(self, own: _Exchanged) -> None:
-        if own.layer == 0 and self.tied is not None:
-            self.tied.join()
-        own.start(self.transport)
+    def _start(self, part: _ExchangedPart) -> None:
+        if part.layer == 0 and self.tied is not None:
+            self.tied.join_gradients()
+        part.start(self.transport)
 
-    def _complete(self, own: _Exchanged) -> None:
-        """Wait for the sums, once; nothing if that has been done."""
-        if own.request is None:
-            self._start(own)
-        own.wait(self.transport)
+    def _complete(self, part: _ExchangedPart) -> None:
+        """Wait for the sums, unless they are complete."""
+        if part.request is None:
+            self._start(part)
+        part.wait(self.transport)
 
 
-class _Exchanged:
-    """The flat buffer of a shared part, and where it is exchanged: in place in host memory, else in a copy there.
+class _ExchangedPart:
+    """Exchange of a shared part's flat buffer: in place in host memory, or through a host copy.
 
     Attributes:
-        request: the reduce-scatter of the running step.
+        request: reduce-scatter of the running step; None before it starts.
     """
 
     def __init__(
-        self, part: SharedPart, group: Group, rank: int, optimizer: Optimizer, out: Copying, back: Copying
+        self, part: SharedPart, group: Group, rank: int, optimizer: Optimizer, to_host: Copying, to_device: Copying
     ) -> None:
-        self.layer, self.group, self._place = part.layer, group, part.ranks.index(rank)
+        self.layer, self.group, self._member = part.layer, group, part.ranks.index(rank)
         flat = self._flat = optimizer.flat[part]
-        self._gradient, self._out, self._back = optimizer.gradient, out, back
+        self._gradient, self._to_host, self._to_device = optimizer.gradient, to_host, to_device
         self._copies = flat.gradients.device != HOST
         shape = flat.gradients.shape
         self._host = flat.backend.host_buffer(shape, torch.float32) if self._copies else flat.gradients
-        self._others = [index for index in range(len(group.ranks)) if index != self._place]
+        self._other_members = [index for index in range(len(group.ranks)) if index != self._member]
         self.request: Request | None = None
         self._values: Request | None = None
-        """The all-gather of values that are not taken yet."""
+        """All-gather of new values that ``await_values`` has not completed yet."""
         self._copied: list[Copied] = []
-        self._whole = False
+        self._summed = False
 
-    def begin(self) -> None:
-        """A step begins. Where new values are still to be taken, the buffer holds them."""
+    def start_step(self) -> None:
+        """Zero the gradients, unless the buffer still holds new values."""
         if self._values is None:
             self._flat.gradients.zero_()
 
     def start(self, transport: Transport) -> None:
-        """The gradients are those of this rank: sum them as soon as they are in host memory."""
-        self._whole = False
+        """Start the sum of this rank's final gradients once they reach host memory."""
+        self._summed = False
         assert self._values is None, "a backward has ended whose forward did not take the new values"
         self._flat.collect(self._gradient)
         parts = [self._host[part].numpy() for part in self._flat.parts]
-        beside = self._copied_beside(slice(None), self._bring_sums)
-        self.request = transport.reduce_scatter(self.group, parts, *beside, self.layer)
+        callbacks = self._start_host_copy(slice(None), self._copy_sums_back)
+        self.request = transport.reduce_scatter(self.group, parts, *callbacks, self.layer)
 
     def wait(self, transport: Transport) -> None:
-        """Return when they are summed; what this thread gives the device from now on sees that."""
-        if self._whole:
+        """Wait for the sums; work that this thread submits to the device afterwards sees them."""
+        if self._summed:
             return
-        self._whole = True
+        self._summed = True
         assert self.request is not None
-        self._arrive(self.request, transport, self._bring_sums)
-        self._flat.spread(self._place, self._gradient)
+        self._await(self.request, transport, self._copy_sums_back)
+        self._flat.spread(self._member, self._gradient)
 
-    def end(self) -> None:
-        """They are summed, and the step is over."""
+    def finish_step(self) -> None:
+        """Forget the completed request at the end of the step."""
         self.request = None
 
     def publish(self, transport: Transport) -> None:
-        """The parameters that this rank owns have new values: send them as soon as they are in host memory."""
-        self._flat.pack(self._place)
-        parts, own = [host_bytes(self._host[part]) for part in self._flat.values], self._flat.values[self._place]
+        """Start sending the new values of this rank's parameters once they reach host memory."""
+        self._flat.pack(self._member)
+        parts, member_values = (
+            [host_bytes(self._host[part]) for part in self._flat.values],
+            self._flat.values[self._member],
+        )
         self._values = transport.all_gather(
-            self.group, parts, *self._copied_beside(own, self._bring_values), self.layer
+            self.group, parts, *self._start_host_copy(member_values, self._copy_values_back), self.layer
         )
 
-    def take(self, transport: Transport) -> None:
-        """Return when new values that are on their way are in the parameters, once."""
+    def await_values(self, transport: Transport) -> None:
+        """Wait for new values in flight and write them to the parameters."""
         request, self._values = self._values, None
         if request is None:
             return
-        self._arrive(request, transport, self._bring_values)
-        for place in self._others:
-            self._flat.unpack(place)
+        self._await(request, transport, self._copy_values_back)
+        for member in self._other_members:
+            self._flat.unpack(member)
         self._flat.gradients.zero_()
 
-    def _copied_beside(self, part: slice, bring: Arrived) -> tuple[Ready | None, Arrived | None]:
-        """Where the buffer is exchanged in a copy, copy ``part`` there; (says when it is there, brings back what comes)."""
+    def _start_host_copy(self, part: slice, copy_back: Arrived) -> tuple[Ready | None, Arrived | None]:
+        """Start copying ``part`` to host memory, if needed; (tells whether it has arrived, copies the result back)."""
         if not self._copies:
             return None, None
-        self._out.after_compute()
-        ready = self._out.copy(self._host[part], self._flat.gradients[part]).done
-        return ready, bring if self._back.beside else None
+        self._to_host.after_compute()
+        ready = self._to_host.copy(self._host[part], self._flat.gradients[part]).done
+        return ready, copy_back if self._to_device.beside else None
 
-    def _arrive(self, request: Request, transport: Transport, bring: Arrived) -> None:
+    def _await(self, request: Request, transport: Transport, copy_back: Arrived) -> None:
         transport.wait(request)
         if self._copies:
-            if not self._back.beside:
-                bring()
+            if not self._to_device.beside:
+                copy_back()
             for copied in self._copied:
                 copied.hold_compute()
 
-    def _bring_sums(self) -> None:
-        """Called by whatever thread sees them complete."""
-        self._bring([self._flat.parts[self._place]])
+    def _copy_sums_back(self) -> None:
+        """Copy sums to the device; called on the thread that sees them complete."""
+        self._copy_back([self._flat.parts[self._member]])
 
-    def _bring_values(self) -> None:
-        self._bring([self._flat.values[place] for place in self._others])
+    def _copy_values_back(self) -> None:
+        self._copy_back([self._flat.values[member] for member in self._other_members])
 
-    def _bring(self, ranges: list[slice]) -> None:
-        self._copied = [self._back.copy(self._flat.gradients[one], self._host[one]) for one in ranges]
+    def _copy_back(self, ranges: list[slice]) -> None:
+        self._copied = [self._to_device.copy(self._flat.gradients[part], self._host[part]) for part in ranges]
 
 
 def _groups(rank: int, shared: Collection[SharedPart], transport: Transport) -> dict[tuple[int, ...], Group]:
-    """A group for each set of ranks that this rank belongs to. Numbers follow the plan, so all members agree on them."""
+    """Transport group of each set of ranks with this rank. Group numbers follow the plan, so members agree on them."""
     distinct = list(dict.fromkeys(part.ranks for part in shared))
     return {ranks: transport.group(ranks, number) for number, ranks in enumerate(distinct) if rank in ranks}
 
@@ -247,15 +255,15 @@ _GRADIENT, _WEIGHT = TIED_TAG, TIED_TAG + 1
 
 
 class TiedMatrix:
-    """One rank's end, or both.
+    """Exchange of a tied matrix between embedding and head; a rank has one end or both.
 
     Args:
-        embedding, head: the ranks of the two ends in its pipeline.
-        name: of the embedding's parameter.
+        embedding, head: ranks of the two ends in the pipeline.
+        name: name of the embedding's parameter.
 
     Attributes:
-        sends: it is the head, and the embedding is elsewhere.
-        receives: it is the embedding, and the head is elsewhere.
+        sends: this rank has the head, another rank the embedding.
+        receives: this rank has the embedding, another rank the head.
     """
 
     def __init__(
@@ -264,50 +272,50 @@ class TiedMatrix:
         self.embedding, self.head, self.name = embedding, head, name
         self.optimizer, self.transport = optimizer, transport
         self.sends, self.receives = embedding != rank == head, head != rank == embedding
-        self._backend, self._done = optimizer.stage.backend, False
+        self._backend, self._joined = optimizer.stage.backend, False
         stage, dtype = optimizer.stage, torch.float32
         matrix = stage.tied_head if self.sends else stage.parameters[name]
         assert matrix is not None
         self._copying = self._backend.copying()
         self._host: torch.Tensor | None = None
-        """Memory to receive into, unless a message can be received where it belongs."""
+        """Host memory to receive into; None if messages are received in place."""
         if self.receives or (self.sends and self._backend.device != HOST):
             self._host = self._backend.host_buffer(matrix.shape, matrix.dtype if self.sends else dtype)
-        other, tag = (embedding, _GRADIENT) if self.sends else (head, _WEIGHT)
-        sent = dtype if self.sends else stage.dtype
-        self._outbox = Outbox(transport, other, tag, self._backend, sent)
-        self._share: Arrival | None = None
+        peer, tag = (embedding, _GRADIENT) if self.sends else (head, _WEIGHT)
+        sent_dtype = dtype if self.sends else stage.dtype
+        self._outbox = Outbox(transport, peer, tag, self._backend, sent_dtype)
+        self._head_gradient: Arrival | None = None
 
-    def begin(self) -> None:
-        """A step begins: be ready for the head's gradient, which may come early."""
-        self._done = False
+    def start_step(self) -> None:
+        """Post the receive of the head's gradient for a new step."""
+        self._joined = False
         if self.receives:
             assert self._host is not None
-            self._share = self._arrival(self.head, _GRADIENT, self._host, self._host)
+            self._head_gradient = self._arrival(self.head, _GRADIENT, self._host, self._host)
 
-    def join(self) -> None:
-        """The head's gradient is whole. Once in a step: the head sends it, the embedding adds it to its own."""
-        if self._done:
+    def join_gradients(self) -> None:
+        """Send the head's final gradient, or add it to the embedding's. Further calls in a step do nothing."""
+        if self._joined:
             return
-        self._done = True
+        self._joined = True
         if self.sends:
             self._outbox.put(self.optimizer.tied_gradient())
             return
-        own = self.optimizer.gradient(self.name)
-        if self._share is None:
-            own.add_(self.optimizer.tied_gradient())
+        gradient = self.optimizer.gradient(self.name)
+        if self._head_gradient is None:
+            gradient.add_(self.optimizer.tied_gradient())
         else:
-            self._share.wait()
-            # The step decision waits for the norms, and so for this copy, before the next step receives into the same memory.
-            own.add_(self._share.tensor.to(own.device, non_blocking=True))
+            self._head_gradient.wait()
+            # The step decision waits for the norms, and so for this copy, before the next step reuses the memory.
+            gradient.add_(self._head_gradient.tensor.to(gradient.device, non_blocking=True))
 
-    def end(self) -> None:
-        """The step needs both gradients: return when the head's has left, or has been added."""
-        self.join()
+    def finish_step(self) -> None:
+        """Wait until the head's gradient has been sent or added, before the optimizer's step."""
+        self.join_gradients()
         self._outbox.flush()
 
     def share_weight(self) -> None:
-        """Bring the embedding's values to the head's copy. Both ends call it."""
+        """Copy the embedding's values to the head. Both ranks call it."""
         stage = self.optimizer.stage
         if self.receives:
             self._outbox.put(stage.parameters[self.name])
@@ -315,61 +323,67 @@ class TiedMatrix:
         elif self.sends:
             assert stage.tied_head is not None
             head = stage.storage_of(stage.tied_head)
-            coming = self._arrival(self.embedding, _WEIGHT, head if self._host is None else self._host, head)
-            coming.wait()
-            coming.release()
+            arrival = self._arrival(self.embedding, _WEIGHT, head if self._host is None else self._host, head)
+            arrival.wait()
+            arrival.release()
 
     def _arrival(self, source: int, tag: int, buffer: torch.Tensor, tensor: torch.Tensor) -> Arrival:
         return Arrival(self.transport, source, tag, buffer, tensor, self._copying)
 
 
 Divided = Mapping[int, Mapping[str, Division]]
-"""The first rank of each group -> name -> the division of every tensor of its stage."""
+"""First rank of each tensor-parallel group -> name -> sharding of that tensor of its stage."""
 
 
 def shared_parts(
     rank: int, plan: Plan, tuning: Tuning, divided: Divided, owner: Mapping[str, int]
 ) -> dict[SharedPart, list[list[Segment]]]:
-    """The sums of gradients in a step of all ranks, the last layer's first: of each the segments that every one of its ranks
-    owns, as ``rank`` sees them; nothing where it takes no part.
+    """Gradient sums of a step over all ranks, in reverse layer order -> segments owned by each member, in coordinates of ``rank``.
 
-    A tensor that groups cut is summed in segments, from any cut of any pipeline to the next. The owner's stage steps it, cut as it
-    is there.
+    A tensor that groups shard is summed in segments between neighbouring shard bounds of all pipelines, for example with bounds
+    4 | 8 in pipeline 0 and 6 | 8 in pipeline 1: [0, 4), [4, 6), [6, 8). The owner's stage steps it, sharded as in that stage.
+
+    Returns:
+        Part -> segments of each of its ranks; empty lists where ``rank`` takes no part.
     """
-    found: dict[SharedPart, list[list[Segment]]] = {}
+    segments_by_part: dict[SharedPart, list[list[Segment]]] = {}
     for layer in reversed(range(plan.layers)):
         stages = [stage for _, _, stage in plan.numbered if stage.first <= layer < stage.last]
         for spec in tuning.specs(layer, layer + 1):
-            ends, cut = _held(spec.name, stages, divided)
-            owning = next(stage.ranks for stage in stages if owner[spec.name] in stage.ranks)
-            for begin, end in pairwise(sorted({bound for own in ends.values() for bound in own})):
-                ranks = tuple(sorted(one for one, (low, high) in ends.items() if low <= begin < end <= high))
+            range_by_rank, division = _rank_ranges(spec.name, stages, divided)
+            owner_ranks = next(stage.ranks for stage in stages if owner[spec.name] in stage.ranks)
+            for begin, end in pairwise(
+                sorted({bound for rank_range in range_by_rank.values() for bound in rank_range})
+            ):
+                ranks = tuple(
+                    sorted(candidate for candidate, (low, high) in range_by_rank.items() if low <= begin < end <= high)
+                )
                 if len(ranks) > 1:
-                    owned = found.setdefault(SharedPart(layer, ranks), [[] for _ in ranks])
+                    owned = segments_by_part.setdefault(SharedPart(layer, ranks), [[] for _ in ranks])
                     if rank in ranks:
-                        place = ranks.index(next(one for one in owning if one in ranks))
-                        owned[place].append(_segment(spec.name, cut, ends[rank], begin, end))
-    return found
+                        owner_index = ranks.index(next(candidate for candidate in owner_ranks if candidate in ranks))
+                        owned[owner_index].append(_segment(spec.name, division, range_by_rank[rank], begin, end))
+    return segments_by_part
 
 
-def _segment(name: str, cut: Division | None, own: tuple[int, int], begin: int, end: int) -> Segment:
-    """The segment from ``begin`` to ``end`` as a rank with the range ``own`` sees it."""
-    if cut is None or own == (begin, end):
+def _segment(name: str, division: Division | None, rank_range: tuple[int, int], begin: int, end: int) -> Segment:
+    """The segment [begin, end) relative to a rank's range ``rank_range``."""
+    if division is None or rank_range == (begin, end):
         return Segment(name)
-    return Segment(name, cut.dim, cut.pieces, begin - own[0], end - begin)
+    return Segment(name, division.dim, division.pieces, begin - rank_range[0], end - begin)
 
 
-def _held(
+def _rank_ranges(
     name: str, stages: Sequence[StagePlan], divided: Divided
 ) -> tuple[dict[int, tuple[int, int]], Division | None]:
-    """(rank -> its range of the dimension in which groups cut a tensor, or (0, 1); how one of them cuts it, if one does)."""
+    """(rank -> its range of the sharded dimension, or (0, 1) if no group shards the tensor; one group's division or None)."""
     divisions = [divided[stage.ranks[0]][name] if stage.grouped else None for stage in stages]
-    cut = next((one for one in divisions if one is not None and one.cut), None)
-    ends = {}
+    cut = next((candidate for candidate in divisions if candidate is not None and candidate.cut), None)
+    range_by_rank = {}
     for stage, division in zip(stages, divisions, strict=True):
         for member, rank in enumerate(stage.ranks):
             if division is not None and division.cut:
-                ends[rank] = division.bounds[member], division.bounds[member + 1]
+                range_by_rank[rank] = division.bounds[member], division.bounds[member + 1]
             elif division is None or division.exists(member):
-                ends[rank] = 0, cut.bounds[-1] if cut is not None else 1
-    return ends, cut
+                range_by_rank[rank] = 0, cut.bounds[-1] if cut is not None else 1
+    return range_by_rank, cut

@@ -1,4 +1,4 @@
-"""One rank's training state and the steps it takes: actions, exchanges between holders, the step decision, the optimizer."""
+"""One rank's training state and its steps: actions, exchanges, the collective step decision, the optimizer."""
 
 from __future__ import annotations
 
@@ -46,30 +46,30 @@ class StepResult:
 
     decision: StepDecision
     heard: NDArray[np.float64] = field(default_factory=lambda: _NOTHING)
-    """The sum of what all ranks said ``along`` with the decision."""
+    """Sum over all ranks of the ``extra_sums`` numbers sent with the decision."""
     events: tuple[Event, ...] = ()
-    """Actions of this rank with their times, in seconds from ``began_s`` on; nothing without a stage."""
+    """Actions of this rank with their times, in seconds since ``began_s``; empty without a stage."""
     began_s: float = 0.0
-    """Its beginning (``time.perf_counter``)."""
+    """Start of the step (``time.perf_counter``)."""
     worked_s: float = 0.0
-    """Seconds of a CPU rank's forwards and backwards by processor time."""
+    """CPU time of a CPU rank's forwards and backwards, in seconds."""
     length: int = 0
     """Tokens per sequence."""
 
 
 class Trainer:
-    """A rank's share of a run. Ranks without a stage (rank 0 may be one) hold nothing and only follow the collectives.
+    """One rank's trainer. A rank without a stage (rank 0 may be one) holds no layers and only joins the collectives.
 
     Attributes:
-        places, stages: of this rank, in chain order.
-        pipeline: to which they belong; None without a stage.
-        held, optimizer: this rank's share of the model, all stages together; None without a stage.
-        latest: the last step's result; None before the first.
-        loss_scale: fp16's; every step decision changes it.
-        memory: what is predicted for this rank; None: not known.
-        owner: trained parameter -> the rank that has its master and moments, counts its norm, steps it, and saves it; of what the
-            group of this rank cuts, each member does so with its part.
-        divided: name -> the division of every tensor of its stage, where a group holds that.
+        places, stages: this rank's stages in chain order, with their places in the plan.
+        pipeline: index of their pipeline; None without a stage.
+        held, optimizer: the layers of all stages of this rank, and their optimizer; None without a stage.
+        latest: result of the last step; None before the first.
+        loss_scale: fp16 loss scale, updated by every step decision.
+        memory: predicted memory of this rank; None if unknown.
+        owner: trained parameter -> owner rank, which has master and moments, computes the norm, steps and saves the parameter;
+            if this rank's group shards it, each member does so for its shard.
+        divided: name -> sharding of each tensor of this rank's stage; empty without a tensor-parallel group.
     """
 
     def __init__(
@@ -82,14 +82,16 @@ class Trainer:
         divided: Divided,
         loss_scale: LossScale | None = None,
     ) -> None:
-        """Build this rank's stages. Local: ranks need not come here together. Raises UserError: the model's files do not fit, or
-        the memory does not suffice.
+        """Build this rank's stages; not collective.
 
         Args:
             world: the active ranks (``active_ranks``), for collective calls.
-            build: makes each stage.
-            divided: how the groups of the plan divide tensors.
-            loss_scale: the run's; None: its start.
+            build: builds each stage.
+            divided: sharding of tensors by the plan's tensor-parallel groups.
+            loss_scale: loss scale of the run; None at its start.
+
+        Raises:
+            UserError: The model's files do not fit, or memory is insufficient.
         """
         self.setup, self.plan = setup, plan
         self.rank, self.world, self.transport = setup.rank, world, setup.transport
@@ -98,14 +100,14 @@ class Trainer:
         self.owner = parameter_owners(self.tuning, plan)
         self.first = plan.leader_of.get(self.rank, self.rank)
         self.divided: Mapping[str, Division] = divided.get(self.first, {})
-        owning = {name: divided[rank][name] for name, rank in self.owner.items() if rank in divided}
+        owned_divisions = {name: divided[rank][name] for name, rank in self.owner.items() if rank in divided}
         micro_batches = [pipeline.micro_batches for pipeline in plan.pipelines]
         self.decider = StepDecider(
             list(self.tuning.trainable),
             train.clip_norm,
             sum(micro_batches),
             self.chain.routers is not None,
-            {name: len(one.bounds) - 1 for name, one in owning.items() if one.cut},
+            {name: len(division.bounds) - 1 for name, division in owned_divisions.items() if division.cut},
             0 if train.preference == "none" else REWARDS,
         )
         self.places = places_of(self.rank, plan)
@@ -122,131 +124,149 @@ class Trainer:
         if self.places:
             with memory_explained(lambda: "loading its layers", self.memory, self.backend):
                 shared = shared_parts(self.rank, plan, self.tuning, divided, self.owner)
-                own = {part: owned for part, owned in shared.items() if self.rank in part.ranks}
-                for place in self.places:
-                    self.stages.append(self._stage(place, own, build))
+                own_parts = {part: owned for part, owned in shared.items() if self.rank in part.ranks}
+                for placement in self.places:
+                    self.stages.append(self._stage(placement, own_parts, build))
                 self.held = self.stages[0] if len(self.stages) == 1 else HeldStages(self.stages)
                 self._build(self.held, shared, schedule)
 
-    def _stage(self, place: Placement, shared: Shared, build: BuildStage) -> Stage:
-        pipeline, tied = self.plan.pipelines[place.pipeline], self.chain.tied
-        own = pipeline.stages[place.position]
-        shared = {part: owned for part, owned in shared.items() if own.first <= part.layer < own.last}
+    def _stage(self, placement: Placement, shared: Shared, build: BuildStage) -> Stage:
+        pipeline, tied = self.plan.pipelines[placement.pipeline], self.chain.tied
+        stage_plan = pipeline.stages[placement.position]
+        shared = {part: owned for part, owned in shared.items() if stage_plan.first <= part.layer < stage_plan.last}
         foreign = {name for name in self.owner if not self._steps(name)}
-        ends = tied is not None and self.stages and self.stages[0].is_first and own.last == self.chain.layer_count
-        beginning = self.stages[0] if ends else None
-        return build(own, pipeline.split_backward and place.position > 0, shared, foreign, beginning)
+        has_tied_ends = (
+            tied is not None and self.stages and self.stages[0].is_first and stage_plan.last == self.chain.layer_count
+        )
+        first_stage = self.stages[0] if has_tied_ends else None
+        return build(stage_plan, pipeline.split_backward and placement.position > 0, shared, foreign, first_stage)
 
-    def _build(self, held: HeldLayers, shared: Collection[SharedPart], schedule: Schedule) -> None:
+    def _build(self, layers: HeldLayers, shared: Collection[SharedPart], schedule: Schedule) -> None:
         assert self.pipeline is not None
         pipeline = self.plan.pipelines[self.pipeline]
-        self.optimizer = Optimizer(held, self.setup.train)
+        self.optimizer = Optimizer(layers, self.setup.train)
         ends, tied = (pipeline.stages[0].ranks, pipeline.stages[-1].ranks), self.tuning.tied(self.chain)
-        here = any(self.rank in ranks for ranks in ends)
-        if tied is not None and here and (self.group is None or self.has_part(tied)):
-            apart = (self.rank, self.rank) if ends[0] == ends[1] else (ends[0][0], ends[1][0])
-            self.tied = TiedMatrix(self.rank, *apart, tied, self.optimizer, self.transport)
+        has_end = any(self.rank in ranks for ranks in ends)
+        if tied is not None and has_end and (self.group is None or self.has_part(tied)):
+            end_ranks = (self.rank, self.rank) if ends[0] == ends[1] else (ends[0][0], ends[1][0])
+            self.tied = TiedMatrix(self.rank, *end_ranks, tied, self.optimizer, self.transport)
         self.update = ShardedUpdate(self.rank, self.plan.layers - 1, shared, self.tied, self.optimizer, self.transport)
         self.executor = Executor(self.setup, self.stages, self.places, pipeline, schedule[self.rank])
         self.backend.begin_peak()
 
     def _steps(self, name: str) -> bool:
-        """Has this rank the master and moments of a parameter, or of its part of it?"""
+        """Whether this rank has the master and moments of a parameter, or of its shard."""
         return self.owner[name] == self.rank or (self.owner[name] == self.first and self.has_part(name))
 
     def has_part(self, name: str) -> bool:
-        """Has this rank's group cut the tensor, of which it has a part? (It may have none.)"""
-        one, group = self.divided.get(name), self.group
-        return one is not None and group is not None and one.cut and one.exists(group.member)
+        """Whether this rank's group shards the tensor and this rank has a shard of it."""
+        division, group = self.divided.get(name), self.group
+        return division is not None and group is not None and division.cut and division.exists(group.member)
 
     def step(
-        self, step: int, batch: Batch, asked: Callable[[], bool] = lambda: False, along: NDArray[np.float64] = _NOTHING
+        self,
+        step: int,
+        batch: Batch,
+        stop_requested: Callable[[], bool] = lambda: False,
+        extra_sums: NDArray[np.float64] = _NOTHING,
     ) -> StepResult:
-        """One optimizer step, or, when loss or gradients are not finite, none on any rank. Collective. Raises UserError: this rank
-        (alone) ran out of memory.
+        """Run one optimizer step; if loss or gradients are not finite, all ranks skip the update. Collective.
 
         Args:
             step: number of the step, from 0.
             batch: at most ``plan.global_batch`` rows of at most ``plan.sequence_length`` tokens, or samples.
-            asked: has this rank been asked to end the run? The step decision tells all ranks.
-            along: numbers that travel with the decision, as many on every active rank, so that they cost no message.
+            stop_requested: whether this rank was asked to end the run; the step decision informs all ranks.
+            extra_sums: numbers summed with the decision at no extra message; equally long on every active rank.
+
+        Raises:
+            OutOfMemory: This rank ran out of memory.
         """
         self._fits(batch)
-        ending, executor = _StepEnd(self, step, asked, along), self.executor
+        step_end, executor = _StepEnd(self, step, stop_requested, extra_sums), self.executor
         if executor is None:
-            self.latest = ending.agreed({}, {})
+            self.latest = step_end.agreed({}, {})
             return self.latest
-        self.update.begin()
+        self.update.start_step()
         data = self.step_data(step, batch)
         with memory_explained(lambda: f"{executor.current} (step {step + 1})", self.memory, self.backend):
-            ran = executor.run(data, ending)
-        assert ran.decided is not None
+            outcome = executor.run(data, step_end)
+        assert outcome.decided is not None
         self.latest = replace(
-            ran.decided,
-            events=ran.events,
-            began_s=ran.began_s,
-            worked_s=ran.worked_s,
+            outcome.decided,
+            events=outcome.events,
+            began_s=outcome.began_s,
+            worked_s=outcome.worked_s,
             length=data.length,
         )
         return self.latest
 
     def rehearse(self, batch: Batch) -> None:
-        """A step of this rank by itself. Local; what is trained changes. Raises OutOfMemory."""
+        """Run a step on this rank alone, which changes its parameters. Not collective; raises ``OutOfMemory``."""
         if self.executor is None or self.optimizer is None or self.pipeline is None:
             return
         setup, pipeline = replace(self.setup, transport=Nowhere()), self.plan.pipelines[self.pipeline]
         executor = Executor(setup, self.stages, self.places, pipeline, self.executor.actions)
-        apart = self.group.apart() if self.group is not None else contextlib.nullcontext()
-        with memory_explained(lambda: str(executor.current), self.memory, self.backend), apart:
+        alone = self.group.apart() if self.group is not None else contextlib.nullcontext()
+        with memory_explained(lambda: str(executor.current), self.memory, self.backend), alone:
             executor.run(self.step_data(0, batch), UpdateAlone(self.optimizer))
 
-    def evaluate(self, held_out: Batch) -> list[float]:
-        """Sums over held-out sequences, or samples: of the losses of all targets, where that of routers counts as in training; and
-        of preferences what a comparison sums beside, else how many targets are the likeliest. Collective.
+    def evaluate(self, batch: Batch) -> list[float]:
+        """Sums over evaluation sequences or samples: the losses, including router losses as in training; then the rewards
+        statistics of preference training, or else the number of correctly predicted targets. Collective.
 
-        Every pipeline takes its share of the rows; numbers are added in fp64 in the order of the rows.
+        Every pipeline evaluates its share of the rows; values are added in fp64 in row order.
         """
-        shares = evaluation_shares(self.plan, len(held_out.tokens))
-        found = np.zeros((1 + (self.decider.rewards or 1), sum(len(sizes) for _, sizes in shares)))
-        own = self._evaluated(held_out, shares)
-        if self.pipeline is not None and own:
+        shares = evaluation_shares(self.plan, len(batch.tokens))
+        sums_by_slot = np.zeros((1 + (self.decider.rewards or 1), sum(len(sizes) for _, sizes in shares)))
+        losses = self._evaluated(batch, shares)
+        if self.pipeline is not None and losses:
             begin = slots([len(sizes) for _, sizes in shares])[self.pipeline]
-            found[0, begin : begin + len(own)] = [float(loss) for loss in own]
+            sums_by_slot[0, begin : begin + len(losses)] = [float(loss) for loss in losses]
             for (index, _), sums in sorted(self.stages[-1].rewards.items()):
-                found[1:, begin + index] += sums.tolist()
-        return [added(values) for values in self.world.all_reduce_sum(found.ravel()).reshape(found.shape)]
+                sums_by_slot[1:, begin + index] += sums.tolist()
+        return [added(values) for values in self.world.all_reduce_sum(sums_by_slot.ravel()).reshape(sums_by_slot.shape)]
 
-    def shared_batch(self, own: Batch | None, trimmed: bool) -> Batch:
-        """Rank 0's batch on every active rank; other ranks have none. Collective. ``trimmed``: to its longest row."""
+    def shared_batch(self, batch_on_rank0: Batch | None, trimmed: bool) -> Batch:
+        """Broadcast rank 0's batch to all active ranks, which pass None. Collective. ``trimmed``: cut to its longest row."""
         arrays: list[NDArray[Any]] | None = None
-        if own is not None:
-            own = own.trimmed() if trimmed else own
-            arrays = [own.tokens, own.targets, *([own.positions] if own.positions is not None else [])]
-            arrays += [own.compared.answers, own.compared.reference] if own.compared is not None else []
-            arrays += [own.weighed.weights] if own.weighed is not None else []
-        tokens, targets, *further = self.world.broadcast_arrays(arrays)
+        if batch_on_rank0 is not None:
+            batch_on_rank0 = batch_on_rank0.trimmed() if trimmed else batch_on_rank0
+            arrays = [
+                batch_on_rank0.tokens,
+                batch_on_rank0.targets,
+                *([batch_on_rank0.positions] if batch_on_rank0.positions is not None else []),
+            ]
+            arrays += (
+                [batch_on_rank0.compared.answers, batch_on_rank0.compared.reference]
+                if batch_on_rank0.compared is not None
+                else []
+            )
+            arrays += [batch_on_rank0.weighed.weights] if batch_on_rank0.weighed is not None else []
+        tokens, targets, *optional_arrays = self.world.broadcast_arrays(arrays)
         weighed = (
-            Weighed.of(targets, further.pop()) if len(further) in (1, 2) and further[-1].dtype.kind == "f" else None
+            Weighed.of(targets, optional_arrays.pop())
+            if len(optional_arrays) in (1, 2) and optional_arrays[-1].dtype.kind == "f"
+            else None
         )
-        positions = further[0] if further else None
+        positions = optional_arrays[0] if optional_arrays else None
         batch = Batch(tokens, targets, self.chain.counted(targets), positions, weighed=weighed)
-        return replace(batch, compared=Compared.of(batch, *further[1:])) if further[1:] else batch
+        return replace(batch, compared=Compared.of(batch, *optional_arrays[1:])) if optional_arrays[1:] else batch
 
     def likelihoods(self, batch: Batch) -> NDArray[np.float64]:
-        """Log-likelihoods of all answers by the model as it is now, [B, R]; see ``Compared``. Collective."""
+        """Log-likelihoods of all answers under the present model, [B, R]; see ``Compared``. Collective."""
         assert batch.compared is not None
         shares = evaluation_shares(self.plan, len(batch.tokens))
-        found = np.zeros(batch.compared.reference.shape)
-        own = self._evaluated(batch, shares, True)
-        if self.pipeline is not None and own:
+        table = np.zeros(batch.compared.reference.shape)
+        rows = self._evaluated(batch, shares, True)
+        if self.pipeline is not None and rows:
             first, sizes = shares[self.pipeline]
-            found[first : first + sum(sizes)] = torch.cat(own).cpu().double().numpy()
-        return self.world.all_reduce_sum(found.ravel()).reshape(found.shape)
+            table[first : first + sum(sizes)] = torch.cat(rows).cpu().double().numpy()
+        return self.world.all_reduce_sum(table.ravel()).reshape(table.shape)
 
     def _evaluated(
         self, batch: Batch, shares: Sequence[tuple[int, tuple[int, ...]]], likelihoods: bool = False
     ) -> list[torch.Tensor]:
-        """Results of each micro-batch on the last stage of the rank's pipeline; else nothing."""
+        """Results of each micro-batch on the last stage of the rank's pipeline; [] on other stages."""
         if self.executor is None or self.pipeline is None:
             return []
         first, sizes = shares[self.pipeline]
@@ -254,21 +274,21 @@ class Trainer:
         routed = None if likelihoods else self._routed(rows, batch, batch.divisor)
         with memory_explained(lambda: "evaluation", self.memory, self.backend):
             data = self._data(0, BatchShare(rows, sizes, (0,) * len(sizes)), likelihoods)
-            found = self.executor.evaluate(replace(data, routed=routed))
-            return found if self.setup.leads else []
+            outputs = self.executor.evaluate(replace(data, routed=routed))
+            return outputs if self.setup.leads else []
 
     def settle(self) -> None:
-        """Return when new values of the latest step are there. Called by every active rank, if no step follows at once."""
+        """Wait until all parameters have the latest step's values. Called by every active rank unless a step follows at once."""
         if self.executor is not None:
             self.update.settle()
 
     def close(self) -> None:
-        """No step follows: another trainer may use the transport. Called by every active rank."""
+        """Release the transport for another trainer after the last step. Called by every active rank."""
         if self.executor is not None:
             self.update.dissolve()
 
     def share_tied_weight(self) -> None:
-        """Bring the embedding's values to the head's copy of a tied matrix, within each pipeline. Called by every active rank."""
+        """Copy the embedding's values to the head of a tied matrix in each pipeline. Called by every active rank."""
         if self.executor is not None:
             self.update.share_tied_weight()
 
@@ -279,7 +299,7 @@ class Trainer:
         )
 
     def step_data(self, step: int, batch: Batch) -> StepData:
-        """The input of the rank's pipeline in a step."""
+        """Input of the rank's pipeline in a step."""
         assert self.pipeline is not None
         share = training_share(self.plan, self.pipeline, batch)
         data = self._data(step, share)
@@ -310,22 +330,22 @@ class Trainer:
             weights=place(batch.weighed.weights) if last and batch.weighed is not None else None,
         )
 
-    def _routed(self, own: Batch, whole: Batch, divisor: float) -> Routed | None:
-        """The routers' losses of this pipeline's rows: their mean over the whole batch, times what it is divided by yet."""
+    def _routed(self, share: Batch, global_batch: Batch, divisor: float) -> Routed | None:
+        """Router losses of this pipeline's rows: weighted for the mean over the global batch, before division by ``divisor``."""
         if self.chain.routers is None:
             return None
-        lengths = torch.from_numpy(own.lengths).to(self.backend.device)
-        return Routed(lengths, divisor / max(1, int(np.count_nonzero(whole.lengths))))
+        lengths = torch.from_numpy(share.lengths).to(self.backend.device)
+        return Routed(lengths, divisor / max(1, int(np.count_nonzero(global_batch.lengths))))
 
 
 @dataclass(frozen=True)
 class _StepEnd:
-    """The ``executor.Update`` of one step. The other fields are those of ``Trainer.step``."""
+    """The ``executor.Update`` of one step; fields as the arguments of ``Trainer.step``."""
 
     trainer: Trainer
     step: int
-    asked: Callable[[], bool]
-    along: NDArray[np.float64]
+    stop_requested: Callable[[], bool]
+    extra_sums: NDArray[np.float64]
 
     def finished(self, layer: int) -> None:
         self.trainer.update.finished(layer)
@@ -336,18 +356,18 @@ class _StepEnd:
     def decide(self, losses: Sequence[torch.Tensor]) -> StepResult:
         trainer = self.trainer
         assert trainer.executor is not None and trainer.optimizer is not None and trainer.pipeline is not None
-        trainer.update.end()
+        trainer.update.finish_step()
         trainer.executor.flush()
         first, leads = trainer.loss_slots[trainer.pipeline], trainer.setup.leads
         shares = torch.stack(list(losses)).tolist() if losses and leads else []
         filled = {first + index: loss for index, loss in enumerate(shares)}
         last, count = trainer.stages[-1], trainer.decider.micro_batches
-        beside = [] if last.routers is None else [last.routers.seen]
-        for kind, seen in enumerate([*beside, last.rewards], start=1):
-            for (index, _), values in sorted(seen.items() if leads else ()):
-                for place, value in enumerate(values.reshape(-1).tolist(), start=kind):
-                    place = place * count + first + index
-                    filled[place] = filled.get(place, 0.0) + value
+        statistics = [] if last.routers is None else [last.routers.seen]
+        for kind, values_by_slice in enumerate([*statistics, last.rewards], start=1):
+            for (index, _), values in sorted(values_by_slice.items() if leads else ()):
+                for slot, value in enumerate(values.reshape(-1).tolist(), start=kind):
+                    slot = slot * count + first + index
+                    filled[slot] = filled.get(slot, 0.0) + value
         decided = self.agreed(trainer.optimizer.squared_norms(), filled)
         assert trainer.transport.pending() == 0, "the step left requests pending"
         return decided
@@ -358,17 +378,17 @@ class _StepEnd:
         trainer.optimizer.end_step(self.step, decision.scale if decision.finite else None)
         if decision.finite:
             trainer.update.publish()
-            # Else collective calls follow, which must have MPI to themselves; or weights are on their way to the device.
+            # Without THREAD_MULTIPLE the next collective calls need MPI to themselves; offloaded weights are copied next.
             if trainer.world.thread_level != "multiple" or trainer.optimizer.stage.offloaded is not None:
                 trainer.update.settle()
 
     def agreed(self, squared_norms: dict[str, float], losses: dict[int, float]) -> StepResult:
-        """The common step decision, without events. ``losses``: as ``StepDecider.fill`` takes them."""
+        """Take the collective step decision; the result has no events yet. ``losses``: as for ``StepDecider.fill``."""
         trainer = self.trainer
         member = trainer.group.member if trainer.group is not None else 0
         with trainer.world.waiting("all ranks' part of the step decision"):
-            own = trainer.decider.fill(squared_norms, losses, self.asked(), member)
-            summed = trainer.world.all_reduce_sum(np.concatenate([own, self.along]))
-        decision = trainer.decider.decide(summed[: len(own)], trainer.loss_scale.value)
+            rank_vector = trainer.decider.fill(squared_norms, losses, self.stop_requested(), member)
+            summed = trainer.world.all_reduce_sum(np.concatenate([rank_vector, self.extra_sums]))
+        decision = trainer.decider.decide(summed[: len(rank_vector)], trainer.loss_scale.value)
         trainer.loss_scale.update(decision.finite)
-        return StepResult(decision, summed[len(own) :])
+        return StepResult(decision, summed[len(rank_vector) :])

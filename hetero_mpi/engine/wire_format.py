@@ -1,6 +1,6 @@
-"""How activations and gradients travel from stage to stage: as they are computed, or as int8 (``train.wire``).
+"""Encoding of activations and gradients sent between stages: the compute dtype, or int8 (``train.wire``).
 
-What is packed is on the device, so that copies to host memory and back are as small as the messages.
+Tensors are encoded on the device, so that copies between device and host are as small as the messages.
 """
 
 from __future__ import annotations
@@ -13,39 +13,39 @@ import torch
 from hetero_mpi.planning.types.sizes import SCALE_BYTES
 
 NEAREST: Iterable[None] = repeat(None)
-"""No seed for any sequence."""
-_PIECE = 1 << 18
-"""Numbers that are rounded at once: what is made of them meanwhile stays in a processor's cache."""
-_LARGEST = 127
-_LEAST_SCALE = torch.finfo(torch.float32).tiny
+"""Seeds for rounding to nearest."""
+_PIECE_ELEMENTS = 1 << 18
+"""Elements quantized at a time, so that intermediate tensors stay in a CPU's cache."""
+_INT8_MAX = 127
+_MIN_SCALE = torch.finfo(torch.float32).tiny
 
 
 class WireFormat:
-    """Tensors as they are. ``dtype``: of what travels."""
+    """Sends tensors unchanged. ``dtype``: dtype of the messages."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
 
     def packed_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Shape of what travels in place of a tensor of ``shape``."""
+        """Shape of the message for a tensor of ``shape``."""
         return tuple(shape)
 
     def packed(self, tensor: torch.Tensor, seeds: Iterable[int | None] = NEAREST) -> torch.Tensor:
-        """The tensor that travels. ``seeds``: one for each sequence, by which its numbers are rounded up or down at random."""
+        """Encode a tensor. ``seeds``: seed of each sequence's stochastic rounding; None rounds to nearest."""
         return tensor
 
     def unpacked(self, packed: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-        """The tensor of ``shape`` that the receiver sees."""
+        """Decode a message to a tensor of ``shape``."""
         return packed
 
 
 class Int8Format(WireFormat):
-    """Each row (a position's hidden vector) in parts of its largest absolute value: int8, behind the fp32 scales of all rows.
+    """Int8 with one fp32 scale per row (a position's hidden vector): scales of all rows, exact rows, then int8 values.
 
-    Numbers are rounded to the nearest, or at random such that the mean is right, by a function of (seed, place in the sequence) in
-    whole numbers: the same on every device, in any micro-batch. A row with a number that is not finite has none when it arrives.
+    Values are rounded to nearest, or stochastically without bias by an integer hash of (seed, position in the sequence), so that
+    results do not depend on device or micro-batch. A row with a non-finite value arrives without finite values.
 
-    ``exact_rows``: of the end of each sequence, which are no hidden vectors and travel as they are (``router_loss``).
+    ``exact_rows``: rows at the end of each sequence that are no hidden vectors and are sent unquantized (``router_loss``).
     """
 
     def __init__(self, computed: torch.dtype, exact_rows: int = 0) -> None:
@@ -59,35 +59,37 @@ class Int8Format(WireFormat):
 
     def packed(self, tensor: torch.Tensor, seeds: Iterable[int | None] = NEAREST) -> torch.Tensor:
         tensor = tensor.detach()
-        found = torch.empty(self.packed_shape(tensor.shape), dtype=torch.uint8, device=tensor.device)
-        scales, exact, numbers = self._parts(found, tensor.shape)
-        tensor, exact[...] = tensor[:, : numbers.shape[1]], tensor[:, numbers.shape[1] :]
-        for rows, own_scales, own_numbers, seed in zip(tensor, scales, numbers, seeds, strict=False):
-            for piece in _pieces(rows):
+        message = torch.empty(self.packed_shape(tensor.shape), dtype=torch.uint8, device=tensor.device)
+        scales, exact, values = self._parts(message, tensor.shape)
+        tensor, exact[...] = tensor[:, : values.shape[1]], tensor[:, values.shape[1] :]
+        for rows, row_scales, row_values, seed in zip(tensor, scales, values, seeds, strict=False):
+            for piece in _row_slices(rows):
                 part = rows[piece]
-                scale = part.abs().amax(-1, keepdim=True).float().div_(_LARGEST).clamp_(min=_LEAST_SCALE)
+                scale = part.abs().amax(-1, keepdim=True).float().div_(_INT8_MAX).clamp_(min=_MIN_SCALE)
                 scaled = part / scale
                 if seed is None:
                     scaled.round_()
                 else:
                     scaled.add_(
-                        _draws(piece.start * rows.shape[-1], scaled.numel(), seed, tensor.device).view_as(scaled)
+                        _random_values(piece.start * rows.shape[-1], scaled.numel(), seed, tensor.device).view_as(
+                            scaled
+                        )
                     )
                     scaled.floor_()
-                own_scales[piece], own_numbers[piece] = scale, scaled.clamp_(-_LARGEST, _LARGEST)
-        return found
+                row_scales[piece], row_values[piece] = scale, scaled.clamp_(-_INT8_MAX, _INT8_MAX)
+        return message
 
     def unpacked(self, packed: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-        found = torch.empty(tuple(shape), dtype=self._computed, device=packed.device)
-        scales, exact, numbers = self._parts(packed, shape)
-        found[:, numbers.shape[1] :] = exact
-        for rows, own_scales, own_numbers in zip(found[:, : numbers.shape[1]], scales, numbers, strict=True):
-            for piece in _pieces(rows):
-                rows[piece] = own_numbers[piece] * own_scales[piece]
-        return found
+        tensor = torch.empty(tuple(shape), dtype=self._computed, device=packed.device)
+        scales, exact, values = self._parts(packed, shape)
+        tensor[:, values.shape[1] :] = exact
+        for rows, row_scales, row_values in zip(tensor[:, : values.shape[1]], scales, values, strict=True):
+            for piece in _row_slices(rows):
+                rows[piece] = row_values[piece] * row_scales[piece]
+        return tensor
 
     def _parts(self, packed: torch.Tensor, shape: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Views of a packed tensor of ``shape`` (B, T, H): fp32 scales (B, .., 1), exact rows, int8 numbers (B, .., H)."""
+        """Views of the encoded tensor of ``shape`` (B, T, H): fp32 scales (B, .., 1), exact rows, int8 values (B, .., H)."""
         sequences, rows, width = shape
         hidden = rows - self._exact_rows
         scales_end = sequences * hidden * SCALE_BYTES
@@ -100,20 +102,20 @@ class Int8Format(WireFormat):
 
 
 def format_of(wire: str, computed: torch.dtype, exact_rows: int = 0) -> WireFormat:
-    """The format of the job's ``train.wire``. ``computed``: dtype of what stages compute."""
+    """Wire format of the job's ``train.wire``. ``computed``: compute dtype of the stages."""
     return Int8Format(computed, exact_rows) if wire == "int8" else WireFormat(computed)
 
 
-def _pieces(rows: torch.Tensor) -> list[slice]:
-    """Pieces of a sequence's rows (T, H). All begin with an even number: ``_draws`` makes two at once."""
-    size = max(2, _PIECE // rows.shape[-1] // 2 * 2)
+def _row_slices(rows: torch.Tensor) -> list[slice]:
+    """Slices of a sequence's rows (T, H); each starts at an even row, because ``_random_values`` makes two values at a time."""
+    size = max(2, _PIECE_ELEMENTS // rows.shape[-1] // 2 * 2)
     return [slice(begin, begin + size) for begin in range(0, len(rows), size)]
 
 
-def _draws(first: int, count: int, seed: int, device: torch.device) -> torch.Tensor:
-    """``count`` numbers in (0, 1) for the places from ``first`` (even) on: halves of a mixed 32-bit counter.
+def _random_values(first: int, count: int, seed: int, device: torch.device) -> torch.Tensor:
+    """``count`` pseudo-random values in (0, 1) for positions from ``first`` (even): halves of a hashed 32-bit counter.
 
-    The mixing is murmur's last step with other constants (Wellons, 2018: "lowbias32"), in signed numbers that wrap around.
+    The hash is murmur's finalizer with other constants (Wellons, 2018: "lowbias32"), in wrapping signed integers.
     """
     mixed = torch.arange(first // 2, (first + count + 1) // 2, dtype=torch.int32, device=device)
     mixed.add_(seed % 2**31)

@@ -40,7 +40,7 @@ def passes(world: World, transport: MpiTransport, backend: Backend) -> None:
     outbox = Outbox(transport, peer, 5, backend, torch.bfloat16)
     known = 0
     for turn in range(2):
-        inbox.begin(SHAPES)
+        inbox.start_step(SHAPES)
         held: deque[tuple[int, torch.Tensor]] = deque()
 
         def let_go(turn: int = turn, held: deque[tuple[int, torch.Tensor]] = held) -> None:
@@ -51,7 +51,7 @@ def passes(world: World, transport: MpiTransport, backend: Backend) -> None:
         for number, shape in enumerate(SHAPES):
             sent = tensor(100 * turn + number + 10 * world.rank, shape)
             assert outbox.put(sent) == sent.nbytes
-            held.append((number, inbox.take()))
+            held.append((number, inbox.receive()))
             if len(held) > 1:  # one is kept while the next ones arrive
                 let_go()
         let_go()
@@ -71,10 +71,10 @@ def overlaps(world: World, transport: MpiTransport) -> list[float]:
         outbox.flush()
         return []
     inbox = Inbox(transport, 0, 6, Backend(), torch.bfloat16, 1)
-    inbox.begin([(64, PIECE_BYTES // 2)])
+    inbox.start_step([(64, PIECE_BYTES // 2)])
     world.barrier()
     begin = time.perf_counter()
-    inbox.take()
+    inbox.receive()
     requests = inbox._held[0].requests
     inbox.release()
     return [request.ended_s - begin for request in (requests[0], requests[-1]) if request.ended_s is not None]
