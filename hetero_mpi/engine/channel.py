@@ -86,13 +86,7 @@ class Arrival:
     """
 
     def __init__(
-        self,
-        transport: Transport,
-        source: int,
-        tag: int,
-        buffer: torch.Tensor,
-        tensor: torch.Tensor,
-        copying: Copying,
+        self, transport: Transport, source: int, tag: int, buffer: torch.Tensor, tensor: torch.Tensor, copying: Copying
     ) -> None:
         self.buffer, self.tensor = buffer, tensor
         self.arrived_s: float | None = None
@@ -142,13 +136,7 @@ class Inbox:
     """
 
     def __init__(
-        self,
-        transport: Transport,
-        source: int,
-        tag: int,
-        backend: Backend,
-        dtype: torch.dtype,
-        depth: int,
+        self, transport: Transport, source: int, tag: int, backend: Backend, dtype: torch.dtype, depth: int
     ) -> None:
         self.transport, self.source, self.tag = transport, source, tag
         self.backend, self.depth = backend, depth

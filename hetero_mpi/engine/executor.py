@@ -192,7 +192,7 @@ class Executor:
             self.current = action
             start, exchanged_s = time.perf_counter(), self._exchanged_s()
             start_mark = backend.mark() if (self._marks or self._on_host) and action.op in COMPUTE else None
-            message_bytes = 0
+            nbytes = 0
             if action.op is Op.REDUCE:
                 assert action.layer is not None
                 update.reduce(action.layer)
@@ -201,7 +201,7 @@ class Executor:
                 start = time.perf_counter()  # excludes waiting for other ranks
                 update.carry_out(decided)
             else:
-                message_bytes = self._perform(action, data, update.finished if action in self._last_backwards else None)
+                nbytes = self._perform(action, data, update.finished if action in self._last_backwards else None)
                 if start_mark is not None and self._on_host:
                     worked_s += backend.mark().seconds_since(start_mark)
                 if self._synchronises and action.op in COMPUTE:
@@ -213,9 +213,7 @@ class Executor:
             if start_mark is not None and self._marks:
                 mark_pairs.append((len(events), start_mark, backend.mark()))
             end, exchanged_s = time.perf_counter(), self._exchanged_s() - exchanged_s
-            event = Event(
-                self.rank, data.step, action, start - begin, end - begin, message_bytes, exchanged_s=exchanged_s
-            )
+            event = Event(self.rank, data.step, action, start - begin, end - begin, nbytes, exchanged_s=exchanged_s)
             events.append(self._with_copies(event, begin))
         self.flush()
         if origin is not None:

@@ -74,10 +74,7 @@ class Placement:
 def places_of(rank: int, plan: Plan) -> tuple[Placement, ...]:
     """Placements of the rank's stages in chain order, all of one pipeline; empty if the plan leaves the rank idle."""
     numbered = [plan.numbered[number] for number in plan.of_rank(rank)]
-    return tuple(
-        Placement(number, pipeline, plan.pipelines[pipeline].stages.index(stage))
-        for number, pipeline, stage in numbered
-    )
+    return tuple(Placement(index, p, plan.pipelines[p].stages.index(stage)) for index, p, stage in numbered)
 
 
 def active_ranks(plan: Plan) -> list[int]:
@@ -111,18 +108,15 @@ def training_share(plan: Plan, pipeline: int, batch: Batch) -> BatchShare:
     If the batch has fewer rows than ``plan.global_batch``, the last micro-batches are short; an empty micro-batch gets one row of
     ignored targets, so that every step runs the same actions.
     """
-    pipeline_plan = plan.pipelines[pipeline]
+    pipe = plan.pipelines[pipeline]
     first = sum(earlier.sequences for earlier in plan.pipelines[:pipeline])
-    rows = range(len(batch.tokens))[first : first + pipeline_plan.sequences]
-    sizes = [
-        max(0, min(pipeline_plan.size(m), len(rows) - m * pipeline_plan.micro_batch))
-        for m in range(pipeline_plan.micro_batches)
-    ]
+    rows = range(len(batch.tokens))[first : first + pipe.sequences]
+    sizes = [max(0, min(pipe.size(m), len(rows) - m * pipe.micro_batch)) for m in range(pipe.micro_batches)]
     share = batch.rows([*rows, *[0] * sizes.count(0)])
     share.targets[len(rows) :] = IGNORED
     if share.compared is not None:
         share.compared.answers[len(rows) :] = 0
-    starts = tuple(first + m * pipeline_plan.micro_batch for m in range(pipeline_plan.micro_batches))
+    starts = tuple(first + m * pipe.micro_batch for m in range(pipe.micro_batches))
     return BatchShare(share, tuple(size or 1 for size in sizes), starts)
 
 

@@ -56,10 +56,8 @@ class ShardedUpdate:
     ) -> None:
         self.last_layer, self.tied, self.transport = last_layer, tied, transport
         groups, backend = _groups(rank, shared, transport), optimizer.stage.backend
-        to_host, to_device = (
-            backend.copying(),
-            backend.copying(),
-        )  # two streams: a layer's sum does not wait for other layers' backward
+        # Two streams, so that a layer's sum does not wait for other layers' backward.
+        to_host, to_device = backend.copying(), backend.copying()
         self._parts = [
             _ExchangedPart(part, groups[part.ranks], rank, optimizer, to_host, to_device)
             for part in shared
@@ -350,27 +348,23 @@ def shared_parts(
     for layer in reversed(range(plan.layers)):
         stages = [stage for _, _, stage in plan.numbered if stage.first <= layer < stage.last]
         for spec in tuning.specs(layer, layer + 1):
-            range_by_rank, division = _rank_ranges(spec.name, stages, divided)
+            ranges, division = _rank_ranges(spec.name, stages, divided)
             owner_ranks = next(stage.ranks for stage in stages if owner[spec.name] in stage.ranks)
-            for begin, end in pairwise(
-                sorted({bound for rank_range in range_by_rank.values() for bound in rank_range})
-            ):
-                ranks = tuple(
-                    sorted(candidate for candidate, (low, high) in range_by_rank.items() if low <= begin < end <= high)
-                )
+            for begin, end in pairwise(sorted({bound for span in ranges.values() for bound in span})):
+                ranks = tuple(sorted(member for member, (low, high) in ranges.items() if low <= begin < end <= high))
                 if len(ranks) > 1:
                     owned = segments_by_part.setdefault(SharedPart(layer, ranks), [[] for _ in ranks])
                     if rank in ranks:
-                        owner_index = ranks.index(next(candidate for candidate in owner_ranks if candidate in ranks))
-                        owned[owner_index].append(_segment(spec.name, division, range_by_rank[rank], begin, end))
+                        owner_index = ranks.index(next(member for member in owner_ranks if member in ranks))
+                        owned[owner_index].append(_segment(spec.name, division, ranges[rank], begin, end))
     return segments_by_part
 
 
-def _segment(name: str, division: Division | None, rank_range: tuple[int, int], begin: int, end: int) -> Segment:
-    """The segment [begin, end) relative to a rank's range ``rank_range``."""
-    if division is None or rank_range == (begin, end):
+def _segment(name: str, division: Division | None, span: tuple[int, int], begin: int, end: int) -> Segment:
+    """The segment [begin, end) relative to a rank's range ``span``."""
+    if division is None or span == (begin, end):
         return Segment(name)
-    return Segment(name, division.dim, division.pieces, begin - rank_range[0], end - begin)
+    return Segment(name, division.dim, division.pieces, begin - span[0], end - begin)
 
 
 def _rank_ranges(
@@ -378,12 +372,12 @@ def _rank_ranges(
 ) -> tuple[dict[int, tuple[int, int]], Division | None]:
     """(rank -> its range of the sharded dimension, or (0, 1) if no group shards the tensor; one group's division or None)."""
     divisions = [divided[stage.ranks[0]][name] if stage.grouped else None for stage in stages]
-    cut = next((candidate for candidate in divisions if candidate is not None and candidate.cut), None)
-    range_by_rank = {}
+    cut = next((d for d in divisions if d is not None and d.cut), None)
+    ranges = {}
     for stage, division in zip(stages, divisions, strict=True):
         for member, rank in enumerate(stage.ranks):
             if division is not None and division.cut:
-                range_by_rank[rank] = division.bounds[member], division.bounds[member + 1]
+                ranges[rank] = division.bounds[member], division.bounds[member + 1]
             elif division is None or division.exists(member):
-                range_by_rank[rank] = 0, cut.bounds[-1] if cut is not None else 1
-    return range_by_rank, cut
+                ranges[rank] = 0, cut.bounds[-1] if cut is not None else 1
+    return ranges, cut

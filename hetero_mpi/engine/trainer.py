@@ -46,7 +46,7 @@ class StepResult:
 
     decision: StepDecision
     heard: NDArray[np.float64] = field(default_factory=lambda: _NOTHING)
-    """Sum over all ranks of the ``extra_sums`` numbers sent with the decision."""
+    """Sum over all ranks of the ``extras`` numbers sent with the decision."""
     events: tuple[Event, ...] = ()
     """Actions of this rank with their times, in seconds since ``began_s``; empty without a stage."""
     began_s: float = 0.0
@@ -132,14 +132,12 @@ class Trainer:
 
     def _stage(self, placement: Placement, shared: Shared, build: BuildStage) -> Stage:
         pipeline, tied = self.plan.pipelines[placement.pipeline], self.chain.tied
-        stage_plan = pipeline.stages[placement.position]
-        shared = {part: owned for part, owned in shared.items() if stage_plan.first <= part.layer < stage_plan.last}
+        stage = pipeline.stages[placement.position]
+        shared = {part: owned for part, owned in shared.items() if stage.first <= part.layer < stage.last}
         foreign = {name for name in self.owner if not self._steps(name)}
-        has_tied_ends = (
-            tied is not None and self.stages and self.stages[0].is_first and stage_plan.last == self.chain.layer_count
-        )
-        first_stage = self.stages[0] if has_tied_ends else None
-        return build(stage_plan, pipeline.split_backward and placement.position > 0, shared, foreign, first_stage)
+        ends = tied is not None and self.stages and self.stages[0].is_first and stage.last == self.chain.layer_count
+        first_stage = self.stages[0] if ends else None
+        return build(stage, pipeline.split_backward and placement.position > 0, shared, foreign, first_stage)
 
     def _build(self, layers: HeldLayers, shared: Collection[SharedPart], schedule: Schedule) -> None:
         assert self.pipeline is not None
@@ -164,25 +162,21 @@ class Trainer:
         return division is not None and group is not None and division.cut and division.exists(group.member)
 
     def step(
-        self,
-        step: int,
-        batch: Batch,
-        stop_requested: Callable[[], bool] = lambda: False,
-        extra_sums: NDArray[np.float64] = _NOTHING,
+        self, step: int, batch: Batch, stops: Callable[[], bool] = lambda: False, extras: NDArray[np.float64] = _NOTHING
     ) -> StepResult:
         """Run one optimizer step; if loss or gradients are not finite, all ranks skip the update. Collective.
 
         Args:
             step: number of the step, from 0.
             batch: at most ``plan.global_batch`` rows of at most ``plan.sequence_length`` tokens, or samples.
-            stop_requested: whether this rank was asked to end the run; the step decision informs all ranks.
-            extra_sums: numbers summed with the decision at no extra message; equally long on every active rank.
+            stops: whether this rank was asked to end the run; the step decision informs all ranks.
+            extras: numbers summed with the decision at no extra message; equally long on every active rank.
 
         Raises:
             OutOfMemory: This rank ran out of memory.
         """
         self._fits(batch)
-        step_end, executor = _StepEnd(self, step, stop_requested, extra_sums), self.executor
+        step_end, executor = _StepEnd(self, step, stops, extras), self.executor
         if executor is None:
             self.latest = step_end.agreed({}, {})
             return self.latest
@@ -226,31 +220,19 @@ class Trainer:
                 sums_by_slot[1:, begin + index] += sums.tolist()
         return [added(values) for values in self.world.all_reduce_sum(sums_by_slot.ravel()).reshape(sums_by_slot.shape)]
 
-    def shared_batch(self, batch_on_rank0: Batch | None, trimmed: bool) -> Batch:
+    def shared_batch(self, source: Batch | None, trimmed: bool) -> Batch:
         """Broadcast rank 0's batch to all active ranks, which pass None. Collective. ``trimmed``: cut to its longest row."""
         arrays: list[NDArray[Any]] | None = None
-        if batch_on_rank0 is not None:
-            batch_on_rank0 = batch_on_rank0.trimmed() if trimmed else batch_on_rank0
-            arrays = [
-                batch_on_rank0.tokens,
-                batch_on_rank0.targets,
-                *([batch_on_rank0.positions] if batch_on_rank0.positions is not None else []),
-            ]
-            arrays += (
-                [batch_on_rank0.compared.answers, batch_on_rank0.compared.reference]
-                if batch_on_rank0.compared is not None
-                else []
-            )
-            arrays += [batch_on_rank0.weighed.weights] if batch_on_rank0.weighed is not None else []
-        tokens, targets, *optional_arrays = self.world.broadcast_arrays(arrays)
-        weighed = (
-            Weighed.of(targets, optional_arrays.pop())
-            if len(optional_arrays) in (1, 2) and optional_arrays[-1].dtype.kind == "f"
-            else None
-        )
-        positions = optional_arrays[0] if optional_arrays else None
+        if source is not None:
+            source = source.trimmed() if trimmed else source
+            arrays = [source.tokens, source.targets, *([source.positions] if source.positions is not None else [])]
+            arrays += [source.compared.answers, source.compared.reference] if source.compared is not None else []
+            arrays += [source.weighed.weights] if source.weighed is not None else []
+        tokens, targets, *extra = self.world.broadcast_arrays(arrays)
+        weighed = Weighed.of(targets, extra.pop()) if len(extra) in (1, 2) and extra[-1].dtype.kind == "f" else None
+        positions = extra[0] if extra else None
         batch = Batch(tokens, targets, self.chain.counted(targets), positions, weighed=weighed)
-        return replace(batch, compared=Compared.of(batch, *optional_arrays[1:])) if optional_arrays[1:] else batch
+        return replace(batch, compared=Compared.of(batch, *extra[1:])) if extra[1:] else batch
 
     def likelihoods(self, batch: Batch) -> NDArray[np.float64]:
         """Log-likelihoods of all answers under the present model, [B, R]; see ``Compared``. Collective."""
@@ -344,8 +326,8 @@ class _StepEnd:
 
     trainer: Trainer
     step: int
-    stop_requested: Callable[[], bool]
-    extra_sums: NDArray[np.float64]
+    stops: Callable[[], bool]
+    extras: NDArray[np.float64]
 
     def finished(self, layer: int) -> None:
         self.trainer.update.finished(layer)
@@ -387,8 +369,8 @@ class _StepEnd:
         trainer = self.trainer
         member = trainer.group.member if trainer.group is not None else 0
         with trainer.world.waiting("all ranks' part of the step decision"):
-            rank_vector = trainer.decider.fill(squared_norms, losses, self.stop_requested(), member)
-            summed = trainer.world.all_reduce_sum(np.concatenate([rank_vector, self.extra_sums]))
+            rank_vector = trainer.decider.fill(squared_norms, losses, self.stops(), member)
+            summed = trainer.world.all_reduce_sum(np.concatenate([rank_vector, self.extras]))
         decision = trainer.decider.decide(summed[: len(rank_vector)], trainer.loss_scale.value)
         trainer.loss_scale.update(decision.finite)
         return StepResult(decision, summed[len(rank_vector) :])

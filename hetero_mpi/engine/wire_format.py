@@ -71,9 +71,7 @@ class Int8Format(WireFormat):
                     scaled.round_()
                 else:
                     scaled.add_(
-                        _random_values(piece.start * rows.shape[-1], scaled.numel(), seed, tensor.device).view_as(
-                            scaled
-                        )
+                        _uniform(piece.start * rows.shape[-1], scaled.numel(), seed, tensor.device).view_as(scaled)
                     )
                     scaled.floor_()
                 row_scales[piece], row_values[piece] = scale, scaled.clamp_(-_INT8_MAX, _INT8_MAX)
@@ -107,12 +105,12 @@ def format_of(wire: str, computed: torch.dtype, exact_rows: int = 0) -> WireForm
 
 
 def _row_slices(rows: torch.Tensor) -> list[slice]:
-    """Slices of a sequence's rows (T, H); each starts at an even row, because ``_random_values`` makes two values at a time."""
+    """Slices of a sequence's rows (T, H); each starts at an even row, because ``_uniform`` makes two values at a time."""
     size = max(2, _PIECE_ELEMENTS // rows.shape[-1] // 2 * 2)
     return [slice(begin, begin + size) for begin in range(0, len(rows), size)]
 
 
-def _random_values(first: int, count: int, seed: int, device: torch.device) -> torch.Tensor:
+def _uniform(first: int, count: int, seed: int, device: torch.device) -> torch.Tensor:
     """``count`` pseudo-random values in (0, 1) for positions from ``first`` (even): halves of a hashed 32-bit counter.
 
     The hash is murmur's finalizer with other constants (Wellons, 2018: "lowbias32"), in wrapping signed integers.
