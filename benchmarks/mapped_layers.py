@@ -142,7 +142,7 @@ def _to_device(layers: dict[int, HostLayer]) -> dict[str, Pass]:
             if place + 1 < len(order):
                 begun = reading.copy(order[place + 1], slots[(place + 1) % 2], Copying())
                 for layer in order[place + 2 :]:
-                    reading.begin(layer)
+                    reading.start_read(layer)
             yield slots[place % 2]
 
     def by_mapping(order: Sequence[int]) -> Iterator[torch.Tensor]:

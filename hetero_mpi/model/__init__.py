@@ -1,1 +1,1 @@
-"""A rank's share of a model: transformers' own code with foreign layers passed through. Never imports mpi4py."""
+"""A rank's part of a model: transformers' code with other ranks' layers replaced by pass-through modules. No mpi4py imports."""

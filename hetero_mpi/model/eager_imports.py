@@ -1,7 +1,7 @@
-"""Importing torch and transformers as a rank needs them, which computes eagerly and talks by MPI.
+"""Faster import of torch and transformers for ranks, which compute eagerly and communicate by MPI.
 
-transformers imports torch's compiler (``torch._dynamo``: 820 modules with sympy) for one class and three marks on functions, and
-``torch.distributed.tensor`` wherever torch has it. No rank uses either, and the two are a quarter of a rank's start.
+transformers imports torch's compiler (``torch._dynamo``: 820 modules with sympy) for one class and three decorators, and
+``torch.distributed.tensor`` if torch has it. No rank uses either, and both take a quarter of a rank's start.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ from typing import Any
 
 _COMPILER = "torch._dynamo"
 _PARTS = ("config", "_trace_wrapped_higher_order_op")
-"""Modules of the compiler's package that need nothing else of it: torch's recomputing asks its settings, transformers' masks take a
-class."""
+"""Independent modules of the compiler's package: activation checkpointing reads its settings, transformers' masks use a class."""
 _MARKS = {"allow_in_graph", "assume_constant_result", "disable", "graph_break"}
-"""Words to the compiler, on a function or (AdamW's step) in the middle of one: no effect where nothing is compiled."""
+"""Compiler directives, as decorators or (in AdamW's step) calls; without effect in eager code."""
 
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
-"""It would warn, on its import by peft, of a package with faster 4-bit products, whether or not there are any."""
+"""Silences an irrelevant hint at a package with faster 4-bit products when peft imports bitsandbytes."""
 
 
 @contextmanager
 def eager_imports() -> Iterator[None]:
-    """Imports in here take a third less time. The process gets to keep a stand-in for the compiler, which gives way to the real
-    one at the first use (a user's model may call ``torch.compile``), and a transformers without ``torch.distributed``.
+    """Context in which imports take a third less time.
+
+    Afterwards the process has a lazy stand-in for the compiler, which imports the real one on first use (a user's model may call
+    ``torch.compile``), and a transformers without ``torch.distributed``.
     """
-    gc.disable()  # 2,000 modules are no garbage, yet collections would take a tenth of the time
+    gc.disable()  # 2,000 modules are no garbage, yet collections would take 10 % of the time
     try:
         import torch
 
@@ -45,11 +46,11 @@ def eager_imports() -> Iterator[None]:
         yield
     finally:
         gc.enable()
-        gc.freeze()  # nor need later collections look at them
+        gc.freeze()  # later collections skip these modules
 
 
 class _NotYet(ModuleType):
-    """Stands for a module until more than its marks is asked of it."""
+    """Stand-in for a module until an attribute other than its directives is used."""
 
     def __init__(self, spec: ModuleSpec) -> None:
         super().__init__(spec.name)
@@ -60,7 +61,7 @@ class _NotYet(ModuleType):
             return _unmarked
         if (
             name.startswith("__") and name != "__path__"
-        ):  # whoever looks at all modules; a path, who imports a part of this one
+        ):  # asked of all modules by inspection; ``__path__`` by imports of submodules
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         if sys.modules.get(self.__name__) is self:
             del sys.modules[self.__name__]
@@ -68,8 +69,9 @@ class _NotYet(ModuleType):
 
 
 def _compile_late(compile_now: Callable[..., Any]) -> Callable[..., Any]:
-    """torch's ``compile`` looks at a function when that is first called, and imports the compiler at once; this one, only then.
-    bitsandbytes compiles some kernels as it is imported, most of which no device uses.
+    """Defer torch's ``compile`` of a function, and with it the compiler's import, to the function's first call.
+
+    bitsandbytes compiles kernels on import, most of which no device uses.
     """
 
     @functools.wraps(compile_now)
@@ -78,8 +80,8 @@ def _compile_late(compile_now: Callable[..., Any]) -> Callable[..., Any]:
             return lambda function: compile_(function, **options)
         if not isinstance(model, FunctionType):
             return compile_now(model, **options)
-        made = functools.cache(lambda: compile_now(model, **options))
-        return functools.wraps(model)(lambda *arguments, **named: made()(*arguments, **named))
+        compiled = functools.cache(lambda: compile_now(model, **options))
+        return functools.wraps(model)(lambda *arguments, **named: compiled()(*arguments, **named))
 
     return compile_
 
@@ -89,7 +91,7 @@ def _unmarked(function: Any = None, *_: Any, **__: Any) -> Any:
 
 
 def _stand_in(torch: ModuleType) -> None:
-    """Another torch may have another compiler: then it is imported as ever."""
+    """Install the stand-in for the compiler, unless this version of torch has a different compiler."""
     compiler = PathFinder.find_spec(_COMPILER, torch.__path__)
     if compiler is None:
         return
@@ -109,11 +111,11 @@ def _stand_in(torch: ModuleType) -> None:
 
 
 def _leave_out_distributed(torch: ModuleType) -> None:
-    """transformers asks once whether torch was built with it, and remembers the answer."""
-    known, torch.distributed.is_available = torch.distributed.is_available, lambda: False
+    """Make transformers cache the answer that torch has no ``torch.distributed``."""
+    is_available, torch.distributed.is_available = torch.distributed.is_available, lambda: False
     try:
         from transformers.utils import is_torch_distributed_available
 
         is_torch_distributed_available()
     finally:
-        torch.distributed.is_available = known
+        torch.distributed.is_available = is_available

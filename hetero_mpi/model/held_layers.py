@@ -1,8 +1,7 @@
-"""The layers that a rank holds: what the optimizer, the exchanges and saved state see of its stages, be they one or several.
+"""The layers of all stages of a rank, as seen by the optimizer, the exchanges and saved state.
 
-Frozen weights stay where they are, on the device and packed, when a rank's stage is built anew for other layers. Only weights are
-carried over, not modules with their hooks: those belong to the stage that goes. NF4 layers are the exception: their weights and the
-state of their packing are one.
+When a rank's stages are rebuilt for other layers, frozen weights stay on the device, packed. Only weights are carried over, not
+modules with their hooks, which belong to the old stage; NF4 modules are kept, because their weights and quantization state are one.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ from hetero_mpi.model.offloaded_gradients import OffloadedGradients
 from hetero_mpi.model.tuning import Tuning
 
 Kept = Mapping[int, Mapping[str, nn.Module]]
-"""Layer -> name of each of its modules, as in a fresh model -> a module that has the weights."""
+"""Layer -> module name as in a fresh model -> module with the weights."""
 _ADAPTER = ".lora_"
-"""The part that peft's wrappers put into the names of what they add."""
+"""Part of the names of modules that peft adds."""
 
 
 def frozen_layers(chain: LayerChain, model: nn.Module, layers: Iterable[int]) -> Kept:
-    """The frozen weights of ``layers`` in a stage's model, of which nothing but adapters is trained.
+    """Frozen weights of ``layers`` in a stage's model that trains only adapters.
 
-    The ends of a tied model are left out: a stage makes the head's copy itself.
+    The first and last layer of a tied model are left out: a stage creates the head's copy itself.
     """
     return {
         layer: {
@@ -43,59 +42,59 @@ def frozen_layers(chain: LayerChain, model: nn.Module, layers: Iterable[int]) ->
     }
 
 
-def take_over(model: nn.Module, kept: Mapping[str, nn.Module]) -> None:
-    """Give the modules of a layer in a fresh model (on the meta device) the weights that were kept."""
-    for name, old in kept.items():
+def take_over(model: nn.Module, kept_modules: Mapping[str, nn.Module]) -> None:
+    """Move kept weights to the modules of a layer of a fresh model (on the meta device)."""
+    for name, old in kept_modules.items():
         if type(old).__module__.partition(".")[0] == "bitsandbytes":
             model.set_submodule(name, old)
             continue
         new = model.get_submodule(name)
-        for own, parameter in old.named_parameters(recurse=False):
-            setattr(new, own, parameter)
+        for parameter_name, parameter in old.named_parameters(recurse=False):
+            setattr(new, parameter_name, parameter)
 
 
 class SharedPart(NamedTuple):
-    """A layer, or what of it the same ranks hold where groups hold it in several pipelines."""
+    """The part of a layer that a set of ranks holds: all of it, or some segments if tensor-parallel groups shard it."""
 
     layer: int
     ranks: tuple[int, ...]
-    """Increasing."""
+    """In increasing order."""
 
 
 class Segment(NamedTuple):
-    """The numbers of a trained parameter that are of a shared part: all that a rank has of it, or a range of one dimension."""
+    """The elements of a trained parameter in a shared part: all that a rank has of it, or a range of one dimension."""
 
     name: str
     dim: int = 0
     matrices: int = 1
-    """So many lie one after the other in that dimension; the range is of each."""
+    """Number of matrices stacked in that dimension; the range applies to each."""
     first: int = 0
     length: int | None = None
-    """None: it is no range."""
+    """Length of the range; None for all of the parameter."""
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A view of the segment of a rank's parameter, or of its gradient."""
+        """View of the segment in a rank's parameter or gradient."""
         if self.length is None:
             return tensor
         return tensor.unflatten(self.dim, (self.matrices, -1)).narrow(self.dim + 1, self.first, self.length)
 
 
 Shared = Mapping[SharedPart, Sequence[Sequence[Segment]]]
-"""What several ranks hold -> the segments that each of these owns."""
+"""Shared part -> segments that each of its ranks owns."""
 
 
 class HeldLayers(ABC):
-    """The layers of one stage (``stage.Stage``), or of several of one pipeline (``HeldStages``).
+    """The layers of one stage (``stage.Stage``) or of several stages of one pipeline (``HeldStages``).
 
     Attributes:
-        layers: their indices in the chain.
-        parameters: name -> parameter this rank trains, in the model's order (compute dtype, on the device).
-        masters: name -> fp32 copy of each parameter that this rank owns where the compute dtype is narrower or ``state_device``
-            another; else empty.
-        tied_head: the head's own copy of a tied embedding matrix, or None. It is never optimised here: its gradient is
-            added to the embedding's and the new values come back.
-        offloaded: gradients in host memory, of a stage whose device has another; else None.
-        shared: what several ranks hold -> the segments of trained parameters that each of them owns.
+        layers: indices in the chain.
+        parameters: name -> parameter that this rank trains, in the model's order (compute dtype, on the device).
+        masters: name -> fp32 master of each parameter that this rank owns, if the compute dtype is narrower or ``state_device`` is
+            another device; else empty.
+        tied_head: the head's copy of a tied embedding matrix, or None. It is not optimised: its gradient is added to the
+            embedding's, and the new values are copied back.
+        offloaded: gradients in host memory of an offloaded stage; else None.
+        shared: shared part -> segments of trained parameters that each of its ranks owns.
         foreign: trained parameters that other ranks own.
     """
 
@@ -113,49 +112,49 @@ class HeldLayers(ABC):
 
     @abstractmethod
     def model_parameter(self, name: str) -> nn.Parameter:
-        """A parameter by its name in the model, trained or not; not of adapters."""
+        """Parameter by its name in the model, trained or frozen; not of adapters."""
 
     @abstractmethod
     def before_each_layer(self, call: Callable[[int], None]) -> None:
-        """``call`` a function with a layer before its trained parameters are read."""
+        """Register a function that is called with each layer before its trained parameters are read."""
 
     @abstractmethod
     def take_gradients(self, parameter: nn.Parameter, add: Callable[[torch.Tensor], None]) -> None:
-        """From now on every gradient of ``parameter`` is given to ``add`` instead of being added to its ``grad``."""
+        """Pass every later gradient of ``parameter`` to ``add`` instead of accumulating it in ``grad``."""
 
     @abstractmethod
     def frozen_layers(self, layers: Iterable[int]) -> Kept:
-        """The frozen weights of those of ``layers`` that are held; nothing where all weights are trained."""
+        """Frozen weights of those of ``layers`` that this rank holds; empty in full fine-tuning."""
 
     def storage_of(self, parameter: nn.Parameter) -> torch.Tensor:
-        """The memory in which a parameter is kept: whoever changes it writes there."""
+        """Memory in which a parameter is stored and must be modified."""
         return parameter.data
 
     def overwrite(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Round trained parameters from these, by name."""
+        """Set trained parameters to ``values``, rounded to their dtype."""
         pairs = [(self.storage_of(self.parameters[name]), value) for name, value in values.items()]
-        pairs = [(own, value) for own, value in pairs if own.data_ptr() != value.data_ptr()]
+        pairs = [(storage, value) for storage, value in pairs if storage.data_ptr() != value.data_ptr()]
         if pairs:
             torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))
 
     def updating(self) -> contextlib.AbstractContextManager[None]:
-        """A block in which the optimizer steps: at its end the gradients are no more."""
+        """Context of an optimizer step; gradients are dropped when it ends."""
         return contextlib.nullcontext()
 
 
 class HeldStages(HeldLayers):
-    """Several stages of one pipeline on one rank, in the order of the chain, none of which is streamed."""
+    """Several stages of one pipeline on one rank, in chain order, none of them offloaded."""
 
     def __init__(self, stages: Sequence[HeldLayers]) -> None:
-        assert all(stage.offloaded is None for stage in stages), "a streamed stage is a rank's only one"
-        one, last = stages[0], stages[-1]
+        assert all(stage.offloaded is None for stage in stages), "an offloaded stage must be a rank's only stage"
+        first, last = stages[0], stages[-1]
         self._stages = tuple(stages)
         self.layers = [layer for stage in stages for layer in stage.layers]
-        self.chain, self.backend, self.dtype, self.tuning = one.chain, one.backend, one.dtype, one.tuning
+        self.chain, self.backend, self.dtype, self.tuning = first.chain, first.backend, first.dtype, first.tuning
         self.parameters = {name: parameter for stage in stages for name, parameter in stage.parameters.items()}
         self.masters = {name: master for stage in stages for name, master in stage.masters.items()}
         self.shared = {part: owned for stage in stages for part, owned in stage.shared.items()}
-        self.tied_head, self.offloaded, self.foreign = last.tied_head, None, one.foreign
+        self.tied_head, self.offloaded, self.foreign = last.tied_head, None, first.foreign
         self._holders = {parameter: stage for stage in stages for parameter in stage.parameters.values()}
         if self.tied_head is not None:
             self._holders[self.tied_head] = last
@@ -172,8 +171,8 @@ class HeldStages(HeldLayers):
         self._holders[parameter].take_gradients(parameter, add)
 
     def updating(self) -> contextlib.AbstractContextManager[None]:
-        return self._stages[0].updating()  # one rank steps once, and no streamed stage is among them
+        return self._stages[0].updating()  # one step per rank, and no stage is offloaded
 
     def frozen_layers(self, layers: Iterable[int]) -> Kept:
-        wanted = list(layers)
-        return {layer: kept for stage in self._stages for layer, kept in stage.frozen_layers(wanted).items()}
+        indices = list(layers)
+        return {layer: modules for stage in self._stages for layer, modules in stage.frozen_layers(indices).items()}

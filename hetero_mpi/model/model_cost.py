@@ -1,6 +1,4 @@
-"""A model's cost, as planning's plain numbers: from shapes alone, plus the activation bytes measured on a device.
-And which part of a layer's cost the ranks of a group divide.
-"""
+"""Cost of a model's layers for the planner, from shapes and measured activation bytes, with the part sharded by groups."""
 
 from __future__ import annotations
 
@@ -30,13 +28,13 @@ from hetero_mpi.planning.types.sizes import DTYPE_BYTES, GRADIENT_BYTES
 ADAM_BYTES = 8
 """Two fp32 moments."""
 _STEPPING_BYTES = 12
-"""Of each number of a matrix while Adafactor or Muon steps it: they compute with several as large."""
+"""Workspace per matrix element of an Adafactor or Muon step."""
 
 
 def model_cost(
     chain: LayerChain, tuning: Tuning, dtype: str, sequence_length: int, activation_bytes: Mapping[str, float]
 ) -> ModelCost:
-    """The cost of every layer of the chain. ``activation_bytes``: kind -> bytes kept from forward to backward, per token."""
+    """Cost of every layer. ``activation_bytes``: kind of layer -> bytes kept from forward to backward, per token."""
     tied = chain.parameters[chain.tied[1]].count if chain.tied is not None else 0
     both_ends = tuning.tied(chain)
     layers = tuple(
@@ -67,43 +65,43 @@ def _layer_cost(
     activation_bytes: Mapping[str, float],
 ) -> LayerCost:
     head, kind = layer == chain.layer_count - 1, chain.kinds[layer]
-    own = (*chain.specs(layer, layer + 1), *chain.constant_specs(layer, layer + 1))
-    held, trained = sum(spec.count for spec in own), tuning.specs(layer, layer + 1)
+    layer_specs = (*chain.specs(layer, layer + 1), *chain.constant_specs(layer, layer + 1))
+    count, trained = sum(spec.count for spec in layer_specs), tuning.specs(layer, layer + 1)
     copy, both_ends = tied if head else 0, tuning.tied(chain) if head else None
     adapters = sum(spec.count for spec in trained if spec.name not in chain.parameters)
     inner = 0 < layer < chain.layer_count - 1
-    packed, matrix, unpacked = _packed(language(chain), tuning, layer) if tuning.nf4 and inner else (0, 0, 0)
-    parameter_bytes = (held - packed + copy + adapters) * DTYPE_BYTES[dtype] + packed_bytes(packed, tuning.double)
-    # The head's copy of a trained tied matrix, or of rows of it, has a gradient but neither moments nor a master of its own.
+    packed, matrix, unpacked = _nf4_elements(language(chain), tuning, layer) if tuning.nf4 and inner else (0, 0, 0)
+    parameter_bytes = (count - packed + copy + adapters) * DTYPE_BYTES[dtype] + packed_bytes(packed, tuning.double)
+    # The head's copy of a trained tied matrix (or token rows) has a gradient but neither moments nor a master.
     parameter_bytes += GRADIENT_BYTES * tuning.trainable[both_ends].count if both_ends is not None else 0
     if tuning.adapter is not None:  # in fp32
         parameter_bytes += 4 * sum(spec.count for spec in tuning.constants.values() if spec.layer == layer)
     boundary = math.prod(chain.boundary(layer, 1, sequence_length))
-    kept = [(tuning.moments.get(spec.name, TWO), spec) for spec in tuning.specs(layer, layer + 1)]
-    stepping = _STEPPING_BYTES * max((spec.count for moments, spec in kept if moments in (FACTORED, ONE)), default=0)
+    pairs = [(tuning.moments.get(spec.name, TWO), spec) for spec in tuning.specs(layer, layer + 1)]
+    stepping = _STEPPING_BYTES * max((spec.count for moments, spec in pairs if moments in (FACTORED, ONE)), default=0)
     return LayerCost(
         kind=kind,
-        parameters=held + copy + adapters,
+        parameters=count + copy + adapters,
         trainable_parameters=sum(spec.count for spec in trained),
         parameter_bytes=parameter_bytes,
         activation_bytes_per_token=activation_bytes[kind],
-        # Backward holds the gradients of one layer's activations; the head those of its logits, and
-        # what the loss computes in fp32, a piece at a time (``loss.piece_size``).
+        # Backward holds the gradients of one layer's activations; the head those of its logits, and the loss's fp32 pieces
+        # (``loss.piece_size``).
         workspace_bytes_per_token=(
             (2.0 + bool(tuning.tokens)) * chain.logits * DTYPE_BYTES[dtype]
             if head and chain.logits is not None
             else activation_bytes[kind]
         ),
         boundary_bytes_per_token=0 if head else math.ceil(boundary / sequence_length) * DTYPE_BYTES[dtype],
-        workspace_bytes=max(max(unpacked, _composed(chain, tuning, layer)) * DTYPE_BYTES[dtype], stepping),
+        workspace_bytes=max(max(unpacked, _dora_elements(chain, tuning, layer)) * DTYPE_BYTES[dtype], stepping),
         matrix_bytes=matrix * DTYPE_BYTES[dtype],
-        moments_saving_bytes=sum(saved_bytes(moments, spec.shape) for moments, spec in kept),
+        moments_saving_bytes=sum(saved_bytes(moments, spec.shape) for moments, spec in pairs),
         logits_bytes_per_token=float(chain.logits * DTYPE_BYTES[dtype]) if head and chain.logits is not None else 0.0,
     )
 
 
-def _composed(chain: LayerChain, tuning: Tuning, layer: int) -> int:
-    """Numbers of what DoRA makes of a matrix to compute with it: the weight, B A, and their sum."""
+def _dora_elements(chain: LayerChain, tuning: Tuning, layer: int) -> int:
+    """Elements of DoRA's temporary matrices: the weight, B A, and their sum."""
     if tuning.adapter is None or not tuning.adapter.dora:
         return 0
     names = tuning.modules_in(layer, layer + 1)
@@ -111,9 +109,9 @@ def _composed(chain: LayerChain, tuning: Tuning, layer: int) -> int:
     return 3 * max((model.get_submodule(name).weight.numel() for name in names), default=0)
 
 
-def _packed(chain: TransformersChain, tuning: Tuning, layer: int) -> tuple[int, int, int]:
-    """(weights that NF4 packs, weights of the largest matrix, weights that are unpacked at once to compute) of a block: a matrix,
-    or all fused experts and their sums with adapters, which are as large."""
+def _nf4_elements(chain: TransformersChain, tuning: Tuning, layer: int) -> tuple[int, int, int]:
+    """Elements of a block: (stored in NF4, in the largest matrix, unpacked at a time). The unpacked tensors are one matrix, or all
+    fused experts and their sums with adapters."""
     matrices, experts, sums = [], 0, 0
     for root in chain.module_names(layer):
         block = chain.model.get_submodule(root)
@@ -126,7 +124,7 @@ def _packed(chain: TransformersChain, tuning: Tuning, layer: int) -> tuple[int, 
 
 
 def shareable_heads(chain: LayerChain, tuning: Tuning) -> int | None:
-    """Key/value heads that a group may share, whichever way; None: there are groups that could not train the model."""
+    """Key/value heads that a tensor-parallel group may share; None if the model does not support every such group."""
     if not isinstance(chain, TransformersChain):
         return None
     heads = key_value_heads(chain)
@@ -134,13 +132,13 @@ def shareable_heads(chain: LayerChain, tuning: Tuning) -> int | None:
 
 
 def _finest_experts(chain: TransformersChain, heads: int) -> tuple[int, ...] | None:
-    """Experts of each of so many members."""
+    """Number of experts of each rank in a group of ``heads`` ranks; None without experts."""
     experts = experts_to_share(chain)
-    return tuple((experts + place) // heads for place in range(heads)) if experts is not None else None
+    return tuple((experts + member) // heads for member in range(heads)) if experts is not None else None
 
 
 def with_divisions(cost: ModelCost, chain: LayerChain, tuning: Tuning) -> ModelCost:
-    """The cost with the heads that a group may share and what it divides."""
+    """The cost with the number of shareable heads and the sharded part of each layer."""
     heads = shareable_heads(chain, tuning)
     if heads is None:
         return cost
@@ -148,46 +146,48 @@ def with_divisions(cost: ModelCost, chain: LayerChain, tuning: Tuning) -> ModelC
     cut = divisions(model, tuning, (1,) * heads, range(model.layer_count), _finest_experts(model, heads))
     names = {name for name, division in cut.items() if division.cut}
     experts = experts_to_share(model) if needs_heads(model, tuning) is None else None
-    layers = (_divided(layer, index, cost.dtype, model, tuning, names) for index, layer in enumerate(cost.layers))
+    layers = (_sharded(layer, index, cost.dtype, model, tuning, names) for index, layer in enumerate(cost.layers))
     return replace(cost, layers=tuple(layers), heads=heads, experts=experts)
 
 
-def _divided(
+def _sharded(
     cost: LayerCost, index: int, dtype: str, chain: TransformersChain, tuning: Tuning, names: set[str]
 ) -> LayerCost:
-    """``names``: of the tensors that are cut."""
-    held = {spec.name: spec.count for spec in (*chain.specs(index, index + 1), *chain.constant_specs(index, index + 1))}
+    """The cost of a layer with its sharded part. ``names``: sharded tensors."""
+    counts_of_layer = {
+        spec.name: spec.count for spec in (*chain.specs(index, index + 1), *chain.constant_specs(index, index + 1))
+    }
     trained = {spec.name: spec.count for spec in tuning.specs(index, index + 1)}
-    counts = {name: count for name, count in {**held, **trained}.items() if name in names}
+    counts = {name: count for name, count in {**counts_of_layer, **trained}.items() if name in names}
     experts = {name for name in counts if is_of_experts(chain, name)}
     parameters = sum(counts.values())
     head = index == chain.layer_count - 1
     if head and chain.tied is not None:
         parameters += chain.parameters[chain.tied[1]].count
-    kept = cost.activation_bytes_per_token
-    activations = min(kept, _kept_numbers(chain, index) * DTYPE_BYTES[dtype])
+    activation_bytes = cost.activation_bytes_per_token
+    activations = min(activation_bytes, _sharded_activations(chain, index) * DTYPE_BYTES[dtype])
     return replace(
         cost,
         divided_parameters=parameters,
         divided_trainable=sum(count for name, count in trained.items() if name in names),
         expert_parameters=sum(counts[name] for name in experts),
         expert_trainable=sum(count for name, count in trained.items() if name in experts),
-        divided_activations=activations / kept if kept else 0.0,
-        # A head's is of its logits; a block's backward holds as much as was kept.
-        divided_workspace=1.0 if head else activations / kept if kept else 0.0,
+        divided_activations=activations / activation_bytes if activation_bytes else 0.0,
+        # The head's workspace is that of its logits; a block's equals its activations.
+        divided_workspace=1.0 if head else activations / activation_bytes if activation_bytes else 0.0,
         divided_scale_bytes=_scale_bytes(chain, index, names) if tuning.nf4 and tuning.double else 0,
-        group_sums=1 if head or index == 0 else _shares(chain, index),
+        group_sums=1 if head or index == 0 else _sharded_modules(chain, index),
     )
 
 
-def _shares(chain: TransformersChain, index: int) -> int:
-    """How many modules of a block are divided."""
+def _sharded_modules(chain: TransformersChain, index: int) -> int:
+    """Number of sharded modules of a block."""
     (name,) = chain.module_names(index)
     return sum(hasattr(chain.model.get_submodule(name), container) for container in containers(chain))
 
 
 def _scale_bytes(chain: TransformersChain, index: int, names: set[str]) -> int:
-    """Bytes that a layer's NF4 weights take more where they are cut, without double quantisation."""
+    """Additional bytes of a layer's sharded NF4 weights, which lack double quantization."""
     if not 0 < index < chain.layer_count - 1:
         return 0
     (block,) = chain.module_names(index)
@@ -196,16 +196,16 @@ def _scale_bytes(chain: TransformersChain, index: int, names: set[str]) -> int:
     return sum(packed_bytes(count, False) - packed_bytes(count, True) for count in cut)
 
 
-def _kept_numbers(chain: TransformersChain, index: int) -> int:
-    """Numbers per token that a layer certainly keeps of what is divided: of a block outputs of the matrices cut by rows (queries,
-    keys, values, the MLP's inner columns) and inputs of those cut by columns, of the head the logits."""
+def _sharded_activations(chain: TransformersChain, index: int) -> int:
+    """Lower bound of a layer's sharded activations, in elements per token: for a block the outputs of column-parallel matrices and
+    the inputs of row-parallel matrices, for the head the logits."""
     if index == 0:
         return 0
     if index == chain.layer_count - 1:
         return int(chain.model.get_output_embeddings().out_features)
-    cuts, found = styles(chain), 0
+    cuts, elements = styles(chain), 0
     for root in chain.module_names(index):
         for name, module in chain.model.get_submodule(root).named_modules():
             if isinstance(module, nn.Linear):
-                found += {"colwise": module.out_features, "rowwise": module.in_features}.get(cuts.get(name, ""), 0)
-    return found
+                elements += {"colwise": module.out_features, "rowwise": module.in_features}.get(cuts.get(name, ""), 0)
+    return elements

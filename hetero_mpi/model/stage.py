@@ -1,4 +1,10 @@
-"""A stage: some layers of the chain, with forward and backward of one micro-batch."""
+"""A pipeline stage: consecutive layers of the model, with forward and backward of one micro-batch.
+
+y = stage.forward(micro_batch, x)           activations are kept under the micro-batch's index
+dx = stage.backward(index, dy, finished)    gradients are added to the parameters; or, with a split backward:
+dx = stage.backward_input(index, dy)        input gradients, for which the previous stage waits
+stage.backward_weights(index, finished)     later, weight gradients of linear layers
+"""
 
 from __future__ import annotations
 
@@ -27,9 +33,9 @@ from hetero_mpi.model.stage_layers import StageSpec as StageSpec
 
 
 @dataclass(frozen=True)
-class _Kept:
-    """The tensors that backward of a slice needs: its input (not of a first stage), what entered the layers of it, its output, and
-    where its layers begin."""
+class _Saved:
+    """Tensors that the backward of a slice needs: input (None on a first stage), hidden states that entered the layers, output, and
+    the autograd node at which each layer begins."""
 
     position: MicroBatch
     x: torch.Tensor | None
@@ -39,24 +45,24 @@ class _Kept:
 
 
 class Stage(StageLayers):
-    """One stage: ``StageLayers`` that compute.
+    """A pipeline stage: ``StageLayers`` with forward and backward.
 
     Attributes:
-        deferred: what the second part of a split backward still needs; None where backward comes in one part.
-        rewards: (micro-batch, its first sequence) -> the numbers that a comparison gives beside the loss; of an evaluation
-            without one, how many targets are the likeliest tokens.
+        deferred: tensors that the weight part of a split backward still needs; None if backward is not split.
+        rewards: (micro-batch, its first sequence) -> reward statistics of preference training; in other evaluations, number of
+            correctly predicted targets.
     """
 
     def __init__(
         self,
         spec: StageSpec,
         start: Start | None,
-        kept: Kept | None = None,
-        beginning: StageLayers | None = None,
+        kept_layers: Kept | None = None,
+        first_stage: StageLayers | None = None,
         divided: LayerShare | None = None,
     ) -> None:
-        """As ``StageLayers``."""
-        super().__init__(spec, start, kept, beginning, divided)
+        """Arguments as of ``StageLayers``."""
+        super().__init__(spec, start, kept_layers, first_stage, divided)
         chain, first, last = self.chain, self.first, self.last
         self._repeats_keys = not self.backend.shares_keys(self.dtype)
         if self.divided is not None:
@@ -67,58 +73,58 @@ class Stage(StageLayers):
         self.offloaded: OffloadedGradients | None = None
         self.deferred: WeightGradients | None = None
         if spec.split_backward and self.tuning.full:
-            self._put_off_matrices()
+            self._defer_weight_gradients()
         self._beginnings = Beginnings(chain, self.model, first, last)
-        self._kept: dict[int, list[_Kept]] = {}
+        self._kept: dict[int, list[_Saved]] = {}
         self.rewards: dict[tuple[int, int], torch.Tensor] = {}
         if self.tuning.uses_dropout(chain):
-            for layer in range(first, last):  # masks depend on (seed, step, first sample, layer) alone
+            for layer in range(first, last):  # masks depend only on (seed, step, first sample, layer)
                 module = self.model.get_submodule(chain.module_names(layer)[0])
-                module.register_forward_pre_hook(partial(self._seed, layer))
+                module.register_forward_pre_hook(partial(self._seed_dropout, layer))
         if self.tuning.noise is not None and self.is_first:
-            self.model.get_input_embeddings().register_forward_hook(partial(self._noisy, self.tuning.noise))
+            self.model.get_input_embeddings().register_forward_hook(partial(self._add_noise, self.tuning.noise))
         self._head = chain.sliced_head(self.model, spec.dtype, self.divided) if self.is_last else None
         self._input: torch.Tensor | None = None
         if not self.is_first:
-            entrance = self.model.get_submodule(chain.module_names(first)[0])
-            entrance.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)  # before a group divides it
+            first_module = self.model.get_submodule(chain.module_names(first)[0])
+            first_module.register_forward_pre_hook(self._feed_input, with_kwargs=True, prepend=True)  # before groups'
 
     def forward(self, position: MicroBatch, x: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
-        """Forward of one micro-batch; what backward needs is kept until ``backward`` of the same index.
+        """Run forward of one micro-batch and keep its activations until ``backward`` of the same index.
 
         Args:
-            x: token ids (B, T) int64 on the first stage, else the previous stage's output (B, T, D) in the compute dtype; of a
-                model made of layers, the samples (B, ...), or what the layers before make of them.
-            targets: (B, T) int64 on the last stage, ``IGNORED`` where nothing is learnt; already shifted by one. Or the
-                samples' own.
+            x: token ids (B, T) int64 on the first stage, else the previous stage's output (B, T, D) in the compute dtype; for a
+                custom model the samples (B, ...) or the previous layers' output.
+            targets: (B, T) int64 on the last stage, shifted by one, ``IGNORED`` where there is no loss; or the samples' targets.
 
-        Returns: Output, shaped as the next stage's ``x``, detached; on the last stage this micro-batch's share of the loss, a
-        scalar (fp32).
+        Returns:
+            Detached output, shaped as the next stage's ``x``; on the last stage the micro-batch's share of the loss (fp32 scalar).
         """
-        kept = []
+        saved = []
         for part, rows in replace(position, targets=targets).slices(len(x), self.spec.slice_sequences):
-            own = x[rows] if self.is_first else x[rows].detach().requires_grad_(True)
+            x_slice = x[rows] if self.is_first else x[rows].detach().requires_grad_(True)
             self._beginnings.start()
-            y = self._compute(self.first, self.last, part, own)
-            kept.append(_Kept(part, None if self.is_first else own, self._input, y, self._beginnings.stop()))
-        self._kept[position.index] = kept
-        return self._together([one.y.detach() for one in kept])
+            y = self._compute(self.first, self.last, part, x_slice)
+            saved.append(_Saved(part, None if self.is_first else x_slice, self._input, y, self._beginnings.stop()))
+        self._kept[position.index] = saved
+        return self._join_outputs([entry.y.detach() for entry in saved])
 
-    def _together(self, outputs: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The micro-batch's output, of its slices': rows one after the other; on the last stage the sum of the losses."""
+    def _join_outputs(self, outputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Join the slices' outputs: concatenate rows, or sum the losses on the last stage."""
         return joined(outputs) if outputs[0].dim() else functools.reduce(torch.add, outputs)
 
     def backward(
         self, index: int, dy: torch.Tensor | None = None, finished: Finished | None = None
     ) -> torch.Tensor | None:
-        """Backward of one micro-batch; gradients are added to the parameters'.
+        """Run backward of one micro-batch and add its gradients to the parameters'.
 
         Args:
             dy: gradient of the output; on the last stage the factor of the loss (a scalar), None for 1.
-            finished: for the last micro-batch of a step: called with each layer of this stage that has trained parameters, the
-                last first, as soon as their gradients are whole, while backward goes on.
+            finished: in the last micro-batch of a step, called with each layer that has trained parameters once their gradients
+                are final, in reverse layer order, while backward still runs.
 
-        Returns: Gradient of the input, or None on the first stage.
+        Returns:
+            Gradient of the input; None on the first stage.
         """
         if self.deferred is None:
             return self._backward(index, dy, finished)
@@ -127,14 +133,14 @@ class Stage(StageLayers):
         return dx
 
     def backward_input(self, index: int, dy: torch.Tensor | None = None) -> torch.Tensor | None:
-        """Backward of one micro-batch but for the weight gradients of linear layers, which ``backward_weights`` adds.
+        """Run backward of one micro-batch except the weight gradients of linear layers, which ``backward_weights`` adds.
 
-        Takes and returns what ``backward`` does. The buffers of ``dy`` and of the stage's input may be overwritten afterwards.
+        Arguments and result as of ``backward``. The buffers of ``dy`` and of the stage's input may be overwritten afterwards.
         """
         return self._backward(index, dy, borrowed=True)
 
     def backward_weights(self, index: int, finished: Finished | None = None) -> None:
-        """The rest of the backward of a micro-batch; ``finished`` as in ``backward``."""
+        """Run the weight part of a micro-batch's backward; ``finished`` as for ``backward``."""
         report = GradientReadyHooks(self.trained_layers, finished)
         if self.deferred is not None:
             self.deferred.compute(index, report.down_to)
@@ -145,27 +151,27 @@ class Stage(StageLayers):
     ) -> torch.Tensor | None:
         slices = self._kept.pop(index)
         report, dxs = GradientReadyHooks(self.trained_layers, finished), []
-        for kept, own_dy in zip(slices, parts(dy, [len(one.y) if one.y.dim() else 1 for one in slices]), strict=True):
+        for entry, own_dy in zip(slices, parts(dy, [len(s.y) if s.y.dim() else 1 for s in slices]), strict=True):
             # Recomputing has the same input and draws the same random numbers again.
-            self._position, self._input = kept.position, kept.entered
+            self._position, self._input = entry.position, entry.entered
             if self.deferred is not None:
                 self.deferred.begin(index)
-            if kept is slices[-1]:
-                report.follow(kept.beginnings)
-            if kept.y.requires_grad:  # not where a first stage holds nothing that is trained
-                packed = kept.position.positions is not None
+            if entry is slices[-1]:
+                report.follow(entry.beginnings)
+            if entry.y.requires_grad:  # not where a first stage holds nothing that is trained
+                packed = entry.position.positions is not None
                 with self.chain.attention(packed, self._repeats_keys):  # forward may be repeated here
-                    torch.autograd.backward(kept.y, own_dy)
+                    torch.autograd.backward(entry.y, own_dy)
             if self.deferred is not None and borrowed:
-                self.deferred.detach_from((kept.x, own_dy))
-            if kept.x is not None:
-                assert kept.x.grad is not None
-                dxs.append(kept.x.grad)
+                self.deferred.detach_from((entry.x, own_dy))
+            if entry.x is not None:
+                assert entry.x.grad is not None
+                dxs.append(entry.x.grad)
         report.down_to(self.first)
         return joined(dxs) if dxs else None
 
     def forget(self) -> None:
-        """Drop what forwards kept for backwards that will not come."""
+        """Drop activations of forwards whose backward will not run."""
         self._kept.clear()
         if self.deferred is not None:
             self.deferred.forget()
@@ -174,12 +180,11 @@ class Stage(StageLayers):
     def evaluate(
         self, x: torch.Tensor, targets: torch.Tensor | None = None, position: MicroBatch | None = None
     ) -> torch.Tensor:
-        """Forward without dropout and without keeping anything; the last stage returns the *sum* of the losses, or the likelihoods
-        that a comparison asks for."""
+        """Run forward in evaluation mode; the last stage returns the *sum* of the losses, or a comparison's log-likelihoods."""
         set_training(self.model, False)
         try:
-            whole = replace(position or MicroBatch(0, 0, 0, 1), divisor=1, targets=targets)
-            return self._together(self._evaluated(whole.slices(len(x), self.spec.slice_sequences), x))
+            micro_batch = replace(position or MicroBatch(0, 0, 0, 1), divisor=1, targets=targets)
+            return self._join_outputs(self._evaluated(micro_batch.slices(len(x), self.spec.slice_sequences), x))
         finally:
             set_training(self.model, True)
 
@@ -187,13 +192,13 @@ class Stage(StageLayers):
         return [self._compute(self.first, self.last, part, x[rows]) for part, rows in slices]
 
     def apply(self, x: torch.Tensor, **keywords: Any) -> torch.Tensor:
-        """Own layers on ``x``, as the model is called with ``keywords``; the last stage gives what the loss takes."""
+        """Run this stage's layers on ``x`` with the model's ``keywords``; the last stage returns the loss function's input."""
         self._input = x
         with self.chain.attention(False, self._repeats_keys):
             return self.chain.run(self.model, self.first, self.last, x, **keywords)
 
     def _compute(self, first: int, last: int, part: MicroBatch, x: torch.Tensor) -> torch.Tensor:
-        """Own layers ``[first, last)`` on a slice; after the model's last one the loss."""
+        """Run layers ``[first, last)`` on a slice, and the loss after the model's last layer."""
         self._position = part
         self._input = x = x if self.routers is None else self.routers.enter(x)
         ends = last == self.chain.layer_count
@@ -206,26 +211,28 @@ class Stage(StageLayers):
             return self._loss(part, y, head or self.divided)
         return y if self.routers is None else self.routers.leave(y)
 
-    def _loss(self, part: MicroBatch, y: torch.Tensor, own: HeadLosses | None) -> torch.Tensor:
-        """The share of the loss, of the last layer's output; where the head computes in slices, of the last norm's. ``own``: the
-        losses that such a head has, or a member of a group."""
+    def _loss(self, part: MicroBatch, y: torch.Tensor, losses_of_head: HeadLosses | None) -> torch.Tensor:
+        """Share of the loss, from the last layer's output, or from the final norm's output if the head computes in slices.
+
+        ``losses_of_head``: loss functions of a sliced head or of a tensor-parallel rank; None for the model's.
+        """
         assert part.targets is not None
-        of_targets = target_losses if own is None else own.target_losses
+        loss_by_target = target_losses if losses_of_head is None else losses_of_head.target_losses
         if part.comparison is None:
             if part.weights is not None:
-                loss = (of_targets(y, part.targets) * part.weights).sum()
+                loss = (loss_by_target(y, part.targets) * part.weights).sum()
             else:
-                loss = (self.chain.loss if own is None else own.loss)(y, part.targets)
+                loss = (self.chain.loss if losses_of_head is None else losses_of_head.loss)(y, part.targets)
             if not self.model.training and self.chain.logits is not None:
-                count = likeliest if own is None else own.likeliest
+                count = likeliest if losses_of_head is None else losses_of_head.likeliest
                 self.rewards[part.index, part.first_sample] = count(y, part.targets).reshape(1)
         else:
             assert part.positions is not None
-            losses, place = of_targets(y, part.targets), (part.index, part.first_sample)
+            losses, key = loss_by_target(y, part.targets), (part.index, part.first_sample)
             if part.comparison.train is None:
                 loss = part.comparison.likelihoods(losses, part.positions)
             else:
-                loss, self.rewards[place] = part.comparison.loss(losses, part.positions)
+                loss, self.rewards[key] = part.comparison.loss(losses, part.positions)
         loss = loss / part.divisor
         if self.routers is None:
             return loss
@@ -234,9 +241,9 @@ class Stage(StageLayers):
             return loss
         return loss + self.routers.loss((part.index, part.first_sample))
 
-    def _enter(self, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, Any]:
-        """The received tensor enters at the first own module: what a model does to its embeddings (Granite's multiplier,
-        Starcoder's dropout) has been done to it already. ``inputs_embeds`` only gives masks and positions their shape."""
+    def _feed_input(self, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, Any]:
+        """Feed the received tensor to the stage's first module, past what a model does to its embeddings (Granite's multiplier,
+        Starcoder's dropout). ``inputs_embeds`` only gives masks and positions their shape."""
         if arguments:
             return (self._input, *arguments[1:]), keywords
         return arguments, {**keywords, "hidden_states": self._input}
@@ -246,7 +253,7 @@ class Stage(StageLayers):
         if self.deferred is not None:
             self.deferred.adders[parameter] = add
 
-    def _put_off_matrices(self) -> None:
+    def _defer_weight_gradients(self) -> None:
         self.deferred = WeightGradients()
         for layer in range(self.first, self.last):
             for name in self.chain.module_names(layer):
@@ -254,24 +261,25 @@ class Stage(StageLayers):
                     if type(module) is nn.Linear and module.weight.requires_grad:
                         self.deferred.watch(module, layer)
 
-    def _seed(self, layer: int, module: nn.Module, arguments: object) -> None:
+    def _seed_dropout(self, layer: int, module: nn.Module, arguments: object) -> None:
         if module.training and self._position is not None:
             self.backend.seed(dropout_seed(self.seed, self._position, layer))
 
-    def _noisy(self, alpha: float, module: nn.Module, arguments: object, output: torch.Tensor) -> torch.Tensor:
-        """NEFTune's noise on the embeddings, as transformers adds it; but that of a sequence depends on (seed, step, sequence)."""
+    def _add_noise(self, alpha: float, module: nn.Module, arguments: object, output: torch.Tensor) -> torch.Tensor:
+        """Add NEFTune's noise to the embeddings as transformers does, but as a function of (seed, step, sequence)."""
         if not module.training or self._position is None:
             return output
-        most, together = alpha / math.sqrt(output.shape[1] * output.shape[2]), self.divided is not None
-        noise = torch.empty_like(output, device=HOST if together else None)  # a group's devices may draw unlike numbers
-        for row, own in enumerate(noise):
+        amplitude, on_host = alpha / math.sqrt(output.shape[1] * output.shape[2]), self.divided is not None
+        noise = torch.empty_like(output, device=HOST if on_host else None)  # equal on all devices of a group
+        for row, row_noise in enumerate(noise):
             seed = seed_from(self.seed, "noise", self._position.step, self._position.first_sample + row)
-            if not together:
+            if not on_host:
                 self.backend.seed(seed)
-            own.uniform_(-most, most, generator=torch.Generator().manual_seed(seed) if together else None)
+            generator = torch.Generator().manual_seed(seed) if on_host else None
+            row_noise.uniform_(-amplitude, amplitude, generator=generator)
         return output + noise.to(output.device)
 
 
 def dropout_seed(seed: int, position: MicroBatch, layer: int) -> int:
-    """Seed of the generator before ``layer`` runs in a micro-batch."""
+    """Seed of the random generator for a layer's dropout in a micro-batch."""
     return seed_from(seed, "dropout", position.step, position.first_sample, layer)

@@ -1,12 +1,8 @@
-"""The trained part of a model, and how the rest is held: everything (full training), or LoRA adapters over frozen, perhaps NF4,
-weights.
+"""The trained part of a model: all weights (full fine-tuning), or LoRA adapters over frozen weights, which may be in NF4.
 
-LoRA (Hu et al. 2021, arXiv:2106.09685) comes through peft, which decides the targets once, on the whole model
-(``adapter_tuning``); each stage then injects those it holds. So a stage without any is no error, and names, shapes and start
-values do not depend on the partition. peft takes seconds to import, for which a job without an adapter need not wait: it is
-imported where it is used.
-
-Also here: which modules the settings of an adapter reach, and with which rank and alpha: by peft's own rules.
+peft implements LoRA (Hu et al. 2021, arXiv:2106.09685). It chooses the targets once, on the whole model (``adapter_tuning``), and
+each stage injects those in its layers, so that names, shapes and initial values do not depend on the partition. peft is imported
+where it is used, since the import takes seconds. Which modules an adapter reaches, its rank and alpha follow peft's rules.
 """
 
 from __future__ import annotations
@@ -32,21 +28,26 @@ if TYPE_CHECKING:
 
 
 MAGNITUDE = ".lora_magnitude_vector"
-"""DoRA's tensor, which adapter files name without the ``.weight`` of its module."""
+"""DoRA's magnitude tensor; its name in adapter files lacks the module's ``.weight``."""
 FILE_PREFIX = "base_model.model."
-"""The part that peft puts before the model's names in adapter files."""
+"""peft's prefix of the model's names in adapter files."""
 ROWS = ".token_adapter.trainable_tokens_delta"
-"""Ends the name of the trained rows of an embedding, or of a head; before it stands the module's name."""
+"""Suffix of the name of trained token rows, after the name of the embedding or head."""
 
 
 def lora_config(
     adapter: AdapterTable, targets: list[str] | str | None, parameters: list[str], layers: list[int] | None = None
 ) -> LoraConfig:
-    """peft's configuration of the job's adapter for the given targets: modules (None: peft's choice for the family; in blocks
-    ``layers``; None: wherever they are), and parameters of fused experts."""
+    """peft's configuration of the job's adapter.
+
+    Args:
+        targets: target modules; None for peft's choice for the family.
+        parameters: target parameters of fused experts.
+        layers: blocks in which modules are adapted; None for all.
+    """
     config: LoraConfig = imported_peft().LoraConfig(
         r=adapter.rank,
-        lora_alpha=int(adapter.alpha) if adapter.alpha.is_integer() else adapter.alpha,  # others take no 8.0 for 8
+        lora_alpha=int(adapter.alpha) if adapter.alpha.is_integer() else adapter.alpha,  # others expect 8, not 8.0
         rank_pattern=adapter.rank_pattern or {},
         alpha_pattern=adapter.alpha_pattern or {},
         lora_dropout=adapter.dropout,
@@ -61,7 +62,7 @@ def lora_config(
 
 
 def scale_of(adapter: AdapterTable, name: str) -> float:
-    """The factor of B A of an adapted module, or parameter of fused experts."""
+    """Scaling factor of B A of an adapted module or parameter of fused experts."""
     rank = of_pattern(adapter.rank_pattern or {}, name, adapter.rank)
     alpha: float = of_pattern(adapter.alpha_pattern or {}, name, adapter.alpha)
     return alpha / (math.sqrt(rank) if adapter.rslora else rank)
@@ -74,39 +75,41 @@ def inject(
     parameters: list[str],
     device: torch.device,
     start: Callable[[str], torch.Tensor],
-    own: str = ADAPTER_NAME,
+    label: str = ADAPTER_NAME,
 ) -> dict[str, nn.Parameter]:
-    """Give what is named in a stage its adapters (fp32, on ``device``) with start values by their tensors' names.
+    """Inject adapters (fp32, on ``device``) into the named modules and parameters of a stage.
 
-    The magnitudes of DoRA begin as peft has them: the norms of the rows of the weights, which are there. ``own``: its name.
+    Args:
+        start: initial value of an adapter tensor, by its name. DoRA's magnitudes keep peft's, the norms of the weights' rows.
 
-    Returns: name, as in adapter files but for their prefix -> parameter.
+    Returns:
+        Name in adapter files, without prefix -> parameter.
     """
     if not modules and not parameters:
         return {}
-    add_adapters(lora_config(adapter, modules, parameters), model, own)
+    add_adapters(lora_config(adapter, modules, parameters), model, label)
     for layer in (module for module in model.modules() if not getattr(module, "_did_swap_in_out_features", True)):
         layer.fan_in_fan_out = layer.num_experts == 1  # peft takes a single expert's B A for (out, in), as of a matrix
-    found = {name_in_file(name, own): parameter for name, parameter in model.named_parameters() if f".{own}." in name}
-    for name, parameter in found.items():
+    adapters = {name_in_file(name, label): p for name, p in model.named_parameters() if f".{label}." in name}
+    for name, parameter in adapters.items():
         parameter.data = (parameter.data.float() if name.endswith(MAGNITUDE) else start(name)).to(device)
-    return found
+    return adapters
 
 
 def add_adapters(config: LoraConfig, model: PreTrainedModel, name: str = ADAPTER_NAME) -> None:
-    """peft's adapters in a model, of this name; nothing else in it has a gradient from then on."""
+    """Inject peft's adapters into a model under ``name``; all other parameters lose their gradients."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # of patterns for layers that other stages hold
+        warnings.simplefilter("ignore", RuntimeWarning)  # about patterns for layers of other stages
         imported_peft().inject_adapter_in_model(config, model, name)
 
 
 def began_with(name: str) -> str:
-    """The name of the constant that an adapter's tensor began with."""
+    """Name of the constant that stores an adapter tensor's initial value."""
     return name.replace(".lora_", ".began_with_")
 
 
 def start_value(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
-    """peft's own start (A: Kaiming uniform, B: zero), drawn from (seed, name)."""
+    """peft's initial value (A: Kaiming uniform, B: zero), as a function of (seed, name)."""
     value = torch.zeros(shape, dtype=torch.float32)
     if ".lora_A." in name:
         with seeded(seed, name):
@@ -114,14 +117,14 @@ def start_value(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
     return value
 
 
-def name_in_file(name: str, own: str = ADAPTER_NAME) -> str:
-    """The name of a tensor of the adapter ``own`` in files, but for their prefix."""
-    return name.replace(f".{own}.", ".").replace(f"{MAGNITUDE}.weight", MAGNITUDE)
+def name_in_file(name: str, label: str = ADAPTER_NAME) -> str:
+    """Name of a tensor of the adapter ``label`` in files, without their prefix."""
+    return name.replace(f".{label}.", ".").replace(f"{MAGNITUDE}.weight", MAGNITUDE)
 
 
 @dataclass(frozen=True)
 class PeftTargets:
-    """Targets as ``adapter_config.json`` has them: they reach what was adapted, and nothing else of the model."""
+    """Targets as written in ``adapter_config.json``: they reach exactly the adapted modules of the model."""
 
     modules: tuple[str, ...] = ()
     layers: tuple[int, ...] | None = None
@@ -131,50 +134,50 @@ class PeftTargets:
     tokens: Mapping[str, list[int]] = field(default_factory=dict)
     """``trainable_token_indices``."""
     tied: tuple[str, str] | None = None
-    """Names of a tied head and its embedding, which are trained whole."""
+    """Names of a tied head and its embedding, if they are fully trained."""
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """The trained tensors of a whole model and the state of the others; the same on every rank."""
+    """The trained and frozen tensors of a whole model; equal on all ranks."""
 
     trainable: dict[str, ParameterSpec]
-    """Name -> trained tensor, in the model's order. Adapter tensors bear their names in adapter files, without the prefix."""
+    """Name -> trained tensor, in the model's order. Adapter tensors have their names in adapter files, without the prefix."""
     constants: dict[str, ParameterSpec] = field(default_factory=dict)
-    """Name -> tensor that is never trained but belongs into checkpoints, and in full training into model directories. Of an
-    adapter: what its tensors began with, where that has left the weights."""
+    """Name -> untrained tensor of checkpoints and, in full fine-tuning, of model directories; for adapters the initial values that
+    were subtracted from the weights."""
     adapter: AdapterTable | None = None
-    """None: full training."""
+    """None for full fine-tuning."""
     modules: tuple[tuple[int, str], ...] = ()
     """(layer, full name) of every adapted linear layer."""
     parameters: Mapping[str, str] = field(default_factory=dict)
-    """Full name of each adapted parameter of fused experts -> what the names of its adapter's tensors begin with."""
+    """Full name of each adapted parameter of fused experts -> name prefix of its adapter tensors."""
     written: PeftTargets = PeftTargets()
-    """The targets in ``adapter_config.json``."""
+    """Targets in ``adapter_config.json``."""
     nf4: bool = False
-    """Linear layers and fused experts of blocks are held in NF4."""
+    """Linear layers and fused experts of blocks are stored in NF4."""
     double: bool = True
-    """The scales of NF4 weights are quantised too."""
+    """Double quantization: the scales of NF4 weights are quantized too."""
     frozen: bool = False
-    """Nothing is trained: the model is only used."""
+    """Nothing is trained; the model is only used for inference."""
     optimizer: str = "adamw"
     """``train.optimizer``."""
     moments: Mapping[str, str] = field(default_factory=dict)
-    """Name -> what the optimizer keeps of a trained tensor (``planning.types.moments``), where it is other than two moments."""
+    """Name -> kind of optimizer state (``planning.types.moments``) of a trained tensor, if not two fp32 moments."""
     shares: Mapping[str, float] = field(default_factory=dict)
-    """Name -> learning rate as a share of the job's, where it is another."""
+    """Name -> learning rate relative to the job's, if different."""
     still: frozenset[str] = frozenset()
-    """Names of those that stay as they are, in the compute dtype: no gradients, masters, or moments. They have owners."""
+    """Tensors frozen by the job, in the compute dtype, without gradients, masters or moments; they have owners."""
     noise: float | None = None
     """``train.neftune_noise_alpha``."""
 
     @property
     def tokens(self) -> list[int]:
-        """Ids, ascending, of the tokens that have trained rows of their own."""
+        """Ids of the tokens with trained rows, in ascending order."""
         return next(iter(self.written.tokens.values()), [])
 
     def tied(self, chain: LayerChain) -> str | None:
-        """The trained tensor that is at both ends of a model: the tied matrix, or rows of it; None: there is none."""
+        """Trained tensor of embedding and head: the tied matrix, or token rows of it; None if there is none."""
         matrix = chain.tied[1] if chain.tied is not None else ""
         return next((name for name in (matrix, matrix.removesuffix(".weight") + ROWS) if name in self.trainable), None)
 
@@ -190,26 +193,28 @@ class Tuning:
         return [s for s in self.trainable.values() if first <= s.layer < last and s.name not in self.still]
 
     def adapted_tensors(self, chain: LayerChain, first: int, last: int) -> dict[str, str]:
-        """Adapted tensor of the model -> what the names of its adapter's tensors begin with."""
-        found = {f"{name}.weight": name for name in self.modules_in(first, last)}
-        return found | {n: wrapper for n, wrapper in self.parameters.items() if first <= chain.layer_of(n) < last}
+        """Adapted tensor of the model -> name prefix of its adapter tensors."""
+        wrapper_by_tensor = {f"{name}.weight": name for name in self.modules_in(first, last)}
+        return wrapper_by_tensor | {
+            n: wrapper for n, wrapper in self.parameters.items() if first <= chain.layer_of(n) < last
+        }
 
     def summary(self, chain: LayerChain) -> str:
-        """The adapter's size and targets, in a line."""
+        """One-line description of the adapter's size and targets."""
         names = sorted({name.rpartition(".")[2] for name in (*(name for _, name in self.modules), *self.parameters)})
-        count, whole = (sum(spec.count for spec in specs.values()) for specs in (self.trainable, chain.parameters))
+        count, total = (sum(spec.count for spec in specs.values()) for specs in (self.trainable, chain.parameters))
         blocks = len({spec.layer for name, spec in self.trainable.items() if ".lora_" in name})
         adapted = len(self.modules) + len(self.parameters)
-        own = [f"{name}, whole" for name in self.trainable if name in chain.parameters]
-        own += [f"{len(self.tokens)} rows of {name}" for name in self.written.tokens]
-        further = f"; {', '.join(own[:4])}{' and more' * (len(own) > 4)}" if own else ""
+        other_trained = [f"{name}, whole" for name in self.trainable if name in chain.parameters]
+        other_trained += [f"{len(self.tokens)} rows of {name}" for name in self.written.tokens]
+        suffix = f"; {', '.join(other_trained[:4])}{' and more' * (len(other_trained) > 4)}" if other_trained else ""
         return (
-            f"adapter: {', '.join(names)} in {blocks} block{'s' * (blocks > 1)}, {adapted} in all{further}; {count:,} parameters "
-            f"are trained beside {whole:,} ({100 * count / whole:.2g} %)"
+            f"adapter: {', '.join(names)} in {blocks} block{'s' * (blocks > 1)}, {adapted} in all{suffix}; {count:,} parameters "
+            f"are trained beside {total:,} ({100 * count / total:.2g} %)"
         )
 
     def uses_dropout(self, chain: LayerChain) -> bool:
-        """Whether training draws masks, which depend on the sequences that are computed together; noise on embeddings does not."""
+        """Whether training draws dropout masks, which depend on the sequences of a micro-batch; NEFTune's noise does not."""
         return chain.draws or (self.adapter is not None and self.adapter.dropout > 0)
 
 
@@ -218,20 +223,20 @@ def full_training(chain: LayerChain) -> Tuning:
 
 
 def nothing_trained() -> Tuning:
-    """A model that is only used: no gradients, no masters."""
+    """Tuning of a model for inference: no gradients, no masters."""
     return Tuning({}, frozen=True)
 
 
 def imported_peft(name: str = "peft") -> ModuleType:
-    """peft, or a module that may import it, without ``torch.distributed`` where nobody has imported that: it would look for the
-    compiler's part of it."""
-    known = torch.distributed.is_available
+    """Import peft, or a module that imports it, without ``torch.distributed`` unless that is already imported: loading it would
+    import torch's compiler."""
+    is_available = torch.distributed.is_available
     if "torch.distributed.tensor" not in sys.modules:
         torch.distributed.is_available = lambda: False
     try:
         return importlib.import_module(name)
     finally:
-        torch.distributed.is_available = known
+        torch.distributed.is_available = is_available
 
 
 def reaches(
@@ -241,7 +246,7 @@ def reaches(
     layers_pattern: list[str] | str | None = None,
     exclude: str | list[str] | None = None,
 ) -> bool:
-    """Whether the settings of an adapter reach the module of this name, by peft's own rules."""
+    """Whether an adapter's settings reach the module of this name, by peft's rules."""
     imported_peft()
     from peft.tuners.tuners_utils import check_target_module_exists
 
@@ -256,7 +261,7 @@ def reaches(
 
 
 def of_pattern(patterns: Mapping[str, Any], name: str, default: Any) -> Any:
-    """The value of ``rank_pattern`` or ``alpha_pattern`` for a module, or a parameter of fused experts. By peft's own rules."""
+    """Value of ``rank_pattern`` or ``alpha_pattern`` for a module or parameter of fused experts, by peft's rules."""
     imported_peft()
     from peft.utils.other import get_pattern_key
 

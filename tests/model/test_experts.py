@@ -192,7 +192,7 @@ def test_streamed_and_rebuilt_stages_have_the_same_bits(mapped: bool, keeps: int
         chain, 0, chain.layer_count, device, "fp32", start, 7, tuning, kept_slices=keeps, folder=folder
     )
     kept = plain.frozen_layers(range(1, 4))
-    rebuilt = stage_of(chain, 0, chain.layer_count, device, "fp32", start, 7, tuning, kept=kept)
+    rebuilt = stage_of(chain, 0, chain.layer_count, device, "fp32", start, 7, tuning, kept_layers=kept)
     tokens, targets = family_trial._batch()
     seen = []
     for stage in (plain, streamed, rebuilt):

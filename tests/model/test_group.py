@@ -530,7 +530,7 @@ def test_a_head_on_the_rank_of_the_embedding_shares_its_part() -> None:
         own = [DividedLayers(chain, full_training(chain), StageGroup((4, 2), link)) for _ in range(2)]
         first = stage_of(chain, 0, 2, Backend(), "fp32", NamedStart(), divided=own[0])
         embedding = first.model_parameter(chain.tied[1]) if chain.tied else None
-        last = stage_of(chain, 5, LAYERS, Backend(), "fp32", NamedStart(), beginning=first, divided=own[1])
+        last = stage_of(chain, 5, LAYERS, Backend(), "fp32", NamedStart(), first_stage=first, divided=own[1])
         assert embedding is not None and last.tied_head is not None
         assert last.tied_head.data_ptr() == embedding.data_ptr() and last.tied_head.shape == embedding.shape
 
@@ -546,7 +546,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any] | None, dict[str, Any], 
     ("mixtral", {}, None, {}, (6, 0), None, "found 6, 0:"),
     ("mixtral", {}, None, {}, (6, 0), (8, 0), "found 6, 0; experts 8, 0:"),
     ("mixtral", {"num_local_experts": 2, "num_experts": 2}, None, {}, (5, 1), None, "model.layers.0.mlp.experts"),
-    ("llama", {"vocab_size": 2, "num_key_value_heads": 4}, None, {}, (1, 3), None, "embed_tokens.weight, which is cut at 0, 0, 2"),
+    ("llama", {"vocab_size": 2, "num_key_value_heads": 4}, None, {}, (1, 3), None, "weight, which is sharded at 0, 0, 2"),
     ("gemma4_unified_text", {"num_global_key_value_heads": 3, "attention_k_eq_v": True}, None, {}, (4, 2), None,
      "block 1 has 3, block 0 has 6"),
     ("llama", dropout_rates("llama"), None, {}, (4, 2), None, "attention_dropout = 0.1"),

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, get_s
 
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.job.training_tables import TrainTable
-from hetero_mpi.model.optimizer import LossScale, Optimizer, StepDecider, _short, learning_rate
+from hetero_mpi.model.optimizer import LossScale, Optimizer, StepDecider, _block_norms, learning_rate
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.transformers.supported import PROVEN_FAMILIES
@@ -120,13 +120,13 @@ def test_a_line_may_end_above_zero_and_a_decay_has_no_more_steps_than_warm_up_le
 @pytest.mark.parametrize("shape", [(7,), (4096,), (4097,), (513, 1001), (1100, 1000)])
 def test_a_short_vector_has_the_norm_of_a_long_one(shape: tuple[int, ...]) -> None:
     gradient = torch.randn(shape, generator=torch.Generator().manual_seed(1)) + 0.5
-    short = _short(gradient)
+    short = _block_norms(gradient)
     assert short.ndim == 1 and short.numel() <= 4096
     assert float(short.double().norm()) == pytest.approx(float(gradient.double().norm()), rel=1e-7)
     gradient.view(-1)[-1] = math.inf
-    assert _short(gradient).norm().isinf()
+    assert _block_norms(gradient).norm().isinf()
     gradient.view(-1)[0] = math.nan
-    assert _short(gradient).norm().isnan()
+    assert _block_norms(gradient).norm().isnan()
 
 
 def test_the_first_non_finite_parameter_is_named_and_the_run_stops_if_any_rank_says_so() -> None:

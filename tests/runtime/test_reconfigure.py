@@ -291,7 +291,7 @@ def test_frozen_weights_that_stay_are_not_loaded_again(quantization: str, tied: 
             super().fill(chain, model, layer)
 
     def stage(first: int, last: int, kept: Kept | None = None) -> Stage:
-        return stage_of(chain, first, last, Backend(), "bf16", Asked(1), 7, tuning, kept=kept)
+        return stage_of(chain, first, last, Backend(), "bf16", Asked(1), 7, tuning, kept_layers=kept)
 
     before, fresh = stage(0, 5), stage(1, 6)
     packed = before.model.get_submodule(chain.module_names(2)[0]).mlp.up_proj.weight.data_ptr()

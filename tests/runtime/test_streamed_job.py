@@ -175,7 +175,7 @@ def test_a_model_larger_than_the_memory_of_a_gpus_host_np2(tmp_path: Path) -> No
     )
     assert [one.codes for one in found.values()] == [(0, 0), (0, 0), (2, 2)], found
     assert (
-        "streamed layers cannot be kept there" in found["refused"].texts[0]
+        "offloaded layers cannot be stored there" in found["refused"].texts[0]
         and "shard_cache" in found["refused"].texts[0]
     )
     assert not list((tmp_path / "refused").glob("*.toml")), "nothing was written"

@@ -382,7 +382,7 @@ def test_weights_stay_until_they_have_been_computed_with(chain: TransformersChai
     stream = module.device.current_stream(1)
     module.device.compute_for(stream, 0.2)
     weights.prefetch(3, keeping=2)  # in the place of layer 1, with which the device may still compute
-    coming = weights._coming[3]()
+    coming = weights._started_copies[3]()
     assert coming is not None
     time.sleep(0.05)
     assert not coming.done()

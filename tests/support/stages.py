@@ -14,7 +14,7 @@ from hetero_mpi.model.streamed_stage import StreamedStage
 from hetero_mpi.model.tuning import Tuning
 from hetero_mpi.planning.types import sizes
 
-_BUILT_WITH = ("kept", "beginning", "divided", "folder")
+_BUILT_WITH = ("kept_layers", "first_stage", "divided", "folder")
 
 
 def stage_of(

@@ -135,7 +135,7 @@ class ThreadGroup:
                     start,
                     tuning=tuning,
                     recompute=recompute,
-                    kept=weights,
+                    kept_layers=weights,
                     divided=DividedLayers(chain, self.tuning, StageGroup(shares, link, experts)),
                 )
                 for first, last in cuts

@@ -1,1 +1,1 @@
-"""Adapters: what they reach, how they begin, their files, and what they add to weights."""
+"""LoRA adapters: targets, initialisation, files, and merging into weights."""

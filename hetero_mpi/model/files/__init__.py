@@ -1,1 +1,1 @@
-"""Model directories of Hugging Face: read, fetched, cached and written, a tensor at a time."""
+"""Hugging Face model directories: reading, downloading, caching and writing, one tensor at a time."""

@@ -1,1 +1,1 @@
-"""A stage that a group of ranks holds, each a share of every layer: tensor parallelism with unequal shares."""
+"""Tensor parallelism with unequal shards: a group of ranks holds a stage, each rank a shard of every layer."""

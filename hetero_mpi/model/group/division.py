@@ -1,10 +1,12 @@
-"""How the tensors of a model are divided among the members of a group (tensor parallelism; Shoeybi et al. 2019, Megatron-LM,
-arXiv:1909.08053, here with unequal shares), and which models can be.
+"""Sharding of a model's tensors for tensor parallelism (Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053) with unequal shards.
 
-transformers' own table (``base_model_tp_plan``) says which linear layers of a block are cut by rows (colwise) and which by
-columns (rowwise). Attention is cut by whole key/value heads with the query heads that belong to them, an MLP by columns, fused
-experts by whole experts, the embedding and the head by words. A member that has experts may have no heads: then it has no columns
-and no words either.
+    8 key/value heads, shares (5, 3):   q, k, v (colwise)   rows of heads 0-4       | rows of heads 5-7
+                                        o (rowwise)         columns of heads 0-4    | columns of heads 5-7
+                                        MLP                 5/8 of its columns      | 3/8
+                                        embedding, head     5/8 of the vocabulary   | 3/8
+
+transformers' table (``base_model_tp_plan``) names the column-parallel (colwise) and row-parallel (rowwise) linear layers of a
+block. Fused experts are sharded by whole experts. A rank with experts may have no heads, and then has no columns and no tokens.
 """
 
 from __future__ import annotations
@@ -24,34 +26,34 @@ from hetero_mpi.planning.types.moments import EIGHT_BIT
 from hetero_mpi.planning.types.sizes import MOMENT_BLOCK
 
 _COLWISE, _ROWWISE, _EXPERTS = "colwise", "rowwise", "moe_tp_experts"
-_OVER_HEADS = "norm over heads"
-"""Not of the table: a norm over the numbers of all heads."""
-_TWO = "two colwise"
-"""Not of the table: two matrices in one, each cut by rows."""
+_HEAD_NORM = "norm over heads"
+"""Style beyond the table: a norm over all heads."""
+_FUSED_PAIR = "two colwise"
+"""Style beyond the table: two stacked matrices, each column-parallel."""
 _LATENT = dict.fromkeys(("self_attn.q_proj", "self_attn.q_b_proj", "self_attn.kv_b_proj"), _COLWISE)
 _LATENT["self_attn.o_proj"] = _ROWWISE
-"""Heads of latent attention, whose latents every member computes."""
+"""Latent attention: heads are sharded, latents are computed by every rank."""
 _SHARED = dict.fromkeys(("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"), _COLWISE)
 _SHARED["mlp.shared_experts.down_proj"] = _ROWWISE
 _ATTENTION = dict.fromkeys(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.sinks"), _COLWISE)
 _ATTENTION["self_attn.o_proj"] = _ROWWISE
-_HEAD_NORMS = _ATTENTION | dict.fromkeys(("self_attn.q_norm", "self_attn.k_norm"), _OVER_HEADS)
-_TWO_IN_ONE = {"mlp.gate_up_proj": _TWO, "mlp.down_proj": _ROWWISE}
+_HEAD_NORMS = _ATTENTION | dict.fromkeys(("self_attn.q_norm", "self_attn.k_norm"), _HEAD_NORM)
+_FUSED_MLP = {"mlp.gate_up_proj": _FUSED_PAIR, "mlp.down_proj": _ROWWISE}
 _GATED = _ATTENTION | {"self_attn.gate_proj": _COLWISE}
-_FURTHER = {
+_FAMILY_STYLES = {
     "afmoe": _GATED | _SHARED,
     "deepseek_v3": _LATENT,
     "exaone_moe": _SHARED,
     "flex_olmo": _HEAD_NORMS,
     "flint": _ATTENTION,
-    "glm": _TWO_IN_ONE,
-    "glm4": _TWO_IN_ONE,
+    "glm": _FUSED_MLP,
+    "glm4": _FUSED_MLP,
     "glm4_moe_lite": _SHARED | _LATENT,
     "gpt_oss": _ATTENTION | {"mlp.experts": _EXPERTS, "mlp.experts.down_proj": _ROWWISE},
     "minimax_m2": _HEAD_NORMS,
     "minimax_m3_vl_text": _ATTENTION
-    | _TWO_IN_ONE
-    | {n.replace("mlp.", "mlp.shared_experts."): s for n, s in _TWO_IN_ONE.items()},
+    | _FUSED_MLP
+    | {n.replace("mlp.", "mlp.shared_experts."): s for n, s in _FUSED_MLP.items()},
     "olmo2": _HEAD_NORMS,
     "olmo3": _HEAD_NORMS,
     "olmo_hybrid": _HEAD_NORMS,
@@ -60,15 +62,15 @@ _FURTHER = {
     "solar_open": _SHARED,
     "youtu": _LATENT,
 }
-"""Family -> what its table leaves out."""
-_ALIGNED = 64
-"""Columns at multiples of this are fast on all devices."""
-_FINENESS = 64
-"""Into so many units at least an MLP or a vocabulary is cut, so that shares are within a percent of what was asked."""
+"""Family -> entries missing from its table."""
+_ALIGNED_COLUMNS = 64
+"""Shard bounds at multiples of this are fast on all devices."""
+_MIN_UNITS = 64
+"""Minimum number of units of an MLP or a vocabulary, so that shards are within 1 % of the requested proportion."""
 
 
 class Trained(Protocol):
-    """The attributes of a ``Tuning`` that are used here."""
+    """The attributes of a ``Tuning`` that sharding depends on."""
 
     @property
     def trainable(self) -> Mapping[str, ParameterSpec]: ...
@@ -89,18 +91,18 @@ class Trained(Protocol):
 
 
 def key_value_heads(chain: TransformersChain) -> int:
-    """How many of a block there are to share."""
+    """Number of key/value heads of a block with sharded attention; 0 without one."""
     return next((heads for block in range(chain.blocks) if (heads := heads_of(chain, block)) is not None), 0)
 
 
 def heads_of(chain: TransformersChain, block: int) -> int | None:
-    """Key/value heads of a block. None: every member computes all of its attention, a linear one."""
+    """Key/value heads of a block; None if every rank computes all of its attention (linear attention)."""
     modules = dict(chain.model.get_submodule(f"{chain.blocks_name}.{block}").named_children())
-    own = [modules[name] for name in containers(chain) if is_attention(name) and name in modules]
-    if not own:
+    attention_modules = [modules[name] for name in containers(chain) if is_attention(name) and name in modules]
+    if not attention_modules:
         return None
-    keys = next((module for module in own if hasattr(module, "k_proj")), None)
-    if keys is None:  # one matrix of all, or latent attention: each query head has its own
+    keys = next((module for module in attention_modules if hasattr(module, "k_proj")), None)
+    if keys is None:  # one fused matrix, or latent attention: one key per query head
         return int(chain.config.num_attention_heads)
     return int(keys.k_proj.out_features // keys.head_dim)
 
@@ -112,10 +114,10 @@ def divisions(
     layers: Iterable[int],
     experts: Sequence[int] | None = None,
 ) -> dict[str, Division]:
-    """Name -> division of every tensor of the model and of its adapter in ``layers``. ``refusal`` knows none against it."""
-    wanted, rules = set(layers), _Rules(chain, tuning, shares, experts)
+    """Name -> sharding of every tensor of the model and its adapter in ``layers``; requires that ``refusal`` returns None."""
+    requested, rules = set(layers), _Rules(chain, tuning, shares, experts)
     specs = {**chain.parameters, **chain.constants, **tuning.trainable}
-    return {name: rules.of(spec) for name, spec in specs.items() if spec.layer in wanted}
+    return {name: rules.division(spec) for name, spec in specs.items() if spec.layer in requested}
 
 
 class _Rules:
@@ -130,9 +132,9 @@ class _Rules:
         model = chain.model
         ends = model.get_input_embeddings(), model.get_output_embeddings()
         self._ends = {name for name, module in model.named_modules() if module in ends}
-        """Names of the embedding and of the output projection."""
+        """Names of the embedding and the output projection."""
 
-    def of(self, spec: ParameterSpec) -> Division:
+    def division(self, spec: ParameterSpec) -> Division:
         module, _, leaf = spec.name.rpartition(".")
         if not 0 < spec.layer < self._chain.layer_count - 1:
             if module in self._ends:
@@ -148,14 +150,14 @@ class _Rules:
         style = self._styles.get(f"{local}.{leaf}" if local == container else local)
         dim = self._cut_dimension(spec, module, style, adapter or leaf)
         if dim is not None:
-            pieces = 2 if style == _TWO else 1
+            pieces = 2 if style == _FUSED_PAIR else 1
             return Division(Holding.CUT, dim, self._inner_bounds(container, spec.shape[dim] // pieces), pieces)
         alone = self._styles.get(local) == _ROWWISE and leaf == "bias"
         return Division(Holding.LEADER if alone else Holding.SUMMED)
 
     def _cut_dimension(self, spec: ParameterSpec, module: str, style: str | None, leaf: str) -> int | None:
-        """``leaf``: "weight", "bias", or "A" and "B" of an adapter."""
-        if style in (_COLWISE, _OVER_HEADS, _TWO):
+        """Sharded dimension; None if the tensor is not sharded. ``leaf``: "weight", "bias", or "A" or "B" of an adapter."""
+        if style in (_COLWISE, _HEAD_NORM, _FUSED_PAIR):
             return None if leaf == "A" else 0
         if style == _ROWWISE:
             return 1 if leaf in ("weight", "A") else None
@@ -171,8 +173,12 @@ class _Rules:
         return tuple(of_a_head * heads for heads in (0, *accumulate(self._shares)))
 
     def _of_experts(self, spec: ParameterSpec, module: str, adapter: str) -> Division:
-        """Whole experts of a fused parameter, or of an adapter's A (experts x r, in) or B (out, r x experts)."""
-        count = next(one.shape[0] for name, one in self._chain.parameters.items() if name.startswith(f"{module}."))
+        """Sharding by whole experts of a fused parameter, or of an adapter's A (experts x r, in) or B (out, r x experts)."""
+        count = next(
+            spec_of_experts.shape[0]
+            for name, spec_of_experts in self._chain.parameters.items()
+            if name.startswith(f"{module}.")
+        )
         bounds = self._expert_bounds(count)
         if adapter == "B":
             return Division(Holding.CUT, 1, bounds, spec.shape[1] // count)
@@ -182,54 +188,54 @@ class _Rules:
         return (0, *accumulate(self._experts)) if self._experts is not None else self._in_proportion(count, 1)
 
     def _in_proportion(self, width: int, unit: int) -> tuple[int, ...]:
-        """Whole units in proportion to the shares."""
+        """Bounds at whole units, in proportion to the shares."""
         return (0, *(unit * round(width * end / sum(self._shares) / unit) for end in accumulate(self._shares)))
 
 
 def _unit(width: int) -> int:
-    unit = _ALIGNED
-    while unit > 1 and (width % unit or width < unit * _FINENESS):
+    unit = _ALIGNED_COLUMNS
+    while unit > 1 and (width % unit or width < unit * _MIN_UNITS):
         unit //= 2
     return unit
 
 
 def styles(chain: TransformersChain) -> dict[str, str]:
-    """Module within a block ("mlp.up_proj") -> how the table cuts it."""
+    """Module within a block ("mlp.up_proj") -> its tensor-parallel style."""
     prefix = f"{chain.blocks_name}.*."
     table = {name: style for name, style in (chain.model._tp_plan or {}).items() if name.startswith(prefix)}
-    return {name[len(prefix) :]: style for name, style in table.items()} | _FURTHER.get(chain.name, {})
+    return {name[len(prefix) :]: style for name, style in table.items()} | _FAMILY_STYLES.get(chain.name, {})
 
 
 def rowwise(chain: TransformersChain) -> list[str]:
-    """The linear layers within a block with which a share of attention or of an MLP ends: those cut by columns."""
+    """Names of the row-parallel linear layers of a block, the last ones of sharded attention and MLPs."""
     return [name for name, style in styles(chain).items() if style == _ROWWISE]
 
 
 def containers(chain: TransformersChain) -> set[str]:
-    """The modules of a block of which each member computes a share: attention and MLP."""
+    """Names of the sharded modules of a block: attention and MLP."""
     return {name.partition(".")[0] for name in rowwise(chain)}
 
 
 def expert_modules(chain: TransformersChain) -> list[str]:
-    """The modules within a block that have all experts of it, in blocks that have some."""
+    """Names of the modules within a block that hold its fused experts."""
     return [name for name, style in styles(chain).items() if style == _EXPERTS]
 
 
 def is_of_experts(chain: TransformersChain, name: str) -> bool:
-    """Has a parameter, or a tensor of its adapter, all experts of its layer?"""
+    """Whether a parameter or adapter tensor holds the fused experts of its layer."""
     module = name.rpartition(".")[0].partition(".lora_")[0].replace(WRAPPED, "")
-    return module.endswith(tuple(f".{own}" for own in expert_modules(chain)))
+    return module.endswith(tuple(f".{path}" for path in expert_modules(chain)))
 
 
 def experts_to_share(chain: TransformersChain) -> int | None:
-    """Experts of each layer that has some; None: there are none."""
+    """Number of experts per layer with experts; None without experts."""
     counts = (spec.shape[0] for name, spec in chain.parameters.items() if is_of_experts(chain, name))
     return max(counts, default=None)
 
 
 def norms_over_heads(chain: TransformersChain) -> list[str]:
-    """The norms within a block of which each member has the numbers of its heads."""
-    return [name for name, style in styles(chain).items() if style == _OVER_HEADS]
+    """Names of the norms within a block that are sharded by heads."""
+    return [name for name, style in styles(chain).items() if style == _HEAD_NORM]
 
 
 def is_attention(container: str) -> bool:

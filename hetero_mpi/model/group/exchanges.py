@@ -1,8 +1,9 @@
-"""The exchanges of a group's members while they compute a stage together.
+"""Autograd functions for the two exchanges of tensor parallelism (Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053, section 3).
 
-The two exchanges of tensor parallelism (Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053, section 3) are made for autograd:
-between them each member computes its share of attention, of an MLP, or of the logits. Where a member holds nothing of a part of a
-layer, that gives zeros, and backward reaches the exchanges before it even so.
+    forward     x ---- entered ---- shard of attention or MLP ---- left: all-reduce ---- y
+    backward    dx <-- all-reduce -- backward of the shard <------- identity <---------- dy
+
+A rank without a shard of a module computes zeros there; its backward still reaches the earlier exchanges (``anchored``).
 """
 
 from __future__ import annotations
@@ -20,13 +21,11 @@ from hetero_mpi.model.group.tensor_division import Division
 
 
 class GroupLink(Protocol):
-    """Joins the members of a group. Both sums and maxima are collective: every member calls them in the same order, with tensors
-    of one shape and dtype, and gets the same bits.
-
-    Autograd calls ``sum`` too, on accelerators from a thread of its own.
+    """Collectives of a tensor-parallel group: all members call them in the same order, with equal shapes and dtypes, and get the
+    same bits. Autograd also calls ``sum``, on accelerators from another thread.
 
     Attributes:
-        member: this rank's place in the group; 0 leads.
+        member: this rank's index in the group; 0 is the leader.
         size: number of members.
     """
 
@@ -34,42 +33,41 @@ class GroupLink(Protocol):
     size: int
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum over the members: the contiguous ``tensor`` itself, overwritten, or another one of its shape."""
+        """Sum over the members; overwrites and returns the contiguous ``tensor``, or returns a new tensor."""
 
     def maximum(self, tensor: Tensor) -> Tensor:
-        """Likewise the maximum of each element."""
+        """Elementwise maximum over the members, as ``sum``."""
 
 
 class StageLink(GroupLink, Protocol):
-    """One whose leader hands on what the stage before, or the one behind, has sent.
+    """A ``GroupLink`` whose leader also broadcasts tensors received from neighbouring stages.
 
     Attributes:
-        summed_s: seconds in sums and maxima so far, in which this member also waited for the others.
+        summed_s: total seconds in sums and maxima, including waiting for other members.
     """
 
     summed_s: float
 
     def shared(self, tensor: Tensor | None, shape: tuple[int, ...], dtype: DType) -> Tensor:
-        """The leader's tensor on every member's device; the others give None."""
+        """Broadcast the leader's tensor to every member's device; the other members pass None."""
 
     def apart(self) -> AbstractContextManager[None]:
-        """A block in which this member computes by itself: sums take the memory that they take, but nothing is exchanged."""
+        """Context in which this member computes alone: sums use their usual memory but exchange nothing."""
 
     def assembled(self, own: Tensor | None, division: Division, shape: tuple[int, ...], dtype: DType) -> Tensor:
-        """On the leader: the whole of a tensor, in host memory, of which every other member gives its part. ``own``: the leader's
-        part; None: it has none."""
+        """Gather a sharded tensor in the leader's host memory. ``own``: the leader's shard; None if it has none."""
 
     def give(self, part: Tensor) -> None:
-        """On another member: its part of a tensor that the leader puts together."""
+        """Send this member's shard to the leader, which calls ``assembled``."""
 
 
 @dataclass(frozen=True)
 class StageGroup:
-    """The group that holds a stage.
+    """The tensor-parallel group of a stage.
 
     Attributes:
-        shares: whole key/value heads of each member.
-        experts: whole experts of each member, of each layer that has some; None: in proportion to the shares.
+        shares: number of key/value heads of each member.
+        experts: number of experts per layer of each member; None for a split in proportion to the shares.
     """
 
     shares: tuple[int, ...]
@@ -81,12 +79,12 @@ Exchange = Callable[[Tensor], Tensor]
 
 
 class Exchanged(torch.autograd.Function):
-    """``there`` of a tensor, whose gradient is ``back`` of what comes."""
+    """Apply one exchange in forward and another to the gradient in backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, there: Exchange, back: Exchange) -> Tensor:
-        ctx.back = back
-        return there(x)
+    def forward(ctx: Any, x: Tensor, forward_exchange: Exchange, backward_exchange: Exchange) -> Tensor:
+        ctx.back = backward_exchange
+        return forward_exchange(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
@@ -94,24 +92,24 @@ class Exchanged(torch.autograd.Function):
 
 
 def entered(x: Tensor, link: GroupLink) -> Tensor:
-    """``x``, which is the same on all members; its gradient is the sum of theirs."""
+    """Enter a sharded module: identity of the replicated ``x`` in forward, all-reduce of its gradient in backward."""
     if not (x.requires_grad and torch.is_grad_enabled()):
         return x
     return Exchanged.apply(x, lambda x: x.view_as(x), lambda gradient: link.sum(gradient.contiguous()))
 
 
 def left(x: Tensor, link: GroupLink) -> Tensor:
-    """The sum of the members' ``x``, which no earlier computation needs for its backward; its gradient is the same on all."""
+    """Leave a sharded module: all-reduce of the partial ``x`` in forward, which may overwrite it; identity in backward."""
 
     def summed(x: Tensor) -> Tensor:
         total = link.sum(x.contiguous())
-        return total.clone() if total.data_ptr() == x.data_ptr() else total  # autograd wants a tensor of its own
+        return total.clone() if total.data_ptr() == x.data_ptr() else total  # autograd requires a new tensor
 
     return Exchanged.apply(x, summed, lambda gradient: gradient)
 
 
 def replace_forward(module: nn.Module, zeros: Callable[[torch.Tensor], torch.Tensor], pair: bool = False) -> None:
-    """From now on ``module`` gives ``zeros`` of what it is given first. ``pair``: with attention's weights, which are None."""
+    """Make ``module`` return ``zeros`` of its first argument; with ``pair``, also None as attention weights."""
 
     def forward(*arguments: Any, **keywords: Any) -> Any:
         x = arguments[0] if arguments else keywords["hidden_states"]
@@ -121,19 +119,19 @@ def replace_forward(module: nn.Module, zeros: Callable[[torch.Tensor], torch.Ten
     module.forward = forward  # type: ignore[method-assign]
 
 
-def anchored(output: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
-    """``output`` as it is, with (further) gradients of zero to those of ``others`` that have any: so every member reaches the
-    exchanges before them in backward, though it computes nothing of them."""
-    trained = [other for other in others if other.requires_grad]
+def anchored(output: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
+    """Return ``output``, connected to the graph of ``inputs`` by zero gradients, so that backward reaches the exchanges before
+    ``inputs`` on every rank, even one that computes nothing from them."""
+    trained = [tensor for tensor in inputs if tensor.requires_grad]
     result: torch.Tensor = _Anchored.apply(output, *trained)
     return result
 
 
 class _Anchored(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, output: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
-        # Saved as layers save theirs: a block is computed again up to here and from here on, between the same exchanges.
-        ctx.save_for_backward(*(one.new_empty(()).expand_as(one) for one in (output, *others)))
+    def forward(ctx: Any, output: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
+        # Saved as other layers save tensors, so that activation checkpointing recomputes the block between the same exchanges.
+        ctx.save_for_backward(*(tensor.new_empty(()).expand_as(tensor) for tensor in (output, *inputs)))
         return output.view_as(output)
 
     @staticmethod

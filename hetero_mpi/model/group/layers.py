@@ -1,11 +1,12 @@
-"""A member's share of a stage: its parts of the tensors, its experts, its words of the loss, and the exchanges where shares begin
-and end.
+"""A tensor-parallel rank's part of a stage: shards of tensors, local experts, vocabulary-parallel loss, and the exchanges.
 
-Experts: each member runs its own on all tokens that chose them. Everybody computes the router, as in transformers' own expert
-parallelism; unlike devices may round near ties differently, so the leader's choices count.
+    token ids -> sharded lookup, all-reduce -> blocks, each: attention shard, all-reduce, MLP shard, all-reduce
+              -> logits of the local tokens -> all-reduce of (maximum, sum of exponentials, target's logit) -> loss
 
-Loss: each member has the logits of some words only. Of every target the members exchange three numbers: the largest logit, the
-sum of the exponentials, and the target's own logit. The gradient of the logits needs no exchange.
+Experts: each rank runs its experts on all tokens routed to them. Every rank computes the router, as in transformers' expert
+parallelism; since devices may round near ties differently, the leader's choices are used.
+
+Loss: each rank has the logits of its vocabulary shard. Only three numbers per target are exchanged, none for the logits' gradient.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from hetero_mpi.model.transformers.chain import TransformersChain
 
 
 class DividedLayers:
-    """The answers for a stage of a group: which part of a tensor is its own, where to exchange, and what the loss is."""
+    """The ``LayerShare`` of a stage: this rank's shards, exchanges and loss functions."""
 
     def __init__(self, chain: TransformersChain, tuning: Trained, group: StageGroup) -> None:
         reason = refusal(chain, tuning, group.shares, group.experts)
@@ -49,9 +50,9 @@ class DividedLayers:
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
         names = {module: name for name, module in model.named_modules()}
         self._embedding, self._head = names[embedding], names[head]
-        self._words = self._divisions[f"{self._embedding}.weight"].bounds[group.link.member]
-        """The first of this member's words."""
-        # An empty tuple ends no path.
+        self._first_token = self._divisions[f"{self._embedding}.weight"].bounds[group.link.member]
+        """First token id of this rank's vocabulary shard."""
+        # ``endswith`` of an empty tuple is False.
         self._expert_modules = tuple(f".{name}" for name in expert_modules(chain))
         self._norms = tuple(f".{name}" for name in norms_over_heads(chain))
 
@@ -59,24 +60,24 @@ class DividedLayers:
     def leads(self) -> bool:
         return self._link.member == 0
 
-    def own(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """This member's part of a tensor."""
-        return self._divisions[name].part(whole, self._link.member)
+    def own(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """This rank's shard of a tensor."""
+        return self._divisions[name].part(tensor, self._link.member)
 
     def exists(self, name: str) -> bool:
         return self._divisions[name].exists(self._link.member)
 
     def trains(self, name: str) -> bool:
-        """Whether a trained tensor has a gradient here."""
+        """Whether a trained tensor has a gradient on this rank."""
         return self._divisions[name].trains(self._link.member)
 
     def double_scales(self, block: str, module: nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """Name of each tensor in a block that is packed and cut -> the scales of this member's part, as double quantisation of the
-        whole tensor leaves them: 256 blocks share a scale of their scales, and cuts fall within them.
+        """Name of each packed and sharded tensor of a block -> NF4 scales of this rank's shard, from double quantization of
+        the full tensor, because shard bounds lie within the 256 blocks that share a scale of scales.
 
         Args:
-            block: its name in the model.
-            module: the block, which is whole.
+            block: name of the block in the model.
+            module: the block, not yet sharded.
         """
         scales = {}
         for name, weight in packed_weights(module).items():
@@ -86,7 +87,7 @@ class DividedLayers:
         return scales
 
     def cut(self, model: nn.Module, layer: int) -> None:
-        """Leave of a layer in host memory, which is whole, this member's parts."""
+        """Reduce a full layer in host memory to this rank's shards."""
         for root in self._chain.module_names(layer):
             for path, module in model.get_submodule(root).named_modules(prefix=root):
                 for name, parameter in list(module.named_parameters(recurse=False)):
@@ -97,49 +98,50 @@ class DividedLayers:
         self.fit(model, layer)
 
     def fit(self, model: nn.Module, layer: int) -> None:
-        """Give the modules of a layer the sizes of their parts, and take away what only the leader has."""
+        """Set the sizes of a layer's modules to those of their shards, and remove tensors that only the leader holds."""
         for root in self._chain.module_names(layer):
             for path, module in model.get_submodule(root).named_modules(prefix=root):
                 for name, _ in list(module.named_parameters(recurse=False)):
                     division = self._divisions.get(f"{path}.{name}")
                     if division is not None and division.held is Holding.LEADER and not self.leads:
                         setattr(module, name, None)
-                # What has nothing left is not computed, and peft takes no adapter of no width.
+                # Empty modules keep their sizes: they are not computed, and peft rejects adapters of width 0.
                 if type(module) is nn.Linear and module.weight.numel():
                     module.out_features, module.in_features = module.weight.shape
                 if isinstance(module, nn.Embedding):
-                    self._fit_words(module)
+                    self._fit_embedding(module)
                 if path.endswith(self._expert_modules):
                     module.num_experts = self._experts(path)[1]
                     module._is_expert_parallel = True
 
     def _experts(self, path: str) -> tuple[int, int]:
-        """(the first, how many) of this member's experts, of the module that has them."""
+        """(index of the first, number) of this rank's experts in a module of fused experts."""
         bounds = next(division.bounds for name, division in self._divisions.items() if name.rpartition(".")[0] == path)
         first, end = bounds[self._link.member : self._link.member + 2]
         return first, end - first
 
-    def _fit_words(self, embedding: nn.Embedding) -> None:
+    def _fit_embedding(self, embedding: nn.Embedding) -> None:
         embedding.num_embeddings = len(embedding.weight)
-        if embedding.padding_idx is not None:  # the word whose vector is not trained
-            place = embedding.padding_idx - self._words
-            embedding.padding_idx = place if 0 <= place < embedding.num_embeddings else None
+        if embedding.padding_idx is not None:  # the token whose vector is not trained
+            index = embedding.padding_idx - self._first_token
+            embedding.padding_idx = index if 0 <= index < embedding.num_embeddings else None
 
     def connect(self, model: nn.Module, first: int, last: int) -> None:
-        """Exchange wherever a share of the layers ``[first, last)`` of a stage's model begins and ends."""
-        wordless = not self.exists(f"{self._embedding}.weight")
+        """Register the exchanges before and after the sharded modules of the layers ``[first, last)``."""
+        has_no_tokens = not self.exists(f"{self._embedding}.weight")
         if first == 0:
             embedding: Any = model.get_submodule(self._embedding)
-            if wordless:
+            if has_no_tokens:
                 weight = embedding.weight
                 replace_forward(embedding, lambda ids: weight.new_zeros((*ids.shape, weight.shape[1])))
-            embedding.forward = partial(_looked_up, embedding.forward, self._words, len(embedding.weight), self._link)
-            if self._frozen:  # else only the leader, which trains norms, comes to the exchanges before them in backward
-                embedding.register_forward_hook(_reached)
+            size = len(embedding.weight)
+            embedding.forward = partial(_sharded_lookup, embedding.forward, self._first_token, size, self._link)
+            if self._frozen:  # else only the leader's backward, which trains norms, reaches the exchanges
+                embedding.register_forward_hook(_require_gradient)
         for layer in range(max(first, 1), min(last, self._chain.layer_count - 1)):
             (name,) = self._chain.module_names(layer)
             self._connect_block(model.get_submodule(name))
-            self._leave_out(name, model.get_submodule(name))
+            self._skip_empty_shards(name, model.get_submodule(name))
             for path, module in model.get_submodule(name).named_modules(prefix=name):
                 if path.endswith(self._norms):
                     width = self._divisions[f"{path}.weight"].bounds[-1]
@@ -151,24 +153,26 @@ class DividedLayers:
             join_adapter(adapted, division, self._link)
         if last == self._chain.layer_count:
             head = model.get_submodule(self._head)
-            if wordless:
+            if has_no_tokens:
                 replace_forward(head, lambda x: x.new_zeros((*x.shape[:-1], 0)))
-            head.register_forward_pre_hook(lambda _, given: (entered(given[0], self._link), *given[1:]))
+            head.register_forward_pre_hook(lambda _, arguments: (entered(arguments[0], self._link), *arguments[1:]))
 
     def start_magnitudes(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """Layer -> DoRA's start, of those whose columns are cut. Collective."""
-        found = {path: start_magnitude(layer, self._link) for path, layer, _ in adapted_across(model, self._divisions)}
-        return {path: value for path, value in found.items() if value is not None}
+        """Row-parallel adapted layer -> initial DoRA magnitudes. Collective."""
+        magnitudes = {
+            path: start_magnitude(layer, self._link) for path, layer, _ in adapted_across(model, self._divisions)
+        }
+        return {path: value for path, value in magnitudes.items() if value is not None}
 
     def _connect_block(self, block: nn.Module) -> None:
         entrance = _Entrance(self._link)
         for container in (block.get_submodule(name) for name in containers(self._chain) if hasattr(block, name)):
-            container.register_forward_pre_hook(partial(_enter, entrance), with_kwargs=True)
-            container.register_forward_hook(partial(_leave, self._link))
+            container.register_forward_pre_hook(partial(_enter_sharded, entrance), with_kwargs=True)
+            container.register_forward_hook(partial(_leave_sharded, self._link))
         block.register_forward_hook(entrance.forget, always_call=True)
 
-    def _leave_out(self, name: str, block: nn.Module) -> None:
-        """Compute nothing of attention and MLPs of which this member has no part."""
+    def _skip_empty_shards(self, name: str, block: nn.Module) -> None:
+        """Replace attention and MLPs of which this rank has no shard by zeros."""
         for local in rowwise(self._chain):
             if f"{name}.{local}.weight" in self._divisions and not self.exists(f"{name}.{local}.weight"):
                 inner = local.rpartition(".")[0]
@@ -176,26 +180,26 @@ class DividedLayers:
                 replace_forward(block.get_submodule(inner), zeros, pair=is_attention(inner))
 
     def loss(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Sum of the losses, as ``chain.loss``, of logits of this member's words."""
-        return divided_summed_loss(logits, targets, self._words, self._link)
+        """Sum of the losses, as ``chain.loss``, from the logits of this rank's vocabulary shard."""
+        return divided_summed_loss(logits, targets, self._first_token, self._link)
 
     def target_losses(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Loss of each target, as ``layer.loss.target_losses``."""
-        return divided_target_losses(logits, targets, self._words, self._link)
+        return divided_target_losses(logits, targets, self._first_token, self._link)
 
     def likeliest(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """How many targets have the largest logit, as ``layer.loss.likeliest``."""
+        """Number of targets with the largest logit, as ``layer.loss.likeliest``."""
         rows, largest = logits.flatten(0, 1), torch.full((targets.numel(),), -torch.inf, device=logits.device)
-        places, here = _own_words(targets.flatten(), self._words, logits.shape[-1])
-        own = largest
+        places, is_local = _local_targets(targets.flatten(), self._first_token, logits.shape[-1])
+        target_logits = largest
         if rows.shape[1]:
-            own, largest = rows.gather(1, places.unsqueeze(1)).squeeze(1).float(), rows.max(1).values.float()
-        return self._link.sum((here & (own == self._link.maximum(largest))).float()).sum()
+            target_logits, largest = rows.gather(1, places.unsqueeze(1)).squeeze(1).float(), rows.max(1).values.float()
+        return self._link.sum((is_local & (target_logits == self._link.maximum(largest))).float()).sum()
 
 
 class _Entrance:
-    """Where hidden states enter the shares of a block. Attention and MLP that see the same tensor (parallel blocks) share one
-    exchange of its gradient."""
+    """Entry of hidden states to a block's sharded modules. Attention and MLP with the same input (parallel blocks) share one
+    all-reduce of its gradient."""
 
     def __init__(self, link: GroupLink) -> None:
         self._link = link
@@ -210,41 +214,40 @@ class _Entrance:
         return self._latest[1]
 
 
-def _enter(entrance: _Entrance, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    """Hidden states enter a module."""
+def _enter_sharded(entrance: _Entrance, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    """Forward pre-hook of sharded modules: pass hidden states through the entry exchange."""
     if arguments:
         return (entrance.enter(arguments[0]), *arguments[1:]), keywords
     return arguments, {**keywords, "hidden_states": entrance.enter(keywords["hidden_states"])}
 
 
-def _leave(link: GroupLink, module: nn.Module, arguments: object, output: Any) -> Any:
-    """The output of a share of attention or an MLP becomes the whole's. Attention gives its weights, too, which nobody reads."""
+def _leave_sharded(link: GroupLink, module: nn.Module, arguments: object, output: Any) -> Any:
+    """Forward hook of sharded modules: all-reduce the output. Attention's second output, its weights, is not used."""
     return (left(output[0], link), *output[1:]) if isinstance(output, tuple) else left(output, link)
 
 
 def _zeros(last: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """The output of a layer cut by columns, without any: its bias, if this member adds it."""
+    """Output of a row-parallel layer without columns: zeros, plus the bias on the rank that adds it."""
     zeros, bias = torch.zeros_like(x), last.bias
     return zeros if bias is None else zeros + bias
 
 
-def _looked_up(
-    lookup: Callable[[torch.Tensor], torch.Tensor], first: int, words: int, link: GroupLink, ids: torch.Tensor
+def _sharded_lookup(
+    lookup: Callable[[torch.Tensor], torch.Tensor], first: int, tokens: int, link: GroupLink, ids: torch.Tensor
 ) -> torch.Tensor:
-    """The embeddings of ``ids``: every member has some words, and zeros for all others."""
-    own = ids - first
-    foreign = (own < 0) | (own >= words)
-    return left(lookup(own.clamp(0, words - 1)).masked_fill(foreign.unsqueeze(-1), 0.0), link)
+    """Embeddings of ``ids``: each rank looks up its vocabulary shard, with zeros for other tokens, and all-reduces."""
+    local_ids = ids - first
+    foreign = (local_ids < 0) | (local_ids >= tokens)
+    return left(lookup(local_ids.clamp(0, tokens - 1)).masked_fill(foreign.unsqueeze(-1), 0.0), link)
 
 
-def _reached(module: nn.Module, given: object, output: torch.Tensor) -> torch.Tensor:
-    """Every exchange has a backward, whatever is trained before it."""
+def _require_gradient(module: nn.Module, arguments: object, output: torch.Tensor) -> torch.Tensor:
+    """Make the output require a gradient, so that every exchange has a backward."""
     return output.requires_grad_() if torch.is_grad_enabled() and not output.requires_grad else output
 
 
 class ExpertShare:
-    """The experts [first, first + count) of a layer, which are called with hidden states (N, D), the experts that each token chose
-    (N, K), and their weights (N, K)."""
+    """The experts [first, first + count) of a layer, called with hidden states (N, D), expert choices (N, K) and weights (N, K)."""
 
     def __init__(self, first: int, count: int, link: GroupLink) -> None:
         self._first, self._count, self._link = first, count, link
@@ -255,52 +258,52 @@ class ExpertShare:
         if self._count == 0:
             replace_forward(experts, torch.zeros_like)
 
-    def _choose(self, module: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Choices of other members' experts become number ``count``, which transformers' kernels skip."""
-        hidden_states, chosen, weights, *rest = given
-        chosen, weights = _agreed(chosen, weights, self._link)
-        own = chosen - self._first
-        foreign = (own < 0) | (own >= self._count)
-        return hidden_states, own.masked_fill(foreign, self._count), weights.masked_fill(foreign, 0.0), *rest
+    def _choose(self, module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Map choices of other ranks' experts to index ``count``, which transformers' kernels skip."""
+        hidden_states, choices, weights, *rest = arguments
+        choices, weights = _leader_choices(choices, weights, self._link)
+        local_choices = choices - self._first
+        foreign = (local_choices < 0) | (local_choices >= self._count)
+        return hidden_states, local_choices.masked_fill(foreign, self._count), weights.masked_fill(foreign, 0.0), *rest
 
 
-def _agreed(chosen: torch.Tensor, weights: torch.Tensor, link: GroupLink) -> tuple[torch.Tensor, torch.Tensor]:
-    """The leader's choices and weights. (Numbers of experts are exact in fp32.)"""
+def _leader_choices(choices: torch.Tensor, weights: torch.Tensor, link: GroupLink) -> tuple[torch.Tensor, torch.Tensor]:
+    """Broadcast the leader's choices and weights. (Expert indices are exact in fp32.)"""
     with torch.no_grad():
         wide = torch.promote_types(weights.dtype, torch.float32)
-        both = torch.stack((chosen.to(wide), weights.to(wide)))
-        both = link.sum(both if link.member == 0 else torch.zeros_like(both))
-        difference = both[1].to(weights.dtype) - weights
-    return both[0].to(chosen.dtype), weights + difference
+        packed = torch.stack((choices.to(wide), weights.to(wide)))
+        packed = link.sum(packed if link.member == 0 else torch.zeros_like(packed))
+        difference = packed[1].to(weights.dtype) - weights
+    return packed[0].to(choices.dtype), weights + difference
 
 
-def _anchor(module: nn.Module, given: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
-    """Perhaps no token chose this member's experts."""
-    return anchored(output, given[0], given[2])
+def _anchor(module: nn.Module, arguments: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
+    """Connect the output to its inputs even if no token is routed to this rank's experts."""
+    return anchored(output, arguments[0], arguments[2])
 
 
 def divided_summed_loss(logits: torch.Tensor, targets: torch.Tensor, first: int, link: GroupLink) -> torch.Tensor:
-    """Sum of the losses of all targets that are not ``IGNORED``, a scalar (fp32), differentiable; the same on all members.
+    """Sum of the losses of all targets that are not ``IGNORED``: a differentiable fp32 scalar, equal on all ranks.
 
     Args:
-        logits: (B, T, V'), of this member's words.
-        targets: (B, T) int64, words of the whole vocabulary.
-        first: this member's first word.
+        logits: (B, T, V') of this rank's vocabulary shard.
+        targets: (B, T) int64, token ids of the whole vocabulary.
+        first: first token id of the shard.
     """
     losses = divided_target_losses(logits, targets, first, link).flatten()
-    # The order of additions of ``summed_loss``: each row is a vocabulary of one word.
+    # Adds in the order of ``summed_loss``: each row is a vocabulary of one token.
     words = targets.flatten().clamp(max=0)
     return F.nll_loss(-losses.unsqueeze(1), words, ignore_index=IGNORED, reduction="sum")
 
 
 def divided_target_losses(logits: torch.Tensor, targets: torch.Tensor, first: int, link: GroupLink) -> torch.Tensor:
-    """Loss of each target, (B, T) in fp32, differentiable; 0 where it is ``IGNORED``. Takes what ``divided_summed_loss`` does."""
+    """Loss of each target, (B, T) in fp32, differentiable; 0 for ``IGNORED``. Arguments as of ``divided_summed_loss``."""
     losses: torch.Tensor = _Losses.apply(logits.flatten(0, 1), targets.flatten(), first, link)
     return losses.view_as(targets)
 
 
 class _Losses(torch.autograd.Function):
-    """The losses of all targets, a few rows of logits at a time (``layer.loss``)."""
+    """Losses of all targets, computed for a few rows of logits at a time (``layer.loss``)."""
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, first: int, link: GroupLink) -> torch.Tensor:
@@ -309,36 +312,36 @@ class _Losses(torch.autograd.Function):
             largest[rows] = logits[rows].max(1).values.float()
         largest = link.maximum(largest)
         exponentials, of_targets = torch.zeros_like(largest), torch.zeros_like(largest)
-        words, here = _own_words(targets, first, logits.shape[1])
+        words, is_local = _local_targets(targets, first, logits.shape[1])
         for rows in _rows(logits):
             shifted = logits[rows].float() - largest[rows].unsqueeze(1)
-            of_targets[rows] = shifted.gather(1, words[rows].unsqueeze(1)).squeeze(1) * here[rows]
+            of_targets[rows] = shifted.gather(1, words[rows].unsqueeze(1)).squeeze(1) * is_local[rows]
             exponentials[rows] = shifted.exp_().sum(1)
         summed, of_targets = link.sum(torch.stack((exponentials, of_targets))).unbind()
         logarithms = summed.log()
-        ctx.save_for_backward(logits, words, here, targets, largest + logarithms)
+        ctx.save_for_backward(logits, words, is_local, targets, largest + logarithms)
         return torch.where(targets == IGNORED, 0.0, logarithms - of_targets)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        logits, words, here, targets, norms = ctx.saved_tensors
+        logits, words, is_local, targets, norms = ctx.saved_tensors
         factors = (gradient * (targets != IGNORED)).unsqueeze(1)
         result = torch.empty_like(logits)
         for rows in _rows(logits):
             likelihoods = (logits[rows].float() - norms[rows].unsqueeze(1)).exp_().mul_(factors[rows])
-            likelihoods.scatter_add_(1, words[rows].unsqueeze(1), -factors[rows] * here[rows].unsqueeze(1))
+            likelihoods.scatter_add_(1, words[rows].unsqueeze(1), -factors[rows] * is_local[rows].unsqueeze(1))
             result[rows] = likelihoods
         return result, None, None, None
 
 
-def _own_words(targets: torch.Tensor, first: int, words: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(each target's place among this member's words, any place for a word of another one; is it this member's?)"""
+def _local_targets(targets: torch.Tensor, first: int, words: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(index of each target in this rank's vocabulary shard, clamped; whether the target is in the shard)."""
     places = targets - first
     return places.clamp(0, words - 1), (places >= 0) & (places < words)
 
 
 def _rows(logits: torch.Tensor) -> Iterator[slice]:
-    """Rows that are computed at once; none of a member without words."""
+    """Slices of rows to compute at a time; empty for a rank without tokens."""
     if logits.shape[1] == 0:
         return
     size = max(1, piece_size(logits.numel(), logits.is_cpu) // logits.shape[1])

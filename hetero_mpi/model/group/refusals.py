@@ -1,4 +1,4 @@
-"""Why a group of ranks does not train a model, or not with such shares: the rule, the values, the next step."""
+"""Checks whether tensor parallelism supports a model and shares; each message has the rule, the values and the remedy."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from hetero_mpi.util.errors import UserError
 def refusal(
     chain: LayerChain, tuning: Trained, shares: Sequence[int], experts: Sequence[int] | None = None
 ) -> str | None:
-    """Why the model cannot be trained by a group with such shares: rule, values, next step. None: it can."""
+    """Reason why a group with these shares cannot train the model: rule, values, remedy; None if it can."""
     if not isinstance(chain, TransformersChain):
         return (
-            f"a group of ranks divides the layers of language models of transformers, and {chain.name} is made of layers of its "
-            f"own: give each rank a stage of its own"
+            f"tensor parallelism supports language models of transformers only, and {chain.name} is a custom model: give each rank "
+            f"its own stage"
         )
     if chain.name not in DIVIDED_FAMILIES:
         return (
-            f"the layers of {chain.name} models cannot be divided within a group of ranks: the family "
-            f"{UNDIVIDED_FAMILIES[chain.name]}; give each rank a stage of its own, or take one of {', '.join(DIVIDED_FAMILIES)}"
+            f"tensor parallelism does not support {chain.name} models: the family {UNDIVIDED_FAMILIES[chain.name]}; give each rank "
+            f"its own stage, or take one of {', '.join(DIVIDED_FAMILIES)}"
         )
     return (
         _refused_tuning(chain, tuning)
@@ -51,7 +51,7 @@ def refusal(
 
 
 def require_divisible(chain: LayerChain, tuning: Trained, plan: Plan) -> None:
-    """:raises UserError: groups cannot train the model as the plan divides it, with the setting that stands in the way."""
+    """Check that the plan's tensor-parallel groups can train the model; raises UserError with the setting in the way."""
     for number, _, stage in plan.numbered:
         reason = refusal(chain, tuning, stage.shares, stage.experts) if stage.grouped else None
         if reason is not None:
@@ -61,31 +61,31 @@ def require_divisible(chain: LayerChain, tuning: Trained, plan: Plan) -> None:
 
 
 def _refused_tuning(chain: TransformersChain, tuning: Trained) -> str | None:
-    alone = "or give each rank a stage of its own"
+    remedy = "or give each rank its own stage"
     drawn = {n: v for n, v in vars(chain.config).items() if chain.draws and ("drop" in n or "jitter" in n) and v}
     if tuning.adapter is not None and tuning.adapter.dropout > 0 and not _adapts_shares_only(chain, tuning):
         drawn["[adapter] dropout"] = tuning.adapter.dropout
     if drawn or chain.draws:
-        found = ", ".join(f"{name} = {value}" for name, value in drawn.items())
+        rates = ", ".join(f"{name} = {value}" for name, value in drawn.items())
         return (
-            f"the random numbers of dropout ({found}) would be others on each rank of a group, where all must compute the same: "
-            f"set it to 0, {alone}"
+            f"random settings ({rates}) would differ on the ranks of a tensor-parallel group, which must compute the same: "
+            f"set it to 0, {remedy}"
         )
     if not {EIGHT_BIT}.issuperset(tuning.moments.values()):
-        how = f'steps whole matrices, which a group of ranks cuts: set it to "adamw", {alone}'
-        return f'[train] optimizer = "{tuning.optimizer}" {how}'
+        problem = f'steps full matrices, which tensor parallelism shards: set it to "adamw", {remedy}'
+        return f'[train] optimizer = "{tuning.optimizer}" {problem}'
     if tuning.tokens:
         return (
-            "[adapter] tokens: rows of single tokens are not divided within a group of ranks: train the whole modules "
-            '([adapter] modules_to_save = ["embed_tokens", "lm_head"]), or give each rank a stage of its own'
+            "[adapter] tokens: tensor parallelism does not support trained token rows: train the full modules "
+            '([adapter] modules_to_save = ["embed_tokens", "lm_head"]), or give each rank its own stage'
         )
     return None
 
 
 def _adapts_shares_only(chain: TransformersChain, tuning: Trained) -> bool:
-    """Whether adapters are within what each member computes a share of, where unlike masks of unlike devices do no harm."""
+    """Whether all adapters are in sharded modules, where devices may draw different masks."""
     prefixes = tuple(
-        f"{chain.blocks_name}.{block}.{own}." for block in range(chain.blocks) for own in containers(chain)
+        f"{chain.blocks_name}.{block}.{container}." for block in range(chain.blocks) for container in containers(chain)
     )
     return all(name.startswith(prefixes) for name in tuning.trainable)
 
@@ -94,17 +94,17 @@ def _refused_idle_heads(chain: TransformersChain, tuning: Trained, shares: Seque
     reason = needs_heads(chain, tuning)
     if reason is None or 0 not in shares:
         return None
-    return f"shares {', '.join(map(str, shares))} leave a rank without heads, and {reason}: give each rank one at least"
+    return f"shares {', '.join(map(str, shares))} leave a rank without heads, and {reason}: give each rank at least one head"
 
 
 def needs_heads(chain: TransformersChain, tuning: Trained) -> str | None:
-    """Why every member needs heads, as the end of a sentence; None: it does not."""
+    """Reason why every rank needs heads, as the end of a sentence; None if it does not."""
     if tuning.adapter is not None and tuning.adapter.dropout > 0:
-        return "it would draw no masks of dropout where others do"
+        return "it would draw no dropout masks where other ranks do"
     if norms_over_heads(chain):
-        return f"{chain.name} has norms over the heads of all"
+        return f"{chain.name} has norms over the heads of all ranks"
     if tuning.adapter is not None and tuning.adapter.dora:
-        return "DoRA adds up the lengths of rows over all members"
+        return "DoRA sums row norms over all ranks of the group"
     return None
 
 
@@ -113,19 +113,19 @@ def _refused_shares(chain: TransformersChain, shares: Sequence[int], experts: Se
     reason = _refused_experts(chain, shares, experts)
     if reason is not None:
         return reason
-    own = experts if experts is not None else [0] * len(shares)
-    idle = any(share == count == 0 for share, count in zip(shares, own, strict=True))
+    expert_counts = experts if experts is not None else [0] * len(shares)
+    idle = any(share == count == 0 for share, count in zip(shares, expert_counts, strict=True))
     if sum(shares) != heads or min(shares, default=0) < 0 or idle:
-        found = f"; experts {', '.join(map(str, experts))}" if experts is not None else ""
+        experts_text = f"; experts {', '.join(map(str, experts))}" if experts is not None else ""
         return (
-            f"the shares of a group are whole key/value heads, one at least for each rank that is given no experts, and add up to "
-            f"the model's {heads}; found {', '.join(map(str, shares))}{found}: choose others"
+            f"the shares of a group are numbers of key/value heads, at least 1 for each rank without experts, that add up to "
+            f"the model's {heads}; found {', '.join(map(str, shares))}{experts_text}: choose others"
         )
     for block in range(chain.blocks):
         if heads_of(chain, block) not in (None, heads):
             return (
-                f"a group of ranks shares the key/value heads, as many in each block; block {block} has "
-                f"{heads_of(chain, block)}, block 0 has {heads}: give each rank a stage of its own"
+                f"tensor parallelism needs as many key/value heads in every block; block {block} has "
+                f"{heads_of(chain, block)}, block 0 has {heads}: give each rank its own stage"
             )
     return None
 
@@ -135,10 +135,10 @@ def _refused_experts(chain: TransformersChain, shares: Sequence[int], experts: S
         return None
     count = experts_to_share(chain)
     if count is None:
-        return f"experts = {', '.join(map(str, experts))}: {chain.name} models have no fused experts to share: leave it out"
+        return f"experts = {', '.join(map(str, experts))}: {chain.name} models have no fused experts: remove `experts`"
     if sum(experts) != count or len(experts) != len(shares) or min(experts) < 0:
         return (
-            f"the experts of a group are a number for each of its {len(shares)} ranks, and add up to the model's {count}; found "
+            f"the experts of a group are one number for each of its {len(shares)} ranks that add up to the model's {count}; found "
             f"{', '.join(map(str, experts))}: choose others"
         )
     return None
@@ -148,24 +148,24 @@ def _refused_cuts(
     chain: TransformersChain, tuning: Trained, shares: Sequence[int], experts: Sequence[int] | None
 ) -> str | None:
     for name, division in divisions(chain, tuning, shares, range(chain.layer_count), experts).items():
-        whole = chain.parameters[name].shape[division.dim] if name in chain.parameters else None
-        if division.cut and whole is not None and division.pieces * division.bounds[-1] != whole:
+        size = chain.parameters[name].shape[division.dim] if name in chain.parameters else None
+        if division.cut and size is not None and division.pieces * division.bounds[-1] != size:
             return (
-                f"NF4 packs {BLOCK} weights at a time, and {name} has {whole} columns or rows to divide, no multiple of that: give "
-                f'each rank a stage of its own, or set [model] quantization to "none"'
+                f"NF4 packs {BLOCK} weights at a time, and {name} has {size} columns or rows to shard, not a multiple: give "
+                f'each rank its own stage, or set [model] quantization to "none"'
             )
         if tuning.moments.get(name) == EIGHT_BIT and division.cuts_blocks(tuning.trainable[name].shape, MOMENT_BLOCK):
             return (
-                f"moments in 8 bits are blocks of {MOMENT_BLOCK}, and a group of ranks cuts within one of {name}, "
+                f"8-bit optimizer states have blocks of {MOMENT_BLOCK}, and a shard bound lies within a block of {name}, "
                 f"{' x '.join(map(str, tuning.trainable[name].shape))}, at {', '.join(map(str, division.bounds))}: choose other "
                 f'shares, or set [train] optimizer to "adamw"'
             )
         of_experts = is_of_experts(chain, name)
-        # Only who asks for a rank without experts, or without heads, gets one.
-        asked = (of_experts and experts is not None) or not division.cut
-        if not asked and any(not division.exists(member) for member, share in enumerate(shares) if share > 0):
+        # A rank is left without experts or heads only on request.
+        may_be_empty = (of_experts and experts is not None) or not division.cut
+        if not may_be_empty and any(not division.exists(member) for member, share in enumerate(shares) if share > 0):
             return (
-                f"shares {', '.join(map(str, shares))} leave a rank without a part of {name}, which is cut at "
+                f"shares {', '.join(map(str, shares))} leave a rank without a shard of {name}, which is sharded at "
                 f"{', '.join(map(str, division.bounds))}: use fewer ranks, or shares that differ less"
             )
         if tuning.nf4 and name in chain.parameters and 0 < chain.parameters[name].layer < chain.layer_count - 1:
@@ -184,9 +184,9 @@ def _refused_packing(chain: TransformersChain, name: str, division: Division, of
     row = math.prod(shape[1:])
     ends = [bound * (row if division.dim == 0 else 1) for bound in division.bounds]
     if any(end % BLOCK for end in (*ends, row)):
-        what = "experts" if of_experts else "columns" if division.dim else "rows"
+        unit = "experts" if of_experts else "columns" if division.dim else "rows"
         return (
-            f"NF4 packs {BLOCK} weights at a time, and a group of ranks cuts {name}, {' x '.join(map(str, shape))}, at the {what} "
-            f'{", ".join(map(str, division.bounds))}: choose other shares, or set [model] quantization to "none"'
+            f"NF4 packs {BLOCK} weights at a time, and blocks cross the shard bounds of {name}, {' x '.join(map(str, shape))}, at "
+            f'the {unit} {", ".join(map(str, division.bounds))}: choose other shares, or set [model] quantization to "none"'
         )
     return None

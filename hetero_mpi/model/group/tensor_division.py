@@ -1,4 +1,4 @@
-"""The division of one tensor among the members of a group, by rows, columns or words."""
+"""Sharding of one tensor among the ranks of a tensor-parallel group, by rows, columns or tokens."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from hetero_mpi.planning.types.sizes import MOMENT_BLOCK
 
 
 class Holding(Enum):
-    """The part of a tensor that members hold."""
+    """How the ranks of a group hold a tensor."""
 
     CUT = "cut"
-    """Each a range of one dimension."""
+    """Sharded: each rank holds a range of one dimension."""
     WHOLE = "whole"
-    """Everybody all of it, with the same gradient: the leader's is used, and it is trained there only."""
+    """Replicated with equal gradients: trained on the leader only, with the leader's gradient."""
     SUMMED = "summed"
-    """Everybody all of it, with a part of the gradient, which is the sum of the parts."""
+    """Replicated with partial gradients, which are summed."""
     LEADER = "leader"
-    """The leader all of it; it does not exist elsewhere."""
+    """Held by the leader only."""
 
 
 @dataclass(frozen=True)
 class Division:
-    """The division of one tensor among the members.
+    """Sharding of one tensor; ``bounds = (0, 5, 8)``: rank 0 of the group holds [0, 5), rank 1 [5, 8).
 
     Attributes:
-        dim: the dimension that is cut.
-        bounds: member m holds the places [bounds[m], bounds[m + 1]) of it.
-        pieces: so many matrices lie one after the other in that dimension, each of which is cut so.
+        dim: the sharded dimension.
+        bounds: member m holds the range [bounds[m], bounds[m + 1]) of it.
+        pieces: number of matrices stacked in that dimension, each sharded by ``bounds``.
     """
 
     held: Holding
@@ -43,54 +43,53 @@ class Division:
 
     @property
     def cut(self) -> bool:
-        """Has each of the members a part of its own?"""
+        """Whether the tensor is sharded."""
         return self.held is Holding.CUT
 
-    def place(self, whole: torch.Tensor, member: int) -> torch.Tensor:
-        """A view of a member's part of what is cut, with a dimension for the pieces before the one that is cut."""
+    def place(self, tensor: torch.Tensor, member: int) -> torch.Tensor:
+        """View of a member's shard, with a dimension for the pieces before the sharded dimension."""
         first, end = self.bounds[member : member + 2]
-        return whole.unflatten(self.dim, (self.pieces, -1)).narrow(self.dim + 1, first, end - first)
+        return tensor.unflatten(self.dim, (self.pieces, -1)).narrow(self.dim + 1, first, end - first)
 
-    def part(self, whole: torch.Tensor, member: int) -> torch.Tensor:
-        """A member's part of it: contiguous memory of its own, or all of it as it is."""
+    def part(self, tensor: torch.Tensor, member: int) -> torch.Tensor:
+        """A member's shard as a contiguous copy, or the tensor itself if it is not sharded."""
         if not self.cut:
-            return whole
-        found = self.place(whole, member).clone(memory_format=torch.contiguous_format)
-        return found.flatten(self.dim, self.dim + 1)
+            return tensor
+        shard = self.place(tensor, member).clone(memory_format=torch.contiguous_format)
+        return shard.flatten(self.dim, self.dim + 1)
 
-    def shape(self, whole: Sequence[int], member: int) -> tuple[int, ...]:
+    def shape(self, full_shape: Sequence[int], member: int) -> tuple[int, ...]:
         """Shape of ``part``."""
-        sizes = list(whole)
+        sizes = list(full_shape)
         if self.cut:
             sizes[self.dim] = self.pieces * (self.bounds[member + 1] - self.bounds[member])
         return tuple(sizes)
 
     @property
     def of_blocks(self) -> Division:
-        """The division of a tensor that has a number for each NF4 block of this one: (rows, blocks of a row)."""
+        """Sharding of the tensor of this tensor's NF4 scales, (rows, blocks of a row)."""
         return self if self.dim == 0 else replace(self, bounds=tuple(bound // BLOCK for bound in self.bounds))
 
     def of_moments(self, shape: Sequence[int]) -> tuple[Division, tuple[int, int]]:
-        """(the division of a tensor that has a number for each block of moments in 8 bits of this one, which is of ``shape``; its
-        shape). Cuts fall between blocks."""
+        """Sharding and shape of the scales of 8-bit moments of this tensor, of ``shape``; shard bounds lie between blocks."""
         outer = math.prod(shape[: self.dim]) * self.pieces
         inner = math.prod(shape) // outer
-        each = math.prod(shape[self.dim + 1 :])
-        ends = tuple(-(-bound * each // MOMENT_BLOCK) for bound in self.bounds)
+        inner_size = math.prod(shape[self.dim + 1 :])
+        ends = tuple(-(-bound * inner_size // MOMENT_BLOCK) for bound in self.bounds)
         return Division(self.held, 1, ends), (outer, -(-inner // MOMENT_BLOCK))
 
     def cuts_blocks(self, shape: Sequence[int], block: int) -> bool:
-        """Whether a cut of a tensor of ``shape`` falls within a block of so many numbers that follow each other in memory."""
+        """Whether a shard bound of a tensor of ``shape`` lies within a block of ``block`` contiguous elements."""
         inner = math.prod(shape[self.dim + 1 :])
         ends = self.bounds if self.dim or self.pieces > 1 else self.bounds[:-1]
         return self.cut and any(bound * inner % block for bound in ends)
 
     def exists(self, member: int) -> bool:
-        """Not where another member leads, or has all that is cut."""
+        """Whether a member holds any of the tensor."""
         if self.cut:
             return self.bounds[member] < self.bounds[member + 1]
         return self.held is not Holding.LEADER or member == 0
 
     def trains(self, member: int) -> bool:
-        """Whether it has a gradient there."""
+        """Whether the tensor has a gradient on a member."""
         return self.held in (Holding.CUT, Holding.SUMMED) or member == 0

@@ -1,5 +1,4 @@
-"""The parts of a member's share that depend on the whole layer: masks of adapters' dropout, the lengths of rows in DoRA, and norms
-over the heads of all members."""
+"""Computations of a shard that depend on the full layer: dropout masks of adapters, row norms of DoRA, and norms over all heads."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from hetero_mpi.model.layer.interface import ADAPTER_NAME
 
 
 def adapted_across(model: nn.Module, divisions: Mapping[str, Division]) -> Iterator[tuple[str, Any, Division]]:
-    """(name, peft's layer, division) of the adapted layers of a stage's model of whose columns each member has some."""
+    """(name, peft's layer, division) of the row-parallel adapted layers of a stage's model."""
     for path, module in model.named_modules():
         division = divisions.get(f"{path}.weight")
         if hasattr(module, "lora_dropout") and division is not None and division.cut and division.dim:
@@ -25,7 +24,7 @@ def adapted_across(model: nn.Module, divisions: Mapping[str, Division]) -> Itera
 
 
 def join_adapter(adapted: Any, division: Division, link: GroupLink) -> None:
-    """Draw masks as for the whole input of an adapted layer, and take the lengths of whole rows."""
+    """Make an adapted layer draw the dropout masks of its full input and use the norms of full rows."""
     dropout = adapted.lora_dropout[ADAPTER_NAME]
     if isinstance(dropout, nn.Dropout):
         adapted.lora_dropout[ADAPTER_NAME] = _DividedDropout(dropout.p, division.bounds, link.member)
@@ -34,7 +33,7 @@ def join_adapter(adapted: Any, division: Division, link: GroupLink) -> None:
 
 
 def start_magnitude(adapted: Any, link: GroupLink) -> torch.Tensor | None:
-    """DoRA's start of an adapted layer (out) in fp32: the lengths of the rows of its weight. None: it has no magnitudes."""
+    """Initial DoRA magnitudes of an adapted layer, (out) in fp32: norms of the weight's full rows; None without magnitudes."""
     from peft.utils.integrations import dequantize_module_weight
 
     if ADAPTER_NAME not in adapted.lora_magnitude_vector:
@@ -44,33 +43,33 @@ def start_magnitude(adapted: Any, link: GroupLink) -> torch.Tensor | None:
 
 
 class _DividedDropout(nn.Module):
-    """Dropout of the columns [bounds[member], bounds[member + 1]) of a layer's input: the bits are those of the whole input's."""
+    """Dropout of the columns [bounds[member], bounds[member + 1]) of a layer's input, bitwise equal to that of the full input."""
 
     def __init__(self, rate: float, bounds: tuple[int, ...], member: int) -> None:
         super().__init__()
-        self._rate, self._first, self._end, self._whole = rate, *bounds[member : member + 2], bounds[-1]
+        self._rate, self._first, self._end, self._width = rate, *bounds[member : member + 2], bounds[-1]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.training:
             return x
-        whole = F.dropout(F.pad(x, (self._first, self._whole - self._end)), self._rate)
-        return whole[..., self._first : self._end].contiguous()  # without keeping the rest
+        masked = F.dropout(F.pad(x, (self._first, self._width - self._end)), self._rate)
+        return masked[..., self._first : self._end].contiguous()  # frees the rest
 
 
 @torch.no_grad()
 def _row_lengths(
     link: GroupLink, weight: torch.Tensor, lora_weight: torch.Tensor, scaling: float, adapter_name: str | None = None
 ) -> torch.Tensor:
-    """peft's ``get_weight_norm`` of rows of which each member has a part."""
+    """peft's ``get_weight_norm`` of rows that are sharded over the group."""
     squares = (weight + scaling * lora_weight).float().square().sum(1)
     return link.sum(squares).sqrt().to(weight.dtype)
 
 
 def norm_over_members(norm: Any, width: int, link: GroupLink, narrow: bool, x: torch.Tensor) -> torch.Tensor:
-    """The forward of an RMSNorm of ``width`` numbers of which ``x`` (..., own numbers) has this member's.
+    """Forward of an RMSNorm over ``width`` elements, of which ``x`` has this rank's shard in its last dimension.
 
     Args:
-        narrow: the weight is applied in the dtype of ``x``, as Llama has it; else in fp32, as OLMo 2 has it.
+        narrow: apply the weight in the dtype of ``x`` (as Llama), else in fp32 (as OLMo 2).
     """
     wide = x.float()
     squares = entered(left(wide.square().sum(-1, keepdim=True), link), link)

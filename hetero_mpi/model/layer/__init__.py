@@ -1,1 +1,1 @@
-"""Parts that every kind of model shares: the interface of its layers, loss, seeds, gradient hooks, split backward, NF4."""
+"""Code shared by all kinds of models: interface of layers, loss, seeds, gradient hooks, split backward, NF4."""

@@ -1,9 +1,8 @@
-"""When a layer's gradients are whole, so that their sums over the pipelines may start while backward still runs; and weight
-gradients of linear layers that wait: the backward of a micro-batch in two parts.
+"""Gradient-ready hooks, which start a layer's gradient reduction while backward still runs, and the split backward.
 
-The input part computes what the previous stage waits for, and with it the gradients of everything that is not a matrix of a
-linear layer. The weight part, at any later time, computes the matrices' gradients (Qi et al. 2023, arXiv:2401.10241, whose
-WeightGradStore this is in other words). Matrices used in another way, such as fused experts, simply belong to the input part.
+The input part of a split backward computes the gradient that the previous stage waits for, and all gradients except those of
+linear layers' matrices. The weight part computes the latter at any later time (Qi et al. 2023, arXiv:2401.10241, as its
+WeightGradStore). Matrices that are used otherwise, such as fused experts, belong to the input part.
 """
 
 from __future__ import annotations
@@ -20,19 +19,19 @@ from torch.autograd.graph import Node
 from hetero_mpi.model.layer.interface import LayerChain
 
 Finished = Callable[[int], None]
-"""A function that is told the number of a layer whose parameters' gradients are whole. On accelerators autograd calls it from a
-thread of its own, in which work for the device follows that of the gradients; the caller of backward waits meanwhile."""
+"""Callback with the index of a layer whose gradients are final. On accelerators autograd calls it on its own thread, where device
+work is ordered after the gradients, while the caller of backward waits."""
 
 
 class Beginnings:
-    """Notes where in autograd's graph each layer of a stage begins.
+    """Records the node of autograd's graph at which each layer of a stage begins.
 
-    The node that made a layer's input runs in backward when nothing later in the forward is left to do, since autograd runs
-    ready nodes in the reverse order of their making. So the layer's gradients are whole then, whatever took part in them.
+    Autograd runs ready nodes in the reverse order of their creation. So when the node that created a layer's input runs in
+    backward, all later nodes are done and the layer's gradients are final.
     """
 
     def __init__(self, chain: LayerChain, model: nn.Module, first: int, last: int) -> None:
-        """Watch the layers ``[first, last)``; the first one ends with backward itself."""
+        """Watch the layers ``[first, last)``; the first layer is done when backward ends."""
         self._nodes: dict[int, Node] | None = None
         for layer in range(first + 1, last):
             for name in chain.module_names(layer):
@@ -40,11 +39,11 @@ class Beginnings:
                 module.register_forward_pre_hook(partial(self._note, layer), with_kwargs=True)
 
     def start(self) -> None:
-        """A forward begins. (What runs outside of one, such as recomputation, is not noted.)"""
+        """Start recording at the beginning of a forward; recomputation is not recorded."""
         self._nodes = {}
 
     def stop(self) -> dict[int, Node]:
-        """The forward is over: layer -> the node that made its input."""
+        """Stop recording; returns layer -> node that created its input."""
         nodes, self._nodes = self._nodes, None
         assert nodes is not None
         return nodes
@@ -58,7 +57,7 @@ class Beginnings:
 
 
 class GradientReadyHooks:
-    """Reports each of ``layers`` once, the last first; where ``finished`` is None, to nobody."""
+    """Reports each of ``layers`` once to ``finished``, in reverse order; None reports nothing."""
 
     def __init__(self, layers: Iterable[int], finished: Finished | None) -> None:
         self._waiting = sorted(layers) if finished is not None else []
@@ -70,7 +69,7 @@ class GradientReadyHooks:
             node.register_prehook(lambda gradients, layer=layer: self.down_to(layer))
 
     def down_to(self, layer: int) -> None:
-        """Everything from ``layer`` on is whole."""
+        """Report ``layer`` and all later layers."""
         while self._finished is not None and self._waiting and self._waiting[-1] >= layer:
             self._finished(self._waiting.pop())
 
@@ -80,26 +79,26 @@ Entry = tuple[nn.Parameter, torch.Tensor, torch.Tensor]
 
 
 class WeightGradients:
-    """The tensors that the weight parts of a stage's micro-batches still need."""
+    """Tensors that the weight parts of a stage's micro-batches still need."""
 
     def __init__(self) -> None:
         self.adders: dict[nn.Parameter, Callable[[torch.Tensor], object]] = {}
-        """Parameters whose gradients are not added to their ``grad`` but given to a function."""
+        """Parameter -> function that receives its gradients in place of ``grad``."""
         self._kept: dict[int, dict[int, list[Entry]]] = {}
         self._running: dict[int, list[Entry]] = {}
 
     def watch(self, module: nn.Linear, layer: int) -> None:
-        """From now on keep what the weight gradient of ``module``, part of ``layer``, needs instead of computing it."""
-        # The attribute of the instance stands before the method of the class; the module's parameters and names stay as they are.
+        """Make backward defer the weight gradient of ``module``, part of ``layer``."""
+        # The instance attribute takes precedence over the class's method and leaves parameters and names unchanged.
         module.forward = partial(self._forward, module, layer)
 
     def begin(self, index: int) -> None:
-        """The input part of a micro-batch starts: what is kept from here on is its own."""
+        """Start the input part of a micro-batch, to which the following entries belong."""
         assert index not in self._kept, f"the weight part of micro-batch {index} has not run"
         self._running = self._kept[index] = {}
 
     def detach_from(self, borrowed: Iterable[torch.Tensor | None]) -> None:
-        """Copy what the running micro-batch keeps of buffers that their owner overwrites after the input part."""
+        """Copy the running micro-batch's entries in ``borrowed`` buffers, which are overwritten after the input part."""
         buffers = {tensor.untyped_storage().data_ptr() for tensor in borrowed if tensor is not None}
         copies: dict[tuple[int, torch.Size, tuple[int, ...]], torch.Tensor] = {}
 
@@ -115,26 +114,26 @@ class WeightGradients:
             entries[:] = [(weight, own(x), own(dy)) for weight, x, dy in entries]
 
     def forget(self) -> None:
-        """Drop what is kept: the weight parts will not come."""
+        """Drop the entries of weight parts that will not run."""
         self._kept.clear()
         self._running = {}
 
     def compute(self, index: int, finished: Finished | None = None) -> None:
-        """The weight part of a micro-batch, last layer first; frees what it needed layer by layer."""
+        """Run the weight part of a micro-batch in reverse layer order, freeing its entries layer by layer."""
         layers = self._kept.pop(index, {})
         for layer in sorted(layers, reverse=True):
             uses: dict[nn.Parameter, list[tuple[torch.Tensor, torch.Tensor]]] = {}
             for weight, x, dy in layers.pop(layer):
                 uses.setdefault(weight, []).append((x, dy))
             for weight, pairs in uses.items():
-                # A layer called several times: its shares are added before they are accumulated, in autograd's order.
+                # The gradients of a layer that is called several times are added before accumulation, as in autograd.
                 gradient = reduce(torch.add, (dy.flatten(0, -2).t().mm(x.flatten(0, -2)) for x, dy in pairs))
                 self._accumulate(weight, gradient)
             if finished is not None:
                 finished(layer)
 
     def _accumulate(self, weight: nn.Parameter, gradient: torch.Tensor) -> None:
-        """As autograd does it: at once, while the gradient is in the processor's cache."""
+        """Accumulate as autograd does, at once, while the gradient is in the cache."""
         if weight in self.adders:
             self.adders[weight](gradient)
         elif weight.grad is None:
@@ -143,7 +142,7 @@ class WeightGradients:
             weight.grad.add_(gradient)
 
     def bytes_by_layer(self) -> dict[int, int]:
-        """Bytes that wait now, of all micro-batches, by layer; a storage shared by several layers counts once."""
+        """Layer -> bytes of its entries of all micro-batches; a storage shared by several layers counts once."""
         storages = {
             tensor.untyped_storage().data_ptr(): (layer, tensor.untyped_storage().nbytes())
             for layers in self._kept.values()
@@ -155,33 +154,33 @@ class WeightGradients:
         return {layer: sum(size for holder, size in storages.values() if holder == layer) for layer in holders}
 
     def _forward(self, module: nn.Linear, layer: int, x: torch.Tensor) -> torch.Tensor:
-        """The layer in torch's own way, on a weight that needs no gradient: input and bias have theirs to the usual bit."""
+        """Run the layer with a detached weight; gradients of input and bias equal autograd's bitwise."""
         if not (torch.is_grad_enabled() and x.requires_grad):
             return F.linear(x, module.weight, module.bias)
         y = F.linear(x, module.weight.detach(), module.bias)
-        return _Keep.apply(y, x.detach(), (self, layer, module))
+        return _StoreGradient.apply(y, x.detach(), (self, layer, module))
 
-    def keep(self, layer: int, entry: Entry) -> None:
-        """Called by backward."""
+    def store_entry(self, layer: int, entry: Entry) -> None:
+        """Add an entry to the running micro-batch; called by backward."""
         self._running.setdefault(layer, []).append(entry)
 
 
-class _Keep(torch.autograd.Function):
-    """The identity of a linear layer's output, whose backward hands (input, gradient of the output) to the store.
+class _StoreGradient(torch.autograd.Function):
+    """Identity of a linear layer's output, whose backward passes (input, gradient of the output) to the store.
 
-    The input is saved as autograd saves things, so that it does not stay in memory when a block is recomputed.
+    Saving the input through autograd lets activation checkpointing free it.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, y: torch.Tensor, x: torch.Tensor, place: tuple[WeightGradients, int, nn.Linear]
+        ctx: Any, y: torch.Tensor, x: torch.Tensor, destination: tuple[WeightGradients, int, nn.Linear]
     ) -> torch.Tensor:
         ctx.save_for_backward(x)
-        ctx.place = place
+        ctx.destination = destination
         return y.detach()  # not ``y`` itself: layers may change a linear layer's output in place
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        store, layer, module = ctx.place
-        store.keep(layer, (module.weight, ctx.saved_tensors[0], dy))
+        store, layer, module = ctx.destination
+        store.store_entry(layer, (module.weight, ctx.saved_tensors[0], dy))
         return dy, None, None

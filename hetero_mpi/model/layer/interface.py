@@ -1,9 +1,9 @@
-"""The interface of a model for stages, the benchmark, the planner's costs and a run: a chain of layers that is cut between any two.
+"""The interface of a model for stages, profiling, planning and runs: a chain of layers that can be split between any two layers.
 
-Two kinds of model answer. ``TransformersChain`` is transformers' language models: embedding, blocks, head. ``CustomChain`` is a
-list of a user's own layers. What travels between layers is one tensor, whose first dimension counts sequences (or samples).
+``TransformersChain`` implements it for transformers' language models (embedding, blocks, head), ``CustomChain`` for a user's own
+layers. One tensor is passed from layer to layer; its first dimension is sequences (or samples).
 
-Also here: random numbers as functions of names and positions, never of the partition.
+Random numbers are functions of names and positions (``seed_from``), so that they do not depend on the partition.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def seed_from(*parts: int | str) -> int:
 
 @contextlib.contextmanager
 def seeded(*parts: int | str) -> Iterator[None]:
-    """A block whose random numbers on the host are functions of ``parts``; the program's own generator stays as it is."""
+    """Context in which the host's random numbers are functions of ``parts``; the global generator is not changed."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed_from(*parts))
         yield
@@ -40,7 +40,7 @@ def seeded(*parts: int | str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """A block whose sums have the same bits on ranks with other numbers of threads."""
+    """Context with one thread, so that sums do not depend on a rank's number of threads."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -50,9 +50,9 @@ def one_thread() -> Iterator[None]:
 
 
 ADAPTER_NAME = "default"
-"""peft's name of the only adapter; it is part of module names but not of the names in adapter files."""
+"""peft's name of the only adapter; part of module names but not of the names in adapter files."""
 WRAPPED = ".base_layer"
-"""The part that peft's wrappers put into the names of what they wrap; so the adapters of a module's parameters are told apart."""
+"""Part of the names of modules that peft wraps; distinguishes the adapters of a module's parameters."""
 
 
 @dataclass(frozen=True)
@@ -69,32 +69,32 @@ class ParameterSpec:
 
 
 class PassThrough(nn.Module):
-    """Stands where a foreign layer was and hands its input on."""
+    """Replaces another rank's layer and returns its input."""
 
     def forward(self, hidden_states: torch.Tensor, *arguments: object, **keywords: object) -> torch.Tensor:
         return hidden_states
 
 
 Example = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
-"""(input of a stage, targets on the last one, gradient of the output on the others)."""
+"""(input of a stage, targets on the last stage, gradient of the output on other stages)."""
 
 
 class LayerChain(ABC):
-    """Names, shapes and kinds of a model's layers, and how they are built and run.
+    """Names, shapes and kinds of a model's layers, and methods to build and run them.
 
     Attributes:
-        name: of the model's family.
-        summary: the model in a few words.
-        layer_count: number of layers, the embedding and the head among them.
+        name: name of the model's family.
+        summary: short description of the model.
+        layer_count: number of layers, including embedding and head.
         kinds: kind of each layer; layers of one kind cost the same.
-        parameters: name -> ``ParameterSpec``, in the model's own order, each tensor that can be trained once.
-        constants: name -> ``ParameterSpec`` of what belongs to the model but is never trained.
+        parameters: name -> ``ParameterSpec`` of each trainable tensor, once, in the model's order.
+        constants: name -> ``ParameterSpec`` of each tensor of the model that is never trained.
         embeddings: names of parameters that are the matrix of a ``torch.nn.Embedding``.
-        draws: does any layer draw random numbers in training?
-        tied: (head's name, embedding's name) when the last layer's matrix *is* the first one's, else None.
-        start_is_sent: the start weights are rank 0's, which sends them; no other rank has them.
-        logits: numbers per token of which the loss needs the gradient too; None: no more than other activations.
-        routers: those whose choices the loss counts, too; None: there are none.
+        draws: whether any layer draws random numbers in training.
+        tied: (head's name, embedding's name) if both share one matrix, else None.
+        start_is_sent: only rank 0 has the initial weights and sends them.
+        logits: vocabulary size, for the memory of logits and their gradient; None if outputs are as small as other activations.
+        routers: routers with a load-balancing loss; None without.
     """
 
     name: str
@@ -112,7 +112,7 @@ class LayerChain(ABC):
 
     @property
     def appended_rows(self) -> int:
-        """Rows of a boundary at the end of each sequence that are no hidden vectors."""
+        """Number of rows at the end of each sequence of a boundary tensor that are no hidden vectors."""
         return self.boundary(0, 1, 0)[1] if self.routers is not None else 0
 
     def specs(self, first: int, last: int) -> list[ParameterSpec]:
@@ -124,11 +124,11 @@ class LayerChain(ABC):
         return [spec for spec in self.constants.values() if first <= spec.layer < last]
 
     def dtype_of(self, name: str, compute: torch.dtype) -> torch.dtype:
-        """The dtype a tensor has where ``compute`` is the model's."""
+        """Dtype of a tensor if the compute dtype is ``compute``."""
         return compute
 
     def changed_since(self, described: Mapping[str, Any]) -> str | None:
-        """Values that are in no checkpoint and others than when ``to_dict`` gave ``described``, in words; None: nothing."""
+        """Description of values outside checkpoints that changed since ``to_dict`` returned ``described``; None if none."""
         return None
 
     @abstractmethod
@@ -137,7 +137,7 @@ class LayerChain(ABC):
 
     @abstractmethod
     def to_dict(self) -> dict[str, Any]:
-        """The model's description, for checkpoints, as JSON-able values."""
+        """Description of the model for checkpoints, as JSON values."""
 
     @abstractmethod
     def module_names(self, layer: int) -> tuple[str, ...]:
@@ -149,49 +149,49 @@ class LayerChain(ABC):
 
     @abstractmethod
     def frame(self) -> nn.Module:
-        """The whole model without memory, under the names of its modules."""
+        """The whole model on the meta device, with its module names."""
 
     @abstractmethod
     def vacate(self, model: nn.Module, layer: int) -> None:
-        """Give a layer of a frame modules with memory (fp32, host), whose values are still to be filled in."""
+        """Allocate uninitialised tensors (fp32, host) for a layer of a frame."""
 
     @abstractmethod
     def initialise(self, model: nn.Module, layer: int, seed: int) -> None:
-        """Give a layer of a frame its start values (fp32, host), which are functions of the seed and of names."""
+        """Initialise a layer of a frame (fp32, host) as a function of seed and names."""
 
     @abstractmethod
     def restore_buffers(self, model: nn.Module, device: torch.device) -> None:
-        """Bring the buffers of all layers that are there to the device."""
+        """Move the buffers of all local layers to the device."""
 
     @abstractmethod
     def recompute(self, model: nn.Module, enabled: bool) -> None:
-        """From now on, run the forward of the inner layers again in backward instead of keeping their activations, or do not."""
+        """Enable or disable activation checkpointing of the inner layers."""
 
     @abstractmethod
     def run(self, model: nn.Module, first: int, last: int, x: torch.Tensor, **keywords: Any) -> torch.Tensor:
-        """The layers ``[first, last)`` on ``x``; ``keywords`` are the model's own."""
+        """Run the layers ``[first, last)`` on ``x``; ``keywords`` are passed to the model."""
 
     def attention(self, packed: bool, repeats: bool) -> contextlib.AbstractContextManager[None]:
-        """A block of ``run``, or of its backward. ``packed``: of several records in a sequence; ``repeats``: with keys and values
-        repeated for the heads that share them."""
+        """Context of ``run`` and its backward. ``packed``: sequences hold several records; ``repeats``: repeat keys and values for
+        the query heads that share them."""
         return contextlib.nullcontext()
 
     def isolation(self, x: torch.Tensor, positions: torch.Tensor | None) -> dict[str, Any]:
-        """The keywords of ``run`` by which the records of a sequence do not see each other.
+        """Keywords of ``run`` that prevent attention between the records of a sequence.
 
         Args:
-            x: what ``run`` is given.
-            positions: (B, T) int64, each token's place in its own record; None: a sequence is one text.
+            x: input of ``run``.
+            positions: (B, T) int64, each token's position in its record; None if a sequence is one text.
         """
         assert positions is None, f"{self.name} is no language model"
         return {}
 
     @abstractmethod
     def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Sum of the losses of all targets, a scalar (fp32), differentiable. ``outputs``: the last layer's."""
+        """Sum of the losses of all targets: a differentiable fp32 scalar. ``outputs``: output of the last layer."""
 
     def sliced_head(self, model: nn.Module, dtype: str, share: Any) -> Any:
-        """``HeadSlices`` of a model whose logits may take more memory than all else; None: they are computed at once."""
+        """``HeadSlices`` of a model with large logits; None to compute them at once."""
         return None
 
     @abstractmethod
@@ -208,23 +208,27 @@ class LayerChain(ABC):
 
     @abstractmethod
     def counted(self, targets: NDArray[Any]) -> int:
-        """The number of targets by which the summed loss of a batch is divided."""
+        """Number of targets by which the summed loss of a batch is divided."""
 
 
 class Start(Protocol):
-    """Where start weights come from."""
+    """Source of initial weights."""
 
     def fill(self, chain: Any, model: Any, layer: int) -> None:
-        """Give a layer of a chain's frame its values, fp32 in host memory. Some starts know one kind of chain only."""
+        """Fill a layer of a chain's frame, fp32 in host memory. Some implementations support one kind of chain only."""
         ...
 
 
 def embedding_matrices(module: nn.Module) -> set[str]:
-    """Names of the matrices of all ``torch.nn.Embedding`` in a module."""
-    return {f"{name}.weight".lstrip(".") for name, one in module.named_modules() if isinstance(one, nn.Embedding)}
+    """Names of the matrices of all ``torch.nn.Embedding`` modules in a module."""
+    return {
+        f"{name}.weight".lstrip(".")
+        for name, submodule in module.named_modules()
+        if isinstance(submodule, nn.Embedding)
+    }
 
 
 def as_input(array: NDArray[Any]) -> torch.Tensor:
-    """A batch's array as models take it: whole numbers are int64, all others fp32."""
+    """Convert a batch's array to a model input: int64 for integers, else fp32."""
     tensor = torch.from_numpy(array)
     return tensor.float() if np.issubdtype(array.dtype, np.floating) else tensor.long()

@@ -1,8 +1,8 @@
-"""A micro-batch as a stage computes it: the data that its loss needs, its slices, and the answers that it compares.
+"""The data of a micro-batch for a stage: inputs and targets, slices, and answers for preference training.
 
-Preferences: of pairs of answers the chosen one is to become likelier than the rejected one; single answers are desirable or not.
-In a row of a micro-batch pairs alternate: chosen, rejected, chosen, rejected. Positions of a record begin at 0, and no record sees
-another one of its row (``LayerChain.isolation``), so that a pair takes one row wherever a record takes one.
+Preference training makes the chosen answer of a pair likelier than the rejected answer, or uses single answers that are desirable
+or undesirable. The records of pairs alternate in a row: chosen, rejected, chosen, rejected. Positions start at 0 in each record;
+records do not attend to each other (``LayerChain.isolation``), so that a pair can share a row.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from hetero_mpi.model.layer.loss import Routed
 from hetero_mpi.objectives import Answers, Settings, objective
 
 REWARDS = 3
-"""Numbers of a micro-batch beside its loss: the sums of the rewards of chosen and of rejected answers, and how many pairs give the
-chosen one more."""
+"""Number of reward statistics of a micro-batch: sums of rewards of chosen and of rejected answers, and number of pairs whose chosen
+answer has the higher reward."""
 DESIRABLE = 2
-"""Mark of an answer by itself that is desirable; the next number: that is not."""
+"""Mark of a desirable single answer; 3 marks an undesirable answer."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The answers of a micro-batch that are compared. B rows of T tokens have at most R records each.
+    """The answers of a micro-batch of preference training. B rows of T tokens have at most R records each.
 
     Attributes:
-        train: the job's keys; None: the likelihoods themselves are asked for, of which a reference model's are kept.
-        answers: (B, T), above 0 where the target belongs to an answer that is compared: 1 in a pair, else as ``DESIRABLE`` says.
-        reference: (B, R) fp32, the reference model's log-likelihoods of the answers; 0 without one.
-        likelihood_weight: factor of the loss of the chosen records' targets (``LEARNS_CHOSEN``).
+        train: keys of the job; None to compute log-likelihoods only (of the reference model).
+        answers: (B, T), 0 outside of answers, 1 in a pair's answer, ``DESIRABLE`` or ``DESIRABLE + 1`` in a single answer.
+        reference: (B, R) fp32, log-likelihoods of the answers under the reference model; 0 without one.
+        likelihood_weight: factor of the cross-entropy of chosen records (``LEARNS_CHOSEN``).
         point: KTO's reference point.
     """
 
@@ -46,43 +46,43 @@ class Comparison:
         return replace(self, answers=self.answers[rows], reference=self.reference[rows])
 
     def likelihoods(self, losses: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Log-likelihood of each record's answer, (B, R). Takes what ``loss`` does."""
-        return -(losses.unsqueeze(1) * self._own(positions) * (self.answers > 0).unsqueeze(1)).sum(2)
+        """Log-likelihood of each record's answer, (B, R). Arguments as of ``loss``."""
+        return -(losses.unsqueeze(1) * self._record_mask(positions) * (self.answers > 0).unsqueeze(1)).sum(2)
 
-    def _own(self, positions: torch.Tensor) -> torch.Tensor:
-        """True where a token is one of the record, (B, R, T)."""
+    def _record_mask(self, positions: torch.Tensor) -> torch.Tensor:
+        """Whether a token belongs to a record, (B, R, T)."""
         records = torch.arange(self.reference.shape[1], device=positions.device).view(1, -1, 1)
         return ((positions == 0).cumsum(1) - 1).unsqueeze(1) == records
 
     def loss(self, losses: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(sum of the losses of all pairs or answers, a scalar (fp32), differentiable; ``REWARDS`` numbers).
+        """(sum of the losses of all pairs or answers, a differentiable fp32 scalar; ``REWARDS`` statistics).
 
         Args:
-            losses: (B, T), of each target (``target_losses``).
-            positions: (B, T), each token's place in its own record.
+            losses: (B, T), loss of each target (``target_losses``).
+            positions: (B, T), each token's position in its record.
         """
         assert self.train is not None
-        own, likelihoods = self._own(positions), self.likelihoods(losses, positions)
-        compared_by = objective(self.train.preference)
-        assert compared_by is not None
-        marks = own * self.answers.unsqueeze(1)
+        is_of_record, likelihoods = self._record_mask(positions), self.likelihoods(losses, positions)
+        preference = objective(self.train.preference)
+        assert preference is not None
+        marks = is_of_record * self.answers.unsqueeze(1)
         counts = (marks > 0).sum(2)
         means = torch.where(counts > 0, likelihoods / counts.clamp(min=1), -1.0)
         gains = likelihoods - self.reference
-        rewards = self.train.preference_beta * (gains if compared_by.reference else means)
+        rewards = self.train.preference_beta * (gains if preference.reference else means)
         answers = Answers(counts, means, gains, rewards)
-        if compared_by.learns_from == "labels":
+        if preference.learns_from == "labels":
             desirable, undesirable = marks.amax(2) == DESIRABLE, marks.amax(2) > DESIRABLE
-            if_desirable, if_undesirable = compared_by.losses(answers, self.point, self.train)
+            if_desirable, if_undesirable = preference.losses(answers, self.point, self.train)
             loss = (desirable * if_desirable + undesirable * if_undesirable).sum()
             return loss, _summed(desirable * rewards, undesirable * rewards, torch.zeros_like(rewards))
-        chosen, rejected = answers.every_second(0), answers.every_second(1)
-        there = chosen.tokens > 0
-        loss = torch.where(there, compared_by.losses(chosen, rejected, self.train), 0.0).sum()
-        if compared_by.learns_chosen:
-            loss = loss + self.likelihood_weight * (losses.unsqueeze(1) * own[:, ::2]).sum()
-        better = chosen.reward > rejected.reward
-        return loss, _summed(there * chosen.reward, there * rejected.reward, there & better)
+        preferred, rejected = answers.every_second(0), answers.every_second(1)
+        is_pair = preferred.tokens > 0
+        loss = torch.where(is_pair, preference.losses(preferred, rejected, self.train), 0.0).sum()
+        if preference.learns_chosen:
+            loss = loss + self.likelihood_weight * (losses.unsqueeze(1) * is_of_record[:, ::2]).sum()
+        better = preferred.reward > rejected.reward
+        return loss, _summed(is_pair * preferred.reward, is_pair * rejected.reward, is_pair & better)
 
 
 def _summed(*values: torch.Tensor) -> torch.Tensor:
@@ -91,30 +91,29 @@ def _summed(*values: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Which micro-batch runs, and what its loss needs.
+    """A micro-batch with the data of its loss.
 
-    ``step`` and ``first_sample`` (position of its first sequence within the global batch) key the dropout masks.
+    ``step`` and ``first_sample`` (index of its first sequence in the global batch) determine the dropout masks.
     """
 
     index: int
     step: int
     first_sample: int
     divisor: float
-    """Targets (their weights, pairs, answers) of the whole global batch, over all micro-batches and pipelines: the loss is divided
-    by it once."""
+    """Number of targets (or sum of weights, pairs, answers) of the global batch, by which the loss is divided."""
     positions: torch.Tensor | None = None
-    """(B, T) int64: each token's place in its own record, which sees no other one of its sequence; None: a sequence is one text."""
+    """(B, T) int64: each token's position in its record, which attends to no other record; None if a sequence is one text."""
     comparison: Comparison | None = None
-    """On the last stage, where preferences are learnt."""
+    """Preference training, on the last stage."""
     routed: Routed | None = None
-    """On every stage, where routers have a loss; None: it is not computed (nor is it in profiling)."""
+    """Data of router losses, on every stage; None to skip these losses (also in profiling)."""
     targets: torch.Tensor | None = None
     """On the last stage."""
     weights: torch.Tensor | None = None
-    """(B, T) fp32, of the targets, on the last stage; None: they count alike."""
+    """(B, T) fp32, weights of the targets, on the last stage; None for equal weights."""
 
     def of_rows(self, rows: slice) -> MicroBatch:
-        """The same with the data of some of its sequences."""
+        """The micro-batch with the data of some of its sequences."""
         return replace(
             self,
             positions=None if self.positions is None else self.positions[rows],
@@ -125,7 +124,7 @@ class MicroBatch:
         )
 
     def slices(self, rows: int, size: int | None) -> Slices:
-        """The parts of at most ``size`` of the micro-batch's ``rows`` sequences (None: one part), and which rows each has."""
+        """Slices of at most ``size`` of the micro-batch's ``rows`` sequences (None for one slice), with the rows of each."""
         size = size or rows
         ranges = [slice(begin, min(begin + size, rows)) for begin in range(0, rows, size)]
         return [(replace(self.of_rows(part), first_sample=self.first_sample + part.start), part) for part in ranges]
@@ -135,41 +134,41 @@ Slices = list[tuple[MicroBatch, slice]]
 
 
 def joined(slices: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Rows of all slices; the tensor itself where there is one."""
+    """Concatenate the rows of all slices; a single slice is returned unchanged."""
     return slices[0] if len(slices) == 1 else torch.cat(list(slices))
 
 
 def parts(dy: torch.Tensor | None, sizes: Sequence[int]) -> Sequence[torch.Tensor | None]:
-    """``dy`` by slices of so many rows. The factor of a loss (or None) is every slice's."""
+    """Split ``dy`` into slices of the given numbers of rows; a loss factor (or None) is repeated."""
     return [dy] * len(sizes) if dy is None or not dy.dim() or len(sizes) == 1 else dy.split(list(sizes))
 
 
 @dataclass(frozen=True)
 class StepData:
-    """The input of a pipeline. Tensors on the device, (rows of its share, T) int64, or samples (rows, ...) in the dtypes of
-    ``interface.as_input``; None where this rank does not need them."""
+    """Input of a pipeline in a step: tensors (rows, T) int64 on the device, or samples (rows, ...) in the dtypes of
+    ``interface.as_input``; None if this rank does not need them."""
 
     step: int
     sizes: tuple[int, ...]
-    """Sequences in each micro-batch; they follow one another in the tensors."""
+    """Number of sequences of each micro-batch, consecutive in the tensors."""
     first_samples: tuple[int, ...]
-    """Where each micro-batch begins in the global batch."""
+    """Index of each micro-batch's first sequence in the global batch."""
     length: int
     """Tokens T per sequence of this batch."""
     tokens: torch.Tensor | None
     targets: torch.Tensor | None
     positions: torch.Tensor | None
-    """See ``MicroBatch``; on every stage, where records are packed."""
+    """See ``MicroBatch``; on every stage if records are packed."""
     divisor: float
-    """The whole global batch's; see ``MicroBatch``."""
+    """See ``MicroBatch``."""
     loss_scale: float = 1.0
     """Factor of the loss in backward (fp16)."""
     comparison: Comparison | None = None
-    """On the last stage, where preferences are learnt."""
+    """Preference training, on the last stage."""
     routed: Routed | None = None
-    """On every stage, where routers have a loss."""
+    """Data of router losses, on every stage."""
     weights: torch.Tensor | None = None
-    """fp32, of the targets on the last stage; None: they count alike."""
+    """fp32 weights of the targets, on the last stage; None for equal weights."""
 
     @cached_property
     def rows(self) -> tuple[slice, ...]:
@@ -177,7 +176,7 @@ class StepData:
         return tuple(slice(end - size, end) for size, end in zip(self.sizes, accumulate(self.sizes), strict=True))
 
     def tokens_of(self, index: int) -> torch.Tensor:
-        """A micro-batch's, on a first stage."""
+        """Tokens of a micro-batch, on a first stage."""
         assert self.tokens is not None
         return self.tokens[self.rows[index]]
 

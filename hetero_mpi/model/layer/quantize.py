@@ -1,10 +1,10 @@
-"""NF4 weights (QLoRA, Dettmers et al. 2023, arXiv:2305.14314) through bitsandbytes, the same bits on every device.
+"""NF4 weights (QLoRA, Dettmers et al. 2023, arXiv:2305.14314) by bitsandbytes, with equal bits on every device.
 
-Linear layers and fused experts of blocks are packed on the host, whatever device they go to, and only the packed bytes move;
-embedding, norms and head stay in the compute dtype.
+Linear layers and fused experts of blocks are quantized on the host for every device, and only packed bytes are copied; embedding,
+norms and head stay in the compute dtype.
 
-Fused experts are one tensor (experts, rows, columns) of a module, which transformers' own kernels read, so they are unpacked while
-the module computes. Autograd would keep them so until backward: the module's forward is repeated there instead, from its input.
+Fused experts are one tensor (experts, rows, columns) of a module that transformers' kernels read, so they are unpacked while the
+module computes. Autograd would keep the unpacked tensor until backward, so backward recomputes the module's forward instead.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 
 BLOCK = 64
 """Weights that share one scale."""
-_SECOND_BLOCK = 256
-"""Scales that share one scale of their own (double quantisation)."""
+_SCALE_BLOCK = 256
+"""Scales that share one scale of scales (double quantization)."""
 _PIECE = 1 << 24
-"""Weights packed at once: bitsandbytes needs ten bytes for each meanwhile."""
+"""Weights quantized at a time; bitsandbytes needs ten bytes of workspace for each."""
 _PACKED = "_nf4"
-"""Ends the name of the parameter that has the packed bytes of the one before it."""
+"""Suffix of the parameter with the packed bytes of a fused experts' parameter."""
 
 
 def fused_experts(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
-    """(name of the holder, holder, name in it, parameter) of each tensor in ``module`` that has a layer's experts in one."""
+    """(name of the holder, holder, name in it, parameter) of each fused experts' tensor in ``module``."""
     for path, holder in module.named_modules():
         if "expert" in type(holder).__name__.lower():
             for name, parameter in holder.named_parameters(recurse=False):
@@ -44,7 +44,7 @@ def fused_experts(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.P
 
 
 def packed_weights(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Name in ``module`` -> parameter, of all that ``quantize`` packs."""
+    """Name in ``module`` -> parameter that ``quantize`` packs."""
     linear = {f"{name}.weight": layer.weight for name, layer in _linear_layers(module)}
     return linear | {f"{path}.{name}": parameter for path, _, name, parameter in fused_experts(module)}
 
@@ -57,11 +57,11 @@ def _linear_layers(module: nn.Module) -> list[tuple[str, nn.Linear]]:
 
 
 def double_scales(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The scales of a tensor's blocks as double quantisation leaves them, fp32 (rows, blocks of a row).
+    """Scales of a tensor's blocks after double quantization, fp32 (rows, blocks of a row).
 
     Args:
-        weight: (rows, ...), of which each row is a whole number of blocks.
-        dtype: as ``quantize`` takes it.
+        weight: (rows, ...); each row is a multiple of the block size.
+        dtype: compute dtype, as for ``quantize``.
     """
     from bitsandbytes.functional import dequantize_blockwise
 
@@ -77,14 +77,14 @@ def quantize(
     double: bool,
     scales: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
-    """Replace every ``nn.Linear`` and all fused experts in ``module`` by their NF4 form on ``device``, one after the other.
+    """Replace every ``nn.Linear`` and all fused experts in ``module`` by NF4 weights on ``device``.
 
-    Experts compute after ``unpack_experts`` only.
+    Experts need ``unpack_experts`` to compute.
 
     Args:
         module: a block with fp32 weights in host memory.
-        dtype: compute dtype; the weights are rounded to it first, as if the model had been loaded in it.
-        scales: name of a tensor in ``module`` -> the scales of its blocks, fp32, which it keeps as they are in place of its own.
+        dtype: compute dtype, to which weights are rounded first, as if the model had been loaded in it.
+        scales: name of a tensor in ``module`` -> fp32 scales to use for its blocks.
     """
     scales = scales or {}
     for name, layer in _linear_layers(module):
@@ -92,38 +92,37 @@ def quantize(
         new = _quantized(layer, device, dtype, double, scales.get(f"{name}.weight"))
         setattr(module.get_submodule(parent), attribute, new)
     for path, holder, name, parameter in list(fused_experts(module)):
-        # Flat, so that blocks may go over the ends of rows: bitsandbytes' kernel for CPUs is wrong there otherwise.
+        # Flat, because bitsandbytes' CPU kernel is wrong for blocks that cross the ends of rows.
         packed, state = _packed(parameter.flatten(), device, dtype, double, scales.get(f"{path}.{name}"))
-        held = nn.Parameter(packed, requires_grad=False)
-        held.quant_state = state  # type: ignore[attr-defined]
-        holder.register_parameter(name + _PACKED, held)
-        # Of the shape and dtype that peft looks for, and without memory.
+        packed_parameter = nn.Parameter(packed, requires_grad=False)
+        packed_parameter.quant_state = state  # type: ignore[attr-defined]
+        holder.register_parameter(name + _PACKED, packed_parameter)
+        # A placeholder without memory, with the shape and dtype that peft expects.
         empty = torch.empty((), dtype=dtype, device=device).expand(parameter.shape)
         setattr(holder, name, nn.Parameter(empty, requires_grad=False))
 
 
 def is_empty(parameter: torch.Tensor) -> bool:
-    """Whether it only stands for packed experts."""
+    """Whether a parameter is a placeholder for packed experts."""
     return parameter.device.type != "meta" and parameter.untyped_storage().nbytes() < parameter.nbytes
 
 
 def unpacked_bytes(module: nn.Module) -> int:
-    """Bytes of all packed experts in ``module`` when they are unpacked."""
+    """Size in bytes of all packed experts in ``module`` after unpacking."""
     return sum(parameter.nbytes for parameter in module.parameters() if is_empty(parameter))
 
 
 def unpack_experts(model: nn.Module, repeat: bool | Callable[[], bool], draws: bool) -> None:
-    """From now on modules with packed experts unpack them to compute.
+    """Make modules with packed experts unpack them for their forward.
 
     Args:
-        repeat: repeat such a module's forward in backward, so that nothing unpacked is kept; without, whoever calls the model sees
-            to that.
-        draws: may the model draw random numbers?
+        repeat: recompute such a module's forward in backward, so that unpacked tensors are not kept; otherwise the caller does.
+        draws: whether the model may draw random numbers.
     """
     for path, holder in list(model.named_modules()):
         names = [n for n, parameter in holder.named_parameters(recurse=False) if is_empty(parameter)]
         if names:
-            # peft's wrappers read the parameters before they call what they wrap.
+            # peft's wrappers read the parameters before they call the wrapped module.
             outer = model.get_submodule(path[: path.find(".base_layer")] if ".base_layer" in path else path)
             vars(outer).pop("forward", None)
             run = partial(_with_unpacked, holder, names, outer.forward)
@@ -156,8 +155,8 @@ def _with_unpacked(
 
 
 class _PackedProduct(torch.autograd.Function):
-    """bitsandbytes' product with a packed matrix, whose backward reads the weights where they are then: bitsandbytes' own keeps the
-    memory in which they were."""
+    """bitsandbytes' product with a packed matrix, whose backward reads the weights at their address of that time; bitsandbytes'
+    backward uses the address of the forward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, layer: Any) -> torch.Tensor:
@@ -175,7 +174,7 @@ class _PackedProduct(torch.autograd.Function):
 
 
 def refer_to_packed(model: nn.Module) -> None:
-    """Graphs of packed linear layers will outlive a change of the memory in which the weights are."""
+    """Make autograd graphs of packed linear layers valid after their weights have moved in memory."""
     from bitsandbytes.nn import Linear4bit
 
     for layer in model.modules():
@@ -188,16 +187,16 @@ def _product(layer: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def packed_bytes(parameters: int, double: bool) -> int:
-    """Bytes of so many weights in NF4, scales included."""
+    """Size in bytes of ``parameters`` weights in NF4, including scales."""
     blocks = -(-parameters // BLOCK)
-    scales = blocks + 4 * -(-blocks // _SECOND_BLOCK) if double else 4 * blocks
+    scales = blocks + 4 * -(-blocks // _SCALE_BLOCK) if double else 4 * blocks
     return -(-parameters // 2) + scales
 
 
 def set_training(model: nn.Module, training: bool) -> None:
-    """``model.train(training)``, but for NF4 layers, which stay in training mode.
+    """``model.train(training)``, except NF4 layers, which stay in training mode.
 
-    In eval mode bitsandbytes repacks their bytes in place on CPUs with AVX512-BF16; nothing else in them depends on the mode.
+    In evaluation mode bitsandbytes repacks their bytes in place on CPUs with AVX512-BF16, the only effect of the mode on them.
     """
     model.train(training)
     for module in model.modules():
@@ -210,19 +209,19 @@ def _rounded(weight: torch.Tensor, dtype: torch.dtype) -> Iterator[torch.Tensor]
 
 
 def _quantized_twice(absmax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, QuantState]:
-    """Scales in 8 bits: (codes, their offset, the scales of the scales)."""
+    """Double quantization of scales to 8 bits: (codes, offset, scales of scales)."""
     from bitsandbytes.functional import quantize_blockwise
 
-    with one_thread():  # else ranks that hold one tensor could differ in a mean's last bit
+    with one_thread():  # the last bit of a mean depends on the number of threads
         offset = absmax.mean()
-    codes, second = quantize_blockwise(absmax - offset, blocksize=_SECOND_BLOCK)
+    codes, second = quantize_blockwise(absmax - offset, blocksize=_SCALE_BLOCK)
     return codes, offset, second
 
 
 def _packed(
     weight: torch.Tensor, device: torch.device, dtype: torch.dtype, double: bool, scales: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, QuantState]:
-    """The bits that ``quantize_4bit`` gives for the whole tensor. ``scales``: of its blocks, as they are to be kept."""
+    """Quantize a tensor piece by piece, with the bits of one ``quantize_4bit``. ``scales``: given scales of its blocks."""
     from bitsandbytes.functional import QuantState, quantize_4bit
 
     pieces = [quantize_4bit(piece, blocksize=BLOCK, quant_type="nf4") for piece in _rounded(weight, dtype)]
@@ -242,15 +241,15 @@ def _packed(
 def _quantized(
     layer: nn.Linear, device: torch.device, dtype: torch.dtype, double: bool, scales: torch.Tensor | None
 ) -> Linear4bit:
-    # Imported here, as it takes two seconds that a job without NF4 need not wait for.
+    # Imported here, because the import takes two seconds.
     from bitsandbytes.nn import Linear4bit, Params4bit
 
     packed, state = _packed(layer.weight, device, dtype, double, scales)
-    how: dict[str, Any] = {"compress_statistics": state.nested, "quant_type": "nf4"}
+    format_keywords: dict[str, Any] = {"compress_statistics": state.nested, "quant_type": "nf4"}
     sizes = layer.in_features, layer.out_features
-    new = Linear4bit(*sizes, bias=layer.bias is not None, compute_dtype=dtype, device="meta", **how)
-    held = {"quant_state": state, "blocksize": BLOCK, "module": new, "bnb_quantized": True, **how}
-    new.weight = Params4bit(packed, requires_grad=False, **held)
+    new = Linear4bit(*sizes, bias=layer.bias is not None, compute_dtype=dtype, device="meta", **format_keywords)
+    state_keywords = {"quant_state": state, "blocksize": BLOCK, "module": new, "bnb_quantized": True, **format_keywords}
+    new.weight = Params4bit(packed, requires_grad=False, **state_keywords)
     new.quant_state = state
     if layer.bias is not None:
         new.bias = nn.Parameter(layer.bias.detach().to(device, dtype), requires_grad=False)
