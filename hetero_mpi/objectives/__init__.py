@@ -1,18 +1,18 @@
-"""Preference objectives, a module each: ``[train] preference`` takes the name of any file in this folder.
+"""Preference objectives, one module each: ``[train] preference`` is the name of any file in this folder.
 
-A module states in its docstring's first line which loss it is, and holds
+The first line of a module's docstring names its loss. A module defines
 
-    KEYS       the keys of [train] that it reads
-    REFERENCE  whether answers are compared with the model that the run begins with; rewards are beta x gain then, else beta x mean
+    KEYS       keys of [train] that it reads
+    REFERENCE  whether it uses the initial model as a reference; rewards are then beta x gain, else beta x mean
     LEARNS_CHOSEN = True  (optional) add the cross-entropy of the chosen records' tokens
 
-and one of two functions, by the records that it learns from:
+and one of two functions, for pairs of answers or for single answers with labels:
 
     pair_losses(chosen, rejected, settings) -> losses of the pairs
-    label_losses(answers, point, settings)  -> losses of each answer if it is desirable, and if it is undesirable
+    label_losses(answers, point, settings)  -> (loss of each answer if desirable, loss of each answer if undesirable)
 
-Modules import torch, so ``names`` only lists the folder: jobs without preferences load without torch. The lookup is cached, as
-every micro-batch asks for its objective.
+Modules import torch, so ``names`` only lists the folder, and jobs without preferences load without torch. ``objective`` is cached,
+since it is called for every micro-batch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Settings(Protocol):
-    """The keys of ``[train]`` that an objective may read."""
+    """Keys of ``[train]`` that an objective may read."""
 
     preference: str
     preference_beta: float
@@ -41,13 +41,13 @@ class Settings(Protocol):
 
 @dataclass(frozen=True)
 class Answers:
-    """Answers of a micro-batch, all (B, N); entries without an answer hold numbers whose loss is finite and not counted.
+    """Answers of a micro-batch, all (B, N); entries without an answer hold values with a finite loss, which is not counted.
 
     Attributes:
-        tokens: the answer's tokens, int64.
-        mean: mean log-probability of these tokens.
-        gain: their summed log-probability minus the reference model's.
-        reward: what the objective makes likelier.
+        tokens: number of tokens of the answer, int64.
+        mean: mean log-probability of its tokens.
+        gain: its log-probability minus that under the reference model.
+        reward: implicit reward.
     """
 
     tokens: torch.Tensor
@@ -56,7 +56,7 @@ class Answers:
     reward: torch.Tensor
 
     def every_second(self, first: int) -> Answers:
-        """The entries ``first``, ``first + 2``, ... of each row."""
+        """Entries ``first``, ``first + 2``, ... of each row."""
         columns = slice(first, None, 2)
         return Answers(self.tokens[:, columns], self.mean[:, columns], self.gain[:, columns], self.reward[:, columns])
 
@@ -66,8 +66,8 @@ class Objective:
     """A module of this folder.
 
     Attributes:
-        learns_from: "pairs" of answers to one prompt, or single answers with "labels".
-        losses: ``pair_losses`` or ``label_losses`` of the module.
+        learns_from: "pairs" of answers to one prompt, or "labels" of single answers.
+        losses: the module's ``pair_losses`` or ``label_losses``.
     """
 
     keys: tuple[str, ...]
@@ -78,13 +78,13 @@ class Objective:
 
 
 def names() -> tuple[str, ...]:
-    """The values of ``[train] preference``, without "none"."""
+    """Values of ``[train] preference`` except "none"."""
     return plug_in_names(__name__)
 
 
 @cache
 def objective(name: str) -> Objective | None:
-    """The objective of that name; None: there is none, as for "none"."""
+    """The objective of this name; None if there is none, as for "none"."""
     if name not in names():
         return None
     module = plug_in(__name__, name)
@@ -95,6 +95,6 @@ def objective(name: str) -> Objective | None:
 
 
 def learns_from(name: str) -> Literal["pairs", "labels"] | None:
-    """The records of ``[train] preference``; None: it is "none"."""
-    known = objective(name)
-    return known.learns_from if known is not None else None
+    """Kind of records of ``[train] preference``; None for "none"."""
+    preference = objective(name)
+    return preference.learns_from if preference is not None else None

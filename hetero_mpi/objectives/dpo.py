@@ -10,7 +10,7 @@ REFERENCE = True
 
 
 def sigmoid_losses(margins: torch.Tensor, flipped: float) -> torch.Tensor:
-    """-log sigmoid of margins of rewards; ``flipped``: the share of the pairs whose answers are exchanged."""
+    """-log sigmoid of reward margins; ``flipped``: assumed fraction of pairs with the wrong preference (label smoothing)."""
     return -F.logsigmoid(margins) * (1 - flipped) - F.logsigmoid(-margins) * flipped
 
 

@@ -1,4 +1,4 @@
-"""Identity preference optimisation (Azar et al. 2023, arXiv:2310.12036); gains are means over tokens, as in TRL."""
+"""Identity preference optimisation (Azar et al. 2023, arXiv:2310.12036), with gains averaged over tokens as in TRL."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""KTO: single answers with a label, against a reference point (Ethayarajh et al. 2024, arXiv:2402.01306)."""
+"""KTO: labelled single answers relative to a reference point (Ethayarajh et al. 2024, arXiv:2402.01306)."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""ORPO: log odds of mean log-probabilities beside the cross-entropy of the chosen records (Hong et al. 2024, arXiv:2403.07691)."""
+"""ORPO: log odds ratio of mean log-probabilities plus cross-entropy of chosen records (Hong et al. 2024, arXiv:2403.07691)."""
 
 import math
 
@@ -19,7 +19,7 @@ def pair_losses(chosen: Answers, rejected: Answers, settings: Settings) -> torch
 def _log_odds(log_probabilities: torch.Tensor) -> torch.Tensor:
     """log(p / (1 - p)) of log p < 0 (Maechler, "Accurately computing log(1 - exp(-|a|))", 2012).
 
-    For an answer that is certain in fp32 the odds are infinite and the gradient is no number; hence the clamp.
+    The clamp avoids infinite odds and NaN gradients for an answer with probability 1 in fp32.
     """
     log_probabilities = log_probabilities.clamp(max=-1e-7)
     small = torch.log1p(-torch.exp(log_probabilities.clamp(max=-math.log(2))))

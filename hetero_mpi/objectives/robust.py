@@ -1,4 +1,4 @@
-"""DPO without the bias of pairs that are the wrong way round (Chowdhury et al. 2024, arXiv:2403.00409)."""
+"""Robust DPO: unbiased under flipped preference labels (Chowdhury et al. 2024, arXiv:2403.00409)."""
 
 import torch
 
@@ -11,5 +11,5 @@ REFERENCE = True
 
 def pair_losses(chosen: Answers, rejected: Answers, settings: Settings) -> torch.Tensor:
     flipped = settings.preference_smoothing
-    flipped /= 2 * flipped - 1  # below 0: subtracts what the exchanged pairs add
+    flipped /= 2 * flipped - 1  # negative, to subtract the expected loss of flipped pairs
     return sigmoid_losses(chosen.reward - rejected.reward, flipped)

@@ -1,4 +1,4 @@
-"""SimPO: mean log-probabilities, a margin, and no reference model (Meng et al. 2024, arXiv:2405.14734)."""
+"""SimPO: mean log-probabilities with a margin, without a reference model (Meng et al. 2024, arXiv:2405.14734)."""
 
 import torch
 
