@@ -1,11 +1,9 @@
 """PEFT adapter directories: ``adapter_config.json`` and ``adapter_model.safetensors``, as ``PeftModel`` reads them.
 
-Also here: adapters that begin with a part of the weights, which learn beside what is left: PiSSA (Meng et al. 2024,
-arXiv:2404.02948) with the largest singular values, OLoRA (Büyükakyüz 2024, arXiv:2406.01775) with the first columns of a QR
-decomposition.
-
-What an adapter began with is kept beside it. So it can be written as one for the weights as they were, of twice the rank:
-W - s B0 A0 + s B A = W + s [B, -B0] [A; A0]. peft converts it in the same way.
+Adapters may be initialised from the weights, which keep the remainder: PiSSA (Meng et al. 2024, arXiv:2404.02948) takes the largest
+singular values, OLoRA (Büyükakyüz 2024, arXiv:2406.01775) the first columns of a QR decomposition. The initial values are kept, so
+that the adapter can be saved for the original weights with twice the rank, as peft converts it:
+W - s B0 A0 + s B A = W + s [B, -B0] [A; A0].
 """
 
 from __future__ import annotations
@@ -30,10 +28,10 @@ from hetero_mpi.util.errors import UserError
 
 
 class ReducedStart:
-    """Start weights less what adapters begin with.
+    """Source of initial weights from which the initial adapters are subtracted.
 
     Attributes:
-        values: of the layers that were filled: adapter's tensor, and constant beside it -> what it begins with.
+        values: adapter tensor, and its constant -> initial value, for the layers filled yet.
     """
 
     def __init__(self, start: Start, tuning: Tuning, seed: int) -> None:
@@ -49,32 +47,32 @@ class ReducedStart:
             if not weight.isfinite().all():
                 raise UserError(
                     "adapter.not_finite",
-                    f"{name}.weight holds numbers that are not finite, and [adapter] start = {as_toml(self._adapter.start)} takes "
-                    f'it apart: get the model\'s files again, or set start = "default"',
+                    f"{name}.weight holds non-finite values, which [adapter] start = {as_toml(self._adapter.start)} cannot "
+                    f'decompose: download the model again, or set start = "default"',
                 )
             with torch.no_grad(), seeded(self._seed, name), one_thread():
                 rank = self._tuning.trainable[a].shape[0]
-                self.values[a], self.values[b] = _parts(self._adapter.start, weight.detach(), rank, scale)
+                self.values[a], self.values[b] = _initial_factors(self._adapter.start, weight.detach(), rank, scale)
                 weight.sub_(scale * self.values[b] @ self.values[a])
             self.values |= {began_with(tensor): self.values[tensor] for tensor in (a, b)}
 
 
-def _parts(start: str, weight: torch.Tensor, rank: int, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """(A, B) as peft begins with them."""
+def _initial_factors(start: str, weight: torch.Tensor, rank: int, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Initial (A, B), as in peft."""
     if start == "olora":
         q, r = torch.linalg.qr(weight)
         return r[:rank].contiguous(), q[:, :rank].contiguous()
     if start == "pissa":
-        left, values, right = torch.linalg.svd(weight, full_matrices=False)
+        u, values, vh = torch.linalg.svd(weight, full_matrices=False)
     else:
-        left, values, right = torch.svd_lowrank(weight, rank, niter=int(start.rpartition("_")[2]))
-        right = right.t()
+        u, values, vh = torch.svd_lowrank(weight, rank, niter=int(start.rpartition("_")[2]))
+        vh = vh.t()
     roots = torch.diag(torch.sqrt(values[:rank] / scale))
-    return roots @ right[:rank], left[:, :rank] @ roots
+    return roots @ vh[:rank], u[:, :rank] @ roots
 
 
 def as_written(adapter: AdapterTable) -> AdapterTable:
-    """The settings of the adapter as it is written."""
+    """Settings of the adapter in its saved form."""
     if adapter.start == "default":
         return adapter
     more = math.sqrt(2) if adapter.rslora else 2
@@ -85,12 +83,12 @@ def as_written(adapter: AdapterTable) -> AdapterTable:
 
 
 def tensors_as_written(tuning: Tuning, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Its tensors. ``state``: those that are trained, and the constants."""
-    found = dict(state)
+    """Tensors of the adapter in its saved form. ``state``: trained tensors and constants."""
+    tensors = dict(state)
     for name in (name for name in tuning.trainable if began_with(name) in tuning.constants):
-        is_a, first = ".lora_A." in name, found.pop(began_with(name))
-        found[name] = torch.cat([state[name], first if is_a else -first], dim=0 if is_a else 1)
-    return found
+        is_a, first = ".lora_A." in name, tensors.pop(began_with(name))
+        tensors[name] = torch.cat([state[name], first if is_a else -first], dim=0 if is_a else 1)
+    return tensors
 
 
 WEIGHTS = "adapter_model.safetensors"
@@ -98,7 +96,7 @@ _A = ".lora_A.weight"
 
 
 def write_adapter(directory: Path, tuning: Tuning, state: dict[str, torch.Tensor], base: str | None) -> None:
-    """Write an adapter into a directory that is there. ``state``: adapter tensor (without peft's prefix), and constant -> fp32 host
+    """Write an adapter into an existing directory. ``state``: adapter tensor (without peft's prefix) or constant -> fp32 host
     tensor."""
     assert tuning.adapter is not None
     written = tuning.written
@@ -112,29 +110,30 @@ def write_adapter(directory: Path, tuning: Tuning, state: dict[str, torch.Tensor
     keys |= {
         key: getattr(config, key) for key in ("rank_pattern", "alpha_pattern")
     }  # peft sorts them, and the first match counts
-    if tuning.written.tied is not None:  # each end has the matrix, as peft itself writes it
+    if tuning.written.tied is not None:  # peft writes the matrix for both ends
         head, embedding = tuning.written.tied
         state, keys["ensure_weight_tying"] = {**state, head: state[embedding].clone()}, True
     (directory / CONFIG).write_text(json.dumps(keys, indent=2), encoding="utf-8")
     write_tensors(
-        directory / WEIGHTS, {FILE_PREFIX + name: one for name, one in tensors_as_written(tuning, state).items()}
+        directory / WEIGHTS, {FILE_PREFIX + name: tensor for name, tensor in tensors_as_written(tuning, state).items()}
     )
 
 
 def adapter_directory(directory: Path) -> WholeDirectory:
-    """A place for ``write_adapter`` and the tokenizer, which replaces ``directory`` when all is there."""
+    """Temporary directory for ``write_adapter`` and the tokenizer, which replaces ``directory`` when complete."""
     return WholeDirectory(directory, "PEFT adapter directory", CONFIG, (WEIGHTS,))
 
 
 def check_adapter(directory: Path, tuning: Tuning) -> None:
-    """Refuse an adapter that does not fit.
+    """Check that an adapter fits the job and model.
 
-    :raises UserError: missing or damaged files, a setting that is not computed, or another one than the job's.
+    Raises:
+        UserError: Files are missing or damaged, or a setting is unsupported or differs from the job's.
     """
-    found = _Found.at(directory)
+    stored_adapter = _StoredAdapter.read(directory)
     assert tuning.adapter is not None
-    adapter = tuning.adapter.model_copy(update={"tokens": tuning.tokens})  # none where the whole modules are trained
-    for key, value in found.as_job().items():
+    adapter = tuning.adapter.model_copy(update={"tokens": tuning.tokens})  # empty if the full modules are trained
+    for key, value in stored_adapter.as_job().items():
         by_tensors = key in ("modules_to_save", "tokens_in")
         if not by_tensors and (getattr(adapter, key) or None) != (value or None):
             raise UserError(
@@ -142,15 +141,15 @@ def check_adapter(directory: Path, tuning: Tuning) -> None:
                 f"{directory}: the adapter has {key} = {as_toml(value)}, the job says [adapter] {key} = "
                 f"{as_toml(getattr(adapter, key))}; make them equal",
             )
-    shapes = {name: stored.shape for name, stored in found.tensors.items()}
+    shapes = {name: stored.shape for name, stored in stored_adapter.tensors.items()}
     if tuning.written.tied is not None:
         head, embedding = tuning.written.tied
-        both = head in shapes and embedding in shapes
-        if not both or not torch.equal(found.tensor(head), found.tensor(embedding)):
+        has_ends = head in shapes and embedding in shapes
+        if not has_ends or not torch.equal(stored_adapter.tensor(head), stored_adapter.tensor(embedding)):
             raise UserError(
                 "adapter.tied_ends",
-                f"{directory}: this adapter has an embedding and a head of its own, and the model one matrix for both: train it "
-                f"with peft's ensure_weight_tying = True, or merge it into its base (merge_and_unload)",
+                f"{directory}: this adapter has separate embedding and head matrices, but the model ties them: train it with "
+                f"peft's ensure_weight_tying = True, or merge it into its base (merge_and_unload)",
             )
         del shapes[head]
     if set(shapes) != set(tuning.trainable):
@@ -170,48 +169,50 @@ def check_adapter(directory: Path, tuning: Tuning) -> None:
 
 
 def adapter_of(directory: Path) -> tuple[AdapterTable, str | None]:
-    """An adapter's settings, as the job's keys say them (targets by their full names), and its base model's name or directory.
+    """An adapter's settings as keys of a job (targets by full names), and its base model's name or directory.
 
-    :raises UserError: as ``check_adapter``, for the adapter alone.
+    Raises:
+        UserError: As ``check_adapter``, for the adapter alone.
     """
-    found = _Found.at(directory)
-    parameters = list(found.config.target_parameters or [])
-    own = {"targets": found.modules, "parameters": parameters, **found.as_job()}
-    return AdapterTable(method="lora", path=str(directory), **own), found.config.base_model_name_or_path
+    stored = _StoredAdapter.read(directory)
+    parameters = list(stored.config.target_parameters or [])
+    keys = {"targets": stored.modules, "parameters": parameters, **stored.as_job()}
+    return AdapterTable(method="lora", path=str(directory), **keys), stored.config.base_model_name_or_path
 
 
 def with_patterns_of(directory: Path, adapter: AdapterTable) -> AdapterTable:
-    """The job's table with what it leaves to the adapter that it starts from: patterns, the blocks, and what is trained whole.
+    """The job's table, completed from the adapter that it starts from: patterns, blocks, and fully trained modules.
 
-    :raises UserError: as ``adapter_of``.
+    Raises:
+        UserError: As ``adapter_of``.
     """
-    found = _Found.at(directory)
-    own = {**found.as_job(), "layers": found.config.layers}
+    stored = _StoredAdapter.read(directory)
+    stored_keys = {**stored.as_job(), "layers": stored.config.layers}
     keys = ("layers", "rank_pattern", "alpha_pattern", "modules_to_save", "tokens", "tokens_in")
-    return adapter.model_copy(update={key: own[key] for key in keys if getattr(adapter, key) is None})
+    return adapter.model_copy(update={key: stored_keys[key] for key in keys if getattr(adapter, key) is None})
 
 
 def read_adapter(directory: Path, tuning: Tuning) -> dict[str, torch.Tensor]:
-    """name (without peft's prefix) -> fp32 host tensor of an adapter that fits (``check_adapter``)."""
-    found = _Found.at(directory)
-    return {name: found.tensor(name) for name in tuning.trainable}
+    """Name (without peft's prefix) -> fp32 host tensor of an adapter that passes ``check_adapter``."""
+    stored = _StoredAdapter.read(directory)
+    return {name: stored.tensor(name) for name in tuning.trainable}
 
 
 @dataclass(frozen=True)
-class _Found:
-    """The contents of an adapter's directory."""
+class _StoredAdapter:
+    """Contents of an adapter's directory."""
 
     config: PeftConfig
     modules: list[str]
     """Names of the adapted modules."""
     tensors: dict[str, StoredTensor]
-    """By their names without peft's prefix."""
+    """Name without peft's prefix -> tensor."""
     rows: dict[str, StoredTensor]
-    """Those of ``tensors`` of which some rows are others -> these rows."""
+    """Name of a tensor with replaced rows -> these rows."""
 
     @classmethod
-    def at(cls, directory: Path) -> _Found:
-        """:raises UserError: missing or damaged files, a setting that is not computed, tensors that the settings do not reach."""
+    def read(cls, directory: Path) -> _StoredAdapter:
+        """Read a directory; raises UserError for missing or damaged files, unsupported settings, or unreached tensors."""
         config = read_peft_config(directory)
         try:
             stored = read_header(directory / WEIGHTS)
@@ -219,16 +220,15 @@ class _Found:
             raise UserError(
                 "adapter.damaged", f"{directory / WEIGHTS}: missing or damaged ({error}); save the adapter again"
             ) from None
-        named = {name.removeprefix(FILE_PREFIX): one for name, one in stored.items()}
-        # Where the vocabulary has grown, peft writes embedding and head once more, and what it trains over.
-        tensors = {name: one for name, one in named.items() if not any(part in name for part in _TWICE)}
+        named = {name.removeprefix(FILE_PREFIX): tensor for name, tensor in stored.items()}
+        # For a resized vocabulary peft also writes embedding and head, and their original modules.
+        tensors = {name: tensor for name, tensor in named.items() if not any(part in name for part in _IGNORED_PARTS)}
         rows = {}
         for name in [name for name in tensors if name.endswith(_UNDER_ROWS)]:
             module = name.removesuffix(_UNDER_ROWS)
             if module + ROWS not in tensors:
                 raise UserError(
-                    "adapter.unsupported",
-                    f"{directory}: {name} has no rows of tokens beside it ({module}{ROWS}), {UNKNOWN}",
+                    "adapter.unsupported", f"{directory}: {name} lacks its token rows ({module}{ROWS}), {UNKNOWN}"
                 )
             rows[f"{module}.weight"], tensors[f"{module}.weight"] = tensors.pop(module + ROWS), tensors.pop(name)
         holders = tuple(f".{name.rpartition('.')[0]}" for name in config.target_parameters or [])
@@ -241,30 +241,30 @@ class _Found:
                     f"{directory}: there are tensors of {name}, which the targets in {CONFIG} do not reach: peft would leave them "
                     f"out; correct target_modules there, or save the adapter again",
                 )
-        found = cls(config, modules, tensors, rows)
-        found._check_whole(directory)
-        if len({tuple(sorted(found._tokens(name))) for name in tensors if name.endswith(ROWS)}) > 1:
+        adapter = cls(config, modules, tensors, rows)
+        adapter._check_whole(directory)
+        if len({tuple(sorted(adapter._tokens(name))) for name in tensors if name.endswith(ROWS)}) > 1:
             raise UserError(
                 "adapter.unsupported", f"{directory}: trainable_token_indices of embedding and head differ, {UNKNOWN}"
             )
-        return found
+        return adapter
 
     def _check_whole(self, directory: Path) -> None:
-        """Refuse settings of what is trained beside adapters that no tensor is there for, and tokens that are named twice."""
-        given = self.config.trainable_token_indices or []
-        by_end = given if isinstance(given, dict) else {"": given}
+        """Refuse settings of fully trained modules or token rows without tensors, and repeated tokens."""
+        indices = self.config.trainable_token_indices or []
+        by_end = indices if isinstance(indices, dict) else {"": indices}
         with_rows = [name.removesuffix(ROWS) for name in self.tensors if name.endswith(ROWS)]
         with_rows += [name.removesuffix(".weight") for name in self.rows]
-        same = [{*self._tokens(name)} for name in with_rows]  # a tied model's rows are written once
-        whole = [name for name in self.tensors if ".lora_" not in name]
+        known_tokens = [{*self._tokens(name)} for name in with_rows]  # a tied model's rows are written once
+        full_tensors = [name for name in self.tensors if ".lora_" not in name]
         missing = {
             "trainable_token_indices": [
                 end
                 for end, tokens in by_end.items()
-                if tokens and not any(name.endswith(end) for name in with_rows) and {*tokens} not in same
+                if tokens and not any(name.endswith(end) for name in with_rows) and {*tokens} not in known_tokens
             ],
             "modules_to_save": [
-                end for end in self.config.modules_to_save or [] if not any(f"{end}." in n for n in whole)
+                end for end in self.config.modules_to_save or [] if not any(f"{end}." in n for n in full_tensors)
             ],
         }
         for key, ends in missing.items():
@@ -274,11 +274,11 @@ class _Found:
                     f"{directory}: {CONFIG} has {key} = {as_toml(getattr(self.config, key))}, and {WEIGHTS} no tensors of "
                     f"{ends[0] or 'them'}: it is damaged, or of another adapter; save the adapter again",
                 )
-        twice = next((tokens for tokens in by_end.values() if len({*tokens}) < len(tokens)), None)
-        if twice is not None:
+        repeated = next((tokens for tokens in by_end.values() if len({*tokens}) < len(tokens)), None)
+        if repeated is not None:
             raise UserError(
                 "adapter.unsupported",
-                f"{directory}: trainable_token_indices = {as_toml(twice)} name a token twice, {UNKNOWN}",
+                f"{directory}: trainable_token_indices = {as_toml(repeated)} name a token twice, {UNKNOWN}",
             )
         for name, stored in self.rows.items():
             tokens, shape = self._tokens(name), self.tensors[name].shape
@@ -290,7 +290,7 @@ class _Found:
                 )
 
     def tensor(self, name: str) -> torch.Tensor:
-        """In fp32, rows of tokens in the order of these."""
+        """A tensor in fp32, with token rows in ascending order."""
         read = read_tensors({name: self.tensors[name]} | ({ROWS: self.rows[name]} if name in self.rows else {}))
         tensor = read[name].float()
         if name.endswith(ROWS):
@@ -300,17 +300,17 @@ class _Found:
         return tensor
 
     def _tokens(self, name: str) -> list[int]:
-        """Ids of the rows of an embedding or a head, in their order."""
-        given, module = self.config.trainable_token_indices or [], name.removesuffix(ROWS).removesuffix(".weight")
-        if isinstance(given, list):
-            return given
-        return next((own for end, own in given.items() if module.endswith(end)), [])
+        """Token ids of the rows of an embedding or head, in stored order."""
+        indices, module = self.config.trainable_token_indices or [], name.removesuffix(ROWS).removesuffix(".weight")
+        if isinstance(indices, list):
+            return indices
+        return next((tokens for end, tokens in indices.items() if module.endswith(end)), [])
 
     def as_job(self) -> dict[str, Any]:
-        """Settings by the job's keys."""
+        """Settings as keys of a job."""
         config = self.config
         ends = {"embedding" if "." in n.removesuffix(ROWS) else "head": n for n in self.tensors if n.endswith(ROWS)}
-        whole = {n.rpartition(".")[0] for n in self.tensors if ".lora_" not in n and not n.endswith(ROWS)}
+        full_modules = {n.rpartition(".")[0] for n in self.tensors if ".lora_" not in n and not n.endswith(ROWS)}
         return {
             "rank": config.r,
             "alpha": config.lora_alpha,
@@ -318,12 +318,12 @@ class _Found:
             "dora": bool(config.use_dora),
             "rank_pattern": config.rank_pattern or None,
             "alpha_pattern": config.alpha_pattern or None,
-            "modules_to_save": sorted(whole) or None,
+            "modules_to_save": sorted(full_modules) or None,
             "tokens": sorted(self._tokens(next(iter(ends.values())))) if ends else None,
             "tokens_in": None if not ends else next(iter(ends)) if len(ends) == 1 else "both",
         }
 
 
 _UNDER_ROWS = ".token_adapter.base_layer.weight"
-_TWICE = (".original_module.", ".modules_to_save.")
-"""Parts of the names of what else stands there, too, or is not computed with."""
+_IGNORED_PARTS = (".original_module.", ".modules_to_save.")
+"""Parts of the names of duplicate or unused tensors."""

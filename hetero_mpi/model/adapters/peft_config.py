@@ -1,7 +1,7 @@
-"""``adapter_config.json`` of PEFT adapters: what hetero_mpi computes of it, checked, and the refusal of everything else.
+"""``adapter_config.json`` of PEFT adapters: validation of supported settings, rejection of all others.
 
-The keys that count are fields here, with their types. Others must be known to say nothing of what the adapter computes, or ask for
-nothing: so a key that a later peft adds is refused, and never passed over.
+Supported keys are typed fields. Other keys must be known not to affect the adapter's computation, or be empty, so that new keys of
+later peft versions are rejected, never silently ignored.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from hetero_mpi.model.tuning import reaches
 from hetero_mpi.util.errors import UserError
 
 CONFIG = "adapter_config.json"
-_SILENT = {
+_IGNORED_KEYS = {
     *("auto_mapping", "inference_mode", "peft_version", "task_type"),
     *("lora_dropout", "eva_config", "corda_config", "lora_ga_config", "loftq_config"),
     *("megatron_core", "qalora_group_size", "runtime_config"),
 }
-"""Keys of peft's configuration that say nothing of what an adapter computes: how it was made (``init_lora_weights`` alone says
-whether its base was changed), and settings of parts that other keys switch on."""
-_NOTHING: tuple[Any, ...] = (None, False, "", [], {})
-_STARTS = (True, False, "gaussian", "orthogonal", "eva")
-"""``init_lora_weights`` that leave the base weights as they are. The others (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA) train beside a
-changed base, which the adapter needs again."""
+"""Keys that do not affect an adapter's computation: its training (``init_lora_weights`` tells whether the base changed), and
+options of features that other keys enable."""
+_EMPTY_VALUES: tuple[Any, ...] = (None, False, "", [], {})
+_SUPPORTED_STARTS = (True, False, "gaussian", "orthogonal", "eva")
+"""Values of ``init_lora_weights`` with unchanged base weights. Other methods (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA) change the base,
+and the adapter needs the changed base."""
 
 Number = Annotated[float, Field(gt=0)]
 
 
 class PeftConfig(BaseModel):
-    """The keys that say what an adapter computes, as peft names them; ``model_extra`` has the others."""
+    """Keys that affect an adapter's computation, by peft's names; ``model_extra`` has the others."""
 
     model_config = ConfigDict(extra="allow", strict=True, frozen=True, allow_inf_nan=False)
 
@@ -60,24 +60,25 @@ class PeftConfig(BaseModel):
 
     @property
     def layers(self) -> list[int] | None:
-        """``layers_to_transform`` as a list; None: all."""
-        found = self.layers_to_transform
-        return ([found] if isinstance(found, int) else sorted(set(found))) if found not in (None, []) else None
+        """``layers_to_transform`` as a list; None for all."""
+        blocks = self.layers_to_transform
+        return ([blocks] if isinstance(blocks, int) else sorted(set(blocks))) if blocks not in (None, []) else None
 
     def reaches(self, module: str) -> bool:
-        """Would peft adapt the module of this name?"""
+        """Whether peft would adapt the module of this name."""
         return reaches(module, self.target_modules or [], self.layers, self.layers_pattern, self.exclude_modules)
 
 
 def read_peft_config(directory: Path) -> PeftConfig:
-    """The configuration in an adapter's directory.
+    """Read and check the configuration in an adapter's directory.
 
-    :raises UserError: missing or damaged, of another kind, a value of the wrong type, or a setting that is not computed here.
+    Raises:
+        UserError: It is missing or damaged, no LoRA adapter's, or has an invalid or unsupported setting.
     """
     path = directory / CONFIG
     keys = read_json(path, f"Without it {directory} is not a PEFT adapter directory.")
     try:
-        found = PeftConfig.model_validate(keys)
+        config = PeftConfig.model_validate(keys)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         key = str(first["loc"][0])
@@ -87,17 +88,19 @@ def read_peft_config(directory: Path) -> PeftConfig:
             f"{path}: {key} is {value}: {first['msg']}. hetero_mpi reads LoRA adapters as peft saves them; correct the value, or "
             f"save the adapter again",
         ) from None
-    for key, value in (found.model_extra or {}).items():
-        if key not in _SILENT and not any(value == empty and type(value) is type(empty) for empty in _NOTHING):
+    for key, value in (config.model_extra or {}).items():
+        if key not in _IGNORED_KEYS and not any(
+            value == empty and type(value) is type(empty) for empty in _EMPTY_VALUES
+        ):
             raise UserError("adapter.unsupported", f"{path}: {key} = {as_toml(value)}, {UNKNOWN}")
-    start = found.init_lora_weights
-    if not any(start == known and type(start) is type(known) for known in _STARTS):
+    start = config.init_lora_weights
+    if not any(start == supported and type(start) is type(supported) for supported in _SUPPORTED_STARTS):
         raise UserError(
             "adapter.unsupported",
             f"{path}: init_lora_weights = {as_toml(start)} may have changed the base weights, which the adapter then needs in that "
             f"form, {UNKNOWN}, or let peft convert it (save_pretrained with path_initial_model_for_weight_conversion)",
         )
-    return found
+    return config
 
 
 UNKNOWN = "which hetero_mpi does not compute; merge the adapter into its base with peft (merge_and_unload)"

@@ -1,7 +1,7 @@
 """A user's list of layers (``LayeredModel``) as a chain of layers.
 
-Rank 0 builds every layer once, one at a time, and sees what it makes of two real samples (``checked_layers``); what it has seen
-goes to all ranks, which build only their own.
+Rank 0 builds every layer once, one at a time, and runs it on two real samples (``checked_layers``). The resulting descriptions are
+sent to all ranks, which build only their own layers.
 """
 
 from __future__ import annotations
@@ -27,48 +27,48 @@ REMEDY = (
     "LayeredModel(layers=net, ...) with net a torch.nn.Sequential, whose weights on rank 0 are then the start"
 )
 _SAMPLES, _ALIKE = 8, 1e-3
-"""Numbers of a tensor that are compared, and by how much of its size they may differ: processors round differently."""
+"""Number of elements compared per tensor, and relative tolerance, because CPUs round differently."""
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """A layer's description, which is known without building it again."""
+    """Description of a layer that makes it unnecessary to build the layer again."""
 
     name: str
     module: str
-    """Its class."""
+    """Class name."""
     output: tuple[int, ...]
-    """Shape of what it makes of one sample."""
+    """Shape of its output for one sample."""
     parameters: dict[str, tuple[int, ...]]
     """Name within the layer -> shape, in the layer's order."""
     frozen: tuple[str, ...]
     """Names of parameters that are not trained (``requires_grad`` is false)."""
     buffers: dict[str, tuple[int, ...]]
-    """The same of its buffers, saved or not."""
+    """Name -> shape of its buffers, persistent or not."""
     embeddings: tuple[str, ...]
     """Names of parameters that are the matrix of a ``torch.nn.Embedding``."""
     draws: bool
-    """It draws random numbers in training."""
+    """Whether it draws random numbers in training."""
     start: dict[str, tuple[float, ...]]
-    """A few numbers of what parameters and buffers start from (``sampled``), where every rank's builder must give the same."""
+    """A few initial values of parameters and buffers (``sampled``), if all ranks' builders must agree on them."""
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> LayerShape:
-        """From what ``dataclasses.asdict`` and JSON have made of one."""
+        """The inverse of ``dataclasses.asdict`` followed by JSON."""
         tuples = {
-            table: {name: tuple(own) for name, own in values[table].items()}
+            table: {name: tuple(value) for name, value in values[table].items()}
             for table in ("parameters", "buffers", "start")
         }
         return cls(**{**values, **tuples, **{key: tuple(values[key]) for key in ("output", "frozen", "embeddings")}})
 
     def differences(self, layer: nn.Module) -> str | None:
-        """In what a layer is another one, in words; None: it is this one, as far as names and shapes tell."""
-        for what, own, found in (
+        """Description of the differences of a layer in names and shapes; None if there are none."""
+        for what, expected, actual in (
             ("parameters", self.parameters, shapes_of(layer.named_parameters())),
             ("buffers", self.buffers, shapes_of(layer.named_buffers())),
         ):
-            if own != found:
-                return f"has the {what} {found} here and had {own}"
+            if expected != actual:
+                return f"has the {what} {actual} here and had {expected}"
         return None
 
 
@@ -76,9 +76,9 @@ class CustomChain(LayerChain):
     """The chain of a user's layers.
 
     Args:
-        existing: the builders give no start values; they are brought from rank 0.
+        existing: builders give no initial values; rank 0 sends them.
         loss: (outputs, targets) -> summed losses.
-        sample: (input, target) of a real sample, for the benchmark.
+        sample: (input, target) of a real sample, for profiling.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class CustomChain(LayerChain):
         self.draws = any(shape.draws for shape in shapes)
         self._builders, self._loss, self._sample = builders, loss, sample
         self._layer_of = {shape.name: layer for layer, shape in enumerate(shapes)}
-        # Planning calls the ends of every chain by these names.
+        # The planner uses these names for the first and last layer of every chain.
         self.kinds = (EMBEDDING, *(f"layer_{shape.name}" for shape in shapes[1:-1]), HEAD)
         listed = [
             (ParameterSpec(f"{shape.name}.{inner}", layer, size), inner in shape.frozen)
@@ -119,7 +119,7 @@ class CustomChain(LayerChain):
         return None
 
     def decays(self, name: str) -> bool:
-        """Not to what has fewer than two dimensions, as norms, nor to what is called a bias."""
+        """Weight decay excludes tensors with fewer than two dimensions, such as norms, and biases."""
         return len(self.parameters[name].shape) >= 2 and not name.endswith("bias")
 
     def module_names(self, layer: int) -> tuple[str, ...]:
@@ -138,9 +138,10 @@ class CustomChain(LayerChain):
         model.set_submodule(self.shapes[layer].name, self.built(layer, seed))
 
     def built(self, index: int, seed: int) -> nn.Module:
-        """The layer as its builder makes it (fp32, host).
+        """Build a layer (fp32, host).
 
-        :raises UserError: it is not the layer that rank 0 has seen, or starts from other values.
+        Raises:
+            UserError: The layer or its initial values differ from rank 0's.
         """
         shape = self.shapes[index]
         layer = build_layer(shape.name, self._builders[shape.name], seed)
@@ -151,11 +152,11 @@ class CustomChain(LayerChain):
                 f"{self.name}: layer {shape.name!r} {difference} when rank 0 looked at it: a builder gives the same layer whenever "
                 f"and wherever it is called",
             )
-        other = unlike(shape.start, sampled(layer))
-        if other is not None:
+        name = unlike(shape.start, sampled(layer))
+        if name is not None:
             raise UserError(
                 "custom.builder_differs",
-                f"{self.name}: layer {shape.name!r} starts from other values here than on rank 0 ({other}): a builder gives the "
+                f"{self.name}: layer {shape.name!r} starts from other values here than on rank 0 ({name}): a builder gives the "
                 f"same values on every rank. {REMEDY}",
             )
         return layer
@@ -169,13 +170,15 @@ class CustomChain(LayerChain):
         model.recompute = enabled
 
     def run(self, model: nn.Module, first: int, last: int, x: torch.Tensor, **keywords: Any) -> torch.Tensor:
-        """A batch of samples, or what layer ``first - 1`` makes of them, to what layer ``last - 1`` does."""
+        """Run layers ``[first, last)`` on samples, or on the output of layer ``first - 1``."""
         y = x
         for index in range(first, last):
             layer = model.get_submodule(self.shapes[index].name)
-            again = getattr(model, "recompute", False) and 0 < index < self.layer_count - 1 and torch.is_grad_enabled()
-            y = checkpoint(layer, y, use_reentrant=False) if again else layer(y)
-        # A view of the input (of a layer that only reshapes) would be overwritten with it while it is being sent.
+            recomputed = (
+                getattr(model, "recompute", False) and 0 < index < self.layer_count - 1 and torch.is_grad_enabled()
+            )
+            y = checkpoint(layer, y, use_reentrant=False) if recomputed else layer(y)
+        # A view of the input (from a reshaping layer) would be overwritten with the input while it is sent.
         alias = first > 0 and y.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
         return y.clone() if alias else y
 
@@ -201,15 +204,16 @@ class CustomChain(LayerChain):
         return len(targets)
 
     def buffers(self, layer: int) -> dict[str, torch.Tensor]:
-        """The layer's buffers under their names in a state dict: they never change, so the builder has them."""
+        """The layer's buffers by their names in a state dict; constant, so taken from the builder."""
         shape, state = self.shapes[layer], self.built(layer, self.seed).state_dict()
         return {f"{shape.name}.{name}": value for name, value in state.items() if name not in shape.parameters}
 
 
 def build_layer(name: str, builder: Builder, seed: int) -> nn.Module:
-    """A layer, with the random numbers of (seed, name); the program's own generator stays as it is.
+    """Build a layer with random numbers from (seed, name), without changing the global generator.
 
-    :raises UserError: the builder gives no module, or one with parameters that cannot be trained here.
+    Raises:
+        UserError: The builder fails, returns no module, or a module with unsupported parameters.
     """
     with seeded(seed, name):
         try:
@@ -242,20 +246,20 @@ def build_layer(name: str, builder: Builder, seed: int) -> nn.Module:
 
 
 def sampled(layer: nn.Module) -> dict[str, tuple[float, ...]]:
-    """Name of each parameter and buffer -> a few of its numbers, from the first to the last."""
-    found = {}
+    """Name of each parameter and buffer -> a few evenly spaced elements."""
+    samples = {}
     for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
         flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).detach().reshape(-1)
         places = torch.linspace(0, max(0, len(flat) - 1), min(_SAMPLES, len(flat))).long()
-        found[name] = tuple(flat[places].double().tolist())
-    return found
+        samples[name] = tuple(flat[places].double().tolist())
+    return samples
 
 
-def unlike(one: Mapping[str, Sequence[float]], other: Mapping[str, Sequence[float]]) -> str | None:
-    """The first name under which ``one`` has other numbers than ``other``; None: there is none."""
-    for name, values in one.items():
+def unlike(expected: Mapping[str, Sequence[float]], actual: Mapping[str, Sequence[float]]) -> str | None:
+    """The first name under which ``expected`` has other numbers than ``actual``; None: there is none."""
+    for name, values in expected.items():
         allowed = _ALIKE * float(np.max(np.abs(values), initial=0.0))
-        if not np.allclose(values, other[name], rtol=0.0, atol=allowed, equal_nan=True):
+        if not np.allclose(values, actual[name], rtol=0.0, atol=allowed, equal_nan=True):
             return name
     return None
 
@@ -269,38 +273,38 @@ Builder = Callable[[], nn.Module]
 
 @dataclass(frozen=True)
 class LayeredModel:
-    """A model that is a chain of layers, each of which takes one tensor and gives one. It may be cut between any two.
+    """A model that is a chain of layers, each from one tensor to one tensor, which can be split between any two layers.
 
-    The first dimension of every tensor counts samples, and what a layer makes of a sample may not depend on the others (no batch
-    normalisation). Tensors between layers are fp32.
+    The first dimension of every tensor is samples, and the outputs of samples must be independent (no batch normalisation). Tensors
+    between layers are fp32.
     """
 
     layers: Sequence[Builder] | Mapping[str, Builder] | nn.Sequential
-    """Functions without arguments, each of which builds one layer, at least two of them. A rank calls those of the layers that
-    it holds; random numbers drawn by a call are functions of ``train.seed`` and the layer's name. Names are keys, or 0, 1, 2 ...:
-    parameters are called as in ``torch.nn.Sequential`` of the layers.
+    """At least two functions without arguments, each of which builds one layer. A rank calls those of its layers; their random
+    numbers are functions of ``train.seed`` and the layer's name. Names are keys, or 0, 1, 2 ...: parameters are named as in
+    ``torch.nn.Sequential`` of the layers.
 
-    Or a model that is there already, as ``torch.nn.Sequential``: its parts are the layers, and its weights on rank 0 are the
-    start, which is sent to the other ranks. It is copied, never changed."""
+    Or an existing model as ``torch.nn.Sequential``: its modules are the layers, and rank 0 sends its weights to the other ranks as
+    the initial weights. The model is copied, never changed."""
     loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     """(the last layer's output, targets) -> the losses of the samples, *summed*: a scalar."""
     data: Callable[[], Sequence[Any]]
-    """Gives what is learnt from, on rank 0 only: it has a length and gives under each number a pair (input, target) of arrays,
-    as data sets of torch do. Whole numbers reach the model as int64, others as fp32."""
+    """Returns the training set, on rank 0 only: a map-style dataset as in torch, with a length and pairs (input, target) of arrays.
+    Integers reach the model as int64, other numbers as fp32."""
     evaluation: Callable[[], Sequence[Any]] | None = None
-    """The same, never learnt from; None: ``data.held_out`` is a share of ``data``."""
+    """Returns the evaluation set; None to split ``data.held_out`` off ``data``."""
 
     @property
     def existing(self) -> bool:
         return isinstance(self.layers, nn.Sequential)
 
     def modules(self) -> dict[str, nn.Module]:
-        """Name -> layer of a model that is there already."""
+        """Name -> layer of an existing model."""
         assert isinstance(self.layers, nn.Sequential)
         return dict(self.layers._modules.items())  # type: ignore[arg-type]  # ``named_children`` leaves out repeated modules
 
     def named_layers(self) -> dict[str, Builder]:
-        """Name -> builder; of a model that is there already, of a copy."""
+        """Name -> builder; for an existing model, of a copy of the layer."""
         if self.existing:
             return {name: _copier(layer) for name, layer in self.modules().items()}
         assert not isinstance(self.layers, nn.Sequential)
@@ -314,7 +318,7 @@ def _copier(layer: nn.Module) -> Builder:
 
 
 def outline(layer: nn.Module) -> nn.Module:
-    """A copy of the layer whose parameters and buffers are on the meta device."""
+    """Copy of the layer with parameters and buffers on the meta device."""
     empty: dict[int, torch.Tensor] = {id(buffer): buffer.to("meta") for buffer in layer.buffers()}
     for parameter in layer.parameters():
         empty[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
@@ -322,7 +326,7 @@ def outline(layer: nn.Module) -> nn.Module:
 
 
 def builder_of(layer: nn.Module, buffers: Mapping[str, torch.Tensor]) -> Builder:
-    """Builds a layer from its outline: the buffers have their values, the parameters none yet (host)."""
+    """Builder of a layer from its outline, on the host, with buffers filled and parameters uninitialised."""
 
     def build() -> nn.Module:
         built = copy.deepcopy(layer).to_empty(device="cpu").train()
@@ -334,21 +338,18 @@ def builder_of(layer: nn.Module, buffers: Mapping[str, torch.Tensor]) -> Builder
 
 
 def check_not_shared(model: LayeredModel) -> None:
-    """Refuse a parameter that two layers have, be it under other names or in another shape.
-
-    :raises UserError: with both places.
-    """
+    """Check that no two layers share a parameter, even under other names or shapes; raises UserError with both places."""
     places: dict[int, tuple[str, str]] = {}
     for name, layer in model.modules().items():
         for inner, parameter in layer.named_parameters():
-            other = places.setdefault(parameter.data_ptr(), (name, inner))
-            if other[0] != name and parameter.numel():
-                raise shared(other[0], name, inner)
+            first_use = places.setdefault(parameter.data_ptr(), (name, inner))
+            if first_use[0] != name and parameter.numel():
+                raise shared(first_use[0], name, inner)
 
 
-def shared(one: str, other: str, parameter: str) -> UserError:
+def shared(layer: str, other_layer: str, parameter: str) -> UserError:
     return UserError(
         "custom.shared_parameter",
-        f"layers {one!r} and {other!r} share a parameter ({parameter} of {other!r}): each would train a copy of its own. "
-        f"Put all that uses it into one layer, or give each a parameter of its own",
+        f"layers {layer!r} and {other_layer!r} share a parameter ({parameter} of {other_layer!r}): each would train a copy. "
+        f"Put all uses of it into one layer, or give each layer its own parameter",
     )

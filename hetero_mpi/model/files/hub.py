@@ -1,7 +1,6 @@
-"""Models by their Hugging Face name: ``[model] path = "org/name"`` is found in the local Hugging Face cache, or fetched into it.
+"""Models by their Hugging Face name: ``[model] path = "org/name"`` is found in the local Hugging Face cache, or downloaded to it.
 
-What lies in the cache is taken as it is: no revision is looked up, so that a job means the same tomorrow, and with a
-complete copy nothing is asked of the network.
+A cached model is used without looking for newer revisions, so that jobs are reproducible and a complete copy needs no network.
 """
 
 from __future__ import annotations
@@ -40,11 +39,11 @@ _ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
 
 
 def is_hub_id(text: str, path: Path) -> bool:
-    """True: ``text`` is the name of a model on the hub, and not the path of a directory.
+    """Whether ``text`` is the name of a model on the hub, not the path of a directory.
 
     Args:
-        text: as in the job.
-        path: what it is as a path. Where that exists, or the directory it would lie in, a path is meant.
+        text: value in the job.
+        path: the value as a path; if it or its parent directory exists, the value is a path.
     """
     return _ID.fullmatch(text) is not None and not path.exists() and not path.parent.exists()
 
@@ -55,26 +54,27 @@ def cached(name: str) -> Path | None:
 
 
 def directory_of(name: str) -> Path:
-    """Where the files of a base model are looked for on this machine. ``name``: a name of the hub, or a directory."""
+    """Directory of a base model's files on this machine. ``name``: a name of the hub, or a directory."""
     path = Path(name)
     return (cached(name) if is_hub_id(name, path) else None) or path
 
 
 def name_of(directory: Path) -> str:
-    """The name of a model directory elsewhere: the one on the hub of one in this machine's cache, else the path."""
-    for place in (directory.absolute(), directory.resolve()):
-        if place.parent.name == "snapshots" and place.parent.parent.name.startswith("models--"):
-            name = place.parent.parent.name.removeprefix("models--").replace("--", "/")
-            found = cached(name)
-            if found is not None and found.resolve() == directory.resolve():
+    """Portable name of a model directory: its hub name if it is in this machine's cache, else its path."""
+    for path in (directory.absolute(), directory.resolve()):
+        if path.parent.name == "snapshots" and path.parent.parent.name.startswith("models--"):
+            name = path.parent.parent.name.removeprefix("models--").replace("--", "/")
+            cached_directory = cached(name)
+            if cached_directory is not None and cached_directory.resolve() == directory.resolve():
                 return name
     return str(directory)
 
 
-def obtain(name: str, path: Path, download: bool, tell: Callable[[str], None]) -> Path:
-    """Directory of a whole model, downloaded if need be and allowed. ``path``: what it would be as a path, for the message.
+def obtain(name: str, path: Path, download: bool, report: Callable[[str], None]) -> Path:
+    """Directory of a complete model, downloaded if necessary and allowed. ``path``: the name as a path, for the message.
 
-    :raises UserError: it is not here and cannot be fetched; with where was looked and what to do.
+    Raises:
+        UserError: The model is not here and cannot be downloaded.
     """
     directory = cached(name)
     reason = "nothing of it is there" if directory is None else _damage(directory)
@@ -83,17 +83,17 @@ def obtain(name: str, path: Path, download: bool, tell: Callable[[str], None]) -
     if not download or constants.HF_HUB_OFFLINE:
         rule = "[model] download = false" if not download else "HF_HUB_OFFLINE is set, so nothing is fetched"
         raise UserError("model.missing", _not_here(name, path, f"{reason}; {rule}"))
-    tell(f"fetching {name} from {constants.ENDPOINT} into {constants.HF_HUB_CACHE}")
+    report(f"fetching {name} from {constants.ENDPOINT} into {constants.HF_HUB_CACHE}")
     try:
-        source_files.reach_hub(tell)
-        wanted, unwanted = list(WANTED), list(UNWANTED)
-        directory = Path(huggingface_hub.snapshot_download(name, allow_patterns=wanted, ignore_patterns=unwanted))
-    except Exception as error:  # network libraries raise many kinds; none of them is a defect of this program
+        source_files.reach_hub(report)
+        allowed, ignored = list(WANTED), list(UNWANTED)
+        directory = Path(huggingface_hub.snapshot_download(name, allow_patterns=allowed, ignore_patterns=ignored))
+    except Exception as error:  # network libraries raise many kinds of errors
         raise UserError(
             "model.missing",
             _not_here(name, path, f"{reason}; {source_files.why_not(name, 'model', 'model.path', error)}"),
         ) from None
-    damage = _damage(directory)  # without a network, what is there may come back as it was
+    damage = _damage(directory)  # without a network, an incomplete copy may be returned unchanged
     if damage is not None:
         raise UserError(
             "model.missing", _not_here(name, path, f"{damage}; nothing better came from {constants.ENDPOINT}")

@@ -3,14 +3,13 @@
     with ModelDirectoryWriter(model, directory, shard_bytes=1_000_000_000) as writer:
         for state in layers:                       # the embedding, each block, norm + head
             writer.add(state)
-        tokenizer.save_pretrained(writer.path)    # whatever else belongs into the directory
+        tokenizer.save_pretrained(writer.path)    # and other files of the directory
 
-The names and contents of the files are those of transformers' ``save_pretrained``, through its own conversion, but only
-one layer and one shard are in memory at a time. The directory is never seen half written: it appears at the end, whole, in place of
-a former one.
+Names and contents of the files equal those of transformers' ``save_pretrained``, by its own conversion, but only one layer and one
+shard are in memory at a time. The complete directory replaces the previous one at the end, so that it is never half written.
 
-The result of a model made of layers is one safetensors file with the full state dict. As all shapes are known before, the header
-comes first, and no more than a layer is ever in memory.
+A custom model is written as one safetensors file with the full state dict. All shapes are known in advance, so the header comes
+first and only one layer at a time is in memory.
 """
 
 from __future__ import annotations
@@ -37,21 +36,22 @@ from hetero_mpi.util.errors import UserError
 
 T = TypeVar("T", bound="WholeDirectory")
 _OF_TOKENIZER = ("chat_template.jinja", "additional_chat_templates", "special_tokens_map.json", "added_tokens.json")
-"""Files that not every tokenizer has. Beside another tokenizer they would count as its own."""
+"""Optional tokenizer files, which must not be kept with another tokenizer."""
 
 
 class WholeDirectory:
-    """A context manager: at the end of the block what was put into ``path`` becomes ``directory``; after an error nothing does.
+    """Context manager that replaces ``directory`` by the files in ``path`` on success, and discards them on error.
 
-    Whoever is killed at any moment leaves the former directory, none, or the new one. What a dead writer left unfinished beside it
-    is removed: one process at a time writes there. Files of the former one are kept, but for weights, those of its tokenizer,
-    and what is written anew.
+    A process killed at any time leaves the previous directory, none, or the new one. Temporary directories of killed writers
+    are removed, so only one process may write at a time. Other previous files are kept, except weights and files
+    of its tokenizer.
 
     Args:
-        marker: the file by which such a directory is known.
-        weights: how names of files with weights begin, which are never kept.
+        marker: name of the file that identifies such a directory.
+        weights: prefixes of the names of weight files, which are never kept.
 
-    :raises UserError: ``directory`` holds something else, or cannot be written.
+    Raises:
+        UserError: ``directory`` holds something else, or cannot be written.
     """
 
     def __init__(self, directory: str | os.PathLike[str], kind: str, marker: str, weights: tuple[str, ...]) -> None:
@@ -59,7 +59,7 @@ class WholeDirectory:
         self._kind, self._marker, self._weights = kind, marker, weights
         self._former = self.directory.with_name(f".{self.directory.name}.former")
         self.path = self.directory.with_name(f".{self.directory.name}.tmp-{secrets.token_hex(4)}")
-        """Where files are collected."""
+        """Temporary directory for new files."""
         try:
             self.directory.parent.mkdir(parents=True, exist_ok=True)
             self._check_replaceable()
@@ -89,7 +89,7 @@ class WholeDirectory:
             raise self._error(error) from error
 
     def discard(self) -> None:
-        """Remove what was put into ``path``; a former directory stays as it was."""
+        """Remove ``path``; a previous directory stays unchanged."""
         shutil.rmtree(self.path, ignore_errors=True)
 
     def _error(self, error: Exception) -> UserError:
@@ -100,10 +100,10 @@ class WholeDirectory:
         )
 
     def _complete(self) -> None:
-        """Called when all has been put into ``path``, for what remains to be written."""
+        """Hook to write the remaining files on success."""
 
     def _check_replaceable(self) -> None:
-        """Refuse to replace anything of another kind; undo a replacement that a crash interrupted."""
+        """Refuse to replace other directories; undo a replacement that a crash interrupted."""
         if self._former.exists() and not self.directory.exists():
             os.rename(self._former, self.directory)
         if not self.directory.exists():
@@ -130,7 +130,7 @@ class WholeDirectory:
                 shutil.copy2(entry, self.path / entry.name, follow_symlinks=False)
 
     def _replace(self) -> None:
-        """Two renames; a crash between them is undone by the next writer."""
+        """Replace the directory by two renames; the next writer undoes a crash between them."""
         shutil.rmtree(self._former, ignore_errors=True)
         if self.directory.exists():
             os.rename(self.directory, self._former)
@@ -144,7 +144,7 @@ _WEIGHT_FILES = ("model-", WEIGHTS, "pytorch_model")
 
 
 class ModelDirectoryWriter(WholeDirectory):
-    """Writes a model directory, for which other files (a tokenizer's) may be put into ``path``.
+    """Writes a model directory; other files (a tokenizer's) may be added to ``path``.
 
     ``model`` gives class, configuration, generation configuration and names; its parameters may be on the meta device.
     ``shard_bytes`` bounds the size of each safetensors file (a single larger tensor gets a file of its own).
@@ -173,8 +173,8 @@ class ModelDirectoryWriter(WholeDirectory):
     def add(self, state: dict[str, torch.Tensor]) -> None:
         """Add one layer's tensors, under the model's own parameter names.
 
-        A layer holds whole conversion groups (all experts of a block). The tensors are copied. A name that is not the
-        model's, or comes twice, is a defect of the caller; the tied copy of a head is passed over.
+        A layer holds complete conversion groups (all experts of a block). The tensors are copied. Unknown or repeated names are
+        errors of the caller; the tied copy of a head is skipped.
         """
         tied = set(self._model.all_tied_weights_keys)
         state = {name: tensor for name, tensor in state.items() if name not in tied}
@@ -186,7 +186,7 @@ class ModelDirectoryWriter(WholeDirectory):
             if self._buffer and self._buffer_bytes + tensor.nbytes > self._shard_bytes:
                 self._write_shard()
             self._buffer_bytes += tensor.nbytes
-            # A copy of its own: the caller may change its tensor, and a view would keep a whole storage alive.
+            # A copy, because the caller may change its tensor, and a view would keep a whole storage alive.
             self._buffer[name] = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
     def _complete(self) -> None:
@@ -204,7 +204,7 @@ class ModelDirectoryWriter(WholeDirectory):
         self._buffer, self._buffer_bytes = {}, 0
 
     def _name_shards(self) -> None:
-        """Give the shards their final names, their number being known now; write the index where there are several."""
+        """Rename the shards, whose number is now known, and write the index if there are several."""
         count = len(self._shards)
         if count == 1:
             os.rename(self.path / _part(1), self.path / WEIGHTS)
@@ -219,21 +219,21 @@ class ModelDirectoryWriter(WholeDirectory):
         (self.path / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
     def _write_configuration(self) -> None:
-        """As save_pretrained does, but without its validation, which would throw away a finished run for a warning; and without
-        ``use_cache``, which is ours in training, and would make ``generate()`` compute every prefix again."""
+        """As save_pretrained, but without its validation, which could fail a finished run for a warning, and without ``use_cache``,
+        which is off in training and would make ``generate()`` recompute every prefix."""
         config = copy.deepcopy(self._model.config)
         config.architectures = [type(self._model).__name__]
         config.dtype = str(max(self._bytes_of, key=lambda dtype: self._bytes_of[dtype])).removeprefix("torch.")
         self._write_keys(CONFIG, json.loads(config.to_json_string(use_diff=True)))
-        own = self._model.generation_config if self._model.can_generate() else None
+        generation = self._model.generation_config if self._model.can_generate() else None
         if self._generation is not None:
             self._write_keys(GENERATION, self._generation)
-        elif own is not None:
-            self._write_keys(GENERATION, json.loads(own.to_json_string(use_diff=True)))
+        elif generation is not None:
+            self._write_keys(GENERATION, json.loads(generation.to_json_string(use_diff=True)))
 
     def _write_keys(self, name: str, keys: Mapping[str, Any]) -> None:
-        kept = {key: value for key, value in keys.items() if key != "use_cache"}
-        (self.path / name).write_text(json.dumps(kept, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        written_keys = {key: value for key, value in keys.items() if key != "use_cache"}
+        (self.path / name).write_text(json.dumps(written_keys, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _part(number: int) -> str:
@@ -241,17 +241,18 @@ def _part(number: int) -> str:
 
 
 Buffers = Callable[[], dict[str, torch.Tensor]]
-"""Gives a layer's buffers under their full names."""
+"""Returns a layer's buffers by their full names."""
 
 
 class LayersWriter:
-    """Writes ``DIRECTORY/model.safetensors``; a context manager. A former file is replaced when the new one is whole.
+    """Context manager that writes ``DIRECTORY/model.safetensors`` and replaces a previous file when the new one is complete.
 
     Args:
-        buffers: of each layer.
+        buffers: buffers of each layer.
         parameters: name -> shape of every parameter, trained or not.
 
-    :raises UserError: it cannot be written.
+    Raises:
+        UserError: The file cannot be written.
     """
 
     def __init__(self, directory: Path, buffers: Sequence[Buffers], parameters: Mapping[str, tuple[int, ...]]) -> None:
@@ -295,10 +296,12 @@ class LayersWriter:
             self._file.write(host_bytes(tensor.detach().contiguous()).data)
 
     def _write_header(self, parameters: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
-        """Returns where each tensor lies."""
+        """Write the header and return the offset of each tensor."""
         listed = {name: ("float32", shape) for name, shape in parameters.items()}
         for buffers in self._buffers:
-            listed |= {n: (str(one.dtype).removeprefix("torch."), tuple(one.shape)) for n, one in buffers().items()}
+            listed |= {
+                n: (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for n, tensor in buffers().items()
+            }
         begin, places = header_of(listed)
         self._file.write(begin)
         return places

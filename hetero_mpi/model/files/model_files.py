@@ -1,6 +1,6 @@
-"""A Hugging Face model directory: what is in it is known from headers alone; tensors are read one at a time.
+"""Reading of Hugging Face model directories: contents from headers alone, tensors one at a time.
 
-Only safetensors files are read, never a pickle. Importing this module, and reading headers, needs no torch.
+Only safetensors files are read, never pickles. Importing this module and reading headers needs no torch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ AGAIN = "Download it again."
 
 _FILE_NAME = re.compile(r"[\w.+= -]{1,200}\.safetensors")
 _SAMPLE_BYTES, _PIECE = 4096, 1 << 22
-_SAYS_NOTHING = ("transformers_version", "_name_or_path")
+_IGNORED_KEYS = ("transformers_version", "_name_or_path")
 """Keys of a config.json that differ between copies of one model."""
 _DTYPES = {
     "F64": ("float64", 8),
@@ -51,12 +51,12 @@ _DTYPES = {
 """safetensors dtype -> torch's name for it, bytes per element."""
 _ITEM_BYTES = dict(_DTYPES.values()) | {"complex64": 8}
 _STORED = {name: stored for stored, (name, _) in _DTYPES.items()} | {"complex64": "C64"}
-"""torch's name of a dtype -> safetensors'; with one that is written but not read: a buffer of a user's layer."""
+"""torch's name of a dtype -> safetensors'; complex64 is only written, for buffers of custom layers."""
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of ``file``, which calls it ``name``. ``dtype`` is torch's name (``bfloat16``)."""
+    """The tensor ``name`` of ``file``. ``dtype`` is torch's name (``bfloat16``)."""
 
     file: Path
     name: str
@@ -70,7 +70,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class ListedTensor:
-    """A tensor as ``DirectoryContents`` lists it; ``sample`` is a hash of some of its bytes."""
+    """An entry of ``DirectoryContents``; ``sample`` is a hash of some of the tensor's bytes."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -83,11 +83,11 @@ class ListedTensor:
 
 @dataclass(frozen=True)
 class DirectoryContents:
-    """The contents of a model directory, without its tensors: so little that it can be sent, enough to tell two models apart.
+    """Description of a model directory, small enough to send and sufficient to distinguish two models.
 
-    Sizes and times of files say nothing (the next fine-tuning of a model has files of the same size, and a copy may be cut into
-    other files); hashing all bytes would read the whole model at each start. So every tensor is known by its name,
-    dtype, shape and a hash of two blocks of its bytes, in its middle and at its end.
+    File sizes and times do not identify a model (another fine-tuning has equal sizes, a copy may have other shards), and hashing
+    all bytes would read the whole model at each start. So each tensor is identified by name, dtype, shape and a hash of two of its
+    blocks, in the middle and at the end.
     """
 
     config: Mapping[str, Any]
@@ -95,31 +95,31 @@ class DirectoryContents:
 
     @cached_property
     def identity(self) -> str:
-        """sha256, in hexadecimal, of all that is known."""
+        """Hexadecimal sha256 of the description."""
         canonical = {"config": _telling(self.config), "tensors": self.to_dict()["tensors"]}
         return hashlib.sha256(json.dumps(canonical, sort_keys=True).encode()).hexdigest()
 
-    def difference(self, other: DirectoryContents) -> str | None:
-        """The first thing in which ``other`` differs, in words; None where both are of the same model."""
-        if self.identity == other.identity:
+    def difference(self, second: DirectoryContents) -> str | None:
+        """The first thing in which ``second`` differs, in words; None where both are of the same model."""
+        if self.identity == second.identity:
             return None
-        here, there = _telling(self.config), _telling(other.config)
-        for key in sorted({*here, *there}):
-            mine, its = here.get(key, "absent"), there.get(key, "absent")
-            if mine != its:
-                return f"{key} in config.json is {its!r}, not {mine!r}"
-        for name in sorted({*self.tensors, *other.tensors}):
-            own, foreign = self.tensors.get(name), other.tensors.get(name)
-            if own is None or foreign is None:
-                return f"it {'lacks' if foreign is None else 'also has'} the tensor {name}"
-            if (own.dtype, own.shape) != (foreign.dtype, foreign.shape):
-                return f"{name} is {foreign.dtype} {list(foreign.shape)}, not {own.dtype} {list(own.shape)}"
-            if own.sample != foreign.sample:
+        keys, second_keys = _telling(self.config), _telling(second.config)
+        for key in sorted({*keys, *second_keys}):
+            value, second_value = keys.get(key, "absent"), second_keys.get(key, "absent")
+            if value != second_value:
+                return f"{key} in config.json is {second_value!r}, not {value!r}"
+        for name in sorted({*self.tensors, *second.tensors}):
+            tensor, second_tensor = self.tensors.get(name), second.tensors.get(name)
+            if tensor is None or second_tensor is None:
+                return f"it {'lacks' if second_tensor is None else 'also has'} the tensor {name}"
+            if (tensor.dtype, tensor.shape) != (second_tensor.dtype, second_tensor.shape):
+                return f"{name} is {second_tensor.dtype} {list(second_tensor.shape)}, not {tensor.dtype} {list(tensor.shape)}"
+            if tensor.sample != second_tensor.sample:
                 return f"{name} has other values"
         raise AssertionError("other identities, but nothing differs")
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON can hold it; the order of the tensors is kept."""
+        """JSON values, in the order of the tensors."""
         tensors = {name: [t.dtype, list(t.shape), t.sample] for name, t in self.tensors.items()}
         return {"config": dict(self.config), "tensors": tensors}
 
@@ -132,14 +132,15 @@ class DirectoryContents:
 
 
 def _telling(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in config.items() if key not in _SAYS_NOTHING}
+    return {key: value for key, value in config.items() if key not in _IGNORED_KEYS}
 
 
 class ModelFiles:
-    """``config.json`` and the weights beside it.
+    """``config.json`` and weights of a model directory.
 
-    Raises UserError, on construction, when the directory or ``config.json`` is missing or unreadable (near names are
-    given), and on first use of the weights when they are missing, pickled only, truncated or corrupt.
+    Raises:
+        UserError: On construction if the directory or ``config.json`` is missing or unreadable; on first use of the weights if they
+            are missing, only pickled, truncated or corrupt.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
@@ -147,27 +148,26 @@ class ModelFiles:
         if not self.directory.is_dir():
             raise UserError("model.missing", _no_directory(self.directory))
         self.config: dict[str, Any] = read_json(
-            self.directory / "config.json",
-            "A Hugging Face model directory holds config.json and *.safetensors.",
+            self.directory / "config.json", "A Hugging Face model directory holds config.json and *.safetensors."
         )
 
     @cached_property
     def names(self) -> Mapping[str, StoredTensor]:
-        """Tensor name, as in the files -> which file has it. Reads headers only."""
+        """Tensor name in the files -> stored tensor, from headers only."""
         index = self.weight_map
-        found: dict[str, StoredTensor] = {}
+        stored_tensors: dict[str, StoredTensor] = {}
         for file in self.files:
             for name, tensor in read_header(self.directory / file).items():
                 if index is None or index.get(name) == file:
-                    found[name] = tensor
-        missing = sorted(set(index or ()) - set(found))
+                    stored_tensors[name] = tensor
+        missing = sorted(set(index or ()) - set(stored_tensors))
         if missing:
             raise UserError(
                 "model.files_missing",
                 f"{self.directory / INDEX}: {len(missing)} of its {len(index or ())} tensors are not in the files that "
                 f"it names, e.g. {', '.join(missing[:3])}. They are of different models: download them again.",
             )
-        return found
+        return stored_tensors
 
     @cached_property
     def files(self) -> tuple[str, ...]:
@@ -176,7 +176,7 @@ class ModelFiles:
 
     @cached_property
     def weight_map(self) -> dict[str, str] | None:
-        """Tensor name -> file name from the index; None when all weights are in the one file ``model.safetensors``."""
+        """Tensor name -> file name from the index; None if ``model.safetensors`` holds all weights."""
         if (self.directory / WEIGHTS).is_file():
             return None
         path = self.directory / INDEX
@@ -189,7 +189,7 @@ class ModelFiles:
             if not isinstance(file, str) or not _FILE_NAME.fullmatch(file):
                 raise UserError(
                     "model.index",
-                    f"{path}: {name!r} is said to be in {file!r}, which is not the name of a safetensors file here. {AGAIN}",
+                    f"{path}: {name!r} is listed in {file!r}, which is not the name of a safetensors file here. {AGAIN}",
                 )
         absent = sorted({file for file in weight_map.values() if not (self.directory / file).is_file()})
         if absent:
@@ -201,11 +201,11 @@ class ModelFiles:
         return weight_map
 
     def check(self) -> None:
-        """Compare index, headers and file lengths with each other; raises UserError at the first contradiction."""
+        """Check that index, headers and file lengths agree; raises UserError at the first contradiction."""
         assert self.names is not None
 
     def read(self, name: str) -> torch.Tensor:
-        """One tensor, in host memory of its own: nothing else of the file is read or kept."""
+        """Read one tensor to newly allocated host memory, and nothing else of its file."""
         return self.read_layer(0, [name])[name]
 
     def read_layer(self, layer: int, names: Iterable[str]) -> dict[str, torch.Tensor]:
@@ -213,11 +213,11 @@ class ModelFiles:
         return read_tensors({name: self.names[name] for name in names})
 
     def contents(self) -> DirectoryContents:
-        """The contents, known from headers and a few blocks of every tensor."""
+        """Description from headers and a few blocks of every tensor."""
         tensors = {}
-        for file in dict.fromkeys(one.file for one in self.names.values()):
+        for file in dict.fromkeys(tensor.file for tensor in self.names.values()):
             with safe_open(file, "pt") as opened:
-                for name in (name for name, one in self.names.items() if one.file == file):
+                for name in (name for name, tensor in self.names.items() if tensor.file == file):
                     stored = self.names[name]
                     tensors[name] = ListedTensor(stored.dtype, stored.shape, _sample(opened.get_tensor(name)))
         return DirectoryContents(self.config, tensors)
@@ -228,44 +228,47 @@ class ModelFiles:
                 f"{self.directory}: the weights are pickled (pytorch_model*.bin); a pickle, which can run any code, is "
                 "not read. If you trust it, convert it: AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW)."
             )
-        others = sorted(path.name for path in self.directory.glob("*.safetensors"))
-        seen = f"only {', '.join(others[:5])}" if others else "no *.safetensors at all"
-        return f"{self.directory}: neither {WEIGHTS} nor {INDEX} is here ({seen}). Download the weights into it."
+        safetensors = sorted(path.name for path in self.directory.glob("*.safetensors"))
+        files_text = f"only {', '.join(safetensors[:5])}" if safetensors else "no *.safetensors at all"
+        return f"{self.directory}: neither {WEIGHTS} nor {INDEX} is here ({files_text}). Download the weights into it."
 
 
 def read_tensors(stored: Mapping[str, StoredTensor]) -> dict[str, torch.Tensor]:
-    """Tensors by the same names, in host memory of their own. Each file is opened once.
+    """Read tensors to newly allocated host memory, by the given names, opening each file once.
 
-    Files are read, not mapped: of one that changes meanwhile, a mapping would end the process by a bus error.
+    Files are not memory-mapped, because a file that changes would end the process with a bus error.
 
-    :raises UserError: a file is gone, or no longer what its header said.
+    Raises:
+        UserError: A file is missing or no longer matches its header.
     """
-    found: dict[str, torch.Tensor] = {}
-    for file in dict.fromkeys(one.file for one in stored.values()):
+    tensors: dict[str, torch.Tensor] = {}
+    for file in dict.fromkeys(tensor.file for tensor in stored.values()):
         try:
             with safe_open(file, "pt", backend="pread") as opened:
-                found |= {name: opened.get_tensor(one.name) for name, one in stored.items() if one.file == file}
+                tensors |= {
+                    name: opened.get_tensor(tensor.name) for name, tensor in stored.items() if tensor.file == file
+                }
         except (OSError, SafetensorError) as error:
             raise UserError("model.unreadable", f"{file}: cannot be read any more ({error}). {AGAIN}") from None
-    return {name: found[name] for name in stored}
+    return {name: tensors[name] for name in stored}
 
 
-def have_same_numbers(one: StoredTensor, other: StoredTensor) -> bool:
-    """Compare tensors of files, in pieces up to the first that differs."""
+def have_same_numbers(a: StoredTensor, b: StoredTensor) -> bool:
+    """Compare tensors of files in pieces, up to the first difference."""
     import torch
 
-    if one.shape != other.shape:
+    if a.shape != b.shape:
         return False
-    with safe_open(one.file, "pt") as first, safe_open(other.file, "pt") as second:
-        tensors = (opened.get_tensor(stored.name).view(-1) for opened, stored in ((first, one), (second, other)))
+    with safe_open(a.file, "pt") as first, safe_open(b.file, "pt") as second:
+        tensors = (opened.get_tensor(stored.name).view(-1) for opened, stored in ((first, a), (second, b)))
         return all(
-            torch.equal(left, right.to(left.dtype)) and torch.equal(left.to(right.dtype), right)
-            for left, right in zip(*(tensor.split(_PIECE) for tensor in tensors), strict=True)
+            torch.equal(x, y.to(x.dtype)) and torch.equal(x.to(y.dtype), y)
+            for x, y in zip(*(tensor.split(_PIECE) for tensor in tensors), strict=True)
         )
 
 
 def _sample(tensor: torch.Tensor) -> str:
-    """A hash of two blocks of the bytes of a mapped tensor."""
+    """Hash of two blocks of the bytes of a mapped tensor."""
     import torch
 
     digest = hashlib.blake2b(digest_size=8)
@@ -281,8 +284,8 @@ def read_json(path: Path, remedy: str) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        beside = os.listdir(path.parent) if path.parent.is_dir() else []
-        near = difflib.get_close_matches(path.name, beside, n=3)
+        siblings = os.listdir(path.parent) if path.parent.is_dir() else []
+        near = difflib.get_close_matches(path.name, siblings, n=3)
         raise UserError("model.file_missing", f"{path} does not exist{_or_near(near)}. {remedy}") from None
     except (OSError, ValueError, RecursionError) as error:
         raise UserError("model.json", f"{path} cannot be read as JSON ({error}). {AGAIN}") from None
@@ -310,19 +313,23 @@ def _or_near(near: list[str]) -> str:
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of a safetensors file, in the order in which they lie there.
+    """Tensors of a safetensors file, in file order.
 
-    :raises UserError: it is another file, or its header contradicts itself or the file's length.
+    Raises:
+        UserError: It is no safetensors file, or its header contradicts itself or the file's length.
     """
     require_regular(path)
     try:
-        with safe_open(path, "numpy") as file:  # nothing but the header is looked at
+        with safe_open(path, "numpy") as file:  # reads the header only
             slices = {name: file.get_slice(name) for name in file.offset_keys()}
-            listed = {name: (one.get_dtype(), tuple(one.get_shape())) for name, one in slices.items()}
+            listed = {
+                name: (slice_of_tensor.get_dtype(), tuple(slice_of_tensor.get_shape()))
+                for name, slice_of_tensor in slices.items()
+            }
     except SafetensorError as error:
-        size, said = path.stat().st_size, str(error).removeprefix("Error while deserializing header: ")
+        size, reason = path.stat().st_size, str(error).removeprefix("Error while deserializing header: ")
         raise UserError(
-            "model.damaged", f"{path}: truncated, damaged, or no safetensors file ({said}; {size} bytes). {AGAIN}"
+            "model.damaged", f"{path}: truncated, damaged, or no safetensors file ({reason}; {size} bytes). {AGAIN}"
         ) from None
     if strange := sorted({dtype for dtype, _ in listed.values()} - _DTYPES.keys()):
         raise UserError(
@@ -333,26 +340,26 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def header_of(tensors: Mapping[str, tuple[str, Iterable[int]]]) -> tuple[bytes, dict[str, int]]:
-    """How a safetensors file with such tensors (torch's name of the dtype, shape) begins, and where in it each of them does, in
-    the order in which they lie there: so that each is aligned."""
+    """(header of a safetensors file with tensors of the given dtype and shape, offset of each tensor), in an order that aligns all
+    tensors."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    places, end = {}, 0
-    for name, (dtype, shape) in sorted(tensors.items(), key=lambda one: -_ITEM_BYTES[one[1][0]]):
-        places[name], end = end, end + math.prod(shape) * _ITEM_BYTES[dtype]
-        header[name] = {"dtype": _STORED[dtype], "shape": list(shape), "data_offsets": [places[name], end]}
+    offsets, end = {}, 0
+    for name, (dtype, shape) in sorted(tensors.items(), key=lambda entry: -_ITEM_BYTES[entry[1][0]]):
+        offsets[name], end = end, end + math.prod(shape) * _ITEM_BYTES[dtype]
+        header[name] = {"dtype": _STORED[dtype], "shape": list(shape), "data_offsets": [offsets[name], end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text, {name: 8 + len(text) + place for name, place in places.items()}
+    return len(text).to_bytes(8, "little") + text, {name: 8 + len(text) + offset for name, offset in offsets.items()}
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Make a safetensors file of host tensors, without a second copy of any. Raises OSError."""
+    """Write host tensors to a safetensors file without copying them. Raises OSError."""
     from safetensors.torch import save_file
 
     path.touch()
-    mode = path.stat().st_mode  # by the umask; ``save_file`` puts a file in its place that only its owner may read
+    mode = path.stat().st_mode  # of the umask; ``save_file`` replaces the file by one that only its owner may read
     try:
-        save_file({name: one.detach().contiguous() for name, one in tensors.items()}, path, {"format": "pt"})
+        save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, path, {"format": "pt"})
     except SafetensorError as error:
         raise OSError(str(error)) from None
     path.chmod(mode)

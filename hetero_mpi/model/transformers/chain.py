@@ -106,14 +106,14 @@ class TransformersChain(LayerChain):
         self.summary = f"{self.name}, {self.blocks} blocks"
         self.embeddings, self.draws = embedding_matrices(self.model), bool(random_rates(self.model))
         self.tied = self._tied_pair()
-        held = {
+        spec_and_trained = {
             name: (ParameterSpec(name, self.layer_of(name), tuple(parameter.shape)), parameter.requires_grad)
             for name, parameter in self.model.named_parameters()
             if self.tied is None or name != self.tied[0]
         }
         self.routers = self._routers()
-        self.parameters = {name: spec for name, (spec, trained) in held.items() if trained}
-        self.constants = {name: spec for name, (spec, trained) in held.items() if not trained}
+        self.parameters = {name: spec for name, (spec, trained) in spec_and_trained.items() if trained}
+        self.constants = {name: spec for name, (spec, trained) in spec_and_trained.items() if not trained}
         self._refuse_strays()
         self.kinds = self._kinds()
 
@@ -206,10 +206,10 @@ class TransformersChain(LayerChain):
         keywords: dict[str, Any] = {"position_ids": positions}
         if self.name in MASKED_FAMILIES:
             hidden = x if x.is_floating_point() else torch.empty((*x.shape, 0), device=x.device)
-            given = self.config, hidden, None, None, positions
+            mask_arguments = self.config, hidden, None, None, positions
             keywords["attention_mask"] = {
-                "full_attention": create_causal_mask(*given),
-                "sliding_attention": create_sliding_window_causal_mask(*given),
+                "full_attention": create_causal_mask(*mask_arguments),
+                "sliding_attention": create_sliding_window_causal_mask(*mask_arguments),
             }
         return keywords
 
@@ -263,8 +263,8 @@ class TransformersChain(LayerChain):
 
     def _refuse_strays(self) -> None:
         """Parameters outside every layer would be trained by nobody."""
-        known = tuple(f"{name}." for name in (*self.before_names, self.blocks_name, *self.after_names))
-        strays = [name for name in (*self.parameters, *self.constants) if not name.startswith(known)]
+        prefixes = tuple(f"{name}." for name in (*self.before_names, self.blocks_name, *self.after_names))
+        strays = [name for name in (*self.parameters, *self.constants) if not name.startswith(prefixes)]
         if strays:
             raise UserError(
                 "model.stray_parameters",
@@ -280,7 +280,7 @@ class TransformersChain(LayerChain):
             shapes = tuple((n[len(prefix) :], s.shape) for n, s in self.parameters.items() if n.startswith(prefix))
             signature = (layer_types[index], shapes)
             if signature not in signatures:
-                same_type = sum(known[0] == layer_types[index] for known in signatures)
+                same_type = sum(signature_of_kind[0] == layer_types[index] for signature_of_kind in signatures)
                 signatures[signature] = layer_types[index] + (f"_{same_type + 1}" if same_type else "")
             kinds.append(signatures[signature])
         return (EMBEDDING, *kinds, HEAD)
@@ -302,15 +302,15 @@ def initialise(chain: LayerChain, model: PreTrainedModel, layer: int, seed: int)
             if not names or (chain.tied is not None and names == [chain.tied[0]]):
                 continue  # a tied head takes the embedding's values
             materialize(module)
-            _forget(module.named_parameters(recurse=False))
+            _fill_with_nan(module.named_parameters(recurse=False))
             with seeded(seed, name), torch.no_grad():
                 model._init_weights(module)
-            for own, parameter in module.named_parameters(recurse=False):
-                lacking = (
-                    f"{name}.{own}: transformers gives the {model.config.model_type} family no rule that initialises it; start "
+            for leaf, parameter in module.named_parameters(recurse=False):
+                message = (
+                    f"{name}.{leaf}: transformers gives the {model.config.model_type} family no rule that initialises it; start "
                     f"from a model directory instead ([model] path; transformers' from_config and save_pretrained write one)"
                 )
-                _require_value(parameter, lacking)
+                _require_value(parameter, message)
 
 
 def materialize(module: nn.Module) -> None:
@@ -321,16 +321,16 @@ def materialize(module: nn.Module) -> None:
             setattr(module, name, nn.Parameter(torch.empty(parameter.shape, dtype=dtype), parameter.requires_grad))
 
 
-def _forget(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+def _fill_with_nan(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Fill with NaN, so that what nothing initialises is seen."""
     for _, tensor in tensors:
         if tensor.is_floating_point():
             tensor.detach().fill_(math.nan)
 
 
-def _require_value(tensor: torch.Tensor, lacking: str) -> None:
+def _require_value(tensor: torch.Tensor, message: str) -> None:
     if tensor.is_floating_point() and math.isnan(tensor.detach().sum().item()):
-        raise UserError("model.no_initial_value", lacking)
+        raise UserError("model.no_initial_value", message)
 
 
 def restore_buffers(model: PreTrainedModel, device: torch.device) -> None:
@@ -343,7 +343,7 @@ def restore_buffers(model: PreTrainedModel, device: torch.device) -> None:
             continue
         for name, buffer in buffers:
             module.register_buffer(name, torch.empty(buffer.shape, dtype=buffer.dtype), persistent=False)
-        _forget(module.named_buffers(recurse=False))
+        _fill_with_nan(module.named_buffers(recurse=False))
         # Parameters of this module hold their start already: transformers' initialisers leave flagged tensors alone.
         flagged = list(module.parameters(recurse=False))
         for parameter in flagged:
@@ -352,6 +352,6 @@ def restore_buffers(model: PreTrainedModel, device: torch.device) -> None:
             model._init_weights(module)
         for name, _ in buffers:
             family = model.config.model_type
-            lacking = f"transformers gives the {family} family no rule that computes its buffer {name}"
-            _require_value(getattr(module, name), lacking)
+            message = f"transformers gives the {family} family no rule that computes its buffer {name}"
+            _require_value(getattr(module, name), message)
             module.register_buffer(name, getattr(module, name).to(device), persistent=False)

@@ -34,7 +34,7 @@ _WELL_KNOWN = (
     "qwen3",
 )
 
-_SAYS_NOTHING = ("model_type", "transformers_version", "architectures", "torch_dtype")
+_GENERAL_KEYS = ("model_type", "transformers_version", "architectures", "torch_dtype")
 
 
 def read_config(source: dict[str, Any] | str | Path) -> PreTrainedConfig:
@@ -87,12 +87,12 @@ def check_keys(keys: Mapping[str, Any]) -> None:
     family = str(keys.get("model_type"))
     if family not in CONFIG_MAPPING:
         return  # who reads it refuses the family
-    known = CONFIG_MAPPING[family]()
+    default_config = CONFIG_MAPPING[family]()
     # What a model reads with a default need not be a key of its configuration (head_dim of qwen3_moe).
-    code = Path(inspect.getfile(AutoModelForCausalLM._model_mapping[type(known)])).read_text(encoding="utf-8")
+    code = Path(inspect.getfile(AutoModelForCausalLM._model_mapping[type(default_config)])).read_text(encoding="utf-8")
     for key in keys:
-        if key not in _SAYS_NOTHING and not hasattr(known, key) and f'getattr(config, "{key}"' not in code:
-            near = difflib.get_close_matches(key, [*known.to_dict(), *known.attribute_map], n=1)
+        if key not in _GENERAL_KEYS and not hasattr(default_config, key) and f'getattr(config, "{key}"' not in code:
+            near = difflib.get_close_matches(key, [*default_config.to_dict(), *default_config.attribute_map], n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise UserError(
                 "model.configuration_key", f"[model.config] {key}: no key of the {family} family's configuration{hint}"

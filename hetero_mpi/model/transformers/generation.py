@@ -53,12 +53,12 @@ def end_tokens(keys: Mapping[str, Any], path: Path | str) -> list[int]:
 
     :raises UserError: it is something else.
     """
-    found = keys.get("eos_token_id")
-    tokens: Sequence[Any] = found if isinstance(found, list) else [] if found is None else [found]
+    value = keys.get("eos_token_id")
+    tokens: Sequence[Any] = value if isinstance(value, list) else [] if value is None else [value]
     if any(type(token) is not int for token in tokens):
         raise UserError(
             "generation.value",
-            f"{path}: eos_token_id = {found!r} must be the number of a token, or a list of them; correct it",
+            f"{path}: eos_token_id = {value!r} must be the number of a token, or a list of them; correct it",
         )
     return list(tokens)
 

@@ -49,21 +49,21 @@ class HeadSlices:
 
     def target_losses(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Loss of each target, (B, T) in fp32, differentiable; 0 where it is ``IGNORED``."""
-        of = target_losses if self._divided is None else self._divided.target_losses
+        compute = target_losses if self._divided is None else self._divided.target_losses
 
         def losses(x: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
-            return of(self._logits(x), words)
+            return compute(self._logits(x), words)
 
-        found = [
-            checkpoint(losses, *one, use_reentrant=False, preserve_rng_state=False)
-            for one in self._slices(hidden, targets)
+        slice_losses = [
+            checkpoint(losses, *arguments, use_reentrant=False, preserve_rng_state=False)
+            for arguments in self._slices(hidden, targets)
         ]
-        return torch.cat(found, 1).view_as(targets)
+        return torch.cat(slice_losses, 1).view_as(targets)
 
     def likeliest(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """How many targets have the largest logit, a scalar."""
-        of = likeliest if self._divided is None else self._divided.likeliest
-        counts = [of(self._logits(x), words) for x, words in self._slices(hidden, targets)]
+        count = likeliest if self._divided is None else self._divided.likeliest
+        counts = [count(self._logits(x), words) for x, words in self._slices(hidden, targets)]
         return torch.stack(counts).sum()
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -28,12 +28,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 Record = tuple[int, int, bool]
 """[first, last) within a sequence, and whether its mask is just causal."""
 
-_known = WeakTensorKeyDictionary()
+_records_by_mask = WeakTensorKeyDictionary()
 """Mask -> the records of each of its sequences: one serves all layers of a micro-batch, and finding them waits for the device."""
 
 
 _PLAIN, _SHARES_KEYS = ALL_ATTENTION_FUNCTIONS["sdpa"], sdpa_attention.use_gqa_in_sdpa
-_changing, _under_way = threading.Lock(), Counter[str]()
+_lock, _active = threading.Lock(), Counter[str]()
 """The blocks of ``attention`` that are under way, on all threads, by their arguments."""
 
 
@@ -49,10 +49,10 @@ def attention(packed: bool, repeats: bool) -> Iterator[None]:
 
 
 def _count(packed: int, repeats: int) -> None:
-    with _changing:
-        _under_way.update(packed=packed, repeats=repeats)
-        ALL_ATTENTION_FUNCTIONS.register("sdpa", _attend if _under_way["packed"] else _PLAIN)
-        sdpa_attention.use_gqa_in_sdpa = (lambda *_: False) if _under_way["repeats"] else _SHARES_KEYS
+    with _lock:
+        _active.update(packed=packed, repeats=repeats)
+        ALL_ATTENTION_FUNCTIONS.register("sdpa", _attend if _active["packed"] else _PLAIN)
+        sdpa_attention.use_gqa_in_sdpa = (lambda *_: False) if _active["repeats"] else _SHARES_KEYS
 
 
 def _attend(
@@ -66,15 +66,15 @@ def _attend(
     positions = keywords.get("position_ids")
     if attention_mask is None or not _packed(query, key, attention_mask, positions) or "position_bias" in keywords:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **keywords)
-    if attention_mask not in _known:
-        _known[attention_mask] = _records(attention_mask, positions)
+    if attention_mask not in _records_by_mask:
+        _records_by_mask[attention_mask] = _records(attention_mask, positions)
     rows = []
-    for row, records in enumerate(_known[attention_mask]):
+    for row, records in enumerate(_records_by_mask[attention_mask]):
         outputs = []
         for first, last, causal in records:
-            own = [tensor[row : row + 1, :, first:last] for tensor in (query, key, value)]
+            record_tensors = [tensor[row : row + 1, :, first:last] for tensor in (query, key, value)]
             mask = None if causal else attention_mask[row : row + 1, :, first:last, first:last]
-            outputs.append(sdpa_attention_forward(module, *own, mask, **keywords)[0])
+            outputs.append(sdpa_attention_forward(module, *record_tensors, mask, **keywords)[0])
         rows.append(torch.cat(outputs, dim=1))
     return torch.cat(rows), None
 
@@ -93,15 +93,15 @@ def _packed(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor, position
 
 def _records(mask: torch.Tensor, positions: torch.Tensor) -> list[list[Record]]:
     length = mask.shape[-1]
-    places = positions.cpu()
-    seen = mask[:, 0].cpu()
+    row_positions = positions.cpu()
+    visible = mask[:, 0].cpu()
     causal = torch.ones((length, length), dtype=torch.bool).tril()
-    found = []
-    for row in range(len(places)):
-        starts = [0, *(torch.nonzero(places[row].diff() != 1).flatten() + 1).tolist()]
+    records_by_row = []
+    for row in range(len(row_positions)):
+        starts = [0, *(torch.nonzero(row_positions[row].diff() != 1).flatten() + 1).tolist()]
         bounds = zip(starts, [*starts[1:], length], strict=True)
-        found.append([(a, b, torch.equal(seen[row, a:b, a:b], causal[a:b, a:b])) for a, b in bounds])
-    return found
+        records_by_row.append([(a, b, torch.equal(visible[row, a:b, a:b], causal[a:b, a:b])) for a, b in bounds])
+    return records_by_row
 
 
 _LONG = "longrope"
@@ -112,7 +112,7 @@ def depends_on_length(config: PreTrainedConfig) -> bool:
     """Whether the model turns keys and queries by a table that depends on the length of the text."""
     rope = getattr(config, "rope_parameters", None) or {}
     of_kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]
-    return any(_by_length(one.get("rope_type")) for one in of_kinds)
+    return any(_by_length(parameters.get("rope_type")) for parameters in of_kinds)
 
 
 def install_rotary(model: nn.Module) -> None:
@@ -130,15 +130,15 @@ def _by_length(kind: Any) -> bool:
 class _Rotary:
     """The ``forward`` of a rotary embedding."""
 
-    def __init__(self, module: Any, whole: Callable[..., Any]) -> None:
-        self._module, self._whole = module, whole
+    def __init__(self, module: Any, original_forward: Callable[..., Any]) -> None:
+        self._module, self._original_forward = module, original_forward
 
     def __call__(self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None) -> Any:
         module, prefix = self._module, "" if layer_type is None else f"{layer_type}_"
         keywords = {} if layer_type is None else {"layer_type": layer_type}
         kind = module.rope_type if layer_type is None else module.rope_type[layer_type]
         if not _by_length(kind):
-            return self._whole(x, position_ids, **keywords)
+            return self._original_forward(x, position_ids, **keywords)
         lengths = record_lengths(position_ids)
         if kind == _LONG:
             rope = module.config.rope_parameters
@@ -146,17 +146,17 @@ class _Rotary:
             tables = (lengths > limit).long()
         else:
             tables = lengths.clamp(min=module.original_max_seq_len)
-        found: Any = None
+        embeddings: Any = None
         for table in tables.unique().tolist():
             if kind != _LONG:
                 self._reset(prefix)
-            mine = tables == table
-            given = self._whole(x, torch.where(mine, position_ids, 0), **keywords)
+            uses_table = tables == table
+            table_embeddings = self._original_forward(x, torch.where(uses_table, position_ids, 0), **keywords)
             of_tokens = (
-                mine if mine.ndim == 2 else mine[0]
+                uses_table if uses_table.ndim == 2 else uses_table[0]
             )  # texts have the same positions in all three dimensions of a picture
-            found = given if found is None else _chosen(of_tokens, given, found)
-        return found
+            embeddings = table_embeddings if embeddings is None else _where(of_tokens, table_embeddings, embeddings)
+        return embeddings
 
     def _reset(self, prefix: str) -> None:
         """Forget the longest text so far."""
@@ -175,8 +175,8 @@ def record_lengths(positions: torch.Tensor) -> torch.Tensor:
     return positions.gather(-1, last) + 1
 
 
-def _chosen(mine: torch.Tensor, given: Any, others: Any) -> Any:
+def _where(mask: torch.Tensor, values: Any, fallback: Any) -> Any:
     """The values given for some tokens, and others for the rest: (B, T, ...), or tuples of such."""
-    if isinstance(given, torch.Tensor):
-        return torch.where(mine.view(*mine.shape, *[1] * (given.ndim - 2)), given, others)
-    return tuple(_chosen(mine, one, other) for one, other in zip(given, others, strict=True))
+    if isinstance(values, torch.Tensor):
+        return torch.where(mask.view(*mask.shape, *[1] * (values.ndim - 2)), values, fallback)
+    return tuple(_where(mask, value, fallback_value) for value, fallback_value in zip(values, fallback, strict=True))

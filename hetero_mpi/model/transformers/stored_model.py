@@ -26,7 +26,7 @@ _COMPUTED = re.compile(r"rotary_emb\.\w*(inv_freq|cos_cached|sin_cached)$|(^|\.)
 """Buffers in old files that every model computes by itself."""
 _CAUSAL_MASK = re.compile(r"\.(attn|attention|self_attn)\.(bias|causal_mask)$")
 """Such a buffer, too, where it has four dimensions."""
-_MOST_SHOWN = 3
+_MAX_LISTED_NAMES = 3
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,11 @@ def stored_model(files: ModelFiles) -> StoredModel:
     damaged; or the family is not proven."""
     keys, notes = dict(files.config), []
     notes += _settle_dtype(files, keys)
-    fit = _Fit.of(files, keys)
+    fit = _Fit.build(files, keys)
     for settle in (_settle_vocabulary, _settle_head, _settle_bias):
         while note := settle(fit, keys):
             notes.append(note)
-            fit = _Fit.of(files, keys)
+            fit = _Fit.build(files, keys)
     fit.require()
     return StoredModel(keys, (*notes, *fit.unread_notes()))
 
@@ -79,29 +79,31 @@ class _Fit:
         """Name in the model -> those in the files."""
         self.shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
         """Name in the model -> (shape in the files, shape by the configuration), where these differ."""
-        for key, ((name, *others), converted) in names_in_model(model, files.names).items():
+        for key, ((name, *further_names), converted) in names_in_model(model, files.names).items():
             if name not in names:
                 inside = f"{base}{name}".startswith(self.layers) and not name.startswith(
                     base
                 )  # files of the base model
                 self.unread[key] = f"{base}{name}" if inside else name
                 continue
-            for one in (name, *others):
-                self.keys.setdefault(one, []).append(key)
-            stored, wanted = files.names[key].shape, tuple(names[name].shape)
-            if not converted and stored != wanted:
-                self.shapes[name] = stored, wanted
+            for model_name in (name, *further_names):
+                self.keys.setdefault(model_name, []).append(key)
+            stored, shape = files.names[key].shape, tuple(names[name].shape)
+            if not converted and stored != shape:
+                self.shapes[name] = stored, shape
         self.missing = [name for name in names if name not in self.keys and name not in self.tied]
-        halves = [key for found in self.keys.values() if len(found) == 1 for key in found if key.endswith(HALVES)]
+        halves = [
+            key for file_keys in self.keys.values() if len(file_keys) == 1 for key in file_keys if key.endswith(HALVES)
+        ]
         self.missing += [
-            key.removesuffix(end) + other
+            key.removesuffix(end) + other_end
             for key in halves
-            for end, other in (HALVES, HALVES[::-1])
+            for end, other_end in (HALVES, HALVES[::-1])
             if key.endswith(end)
         ]
 
     @classmethod
-    def of(cls, files: ModelFiles, keys: dict[str, Any]) -> _Fit:
+    def build(cls, files: ModelFiles, keys: dict[str, Any]) -> _Fit:
         config = read_config(keys)
         if config.num_hidden_layers > len(files.names):  # building so many would take long, too
             raise UserError(
@@ -118,24 +120,24 @@ class _Fit:
 
     def rows(self, name: str) -> int | None:
         """Rows of a matrix in the files; None: it is not there, or not as it is in the model."""
-        found = self.keys.get(name, [])
-        shape = self.files.names[found[0]].shape if len(found) == 1 else ()
+        file_keys = self.keys.get(name, [])
+        shape = self.files.names[file_keys[0]].shape if len(file_keys) == 1 else ()
         return shape[0] if len(shape) == 2 else None
 
     def require(self) -> None:
         """Raise UserError unless every tensor of the model is there, in its shape, and no other one in its layers."""
-        directory, config, held = self.files.directory, self.model.config, self._blocks_held()
-        if held is not None and held != self.count:
+        directory, config, count = self.files.directory, self.model.config, self._blocks_held()
+        if count is not None and count != self.count:
             raise UserError(
                 "model.blocks_differ",
-                f"{directory}: the files hold {held} blocks ({self.blocks}.0 to .{held - 1}), and by config.json the model has "
+                f"{directory}: the files hold {count} blocks ({self.blocks}.0 to .{count - 1}), and by config.json the model has "
                 f"{self.count} ({block_key(config, self.count)}): correct config.json, or get the files again",
             )
         if self.shapes:
-            name, (stored, wanted) = next(iter(self.shapes.items()))
+            name, (stored, shape) = next(iter(self.shapes.items()))
             raise UserError(
                 "model.shapes_differ",
-                f"{directory}: {name} has shape {stored} in the files but {wanted} by config.json, and so for {len(self.shapes)} "
+                f"{directory}: {name} has shape {stored} in the files but {shape} by config.json, and so for {len(self.shapes)} "
                 f"tensors: correct the sizes in config.json, or get the files again; they are of two models",
             )
         if self.missing:
@@ -153,16 +155,16 @@ class _Fit:
 
     def unread_notes(self) -> list[str]:
         """That tensors of other parts are not read, if there are some."""
-        others = [key for key, name in self.unread.items() if not self._computed(key, name)]
-        if not others:
+        unread_keys = [key for key, name in self.unread.items() if not self._computed(key, name)]
+        if not unread_keys:
             return []
-        return [f"the files hold tensors that are not read, and not written to a result: {_some(others)}"]
+        return [f"the files hold tensors that are not read, and not written to a result: {_some(unread_keys)}"]
 
     def _blocks_held(self) -> int | None:
         """How many blocks the files have; None: as many as the model, or it cannot be told."""
         pattern = re.compile(rf"{re.escape(self.blocks)}\.(\d+)\.")
-        found = [match for name in (*self.keys, *self.foreign.values()) if (match := pattern.match(name))]
-        return 1 + max((int(match[1]) for match in found), default=-1) if found else None
+        matches = [match for name in (*self.keys, *self.foreign.values()) if (match := pattern.match(name))]
+        return 1 + max((int(match[1]) for match in matches), default=-1) if matches else None
 
     @functools.cached_property
     def foreign(self) -> dict[str, str]:
@@ -179,8 +181,8 @@ class _Fit:
 
     def _left_out(self, key: str, name: str) -> bool:
         """Whether transformers leaves it out on purpose, as it does with layers that predict further tokens."""
-        known = self.model._keys_to_ignore_on_load_unexpected or ()
-        if any(re.search(pattern, one) for pattern in known for one in (key, name)):
+        ignored_patterns = self.model._keys_to_ignore_on_load_unexpected or ()
+        if any(re.search(pattern, text) for pattern in ignored_patterns for text in (key, name)):
             return True
         match = re.match(rf"{re.escape(self.blocks)}\.(\d+)\.", name)
         further = getattr(self.model.config, "num_nextn_predict_layers", 0)
@@ -188,19 +190,19 @@ class _Fit:
 
 
 def _settle_dtype(files: ModelFiles, keys: dict[str, Any]) -> list[str]:
-    found, label = _main_dtype(files), keys.get("dtype", keys.get("torch_dtype"))
+    stored_dtype, label = _main_dtype(files), keys.get("dtype", keys.get("torch_dtype"))
     keys.pop("torch_dtype", None)
-    if found is None:
+    if stored_dtype is None:
         return []
-    keys["dtype"] = found
-    if label in (None, found, "auto"):
+    keys["dtype"] = stored_dtype
+    if label in (None, stored_dtype, "auto"):
         return []
-    return [f"config.json says dtype {label!r}, and most of the weights are {found}, which is taken"]
+    return [f"config.json says dtype {label!r}, and most of the weights are {stored_dtype}, which is taken"]
 
 
 def _settle_vocabulary(fit: _Fit, keys: dict[str, Any]) -> str | None:
     inputs = fit.model.get_input_embeddings()
-    embedding = next(f"{name}.weight" for name, one in fit.model.named_modules() if one is inputs)
+    embedding = next(f"{name}.weight" for name, module in fit.model.named_modules() if module is inputs)
     rows, label = fit.rows(embedding), fit.model.config.vocab_size
     if rows in (None, label):
         return None
@@ -211,10 +213,14 @@ def _settle_vocabulary(fit: _Fit, keys: dict[str, Any]) -> str | None:
 def _settle_head(fit: _Fit, keys: dict[str, Any]) -> str | None:
     """Untie an output projection that the files have beside the embedding, and that is another matrix."""
     for head, embedding in fit.tied.items():
-        own, other = fit.keys.get(head, []), fit.keys.get(embedding, [])
-        if own and other and not have_same_numbers(fit.files.names[own[0]], fit.files.names[other[0]]):
+        head_keys, embedding_keys = fit.keys.get(head, []), fit.keys.get(embedding, [])
+        if (
+            head_keys
+            and embedding_keys
+            and not have_same_numbers(fit.files.names[head_keys[0]], fit.files.names[embedding_keys[0]])
+        ):
             keys["tie_word_embeddings"] = False
-            if _Fit.of(fit.files, keys).tied:
+            if _Fit.build(fit.files, keys).tied:
                 raise UserError(
                     "model.head_differs",
                     f"{fit.files.directory}: {head} in the files is another matrix than {embedding}, and a "
@@ -234,13 +240,13 @@ def _settle_bias(fit: _Fit, keys: dict[str, Any]) -> str | None:
     config = fit.model.config
     for flag in sorted(name for name, value in vars(config).items() if "bias" in name and isinstance(value, bool)):
         value = not getattr(config, flag)
-        other = _Fit.of(fit.files, {**keys, flag: value})
-        if len(other.faults) < len(fit.faults):
+        other_fit = _Fit.build(fit.files, {**keys, flag: value})
+        if len(other_fit.faults) < len(fit.faults):
             keys[flag] = value
-            settled = sorted({*fit.faults} - {*other.faults})
+            settled = sorted({*fit.faults} - {*other_fit.faults})
             has = "has" if value else "lacks"
-            label = f"config.json says {flag} = {_word(not value)}"
-            return f"{label}, and the model in the files {has} {_some(settled)}: it is {_word(value)}"
+            label = f"config.json says {flag} = {_toml_bool(not value)}"
+            return f"{label}, and the model in the files {has} {_some(settled)}: it is {_toml_bool(value)}"
     return None
 
 
@@ -248,10 +254,10 @@ def _module(model: PreTrainedModel, name: str) -> torch.nn.Module | None:
     return dict(model.named_modules()).get(name)
 
 
-def _word(value: bool) -> str:
+def _toml_bool(value: bool) -> str:
     return str(value).lower()
 
 
 def _some(names: Collection[str]) -> str:
-    shown = list(names)[:_MOST_SHOWN]
-    return ", ".join(shown) + (f" and {len(names) - len(shown):,} more tensors" if len(names) > len(shown) else "")
+    listed = list(names)[:_MAX_LISTED_NAMES]
+    return ", ".join(listed) + (f" and {len(names) - len(listed):,} more tensors" if len(names) > len(listed) else "")

@@ -31,7 +31,7 @@ from hetero_mpi.util.errors import UserError
 _MXFP4 = ("gate_up_proj", "down_proj")
 _BLOCKS, _SCALES = HALVES = "_blocks", "_scales"
 """Ends of the names of two tensors that make one."""
-_ROWS = 1 << 20
+_MXFP4_ROWS = 1 << 20
 """Rows of 32 weights that are unpacked at a time: transformers' own number takes gigabytes."""
 
 
@@ -91,10 +91,10 @@ class FileStart:
             model, state, LoadStateDictConfig(weight_mapping=self.mapping, dtype=torch.float32), None
         )
         if info.mismatched_keys:
-            name, found, wanted = sorted(info.mismatched_keys)[0]
+            name, actual, expected = sorted(info.mismatched_keys)[0]
             raise UserError(
                 "model.shapes_differ",
-                f"{self.files.directory}: {name} has shape {tuple(found)} in the files but {tuple(wanted)} by config.json; "
+                f"{self.files.directory}: {name} has shape {tuple(actual)} in the files but {tuple(expected)} by config.json; "
                 f"the directory mixes two models",
             )
         if info.conversion_errors or info.error_msgs:
@@ -116,7 +116,7 @@ class FileStart:
     def _assign(self, chain: TransformersChain) -> Mapping[int, list[str]]:
         keys: defaultdict[int, list[str]] = defaultdict(list)
         ends = chain.model.get_input_embeddings(), chain.model.get_output_embeddings()
-        for key, ((name, *others), _) in names_in_model(chain.model, self.files.names).items():
+        for key, ((name, *further_names), _) in names_in_model(chain.model, self.files.names).items():
             if name in chain.parameters and chain.model.get_submodule(name.rpartition(".")[0]) in ends:
                 (stored, *_), (rows, *_) = self.files.names[key].shape, chain.parameters[name].shape
                 self._grown |= {key: rows} if stored < rows else {}
@@ -125,7 +125,7 @@ class FileStart:
                 keys[chain.layer_of(name)].append(key)
                 stored = getattr(torch, self.files.names[key].dtype)
                 stored = stored if stored.is_floating_point else torch.bfloat16  # codes of 4 bits
-                self.dtypes |= dict.fromkeys((name, *others), stored)
+                self.dtypes |= dict.fromkeys((name, *further_names), stored)
         return keys
 
 
@@ -143,7 +143,7 @@ class UnpackMxfp4(ConversionOps):
             for value in (input_dict[name + _BLOCKS], input_dict[name + _SCALES])
         )
         dtype = model.get_parameter(full_layer_name).dtype
-        return {full_layer_name: convert_moe_packed_tensors(blocks, scales, dtype=dtype, rows_per_chunk=_ROWS)}
+        return {full_layer_name: convert_moe_packed_tensors(blocks, scales, dtype=dtype, rows_per_chunk=_MXFP4_ROWS)}
 
 
 def weight_mapping(model: PreTrainedModel) -> list[Any]:
@@ -159,11 +159,11 @@ def with_mean_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
     """A matrix of an embedding or a head, or a bias, in fp32, grown to so many ``rows``, each of which is the mean of the old ones:
     that of ``resize_token_embeddings``, which draws around it. Summed in fp64, so that no number of threads changes it."""
     wide = tensor.float()
-    mean = torch.stack([piece.double().sum(0) for piece in wide.split(_PIECE)]).sum(0) / len(wide)
+    mean = torch.stack([piece.double().sum(0) for piece in wide.split(_ROWS_PER_SUM)]).sum(0) / len(wide)
     return torch.cat([wide, mean.float().expand(rows - len(wide), *wide.shape[1:])])
 
 
-_PIECE = 4096
+_ROWS_PER_SUM = 4096
 
 
 def names_in_model(model: PreTrainedModel, keys: Iterable[str]) -> dict[str, tuple[list[str], bool]]:
@@ -173,12 +173,14 @@ def names_in_model(model: PreTrainedModel, keys: Iterable[str]) -> dict[str, tup
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     names = model.state_dict()
-    found = {}
+    names_by_key = {}
     for key in keys:
         name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, names)
-        parts = next((one.target_patterns for one in converters if pattern in one.source_patterns), [name])
+        parts = next(
+            (converter.target_patterns for converter in converters if pattern in converter.source_patterns), [name]
+        )
         before, _, behind = name.partition(parts[0])  # transformers names the first one
-        found[key] = ([before + part + behind for part in parts], pattern is not None)
+        names_by_key[key] = ([before + part + behind for part in parts], pattern is not None)
         if name not in names and key in names:
-            found[key] = ([key], False)
-    return found
+            names_by_key[key] = ([key], False)
+    return names_by_key
