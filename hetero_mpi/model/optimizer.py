@@ -313,11 +313,8 @@ class StepDecider:
     Each parameter (or shard) and each micro-batch of all pipelines has a slot that exactly one rank fills, so the sum is exact in
     any order, and adding slots in name and micro-batch order gives the same bits for every partition.
 
-    Args:
-        names: trained parameters, in the model's order.
-        routers: whether there are slots for router losses.
-        parts: name -> number of shards of a sharded parameter.
-        rewards: number of reward statistics per micro-batch.
+    ``names``: trained parameters, in the model's order. ``routers``: whether there are slots for router losses. ``parts``: name ->
+    number of shards, if sharded. ``rewards``: number of reward statistics per micro-batch.
     """
 
     def __init__(
