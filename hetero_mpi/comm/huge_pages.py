@@ -28,6 +28,6 @@ def empty(size_bytes: int) -> NDArray[np.uint8]:
         memory.madvise(mmap.MADV_HUGEPAGE)
     except OSError:  # a kernel without large pages: slower, no less right
         return np.empty(size_bytes, np.uint8)
-    whole = np.frombuffer(memory, np.uint8)
-    first = -whole.ctypes.data % PAGE_BYTES
-    return whole[first : first + size_bytes]
+    page_memory = np.frombuffer(memory, np.uint8)
+    aligned_start = -page_memory.ctypes.data % PAGE_BYTES
+    return page_memory[aligned_start : aligned_start + size_bytes]

@@ -26,20 +26,21 @@ from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.comm.transport import Transport
 
 Pair = tuple[int, int]
-MEASURED_ALIKE, ALIKE = 4, 2.0
+MAX_REPRESENTATIVE_PAIRS = 4
+MAX_TIME_RATIO = 2.0
 """So many pairs of the same hosts stand for all, if their largest message takes at most so many times as long in one as in
 another."""
 _PING, _PONG, _HEADER, _READY = 1, 2, 3, 4
 _TINY_BYTES = 1
-_SLOW_S = 0.05
+_FEW_REPEATS_ABOVE_S = 0.05
 """Messages that take longer are repeated twice at most, seconds."""
-_TOO_SLOW_S = 1.0
+_MAX_MESSAGE_S = 1.0
 """Messages that would take longer are not sent, seconds."""
 _FLOW_S, _FLOW_MESSAGES = 0.05, 3
 """The rate of a flow is measured by ``_FLOW_MESSAGES`` messages of about ``_FLOW_S`` seconds."""
-CLEARLY_FASTER = 1.5
+MIN_SPEEDUP_FACTOR = 1.5
 """Flows that share no NIC are together at least this many times as fast as the fastest of them alone."""
-PLAUSIBLE = 4.0
+MAX_BANDWIDTH_FACTOR = 4.0
 """A fitted bandwidth is at most this many times the highest bytes / seconds of its samples."""
 
 
@@ -71,68 +72,68 @@ class HostFlows:
 
     @property
     def shared(self) -> bool:
-        return any(every < CLEARLY_FASTER * one for one, every in zip(self.alone, self.together, strict=True))
+        return any(total_rate < MIN_SPEEDUP_FACTOR * single_rate for single_rate, total_rate in zip(self.alone, self.together, strict=True))
 
 
 def measure_links(world: World, transport: Transport, sizes_bytes: Sequence[int], repeats: int) -> list[LinkSamples]:
     """Every directed pair; all ranks return the whole list, ordered by (source, destination). Collective.
 
-    Like pairs, those of the same hosts, are measured up to ``MEASURED_ALIKE`` times and, where these agree, have their median.
+    Like pairs, those of the same hosts, are measured up to ``MAX_REPRESENTATIVE_PAIRS`` times and, where these agree, have their median.
 
     A message's time is the median round trip of it and a one-byte answer, less half the median round trip of one byte both ways.
     Each size makes ``repeats`` round trips after one that warms up the path. Sizes that would take too long over a slow link are
     left out.
     """
-    alike: dict[tuple[str, ...], list[Pair]] = {}
+    pairs_by_hosts: dict[tuple[str, ...], list[Pair]] = {}
     for pair in itertools.combinations(range(world.size), 2):
-        alike.setdefault(tuple(sorted(world.hosts[rank] for rank in pair)), []).append(pair)
-    some = {pair for pairs in alike.values() for pair in spread(pairs)}
-    found = _measured(world, transport, some, sizes_bytes, repeats)
-    copied = {
-        hosts: chosen for hosts, pairs in alike.items() if (chosen := agreed(world.hosts, pairs, found)) is not None
+        pairs_by_hosts.setdefault(tuple(sorted(world.hosts[rank] for rank in pair)), []).append(pair)
+    representative_pairs = {pair for pairs in pairs_by_hosts.values() for pair in representative_pairs_of(pairs)}
+    samples = _measure_pairs(world, transport, representative_pairs, sizes_bytes, repeats)
+    models_by_hosts = {
+        hosts: models for hosts, pairs in pairs_by_hosts.items() if (models := common_samples(world.hosts, pairs, samples)) is not None
     }
-    rest = {pair for hosts, pairs in alike.items() if hosts not in copied for pair in pairs} - some
-    found += _measured(world, transport, rest, sizes_bytes, repeats) if rest else []
-    there = {(one.source, one.destination) for one in found}
-    for hosts, pairs in alike.items():
+    remaining_pairs = {pair for hosts, pairs in pairs_by_hosts.items() if hosts not in models_by_hosts for pair in pairs} - representative_pairs
+    samples += _measure_pairs(world, transport, remaining_pairs, sizes_bytes, repeats) if remaining_pairs else []
+    measured_links = {(link.source, link.destination) for link in samples}
+    for hosts, pairs in pairs_by_hosts.items():
         for source, destination in (*pairs, *((b, a) for a, b in pairs)):
-            if (source, destination) not in there:
-                model = copied[hosts][world.hosts[source], world.hosts[destination]]
-                found.append(replace(model, source=source, destination=destination))
-    return sorted(found, key=lambda one: (one.source, one.destination))
+            if (source, destination) not in measured_links:
+                model = models_by_hosts[hosts][world.hosts[source], world.hosts[destination]]
+                samples.append(replace(model, source=source, destination=destination))
+    return sorted(samples, key=lambda link: (link.source, link.destination))
 
 
-def spread(pairs: Sequence[Pair]) -> list[Pair]:
-    """Up to ``MEASURED_ALIKE`` of them, the first and the last among these: ranks that are far apart may sit on other sockets."""
-    last, count = len(pairs) - 1, min(len(pairs), MEASURED_ALIKE)
+def representative_pairs_of(pairs: Sequence[Pair]) -> list[Pair]:
+    """Up to ``MAX_REPRESENTATIVE_PAIRS`` of them, the first and the last among these: ranks that are far apart may sit on other sockets."""
+    last, count = len(pairs) - 1, min(len(pairs), MAX_REPRESENTATIVE_PAIRS)
     return [pairs[last * number // max(1, count - 1)] for number in range(count)]
 
 
-def agreed(
-    hosts: Sequence[str], pairs: Sequence[Pair], found: Sequence[LinkSamples]
+def common_samples(
+    hosts: Sequence[str], pairs: Sequence[Pair], samples: Sequence[LinkSamples]
 ) -> dict[tuple[str, str], LinkSamples] | None:
     """(source's host, destination's host) -> the samples that stand for all of these pairs; None where they do not agree."""
-    chosen, wanted = {}, set(pairs)
-    own = [one for one in found if one.pair in wanted]
-    for direction in {(hosts[one.source], hosts[one.destination]) for one in own}:
-        some = [one for one in own if (hosts[one.source], hosts[one.destination]) == direction]
-        some.sort(key=lambda one: (-len(one.sample_s), one.sample_s[-1:]))
-        best: dict[Pair, float] = {}  # a pair within a host has two directions, and noise only adds to its time
-        for one in some:
-            best[one.pair] = min(one.sample_s[-1], best.get(one.pair, math.inf))
-        if len({one.sample_bytes for one in some}) > 1 or max(best.values()) > ALIKE * min(best.values()):
+    model_by_direction, requested_pairs = {}, set(pairs)
+    pair_samples = [link for link in samples if link.pair in requested_pairs]
+    for direction in {(hosts[link.source], hosts[link.destination]) for link in pair_samples}:
+        direction_samples = [link for link in pair_samples if (hosts[link.source], hosts[link.destination]) == direction]
+        direction_samples.sort(key=lambda link: (-len(link.sample_s), link.sample_s[-1:]))
+        best_s_by_pair: dict[Pair, float] = {}  # a pair within a host has two directions, and noise only adds to its time
+        for link in direction_samples:
+            best_s_by_pair[link.pair] = min(link.sample_s[-1], best_s_by_pair.get(link.pair, math.inf))
+        if len({link.sample_bytes for link in direction_samples}) > 1 or max(best_s_by_pair.values()) > MAX_TIME_RATIO * min(best_s_by_pair.values()):
             return None
-        chosen[direction] = some[len(some) // 2]
-    return chosen
+        model_by_direction[direction] = direction_samples[len(direction_samples) // 2]
+    return model_by_direction
 
 
-def _measured(
-    world: World, transport: Transport, wanted: Collection[Pair], sizes_bytes: Sequence[int], repeats: int
+def _measure_pairs(
+    world: World, transport: Transport, requested_pairs: Collection[Pair], sizes_bytes: Sequence[int], repeats: int
 ) -> list[LinkSamples]:
-    """Both directions of the ``wanted`` pairs, in any order. Collective."""
-    own: list[LinkSamples] = []
-    for everyone in quiet_rounds(world.hosts):
-        pairs = [pair for pair in everyone if pair in wanted]
+    """Both directions of the ``requested_pairs`` pairs, in any order. Collective."""
+    local_samples: list[LinkSamples] = []
+    for round_pairs in quiet_rounds(world.hosts):
+        pairs = [pair for pair in round_pairs if pair in requested_pairs]
         if not pairs:
             continue
         for lower, higher in pairs:
@@ -141,11 +142,11 @@ def _measured(
                     seconds = _time_one_way(transport, destination, sizes_bytes, repeats)
                     same_host = world.hosts[source] == world.hosts[destination]
                     sizes = tuple(sizes_bytes[: len(seconds)])
-                    own.append(LinkSamples(source, destination, same_host, sizes, seconds))
+                    local_samples.append(LinkSamples(source, destination, same_host, sizes, seconds))
                 elif world.rank == destination:
                     _answer(transport, source)
         world.meet_asleep()  # a pair that is done must not disturb one that shares its NIC
-    rows = (row for ranks_own in world.all_gather_json([astuple(one) for one in own]) for row in ranks_own)
+    rows = (row for rank_rows in world.all_gather_json([astuple(link) for link in local_samples]) for row in rank_rows)
     return [LinkSamples(a, b, same_host, tuple(sizes), tuple(seconds)) for a, b, same_host, sizes, seconds in rows]
 
 
@@ -154,44 +155,44 @@ def measure_flows(
 ) -> list[HostFlows]:
     """For each host with several ranks: the rates of its flows to and from other hosts, alone and all at once. Collective."""
     names = tuple(dict.fromkeys(world.hosts))
-    found = []
+    flows = []
     for host in names:
-        leaving = flows_of(world.hosts, host)
-        if len(leaving) < 2:
+        outgoing_pairs = flow_pairs(world.hosts, host)
+        if len(outgoing_pairs) < 2:
             continue
-        directions = (leaving, [(b, a) for a, b in leaving])
-        alone, together = [], []
+        directions = (outgoing_pairs, [(b, a) for a, b in outgoing_pairs])
+        single_flow_rates, total_rates = [], []
         for pairs in directions:
             sizes = [_flow_bytes(links, pair, largest_bytes) for pair in pairs]
-            singles = [_flow_rate(world, transport, pairs[i : i + 1], sizes[i : i + 1]) for i in range(2)]
-            alone.append(max(singles))
-            together.append(_flow_rate(world, transport, pairs, sizes))
-        found.append(HostFlows(host, (alone[0], alone[1]), (together[0], together[1])))
-    return found
+            single_rates = [_flow_rate(world, transport, pairs[i : i + 1], sizes[i : i + 1]) for i in range(2)]
+            single_flow_rates.append(max(single_rates))
+            total_rates.append(_flow_rate(world, transport, pairs, sizes))
+        flows.append(HostFlows(host, (single_flow_rates[0], single_flow_rates[1]), (total_rates[0], total_rates[1])))
+    return flows
 
 
-def flows_of(hosts: Sequence[str], host: str) -> list[tuple[int, int]]:
+def flow_pairs(hosts: Sequence[str], host: str) -> list[tuple[int, int]]:
     """(rank of ``host``, rank elsewhere) for each rank of ``host``. Partners are spread over as many hosts and ranks as there are.
 
     >>> flows_of(("a", "a", "b", "b", "c"), "a")
     [(0, 2), (1, 4)]
     """
-    own = [rank for rank, name in enumerate(hosts) if name == host]
-    elsewhere = [rank for rank, name in enumerate(hosts) if name != host]
-    place = {rank: sum(hosts[other] == hosts[rank] for other in range(rank)) for rank in elsewhere}
-    elsewhere.sort(key=lambda rank: (place[rank], rank))
-    return list(zip(own, itertools.cycle(elsewhere), strict=False)) if elsewhere else []
+    host_ranks = [rank for rank, name in enumerate(hosts) if name == host]
+    remote_ranks = [rank for rank, name in enumerate(hosts) if name != host]
+    local_index = {rank: sum(hosts[lower_rank] == hosts[rank] for lower_rank in range(rank)) for rank in remote_ranks}
+    remote_ranks.sort(key=lambda rank: (local_index[rank], rank))
+    return list(zip(host_ranks, itertools.cycle(remote_ranks), strict=False)) if remote_ranks else []
 
 
 def _time_one_way(transport: Transport, peer: int, sizes_bytes: Sequence[int], repeats: int) -> tuple[float, ...]:
     """Seconds of a message of each size, up to the first size that is too slow."""
     tiny_s = _round_trip_s(transport, peer, _TINY_BYTES, repeats)
     seconds: list[float] = []
-    for place, size in enumerate(sizes_bytes):
-        expected_s = seconds[-1] * size / sizes_bytes[place - 1] if seconds else 0.0
-        if expected_s > _TOO_SLOW_S:
+    for index, size in enumerate(sizes_bytes):
+        expected_s = seconds[-1] * size / sizes_bytes[index - 1] if seconds else 0.0
+        if expected_s > _MAX_MESSAGE_S:
             break
-        trip_s = _round_trip_s(transport, peer, size, repeats if expected_s < _SLOW_S else min(repeats, 2))
+        trip_s = _round_trip_s(transport, peer, size, repeats if expected_s < _FEW_REPEATS_ABOVE_S else min(repeats, 2))
         # Noise may make the difference tiny or negative; no message is faster than half of the smallest one's return trip.
         seconds.append(max(trip_s - tiny_s / 2, tiny_s / 2))
     _announce(transport, peer, 0, 0)
@@ -267,9 +268,9 @@ def _flow_rate(world: World, transport: Transport, pairs: Sequence[tuple[int, in
             requests += [transport.send(destination, tag, message) for _ in range(_FLOW_MESSAGES)]
     for request in requests:
         transport.wait(request)
-    own_s = time.perf_counter() - start if requests else 0.0
+    local_s = time.perf_counter() - start if requests else 0.0
     world.meet_asleep()
-    longest_s = max(float(seconds) for seconds in world.all_gather_json(own_s))
+    longest_s = max(float(seconds) for seconds in world.all_gather_json(local_s))
     return _FLOW_MESSAGES * sum(sizes) / longest_s
 
 
@@ -277,25 +278,25 @@ def fit_line(sample_bytes: Sequence[float], sample_s: Sequence[float]) -> tuple[
     """``(latency_s, bytes_per_s)`` of the line ``latency_s + bytes / bytes_per_s`` through the samples.
 
     Least squares of the *relative* errors: small messages determine the latency, large ones the bandwidth. The latency is not
-    negative. The bandwidth is at most ``PLAUSIBLE`` times the highest bytes / seconds of a sample, because noise alone makes lines
+    negative. The bandwidth is at most ``MAX_BANDWIDTH_FACTOR`` times the highest bytes / seconds of a sample, because noise alone makes lines
     that hardly rise, or fall.
     """
     sizes, seconds = np.asarray(sample_bytes, np.float64), np.asarray(sample_s, np.float64)
     assert sizes.size == seconds.size > 0 and bool(np.all(seconds > 0)), "samples must be positive seconds"
     weights = 1 / seconds
     if np.ptp(sizes) == 0:
-        return _through_zero(sizes, seconds)
+        return _fit_without_latency(sizes, seconds)
     design = np.stack([weights, weights * sizes], axis=1)
     (latency_s, s_per_byte), *_ = np.linalg.lstsq(design, np.ones_like(seconds), rcond=None)
     if latency_s < 0:
-        return _through_zero(sizes, seconds)
-    fastest = PLAUSIBLE * float((sizes / seconds).max())
+        return _fit_without_latency(sizes, seconds)
+    fastest = MAX_BANDWIDTH_FACTOR * float((sizes / seconds).max())
     if s_per_byte * fastest >= 1:
         return float(latency_s), float(1 / s_per_byte)
     return max(0.0, float(median(seconds - sizes / fastest))), fastest
 
 
-def _through_zero(sizes: NDArray[np.float64], seconds: NDArray[np.float64]) -> tuple[float, float]:
+def _fit_without_latency(sizes: NDArray[np.float64], seconds: NDArray[np.float64]) -> tuple[float, float]:
     """The same fit with latency zero."""
     relative = sizes / seconds
     total = float((relative**2).sum())
@@ -304,21 +305,21 @@ def _through_zero(sizes: NDArray[np.float64], seconds: NDArray[np.float64]) -> t
 
 _PING_TAG = (1 << 14) - 1
 """MPI promises tags up to 32767; stages take the small ones."""
-_PINGS = 20
+_PING_COUNT = 20
 Clock = Callable[[], float]
 
 
 def clock_offset_s(world: World, transport: Transport) -> float:
     """This rank's clock minus that of the first rank of ``world``, in seconds: 0 on its host, else by ping-pong. Collective."""
-    numbers, own = list(world.numbers or range(world.size)), 0.0
+    numbers, offset_s = list(world.numbers or range(world.size)), 0.0
     for index in range(1, world.size):
         if world.hosts[index] == world.hosts[0]:
             continue
         if world.rank == 0:
             compare_clocks(transport, numbers[index], "leads")
         elif world.rank == index:
-            own = compare_clocks(transport, numbers[0], "follows")
-    return own
+            offset_s = compare_clocks(transport, numbers[0], "follows")
+    return offset_s
 
 
 def compare_clocks(
@@ -331,7 +332,7 @@ def compare_clocks(
     """
     best_s, offset_s = float("inf"), 0.0
     answer = np.zeros(8, np.uint8)
-    for _ in range(_PINGS):
+    for _ in range(_PING_COUNT):
         if role == "leads":
             transport.wait(transport.post_receive(peer, _PING_TAG, answer))
             transport.wait(transport.send(peer, _PING_TAG, np.array([clock()]).view(np.uint8)))
@@ -351,28 +352,28 @@ def compare_clocks(
 
 
 def quiet_rounds(hosts: Sequence[str]) -> list[list[tuple[int, int]]]:
-    """``rounds`` for ranks on ``hosts``, divided so that of the pairs between hosts no two in a round touch one host.
+    """``round_robin`` for ranks on ``hosts``, divided so that of the pairs between hosts no two in a round touch one host.
 
     >>> quiet_rounds(("a", "a", "b", "b"))
     [[(0, 3)], [(1, 2)], [(0, 2)], [(1, 3)], [(0, 1), (2, 3)]]
     """
     result = []
-    for pairs in rounds(len(hosts)):
-        waiting = pairs
-        while waiting:
-            now: list[tuple[int, int]] = []
-            busy: set[str] = set()
-            for a, b in waiting:
-                touched = {hosts[a], hosts[b]} if hosts[a] != hosts[b] else set()
-                if not touched & busy:
-                    now.append((a, b))
-                    busy |= touched
-            result.append(now)
-            waiting = [pair for pair in waiting if pair not in now]
+    for pairs in round_robin(len(hosts)):
+        remaining_pairs = pairs
+        while remaining_pairs:
+            round_pairs: list[tuple[int, int]] = []
+            busy_hosts: set[str] = set()
+            for a, b in remaining_pairs:
+                endpoint_hosts = {hosts[a], hosts[b]} if hosts[a] != hosts[b] else set()
+                if not endpoint_hosts & busy_hosts:
+                    round_pairs.append((a, b))
+                    busy_hosts |= endpoint_hosts
+            result.append(round_pairs)
+            remaining_pairs = [pair for pair in remaining_pairs if pair not in round_pairs]
     return result
 
 
-def rounds(n: int) -> list[list[tuple[int, int]]]:
+def round_robin(n: int) -> list[list[tuple[int, int]]]:
     """Disjoint pairs per round, every pair of ``range(n)`` once, lower rank first.
 
     For n = 4::

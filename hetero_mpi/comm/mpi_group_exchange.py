@@ -38,13 +38,13 @@ from hetero_mpi.comm.transport import Exchange, Group, Numbers, Part, ring_of
 
 PIECE_BYTES = 1 << 22
 """Large enough that messages cost nothing, small enough to add in the cache while the next piece travels."""
-PIECES_AT_ONCE = 4
-_TAGS_OF_GROUP = 2 * PIECES_AT_ONCE
+MAX_PIECES_IN_FLIGHT = 4
+_TAGS_PER_GROUP = 2 * MAX_PIECES_IN_FLIGHT
 """Pieces take them in turn. Messages of one tag are matched in the order in which members send and receive them, and around a ring
 a piece's messages follow one another: so a tag is taken again only when the piece that has it is finished."""
-MOST_GROUPS = 32768 // _TAGS_OF_GROUP
+MAX_GROUPS = 32768 // _TAGS_PER_GROUP
 """MPI promises tags up to 32767."""
-_ALIGNMENT = 64
+_ALIGNMENT_BYTES = 64
 """Bytes: segments begin at multiples of a cache line."""
 
 
@@ -52,47 +52,47 @@ class GroupExchange:
     """The exchanges of one group, first started first. ``comm`` is theirs alone; ``hosts``: of the group's ranks."""
 
     def __init__(self, progress: MpiProgress, comm: Any, rank: int, group: Group, hosts: Sequence[str]) -> None:
-        assert 0 <= group.number < MOST_GROUPS, f"group numbers go up to {MOST_GROUPS - 1}"
+        assert 0 <= group.number < MAX_GROUPS, f"group numbers go up to {MAX_GROUPS - 1}"
         self.progress, self.comm = progress, comm
         ring = ring_of(group.ranks, hosts)
         order = ring if ring is not None else group.ranks
         self.size, self.position = len(order), order.index(rank)
-        self.others = tuple(member for member in order if member != rank)
-        self.ahead, self.behind = order[(self.position + 1) % self.size], order[self.position - 1]
-        self._places = [group.ranks.index(member) for member in order]
-        self._piece: type[_DirectPiece] | type[_RingPiece] = _DirectPiece if ring is None else _RingPiece
-        self._first_tag = group.number * _TAGS_OF_GROUP
-        self._waiting: deque[_DirectPiece | _RingPiece] = deque()
-        self._tag = 0
+        self.peers = tuple(member for member in order if member != rank)
+        self.next_rank, self.previous_rank = order[(self.position + 1) % self.size], order[self.position - 1]
+        self._part_indices = [group.ranks.index(member) for member in order]
+        self._piece_class: type[_DirectPiece] | type[_RingPiece] = _DirectPiece if ring is None else _RingPiece
+        self._first_tag = group.number * _TAGS_PER_GROUP
+        self._queued_pieces: deque[_DirectPiece | _RingPiece] = deque()
+        self._next_tag = 0
         """The next piece's, counted from the group's first tag."""
         self._tags_in_use: set[int] = set()
         self._pieces_left: dict[Exchange, int] = {}
         self._scratch: list[Numbers] = []
-        self._room = 0
+        self._scratch_size = 0
 
     def start(self, request: Exchange) -> None:
         """Begin an exchange, or queue it behind the group's others."""
-        self.progress.begin(request)
+        self.progress.register(request)
         if self.size == 1:
-            self.progress.end(request)
+            self.progress.complete_request(request)
             return
-        parts = [request.parts[place] for place in self._places]
+        parts = [request.parts[index] for index in self._part_indices]
         width = segment_bytes(self.size) // parts[0].itemsize
         # Empty segments are not sent: both ends know from the parts that nothing comes.
         longest = max(part.size for part in parts)
         pieces = [
-            self._piece(self, request, [part[first : first + width] for part in parts])
+            self._piece_class(self, request, [part[first : first + width] for part in parts])
             for first in range(0, max(1, longest), width)
         ]
         self._pieces_left[request] = len(pieces)
-        self._waiting.extend(pieces)
-        self._begin_pieces()
+        self._queued_pieces.extend(pieces)
+        self._start_pieces()
 
-    def _begin_pieces(self) -> None:
-        while self._waiting and len(self._tags_in_use) < PIECES_AT_ONCE and self._tag not in self._tags_in_use:
-            tag, self._tag = self._tag, (self._tag + 1) % _TAGS_OF_GROUP
+    def _start_pieces(self) -> None:
+        while self._queued_pieces and len(self._tags_in_use) < MAX_PIECES_IN_FLIGHT and self._next_tag not in self._tags_in_use:
+            tag, self._next_tag = self._next_tag, (self._next_tag + 1) % _TAGS_PER_GROUP
             self._tags_in_use.add(tag)
-            self._waiting.popleft().begin(self._first_tag + tag)
+            self._queued_pieces.popleft().start(self._first_tag + tag)
 
     def finish(self, piece: _DirectPiece | _RingPiece) -> None:
         self._tags_in_use.remove(piece.tag - self._first_tag)
@@ -101,23 +101,23 @@ class GroupExchange:
         self._pieces_left[piece.request] -= 1
         if self._pieces_left[piece.request] == 0:
             del self._pieces_left[piece.request]
-            self.progress.end(piece.request)
-        self._begin_pieces()
+            self.progress.complete_request(piece.request)
+        self._start_pieces()
 
     def take_scratch(self, size: int) -> Numbers:
         """Room for ``size`` numbers, reused from earlier pieces. All rooms are as long as the longest, so that it does not
         matter which piece takes which."""
-        self._room = max(self._room, size)
+        self._scratch_size = max(self._scratch_size, size)
         while self._scratch:
             array = self._scratch.pop()
-            if array.size >= self._room:
+            if array.size >= self._scratch_size:
                 return array
-        return huge_pages.empty(4 * self._room).view(np.float32)
+        return huge_pages.empty(4 * self._scratch_size).view(np.float32)
 
 
 def segment_bytes(members: int) -> int:
     """Bytes of one member's segment of a piece, but for the last pieces."""
-    return -(-PIECE_BYTES // (members * _ALIGNMENT)) * _ALIGNMENT
+    return -(-PIECE_BYTES // (members * _ALIGNMENT_BYTES)) * _ALIGNMENT_BYTES
 
 
 class _DirectPiece:
@@ -129,26 +129,26 @@ class _DirectPiece:
         self._segments = segments
         self.tag = 0
         self.scratch: Numbers | None = None
-        self._left = 0
+        self._messages_left = 0
         """Messages."""
 
-    def begin(self, tag: int) -> None:
+    def start(self, tag: int) -> None:
         self.tag = tag
         exchange, progress = self.exchange, self.exchange.progress
-        rooms: Sequence[Part] = self._segments
-        sent: Sequence[Part] = [self._own] * len(rooms)
+        receive_buffers: Sequence[Part] = self._segments
+        send_segments: Sequence[Part] = [self._own] * len(receive_buffers)
         if self.request.sums:
-            self.scratch = exchange.take_scratch(self._own.size * len(rooms))
-            sent, rooms = rooms, list(self._rows())
-        coming = [(other, room) for other, room in zip(exchange.others, rooms, strict=True) if room.size]
-        leaving = [(other, segment) for other, segment in zip(exchange.others, sent, strict=True) if segment.size]
-        self._left = len(coming) + len(leaving)
-        if not self._left:
+            self.scratch = exchange.take_scratch(self._own.size * len(receive_buffers))
+            send_segments, receive_buffers = receive_buffers, list(self._rows())
+        receives = [(peer, receive_buffer) for peer, receive_buffer in zip(exchange.peers, receive_buffers, strict=True) if receive_buffer.size]
+        sends = [(peer, segment) for peer, segment in zip(exchange.peers, send_segments, strict=True) if segment.size]
+        self._messages_left = len(receives) + len(sends)
+        if not self._messages_left:
             exchange.finish(self)
-        for other, room in coming:
-            progress.receive(exchange.comm, self.request, room, other, tag, self._one_less)
-        for other, segment in leaving:
-            progress.send(exchange.comm, self.request, segment, other, tag, self._one_less)
+        for peer, receive_buffer in receives:
+            progress.receive(exchange.comm, self.request, receive_buffer, peer, tag, self._count_message)
+        for peer, segment in sends:
+            progress.send(exchange.comm, self.request, segment, peer, tag, self._count_message)
 
     def _rows(self) -> Numbers:
         """Others' contributions to the own segment, by rank."""
@@ -156,9 +156,9 @@ class _DirectPiece:
         count = len(self._segments)
         return self.scratch[: self._own.size * count].reshape(count, self._own.size)
 
-    def _one_less(self) -> None:
-        self._left -= 1
-        if self._left:
+    def _count_message(self) -> None:
+        self._messages_left -= 1
+        if self._messages_left:
             return
         if self.request.sums:
             self._add()
@@ -184,12 +184,12 @@ class _RingPiece:
 
     def __init__(self, exchange: GroupExchange, request: Exchange, segments: list[Part]) -> None:
         self.exchange, self.request, self._segments = exchange, request, segments
-        self._first = exchange.position - request.sums
-        self._sent = self._come = 0
+        self._first_segment = exchange.position - request.sums
+        self._sent_hops = self._received_hops = 0
         self.tag = 0
         self.scratch: Numbers | None = None
 
-    def begin(self, tag: int) -> None:
+    def start(self, tag: int) -> None:
         """The first hop. All hops use the same tag: they follow one another from each member to the next."""
         self.tag = tag
         if self.request.sums:
@@ -200,32 +200,32 @@ class _RingPiece:
         return self._segments[number % self.exchange.size]
 
     def _hop(self) -> None:
-        exchange, arriving = self.exchange, self._segment(self._first - self._come - 1)
-        room = arriving if self.scratch is None else self.scratch[: arriving.size]
-        if arriving.size:
-            exchange.progress.receive(exchange.comm, self.request, room, exchange.behind, self.tag, self._has_come)
-        leaving = self._segment(self._first - self._come)
-        if leaving.size:
-            exchange.progress.send(exchange.comm, self.request, leaving, exchange.ahead, self.tag, self._has_left)
+        exchange, incoming = self.exchange, self._segment(self._first_segment - self._received_hops - 1)
+        receive_buffer = incoming if self.scratch is None else self.scratch[: incoming.size]
+        if incoming.size:
+            exchange.progress.receive(exchange.comm, self.request, receive_buffer, exchange.previous_rank, self.tag, self._on_received)
+        outgoing = self._segment(self._first_segment - self._received_hops)
+        if outgoing.size:
+            exchange.progress.send(exchange.comm, self.request, outgoing, exchange.next_rank, self.tag, self._on_sent)
         else:
-            self._sent += 1
-        if not arriving.size:
-            self._has_come()
+            self._sent_hops += 1
+        if not incoming.size:
+            self._on_received()
 
-    def _has_come(self) -> None:
+    def _on_received(self) -> None:
         if self.scratch is not None:
-            own = self._segment(self._first - self._come - 1)
-            np.add(self.scratch[: own.size], own, out=own)
-        self._come += 1
-        if self._come < self.exchange.size - 1:
+            segment = self._segment(self._first_segment - self._received_hops - 1)
+            np.add(self.scratch[: segment.size], segment, out=segment)
+        self._received_hops += 1
+        if self._received_hops < self.exchange.size - 1:
             self._hop()
         else:
             self._finish_if_done()
 
-    def _has_left(self) -> None:
-        self._sent += 1
+    def _on_sent(self) -> None:
+        self._sent_hops += 1
         self._finish_if_done()
 
     def _finish_if_done(self) -> None:
-        if self._sent == self._come == self.exchange.size - 1:
+        if self._sent_hops == self._received_hops == self.exchange.size - 1:
             self.exchange.finish(self)

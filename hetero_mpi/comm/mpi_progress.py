@@ -49,8 +49,8 @@ class MpiProgress:
         self.completed = 0
         """Requests that have ended, well or badly."""
 
-    def begin(self, request: Request) -> None:
-        """Register a request; ``send`` and ``receive`` start its parts, ``end`` completes it."""
+    def register(self, request: Request) -> None:
+        """Register a request; ``send`` and ``receive`` start its parts, ``complete_request`` completes it."""
         self.requests[request] = 0
 
     def start_message(self, comm: Any, request: Message, piece_bytes: int) -> None:
@@ -59,13 +59,13 @@ class MpiProgress:
         A message of n bytes is n // piece_bytes full pieces and a last one that is shorter, or even empty: so a
         receiver with another length always sees a piece of a wrong length, and never waits for one that will not come.
         """
-        self.begin(request)
-        move = self.send if request.kind == "send" else self.receive
+        self.register(request)
+        start_part = self.send if request.kind == "send" else self.receive
         if request.buffer.size < piece_bytes:
-            move(comm, request, request.buffer, request.peer, request.tag)
+            start_part(comm, request, request.buffer, request.peer, request.tag)
             return
         for first in range(0, request.buffer.size + 1, piece_bytes):
-            move(comm, request, request.buffer[first : first + piece_bytes], request.peer, request.tag)
+            start_part(comm, request, request.buffer[first : first + piece_bytes], request.peer, request.tag)
 
     def send(self, comm: Any, request: Request, buffer: Any, peer: int, tag: int, then: Then | None = None) -> None:
         call = comm.Send_init if then is None else comm.Ssend_init
@@ -81,8 +81,8 @@ class MpiProgress:
             handle = call([buffer, buffer.nbytes, self._mpi.BYTE], peer, tag)
             handle.Start()
         except (self._mpi.Exception, ValueError, OverflowError) as error:
-            ulfm.note(error)
-            self.end(part.request, error)
+            ulfm.revoke_on_loss(error)
+            self.complete_request(part.request, error)
             return
         self._handles.append(handle)
         self._parts.append(part)
@@ -91,7 +91,7 @@ class MpiProgress:
         if part.then is None:
             self.requests[part.request] += 1
 
-    def end(self, request: Request, error: BaseException | None = None) -> None:
+    def complete_request(self, request: Request, error: BaseException | None = None) -> None:
         del self.requests[request]
         self.completed += 1
         request.complete(error)
@@ -124,13 +124,13 @@ class MpiProgress:
             return
         if part.receives and arrived_bytes != part.expected_bytes:
             arrived_bytes += request.buffer.size - part.expected_bytes
-            self.end(request, length_problem(request, f"{arrived_bytes} bytes"))
+            self.complete_request(request, length_problem(request, f"{arrived_bytes} bytes"))
         elif part.then is not None:
             part.then()
         elif self.requests[request] > 1:
             self.requests[request] -= 1
         else:
-            self.end(request)
+            self.complete_request(request)
 
     def abandon(self, grace_s: float) -> None:
         """Cancel receives, give sends ``grace_s`` to end, and complete what is left with an error."""
@@ -143,11 +143,11 @@ class MpiProgress:
                 pause.rest()
         for handle, part in zip(self._handles, self._parts, strict=True):
             # Where a rank has died, MPI may wait for ever for a message that has begun to come.
-            if part.receives and not ulfm.lost_any():
+            if part.receives and not ulfm.any_rank_lost():
                 self._cancel(handle)
-        self._give_up()
+        self._abandon_handles()
         for request in list(self.requests):
-            self.end(request, TransportError("the transport was closed before it was complete"))
+            self.complete_request(request, TransportError("the transport was closed before it was complete"))
 
     def _cancel(self, handle: Any) -> None:
         try:
@@ -162,20 +162,20 @@ class MpiProgress:
         """Fail all requests with an error of MPI, as it does not say which are still good; those with an error of their own keep
         it.
         """
-        if ulfm.note(error):
+        if ulfm.revoke_on_loss(error):
             error = ulfm.RankLost()
         truncated = {
             (status.Get_source(), status.Get_tag())
             for status in self._statuses[: len(self._handles)]
             if status.Get_error() != 0 and self._mpi.Get_error_class(status.Get_error()) == self._mpi.ERR_TRUNCATE
         }
-        self._give_up()
+        self._abandon_handles()
         for request in list(self.requests):
             receives = isinstance(request, Message) and request.kind == "receive"
-            guilty = receives and (request.peer, request.tag) in truncated  # type: ignore[attr-defined]
-            self.end(request, length_problem(request, "more bytes") if guilty else error)
+            truncates = receives and (request.peer, request.tag) in truncated  # type: ignore[attr-defined]
+            self.complete_request(request, length_problem(request, "more bytes") if truncates else error)
 
-    def _give_up(self) -> None:
+    def _abandon_handles(self) -> None:
         _ABANDONED.extend(handle for handle in self._handles if handle != self._mpi.REQUEST_NULL)
         self._handles.clear()
         self._parts.clear()

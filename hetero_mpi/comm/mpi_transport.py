@@ -39,14 +39,15 @@ from hetero_mpi.util.errors import UserError
 
 PIECE_BYTES = 1 << 30
 """Longer messages travel in pieces: MPI counts are 32 bit in most libraries."""
-SHORTEST_SLEEP_S, LONGEST_SLEEP_S = 100e-6, 2.5e-3
+MIN_SLEEP_S = 100e-6
+MAX_SLEEP_S = 2.5e-3
 """Limits of the communication thread's sleep between two looks, seconds. A look that finds nothing costs a computing rank some 40
 us: the thread needs a core and the interpreter's lock.
 """
-WORTHWHILE_S = 100e-6
+MIN_USEFUL_POLL_S = 100e-6
 """A look that took longer than this has moved bytes: copying 300 KB takes about as long. One that finds nothing takes up to 40 us,
 and must not be taken for one that does: the communication thread would never sleep for longer."""
-CLOSE_S = 0.5
+CLOSE_GRACE_S = 0.5
 """Seconds that ``close`` lets pending sends run on before it abandons them."""
 
 
@@ -70,17 +71,17 @@ class MpiTransport(Transport):
                 "The communication thread needs an MPI library with THREAD_SERIALIZED or THREAD_MULTIPLE, this one "
                 "grants less: set `communication_thread = false` in [cluster], or use another MPI build.",
             )
-        self._messages, self._summing = ulfm.duplicate(comm), ulfm.duplicate(comm)
+        self._message_comm, self._exchange_comm = ulfm.duplicate(comm), ulfm.duplicate(comm)
         self._piece_bytes = piece_bytes
         self._hosts = tuple(hosts) or ("",) * comm.Get_size()
         self._progress = MpiProgress(MPI)
         self._groups: dict[int, Group] = {}
         self._exchanges: dict[Group, GroupExchange] = {}
-        self._own_mpi = threading.Lock()
+        self._mpi_lock = threading.Lock()
         self._to_start: deque[Request] = deque()
         self._held: list[Request] = []
         """Sends and exchanges that wait for their bytes, and those behind them."""
-        self._posted = 0
+        self._posted_count = 0
         self._closed = False
         self.waiting: list[Request] = []
         """Requests that the rank's own threads wait for, looking into MPI themselves."""
@@ -95,11 +96,11 @@ class MpiTransport(Transport):
     def group(self, ranks: tuple[int, ...], number: int) -> Group:
         """See ``Transport.group``. Does not wait for other ranks."""
         group = Group(ranks, number)
-        rank = self._summing.Get_rank()
-        check_group(rank, self._summing.Get_size(), group, self._groups)
+        rank = self._exchange_comm.Get_rank()
+        check_group(rank, self._exchange_comm.Get_size(), group, self._groups)
         self._groups[number] = group
         self._exchanges[group] = GroupExchange(
-            self._progress, self._summing, rank, group, [self._hosts[r] for r in ranks]
+            self._progress, self._exchange_comm, rank, group, [self._hosts[r] for r in ranks]
         )
         return group
 
@@ -113,14 +114,14 @@ class MpiTransport(Transport):
     def _post(self, request: Request) -> Request:
         if self._closed:
             raise TransportError(f"{request}: the transport is closed")
-        self._posted += 1
+        self._posted_count += 1
         self._to_start.append(request)
         # If the communication thread is in MPI just now, it starts the request itself: nobody waits for it here.
-        if self._own_mpi.acquire(blocking=False):
+        if self._mpi_lock.acquire(blocking=False):
             try:
                 self._start()
             finally:
-                self._own_mpi.release()
+                self._mpi_lock.release()
         if self._thread is not None:
             self._thread.wake()
         return request
@@ -133,38 +134,38 @@ class MpiTransport(Transport):
             if request.ready is not None or (self._held and not receives):
                 self._held.append(request)
             else:
-                self._begin(request)
+                self._start_request(request)
         return bool(self._held) and self._start_held()
 
-    def _begin(self, request: Request) -> None:
+    def _start_request(self, request: Request) -> None:
         if isinstance(request, Exchange):
             self._exchanges[request.group].start(request)
         else:
             assert isinstance(request, Message)
-            self._progress.start_message(self._messages, request, self._piece_bytes)
+            self._progress.start_message(self._message_comm, request, self._piece_bytes)
 
     def _start_held(self) -> bool:
         """Start held requests in order, per (destination, tag) and per group."""
-        held: list[Request] = []
-        behind = set()
+        still_held: list[Request] = []
+        blocked_routes = set()
         for request in self._held:
             try:
-                if request.route in behind or not (request.ready is None or request.ready()):
-                    behind.add(request.route)
-                    held.append(request)
+                if request.route in blocked_routes or not (request.ready is None or request.ready()):
+                    blocked_routes.add(request.route)
+                    still_held.append(request)
                     continue
             except Exception as error:
-                self._progress.begin(request)
-                self._progress.end(request, error)
+                self._progress.register(request)
+                self._progress.complete_request(request, error)
                 continue
-            self._begin(request)
-        started = len(held) < len(self._held)
-        self._held = held
+            self._start_request(request)
+        started = len(still_held) < len(self._held)
+        self._held = still_held
         return started
 
-    def look(self) -> bool:
+    def poll(self) -> bool:
         """Start what was posted, and take what has finished. Returns whether anything has finished or could start."""
-        with self._own_mpi:
+        with self._mpi_lock:
             started = self._start()
             return self._progress.poll() or started
 
@@ -172,12 +173,12 @@ class MpiTransport(Transport):
         """See ``Transport.wait``. Raises RankLost: some rank has died, whether or not the request has to do with it."""
         if not request.completed:
             self.waiting.append(request)
-            pause, check = Pause(), ulfm.Check()
+            pause, check = Pause(), ulfm.RevocationCheck()
             try:
                 while not request.completed:
                     begin_s = time.perf_counter()
                     # A long look has copied a part of something: the rest follows at once.
-                    if self.look() or time.perf_counter() - begin_s > WORTHWHILE_S:
+                    if self.poll() or time.perf_counter() - begin_s > MIN_USEFUL_POLL_S:
                         pause.reset()
                     else:
                         check()
@@ -189,25 +190,25 @@ class MpiTransport(Transport):
         request.raise_error()
 
     def pending(self) -> int:
-        return self._posted - self._progress.completed
+        return self._posted_count - self._progress.completed
 
     @property
     def moved(self) -> int:
         """A counter that grows whenever a request is posted or completed."""
-        return self._posted + self._progress.completed
+        return self._posted_count + self._progress.completed
 
     def sending(self) -> dict[str, list[int]]:
         """Rank -> [messages, bytes] handed to MPI for it that are not yet sent. From any thread."""
-        found: dict[str, list[int]] = {}
+        pending_by_rank: dict[str, list[int]] = {}
         for request in list(self._progress.requests):
             if isinstance(request, Message) and request.kind == "send":
-                own = found.setdefault(str(request.peer), [0, 0])
-                own[0], own[1] = own[0] + 1, own[1] + request.buffer.nbytes
-        return found
+                totals = pending_by_rank.setdefault(str(request.peer), [0, 0])
+                totals[0], totals[1] = totals[0] + 1, totals[1] + request.buffer.nbytes
+        return pending_by_rank
 
     def close(self) -> None:
-        """Sends that are still pending may run on for ``CLOSE_S``."""
-        self._close(CLOSE_S)
+        """Sends that are still pending may run on for ``CLOSE_GRACE_S``."""
+        self._close(CLOSE_GRACE_S)
 
     def _close(self, grace_s: float) -> None:
         if self._closed:
@@ -215,15 +216,15 @@ class MpiTransport(Transport):
         self._closed = True
         if self._thread is not None:
             self._thread.stop()
-        with self._own_mpi:
+        with self._mpi_lock:
             self._start()
             for request in self._held:
-                self._progress.begin(request)
+                self._progress.register(request)
             self._progress.abandon(grace_s)
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         # After a failure nobody may be left to take the messages: do not wait for them.
-        self._close(CLOSE_S if error is None else 0.0)
+        self._close(CLOSE_GRACE_S if error is None else 0.0)
 
 
 class _CommunicationThread:
@@ -232,20 +233,20 @@ class _CommunicationThread:
     def __init__(self, transport: MpiTransport) -> None:
         self._transport = transport
         self._idle = self._stopping = False
-        self._sleep_s = SHORTEST_SLEEP_S
-        self._woken: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._looking = Background("moving messages", self._run)
+        self._sleep_s = MIN_SLEEP_S
+        self._wake_events: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._background = Background("moving messages", self._run)
 
     def wake(self) -> None:
         if self._idle:
             self._idle = False
-            self._woken.put(None)
+            self._wake_events.put(None)
 
     def stop(self) -> None:
         """End the thread. From now on only the caller's thread calls MPI."""
         self._stopping = True
-        self._woken.put(None)
-        self._looking.finish()
+        self._wake_events.put(None)
+        self._background.finish()
 
     def _run(self) -> None:
         transport = self._transport
@@ -253,19 +254,19 @@ class _CommunicationThread:
             if transport.pending() == 0:
                 self._idle = True
                 if transport.pending() == 0:  # again: who posts looks at `_idle` after that
-                    self._woken.get()
+                    self._wake_events.get()
                 self._idle = False
             elif transport.waiting:
-                self._sleep_s = LONGEST_SLEEP_S  # who waits looks by itself, and wants the interpreter's lock
+                self._sleep_s = MAX_SLEEP_S  # who waits looks by itself, and wants the interpreter's lock
             else:
                 begin_s = time.thread_time()
-                finished = transport.look()
-                self._adapt(finished or time.thread_time() - begin_s > WORTHWHILE_S)
-            time.sleep(SHORTEST_SLEEP_S if transport.idle else self._sleep_s)
+                finished = transport.poll()
+                self._adapt(finished or time.thread_time() - begin_s > MIN_USEFUL_POLL_S)
+            time.sleep(MIN_SLEEP_S if transport.idle else self._sleep_s)
 
-    def _adapt(self, moved: bool) -> None:
+    def _adapt(self, made_progress: bool) -> None:
         """Sleep for a shorter time after a look that moved something, else for a longer one."""
-        if moved:
-            self._sleep_s = max(self._sleep_s / 2, SHORTEST_SLEEP_S)
+        if made_progress:
+            self._sleep_s = max(self._sleep_s / 2, MIN_SLEEP_S)
         else:
-            self._sleep_s = min(self._sleep_s * 2, LONGEST_SLEEP_S)
+            self._sleep_s = min(self._sleep_s * 2, MAX_SLEEP_S)

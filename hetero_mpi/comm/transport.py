@@ -265,7 +265,7 @@ def check_parts(group: Group, parts: Sequence[Part], dtype: type[np.generic]) ->
             )
 
 
-def check_group(rank: int, size: int, group: Group, earlier: dict[int, Group]) -> None:
+def check_group(rank: int, size: int, group: Group, groups_by_number: dict[int, Group]) -> None:
     """Refuse ranks that are no group of this job, or a number that is in use for another group. Raises ValueError: with the rule
     and the values.
     """
@@ -274,9 +274,9 @@ def check_group(rank: int, size: int, group: Group, earlier: dict[int, Group]) -
         raise ValueError(
             f"A group's ranks must be increasing, below {size}, and hold the calling rank {rank} (ranks: {ranks})."
         )
-    if group.number in earlier:
-        taken = earlier[group.number].ranks
-        raise ValueError(f"Every group needs a number of its own (number: {group.number}, taken by ranks {taken}).")
+    if group.number in groups_by_number:
+        ranks_in_use = groups_by_number[group.number].ranks
+        raise ValueError(f"Every group needs a number of its own (number: {group.number}, taken by ranks {ranks_in_use}).")
 
 
 AHEAD = 2
@@ -295,20 +295,20 @@ def send_in_order(transport: Transport, messages: Iterable[tuple[int, int, Buffe
 
 
 def receive_in_order(
-    transport: Transport, messages: Iterable[tuple[int, int, Buffer]], ahead: int = AHEAD
+    transport: Transport, messages: Iterable[tuple[int, int, Buffer]], max_in_flight: int = AHEAD
 ) -> Iterator[Buffer]:
-    """Receive messages (source, tag, buffer), of which ``ahead`` are posted at once. Each is valid until the next one is taken: an
+    """Receive messages (source, tag, buffer), of which ``max_in_flight`` are posted at once. Each is valid until the next one is taken: an
     iterator may give buffer ``i`` again as buffer ``i + ahead``."""
     under_way: deque[Request] = deque()
     for message in messages:
         under_way.append(transport.post_receive(*message))
-        if len(under_way) == ahead:
-            yield _arrived(transport, under_way.popleft())
+        if len(under_way) == max_in_flight:
+            yield _wait_for_buffer(transport, under_way.popleft())
     while under_way:
-        yield _arrived(transport, under_way.popleft())
+        yield _wait_for_buffer(transport, under_way.popleft())
 
 
-def _arrived(transport: Transport, request: Request) -> Buffer:
+def _wait_for_buffer(transport: Transport, request: Request) -> Buffer:
     transport.wait(request)
     return request.buffer
 
@@ -333,9 +333,9 @@ def ring_of(ranks: Sequence[int], hosts: Sequence[str]) -> tuple[int, ...] | Non
     A ring where some host holds several of the ranks and another host holds others; there, host after host, in the order of
     their lowest ranks. The order in which ``ranks`` are given does not matter.
     """
-    here: dict[str, list[int]] = {}
+    ranks_by_host: dict[str, list[int]] = {}
     for rank, host in sorted(zip(ranks, hosts, strict=True)):
-        here.setdefault(host, []).append(rank)
-    if len(here) in (1, len(ranks)):
+        ranks_by_host.setdefault(host, []).append(rank)
+    if len(ranks_by_host) in (1, len(ranks)):
         return None
-    return tuple(rank for members in here.values() for rank in members)
+    return tuple(rank for members in ranks_by_host.values() for rank in members)

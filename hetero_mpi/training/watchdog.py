@@ -69,7 +69,7 @@ class Heartbeat:
         """Receive what has come, and send ``word`` to rank 0 (rank 0: all reports to everybody). A peer that has not yet taken the
         last message is left out. Raises RankLost: some rank has died.
         """
-        with ulfm.losses():
+        with ulfm.translate_losses():
             self._take_all()
             self.words[self.rank] = word
             message = encode(sorted(self.words.items()) if self.rank == 0 else word)

@@ -131,11 +131,11 @@ def test_ranks_keep_to_the_interface_of_the_launcher_s_daemon(
     monkeypatch.setattr(library, "_interfaces_of", lambda process: (used, set(speeds) - used))
     monkeypatch.setattr(library, "_card_speed", speeds.__getitem__)
     environment = {"OMPI_COMM_WORLD_SIZE": "2"}
-    library.keep_to_the_launcher_s_interfaces(environment)
+    library.restrict_to_launcher_interfaces(environment)
     assert environment.get("OMPI_MCA_btl_tcp_if_include") == told
     for chosen in ({"OMPI_MCA_btl_tcp_if_exclude": "x"}, {"OMPI_MCA_btl_tcp_if_include": "x"}):
         asked = {"OMPI_COMM_WORLD_SIZE": "2", **chosen}
-        library.keep_to_the_launcher_s_interfaces(asked)
+        library.restrict_to_launcher_interfaces(asked)
         assert asked == {"OMPI_COMM_WORLD_SIZE": "2", **chosen}, "the user has said it"
 
 

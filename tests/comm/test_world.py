@@ -17,7 +17,7 @@ from subprocess import CompletedProcess
 import psutil
 import pytest
 
-from hetero_mpi.comm.links import ALIKE, MEASURED_ALIKE, LinkSamples, agreed, fit_line, rounds, spread
+from hetero_mpi.comm.links import MAX_TIME_RATIO, MAX_REPRESENTATIVE_PAIRS, LinkSamples, common_samples, fit_line, round_robin, representative_pairs_of
 from hetero_mpi.comm.ranks.library import (
     MpiLibrary,
     foreign_launcher_problem,
@@ -312,15 +312,15 @@ def test_problems_are_described_once_with_their_places() -> None:
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 8])
 def test_rounds_hold_every_pair_once_and_no_rank_twice(n: int) -> None:
-    every = [pair for pairs in rounds(n) for pair in pairs]
+    every = [pair for pairs in round_robin(n) for pair in pairs]
     assert sorted(every) == [(a, b) for a in range(n) for b in range(a + 1, n)]
-    for pairs in rounds(n):
+    for pairs in round_robin(n):
         ranks = [rank for pair in pairs for rank in pair]
         assert len(ranks) == len(set(ranks))
 
 
 def test_rounds_of_four() -> None:
-    assert rounds(4) == [[(0, 3), (1, 2)], [(0, 2), (1, 3)], [(0, 1), (2, 3)]]
+    assert round_robin(4) == [[(0, 3), (1, 2)], [(0, 2), (1, 3)], [(0, 1), (2, 3)]]
 
 
 def test_line_fit() -> None:
@@ -343,9 +343,9 @@ def test_line_fit() -> None:
 
 def test_like_pairs_are_measured_a_few_times() -> None:
     pairs = list(itertools.combinations(range(9), 2))
-    some = spread(pairs)
-    assert len(some) == MEASURED_ALIKE and some[0] == (0, 1) and some[-1] == (7, 8)
-    assert spread(pairs[:1]) == pairs[:1] and spread(pairs[:3]) == pairs[:3]
+    some = representative_pairs_of(pairs)
+    assert len(some) == MAX_REPRESENTATIVE_PAIRS and some[0] == (0, 1) and some[-1] == (7, 8)
+    assert representative_pairs_of(pairs[:1]) == pairs[:1] and representative_pairs_of(pairs[:3]) == pairs[:3]
 
     def samples(seconds: dict[tuple[int, int], float], sizes: tuple[int, ...] = (1, 2)) -> list[LinkSamples]:
         return [
@@ -356,12 +356,12 @@ def test_like_pairs_are_measured_a_few_times() -> None:
 
     hosts = ("a",) * 9
     near = samples(dict(zip(some, (1e-3, 1.4e-3, 1.2e-3, 1.1e-3), strict=True)))
-    chosen = agreed(hosts, pairs, near)
+    chosen = common_samples(hosts, pairs, near)
     assert chosen is not None and chosen["a", "a"].sample_s[-1] in (1.1e-3, 1.2e-3), "the middle one stands for all"
-    far = samples({**dict.fromkeys(some, 1e-3), some[-1]: 1e-3 * (ALIKE + 0.5)})
-    assert agreed(hosts, pairs, far) is None, "a pair on another socket: all are measured"
+    far = samples({**dict.fromkeys(some, 1e-3), some[-1]: 1e-3 * (MAX_TIME_RATIO + 0.5)})
+    assert common_samples(hosts, pairs, far) is None, "a pair on another socket: all are measured"
     slow = [*samples({some[0]: 1e-3}), *samples({some[1]: 1e-3}, sizes=(1,))]
-    assert agreed(hosts, pairs, slow) is None, "one is so slow that large messages were not sent"
+    assert common_samples(hosts, pairs, slow) is None, "one is so slow that large messages were not sent"
     two = ("a", "b")
     there, back = LinkSamples(0, 1, False, (1,), (1e-3,)), LinkSamples(1, 0, False, (1,), (9e-3,))
-    assert agreed(two, [(0, 1)], [there, back]) == {("a", "b"): there, ("b", "a"): back}, "directions are their own"
+    assert common_samples(two, [(0, 1)], [there, back]) == {("a", "b"): there, ("b", "a"): back}, "directions are their own"

@@ -12,7 +12,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoConfig
 
-from hetero_mpi.comm.links import HostFlows, flows_of, quiet_rounds, rounds
+from hetero_mpi.comm.links import HostFlows, flow_pairs, quiet_rounds, round_robin
 from hetero_mpi.device import backend
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.job.plan_request import with_memory
@@ -107,7 +107,7 @@ def test_blocks_larger_than_caches_are_timed_one_by_one(subject: BenchmarkSpec) 
 
 
 def test_no_two_pairs_of_a_round_use_one_network_card() -> None:
-    assert quiet_rounds(("a", "b", "c", "d")) == rounds(4), "a rank per host: as many pairs at once as there can be"
+    assert quiet_rounds(("a", "b", "c", "d")) == round_robin(4), "a rank per host: as many pairs at once as there can be"
     hosts = ("a", "a", "b", "b", "b", "c")
     pairs = [pair for group in quiet_rounds(hosts) for pair in group]
     assert sorted(pairs) == [(a, b) for a in range(6) for b in range(a + 1, 6)]
@@ -119,10 +119,10 @@ def test_no_two_pairs_of_a_round_use_one_network_card() -> None:
 
 def test_flows_have_partners_of_their_own_where_there_are_enough() -> None:
     hosts = ("a", "a", "b", "b", "c")
-    assert flows_of(hosts, "a") == [(0, 2), (1, 4)]
-    assert flows_of(hosts, "c") == [(4, 0)]
-    assert flows_of(("a", "a", "b"), "a") == [(0, 2), (1, 2)]
-    assert flows_of(("a", "a"), "a") == []
+    assert flow_pairs(hosts, "a") == [(0, 2), (1, 4)]
+    assert flow_pairs(hosts, "c") == [(4, 0)]
+    assert flow_pairs(("a", "a", "b"), "a") == [(0, 2), (1, 2)]
+    assert flow_pairs(("a", "a"), "a") == []
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ def main(world: World) -> int:
 if __name__ == "__main__":
     kind, rank, step = sys.argv[1:4]
     if kind in ("hang", "stopped"):
-        leave.LIMIT_S, leave._REPORT_S = 3.0, 2.0
+        leave.LIMIT_S, leave._REPORT_WAIT_S = 3.0, 2.0
     launched = launched_as(os.environ, "")
     if launched is not None and launched.rank == int(rank):
         place, name = step.split(".")

@@ -182,7 +182,7 @@ def test_messages_are_looked_after_often_while_a_rank_waits_for_its_device(monke
     monkeypatch.setattr(mpi_transport.time, "sleep", noted)
     with MpiTransport(MPI.COMM_SELF) as transport:
         transport.post_receive(0, 1, np.empty(8, np.uint8))
-        for idle, expected in ((False, mpi_transport.LONGEST_SLEEP_S), (True, mpi_transport.SHORTEST_SLEEP_S)):
+        for idle, expected in ((False, mpi_transport.MAX_SLEEP_S), (True, mpi_transport.MIN_SLEEP_S)):
             transport.idle = idle
             slept.clear()
             while len(slept) < 10 or slept[-1] != expected:

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hetero_mpi.comm.ranks.ulfm import LONGEST_SLEEP_S, YIELD_S, Pause, finish, losses
+from hetero_mpi.comm.ranks.ulfm import MAX_SLEEP_S, YIELD_PERIOD_S, Pause, finish, translate_losses
 
 PIECE_BYTES = 1 << 30
 """Largest array piece of one collective call: MPI counts are 32 bit in most libraries."""
-DROWSY_S = 0.05
+MAX_IDLE_SLEEP_S = 0.05
 """Longest sleep between two looks of a rank that waits for something long, seconds."""
 
 
@@ -39,10 +39,10 @@ class Collectives:
         """Return when all ranks have come here."""
         _finish(self.comm.Ibarrier)
 
-    def broadcast_json(self, value: Any, root: int = 0, longest_s: float = LONGEST_SLEEP_S) -> Any:
+    def broadcast_json(self, value: Any, root: int = 0, longest_s: float = MAX_SLEEP_S) -> Any:
         """``root``'s value on every rank, as JSON gives it back (tuples become lists, keys become strings).
 
-        ``longest_s``: ``DROWSY_S`` where ``root`` works for long before it: the others then poll less often.
+        ``longest_s``: ``MAX_IDLE_SLEEP_S`` where ``root`` works for long before it: the others then poll less often.
         """
         payload = encode(value) if self.rank == root else np.empty(0, np.uint8)
         length = np.array([payload.size], np.int64)
@@ -55,62 +55,62 @@ class Collectives:
     def gather_json(self, value: Any) -> list[Any] | None:
         """Every rank's value in rank order on rank 0, ``None`` elsewhere."""
         payload = encode(value)
-        lengths, everything = self._room_for_all(payload)
-        receive = [everything, lengths] if self.rank == 0 else None
+        lengths, gathered = self._gather_buffer(payload)
+        receive = [gathered, lengths] if self.rank == 0 else None
         _finish(self.comm.Igatherv, payload, receive, root=0)
-        return split(everything, lengths) if self.rank == 0 else None
+        return split(gathered, lengths) if self.rank == 0 else None
 
     def all_gather_json(self, value: Any) -> list[Any]:
         """Every rank's value in rank order, on every rank."""
         payload = encode(value)
-        lengths, everything = self._room_for_all(payload)
-        _finish(self.comm.Iallgatherv, payload, [everything, lengths])
-        return split(everything, lengths)
+        lengths, gathered = self._gather_buffer(payload)
+        _finish(self.comm.Iallgatherv, payload, [gathered, lengths])
+        return split(gathered, lengths)
 
-    def all_gather_bytes(self, own: NDArray[np.uint8], everyone: NDArray[np.uint8]) -> None:
-        """Fill ``everyone`` [rank, byte] with every rank's ``own``, which has the same length everywhere."""
-        _finish(self.comm.Iallgather, own, everyone)
+    def all_gather_bytes(self, local: NDArray[np.uint8], gathered: NDArray[np.uint8]) -> None:
+        """Fill ``gathered`` [rank, byte] with every rank's ``local``, which has the same length everywhere."""
+        _finish(self.comm.Iallgather, local, gathered)
 
-    def all_to_all_bytes(self, own: NDArray[np.uint8], received: NDArray[np.uint8]) -> None:
-        """Give every rank its row of ``own`` [rank, byte]; ``received`` [rank, byte] is what each rank gives this one."""
-        _finish(self.comm.Ialltoall, own, received)
+    def all_to_all_bytes(self, outgoing: NDArray[np.uint8], received: NDArray[np.uint8]) -> None:
+        """Give every rank its row of ``outgoing`` [rank, byte]; ``received`` [rank, byte] is what each rank gives this one."""
+        _finish(self.comm.Ialltoall, outgoing, received)
 
     def broadcast_bytes(self, flat: NDArray[np.uint8], root: int = 0) -> None:
         """``root``'s bytes on every rank, in place."""
-        for piece in _cut(flat):
+        for piece in _pieces_of(flat):
             _finish(self.comm.Ibcast, piece, root=root)
 
     def send_bytes(self, flat: NDArray[np.uint8], destination: int) -> None:
         """To a rank that calls ``receive_bytes`` with as many. Only these two ranks call."""
-        for piece in _cut(flat):
+        for piece in _pieces_of(flat):
             _finish(self.comm.Isend, piece, destination)
 
     def receive_bytes(self, flat: NDArray[np.uint8], source: int) -> None:
         """From a rank that calls ``send_bytes``."""
-        for piece in _cut(flat):
+        for piece in _pieces_of(flat):
             _finish(self.comm.Irecv, piece, source)
 
-    def _room_for_all(self, payload: NDArray[np.uint8]) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
+    def _gather_buffer(self, payload: NDArray[np.uint8]) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
         """Lengths of all ranks' payloads, and a buffer for them one after the other."""
         lengths = np.zeros(self.size, np.int64)
         _finish(self.comm.Iallgather, np.array([payload.size], np.int64), lengths)
-        everything = np.empty(int(lengths.sum()), np.uint8)
-        assert everything.size < PIECE_BYTES, "gathered JSON is meant for small values"
-        return lengths, everything
+        gather_buffer = np.empty(int(lengths.sum()), np.uint8)
+        assert gather_buffer.size < PIECE_BYTES, "gathered JSON is meant for small values"
+        return lengths, gather_buffer
 
     def broadcast_arrays(self, arrays: Sequence[NDArray[Any]] | None, root: int = 0) -> list[NDArray[Any]]:
         """``root``'s arrays (any shapes, plain numeric dtypes) on every rank, in one message; other ranks pass ``None``."""
-        own = [np.ascontiguousarray(array).reshape(array.shape) for array in arrays or ()]
-        assert all(array.dtype.kind in "biufc" for array in own), "root must give arrays of plain numbers"
+        local_arrays = [np.ascontiguousarray(array).reshape(array.shape) for array in arrays or ()]
+        assert all(array.dtype.kind in "biufc" for array in local_arrays), "root must give arrays of plain numbers"
         header = self.broadcast_json(
-            [[array.dtype.str, array.shape] for array in own] if arrays is not None else None, root
+            [[array.dtype.str, array.shape] for array in local_arrays] if arrays is not None else None, root
         )
         if arrays is None:
-            own = [np.empty(tuple(shape), np.dtype(dtype)) for dtype, shape in header]
-        pieces = [array.reshape(-1).view(np.uint8) for array in own]
+            local_arrays = [np.empty(tuple(shape), np.dtype(dtype)) for dtype, shape in header]
+        pieces = [array.reshape(-1).view(np.uint8) for array in local_arrays]
         if len(pieces) == 1:
             self.broadcast_bytes(pieces[0], root)
-            return own
+            return local_arrays
         joined = np.concatenate(pieces) if arrays is not None else np.empty(sum(map(len, pieces)), np.uint8)
         self.broadcast_bytes(joined, root)
         if arrays is None:
@@ -118,7 +118,7 @@ class Collectives:
                 pieces, np.split(joined, np.cumsum([len(piece) for piece in pieces])[:-1]), strict=True
             ):
                 piece[:] = content
-        return own
+        return local_arrays
 
     def all_reduce_sum(self, array: NDArray[Any]) -> NDArray[Any]:
         """The element-wise sum over the ranks, with the same bits on every rank. Equal shape and dtype everywhere.
@@ -142,16 +142,16 @@ class Collectives:
 def _finish(
     call: Callable[..., Any],
     *arguments: Any,
-    longest_s: float = LONGEST_SLEEP_S,
-    yield_s: float = YIELD_S,
+    longest_s: float = MAX_SLEEP_S,
+    yield_s: float = YIELD_PERIOD_S,
     **options: Any,
 ) -> None:
     """Start one of MPI's non-blocking calls, and poll until it is complete."""
-    with losses():
+    with translate_losses():
         finish(call(*arguments, **options), Pause(longest_s, yield_s))
 
 
-def _cut(flat: NDArray[np.uint8]) -> Iterator[NDArray[np.uint8]]:
+def _pieces_of(flat: NDArray[np.uint8]) -> Iterator[NDArray[np.uint8]]:
     return (flat[first : first + PIECE_BYTES] for first in range(0, flat.size, PIECE_BYTES))
 
 
@@ -165,7 +165,7 @@ def decode(payload: NDArray[np.uint8]) -> Any:
     return json.loads(payload.tobytes())
 
 
-def split(everything: NDArray[np.uint8], lengths: NDArray[np.int64]) -> list[Any]:
-    """The values whose JSON texts stand one after the other in ``everything``, with these lengths in bytes."""
+def split(gathered: NDArray[np.uint8], lengths: NDArray[np.int64]) -> list[Any]:
+    """The values whose JSON texts stand one after the other in ``gathered``, with these lengths in bytes."""
     ends = np.cumsum(lengths)
-    return [decode(everything[end - length : end]) for end, length in zip(ends, lengths, strict=True)]
+    return [decode(gathered[end - length : end]) for end, length in zip(ends, lengths, strict=True)]

