@@ -241,7 +241,7 @@ def work(world: World) -> int:
     rows, indices = [], [int(word) for word in sys.argv[2].split(",")]
     _measure(world, cases()[indices[0]])  # what is loaded and allocated once belongs to no case
     for index in indices:
-        world.doing = str(cases()[index])
+        world.current_action = str(cases()[index])
         rows.append(world.gather_json(asdict(_measure(world, cases()[index]))))
     if world.rank == 0:
         Path(sys.argv[3]).write_text(json.dumps(rows))

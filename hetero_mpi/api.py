@@ -262,7 +262,7 @@ def _prepare_thread() -> None:
     """Begin MPI on the main thread for a run on a thread of its own. Collective. Raises UserError: MPI allows no such thread."""
     with collective() as world:
         close_at_exit()
-        with world.together("beginning a run"):
+        with world.collective_errors("beginning a run"):
             if world.thread_level in ("single", "funneled"):
                 raise UserError(
                     "mpi.thread_level",
@@ -289,7 +289,7 @@ def _run(
         if any(world.all_gather_json(on_event is not None)):
             on_event = on_event or (lambda event: Reply.GO_ON)
         shared: dict[str, Any] | None = None
-        with world.led("reading plan and profile"):
+        with world.on_leader("reading plan and profile"):
             if world.rank == 0:
                 own_plan = load_plan(plan) if isinstance(plan, (str, Path)) else plan
                 own_profile = load_profile(profile) if isinstance(profile, (str, Path)) else profile
@@ -318,7 +318,7 @@ def _named(job: Job | str | Path) -> Job | Path:
 
 @contextlib.contextmanager
 def collective(run_thread: bool = False) -> Iterator[World]:
-    """A block that all ranks of the program run together, as ``mpi_start.collectively``.
+    """A block that all ranks of the program run together, as ``mpi_start.collective_block``.
 
     Args:
         run_thread: this is the thread of a run whose program waits (``step_iterator``).
@@ -327,7 +327,7 @@ def collective(run_thread: bool = False) -> Iterator[World]:
         UserError: a run is under way, or another thread calls than the main one.
     """
     # Imported here: these bring mpi4py, without which plans can be made.
-    from hetero_mpi.comm.ranks.mpi_start import collectively
+    from hetero_mpi.comm.ranks.mpi_start import collective_block
     from hetero_mpi.rundir.logs import setup_logging
 
     # bitsandbytes (through peft) warns of an optional kernel package that we never call.
@@ -342,7 +342,7 @@ def collective(run_thread: bool = False) -> Iterator[World]:
             "a run of this program is under way: iterate to its end, or close() it, before the next call",
         )
     try:
-        with collectively() as world:
+        with collective_block() as world:
             yield world
     finally:
         _UNDER_WAY.release()

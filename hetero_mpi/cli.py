@@ -127,7 +127,7 @@ def _read_early(world: World, path: Path, overrides: Sequence[str]) -> LoadedJob
     from hetero_mpi.job.load import load_job
 
     job: LoadedJob | Path = path
-    with world.led("reading the job"):
+    with world.on_leader("reading the job"):
         if world.rank == 0:
             job = load_job(path, overrides)
     return job
@@ -138,11 +138,11 @@ def _eager_imports(world: World | None = None) -> Iterator[None]:
     from hetero_mpi.model.eager_imports import eager_imports
 
     if world is not None:
-        world.doing = "importing torch and transformers"
+        world.current_action = "importing torch and transformers"
     with eager_imports():
         yield
     if world is not None:
-        world.doing = "starting"
+        world.current_action = "starting"
 
 
 def train(job: Path, overrides: Sequence[str], **options: Any) -> int:

@@ -136,11 +136,11 @@ class Steps:
         try:
             step = self._exchange.steps.get()
         except KeyboardInterrupt as error:
-            from hetero_mpi.comm.ranks.leave import end_alone
-            from hetero_mpi.comm.ranks.mpi_start import world_of_program
+            from hetero_mpi.comm.ranks.leave import abort_job
+            from hetero_mpi.comm.ranks.mpi_start import program_world
 
-            if world_of_program().size > 1:
-                end_alone(world_of_program(), error)
+            if program_world().size > 1:
+                abort_job(program_world(), error)
             self._exchange.replies.put(Reply.LEAVE)
             raise
         if step is None:

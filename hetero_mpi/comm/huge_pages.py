@@ -14,13 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 PAGE_BYTES = 2 << 20
-SMALLEST_BYTES = 1 << 20
+MIN_HUGE_PAGE_BYTES = 1 << 20
 """Shorter buffers are not worth a large page."""
 
 
 def empty(size_bytes: int) -> NDArray[np.uint8]:
     """Uninitialised memory of ``size_bytes``; it lives as long as the array or a view of it."""
-    if size_bytes < SMALLEST_BYTES or sys.platform != "linux" or not hasattr(mmap, "MADV_HUGEPAGE"):
+    if size_bytes < MIN_HUGE_PAGE_BYTES or sys.platform != "linux" or not hasattr(mmap, "MADV_HUGEPAGE"):
         return np.empty(size_bytes, np.uint8)
     pages = -(-size_bytes // PAGE_BYTES) + 1
     memory = mmap.mmap(-1, pages * PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

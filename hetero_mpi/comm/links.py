@@ -65,14 +65,17 @@ class HostFlows:
     """Rates between a host with several ranks and the other hosts, in bytes per second."""
 
     host: str
-    alone: tuple[float, float]
+    single_rates: tuple[float, float]
     """(leaving, entering): the faster of two flows, each measured alone."""
-    together: tuple[float, float]
+    total_rates: tuple[float, float]
     """(leaving, entering): the sum of all flows at once."""
 
     @property
-    def shared(self) -> bool:
-        return any(total_rate < MIN_SPEEDUP_FACTOR * single_rate for single_rate, total_rate in zip(self.alone, self.together, strict=True))
+    def shares_nic(self) -> bool:
+        return any(
+            total_rate < MIN_SPEEDUP_FACTOR * single_rate
+            for single_rate, total_rate in zip(self.single_rates, self.total_rates, strict=True)
+        )
 
 
 def measure_links(world: World, transport: Transport, sizes_bytes: Sequence[int], repeats: int) -> list[LinkSamples]:
@@ -90,9 +93,13 @@ def measure_links(world: World, transport: Transport, sizes_bytes: Sequence[int]
     representative_pairs = {pair for pairs in pairs_by_hosts.values() for pair in representative_pairs_of(pairs)}
     samples = _measure_pairs(world, transport, representative_pairs, sizes_bytes, repeats)
     models_by_hosts = {
-        hosts: models for hosts, pairs in pairs_by_hosts.items() if (models := common_samples(world.hosts, pairs, samples)) is not None
+        hosts: models
+        for hosts, pairs in pairs_by_hosts.items()
+        if (models := common_samples(world.hosts, pairs, samples)) is not None
     }
-    remaining_pairs = {pair for hosts, pairs in pairs_by_hosts.items() if hosts not in models_by_hosts for pair in pairs} - representative_pairs
+    remaining_pairs = {
+        pair for hosts, pairs in pairs_by_hosts.items() if hosts not in models_by_hosts for pair in pairs
+    } - representative_pairs
     samples += _measure_pairs(world, transport, remaining_pairs, sizes_bytes, repeats) if remaining_pairs else []
     measured_links = {(link.source, link.destination) for link in samples}
     for hosts, pairs in pairs_by_hosts.items():
@@ -116,12 +123,18 @@ def common_samples(
     model_by_direction, requested_pairs = {}, set(pairs)
     pair_samples = [link for link in samples if link.pair in requested_pairs]
     for direction in {(hosts[link.source], hosts[link.destination]) for link in pair_samples}:
-        direction_samples = [link for link in pair_samples if (hosts[link.source], hosts[link.destination]) == direction]
+        direction_samples = [
+            link for link in pair_samples if (hosts[link.source], hosts[link.destination]) == direction
+        ]
         direction_samples.sort(key=lambda link: (-len(link.sample_s), link.sample_s[-1:]))
-        best_s_by_pair: dict[Pair, float] = {}  # a pair within a host has two directions, and noise only adds to its time
+        best_s_by_pair: dict[
+            Pair, float
+        ] = {}  # a pair within a host has two directions, and noise only adds to its time
         for link in direction_samples:
             best_s_by_pair[link.pair] = min(link.sample_s[-1], best_s_by_pair.get(link.pair, math.inf))
-        if len({link.sample_bytes for link in direction_samples}) > 1 or max(best_s_by_pair.values()) > MAX_TIME_RATIO * min(best_s_by_pair.values()):
+        if len({link.sample_bytes for link in direction_samples}) > 1 or max(
+            best_s_by_pair.values()
+        ) > MAX_TIME_RATIO * min(best_s_by_pair.values()):
             return None
         model_by_direction[direction] = direction_samples[len(direction_samples) // 2]
     return model_by_direction
@@ -132,7 +145,7 @@ def _measure_pairs(
 ) -> list[LinkSamples]:
     """Both directions of the ``requested_pairs`` pairs, in any order. Collective."""
     local_samples: list[LinkSamples] = []
-    for round_pairs in quiet_rounds(world.hosts):
+    for round_pairs in round_robin_per_host(world.hosts):
         pairs = [pair for pair in round_pairs if pair in requested_pairs]
         if not pairs:
             continue
@@ -145,7 +158,7 @@ def _measure_pairs(
                     local_samples.append(LinkSamples(source, destination, same_host, sizes, seconds))
                 elif world.rank == destination:
                     _answer(transport, source)
-        world.meet_asleep()  # a pair that is done must not disturb one that shares its NIC
+        world.sleeping_barrier()  # a pair that is done must not disturb one that shares its NIC
     rows = (row for rank_rows in world.all_gather_json([astuple(link) for link in local_samples]) for row in rank_rows)
     return [LinkSamples(a, b, same_host, tuple(sizes), tuple(seconds)) for a, b, same_host, sizes, seconds in rows]
 
@@ -174,7 +187,7 @@ def measure_flows(
 def flow_pairs(hosts: Sequence[str], host: str) -> list[tuple[int, int]]:
     """(rank of ``host``, rank elsewhere) for each rank of ``host``. Partners are spread over as many hosts and ranks as there are.
 
-    >>> flows_of(("a", "a", "b", "b", "c"), "a")
+    >>> flow_pairs(("a", "a", "b", "b", "c"), "a")
     [(0, 2), (1, 4)]
     """
     host_ranks = [rank for rank, name in enumerate(hosts) if name == host]
@@ -259,7 +272,7 @@ def _flow_rate(world: World, transport: Transport, pairs: Sequence[tuple[int, in
             if world.rank == destination:
                 messages.append(np.zeros(size, np.uint8))
                 requests.append(transport.post_receive(source, _PING + 16 * (number + 1), messages[-1]))
-    world.meet_asleep()
+    world.sleeping_barrier()
     start = time.perf_counter()
     for number, ((source, destination), size) in enumerate(zip(pairs, sizes, strict=True)):
         if world.rank == source:
@@ -269,7 +282,7 @@ def _flow_rate(world: World, transport: Transport, pairs: Sequence[tuple[int, in
     for request in requests:
         transport.wait(request)
     local_s = time.perf_counter() - start if requests else 0.0
-    world.meet_asleep()
+    world.sleeping_barrier()
     longest_s = max(float(seconds) for seconds in world.all_gather_json(local_s))
     return _FLOW_MESSAGES * sum(sizes) / longest_s
 
@@ -351,10 +364,10 @@ def compare_clocks(
 # All pairs of n ranks in rounds of disjoint pairs, for measurements that must not disturb each other
 
 
-def quiet_rounds(hosts: Sequence[str]) -> list[list[tuple[int, int]]]:
+def round_robin_per_host(hosts: Sequence[str]) -> list[list[tuple[int, int]]]:
     """``round_robin`` for ranks on ``hosts``, divided so that of the pairs between hosts no two in a round touch one host.
 
-    >>> quiet_rounds(("a", "a", "b", "b"))
+    >>> round_robin_per_host(("a", "a", "b", "b"))
     [[(0, 3)], [(1, 2)], [(0, 2)], [(1, 3)], [(0, 1), (2, 3)]]
     """
     result = []

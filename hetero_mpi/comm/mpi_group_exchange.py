@@ -89,7 +89,11 @@ class GroupExchange:
         self._start_pieces()
 
     def _start_pieces(self) -> None:
-        while self._queued_pieces and len(self._tags_in_use) < MAX_PIECES_IN_FLIGHT and self._next_tag not in self._tags_in_use:
+        while (
+            self._queued_pieces
+            and len(self._tags_in_use) < MAX_PIECES_IN_FLIGHT
+            and self._next_tag not in self._tags_in_use
+        ):
             tag, self._next_tag = self._next_tag, (self._next_tag + 1) % _TAGS_PER_GROUP
             self._tags_in_use.add(tag)
             self._queued_pieces.popleft().start(self._first_tag + tag)
@@ -140,7 +144,11 @@ class _DirectPiece:
         if self.request.sums:
             self.scratch = exchange.take_scratch(self._own.size * len(receive_buffers))
             send_segments, receive_buffers = receive_buffers, list(self._rows())
-        receives = [(peer, receive_buffer) for peer, receive_buffer in zip(exchange.peers, receive_buffers, strict=True) if receive_buffer.size]
+        receives = [
+            (peer, receive_buffer)
+            for peer, receive_buffer in zip(exchange.peers, receive_buffers, strict=True)
+            if receive_buffer.size
+        ]
         sends = [(peer, segment) for peer, segment in zip(exchange.peers, send_segments, strict=True) if segment.size]
         self._messages_left = len(receives) + len(sends)
         if not self._messages_left:
@@ -203,7 +211,9 @@ class _RingPiece:
         exchange, incoming = self.exchange, self._segment(self._first_segment - self._received_hops - 1)
         receive_buffer = incoming if self.scratch is None else self.scratch[: incoming.size]
         if incoming.size:
-            exchange.progress.receive(exchange.comm, self.request, receive_buffer, exchange.previous_rank, self.tag, self._on_received)
+            exchange.progress.receive(
+                exchange.comm, self.request, receive_buffer, exchange.previous_rank, self.tag, self._on_received
+            )
         outgoing = self._segment(self._first_segment - self._received_hops)
         if outgoing.size:
             exchange.progress.send(exchange.comm, self.request, outgoing, exchange.next_rank, self.tag, self._on_sent)

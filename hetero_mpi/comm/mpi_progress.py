@@ -94,7 +94,7 @@ class MpiProgress:
     def complete_request(self, request: Request, error: BaseException | None = None) -> None:
         del self.requests[request]
         self.completed += 1
-        request.complete(error)
+        request.mark_complete(error)
 
     def poll(self) -> bool:
         """Handle the parts that MPI has finished; returns whether there were any. An error of MPI fails all requests."""

@@ -193,7 +193,7 @@ class MpiTransport(Transport):
         return self._posted_count - self._progress.completed
 
     @property
-    def moved(self) -> int:
+    def progress_count(self) -> int:
         """A counter that grows whenever a request is posted or completed."""
         return self._posted_count + self._progress.completed
 

@@ -86,7 +86,7 @@ class Request:
         """Would ``wait`` return (or raise) at once?"""
         return self._ended_s is not None
 
-    def complete(self, error: BaseException | None = None) -> None:
+    def mark_complete(self, error: BaseException | None = None) -> None:
         """Mark as complete, with its error if any. Called once, by the transport."""
         if error is None and self._arrived is not None:
             try:
@@ -276,10 +276,12 @@ def check_group(rank: int, size: int, group: Group, groups_by_number: dict[int, 
         )
     if group.number in groups_by_number:
         ranks_in_use = groups_by_number[group.number].ranks
-        raise ValueError(f"Every group needs a number of its own (number: {group.number}, taken by ranks {ranks_in_use}).")
+        raise ValueError(
+            f"Every group needs a number of its own (number: {group.number}, taken by ranks {ranks_in_use})."
+        )
 
 
-AHEAD = 2
+MAX_MESSAGES_IN_FLIGHT = 2
 """Messages under way at once: enough to keep the link busy, few enough to bound memory."""
 
 
@@ -288,14 +290,14 @@ def send_in_order(transport: Transport, messages: Iterable[tuple[int, int, Buffe
     under_way: deque[Request] = deque()
     for message in messages:
         under_way.append(transport.send(*message))
-        if len(under_way) == AHEAD:
+        if len(under_way) == MAX_MESSAGES_IN_FLIGHT:
             transport.wait(under_way.popleft())
     while under_way:
         transport.wait(under_way.popleft())
 
 
 def receive_in_order(
-    transport: Transport, messages: Iterable[tuple[int, int, Buffer]], max_in_flight: int = AHEAD
+    transport: Transport, messages: Iterable[tuple[int, int, Buffer]], max_in_flight: int = MAX_MESSAGES_IN_FLIGHT
 ) -> Iterator[Buffer]:
     """Receive messages (source, tag, buffer), of which ``max_in_flight`` are posted at once. Each is valid until the next one is taken: an
     iterator may give buffer ``i`` again as buffer ``i + ahead``."""

@@ -51,7 +51,7 @@ def measure(world: World, job: Path | LoadedJob, reprofile: bool) -> ClusterProf
 def profile(world: World, job: Path | LoadedJob, output: Path, reprofile: bool) -> int:
     """The command: measure and write. Collective; returns the exit code. Raises: as ``measure``."""
     measured = measure(world, job, reprofile)
-    with world.led("writing the profile"):
+    with world.on_leader("writing the profile"):
         if world.rank == 0:
             with writing(output):
                 save_profile(measured, output)

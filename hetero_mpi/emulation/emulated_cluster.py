@@ -90,7 +90,7 @@ def emulated_profile(world: World, loaded: LoadedJob, chain: TransformersChain, 
     """
     cluster, found = loaded.job.cluster, None
     assert cluster.emulate is not None
-    with world.led("reading the profile to emulate"):
+    with world.on_leader("reading the profile to emulate"):
         if world.rank == 0:
             path = loaded.profile_file(cluster.emulate)
             profile = _first_ranks(load_profile(path), world.size, cluster.emulate_first, str(path))

@@ -108,5 +108,5 @@ class Nowhere(Transport):
 
 
 def _done(request: Request) -> Request:
-    request.complete()
+    request.mark_complete()
     return request

@@ -58,7 +58,7 @@ def generate(world: World, options: GenerateOptions) -> int:
     look_around(world)
     opened: Opened | None = None
     task: Task | None = None
-    with world.led("reading the model's directory"):
+    with world.on_leader("reading the model's directory"):
         if world.rank == 0:
             check_options(options)
             opened = open_source(options.source)
@@ -106,7 +106,7 @@ def run_task(setup: GenerateSetup, task: Task) -> list[int]:
     """Load the model and generate; ranks that the plan leaves idle sleep. Collective; returns the new tokens (on active ranks)."""
 
     def work(members: World, writer: Writer) -> list[int]:
-        members.doing = "generating"
+        members.current_action = "generating"
         coming = writer.tokens(task)
         return list(coming if setup.opened is None else _told(coming, setup.opened, task))
 
@@ -144,7 +144,7 @@ def write_sample(trainer: Trainer, loaded: LoadedJob, tokenizer: PreTrainedToken
     if any(stage.grouped for _, _, stage in trainer.plan.numbered):
         say("No sample: some stages are held by several ranks together; `generate` writes text with the trained model")
         return
-    trainer.world.doing = "writing a sample"
+    trainer.world.current_action = "writing a sample"
     own: Task | None = None
     if tokenizer is not None:
         with unharmed("preparing the sample"):

@@ -70,7 +70,7 @@ def set_up(world: World, opened: Opened | None) -> GenerateSetup:
     cluster = ClusterTable(**source.cluster)
     backend, _, _ = open_rank(world, cluster)
     settle_products(world, backend, source.dtype)
-    with world.together("reading the model's configuration"):
+    with world.collective_errors("reading the model's configuration"):
         chain = TransformersChain(read_config(source.config))
         tuning = _tuning(source, chain, source.adapter)
         further = {name: _tuning(source, chain, adapter) for name, adapter in source.further.items()}
@@ -92,7 +92,7 @@ def with_writer(
     with MpiTransport(world.comm, threaded=ClusterTable(**setup.source.cluster).communication_thread) as transport:
         members = world.subset(active)
         if members is None:
-            world.doing = "idle: other ranks hold the model"
+            world.current_action = "idle: other ranks hold the model"
             world.sleep_until_released(ended)
             return None
         problem: CollectiveUserError | None = None
@@ -198,7 +198,7 @@ def _load(setup: GenerateSetup, members: World, transport: Transport) -> Stage |
     """This rank's layers, with their adapters. ``members``: the active ranks."""
     source, rank = setup.source, setup.world.rank
     start, files = open_start(members, rank, transport, setup.chain, setup.plan, source.directory, source.seed)
-    with members.together("loading weights"), files:
+    with members.collective_errors("loading weights"), files:
         stage = _stage(setup, start)
     opened = setup.opened
     if source.adapter is not None:

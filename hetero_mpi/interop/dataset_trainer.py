@@ -141,7 +141,7 @@ class DatasetTrainer:
 
     def save_model(self, output_dir: str | Path) -> None:
         """Copy the model, or the adapter, to ``output_dir`` on rank 0's host. Collective."""
-        with collective() as world, world.led("copying the result"):
+        with collective() as world, world.on_leader("copying the result"):
             if self._result is None:
                 raise UserError("trainer.not_trained", "save_model() copies what train() has made: call that first")
             if world.rank == 0:
@@ -163,7 +163,7 @@ class DatasetTrainer:
 
     def _ready(self) -> Job:
         """The job, with its data in files on rank 0's host. Collective."""
-        with collective() as world, world.led("writing the data set"):
+        with collective() as world, world.on_leader("writing the data set"):
             if world.rank != 0:
                 return self._job(Path("rows.jsonl"), None, None)  # rank 0's counts
             for line in self.told:

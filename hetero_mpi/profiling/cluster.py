@@ -85,7 +85,7 @@ def profile_cluster(
     gathered = world.all_gather_json([encode(own, infinity_as_text=True), encode(times, infinity_as_text=True)])
     cores = world.all_gather_json(subject.cores if backend.name == "cpu" else 0.0)
     made = None
-    with world.led("fitting the profile"):
+    with world.on_leader("fitting the profile"):
         if world.rank == 0:  # unlike processors fit lines to other last bits
             tables = [decode(DeviceTimes, known, "profile") for _, known in gathered]
             model, ratios = _model_cost(subject, tables)
@@ -128,7 +128,7 @@ def _device_times(
 
     Ranks of one host are timed all at once, so they are measured anew together. What other hosts do changes nothing.
     """
-    world.doing = "timing layers"
+    world.current_action = "timing layers"
     key = device_key(world, backend, subject, settings.repeats)
     damaged: list[str] = []
     known = load_times(key, damaged.append) if use_cache else None
@@ -150,15 +150,15 @@ def _device_times(
     times = known
     if measuring is not None:
         begin = time.perf_counter()
-        measuring.meet_asleep()
-        with measuring.together("timing layers"):
+        measuring.sleeping_barrier()
+        with measuring.collective_errors("timing layers"):
             benchmark = DeviceBenchmark(subject, backend, settings.repeats)
             times = benchmark.run(_now(), members=measuring.local_size > 1)
-        measuring.meet_asleep()
+        measuring.sleeping_barrier()
         say(f"  layers took {time.perf_counter() - begin:.1f} s")
         if settings.cache:
             save(key, encode(times, infinity_as_text=True))
-    world.meet_asleep()
+    world.sleeping_barrier()
     assert times is not None
     return replace(times, kept=measuring is None)
 
@@ -181,7 +181,7 @@ def _messages(
     """Every pair of ranks by itself, then what hosts with several ranks send and receive all at once. Collective."""
     if world.size == 1:
         return [], []
-    world.doing = "timing links"
+    world.current_action = "timing links"
     sizes = [_SMALLEST_MESSAGE]
     while sizes[-1] * _GROWTH <= settings.largest_message_bytes:
         sizes.append(sizes[-1] * _GROWTH)

@@ -65,7 +65,7 @@ def host_profiles(
 ) -> tuple[HostProfile, ...]:
     """Every host, in the order of its first rank. ``hosts``, ``memories`` and ``cores`` (0: an accelerator's rank): of every
     rank."""
-    together = {flow.host: (flow.shared, flow.together[0]) for flow in flows}
+    together = {flow.host: (flow.shares_nic, flow.total_rates[0]) for flow in flows}
     found = []
     for name in dict.fromkeys(hosts):
         own = (memory for host, memory in zip(hosts, memories, strict=True) if host == name)
@@ -87,11 +87,11 @@ def measure_disks(world: World, folder: Path) -> dict[str, float]:
     """Host -> bytes per second that its first rank reads of a file that is not in memory. ``folder``: of this rank, where streamed
     layers go. Collective; on all hosts at once. Hosts whose folder takes no such file, or is in memory itself, are left out."""
     own = None
-    world.meet_asleep()
+    world.sleeping_barrier()
     if world.local_rank == 0:
         with contextlib.suppress(OSError):
             own = _read_per_s(next(one for one in (folder, *folder.absolute().parents) if one.exists()))
-    world.meet_asleep()
+    world.sleeping_barrier()
     return {host: one for host, one in zip(world.hosts, world.all_gather_json(own), strict=True) if one is not None}
 
 
@@ -138,9 +138,9 @@ def _on_hosts(
         ranks = [rank for rank, name in enumerate(world.hosts) if name == host and able[rank]][:most]
         if len(ranks) > 1:
             own = world.subset(ranks) or own
-    world.meet_asleep()
+    world.sleeping_barrier()
     measured = measure(own) if own is not None else None
-    world.meet_asleep()
+    world.sleeping_barrier()
     found: dict[str, list[Any]] = {}
     for host, one in zip(world.hosts, world.all_gather_json(measured), strict=True):
         if one is not None:

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from hetero_mpi.comm.ranks.mpi_start import settled, survivors
+from hetero_mpi.comm.ranks.mpi_start import all_ranks_succeeded, shrink_to_survivors
 from hetero_mpi.comm.ranks.ulfm import RankLost
 from hetero_mpi.comm.ranks.world import RELEASE_POLL_S, CollectiveUserError, World
 from hetero_mpi.inference.layer_split import set_up, with_writer
@@ -124,7 +124,7 @@ def serve(world: World, options: ServeOptions, client: Client | None = None) -> 
     bound: socket.socket | None = None
     servers: list[ApiServer] = []
     with StopRequest() as stop, stop.noting(), _telling_clients(servers):
-        with world.led("reading the model's directory"):
+        with world.on_leader("reading the model's directory"):
             if world.rank == 0:
                 keys = check_options(options)
                 bound = bound_socket(options.host, options.port)
@@ -132,9 +132,9 @@ def serve(world: World, options: ServeOptions, client: Client | None = None) -> 
         setup = set_up(world, models[0].opened if models else None)
 
         def work(members: World, writer: Writer) -> None:
-            members.doing = "measuring the memory of a text"
+            members.current_action = "measuring the memory of a text"
             room = cache_room(members, setup.memory, writer)
-            members.doing = "serving"
+            members.current_action = "serving"
             if not models or bound is None:
                 for _ in writer.written(partial(_follows, world, members, stop)):
                     pass
@@ -158,14 +158,16 @@ def serve(world: World, options: ServeOptions, client: Client | None = None) -> 
             with contextlib.closing(client) if client is not None else contextlib.nullcontext():
                 with_writer(setup, work, stop)
         except RankLost as error:
-            gone = ", ".join(f"rank {rank} on {host}" for rank, host in survivors(world).gone)
+            gone = ", ".join(f"rank {rank} on {host}" for rank, host in shrink_to_survivors(world).gone)
             problem = CollectiveUserError(
                 "serve.rank_lost",
                 f"{gone} died, and with it a part of the model: start again",
                 exit_code=ExitCode.FAILED,
             )
             _stop(servers, str(problem))
-            settled(world, True)  # the launcher ends all ranks when the first one leaves: not before clients are told
+            all_ranks_succeeded(
+                world, True
+            )  # the launcher ends all ranks when the first one leaves: not before clients are told
             raise problem from error
     return ExitCode.DONE
 

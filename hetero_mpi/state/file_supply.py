@@ -94,7 +94,7 @@ def open_start(
     chain = language(model)
     files: ModelFiles | None = None
     listed: dict[str, Any] | None = None
-    with world.together("opening the model's files"):
+    with world.collective_errors("opening the model's files"):
         if rank == 0:
             files = ModelFiles(directory)
             files.check()
@@ -105,7 +105,7 @@ def open_start(
     contents = DirectoryContents.from_dict(world.broadcast_json(listed))
     incoming: Incoming | None = None
     report = FilesReport()
-    with world.together("looking for the model's files"):
+    with world.collective_errors("looking for the model's files"):
         source: TensorSource | None = files
         lack: str | None = None
         if rank != 0:
@@ -120,7 +120,7 @@ def open_start(
             report = incoming.look(lack, needed, start.keys_of_layer)
     rows = [FilesReport(**row) for row in world.all_gather_json(asdict(report))]
     if files is not None:
-        world.doing = "sending the model's files to ranks without them"
+        world.current_action = "sending the model's files to ranks without them"
         _send_all(world, transport, files, contents, start.keys_of_layer, rows)
     return start, incoming if incoming is not None else contextlib.nullcontext()
 

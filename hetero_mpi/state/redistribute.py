@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from hetero_mpi.comm.transport import AHEAD, Request, Transport, receive_in_order, send_in_order
+from hetero_mpi.comm.transport import MAX_MESSAGES_IN_FLIGHT, Request, Transport, receive_in_order, send_in_order
 from hetero_mpi.device.backend import HOST, host_bytes
 from hetero_mpi.engine.placement import parameter_owners
 from hetero_mpi.engine.trainer import Trainer
@@ -218,7 +218,7 @@ def move(
             received += tensor.nbytes
             request = transport.post_receive(one.source, _TAG, host_bytes(tensor))
             under_way.append((shard, tensor, [request], True))
-        while len(under_way) > AHEAD:
+        while len(under_way) > MAX_MESSAGES_IN_FLIGHT:
             finish()
     while under_way:
         finish()

@@ -163,7 +163,7 @@ def _build(context: RunContext, share: Share, brought: bool, loss_scale: LossSca
         given = members, context.world.rank, context.transport, context.chain, plan, directory, seed
         start, files = open_start(*given, cache, tuple(kept or ()))
         start = ReducedStart(start, context.tuning, seed) if context.job.adapter.start != "default" else start
-    with members.together("loading weights"), files:
+    with members.collective_errors("loading weights"), files:
         trainer = trainer_of(context, share, start, loss_scale, group, kept)
     return replace(share, trainer=trainer)
 
@@ -171,7 +171,7 @@ def _build(context: RunContext, share: Share, brought: bool, loss_scale: LossSca
 def _checked_cache_root(context: RunContext, members: World) -> Path | None:
     cache, root = context.job.model.shard_cache, cache_root(context)
     if cache is not None and root is not None and not Path(cache).expanduser().is_absolute():
-        with members.together("looking for the shard cache"):
+        with members.collective_errors("looking for the shard cache"):
             if leads_out(root, context.loaded.directory):
                 raise UserError(
                     "shard_cache.link",
@@ -213,7 +213,7 @@ def divided_tensors(plan: Plan, chain: LayerChain, tuning: Tuning) -> Divided:
 def group_of(context: RunContext, members: World, plan: Plan) -> HostGroup | None:
     """The group that holds this rank's stage, if one does. Collective over the active ranks."""
     found: list[HostGroup | None] = [None]
-    with members.together("joining the ranks that hold stages together"):
+    with members.collective_errors("joining the ranks that hold stages together"):
         require_joinable(members, plan, context.job.cluster.communication_thread)
         require_divisible(context.chain, context.tuning, plan)
     for _, _, stage in plan.numbered:
@@ -227,7 +227,7 @@ def start_adapter(context: RunContext, members: World, trainer: Trainer) -> None
     """Load the adapter the job starts from; only rank 0 needs its files. Collective over the active ranks."""
     assert context.job.adapter.path is not None
     directory = context.loaded.resolve(context.job.adapter.path) if context.world.rank == 0 else None
-    with members.led("reading the adapter"):
+    with members.on_leader("reading the adapter"):
         if directory is not None:
             check_adapter(directory, context.tuning)
     stored = read_adapter(directory, context.tuning) if directory is not None else {}
@@ -249,10 +249,10 @@ def start_layers(context: RunContext, members: World, trainer: Trainer) -> None:
     Rank 0 frees each tensor when it has been sent.
     """
     values: dict[str, torch.Tensor] = {}
-    with members.led("reading the factory's weights"):
+    with members.on_leader("reading the factory's weights"):
         if context.world.rank == 0:
             values = start_values(context.loaded)
-    members.doing = "sending the factory's weights"
+    members.current_action = "sending the factory's weights"
     layer_of = context.chain.layer_of
     layer = 0
 
@@ -315,7 +315,7 @@ def change(context: RunContext, before: Share, report: PlanReport, state: State)
     CollectiveUserError: on all ranks, if one cannot build its new stage.
     """
     world, rank = context.world, context.world.rank
-    world.doing = "changing to another plan"
+    world.current_action = "changing to another plan"
     begin = time.perf_counter()
     listed = transfers(tensor_shards(context.tuning, report.plan, KINDS), held_under(context.tuning, before.plan))
     brought: Own = _nothing

@@ -57,15 +57,15 @@ class Follower:
 
     def hear(self, told: Sequence[Sequence[Any]]) -> Reply:
         """The same for an idle rank, which was released with ``told``."""
-        reply, before = Reply.GO_ON, self._world.doing
-        self._world.doing = "in the program that follows the run"
+        reply, before = Reply.GO_ON, self._world.current_action
+        self._world.current_action = "in the program that follows the run"
         for kind, value in told:
             # A program may take its time. Where it is alone, Ctrl-C is for it.
             with self._world.busy(), self._stop.aside(self._world.size == 1):
                 reply = max(reply, self._on_event(_decoded(kind, value)))
         with self._world.waiting("the programs of all ranks"):
             reply = Reply(max(self._world.all_gather_json(reply)))
-        self._world.doing, self.left = before, reply == Reply.LEAVE
+        self._world.current_action, self.left = before, reply == Reply.LEAVE
         return reply
 
 

@@ -124,7 +124,7 @@ class Loop:
             for step in range(self.state.step, train.steps):
                 if self._over():
                     break
-                self.world.doing = f"training step {step + 1}"
+                self.world.current_action = f"training step {step + 1}"
                 begin = time.perf_counter()
                 batch = self._batch(step)
                 rebalancing = self._rebalancer.word() if self._rebalancer is not None else np.zeros(0)
@@ -278,7 +278,7 @@ class Loop:
         )
 
     def _evaluate(self) -> None:
-        self.world.doing = "evaluating"
+        self.world.current_action = "evaluating"
         batch = self._with_point(self._held_out, self._held_out_mismatched)
         summed, *sums = self.trainer.evaluate(batch)
         loss, chain = summed / batch.divisor, self.trainer.chain
@@ -294,7 +294,7 @@ class Loop:
         say(f"step {self.state.step}: held-out loss {loss:.4f}{self.state.evaluations[-1].beside()}")
 
     def _save(self) -> None:
-        self.world.doing = "taking a snapshot for a checkpoint"
+        self.world.current_action = "taking a snapshot for a checkpoint"
         last = self.state.evaluations[-1] if self.state.evaluations else None
         held_out_loss = last.loss if last is not None and last.step == self.state.step else None
         metadata = {**self.metadata, **self.state.metadata()}

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hetero_mpi.comm.ranks import ulfm
-from hetero_mpi.comm.ranks.mpi_start import Loss, settled, survivors
+from hetero_mpi.comm.ranks.mpi_start import LostRanks, all_ranks_succeeded, shrink_to_survivors
 from hetero_mpi.comm.ranks.world import CollectiveUserError, World
 from hetero_mpi.comm.transport import Transport
 from hetero_mpi.data.source_files import matching_files
@@ -53,7 +53,7 @@ _T = TypeVar("_T")
 class RunHistory:
     """The memory of this process of earlier attempts. What only some ranks have is not used (``shared``)."""
 
-    losses: list[Loss] = field(default_factory=list)
+    losses: list[LostRanks] = field(default_factory=list)
     noticed_s: float = 0.0
     """``time.perf_counter`` when the last death was noticed."""
     job: tuple[LoadedJob, Path] | None = None
@@ -96,17 +96,17 @@ class RunHistory:
         """Whether all ranks have ``thing`` from an earlier attempt. Collective."""
         return bool(self.losses) and all(world.all_gather_json(thing is not None))
 
-    def record_loss(self, loss: Loss, noticed_s: float) -> None:
+    def record_loss(self, loss: LostRanks, noticed_s: float) -> None:
         """Record that ranks have died, noticed at ``noticed_s`` (``time.perf_counter``)."""
-        self.launched_as = self.launched_as or tuple(range(len(loss.before) + len(loss.gone)))
+        self.launched_as = self.launched_as or tuple(range(len(loss.old_ranks) + len(loss.gone)))
         self.gone = ", ".join(
             f"rank {rank} on {host}{_aside(rank, self.launched_as[rank], 'launched as')}" for rank, host in loss.gone
         )
-        self.launched_as = tuple(self.launched_as[old] for old in loss.before)
+        self.launched_as = tuple(self.launched_as[old] for old in loss.old_ranks)
         self.losses.append(loss)
         self.noticed_s, self.told = noticed_s, False
         if self.profile is not None:
-            self.profile = restricted(self.profile, loss.before)
+            self.profile = restricted(self.profile, loss.old_ranks)
 
     def job_of(self, world: World, read: Callable[[], tuple[LoadedJob, Path]]) -> tuple[LoadedJob, Path]:
         """The job and the run directory, from an earlier attempt or read now. Collective."""
@@ -147,7 +147,7 @@ class RunHistory:
             killed = dict(zip(world.hosts, world.all_gather_json(now - self.memory_kills), strict=True))
             self.memory_kills = now
             where = memory_kills_text({host: killed.get(host, 0) for _, host in loss.gone})
-            going = ", ".join(f"{new}{_aside(new, old, 'was')}" for new, old in enumerate(loss.before))
+            going = ", ".join(f"{new}{_aside(new, old, 'was')}" for new, old in enumerate(loss.old_ranks))
             left = f"{units.plural(world.size, 'rank')}, numbered {going}"
             text = f"Died: {self.gone}. Going on without: {left}"
             if not self.gone:
@@ -171,7 +171,7 @@ class RunHistory:
     def _renewed(self, context: RunContext, world: World, transport: Transport) -> RunContext:
         material = context.material
         fingerprint = next((f for f in world.all_gather_json(self.fingerprint) if f is not None), None)
-        with world.led("preparing the data"):
+        with world.on_leader("preparing the data"):
             if world.rank == 0 and material is None:
                 who = f"The rank that led has died, and the first of those that are left, on {world.host}, cannot take its place"
                 remedy = "start where the data and the run directory can be read"
@@ -196,7 +196,7 @@ def run_with_recovery(world: World, attempt: Callable[[RunHistory], _T]) -> _T:
     try:
         result = _attempts(world, attempt, history) if ulfm.active() else attempt(history)
     except CollectiveUserError as error:
-        text = world.resumable(str(error))
+        text = world.with_resume_hint(str(error))
         values = {"exit_code": error.exit_code, "problems": error.problems, **error.values}
         raise CollectiveUserError(error.kind, text, **values) from error.__cause__
     world.activity.resume_text = str
@@ -214,13 +214,13 @@ def _attempts(world: World, attempt: Callable[[RunHistory], _T], history: RunHis
             problem = error
         except ulfm.RankLost as error:
             well = False
-            _LOG.warning("while %s: %s", world.doing, error)
+            _LOG.warning("while %s: %s", world.current_action, error)
         noticed_s = time.perf_counter()
-        if settled(world, well):
+        if all_ranks_succeeded(world, well):
             break
-        world.doing = "recovering from a death"
+        world.current_action = "recovering from a death"
         gc.collect()  # modules and hooks of the attempt refer to each other
-        history.record_loss(survivors(world, _may_lead(history)), noticed_s)
+        history.record_loss(shrink_to_survivors(world, _may_lead(history)), noticed_s)
     if problem is not None:
         raise problem
     return ended[0]

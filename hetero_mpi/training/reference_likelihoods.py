@@ -50,7 +50,7 @@ def find_reference(context: RunContext, members: World, trainer: Trainer, state:
     train, dataset = context.job.train, context.dataset
     if not _has_reference(train) or state.reference is not None:
         return
-    members.doing = "computing the reference of the preferences"
+    members.current_action = "computing the reference of the preferences"
     needed = _needed(train, dataset) if dataset is not None else np.zeros(0, np.int64)
     count = int(members.broadcast_json(len(needed)))
     say(f"Reference of the preferences: {count:,} rows through the model that the run begins with")

@@ -176,7 +176,7 @@ class LiveView:
     def _write_present(self, ended: str | None) -> None:
         assert self._display is not None
         ranks = {str(rank): now for rank, now in self._display.standings().items()}
-        write_present(self._run_dir, Present(time.time(), self._world.doing, ended, ranks))
+        write_present(self._run_dir, Present(time.time(), self._world.current_action, ended, ranks))
 
     def _pass_on(self) -> None:
         """Print what the page's process says. A log would keep the token."""
@@ -229,7 +229,7 @@ def _leave_result(context: RunContext, share: Share, state: State, others: Other
     taken = others.told(share.members)
     if share.emulation is not None:
         say(*punctuality_lines(share.members, share.emulation))
-    share.members.doing = "writing the result"
+    share.members.current_action = "writing the result"
     result_directory = _write_result(context, share.trainer)
     if context.world.rank == 0:
         with unharmed("writing run.json"):

@@ -84,7 +84,7 @@ def check_header(world: World, loaded: LoadedJob, run_dir: Path, resume: str | N
         return None
     shards = any(world.all_gather_json(world.local_rank == 0 and bool(shards_on_disk(run_dir)[0])))
     past: TrainResult | None = None
-    with world.led("looking at the checkpoint"):
+    with world.on_leader("looking at the checkpoint"):
         if world.rank == 0:
             newest = resume in (LATEST, ANY)
             path = newest_readable(run_dir / "checkpoints") if newest else Path(resume)
@@ -158,7 +158,7 @@ def _sources(
     """The sources of all ranks. Collective. Raises CollectiveUserError: a checkpoint that is named is not there, or damaged."""
     world = context.world
     own = [version.source(world.rank, begun or "") for version in history.versions]
-    with world.led("opening the checkpoint"):
+    with world.on_leader("opening the checkpoint"):
         if world.rank == 0:
             own += _checkpoint(context, history, resume, begun)
     if with_shards:
@@ -257,7 +257,7 @@ def _accepted(
         state = share_state(world, reader.state() if reads else None, first.rank)
         origin = world.broadcast_json(reader.origin() if reads else None, root=first.rank)
     if first.path is not None:
-        with world.led("comparing the stored state with the job"):
+        with world.on_leader("comparing the stored state with the job"):
             if world.rank == 0:
                 where = context.run_dir / SHARDS_NAME if first.is_shard else first.path
                 if not first.is_shard:
@@ -315,7 +315,7 @@ def _make_room(context: RunContext, options: TrainOptions, found: bool, pending:
     of the earlier one.
     """
     resume, run_dir, job = options.resume, context.run_dir, context.job
-    with context.world.led("looking at the run directory"):
+    with context.world.on_leader("looking at the run directory"):
         if context.world.rank != 0:
             return
         if resume == LATEST and not found:
@@ -358,7 +358,7 @@ def begin(context: RunContext, history: RunHistory, report: PlanReport, start: S
                 problem = error
         world.share_problem(problem)
         return share, state
-    world.doing = "bringing back the trained state"
+    world.current_action = "bringing back the trained state"
     readers = start.readers()
     listed = transfers(tensor_shards(context.tuning, report.plan, KINDS), lambda shard: readers[shard.name])
     with StateReader(world.rank, start.sources, history.versions) as reader:

@@ -166,7 +166,7 @@ class TrainingRun:
                 return None
             context = replace(context, planned_for=calibrated.profile)
             built = self.build(context, history, calibrated.report, found.start)
-            with self.world.together("beginning in the run directory"):
+            with self.world.collective_errors("beginning in the run directory"):
                 pending.carry_out()  # the start is accepted
             keep_profile(context)
             others = OtherPrograms()
@@ -182,7 +182,7 @@ class TrainingRun:
         look_around(world, run_dir, waits=world.broadcast_json(world.rank == 0 and is_used(run_dir)) and not continues)
         _LOG.info("process %d on %s", os.getpid(), world.host)  # some launchers name a dead rank by its process only
         history.tell_loss(world, run_dir)
-        with world.led("looking at the profile"):
+        with world.on_leader("looking at the profile"):
             if world.rank == 0 and not history.losses:
                 named_profile(loaded, self.options)
         return JobToRun(loaded, run_dir)
@@ -232,7 +232,7 @@ class TrainingRun:
     def build(self, context: RunContext, history: RunHistory, report: PlanReport, start: State | None) -> Built:
         """Build this rank's stage, and bring the trained state to the ranks that hold it. Idle ranks wait."""
         world = self.world
-        world.doing = "building the stages"
+        world.current_action = "building the stages"
         share, state = begin(context, history, report, start)
         if share.members is not None:
             with _passed_on(world, share):
@@ -240,7 +240,7 @@ class TrainingRun:
                 find_reference(context, share.members, share.trainer, state)
             world.release(_idle_ranks(world, share), None)
         else:
-            world.doing = "idle, by the plan"
+            world.current_action = "idle, by the plan"
             world.sleep_until_released()
         history.state = state
         return Built(share, state)
@@ -326,7 +326,7 @@ class TrainingRun:
 
     def _sleep(self, training: Training) -> dict[str, Any] | None:
         """An idle rank's part in ``_until_change``."""
-        self.world.doing = "idle, by the plan"
+        self.world.current_action = "idle, by the plan"
         while True:
             word: dict[str, Any] | None = self.world.sleep_until_released(training.asked)
             if word is None or "told" not in word:

@@ -214,7 +214,7 @@ class _Trial:
     ) -> tuple[ClusterProfile, PlanReport]:
         """The profile as the steps of a plan (on rank 0) have calibrated it, and that plan with its figures by it."""
         shared = None
-        with self._world.led("comparing steps with their prediction"):
+        with self._world.on_leader("comparing steps with their prediction"):
             if steps is not None:
                 from hetero_mpi.planning.decision.planner import complete_plan
 
@@ -247,14 +247,14 @@ class _Trial:
         steps: list[Together] = []
         lacks: list[_Lack] = []
         problem: CollectiveUserError | None = None
-        self._world.doing = "idle while the plan is tried"
+        self._world.current_action = "idle while the plan is tried"
         if share.members is not None:
             try:
                 steps, lacks = _steps(context, share, self._afford)
             except CollectiveUserError as error:
                 problem = error
             share.members.dissolve()
-        self._world.meet_asleep()
+        self._world.sleeping_barrier()
         self._world.share_problem(problem)
         lacks = [_Lack(*told) for told in self._world.broadcast_json(lacks)]
         if self._world.rank > 0 or lacks:
@@ -290,7 +290,7 @@ def _steps(context: RunContext, share: Share, afford: Allowance) -> tuple[list[T
 def _lacking(members: World, rank: int, how: str, work: Callable[[], object]) -> list[_Lack]:
     """The active ranks that have no memory for ``work``."""
     lack = None
-    with members.together(f"trying the plan{how}"):
+    with members.collective_errors(f"trying the plan{how}"):
         try:
             work()
         except OutOfMemory as error:
@@ -306,7 +306,7 @@ def _taken(context: RunContext, share: Share, trainer: Trainer, own: Batch | Non
     with watched(context, share):
         begun_s = ended_s = time.perf_counter()
         for number in range(1 + afford.counted):
-            members.doing = f"trying the plan, step {number + 1}"
+            members.current_action = f"trying the plan, step {number + 1}"
             late = bool(found) and trainer.rank == 0 and ended_s - begun_s > LATE * afford.seconds
             result = trainer.step(number, trainer.shared_batch(own, False), partial(bool, late))
             begin_s, ended_s = ended_s, time.perf_counter()

@@ -31,7 +31,7 @@ import numpy as np
 from hetero_mpi.comm.mpi_transport import MpiTransport
 from hetero_mpi.comm.ranks import ulfm
 from hetero_mpi.comm.ranks.collectives import Collectives, decode, encode
-from hetero_mpi.comm.ranks.leave import end_all
+from hetero_mpi.comm.ranks.leave import abort_with_text
 from hetero_mpi.comm.ranks.ulfm import Pause, RankLost
 from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.comm.transport import Exchange, Message
@@ -161,7 +161,7 @@ class Lookout:
         current = executor.current if executor is not None else None
         action = str(current) if current is not None else None
         evaluated = executor.evaluated if executor is not None else 0
-        seen = activity.text, activity.marks, activity.busy, action, evaluated, self._transport.moved
+        seen = activity.text, activity.marks, activity.busy, action, evaluated, self._transport.progress_count
         if seen != self._seen:
             self._seen, self._since_s = seen, now
         at = f"{activity.text}, {action}" if action else activity.text
@@ -278,7 +278,7 @@ class Watchdog:
             return  # just in time
         text = report(self.world, self.limit_s, self._heartbeat)
         _LOG.error("%s", text)
-        end_all(self.world, text, ExitCode.HUNG)
+        abort_with_text(self.world, text, ExitCode.HUNG)
 
 
 def _sense(backend: Backend, figures: dict[str, float], stop: threading.Event) -> None:

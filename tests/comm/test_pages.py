@@ -15,7 +15,7 @@ from hetero_mpi.device.backend import HOST
 
 
 @pytest.mark.parametrize(
-    "size", [0, 1, huge_pages.SMALLEST_BYTES - 1, huge_pages.SMALLEST_BYTES, 3 * huge_pages.PAGE_BYTES + 5]
+    "size", [0, 1, huge_pages.MIN_HUGE_PAGE_BYTES - 1, huge_pages.MIN_HUGE_PAGE_BYTES, 3 * huge_pages.PAGE_BYTES + 5]
 )
 def test_memory_is_as_long_as_asked_and_can_be_written(size: int) -> None:
     memory = huge_pages.empty(size)
@@ -27,7 +27,7 @@ def test_memory_is_as_long_as_asked_and_can_be_written(size: int) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="large pages are asked for on Linux only")
 def test_long_buffers_begin_at_a_large_page() -> None:
     assert all(
-        huge_pages.empty(huge_pages.SMALLEST_BYTES + i).ctypes.data % huge_pages.PAGE_BYTES == 0 for i in range(3)
+        huge_pages.empty(huge_pages.MIN_HUGE_PAGE_BYTES + i).ctypes.data % huge_pages.PAGE_BYTES == 0 for i in range(3)
     )
 
 

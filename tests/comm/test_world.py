@@ -17,16 +17,24 @@ from subprocess import CompletedProcess
 import psutil
 import pytest
 
-from hetero_mpi.comm.links import MAX_TIME_RATIO, MAX_REPRESENTATIVE_PAIRS, LinkSamples, common_samples, fit_line, round_robin, representative_pairs_of
+from hetero_mpi.comm.links import (
+    MAX_REPRESENTATIVE_PAIRS,
+    MAX_TIME_RATIO,
+    LinkSamples,
+    common_samples,
+    fit_line,
+    representative_pairs_of,
+    round_robin,
+)
 from hetero_mpi.comm.ranks.library import (
     MpiLibrary,
+    detect_launcher,
     foreign_launcher_problem,
-    launched_as,
     parse_library_version,
     world_size_problem,
 )
 from hetero_mpi.comm.ranks.mpi_start import host_labels
-from hetero_mpi.comm.ranks.versions import MUST_MATCH, own_source, own_versions, version_problem
+from hetero_mpi.comm.ranks.versions import MATCH_RULES, own_source, own_versions, version_problem
 from hetero_mpi.comm.ranks.world import describe_problems
 from hetero_mpi.util.errors import ExitCode
 from tests.support.mpi import ROOT, launcher_or_skip, outliving_or_skip, run_bounded, run_mpi
@@ -205,16 +213,16 @@ BATCH_SCRIPT = {"SLURM_NTASKS": "3", "SLURM_PROCID": "0"}
     ],
 )
 def test_which_worlds_are_refused(environment: dict[str, str], library: MpiLibrary, world: int, refused: bool) -> None:
-    problem = world_size_problem(launched_as(environment, library.family), library, world)
+    problem = world_size_problem(detect_launcher(environment, library.family), library, world)
     assert (problem is not None) == refused
     if problem is not None:
         assert "3 processes" in problem and str(library) in problem and "launch -np 3" in problem
 
 
 def test_launcher_that_would_crash_the_library_is_refused_before() -> None:
-    assert "Open MPI's mpirun" in (foreign_launcher_problem(launched_as(OMPI_3, "MPICH"), MPICH) or "")
-    assert foreign_launcher_problem(launched_as(OMPI_3, "Open MPI"), OPEN_MPI) is None
-    assert foreign_launcher_problem(launched_as(PMI_3, "Open MPI"), OPEN_MPI) is None
+    assert "Open MPI's mpirun" in (foreign_launcher_problem(detect_launcher(OMPI_3, "MPICH"), MPICH) or "")
+    assert foreign_launcher_problem(detect_launcher(OMPI_3, "Open MPI"), OPEN_MPI) is None
+    assert foreign_launcher_problem(detect_launcher(PMI_3, "Open MPI"), OPEN_MPI) is None
 
 
 def test_version_table() -> None:
@@ -240,7 +248,7 @@ def test_version_table() -> None:
 
 def test_own_versions_cover_what_must_match() -> None:
     own = own_versions("Open MPI 5.0.11")
-    assert set(MUST_MATCH) <= set(own) and own["MPI library"] == "Open MPI 5.0.11" and own["mpi4py"] != "absent"
+    assert set(MATCH_RULES) <= set(own) and own["MPI library"] == "Open MPI 5.0.11" and own["mpi4py"] != "absent"
 
 
 def test_another_commit_of_the_same_version_is_told_apart(tmp_path: Path) -> None:
@@ -364,4 +372,6 @@ def test_like_pairs_are_measured_a_few_times() -> None:
     assert common_samples(hosts, pairs, slow) is None, "one is so slow that large messages were not sent"
     two = ("a", "b")
     there, back = LinkSamples(0, 1, False, (1,), (1e-3,)), LinkSamples(1, 0, False, (1,), (9e-3,))
-    assert common_samples(two, [(0, 1)], [there, back]) == {("a", "b"): there, ("b", "a"): back}, "directions are their own"
+    assert common_samples(two, [(0, 1)], [there, back]) == {("a", "b"): there, ("b", "a"): back}, (
+        "directions are their own"
+    )

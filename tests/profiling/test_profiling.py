@@ -12,7 +12,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoConfig
 
-from hetero_mpi.comm.links import HostFlows, flow_pairs, quiet_rounds, round_robin
+from hetero_mpi.comm.links import HostFlows, flow_pairs, round_robin, round_robin_per_host
 from hetero_mpi.device import backend
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.job.plan_request import with_memory
@@ -107,11 +107,13 @@ def test_blocks_larger_than_caches_are_timed_one_by_one(subject: BenchmarkSpec) 
 
 
 def test_no_two_pairs_of_a_round_use_one_network_card() -> None:
-    assert quiet_rounds(("a", "b", "c", "d")) == round_robin(4), "a rank per host: as many pairs at once as there can be"
+    assert round_robin_per_host(("a", "b", "c", "d")) == round_robin(4), (
+        "a rank per host: as many pairs at once as there can be"
+    )
     hosts = ("a", "a", "b", "b", "b", "c")
-    pairs = [pair for group in quiet_rounds(hosts) for pair in group]
+    pairs = [pair for group in round_robin_per_host(hosts) for pair in group]
     assert sorted(pairs) == [(a, b) for a in range(6) for b in range(a + 1, 6)]
-    for group in quiet_rounds(hosts):
+    for group in round_robin_per_host(hosts):
         assert len({rank for pair in group for rank in pair}) == 2 * len(group)
         between = [host for a, b in group if hosts[a] != hosts[b] for host in (hosts[a], hosts[b])]
         assert len(between) == len(set(between))
@@ -131,7 +133,7 @@ def test_flows_have_partners_of_their_own_where_there_are_enough() -> None:
 def test_a_card_is_shared_when_all_flows_are_hardly_faster_than_one(
     together: tuple[float, float], shared: bool
 ) -> None:
-    assert HostFlows("a", (100.0, 100.0), together).shared is shared
+    assert HostFlows("a", (100.0, 100.0), together).shares_nic is shared
 
 
 def test_memory_of_a_host_counts_once() -> None:

@@ -23,7 +23,7 @@ def main(world: World) -> int:
     from hetero_mpi.comm.mpi_transport import MpiTransport
 
     def run(kind: str, name: str, case: Callable[..., None], make: MakeTransport) -> None:
-        world.doing = f"{kind} {name}"
+        world.current_action = f"{kind} {name}"
         case(make, world.rank)
         world.barrier()
         if world.rank == 0:

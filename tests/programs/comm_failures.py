@@ -20,7 +20,7 @@ from hetero_mpi.util.errors import UserError
 
 def exception_while_others_wait(world: World) -> int:
     """Rank 1 fails; rank 0 waits for a message on the communication thread, the others in a collective."""
-    world.doing = "loading weights"
+    world.current_action = "loading weights"
     with MpiTransport(world.comm) as transport:
         if world.rank == 1:
             time.sleep(0.2)
@@ -35,14 +35,14 @@ def exception_while_others_wait(world: World) -> int:
 def exception_on_every_rank(world: World) -> int:
     """All ranks fail at the same moment, with a handler that would postpone SIGTERM."""
     signal.signal(signal.SIGTERM, lambda number, frame: None)
-    world.doing = "dividing"
+    world.current_action = "dividing"
     world.barrier()
     raise ZeroDivisionError("by nothing")
 
 
 def user_error_together(world: World) -> int:
-    """A problem of one rank inside ``together``."""
-    with world.together("reading the job"):
+    """A problem of one rank inside ``collective_errors``."""
+    with world.collective_errors("reading the job"):
         if world.rank == 1:
             raise UserError("test.fault", "the job file has no [model]")
     return 0
@@ -55,7 +55,7 @@ def user_error_everywhere(world: World) -> int:
 
 def user_error_alone(world: World) -> int:
     """One rank finds a problem while the others wait for it."""
-    world.doing = "reading shards"
+    world.current_action = "reading shards"
     if world.rank == 1:
         raise UserError("test.fault", "shard 3 is truncated")
     world.barrier()
@@ -80,7 +80,7 @@ def other_versions(world: World) -> int:
 
 def interrupted(world: World) -> int:
     """Ctrl-C reaches one rank."""
-    world.doing = "training"
+    world.current_action = "training"
     if world.rank == 1:
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(30)

@@ -20,7 +20,7 @@ def main(world: World) -> int:
         flows = measure_flows(world, transport, links, LARGEST)
     if world.rank == 0:
         largest = [[k.source, k.destination, k.sample_bytes[-1] / k.sample_s[-1]] for k in links]
-        shared = {flow.host: flow.shared for flow in flows}
+        shared = {flow.host: flow.shares_nic for flow in flows}
         print(json.dumps({"links": largest, "flows": [asdict(flow) for flow in flows], "shared": shared}))
     return 0
 

@@ -12,7 +12,7 @@ from typing import Any
 from unittest import mock
 
 from hetero_mpi.comm.ranks import leave, mpi_start, ulfm
-from hetero_mpi.comm.ranks.library import launched_as
+from hetero_mpi.comm.ranks.library import detect_launcher
 from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.util.errors import UserError
 
@@ -35,7 +35,7 @@ if __name__ == "__main__":
     kind, rank, step = sys.argv[1:4]
     if kind in ("hang", "stopped"):
         leave.LIMIT_S, leave._REPORT_WAIT_S = 3.0, 2.0
-    launched = launched_as(os.environ, "")
+    launched = detect_launcher(os.environ, "")
     if launched is not None and launched.rank == int(rank):
         place, name = step.split(".")
 

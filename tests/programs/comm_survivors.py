@@ -18,7 +18,7 @@ import numpy as np
 
 from hetero_mpi.comm.mpi_transport import MpiTransport
 from hetero_mpi.comm.ranks import ulfm
-from hetero_mpi.comm.ranks.mpi_start import run_guarded, settled, survivors
+from hetero_mpi.comm.ranks.mpi_start import all_ranks_succeeded, run_guarded, shrink_to_survivors
 from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.training.watchdog import Heartbeat
 
@@ -88,8 +88,8 @@ def false_alarm(world: World, caller: int) -> None:
                 transport.wait(request)
     except ulfm.RankLost:
         pass
-    assert not settled(world, False)
-    assert survivors(world).gone == ()
+    assert not all_ranks_succeeded(world, False)
+    assert shrink_to_survivors(world).gone == ()
 
 
 def main(world: World) -> int:
@@ -105,11 +105,11 @@ def main(world: World) -> int:
             well = True
         except ulfm.RankLost:
             well = False
-        assert not settled(world, well)
+        assert not all_ranks_succeeded(world, well)
         noticed_s = time.monotonic() - begin - death_s
-        loss = survivors(world)
+        loss = shrink_to_survivors(world)
         assert [rank for rank, _ in loss.gone] == [victim], loss
-        assert loss.before[world.rank] != victim and world.size == size - 1
+        assert loss.old_ranks[world.rank] != victim and world.size == size - 1
         total = world.all_reduce_sum(np.array([world.rank + 1.0]))[0]
         assert total == world.size * (world.size + 1) / 2
         if world.rank == 0:

@@ -53,30 +53,30 @@ def check_arrays(world: World) -> None:
 def check_leading(world: World) -> None:
     """Rank 0 works, the others sleep through it; its problem is everybody's, in its own words, with its exit code."""
     passed = []
-    with world.led("something slow"):
-        assert world.doing == "something slow"
+    with world.on_leader("something slow"):
+        assert world.current_action == "something slow"
         if world.rank == 0:
             time.sleep(0.2)
         passed.append(world.rank)
-    assert passed == [world.rank] and world.doing == "testing"
+    assert passed == [world.rank] and world.current_action == "testing"
     caught = None
     try:
-        with world.led("something hard"):
+        with world.on_leader("something hard"):
             if world.rank == 0:
                 raise UserError("test.fault", "the disk is full")
     except CollectiveUserError as error:
         caught = error
     assert str(caught) == "the disk is full" and caught is not None and caught.exit_code == UserError.exit_code
-    world.doing = "testing"
+    world.current_action = "testing"
 
 
 def check_agreement(world: World) -> None:
     """A problem of the last rank is raised by every rank; no problem, no error."""
     last = world.size - 1
     world.agree(None)
-    with world.together("something easy"):
-        assert world.doing == "something easy"
-    assert world.doing == "testing"
+    with world.collective_errors("something easy"):
+        assert world.current_action == "something easy"
+    assert world.current_action == "testing"
     problem = UserError("test.fault", "no disk") if world.rank == last else None
     ways: tuple[Callable[[UserError | None], None], ...] = (world.agree, partial(in_block, world))
     for raise_it in ways:
@@ -90,20 +90,20 @@ def check_agreement(world: World) -> None:
 
 
 def in_block(world: World, problem: UserError | None) -> None:
-    """``agree``, by way of ``together``."""
-    with world.together("something hard"):
+    """``agree``, by way of ``collective_errors``."""
+    with world.collective_errors("something hard"):
         if problem is not None:
             raise problem
 
 
 def main(world: World) -> int:
     """Run all checks; every rank's view and the links are printed by rank 0 as JSON."""
-    world.doing = "testing"
+    world.current_action = "testing"
     check_json(world)
     check_arrays(world)
     check_leading(world)
     check_agreement(world)
-    world.doing = "measuring links"
+    world.current_action = "measuring links"
     with MpiTransport(world.comm) as transport:
         links = measure_links(world, transport, (64, 2_048, 65_536), repeats=2)
     views = world.gather_json(

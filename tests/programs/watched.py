@@ -28,7 +28,7 @@ LIMIT_S = 3.0
 def goes_on(world: World, transport: MpiTransport) -> None:
     """Short steps, for longer than the limit."""
     for step in range(8):
-        world.doing = f"training step {step + 1}"
+        world.current_action = f"training step {step + 1}"
         time.sleep(0.5)
         world.barrier()
 
@@ -43,7 +43,7 @@ def busy(world: World, transport: MpiTransport) -> None:
 
 def stuck(world: World, transport: MpiTransport) -> None:
     """Rank 1 does nothing; rank 0 waits for its message, rank 2 in a collective call."""
-    world.doing = "training step 7"
+    world.current_action = "training step 7"
     if world.rank == 1:
         time.sleep(100)
     if world.rank == 0:

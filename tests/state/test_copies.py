@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from hetero_mpi.comm.ranks.mpi_start import Loss
+from hetero_mpi.comm.ranks.mpi_start import LostRanks
 from hetero_mpi.rundir.run_directory import START_VARIABLE, describe_run
 from hetero_mpi.state import state
 from hetero_mpi.state.directory import Source, checkpoint_path, keep_versions, shards_on_disk
@@ -90,7 +90,7 @@ def test_a_checkpoint_of_another_run_is_not_taken_after_a_death(
     path = write_checkpoint(checkpoint_path(tmp_path / "checkpoints", 3), told(3, begun="run2", run="t2"), {"a": (2,)})
     tuning = SimpleNamespace(trainable={"a": None}, constants={})
     context: Any = SimpleNamespace(run_dir=tmp_path, tuning=tuning)
-    history = RunHistory(losses=[Loss(gone=((1, "box"),), before=(0,))] * lost, token="t1")
+    history = RunHistory(losses=[LostRanks(gone=((1, "box"),), before=(0,))] * lost, token="t1")
     sources = start_state._checkpoint(context, history, resume, begun)
     assert sources == [Source(0, path, "", 3, "run2", 0, frozenset("a"))] * found
     if lost:

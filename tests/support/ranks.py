@@ -87,8 +87,8 @@ class LoopbackNetwork:
             error = length_problem(receive, f"{send.buffer.size} bytes")
         else:
             np.copyto(receive.buffer, send.buffer)
-        receive.complete(error)
-        send.complete()
+        receive.mark_complete(error)
+        send.mark_complete()
 
     def _exchange(self, rank: int, request: Exchange) -> None:
         """Queue an exchange; the last member to come adds up, in the order of the ranks, or hands out."""
@@ -109,7 +109,7 @@ class LoopbackNetwork:
                 for other in others:  # what others have of a sum is not said
                     other.parts[place][...] = np.nan if request.sums else owner.parts[place]
         for member in members:
-            member.complete(error)
+            member.mark_complete(error)
 
     def _withdraw(self, rank: int) -> None:
         """End what ``rank`` has posted and nobody has matched."""
@@ -123,7 +123,7 @@ class LoopbackNetwork:
                 for route in [route for route in queues if route[end] == rank]:
                     withdrawn.extend(queues.pop(route))
         for request in withdrawn:
-            request.complete(TransportError("the transport was closed before the message was moved"))
+            request.mark_complete(TransportError("the transport was closed before the message was moved"))
 
 
 class LoopbackTransport(Transport):
@@ -172,7 +172,7 @@ class LoopbackTransport(Transport):
         if 0 <= request.peer < self.size:
             self._network._post(route, request)
         else:
-            request.complete(TransportError(f"there is no rank {request.peer} among {self.size}"))
+            request.mark_complete(TransportError(f"there is no rank {request.peer} among {self.size}"))
         return request
 
     def _remember(self, request: Request) -> None:

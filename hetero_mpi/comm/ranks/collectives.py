@@ -134,7 +134,7 @@ class Collectives:
         self.broadcast_bytes(total.view(np.uint8))
         return total.reshape(array.shape)
 
-    def meet_asleep(self) -> None:
+    def sleeping_barrier(self) -> None:
         """A barrier before the ranks compute on shared cores: a waiting rank sleeps between all its looks."""
         _finish(self.comm.Ibarrier, yield_s=0.0)
 

@@ -42,7 +42,7 @@ DELAY_PER_RANK_S = 0.3
 """Seconds per rank that a failing rank waits before it prints."""
 MAX_RANK_DELAY_S = 1.5
 """Upper limit of that wait."""
-ECHO_S = 1.0
+MPI_ERROR_DELAY_S = 1.0
 """Further wait where the failure is an error of MPI."""
 ABORT_TIMEOUT_S = 3
 """Seconds after ``MPI_Abort`` after which the alarm clock ends the process."""
@@ -63,11 +63,11 @@ def exit_together(world: World, problem: str | None, code: int) -> str | None:
     """The error text that the ranks end with; None: all is well. Does not return where this rank alone fails. Collective."""
     try:
         if not _all_ranks_arrived(world.guard, code):
-            end_alone(world, problem if problem is not None else f"it ended with exit code {code}", code)
+            abort_job(world, problem if problem is not None else f"it ended with exit code {code}", code)
         text = describe_problems(world.all_gather_json(problem), world.hosts)
-        return text and world.resumable(text)
+        return text and world.with_resume_hint(text)
     except RankLost:  # everything had been done
-        world.bereaved = True
+        world.lost_ranks = True
         return problem
 
 
@@ -92,7 +92,7 @@ def exit_without_finalize(code: int) -> NoReturn:
     os._exit(code)
 
 
-def end_alone(world: World, cause: BaseException | str, code: int = ExitCode.FAILED) -> NoReturn:
+def abort_job(world: World, cause: BaseException | str, code: int = ExitCode.FAILED) -> NoReturn:
     """Print rank, host, action and cause, and end every rank of the job with ``code`` (after signal n: 128 + n)."""
     from mpi4py import MPI
 
@@ -101,11 +101,11 @@ def end_alone(world: World, cause: BaseException | str, code: int = ExitCode.FAI
     # speak too.
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    time.sleep(_rank_delay_s(world) + (ECHO_S if isinstance(cause, (MPI.Exception, RankLost)) else 0.0))
+    time.sleep(_rank_delay_s(world) + (MPI_ERROR_DELAY_S if isinstance(cause, (MPI.Exception, RankLost)) else 0.0))
     heading = f"rank {world.rank}/{world.size} on {world.host} {'was interrupted' if interrupted else 'failed'}"
     if interrupted:
         code = 128 + (cause.number if isinstance(cause, Interrupted) else signal.SIGINT)
-    text = f"{heading} while {world.doing}:\n{_cause_text(cause)}"
+    text = f"{heading} while {world.current_action}:\n{_cause_text(cause)}"
     if (
         isinstance(cause, Exception) and logging.getLogger().handlers
     ):  # without one logging would print it on stderr, too
@@ -113,7 +113,7 @@ def end_alone(world: World, cause: BaseException | str, code: int = ExitCode.FAI
     _abort(world, text, code)
 
 
-def end_all(world: World, text: str, code: int) -> NoReturn:
+def abort_with_text(world: World, text: str, code: int) -> NoReturn:
     """Print ``text``, and end every rank of the job with ``code``. From any thread."""
     time.sleep(_rank_delay_s(world))
     _abort(world, text, code)
@@ -127,7 +127,7 @@ def _abort(world: World, text: str, code: int) -> NoReturn:
     from mpi4py import MPI
 
     # One write, so that the launcher does not mix other ranks' output into it.
-    write_text(f"\n{world.resumable(text)}\n", sys.stderr)
+    write_text(f"\n{world.with_resume_hint(text)}\n", sys.stderr)
     write_text("", sys.stdout)
     _set_alarm()
     MPI.COMM_WORLD.Abort(code)
@@ -186,17 +186,17 @@ def joining(world: World, watched: bool) -> Iterator[None]:
         if world.size == 1:
             raise
         cause = str(error) if isinstance(error, UserError) else error
-        end_alone(world, cause, getattr(error, "exit_code", ExitCode.FAILED))
+        abort_job(world, cause, getattr(error, "exit_code", ExitCode.FAILED))
     finally:
         joined.set()
-    world.doing = "starting"
+    world.current_action = "starting"
     if watching is not None:
         watching.finish()
 
 
 def begin_join_step(world: World, text: str) -> None:
     """The next step of joining begins on this rank; ``text`` as in "rank 1 failed while ..."."""
-    world.doing = f"joining the other ranks, {text}"
+    world.current_action = f"joining the other ranks, {text}"
     world.activity.marks += 1
 
 
@@ -206,11 +206,11 @@ def _watch_join(world: World, joined: threading.Event) -> None:
 
     if joined.wait(LIMIT_S):
         return
-    report = world.activity.marks, world.host, world.doing
+    report = world.activity.marks, world.host, world.current_action
     if world.rank > 0:
         MPI.COMM_WORLD.Isend(encode(report), 0, _REPORT_TAG)
         if not joined.wait(2 * _REPORT_WAIT_S):
-            end_all(world, _late_text({world.rank: report}, [0]), ExitCode.HUNG)
+            abort_with_text(world, _late_text({world.rank: report}, [0]), ExitCode.HUNG)
         return
     reports, status, deadline = {0: report}, MPI.Status(), time.monotonic() + _REPORT_WAIT_S
     while len(reports) < world.size and time.monotonic() < deadline and not joined.wait(_POLL_INTERVAL_S):
@@ -220,7 +220,7 @@ def _watch_join(world: World, joined: threading.Event) -> None:
             reports[status.Get_source()] = decode(message)
     if not joined.is_set():
         silent_ranks = [rank for rank in range(world.size) if rank not in reports]
-        end_all(world, _late_text(reports, silent_ranks), ExitCode.HUNG)
+        abort_with_text(world, _late_text(reports, silent_ranks), ExitCode.HUNG)
 
 
 def _late_text(reports: Mapping[int, tuple[int, str, str]], silent_ranks: Sequence[int]) -> str:

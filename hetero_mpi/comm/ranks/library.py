@@ -85,7 +85,7 @@ def _launch_info(environment: Mapping[str, str], launcher: str, family: str, siz
         return None
 
 
-def launched_as(environment: Mapping[str, str], library_family: str) -> LaunchInfo | None:
+def detect_launcher(environment: Mapping[str, str], library_family: str) -> LaunchInfo | None:
     """The launcher of this process, from its environment; ``None``: there is none, the process runs alone.
 
     Launchers may be nested (an MPI launcher inside an srun step, for instance). The variables of the loaded library's own launcher
@@ -143,8 +143,12 @@ def _interfaces_of(process: int) -> tuple[set[str], set[str]]:
         connections = psutil.Process(process).net_connections("tcp4")
     except (psutil.Error, OSError):
         return set(), set()
-    connected_addresses = {connection.laddr.ip for connection in connections if connection.status == psutil.CONN_ESTABLISHED}
-    addresses_by_interface = {name: {entry.address for entry in entries} for name, entries in psutil.net_if_addrs().items()}
+    connected_addresses = {
+        connection.laddr.ip for connection in connections if connection.status == psutil.CONN_ESTABLISHED
+    }
+    addresses_by_interface = {
+        name: {entry.address for entry in entries} for name, entries in psutil.net_if_addrs().items()
+    }
     loopback = {name for name, addresses in addresses_by_interface.items() if "127.0.0.1" in addresses}
     used = {name for name, addresses in addresses_by_interface.items() if addresses & connected_addresses} - loopback
     return used, set(addresses_by_interface) - used - loopback

@@ -1,5 +1,5 @@
 """How a process becomes a rank of the job, and how it leaves: a command, which ends with its work (``run_guarded``), or a user's
-program, which goes on after it (``collectively``). And how the ranks that are left after a death meet, and become the world
+program, which goes on after it (``collective_block``). And how the ranks that are left after a death meet, and become the world
 (``comm.ranks.ulfm`` says how ranks learn of a death).
 
 A wrong launcher or a missing library is found before MPI starts. Whatever happens later, all ranks end together and the cause is
@@ -25,14 +25,21 @@ import numpy as np
 
 from hetero_mpi.comm.ranks import ulfm
 from hetero_mpi.comm.ranks.collectives import Collectives
-from hetero_mpi.comm.ranks.leave import end_alone, exit_together, joining, exit_without_finalize, begin_join_step, unidentified_world
+from hetero_mpi.comm.ranks.leave import (
+    abort_job,
+    begin_join_step,
+    exit_together,
+    exit_without_finalize,
+    joining,
+    unidentified_world,
+)
 from hetero_mpi.comm.ranks.library import (
     ENDED_LINE,
     JOINED_VARIABLE,
+    detect_launcher,
     foreign_launcher_problem,
-    restrict_to_launcher_interfaces,
-    launched_as,
     parse_library_version,
+    restrict_to_launcher_interfaces,
     world_size_problem,
 )
 from hetero_mpi.comm.ranks.versions import MPI_LIBRARY, PACKAGE, own_source, version_problem
@@ -66,7 +73,7 @@ def run_guarded(main: Callable[[World], int]) -> int:
     try:
         world = join()
     except UserError as error:
-        launched = launched_as(os.environ, "")
+        launched = detect_launcher(os.environ, "")
         # Each host may lack its library for itself; what else is refused, is refused on all ranks alike.
         if launched is None or launched.rank == 0 or "mpi4py.MPI" not in sys.modules:
             write_text(f"{error}\n", sys.stderr)
@@ -85,7 +92,7 @@ def run_guarded(main: Callable[[World], int]) -> int:
     except SystemExit as leaving:
         code, problem = _system_exit(leaving)
     except BaseException as error:
-        end_alone(world, error)
+        abort_job(world, error)
     text = exit_together(world, problem, code)
     if text is not None and world.rank == 0:
         write_text(text + "\n", sys.stderr)
@@ -93,12 +100,12 @@ def run_guarded(main: Callable[[World], int]) -> int:
 
 
 @contextmanager
-def collectively() -> Iterator[World]:
+def collective_block() -> Iterator[World]:
     """A block that all ranks of a user's program run together. Collective; the first one initialises MPI. Raises UserError: the
     same on all ranks. Any other exception, or a problem of one rank alone while others go on, is printed with rank, host and
     action, and ends all ranks; a rank that is the only one raises it.
     """
-    world = world_of_program()
+    world = program_world()
     ulfm.free(world.comm, itself=False)  # what an earlier block has made
     world.activity.resume_text = str
     problem: UserError | None = None
@@ -111,9 +118,9 @@ def collectively() -> Iterator[World]:
     except BaseException as error:
         if world.size == 1:
             raise
-        end_alone(world, error)
+        abort_job(world, error)
     finally:
-        world.doing = "between calls of hetero_mpi"
+        world.current_action = "between calls of hetero_mpi"
     text = exit_together(world, str(problem) if problem else None, problem.exit_code if problem else 0)
     if text is not None:
         kind, code = (problem.kind, problem.exit_code) if problem else ("run.failed_elsewhere", ExitCode.USER_ERROR)
@@ -121,7 +128,7 @@ def collectively() -> Iterator[World]:
 
 
 @cache
-def world_of_program() -> World:
+def program_world() -> World:
     """The first call joins it, and is collective."""
     world, default_hook, failed = join(), sys.excepthook, threading.Event()
 
@@ -133,13 +140,13 @@ def world_of_program() -> World:
                 error.__cause__, error.__suppress_context__ = None, True  # the text says what is to be known
                 default_hook(kind, error, trace)
         elif isinstance(error, Exception) and world.size > 1:
-            end_alone(world, error)
+            abort_job(world, error)
         else:
             default_hook(kind, error, trace)
 
     def leave() -> None:
         """Without ``MPI_Finalize`` where ranks have died, as it would wait for them without end."""
-        if world.bereaved:
+        if world.lost_ranks:
             exit_without_finalize(ExitCode.FAILED if failed.is_set() else ExitCode.DONE)
 
     sys.excepthook = uncaught
@@ -151,7 +158,7 @@ def _exit_code_after_leaving(world: World, code: int) -> int:
     """End this process's part in MPI; returns ``code``, or does not return where ranks have died."""
     if world.rank == 0 and _OWN_LAUNCHER_PIPES:
         write_text(f"{ENDED_LINE}\n", sys.stderr, exact=True)
-    if world.bereaved:
+    if world.lost_ranks:
         exit_without_finalize(code)
     _finalize()
     return code
@@ -169,7 +176,7 @@ def join() -> World:
     restrict_to_launcher_interfaces(os.environ)
     mpi = _import_mpi()
     library = parse_library_version(mpi.Get_library_version())
-    launched = launched_as(os.environ, library.family)
+    launched = detect_launcher(os.environ, library.family)
     starts_mpi = not mpi.Is_initialized()
     if starts_mpi:
         _raise_on_all(foreign_launcher_problem(launched, library))
@@ -256,7 +263,9 @@ def host_labels(host_groups: Sequence[tuple[str, int]]) -> tuple[str, ...]:
         if group not in groups:
             groups.append(group)
     numbers = [names[name].index(group) + 1 for name, group in host_groups]
-    return tuple(name if number == 1 else f"{name}#{number}" for (name, _), number in zip(host_groups, numbers, strict=True))
+    return tuple(
+        name if number == 1 else f"{name}#{number}" for (name, _), number in zip(host_groups, numbers, strict=True)
+    )
 
 
 def _yield_idle_cores(environment: dict[str, str] | os._Environ[str]) -> None:
@@ -314,25 +323,25 @@ def check_versions(world: World, local_versions: Mapping[str, str]) -> None:
 
 
 @dataclass(frozen=True)
-class Loss:
+class LostRanks:
     """The ranks that have died, and how the others were numbered before."""
 
     gone: tuple[tuple[int, str], ...]
     """(rank, host) of those that have died, in the old numbering."""
-    before: tuple[int, ...]
+    old_ranks: tuple[int, ...]
     """For each rank that is left: its number in the old numbering."""
 
 
-def settled(world: World, well: bool) -> bool:
+def all_ranks_succeeded(world: World, well: bool) -> bool:
     """Have all ranks that are alive come to the end of their common work, and has it gone well on all? The same answer on all.
-    Collective over those that are alive. Where it is no, each of them must call ``survivors``.
+    Collective over those that are alive. Where it is no, each of them must call ``shrink_to_survivors``.
     """
     if not well:
         ulfm.revoke()
     return ulfm.agree(world.comm, well)
 
 
-def survivors(world: World, may_lead: bool = True) -> Loss:
+def shrink_to_survivors(world: World, may_lead: bool = True) -> LostRanks:
     """Make ``world`` the world of the ranks that are left, numbered anew in their old order. The first rank that may lead becomes
     rank 0. Collective over them.
 
@@ -356,8 +365,8 @@ def survivors(world: World, may_lead: bool = True) -> Loss:
     lost_ranks = tuple((old, world.hosts[old]) for old in range(world.size) if old not in old_ranks)
     world.rank, world.size = world.comm.Get_rank(), world.comm.Get_size()
     world.hosts, world.numbers = tuple(world.hosts[old] for old in old_ranks), ()
-    world.bereaved, world.activity.waits_for = True, None
-    return Loss(lost_ranks, old_ranks)
+    world.lost_ranks, world.activity.waits_for = True, None
+    return LostRanks(lost_ranks, old_ranks)
 
 
 def _lead_and_duplicate(comm: Any, old_rank: int, may_lead: bool) -> tuple[Any, Any, tuple[int, ...]]:

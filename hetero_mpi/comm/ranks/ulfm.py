@@ -106,8 +106,14 @@ def free(comm: Any, itself: bool = True) -> None:
     with _REGISTRY:
         family = {id(comm)}
         family.update(id(communicator) for communicator, parent in _COMMUNICATORS if id(parent) in family)
-        freed = [communicator for communicator, _ in _COMMUNICATORS if id(communicator) in family and (itself or communicator is not comm)]
-        _COMMUNICATORS[:] = [pair for pair in _COMMUNICATORS if not any(pair[0] is communicator for communicator in freed)]
+        freed = [
+            communicator
+            for communicator, _ in _COMMUNICATORS
+            if id(communicator) in family and (itself or communicator is not comm)
+        ]
+        _COMMUNICATORS[:] = [
+            pair for pair in _COMMUNICATORS if not any(pair[0] is communicator for communicator in freed)
+        ]
     with translate_losses():
         for communicator in reversed(freed):
             communicator.Free()

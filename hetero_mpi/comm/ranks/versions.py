@@ -23,14 +23,19 @@ Rule = Literal["exact", "minor"]
 
 MPI_LIBRARY = "MPI library"
 PACKAGE = "hetero_mpi"
-MUST_MATCH: dict[str, Rule] = {PACKAGE: "exact", "transformers": "minor", "peft": "minor", MPI_LIBRARY: "minor"}
+MATCH_RULES: dict[str, Rule] = {PACKAGE: "exact", "transformers": "minor", "peft": "minor", MPI_LIBRARY: "minor"}
 """``exact``: the whole version; ``minor``: up to the second number (5.23.0 and 5.23.1 agree)."""
 
 
 def own_versions(mpi_library: str) -> dict[str, str]:
     """Versions of what runs in this process, without importing any of it; a package that is not there is ``absent``."""
     package_versions = {name: installed(name) for name in ("torch", "transformers", "peft", "numpy", "mpi4py")}
-    return {"hetero_mpi": __version__, MPI_LIBRARY: mpi_library, "Python": platform.python_version(), **package_versions}
+    return {
+        "hetero_mpi": __version__,
+        MPI_LIBRARY: mpi_library,
+        "Python": platform.python_version(),
+        **package_versions,
+    }
 
 
 @cache
@@ -66,7 +71,7 @@ def version_problem(versions: Sequence[Mapping[str, str]], hosts: Sequence[str])
     """
     rows: list[str] = []
     remedies: list[str] = []
-    for name, rule in MUST_MATCH.items():
+    for name, rule in MATCH_RULES.items():
         values = [rank_versions.get(name, "absent") for rank_versions in versions]
         counts = Counter(_significant(value, rule) for value in values)
         if len(counts) == 1:

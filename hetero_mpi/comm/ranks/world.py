@@ -64,7 +64,7 @@ class World(Collectives):
     """Each rank's number in the whole job, by which messages name it; empty: the rank itself."""
     guard: Any = None
     """The communicator of which ``comm`` was made; used only at the end of the job."""
-    bereaved: bool = False
+    lost_ranks: bool = False
     """Ranks have died, and this is the world of the survivors (``comm.ranks.mpi_start``)."""
 
     @property
@@ -81,12 +81,12 @@ class World(Collectives):
         return self.hosts.count(self.host)
 
     @property
-    def doing(self) -> str:
-        """This rank's current action, for the message if it fails: ``world.doing = "loading weights"``."""
+    def current_action(self) -> str:
+        """This rank's current action, for the message if it fails: ``world.current_action = "loading weights"``."""
         return self.activity.text
 
-    @doing.setter
-    def doing(self, text: str) -> None:
+    @current_action.setter
+    def current_action(self, text: str) -> None:
         self.activity.text = text
 
     @contextmanager
@@ -113,7 +113,7 @@ class World(Collectives):
             self.activity.marks += 1
             yield item
 
-    def resumable(self, text: str) -> str:
+    def with_resume_hint(self, text: str) -> str:
         """``text``, why the job ends, with what to type to resume it, unless ``text`` says so itself. Not collective."""
         remedy = self.activity.resume_text()
         return f"{text}\n{remedy}" if remedy and "--resume" not in text else text
@@ -127,7 +127,9 @@ class World(Collectives):
     def _combined_outcome(self, outcome: Outcome) -> Outcome:
         """All ranks' problems as one, of the first one's kind; the same on every rank."""
         outcomes = self.all_gather_json(outcome)
-        text = describe_problems([rank_outcome[1] if rank_outcome else None for rank_outcome in outcomes], self.hosts, self.numbers)
+        text = describe_problems(
+            [rank_outcome[1] if rank_outcome else None for rank_outcome in outcomes], self.hosts, self.numbers
+        )
         if text is None:
             return None
         kind, _, code, problems = next(rank_outcome for rank_outcome in outcomes if rank_outcome)
@@ -143,7 +145,7 @@ class World(Collectives):
         """
         _raise(next(filter(None, self.all_gather_json(_outcome(problem))), None), problem)
 
-    def together(self, action: str) -> AbstractContextManager[None]:
+    def collective_errors(self, action: str) -> AbstractContextManager[None]:
         """A block in which a ``UserError`` of any rank becomes the same ``UserError`` on every rank at its end.
 
         ``action`` is the current action meanwhile. Any other exception propagates at once. The block must not communicate: ranks
@@ -151,7 +153,7 @@ class World(Collectives):
         """
         return self._collective_block(action, self._combined_outcome)
 
-    def led(self, action: str) -> AbstractContextManager[None]:
+    def on_leader(self, action: str) -> AbstractContextManager[None]:
         """A block in which rank 0 alone works. The other ranks pass through it and wait, asleep, for its outcome.
 
         A ``UserError`` of rank 0 is raised on every rank at the block's end. The block must not communicate.
@@ -169,7 +171,7 @@ class World(Collectives):
         """A block whose ``UserError`` is held back until ``combine``, called by every rank, has made one outcome of all ranks'
         outcomes.
         """
-        previous_action, self.doing = self.doing, action
+        previous_action, self.current_action = self.current_action, action
         problem: UserError | None = None
         try:
             yield
@@ -178,7 +180,7 @@ class World(Collectives):
         except UserError as error:
             problem = error
         _raise(combine(_outcome(problem)), problem)
-        self.doing = previous_action
+        self.current_action = previous_action
 
     def subset(self, ranks: Sequence[int]) -> World | None:
         """A world of only these ranks (increasing), numbered anew; None on other ranks. Collective over all ranks of this world.

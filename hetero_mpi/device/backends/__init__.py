@@ -172,7 +172,7 @@ class Accelerator(Backend):
 
     def host_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         # torch rounds pinned blocks up to a power of two and never returns them; XPU has no other way to pin.
-        if math.prod(shape) * dtype.itemsize < huge_pages.SMALLEST_BYTES or not hasattr(self.module(), "cudart"):
+        if math.prod(shape) * dtype.itemsize < huge_pages.MIN_HUGE_PAGE_BYTES or not hasattr(self.module(), "cudart"):
             return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
         return super().host_buffer(shape, dtype)
 

@@ -249,7 +249,7 @@ def evaluate(world: World, options: EvaluateOptions) -> int:
     look_around(world)
     opened: Opened | None = None
     sets: dict[str, list[ScoredText]] = {}
-    with world.led("reading the model's directory and the data"):
+    with world.on_leader("reading the model's directory and the data"):
         if world.rank == 0:
             _check(options)
             opened = open_source(options.source)
@@ -257,16 +257,16 @@ def evaluate(world: World, options: EvaluateOptions) -> int:
     setup = set_up(world, opened)
 
     def work(members: World, writer: Writer) -> dict[str, list[list[Scored]]]:
-        members.doing = "measuring the memory of a text"
+        members.current_action = "measuring the memory of a text"
         room = cache_room(members, setup.memory, writer)
-        members.doing = "evaluating"
+        members.current_action = "evaluating"
         tasks = [asdict(text.task) for texts in sets.values() for text in texts]
         texts = [Task.from_dict(task) for task in members.broadcast_json(tasks if setup.opened is not None else None)]
         found = scores(writer, texts, room, options.parallel)
         return {name: [next(found) for _ in own] for name, own in sets.items()}
 
     told = with_writer(setup, work) or {}
-    with world.led("writing the results"):
+    with world.on_leader("writing the results"):
         if world.rank == 0:
             results = {name: _result(texts, told[name]) for name, texts in sets.items()}
             _tell(results, options)
@@ -378,7 +378,7 @@ def result_directory(options: EvaluateOptions) -> Path | None:
 
 def _in_tasks(world: World, options: EvaluateOptions) -> int:
     harness: Harness | None = None
-    with world.led("looking for lm-evaluation-harness"):
+    with world.on_leader("looking for lm-evaluation-harness"):
         if world.rank == 0:
             _check(options)
             assert options.tasks is not None

@@ -11,7 +11,7 @@ from typing import Any
 
 from hetero_mpi import __version__
 from hetero_mpi.comm.ranks.library import MPICH, OPEN_MPI, parse_library_version
-from hetero_mpi.comm.ranks.versions import MPI_LIBRARY, MUST_MATCH, version_problem
+from hetero_mpi.comm.ranks.versions import MATCH_RULES, MPI_LIBRARY, version_problem
 from hetero_mpi.device.self_test import SelfTest, text_of
 from hetero_mpi.launch.doctor.diagnostics import Finding, as_json, found, lines_of, would_fail
 from hetero_mpi.launch.doctor.host_facts import Examined, HostFacts, answered
@@ -154,7 +154,7 @@ def check_packages(places: Sequence[Examined]) -> Iterator[Finding]:
 
 def check_versions(places: Sequence[Examined]) -> Iterator[Finding]:
     """Versions that agree or not, by the rules that a run starts with (``comm.ranks.versions``)."""
-    for name in (*MUST_MATCH, "torch", "Python"):
+    for name in (*MATCH_RULES, "torch", "Python"):
         told = [
             (place.title, library_of(facts) if name == MPI_LIBRARY else facts.versions.get(name, "absent"))
             for place, facts in answered(places)
@@ -171,7 +171,7 @@ def check_versions(places: Sequence[Examined]) -> Iterator[Finding]:
         if problem is not None:
             yield found("versions differ", name=name, versions=text, remedy=problem.splitlines()[-1])
         else:
-            may_differ = name not in MUST_MATCH and len(titles) > 1
+            may_differ = name not in MATCH_RULES and len(titles) > 1
             yield found("version", name=name, versions=text + (", which may differ" if may_differ else ""))
 
 

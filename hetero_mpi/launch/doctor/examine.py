@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from hetero_mpi.comm.ranks.library import MPICH, OPEN_MPI, launched_as
+from hetero_mpi.comm.ranks.library import MPICH, OPEN_MPI, detect_launcher
 from hetero_mpi.comm.ranks.versions import PACKAGE, own_source
 from hetero_mpi.launch.doctor import checks
 from hetero_mpi.launch.doctor.checks import CHECKS, DoctorOptions, report
@@ -47,7 +47,7 @@ def doctor(options: DoctorOptions) -> int:
 
     :raises UserError: a host file that cannot be read.
     """
-    if launched_as(os.environ, "") is None:
+    if detect_launcher(os.environ, "") is None:
         return report(options, *examine_hosts(options))
     from hetero_mpi.comm.ranks.mpi_start import run_guarded
     from hetero_mpi.launch.doctor.rank_checks import examine_together

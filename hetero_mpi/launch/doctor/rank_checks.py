@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hetero_mpi.comm.links import LinkSamples, measure_links, quiet_rounds
+from hetero_mpi.comm.links import LinkSamples, measure_links, round_robin_per_host
 from hetero_mpi.comm.mpi_transport import MpiTransport
 from hetero_mpi.comm.ranks.world import CollectiveUserError, World
 from hetero_mpi.comm.transport import Transport
@@ -64,7 +64,7 @@ def examine_ranks(world: World, options: DoctorOptions) -> tuple[list[Finding], 
     places = _gather_places(world, options)
     world.barrier()
     clocks_s = world.all_gather_json(time.time())  # apart by some ms: seconds are what matters
-    world.doing = "timing messages between ranks"
+    world.current_action = "timing messages between ranks"
     threaded = world.thread_level in ("multiple", "serialized")
     with MpiTransport(world.comm, threaded=threaded) as transport:
         samples = measure_links(world, transport, _MESSAGES_BYTES, _REPEATS)
@@ -83,14 +83,14 @@ def _gather_places(world: World, options: DoctorOptions) -> list[Examined]:
     """Facts about every Python of every host, once each. Only the first of its ranks imports torch."""
     from mpi4py import MPI
 
-    world.doing = "looking at this host"
+    world.current_action = "looking at this host"
     pythons = world.all_gather_json([world.host, sys.prefix])
     facts = gather(options.run_dir, deeply=False)
     mpi = {"library": MPI.Get_library_version(), "threads": world.thread_level, "fault_tolerance": fault_tolerance()}
     first = pythons.index([world.host, sys.prefix]) == world.rank
     facts = replace(facts, mpi=mpi, torch=try_torch() if first else {})
     if options.self_test:
-        world.doing = "testing this host's devices"
+        world.current_action = "testing this host's devices"
         facts = replace(facts, self_tests=tuple(self_tests(facts.torch)))
     everyone = world.all_gather_json([facts.to_dict(), facts.variables.get("HETERO_MPI_DEVICE", "auto")])
     places = []
@@ -181,13 +181,13 @@ def verify_mesh(world: World, transport: Transport, mesh: Mesh) -> list[Finding]
         return [found("mesh not needed")]
     leaders = [world.hosts.index(host) for host in hosts]
     seen: list[Passed] = []
-    for pairs in quiet_rounds(hosts):
+    for pairs in round_robin_per_host(hosts):
         partner = {leaders[a]: leaders[b] for a, b in pairs} | {leaders[b]: leaders[a] for a, b in pairs}
         before = _counters()
-        world.meet_asleep()
+        world.sleeping_barrier()
         if world.rank in partner:
             _exchange(transport, world.rank, partner[world.rank])
-        world.meet_asleep()  # what was sent has arrived everywhere
+        world.sleeping_barrier()  # what was sent has arrived everywhere
         if world.rank in partner:
             after = _counters()
             counted = {
@@ -195,7 +195,7 @@ def verify_mesh(world: World, transport: Transport, mesh: Mesh) -> list[Finding]
             }
             other = world.hosts[partner[world.rank]]
             seen.append(Passed(world.host, other, interfaces[world.rank], counted))
-        world.meet_asleep()  # nobody begins the next round before all have read their counters
+        world.sleeping_barrier()  # nobody begins the next round before all have read their counters
     gathered = world.all_gather_json([vars(own) for own in seen])
     return mesh_findings([Passed(**values) for ranks_own in gathered for values in ranks_own], mesh)
 
@@ -230,7 +230,7 @@ def mesh_of(world: World, path: str | Path) -> Mesh | None:
     from hetero_mpi.launch.hosts.mesh import Mesh, read_mesh
 
     values = None
-    with world.led("reading the hosts file"):
+    with world.on_leader("reading the hosts file"):
         if world.rank == 0:
             mesh = read_mesh(path)
             values = mesh.model_dump() if mesh is not None else None
@@ -248,7 +248,7 @@ def verify_mesh_command(world: World, path: Path) -> int:
         raise CollectiveUserError(
             "doctor.no_mesh", f"{path} has no [mesh]: verify the hosts.toml that `mesh init` wrote."
         )
-    world.doing = "sending messages through the mesh"
+    world.current_action = "sending messages through the mesh"
     threaded = world.thread_level in ("multiple", "serialized")
     with MpiTransport(world.comm, threaded=threaded) as transport:
         findings = verify_mesh(world, transport, mesh)

@@ -69,7 +69,7 @@ def custom_chain(world: World, loaded: LoadedJob, keys: Mapping[str, Any], sampl
         samples: the data, on rank 0.
     """
     sample = world.broadcast_arrays(samples.first() if samples is not None else None)
-    with world.together("importing the model's factory"):
+    with world.collective_errors("importing the model's factory"):
         model, digest = _called(loaded)
         shapes = tuple(LayerShape.from_dict(shape) for shape in keys["layers"])
         own = digest, model.existing, list(model.named_layers())
@@ -98,7 +98,7 @@ def _existing(
 ) -> dict[str, Builder]:
     """Builders of the layers of an existing model, with rank 0's buffers and parameters without values. Collective."""
     modules = model.modules()
-    with world.together("looking at the factory's model"):
+    with world.collective_errors("looking at the factory's model"):
         for shape in shapes:
             difference = shape.differences(modules[shape.name])
             if difference is not None:

@@ -200,7 +200,7 @@ def _profile_of_cluster(
     """
     world, settings = context.world, context.job.profile
     key = profile_key(world, context.backend, subject)
-    with world.led("reading the profile"):
+    with world.on_leader("reading the profile"):
         found = _known_profile(context, subject, options, key) if world.rank == 0 else None
     known = world.broadcast_json(profile_to_dict(found) if found is not None else None)
     if known is None:
@@ -250,7 +250,7 @@ def obtain_plan(
     """
     report: PlanReport | None = None
     world = context.world
-    with world.led("planning"):
+    with world.on_leader("planning"):
         if world.rank == 0:
             from hetero_mpi.planning.decision.planner import make_plan  # 50 modules that no other rank needs
 

@@ -65,7 +65,7 @@ def look_around(world: World, run_dir: Path | None = None, waits: bool = False) 
 def read_job(world: World, options: TrainOptions) -> tuple[LoadedJob, Path]:
     """The job and the run directory, read by rank 0 and broadcast. Only rank 0 needs the file. Collective."""
     shared: list[Any] | None = None
-    with world.led("reading the job"):
+    with world.on_leader("reading the job"):
         if world.rank == 0:
             job = options.job
             loaded = job if isinstance(job, LoadedJob) else load_job(job, options.overrides)
@@ -81,10 +81,10 @@ def claimed(world: World, run_dir: Path) -> Iterator[None]:
     Collective.
     """
     with contextlib.ExitStack() as stack:
-        with world.led("claiming the run directory"):
+        with world.on_leader("claiming the run directory"):
             if world.rank == 0:
                 stack.enter_context(claim(run_dir))
-        with world.together("looking at the run directory"):
+        with world.collective_errors("looking at the run directory"):
             refuse_links(run_dir)
         yield
 
@@ -96,7 +96,7 @@ def set_up(world: World, transport: Transport, loaded: LoadedJob, run_dir: Path)
     _say_ranks(world, backend, threads)
     loaded = _with_dtype(world, loaded, backend)
     job = loaded.job
-    with world.led("preparing the data"):
+    with world.on_leader("preparing the data"):
         if world.rank == 0:
             material = prepare(loaded)
     loaded = _with_adapter(world, loaded, material.tokenizer if material is not None else None)
@@ -108,9 +108,9 @@ def set_up(world: World, transport: Transport, loaded: LoadedJob, run_dir: Path)
         own = material.dataset if material is not None else None
         chain = custom_chain(world, loaded, keys, own if isinstance(own, Samples) else None)
     else:
-        with world.together("reading the model's configuration"):
+        with world.collective_errors("reading the model's configuration"):
             chain = TransformersChain(read_config(keys), job.train.dropout)
-    with world.together("reading the model's configuration"):
+    with world.collective_errors("reading the model's configuration"):
         tuning = tuning_of(job, chain)
         if job.train.optimizer != "adamw":
             check_optimizer(job.train, backend, f"rank {world.rank} ({world.host})")
@@ -165,7 +165,7 @@ def _with_adapter(world: World, loaded: LoadedJob, tokenizer: PreTrainedTokenize
     if adapter.method == "none":
         return loaded
     found: dict[str, Any] | None = None
-    with world.led("reading the adapter"):
+    with world.on_leader("reading the adapter"):
         if world.rank == 0:
             own = adapter if adapter.path is None else with_patterns_of(loaded.resolve(adapter.path), adapter)
             found = own.model_copy(update={"tokens": _token_ids(own, loaded.job.tokenizer, tokenizer)}).model_dump()
@@ -221,7 +221,7 @@ def open_device(world: World, job_device: str) -> Backend:
     A GPU whose product is wrong is refused; where it was not asked for by name, the rank computes on the CPU instead.
     ``job_device``: ``[cluster] device``.
     """
-    with world.together("looking for the device"):
+    with world.collective_errors("looking for the device"):
         wanted = wish(job_device, os.environ)
         name, devices = visible_devices(wanted.name)
         refused = BACKENDS[name].unusable()
@@ -233,7 +233,7 @@ def open_device(world: World, job_device: str) -> Backend:
     for host, reasons in dict(world.all_gather_json([world.host, list(refused.values())])).items():
         say(*(f"{host}: {reason}" for reason in reasons))
     index = device_of(world.rank, places)
-    with world.together("opening the device"):
+    with world.collective_errors("opening the device"):
         backend = open_backend(wanted.name, index)
         problem = _wrong_product(world, backend)
         if problem and wanted.name != "auto":
