@@ -1,12 +1,10 @@
-"""Measures latency and bandwidth between each pair of ranks, and by how much their clocks differ, over the transport of training.
+"""Measures latency and bandwidth between pairs of ranks, and their clock offsets, over the transport that training uses.
 
-Of the pairs between the same two hosts, or within one, a few are measured, and stand for all where they agree; else all are.
-Pairs are measured in rounds (the circle method of round-robin tournaments). In a round every rank has one partner at most, and
-every NIC carries one pair at most. The two directions of a pair are measured separately, as many home links are faster one way.
-Then each host with several ranks sends and receives from all of them at once. If their messages together are hardly faster than
-those of one rank, they share a NIC.
-
-Also here: all pairs of n ranks in rounds of disjoint pairs, for measurements that must not disturb each other.
+Of the pairs between the same two hosts, or within one host, a few are measured. If these agree they represent all of them;
+otherwise every pair is measured. Pairs are measured in rounds (the circle method of round-robin tournaments): in a round each rank
+has at most one partner and each NIC carries at most one pair. The two directions of a pair are measured separately because many
+home links are asymmetric. Then each host with several ranks sends and receives from all of them at once. If the combined rate
+hardly exceeds that of one rank, the ranks share a NIC.
 """
 
 from __future__ import annotations
@@ -27,26 +25,26 @@ from hetero_mpi.comm.transport import Transport
 
 Pair = tuple[int, int]
 MAX_REPRESENTATIVE_PAIRS = 4
+"""Maximum number of measured pairs that represent all pairs between the same hosts."""
 MAX_TIME_RATIO = 2.0
-"""So many pairs of the same hosts stand for all, if their largest message takes at most so many times as long in one as in
-another."""
+"""Representative pairs agree if the slowest takes at most this many times as long as the fastest, for the largest message."""
 _PING, _PONG, _HEADER, _READY = 1, 2, 3, 4
 _TINY_BYTES = 1
 _FEW_REPEATS_ABOVE_S = 0.05
-"""Messages that take longer are repeated twice at most, seconds."""
+"""Messages that take longer are repeated at most twice."""
 _MAX_MESSAGE_S = 1.0
-"""Messages that would take longer are not sent, seconds."""
+"""Messages expected to take longer are not sent."""
 _FLOW_S, _FLOW_MESSAGES = 0.05, 3
-"""The rate of a flow is measured by ``_FLOW_MESSAGES`` messages of about ``_FLOW_S`` seconds."""
+"""A flow's rate is measured with ``_FLOW_MESSAGES`` messages of about ``_FLOW_S`` seconds each."""
 MIN_SPEEDUP_FACTOR = 1.5
-"""Flows that share no NIC are together at least this many times as fast as the fastest of them alone."""
+"""Flows through separate NICs are together at least this many times as fast as the fastest single flow."""
 MAX_BANDWIDTH_FACTOR = 4.0
-"""A fitted bandwidth is at most this many times the highest bytes / seconds of its samples."""
+"""Upper bound of a fitted bandwidth, relative to the highest bytes / seconds of its samples."""
 
 
 @dataclass(frozen=True)
 class LinkSamples:
-    """One directed pair: ``sample_s[i]`` seconds for a message of ``sample_bytes[i]``."""
+    """Samples of one directed pair: a message of ``sample_bytes[i]`` takes ``sample_s[i]`` seconds."""
 
     source: int
     destination: int
@@ -66,9 +64,9 @@ class HostFlows:
 
     host: str
     single_rates: tuple[float, float]
-    """(leaving, entering): the faster of two flows, each measured alone."""
+    """(outgoing, incoming): the faster of two flows, each measured alone."""
     total_rates: tuple[float, float]
-    """(leaving, entering): the sum of all flows at once."""
+    """(outgoing, incoming): the sum of all simultaneous flows."""
 
     @property
     def shares_nic(self) -> bool:
@@ -79,13 +77,14 @@ class HostFlows:
 
 
 def measure_links(world: World, transport: Transport, sizes_bytes: Sequence[int], repeats: int) -> list[LinkSamples]:
-    """Every directed pair; all ranks return the whole list, ordered by (source, destination). Collective.
+    """Measure every directed pair; all ranks return all samples, ordered by (source, destination). Collective.
 
-    Like pairs, those of the same hosts, are measured up to ``MAX_REPRESENTATIVE_PAIRS`` times and, where these agree, have their median.
+    Up to ``MAX_REPRESENTATIVE_PAIRS`` pairs between the same hosts are measured. If they agree, their median represents the
+    others.
 
-    A message's time is the median round trip of it and a one-byte answer, less half the median round trip of one byte both ways.
-    Each size makes ``repeats`` round trips after one that warms up the path. Sizes that would take too long over a slow link are
-    left out.
+    A message's time is the median round trip of the message and a one-byte answer, minus half the median round trip of one byte
+    both ways. Each size makes ``repeats`` round trips after one warm-up. Sizes that would take too long over a slow link are
+    skipped.
     """
     pairs_by_hosts: dict[tuple[str, ...], list[Pair]] = {}
     for pair in itertools.combinations(range(world.size), 2):
@@ -111,7 +110,8 @@ def measure_links(world: World, transport: Transport, sizes_bytes: Sequence[int]
 
 
 def representative_pairs_of(pairs: Sequence[Pair]) -> list[Pair]:
-    """Up to ``MAX_REPRESENTATIVE_PAIRS`` of them, the first and the last among these: ranks that are far apart may sit on other sockets."""
+    """Select up to ``MAX_REPRESENTATIVE_PAIRS`` evenly spaced pairs, first and last included: distant ranks may sit on other
+    sockets."""
     last, count = len(pairs) - 1, min(len(pairs), MAX_REPRESENTATIVE_PAIRS)
     return [pairs[last * number // max(1, count - 1)] for number in range(count)]
 
@@ -119,7 +119,7 @@ def representative_pairs_of(pairs: Sequence[Pair]) -> list[Pair]:
 def common_samples(
     hosts: Sequence[str], pairs: Sequence[Pair], samples: Sequence[LinkSamples]
 ) -> dict[tuple[str, str], LinkSamples] | None:
-    """(source's host, destination's host) -> the samples that stand for all of these pairs; None where they do not agree."""
+    """Return (source host, destination host) -> the samples that represent all these pairs, or None where they disagree."""
     model_by_direction, requested_pairs = {}, set(pairs)
     pair_samples = [link for link in samples if link.pair in requested_pairs]
     for direction in {(hosts[link.source], hosts[link.destination]) for link in pair_samples}:
@@ -127,9 +127,7 @@ def common_samples(
             link for link in pair_samples if (hosts[link.source], hosts[link.destination]) == direction
         ]
         direction_samples.sort(key=lambda link: (-len(link.sample_s), link.sample_s[-1:]))
-        best_s_by_pair: dict[
-            Pair, float
-        ] = {}  # a pair within a host has two directions, and noise only adds to its time
+        best_s_by_pair: dict[Pair, float] = {}  # two directions per pair within a host; noise only adds time
         for link in direction_samples:
             best_s_by_pair[link.pair] = min(link.sample_s[-1], best_s_by_pair.get(link.pair, math.inf))
         if len({link.sample_bytes for link in direction_samples}) > 1 or max(
@@ -143,7 +141,7 @@ def common_samples(
 def _measure_pairs(
     world: World, transport: Transport, requested_pairs: Collection[Pair], sizes_bytes: Sequence[int], repeats: int
 ) -> list[LinkSamples]:
-    """Both directions of the ``requested_pairs`` pairs, in any order. Collective."""
+    """Measure both directions of the ``requested_pairs``, in any order. Collective."""
     local_samples: list[LinkSamples] = []
     for round_pairs in round_robin_per_host(world.hosts):
         pairs = [pair for pair in round_pairs if pair in requested_pairs]
@@ -158,7 +156,7 @@ def _measure_pairs(
                     local_samples.append(LinkSamples(source, destination, same_host, sizes, seconds))
                 elif world.rank == destination:
                     _answer(transport, source)
-        world.sleeping_barrier()  # a pair that is done must not disturb one that shares its NIC
+        world.sleeping_barrier()  # a finished pair must not disturb one that shares its NIC
     rows = (row for rank_rows in world.all_gather_json([astuple(link) for link in local_samples]) for row in rank_rows)
     return [LinkSamples(a, b, same_host, tuple(sizes), tuple(seconds)) for a, b, same_host, sizes, seconds in rows]
 
@@ -166,7 +164,7 @@ def _measure_pairs(
 def measure_flows(
     world: World, transport: Transport, links: Sequence[LinkSamples], largest_bytes: int
 ) -> list[HostFlows]:
-    """For each host with several ranks: the rates of its flows to and from other hosts, alone and all at once. Collective."""
+    """Measure the flows between each multi-rank host and other hosts, singly and all at once. Collective."""
     names = tuple(dict.fromkeys(world.hosts))
     flows = []
     for host in names:
@@ -185,7 +183,8 @@ def measure_flows(
 
 
 def flow_pairs(hosts: Sequence[str], host: str) -> list[tuple[int, int]]:
-    """(rank of ``host``, rank elsewhere) for each rank of ``host``. Partners are spread over as many hosts and ranks as there are.
+    """Return (rank of ``host``, remote rank) for each rank of ``host``, with partners spread over as many hosts and ranks as
+    possible.
 
     >>> flow_pairs(("a", "a", "b", "b", "c"), "a")
     [(0, 2), (1, 4)]
@@ -198,7 +197,7 @@ def flow_pairs(hosts: Sequence[str], host: str) -> list[tuple[int, int]]:
 
 
 def _time_one_way(transport: Transport, peer: int, sizes_bytes: Sequence[int], repeats: int) -> tuple[float, ...]:
-    """Seconds of a message of each size, up to the first size that is too slow."""
+    """Time a message of each size in seconds, up to the first size that is too slow."""
     tiny_s = _round_trip_s(transport, peer, _TINY_BYTES, repeats)
     seconds: list[float] = []
     for index, size in enumerate(sizes_bytes):
@@ -206,14 +205,14 @@ def _time_one_way(transport: Transport, peer: int, sizes_bytes: Sequence[int], r
         if expected_s > _MAX_MESSAGE_S:
             break
         trip_s = _round_trip_s(transport, peer, size, repeats if expected_s < _FEW_REPEATS_ABOVE_S else min(repeats, 2))
-        # Noise may make the difference tiny or negative; no message is faster than half of the smallest one's return trip.
+        # Noise may make the difference tiny or negative; half the smallest message's round trip is a lower bound.
         seconds.append(max(trip_s - tiny_s / 2, tiny_s / 2))
     _announce(transport, peer, 0, 0)
     return tuple(seconds)
 
 
 def _round_trip_s(transport: Transport, peer: int, size: int, repeats: int) -> float:
-    """Median of ``repeats`` trips of a message and its answer, after one that is not counted."""
+    """Return the median of ``repeats`` round trips of a message and its answer, after one warm-up trip."""
     _announce(transport, peer, size, repeats + 1)
     message, answer = np.zeros(size, np.uint8), np.zeros(_TINY_BYTES, np.uint8)
     seconds = []
@@ -228,9 +227,8 @@ def _round_trip_s(transport: Transport, peer: int, size: int, repeats: int) -> f
 
 
 def _announce(transport: Transport, peer: int, size: int, trips: int) -> None:
-    """Tell the other end the size and number of the messages; returns when it has posted its first receive. 0 messages end the
-    measurement.
-    """
+    """Send the peer the size and number of messages and wait until it has posted its first receive. Zero messages end the
+    measurement."""
     header = np.array([size, trips], np.int64).view(np.uint8)
     ready = transport.post_receive(peer, _READY, np.zeros(_TINY_BYTES, np.uint8))
     transport.wait(transport.send(peer, _HEADER, header))
@@ -238,7 +236,7 @@ def _announce(transport: Transport, peer: int, size: int, trips: int) -> None:
 
 
 def _answer(transport: Transport, peer: int) -> None:
-    """The receiving end of ``_time_one_way``. A receive is always posted before its message is sent, as in training."""
+    """The receiving end of ``_time_one_way``. Each receive is posted before its message is sent, as in training."""
     tiny = np.zeros(_TINY_BYTES, np.uint8)
     while True:
         header = np.zeros(2, np.int64)
@@ -264,7 +262,7 @@ def _flow_bytes(links: Sequence[LinkSamples], pair: tuple[int, int], largest_byt
 
 
 def _flow_rate(world: World, transport: Transport, pairs: Sequence[tuple[int, int]], sizes: Sequence[int]) -> float:
-    """Bytes per second of all ``pairs`` at once; the same on every rank. Collective."""
+    """Return the combined bytes per second of all ``pairs`` at once, equal on every rank. Collective."""
     requests = []
     messages: list[NDArray[np.uint8]] = []
     for number, ((source, destination), size) in enumerate(zip(pairs, sizes, strict=True)):
@@ -288,11 +286,11 @@ def _flow_rate(world: World, transport: Transport, pairs: Sequence[tuple[int, in
 
 
 def fit_line(sample_bytes: Sequence[float], sample_s: Sequence[float]) -> tuple[float, float]:
-    """``(latency_s, bytes_per_s)`` of the line ``latency_s + bytes / bytes_per_s`` through the samples.
+    """Fit ``seconds = latency_s + bytes / bytes_per_s``; return (latency_s, bytes_per_s).
 
-    Least squares of the *relative* errors: small messages determine the latency, large ones the bandwidth. The latency is not
-    negative. The bandwidth is at most ``MAX_BANDWIDTH_FACTOR`` times the highest bytes / seconds of a sample, because noise alone makes lines
-    that hardly rise, or fall.
+    Least squares of the *relative* errors: small messages determine the latency, large ones the bandwidth. The latency is at least
+    zero. The bandwidth is at most ``MAX_BANDWIDTH_FACTOR`` times the highest bytes / seconds of a sample, because noise alone can
+    produce lines with a tiny or negative slope.
     """
     sizes, seconds = np.asarray(sample_bytes, np.float64), np.asarray(sample_s, np.float64)
     assert sizes.size == seconds.size > 0 and bool(np.all(seconds > 0)), "samples must be positive seconds"
@@ -310,20 +308,21 @@ def fit_line(sample_bytes: Sequence[float], sample_s: Sequence[float]) -> tuple[
 
 
 def _fit_without_latency(sizes: NDArray[np.float64], seconds: NDArray[np.float64]) -> tuple[float, float]:
-    """The same fit with latency zero."""
+    """The same fit with zero latency."""
     relative = sizes / seconds
     total = float((relative**2).sum())
     return (0.0, total / float(relative.sum())) if total > 0 else (float(median(seconds)), float("inf"))
 
 
 _PING_TAG = (1 << 14) - 1
-"""MPI promises tags up to 32767; stages take the small ones."""
+"""MPI guarantees tags up to 32767; stages use the small ones."""
 _PING_COUNT = 20
 Clock = Callable[[], float]
 
 
 def clock_offset_s(world: World, transport: Transport) -> float:
-    """This rank's clock minus that of the first rank of ``world``, in seconds: 0 on its host, else by ping-pong. Collective."""
+    """This rank's clock minus that of the first rank of ``world``, in seconds: 0 on the same host, otherwise by ping-pong.
+    Collective."""
     numbers, offset_s = list(world.numbers or range(world.size)), 0.0
     for index in range(1, world.size):
         if world.hosts[index] == world.hosts[0]:
@@ -340,8 +339,8 @@ def compare_clocks(
 ) -> float:
     """This rank's clock minus the leader's, in seconds (0 on the leader). Called by both ranks at once.
 
-    The follower asks for the leader's time; the answer is taken to be as old as half the round trip, of the quickest of 20
-    (the method of Cristian 1989).
+    The follower requests the leader's time and assumes the answer is half a round trip old. The quickest of ``_PING_COUNT`` round
+    trips counts (Cristian 1989).
     """
     best_s, offset_s = float("inf"), 0.0
     answer = np.zeros(8, np.uint8)
@@ -361,11 +360,11 @@ def compare_clocks(
     return offset_s
 
 
-# All pairs of n ranks in rounds of disjoint pairs, for measurements that must not disturb each other
+# All pairs of n ranks in rounds of disjoint pairs, for measurements that must not interfere
 
 
 def round_robin_per_host(hosts: Sequence[str]) -> list[list[tuple[int, int]]]:
-    """``round_robin`` for ranks on ``hosts``, divided so that of the pairs between hosts no two in a round touch one host.
+    """``round_robin`` for ranks on ``hosts``, split so that no two inter-host pairs of a round share a host.
 
     >>> round_robin_per_host(("a", "a", "b", "b"))
     [[(0, 3)], [(1, 2)], [(0, 2)], [(1, 3)], [(0, 1), (2, 3)]]
@@ -387,7 +386,7 @@ def round_robin_per_host(hosts: Sequence[str]) -> list[list[tuple[int, int]]]:
 
 
 def round_robin(n: int) -> list[list[tuple[int, int]]]:
-    """Disjoint pairs per round, every pair of ``range(n)`` once, lower rank first.
+    """Return rounds of disjoint pairs that cover every pair of ``range(n)`` once, lower rank first.
 
     For n = 4::
 

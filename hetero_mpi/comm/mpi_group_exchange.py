@@ -1,17 +1,17 @@
-"""Reduce-scatters and all-gathers over a group of ranks, by messages that the transport's own polling moves.
+"""Reduce-scatter and all-gather over a group of ranks, with point-to-point messages that the transport polls.
 
-Every member owns one part of what is exchanged. Parts are cut into segments, and one segment of every member is a piece.
-``transport.ring_of`` says which of two ways pieces take.
+Every member owns one part of the exchanged data. Parts are split into segments; a piece has one segment of each member.
+``transport.ring_of`` selects the direct or the ring algorithm.
 
-Directly: a reduce-scatter sends every segment to its owner, which adds what it gets in the order of the ranks; an all-gather sends
-every member's own segment to all others::
+Direct: a reduce-scatter sends every segment to its owner, which adds the contributions in rank order; an all-gather sends each
+member's own segment to all others::
 
     3 members, one piece   segment 0   segment 1   segment 2
     reduce-scatter         1,2 -> 0    0,2 -> 1    0,1 -> 2
     all-gather             0 -> 1,2    1 -> 0,2    2 -> 0,1
 
-Around a ring, where members share hosts with each other: every member sends a segment to the next, and adds what comes to its
-own, or keeps it; after n - 1 hops each has its own sum, or all segments::
+Ring, where members share hosts: every member sends a segment to the next and adds the received segment to its own, or keeps it.
+After n - 1 hops each member has its own sum, or all segments::
 
     3 members a b c        reduce-scatter        all-gather
                            hop 0     hop 1       hop 0     hop 1
@@ -19,9 +19,8 @@ own, or keeps it; after n - 1 hops each has its own sum, or all segments::
     segment 1 (b's)        c -> a    a -> b      b -> c    c -> a
     segment 2 (c's)        a -> b    b -> c      c -> a    a -> b
 
-Either way each rank sends, and receives, (n - 1) / n of the bytes where parts are alike. A sum is added in the order of the ranks,
-or, around a ring, in the order of the ring from the member after its owner on: the same bits every time. Pieces are under way
-side by side: one is added up while others travel.
+With equal parts each rank sends and receives (n - 1) / n of the bytes. Sums are added in rank order or, in a ring, in ring order
+starting after the owner, so results are bitwise reproducible. Pieces overlap: one is added while others travel.
 """
 
 from __future__ import annotations
@@ -37,19 +36,20 @@ from hetero_mpi.comm.mpi_progress import MpiProgress
 from hetero_mpi.comm.transport import Exchange, Group, Numbers, Part, ring_of
 
 PIECE_BYTES = 1 << 22
-"""Large enough that messages cost nothing, small enough to add in the cache while the next piece travels."""
+"""Large enough to make per-message cost negligible, small enough to add in cache while the next piece travels."""
 MAX_PIECES_IN_FLIGHT = 4
 _TAGS_PER_GROUP = 2 * MAX_PIECES_IN_FLIGHT
-"""Pieces take them in turn. Messages of one tag are matched in the order in which members send and receive them, and around a ring
-a piece's messages follow one another: so a tag is taken again only when the piece that has it is finished."""
+"""Pieces use these tags cyclically. MPI matches messages of one tag in the order of sends and receives, and the messages of a ring
+piece follow one another: a tag is therefore reused only after its piece has finished."""
 MAX_GROUPS = 32768 // _TAGS_PER_GROUP
-"""MPI promises tags up to 32767."""
+"""MPI guarantees tags up to 32767."""
 _ALIGNMENT_BYTES = 64
-"""Bytes: segments begin at multiples of a cache line."""
+"""Segments begin at multiples of a cache line."""
 
 
 class GroupExchange:
-    """The exchanges of one group, first started first. ``comm`` is theirs alone; ``hosts``: of the group's ranks."""
+    """The exchanges of one group, in the order of their starts. ``comm`` is reserved for them; ``hosts`` are those of the group's
+    ranks."""
 
     def __init__(self, progress: MpiProgress, comm: Any, rank: int, group: Group, hosts: Sequence[str]) -> None:
         assert 0 <= group.number < MAX_GROUPS, f"group numbers go up to {MAX_GROUPS - 1}"
@@ -64,21 +64,21 @@ class GroupExchange:
         self._first_tag = group.number * _TAGS_PER_GROUP
         self._queued_pieces: deque[_DirectPiece | _RingPiece] = deque()
         self._next_tag = 0
-        """The next piece's, counted from the group's first tag."""
+        """Tag of the next piece, relative to the group's first tag."""
         self._tags_in_use: set[int] = set()
         self._pieces_left: dict[Exchange, int] = {}
         self._scratch: list[Numbers] = []
         self._scratch_size = 0
 
     def start(self, request: Exchange) -> None:
-        """Begin an exchange, or queue it behind the group's others."""
+        """Begin an exchange, or queue it behind the group's earlier exchanges."""
         self.progress.register(request)
         if self.size == 1:
             self.progress.complete_request(request)
             return
         parts = [request.parts[index] for index in self._part_indices]
         width = segment_bytes(self.size) // parts[0].itemsize
-        # Empty segments are not sent: both ends know from the parts that nothing comes.
+        # Empty segments are not sent: both ends know their sizes from the parts.
         longest = max(part.size for part in parts)
         pieces = [
             self._piece_class(self, request, [part[first : first + width] for part in parts])
@@ -109,8 +109,8 @@ class GroupExchange:
         self._start_pieces()
 
     def take_scratch(self, size: int) -> Numbers:
-        """Room for ``size`` numbers, reused from earlier pieces. All rooms are as long as the longest, so that it does not
-        matter which piece takes which."""
+        """Return scratch space for ``size`` numbers, reused from earlier pieces. All arrays have the largest requested size, so
+        that any piece can use any of them."""
         self._scratch_size = max(self._scratch_size, size)
         while self._scratch:
             array = self._scratch.pop()
@@ -120,12 +120,12 @@ class GroupExchange:
 
 
 def segment_bytes(members: int) -> int:
-    """Bytes of one member's segment of a piece, but for the last pieces."""
+    """Bytes of one member's segment in a full piece."""
     return -(-PIECE_BYTES // (members * _ALIGNMENT_BYTES)) * _ALIGNMENT_BYTES
 
 
 class _DirectPiece:
-    """A segment of each member: every one goes to its owner to be added up, or from its owner to all."""
+    """One segment of each member, sent to its owner to be summed, or from its owner to all."""
 
     def __init__(self, exchange: GroupExchange, request: Exchange, segments: list[Part]) -> None:
         self.exchange, self.request = exchange, request
@@ -134,7 +134,6 @@ class _DirectPiece:
         self.tag = 0
         self.scratch: Numbers | None = None
         self._messages_left = 0
-        """Messages."""
 
     def start(self, tag: int) -> None:
         self.tag = tag
@@ -159,7 +158,7 @@ class _DirectPiece:
             progress.send(exchange.comm, self.request, segment, peer, tag, self._count_message)
 
     def _rows(self) -> Numbers:
-        """Others' contributions to the own segment, by rank."""
+        """The peers' contributions to this rank's segment, by rank."""
         assert self.scratch is not None
         count = len(self._segments)
         return self.scratch[: self._own.size * count].reshape(count, self._own.size)
@@ -173,7 +172,7 @@ class _DirectPiece:
         self.exchange.finish(self)
 
     def _add(self) -> None:
-        """``own = ((r0 + r1) + ...)``; the own contribution has its place in that order."""
+        """Compute ``own = ((r0 + r1) + ...)`` in rank order, this rank's contribution included."""
         rows, position = self._rows(), self.exchange.position
         if position > 0:
             for row in rows[1:position]:
@@ -184,10 +183,10 @@ class _DirectPiece:
 
 
 class _RingPiece:
-    """A segment of each member, one of which is sent to the next member in every hop.
+    """One segment of each member; every hop sends one of them to the next member.
 
-    In hop t of an all-gather the member at position p sends segment p - t and receives segment p - t - 1 (modulo the members); in a
-    reduce-scatter each is the one before, so that the last one to come is its own.
+    In hop t of an all-gather the member at position p sends segment p - t and receives segment p - t - 1 (modulo the group size).
+    A reduce-scatter uses the preceding segments, so that the last received one is the member's own.
     """
 
     def __init__(self, exchange: GroupExchange, request: Exchange, segments: list[Part]) -> None:
@@ -198,7 +197,7 @@ class _RingPiece:
         self.scratch: Numbers | None = None
 
     def start(self, tag: int) -> None:
-        """The first hop. All hops use the same tag: they follow one another from each member to the next."""
+        """Start the first hop. All hops share a tag because they follow one another between each pair of neighbours."""
         self.tag = tag
         if self.request.sums:
             self.scratch = self.exchange.take_scratch(max(segment.size for segment in self._segments))

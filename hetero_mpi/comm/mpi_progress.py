@@ -1,11 +1,11 @@
 """The MPI requests of a transport, and polling them. Used by one thread at a time.
 
-A ``Request`` is served by *parts*, one MPI request each: a message by its pieces, an exchange by the segments that members send
-each other. MPI reports finished parts in any order; each part says what follows it.
+A ``Request`` consists of *parts*, one MPI request each: a message is split into pieces, an exchange into the segments that members
+send each other. MPI reports finished parts in any order; a part's callback starts its successor.
 
-They are persistent requests, which MPI never frees by itself. Others it frees when it reports that they have failed, and Open MPI 5
-ends the job ("Send error after request freed") when bytes of a failed one still leave or come afterwards, as they do between
-ranks that outlive another. Sends of exchanges are synchronous, because a short one would else be freed before it has left.
+The MPI requests are persistent because MPI frees others when it reports their failure. Open MPI 5 then aborts the job ("Send error
+after request freed") if bytes of a failed request are still in flight, as happens when ranks survive the loss of another. Sends of
+exchanges are synchronous; otherwise a short one could be freed before it has left.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hetero_mpi.comm.transport import Message, Request, TransportError, length_p
 Then = Callable[[], None]
 
 _ABANDONED: list[Any] = []
-"""MPI requests that were given up. They are kept for good, because MPI may still write into their buffers."""
+"""Abandoned MPI requests, kept for the life of the process because MPI may still write into their buffers."""
 
 
 @dataclass(slots=True)
@@ -31,33 +31,33 @@ class _Part:
     receives: bool
     expected_bytes: int
     then: Then | None
-    """Called when it is done; None: the request is complete with the last of its parts."""
+    """Called when the part is done; None: the request completes with the last such part."""
 
 
 class MpiProgress:
-    """The MPI requests under way for one transport."""
+    """The active MPI requests of one transport."""
 
     def __init__(self, mpi: Any) -> None:
         self._mpi = mpi
         self._handles: list[Any] = []
         self._parts: list[_Part] = []
-        """Beside each MPI request, what it is a part of."""
+        """Parallel to ``_handles``: the part of each MPI request."""
         self._statuses: list[Any] = []
-        """At least as many as handles: MPI writes into them, so that a poll makes no objects."""
+        """At least as many as handles; reused by MPI so that polling allocates no objects."""
         self.requests: dict[Request, int] = {}
-        """Request -> parts without a ``then`` that are still under way."""
+        """Request -> number of its active parts without a ``then``."""
         self.completed = 0
-        """Requests that have ended, well or badly."""
+        """Number of requests that have succeeded or failed."""
 
     def register(self, request: Request) -> None:
         """Register a request; ``send`` and ``receive`` start its parts, ``complete_request`` completes it."""
         self.requests[request] = 0
 
     def start_message(self, comm: Any, request: Message, piece_bytes: int) -> None:
-        """Hand a message to MPI. What MPI refuses completes with that error.
+        """Hand a message to MPI; if MPI rejects it, it completes with that error.
 
-        A message of n bytes is n // piece_bytes full pieces and a last one that is shorter, or even empty: so a
-        receiver with another length always sees a piece of a wrong length, and never waits for one that will not come.
+        A message of n bytes is sent as n // piece_bytes full pieces and a shorter, possibly empty, last piece. A receiver that
+        expects another length therefore always sees a piece of the wrong length and never waits for one that is not sent.
         """
         self.register(request)
         start_part = self.send if request.kind == "send" else self.receive
@@ -97,7 +97,7 @@ class MpiProgress:
         request.mark_complete(error)
 
     def poll(self) -> bool:
-        """Handle the parts that MPI has finished; returns whether there were any. An error of MPI fails all requests."""
+        """Handle the parts that MPI has finished; return whether there were any. An MPI error fails all requests."""
         if not self._handles:
             return False
         try:
@@ -133,7 +133,7 @@ class MpiProgress:
             self.complete_request(request)
 
     def abandon(self, grace_s: float) -> None:
-        """Cancel receives, give sends ``grace_s`` to end, and complete what is left with an error."""
+        """Cancel receives, allow sends ``grace_s`` to finish, and complete the remaining requests with an error."""
         deadline = time.monotonic() + grace_s
         pause = Pause()
         while not all(part.receives for part in self._parts) and time.monotonic() < deadline:
@@ -142,7 +142,7 @@ class MpiProgress:
             else:
                 pause.rest()
         for handle, part in zip(self._handles, self._parts, strict=True):
-            # Where a rank has died, MPI may wait for ever for a message that has begun to come.
+            # After the loss of a rank, MPI may wait forever for a partially received message.
             if part.receives and not ulfm.any_rank_lost():
                 self._cancel(handle)
         self._abandon_handles()
@@ -159,9 +159,7 @@ class MpiProgress:
                 raise
 
     def _fail_all(self, error: BaseException) -> None:
-        """Fail all requests with an error of MPI, as it does not say which are still good; those with an error of their own keep
-        it.
-        """
+        """Fail all requests, as an MPI error does not say which of them are intact; requests with their own error keep it."""
         if ulfm.revoke_on_loss(error):
             error = ulfm.RankLost()
         truncated = {

@@ -1,12 +1,11 @@
-"""The transport over MPI: messages move while ranks compute, because a thread calls into MPI.
+"""MPI transport: a communication thread moves messages while the rank computes.
 
-MPI libraries make little progress on a message unless somebody calls into them. While the rank computes, a communication thread
-does. It polls now and then, and sleeps in between, longer and longer while nothing comes; where the rank's device computes and the
-rank's thread waits for it, it polls more often. While the rank waits for a request, it polls by itself and the communication thread
-does not. So there is no hand-over between threads, and no second thread that wants the core or the interpreter's lock. One lock
-makes these calls exclusive, so THREAD_SERIALIZED is enough.
+MPI libraries make little progress on a message unless a thread calls into them. While the rank computes, the communication thread
+polls, sleeping longer between polls while nothing arrives; it polls more often while the rank's thread waits for its device. While
+the rank waits for a request, the waiting thread polls and the communication thread does not: no hand-over between threads, no
+contention for the core or the interpreter lock. One lock makes MPI calls exclusive, so THREAD_SERIALIZED is enough.
 
-With nothing pending the thread makes no MPI call at all, so that collectives on the main thread have MPI to themselves.
+With nothing pending the communication thread makes no MPI call, so that collectives on the main thread have MPI to themselves.
 """
 
 from __future__ import annotations
@@ -38,26 +37,27 @@ from hetero_mpi.util.background import Background
 from hetero_mpi.util.errors import UserError
 
 PIECE_BYTES = 1 << 30
-"""Longer messages travel in pieces: MPI counts are 32 bit in most libraries."""
+"""Longer messages are sent in pieces: MPI counts are 32 bit in most libraries."""
 MIN_SLEEP_S = 100e-6
 MAX_SLEEP_S = 2.5e-3
-"""Limits of the communication thread's sleep between two looks, seconds. A look that finds nothing costs a computing rank some 40
-us: the thread needs a core and the interpreter's lock.
-"""
+"""Limits of the communication thread's sleep between polls. An unsuccessful poll costs a computing rank some 40 us: the thread
+needs a core and the interpreter lock."""
 MIN_USEFUL_POLL_S = 100e-6
-"""A look that took longer than this has moved bytes: copying 300 KB takes about as long. One that finds nothing takes up to 40 us,
-and must not be taken for one that does: the communication thread would never sleep for longer."""
+"""A longer poll has moved bytes: copying 300 KB takes about this long. An unsuccessful poll takes up to 40 us and must stay below
+the limit, or the communication thread would never sleep longer."""
 CLOSE_GRACE_S = 0.5
-"""Seconds that ``close`` lets pending sends run on before it abandons them."""
+"""Time that ``close`` allows pending sends before it abandons them."""
 
 
 class MpiTransport(Transport):
-    """Messages between the ranks of ``comm``. The constructor is collective (it duplicates the communicator).
+    """Messages between the ranks of ``comm``. The constructor is collective: it duplicates the communicator.
 
-    ``threaded=False`` makes the same calls on the caller's thread: ``wait`` polls, nothing moves outside it. For
-    debugging, and for MPI libraries that allow no second thread. ``hosts``: of every rank, so that exchanges leave each host as
-    seldom as can be (``ring_of``); by default all are on one. Raises UserError: ``threaded`` with a library that grants neither
-    THREAD_MULTIPLE nor THREAD_SERIALIZED.
+    Args:
+        threaded: False polls on the caller's thread in ``wait`` only, for debugging and for MPI libraries without thread support.
+        hosts: Host of each rank, by which exchanges minimise traffic between hosts (``ring_of``); default: one host.
+
+    Raises:
+        UserError: ``threaded`` with a library that grants neither THREAD_MULTIPLE nor THREAD_SERIALIZED.
     """
 
     def __init__(
@@ -68,8 +68,8 @@ class MpiTransport(Transport):
         if threaded and MPI.Query_thread() < MPI.THREAD_SERIALIZED:
             raise UserError(
                 "mpi.thread_level",
-                "The communication thread needs an MPI library with THREAD_SERIALIZED or THREAD_MULTIPLE, this one "
-                "grants less: set `communication_thread = false` in [cluster], or use another MPI build.",
+                "The communication thread needs an MPI library with THREAD_SERIALIZED or THREAD_MULTIPLE, but this one "
+                "does not support it: set `communication_thread = false` in [cluster], or use another MPI build.",
             )
         self._message_comm, self._exchange_comm = ulfm.duplicate(comm), ulfm.duplicate(comm)
         self._piece_bytes = piece_bytes
@@ -80,11 +80,11 @@ class MpiTransport(Transport):
         self._mpi_lock = threading.Lock()
         self._to_start: deque[Request] = deque()
         self._held: list[Request] = []
-        """Sends and exchanges that wait for their bytes, and those behind them."""
+        """Sends and exchanges that wait for their data, and later requests of the same routes."""
         self._posted_count = 0
         self._closed = False
         self.waiting: list[Request] = []
-        """Requests that the rank's own threads wait for, looking into MPI themselves."""
+        """Requests for which the rank's own threads wait, polling MPI themselves."""
         self._thread = _CommunicationThread(self) if threaded else None
 
     def post_receive(self, source: int, tag: int, buffer: Buffer, arrived: Arrived | None = None) -> Request:
@@ -116,7 +116,7 @@ class MpiTransport(Transport):
             raise TransportError(f"{request}: the transport is closed")
         self._posted_count += 1
         self._to_start.append(request)
-        # If the communication thread is in MPI just now, it starts the request itself: nobody waits for it here.
+        # If the communication thread holds the lock, it starts the request.
         if self._mpi_lock.acquire(blocking=False):
             try:
                 self._start()
@@ -127,7 +127,7 @@ class MpiTransport(Transport):
         return request
 
     def _start(self) -> bool:
-        """Start the posted requests, and the held ones whose bytes are there. Returns whether there were any."""
+        """Start the posted requests, and the held ones whose data is ready; return whether any held request has started."""
         while self._to_start:
             request = self._to_start.popleft()
             receives = isinstance(request, Message) and request.kind == "receive"
@@ -145,7 +145,7 @@ class MpiTransport(Transport):
             self._progress.start_message(self._message_comm, request, self._piece_bytes)
 
     def _start_held(self) -> bool:
-        """Start held requests in order, per (destination, tag) and per group."""
+        """Start held requests in order per (destination, tag) and per group."""
         still_held: list[Request] = []
         blocked_routes = set()
         for request in self._held:
@@ -164,20 +164,20 @@ class MpiTransport(Transport):
         return started
 
     def poll(self) -> bool:
-        """Start what was posted, and take what has finished. Returns whether anything has finished or could start."""
+        """Start posted requests and handle completed ones; return whether any request has completed or could start."""
         with self._mpi_lock:
             started = self._start()
             return self._progress.poll() or started
 
     def wait(self, request: Request) -> None:
-        """See ``Transport.wait``. Raises RankLost: some rank has died, whether or not the request has to do with it."""
+        """See ``Transport.wait``. Raises RankLost if any rank is lost, even one unrelated to the request."""
         if not request.completed:
             self.waiting.append(request)
             pause, check = Pause(), ulfm.RevocationCheck()
             try:
                 while not request.completed:
                     begin_s = time.perf_counter()
-                    # A long look has copied a part of something: the rest follows at once.
+                    # A long poll has copied part of a message: poll again at once.
                     if self.poll() or time.perf_counter() - begin_s > MIN_USEFUL_POLL_S:
                         pause.reset()
                     else:
@@ -198,7 +198,7 @@ class MpiTransport(Transport):
         return self._posted_count + self._progress.completed
 
     def sending(self) -> dict[str, list[int]]:
-        """Rank -> [messages, bytes] handed to MPI for it that are not yet sent. From any thread."""
+        """Return rank -> [messages, bytes] handed to MPI but not yet sent. Callable from any thread."""
         pending_by_rank: dict[str, list[int]] = {}
         for request in list(self._progress.requests):
             if isinstance(request, Message) and request.kind == "send":
@@ -207,7 +207,7 @@ class MpiTransport(Transport):
         return pending_by_rank
 
     def close(self) -> None:
-        """Sends that are still pending may run on for ``CLOSE_GRACE_S``."""
+        """Close the transport; pending sends may continue for ``CLOSE_GRACE_S``."""
         self._close(CLOSE_GRACE_S)
 
     def _close(self, grace_s: float) -> None:
@@ -223,12 +223,12 @@ class MpiTransport(Transport):
             self._progress.abandon(grace_s)
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        # After a failure nobody may be left to take the messages: do not wait for them.
+        # After a failure there may be no receiver left: do not wait for sends.
         self._close(CLOSE_GRACE_S if error is None else 0.0)
 
 
 class _CommunicationThread:
-    """Polls MPI while requests are pending and nobody waits for one."""
+    """Polls MPI while requests are pending and no thread waits for one."""
 
     def __init__(self, transport: MpiTransport) -> None:
         self._transport = transport
@@ -243,7 +243,7 @@ class _CommunicationThread:
             self._wake_events.put(None)
 
     def stop(self) -> None:
-        """End the thread. From now on only the caller's thread calls MPI."""
+        """End the thread; afterwards only the caller's thread calls MPI."""
         self._stopping = True
         self._wake_events.put(None)
         self._background.finish()
@@ -253,11 +253,11 @@ class _CommunicationThread:
         while not self._stopping:
             if transport.pending() == 0:
                 self._idle = True
-                if transport.pending() == 0:  # again: who posts looks at `_idle` after that
+                if transport.pending() == 0:  # checked again: a poster reads `_idle` after counting its request
                     self._wake_events.get()
                 self._idle = False
             elif transport.waiting:
-                self._sleep_s = MAX_SLEEP_S  # who waits looks by itself, and wants the interpreter's lock
+                self._sleep_s = MAX_SLEEP_S  # the waiting thread polls, and needs the interpreter lock
             else:
                 begin_s = time.thread_time()
                 finished = transport.poll()
@@ -265,7 +265,7 @@ class _CommunicationThread:
             time.sleep(MIN_SLEEP_S if transport.idle else self._sleep_s)
 
     def _adapt(self, made_progress: bool) -> None:
-        """Sleep for a shorter time after a look that moved something, else for a longer one."""
+        """Halve the sleep after a poll that made progress, otherwise double it."""
         if made_progress:
             self._sleep_s = max(self._sleep_s / 2, MIN_SLEEP_S)
         else:

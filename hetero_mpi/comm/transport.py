@@ -1,34 +1,35 @@
-"""Moving bytes between ranks, and summing over them, beside the computation: the contract that all transports keep.
+"""Moving bytes and summing numbers between ranks, asynchronously: the contract of all transports.
 
-Bytes and tags, nothing about models. A message's buffer is a one-dimensional, contiguous ``uint8`` numpy array; a group exchanges
-parts, one owned by each member: such arrays too, or of a sum ``float32`` ones. A buffer belongs to the transport from the call
-until ``wait`` returns: it is sent from, received into, and summed in, where it lies.
+The transport handles bytes and tags and knows nothing about models. A message's buffer is a one-dimensional, contiguous ``uint8``
+numpy array. A group exchanges parts, one owned by each member: arrays of the same kind, or ``float32`` arrays to be summed. A
+buffer belongs to the transport from the call until ``wait`` returns; data is sent, received and summed in place.
 
 * Messages of one (source, tag) arrive in the order in which they were sent.
 * ``post_receive``, ``send``, ``reduce_scatter`` and ``all_gather`` return at once. A send may complete only when the receive is
   posted: post receives early.
-* A message must be exactly as long as the buffer that receives it; the receiver's ``wait`` raises if it is not. (That tells a
-  defect, it does not undo it: Open MPI 5.0 writes beyond the buffer when a message of some 100 KB or more is too long.)
-* All members of a group start its exchanges in the same order and with parts of equal lengths. Exchanges of
-  different groups, and messages, may be under way at the same time.
-* A reduce-scatter adds in the order of the group's ranks, ``((r0 + r1) + r2) + ...``, element by element in fp32: the same bits
-  whatever arrives first, whoever owns the element, and however the elements are divided among exchanges. Only where a group has
-  several ranks on one of several hosts, a transport may add in an order that depends on the owner.
-* A send or an exchange may be *held back* until its bytes are there (``ready``), a receive or exchange may say when they
-  have come (``arrived``): both are called by the thread that moves the messages, and must be quick. Sends of one (destination, tag)
-  leave in order all the same, and exchanges of one group start in order.
-* Requests are made by one thread; any may ask whether they are complete.
-* Whatever goes wrong with a request is raised by ``wait`` for it.
+* A message must be exactly as long as the receiving buffer; otherwise the receiver's ``wait`` raises. (This reports a bug but
+  cannot undo it: Open MPI 5.0 writes beyond the buffer if a message above some 100 KB is too long.)
+* All members of a group start its exchanges in the same order, with equal part lengths. Exchanges of different groups, and
+  messages, may overlap.
+* A reduce-scatter adds in rank order, ``((r0 + r1) + r2) + ...``, element by element in fp32: bitwise equal whatever the order of
+  arrival, the owner of the element, or the split into exchanges. Only where several ranks of a group share one of several hosts
+  may the order depend on the owner.
+* A send or an exchange may be *held back* until its data is ready (``ready``); a receive or exchange may report its arrival
+  (``arrived``). The thread that moves messages calls both, so they must be quick. Sends of one (destination, tag) still leave in
+  order, and exchanges of one group start in order.
+* One thread makes requests; any thread may ask whether they are complete.
+* ``wait`` for a request raises any error of that request.
 
-Also here: which way reduce-scatters and all-gathers take between the ranks of a group. Pure, since the planner prices the same way.
+``ring_of`` selects the direct or the ring algorithm for the exchanges of a group. It is pure because the planner prices the same
+choice.
 
-Direct exchange takes one hop, but of h ranks on one host every one sends to every rank elsewhere: ``h (n - h)`` of 1/n of the
-bytes leave the host, through its one NIC. A ring that visits host after host leaves each host once per hop: ``n - 1`` of 1/n
-(Patarasuk & Yuan 2009). So::
+Direct exchange takes one hop, but each of h ranks on a host sends to every remote rank: ``h (n - h)`` times 1/n of the bytes leave
+the host through its one NIC. A ring that visits host after host leaves each host once per hop: ``n - 1`` times 1/n (Patarasuk &
+Yuan 2009)::
 
     8 ranks, bytes that leave a host    alone on it    2 on it    4 on it
     direct                              7/8            12/8       16/8
-    around the ring                     7/8            7/8        7/8
+    ring                                7/8            7/8        7/8
 """
 
 from __future__ import annotations
@@ -52,12 +53,12 @@ T = TypeVar("T")
 
 
 class TransportError(RuntimeError):
-    """A message could not be moved as promised: there is a defect in the program, or a machine is gone."""
+    """A message could not be moved as promised, because of a bug in the program or a lost machine."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that exchange parts. Made by ``Transport.group``; of use with that transport only."""
+    """Ranks that exchange parts. Created by ``Transport.group`` and valid for that transport only."""
 
     ranks: tuple[int, ...]
     """Increasing; this rank is one of them."""
@@ -69,9 +70,9 @@ class Group:
 
 
 class Request:
-    """A message or exchange under way. It is completed once, by any thread; any number of threads may wait for it.
+    """An active message or exchange. One thread completes it, once; any number of threads may wait for it.
 
-    ``route``: the key within which requests start in order.
+    ``route``: key within which requests start in order.
     """
 
     def __init__(
@@ -83,11 +84,11 @@ class Request:
 
     @property
     def completed(self) -> bool:
-        """Would ``wait`` return (or raise) at once?"""
+        """Whether ``wait`` would return (or raise) at once."""
         return self._ended_s is not None
 
     def mark_complete(self, error: BaseException | None = None) -> None:
-        """Mark as complete, with its error if any. Called once, by the transport."""
+        """Mark as complete, with an error if it failed. Called once, by the transport."""
         if error is None and self._arrived is not None:
             try:
                 self._arrived()
@@ -98,7 +99,7 @@ class Request:
 
     @property
     def ended_s(self) -> float | None:
-        """When it was seen to be complete (``time.perf_counter``); None: it is not."""
+        """Time of completion (``time.perf_counter``); None while active."""
         return self._ended_s
 
     def raise_error(self) -> None:
@@ -130,7 +131,9 @@ class Message(Request):
 class Exchange(Request):
     """A reduce-scatter (``sums``) or an all-gather over ``group``, in place.
 
-    ``parts``: in the order of its ranks. ``number``: the caller's own number of what is exchanged, such as a layer's.
+    Args:
+        parts: One per rank of the group, in its order.
+        number: The caller's identifier of the exchanged data, such as a layer's number.
     """
 
     def __init__(
@@ -152,41 +155,39 @@ class Exchange(Request):
 
 
 class Transport(Protocol):
-    """Moves messages and sums between ranks; the module's docstring is the contract. A context manager: leaving it closes the
-    transport.
-    """
+    """Moves messages and sums between ranks; the module's docstring is the contract. A context manager that closes the
+    transport."""
 
     idle: bool = False
-    """The rank's thread waits for its device, so polling often costs no computation. Set by that thread."""
+    """Set by the rank's thread while it waits for its device: frequent polling then costs no computation."""
     piece_bytes: int = 4 << 20
-    """Longer tensors travel in pieces of this size, cut alike at both ends, whether or not they copy. One is copied to or from a
-    device in half a millisecond, and travels in 3 on a link of 10 Gbit/s; posting it costs some 20 us."""
+    """Longer tensors are sent in pieces of this size, split alike at both ends. Copying a piece to or from a device takes half a
+    millisecond, sending it over 10 Gbit/s takes 3; posting it costs some 20 us."""
 
     def post_receive(self, source: int, tag: int, buffer: Buffer, arrived: Arrived | None = None) -> Request:
-        """Announce a writable buffer for the next message of (source, tag).
+        """Post a writable buffer for the next message of (source, tag).
 
-        ``arrived`` is called when it has come, before the request is complete; never if anything went wrong.
+        ``arrived`` is called when the message has arrived, before the request is complete; never after an error.
         """
         ...
 
     def send(self, destination: int, tag: int, buffer: Buffer, ready: Ready | None = None) -> Request:
-        """Send the buffer's bytes, once ``ready()`` says that they are there. After that they must not change before the request is
-        complete."""
+        """Send the buffer's bytes once ``ready()`` is true. From then on they must not change until the request is complete."""
         ...
 
     def group(self, ranks: tuple[int, ...], number: int) -> Group:
-        """The ranks (increasing, this one among them) as a group that can exchange parts.
+        """Create a group of ranks (increasing, this rank included) that can exchange parts.
 
-        Every member calls it with the same ranks and number; a number is used once per rank until it is dissolved.
+        Every member calls it with equal ranks and number; a number is used once per rank until its group is dissolved.
         """
         ...
 
     def dissolve(self, group: Group) -> None:
-        """The group's number is free again. Every member calls it, with no exchange of the group under way on any."""
+        """Free the group's number. Every member calls it, while no member has an active exchange of the group."""
         ...
 
     def exchange(self, request: Exchange) -> Request:
-        """Start an exchange, once its ``ready()`` says that the bytes are there."""
+        """Start an exchange once its ``ready()`` is true."""
         ...
 
     def reduce_scatter(
@@ -197,11 +198,12 @@ class Transport(Protocol):
         arrived: Arrived | None = None,
         number: int = 0,
     ) -> Request:
-        """Start to replace the numbers of this member's own part by their sums over the members, once ``ready()`` says that all
-        parts' are there. ``parts``: in the order of the group's ranks; what others' parts hold then is not said.
+        """Replace this member's own part by the sum over the members, once ``ready()`` is true of all its parts.
 
-        ``arrived`` is called when the sums are there, before the request is complete; never if anything went wrong. ``number``:
-        see ``Exchange``.
+        Args:
+            parts: One per rank of the group, in its order; the other members' parts are undefined afterwards.
+            arrived: Called when the sums are there, before the request is complete; never after an error.
+            number: See ``Exchange``.
         """
         return self.exchange(Exchange(group, parts, True, ready, arrived, number))
 
@@ -213,22 +215,20 @@ class Transport(Protocol):
         arrived: Arrived | None = None,
         number: int = 0,
     ) -> Request:
-        """Start to bring every member's own part to all others, once ``ready()`` says that this member's is there; else as
-        ``reduce_scatter``."""
+        """Send this member's own part to all others once ``ready()`` is true; otherwise as ``reduce_scatter``."""
         return self.exchange(Exchange(group, parts, False, ready, arrived, number))
 
     def wait(self, request: Request) -> None:
-        """Return when the request is complete. Raises TransportError: the message had another length, MPI failed, or the transport
-        was closed meanwhile.
-        """
+        """Return when the request is complete. Raises TransportError on a wrong message length, an MPI failure or a closed
+        transport."""
         ...
 
     def pending(self) -> int:
-        """Number of requests that are not complete."""
+        """Number of incomplete requests."""
         ...
 
     def close(self) -> None:
-        """End all requests that are still pending (their ``wait`` raises) and release the transport. Idempotent."""
+        """Fail all pending requests (their ``wait`` raises) and release the transport. Idempotent."""
         ...
 
     def __enter__(self: T) -> T:
@@ -239,9 +239,7 @@ class Transport(Protocol):
 
 
 def check_buffer(buffer: Buffer, writable: bool) -> None:
-    """Refuse a buffer that could not be moved without a copy. Raises ValueError: not a one-dimensional contiguous uint8 array, or
-    read-only where it must be written.
-    """
+    """Raise ValueError unless the buffer is a one-dimensional contiguous uint8 array, and writable where required."""
     if buffer.ndim != 1 or buffer.dtype != np.uint8 or not buffer.flags.c_contiguous:
         raise ValueError(
             "A message buffer must be a one-dimensional contiguous uint8 array "
@@ -252,9 +250,7 @@ def check_buffer(buffer: Buffer, writable: bool) -> None:
 
 
 def check_parts(group: Group, parts: Sequence[Part], dtype: type[np.generic]) -> None:
-    """Refuse what could not be exchanged in place. Raises ValueError: not a one-dimensional, contiguous, writable array of
-    ``dtype`` for each member.
-    """
+    """Raise ValueError unless there is one one-dimensional, contiguous, writable array of ``dtype`` per member."""
     if len(parts) != len(group.ranks):
         raise ValueError(f"Every member of {group} owns one part (parts: {len(parts)}).")
     for part in parts:
@@ -266,9 +262,7 @@ def check_parts(group: Group, parts: Sequence[Part], dtype: type[np.generic]) ->
 
 
 def check_group(rank: int, size: int, group: Group, groups_by_number: dict[int, Group]) -> None:
-    """Refuse ranks that are no group of this job, or a number that is in use for another group. Raises ValueError: with the rule
-    and the values.
-    """
+    """Raise ValueError if the ranks form no group of this job or the number belongs to another group."""
     ranks = group.ranks
     if list(ranks) != sorted(set(ranks)) or rank not in ranks or ranks[0] < 0 or ranks[-1] >= size:
         raise ValueError(
@@ -276,17 +270,15 @@ def check_group(rank: int, size: int, group: Group, groups_by_number: dict[int, 
         )
     if group.number in groups_by_number:
         ranks_in_use = groups_by_number[group.number].ranks
-        raise ValueError(
-            f"Every group needs a number of its own (number: {group.number}, taken by ranks {ranks_in_use})."
-        )
+        raise ValueError(f"Every group needs a unique number (number: {group.number}, in use by ranks {ranks_in_use}).")
 
 
 MAX_MESSAGES_IN_FLIGHT = 2
-"""Messages under way at once: enough to keep the link busy, few enough to bound memory."""
+"""Enough to keep the link busy, few enough to bound memory."""
 
 
 def send_in_order(transport: Transport, messages: Iterable[tuple[int, int, Buffer]]) -> None:
-    """Send messages (destination, tag, bytes) that an iterator produces; returns when all have left."""
+    """Send the (destination, tag, bytes) messages of an iterable; return when all have left."""
     under_way: deque[Request] = deque()
     for message in messages:
         under_way.append(transport.send(*message))
@@ -299,8 +291,8 @@ def send_in_order(transport: Transport, messages: Iterable[tuple[int, int, Buffe
 def receive_in_order(
     transport: Transport, messages: Iterable[tuple[int, int, Buffer]], max_in_flight: int = MAX_MESSAGES_IN_FLIGHT
 ) -> Iterator[Buffer]:
-    """Receive messages (source, tag, buffer), of which ``max_in_flight`` are posted at once. Each is valid until the next one is taken: an
-    iterator may give buffer ``i`` again as buffer ``i + ahead``."""
+    """Receive (source, tag, buffer) messages, posting ``max_in_flight`` receives at once. Each buffer is valid until the next one
+    is yielded: buffer ``i + max_in_flight`` may be buffer ``i`` again."""
     under_way: deque[Request] = deque()
     for message in messages:
         under_way.append(transport.post_receive(*message))
@@ -316,9 +308,9 @@ def _wait_for_buffer(transport: Transport, request: Request) -> Buffer:
 
 
 def length_problem(request: Request, arrived: str) -> TransportError:
-    """The error for a request whose length is not that of the other ends. ``arrived``: in words, such as ``90 bytes``."""
+    """The error for a length mismatch. ``arrived``: the received length in words, such as ``90 bytes``."""
     if isinstance(request, Exchange):
-        text = "the members do not agree on the length: all must start the group's exchanges in the same order"
+        text = "the members disagree about the length: all must start the group's exchanges in the same order"
     else:
         text = (
             f"the message has {arrived}, the buffer {request.buffer.size}: sender and receiver must agree on the length"
@@ -330,10 +322,10 @@ def length_problem(request: Request, arrived: str) -> TransportError:
 
 
 def ring_of(ranks: Sequence[int], hosts: Sequence[str]) -> tuple[int, ...] | None:
-    """The ranks in the order of the ring, or None where they exchange directly.
+    """Return the ranks in ring order, or None for direct exchange.
 
-    A ring where some host holds several of the ranks and another host holds others; there, host after host, in the order of
-    their lowest ranks. The order in which ``ranks`` are given does not matter.
+    The ring is used if some host has several of the ranks and another host has others. It visits the hosts in the order of their
+    lowest ranks, whatever the order of ``ranks``.
     """
     ranks_by_host: dict[str, list[int]] = {}
     for rank, host in sorted(zip(ranks, hosts, strict=True)):

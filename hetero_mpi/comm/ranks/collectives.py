@@ -1,7 +1,7 @@
 """Collective calls in JSON and raw arrays. Nothing is pickled: no lower-case method of mpi4py is used.
 
-MPI's blocking calls spin until the last rank has come, on a core that this rank may need. So every call here starts MPI's
-non-blocking form and polls for its end with back-off.
+MPI's blocking calls spin until the last rank arrives, on a core that this rank may need. Every call here therefore starts MPI's
+non-blocking form and polls with back-off.
 """
 
 from __future__ import annotations
@@ -19,30 +19,29 @@ from hetero_mpi.comm.ranks.ulfm import MAX_SLEEP_S, YIELD_PERIOD_S, Pause, finis
 PIECE_BYTES = 1 << 30
 """Largest array piece of one collective call: MPI counts are 32 bit in most libraries."""
 MAX_IDLE_SLEEP_S = 0.05
-"""Longest sleep between two looks of a rank that waits for something long, seconds."""
+"""Longest sleep between polls of a rank that expects a long wait."""
 
 
 @dataclass
 class Collectives:
-    """The collective calls of a group of ranks, made in the same order, from their main threads, while no transport has requests in
-    flight.
+    """Collective calls of a group of ranks, made in the same order, from their main threads, with no transport request in flight.
 
-    Every call raises ``RankLost`` if a rank has died and the job goes on without it (``comm.ranks.ulfm``).
+    Every call raises ``RankLost`` if a rank is lost and the job continues without it (``comm.ranks.ulfm``).
     """
 
     comm: Any
-    """A duplicate of ``MPI.COMM_WORLD``, for these calls only."""
+    """A duplicate of ``MPI.COMM_WORLD``, reserved for these calls."""
     rank: int
     size: int
 
     def barrier(self) -> None:
-        """Return when all ranks have come here."""
+        """Return when all ranks have arrived."""
         _finish(self.comm.Ibarrier)
 
     def broadcast_json(self, value: Any, root: int = 0, longest_s: float = MAX_SLEEP_S) -> Any:
-        """``root``'s value on every rank, as JSON gives it back (tuples become lists, keys become strings).
+        """Return ``root``'s value on every rank, after a JSON round trip (tuples become lists, keys become strings).
 
-        ``longest_s``: ``MAX_IDLE_SLEEP_S`` where ``root`` works for long before it: the others then poll less often.
+        ``longest_s``: ``MAX_IDLE_SLEEP_S`` where ``root`` works for long before the call, so that the others poll less often.
         """
         payload = encode(value) if self.rank == root else np.empty(0, np.uint8)
         length = np.array([payload.size], np.int64)
@@ -53,7 +52,7 @@ class Collectives:
         return decode(payload)
 
     def gather_json(self, value: Any) -> list[Any] | None:
-        """Every rank's value in rank order on rank 0, ``None`` elsewhere."""
+        """Return every rank's value in rank order on rank 0, ``None`` elsewhere."""
         payload = encode(value)
         lengths, gathered = self._gather_buffer(payload)
         receive = [gathered, lengths] if self.rank == 0 else None
@@ -61,37 +60,38 @@ class Collectives:
         return split(gathered, lengths) if self.rank == 0 else None
 
     def all_gather_json(self, value: Any) -> list[Any]:
-        """Every rank's value in rank order, on every rank."""
+        """Return every rank's value in rank order, on every rank."""
         payload = encode(value)
         lengths, gathered = self._gather_buffer(payload)
         _finish(self.comm.Iallgatherv, payload, [gathered, lengths])
         return split(gathered, lengths)
 
     def all_gather_bytes(self, local: NDArray[np.uint8], gathered: NDArray[np.uint8]) -> None:
-        """Fill ``gathered`` [rank, byte] with every rank's ``local``, which has the same length everywhere."""
+        """Fill ``gathered`` [rank, byte] with every rank's ``local`` bytes, of equal length on all ranks."""
         _finish(self.comm.Iallgather, local, gathered)
 
     def all_to_all_bytes(self, outgoing: NDArray[np.uint8], received: NDArray[np.uint8]) -> None:
-        """Give every rank its row of ``outgoing`` [rank, byte]; ``received`` [rank, byte] is what each rank gives this one."""
+        """Send each rank its row of ``outgoing`` [rank, byte]; ``received`` [rank, byte] is filled with each rank's row for this
+        one."""
         _finish(self.comm.Ialltoall, outgoing, received)
 
     def broadcast_bytes(self, flat: NDArray[np.uint8], root: int = 0) -> None:
-        """``root``'s bytes on every rank, in place."""
+        """Broadcast ``root``'s bytes to every rank, in place."""
         for piece in _pieces_of(flat):
             _finish(self.comm.Ibcast, piece, root=root)
 
     def send_bytes(self, flat: NDArray[np.uint8], destination: int) -> None:
-        """To a rank that calls ``receive_bytes`` with as many. Only these two ranks call."""
+        """Send to a rank that calls ``receive_bytes`` with equal length. Only these two ranks call."""
         for piece in _pieces_of(flat):
             _finish(self.comm.Isend, piece, destination)
 
     def receive_bytes(self, flat: NDArray[np.uint8], source: int) -> None:
-        """From a rank that calls ``send_bytes``."""
+        """Receive from a rank that calls ``send_bytes``."""
         for piece in _pieces_of(flat):
             _finish(self.comm.Irecv, piece, source)
 
     def _gather_buffer(self, payload: NDArray[np.uint8]) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
-        """Lengths of all ranks' payloads, and a buffer for them one after the other."""
+        """Return the lengths of all ranks' payloads and a buffer for their concatenation."""
         lengths = np.zeros(self.size, np.int64)
         _finish(self.comm.Iallgather, np.array([payload.size], np.int64), lengths)
         gather_buffer = np.empty(int(lengths.sum()), np.uint8)
@@ -99,7 +99,7 @@ class Collectives:
         return lengths, gather_buffer
 
     def broadcast_arrays(self, arrays: Sequence[NDArray[Any]] | None, root: int = 0) -> list[NDArray[Any]]:
-        """``root``'s arrays (any shapes, plain numeric dtypes) on every rank, in one message; other ranks pass ``None``."""
+        """Broadcast ``root``'s arrays (any shape, plain numeric dtype) in one message; other ranks pass ``None``."""
         local_arrays = [np.ascontiguousarray(array).reshape(array.shape) for array in arrays or ()]
         assert all(array.dtype.kind in "biufc" for array in local_arrays), "root must give arrays of plain numbers"
         header = self.broadcast_json(
@@ -121,10 +121,10 @@ class Collectives:
         return local_arrays
 
     def all_reduce_sum(self, array: NDArray[Any]) -> NDArray[Any]:
-        """The element-wise sum over the ranks, with the same bits on every rank. Equal shape and dtype everywhere.
+        """Return the element-wise sum over the ranks, bitwise equal on every rank. All ranks pass equal shape and dtype.
 
-        Summed on rank 0 and broadcast: MPI does not promise that ``Allreduce`` gives all ranks the same bits, and
-        decisions are taken from such sums.
+        Rank 0 sums and broadcasts: MPI does not guarantee bitwise equal results of ``Allreduce``, and decisions depend on the
+        sums.
         """
         flat = np.ascontiguousarray(array).reshape(-1)
         total = np.empty_like(flat)
@@ -135,7 +135,7 @@ class Collectives:
         return total.reshape(array.shape)
 
     def sleeping_barrier(self) -> None:
-        """A barrier before the ranks compute on shared cores: a waiting rank sleeps between all its looks."""
+        """A barrier before the ranks compute on shared cores: a waiting rank sleeps between all its polls."""
         _finish(self.comm.Ibarrier, yield_s=0.0)
 
 
@@ -146,7 +146,7 @@ def _finish(
     yield_s: float = YIELD_PERIOD_S,
     **options: Any,
 ) -> None:
-    """Start one of MPI's non-blocking calls, and poll until it is complete."""
+    """Start a non-blocking MPI call and poll until it is complete."""
     with translate_losses():
         finish(call(*arguments, **options), Pause(longest_s, yield_s))
 
@@ -156,16 +156,16 @@ def _pieces_of(flat: NDArray[np.uint8]) -> Iterator[NDArray[np.uint8]]:
 
 
 def encode(value: Any) -> NDArray[np.uint8]:
-    """A value as the bytes of its JSON text."""
+    """Encode a value as the bytes of its JSON text."""
     return np.frombuffer(json.dumps(value).encode(), np.uint8)
 
 
 def decode(payload: NDArray[np.uint8]) -> Any:
-    """The value of a JSON text's bytes."""
+    """Decode the value of a JSON text's bytes."""
     return json.loads(payload.tobytes())
 
 
 def split(gathered: NDArray[np.uint8], lengths: NDArray[np.int64]) -> list[Any]:
-    """The values whose JSON texts stand one after the other in ``gathered``, with these lengths in bytes."""
+    """Decode the values whose JSON texts of these byte lengths are concatenated in ``gathered``."""
     ends = np.cumsum(lengths)
     return [decode(gathered[end - length : end]) for end, length in zip(ends, lengths, strict=True)]

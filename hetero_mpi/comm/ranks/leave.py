@@ -1,14 +1,12 @@
-"""The end of a rank: together with all others; or, when it fails alone, by ending all of them and printing the cause once.
+"""How a rank exits: together with all others or, if it fails alone, by aborting the job and printing the cause once.
 
-Several ranks often fail together. Each waits in proportion to its rank before it prints and calls ``MPI_Abort``. So the lowest rank
-prints first, and its abort ends the others while they wait. Errors of MPI itself wait longest, as most are consequences of another
-rank's death.
+Several ranks often fail together. Each waits in proportion to its rank before it prints and calls ``MPI_Abort``, so the lowest
+rank prints first and its abort ends the others while they wait. MPI errors wait longest because most result from the loss of
+another rank.
 
-Also here: guards the ranks between MPI's start and their world: an exception in one rank, or a rank that does not come, ends all
-of them.
-
-Each rank counts its steps while it joins. A rank that has not joined at the time limit reports its step to rank 0 from a thread,
-which names the ranks that all others wait for: those without a report, else those with the fewest steps.
+The module also guards the ranks between MPI's start and the complete world: an exception in one rank, or a missing rank, ends all
+ranks. Each rank counts its steps while it joins. A rank that has not joined at the timeout reports its step to rank 0 from a
+thread. Rank 0 names the ranks that block the others: those without a report, otherwise those with the fewest steps.
 """
 
 from __future__ import annotations
@@ -37,19 +35,19 @@ from hetero_mpi.util.terminal import write_text
 
 _LOG = logging.getLogger(__name__)
 EXIT_WAIT_S = 1.0
-"""Seconds that a failing rank waits for the others to end too, before it counts as failing alone."""
+"""Time that a failing rank waits for the others to end too, before it counts as failing alone."""
 DELAY_PER_RANK_S = 0.3
-"""Seconds per rank that a failing rank waits before it prints."""
+"""Delay per rank number before a failing rank prints."""
 MAX_RANK_DELAY_S = 1.5
-"""Upper limit of that wait."""
+"""Upper limit of that delay."""
 MPI_ERROR_DELAY_S = 1.0
-"""Further wait where the failure is an error of MPI."""
+"""Further delay if the failure is an MPI error."""
 ABORT_TIMEOUT_S = 3
-"""Seconds after ``MPI_Abort`` after which the alarm clock ends the process."""
+"""Time after ``MPI_Abort`` at which the alarm signal ends the process."""
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal that ends the job at once. ``when``: text that says what is saved and what to do."""
+    """A signal that ends the job at once. ``when``: text about what is saved and what to do."""
 
     def __init__(self, number: int, when: str) -> None:
         super().__init__(number)
@@ -60,19 +58,19 @@ class Interrupted(KeyboardInterrupt):
 
 
 def exit_together(world: World, problem: str | None, code: int) -> str | None:
-    """The error text that the ranks end with; None: all is well. Does not return where this rank alone fails. Collective."""
+    """Return the error text with which the ranks exit, or None if all succeeded; abort if this rank alone fails. Collective."""
     try:
         if not _all_ranks_arrived(world.guard, code):
             abort_job(world, problem if problem is not None else f"it ended with exit code {code}", code)
         text = describe_problems(world.all_gather_json(problem), world.hosts)
         return text and world.with_resume_hint(text)
-    except RankLost:  # everything had been done
+    except RankLost:  # all work was done
         world.lost_ranks = True
         return problem
 
 
 def _all_ranks_arrived(guard: Any, code: int) -> bool:
-    """Wait for all ranks; False: this one fails (``code != 0``) and another has not come to its end within ``EXIT_WAIT_S``."""
+    """Wait for all ranks; return False if this one fails (``code != 0``) and another has not arrived within ``EXIT_WAIT_S``."""
     local_code, gathered_codes = np.array([code], np.int32), np.empty(guard.Get_size(), np.int32)
     deadline, pause = time.monotonic() + EXIT_WAIT_S, Pause(0.01)
     with translate_losses():
@@ -85,7 +83,7 @@ def _all_ranks_arrived(guard: Any, code: int) -> bool:
 
 
 def exit_without_finalize(code: int) -> NoReturn:
-    """End this process without ``MPI_Finalize``, which would wait for dead ranks for ever."""
+    """Exit without ``MPI_Finalize``, which would wait forever for lost ranks."""
     write_text("", sys.stdout)
     write_text("", sys.stderr)
     logging.shutdown()
@@ -97,8 +95,7 @@ def abort_job(world: World, cause: BaseException | str, code: int = ExitCode.FAI
     from mpi4py import MPI
 
     interrupted = isinstance(cause, KeyboardInterrupt)
-    # Whoever aborts first has the launcher terminate the rest: a handler that postpones SIGTERM would let them
-    # speak too.
+    # The first abort makes the launcher terminate the other ranks: a handler that postpones SIGTERM would let them print too.
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     time.sleep(_rank_delay_s(world) + (MPI_ERROR_DELAY_S if isinstance(cause, (MPI.Exception, RankLost)) else 0.0))
@@ -114,7 +111,7 @@ def abort_job(world: World, cause: BaseException | str, code: int = ExitCode.FAI
 
 
 def abort_with_text(world: World, text: str, code: int) -> NoReturn:
-    """Print ``text``, and end every rank of the job with ``code``. From any thread."""
+    """Print ``text`` and end every rank of the job with ``code``. Callable from any thread."""
     time.sleep(_rank_delay_s(world))
     _abort(world, text, code)
 
@@ -126,7 +123,7 @@ def _rank_delay_s(world: World) -> float:
 def _abort(world: World, text: str, code: int) -> NoReturn:
     from mpi4py import MPI
 
-    # One write, so that the launcher does not mix other ranks' output into it.
+    # A single write keeps the launcher from interleaving other ranks' output.
     write_text(f"\n{world.with_resume_hint(text)}\n", sys.stderr)
     write_text("", sys.stdout)
     _set_alarm()
@@ -145,7 +142,7 @@ def _cause_text(cause: BaseException | str) -> str:
 
 
 def _set_alarm() -> None:
-    """Have the kernel end this process if ``MPI_Abort`` does not return. That needs neither a thread nor the interpreter lock."""
+    """Have the kernel end this process if ``MPI_Abort`` does not return; needs neither a thread nor the interpreter lock."""
     if not hasattr(signal, "alarm"):
         return
     if threading.current_thread() is threading.main_thread():
@@ -154,15 +151,15 @@ def _set_alarm() -> None:
 
 
 LIMIT_S = 60.0
-"""Longest time from MPI's start until the ranks are one world: it takes some 10 ms."""
+"""Timeout from MPI's start until the ranks have joined, which normally takes some 10 ms."""
 _REPORT_WAIT_S = 3.0
-"""Longest wait of rank 0 for the other ranks' reports; the others wait twice as long for rank 0."""
+"""Rank 0 waits this long for the other ranks' reports; the others wait twice as long for rank 0."""
 _POLL_INTERVAL_S = 0.05
 _REPORT_TAG = 1
 
 
 def unidentified_world(mpi: Any, library: str, thread_level: str) -> World:
-    """All ranks before they know of each other, with this rank's host in the place of every host."""
+    """All ranks before they have exchanged host names; this rank's host stands for every host."""
     comm = mpi.COMM_WORLD
     rank, size = comm.Get_rank(), comm.Get_size()
     return World(comm, rank, size, (os.uname().nodename,) * size, library, thread_level)
@@ -170,9 +167,9 @@ def unidentified_world(mpi: Any, library: str, thread_level: str) -> World:
 
 @contextmanager
 def joining(world: World, watched: bool) -> Iterator[None]:
-    """A block in which the ranks join. Raises CollectiveUserError; anything else in one of several ranks ends all of them.
+    """Context manager for joining: CollectiveUserError propagates, any other exception in one of several ranks ends all of them.
 
-    ``watched``: the ranks begin at the same moment, so that one that is late counts as hanging.
+    ``watched``: the ranks start at the same moment, so a late rank counts as hanging.
     """
     joined = threading.Event()
     watching = None
@@ -195,7 +192,7 @@ def joining(world: World, watched: bool) -> Iterator[None]:
 
 
 def begin_join_step(world: World, text: str) -> None:
-    """The next step of joining begins on this rank; ``text`` as in "rank 1 failed while ..."."""
+    """Record the next step of joining; ``text`` completes "rank 1 failed while ..."."""
     world.current_action = f"joining the other ranks, {text}"
     world.activity.marks += 1
 
@@ -227,13 +224,13 @@ def _late_text(reports: Mapping[int, tuple[int, str, str]], silent_ranks: Sequen
     """The message about ranks that have not joined. ``reports``: rank -> (steps, host, current action)."""
     fewest_steps = min(steps for steps, _, _ in reports.values())
     late = {rank: f"on {host}: {doing}" for rank, (steps, host, doing) in reports.items() if steps == fewest_steps}
-    late = dict.fromkeys(silent_ranks, "does not answer: stopped, or cut off from the others") or late
+    late = dict.fromkeys(silent_ranks, "does not answer: stopped, or disconnected from the others") or late
     return "\n".join(
         [
             f"The ranks have not joined within {units.seconds(LIMIT_S)} after MPI's start: the job ends with exit code "
             f"{ExitCode.HUNG}. All wait for:",
             *(f"  rank {rank} {where}" for rank, where in sorted(late.items())),
-            "Look at these processes and their hosts. If every rank stands here, messages between them do not arrive: "
+            "Check these processes and their hosts. If every rank is listed, messages between them do not arrive: "
             "`python -m hetero_mpi doctor` with the same hosts tests the network.",
         ]
     )

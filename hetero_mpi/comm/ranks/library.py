@@ -1,11 +1,11 @@
-"""The loaded MPI library and the launcher of this process, found without initialising MPI.
+"""Detects the loaded MPI library and this process's launcher without initialising MPI.
 
 A launcher of one MPI with a library of another would silently start N separate worlds of one rank, or end in the library's abort.
-Here that becomes a message with a remedy.
+This module turns the mismatch into a message with a remedy.
 
-By default Open MPI's ranks offer each other all interfaces of their machines. An interface that leads nowhere (a VPN), or that has
-the same address everywhere (Docker's bridge), ends the job or makes it hang. The parent of the ranks, the launcher's daemon, is
-connected to the other hosts already; its connections show which interfaces work.
+By default Open MPI's ranks offer each other all network interfaces of their hosts. An unreachable interface (a VPN), or one with
+equal addresses on several hosts (Docker's bridge), aborts or hangs the job. The launcher's daemon, parent of the ranks, is already
+connected to the other hosts; its connections show which interfaces work.
 """
 
 from __future__ import annotations
@@ -19,16 +19,15 @@ from pathlib import Path
 OPEN_MPI = "Open MPI"
 MPICH = "MPICH"
 JOINED_VARIABLE = "HETERO_MPI_JOINED"
-"""Environment variable: to this file a rank writes a line when it has joined the others (``launch.launcher.command_line``)."""
+"""Environment variable: the file to which a rank writes a line when it has joined (``launch.launcher.command_line``)."""
 ENDED_LINE = "\x1ehetero_mpi: the job has come to its end"
-"""The last line on stderr of rank 0, where ``JOINED_VARIABLE`` was set. A launcher that lets ranks die tells by nothing else
-whether somebody was left.
-"""
+"""The last line on stderr of rank 0 if ``JOINED_VARIABLE`` was set. For a launcher that tolerates lost ranks it is the only proof
+that some rank survived."""
 
 _INCLUDE, _EXCLUDE = "OMPI_MCA_btl_tcp_if_include", "OMPI_MCA_btl_tcp_if_exclude"
 _DEVICES = Path("/sys/class/net")
 _VERSION = r"(\d+(?:\.\d+)*\w*)"
-# Order matters: MPICH's descendants also mention MPICH in their text.
+# Order matters: the version texts of MPICH's descendants also contain "MPICH".
 _LIBRARY_PATTERNS: tuple[tuple[str, str, str], ...] = (
     (OPEN_MPI, OPEN_MPI, rf"Open MPI v{_VERSION}"),
     ("Intel MPI", MPICH, rf"Intel\(R\) MPI Library (?:v|Version )?{_VERSION}"),
@@ -40,12 +39,12 @@ _LIBRARY_PATTERNS: tuple[tuple[str, str, str], ...] = (
 
 @dataclass(frozen=True)
 class MpiLibrary:
-    """An MPI library: name, version and family, from its own version text."""
+    """Name, version and family of an MPI library, parsed from its version text."""
 
     name: str
     """``Open MPI``, ``MPICH``, ``Intel MPI``, ``Cray MPICH``, ``MVAPICH`` or ``unknown MPI``."""
     family: str
-    """The launcher protocol it speaks: ``Open MPI``, ``MPICH``, or the name itself."""
+    """The launcher protocol: ``Open MPI``, ``MPICH``, or the library's name."""
     version: str
 
     @property
@@ -57,7 +56,7 @@ class MpiLibrary:
 
 
 def parse_library_version(text: str) -> MpiLibrary:
-    """The library behind the text of ``MPI_Get_library_version``."""
+    """Parse the text of ``MPI_Get_library_version``."""
     for name, family, pattern in _LIBRARY_PATTERNS:
         match = re.search(pattern, text)
         if match:
@@ -68,7 +67,7 @@ def parse_library_version(text: str) -> MpiLibrary:
 
 @dataclass(frozen=True)
 class LaunchInfo:
-    """How this process was started: by which launcher, as which of how many ranks."""
+    """The launcher of this process, with its rank and the number of ranks."""
 
     launcher: str
     """The launcher's name, for messages."""
@@ -86,11 +85,11 @@ def _launch_info(environment: Mapping[str, str], launcher: str, family: str, siz
 
 
 def detect_launcher(environment: Mapping[str, str], library_family: str) -> LaunchInfo | None:
-    """The launcher of this process, from its environment; ``None``: there is none, the process runs alone.
+    """Return this process's launcher according to its environment; ``None`` if it runs alone.
 
-    Launchers may be nested (an MPI launcher inside an srun step, for instance). The variables of the loaded library's own launcher
-    come first, then the other MPI launcher's. SLURM's come last, and only those of a *step* count: inside a batch script SLURM
-    describes the job and not this process.
+    Launchers may be nested (for instance an MPI launcher inside an srun step). The variables of the loaded library's own launcher
+    take precedence, then the other MPI launcher's, then those of a SLURM *step*: inside a batch script SLURM's variables describe
+    the job and not this process.
     """
     open_mpi = _launch_info(environment, "Open MPI's mpirun", OPEN_MPI, "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
     pmi = _launch_info(environment, "MPICH's mpiexec (or another PMI launcher)", MPICH, "PMI_SIZE", "PMI_RANK")
@@ -100,14 +99,14 @@ def detect_launcher(environment: Mapping[str, str], library_family: str) -> Laun
 
 
 def foreign_launcher_problem(launched: LaunchInfo | None, library: MpiLibrary) -> str | None:
-    """A message where the pair would fail inside ``MPI_Init``: Open MPI's launcher with an MPICH library. Else ``None``."""
+    """Return a message if ``MPI_Init`` would fail, as with Open MPI's launcher and an MPICH library; otherwise ``None``."""
     if launched is None or launched.family != OPEN_MPI or library.family != MPICH:
         return None
     return _mismatch(launched, f"the loaded MPI library ({library}) belongs to another launcher")
 
 
 def world_size_problem(launched: LaunchInfo | None, library: MpiLibrary, world_size: int) -> str | None:
-    """The problem with a world of ``world_size`` ranks under this launcher, or ``None``."""
+    """Return the problem with a world of ``world_size`` ranks under this launcher, or ``None``."""
     if launched is None or launched.size == world_size:
         return None
     return _mismatch(launched, f"the loaded MPI library ({library}) sees a world of {world_size}")
@@ -122,10 +121,10 @@ def _mismatch(launched: LaunchInfo, observation: str) -> str:
 
 
 def restrict_to_launcher_interfaces(environment: MutableMapping[str, str]) -> None:
-    """Set Open MPI's variable for the interfaces to those over which the launcher's daemon talks. Called before MPI is initialised.
+    """Restrict Open MPI to the interfaces over which the launcher's daemon communicates. Called before MPI is initialised.
 
-    Nothing is set in three cases: the user has chosen; the daemon talks to no other host; or another NIC of this machine is as
-    fast, so that it is not known which of the two is meant for data.
+    Nothing is set if the user has chosen interfaces, the daemon is connected to no other host, or an unused NIC is as fast, so
+    that the interface intended for data is ambiguous.
     """
     if "OMPI_COMM_WORLD_SIZE" not in environment or _INCLUDE in environment or _EXCLUDE in environment:
         return
@@ -136,7 +135,7 @@ def restrict_to_launcher_interfaces(environment: MutableMapping[str, str]) -> No
 
 
 def _interfaces_of(process: int) -> tuple[set[str], set[str]]:
-    """(interfaces over which a process talks to other hosts, all others but the loopback)."""
+    """Return (interfaces over which a process is connected to other hosts, all others except the loopback)."""
     import psutil
 
     try:
@@ -155,7 +154,7 @@ def _interfaces_of(process: int) -> tuple[set[str], set[str]]:
 
 
 def _nic_speed(interface: str, devices: Path = _DEVICES) -> int:
-    """Mbit/s of a NIC; 0 where the interface is no NIC (bridge, tunnel) or does not tell (Wi-Fi)."""
+    """Return the Mbit/s of a NIC; 0 if the interface is no NIC (bridge, tunnel) or does not report its speed (Wi-Fi)."""
     if not (devices / interface / "device").exists():
         return 0
     try:

@@ -1,9 +1,9 @@
-"""How a process becomes a rank of the job, and how it leaves: a command, which ends with its work (``run_guarded``), or a user's
-program, which goes on after it (``collective_block``). And how the ranks that are left after a death meet, and become the world
-(``comm.ranks.ulfm`` says how ranks learn of a death).
+"""How a process joins and leaves the job: as a command, which ends with its work (``run_guarded``), or inside a user's program,
+which continues afterwards (``collective_block``); and how the survivors of a lost rank form a new world (``comm.ranks.ulfm``
+describes how they learn of the loss).
 
-A wrong launcher or a missing library is found before MPI starts. Whatever happens later, all ranks end together and the cause is
-printed once (``leave`` does that).
+A wrong launcher or a missing library is detected before MPI starts. After any later failure all ranks end together and the cause
+is printed once (``leave``).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from hetero_mpi.util.host_limits import usable_cores
 from hetero_mpi.util.terminal import write_text
 
 _OWN_LAUNCHER_PIPES: list[str] = []
-"""Not empty: a launcher of ours waits for ``ENDED_LINE``."""
+"""Not empty if this project's launcher waits for ``ENDED_LINE``."""
 _RECORD_BYTES = 256
 HOST_MEMORY_ONLY = {
     "OMPI_MCA_opal_cuda_support": "0",
@@ -57,28 +57,27 @@ HOST_MEMORY_ONLY = {
     "MPIR_CVAR_ENABLE_GPU": "0",
     "UCX_MEMTYPE_CACHE": "n",
 }
-"""Settings that turn off the GPU support of MPI libraries, which read them as they start. Only host memory is passed to MPI here,
-so that support can only cost: Open MPI with CUDA asks the driver about every buffer (open-mpi/ompi#14337); MPICH opens a context on
-every GPU.
-"""
+"""Settings that disable the GPU support of MPI libraries, read at MPI's start. This project passes only host memory to MPI, so GPU
+support has only costs: Open MPI with CUDA asks the driver about every buffer (open-mpi/ompi#14337); MPICH opens a context on every
+GPU."""
 
 
 def run_guarded(main: Callable[[World], int]) -> int:
-    """Run an MPI command: join, call ``main``, and end on all ranks together. Returns this process's exit code.
+    """Run an MPI command: join, call ``main``, and exit on all ranks together. Returns this process's exit code.
 
     * ``CollectiveUserError``: rank 0 prints it; every rank finalises MPI and returns its exit code.
-    * ``SystemExit``, a ``UserError`` or a non-zero result: the same, if all ranks come to their end within a second.
-    * Anything else, or one rank alone: rank, host, action and cause are printed once and ``MPI_Abort`` ends all ranks.
+    * ``SystemExit``, a ``UserError`` or a non-zero result: the same, if all ranks finish within a second.
+    * Any other exception, or one failing rank: rank, host, action and cause are printed once and ``MPI_Abort`` ends all ranks.
     """
     try:
         world = join()
     except UserError as error:
         launched = detect_launcher(os.environ, "")
-        # Each host may lack its library for itself; what else is refused, is refused on all ranks alike.
+        # A library may be missing on one host only; every other rejection is equal on all ranks.
         if launched is None or launched.rank == 0 or "mpi4py.MPI" not in sys.modules:
             write_text(f"{error}\n", sys.stderr)
         if "mpi4py.MPI" in sys.modules:
-            _report_joined()  # all are refused, and end together
+            _report_joined()  # all ranks are rejected, and exit together
         _finalize()
         return error.exit_code
     try:
@@ -101,12 +100,16 @@ def run_guarded(main: Callable[[World], int]) -> int:
 
 @contextmanager
 def collective_block() -> Iterator[World]:
-    """A block that all ranks of a user's program run together. Collective; the first one initialises MPI. Raises UserError: the
-    same on all ranks. Any other exception, or a problem of one rank alone while others go on, is printed with rank, host and
-    action, and ends all ranks; a rank that is the only one raises it.
+    """A block of a user's program that all ranks run together. Collective; the first one initialises MPI.
+
+    An exception other than UserError, or one rank's problem while others continue, is printed with rank, host and action and ends
+    all ranks. A single-rank job raises it.
+
+    Raises:
+        UserError: Equal on all ranks.
     """
     world = program_world()
-    ulfm.free(world.comm, itself=False)  # what an earlier block has made
+    ulfm.free(world.comm, itself=False)  # communicators of an earlier block
     world.activity.resume_text = str
     problem: UserError | None = None
     try:
@@ -129,15 +132,15 @@ def collective_block() -> Iterator[World]:
 
 @cache
 def program_world() -> World:
-    """The first call joins it, and is collective."""
+    """Return the world of a user's program; the first call joins it and is collective."""
     world, default_hook, failed = join(), sys.excepthook, threading.Event()
 
     def uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Ends all ranks, as the others would wait for this one for ever."""
+        """End all ranks, as the others would wait forever for this one."""
         failed.set()
-        if isinstance(error, CollectiveUserError):  # on all ranks: one tells it
+        if isinstance(error, CollectiveUserError):  # raised on all ranks: rank 0 prints it
             if world.rank == 0:
-                error.__cause__, error.__suppress_context__ = None, True  # the text says what is to be known
+                error.__cause__, error.__suppress_context__ = None, True  # the text is complete
                 default_hook(kind, error, trace)
         elif isinstance(error, Exception) and world.size > 1:
             abort_job(world, error)
@@ -145,7 +148,7 @@ def program_world() -> World:
             default_hook(kind, error, trace)
 
     def leave() -> None:
-        """Without ``MPI_Finalize`` where ranks have died, as it would wait for them without end."""
+        """Skip ``MPI_Finalize`` if ranks are lost, as it would wait for them forever."""
         if world.lost_ranks:
             exit_without_finalize(ExitCode.FAILED if failed.is_set() else ExitCode.DONE)
 
@@ -155,7 +158,7 @@ def program_world() -> World:
 
 
 def _exit_code_after_leaving(world: World, code: int) -> int:
-    """End this process's part in MPI; returns ``code``, or does not return where ranks have died."""
+    """Leave MPI and return ``code``; if ranks are lost, exit at once."""
     if world.rank == 0 and _OWN_LAUNCHER_PIPES:
         write_text(f"{ENDED_LINE}\n", sys.stderr, exact=True)
     if world.lost_ranks:
@@ -165,9 +168,11 @@ def _exit_code_after_leaving(world: World, code: int) -> int:
 
 
 def join() -> World:
-    """Initialise MPI (once) and return the world. Collective. Raises UserError: no MPI library can be loaded, the launcher belongs
-    to another MPI than the library (so that the world has the wrong size), or ranks run different sources of this package. Every
-    process finds that out by itself.
+    """Initialise MPI (once) and return the world. Collective; every process detects the errors on its own.
+
+    Raises:
+        UserError: No MPI library can be loaded, the launcher belongs to another MPI than the library (so that the world has the
+            wrong size), or ranks run different sources of this package.
     """
     _yield_idle_cores(os.environ)
     for name, value in HOST_MEMORY_ONLY.items():
@@ -181,11 +186,11 @@ def join() -> World:
     if starts_mpi:
         _raise_on_all(foreign_launcher_problem(launched, library))
         with warnings.catch_warnings():
-            # mpi4py suspects a wrong launcher too; the check below says it with the remedy.
+            # mpi4py suspects a wrong launcher too; the check below adds the remedy.
             warnings.filterwarnings("ignore", message="suspicious MPI execution", category=RuntimeWarning)
             mpi.Init_thread(mpi.THREAD_MULTIPLE)
     world = unidentified_world(mpi, str(library), _thread_level(mpi))
-    # The ranks of a program that has started MPI by itself come when they like.
+    # The ranks of a program that has started MPI itself may arrive at any time.
     with joining(world, watched=starts_mpi):
         if starts_mpi:
             atexit.register(_finalize)
@@ -197,9 +202,8 @@ def join() -> World:
 
 
 def _report_joined() -> None:
-    """Tell the launcher's shell that this rank has joined (``launch.launcher.command_line``). From now on its death can be
-    outlived.
-    """
+    """Report to the launcher's shell that this rank has joined (``launch.launcher.command_line``). From now on the job can survive
+    its loss."""
     file = os.environ.pop(JOINED_VARIABLE, None)
     if file is not None:
         _OWN_LAUNCHER_PIPES.append(file)
@@ -218,15 +222,15 @@ def _thread_level(mpi: Any) -> str:
 
 
 def _identify_ranks(world: World, mpi: Any) -> None:
-    """Fill in what a world of strangers lacks: communicators of its own, and the hosts."""
+    """Complete an unidentified world with its own communicators and the hosts."""
     begin_join_step(world, "finding this host's name and source")
     name, source = socket.gethostname(), own_source()
     begin_join_step(world, "comparing sources")
     world.comm = world.guard = ulfm.duplicate(mpi.COMM_WORLD)
     _raise_on_all(_sources_problem(world, source, name))
     begin_join_step(world, "finding the ranks of each host")
-    # Ranks that share memory know each other by the lowest of their ranks. A host is that *and* the name:
-    # containers on unlike machines may share a name, network namespaces of one kernel may share memory.
+    # The lowest rank identifies the ranks that share memory. A host is identified by that *and* its name: containers on
+    # different machines may share a name, network namespaces of one kernel may share memory.
     shared = world.comm.Split_type(mpi.COMM_TYPE_SHARED)
     lowest = np.array([world.rank], np.int64)
     shared.Bcast(lowest, root=0)
@@ -240,10 +244,9 @@ def _identify_ranks(world: World, mpi: Any) -> None:
 
 
 def _sources_problem(world: World, source: str, host: str) -> str | None:
-    """The message where ranks run different sources of this package; None where they do not. Collective; the first exchange of all.
+    """Return a message if ranks run different sources of this package, otherwise None. Collective; the first exchange of all.
 
-    Two commits may disagree about the form of any other message, so this form never changes: 256 bytes of each rank, source and
-    host.
+    Two commits may differ in any other message, so this format never changes: 256 bytes per rank, source and host.
     """
     local_record = f"{source}\n{host}".encode()[:_RECORD_BYTES].ljust(_RECORD_BYTES, b"\0")
     records = np.empty((world.size, _RECORD_BYTES), np.uint8)
@@ -253,9 +256,9 @@ def _sources_problem(world: World, source: str, host: str) -> str | None:
 
 
 def host_labels(host_groups: Sequence[tuple[str, int]]) -> tuple[str, ...]:
-    """A unique host name per rank from (host name, lowest rank in shared memory).
+    """Return a unique host name per rank from (host name, lowest rank in shared memory).
 
-    Equal names of unlike machines get ``#2`` and so on.
+    Equal names of different machines get ``#2`` and so on.
     """
     names: dict[str, list[int]] = {}
     for name, group in host_groups:
@@ -269,16 +272,14 @@ def host_labels(host_groups: Sequence[tuple[str, int]]) -> tuple[str, ...]:
 
 
 def _yield_idle_cores(environment: dict[str, str] | os._Environ[str]) -> None:
-    """Set Open MPI's variable that makes waiting ranks yield their core, on a host with more ranks than cores. Read as MPI
-    starts.
-    """
+    """Make Open MPI's waiting ranks yield their core on a host with more ranks than cores. Read at MPI's start."""
     ranks_here = environment.get("OMPI_COMM_WORLD_LOCAL_SIZE", "1")
     if ranks_here.isdigit() and int(ranks_here) > usable_cores():
         environment.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
 
 
 def _import_mpi() -> Any:
-    """``mpi4py.MPI``, imported without initialising MPI, so that a wrong launcher can be refused first."""
+    """Import ``mpi4py.MPI`` without initialising MPI, so that a wrong launcher can be rejected first."""
     try:
         import mpi4py
 
@@ -295,7 +296,7 @@ def _import_mpi() -> Any:
 
 
 def _raise_on_all(problem: str | None) -> None:
-    """Refuse what all ranks find out alike."""
+    """Raise a problem that all ranks detect alike."""
     if problem is not None:
         raise CollectiveUserError("mpi.launcher_mismatch", problem)
 
@@ -307,15 +308,20 @@ def _finalize() -> None:
 
 
 def _system_exit(leaving: SystemExit) -> tuple[int, str | None]:
-    """Exit code and text of ``sys.exit(...)``, by Python's rules."""
+    """Return exit code and text of ``sys.exit(...)``, by Python's rules."""
     if leaving.code is None or isinstance(leaving.code, int):
         return leaving.code or 0, None
     return 1, str(leaving.code)
 
 
 def check_versions(world: World, local_versions: Mapping[str, str]) -> None:
-    """Refuse differing software. ``local_versions``: this rank's name -> version; the MPI library's is added. Collective. Raises
-    CollectiveUserError: a name in ``MUST_MATCH`` differs between ranks; with the values and the remedy.
+    """Reject differing software versions. Collective.
+
+    Args:
+        local_versions: This rank's name -> version; the MPI library's is added.
+
+    Raises:
+        CollectiveUserError: A name in ``MATCH_RULES`` differs between ranks; the text has the values and the remedy.
     """
     problem = version_problem(world.all_gather_json({MPI_LIBRARY: world.library, **local_versions}), world.hosts)
     if problem is not None:
@@ -324,29 +330,27 @@ def check_versions(world: World, local_versions: Mapping[str, str]) -> None:
 
 @dataclass(frozen=True)
 class LostRanks:
-    """The ranks that have died, and how the others were numbered before."""
+    """The lost ranks, and the previous numbers of the surviving ranks."""
 
     gone: tuple[tuple[int, str], ...]
-    """(rank, host) of those that have died, in the old numbering."""
+    """(rank, host) of the lost ranks, in the old numbering."""
     old_ranks: tuple[int, ...]
-    """For each rank that is left: its number in the old numbering."""
+    """For each surviving rank: its number in the old numbering."""
 
 
 def all_ranks_succeeded(world: World, well: bool) -> bool:
-    """Have all ranks that are alive come to the end of their common work, and has it gone well on all? The same answer on all.
-    Collective over those that are alive. Where it is no, each of them must call ``shrink_to_survivors``.
-    """
+    """Return whether all living ranks have completed their common work successfully; equal on all, collective over them. If False,
+    each of them must call ``shrink_to_survivors``."""
     if not well:
         ulfm.revoke()
     return ulfm.agree(world.comm, well)
 
 
 def shrink_to_survivors(world: World, may_lead: bool = True) -> LostRanks:
-    """Make ``world`` the world of the ranks that are left, numbered anew in their old order. The first rank that may lead becomes
-    rank 0. Collective over them.
+    """Make ``world`` the world of the surviving ranks, renumbered in their old order. Collective over them.
 
-    Whatever was made of the old world (subsets, transports, heartbeats) can no longer be used. Ranks that die meanwhile are left
-    out too.
+    The first rank that may lead becomes rank 0. Objects based on the old world (subsets, transports, heartbeats) become invalid.
+    Ranks lost during the call are left out too.
     """
     ulfm.revoke()
     comm = world.comm
@@ -357,7 +361,7 @@ def shrink_to_survivors(world: World, may_lead: bool = True) -> LostRanks:
             succeeded = True
         except ulfm.RankLost:
             succeeded = False
-        # Some ranks may have come through where others have met the next death: all take the same way.
+        # Some ranks may have succeeded where others have hit the next loss: all take the same branch.
         if ulfm.agree(comm, succeeded):
             break
         ulfm.revoke()
@@ -370,7 +374,7 @@ def shrink_to_survivors(world: World, may_lead: bool = True) -> LostRanks:
 
 
 def _lead_and_duplicate(comm: Any, old_rank: int, may_lead: bool) -> tuple[Any, Any, tuple[int, ...]]:
-    """(communicator, guard, old numbers in the new order) of the ranks of ``comm`` that are left."""
+    """Return (communicator, guard, old ranks in the new order) of the surviving ranks of ``comm``."""
     rank, size = comm.Get_rank(), comm.Get_size()
     replies = Collectives(comm, rank, size).all_gather_json([old_rank, may_lead])
     old_ranks = [int(old) for old, _ in replies]

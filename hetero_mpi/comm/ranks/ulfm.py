@@ -1,24 +1,21 @@
-"""MPI's user-level failure mitigation (ULFM), by which ranks outlive the death of others, in a few calls.
+"""MPI's user-level failure mitigation (ULFM), by which ranks survive the loss of others.
 
-Open MPI 5 has it where the launcher was given ``--with-ft ulfm`` (Bland et al. 2013; chapter "Process Fault Tolerance" of the
-proposed MPI 5). Calls that involve a dead rank then fail instead of ending the job. A rank that learns of a death *revokes* every
-communicator, so that all ranks learn of it, whatever they wait for. Then the survivors meet (``agree``), and go on with a
-communicator of their own (``shrink``).
+Open MPI 5 offers ULFM if its launcher gets ``--with-ft ulfm`` (Bland et al. 2013; chapter "Process Fault Tolerance" of the
+proposed MPI 5). Calls that involve a dead rank then fail instead of ending the job. A rank that detects a loss *revokes* every
+communicator, so that all waiting ranks detect it. Then the survivors meet (``agree``) and continue with a new communicator
+(``shrink``).
 
-What every rank relies on:
+Rules for every rank:
 
-* Any of its communicators may be revoked at any moment. ``translate_losses`` turns MPI's many ways to say so into one ``RankLost``.
-* A new communicator may exist on some ranks only, if somebody dies while it is made; then nobody can revoke it on the others. So a
-  rank that waits for long checks now and then whether *any* of its communicators has been revoked (``RevocationCheck``).
-* Nothing uses a communicator after it has been revoked, except ``agree`` and ``shrink``.
+* Any of its communicators may be revoked at any moment. ``translate_losses`` maps MPI's various errors to one ``RankLost``.
+* If a rank is lost while a communicator is created, it may exist on some ranks only, which cannot be revoked from the others. A
+  rank that waits for long therefore checks periodically whether *any* of its communicators is revoked (``RevocationCheck``).
+* A revoked communicator is used for ``agree`` and ``shrink`` only.
 
-Without ``--with-ft ulfm`` all of this does nothing, and MPI's errors stay as they are.
+Without ``--with-ft ulfm`` all of this does nothing, and MPI's errors stay unchanged.
 
-Also here: back-off for polling: how long to yield and to sleep between two looks, so that polling takes no core from a rank that
-computes.
-
-A polling rank may share its core with the very rank it waits for. So it first yields the core after every look, which costs nothing
-where nobody else wants it. Later it sleeps between looks, longer and longer.
+``Pause`` is the back-off of polling loops. A polling rank may share its core with the very rank it waits for. It first yields the
+core after every poll, which is free on an idle core, and later sleeps for longer and longer between polls.
 """
 
 from __future__ import annotations
@@ -35,43 +32,43 @@ from typing import Any
 import numpy as np
 
 CHECK_INTERVAL_S = 0.05
-"""Interval at which waiting ranks check whether a communicator has been revoked, seconds."""
+"""Interval at which waiting ranks check whether a communicator is revoked."""
 _MAX_AGREE_SLEEP_S = 0.02
 _LOST_CLASSES = ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING", "ERR_REVOKED")
 
 _COMMUNICATORS: list[tuple[Any, Any]] = []
-"""The communicators that this process may wait on, oldest first, each with the one that it was made of. ``make_communicator`` adds one, ``free``
-takes some away, ``shrink`` starts a new list."""
+"""The communicators on which this process may wait, oldest first, each with its parent. ``make_communicator`` adds one, ``free``
+removes some, ``shrink`` starts a new list."""
 _REGISTRY = threading.RLock()
-"""Held while the list is read or changed: other threads must not ask a communicator that is being freed."""
+"""Held while the list is read or changed: other threads must not query a communicator that is being freed."""
 
 
 class RankLost(RuntimeError):
-    """A rank has died. Raised on every rank that is left, once for each communicator it still uses."""
+    """A rank is lost. Raised on every surviving rank, once for each communicator it still uses."""
 
     def __init__(self, text: str = "a rank has died") -> None:
         super().__init__(text)
 
 
 def prepare(environment: MutableMapping[str, str]) -> None:
-    """Settings of an MPI that is to outlive ranks, before it starts.
+    """Configure an MPI that shall survive lost ranks, before it starts.
 
-    Between hosts Open MPI 5.0 moves long messages by its "put" protocol. When a survivor finds the socket to a dead rank broken in
-    the middle of one, it tries to tell that rank so, under a lock that it holds already, and hangs. Ordinary sends do not.
+    Between hosts Open MPI 5.0 moves long messages by its "put" protocol. A survivor that finds the socket to a dead rank broken
+    during such a message tries to notify that rank under a lock that it already holds, and deadlocks. Ordinary sends do not.
     """
     if _requested():
         environment.setdefault("OMPI_MCA_btl_tcp_flags", "send,inplace")
 
 
 def active() -> bool:
-    """Was this job started with fault tolerance, and does this MPI library have it? False before MPI has been initialised."""
+    """Whether the job was started with fault tolerance and the MPI library supports it. False before MPI is initialised."""
     mpi = sys.modules.get("mpi4py.MPI")
     return mpi is not None and _requested() and bool(mpi.Is_initialized()) and _supported(mpi)
 
 
 @functools.lru_cache(maxsize=1)
 def _requested() -> bool:
-    # As the launcher spells it.
+    # Spelled as by the launcher.
     return os.environ.get("OMPI_MCA_mpi_ft_enable", "").lower() in ("1", "true", "yes")  # noqa: SIM112
 
 
@@ -82,12 +79,11 @@ def _supported(mpi: Any) -> bool:
 
 
 def make_communicator(comm: Any, make: Callable[[], Any]) -> Any:
-    """The communicator that ``make`` returns; it is revoked when a rank dies, and freed with ``comm``, of which it is made.
-    Collective over ``comm``.
-    """
+    """Return the communicator from ``make``, to be revoked after a loss and freed with its parent ``comm``. Collective over
+    ``comm``."""
     with translate_losses():
         if active():
-            # Open MPI 5.0 crashes on ranks that wait for others inside such a call while one of them dies; so they wait before it.
+            # Open MPI 5.0 crashes ranks that wait inside such a call while another dies; so they wait before it.
             finish(comm.Ibarrier(), Pause())
         return _register(make(), comm)
 
@@ -100,9 +96,8 @@ def _register(comm: Any, parent: Any) -> Any:
 
 
 def free(comm: Any, itself: bool = True) -> None:
-    """Free all communicators made of ``comm``, directly or not, the newest first, then ``comm`` ``itself``. Collective
-    over each of them; no thread may use them any more.
-    """
+    """Free all direct and indirect children of ``comm``, newest first, then ``comm`` if ``itself``. Collective over each; no
+    thread may use them any more."""
     with _REGISTRY:
         family = {id(comm)}
         family.update(id(communicator) for communicator, parent in _COMMUNICATORS if id(parent) in family)
@@ -120,12 +115,12 @@ def free(comm: Any, itself: bool = True) -> None:
 
 
 def duplicate(comm: Any) -> Any:
-    """A duplicate of ``comm``, as ``make_communicator``. Collective."""
+    """Return a duplicate of ``comm`` by ``make_communicator``. Collective."""
     return make_communicator(comm, comm.Dup)
 
 
 def is_loss(error: BaseException | None) -> bool:
-    """Whether ``error``, or an error that caused it, says that a rank has died."""
+    """Whether ``error`` or one of its causes reports a lost rank."""
     if isinstance(error, RankLost):
         return True
     mpi = sys.modules.get("mpi4py.MPI")
@@ -133,13 +128,13 @@ def is_loss(error: BaseException | None) -> bool:
         return False
     if isinstance(error, mpi.Exception):
         lost = {getattr(mpi, name) for name in _LOST_CLASSES}
-        # Some calls say less than they know: "error in status", "internal error".
+        # Some calls report only "error in status" or "internal error".
         return error.Get_error_class() in lost or any_rank_lost()
     return is_loss(error.__cause__)
 
 
 def any_rank_lost() -> bool:
-    """Has a communicator of this process been revoked, or does a rank of one count as dead?"""
+    """Whether a communicator of this process is revoked or contains a failed rank."""
     if not active():
         return False
     with _REGISTRY:
@@ -147,7 +142,7 @@ def any_rank_lost() -> bool:
 
 
 def revoke_on_loss(error: BaseException | None) -> bool:
-    """As ``is_loss``; if so, all ranks are told. From any thread."""
+    """``is_loss``, which also notifies all ranks of a loss. Callable from any thread."""
     if not is_loss(error):
         return False
     revoke()
@@ -155,7 +150,7 @@ def revoke_on_loss(error: BaseException | None) -> bool:
 
 
 def revoke() -> None:
-    """Make every rank's calls fail, on every communicator that this rank shares with it. From any thread."""
+    """Make every rank's calls fail on every communicator shared with this rank. Callable from any thread."""
     if not active():
         return
     mpi = sys.modules["mpi4py.MPI"]
@@ -164,13 +159,13 @@ def revoke() -> None:
             try:
                 if not comm.Is_revoked():
                     comm.Revoke()
-            except mpi.Exception:  # it is past use in another way
+            except mpi.Exception:  # already unusable for another reason
                 pass
 
 
 @contextmanager
 def translate_losses() -> Iterator[None]:
-    """A block whose MPI errors become ``RankLost`` where they say that a rank has died; then all ranks are told."""
+    """A block whose MPI errors become ``RankLost`` if they report a lost rank; all ranks are then notified."""
     try:
         yield
     except RankLost:
@@ -182,7 +177,7 @@ def translate_losses() -> Iterator[None]:
 
 
 class RevocationCheck:
-    """For loops that wait: a call raises ``RankLost`` if some communicator of this process has been revoked."""
+    """For waiting loops: a call raises ``RankLost`` if a communicator of this process is revoked."""
 
     def __init__(self) -> None:
         self._next_s = time.monotonic() + CHECK_INTERVAL_S
@@ -208,7 +203,7 @@ def finish(request: Any, pause: Pause) -> None:
 
 
 def agree(comm: Any, well: bool) -> bool:
-    """Whether all ranks of ``comm`` that are alive say ``well``. The same answer on all of them, on a revoked communicator too."""
+    """Whether ``well`` is true on all living ranks of ``comm``; equal on all of them, even on a revoked communicator."""
     mpi = sys.modules["mpi4py.MPI"]
     flag = np.array([int(well)], np.int32)
     pause = Pause(_MAX_AGREE_SLEEP_S)
@@ -217,16 +212,15 @@ def agree(comm: Any, well: bool) -> bool:
         while not request.Test():
             pause.rest()
     except mpi.Exception as error:
-        # The answer counts all the same; the error merely says that somebody has died, which was known or will be noticed.
+        # The result is valid; the error merely reports a loss that is known already or will be noticed.
         if error.Get_error_class() not in {getattr(mpi, name) for name in _LOST_CLASSES}:
             raise
     return bool(flag[0])
 
 
 def shrink(comm: Any) -> Any:
-    """A communicator of the ranks of ``comm`` that are alive, in their order. Collective over them. From now on only it, and
-    communicators made of it, are used.
-    """
+    """Return a communicator of the living ranks of ``comm``, in their order, which replaces all earlier ones. Collective over
+    them."""
     smaller = comm.Shrink()
     with _REGISTRY:
         _COMMUNICATORS.clear()
@@ -234,17 +228,16 @@ def shrink(comm: Any) -> Any:
 
 
 YIELD_PERIOD_S = 200e-6
-"""After an event the next looks follow at once, with a yield between them, for this long."""
+"""For this long after an event, polls follow each other with a yield between them."""
 SLEEP_RATIO = 0.1
 MIN_SLEEP_S = 50e-6
 MAX_SLEEP_S = 1e-3
-"""After that it sleeps between looks for a share of the time since the event, within these limits. So an event is noticed a tenth
-late at most, and long waits cost nothing. (Linux sleeps 50 us longer than asked.)
-"""
+"""Afterwards the rank sleeps between polls for a share of the time since the event, within these limits. An event is noticed at
+most a tenth late, and long waits cost nothing. (Linux sleeps 50 us longer than requested.)"""
 
 
 class Pause:
-    """The pause between two looks."""
+    """The pause between two polls."""
 
     def __init__(self, longest_s: float = MAX_SLEEP_S, yield_s: float = YIELD_PERIOD_S) -> None:
         self._longest_s, self._yield_s = longest_s, yield_s
@@ -254,7 +247,7 @@ class Pause:
         self._last_event_s = time.perf_counter()
 
     def rest(self) -> None:
-        """Yield, or sleep as long as is due."""
+        """Yield the core, or sleep for the time that is due."""
         quiet_s = time.perf_counter() - self._last_event_s
         if quiet_s < self._yield_s:
             os.sched_yield()

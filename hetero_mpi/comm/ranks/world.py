@@ -1,4 +1,4 @@
-"""The world: all ranks of the job, their collective calls, and errors that all of them raise. (``mpi_start`` joins the processes.)
+"""The world: all ranks of the job, their collective calls, and errors raised on all of them. (``mpi_start`` joins the processes.)
 
 Messages are JSON and raw arrays. Nothing is pickled: mpi4py's lower-case methods are never used.
 """
@@ -20,52 +20,51 @@ from hetero_mpi.util.errors import Problem, UserError
 
 T = TypeVar("T")
 RELEASE_POLL_S = 0.05
-"""Interval at which a sleeping rank looks whether it may go on, seconds."""
+"""Poll interval of a rank that sleeps until its release."""
 _RELEASE_TAG, _ASK_TAG = 1, 2
 
 
 class CollectiveUserError(UserError):
-    """A user error that every rank raises at the same point. One rank prints it, and all end cleanly."""
+    """A user error that every rank raises at the same point. One rank prints it, and all exit cleanly."""
 
 
 Outcome = list[Any] | None
-"""The outcome of a block on a rank, as it is sent: the error's kind, text, exit code and problems, or None."""
+"""The serialised outcome of a block on a rank: kind, text, exit code and problems of its error, or None."""
 
 
 @dataclass
 class Activity:
-    """A rank's present activity. All worlds that a rank belongs to share one, as it does one thing at a time."""
+    """A rank's current activity, shared by all worlds to which the rank belongs."""
 
     text: str = "starting"
     waits_for: str | None = None
-    """The reason for which the current collective call waits; None: there is none."""
+    """Reason why the current collective call waits; None: it does not."""
     marks: int = 0
-    """A counter of progress within the present activity."""
+    """Progress counter of the current activity."""
     busy: int = 0
-    """Number of blocks under way (on any thread) that may last long without visible progress."""
+    """Number of active blocks, on any thread, that may last long without visible progress."""
     resume_text: Callable[[], str] = str
-    """Returns what to type where the run ends before its last step; "": there is nothing to resume from."""
+    """Returns the command that resumes a run that ends early; "": there is nothing to resume."""
 
 
 @dataclass
 class World(Collectives):
-    """All ranks of the job (``MPI.COMM_WORLD``), or some of them. Its methods are collective unless they say otherwise: every rank
-    calls them in the same order, from its main thread, while no transport has requests in flight.
-    """
+    """All ranks of the job (``MPI.COMM_WORLD``), or some of them. Methods are collective unless documented otherwise: every rank
+    calls them in the same order, from its main thread, with no transport request in flight."""
 
     hosts: tuple[str, ...]
-    """Host of each rank. Equal where name *and* memory are shared; unique even if two machines bear one name (then ``name#2``)."""
+    """Host of each rank. Equal if name *and* memory are shared; unique even if two machines have one name (then ``name#2``)."""
     library: str
     """Name and version of the MPI library, such as ``Open MPI 5.0.11``."""
     thread_level: str
     """MPI's thread support: ``multiple``, ``serialized``, ``funneled`` or ``single``."""
     activity: Activity = field(default_factory=Activity)
     numbers: tuple[int, ...] = ()
-    """Each rank's number in the whole job, by which messages name it; empty: the rank itself."""
+    """Each rank's number in the complete job, used in messages; empty: the rank itself."""
     guard: Any = None
-    """The communicator of which ``comm`` was made; used only at the end of the job."""
+    """Parent communicator of ``comm``; used only at the end of the job."""
     lost_ranks: bool = False
-    """Ranks have died, and this is the world of the survivors (``comm.ranks.mpi_start``)."""
+    """Whether ranks were lost and this is the world of the survivors (``comm.ranks.mpi_start``)."""
 
     @property
     def host(self) -> str:
@@ -82,7 +81,7 @@ class World(Collectives):
 
     @property
     def current_action(self) -> str:
-        """This rank's current action, for the message if it fails: ``world.current_action = "loading weights"``."""
+        """This rank's current action, for error messages: ``world.current_action = "loading weights"``."""
         return self.activity.text
 
     @current_action.setter
@@ -91,7 +90,7 @@ class World(Collectives):
 
     @contextmanager
     def waiting(self, reason: str) -> Iterator[None]:
-        """A block that waits for other ranks in a collective call. ``reason``: text for a person who asks why nothing goes on."""
+        """A block that waits for other ranks in a collective call. ``reason``: text for users who wonder why nothing happens."""
         self.activity.waits_for = reason
         try:
             yield
@@ -100,7 +99,7 @@ class World(Collectives):
 
     @contextmanager
     def busy(self) -> Iterator[None]:
-        """A block that may take long on this rank alone and is no hang, such as closing a large file. On any thread."""
+        """A block that may take long on this rank alone without being a hang, such as closing a large file. On any thread."""
         self.activity.busy += 1
         try:
             yield
@@ -108,24 +107,26 @@ class World(Collectives):
             self.activity.busy -= 1
 
     def marked(self, items: Iterable[T]) -> Iterator[T]:
-        """``items``; each one taken counts as progress for the watchdog. On any thread."""
+        """Yield ``items``; each counts as progress for the watchdog. On any thread."""
         for item in items:
             self.activity.marks += 1
             yield item
 
     def with_resume_hint(self, text: str) -> str:
-        """``text``, why the job ends, with what to type to resume it, unless ``text`` says so itself. Not collective."""
+        """Append the command that resumes the job to ``text``, unless it contains one. Not collective."""
         remedy = self.activity.resume_text()
         return f"{text}\n{remedy}" if remedy and "--resume" not in text else text
 
     def agree(self, problem: UserError | None) -> None:
-        """If any rank has a problem, every rank raises it. Raises CollectiveUserError: each distinct problem once, with its ranks
-        and hosts.
+        """Raise the problems of any ranks on every rank, each distinct problem once, with its ranks and hosts.
+
+        Raises:
+            CollectiveUserError: If any rank has a problem.
         """
         _raise(self._combined_outcome(_outcome(problem)))
 
     def _combined_outcome(self, outcome: Outcome) -> Outcome:
-        """All ranks' problems as one, of the first one's kind; the same on every rank."""
+        """All ranks' problems as one, of the first problem's kind; equal on every rank."""
         outcomes = self.all_gather_json(outcome)
         text = describe_problems(
             [rank_outcome[1] if rank_outcome else None for rank_outcome in outcomes], self.hosts, self.numbers
@@ -140,21 +141,20 @@ class World(Collectives):
         return error is None or isinstance(error, CollectiveUserError) or self.size == 1
 
     def share_problem(self, problem: CollectiveUserError | None) -> None:
-        """If some ranks, such as those of a subset, have ended with the same error together, every rank raises it. Raises
-        CollectiveUserError: that of the first rank that has one.
-        """
+        """Raise an error that some ranks, such as a subset, have raised together, on every rank: that of the first rank
+        with one."""
         _raise(next(filter(None, self.all_gather_json(_outcome(problem))), None), problem)
 
     def collective_errors(self, action: str) -> AbstractContextManager[None]:
-        """A block in which a ``UserError`` of any rank becomes the same ``UserError`` on every rank at its end.
+        """A block after which a ``UserError`` of any rank is raised on every rank. ``action``: the current action meanwhile.
 
-        ``action`` is the current action meanwhile. Any other exception propagates at once. The block must not communicate: ranks
-        without the error would wait for one that has left it.
+        Any other exception propagates at once. The block must not communicate: ranks without the error would wait for one that has
+        left.
         """
         return self._collective_block(action, self._combined_outcome)
 
     def on_leader(self, action: str) -> AbstractContextManager[None]:
-        """A block in which rank 0 alone works. The other ranks pass through it and wait, asleep, for its outcome.
+        """A block in which rank 0 alone works. The other ranks skip it and sleep until its outcome is known.
 
         A ``UserError`` of rank 0 is raised on every rank at the block's end. The block must not communicate.
         """
@@ -168,9 +168,7 @@ class World(Collectives):
 
     @contextmanager
     def _collective_block(self, action: str, combine: Callable[[Outcome], Outcome]) -> Iterator[None]:
-        """A block whose ``UserError`` is held back until ``combine``, called by every rank, has made one outcome of all ranks'
-        outcomes.
-        """
+        """A block whose ``UserError`` is deferred until ``combine``, called by every rank, has merged all ranks' outcomes."""
         previous_action, self.current_action = self.current_action, action
         problem: UserError | None = None
         try:
@@ -183,9 +181,9 @@ class World(Collectives):
         self.current_action = previous_action
 
     def subset(self, ranks: Sequence[int]) -> World | None:
-        """A world of only these ranks (increasing), numbered anew; None on other ranks. Collective over all ranks of this world.
+        """Return a world of only these ranks (increasing), renumbered; None on other ranks. Collective over this world.
 
-        Its messages still call the ranks by their numbers in the whole job.
+        Its messages still use the ranks' numbers in the complete job.
         """
         from mpi4py import MPI
 
@@ -198,28 +196,26 @@ class World(Collectives):
         return replace(self, comm=comm, rank=comm.Get_rank(), size=comm.Get_size(), hosts=hosts, numbers=numbers)
 
     def dissolve(self) -> None:
-        """Free the communicator of a ``subset`` that is of no more use, and all that were made of it. Collective over it."""
+        """Free the communicator of an unused ``subset`` and its children. Collective over it."""
         ulfm.free(self.comm)
 
     def release(self, ranks: Sequence[int], problem: CollectiveUserError | None, value: Any = None) -> None:
-        """Wake ``ranks`` from ``sleep_until_released``, with the error that the others end with, or with a value (JSON).
-
-        Only rank 0 sends; on other ranks the call does nothing.
-        """
+        """Wake ``ranks`` from ``sleep_until_released`` with a value (JSON) or with the other ranks' error. On ranks other than 0 a
+        no-op."""
         if self.rank == 0:
             payload = encode([_outcome(problem), value])
             with ulfm.translate_losses():
                 sent = [self.comm.Isend(payload, dest=rank, tag=_RELEASE_TAG) for rank in ranks]
-                for request in sent:  # in MPI's own waiting no signal would be heard
+                for request in sent:  # MPI's blocking wait would ignore signals
                     ulfm.finish(request, Pause(RELEASE_POLL_S))
 
     def ask(self) -> None:
-        """Tell rank 0, which may look with ``asked``, that this rank has been asked to end. Not collective."""
+        """Notify rank 0, which polls ``asked``, that this rank was asked to end. Not collective."""
         with ulfm.translate_losses():
             self.comm.Send(np.empty(0, np.uint8), dest=0, tag=_ASK_TAG)
 
     def asked(self) -> bool:
-        """Rank 0: has some rank called ``ask`` since the last look? Takes a microsecond."""
+        """On rank 0: whether some rank has called ``ask`` since the last poll. Takes a microsecond."""
         from mpi4py import MPI
 
         requested = False
@@ -230,10 +226,14 @@ class World(Collectives):
         return requested
 
     def sleep_until_released(self, stop_requested: Callable[[], bool] = lambda: False) -> Any:
-        """Wait for rank 0's ``release`` and return its value. Sleeps between looks, where MPI's own waiting would spin on a core.
+        """Wait for rank 0's ``release`` and return its value. Sleeps between polls, where MPI's blocking wait would spin on a
+        core.
 
-        ``stop_requested``: has this rank been asked to end? Rank 0 is told so, once. Raises CollectiveUserError: the error that the other
-        ranks end with.
+        Args:
+            stop_requested: Whether this rank was asked to end; reported to rank 0 once.
+
+        Raises:
+            CollectiveUserError: The error with which the other ranks end.
         """
         from mpi4py import MPI
 
@@ -269,10 +269,10 @@ def _raise(outcome: Outcome, cause: UserError | None = None) -> None:
 
 
 def describe_problems(problems: Sequence[str | None], hosts: Sequence[str], numbers: Sequence[int] = ()) -> str | None:
-    """One text for the problems that ranks report (``None``: no problem); ``None`` where there are none.
+    """Combine the problems that ranks report (``None``: no problem) into one text; ``None`` if there are none.
 
-    A problem that all ranks share stands alone; others are ascribed to their ranks and hosts. ``numbers``: the ranks' numbers in
-    the whole job, where they differ from their positions.
+    A problem shared by all ranks is stated without ranks; others with their ranks and hosts. ``numbers``: the ranks' numbers in
+    the complete job, where they differ from their positions.
     """
     distinct = list(dict.fromkeys(problem for problem in problems if problem is not None))
     if not distinct:
