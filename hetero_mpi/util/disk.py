@@ -21,7 +21,15 @@ SPARE_BYTES = 100_000_000
 """Bytes of a disk that stay free of what is kept for later, or beside what memory holds."""
 MIN_FREE_BYTES = 1_000_000
 """Room for the files of a start: Open MPI 5.0.11 was seen to write 100 kB for 2 ranks and 190 kB for 16."""
-_UNABLE = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.EPERM, errno.EEXIST}
+_UNSUPPORTED_ERRNOS = {
+    errno.ENOLCK,
+    errno.ENOSYS,
+    errno.EOPNOTSUPP,
+    errno.ENOTSUP,
+    errno.EINVAL,
+    errno.EPERM,
+    errno.EEXIST,
+}
 """Answers of a file system that cannot do a thing: NFS without its lock daemon, Lustre without ``-o flock``, FUSE."""
 
 
@@ -57,12 +65,12 @@ def write_whole(path: Path, content: str | bytes, durable: bool = False, make_fo
 
 
 @contextlib.contextmanager
-def writing(place: Path, remedy: str = "name another place with -o") -> Iterator[None]:
-    """A block that writes ``place``, whose OSError becomes a UserError."""
+def writing(path: Path, remedy: str = "name another place with -o") -> Iterator[None]:
+    """A block that writes ``path``, whose OSError becomes a UserError."""
     try:
         yield
     except OSError as error:
-        raise UserError("file.unwritable", f"{place}: cannot be written ({error.strerror}); {remedy}") from error
+        raise UserError("file.unwritable", f"{path}: cannot be written ({error.strerror}); {remedy}") from error
 
 
 def sync(path: Path) -> None:
@@ -71,7 +79,7 @@ def sync(path: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if not (path.is_dir() and error.errno in _UNABLE):
+        if not (path.is_dir() and error.errno in _UNSUPPORTED_ERRNOS):
             raise
     finally:
         os.close(descriptor)
@@ -82,16 +90,16 @@ def _replace(new: Path, path: Path) -> None:
     try:
         os.replace(new, path)
     except OSError as error:
-        if error.errno not in _UNABLE or not path.is_file():
+        if error.errno not in _UNSUPPORTED_ERRNOS or not path.is_file():
             raise
-        former = path.with_name(f"{new.name}-former")
-        os.rename(path, former)
+        backup = path.with_name(f"{new.name}-former")
+        os.rename(path, backup)
         try:
             os.rename(new, path)
         except OSError:
-            os.rename(former, path)
+            os.rename(backup, path)
             raise
-        former.unlink()
+        backup.unlink()
 
 
 def lock(file: IO[str]) -> bool:
@@ -99,7 +107,7 @@ def lock(file: IO[str]) -> bool:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        if error.errno not in _UNABLE:
+        if error.errno not in _UNSUPPORTED_ERRNOS:
             raise
         return False
     return True
@@ -121,17 +129,21 @@ def room(path: Path, must_exist: bool = False) -> dict[str, Any]:
 
     ``must_exist``: a run does not make the folder.
     """
-    path, free, problem = path.absolute(), 0, ""
+    path, free_space, problem = path.absolute(), 0, ""
     try:
-        free = free_bytes(path)
-        there = path if must_exist else next(folder for folder in (path, *path.parents) if folder.exists())
-        if free < MIN_FREE_BYTES:
-            problem = f"has {free / 1e6:.1f} MB of room, and a run needs {MIN_FREE_BYTES / 1e6:.0f} MB at least"
-        elif not os.access(there, os.W_OK | os.X_OK):
-            problem = "cannot be written" if there == path else f"cannot be made: this user may not write to {there}"
+        free_space = free_bytes(path)
+        existing_folder = path if must_exist else next(folder for folder in (path, *path.parents) if folder.exists())
+        if free_space < MIN_FREE_BYTES:
+            problem = f"has {free_space / 1e6:.1f} MB of room, and a run needs {MIN_FREE_BYTES / 1e6:.0f} MB at least"
+        elif not os.access(existing_folder, os.W_OK | os.X_OK):
+            problem = (
+                "cannot be written"
+                if existing_folder == path
+                else f"cannot be made: this user may not write to {existing_folder}"
+            )
     except OSError as error:
         problem = f"cannot be used ({error.strerror})"
-    return {"path": str(path), "free_bytes": free, "problem": problem}
+    return {"path": str(path), "free_bytes": free_space, "problem": problem}
 
 
 def require_regular(path: Path) -> None:

@@ -7,24 +7,26 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 _ROOT, _OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-_UNLIMITED = 1 << 60
+_MIN_UNLIMITED_BYTES = 1 << 60
 """Version 1 says so by a number near 2**63."""
 
 
-def free_bytes(root: Path = _ROOT, own: Path = _OWN) -> int | None:
+def free_bytes(root: Path = _ROOT, group_file: Path = _OWN) -> int | None:
     """Bytes left under the memory limits of this process's control group and of those above it, as SLURM jobs, containers and
     systemd services have them; None without a limit. What the page cache has not touched for long counts as free.
 
-    ``own``: the groups of this process, a line ``NUMBER:CONTROLLERS:PATH`` for each hierarchy.
+    ``group_file``: the groups of this process, a line ``NUMBER:CONTROLLERS:PATH`` for each hierarchy.
     """
-    left = [free for group in _groups("memory", root, own) if (free := _free_bytes(group)) is not None]
-    return min(left, default=None)
+    free_by_group = [free for group in _groups("memory", root, group_file) if (free := _free_bytes(group)) is not None]
+    return min(free_by_group, default=None)
 
 
-def core_quota(root: Path = _ROOT, own: Path = _OWN) -> float | None:
+def core_quota(root: Path = _ROOT, group_file: Path = _OWN) -> float | None:
     """Cores' worth of processor time that the control groups allow all their processes together, as ``docker run --cpus`` sets
     it; None without a limit."""
-    return min((cores for group in _groups("cpu", root, own) if (cores := _quota(group)) is not None), default=None)
+    return min(
+        (cores for group in _groups("cpu", root, group_file) if (cores := _cpu_quota(group)) is not None), default=None
+    )
 
 
 def own_cores() -> list[int]:
@@ -40,12 +42,12 @@ def usable_cores() -> int:
     return max(1, min(len(own_cores()), int(quota))) if quota is not None else len(own_cores())
 
 
-def _groups(controller: str, root: Path, own: Path) -> Iterator[Path]:
+def _groups(controller: str, root: Path, group_file: Path) -> Iterator[Path]:
     """Directories of the process's groups with a controller and of all above them; in a container, the mounted one."""
     yield root  # a container may see its own group there, whatever its path says
     yield root / controller
     try:
-        lines = own.read_text().splitlines()
+        lines = group_file.read_text().splitlines()
     except OSError:
         return
     for line in lines:
@@ -53,10 +55,10 @@ def _groups(controller: str, root: Path, own: Path) -> Iterator[Path]:
         if controllers and controller not in controllers.split(","):
             continue
         top = root / controllers
-        place = PurePosixPath(path.lstrip("/"))
-        for inner in (place, *place.parents):
-            if ".." not in inner.parts:
-                yield top / inner
+        group_path = PurePosixPath(path.lstrip("/"))
+        for ancestor in (group_path, *group_path.parents):
+            if ".." not in ancestor.parts:
+                yield top / ancestor
 
 
 def _free_bytes(group: Path) -> int | None:
@@ -68,12 +70,12 @@ def _free_bytes(group: Path) -> int | None:
             limit, usage = (group / limit_file).read_text().strip(), (group / usage_file).read_text().strip()
         except OSError:
             continue
-        if limit != "max" and int(limit) < _UNLIMITED:
+        if limit != "max" and int(limit) < _MIN_UNLIMITED_BYTES:
             return max(0, int(limit) - int(usage) + min(counter(group / "memory.stat", cached), int(usage)))
     return None
 
 
-def _quota(group: Path) -> float | None:
+def _cpu_quota(group: Path) -> float | None:
     """Version 2 has one file that says ``QUOTA PERIOD`` or ``max PERIOD``; version 1 two files, -1 for none. In microseconds."""
     for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
         try:

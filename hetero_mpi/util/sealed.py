@@ -27,30 +27,30 @@ from hetero_mpi.util.disk import sync, write_whole, writing
 T = TypeVar("T")
 _SEAL = "seal.json"
 _PIECE_BYTES = 1 << 20
-_FAULTS = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
+_READ_ERRORS = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 """What reading another program's bytes may raise; ``UserError`` is a ValueError."""
 
 
-def opened(place: Path, read: Callable[[Path, Any], T], tell: Callable[[str], object]) -> T | None:
+def opened(path: Path, read: Callable[[Path, Any], T], report: Callable[[str], object]) -> T | None:
     """The content of a kept folder or file, which ``read`` makes of it and the values in it; None: nothing is kept there.
 
-    All bytes are read (some 2 GB/s of one core). ``tell``: gets a sentence about what was damaged, or made ``read`` fail, and is
+    All bytes are read (some 2 GB/s of one core). ``report``: gets a sentence about what was damaged, or made ``read`` fail, and is
     removed.
     """
-    if not os.path.lexists(place):
+    if not os.path.lexists(path):
         return None
     try:
-        return read(place, _checked(place))
-    except _FAULTS as error:
+        return read(path, _verified_values(path))
+    except _READ_ERRORS as error:
         reason = str(error) or type(error).__name__
-    tell(f"{place} is damaged ({reason}): it is removed and made again")
+    report(f"{path} is damaged ({reason}): it is removed and made again")
     with contextlib.suppress(OSError):
-        discard(place)
+        discard(path)
     return None
 
 
-def store(place: Path, fill: Callable[[Path], Any], remedy: str, durable: bool = True) -> None:
-    """Make the folder ``place``, unless it is there: another program was first, or what was damaged cannot be removed.
+def store(folder: Path, fill: Callable[[Path], Any], remedy: str, durable: bool = True) -> None:
+    """Make the folder ``folder``, unless it is there: another program was first, or what was damaged cannot be removed.
 
     Args:
         fill: writes files into the folder that it is given, and returns values (JSON) to keep with them.
@@ -59,57 +59,61 @@ def store(place: Path, fill: Callable[[Path], Any], remedy: str, durable: bool =
 
     Raises UserError: it cannot be written. What ``fill`` raises, it raises, too.
     """
-    made = place.with_name(f".{place.name}.{secrets.token_hex(8)}")
+    temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}")
     try:
-        with writing(place.parent, remedy):
-            made.mkdir(parents=True)
-        values = fill(made)
-        with writing(place.parent, remedy):
-            write_whole(made / _SEAL, _sealed_text([_summaries(made), values]))
-            for path in [*made.rglob("*"), made] if durable else ():
+        with writing(folder.parent, remedy):
+            temporary.mkdir(parents=True)
+        values = fill(temporary)
+        with writing(folder.parent, remedy):
+            write_whole(temporary / _SEAL, _sealed_text([_summaries(temporary), values]))
+            for path in [*temporary.rglob("*"), temporary] if durable else ():
                 sync(path)
             try:
-                made.rename(place)
+                temporary.rename(folder)
             except OSError:
-                if not os.path.lexists(place):
+                if not os.path.lexists(folder):
                     raise
             if durable:
-                sync(place.parent)
+                sync(folder.parent)
     finally:
-        shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
-def store_value(place: Path, value: Any) -> None:
+def store_value(path: Path, value: Any) -> None:
     """Keep a value (JSON) in a file. Raises OSError."""
-    write_whole(place, _sealed_text(value), durable=True, make_folder=True)
+    write_whole(path, _sealed_text(value), durable=True, make_folder=True)
 
 
-def discard(place: Path) -> None:
+def discard(path: Path) -> None:
     """Remove whatever is there: a file, a link, a folder and all in it. Raises OSError: it cannot be removed."""
-    aside = place.with_name(f".{place.name}.{secrets.token_hex(8)}")
+    renamed = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     with contextlib.suppress(FileNotFoundError):  # another program was first
-        os.rename(place, aside)  # so that nobody sees half of it
-        if aside.is_dir() and not aside.is_symlink():
-            shutil.rmtree(aside, ignore_errors=True)
+        os.rename(path, renamed)  # so that nobody sees half of it
+        if renamed.is_dir() and not renamed.is_symlink():
+            shutil.rmtree(renamed, ignore_errors=True)
         else:
-            aside.unlink()
+            renamed.unlink()
 
 
-def _checked(place: Path) -> Any:
+def _verified_values(path: Path) -> Any:
     """The values of a kept folder or file. Raises OSError or ValueError: it is damaged."""
-    if not place.is_dir():
-        return _value(place)
-    listed, values = _value(place / _SEAL)
-    found = _summaries(place)
-    wrong = [name for name in sorted({*found, *listed} - {_SEAL}) if found.get(name) != listed.get(name)]
-    if wrong:
-        raise ValueError(f"{wrong[0]} is not as it was written")
+    if not path.is_dir():
+        return _read_value(path)
+    sealed_summaries, values = _read_value(path / _SEAL)
+    summaries = _summaries(path)
+    damaged = [
+        name
+        for name in sorted({*summaries, *sealed_summaries} - {_SEAL})
+        if summaries.get(name) != sealed_summaries.get(name)
+    ]
+    if damaged:
+        raise ValueError(f"{damaged[0]} is not as it was written")
     return values
 
 
 def _summaries(folder: Path) -> dict[str, list[int]]:
     """Name within the folder -> (size, CRC-32) of a file; empty for what is neither a file nor a folder."""
-    found = {}
+    summaries = {}
     for path in folder.rglob("*"):
         summary, mode = [], path.lstat().st_mode
         if stat.S_ISREG(mode):  # reading a pipe would wait
@@ -119,17 +123,17 @@ def _summaries(folder: Path) -> dict[str, list[int]]:
                     crc = zlib.crc32(piece, crc)
                 summary = [file.tell(), crc]
         if not stat.S_ISDIR(mode):
-            found[str(path.relative_to(folder))] = summary
-    return found
+            summaries[str(path.relative_to(folder))] = summary
+    return summaries
 
 
 def _sealed_text(value: Any) -> str:
     return json.dumps({"crc32": zlib.crc32(json.dumps(value).encode()), "value": value})
 
 
-def _value(path: Path) -> Any:
+def _read_value(path: Path) -> Any:
     value = crc = None
-    with contextlib.suppress(*_FAULTS):
+    with contextlib.suppress(*_READ_ERRORS):
         content = json.loads(path.read_bytes() if stat.S_ISREG(path.lstat().st_mode) else b"")
         value, crc = content["value"], content["crc32"]
     if crc != zlib.crc32(json.dumps(value).encode()):

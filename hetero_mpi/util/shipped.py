@@ -29,10 +29,10 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 
 def absent_packages() -> tuple[str, ...]:
     """Those modules of ``REQUIRED`` that are not installed. None of them is imported."""
-    return tuple(name for name in REQUIRED if not _is_there(name))
+    return tuple(name for name in REQUIRED if not _is_installed(name))
 
 
-def _is_there(name: str) -> bool:
+def _is_installed(name: str) -> bool:
     try:
         return find_spec(name) is not None
     except (ImportError, ValueError):
@@ -50,30 +50,32 @@ def shipped_profiles() -> dict[str, Path]:
     return {path.stem: path for path in sorted(shipped_folder("profiles").glob("*.toml"))}
 
 
-def profile_file(name: str | os.PathLike[str], place: Path | None = None) -> Path:
-    """The file of a profile: ``place`` (by default ``name`` as a path), or where nothing is there the shipped one called ``name``.
+def profile_file(name: str | os.PathLike[str], requested_path: Path | None = None) -> Path:
+    """The file of a profile: ``requested_path`` (by default ``name`` as a path), or where nothing is there the shipped one called ``name``.
     Of a run directory, the profile that its plans were made for. Raises UserError: there is none.
     """
-    place, known = place or Path(name), shipped_profiles()
-    if place.is_dir():
-        return file_of_run(place, USED_PROFILE, "profile.toml")
-    path = place if place.exists() else known.get(os.fspath(name).removesuffix(".toml"))
+    requested_path, shipped = requested_path or Path(name), shipped_profiles()
+    if requested_path.is_dir():
+        return file_of_run(requested_path, USED_PROFILE, "profile.toml")
+    path = requested_path if requested_path.exists() else shipped.get(os.fspath(name).removesuffix(".toml"))
     if path is None:
-        near = difflib.get_close_matches(place.name.removesuffix(".toml"), known, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"shipped are {', '.join(known)}"
-        raise UserError("shipped.missing", f"{place}: no such file, and no shipped profile of this name; {hint}")
+        similar_names = difflib.get_close_matches(requested_path.name.removesuffix(".toml"), shipped, n=1)
+        hint = f"did you mean {similar_names[0]}?" if similar_names else f"shipped are {', '.join(shipped)}"
+        raise UserError(
+            "shipped.missing", f"{requested_path}: no such file, and no shipped profile of this name; {hint}"
+        )
     return path
 
 
 def file_of_run(directory: Path, *names: str) -> Path:
     """The first of these files that is in a run directory. Raises UserError: there is none."""
-    found = next((directory / name for name in names if (directory / name).exists()), None)
-    if found is None:
+    path = next((directory / name for name in names if (directory / name).exists()), None)
+    if path is None:
         raise UserError(
             "shipped.missing",
             f"{directory}: no {' and no '.join(names)} is in this directory; name a file, or the directory of a run",
         )
-    return found
+    return path
 
 
 def pip_argument() -> str:

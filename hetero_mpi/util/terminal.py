@@ -19,19 +19,19 @@ _HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u206
 
 def printable(text: str) -> str:
     """``text`` with such characters spelt out (``\\x1b``). Names in files may hold any; lines and tabs stay."""
-    return _HIDDEN.sub(lambda found: ascii(found[0])[1:-1], text)
+    return _HIDDEN.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 _FALLBACK = os.terminal_size((100, 30))
 UNWATCHED_VARIABLE = "HETERO_MPI_UNWATCHED"
 """Environment variable: the launcher is to outlive its terminal, so that nobody watches it."""
 _LAUNCHED = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
-_NARROWEST = 30
-WIDTH = 120
+_MIN_COLUMNS = 30
+MAX_COLUMNS = 120
 """Most characters of a line that is fitted to a terminal: two terminals fit beside each other."""
-_PROSE = 30
+_MIN_PROSE_COLUMNS = 30
 """Least width of a paragraph behind its beginning."""
-_WHOLE = 1_000_000
+_MAX_LOG_COLUMNS = 1_000_000
 _COMMAND = re.compile(r"\s*(launch[\d: ]*: )?(python3? -m|curl|mpirun|mpiexec|pip) ")
 """A line that begins so is a command to be copied, and stays whole."""
 
@@ -40,30 +40,34 @@ def columns(stream: TextIO | None = None) -> int | None:
     """Characters that a line may have: ``COLUMNS`` of the environment, else those of the terminal that is watched. None: as many as
     it needs, since logs are searched by lines. ``stream``: stdout unless named; of a rank, stdout.
     """
-    given = os.environ.get("COLUMNS", "")
-    if given.isdecimal() and int(given) > 0:
-        return max(int(given), _NARROWEST)
-    watched = sys.stdout if stream is None or _launched() else stream
-    return max(terminal_size(watched).columns, _NARROWEST) if is_terminal(watched) else None
+    requested = os.environ.get("COLUMNS", "")
+    if requested.isdecimal() and int(requested) > 0:
+        return max(int(requested), _MIN_COLUMNS)
+    terminal = sys.stdout if stream is None or _has_launcher() else stream
+    return max(terminal_size(terminal).columns, _MIN_COLUMNS) if is_terminal(terminal) else None
 
 
 def fitted(text: str, stream: TextIO | None = None) -> str:
     """``text`` with lines that are too long for ``columns`` broken between words; what follows stands a little to the right."""
     width = columns(stream)
-    return text if width is None else "\n".join(line for whole in text.split("\n") for line in folded(whole, width))
+    return (
+        text
+        if width is None
+        else "\n".join(line for long_line in text.split("\n") for line in folded(long_line, width))
+    )
 
 
 def folded(line: str, width: int, start: str = "", indent: str | None = None) -> list[str]:
     """``start + line`` within ``width``, where words allow it. ``indent``: of the later lines."""
     if len(start) + len(line) <= width or _COMMAND.match(line):
         return [start + line]
-    inner = start if start else line[: len(line) - len(line.lstrip(" "))]
-    behind = " " * (len(inner) + 2) if indent is None else indent
+    first_indent = start if start else line[: len(line) - len(line.lstrip(" "))]
+    later_indent = " " * (len(first_indent) + 2) if indent is None else indent
     return textwrap.wrap(
         line.lstrip(" "),
         width,
-        initial_indent=inner,
-        subsequent_indent=behind,
+        initial_indent=first_indent,
+        subsequent_indent=later_indent,
         break_on_hyphens=False,
         break_long_words=False,
     ) or [start]
@@ -78,10 +82,10 @@ def is_terminal(stream: TextIO) -> bool:
     """
     if not stream.isatty() or UNWATCHED_VARIABLE in os.environ or signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         return False
-    if not _launched():
+    if not _has_launcher():
         return True
     try:
-        return os.readlink(_launchers_stdout()).startswith(("/dev/pts/", "/dev/tty"))
+        return os.readlink(_launcher_stdout()).startswith(("/dev/pts/", "/dev/tty"))
     except OSError:
         return False
 
@@ -89,8 +93,8 @@ def is_terminal(stream: TextIO) -> bool:
 def terminal_size(stream: TextIO) -> os.terminal_size:
     """Columns and lines of the terminal that is watched; the launcher's, where there is a launcher."""
     with contextlib.suppress(OSError, ValueError):
-        if _launched():
-            descriptor = os.open(_launchers_stdout(), os.O_RDONLY | os.O_NOCTTY)
+        if _has_launcher():
+            descriptor = os.open(_launcher_stdout(), os.O_RDONLY | os.O_NOCTTY)
             try:
                 size = os.get_terminal_size(descriptor)
             finally:
@@ -102,11 +106,11 @@ def terminal_size(stream: TextIO) -> os.terminal_size:
     return _FALLBACK
 
 
-def _launchers_stdout() -> str:
+def _launcher_stdout() -> str:
     return f"/proc/{os.getppid()}/fd/1"
 
 
-def _launched() -> bool:
+def _has_launcher() -> bool:
     return any(name in os.environ for name in _LAUNCHED)
 
 
@@ -126,13 +130,13 @@ def write_text(text: str, stream: TextIO, exact: bool = False) -> None:
 
 
 def line_width() -> int:
-    """Characters of a line of stdout, at most ``WIDTH``; no limit where nobody watches."""
+    """Characters of a line of stdout, at most ``MAX_COLUMNS``; no limit where nobody watches."""
     width = columns()
-    return _WHOLE if width is None else min(width, WIDTH)
+    return _MAX_LOG_COLUMNS if width is None else min(width, MAX_COLUMNS)
 
 
 def wrapped(start: str, text: str) -> list[str]:
     """``start + text`` within ``line_width``; later lines are indented below the text, or a little where ``start`` is long."""
     width = line_width()
-    indent = " " * (len(start) if len(start) <= width - _PROSE else 4)
+    indent = " " * (len(start) if len(start) <= width - _MIN_PROSE_COLUMNS else 4)
     return [line.rstrip() for line in folded(" ".join(text.split()), width, start, indent)]

@@ -8,7 +8,7 @@ import tomli
 
 DEEPEST = 64
 """Tables and lists within one another; what is made of them is walked recursively."""
-MOST_BITS = 4096
+MAX_INTEGER_BITS = 4096
 """Limit of a whole number: Python refuses to write ones of more than 4,300 digits (14,000 bits), even into an error's text."""
 
 
@@ -24,21 +24,23 @@ def loads(text: str) -> dict[str, Any]:
         raise TomlError(str(error)) from None
     except RecursionError:
         raise TomlError(_TOO_DEEP) from None
-    _look_at(values)
+    _check_limits(values)
     return values
 
 
 _TOO_DEEP = f"tables and lists are nested more than {DEEPEST} deep"
 
 
-def _look_at(values: Any) -> None:
+def _check_limits(values: Any) -> None:
     """Raises TomlError for what goes beyond the limits; without recursion, and without looking deeper than ``DEEPEST``."""
     depth, level = 0, [values]
     while level:
         depth += 1
         if depth > DEEPEST:
             raise TomlError(_TOO_DEEP)
-        inner = [value for holder in level for value in (holder.values() if isinstance(holder, dict) else holder)]
-        if any(isinstance(value, int) and value.bit_length() > MOST_BITS for value in inner):
-            raise TomlError(f"a whole number has more than {MOST_BITS:,} bits")
-        level = [value for value in inner if isinstance(value, (dict, list))]
+        children = [
+            value for container in level for value in (container.values() if isinstance(container, dict) else container)
+        ]
+        if any(isinstance(value, int) and value.bit_length() > MAX_INTEGER_BITS for value in children):
+            raise TomlError(f"a whole number has more than {MAX_INTEGER_BITS:,} bits")
+        level = [value for value in children if isinstance(value, (dict, list))]

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 _BYTES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
-_NEEDLESS = (
+_DROPPABLE_PATTERNS = (
     r"\((R|TM)\)",
     r"\b(NVIDIA|AMD|Intel|Apple)\b",
     r"\bGeForce\b",
@@ -33,9 +33,9 @@ def seconds(value_s: float) -> str:
 
 def clock(value_s: float) -> str:
     """``62`` -> ``1:02``, ``3723`` -> ``1:02:03``."""
-    minutes, whole = divmod(round(value_s), 60)
+    minutes, seconds_left = divmod(round(value_s), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{whole:02}" if hours else f"{minutes}:{whole:02}"
+    return f"{hours}:{minutes:02}:{seconds_left:02}" if hours else f"{minutes}:{seconds_left:02}"
 
 
 def size(value_bytes: float) -> str:
@@ -78,17 +78,17 @@ def rows_of(sequence_length: int, ending: str = "s") -> str:
     return f"sample{ending}" if sequence_length == 1 else f"sequence{ending} of {sequence_length:,} tokens"
 
 
-def device_name(name: str, most: int) -> str:
-    """A device's name in at most ``most`` characters: ``NVIDIA GeForce RTX 4090`` -> ``RTX 4090``.
+def device_name(name: str, max_characters: int) -> str:
+    """A device's name in at most ``max_characters`` characters: ``NVIDIA GeForce RTX 4090`` -> ``RTX 4090``.
 
     Makers and trademarks are dropped first. Then it is shortened from the left, since what tells devices apart comes last.
     """
-    for pattern in _NEEDLESS:
-        if len(name) > most:
+    for pattern in _DROPPABLE_PATTERNS:
+        if len(name) > max_characters:
             name = " ".join(re.sub(pattern, "", name).split())
-    while len(name) > most and " " in name:
+    while len(name) > max_characters and " " in name:
         name = name.partition(" ")[2]
-    return name if len(name) <= most else "..." + name[len(name) - max(most - 3, 0) :]
+    return name if len(name) <= max_characters else "..." + name[len(name) - max(max_characters - 3, 0) :]
 
 
 def numbers(values: Iterable[int]) -> str:
@@ -115,9 +115,9 @@ def plural(number: int, noun: str) -> str:
     return f"{number:,} {noun}{ending}"
 
 
-def shortened(text: str, most: int = 26) -> str:
-    """``text`` if it has at most ``most`` characters, else its beginning."""
-    return text if len(text) <= most else text[: most - 3].rstrip() + "..."
+def shortened(text: str, max_characters: int = 26) -> str:
+    """``text`` if it has at most ``max_characters`` characters, else its beginning."""
+    return text if len(text) <= max_characters else text[: max_characters - 3].rstrip() + "..."
 
 
 def layers(first: int, last: int, count: int) -> str:
@@ -133,7 +133,9 @@ def layers(first: int, last: int, count: int) -> str:
 
 def counted(texts: Iterable[str], joint: str) -> str:
     """``a, b`` with equal ones counted: ``60 x (a), 3 x (b)``."""
-    return joint.join(text if many == 1 else f"{many} x ({text})" for text, many in Counter(texts).items())
+    return joint.join(
+        text if occurrences == 1 else f"{occurrences} x ({text})" for text, occurrences in Counter(texts).items()
+    )
 
 
 def ratio(numerator: float, denominator: float) -> float:

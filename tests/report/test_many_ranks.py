@@ -15,7 +15,7 @@ from hetero_mpi.report.plan_text import plan_lines, planned_lines, utilisation
 from hetero_mpi.report.profile_text import inspection_lines, profile_lines
 from hetero_mpi.report.table import least_most
 from hetero_mpi.util import units
-from hetero_mpi.util.terminal import WIDTH
+from hetero_mpi.util.terminal import MAX_COLUMNS
 from tests.support.planning_samples import SEQUENCE, noisy_profile
 
 SCREEN = 100
@@ -42,7 +42,7 @@ def planned(profile: ClusterProfile) -> PlanReport:
 def test_a_profile_of_two_hundred_unlike_ranks(profile: ClusterProfile) -> None:
     lines = inspection_lines(profile)
     text = "\n".join(lines)
-    assert len(lines) < SCREEN and max(map(len, lines)) <= WIDTH
+    assert len(lines) < SCREEN and max(map(len, lines)) <= MAX_COLUMNS
     assert "  ... and 184 more" in text and "  ... and 9 more" in text
     assert "Curves of the first 4 of 200 unlike devices; `inspect FILE --all`" in text and "Rank 4: " not in text
     assert "Links: the 12 of 39,800 that fit a line worst" in text
@@ -59,7 +59,7 @@ def test_every_rank_and_link_can_be_asked_for(hosts: int) -> None:
 def test_a_plan_of_two_hundred_ranks(profile: ClusterProfile) -> None:
     report = planned(profile)
     lines = plan_lines(report, profile)
-    assert len(lines) < 40 and max(map(len, lines)) <= WIDTH
+    assert len(lines) < 40 and max(map(len, lines)) <= MAX_COLUMNS
     assert "  ... and 176 more" in lines and any("`inspect PLAN --all`" in line for line in lines)
     assert "  ... and 184 more" in planned_lines(report, profile, Path("run"))
     assert "  ... and 176 more" in plan_lines(report, None)

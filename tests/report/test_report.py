@@ -18,7 +18,7 @@ from hetero_mpi.report.profile_text import measured_lines, profile_lines
 from hetero_mpi.report.progress import ProgressDisplay
 from hetero_mpi.rundir.metrics import measured_step_s
 from hetero_mpi.util import units
-from hetero_mpi.util.terminal import WIDTH
+from hetero_mpi.util.terminal import MAX_COLUMNS
 from tests.report.test_looks import MODEL, PLAN, PROFILE, REPORT, steps
 from tests.support.past_runs import metrics
 
@@ -52,7 +52,7 @@ def test_pictures_are_counted_as_samples() -> None:
 def test_no_line_is_too_long() -> None:
     long = replace(PROFILE, notes=("word " * 60,), mpi_library="Open MPI 5.0.11")
     wordy = replace(REPORT, reasons=("word " * 60,), idle=(IdleRank(2, "word " * 60),))
-    assert max(map(len, [*profile_lines(long), *plan_lines(wordy, long)])) <= WIDTH
+    assert max(map(len, [*profile_lines(long), *plan_lines(wordy, long)])) <= MAX_COLUMNS
 
 
 @pytest.mark.parametrize(
