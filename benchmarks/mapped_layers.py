@@ -33,7 +33,7 @@ from memory_limit import limited_group  # noqa: E402
 
 from hetero_mpi.device.backend import Backend, Copying  # noqa: E402
 from hetero_mpi.model.host_weights import HostLayer, ReadAhead  # noqa: E402
-from hetero_mpi.util.background import Background, unattended  # noqa: E402
+from hetero_mpi.util.background import Background, start_unattended  # noqa: E402
 
 BAR = 1.2
 OURS = {"in place": "faults", "to a device": "buffers"}
@@ -124,7 +124,7 @@ def _in_place(layers: dict[int, HostLayer]) -> dict[str, Pass]:
             at += len(data)
 
     def read_ahead(layer: HostLayer) -> None:
-        unattended("reading a layer", lambda: read(layer))
+        start_unattended("reading a layer", lambda: read(layer))
 
     return {"faults": passing(lambda _: None), "thread": passing(read_ahead), "MADV_WILLNEED": passing(advise)}
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from hetero_mpi.commands.options import parser
 from hetero_mpi.util.errors import ExitCode, UserError
 from hetero_mpi.util.shipped import absent_packages, pip_argument
-from hetero_mpi.util.terminal import fitted, printable, write_text
+from hetero_mpi.util.terminal import fit_to_terminal, printable, write_text
 
 if TYPE_CHECKING:
     from hetero_mpi.comm.ranks.world import World
@@ -101,7 +101,7 @@ def _show(found: str | Iterable[str]) -> int:
             print(printable(found), end="" if found.endswith("\n") else "\n", flush=True)
         else:
             for line in found:
-                print(fitted(printable(line)), flush=True)
+                print(fit_to_terminal(printable(line)), flush=True)
     except BrokenPipeError:
         # What is left in the buffer would fail again when the interpreter ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

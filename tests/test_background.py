@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from hetero_mpi.training.rebalance import Replanner
-from hetero_mpi.util.background import Background, BestEffort, lines_of, unattended, unharmed
+from hetero_mpi.util.background import Background, BestEffort, lines_of, start_unattended, warn_on_failure
 
 
 def test_who_waits_is_given_the_result_or_the_error_with_its_action() -> None:
@@ -45,13 +45,13 @@ def test_work_that_nobody_waits_for_ends_nothing_and_is_told(
 ) -> None:
     """Nor where no thread can be started."""
     done = threading.Event()
-    unattended("opening the shop", lambda: done.set() or 1 // 0)
+    start_unattended("opening the shop", lambda: done.set() or 1 // 0)
     assert done.wait(10)
     end_s = time.monotonic() + 10
     while len(caplog.records) < 1 and time.monotonic() < end_s:
         time.sleep(0.01)
     monkeypatch.setattr(threading.Thread, "start", lambda thread: 1 // 0)
-    unattended("closing the shop", done.clear)
+    start_unattended("closing the shop", done.clear)
     told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert [line.partition(" failed")[0] for line in told] == ["Warning: opening the shop", "Warning: closing the shop"]
     assert all("ZeroDivisionError" in line for line in told) and done.is_set()
@@ -67,7 +67,7 @@ def test_what_fails_beside_a_run_is_left_out_from_then_on(caplog: pytest.LogCapt
     invert = BestEffort("inverting", inverse)
     assert [invert(number) for number in (2, 0, 4)] == [0.5, None, None] and asked == [2, 0]
     assert [record.levelname for record in caplog.records if record.levelname != "INFO"] == ["WARNING"]
-    with pytest.raises(KeyboardInterrupt), unharmed("waiting for a person"):
+    with pytest.raises(KeyboardInterrupt), warn_on_failure("waiting for a person"):
         raise KeyboardInterrupt
 
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from hetero_mpi.util.disk import PROCESS_MARK, atomic_write, free_bytes, write_whole
+from hetero_mpi.util.disk import PROCESS_MARK, atomic_write, free_bytes, write_atomic
 
 
 @pytest.mark.parametrize("durable", [False, True])
 def test_a_file_is_replaced_whole_or_stays_as_it_was(tmp_path: Path, durable: bool) -> None:
     path = tmp_path / "file"
-    write_whole(path, "é", durable)
+    write_atomic(path, "é", durable)
     assert path.read_bytes() == "é".encode()
     with pytest.raises(ZeroDivisionError), atomic_write(path, durable) as temporary:
         temporary.write_text("half")
@@ -21,8 +21,8 @@ def test_a_file_is_replaced_whole_or_stays_as_it_was(tmp_path: Path, durable: bo
         raise ZeroDivisionError
     assert path.read_text() == "é" and os.listdir(tmp_path) == ["file"]
     with pytest.raises(FileNotFoundError):
-        write_whole(tmp_path / "none" / "file", b"")
-    write_whole(tmp_path / "made" / "file", b"\xff", durable, make_folder=True)
+        write_atomic(tmp_path / "none" / "file", b"")
+    write_atomic(tmp_path / "made" / "file", b"\xff", durable, make_folder=True)
     assert (tmp_path / "made" / "file").read_bytes() == b"\xff"
 
 

@@ -28,7 +28,7 @@ from hetero_mpi.state.file_supply import ShardCache
 from hetero_mpi.training.setup import data_setup
 from hetero_mpi.util.disk import cache_folder
 from hetero_mpi.util.errors import UserError
-from hetero_mpi.util.sealed import opened, store, store_value
+from hetero_mpi.util.sealed import load_sealed, store_folder, store_value
 from tests.profiling.test_profiling import kept_times
 from tests.support.damages import DAMAGES
 
@@ -188,10 +188,10 @@ def test_a_folder_is_more_than_its_files(spoil: Callable[[Path], object], tmp_pa
 
     told: list[str] = []
     for _ in range(2):
-        store(tmp_path / "place", fill, "")
-    assert opened(tmp_path / "place", read, told.append) == ("x", 7) and not told
+        store_folder(tmp_path / "place", fill, "")
+    assert load_sealed(tmp_path / "place", read, told.append) == ("x", 7) and not told
     spoil(tmp_path / "place")
-    assert opened(tmp_path / "place", read, told.append) is None and len(told) == 1
+    assert load_sealed(tmp_path / "place", read, told.append) is None and len(told) == 1
     assert os.listdir(tmp_path) == []
 
 
@@ -201,8 +201,8 @@ def test_what_its_reader_refuses_is_made_again_too(tmp_path: Path) -> None:
 
     told: list[str] = []
     store_value(tmp_path / "value", {"a": [1.5, None, "\ud800"]})
-    assert opened(tmp_path / "value", lambda _, value: value, told.append) == {"a": [1.5, None, "\ud800"]}
-    assert opened(tmp_path / "value", refuse, told.append) is None
+    assert load_sealed(tmp_path / "value", lambda _, value: value, told.append) == {"a": [1.5, None, "\ud800"]}
+    assert load_sealed(tmp_path / "value", refuse, told.append) is None
     assert len(told) == 1 and not (tmp_path / "value").exists()
 
 
@@ -211,7 +211,7 @@ def test_files_are_on_the_disk_before_their_name_is(tmp_path: Path, monkeypatch:
     rename, fsync = Path.rename, os.fsync
     monkeypatch.setattr(Path, "rename", lambda old, new: steps.append("rename") or rename(old, new))
     monkeypatch.setattr(os, "fsync", lambda file: steps.append(os.readlink(f"/proc/self/fd/{file}")) or fsync(file))
-    store(tmp_path / "place", lambda folder: (folder / "x").write_text("x"), "")
+    store_folder(tmp_path / "place", lambda folder: (folder / "x").write_text("x"), "")
     written, renamed = steps[: steps.index("rename")], steps[steps.index("rename") + 1 :]
     assert {Path(name).name for name in written[:-1]} == {"x", "seal.json"} and Path(written[-1]).name.startswith(
         ".place"

@@ -20,12 +20,12 @@ def test_no_toml_and_too_deep_are_one_error(text: str) -> None:
 
 
 def test_the_deepest_that_is_meant() -> None:
-    for depth, works in ((toml.DEEPEST - 1, True), (toml.DEEPEST, False)):
+    for depth, works in ((toml.MAX_NESTING_DEPTH - 1, True), (toml.MAX_NESTING_DEPTH, False)):
         text = "a = " + "[" * depth + "]" * depth
         if works:
             assert toml.loads(text)
         else:
-            with pytest.raises(toml.TomlError, match=str(toml.DEEPEST)):
+            with pytest.raises(toml.TomlError, match=str(toml.MAX_NESTING_DEPTH)):
                 toml.loads(text)
 
 

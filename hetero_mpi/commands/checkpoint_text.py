@@ -14,7 +14,7 @@ from hetero_mpi.rundir.run_directory import run_table
 from hetero_mpi.state.reader import CheckpointReader
 from hetero_mpi.util import units
 from hetero_mpi.util.errors import UserError
-from hetero_mpi.util.terminal import wrapped
+from hetero_mpi.util.terminal import wrap_text
 
 
 def checkpoint_lines(path: Path) -> list[str]:
@@ -70,7 +70,7 @@ def _origin(metadata: Mapping[str, Any]) -> list[str]:
         facts["plan"] = _plan_text(metadata["plan"])
     if versions := run_table(metadata, "versions"):
         facts["versions"] = ", ".join(f"{name} {version}" for name, version in versions.items())
-    return [line for what, text in facts.items() for line in wrapped(f"  {what}: ", text)]
+    return [line for what, text in facts.items() for line in wrap_text(f"  {what}: ", text)]
 
 
 def _plan_text(values: Any) -> str:

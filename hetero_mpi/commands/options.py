@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from hetero_mpi import __version__
 from hetero_mpi.util.plug_ins import plug_in, plug_in_names
-from hetero_mpi.util.terminal import folded
+from hetero_mpi.util.terminal import fold_line
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction["_Parser"]
@@ -45,10 +45,10 @@ class _Help(argparse.HelpFormatter):
             self._action_max_length += 2  # argparse forgets that commands are indented
 
     def _split_lines(self, text: str, width: int) -> list[str]:
-        return folded(" ".join(text.split()), width, indent="")
+        return fold_line(" ".join(text.split()), width, indent="")
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        return "\n".join(line for part in text.splitlines() for line in folded(part, width, indent, indent))
+        return "\n".join(line for part in text.splitlines() for line in fold_line(part, width, indent, indent))
 
 
 class _Parser(argparse.ArgumentParser):

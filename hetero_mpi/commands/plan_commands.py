@@ -29,10 +29,10 @@ from hetero_mpi.planning.types.toml_files import load_plan, load_plan_file, load
 from hetero_mpi.report.plan_text import costed_plan_lines, idling_lines, plan_lines, shared_nic_lines, what_if_lines
 from hetero_mpi.report.profile_text import inspection_lines
 from hetero_mpi.util import toml, units
-from hetero_mpi.util.disk import require_regular, writing
+from hetero_mpi.util.disk import require_regular, write_errors
 from hetero_mpi.util.errors import UserError
 from hetero_mpi.util.shipped import profile_file
-from hetero_mpi.util.terminal import wrapped
+from hetero_mpi.util.terminal import wrap_text
 
 HDF5_MAGIC = b"\x89HDF\r\n\x1a\n"
 SEQUENCES_PER_RANK = 4
@@ -128,7 +128,7 @@ def plan(
     answers = list(what_ifs(own, question.profile, question.request, lost.free_links_s)) if explain else []
     otherwise = differences(chosen.plan, question.request) if given is not None else []
     if output is not None:
-        with writing(output):
+        with write_errors(output):
             save_plan(chosen, output)
     if as_json:
         tokens = chosen.plan.global_batch * chosen.plan.sequence_length
@@ -148,12 +148,12 @@ def plan(
         }
         return json.dumps(encode(figures, infinity_as_text=True), indent=1)
     lines = costed_plan_lines(chosen, question.profile, result.use, lost)
-    lines += [line for text in otherwise for line in wrapped("The given plan differs from the job: ", text)]
+    lines += [line for text in otherwise for line in wrap_text("The given plan differs from the job: ", text)]
     if none:
-        lines += wrapped("The planner has no plan of its own: ", none)
+        lines += wrap_text("The planner has no plan of its own: ", none)
     elif given is not None:
         lines.append(f"The planner's own plan: {units.seconds(own.predicted_step_s)} per step")
-        lines += [line for reason in own.reasons for line in wrapped("  ", reason)]
+        lines += [line for reason in own.reasons for line in wrap_text("  ", reason)]
     lines += [*what_if_lines(answers, own.predicted_step_s), *_said(question)]
     if output is not None:
         lines.append(f"Written: {output}")
@@ -189,7 +189,7 @@ def simulation(
     used, ranks = len(result.busy_s), len(question.profile.devices)
     title = f"predicted step: {units.seconds(result.step_s)}, {used} of {ranks} ranks, {question.loaded.name}"
     figure = timeline([Panel(title, result.events)], labels)
-    with writing(folder):
+    with write_errors(folder):
         written = [save(figure, folder / f"timeline.{kind}", title) for kind in ("png", "svg")]
         written.append(save_trace({"": result.events}, folder / "trace.json", labels))
     length = chosen.plan.sequence_length
@@ -286,7 +286,7 @@ def plan_question(
 
 
 def _said(question: PlanQuestion) -> list[str]:
-    return [line for remark in question.remarks for line in wrapped("", remark)]
+    return [line for remark in question.remarks for line in wrap_text("", remark)]
 
 
 def uses_dropout(loaded: LoadedJob, config: dict[str, Any]) -> bool:

@@ -19,7 +19,7 @@ from hetero_mpi.rundir.logs import say
 from hetero_mpi.training.setup import setup
 from hetero_mpi.training.setup.context import TrainOptions
 from hetero_mpi.training.setup.profile_and_plan import subject_of
-from hetero_mpi.util.disk import writing
+from hetero_mpi.util.disk import write_errors
 
 
 def measure(world: World, job: Path | LoadedJob, reprofile: bool) -> ClusterProfile:
@@ -53,7 +53,7 @@ def profile(world: World, job: Path | LoadedJob, output: Path, reprofile: bool) 
     measured = measure(world, job, reprofile)
     with world.on_leader("writing the profile"):
         if world.rank == 0:
-            with writing(output):
+            with write_errors(output):
                 save_profile(measured, output)
             say(f"Written: {output}")
     return 0

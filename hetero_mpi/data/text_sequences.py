@@ -31,7 +31,7 @@ from hetero_mpi.data.record_shapes import BadRecord, BadRecords, without_text
 from hetero_mpi.data.source_files import matching_files, shown_patterns
 from hetero_mpi.data.tokenizer import beginning, encoded, end_token, in_batches, own_tokens_only, pad_token
 from hetero_mpi.util import units
-from hetero_mpi.util.disk import require_regular, writing
+from hetero_mpi.util.disk import require_regular, write_errors
 from hetero_mpi.util.errors import UserError
 
 PIECE = 250_000
@@ -328,7 +328,7 @@ def build_sequences(
         end, length = end_token(tokenizer), settings.length
         pieces = ids_of(blocks, own_tokens_only(tokenizer), tell)
         if settings.packing:
-            with writing(folder.parent if folder else Path(), REMEDY):  # what cannot be read is a UserError before
+            with write_errors(folder.parent if folder else Path(), REMEDY):  # what cannot be read is a UserError before
                 return _pack(pieces, end, length, None if folder is None else folder / name)
         return _pad(pieces, end, pad_token(tokenizer), length)
 
@@ -338,7 +338,7 @@ def build_sequences(
         return share_out(rows, settings, "the text", own)
     other = rows_of(evaluation, f"evaluation-{STREAM}")
     dataset = share_out(rows, replace(settings, held_out=0), "the text", own)
-    with writing(folder.parent if folder else Path(), REMEDY):
+    with write_errors(folder.parent if folder else Path(), REMEDY):
         dataset = join_evaluation(dataset, other, "the text", advice.format("data.evaluation"), folder)
     if folder is not None:
         for name in (STREAM, f"evaluation-{STREAM}"):

@@ -25,8 +25,8 @@ import numpy as np
 from hetero_mpi.data.batch import IGNORED
 from hetero_mpi.data.dataset import Dataset, Rows, mapped, parts_of_rows
 from hetero_mpi.data.text_sequences import REMEDY, STREAM, overlapping
-from hetero_mpi.util.disk import cache_folder, require_regular, writing
-from hetero_mpi.util.sealed import opened, store
+from hetero_mpi.util.disk import cache_folder, require_regular, write_errors
+from hetero_mpi.util.sealed import load_sealed, store_folder
 
 MOST_BYTES = 20_000_000_000
 _LAYOUT = 5
@@ -84,7 +84,7 @@ def kept(
             return read(Path(folder), fill(Path(folder))), False
     libraries = [version(name) for name in ("tokenizers", "transformers", "jinja2")]
     place = root / hashlib.sha256(json.dumps([_LAYOUT, libraries, *key], sort_keys=True).encode()).hexdigest()[:32]
-    contents = [content for content in (opened(place, read, tell),) if content is not None]
+    contents = [content for content in (load_sealed(place, read, tell),) if content is not None]
 
     def fill_and_read(folder: Path) -> Any:  # before another program can remove it
         values = fill(folder)
@@ -92,7 +92,7 @@ def kept(
         return values
 
     if not (there := bool(contents)):
-        store(place, fill_and_read, REMEDY)
+        store_folder(place, fill_and_read, REMEDY)
     with contextlib.suppress(OSError):
         os.utime(place)
         _make_room(root, place)
@@ -131,7 +131,7 @@ def write_dataset(folder: Path, dataset: Dataset, told: dict[str, Any]) -> dict[
     (JSON values). A stream lies there already. Raises UserError: the disk is full."""
     stream = (folder / STREAM).exists()
     names = ("train", "held_out") if stream else ("train", "held_out", *_COLUMNS)
-    with writing(folder.parent, REMEDY):
+    with write_errors(folder.parent, REMEDY):
         for name in names:
             if (column := getattr(dataset, name)) is not None and not (folder / f"{name}.npy").exists():
                 np.save(folder / f"{name}.npy", column)

@@ -29,7 +29,7 @@ from hetero_mpi.device.accelerators import BACKENDS
 from hetero_mpi.device.backend import DTYPES, HOST, Backend, Copied
 from hetero_mpi.device.self_test import MARK, OPENING, Result
 from hetero_mpi.device.shortage import is_out_of_memory
-from hetero_mpi.util.background import unattended
+from hetero_mpi.util.background import start_unattended
 
 ALLOWED = {"fp32": 1e-3, "bf16": 5e-2, "fp16": 2e-2}
 """Largest difference of a tensor from the CPU's, norm by norm: several times what rounding makes of it, far less than an error."""
@@ -252,7 +252,7 @@ def _failed(check: str, error: Exception) -> Result:
 
 def main(name: str, index: str) -> int:
     warnings.simplefilter("ignore")
-    unattended("waiting for the parent's end", _end_with_the_parent)
+    start_unattended("waiting for the parent's end", _end_with_the_parent)
     try:
         backend = BACKENDS[name](int(index))
         backend.make_current()

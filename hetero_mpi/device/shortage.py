@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hetero_mpi.util.host_limits import counter
+from hetero_mpi.util.host_limits import read_counter
 
 
 def memory_kills(counters: Path = Path("/proc/vmstat")) -> int:
     """Processes that this machine's kernel has killed for lack of memory since it started, by the limit of a control group or for
     the whole machine; 0 where it does not count them (before Linux 4.13, other systems)."""
-    return counter(counters, "oom_kill")
+    return read_counter(counters, "oom_kill")
 
 
 def memory_kills_text(kills: dict[str, int]) -> str:

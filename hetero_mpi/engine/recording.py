@@ -17,7 +17,7 @@ from hetero_mpi.planning.schedule import Event, MeasuredEvent
 from hetero_mpi.rundir.line_files import STEPS_NAME, LineFile, keep_until
 from hetero_mpi.rundir.metrics import StepMetrics
 from hetero_mpi.rundir.rank_steps import RankStep, Usage, rank_step_to_dict
-from hetero_mpi.util.background import BestEffort, unharmed
+from hetero_mpi.util.background import BestEffort, warn_on_failure
 
 _WARMUP_STEPS = 3
 """First recorded step, when caches and links are warm."""
@@ -55,7 +55,7 @@ class Recorder:
         self._clock_s = clock_offset_s(world, transport)
         self._record = BestEffort("recording steps", Recorder._recorded)
         if self._file is not None:
-            with unharmed("dropping later steps from steps.jsonl"):
+            with warn_on_failure("dropping later steps from steps.jsonl"):
                 keep_until(self._file.path, steps[0])
 
     def __call__(self, line: StepMetrics, result: StepResult) -> None:

@@ -30,7 +30,7 @@ from hetero_mpi.rundir.run_directory import SAMPLE_NAME
 from hetero_mpi.training.setup.data_setup import model_directory, prompt_template
 from hetero_mpi.training.setup.setup import look_around
 from hetero_mpi.util import units
-from hetero_mpi.util.background import unharmed
+from hetero_mpi.util.background import warn_on_failure
 from hetero_mpi.util.errors import UserError
 from hetero_mpi.util.terminal import write_text
 
@@ -147,7 +147,7 @@ def write_sample(trainer: Trainer, loaded: LoadedJob, tokenizer: PreTrainedToken
     trainer.world.current_action = "writing a sample"
     own: Task | None = None
     if tokenizer is not None:
-        with unharmed("preparing the sample"):
+        with warn_on_failure("preparing the sample"):
             own = _sample_task(trainer, loaded, tokenizer)
     word = trainer.world.broadcast_json(asdict(own) if own is not None else None)
     if word is None:
@@ -164,7 +164,7 @@ def write_sample(trainer: Trainer, loaded: LoadedJob, tokenizer: PreTrainedToken
         return
     if tokenizer is None:
         return
-    with unharmed(f"writing {SAMPLE_NAME}"):
+    with warn_on_failure(f"writing {SAMPLE_NAME}"):
         spelling = Spelling(tokenizer, task.prompt)
         text = "".join([*map(spelling.add, tokens), spelling.end()])
         way = "greedy" if table.temperature == 0 else f"temperature {table.temperature:g}, top_p {table.top_p:g}"

@@ -25,9 +25,9 @@ from hetero_mpi.rundir.logs import write_line
 from hetero_mpi.rundir.metrics import Evaluation
 from hetero_mpi.step_iterator import Steps
 from hetero_mpi.training.result import TrainResult
-from hetero_mpi.util.disk import cache_folder, sync, writing
+from hetero_mpi.util.disk import cache_folder, sync, write_errors
 from hetero_mpi.util.errors import UserError
-from hetero_mpi.util.sealed import discard, opened, store
+from hetero_mpi.util.sealed import discard, load_sealed, store_folder
 
 _OBJECTIVES = {
     "SFTConfig": "sft",
@@ -145,7 +145,7 @@ class DatasetTrainer:
             if self._result is None:
                 raise UserError("trainer.not_trained", "save_model() copies what train() has made: call that first")
             if world.rank == 0:
-                with writing(Path(output_dir), "name another directory"):
+                with write_errors(Path(output_dir), "name another directory"):
                     shutil.copytree(self._result.result, output_dir, dirs_exist_ok=True)
 
     def _per_epoch(self, given: Mapping[str, Any]) -> int:
@@ -281,7 +281,7 @@ def _rows_file(rows: Iterable[Mapping[str, Any]]) -> Path:
     """The rows as JSON lines in the user's cache, where equal rows have one file."""
     folder, digest = cache_folder("datasets"), hashlib.sha256()
     made = folder / f".{secrets.token_hex(8)}"
-    with writing(folder, _ELSEWHERE):
+    with write_errors(folder, _ELSEWHERE):
         folder.mkdir(parents=True, exist_ok=True)
         try:
             with made.open("wb") as file:
@@ -312,6 +312,6 @@ def _tokenizer_directory(tokenizer: Any) -> str | None:
         files = sorted(file for file in Path(folder).rglob("*") if file.is_file())
         digest = hashlib.sha256(b"".join(file.name.encode() + file.read_bytes() for file in files)).hexdigest()[:32]
         place = cache_folder("datasets") / f"tokenizer-{digest}"
-        if opened(place, lambda *_: True, write_line) is None:
-            store(place, tokenizer.save_pretrained, _ELSEWHERE)
+        if load_sealed(place, lambda *_: True, write_line) is None:
+            store_folder(place, tokenizer.save_pretrained, _ELSEWHERE)
     return str(place)

@@ -48,7 +48,7 @@ from hetero_mpi.rundir.metrics import Metrics, read_metrics
 from hetero_mpi.state.directory import lowest_held_out, newest_good
 from hetero_mpi.state.reader import CheckpointReader
 from hetero_mpi.state.resume_checks import check_tensors
-from hetero_mpi.util.background import unharmed
+from hetero_mpi.util.background import warn_on_failure
 from hetero_mpi.util.errors import UserError
 from hetero_mpi.util.terminal import printable
 
@@ -161,7 +161,7 @@ def _write_model(source: ExportSource, target: Path, layers: Iterator[dict[str, 
             writer.add(state)
         lacking = _copy_tokenizer(source, writer.path)
         kind = "model" if source.tuning.full else "merged"
-        with unharmed("writing the model card"):
+        with warn_on_failure("writing the model card"):
             write_card(writer.path, target, source.path, source.reader.metadata, source.base, kind)
     base = source.reader.told("base_model")
     added = "" if source.tuning.full else f": the weights of {base}, not quantised, with the adapter added"
@@ -174,7 +174,7 @@ def _write_adapter(source: ExportSource, target: Path) -> str:
     with adapter_directory(target) as whole:
         write_adapter(whole.path, source.tuning, state, base)
         lacking = _copy_tokenizer(source, whole.path)
-        with unharmed("writing the model card"):
+        with warn_on_failure("writing the model card"):
             write_card(whole.path, target, source.path, source.reader.metadata, source.base, "adapter")
     return f"a PEFT adapter{lacking}"
 

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from hetero_mpi.job.load import LoadedJob, load_job
-from hetero_mpi.util.disk import writing
+from hetero_mpi.util.disk import write_errors
 from hetero_mpi.util.errors import UserError
 from hetero_mpi.util.shipped import shipped_folder
 
@@ -57,7 +57,7 @@ def init(name: str | None, directory: Path, source: Path | None = None, gpus: in
     lines = []
     for path in [*own, *others]:
         target = directory / "jobs" / path
-        with writing(target, f"name another directory: init {name} DIR"):
+        with write_errors(target, f"name another directory: init {name} DIR"):
             if not (there := target.exists()):
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(shipped_folder("jobs") / path, target)

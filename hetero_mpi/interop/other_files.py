@@ -15,7 +15,7 @@ import yaml
 
 from hetero_mpi.util.disk import require_regular
 from hetero_mpi.util.errors import UserError
-from hetero_mpi.util.toml import DEEPEST
+from hetero_mpi.util.toml import MAX_NESTING_DEPTH
 
 MOST_BYTES, MOST_VALUES = 1 << 20, 100_000
 """Of a file, and of what its aliases make of it."""
@@ -77,8 +77,10 @@ def _has_keys(text: str) -> bool:
 
 def _plain(value: Any, left: Iterator[int], depth: int = 0) -> Any:
     """A value as JSON has it; a date, a set and the like as their text. Raises ValueError: no file of ours can hold it."""
-    if depth > DEEPEST or next(left, None) is None:
-        raise ValueError(f"its values are more than {MOST_VALUES:,}, or more than {DEEPEST} deep within one another")
+    if depth > MAX_NESTING_DEPTH or next(left, None) is None:
+        raise ValueError(
+            f"its values are more than {MOST_VALUES:,}, or more than {MAX_NESTING_DEPTH} deep within one another"
+        )
     if isinstance(value, dict):
         return {_plain(str(key), left): _plain(inner, left, depth + 1) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):

@@ -23,7 +23,7 @@ from hetero_mpi.job.load import job_of_tables
 from hetero_mpi.job.rules import as_toml
 from hetero_mpi.rundir import trackers
 from hetero_mpi.util import toml
-from hetero_mpi.util.disk import writing
+from hetero_mpi.util.disk import write_errors
 from hetero_mpi.util.errors import UserError
 
 PEFT = TABLE["peft"]
@@ -52,7 +52,7 @@ def job_from(file: Path, target: Path, gpus: int | None) -> list[str]:
         job_of_tables(toml.loads(text), target.stem, target.absolute().parent)
     except (UserError, toml.TomlError) as error:
         raise UserError("convert.invalid_job", f"{file}: makes no valid job, so none was written: {error}") from None
-    with writing(target, "name another directory or FILE.toml"):
+    with write_errors(target, "name another directory or FILE.toml"):
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text, encoding="utf-8")
     unknown = [f"{NOT_UNDERSTOOD}: {', '.join(draft.left[NOT_UNDERSTOOD])}"] if NOT_UNDERSTOOD in draft.left else []

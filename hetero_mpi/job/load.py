@@ -224,7 +224,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
 
 
 def _is_key(keys: Sequence[str]) -> bool:
-    return 2 <= len(keys) <= toml.DEEPEST and all(keys)
+    return 2 <= len(keys) <= toml.MAX_NESTING_DEPTH and all(keys)
 
 
 def _override_value(text: str) -> Any:

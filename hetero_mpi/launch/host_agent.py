@@ -27,7 +27,7 @@ from typing import Any
 from hetero_mpi.comm.ranks.versions import own_source
 from hetero_mpi.launch.doctor.host_facts import gather, self_tests
 from hetero_mpi.launch.hosts.agent import MARK
-from hetero_mpi.util.background import unattended
+from hetero_mpi.util.background import start_unattended
 
 
 def listen() -> dict[str, Any]:
@@ -40,7 +40,7 @@ def listen() -> dict[str, Any]:
             with connection, contextlib.suppress(OSError):
                 connection.sendall(word.encode())
 
-    unattended("listening to callers", serve)
+    start_unattended("listening to callers", serve)
     return {"port": server.getsockname()[1], "word": word}
 
 

@@ -27,7 +27,7 @@ from hetero_mpi.planning.types.profile import LayerTimes
 from hetero_mpi.planning.types.profile_rules import number_problems
 from hetero_mpi.planning.types.sizes import DTYPE_BYTES
 from hetero_mpi.util.disk import cache_folder
-from hetero_mpi.util.sealed import opened, store_value
+from hetero_mpi.util.sealed import load_sealed, store_value
 
 CACHE_BYTES = 64 << 20
 """More than a processor's caches hold for one of its cores."""
@@ -183,12 +183,12 @@ def load_times(key: str, tell: Callable[[str], object]) -> DeviceTimes | None:
         raise_all(key, number_problems(data))
         return decode(DeviceTimes, data, key)
 
-    return opened(_place(key), read, tell)
+    return load_sealed(_place(key), read, tell)
 
 
 def is_kept(key: str) -> bool:
     """Whether something is kept under ``key``, and whole."""
-    return opened(_place(key), lambda *_: True, lambda _: None) is not None
+    return load_sealed(_place(key), lambda *_: True, lambda _: None) is not None
 
 
 def save(key: str, value: Any) -> None:

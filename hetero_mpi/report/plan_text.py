@@ -28,7 +28,7 @@ from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile
 from hetero_mpi.report.profile_text import device_heading, device_text
 from hetero_mpi.report.table import MOST_ROWS, Column, Table, grouped
 from hetero_mpi.util import units
-from hetero_mpi.util.terminal import wrapped
+from hetero_mpi.util.terminal import wrap_text
 
 if TYPE_CHECKING:
     from hetero_mpi.planning.decision.alternatives import Losses, Outcome  # brings the planner
@@ -80,27 +80,29 @@ def plan_lines(told: PlanReport | Plan, profile: ClusterProfile | None, every: b
     """
     plan, report = (told, None) if isinstance(told, Plan) else (told.plan, told)
     stages = _stages(plan, profile, report)
-    lines = wrapped("", headline(report)) if report is not None else []
+    lines = wrap_text("", headline(report)) if report is not None else []
     lines += [plan_title(plan, profile), *stages.lines(None if every else MOST_STAGES)]
     lines.append(f"  {stage_note(plan, profile)}")
     if len(stages.rows) > MOST_STAGES and not every:
         lines.append(f"  {EVERY_STAGE}")
     if report is not None:
         lines += host_lines(report.hosts)
-        lines += [line for reason in idle_lines(report.idle) for line in wrapped("  ", reason)]
-        lines += [line for reason in report.reasons for line in wrapped("  because: ", reason)]
+        lines += [line for reason in idle_lines(report.idle) for line in wrap_text("  ", reason)]
+        lines += [line for reason in report.reasons for line in wrap_text("  because: ", reason)]
     lines += [f"Batch: {line}" for line in batch_lines(plan)]
-    return lines + (wrapped("", _prediction(report, profile is None)) if report is not None else [f"  {NOT_PREDICTED}"])
+    return lines + (
+        wrap_text("", _prediction(report, profile is None)) if report is not None else [f"  {NOT_PREDICTED}"]
+    )
 
 
 def planned_lines(report: PlanReport, profile: ClusterProfile, run_dir: Path) -> list[str]:
     """A plan as ``train`` shows it before the first step; all else is in ``plan_lines``, for ``--verbose`` and ``inspect``."""
     stages = _stages(report.plan, profile, report).without("weights", "warm-up")
-    lines = [*wrapped("", headline(report)), plan_title(report.plan, profile), *stages.lines(FEW)]
-    lines += [line for reason in idle_lines(report.idle) for line in wrapped("  ", reason)]
+    lines = [*wrap_text("", headline(report)), plan_title(report.plan, profile), *stages.lines(FEW)]
+    lines += [line for reason in idle_lines(report.idle) for line in wrap_text("  ", reason)]
     lines += [f"Batch: {line}" for line in batch_lines(report.plan)]
-    lines += [line for reason in report.reasons if FROM_DISK in reason for line in wrapped("  ", reason)]
-    return lines + wrapped("  ", f"why, and all figures: --verbose, or `python -m hetero_mpi inspect {run_dir}`")
+    lines += [line for reason in report.reasons if FROM_DISK in reason for line in wrap_text("  ", reason)]
+    return lines + wrap_text("  ", f"why, and all figures: --verbose, or `python -m hetero_mpi inspect {run_dir}`")
 
 
 def plan_title(plan: Plan, profile: ClusterProfile | None) -> str:
@@ -156,7 +158,7 @@ def host_lines(hosts: Sequence[HostMemory]) -> list[str]:
     shown = hosts if len(hosts) <= MOST_ROWS else fullest_first[:1]
     more = f" (the fullest of {len(hosts)})" if len(shown) < len(hosts) else ""
     return [
-        f"  host {units.shortened(host.host)}: {units.size(host.peak_bytes)} of {units.size(host.usable_bytes)} "
+        f"  host {units.shorten(host.host)}: {units.size(host.peak_bytes)} of {units.size(host.usable_bytes)} "
         f"for its ranks together{more}"
         for host in shown
     ]
@@ -263,7 +265,7 @@ def batch_lines(plan: Plan) -> list[str]:
         count, last = pipeline.micro_batches, pipeline.size(pipeline.micro_batches - 1)
         short = f" (the last: {last})" if last < pipeline.size(0) else ""
         shares.append(f"{units.plural(count, 'micro-batch')} x {units.plural(pipeline.size(0), row)}{short}")
-    text = f"{units.plural(plan.global_batch, row)} = {units.counted(shares, ' + ')}"
+    text = f"{units.plural(plan.global_batch, row)} = {units.join_with_counts(shares, ' + ')}"
     if row == "sample":
         return [text]
     tokens = plan.global_batch * plan.sequence_length
@@ -286,13 +288,13 @@ def _bound_text(report: PlanReport) -> str:
 
 def costed_plan_lines(report: PlanReport, profile: ClusterProfile, use: Mapping[int, float], lost: Losses) -> list[str]:
     """A plan with its prediction and bound, the utilisation of every rank (``use``), and what limits the plan."""
-    lines = plan_lines(report, profile) + wrapped("Utilisation: ", utilisation(use))
+    lines = plan_lines(report, profile) + wrap_text("Utilisation: ", utilisation(use))
     parts = [(lost.links, "links"), (lost.memory, "memory"), (lost.granularity, "whole layers and micro-batches")]
     if lost.choice > 0:
         parts.insert(0, (lost.choice, "this plan (the planner's own is faster)"))
     spent = ", ".join(f"{units.percent(share)} to {name}" for share, name in parts)
     against = "against devices that are always busy, the step loses"
-    return lines + wrapped("Limited by: ", f"{LIMITS[lost.limit]}; {against} {spent}")
+    return lines + wrap_text("Limited by: ", f"{LIMITS[lost.limit]}; {against} {spent}")
 
 
 def utilisation(shares: Mapping[int, float]) -> str:
@@ -310,7 +312,7 @@ def shared_nic_lines(step_s: float, predicted_s: float) -> list[str]:
     """The cost of one NIC per host, in a step simulated so."""
     more = units.ratio(step_s, predicted_s) - 1
     change = "no change" if abs(more) < _NO_CHANGE else f"{units.percent(more)} more than predicted"
-    return wrapped("Simulated so that ", f"all messages of a host to others pass through one NIC: {change}")
+    return wrap_text("Simulated so that ", f"all messages of a host to others pass through one NIC: {change}")
 
 
 _CAUSES = {

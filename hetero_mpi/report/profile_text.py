@@ -22,7 +22,7 @@ from hetero_mpi.planning.types.profile import (
 )
 from hetero_mpi.report.table import MOST_ROWS, Column, Table, grouped, least_most
 from hetero_mpi.util import units
-from hetero_mpi.util.terminal import wrapped
+from hetero_mpi.util.terminal import wrap_text
 
 LONGEST_DEVICE, LONGEST_HOST = 26, 20
 """Characters of a device's or host's name in a table; some CPUs' names are sentences."""
@@ -66,8 +66,8 @@ def measured_lines(profile: ClusterProfile) -> list[str]:
     if links := profile.told_links():
         text += f"; links take {least_most([link.latency_s for link in links], units.seconds)}, "
         text += f"{units.bandwidth(min(link.bytes_per_s for link in links))} or more"
-    lines = wrapped(f"{profile.source.capitalize()}: ", text)
-    return lines + [line for note in profile.notes if profile.emulated for line in wrapped("  ", note)]
+    lines = wrap_text(f"{profile.source.capitalize()}: ", text)
+    return lines + [line for note in profile.notes if profile.emulated for line in wrap_text("  ", note)]
 
 
 def profile_lines(profile: ClusterProfile, every: bool = False) -> list[str]:
@@ -75,16 +75,16 @@ def profile_lines(profile: ClusterProfile, every: bool = False) -> list[str]:
     tokens = profile.model.sequence_length
     lines = [f"Ranks: {len(profile.devices)}, {profile.mpi_library}; figures {profile.source}, {profile.date}"]
     lines += rank_table(profile).lines(None if every else MOST_ROWS)
-    lines += wrapped("  ", f"forward and backward: one block, one {units.rows_of(tokens, '')}, {profile.model.dtype}")
+    lines += wrap_text("  ", f"forward and backward: one block, one {units.rows_of(tokens, '')}, {profile.model.dtype}")
     lines += _link_lines(profile)
-    return lines + [line for note in profile.notes for line in wrapped("  ", note)]
+    return lines + [line for note in profile.notes for line in wrap_text("  ", note)]
 
 
 def rank_table(profile: ClusterProfile) -> Table:
     host = "emulated host" if profile.emulated else "host"
     columns = (
         Column("rank", "rank"),
-        Column(host, lambda device: units.shortened(device.host, LONGEST_HOST), left=True),
+        Column(host, lambda device: units.shorten(device.host, LONGEST_HOST), left=True),
         Column(device_heading(profile), device_text, left=True),
         Column("forward", lambda device: block_s(profile, device, Op.F), units.seconds),
         Column("backward", lambda device: block_s(profile, device, Op.B), units.seconds),
@@ -129,7 +129,7 @@ def inspection_lines(profile: ClusterProfile, every: bool = False) -> list[str]:
         devices = devices[:MOST_CURVES]
     for ranks, device in devices:
         name = f"{device.name} ({device.backend}), {units.size(device.memory_bytes)} usable"
-        lines += ["", *wrapped("", f"{units.ranks(ranks).capitalize()}: {name}")]
+        lines += ["", *wrap_text("", f"{units.ranks(ranks).capitalize()}: {name}")]
         lines += _curve_table(device).lines()
         if any(times.recompute_s or times.input_s for times in device.layers.values()):
             lines.append("  again: backward that repeats the forward; input, weights: backward in two parts")

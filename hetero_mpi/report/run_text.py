@@ -18,7 +18,7 @@ from hetero_mpi.report.profile_text import place_text
 from hetero_mpi.report.table import Table
 from hetero_mpi.rundir.metrics import WARM_UP_STEPS, Evaluation, StepMetrics, by_plan, rewards_text
 from hetero_mpi.util import units
-from hetero_mpi.util.terminal import wrapped
+from hetero_mpi.util.terminal import wrap_text
 
 TOLERANCE = 0.15
 """Share by which a step may differ from its prediction without a reason being given."""
@@ -172,12 +172,12 @@ def comparison_lines(runs: Sequence[PastRun]) -> list[str]:
     names = [f"{name}{' (emulated)' if run.emulated else ''}" for name, run in zip(names, runs, strict=True)]
     lines = Table.of_texts(("", *names), rows).lines()
     if any(run.emulated for run in runs):
-        lines += wrapped(
+        lines += wrap_text(
             "  ",
             "emulated: times and speeds are those of a profile's devices, imitated; losses are of the model that stood in",
         )
     if len({_model(run.profile) for run in runs}) > 1:
-        lines += wrapped("  ", "the models differ: neither losses nor tokens per second can be compared")
+        lines += wrap_text("  ", "the models differ: neither losses nor tokens per second can be compared")
     return lines
 
 
@@ -231,8 +231,8 @@ def baseline_lines(
     ]
     table = Table.of_texts(("", "device", "step", "tokens/s", ""), rows)
     lines = [f"The same {units.amount(tokens, report.plan.sequence_length)} per step{kind}:", *table.lines(), ""]
-    lines += ["Was it worth adding the others?", *wrapped("  ", worth_adding(singles, report, profile, measured)), ""]
-    return [*lines, *(line for remark in remarks for line in wrapped("", remark))]
+    lines += ["Was it worth adding the others?", *wrap_text("  ", worth_adding(singles, report, profile, measured)), ""]
+    return [*lines, *(line for remark in remarks for line in wrap_text("", remark))]
 
 
 def worth_adding(
@@ -283,7 +283,7 @@ def next_steps(run: PastRun) -> list[tuple[str, str]]:
 
 
 def _devices(profile: ClusterProfile | None) -> str:
-    return units.counted((device.name for device in profile.devices), ", ") if profile is not None else ""
+    return units.join_with_counts((device.name for device in profile.devices), ", ") if profile is not None else ""
 
 
 def _plan(report: PlanReport | None) -> str:

@@ -14,7 +14,7 @@ from itertools import zip_longest
 from operator import itemgetter
 from typing import Any, TypeVar
 
-from hetero_mpi.util.terminal import line_width, printable, wrapped
+from hetero_mpi.util.terminal import line_width, printable, wrap_text
 
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
@@ -124,7 +124,7 @@ def _stacked(cells: Sequence[Sequence[str]]) -> list[str]:
     lines: list[str] = []
     for row in rows:
         for heading, cell in zip(headings, row, strict=True):
-            lines += wrapped(f"  {heading:<{wide}}  ", cell.replace(_TOGETHER, " ")) if cell else []
+            lines += wrap_text(f"  {heading:<{wide}}  ", cell.replace(_TOGETHER, " ")) if cell else []
         lines.append("")
     return lines
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from hetero_mpi.util.disk import require_regular, write_whole
+from hetero_mpi.util.disk import require_regular, write_atomic
 from hetero_mpi.util.errors import UserError
 
 METRICS_NAME, STEPS_NAME, EVENTS_NAME = "metrics.jsonl", "steps.jsonl", "events.jsonl"
@@ -116,7 +116,7 @@ def _rewrite(path: Path, lines: Iterable[str]) -> None:
     """Replace a file's contents by ``lines``, its own first ones, with their ends. On a full disk the file is cut instead."""
     kept = "".join(lines).encode()
     try:
-        write_whole(path, kept, durable=True)
+        write_atomic(path, kept, durable=True)
     except OSError:
         with contextlib.suppress(OSError):
             if path.read_bytes().startswith(kept):

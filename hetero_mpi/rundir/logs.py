@@ -10,7 +10,7 @@ import threading
 from pathlib import Path
 from typing import Any, Protocol
 
-from hetero_mpi.util.terminal import SPEECH, fitted, printable, write_text
+from hetero_mpi.util.terminal import CONSOLE_LOGGER, fit_to_terminal, printable, write_text
 
 LOGGER = "hetero_mpi"
 
@@ -24,14 +24,14 @@ def setup_logging(run_dir: str | Path | None, rank: int, size: int, waits: bool 
     ``waits``: lines wait in memory until ``write_waiting_logs``, or until an error is logged; other settings drop them.
     """
     root = logging.getLogger()
-    for logger in (root, logging.getLogger(SPEECH)):
+    for logger in (root, logging.getLogger(CONSOLE_LOGGER)):
         for handler in [handler for handler in logger.handlers if handler.get_name() == LOGGER]:
             logger.removeHandler(handler)
             handler.close()
     logging.getLogger(LOGGER).setLevel(logging.INFO)
     logging.captureWarnings(True)
     if rank == 0:
-        _add(logging.getLogger(SPEECH), _Speech(), "%(message)s")
+        _add(logging.getLogger(CONSOLE_LOGGER), _Speech(), "%(message)s")
     path = None
     if run_dir is not None:
         path = Path(run_dir) / "logs" / f"rank-{rank:04}.log"
@@ -53,7 +53,7 @@ def write_waiting_logs() -> None:
 def say(*lines: str) -> None:
     """Print lines for the user: on rank 0 to stdout, on every rank to the log file."""
     for line in lines:
-        logging.getLogger(SPEECH).info("%s", printable(line))
+        logging.getLogger(CONSOLE_LOGGER).info("%s", printable(line))
 
 
 def note(*lines: str) -> None:
@@ -131,6 +131,6 @@ def write_line(text: str) -> None:
     """Print a line to stdout, above the screen where there is one."""
     with _LOCK:
         if SHOWN:
-            SHOWN[-1].say(fitted(text))
+            SHOWN[-1].say(fit_to_terminal(text))
         else:
             write_text(text + "\n", sys.stdout)

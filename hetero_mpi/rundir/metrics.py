@@ -17,7 +17,7 @@ from typing import Any
 
 from hetero_mpi.rundir.line_files import LineFile, keep_until, lines, object_of
 from hetero_mpi.rundir.logs import say
-from hetero_mpi.util.background import BestEffort, unharmed
+from hetero_mpi.util.background import BestEffort, warn_on_failure
 from hetero_mpi.util.plug_ins import plug_in
 
 WARM_UP_STEPS = 2
@@ -100,7 +100,7 @@ class MetricsWriter:
         self.path = Path(path)
         self._trackers = trackers
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with unharmed("dropping later steps from metrics.jsonl"):
+        with warn_on_failure("dropping later steps from metrics.jsonl"):
             keep_until(self.path, resume_step)
         self._file = LineFile(self.path, say)
 
@@ -214,7 +214,7 @@ class Trackers:
         self._using: list[BestEffort[None]] = []
         """Of every tracker that could be opened, a function that hands it to another one."""
         for name in names:
-            with unharmed(f"opening {name} (pip install {name}, or leave it out of [report] trackers)"):
+            with warn_on_failure(f"opening {name} (pip install {name}, or leave it out of [report] trackers)"):
                 tracker = plug_in("hetero_mpi.rundir.trackers", name).open_tracker(run_dir, job)
                 self._using.append(BestEffort(f"giving metrics to {name}", lambda use, of=tracker: use(of)))
 

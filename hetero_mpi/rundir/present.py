@@ -15,7 +15,7 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from hetero_mpi.util import units
-from hetero_mpi.util.disk import require_regular, write_whole
+from hetero_mpi.util.disk import require_regular, write_atomic
 
 PRESENT_NAME = "now.json"
 NICENESS = 10
@@ -92,7 +92,7 @@ _FORM = TypeAdapter(Present)
 
 def write_present(directory: Path, present: Present) -> None:
     with contextlib.suppress(OSError):  # a full disk, of which other files tell
-        write_whole(directory / PRESENT_NAME, json.dumps(asdict(present)))
+        write_atomic(directory / PRESENT_NAME, json.dumps(asdict(present)))
 
 
 def read_present(directory: Path) -> Present | None:

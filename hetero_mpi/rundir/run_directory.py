@@ -25,8 +25,8 @@ from typing import Any, TextIO
 from hetero_mpi.rundir.line_files import EVENTS_NAME, METRICS_NAME, STEPS_NAME, LineFile, objects
 from hetero_mpi.rundir.logs import write_line
 from hetero_mpi.rundir.present import PRESENT_NAME
-from hetero_mpi.util.background import unharmed
-from hetero_mpi.util.disk import lock, require_regular, write_whole
+from hetero_mpi.util.background import warn_on_failure
+from hetero_mpi.util.disk import lock, require_regular, write_atomic
 from hetero_mpi.util.errors import UserError
 from hetero_mpi.util.shipped import USED_PROFILE
 from hetero_mpi.util.terminal import write_text
@@ -143,7 +143,7 @@ def _holder(file: TextIO) -> str:
 
 def append_event(run_dir: Path, event: str, text: str, **values: Any) -> None:
     """Append one event of the run itself, without a supervisor. No failure ends the run."""
-    with unharmed(f"writing {EVENTS_NAME}"):
+    with warn_on_failure(f"writing {EVENTS_NAME}"):
         LineFile(run_dir / EVENTS_NAME).write(as_event(event, text, values))
 
 
@@ -201,7 +201,7 @@ def result_step(directory: Path) -> int | None:
 
 
 def _tell(path: Path, values: Mapping[str, Any]) -> None:
-    write_whole(path, json.dumps(values, indent=1) + "\n")
+    write_atomic(path, json.dumps(values, indent=1) + "\n")
 
 
 def run_json(path: Path) -> dict[str, Any]:
@@ -288,7 +288,7 @@ def _bring_back(source: Path, target: Path, own: Callable[[Mapping[str, Any]], b
         lines = source.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
         with target.open("a", encoding="utf-8") as file:
             file.writelines(mine)
-        write_whole(source, "".join(line for line in lines if line not in mine))
+        write_atomic(source, "".join(line for line in lines if line not in mine))
 
 
 _OF_EVERY_START = ("hosts", "start", "ended", "end")

@@ -42,9 +42,9 @@ from hetero_mpi.model.transformers.weights import FileStart, SeededStart, Tensor
 from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.rundir.logs import say
 from hetero_mpi.util import units
-from hetero_mpi.util.disk import SPARE_BYTES, free_bytes, write_whole, writing
+from hetero_mpi.util.disk import SPARE_BYTES, free_bytes, write_atomic, write_errors
 from hetero_mpi.util.errors import UserError
-from hetero_mpi.util.sealed import opened, store
+from hetero_mpi.util.sealed import load_sealed, store_folder
 
 _WORD, _TENSOR = 1 << 13, (1 << 13) + 1
 _STOP, _GO = 0, 1
@@ -155,7 +155,7 @@ class ShardCache:
         self.identity = identity
         self.remarks: list[str] = []
         self._headers: dict[int, Mapping[str, StoredTensor]] = {}
-        with writing(self.directory, _REMEDY):
+        with write_errors(self.directory, _REMEDY):
             self.directory.mkdir(parents=True, exist_ok=True)
 
     def holds(self, layer: int, wanted: Mapping[str, ListedTensor]) -> bool:
@@ -169,7 +169,7 @@ class ShardCache:
                 raise ValueError("it holds other tensors than are needed now")
             return header
 
-        header = opened(self._place(layer), read, self.remarks.append)
+        header = load_sealed(self._place(layer), read, self.remarks.append)
         if header is not None:
             self._headers[layer] = header
         return header is not None
@@ -183,8 +183,8 @@ class ShardCache:
 
         :raises UserError: the directory is not writable, or the disk too full.
         """
-        with writing(self.directory, _REMEDY):
-            write_whole(self.directory / "trial", b"x")
+        with write_errors(self.directory, _REMEDY):
+            write_atomic(self.directory / "trial", b"x")
         (self.directory / "trial").unlink(missing_ok=True)
         free = free_bytes(self.directory)
         if free < coming_bytes + SPARE_BYTES:
@@ -201,12 +201,12 @@ class ShardCache:
         """
 
         def fill(folder: Path) -> list[Any]:
-            with writing(self.directory, _REMEDY):
+            with write_errors(self.directory, _REMEDY):
                 write_tensors(folder / _NAME, tensors)
             return [self.identity, layer]
 
         # Nothing is forced to the disk: what a power loss damages is found by its seal.
-        store(self._place(layer), fill, _REMEDY, durable=False)
+        store_folder(self._place(layer), fill, _REMEDY, durable=False)
 
     def _place(self, layer: int) -> Path:
         return self.directory / f"layer-{layer:05d}"

@@ -26,7 +26,7 @@ from hetero_mpi.state.saving import Saver, Snapshots
 from hetero_mpi.state.state import State
 from hetero_mpi.training.follower import Event, Follower, Reply
 from hetero_mpi.training.setup.context import RunContext, Share
-from hetero_mpi.util.background import unharmed
+from hetero_mpi.util.background import warn_on_failure
 from hetero_mpi.util.errors import ExitCode, UserError
 
 if TYPE_CHECKING:
@@ -186,7 +186,7 @@ class Loop:
             )
         if self.world.rank == 0:
             if done:
-                with unharmed("writing run.json"):
+                with warn_on_failure("writing run.json"):
                     note_end(self._run_dir, self.state.step)
             self.state.set_newest_checkpoint(self.saver.newest)  # the writing of the last one may have failed
         return done

@@ -42,9 +42,9 @@ from hetero_mpi.training.setup.context import RunContext, Share
 from hetero_mpi.training.setup.data_setup import base_name
 from hetero_mpi.training.watchdog import Watchdog
 from hetero_mpi.util import units
-from hetero_mpi.util.background import Background, BestEffort, start_module, unattended, unharmed
+from hetero_mpi.util.background import Background, BestEffort, start_module, start_unattended, warn_on_failure
 from hetero_mpi.util.errors import UserError
-from hetero_mpi.util.host_limits import own_cores
+from hetero_mpi.util.host_limits import allowed_cores
 from hetero_mpi.util.shipped import USED_PROFILE
 
 
@@ -52,7 +52,7 @@ def draw_plan(context: RunContext, report: PlanReport) -> None:
     """``architecture.png`` and ``.svg`` of the plan. On rank 0, before training."""
     if context.world.rank != 0 or not context.job.report.write:
         return
-    with unharmed("drawing architecture.png"):
+    with warn_on_failure("drawing architecture.png"):
         from hetero_mpi.report.figures.architecture import architecture  # loads matplotlib
         from hetero_mpi.report.figures.style import save
 
@@ -71,7 +71,7 @@ def keep_profile(context: RunContext) -> None:
     if context.world.rank != 0:
         return
     used, measured = context.run_dir / USED_PROFILE, None
-    with unharmed(f"writing {used.name}"):
+    with warn_on_failure(f"writing {used.name}"):
         with contextlib.suppress(UserError):
             measured = load_profile(context.run_dir / "profile.toml")
         if measured == context.profile:
@@ -83,7 +83,7 @@ def keep_profile(context: RunContext) -> None:
 def open_metrics(context: RunContext, step: int, run_id: str) -> MetricsWriter:
     """Open the metrics of a run that starts after ``step`` steps, and describe the run in ``run.json``."""
     loaded = context.loaded
-    with unharmed("writing run.json"):
+    with warn_on_failure("writing run.json"):
         about = loaded.name, str(loaded.path), job_to_dict(loaded.job), own_versions(context.world.library)
         skipped = context.material.skipped_records if context.material is not None else 0
         describe_run(context.run_dir, *about, context.world.size, step, skipped, run_id)
@@ -111,7 +111,7 @@ def show_plan(display: ProgressDisplay | None, context: RunContext, plan: Plan, 
     """Show a plan on the screen before it is run, and what each rank does (where there is a watchdog)."""
     if display is None:
         return
-    with unharmed("showing the plan"):
+    with warn_on_failure("showing the plan"):
         standings = watchdog.standings if watchdog is not None else dict
         display.show(overview(plan, context.profile, context.loaded.name), standings)
 
@@ -145,12 +145,12 @@ class LiveView:
         self._asked, self._run_dir, self._display = asked, run_dir, display
         if asked.watch is not False and self._page is None:
             port = [str(asked.watch)] if asked.watch is not True else []
-            with unharmed("starting the live page"):  # an interrupt of the terminal is not for it
+            with warn_on_failure("starting the live page"):  # an interrupt of the terminal is not for it
                 apart: dict[str, Any] = {"stderr": subprocess.DEVNULL, "start_new_session": True}
                 self._page = start_module("hetero_mpi.serve.live_page", str(run_dir), *port, **apart)
-                unattended("passing on the page's address", self._pass_on)
+                start_unattended("passing on the page's address", self._pass_on)
         if self._telling is None and (asked.write or self._page is not None):
-            with unharmed("telling what the ranks do"):
+            with warn_on_failure("telling what the ranks do"):
                 self._telling = Background("telling what the ranks do", self._tell)
 
     def __enter__(self) -> LiveView:
@@ -165,7 +165,7 @@ class LiveView:
             if known:
                 write_files(self._run_dir, self._asked)
         if self._page is not None and self._page.stdin is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired), unharmed("ending the live page"):
+            with contextlib.suppress(subprocess.TimeoutExpired), warn_on_failure("ending the live page"):
                 self._page.stdin.close()
                 self._page.wait(_PATIENCE_S)
 
@@ -188,7 +188,7 @@ class LiveView:
 def write_files(run_dir: Path, asked: ReportTable) -> None:
     """``report.html`` and ``trace.json``, on rank 0."""
     if asked.write:
-        with unharmed("writing the report"):
+        with warn_on_failure("writing the report"):
             from hetero_mpi.report.page.document import write_report  # loads matplotlib
 
             run = read_run(run_dir)
@@ -232,10 +232,10 @@ def _leave_result(context: RunContext, share: Share, state: State, others: Other
     share.members.current_action = "writing the result"
     result_directory = _write_result(context, share.trainer)
     if context.world.rank == 0:
-        with unharmed("writing run.json"):
+        with warn_on_failure("writing run.json"):
             note_result(context.run_dir, state.step)
         write_files(context.run_dir, context.job.report)
-        with unharmed("printing the summary"):
+        with warn_on_failure("printing the summary"):
             _say_end(context, share.report, state, result_directory, taken)
 
 
@@ -318,7 +318,7 @@ class OtherPrograms:
         ended, own = self._now(), None
         if ended is not None and self._began is not None:
             passed_s, own_s, *cores_s = (now - then for now, then in zip(ended, self._began, strict=False))
-            own = [world.host, own_cores(), passed_s, own_s, cores_s]
+            own = [world.host, allowed_cores(), passed_s, own_s, cores_s]
         rows, found = [row for row in world.all_gather_json(own) if row is not None], []
         for host in dict.fromkeys(row[0] for row in rows):
             here = [row for row in rows if row[0] == host]

@@ -19,7 +19,7 @@ from types import FrameType
 from typing import Any
 
 from hetero_mpi.comm.ranks.leave import Interrupted
-from hetero_mpi.util.errors import AT_ONCE
+from hetero_mpi.util.errors import ABORT_SIGNALS
 
 ECHO_S = 1.0
 """A signal within this time of the first counts as the same request by another way. A terminal signals every process of its group,
@@ -85,7 +85,7 @@ class StopRequest:
             self.asked_by, self._first_s = signal.Signals(number), now
             if not self._noting:
                 raise Interrupted(number, self._saved)
-        elif number in AT_ONCE and now - self._first_s > ECHO_S:
+        elif number in ABORT_SIGNALS and now - self._first_s > ECHO_S:
             name = signal.Signals(number).name
             os.write(
                 2, f"{name} after {self.asked_by.name}: ending at once, without waiting for a checkpoint\n".encode()

@@ -59,7 +59,7 @@ from hetero_mpi.training.signals import StopRequest
 from hetero_mpi.training.start_state import begin, check_header, find_start
 from hetero_mpi.training.trial import try_plan
 from hetero_mpi.training.watchdog import watched
-from hetero_mpi.util.background import unharmed
+from hetero_mpi.util.background import warn_on_failure
 from hetero_mpi.util.errors import ExitCode
 
 _LOG = logging.getLogger(__name__)
@@ -366,7 +366,7 @@ def _changed(training: Training, before: Share, report: PlanReport, state: State
     begin_s, context = time.perf_counter(), training.context
     share = change(context, before, report, state)
     if context.world.rank == 0:
-        with unharmed("writing plan.toml"):
+        with warn_on_failure("writing plan.toml"):
             save_plan(report, context.run_dir / "plan.toml")
         if training.rebalancer is not None:
             training.rebalancer.changed(state.step, before.plan, report.plan, time.perf_counter() - begin_s)

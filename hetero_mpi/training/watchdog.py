@@ -41,7 +41,7 @@ from hetero_mpi.planning.schedule import busy
 from hetero_mpi.rundir.present import Standing
 from hetero_mpi.training.setup.context import RunContext, Share
 from hetero_mpi.util import units
-from hetero_mpi.util.background import Background, BestEffort, unattended, unharmed
+from hetero_mpi.util.background import Background, BestEffort, start_unattended, warn_on_failure
 from hetero_mpi.util.errors import ExitCode
 
 _TAG = 1
@@ -208,7 +208,9 @@ class Watchdog:
 
     def __enter__(self) -> Watchdog:
         self._watching = Background("watching for a hang", self._run)
-        unattended("reading the device's sensors", partial(_sense, self._backend, self._lookout.sensors, self._stop))
+        start_unattended(
+            "reading the device's sensors", partial(_sense, self._backend, self._lookout.sensors, self._stop)
+        )
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
@@ -233,7 +235,7 @@ class Watchdog:
 
     def _run(self) -> None:
         # The main thread hears of a death too, and whoever survives it begins with another watchdog.
-        with unharmed("watching for a hang"), contextlib.suppress(RankLost):
+        with warn_on_failure("watching for a hang"), contextlib.suppress(RankLost):
             self._watch()
 
     def _watch(self) -> None:

@@ -3,8 +3,8 @@
 * Work begins when its object is made, and never keeps the process alive.
 * Who began it asks it to end by closing what it waits for (a transport, a server, a pipe, an event) and then calls ``finish``.
 * What went wrong is raised again by ``finish``, on the thread that waits there; the traceback names the action. Where nobody waits
-  (``unattended``) it is a line of the log.
-* Pages, reports, sensors and the like stand beside a run: ``unharmed`` makes a line of their failure, and ``BestEffort`` leaves
+  (``start_unattended``) it is a line of the log.
+* Pages, reports, sensors and the like stand beside a run: ``warn_on_failure`` makes a line of their failure, and ``BestEffort`` leaves
   them out from then on.
 """
 
@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, AnyStr, Generic, TypeVar
 
-from hetero_mpi.util.terminal import SPEECH, printable
+from hetero_mpi.util.terminal import CONSOLE_LOGGER, printable
 
 T = TypeVar("T")
 
@@ -60,18 +60,18 @@ class Background(Generic[T]):
 
 
 @contextlib.contextmanager
-def unharmed(action: str) -> Iterator[None]:
+def warn_on_failure(action: str) -> Iterator[None]:
     """A block that no failure ends more than: a line for the user says so. No other rank may wait for the block."""
     try:
         yield
     except Exception as error:
         logging.getLogger(__name__).info("failed while %s", action, exc_info=True)
         reason = printable(getattr(error, "strerror", None) or f"{type(error).__name__}: {error}")
-        logging.getLogger(SPEECH).warning("Warning: %s failed (%s); everything else continues", action, reason)
+        logging.getLogger(CONSOLE_LOGGER).warning("Warning: %s failed (%s); everything else continues", action, reason)
 
 
 class BestEffort(Generic[T]):
-    """A function that is ``unharmed``. After its first failure, and while it runs, calls do nothing and return None."""
+    """A function that is ``warn_on_failure``. After its first failure, and while it runs, calls do nothing and return None."""
 
     def __init__(self, action: str, function: Callable[..., T]) -> None:
         self._action = action
@@ -80,16 +80,16 @@ class BestEffort(Generic[T]):
     def __call__(self, *arguments: Any) -> T | None:
         function, self._function = self._function, None
         if function is not None:
-            with unharmed(self._action):
+            with warn_on_failure(self._action):
                 result = function(*arguments)
                 self._function = function
                 return result
         return None
 
 
-def unattended(action: str, work: Callable[[], object]) -> None:
-    """Begin ``work`` on a thread whose end nobody waits for. It is ``unharmed``, as is its start."""
-    with unharmed(action):
+def start_unattended(action: str, work: Callable[[], object]) -> None:
+    """Begin ``work`` on a thread whose end nobody waits for. It is ``warn_on_failure``, as is its start."""
+    with warn_on_failure(action):
         Background(action, lambda: BestEffort(action, work)())
 
 
@@ -115,5 +115,5 @@ def lines_of(stream: IO[AnyStr]) -> queue.Queue[AnyStr | None]:
         finally:
             lines.put(None)
 
-    unattended("reading a pipe", read)
+    start_unattended("reading a pipe", read)
     return lines

@@ -56,7 +56,7 @@ def atomic_write(path: Path, durable: bool = False) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
-def write_whole(path: Path, content: str | bytes, durable: bool = False, make_folder: bool = False) -> None:
+def write_atomic(path: Path, content: str | bytes, durable: bool = False, make_folder: bool = False) -> None:
     """Make ``content`` (text: as UTF-8) the content of ``path``, as ``atomic_write`` does. Raises OSError."""
     if make_folder:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -65,7 +65,7 @@ def write_whole(path: Path, content: str | bytes, durable: bool = False, make_fo
 
 
 @contextlib.contextmanager
-def writing(path: Path, remedy: str = "name another place with -o") -> Iterator[None]:
+def write_errors(path: Path, remedy: str = "name another place with -o") -> Iterator[None]:
     """A block that writes ``path``, whose OSError becomes a UserError."""
     try:
         yield
@@ -124,7 +124,7 @@ def temporary_folder() -> Path:
     return Path(next((folder for name in ("TMPDIR", "TEMP", "TMP") if (folder := os.environ.get(name))), "/tmp"))
 
 
-def room(path: Path, must_exist: bool = False) -> dict[str, Any]:
+def folder_space(path: Path, must_exist: bool = False) -> dict[str, Any]:
     """The room in a folder, JSON-able: ``path``, ``free_bytes``, and the ``problem`` that keeps a run from writing there, or "".
 
     ``must_exist``: a run does not make the folder.

@@ -29,7 +29,7 @@ class ExitCode(IntEnum):
     """A signal asked for it: the step was finished and a checkpoint written."""
 
 
-AT_ONCE = (signal.SIGINT, signal.SIGTERM)
+ABORT_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 """Signals that end a job at once if it has been asked to end before. Others have no further effect: SLURM, or a terminal that
 closes, may send them after a user's own.
 """

@@ -29,7 +29,7 @@ def core_quota(root: Path = _ROOT, group_file: Path = _OWN) -> float | None:
     )
 
 
-def own_cores() -> list[int]:
+def allowed_cores() -> list[int]:
     """Numbers of the cores this process may run on (a launcher may have bound it to a few)."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
@@ -39,7 +39,7 @@ def own_cores() -> list[int]:
 def usable_cores() -> int:
     """Whole cores that this process may keep busy: those it may run on, or fewer under a quota; at least one."""
     quota = core_quota()
-    return max(1, min(len(own_cores()), int(quota))) if quota is not None else len(own_cores())
+    return max(1, min(len(allowed_cores()), int(quota))) if quota is not None else len(allowed_cores())
 
 
 def _groups(controller: str, root: Path, group_file: Path) -> Iterator[Path]:
@@ -71,7 +71,7 @@ def _free_bytes(group: Path) -> int | None:
         except OSError:
             continue
         if limit != "max" and int(limit) < _MIN_UNLIMITED_BYTES:
-            return max(0, int(limit) - int(usage) + min(counter(group / "memory.stat", cached), int(usage)))
+            return max(0, int(limit) - int(usage) + min(read_counter(group / "memory.stat", cached), int(usage)))
     return None
 
 
@@ -87,7 +87,7 @@ def _cpu_quota(group: Path) -> float | None:
     return None
 
 
-def counter(counters: Path, name: str) -> int:
+def read_counter(counters: Path, name: str) -> int:
     """The number behind a name in a file of the kernel; 0 where it is not there."""
     try:
         rows = dict(line.split(" ", 1) for line in counters.read_text().splitlines())

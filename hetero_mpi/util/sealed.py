@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hetero_mpi.util.disk import sync, write_whole, writing
+from hetero_mpi.util.disk import sync, write_atomic, write_errors
 
 T = TypeVar("T")
 _SEAL = "seal.json"
@@ -31,7 +31,7 @@ _READ_ERRORS = (OSError, ValueError, LookupError, TypeError, AttributeError, Ari
 """What reading another program's bytes may raise; ``UserError`` is a ValueError."""
 
 
-def opened(path: Path, read: Callable[[Path, Any], T], report: Callable[[str], object]) -> T | None:
+def load_sealed(path: Path, read: Callable[[Path, Any], T], report: Callable[[str], object]) -> T | None:
     """The content of a kept folder or file, which ``read`` makes of it and the values in it; None: nothing is kept there.
 
     All bytes are read (some 2 GB/s of one core). ``report``: gets a sentence about what was damaged, or made ``read`` fail, and is
@@ -49,7 +49,7 @@ def opened(path: Path, read: Callable[[Path, Any], T], report: Callable[[str], o
     return None
 
 
-def store(folder: Path, fill: Callable[[Path], Any], remedy: str, durable: bool = True) -> None:
+def store_folder(folder: Path, fill: Callable[[Path], Any], remedy: str, durable: bool = True) -> None:
     """Make the folder ``folder``, unless it is there: another program was first, or what was damaged cannot be removed.
 
     Args:
@@ -61,11 +61,11 @@ def store(folder: Path, fill: Callable[[Path], Any], remedy: str, durable: bool 
     """
     temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}")
     try:
-        with writing(folder.parent, remedy):
+        with write_errors(folder.parent, remedy):
             temporary.mkdir(parents=True)
         values = fill(temporary)
-        with writing(folder.parent, remedy):
-            write_whole(temporary / _SEAL, _sealed_text([_summaries(temporary), values]))
+        with write_errors(folder.parent, remedy):
+            write_atomic(temporary / _SEAL, _sealed_text([_summaries(temporary), values]))
             for path in [*temporary.rglob("*"), temporary] if durable else ():
                 sync(path)
             try:
@@ -81,7 +81,7 @@ def store(folder: Path, fill: Callable[[Path], Any], remedy: str, durable: bool 
 
 def store_value(path: Path, value: Any) -> None:
     """Keep a value (JSON) in a file. Raises OSError."""
-    write_whole(path, _sealed_text(value), durable=True, make_folder=True)
+    write_atomic(path, _sealed_text(value), durable=True, make_folder=True)
 
 
 def discard(path: Path) -> None:

@@ -11,7 +11,7 @@ import sys
 import textwrap
 from typing import TextIO
 
-SPEECH = "hetero_mpi.say"
+CONSOLE_LOGGER = "hetero_mpi.say"
 """Name of the logger whose lines the user sees."""
 _HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 """Characters that a terminal obeys instead of showing them, that turn the direction of text, or that no encoding can write."""
@@ -47,17 +47,17 @@ def columns(stream: TextIO | None = None) -> int | None:
     return max(terminal_size(terminal).columns, _MIN_COLUMNS) if is_terminal(terminal) else None
 
 
-def fitted(text: str, stream: TextIO | None = None) -> str:
+def fit_to_terminal(text: str, stream: TextIO | None = None) -> str:
     """``text`` with lines that are too long for ``columns`` broken between words; what follows stands a little to the right."""
     width = columns(stream)
     return (
         text
         if width is None
-        else "\n".join(line for long_line in text.split("\n") for line in folded(long_line, width))
+        else "\n".join(line for long_line in text.split("\n") for line in fold_line(long_line, width))
     )
 
 
-def folded(line: str, width: int, start: str = "", indent: str | None = None) -> list[str]:
+def fold_line(line: str, width: int, start: str = "", indent: str | None = None) -> list[str]:
     """``start + line`` within ``width``, where words allow it. ``indent``: of the later lines."""
     if len(start) + len(line) <= width or _COMMAND.match(line):
         return [start + line]
@@ -115,11 +115,11 @@ def _has_launcher() -> bool:
 
 
 def write_text(text: str, stream: TextIO, exact: bool = False) -> None:
-    """Write to stdout or stderr, ``printable`` and ``fitted``; ``exact``: as it is where nobody watches. If nobody reads it any
+    """Write to stdout or stderr, ``printable`` and ``fit_to_terminal``; ``exact``: as it is where nobody watches. If nobody reads it any
     more (``| head``, a terminal that was closed), it leads nowhere from then on: the work goes on.
     """
     try:
-        stream.write(text if exact and not is_terminal(stream) else fitted(printable(text), stream))
+        stream.write(text if exact and not is_terminal(stream) else fit_to_terminal(printable(text), stream))
         stream.flush()
     except (OSError, ValueError) as error:  # ValueError: the program has closed the stream, or it lacks a character
         if getattr(error, "errno", None) not in (errno.EPIPE, errno.EIO):  # a full disk may have room again
@@ -135,8 +135,8 @@ def line_width() -> int:
     return _MAX_LOG_COLUMNS if width is None else min(width, MAX_COLUMNS)
 
 
-def wrapped(start: str, text: str) -> list[str]:
+def wrap_text(start: str, text: str) -> list[str]:
     """``start + text`` within ``line_width``; later lines are indented below the text, or a little where ``start`` is long."""
     width = line_width()
     indent = " " * (len(start) if len(start) <= width - _MIN_PROSE_COLUMNS else 4)
-    return [line.rstrip() for line in folded(" ".join(text.split()), width, start, indent)]
+    return [line.rstrip() for line in fold_line(" ".join(text.split()), width, start, indent)]

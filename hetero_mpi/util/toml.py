@@ -6,7 +6,7 @@ from typing import Any
 
 import tomli
 
-DEEPEST = 64
+MAX_NESTING_DEPTH = 64
 """Tables and lists within one another; what is made of them is walked recursively."""
 MAX_INTEGER_BITS = 4096
 """Limit of a whole number: Python refuses to write ones of more than 4,300 digits (14,000 bits), even into an error's text."""
@@ -28,15 +28,15 @@ def loads(text: str) -> dict[str, Any]:
     return values
 
 
-_TOO_DEEP = f"tables and lists are nested more than {DEEPEST} deep"
+_TOO_DEEP = f"tables and lists are nested more than {MAX_NESTING_DEPTH} deep"
 
 
 def _check_limits(values: Any) -> None:
-    """Raises TomlError for what goes beyond the limits; without recursion, and without looking deeper than ``DEEPEST``."""
+    """Raises TomlError for what goes beyond the limits; without recursion, and without looking deeper than ``MAX_NESTING_DEPTH``."""
     depth, level = 0, [values]
     while level:
         depth += 1
-        if depth > DEEPEST:
+        if depth > MAX_NESTING_DEPTH:
             raise TomlError(_TOO_DEEP)
         children = [
             value for container in level for value in (container.values() if isinstance(container, dict) else container)

@@ -115,7 +115,7 @@ def plural(number: int, noun: str) -> str:
     return f"{number:,} {noun}{ending}"
 
 
-def shortened(text: str, max_characters: int = 26) -> str:
+def shorten(text: str, max_characters: int = 26) -> str:
     """``text`` if it has at most ``max_characters`` characters, else its beginning."""
     return text if len(text) <= max_characters else text[: max_characters - 3].rstrip() + "..."
 
@@ -131,7 +131,7 @@ def layers(first: int, last: int, count: int) -> str:
     return ", ".join(parts + (["head"] if last == count else []))
 
 
-def counted(texts: Iterable[str], joint: str) -> str:
+def join_with_counts(texts: Iterable[str], joint: str) -> str:
     """``a, b`` with equal ones counted: ``60 x (a), 3 x (b)``."""
     return joint.join(
         text if occurrences == 1 else f"{occurrences} x ({text})" for text, occurrences in Counter(texts).items()

@@ -31,7 +31,7 @@ from hetero_mpi.report.run_text import comparison_lines, final_lines
 from hetero_mpi.rundir.metrics import Evaluation
 from hetero_mpi.rundir.present import Present, Standing, write_present
 from hetero_mpi.rundir.run_directory import SAMPLE_NAME
-from hetero_mpi.util.terminal import fitted
+from hetero_mpi.util.terminal import fit_to_terminal
 from tests.support.past_runs import JOB, cluster, make_run, metrics, planned
 
 LOOKS = Path(__file__).with_name("looks")
@@ -193,7 +193,7 @@ def texts_at_widths(name: str) -> str:
     for width in WIDTHS:
         with mock.patch.dict(os.environ, COLUMNS=str(width)):
             for title, lines in TEXTS[name].items():
-                parts += [f"=== {width} columns: {title}", *map(fitted, lines()), ""]
+                parts += [f"=== {width} columns: {title}", *map(fit_to_terminal, lines()), ""]
     return "\n".join(parts)
 
 

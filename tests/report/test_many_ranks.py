@@ -94,6 +94,6 @@ def test_figures_of_many() -> None:
         and least_most([1.01, 1.02], "{:.0f}".format) == "1"
         and least_most([], "{:.0f}".format) == ""
     )
-    assert units.counted(["a", "b", "a"], " + ") == "2 x (a) + b"
+    assert units.join_with_counts(["a", "b", "a"], " + ") == "2 x (a) + b"
     assert utilisation({0: 0.5, 1: 0.75}) == "rank 0 50 %, rank 1 75 %"
     assert utilisation({rank: rank / 100 for rank in range(1, 100)}).startswith("of 99 ranks the least busy is rank 1 ")

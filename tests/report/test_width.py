@@ -17,7 +17,7 @@ import pytest
 from hetero_mpi.cli import main, parser
 from hetero_mpi.planning.decision.planner import make_plan
 from hetero_mpi.report.table import Table
-from hetero_mpi.util.terminal import columns, wrapped
+from hetero_mpi.util.terminal import columns, wrap_text
 from tests.support.mpi import ROOT
 from tests.support.past_runs import make_run
 from tests.support.planning_folder import REQUEST, cluster
@@ -104,7 +104,7 @@ def test_a_table_that_is_too_wide_is_wrapped_then_stacked(monkeypatch: pytest.Mo
 def test_lines_are_whole_where_nobody_watches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
     long = "word " * 60 + "end"
-    assert columns() is None and wrapped("because: ", long) == [f"because: {long}"]
+    assert columns() is None and wrap_text("because: ", long) == [f"because: {long}"]
     (line,) = Table.of_texts(("", "why"), [("0", long)]).lines()[1:]
     assert line == f"  0  {long}"
 

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Callable
 
 from hetero_mpi.util import units
-from hetero_mpi.util.disk import cache_folder, writing
+from hetero_mpi.util.disk import cache_folder, write_errors
 
 ABOUT = "show what this machine keeps for later starts; token ids, times of devices"
 _KINDS = {"tokens": "token ids of data", "profiles": "times of devices", "datasets": "data of Python programs"}
@@ -25,7 +25,7 @@ def run(empty: bool) -> list[str]:
         entries = list(folder.iterdir()) if folder.is_dir() else []
         size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
         if empty and entries:
-            with writing(folder, "remove it yourself"):
+            with write_errors(folder, "remove it yourself"):
                 shutil.rmtree(folder)
         lines.append(f"{what}: {len(entries):,}, {units.size(size)}{' removed' if empty else ''} ({folder})")
     return lines

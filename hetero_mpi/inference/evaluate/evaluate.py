@@ -43,7 +43,7 @@ from hetero_mpi.training.setup.data_setup import prepare
 from hetero_mpi.training.setup.named_sets import read_set
 from hetero_mpi.training.setup.setup import look_around
 from hetero_mpi.util.background import start_module
-from hetero_mpi.util.disk import write_whole, writing
+from hetero_mpi.util.disk import write_atomic, write_errors
 from hetero_mpi.util.errors import ExitCode, UserError
 
 FOLDER = "lm-eval"
@@ -363,8 +363,8 @@ def _tell(results: Mapping[str, SetResult], options: EvaluateOptions) -> None:
     place = result_directory(options)
     if place is not None:
         values = {name: asdict(one) for name, one in results.items()}
-        with writing(place / RESULT, _ELSEWHERE):
-            write_whole(place / RESULT, json.dumps(values, indent=2) + "\n", make_folder=True)
+        with write_errors(place / RESULT, _ELSEWHERE):
+            write_atomic(place / RESULT, json.dumps(values, indent=2) + "\n", make_folder=True)
         say(f"written to {place / RESULT}")
 
 

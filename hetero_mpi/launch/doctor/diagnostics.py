@@ -9,7 +9,7 @@ from enum import Enum
 from typing import Any
 
 from hetero_mpi.util import units
-from hetero_mpi.util.terminal import wrapped
+from hetero_mpi.util.terminal import wrap_text
 
 _INDENT = 20
 
@@ -203,9 +203,9 @@ def lines_of(findings: Sequence[Finding]) -> list[str]:
     for finding in findings:
         start = f"{finding.severity.value:<5} {finding.subject}"
         places = f"{', '.join(finding.where)}: " if finding.where else ""
-        lines += wrapped(f"{start:<{_INDENT}}", places + finding.text)
+        lines += wrap_text(f"{start:<{_INDENT}}", places + finding.text)
         for remedy in finding.remedy.splitlines():
-            lines += wrapped(" " * (_INDENT - 3) + "-> ", remedy)
+            lines += wrap_text(" " * (_INDENT - 3) + "-> ", remedy)
     counts = Counter(finding.severity for finding in findings)
     if counts[Severity.FAILS]:
         return [*lines, f"A run would fail: {units.plural(counts[Severity.FAILS], 'finding')} marked FAIL."]

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from hetero_mpi.comm.ranks.versions import PACKAGE, own_source, own_versions
 from hetero_mpi.device.device_probe import drivers
 from hetero_mpi.device.self_test import self_test
-from hetero_mpi.util.disk import room, temporary_folder
+from hetero_mpi.util.disk import folder_space, temporary_folder
 from hetero_mpi.util.host_limits import usable_cores
 from hetero_mpi.util.shipped import absent_packages
 
@@ -77,7 +77,7 @@ class HostFacts:
     kfd: str
     """Access to the device of AMD's compute driver: ``open``, ``closed`` (no permission) or ``absent``."""
     directories: dict[str, Any]
-    """``run``, ``tmp``, ``cache`` and ``work``: as ``disk.room``."""
+    """``run``, ``tmp``, ``cache`` and ``work``: as ``disk.folder_space``."""
     mpi: dict[str, Any] = field(default_factory=dict)
     """``library`` (its version text), ``threads``, ``fault_tolerance`` (None: not known), ``error``."""
     torch: dict[str, Any] = field(default_factory=dict)
@@ -164,9 +164,9 @@ def gather(directory: str, deeply: bool = True, prefix: str = "", work: str = ""
         drivers=drivers(),
         kfd=may_open if kfd.exists() else "absent",
         directories={
-            "run": room(Path(directory)),
-            "tmp": room(temporary_folder(), must_exist=True),
-            "cache": room(cache),
+            "run": folder_space(Path(directory)),
+            "tmp": folder_space(temporary_folder(), must_exist=True),
+            "cache": folder_space(cache),
             "work": _work(work),
         },
         mpi=try_mpi() if deeply else {},

@@ -22,7 +22,7 @@ from hetero_mpi.comm.ranks.library import OPEN_MPI
 from hetero_mpi.job.rules import as_toml, broken_keys
 from hetero_mpi.launch.hosts.hosts_toml import Host, read_hosts, tables_of
 from hetero_mpi.launch.hosts.interface import LocalAddress
-from hetero_mpi.util.disk import atomic_write, require_regular, writing
+from hetero_mpi.util.disk import atomic_write, require_regular, write_errors
 from hetero_mpi.util.errors import UserError
 
 UNREACHABLE = "none"
@@ -160,7 +160,7 @@ def init(path: Path, directory: Path) -> list[str]:
     """
     hosts, mesh = read_hosts(path), read_mesh(path) or Mesh()
     found = members(hosts, mesh, path)
-    with writing(directory, "choose another -o."):
+    with write_errors(directory, "choose another -o."):
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         keys = {member: _private_key(directory / f"{member.name}.conf") for member in found}
         public = {member: _wg("pubkey", given=key) for member, key in keys.items()}

@@ -28,7 +28,7 @@ from hetero_mpi.launch.hosts.agent import launch_agent
 from hetero_mpi.launch.hosts.hostfile import HostEntry, check_slots, format_hostfile, read_by_launcher, read_hostfile
 from hetero_mpi.launch.hosts.interface import InterfaceChoice, LocalAddress, choose_interface, local_addresses, resolve
 from hetero_mpi.launch.launcher.launcher import AS_ROOT, Launcher
-from hetero_mpi.util.disk import atomic_write, cache_folder, writing
+from hetero_mpi.util.disk import atomic_write, cache_folder, write_errors
 from hetero_mpi.util.errors import UserError
 from hetero_mpi.util.host_limits import usable_cores
 
@@ -354,7 +354,7 @@ def write_cached(name: str, ending: str, text: str, purpose: str) -> Path:
     """
     folder = cache_folder()
     path = folder / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}{ending}"
-    with writing(folder, f"set XDG_CACHE_HOME to a directory that you can write to, {purpose}"):
+    with write_errors(folder, f"set XDG_CACHE_HOME to a directory that you can write to, {purpose}"):
         folder.mkdir(parents=True, exist_ok=True)
         with atomic_write(path) as draft:
             draft.write_text(text, encoding="utf-8")

@@ -29,8 +29,8 @@ from hetero_mpi.device.shortage import memory_kills, memory_kills_text
 from hetero_mpi.launch.launcher.command_line import CommandLine
 from hetero_mpi.launch.launcher.launcher import with_home
 from hetero_mpi.util.background import Background
-from hetero_mpi.util.disk import room, temporary_folder
-from hetero_mpi.util.errors import AT_ONCE, ExitCode, UserError
+from hetero_mpi.util.disk import folder_space, temporary_folder
+from hetero_mpi.util.errors import ABORT_SIGNALS, ExitCode, UserError
 from hetero_mpi.util.terminal import UNWATCHED_VARIABLE, write_text
 
 _MORE = "the full command: --print; with the reasons for its options: --verbose"
@@ -99,7 +99,7 @@ def run_command(command: CommandLine, asked_text: str | None = None, doctor: str
 
     def pass_on(number: int, _frame: FrameType | None) -> None:
         nonlocal asked
-        if asked and asked_text is not None and number not in AT_ONCE:
+        if asked and asked_text is not None and number not in ABORT_SIGNALS:
             return
         if asked_text is not None:
             text = AT_ONCE_TEXT if asked else asked_text
@@ -220,7 +220,7 @@ def check_temporary_folder() -> None:
 
     :raises UserError: it is full, or cannot be written.
     """
-    folder = room(temporary_folder(), must_exist=True)
+    folder = folder_space(temporary_folder(), must_exist=True)
     if folder["problem"]:
         way_out = "make room there, or name another folder: `export TMPDIR=/var/tmp`, say"
         raise UserError(

@@ -35,8 +35,8 @@ from hetero_mpi.launch.supervisor.elastic_options import ElasticOptions
 from hetero_mpi.launch.supervisor.host_reports import end_starts
 from hetero_mpi.launch.supervisor.watched_hosts import WatchedHost, WatchedHosts
 from hetero_mpi.rundir.run_directory import START_VARIABLE, EventLog
-from hetero_mpi.util.disk import write_whole
-from hetero_mpi.util.errors import AT_ONCE, ExitCode, UserError
+from hetero_mpi.util.disk import write_atomic
+from hetero_mpi.util.errors import ABORT_SIGNALS, ExitCode, UserError
 
 GIVEN_UP = int(ExitCode.GIVEN_UP)
 """Exit code when the supervisor does not start the job again (EX_TEMPFAIL: trying later may help)."""
@@ -210,7 +210,7 @@ class Supervisor:
             hosts = None
             if self.options.hostfile is not None:
                 hosts = str(scratch / f"hosts-{start}")
-                write_whole(Path(hosts), format_hostfile([host.entry for host in watched], self.launcher.family))
+                write_atomic(Path(hosts), format_hostfile([host.entry for host in watched], self.launcher.family))
             program = [sys.executable, "-m", "hetero_mpi", *words]
             command = build_command(self.launcher, ranks, hosts, program, given)
         command.environment[START_VARIABLE] = start
@@ -337,8 +337,8 @@ class Supervisor:
             time.sleep(_POLL_S)
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
-        """Note a signal that asks for an end: ``_attend`` passes the first on, and ends the job at a second one of ``AT_ONCE``."""
-        if not self.signals or number in AT_ONCE:
+        """Note a signal that asks for an end: ``_attend`` passes the first on, and ends the job at a second one of ``ABORT_SIGNALS``."""
+        if not self.signals or number in ABORT_SIGNALS:
             self.signals.append(number)
 
 

@@ -16,7 +16,7 @@ A report is a new TCP connection each time, a line each way::
   the last number done.
 * ``try_lock``: a number that grows when the supervisor wants to know whether a run holds the run directory.
 * ``leave``: the host agent ends.
-* ``folders``: the room in the folder for temporary files and in the run directory (``disk.room``).
+* ``folders``: the room in the folder for temporary files and in the run directory (``disk.folder_space``).
 * ``run``: what the run directory on this host holds; the supervisor's own host may not have it.
 
 A host agent that hears nothing for longer than the supervisor waits (or finds its port closed) ends the job's processes on its host
@@ -40,7 +40,7 @@ from typing import Any, Literal
 from hetero_mpi.device.shortage import memory_kills
 from hetero_mpi.rundir.line_files import METRICS_NAME, object_of
 from hetero_mpi.rundir.run_directory import LOCK_NAME, RUN_NAME, START_VARIABLE, run_json, run_starts
-from hetero_mpi.util.disk import lock, require_regular, room, temporary_folder
+from hetero_mpi.util.disk import folder_space, lock, require_regular, temporary_folder
 from hetero_mpi.util.errors import UserError
 
 INTERVAL_S = 0.25
@@ -140,7 +140,7 @@ class HostReports:
         self.calls += 1
         sender = {"host": self.host, "number": self.number, "call": self.calls}
         report = {**sender, "run": self._run.state(), "memory_kills": memory_kills()}
-        report["folders"] = [room(temporary_folder(), must_exist=True), room(Path(self.run_dir))]
+        report["folders"] = [folder_space(temporary_folder(), must_exist=True), folder_space(Path(self.run_dir))]
         report |= {"swept": self.swept, "tried": self.tried, "locked": self.locked}
         with socket.create_connection((self.address, self.port), CALL_S) as connection:
             connection.sendall(seal(self.token, "caller", report))

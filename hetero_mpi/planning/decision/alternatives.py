@@ -159,7 +159,7 @@ def _other_plans(
     share, rest = divmod(request.global_batch, count)
     uneven = rest == 0 and len({pipeline.sequences for pipeline in pipelines}) > 1
     enough = count < used <= min(request.max_pipelines, request.global_batch // sizes[-1])
-    depths = units.counted((str([stage.warm_up for stage in pipeline.stages]) for pipeline in pipelines), ", ")
+    depths = units.join_with_counts((str([stage.warm_up for stage in pipeline.stages]) for pipeline in pipelines), ", ")
     return {
         "the same ranks with an even cut": [[_even_split(pipeline, plan.layers) for pipeline in pipelines]],
         "every rank by itself, with a share of the batch": _data_parallel(plan, profile, request) if enough else (),

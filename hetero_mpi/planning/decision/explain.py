@@ -82,7 +82,7 @@ def streamed_texts(plan: Plan, profile: ClusterProfile) -> Iterator[str]:
     """Sentences on what each rank streams, and what the copies cost; and on hosts of which it is not known what they could keep."""
     profile = while_running(profile, plan)
     if profile.model.trained_whole and (hosts := [host.name for host in profile.hosts if not host.memory_bytes]):
-        yield f"memory of {units.shortened(', '.join(hosts), 60)} is not known: no rank keeps its state in host memory there"
+        yield f"memory of {units.shorten(', '.join(hosts), 60)} is not known: no rank keeps its state in host memory there"
     for number, _, stage in plan.numbered:
         if stage.streamed:
             yield f"rank {stage.ranks[0]} {_streamed_text(number, plan, profile)}"
@@ -174,7 +174,7 @@ def _held(plan: Plan, rank: int) -> str:
 
 def _counts(plan: Plan, profile: ClusterProfile) -> str:
     used = sum(len(pipeline.held) for pipeline in plan.pipelines)
-    shares = units.counted(
+    shares = units.join_with_counts(
         (f"{units.plural(one.micro_batches, 'micro-batch')} of {one.micro_batch}" for one in plan.pipelines), " + "
     )
     many = f" in {len(plan.pipelines)} pipelines" if len(plan.pipelines) > 1 else ""

@@ -23,7 +23,7 @@ from hetero_mpi.planning.types.plan import Plan, PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.profile_rules import number_problems, profile_problems
 from hetero_mpi.util import toml
-from hetero_mpi.util.disk import require_regular, write_whole
+from hetero_mpi.util.disk import require_regular, write_atomic
 from hetero_mpi.util.errors import UserError
 from hetero_mpi.util.shipped import file_of_run, profile_file
 
@@ -179,7 +179,7 @@ def _plan_file(data: dict[str, Any], where: str) -> tuple[Plan, PlanReport | Non
 
 def save_profile(profile: ClusterProfile, path: str | os.PathLike[str]) -> None:
     """Writes ``path`` in one step; its folder is made where it is missing."""
-    write_whole(Path(path), PROFILE_HEADING + to_toml(_shortened(encode(profile))), make_folder=True)
+    write_atomic(Path(path), PROFILE_HEADING + to_toml(_shortened(encode(profile))), make_folder=True)
 
 
 def load_profile(path: str | os.PathLike[str]) -> ClusterProfile:
@@ -190,7 +190,7 @@ def load_profile(path: str | os.PathLike[str]) -> ClusterProfile:
 
 def save_plan(plan: Plan | PlanReport, path: str | os.PathLike[str]) -> None:
     """Writes ``path`` in one step; its folder is made where it is missing. Of a report, the plan and what is predicted of it."""
-    write_whole(Path(path), PLAN_HEADING + to_toml(plan_to_dict(plan, infinity_as_text=False)), make_folder=True)
+    write_atomic(Path(path), PLAN_HEADING + to_toml(plan_to_dict(plan, infinity_as_text=False)), make_folder=True)
 
 
 def load_plan_file(path: str | os.PathLike[str]) -> tuple[Plan, PlanReport | None]:

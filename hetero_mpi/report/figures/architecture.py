@@ -188,7 +188,7 @@ class _Painter:
         for reason, ranks in idle_alike(self.report.idle).items():
             if x + _IDLE_WIDTH > WIDTH - _MARGIN:
                 x, y = _MARGIN, y + _IDLE_HEIGHT + 8
-            name = f"{units.ranks(ranks)}  {units.counted((place_text(self.profile, rank) for rank in ranks), '; ')}"
+            name = f"{units.ranks(ranks)}  {units.join_with_counts((place_text(self.profile, rank) for rank in ranks), '; ')}"
             self.sheet.box(x, y, _IDLE_WIDTH, _IDLE_HEIGHT, "paper", "faint", dashed=True, title=f"{name}: {reason}")
             self.sheet.text(x + 10, y + 18, name, 12, "soft", bold=True, width=_IDLE_WIDTH - 20)
             for line, text in enumerate(textwrap.wrap(reason, int((_IDLE_WIDTH - 20) / (0.56 * 10.5)))[:2]):

@@ -25,7 +25,7 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 from matplotlib.path import Path as MplPath
 from matplotlib.textpath import text_to_path
 
-from hetero_mpi.util.disk import writing
+from hetero_mpi.util.disk import write_errors
 
 COLOURS: dict[str, tuple[str, str]] = {
     "paper": ("#fdfdfc", "#16181c"),
@@ -245,7 +245,7 @@ def svg(figure: Figure, label: str, page: bool = False) -> str:
 
 def save(figure: Figure, path: Path, label: str) -> Path:
     """Write a figure; the ending of the name gives the format. Raises UserError: it cannot be written."""
-    with writing(path, "name another place with -o or --run-dir"):
+    with write_errors(path, "name another place with -o or --run-dir"):
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.suffix == ".svg":
             path.write_text(svg(figure, label), encoding="utf-8")

@@ -22,7 +22,7 @@ from hetero_mpi.report.past_run import PastRun
 from hetero_mpi.report.profile_text import place_text
 from hetero_mpi.report.table import unbroken
 from hetero_mpi.util import units
-from hetero_mpi.util.disk import write_whole, writing
+from hetero_mpi.util.disk import write_atomic, write_errors
 
 _TEMPLATES = jinja2.Environment(
     loader=jinja2.PackageLoader("hetero_mpi.report", "page"), autoescape=True, undefined=jinja2.StrictUndefined
@@ -78,8 +78,8 @@ def report_html(run: PastRun, linked: bool = False) -> str:
 def write_report(run: PastRun, path: Path) -> Path:
     """Write the page atomically. Raises UserError: the file cannot be written."""
     page = report_html(run, linked=path.resolve().parent == run.directory.resolve())
-    with writing(path):  # a text of JSON may hold half a character (a lone surrogate)
-        write_whole(path, page.encode(errors="backslashreplace"))
+    with write_errors(path):  # a text of JSON may hold half a character (a lone surrogate)
+        write_atomic(path, page.encode(errors="backslashreplace"))
     return path
 
 

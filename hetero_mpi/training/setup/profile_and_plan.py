@@ -38,7 +38,7 @@ from hetero_mpi.report.profile_text import measured_lines, profile_lines
 from hetero_mpi.rundir.logs import note, say
 from hetero_mpi.state.peer_replicas import versions_in_memory
 from hetero_mpi.training.setup.context import Pending, RunContext, TrainOptions
-from hetero_mpi.util.background import unharmed
+from hetero_mpi.util.background import warn_on_failure
 from hetero_mpi.util.errors import UserError
 from hetero_mpi.util.shipped import profile_file
 
@@ -153,7 +153,7 @@ def _keep(context: RunContext, pending: Pending, save: Callable[[Any, Path], Non
     """Save it on rank 0, once the start is accepted: the last one at a path stays."""
 
     def write(path: Path) -> None:
-        with unharmed(f"writing {path}"):
+        with warn_on_failure(f"writing {path}"):
             save(what, path)
 
     for path in paths if context.world.rank == 0 else ():

@@ -50,7 +50,7 @@ from hetero_mpi.training.setup.custom_model import custom_chain
 from hetero_mpi.training.setup.data_setup import prepare
 from hetero_mpi.util import units
 from hetero_mpi.util.errors import UserError
-from hetero_mpi.util.host_limits import core_quota, own_cores
+from hetero_mpi.util.host_limits import allowed_cores, core_quota
 
 
 def look_around(world: World, run_dir: Path | None = None, waits: bool = False) -> None:
@@ -258,7 +258,7 @@ def _wrong_product(world: World, backend: Backend) -> str:
 
 def share_of_cores(world: World, backend: Backend) -> float:
     """CPU cores this rank can count on, of those it may run on. Collective."""
-    everyone = world.all_gather_json([world.host, own_cores(), core_quota(), backend.name == "cpu"])
+    everyone = world.all_gather_json([world.host, allowed_cores(), core_quota(), backend.name == "cpu"])
     return cores_of(world.rank, [Cores(host, tuple(cores), *more) for host, cores, *more in everyone])
 
 
