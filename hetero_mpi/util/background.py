@@ -1,11 +1,11 @@
-"""Work beside the main thread: how it begins, how it ends, and who hears of its error; and work whose failure must end nothing.
+"""Background threads whose errors reach the waiting thread, and best-effort work whose failure must not end a run.
 
-* Work begins when its object is made, and never keeps the process alive.
-* Who began it asks it to end by closing what it waits for (a transport, a server, a pipe, an event) and then calls ``finish``.
-* What went wrong is raised again by ``finish``, on the thread that waits there; the traceback names the action. Where nobody waits
-  (``start_unattended``) it is a line of the log.
-* Pages, reports, sensors and the like stand beside a run: ``warn_on_failure`` makes a line of their failure, and ``BestEffort`` leaves
-  them out from then on.
+* Work starts when its object is created, and never keeps the process alive.
+* To end it, close the object on which it waits (a transport, server, pipe or event), then call ``finish``.
+* ``finish`` raises the error of the work on the calling thread; the traceback names the action. If no thread waits
+  (``start_unattended``) the error is logged.
+* Pages, reports, sensors and other auxiliary work must not end a run: ``warn_on_failure`` logs their failure, and ``BestEffort``
+  disables them afterwards.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class Background(Generic[T]):
-    """``work`` on a thread of its own. ``action`` is in the words of "rank 1 failed while ...": "writing the checkpoint"."""
+    """``work`` on a separate thread. ``action`` completes "rank 1 failed while ...", as in "writing the checkpoint"."""
 
     def __init__(self, action: str, work: Callable[[], T]) -> None:
         self._action, self._work = action, work
@@ -41,10 +41,7 @@ class Background(Generic[T]):
         return self._thread.is_alive()
 
     def finish(self, patience_s: float | None = None) -> T | None:
-        """Wait for its end, at most ``patience_s``; returns what ``work`` returned, None where it has not ended.
-
-        :raises BaseException: what ended ``work``.
-        """
+        """Wait at most ``patience_s``; return the result of ``work``, or None on timeout. Raises the error that ended ``work``."""
         self._thread.join(patience_s)
         if self._error is not None:
             raise self._error
@@ -61,7 +58,7 @@ class Background(Generic[T]):
 
 @contextlib.contextmanager
 def warn_on_failure(action: str) -> Iterator[None]:
-    """A block that no failure ends more than: a line for the user says so. No other rank may wait for the block."""
+    """A block whose failure only produces a warning. No other rank may wait for the block."""
     try:
         yield
     except Exception as error:
@@ -71,7 +68,7 @@ def warn_on_failure(action: str) -> Iterator[None]:
 
 
 class BestEffort(Generic[T]):
-    """A function that is ``warn_on_failure``. After its first failure, and while it runs, calls do nothing and return None."""
+    """A function under ``warn_on_failure``. After its first failure, and while it runs, calls do nothing and return None."""
 
     def __init__(self, action: str, function: Callable[..., T]) -> None:
         self._action = action
@@ -88,13 +85,13 @@ class BestEffort(Generic[T]):
 
 
 def start_unattended(action: str, work: Callable[[], object]) -> None:
-    """Begin ``work`` on a thread whose end nobody waits for. It is ``warn_on_failure``, as is its start."""
+    """Start ``work`` on a thread that is never joined. ``warn_on_failure`` covers the work and its start."""
     with warn_on_failure(action):
         Background(action, lambda: BestEffort(action, work)())
 
 
 def start_module(module: str, *arguments: str, **options: Any) -> subprocess.Popen[Any]:
-    """Start ``python -m module`` of this package, with pipes to its stdin and from its stdout. ``options``: of Popen."""
+    """Start ``python -m module`` of this package, with pipes to its stdin and from its stdout. ``options`` are Popen's."""
     paths = [str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
     variables = {"PYTHONPATH": os.pathsep.join(paths), "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
     options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "env": os.environ, **options}
@@ -104,7 +101,7 @@ def start_module(module: str, *arguments: str, **options: Any) -> subprocess.Pop
 
 
 def lines_of(stream: IO[AnyStr]) -> queue.Queue[AnyStr | None]:
-    """A pipe's lines as they come, and None at its end: they can be waited for with a time limit."""
+    """Return a queue of a pipe's lines, and None at its end, so that lines can be awaited with a timeout."""
     lines: queue.Queue[AnyStr | None] = queue.Queue()
 
     def read() -> None:

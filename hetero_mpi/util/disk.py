@@ -1,5 +1,5 @@
-"""Files that appear whole or not at all, locks, and the room that is left, on file systems, too, that lack what most can do; and
-files of others that reading would wait for."""
+"""Atomic file writes, locks and free space, also on file systems with limited features; rejection of files that would block a
+reader."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from typing import IO, Any
 from hetero_mpi.util.errors import UserError
 
 PROCESS_MARK = os.urandom(4).hex()
-"""In the names of this process's temporary files: those with another mark may be left of a process that died."""
+"""In the names of this process's temporary files: files with another mark may be left over from a killed process."""
 SPARE_BYTES = 100_000_000
-"""Bytes of a disk that stay free of what is kept for later, or beside what memory holds."""
+"""Disk space that caches, and files that mirror memory, leave free."""
 MIN_FREE_BYTES = 1_000_000
-"""Room for the files of a start: Open MPI 5.0.11 was seen to write 100 kB for 2 ranks and 190 kB for 16."""
+"""Space for the files of a start: Open MPI 5.0.11 wrote 100 kB for 2 ranks and 190 kB for 16."""
 _UNSUPPORTED_ERRNOS = {
     errno.ENOLCK,
     errno.ENOSYS,
@@ -30,19 +30,19 @@ _UNSUPPORTED_ERRNOS = {
     errno.EPERM,
     errno.EEXIST,
 }
-"""Answers of a file system that cannot do a thing: NFS without its lock daemon, Lustre without ``-o flock``, FUSE."""
+"""Errors of a file system that lacks a feature: NFS without its lock daemon, Lustre without ``-o flock``, FUSE."""
 
 
 def cache_folder(kind: str = "") -> Path:
-    """Where this user's machine keeps what can be made again: ``profiles``, ``tokens``."""
+    """This user's cache folder for reproducible data: ``profiles``, ``tokens``."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hetero_mpi" / kind
 
 
 @contextlib.contextmanager
 def atomic_write(path: Path, durable: bool = False) -> Iterator[Path]:
-    """The name of a file to write, which takes the place of ``path`` when the block has ended well; otherwise nothing has changed.
+    """Yield a temporary file name that replaces ``path`` if the block succeeds; otherwise ``path`` is unchanged.
 
-    ``durable``: file and name are on the disk by then, so that a power loss spoils neither.
+    ``durable``: file and name are on the disk at the block's end, safe from a power loss.
     """
     temporary = path.with_name(f".{path.name}.tmp-{os.urandom(2).hex()}-{PROCESS_MARK}")
     try:
@@ -57,7 +57,7 @@ def atomic_write(path: Path, durable: bool = False) -> Iterator[Path]:
 
 
 def write_atomic(path: Path, content: str | bytes, durable: bool = False, make_folder: bool = False) -> None:
-    """Make ``content`` (text: as UTF-8) the content of ``path``, as ``atomic_write`` does. Raises OSError."""
+    """Write ``content`` (text as UTF-8) to ``path`` by ``atomic_write``. Raises OSError."""
     if make_folder:
         path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path, durable) as temporary:
@@ -65,7 +65,7 @@ def write_atomic(path: Path, content: str | bytes, durable: bool = False, make_f
 
 
 @contextlib.contextmanager
-def write_errors(path: Path, remedy: str = "name another place with -o") -> Iterator[None]:
+def write_errors(path: Path, remedy: str = "choose another path with -o") -> Iterator[None]:
     """A block that writes ``path``, whose OSError becomes a UserError."""
     try:
         yield
@@ -74,7 +74,7 @@ def write_errors(path: Path, remedy: str = "name another place with -o") -> Iter
 
 
 def sync(path: Path) -> None:
-    """fsync a file, or a directory, which makes a rename in it durable where the file system can do that."""
+    """fsync a file, or a directory to make a rename in it durable where the file system supports that."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -86,7 +86,7 @@ def sync(path: Path) -> None:
 
 
 def _replace(new: Path, path: Path) -> None:
-    """Rename ``new`` over ``path``; in two renames where the file system refuses to rename over a file."""
+    """Rename ``new`` over ``path``, in two steps if the file system cannot rename over a file."""
     try:
         os.replace(new, path)
     except OSError as error:
@@ -103,7 +103,8 @@ def _replace(new: Path, path: Path) -> None:
 
 
 def lock(file: IO[str]) -> bool:
-    """Take an exclusive lock, which ends with the process; False: this file system has none. BlockingIOError: it is taken."""
+    """Take an exclusive lock for the life of the process; False: the file system has no locks. BlockingIOError: the lock
+    is taken."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -114,32 +115,32 @@ def lock(file: IO[str]) -> bool:
 
 
 def free_bytes(path: Path) -> int:
-    """Bytes that are free on the disk on which ``path`` is, or would be made. Raises OSError."""
+    """Free bytes on the disk of an existing or future ``path``. Raises OSError."""
     path = path.absolute()
     return shutil.disk_usage(next(folder for folder in (path, *path.parents) if folder.exists())).free
 
 
 def temporary_folder() -> Path:
-    """Where programs, launchers among them, put temporary files on this machine."""
+    """Folder of the temporary files of programs, including launchers, on this machine."""
     return Path(next((folder for name in ("TMPDIR", "TEMP", "TMP") if (folder := os.environ.get(name))), "/tmp"))
 
 
 def folder_space(path: Path, must_exist: bool = False) -> dict[str, Any]:
-    """The room in a folder, JSON-able: ``path``, ``free_bytes``, and the ``problem`` that keeps a run from writing there, or "".
+    """Return a folder's free space, JSON-able: ``path``, ``free_bytes``, and the ``problem`` that prevents writing, or "".
 
-    ``must_exist``: a run does not make the folder.
+    ``must_exist``: a run does not create the folder.
     """
     path, free_space, problem = path.absolute(), 0, ""
     try:
         free_space = free_bytes(path)
         existing_folder = path if must_exist else next(folder for folder in (path, *path.parents) if folder.exists())
         if free_space < MIN_FREE_BYTES:
-            problem = f"has {free_space / 1e6:.1f} MB of room, and a run needs {MIN_FREE_BYTES / 1e6:.0f} MB at least"
+            problem = f"has {free_space / 1e6:.1f} MB of free space; a run needs at least {MIN_FREE_BYTES / 1e6:.0f} MB"
         elif not os.access(existing_folder, os.W_OK | os.X_OK):
             problem = (
                 "cannot be written"
                 if existing_folder == path
-                else f"cannot be made: this user may not write to {existing_folder}"
+                else f"cannot be created: this user may not write to {existing_folder}"
             )
     except OSError as error:
         problem = f"cannot be used ({error.strerror})"
@@ -147,10 +148,12 @@ def folder_space(path: Path, must_exist: bool = False) -> dict[str, Any]:
 
 
 def require_regular(path: Path) -> None:
-    """Refuse what is there under a name that a user gives, and is no regular file: reading a device may never end, and a pipe would
-    be waited for. Nothing is opened. What is not there is left to whoever opens it.
+    """Reject a directory, device, pipe or socket, without opening it. Reading a device may never end; a pipe would block.
 
-    Raises UserError: it is a directory, a device, a pipe or a socket.
+    A missing path is left to the code that opens it.
+
+    Raises:
+        UserError: ``path`` exists and is no regular file.
     """
     try:
         mode = path.stat().st_mode
@@ -160,6 +163,6 @@ def require_regular(path: Path) -> None:
         return
     kinds = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
     kind, hint = kinds.get(stat.S_IFMT(mode), "a device"), ""
-    if stat.S_ISFIFO(mode):  # as the shell's <(...) and /dev/stdin are
-        hint = "; it is read more than once, so write what comes out of it to a file first"
-    raise UserError("file.not_regular", f"{path}: must be a regular file, and is {kind}{hint}")
+    if stat.S_ISFIFO(mode):  # such as the shell's <(...) and /dev/stdin
+        hint = "; it is read more than once, so write its output to a file first"
+    raise UserError("file.not_regular", f"{path}: must be a regular file, but is {kind}{hint}")

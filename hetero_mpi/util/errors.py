@@ -1,7 +1,7 @@
-"""The errors a person can act on, and the exit codes.
+"""User errors and exit codes.
 
-Anything raised as ``UserError`` is printed as plain text, once, without a traceback: it must state the rule, the values
-and the next step. Everything else is a defect of this program (or of a machine) and is shown with rank, host and traceback.
+A ``UserError`` is printed as plain text, once, without a traceback: it must state the rule, the values and the next step. Any
+other exception is a bug (or a hardware fault) and is shown with rank, host and traceback.
 """
 
 from __future__ import annotations
@@ -14,34 +14,33 @@ from typing import Any
 
 
 class ExitCode(IntEnum):
-    """Exit codes of the program; ``docs/recovery.md`` explains each. A signal n that ends it at once makes it 128 + n."""
+    """Exit codes of the program, explained in ``docs/recovery.md``. A signal n that ends it at once results in 128 + n."""
 
     DONE = 0
     FAILED = 1
-    """An exception in a rank; of ``doctor``: a run would, or may, fail."""
+    """An exception in a rank; in ``doctor``: a run would, or may, fail."""
     USER_ERROR = 2
-    """Something that only the user can put right."""
+    """An error that only the user can fix."""
     HUNG = 74
     """The watchdog ended the job."""
     GIVEN_UP = 75
-    """``launch --elastic`` does not start the job again."""
+    """``launch --elastic`` does not restart the job."""
     STOPPED = 76
-    """A signal asked for it: the step was finished and a checkpoint written."""
+    """Requested by a signal: the step was finished and a checkpoint written."""
 
 
 ABORT_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-"""Signals that end a job at once if it has been asked to end before. Others have no further effect: SLURM, or a terminal that
-closes, may send them after a user's own.
-"""
+"""Signals that end a job at once after an earlier request to stop. Others have no further effect: SLURM, or a closing terminal,
+may send them after the user's own."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One of several faults that an error names.
+    """One of several faults of an error.
 
     Attributes:
-        kind: as of ``UserError``; of a key of the job ``job.TABLE.KEY``.
-        text: the place, the values and the rule.
+        kind: As in ``UserError``; ``job.TABLE.KEY`` for a key of the job.
+        text: The place, the values and the rule.
     """
 
     kind: str
@@ -52,14 +51,14 @@ class Problem:
 
 
 class UserError(ValueError):
-    """Something the user can put right.
+    """An error that the user can fix.
 
     Args:
-        kind: ``subject.fault``, such as ``records.malformed``, which programs and tests compare; texts may be rewritten.
-        text: the rule, the values and the next step.
-        exit_code: what the process ends with, as for a wrong command line unless it is given.
-        problems: the faults, of an error that names several.
-        values: what a program may want to know of the fault.
+        kind: ``subject.fault``, such as ``records.malformed``, for comparison by programs and tests; texts may be rewritten.
+        text: The rule, the values and the next step.
+        exit_code: Exit code of the process; default: that of a wrong command line.
+        problems: The faults, if there are several.
+        values: Details for programs.
     """
 
     exit_code: int = ExitCode.USER_ERROR

@@ -1,4 +1,4 @@
-"""Limits of what a process may use of its host: memory and cores, under its control groups. Standard library only."""
+"""Memory and CPU limits of this process under its control groups. Standard library only."""
 
 from __future__ import annotations
 
@@ -8,43 +8,43 @@ from pathlib import Path, PurePosixPath
 
 _ROOT, _OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 _MIN_UNLIMITED_BYTES = 1 << 60
-"""Version 1 says so by a number near 2**63."""
+"""cgroup v1 expresses "no limit" by a number near 2**63."""
 
 
 def free_bytes(root: Path = _ROOT, group_file: Path = _OWN) -> int | None:
-    """Bytes left under the memory limits of this process's control group and of those above it, as SLURM jobs, containers and
-    systemd services have them; None without a limit. What the page cache has not touched for long counts as free.
+    """Bytes left under the memory limits of this process's control group and its ancestors; None without a limit.
 
-    ``group_file``: the groups of this process, a line ``NUMBER:CONTROLLERS:PATH`` for each hierarchy.
+    SLURM jobs, containers and systemd services set such limits. Inactive page cache counts as free.
+
+    ``group_file``: the groups of this process, one line ``NUMBER:CONTROLLERS:PATH`` per hierarchy.
     """
     free_by_group = [free for group in _groups("memory", root, group_file) if (free := _free_bytes(group)) is not None]
     return min(free_by_group, default=None)
 
 
 def core_quota(root: Path = _ROOT, group_file: Path = _OWN) -> float | None:
-    """Cores' worth of processor time that the control groups allow all their processes together, as ``docker run --cpus`` sets
-    it; None without a limit."""
+    """CPU quota of the control groups in cores, as set by ``docker run --cpus``; None without a limit."""
     return min(
         (cores for group in _groups("cpu", root, group_file) if (cores := _cpu_quota(group)) is not None), default=None
     )
 
 
 def allowed_cores() -> list[int]:
-    """Numbers of the cores this process may run on (a launcher may have bound it to a few)."""
+    """Numbers of the cores on which this process may run (a launcher may bind it to a few)."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
 
 
 def usable_cores() -> int:
-    """Whole cores that this process may keep busy: those it may run on, or fewer under a quota; at least one."""
+    """Number of cores that this process can keep busy: the allowed ones, or fewer under a quota; at least one."""
     quota = core_quota()
     return max(1, min(len(allowed_cores()), int(quota))) if quota is not None else len(allowed_cores())
 
 
 def _groups(controller: str, root: Path, group_file: Path) -> Iterator[Path]:
-    """Directories of the process's groups with a controller and of all above them; in a container, the mounted one."""
-    yield root  # a container may see its own group there, whatever its path says
+    """Yield the directories of the process's groups with a controller, and of their ancestors; in a container, the mounted one."""
+    yield root  # a container may see its own group at the root, whatever its path
     yield root / controller
     try:
         lines = group_file.read_text().splitlines()
@@ -76,7 +76,7 @@ def _free_bytes(group: Path) -> int | None:
 
 
 def _cpu_quota(group: Path) -> float | None:
-    """Version 2 has one file that says ``QUOTA PERIOD`` or ``max PERIOD``; version 1 two files, -1 for none. In microseconds."""
+    """cgroup v2 has one file ``QUOTA PERIOD`` or ``max PERIOD``; v1 has two files, with -1 for no quota. In microseconds."""
     for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
         try:
             quota, period = " ".join((group / name).read_text() for name in names).split()
@@ -88,7 +88,7 @@ def _cpu_quota(group: Path) -> float | None:
 
 
 def read_counter(counters: Path, name: str) -> int:
-    """The number behind a name in a file of the kernel; 0 where it is not there."""
+    """The named value in a kernel file of counters; 0 if missing."""
     try:
         rows = dict(line.split(" ", 1) for line in counters.read_text().splitlines())
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Plug-in points: a module saved in a folder of the package is found by its name; docs/CONTRIBUTING.md lists the folders."""
+"""Plug-in points: a module in a plug-in folder of the package is found by name; docs/CONTRIBUTING.md lists the folders."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 @cache
 def plug_in_names(folder: str) -> tuple[str, ...]:
-    """Sorted names of the modules in a package (``hetero_mpi.objectives``). None of them is imported: they may need torch."""
+    """Sorted names of the modules in a package (``hetero_mpi.objectives``). None is imported, as it may need torch."""
     spec = find_spec(folder)
     assert spec is not None, folder
     return tuple(sorted(module.name for module in pkgutil.iter_modules(spec.submodule_search_locations)))

@@ -1,12 +1,11 @@
-"""Files that one start keeps for the next one, in caches that anything may happen to in between: they are used only while they
-are, byte for byte, what was written.
+"""Cached files verified by checksums: data from an earlier start is used only if it is byte for byte as written.
 
-    tokens/3f9a.../stream.i32    a kept folder: its files, and
-    tokens/3f9a.../seal.json     the size and CRC-32 of each, values of the writer (JSON), and a CRC-32 of these two
-    profiles/81c2....json        a kept value: the value, and its CRC-32
+    tokens/3f9a.../stream.i32    a sealed folder: its files, and
+    tokens/3f9a.../seal.json     size and CRC-32 of each file, the writer's values (JSON), and a CRC-32 of both
+    profiles/81c2....json        a sealed value with its CRC-32
 
-A folder is filled beside its place, sealed, forced to the disk and renamed. So several programs may make the same one, and a power
-loss leaves nothing under its name that is not whole. What is damaged is removed with a sentence, and its reader makes it again.
+A folder is filled under a temporary name, sealed, synced and renamed. Several programs may therefore create the same folder, and a
+power loss leaves no incomplete data under its name. Damaged data is reported and removed, and its reader creates it again.
 """
 
 from __future__ import annotations
@@ -28,14 +27,13 @@ T = TypeVar("T")
 _SEAL = "seal.json"
 _PIECE_BYTES = 1 << 20
 _READ_ERRORS = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
-"""What reading another program's bytes may raise; ``UserError`` is a ValueError."""
+"""Errors that parsing foreign bytes may raise; ``UserError`` is a ValueError."""
 
 
 def load_sealed(path: Path, read: Callable[[Path, Any], T], report: Callable[[str], object]) -> T | None:
-    """The content of a kept folder or file, which ``read`` makes of it and the values in it; None: nothing is kept there.
+    """Return ``read(path, values)`` of a sealed folder or file, or None if nothing is stored there.
 
-    All bytes are read (some 2 GB/s of one core). ``report``: gets a sentence about what was damaged, or made ``read`` fail, and is
-    removed.
+    All bytes are verified (some 2 GB/s per core). Data that is damaged, or that ``read`` rejects, is reported and removed.
     """
     if not os.path.lexists(path):
         return None
@@ -43,21 +41,22 @@ def load_sealed(path: Path, read: Callable[[Path, Any], T], report: Callable[[st
         return read(path, _verified_values(path))
     except _READ_ERRORS as error:
         reason = str(error) or type(error).__name__
-    report(f"{path} is damaged ({reason}): it is removed and made again")
+    report(f"{path} is damaged ({reason}): removing and recreating it")
     with contextlib.suppress(OSError):
         discard(path)
     return None
 
 
 def store_folder(folder: Path, fill: Callable[[Path], Any], remedy: str, durable: bool = True) -> None:
-    """Make the folder ``folder``, unless it is there: another program was first, or what was damaged cannot be removed.
+    """Create the sealed ``folder`` unless it exists (created by another program, or damaged and not removable).
 
     Args:
-        fill: writes files into the folder that it is given, and returns values (JSON) to keep with them.
-        remedy: what to do where the disk refuses.
-        durable: a power loss must not damage it.
+        fill: Writes files into the given folder and returns values (JSON) to store with them. Its errors propagate.
+        remedy: Advice to the user if writing fails.
+        durable: Protect against power loss.
 
-    Raises UserError: it cannot be written. What ``fill`` raises, it raises, too.
+    Raises:
+        UserError: The folder cannot be written.
     """
     temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}")
     try:
@@ -80,15 +79,15 @@ def store_folder(folder: Path, fill: Callable[[Path], Any], remedy: str, durable
 
 
 def store_value(path: Path, value: Any) -> None:
-    """Keep a value (JSON) in a file. Raises OSError."""
+    """Store a value (JSON) in a sealed file. Raises OSError."""
     write_atomic(path, _sealed_text(value), durable=True, make_folder=True)
 
 
 def discard(path: Path) -> None:
-    """Remove whatever is there: a file, a link, a folder and all in it. Raises OSError: it cannot be removed."""
+    """Remove a file, a link, or a folder with its content. Raises OSError."""
     renamed = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    with contextlib.suppress(FileNotFoundError):  # another program was first
-        os.rename(path, renamed)  # so that nobody sees half of it
+    with contextlib.suppress(FileNotFoundError):  # already removed by another program
+        os.rename(path, renamed)  # no reader sees a partial folder
         if renamed.is_dir() and not renamed.is_symlink():
             shutil.rmtree(renamed, ignore_errors=True)
         else:
@@ -96,7 +95,7 @@ def discard(path: Path) -> None:
 
 
 def _verified_values(path: Path) -> Any:
-    """The values of a kept folder or file. Raises OSError or ValueError: it is damaged."""
+    """Return the values of a sealed folder or file. Raises OSError or ValueError if it is damaged."""
     if not path.is_dir():
         return _read_value(path)
     sealed_summaries, values = _read_value(path / _SEAL)
@@ -107,16 +106,16 @@ def _verified_values(path: Path) -> Any:
         if summaries.get(name) != sealed_summaries.get(name)
     ]
     if damaged:
-        raise ValueError(f"{damaged[0]} is not as it was written")
+        raise ValueError(f"the checksum of {damaged[0]} does not match")
     return values
 
 
 def _summaries(folder: Path) -> dict[str, list[int]]:
-    """Name within the folder -> (size, CRC-32) of a file; empty for what is neither a file nor a folder."""
+    """Name within the folder -> (size, CRC-32) of a file; empty for special files."""
     summaries = {}
     for path in folder.rglob("*"):
         summary, mode = [], path.lstat().st_mode
-        if stat.S_ISREG(mode):  # reading a pipe would wait
+        if stat.S_ISREG(mode):  # reading a pipe would block
             with path.open("rb") as file:
                 crc = 0
                 while piece := file.read(_PIECE_BYTES):
@@ -137,5 +136,5 @@ def _read_value(path: Path) -> Any:
         content = json.loads(path.read_bytes() if stat.S_ISREG(path.lstat().st_mode) else b"")
         value, crc = content["value"], content["crc32"]
     if crc != zlib.crc32(json.dumps(value).encode()):
-        raise ValueError(f"{path.name} is not as it was written")
+        raise ValueError(f"the checksum of {path.name} does not match")
     return value

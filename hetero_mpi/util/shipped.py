@@ -1,4 +1,4 @@
-"""Packages, jobs and profiles that come with the program beside its code, and the argument that pip was given for it."""
+"""Packages, jobs and profiles shipped with the program, and the pip argument with which it was installed."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ REQUIRED = (
     "torch", "mpi4py", "numpy", "transformers", "tokenizers", "safetensors", "huggingface_hub", "peft", "bitsandbytes", "h5py",
     "tomli", "tomli_w", "pydantic", "psutil", "matplotlib", "jinja2",
 )  # fmt: skip
-"""Modules that a run imports; a test compares them with pyproject.toml."""
+"""Modules that a run imports; a test compares the list with pyproject.toml."""
 USED_PROFILE = "used-profile.toml"
-"""File in a run directory: the profile that the run's plans are made for, where it is not the one in ``profile.toml``."""
+"""File in a run directory: the profile on which the run's plans are based, if it differs from ``profile.toml``."""
 SHIPPED_FILES = "shipped_files"
-"""The folder of the package that a wheel has and a clone has not."""
+"""Folder of the package that only a wheel has, not a clone."""
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def absent_packages() -> tuple[str, ...]:
-    """Those modules of ``REQUIRED`` that are not installed. None of them is imported."""
+    """Modules of ``REQUIRED`` that are not installed. None is imported."""
     return tuple(name for name in REQUIRED if not _is_installed(name))
 
 
@@ -40,19 +40,20 @@ def _is_installed(name: str) -> bool:
 
 
 def shipped_folder(name: str) -> Path:
-    """``jobs`` or ``profiles``: inside the package where it came as a wheel (``setup.py``), beside it in a clone."""
+    """``jobs`` or ``profiles``: inside the package in a wheel (``setup.py``), next to it in a clone."""
     inside = _PACKAGE / SHIPPED_FILES / name
     return inside if inside.is_dir() else _PACKAGE.parent / name
 
 
 def shipped_profiles() -> dict[str, Path]:
-    """Name -> file."""
+    """Shipped profiles: name -> file."""
     return {path.stem: path for path in sorted(shipped_folder("profiles").glob("*.toml"))}
 
 
 def profile_file(name: str | os.PathLike[str], requested_path: Path | None = None) -> Path:
-    """The file of a profile: ``requested_path`` (by default ``name`` as a path), or where nothing is there the shipped one called ``name``.
-    Of a run directory, the profile that its plans were made for. Raises UserError: there is none.
+    """Return ``requested_path`` (default: ``name`` as a path) if it exists, otherwise the shipped profile ``name``.
+
+    For a run directory, return the profile on which its plans are based. Raises UserError if there is none.
     """
     requested_path, shipped = requested_path or Path(name), shipped_profiles()
     if requested_path.is_dir():
@@ -60,7 +61,7 @@ def profile_file(name: str | os.PathLike[str], requested_path: Path | None = Non
     path = requested_path if requested_path.exists() else shipped.get(os.fspath(name).removesuffix(".toml"))
     if path is None:
         similar_names = difflib.get_close_matches(requested_path.name.removesuffix(".toml"), shipped, n=1)
-        hint = f"did you mean {similar_names[0]}?" if similar_names else f"shipped are {', '.join(shipped)}"
+        hint = f"did you mean {similar_names[0]}?" if similar_names else f"shipped profiles: {', '.join(shipped)}"
         raise UserError(
             "shipped.missing", f"{requested_path}: no such file, and no shipped profile of this name; {hint}"
         )
@@ -68,18 +69,19 @@ def profile_file(name: str | os.PathLike[str], requested_path: Path | None = Non
 
 
 def file_of_run(directory: Path, *names: str) -> Path:
-    """The first of these files that is in a run directory. Raises UserError: there is none."""
+    """Return the first of these files that exists in a run directory. Raises UserError if there is none."""
     path = next((directory / name for name in names if (directory / name).exists()), None)
     if path is None:
         raise UserError(
             "shipped.missing",
-            f"{directory}: no {' and no '.join(names)} is in this directory; name a file, or the directory of a run",
+            f"{directory}: no {' and no '.join(names)} in this directory; specify a file, or a run directory",
         )
     return path
 
 
 def pip_argument() -> str:
-    """The argument of ``pip install`` so that another machine gets this version the way it came here, quoted for a shell."""
+    """Return the ``pip install`` argument with which another machine gets this version from the same source, quoted for a
+    shell."""
     if (_PACKAGE.parent / "pyproject.toml").is_file():
         return f"-e {shlex.quote(str(_PACKAGE.parent))}"  # a clone
     text = metadata.distribution(DISTRIBUTION).read_text("direct_url.json")

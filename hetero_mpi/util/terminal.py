@@ -1,4 +1,4 @@
-"""Text on a person's terminal: anybody's is made harmless, it is fitted to the width, and the reader may go away."""
+"""Text for terminals: control characters are escaped, lines are fitted to the width, and a closed reader is tolerated."""
 
 from __future__ import annotations
 
@@ -14,31 +14,33 @@ from typing import TextIO
 CONSOLE_LOGGER = "hetero_mpi.say"
 """Name of the logger whose lines the user sees."""
 _HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Characters that a terminal obeys instead of showing them, that turn the direction of text, or that no encoding can write."""
+"""Control characters, characters that change the text direction, and characters that no encoding can write."""
 
 
 def printable(text: str) -> str:
-    """``text`` with such characters spelt out (``\\x1b``). Names in files may hold any; lines and tabs stay."""
+    """Escape the characters of ``_HIDDEN`` (``\\x1b``), which file names may contain; keep line breaks and tabs."""
     return _HIDDEN.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 _FALLBACK = os.terminal_size((100, 30))
 UNWATCHED_VARIABLE = "HETERO_MPI_UNWATCHED"
-"""Environment variable: the launcher is to outlive its terminal, so that nobody watches it."""
+"""Environment variable: the launcher shall outlive its terminal, so no user watches it."""
 _LAUNCHED = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
 _MIN_COLUMNS = 30
 MAX_COLUMNS = 120
-"""Most characters of a line that is fitted to a terminal: two terminals fit beside each other."""
+"""Maximum line width on a terminal, narrow enough to read."""
 _MIN_PROSE_COLUMNS = 30
-"""Least width of a paragraph behind its beginning."""
+"""Minimum width of a paragraph after its label."""
 _MAX_LOG_COLUMNS = 1_000_000
 _COMMAND = re.compile(r"\s*(launch[\d: ]*: )?(python3? -m|curl|mpirun|mpiexec|pip) ")
-"""A line that begins so is a command to be copied, and stays whole."""
+"""Lines that start like this are commands to copy, and are never wrapped."""
 
 
 def columns(stream: TextIO | None = None) -> int | None:
-    """Characters that a line may have: ``COLUMNS`` of the environment, else those of the terminal that is watched. None: as many as
-    it needs, since logs are searched by lines. ``stream``: stdout unless named; of a rank, stdout.
+    """Return the line width: ``COLUMNS`` of the environment, else the watched terminal's; None for logs, which are searched by
+    line.
+
+    ``stream``: default stdout; ranks always use stdout.
     """
     requested = os.environ.get("COLUMNS", "")
     if requested.isdecimal() and int(requested) > 0:
@@ -48,7 +50,7 @@ def columns(stream: TextIO | None = None) -> int | None:
 
 
 def fit_to_terminal(text: str, stream: TextIO | None = None) -> str:
-    """``text`` with lines that are too long for ``columns`` broken between words; what follows stands a little to the right."""
+    """Wrap the lines of ``text`` that exceed ``columns`` between words, with indented continuations."""
     width = columns(stream)
     return (
         text
@@ -58,7 +60,7 @@ def fit_to_terminal(text: str, stream: TextIO | None = None) -> str:
 
 
 def fold_line(line: str, width: int, start: str = "", indent: str | None = None) -> list[str]:
-    """``start + line`` within ``width``, where words allow it. ``indent``: of the later lines."""
+    """Wrap ``start + line`` to ``width`` where words allow it. ``indent``: of continuation lines."""
     if len(start) + len(line) <= width or _COMMAND.match(line):
         return [start + line]
     first_indent = start if start else line[: len(line) - len(line.lstrip(" "))]
@@ -74,11 +76,11 @@ def fold_line(line: str, width: int, start: str = "", indent: str | None = None)
 
 
 def is_terminal(stream: TextIO) -> bool:
-    """True: a person watches this stream.
+    """Whether a user watches this stream.
 
-    Open MPI gives every rank a pseudo-terminal, even when its own output goes to a file. Then the stdout of the launcher, which is
-    this process's parent, decides. Where that cannot be seen the answer is no, since plain lines are right everywhere. Nobody
-    watches a process that is to outlive its terminal (SIGHUP is ignored).
+    Open MPI gives every rank a pseudo-terminal, even if its own output goes to a file; then the stdout of the launcher, this
+    process's parent, decides. If that cannot be read the answer is False, since plain lines are always acceptable. A process that
+    shall outlive its terminal (SIGHUP is ignored) has no watcher.
     """
     if not stream.isatty() or UNWATCHED_VARIABLE in os.environ or signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         return False
@@ -91,7 +93,7 @@ def is_terminal(stream: TextIO) -> bool:
 
 
 def terminal_size(stream: TextIO) -> os.terminal_size:
-    """Columns and lines of the terminal that is watched; the launcher's, where there is a launcher."""
+    """Size of the watched terminal, which is the launcher's if there is one."""
     with contextlib.suppress(OSError, ValueError):
         if _has_launcher():
             descriptor = os.open(_launcher_stdout(), os.O_RDONLY | os.O_NOCTTY)
@@ -115,28 +117,30 @@ def _has_launcher() -> bool:
 
 
 def write_text(text: str, stream: TextIO, exact: bool = False) -> None:
-    """Write to stdout or stderr, ``printable`` and ``fit_to_terminal``; ``exact``: as it is where nobody watches. If nobody reads it any
-    more (``| head``, a terminal that was closed), it leads nowhere from then on: the work goes on.
+    """Write ``printable`` and ``fit_to_terminal`` text to stdout or stderr; ``exact``: unchanged unless a user watches.
+
+    If the reader is gone (``| head``, a closed terminal), later output is discarded and the work continues.
     """
     try:
         stream.write(text if exact and not is_terminal(stream) else fit_to_terminal(printable(text), stream))
         stream.flush()
     except (OSError, ValueError) as error:  # ValueError: the program has closed the stream, or it lacks a character
-        if getattr(error, "errno", None) not in (errno.EPIPE, errno.EIO):  # a full disk may have room again
+        if getattr(error, "errno", None) not in (errno.EPIPE, errno.EIO):  # a full disk may get free space again
             return
         with contextlib.suppress(OSError, ValueError):
-            # What is left in the buffer would fail again when the interpreter ends.
+            # The buffered text would fail again at interpreter exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def line_width() -> int:
-    """Characters of a line of stdout, at most ``MAX_COLUMNS``; no limit where nobody watches."""
+    """Width of a line of stdout, at most ``MAX_COLUMNS``; no limit without a terminal."""
     width = columns()
     return _MAX_LOG_COLUMNS if width is None else min(width, MAX_COLUMNS)
 
 
 def wrap_text(start: str, text: str) -> list[str]:
-    """``start + text`` within ``line_width``; later lines are indented below the text, or a little where ``start`` is long."""
+    """Wrap ``start + text`` to ``line_width``, with continuations aligned to the text, or indented by four if ``start``
+    is long."""
     width = line_width()
     indent = " " * (len(start) if len(start) <= width - _MIN_PROSE_COLUMNS else 4)
     return [line.rstrip() for line in fold_line(" ".join(text.split()), width, start, indent)]

@@ -1,4 +1,4 @@
-"""TOML texts -> values, where every text that is no TOML, or goes beyond anything meant, is the same error."""
+"""TOML parsing with one error type for malformed texts and for texts beyond sane limits."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from typing import Any
 import tomli
 
 MAX_NESTING_DEPTH = 64
-"""Tables and lists within one another; what is made of them is walked recursively."""
+"""Maximum nesting of tables and lists, which are walked recursively later."""
 MAX_INTEGER_BITS = 4096
-"""Limit of a whole number: Python refuses to write ones of more than 4,300 digits (14,000 bits), even into an error's text."""
+"""Python refuses to print integers of more than 4,300 digits (14,000 bits), even in an error message."""
 
 
 class TomlError(ValueError):
-    """A text that is no TOML, and where."""
+    """A malformed TOML text, with the position."""
 
 
 def loads(text: str) -> dict[str, Any]:
-    """The tables of a TOML text. Raises TomlError."""
+    """Parse a TOML text. Raises TomlError."""
     try:
         values = tomli.loads(text)
-    except ValueError as error:  # of tomli, and of Python for a number of very many digits
+    except ValueError as error:  # from tomli, or from Python for a number with too many digits
         raise TomlError(str(error)) from None
     except RecursionError:
         raise TomlError(_TOO_DEEP) from None
@@ -32,7 +32,7 @@ _TOO_DEEP = f"tables and lists are nested more than {MAX_NESTING_DEPTH} deep"
 
 
 def _check_limits(values: Any) -> None:
-    """Raises TomlError for what goes beyond the limits; without recursion, and without looking deeper than ``MAX_NESTING_DEPTH``."""
+    """Raise TomlError beyond the limits, without recursion."""
     depth, level = 0, [values]
     while level:
         depth += 1

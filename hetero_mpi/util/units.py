@@ -1,4 +1,4 @@
-"""Numbers, ranks and layers in words, for people: three significant digits and a fitting unit."""
+"""Numbers, ranks and layers as readable text: three significant digits and a suitable unit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _DROPPABLE_PATTERNS = (
     r" @ .*$| \d+-Core Processor$| Processor\b| CPU\b",
     r" \([^()]*\)$",
 )
-"""Parts of a device's name that may be left out, in this order."""
+"""Parts of a device's name that may be dropped, in this order."""
 _COUNTS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
@@ -39,7 +39,7 @@ def clock(value_s: float) -> str:
 
 
 def size(value_bytes: float) -> str:
-    """``1_234_567_890`` -> ``1.23 GB`` (powers of 1000, as everywhere in this program)."""
+    """``1_234_567_890`` -> ``1.23 GB`` (powers of 1000, as in the whole program)."""
     return _scaled(value_bytes, _BYTES) or f"{value_bytes:.0f} B"
 
 
@@ -64,24 +64,24 @@ def change(share: float) -> str:
 
 
 def unit_of(sequence_length: int) -> str:
-    """The unit of a throughput: tokens; or samples where a sequence has one token, as in models made of layers."""
+    """The throughput unit: tokens, or samples if a sequence has one token, as in custom layer models."""
     return "samples" if sequence_length == 1 else "tokens"
 
 
 def amount(tokens: int, sequence_length: int) -> str:
-    """``1,024 tokens``, or in units of :func:`unit_of` ``8 samples``."""
+    """``1,024 tokens``, or ``8 samples`` by :func:`unit_of`."""
     return plural(tokens, unit_of(sequence_length)[:-1])
 
 
 def rows_of(sequence_length: int, ending: str = "s") -> str:
-    """``sequences of 1,024 tokens``, or ``samples``. ``ending``: "" of one."""
+    """``sequences of 1,024 tokens``, or ``samples``. ``ending``: "" for the singular."""
     return f"sample{ending}" if sequence_length == 1 else f"sequence{ending} of {sequence_length:,} tokens"
 
 
 def device_name(name: str, max_characters: int) -> str:
-    """A device's name in at most ``max_characters`` characters: ``NVIDIA GeForce RTX 4090`` -> ``RTX 4090``.
+    """Shorten a device's name to ``max_characters``: ``NVIDIA GeForce RTX 4090`` -> ``RTX 4090``.
 
-    Makers and trademarks are dropped first. Then it is shortened from the left, since what tells devices apart comes last.
+    Vendors and trademarks are dropped first, then words from the left, since the last words distinguish devices.
     """
     for pattern in _DROPPABLE_PATTERNS:
         if len(name) > max_characters:
@@ -92,7 +92,7 @@ def device_name(name: str, max_characters: int) -> str:
 
 
 def numbers(values: Iterable[int]) -> str:
-    """``[0, 1, 2, 5]`` -> ``0-2, 5``. Two neighbours stay ``0, 1``."""
+    """``[0, 1, 2, 5]`` -> ``0-2, 5``. Two neighbours remain ``0, 1``."""
     runs: list[list[int]] = []
     for value in sorted(set(values)):
         if runs and runs[-1][-1] == value - 1:
@@ -116,12 +116,13 @@ def plural(number: int, noun: str) -> str:
 
 
 def shorten(text: str, max_characters: int = 26) -> str:
-    """``text`` if it has at most ``max_characters`` characters, else its beginning."""
+    """Truncate ``text`` to ``max_characters``, with an ellipsis."""
     return text if len(text) <= max_characters else text[: max_characters - 3].rstrip() + "..."
 
 
 def layers(first: int, last: int, count: int) -> str:
-    """``embedding, blocks 0-3``: layers [first, last) of a chain of ``count``, whose ends are the embedding and the head."""
+    """``embedding, blocks 0-3``: layers [first, last) of a chain of ``count``, whose first and last are the embedding and the
+    head."""
     blocks = range(max(first, 1) - 1, min(last, count - 1) - 1)
     parts = ["embedding"] if first == 0 else []
     if len(blocks) == 1:
@@ -132,14 +133,14 @@ def layers(first: int, last: int, count: int) -> str:
 
 
 def join_with_counts(texts: Iterable[str], joint: str) -> str:
-    """``a, b`` with equal ones counted: ``60 x (a), 3 x (b)``."""
+    """Join texts, merging equal ones: ``60 x (a), 3 x (b)``."""
     return joint.join(
         text if occurrences == 1 else f"{occurrences} x ({text})" for text, occurrences in Counter(texts).items()
     )
 
 
 def ratio(numerator: float, denominator: float) -> float:
-    """The quotient; 1 for 0 / 0: a profile edited to zero seconds must not break a sentence."""
+    """The quotient, or 1 for 0 / 0: a profile edited to zero seconds must not break a message."""
     return numerator / denominator if denominator > 0 else 1.0
 
 

@@ -185,9 +185,9 @@ class WiredProgress:
     def __init__(self, wire: Wire, rank: int) -> None:
         self.wire, self.rank, self.ended = wire, rank, 0
 
-    def begin(self, request: Exchange) -> None: ...
+    def register(self, request: Exchange) -> None: ...
 
-    def end(self, request: Exchange) -> None:
+    def complete_request(self, request: Exchange) -> None:
         self.ended += 1
 
     def send(self, comm: object, request: Exchange, buffer: Part, peer: int, tag: int, then: Then) -> None:

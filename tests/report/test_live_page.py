@@ -267,7 +267,7 @@ def test_the_address_has_the_token_behind_the_hash(run: Path, monkeypatch: pytes
 
 def test_rank_0_writes_what_the_ranks_do_and_how_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_report, "TELL_S", 0.01)
-    world: Any = SimpleNamespace(doing="training step 3")
+    world: Any = SimpleNamespace(current_action="training step 3")
     display = ProgressDisplay(10)
     display.standings = lambda: {0: Standing("training step 3, 0F1", computed=0.5)}
 
@@ -304,7 +304,7 @@ from hetero_mpi.job.schema import ReportTable
 from hetero_mpi.report.progress import ProgressDisplay
 from hetero_mpi.training.run_report import LiveView
 
-with LiveView(SimpleNamespace(doing="training step 61")) as live:
+with LiveView(SimpleNamespace(current_action="training step 61")) as live:
     live.begin(ReportTable(watch=0), Path(sys.argv[1]), ProgressDisplay(100))
     time.sleep(600)
 """

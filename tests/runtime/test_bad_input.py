@@ -216,7 +216,7 @@ CASES: dict[str, tuple[Make, tuple[str, ...]]] = {
         ("in 3 layers", "this job trains", "in 4: use a profile", "leave it out to measure"),
     ),
     "missing-profile": ({"profile_file": "{here}/absent.profile.toml"},
-                        ("absent.profile.toml: no such file", "no shipped profile of this name; shipped are")),
+                        ("absent.profile.toml: no such file", "no shipped profile of this name; shipped profiles:")),
     "missing-profile-of-the-job": ({"profile": {"path": "{here}/mistyped.profile.toml"}}, ("mistyped.profile.toml: no such file",)),
     "profile-to-use-and-to-keep": ({"profile": {"path": "{here}/profile.toml", "save_as": "kept.toml"}}, ("save_as",)),
     "nothing-to-resume": ({"resume": "latest"}, ("no whole checkpoint to resume from", "start without --resume")),
