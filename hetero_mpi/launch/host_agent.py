@@ -53,10 +53,10 @@ def connect(doors: Sequence[Mapping[str, Any]], patience_s: float) -> dict[str, 
 def _error(door: Mapping[str, Any], patience_s: float) -> str:
     try:
         with socket.create_connection((door["address"], door["port"]), patience_s) as connection:
-            heard = connection.makefile("rb").read(len(door["word"]))
+            reply = connection.makefile("rb").read(len(door["word"]))
     except OSError as error:
         return (error.strerror or str(error)).lower()
-    return "" if heard == door["word"].encode() else "something else answers at its port"
+    return "" if reply == door["word"].encode() else "something else answers at its port"
 
 
 def _report(**orders: Any) -> dict[str, Any]:
@@ -78,9 +78,9 @@ REQUESTS: dict[str, Callable[..., dict[str, Any]]] = {
 def main() -> int:
     for line in sys.stdin:
         request = json.loads(line)
-        asked, source = request.pop("ask"), request.pop("source", "another commit")
+        name, source = request.pop("ask"), request.pop("source", "another commit")
         try:
-            answer = REQUESTS[asked](**request)
+            answer = REQUESTS[name](**request)
         except (KeyError, TypeError):
             if source == own_source():
                 raise

@@ -10,13 +10,13 @@ from collections.abc import Callable, Sequence
 
 from hetero_mpi.launch import slurm
 from hetero_mpi.launch.launcher.command_line import CommandLine, build_command, hosts_command
-from hetero_mpi.launch.launcher.launcher import find_launcher, outliving_ranks
-from hetero_mpi.launch.launcher.launcher_process import ASKED_TEXTS, MOST_OF_RANKS, start, tell
+from hetero_mpi.launch.launcher.launcher import find_launcher, recovery_options
+from hetero_mpi.launch.launcher.launcher_process import MAX_RANK_EXIT_CODE, STOP_TEXTS, print_lines, start
 from hetero_mpi.launch.supervisor.elastic import Supervisor, without_option
 from hetero_mpi.launch.supervisor.elastic_options import ElasticOptions
 from hetero_mpi.util.errors import ExitCode, UserError
 
-_SAID_WHAT_NEXT = (ExitCode.DONE, ExitCode.USER_ERROR, ExitCode.HUNG, ExitCode.STOPPED)
+_EXPLAINED_CODES = (ExitCode.DONE, ExitCode.USER_ERROR, ExitCode.HUNG, ExitCode.STOPPED)
 """Exit codes of a job that has said itself what to do."""
 
 
@@ -37,17 +37,17 @@ def main(namespace: argparse.Namespace, parse: Callable[[Sequence[str]], argpars
     if not program[0].startswith("-"):
         parse(program)  # what is mistyped is told here, once, instead of by every rank
     slurm.check_slurm_job(os.environ)
-    given = shlex.split(namespace.mpirun_args)
+    mpirun_args = shlex.split(namespace.mpirun_args)
     if namespace.recover:
-        outliving = outliving_ranks(find_launcher())
+        recovery_args = recovery_options(find_launcher())
         if namespace.verbose:
-            print(f"launch: {shlex.join(outliving)}: ranks may die, and the others go on", file=sys.stderr)
-        given = [*outliving, *given]
+            print(f"launch: {shlex.join(recovery_args)}: ranks may die, and the others go on", file=sys.stderr)
+        mpirun_args = [*recovery_args, *mpirun_args]
     if namespace.hosts is not None and (namespace.print_only or not namespace.elastic):
-        return _launch_on_hosts(namespace, program, given)
+        return _launch_on_hosts(namespace, program, mpirun_args)
     if namespace.hostfile is None and not namespace.elastic and slurm.is_heterogeneous(os.environ):
         entries = slurm.entries(slurm.components(os.environ), namespace.slurm_python)
-        command = slurm.heterogeneous_command(find_launcher(), entries, namespace.ranks, program, given)
+        command = slurm.heterogeneous_command(find_launcher(), entries, namespace.ranks, program, mpirun_args)
         return _start(namespace, command, program)
     if namespace.slurm_python:
         raise UserError(
@@ -67,7 +67,7 @@ def main(namespace: argparse.Namespace, parse: Callable[[Sequence[str]], argpars
             ranks=namespace.ranks,
             hostfile=namespace.hostfile,
             hosts_file=namespace.hosts,
-            mpirun_args=tuple(given),
+            mpirun_args=tuple(mpirun_args),
             heartbeat_timeout_s=namespace.heartbeat_timeout_s,
             max_restarts=namespace.max_restarts,
             min_ranks=namespace.min_ranks,
@@ -77,9 +77,9 @@ def main(namespace: argparse.Namespace, parse: Callable[[Sequence[str]], argpars
         return _supervise(options, program, parse)
     if namespace.hostfile is None:
         tasks = sum(sum(component.tasks) for component in slurm.components(os.environ))
-        slurm.check_slurm_tasks(namespace.ranks, tasks, given)
+        slurm.check_slurm_tasks(namespace.ranks, tasks, mpirun_args)
     words = [sys.executable, "-m", "hetero_mpi", *program]
-    command = build_command(find_launcher(), namespace.ranks, namespace.hostfile, words, given)
+    command = build_command(find_launcher(), namespace.ranks, namespace.hostfile, words, mpirun_args)
     return _start(namespace, command, program)
 
 
@@ -87,18 +87,18 @@ def _start(namespace: argparse.Namespace, command: CommandLine, program: Sequenc
     doctor = ["python", "-m", "hetero_mpi", "doctor"]
     for option, file in (("--hostfile", namespace.hostfile), ("--hosts", namespace.hosts)):
         doctor += [option, file] if file is not None else []
-    asked_text = ASKED_TEXTS.get(program[0])
+    asked_text = STOP_TEXTS.get(program[0])
     code = start(command, namespace.print_only, namespace.verbose, asked_text, shlex.join(doctor))
-    if program[0] == "train" and code not in _SAID_WHAT_NEXT and code <= MOST_OF_RANKS:
-        go_on = [*without_option(program, "--resume", needs_value=False), "--resume", "any"]
-        given = sys.argv[1 : -len(program)] if sys.argv[-len(program) :] == program else ["launch", "...", "--"]
-        command_line = shlex.join(["python", "-m", "hetero_mpi", *given, *go_on])
+    if program[0] == "train" and code not in _EXPLAINED_CODES and code <= MAX_RANK_EXIT_CODE:
+        resume_words = [*without_option(program, "--resume", needs_value=False), "--resume", "any"]
+        launch_args = sys.argv[1 : -len(program)] if sys.argv[-len(program) :] == program else ["launch", "...", "--"]
+        command_line = shlex.join(["python", "-m", "hetero_mpi", *launch_args, *resume_words])
         text = f"the run has not come to its end (exit code {code}). From its newest state, or from the beginning without one"
-        tell([f"{text}:", command_line])
+        print_lines([f"{text}:", command_line])
     return code
 
 
-def _launch_on_hosts(namespace: argparse.Namespace, program: list[str], given: list[str]) -> int:
+def _launch_on_hosts(namespace: argparse.Namespace, program: list[str], mpirun_args: list[str]) -> int:
     from hetero_mpi.launch.hosts.hosts_toml import (  # these bring pydantic, which a plain launch does not need
         ranks_of,
         read_hosts,
@@ -106,7 +106,7 @@ def _launch_on_hosts(namespace: argparse.Namespace, program: list[str], given: l
     from hetero_mpi.launch.hosts.mesh import read_mesh
 
     shares = ranks_of(read_hosts(namespace.hosts), namespace.ranks, namespace.hosts)
-    command = hosts_command(find_launcher(), shares, program, given, read_mesh(namespace.hosts))
+    command = hosts_command(find_launcher(), shares, program, mpirun_args, read_mesh(namespace.hosts))
     return _start(namespace, command, program)
 
 

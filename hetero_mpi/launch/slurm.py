@@ -59,7 +59,7 @@ def components(environment: Mapping[str, str]) -> tuple[Component, ...]:
     suffixes = [""]
     if is_heterogeneous(environment):
         suffixes = [f"_HET_GROUP_{number}" for number in range(int(environment["SLURM_HET_SIZE"]))]
-    found = []
+    components_of_job = []
     for suffix in suffixes:
         names = (f"SLURM_JOB_NODELIST{suffix}", f"SLURM_TASKS_PER_NODE{suffix}")
         missing = [name for name in names if name not in environment]
@@ -74,8 +74,8 @@ def components(environment: Mapping[str, str]) -> tuple[Component, ...]:
             raise UserError(
                 "slurm.nodes", f"{names[0]} has {len(nodes)} nodes, but {names[1]} is {environment[names[1]]!r}."
             )
-        found.append(Component(nodes, tasks))
-    return tuple(found)
+        components_of_job.append(Component(nodes, tasks))
+    return tuple(components_of_job)
 
 
 def tasks_per_node(text: str) -> tuple[int, ...]:
@@ -124,12 +124,12 @@ def check_slurm_job(environment: Mapping[str, str]) -> None:
         )
 
 
-def check_slurm_tasks(ranks: int, tasks: int, given: Sequence[str]) -> None:
-    """Refuse more ranks than the SLURM job has tasks. ``given``: the user's own options of the launcher.
+def check_slurm_tasks(ranks: int, tasks: int, mpirun_args: Sequence[str]) -> None:
+    """Refuse more ranks than the SLURM job has tasks. ``mpirun_args``: the user's own options of the launcher.
 
     :raises UserError: there are too few.
     """
-    if 0 < tasks < ranks and not any("oversubscribe" in option for option in given) and shutil.which("squeue"):
+    if 0 < tasks < ranks and not any("oversubscribe" in option for option in mpirun_args) and shutil.which("squeue"):
         raise UserError(
             "slurm.too_few_tasks",
             f"{ranks} ranks need as many tasks, and this SLURM job has {tasks}: ask for --ntasks={ranks} in the batch script, "
@@ -149,19 +149,20 @@ def _job_state(job: str) -> str | None:
     return None
 
 
-def entries(found: Sequence[Component], pythons: Sequence[str]) -> tuple[Host, ...]:
+def entries(job_components: Sequence[Component], pythons: Sequence[str]) -> tuple[Host, ...]:
     """The nodes of a heterogeneous job as entries of a hosts file.
 
     ``pythons``: one per component; the last one serves all further components; none: the Python that runs this.
     """
     from hetero_mpi.launch.hosts.hosts_toml import Host
 
-    if len(pythons) > len(found):
+    if len(pythons) > len(job_components):
         raise UserError(
-            "slurm.pythons", f"--slurm-python is given {len(pythons)} times, but the job has {len(found)} components."
+            "slurm.pythons",
+            f"--slurm-python is given {len(pythons)} times, but the job has {len(job_components)} components.",
         )
     hosts = []
-    for number, component in enumerate(found):
+    for number, component in enumerate(job_components):
         python = str(Path(pythons[min(number, len(pythons) - 1)]).absolute()) if pythons else None
         hosts += [
             Host(address=node, slots=tasks, python=python)
@@ -171,7 +172,7 @@ def entries(found: Sequence[Component], pythons: Sequence[str]) -> tuple[Host, .
 
 
 def heterogeneous_command(
-    launcher: Launcher, hosts: Sequence[Host], ranks: int | None, program: Sequence[str], given: Sequence[str]
+    launcher: Launcher, hosts: Sequence[Host], ranks: int | None, program: Sequence[str], mpirun_args: Sequence[str]
 ) -> CommandLine:
     """The command line for ``python -m hetero_mpi PROGRAM`` over a heterogeneous job's ``entries``. ``ranks`` None: all tasks."""
     from hetero_mpi.launch.hosts.hosts_toml import ranks_of
@@ -184,11 +185,11 @@ def heterogeneous_command(
         options = ["--prtemca", "ras", "^slurm", "--prtemca", "plm", "ssh", "--prtemca", "plm_ssh_agent", agent]
         if all(prefix_of(host, launcher) == launcher.prefix for host in hosts):  # else `hosts_command` adds the like
             options += ["--prtemca", "plm_ssh_no_tree_spawn", "1"]  # daemons are in job steps, which start no others
-            options += ["--prefix", launcher.prefix] if "--prefix" not in given else []
+            options += ["--prefix", launcher.prefix] if "--prefix" not in mpirun_args else []
     else:
         options = ["-rmk", "user", "-launcher", "ssh", "-launcher-exec", agent]
     shares = ranks_of(hosts, ranks, "the SLURM job")
-    return hosts_command(launcher, shares, program, [*options, *given], find=_address)
+    return hosts_command(launcher, shares, program, [*options, *mpirun_args], resolve_host=_address)
 
 
 def _address(node: str) -> str:
@@ -199,16 +200,16 @@ def _address(node: str) -> str:
         return ""
 
 
-def step_command(host: str, command: Sequence[str], found: Sequence[Component]) -> list[str]:
+def step_command(host: str, command: Sequence[str], job_components: Sequence[Component]) -> list[str]:
     """The command line that runs a launcher's ``command`` on a node of the job, by ``srun``.
 
     :raises UserError: the node is not in the job.
     """
-    group = next((number for number, component in enumerate(found) if host in component.nodes), None)
+    group = next((number for number, component in enumerate(job_components) if host in component.nodes), None)
     if group is None:
-        known = ", ".join(node for component in found for node in component.nodes)
-        raise UserError("slurm.foreign_node", f"{host} is not a node of this SLURM job: it has {known or 'none'}.")
-    groups = [f"--het-group={group}"] if len(found) > 1 else []
+        nodes = ", ".join(node for component in job_components for node in component.nodes)
+        raise UserError("slurm.foreign_node", f"{host} is not a node of this SLURM job: it has {nodes or 'none'}.")
+    groups = [f"--het-group={group}"] if len(job_components) > 1 else []
     # The step of the daemon is that of its ranks too: all cores, GPUs and memory that the job has there.
     step = ["--nodes=1", "--ntasks=1", f"--nodelist={host}", "--overlap", "--cpu-bind=none", "--mpi=none"]
     return ["srun", *groups, *step, "sh", "-c", " ".join(command)]
@@ -221,11 +222,17 @@ def agent(arguments: Sequence[str]) -> None:
         words.pop(0)
     command = step_command(words[0], words[1:], components(os.environ))
     # Variables of this job's step, or of its first component, would bind the new step to them.
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(_OF_A_STEP)}
-    os.execvpe(command[0], command, kept)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(_STEP_VARIABLES)}
+    os.execvpe(command[0], command, environment)
 
 
-_OF_A_STEP = ("SLURM_CPU_BIND", "SLURM_MEM_BIND", "SLURM_CPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_NTASKS_PER_NODE")
+_STEP_VARIABLES = (
+    "SLURM_CPU_BIND",
+    "SLURM_MEM_BIND",
+    "SLURM_CPUS_PER_TASK",
+    "SLURM_TRES_PER_TASK",
+    "SLURM_NTASKS_PER_NODE",
+)
 
 
 if __name__ == "__main__":

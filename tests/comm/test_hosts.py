@@ -129,7 +129,7 @@ def test_ranks_keep_to_the_interface_of_the_launcher_s_daemon(
 ) -> None:
     used = {"cable0"} & set(speeds)
     monkeypatch.setattr(library, "_interfaces_of", lambda process: (used, set(speeds) - used))
-    monkeypatch.setattr(library, "_card_speed", speeds.__getitem__)
+    monkeypatch.setattr(library, "_nic_speed", speeds.__getitem__)
     environment = {"OMPI_COMM_WORLD_SIZE": "2"}
     library.restrict_to_launcher_interfaces(environment)
     assert environment.get("OMPI_MCA_btl_tcp_if_include") == told

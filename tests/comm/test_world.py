@@ -100,9 +100,9 @@ def ended_while_joining(kind: str, rank: int, step: str, options: Sequence[str] 
 
 
 STEPS_OF_JOINING = (
-    "mpi_start.world_size_problem", "mpi_start._meet_first", "socket.gethostname", "mpi_start.own_source", "ulfm.duplicate",
+    "mpi_start.world_size_problem", "mpi_start._identify_ranks", "socket.gethostname", "mpi_start.own_source", "ulfm.duplicate",
     "World.all_gather_bytes", "mpi_start.version_problem", "World.all_gather_json", "mpi_start.host_labels",
-    "mpi_start._tell_joined",
+    "mpi_start._report_joined",
 )  # fmt: skip
 
 
@@ -131,7 +131,7 @@ def test_other_errors_of_one_rank_that_joins_end_all_ranks_np3(kind: str, code: 
     [
         ("hang", 1, "mpi_start.own_source"),
         ("hang", 0, "mpi_start.own_source"),
-        ("hang", 1, "mpi_start._tell_joined"),
+        ("hang", 1, "mpi_start._report_joined"),
         ("hang", 2, "mpi_start.host_labels"),
         ("stopped", 1, "mpi_start.own_source"),
         ("stopped", 0, "mpi_start.own_source"),

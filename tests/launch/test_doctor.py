@@ -13,9 +13,17 @@ from hetero_mpi.comm.ranks.versions import own_source
 from hetero_mpi.launch.doctor import checks, host_facts
 from hetero_mpi.launch.doctor import examine as doctor
 from hetero_mpi.launch.doctor.checks import check_devices, check_shares
-from hetero_mpi.launch.doctor.diagnostics import KINDS, Finding, Severity, found, lines_of, merged, would_fail
-from hetero_mpi.launch.doctor.host_facts import Examined, HostFacts
-from hetero_mpi.launch.doctor.rank_checks import MANY, _interfaces_of, check_links
+from hetero_mpi.launch.doctor.diagnostics import (
+    KINDS,
+    Finding,
+    Severity,
+    finding_of,
+    lines_of,
+    merge_findings,
+    would_fail,
+)
+from hetero_mpi.launch.doctor.host_facts import HostFacts, Target
+from hetero_mpi.launch.doctor.rank_checks import MAX_LISTED_LINKS, _interfaces_of, check_links
 from hetero_mpi.launch.hosts.agent import HostAgent
 from hetero_mpi.launch.hosts.interface import LocalAddress, network_of
 
@@ -63,8 +71,8 @@ FACTS = HostFacts(
 )  # fmt: skip
 
 
-def place(title: str = "rtx", address: str = "10.77.0.1", local: bool = False, **facts: Any) -> Examined:
-    return Examined(title, address, title, local, "/e/bin/python", "/e", facts=replace(FACTS, **facts))
+def place(title: str = "rtx", address: str = "10.77.0.1", local: bool = False, **facts: Any) -> Target:
+    return Target(title, address, title, local, "/e/bin/python", "/e", facts=replace(FACTS, **facts))
 
 
 HOSTS = ["rtx", "mac"]
@@ -75,12 +83,12 @@ def link(source: int, destination: int, latency_s: float, bytes_per_s: float, sa
     return LinkSamples(source, destination, same_host, (1024, size), (latency_s, size / bytes_per_s))
 
 
-def told(check: Any, *places: Examined) -> list[tuple[str, str, str]]:
+def told(check: Any, *places: Target) -> list[tuple[str, str, str]]:
     """(severity, text, remedy) of a check's findings."""
     return [(finding.severity.value, finding.text, finding.remedy) for finding in check(places)]
 
 
-def severities(check: Any, *places: Examined) -> list[str]:
+def severities(check: Any, *places: Target) -> list[str]:
     return [severity for severity, _, _ in told(check, *places)]
 
 
@@ -91,7 +99,7 @@ def test_two_good_hosts_pass_every_check() -> None:
     findings += [*check_links([link(0, 1, 1e-4, 1e8), link(1, 0, 1e-4, 1.1e8)], HOSTS)]
     findings += checks.check_clocks({"rtx": 0.0, "mac": 0.01})
     assert {finding.severity for finding in findings} == {Severity.FINE}
-    assert lines_of(merged(findings))[-1] == "All is well."
+    assert lines_of(merge_findings(findings))[-1] == "All is well."
     subjects = list(dict.fromkeys(finding.subject for finding in findings))
     assert subjects == [
         "hosts", "packages", "hetero_mpi", "transformers", "peft", "MPI library", "torch", "Python", "threads", "ULFM",
@@ -115,20 +123,20 @@ def test_two_good_hosts_pass_every_check() -> None:
     ],
 )
 def test_why_a_host_does_not_answer(complaint: str, remedy: str) -> None:
-    silent = Examined("rtx", "10.77.0.1", "rtx", False, "/e/bin/python", complaint=complaint)
+    silent = Target("rtx", "10.77.0.1", "rtx", False, "/e/bin/python", complaint=complaint)
     ((severity, text, said),) = told(checks.check_reach, silent)
     assert severity == "FAIL" and complaint in text and remedy in said
 
 
 def test_versions_follow_the_rules_of_a_run() -> None:
     other = {**FACTS.versions, "transformers": "5.22.9", "peft": "0.21.9", "torch": "2.6.0+rocm"}
-    found = told(checks.check_versions, place(), place("mac", versions=other), place("bare", versions={}, mpi={}))
+    findings = told(checks.check_versions, place(), place("mac", versions=other), place("bare", versions={}, mpi={}))
     for severity, versions, remedy in (
         ("FAIL", ("5.23.0 on rtx", "5.22.9 on mac"), "`pip install transformers==5.23.0`"),
         ("ok", ("0.21.2 on rtx", "0.21.9 on mac"), ""),  # the third number may differ
         ("ok", ("2.13.0 on rtx", "2.6.0+rocm on mac"), ""),
     ):
-        assert [s for s, t, r in found if all(one in t for one in versions) and remedy in r] == [severity]
+        assert [s for s, t, r in findings if all(one in t for one in versions) and remedy in r] == [severity]
     mpich = place("mac", mpi={"library": "MPICH Version:      5.0.2", "threads": "multiple"})
     (told_of_mpi,) = (one for one in told(checks.check_versions, place(), mpich) if "MPICH 5.0.2 on mac" in one[1])
     assert told_of_mpi[0] == "FAIL" and "Open MPI 5.0.11 on rtx" in told_of_mpi[1]
@@ -137,11 +145,11 @@ def test_versions_follow_the_rules_of_a_run() -> None:
 def test_another_commit_is_named_with_its_host_and_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of one whose answers cannot be read at all."""
     older = place("mac", versions={**FACTS.versions, "hetero_mpi": "0.1.0 (source 0123456789ab)"})
-    (found, *_) = told(checks.check_versions, place(), older)
-    assert found[0] == "FAIL" and "0.1.0 (source 0123456789ab) on mac" in found[1] and "mac" in found[2]
+    (findings, *_) = told(checks.check_versions, place(), older)
+    assert findings[0] == "FAIL" and "0.1.0 (source 0123456789ab) on mac" in findings[1] and "mac" in findings[2]
     other = {**FACTS.to_dict(), "a_fact_of_tomorrow": 1}
     monkeypatch.setattr(HostAgent, "ask", lambda self, what, *_, **__: other if what == "facts" else {})
-    target = Examined("mac", "10.77.0.2", "mac", False)
+    target = Target("mac", "10.77.0.2", "mac", False)
     with HostAgent((), "mac", True) as asked:
         ((severity, text, remedy),) = told(checks.check_reach, doctor._ask_facts(target, asked, "runs"))
     assert severity == "FAIL" and "commit" in text and "`git pull`" in remedy
@@ -191,9 +199,9 @@ def test_two_machines_of_one_name() -> None:
 )
 def test_a_wsl_whose_address_windows_translates(addresses: Any, severity: str | None) -> None:
     wsl = place("gaming", system="Linux 5.15.167.4-microsoft-standard-WSL2 x86_64", addresses=addresses)
-    found = told(checks.check_translated, wsl, place("nas", "192.168.1.30", host="nas"))
-    assert [one[0] for one in found] == ([severity] if severity else [])
-    assert all("mirrored" in remedy and "172.28.115.4" in text for _, text, remedy in found)
+    findings = told(checks.check_translated, wsl, place("nas", "192.168.1.30", host="nas"))
+    assert [one[0] for one in findings] == ([severity] if severity else [])
+    assert all("mirrored" in remedy and "172.28.115.4" in text for _, text, remedy in findings)
     alone = severities(checks.check_translated, replace(wsl, local=True))
     assert alone == (["note"] if severity else []), "of one machine it fails nothing"
     assert not told(checks.check_translated, place(addresses=addresses)), "a Linux that is no WSL may have it"
@@ -202,9 +210,9 @@ def test_a_wsl_whose_address_windows_translates(addresses: Any, severity: str | 
 def test_interfaces() -> None:
     far = place("far", "192.168.5.1", addresses=(("en0", "192.168.5.1", "255.255.255.0"),))
     near = place("near", "10.77.0.2", addresses=(("eth0", "10.77.0.2", "255.255.255.0"),))
-    found = told(checks.check_interfaces, place(), near, far)
-    assert all(one in found[0][1] for one in ("eth0 (10.77.0.0/24)", "lo (127.0.0.1), docker0 (172.17.0.1)"))
-    assert found[1][0] == "note" and "192.168.5.1" in found[1][1]
+    findings = told(checks.check_interfaces, place(), near, far)
+    assert all(one in findings[0][1] for one in ("eth0 (10.77.0.0/24)", "lo (127.0.0.1), docker0 (172.17.0.1)"))
+    assert findings[1][0] == "note" and "192.168.5.1" in findings[1][1]
     assert severities(checks.check_interfaces, place(local=True)) == ["ok"]
     # A cable of its own between two, and the local network to the third.
     addresses = (("eth0", "10.77.0.1", "255.255.255.0"), ("thunderbolt0", "10.99.0.1", "255.255.255.252"))
@@ -249,13 +257,15 @@ def test_every_finding_is_whole_where_its_values_are_given(kind: str) -> None:
     names = {
         name for text in (KINDS[kind][0], *KINDS[kind][2:]) for _, name, _, _ in string.Formatter().parse(text) if name
     }
-    made = found(kind, "rtx", **dict.fromkeys(names, 1))
+    made = finding_of(kind, "rtx", **dict.fromkeys(names, 1))
     assert "{" not in made.subject + made.text + made.remedy and made.where == ("rtx",)
     assert made.remedy or kind == "no launcher" or made.severity not in (Severity.RISKS, Severity.FAILS)
 
 
 def test_links() -> None:
-    risky = [found("no connection one way", source="a", destination="b", error="timed out", network="10.77.0.0/24")]
+    risky = [
+        finding_of("no connection one way", source="a", destination="b", error="timed out", network="10.77.0.0/24")
+    ]
     assert "RISK" in lines_of(risky)[-1] and would_fail(risky)
     for links, found_severities in (
         ([link(0, 1, 1e-4, 1e7), link(1, 0, 1e-4, 1e8)], [Severity.SLOW, Severity.FINE]),
@@ -265,8 +275,8 @@ def test_links() -> None:
         assert [finding.severity for finding in check_links(links, HOSTS)] == found_severities
     (uneven, _) = check_links([link(0, 1, 1e-4, 1e8), link(1, 0, 1e-4, 1e9)], HOSTS)
     assert "10.0 times" in uneven.remedy
-    many = [link(0, number, 1e-4, 1e8 + number) for number in range(1, MANY + 2)]
-    assert len(list(check_links(many, ["rtx"] * (MANY + 2)))) == 2
+    many = [link(0, number, 1e-4, 1e8 + number) for number in range(1, MAX_LISTED_LINKS + 2)]
+    assert len(list(check_links(many, ["rtx"] * (MAX_LISTED_LINKS + 2)))) == 2
 
 
 @pytest.mark.parametrize(
@@ -322,7 +332,7 @@ def test_lines_for_people() -> None:
         Finding("torch", Severity.FINE, "2.13.0", where=("b",)),
         Finding("disk", Severity.FAILS, "full", "make room\nor go elsewhere"),
     ]
-    fine, fails, first, second, last = lines_of(merged(findings))
+    fine, fails, first, second, last = lines_of(merge_findings(findings))
     assert (fine.split(), fails.split()) == (["ok", "torch", "a,", "b:", "2.13.0"], ["FAIL", "disk", "full"])
     assert first.endswith("-> make room") and second.endswith("-> or go elsewhere") and "FAIL" in last
     assert would_fail(findings) and not would_fail(findings[:2])
@@ -331,8 +341,8 @@ def test_lines_for_people() -> None:
 def test_the_network_to_keep_to_is_named_where_it_is_known() -> None:
     networks = (("eth0", "10.77.0.2"), ("docker0", "172.17.0.1"), ("wlan0", "192.168.1.9"))
     others = tuple((name, address, "255.255.255.0") for name, address in networks)
-    (found,) = _interfaces_of([place(), place("mac", host="mac", addresses=others)])
-    assert found.remedy.endswith("--mca btl_tcp_if_include 10.77.0.0/24")
+    (findings,) = _interfaces_of([place(), place("mac", host="mac", addresses=others)])
+    assert findings.remedy.endswith("--mca btl_tcp_if_include 10.77.0.0/24")
     known = [LocalAddress(*item) for item in others] + [LocalAddress("vpn0", "10.0.0.9", "255.0.0.0")]
     expected = {"10.77.0.1": "10.77.0.0/24", "10.78.0.1": "10.0.0.0/8", "9.9.9.9": "9.9.9.9/32"}
     assert {address: network_of(address, known) for address in expected} == expected

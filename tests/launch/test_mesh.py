@@ -19,10 +19,10 @@ from hetero_mpi.cli import main
 from hetero_mpi.comm.ranks.library import MPICH, OPEN_MPI, MpiLibrary
 from hetero_mpi.launch.doctor.diagnostics import Severity
 from hetero_mpi.launch.doctor.examine import mesh_finding
-from hetero_mpi.launch.doctor.rank_checks import Passed, mesh_findings
+from hetero_mpi.launch.doctor.rank_checks import PairTraffic, mesh_findings
 from hetero_mpi.launch.hosts.hosts_toml import ranks_of, read_hosts
 from hetero_mpi.launch.hosts.interface import LocalAddress
-from hetero_mpi.launch.hosts.mesh import Mesh, configuration, init, members, read_mesh
+from hetero_mpi.launch.hosts.mesh import Mesh, configuration, init, mesh_members, read_mesh
 from hetero_mpi.launch.launcher import command_line as building
 from hetero_mpi.launch.launcher.command_line import CommandLine, hosts_command
 from hetero_mpi.launch.launcher.launcher import Launcher
@@ -64,7 +64,7 @@ def write(directory: Path, text: str = HOSTS) -> Path:
 def test_machines_of_the_mesh(tmp_path: Path) -> None:
     """Two entries of one machine are one member; addresses are given, or the next free ones."""
     path = write(tmp_path)
-    found = members(read_hosts(path), Mesh(), path)
+    found = mesh_members(read_hosts(path), Mesh(), path)
     assert [(member.name, member.mesh_address, member.endpoint) for member in found] == [
         ("rtx", "10.86.0.1", "192.168.1.10:51820"),
         ("titan.lan", "10.86.0.2", "home.example.org:4000"),
@@ -101,7 +101,7 @@ NARROW = '[mesh]\nnetwork = "10.86.0.0/31"\n'
 def test_hosts_that_make_no_mesh(tmp_path: Path, text: str, values: list[str]) -> None:
     path = write(tmp_path, text)
     with refuses("mesh.invalid") as refusal:
-        members(read_hosts(path), read_mesh(path) or Mesh(), path)
+        mesh_members(read_hosts(path), read_mesh(path) or Mesh(), path)
     lines = str(refusal.value).splitlines()
     assert len(lines) == len(values) and all(part in line for part, line in zip(values, lines, strict=True)), lines
 
@@ -207,8 +207,8 @@ def test_launch_refuses_to_go_around_the_mesh(tmp_path: Path) -> None:
     ],
 )
 def test_what_the_counters_say(counted: dict[str, tuple[int, int]], severity: Severity, told: str) -> None:
-    whole = Passed("b", "a", "wg", {"wg": (100, 100)})
-    findings = mesh_findings([Passed("a", "b", "wg", counted), whole], Mesh(), message_bytes=100)
+    whole = PairTraffic("b", "a", "wg", {"wg": (100, 100)})
+    findings = mesh_findings([PairTraffic("a", "b", "wg", counted), whole], Mesh(), message_bytes=100)
     assert [finding.severity for finding in findings] == [severity] and told in findings[0].text
     assert findings[0].where == (() if severity is Severity.FINE else ("a",)) and bool(findings[0].remedy) == bool(
         findings[0].where

@@ -19,7 +19,7 @@ import pytest
 from hetero_mpi.cli import main
 from hetero_mpi.comm.ranks.library import MPICH, MpiLibrary
 from hetero_mpi.commands.plan_commands import ask
-from hetero_mpi.launch.launcher.launcher import Launcher, outliving_ranks
+from hetero_mpi.launch.launcher.launcher import Launcher, recovery_options
 from hetero_mpi.planning.decision.planner import make_plan
 from hetero_mpi.planning.types.cluster_changes import restricted
 from hetero_mpi.planning.types.plan import PipelinePlan
@@ -140,7 +140,7 @@ def test_launch_says_what_it_adds_and_what_cannot_be(capfd: pytest.CaptureFixtur
     assert " --with-ft ulfm " in shown.out and "ranks may die" in shown.err
     other = Launcher(Path("mpiexec"), MPICH, MpiLibrary(MPICH, MPICH, "5.0.2"))
     with refuses("launch.recovery_unsupported"):
-        outliving_ranks(other)
+        recovery_options(other)
 
 
 @pytest.mark.parametrize("way", ["any", pytest.param("tcp,self", marks=pytest.mark.long)])

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hetero_mpi.launch.launcher.command_line import build_command
-from hetero_mpi.launch.launcher.launcher import Launcher, find_launcher, outliving_ranks
+from hetero_mpi.launch.launcher.launcher import Launcher, find_launcher, recovery_options
 from hetero_mpi.util.errors import UserError
 from tests.support.processes import run_within
 
@@ -43,7 +43,7 @@ def launcher_or_skip() -> Launcher:
 def outliving_or_skip() -> list[str]:
     """The launcher's options that let a job outlive its ranks; skipped where there is no such MPI."""
     try:
-        return outliving_ranks(launcher_or_skip())
+        return recovery_options(launcher_or_skip())
     except UserError as error:
         pytest.skip(str(error))
 

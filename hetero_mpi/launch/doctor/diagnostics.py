@@ -11,7 +11,7 @@ from typing import Any
 from hetero_mpi.util import units
 from hetero_mpi.util.terminal import wrap_text
 
-_INDENT = 20
+_INDENT_SIZE = 20
 
 
 class Severity(str, Enum):
@@ -53,7 +53,7 @@ _FIREWALL = (
     "`sudo firewall-cmd --zone=trusted --add-source={network}`; MPI uses any port above 1023"
 )
 _CANNOT_CONNECT = "{source} cannot open a TCP connection to {destination}: {error}"
-_OTHER_WAY = "; the other way round it works, so a firewall there is likely: a run may fail"
+_ONE_WAY_ONLY = "; the other way round it works, so a firewall there is likely: a run may fail"
 _MIRRORED = (
     "in Windows, write `[wsl2]` and `networkingMode=mirrored` into %UserProfile%\\.wslconfig, then `wsl --shutdown`; the firewall "
     "has to pass the other hosts too (docs/links.md)"
@@ -147,8 +147,8 @@ KINDS: dict[str, tuple[str, Severity, str, str]] = {
     "connections": ("connections", FINE, "possible both ways between all (TCP, ephemeral ports)", ""),
     "no connection": ("connections", FAILS, _CANNOT_CONNECT, _CHECK_CABLE + _FIREWALL),
     "rejected": ("connections", FAILS, _CANNOT_CONNECT, _REJECTS + _FIREWALL),
-    "no connection one way": ("connections", RISKS, _CANNOT_CONNECT + _OTHER_WAY, _CHECK_CABLE + _FIREWALL),
-    "rejected one way": ("connections", RISKS, _CANNOT_CONNECT + _OTHER_WAY, _REJECTS + _FIREWALL),
+    "no connection one way": ("connections", RISKS, _CANNOT_CONNECT + _ONE_WAY_ONLY, _CHECK_CABLE + _FIREWALL),
+    "rejected one way": ("connections", RISKS, _CANNOT_CONNECT + _ONE_WAY_ONLY, _REJECTS + _FIREWALL),
     "links not measured": ("links", NOTE, "how fast they are is measured by ranks, with messages as training sends them",
         "{command}"),
     "many links": ("links", FINE, "{count} measured; listed: the slowest, and those that are too slow", ""),
@@ -177,19 +177,19 @@ KINDS: dict[str, tuple[str, Severity, str, str]] = {
 """Kind of finding -> subject, severity, text and remedy, with names of values in braces."""
 
 
-def found(kind: str, /, *where: str, **values: Any) -> Finding:
+def finding_of(kind: str, /, *where: str, **values: Any) -> Finding:
     """The finding of a kind about these hosts or ranks; of none: about all."""
     subject, severity, text, remedy = KINDS[kind]
     return Finding(subject.format(**values), severity, text.format(**values), remedy.format(**values), where)
 
 
-def merged(findings: Iterable[Finding]) -> list[Finding]:
+def merge_findings(findings: Iterable[Finding]) -> list[Finding]:
     """``findings``, those that differ only in ``where`` made one; order is kept."""
-    seen: dict[Finding, list[str]] = {}
+    locations_by_finding: dict[Finding, list[str]] = {}
     for finding in findings:
-        places = seen.setdefault(replace(finding, where=()), [])
-        places += [place for place in finding.where if place not in places]
-    return [replace(finding, where=tuple(places)) for finding, places in seen.items()]
+        locations = locations_by_finding.setdefault(replace(finding, where=()), [])
+        locations += [location for location in finding.where if location not in locations]
+    return [replace(finding, where=tuple(locations)) for finding, locations in locations_by_finding.items()]
 
 
 def would_fail(findings: Iterable[Finding]) -> bool:
@@ -203,9 +203,9 @@ def lines_of(findings: Sequence[Finding]) -> list[str]:
     for finding in findings:
         start = f"{finding.severity.value:<5} {finding.subject}"
         places = f"{', '.join(finding.where)}: " if finding.where else ""
-        lines += wrap_text(f"{start:<{_INDENT}}", places + finding.text)
+        lines += wrap_text(f"{start:<{_INDENT_SIZE}}", places + finding.text)
         for remedy in finding.remedy.splitlines():
-            lines += wrap_text(" " * (_INDENT - 3) + "-> ", remedy)
+            lines += wrap_text(" " * (_INDENT_SIZE - 3) + "-> ", remedy)
     counts = Counter(finding.severity for finding in findings)
     if counts[Severity.FAILS]:
         return [*lines, f"A run would fail: {units.plural(counts[Severity.FAILS], 'finding')} marked FAIL."]

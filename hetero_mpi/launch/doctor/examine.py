@@ -21,8 +21,8 @@ from hetero_mpi.comm.ranks.library import MPICH, OPEN_MPI, detect_launcher
 from hetero_mpi.comm.ranks.versions import PACKAGE, own_source
 from hetero_mpi.launch.doctor import checks
 from hetero_mpi.launch.doctor.checks import CHECKS, DoctorOptions, report
-from hetero_mpi.launch.doctor.diagnostics import Finding, found, merged
-from hetero_mpi.launch.doctor.host_facts import Examined, HostFacts, devices_to_test
+from hetero_mpi.launch.doctor.diagnostics import Finding, finding_of, merge_findings
+from hetero_mpi.launch.doctor.host_facts import HostFacts, Target, devices_to_test
 from hetero_mpi.launch.hosts.agent import AgentError, HostAgent, launch_agent
 from hetero_mpi.launch.hosts.hostfile import read_hostfile, slots_by_host
 from hetero_mpi.launch.hosts.interface import LocalAddress, local_addresses, network_of, resolve, source_address
@@ -50,12 +50,12 @@ def doctor(options: DoctorOptions) -> int:
     if detect_launcher(os.environ, "") is None:
         return report(options, *examine_hosts(options))
     from hetero_mpi.comm.ranks.mpi_start import run_guarded
-    from hetero_mpi.launch.doctor.rank_checks import examine_together
+    from hetero_mpi.launch.doctor.rank_checks import run_rank_doctor
 
-    return run_guarded(lambda world: examine_together(world, options))
+    return run_guarded(lambda world: run_rank_doctor(world, options))
 
 
-def examine_hosts(options: DoctorOptions) -> tuple[list[Finding], list[Examined]]:
+def examine_hosts(options: DoctorOptions) -> tuple[list[Finding], list[Target]]:
     """Findings about the hosts of the options' file (without a file: this machine), and the facts about them."""
     launcher, findings = _launcher()
     try:
@@ -70,74 +70,92 @@ def examine_hosts(options: DoctorOptions) -> tuple[list[Finding], list[Examined]
         write_text(f"doctor: asking {names} (importing torch there may take a minute)\n", sys.stderr)
     with contextlib.ExitStack() as stack:
         agents = [
-            stack.enter_context(HostAgent(agent, one.name, one.local, one.python, one.directory, one.variables))
-            for one in targets
+            stack.enter_context(
+                HostAgent(agent, entry.name, entry.local, entry.python, entry.directory, entry.variables)
+            )
+            for entry in targets
         ]
         with ThreadPoolExecutor(len(targets) or 1) as pool:
-            places = list(pool.map(lambda target, asked: _ask_facts(target, asked, options.run_dir), targets, agents))
+            examined_targets = list(
+                pool.map(lambda target, host_agent: _ask_facts(target, host_agent, options.run_dir), targets, agents)
+            )
             if options.self_test:
-                places = list(pool.map(_with_self_tests, places, agents))
-        known = [LocalAddress(*item) for place in places if place.facts for item in place.facts.addresses]
-        alive = [(place, asked) for place, asked in zip(places, agents, strict=True) if place.facts]
+                examined_targets = list(pool.map(_with_self_tests, examined_targets, agents))
+        known_addresses = [
+            LocalAddress(*item) for examined in examined_targets if examined.facts for item in examined.facts.addresses
+        ]
+        reachable = [
+            (examined, host_agent)
+            for examined, host_agent in zip(examined_targets, agents, strict=True)
+            if examined.facts
+        ]
         # Another commit may know no such requests.
-        alike = [(place, asked) for place, asked in alive if _same_source(place)]
-        connections = list(_connections([*alike, *_own_side(stack, alike)], known))
-        offsets_s = {place.title: _offset_s(asked) for place, asked in alive}
-    places = [*places, *unknown]
-    findings += [finding for check in CHECKS for finding in check(places)]
-    findings += _mesh(options.hosts, places) if options.hosts is not None else []
+        same_source = [(examined, host_agent) for examined, host_agent in reachable if _same_source(examined)]
+        connections = list(_connections([*same_source, *_own_side(stack, same_source)], known_addresses))
+        offsets_s = {examined.title: _offset_s(host_agent) for examined, host_agent in reachable}
+    examined_targets = [*examined_targets, *unknown]
+    findings += [finding for check in CHECKS for finding in check(examined_targets)]
+    findings += _mesh(options.hosts, examined_targets) if options.hosts is not None else []
     findings += [*connections, *checks.check_clocks(offsets_s)]
     if connections:
-        ranks = sum(place.ranks for place in places)
+        ranks = sum(examined.ranks for examined in examined_targets)
         file = f"--hosts {options.hosts}" if options.hosts else f"-np {ranks} --hostfile {options.hostfile}"
-        findings.append(found("links not measured", command=f"python -m hetero_mpi launch {file} -- doctor"))
-    return merged(findings), places
+        findings.append(finding_of("links not measured", command=f"python -m hetero_mpi launch {file} -- doctor"))
+    return merge_findings(findings), examined_targets
 
 
-def _same_source(place: Examined) -> bool:
-    return place.facts is not None and place.facts.versions.get(PACKAGE) == own_source()
+def _same_source(examined: Target) -> bool:
+    return examined.facts is not None and examined.facts.versions.get(PACKAGE) == own_source()
 
 
-def _mesh(path: str, places: Sequence[Examined]) -> list[Finding]:
+def _mesh(path: str, examined_targets: Sequence[Target]) -> list[Finding]:
     from hetero_mpi.launch.hosts.mesh import read_mesh  # brings pydantic, as `targets_of` does for a hosts file
 
     mesh = read_mesh(path)
-    own = {place.title: [address for _, address, _ in place.facts.addresses] for place in places if place.facts}
-    if not any(place.local for place in places):  # by the address in a mesh that is down, this machine is not known
-        own[f"{socket.gethostname()} (here)"] = [item.address for item in local_addresses()]
-    return [mesh_finding(mesh, own, path)] if mesh is not None else []
+    addresses_by_host = {
+        examined.title: [address for _, address, _ in examined.facts.addresses]
+        for examined in examined_targets
+        if examined.facts
+    }
+    if not any(
+        examined.local for examined in examined_targets
+    ):  # by the address in a mesh that is down, this machine is not known
+        addresses_by_host[f"{socket.gethostname()} (here)"] = [item.address for item in local_addresses()]
+    return [mesh_finding(mesh, addresses_by_host, path)] if mesh is not None else []
 
 
 def mesh_finding(mesh: Mesh, addresses: Mapping[str, Sequence[str]], path: str) -> Finding:
     """The finding whether the mesh is up on every host, without MPI. ``addresses``: host -> the IPv4 addresses that it reports."""
-    without = [host for host, own in addresses.items() if not any(mesh.holds(address) for address in own)]
-    if without:
-        return found("mesh down", *without, network=mesh.network, interface=mesh.interface)
-    return found("mesh up", network=mesh.network, path=path)
+    disconnected_hosts = [
+        host for host, host_addresses in addresses.items() if not any(mesh.holds(address) for address in host_addresses)
+    ]
+    if disconnected_hosts:
+        return finding_of("mesh down", *disconnected_hosts, network=mesh.network, interface=mesh.interface)
+    return finding_of("mesh up", network=mesh.network, path=path)
 
 
 def _launcher() -> tuple[Launcher | None, list[Finding]]:
     try:
         launcher = find_launcher()
     except UserError as error:
-        return None, [found("no launcher", error=str(error))]
+        return None, [finding_of("no launcher", error=str(error))]
     kind = "launcher" if launcher.family in (OPEN_MPI, MPICH) else "other launcher"
-    return launcher, [found(kind, path=launcher.path, library=launcher.library)]
+    return launcher, [finding_of(kind, path=launcher.path, library=launcher.library)]
 
 
-def targets_of(options: DoctorOptions, launcher: Launcher | None) -> tuple[list[Examined], list[Examined]]:
+def targets_of(options: DoctorOptions, launcher: Launcher | None) -> tuple[list[Target], list[Target]]:
     """The hosts to examine, in the order of the file; and those whose names have no address.
 
     :raises UserError: the file cannot be read, or breaks rules.
     """
-    here = launcher.prefix if launcher else ""
+    local_prefix = launcher.prefix if launcher else ""
     if options.hosts is not None:
         from hetero_mpi.launch.hosts.hosts_toml import read_hosts  # these bring pydantic
         from hetero_mpi.launch.hosts.mesh import read_mesh
 
         mesh = read_mesh(options.hosts)
-        wanted = [
-            Examined(
+        requested = [
+            Target(
                 title=host.title,
                 address="",
                 name=host.address,
@@ -154,35 +172,35 @@ def targets_of(options: DoctorOptions, launcher: Launcher | None) -> tuple[list[
         ]
     elif options.hostfile is not None:
         slots = slots_by_host(read_hostfile(options.hostfile))
-        wanted = [Examined(name, "", name, False, prefix=here, ranks=count) for name, count in slots.items()]
+        requested = [Target(name, "", name, False, prefix=local_prefix, ranks=count) for name, count in slots.items()]
     else:
-        return [Examined(socket.gethostname(), "127.0.0.1", "localhost", True, prefix=here)], []
-    return _with_addresses(wanted)
+        return [Target(socket.gethostname(), "127.0.0.1", "localhost", True, prefix=local_prefix)], []
+    return _with_addresses(requested)
 
 
-def _with_addresses(wanted: Sequence[Examined]) -> tuple[list[Examined], list[Examined]]:
-    own = {item.address for item in local_addresses()}
-    found: list[Examined] = []
-    unknown: list[Examined] = []
-    for target in wanted:
-        number = sum(other.title == target.title for other in found) + 1
+def _with_addresses(requested: Sequence[Target]) -> tuple[list[Target], list[Target]]:
+    local_ips = {item.address for item in local_addresses()}
+    resolved: list[Target] = []
+    unknown: list[Target] = []
+    for target in requested:
+        number = sum(earlier.title == target.title for earlier in resolved) + 1
         title = target.title if number == 1 else f"{target.title} ({number})"
         try:
             address = resolve(target.name)
         except UserError as error:
-            unknown.append(Examined(title, "", target.name, False, target.python, complaint=str(error)))
+            unknown.append(Target(title, "", target.name, False, target.python, complaint=str(error)))
             continue
-        local = address in own or address.startswith("127.")
-        found.append(replace(target, title=title, address=address, local=local))
-    return found, unknown
+        local = address in local_ips or address.startswith("127.")
+        resolved.append(replace(target, title=title, address=address, local=local))
+    return resolved, unknown
 
 
-def _ask_facts(target: Examined, asked: HostAgent, run_dir: str) -> Examined:
+def _ask_facts(target: Target, host_agent: HostAgent, run_dir: str) -> Target:
     facts, complaint = None, ""
     try:
         # A host that is off need not be waited for as long as one that imports torch.
-        asked.ask("clock", _START_S)
-        answer = asked.ask("facts", _FACTS_S, directory=run_dir, prefix=target.prefix, work=target.directory)
+        host_agent.ask("clock", _START_S)
+        answer = host_agent.ask("facts", _FACTS_S, directory=run_dir, prefix=target.prefix, work=target.directory)
         facts = HostFacts.from_dict(answer)
     except AgentError as error:
         complaint = str(error)
@@ -191,42 +209,44 @@ def _ask_facts(target: Examined, asked: HostAgent, run_dir: str) -> Examined:
     return replace(target, facts=facts, complaint=complaint)
 
 
-def _with_self_tests(place: Examined, asked: HostAgent) -> Examined:
-    """``place`` with the results of its devices' self-tests; unchanged where there is no torch, or a commit without self-tests."""
-    if place.facts is None or not _same_source(place):
-        return place
-    devices = devices_to_test(place.facts.torch)
+def _with_self_tests(examined: Target, host_agent: HostAgent) -> Target:
+    """``examined`` with the results of its devices' self-tests; unchanged where there is no torch, or a commit without self-tests."""
+    if examined.facts is None or not _same_source(examined):
+        return examined
+    devices = devices_to_test(examined.facts.torch)
     results: Sequence[dict[str, Any]] = ()
     try:
         if devices:
-            results = asked.ask("self_tests", _SELF_TEST_S * len(devices), torch=place.facts.torch)["found"]
+            results = host_agent.ask("self_tests", _SELF_TEST_S * len(devices), torch=examined.facts.torch)["found"]
     except AgentError as error:
-        return replace(place, facts=None, complaint=f"self-test: {error}")
-    return replace(place, facts=replace(place.facts, self_tests=tuple(results)))
+        return replace(examined, facts=None, complaint=f"self-test: {error}")
+    return replace(examined, facts=replace(examined.facts, self_tests=tuple(results)))
 
 
-def _connections(ends: Sequence[tuple[Examined, HostAgent]], known: Sequence[LocalAddress]) -> Iterator[Finding]:
+def _connections(
+    ends: Sequence[tuple[Target, HostAgent]], known_addresses: Sequence[LocalAddress]
+) -> Iterator[Finding]:
     """Findings about TCP connections between each two machines. Each is asked once, whatever entries it has."""
     machines = {("here" if target.local else target.address): (target, agent) for target, agent in reversed(ends)}
     ends = list(reversed(machines.values()))
     if len(ends) < 2:
         return
     with ThreadPoolExecutor(len(ends)) as pool:
-        doors = list(pool.map(_door, ends))
-        found_out = list(pool.map(lambda number: _errors(ends[number][1], doors, number), range(len(ends))))
-    errors = {(a, b): error for a, own in enumerate(found_out) for b, error in own.items()}
+        endpoints = list(pool.map(_door, ends))
+        errors_by_source = list(pool.map(lambda number: _errors(ends[number][1], endpoints, number), range(len(ends))))
+    errors = {(a, b): error for a, row in enumerate(errors_by_source) for b, error in row.items()}
     for (a, b), error in errors.items():
         if error:
             kind = "rejected" if "refused" in error else "no connection"
             kind += " one way" if not errors[b, a] else ""
             source, destination = ends[a][0], ends[b][0]
             values = {"source": source.title, "destination": destination.title, "error": error}
-            yield found(kind, network=network_of(source.address, known), **values)
+            yield finding_of(kind, network=network_of(source.address, known_addresses), **values)
     if not any(errors.values()):
-        yield found("connections")
+        yield finding_of("connections")
 
 
-def _door(end: tuple[Examined, HostAgent]) -> dict[str, Any]:
+def _door(end: tuple[Target, HostAgent]) -> dict[str, Any]:
     """The address, port and word of a machine that listens; without a port where it does not."""
     target, agent = end
     with contextlib.suppress(AgentError):
@@ -234,36 +254,38 @@ def _door(end: tuple[Examined, HostAgent]) -> dict[str, Any]:
     return {"address": target.address, "port": 0, "word": ""}
 
 
-def _errors(agent: HostAgent, doors: Sequence[dict[str, Any]], own: int) -> dict[int, str]:
+def _errors(agent: HostAgent, endpoints: Sequence[dict[str, Any]], source: int) -> dict[int, str]:
     """Number of every other machine -> why it cannot be connected to; "": it can."""
-    others = [number for number in range(len(doors)) if number != own]
+    destinations = [number for number in range(len(endpoints)) if number != source]
     try:
-        answer = agent.ask("connect", _ANSWER_S, doors=[doors[other] for other in others], patience_s=_CONNECT_S)
+        answer = agent.ask(
+            "connect", _ANSWER_S, doors=[endpoints[destination] for destination in destinations], patience_s=_CONNECT_S
+        )
     except AgentError as error:
-        return dict.fromkeys(others, str(error))
-    return dict(zip(others, answer["errors"], strict=True))
+        return dict.fromkeys(destinations, str(error))
+    return dict(zip(destinations, answer["errors"], strict=True))
 
 
 def _own_side(
-    stack: contextlib.ExitStack, alive: Sequence[tuple[Examined, HostAgent]]
-) -> list[tuple[Examined, HostAgent]]:
+    stack: contextlib.ExitStack, reachable: Sequence[tuple[Target, HostAgent]]
+) -> list[tuple[Target, HostAgent]]:
     """This machine with an agent on it, where it is not among the hosts, as their daemons connect to it; else nothing."""
-    if not alive or any(target.local for target, _ in alive):
+    if not reachable or any(target.local for target, _ in reachable):
         return []
-    address = source_address(alive[0][0].address)
+    address = source_address(reachable[0][0].address)
     if address is None:
         return []
-    target = Examined(f"{socket.gethostname()} (here)", address, "localhost", True)
+    target = Target(f"{socket.gethostname()} (here)", address, "localhost", True)
     return [(target, stack.enter_context(HostAgent((), target.name, True)))]
 
 
-def _offset_s(asked: HostAgent) -> float:
+def _offset_s(host_agent: HostAgent) -> float:
     """Difference of a host's clock from ours, seconds: from the fastest answer of five."""
     trips = []
     with contextlib.suppress(AgentError):
         for _ in range(5):
             begin = time.time()
-            there = float(asked.ask("clock", _ANSWER_S)["unix_s"])
+            remote_s = float(host_agent.ask("clock", _ANSWER_S)["unix_s"])
             end = time.time()
-            trips.append((end - begin, there - (begin + end) / 2))
+            trips.append((end - begin, remote_s - (begin + end) / 2))
     return min(trips, default=(0.0, 0.0))[1]

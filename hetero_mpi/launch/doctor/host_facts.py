@@ -34,9 +34,9 @@ VARIABLES = (
     "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "LD_LIBRARY_PATH", "PYTHONPATH",
     "OMP_NUM_THREADS", "HETERO_MPI_DEVICE", "OMPI_MCA_btl_tcp_if_include", "FI_TCP_IFACE", "UCX_NET_DEVICES",
 )  # fmt: skip
-_PATIENCE_S = 180.0
+_TORCH_TIMEOUT_S = 180.0
 """Time limit for importing torch, which takes long from a cold network disk; seconds."""
-_ASK_MPI = """
+_MPI_PROBE = """
 import json, mpi4py
 mpi4py.rc.initialize = False
 from mpi4py import MPI
@@ -96,7 +96,7 @@ class HostFacts:
 
 
 @dataclass(frozen=True)
-class Examined:
+class Target:
     """A host, an entry of a hosts file, or a rank, with the facts about it, or the reason why there are none."""
 
     title: str
@@ -122,9 +122,9 @@ class Examined:
     """Where there are no facts: the last line of the launch agent, or of Python there."""
 
 
-def answered(places: Sequence[Examined]) -> list[tuple[Examined, HostFacts]]:
+def reachable_targets(targets: Sequence[Target]) -> list[tuple[Target, HostFacts]]:
     """The places that have answered, each with its facts."""
-    return [(place, place.facts) for place in places if place.facts is not None]
+    return [(target, target.facts) for target in targets if target.facts is not None]
 
 
 def gather(directory: str, deeply: bool = True, prefix: str = "", work: str = "") -> HostFacts:
@@ -159,7 +159,7 @@ def gather(directory: str, deeply: bool = True, prefix: str = "", work: str = ""
         versions={**own_versions("absent"), PACKAGE: own_source()},
         missing=missing,
         path=os.environ.get("PATH", ""),
-        tools={name: found for name in TOOLS if (found := _tool(name, prefix))},
+        tools={name: tool_path for name in TOOLS if (tool_path := _tool(name, prefix))},
         variables={name: os.environ[name] for name in VARIABLES if name in os.environ},
         drivers=drivers(),
         kfd=may_open if kfd.exists() else "absent",
@@ -178,10 +178,10 @@ def try_mpi() -> dict[str, Any]:
     """The library that mpi4py loads, and its thread support when started without a launcher."""
     # A rank that asks would else pass on to its child who it is, and MPI takes no rank twice.
     launcher = ("PMIX_", "PMI_", "SLURM_", "HYDRA_", "OMPI_COMM_")
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(launcher)}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(launcher)}
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    found = _json_of([sys.executable, "-c", _ASK_MPI], {**clean, **root}, 60.0)
-    return {**found, "fault_tolerance": fault_tolerance()}
+    result = _json_of([sys.executable, "-c", _MPI_PROBE], {**environment, **root}, 60.0)
+    return {**result, "fault_tolerance": fault_tolerance()}
 
 
 def fault_tolerance() -> bool | None:
@@ -198,7 +198,7 @@ def fault_tolerance() -> bool | None:
 
 def try_torch() -> dict[str, Any]:
     """The result of ``device.device_probe`` in a process of its own; {"error": why} if that fails."""
-    return _json_of([sys.executable, "-m", "hetero_mpi.device.device_probe"], dict(os.environ), _PATIENCE_S)
+    return _json_of([sys.executable, "-m", "hetero_mpi.device.device_probe"], dict(os.environ), _TORCH_TIMEOUT_S)
 
 
 def devices_to_test(torch: Mapping[str, Any]) -> list[tuple[str, int]]:
@@ -214,40 +214,40 @@ def self_tests(torch: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _json_of(command: list[str], environment: dict[str, str], patience_s: float) -> dict[str, Any]:
     """The last JSON line that a command prints; with ``error`` added if the command failed."""
-    error, printed, complained = "", "", ""
+    error, output, error_output = "", "", ""
     try:
         answer = subprocess.run(
             command, capture_output=True, text=True, timeout=patience_s, env=environment, stdin=subprocess.DEVNULL, errors="replace"
         )  # fmt: skip
-        printed, complained = answer.stdout, answer.stderr
+        output, error_output = answer.stdout, answer.stderr
         if answer.returncode != 0:
-            error = _last_words(complained) or f"it ended with exit code {answer.returncode}"
-    except subprocess.TimeoutExpired as late:
-        printed = late.stdout.decode(errors="replace") if isinstance(late.stdout, bytes) else late.stdout or ""
+            error = _error_line(error_output) or f"it ended with exit code {answer.returncode}"
+    except subprocess.TimeoutExpired as timeout:
+        output = timeout.stdout.decode(errors="replace") if isinstance(timeout.stdout, bytes) else timeout.stdout or ""
         error = f"no end within {patience_s:g} s"
     except OSError as failure:
         error = str(failure)
-    found: dict[str, Any] = {}
-    for line in printed.splitlines():
+    result: dict[str, Any] = {}
+    for line in output.splitlines():
         if line.startswith("{"):
-            found = json.loads(line)
-    return {**found, "error": error} if error else found
+            result = json.loads(line)
+    return {**result, "error": error} if error else result
 
 
-def _last_words(text: str) -> str:
+def _error_line(text: str) -> str:
     """The most telling line of an error output: an exception's, or the last."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    named = [
+    exceptions = [
         line for line in lines if line.split(":")[0].endswith(("Error", "Exception")) and " " not in line.split(":")[0]
     ]
-    return ((named or lines or [""])[-1])[:400]
+    return ((exceptions or lines or [""])[-1])[:400]
 
 
 def _tool(name: str, prefix: str = "") -> str:
     folders = [Path(prefix)] if prefix else []
     for folder in (*folders, Path(sys.prefix)):
-        if found := shutil.which(name, path=str(folder / "bin")):
-            return found
+        if tool_path := shutil.which(name, path=str(folder / "bin")):
+            return tool_path
     return shutil.which(name) or ""
 
 

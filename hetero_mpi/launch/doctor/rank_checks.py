@@ -23,8 +23,8 @@ from hetero_mpi.comm.ranks.world import CollectiveUserError, World
 from hetero_mpi.comm.transport import Transport
 from hetero_mpi.launch.doctor import checks
 from hetero_mpi.launch.doctor.checks import CHECKS, DoctorOptions, report
-from hetero_mpi.launch.doctor.diagnostics import Finding, Severity, found, lines_of, merged, would_fail
-from hetero_mpi.launch.doctor.host_facts import Examined, HostFacts, fault_tolerance, gather, self_tests, try_torch
+from hetero_mpi.launch.doctor.diagnostics import Finding, Severity, finding_of, lines_of, merge_findings, would_fail
+from hetero_mpi.launch.doctor.host_facts import HostFacts, Target, fault_tolerance, gather, self_tests, try_torch
 from hetero_mpi.launch.hosts.interface import LocalAddress, local_addresses
 from hetero_mpi.util import units
 from hetero_mpi.util.errors import ExitCode
@@ -34,52 +34,53 @@ if TYPE_CHECKING:
     from hetero_mpi.launch.hosts.mesh import Mesh  # brings pydantic, which a host may lack
 
 _MESSAGES_BYTES = (1024, 65_536, 4_194_304)
-_REPEATS = 3
-SLOW_BYTES_PER_S = 40e6
+_REPEAT_COUNT = 3
+MIN_BYTES_PER_S = 40e6
 """Bandwidth below which a link is called slow: between 100 Mbit/s and 1 Gbit/s. A bad cable or Wi-Fi gives less."""
-LONG_S = 2e-3
+MAX_LATENCY_S = 2e-3
 """Latency above which a link is called slow, seconds: a local cable is faster."""
-ASYMMETRY = 3.0
-MANY = 12
+MAX_ASYMMETRY_RATIO = 3.0
+MAX_LISTED_LINKS = 12
 """More links than this are not listed one by one."""
 INTERFACE_VARIABLES = ("OMPI_MCA_btl_tcp_if_include", "FI_TCP_IFACE", "UCX_NET_DEVICES")
 MESSAGE_BYTES = 1 << 22
 """Bytes sent each way between each two hosts: far more than other traffic in that time."""
-_THERE, _BACK = 101, 102
-_NO_LINK_LAYER = 0xFFFE
+_REQUEST_TAG = 101
+_BACK = 102
+_ARPHRD_NONE_CODE = 0xFFFE
 """ARPHRD_NONE: Linux's interface type of WireGuard, and of tunnels made by a program (tun)."""
 
 
-def examine_together(world: World, options: DoctorOptions) -> int:
+def run_rank_doctor(world: World, options: DoctorOptions) -> int:
     """Examine, print on rank 0, and return the exit code. Collective."""
-    findings, places = examine_ranks(world, options)
-    fails = world.broadcast_json(would_fail(findings) if world.rank == 0 else None)
+    findings, targets = examine_ranks(world, options)
+    run_would_fail = world.broadcast_json(would_fail(findings) if world.rank == 0 else None)
     if world.rank == 0:
-        report(options, findings, places)
-    return int(ExitCode.FAILED if fails else ExitCode.DONE)
+        report(options, findings, targets)
+    return int(ExitCode.FAILED if run_would_fail else ExitCode.DONE)
 
 
-def examine_ranks(world: World, options: DoctorOptions) -> tuple[list[Finding], list[Examined]]:
+def examine_ranks(world: World, options: DoctorOptions) -> tuple[list[Finding], list[Target]]:
     """Findings about the ranks of this job; complete on rank 0. Collective."""
-    places = _gather_places(world, options)
+    targets = _gather_targets(world, options)
     world.barrier()
     clocks_s = world.all_gather_json(time.time())  # apart by some ms: seconds are what matters
     world.current_action = "timing messages between ranks"
     threaded = world.thread_level in ("multiple", "serialized")
     with MpiTransport(world.comm, threaded=threaded) as transport:
-        samples = measure_links(world, transport, _MESSAGES_BYTES, _REPEATS)
+        samples = measure_links(world, transport, _MESSAGES_BYTES, _REPEAT_COUNT)
         mesh = mesh_of(world, options.hosts) if options.hosts is not None else None
         through_mesh = verify_mesh(world, transport, mesh) if mesh is not None else []
-    findings = [found("ranks", library=world.library, ranks=world.size)]
-    findings += [finding for check in CHECKS if check is not checks.check_interfaces for finding in check(places)]
-    findings += _interfaces_of(places)
+    findings = [finding_of("ranks", library=world.library, ranks=world.size)]
+    findings += [finding for check in CHECKS if check is not checks.check_interfaces for finding in check(targets)]
+    findings += _interfaces_of(targets)
     findings += through_mesh
     findings += check_links(samples, world.hosts)
     offsets_s = {host: clocks_s[world.hosts.index(host)] - clocks_s[0] for host in dict.fromkeys(world.hosts)}
-    return merged([*findings, *checks.check_clocks(offsets_s)]), places
+    return merge_findings([*findings, *checks.check_clocks(offsets_s)]), targets
 
 
-def _gather_places(world: World, options: DoctorOptions) -> list[Examined]:
+def _gather_targets(world: World, options: DoctorOptions) -> list[Target]:
     """Facts about every Python of every host, once each. Only the first of its ranks imports torch."""
     from mpi4py import MPI
 
@@ -92,46 +93,50 @@ def _gather_places(world: World, options: DoctorOptions) -> list[Examined]:
     if options.self_test:
         world.current_action = "testing this host's devices"
         facts = replace(facts, self_tests=tuple(self_tests(facts.torch)))
-    everyone = world.all_gather_json([facts.to_dict(), facts.variables.get("HETERO_MPI_DEVICE", "auto")])
-    places = []
+    gathered = world.all_gather_json([facts.to_dict(), facts.variables.get("HETERO_MPI_DEVICE", "auto")])
+    targets = []
     for rank, (host, prefix) in enumerate(pythons):
         if pythons.index([host, prefix]) == rank:
-            several = len({other for name, other in pythons if name == host}) > 1
-            title = f"{host} ({prefix})" if several else host
-            values, device = everyone[rank]
-            place = Examined(
-                title, "", host, host == pythons[0][0], values["python"], facts=HostFacts.from_dict(values)
-            )
-            places.append(replace(place, ranks=pythons.count([host, prefix]), device=device))
-    return places
+            several_pythons = len({other_prefix for name, other_prefix in pythons if name == host}) > 1
+            title = f"{host} ({prefix})" if several_pythons else host
+            values, device = gathered[rank]
+            target = Target(title, "", host, host == pythons[0][0], values["python"], facts=HostFacts.from_dict(values))
+            targets.append(replace(target, ranks=pythons.count([host, prefix]), device=device))
+    return targets
 
 
-def _interfaces_of(places: Sequence[Examined]) -> Iterator[Finding]:
+def _interfaces_of(targets: Sequence[Target]) -> Iterator[Finding]:
     """The interfaces that MPI was told. Under mpirun it has already chosen, and messages pass."""
-    if len({place.facts.host for place in places if place.facts}) < 2:
+    if len({target.facts.host for target in targets if target.facts}) < 2:
         return
-    facts = places[0].facts
+    facts = targets[0].facts
     assert facts is not None
-    told = [f"{name}={value}" for name, value in facts.variables.items() if name in INTERFACE_VARIABLES]
+    settings = [f"{name}={value}" for name, value in facts.variables.items() if name in INTERFACE_VARIABLES]
     names = sorted({interface for interface, _, _ in facts.addresses if interface != "lo"})
-    if told:
-        yield found("interface told", told=", ".join(told))
+    if settings:
+        yield finding_of("interface told", told=", ".join(settings))
     elif len(names) > 1:
-        known = [LocalAddress(*item) for place in places if place.facts for item in place.facts.addresses]
-        counts = Counter(str(item.network) for item in known if not item.interface.startswith(checks.INSIDE))
+        addresses = [LocalAddress(*item) for target in targets if target.facts for item in target.facts.addresses]
+        counts = Counter(
+            str(item.network) for item in addresses if not item.interface.startswith(checks.LOCAL_INTERFACE_PREFIXES)
+        )
         networks = ",".join(network for network, count in counts.items() if count == max(counts.values()))
-        yield found("interface not told", places[0].title, names=", ".join(names), networks=networks)
+        yield finding_of("interface not told", targets[0].title, names=", ".join(names), networks=networks)
 
 
 def check_links(links: Sequence[LinkSamples], hosts: Sequence[str]) -> Iterator[Finding]:
     """Links and their speed; of many, those that are too slow and the slowest. ``hosts``: of all ranks."""
     speeds = {(link.source, link.destination): link.sample_bytes[-1] / link.sample_s[-1] for link in links}
-    shown = [_speed(link, speeds, hosts) for link in links]
-    if len(links) > MANY:
+    link_findings = [_speed(link, speeds, hosts) for link in links]
+    if len(links) > MAX_LISTED_LINKS:
         slowest = list(speeds.values()).index(min(speeds.values()))
-        shown = [own for number, own in enumerate(shown) if own.severity is Severity.SLOW or number == slowest]
-        yield found("many links", count=len(links))
-    yield from shown
+        link_findings = [
+            finding
+            for number, finding in enumerate(link_findings)
+            if finding.severity is Severity.SLOW or number == slowest
+        ]
+        yield finding_of("many links", count=len(links))
+    yield from link_findings
 
 
 def _speed(link: LinkSamples, speeds: Mapping[tuple[int, int], float], hosts: Sequence[str]) -> Finding:
@@ -141,17 +146,17 @@ def _speed(link: LinkSamples, speeds: Mapping[tuple[int, int], float], hosts: Se
     speed = f"{units.bandwidth(bytes_per_s)} ({bytes_per_s * 8 / 1e9:.2g} Gbit/s), {units.seconds(latency_s)}"
     text = f"{source} -> {destination}: {speed} (MPI messages, as training sends them)"
     slower = speeds.get((link.destination, link.source), bytes_per_s) / bytes_per_s
-    if bytes_per_s < SLOW_BYTES_PER_S:
-        return found("slow memory" if link.same_host else "slow link", link=text)
+    if bytes_per_s < MIN_BYTES_PER_S:
+        return finding_of("slow memory" if link.same_host else "slow link", link=text)
     if link.same_host:
-        return found("link", link=text)
-    if slower > ASYMMETRY:
-        return found("uneven link", link=text, slower=slower)
-    return found("far link" if latency_s > LONG_S else "link", link=text)
+        return finding_of("link", link=text)
+    if slower > MAX_ASYMMETRY_RATIO:
+        return finding_of("uneven link", link=text, slower=slower)
+    return finding_of("far link" if latency_s > MAX_LATENCY_S else "link", link=text)
 
 
 @dataclass(frozen=True)
-class Passed:
+class PairTraffic:
     """The bytes that one end of a pair counted while ``MESSAGE_BYTES`` went each way: (sent, received) by interface."""
 
     host: str
@@ -166,21 +171,25 @@ def verify_mesh(world: World, transport: Transport, mesh: Mesh) -> list[Finding]
 
     ``transport`` must be idle.
     """
-    own = mesh.own(local_addresses())
-    ends = world.all_gather_json([own.interface, is_tunnel(own.interface)] if own is not None else [None, False])
+    mesh_address = mesh.local_address(local_addresses())
+    ends = world.all_gather_json(
+        [mesh_address.interface, is_tunnel(mesh_address.interface)] if mesh_address is not None else [None, False]
+    )
     interfaces = [interface for interface, _ in ends]
     hosts = tuple(dict.fromkeys(world.hosts))
-    without = [host for host in hosts if interfaces[world.hosts.index(host)] is None]
-    if without:
-        return [found("mesh down", *without, network=mesh.network, interface=mesh.interface)]
-    bare = [host for host in hosts if not ends[world.hosts.index(host)][1]]
-    if bare:
-        names = ", ".join(dict.fromkeys(interfaces[world.hosts.index(host)] for host in bare))
-        return [found("no tunnel", *bare, names=names, network=mesh.network, interface=mesh.interface)]
+    disconnected_hosts = [host for host in hosts if interfaces[world.hosts.index(host)] is None]
+    if disconnected_hosts:
+        return [finding_of("mesh down", *disconnected_hosts, network=mesh.network, interface=mesh.interface)]
+    unencrypted_hosts = [host for host in hosts if not ends[world.hosts.index(host)][1]]
+    if unencrypted_hosts:
+        names = ", ".join(dict.fromkeys(interfaces[world.hosts.index(host)] for host in unencrypted_hosts))
+        return [
+            finding_of("no tunnel", *unencrypted_hosts, names=names, network=mesh.network, interface=mesh.interface)
+        ]
     if len(hosts) == 1:
-        return [found("mesh not needed")]
+        return [finding_of("mesh not needed")]
     leaders = [world.hosts.index(host) for host in hosts]
-    seen: list[Passed] = []
+    traffic: list[PairTraffic] = []
     for pairs in round_robin_per_host(hosts):
         partner = {leaders[a]: leaders[b] for a, b in pairs} | {leaders[b]: leaders[a] for a, b in pairs}
         before = _counters()
@@ -193,11 +202,11 @@ def verify_mesh(world: World, transport: Transport, mesh: Mesh) -> list[Finding]
             counted = {
                 name: [b - a for a, b in zip(before[name], after[name], strict=True)] for name in {*before} & {*after}
             }
-            other = world.hosts[partner[world.rank]]
-            seen.append(Passed(world.host, other, interfaces[world.rank], counted))
+            partner_host = world.hosts[partner[world.rank]]
+            traffic.append(PairTraffic(world.host, partner_host, interfaces[world.rank], counted))
         world.sleeping_barrier()  # nobody begins the next round before all have read their counters
-    gathered = world.all_gather_json([vars(own) for own in seen])
-    return mesh_findings([Passed(**values) for ranks_own in gathered for values in ranks_own], mesh)
+    gathered = world.all_gather_json([vars(mesh_address) for mesh_address in traffic])
+    return mesh_findings([PairTraffic(**values) for rank_rows in gathered for values in rank_rows], mesh)
 
 
 def is_tunnel(interface: str) -> bool:
@@ -205,24 +214,30 @@ def is_tunnel(interface: str) -> bool:
     if sys.platform == "darwin":
         return interface.startswith("utun")
     try:
-        return int(Path("/sys/class/net", interface, "type").read_text()) == _NO_LINK_LAYER
+        return int(Path("/sys/class/net", interface, "type").read_text()) == _ARPHRD_NONE_CODE
     except OSError:
         return True  # not to be known here
 
 
-def mesh_findings(passed: Sequence[Passed], mesh: Mesh, message_bytes: int = MESSAGE_BYTES) -> list[Finding]:
+def mesh_findings(traffic: Sequence[PairTraffic], mesh: Mesh, message_bytes: int = MESSAGE_BYTES) -> list[Finding]:
     """Findings from the counters: one for each way that went outside the mesh, or a single one where all is well."""
     size, findings = _megabytes(message_bytes), []
-    for one in passed:
-        sent, received = one.counted.get(one.interface, (0, 0))
+    for pair_traffic in traffic:
+        sent, received = pair_traffic.counted.get(pair_traffic.interface, (0, 0))
         if min(sent, received) < message_bytes:
-            rest = {name: max(both) for name, both in one.counted.items() if name != one.interface}
-            busiest = max(rest, key=lambda name: rest[name], default=None)
-            others = f"; {_megabytes(rest[busiest])} passed {busiest}" if busiest is not None else ""
-            values = {"sent": _megabytes(sent), "received": _megabytes(received), "others": others}
-            values |= {"other": one.other, "interface": one.interface, "size": size}
-            findings.append(found("around the mesh", one.host, **values))
-    return findings or [found("mesh", size=size, hosts=len({one.host for one in passed}), network=mesh.network)]
+            bytes_by_interface = {
+                name: max(counts) for name, counts in pair_traffic.counted.items() if name != pair_traffic.interface
+            }
+            busiest = max(bytes_by_interface, key=lambda name: bytes_by_interface[name], default=None)
+            other_traffic = (
+                f"; {_megabytes(bytes_by_interface[busiest])} passed {busiest}" if busiest is not None else ""
+            )
+            values = {"sent": _megabytes(sent), "received": _megabytes(received), "others": other_traffic}
+            values |= {"other": pair_traffic.other, "interface": pair_traffic.interface, "size": size}
+            findings.append(finding_of("around the mesh", pair_traffic.host, **values))
+    return findings or [
+        finding_of("mesh", size=size, hosts=len({pair_traffic.host for pair_traffic in traffic}), network=mesh.network)
+    ]
 
 
 def mesh_of(world: World, path: str | Path) -> Mesh | None:
@@ -262,10 +277,10 @@ def _exchange(transport: Transport, rank: int, peer: int) -> None:
     message = np.zeros(MESSAGE_BYTES, np.uint8)
     if rank < peer:
         back = transport.post_receive(peer, _BACK, np.empty_like(message))
-        transport.wait(transport.send(peer, _THERE, message))
+        transport.wait(transport.send(peer, _REQUEST_TAG, message))
         transport.wait(back)
     else:
-        transport.wait(transport.post_receive(peer, _THERE, np.empty_like(message)))
+        transport.wait(transport.post_receive(peer, _REQUEST_TAG, np.empty_like(message)))
         transport.wait(transport.send(peer, _BACK, message))
 
 

@@ -31,40 +31,42 @@ _SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
 _PARAMETERS = ("plm_rsh_agent", "plm_ssh_agent")
 _PARAMETER_OPTIONS = ("--mca", "-mca", "--prtemca", "-prtemca", "--gmca", "-gmca")
 _HYDRA_OPTIONS = ("-launcher-exec", "--launcher-exec", "-bootstrap-exec", "--bootstrap-exec")
-_COMPLAINT_BYTES = 20_000
+_MAX_COMPLAINT_BYTES = 20_000
 _HYDRA_KINDS = ("-launcher", "--launcher", "-bootstrap", "--bootstrap")
 
 
 def launch_agent(
-    family: str, given: Sequence[str], environment: Mapping[str, str]
+    family: str, mpirun_args: Sequence[str], environment: Mapping[str, str]
 ) -> tuple[tuple[str, ...], list[str]]:
     """(the agent that the launcher of this MPI family will use, the launcher's options without those that name it).
 
-    It is taken from the options, else from environment variables, else it is ssh. ``given``: the user's options for the launcher.
+    It is taken from the options, else from environment variables, else it is ssh. ``mpirun_args``: the user's options for the launcher.
     """
-    named, kept = _named(family, given)
-    if named is None:
+    agent_text, other_args = _agent_from_options(family, mpirun_args)
+    if agent_text is None:
         parameters = [f"{prefix}_MCA_{parameter}" for prefix in ("PRTE", "OMPI") for parameter in _PARAMETERS]
         variables = parameters if family == OPEN_MPI else ["HYDRA_LAUNCHER_EXEC"]
-        named = next((environment[name] for name in variables if name in environment), "ssh")
-    first = named.split(":")[0]  # Open MPI takes alternatives, separated by colons, and uses the first that is there
-    return _SSH if first.strip() in ("ssh", "ssh -x") else tuple(shlex.split(first)), kept
+        agent_text = next((environment[name] for name in variables if name in environment), "ssh")
+    first_choice = agent_text.split(":")[
+        0
+    ]  # Open MPI takes alternatives, separated by colons, and uses the first that is there
+    return _SSH if first_choice.strip() in ("ssh", "ssh -x") else tuple(shlex.split(first_choice)), other_args
 
 
-def _named(family: str, given: Sequence[str]) -> tuple[str | None, list[str]]:
+def _agent_from_options(family: str, mpirun_args: Sequence[str]) -> tuple[str | None, list[str]]:
     """(the agent that the launcher's options name, the other options)."""
-    named, kept, rest = None, list[str](), list(given)
-    while rest:
-        option, *values = rest[:3]
+    agent_text, other_args, remaining = None, list[str](), list(mpirun_args)
+    while remaining:
+        option, *values = remaining[:3]
         if family == OPEN_MPI and option in _PARAMETER_OPTIONS and values[:1] and values[0] in _PARAMETERS:
-            named, rest = named or "".join(values[1:]) or None, rest[3:]
+            agent_text, remaining = agent_text or "".join(values[1:]) or None, remaining[3:]
         elif family != OPEN_MPI and option in _HYDRA_OPTIONS:
-            named, rest = named or "".join(values[:1]) or None, rest[2:]
+            agent_text, remaining = agent_text or "".join(values[:1]) or None, remaining[2:]
         elif family != OPEN_MPI and option in _HYDRA_KINDS:
-            rest = rest[2:]
+            remaining = remaining[2:]
         else:
-            kept.append(rest.pop(0))
-    return named, kept
+            other_args.append(remaining.pop(0))
+    return agent_text, other_args
 
 
 def remote_command(
@@ -100,9 +102,11 @@ class HostAgent:
         variables: Mapping[str, str] | None = None,
     ) -> None:
         words, directory = [python, "-m", PROGRAM], directory or os.getcwd()
-        own = {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ} | dict(variables or {})
+        agent_variables = {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ} | dict(
+            variables or {}
+        )
         if not local:
-            words = remote_command(agent, name, directory, own, *words)
+            words = remote_command(agent, name, directory, agent_variables, *words)
         self._complaints = tempfile.TemporaryFile()  # noqa: SIM115  (open as long as the process)
         self._process: subprocess.Popen[bytes] | None = None
         """None: it could not be started here, and the complaint says why."""
@@ -112,7 +116,7 @@ class HostAgent:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._complaints,
-                env={**os.environ, **own},
+                env={**os.environ, **agent_variables},
                 cwd=directory if local and os.path.isdir(directory) else None,
                 start_new_session=True,  # Ctrl-C at the terminal is for this process alone
             )
@@ -153,14 +157,14 @@ class HostAgent:
             if line.startswith(MARK.encode()):
                 return dict(json.loads(line.decode(errors="replace").removeprefix(MARK)))
 
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         return self._process is None or self._process.poll() is not None
 
-    def complaint(self, otherwise: str) -> str:
-        """The last line that the launch agent or the host agent has written to stderr; else ``otherwise``."""
+    def complaint(self, default: str) -> str:
+        """The last line that the launch agent or the host agent has written to stderr; else ``default``."""
         self._complaints.seek(0)
-        text = self._complaints.read(_COMPLAINT_BYTES).decode(errors="replace")
-        last = next((line.strip() for line in reversed(text.splitlines()) if line.strip()), otherwise)
+        text = self._complaints.read(_MAX_COMPLAINT_BYTES).decode(errors="replace")
+        last = next((line.strip() for line in reversed(text.splitlines()) if line.strip()), default)
         return "".join(letter for letter in last if letter.isprintable())[:300]
 
     def close(self) -> None:

@@ -26,11 +26,11 @@ _USER = r"(?:[A-Za-z0-9_][A-Za-z0-9_.\-]*@)?"
 _NAME = _USER + r"[A-Za-z0-9_][A-Za-z0-9_.\-]*"  # no leading "-": a launch agent would take it for an option
 _IPV6 = re.compile(_USER + r"(\[[0-9A-Fa-f:.]+(%\w+)?\](:\d+)?|[0-9A-Fa-f.]*(:[0-9A-Fa-f.]*){2,}(%\w+)?)")
 _HOST = re.compile(rf"({_NAME})(?::(\S*))?")
-_SLOTS = ("slots",)
-_MOST = ("max_slots", "max-slots", "slots_max", "slots-max")
-_HYDRA = ("ifname", "binding")
+_SLOTS_KEYS = ("slots",)
+_MAX_SLOTS_KEYS = ("max_slots", "max-slots", "slots_max", "slots-max")
+_HYDRA_KEYS = ("ifname", "binding")
 """MPICH's, about what the launch command says itself."""
-_AS_IT_IS = {
+_LAUNCHER_LINES = {
     True: re.compile(rf"[ \t]*({_NAME}([ \t]+(slots|max[_-]slots)[ \t]*=[ \t]*\d+)*)?[ \t]*(#.*)?"),
     False: re.compile(rf"({_NAME}(:\d+)?( +(ifname|binding)=\S+)*)?[ \t]*(#.*)?"),
 }
@@ -81,44 +81,45 @@ def _text(path: str | Path) -> str:
         ) from error
 
 
-def _parse_line(content: str, place: str) -> HostEntry:
+def _parse_line(content: str, location: str) -> HostEntry:
     first, *options = re.sub(r"\s*=\s*", "=", content).split()
     if _IPV6.fullmatch(first):
         raise UserError(
             "hosts.ipv6",
-            f"{place}: `{first}` is an IPv6 address, and ranks find each other by IPv4: write the machine's name or IPv4 address.",
+            f"{location}: `{first}` is an IPv6 address, and ranks find each other by IPv4: write the machine's name or IPv4 address.",
         )
-    found = _HOST.fullmatch(first)
-    if found is None:
+    match = _HOST.fullmatch(first)
+    if match is None:
         raise UserError(
             "hosts.line",
-            f"{place}: `{first}` is not understood: each line is one machine, by its name or IPv4 address, such as `rtx slots=2`.",
+            f"{location}: `{first}` is not understood: each line is one machine, by its name or IPv4 address, such as `rtx slots=2`.",
         )
-    name, count = found[1], found[2]
-    said = [_slots(count, place)] if count is not None else []
+    name, count = match[1], match[2]
+    slot_counts = [_slots(count, location)] if count is not None else []
     for option in options:
         key, _, value = option.partition("=")
-        if key in _SLOTS:
-            said.append(_slots(value, place))
-        elif key in _MOST:
-            _slots(value, place)  # no host gets more ranks than its slots
-        elif key not in _HYDRA or not value:
+        if key in _SLOTS_KEYS:
+            slot_counts.append(_slots(value, location))
+        elif key in _MAX_SLOTS_KEYS:
+            _slots(value, location)  # no host gets more ranks than its slots
+        elif key not in _HYDRA_KEYS or not value:
             hint = "; another port stands in ~/.ssh/config" if key == "port" else ""
             raise UserError(
                 "hosts.option",
-                f"{place}: `{option}` of `{content}` is not understood: write `{name} slots=2` or `{name}:2`{hint}.",
+                f"{location}: `{option}` of `{content}` is not understood: write `{name} slots=2` or `{name}:2`{hint}.",
             )
-    if len(set(said)) > 1:
+    if len(set(slot_counts)) > 1:
         raise UserError(
-            "hosts.two_counts", f"{place}: `{content}` gives two numbers of ranks, {said[0]} and {said[1]}: write one."
+            "hosts.two_counts",
+            f"{location}: `{content}` gives two numbers of ranks, {slot_counts[0]} and {slot_counts[1]}: write one.",
         )
-    return HostEntry(name, said[0] if said else None)
+    return HostEntry(name, slot_counts[0] if slot_counts else None)
 
 
-def _slots(text: str, place: str) -> int:
+def _slots(text: str, location: str) -> int:
     if not re.fullmatch(r"[1-9][0-9]{0,8}", text):
         raise UserError(
-            "hosts.slots", f"{place}: the number of ranks must be a positive whole number, not `{text[:40]}`."
+            "hosts.slots", f"{location}: the number of ranks must be a positive whole number, not `{text[:40]}`."
         )
     return int(text)
 
@@ -131,7 +132,7 @@ def read_by_launcher(path: str | Path, family: str) -> bool:
     content = Path(path).read_bytes()
     once = all(count == 1 for count in Counter(entry.name for entry in read_hostfile(path)).values())
     lines = content.decode("latin-1").split("\n")
-    return once and content.isascii() and all(_AS_IT_IS[family == OPEN_MPI].fullmatch(line) for line in lines)
+    return once and content.isascii() and all(_LAUNCHER_LINES[family == OPEN_MPI].fullmatch(line) for line in lines)
 
 
 def check_slots(entries: Iterable[HostEntry], ranks: int, path: str | Path) -> None:
@@ -140,12 +141,12 @@ def check_slots(entries: Iterable[HostEntry], ranks: int, path: str | Path) -> N
     :raises UserError: too few slots, with both numbers.
     """
     slots = [entry.slots for entry in entries]
-    known = [count for count in slots if count is not None]
-    if len(known) == len(slots) and sum(known) < ranks:
+    known_slots = [count for count in slots if count is not None]
+    if len(known_slots) == len(slots) and sum(known_slots) < ranks:
         raise UserError(
             "hosts.too_many_ranks",
-            f"-np {ranks} asks for more ranks than the {sum(known)} slots in {path}: "
-            f"raise `slots=` of a host there, or start with -np {sum(known)}.",
+            f"-np {ranks} asks for more ranks than the {sum(known_slots)} slots in {path}: "
+            f"raise `slots=` of a host there, or start with -np {sum(known_slots)}.",
         )
 
 
@@ -159,11 +160,11 @@ def slots_by_host(entries: Iterable[HostEntry]) -> Counter[str]:
 
 def format_hostfile(entries: Iterable[HostEntry], family: str) -> str:
     """The text of a host file in the style of an MPI family, a line per host; MPICH takes a user behind the name."""
-    listed = tuple(entries)
-    unsaid = {entry.name for entry in listed if entry.slots is None}
+    all_entries = tuple(entries)
+    hosts_without_slots = {entry.name for entry in all_entries if entry.slots is None}
     lines = []
-    for name, count in slots_by_host(listed).items():
-        told = "" if name in unsaid else f" slots={count}" if family == OPEN_MPI else f":{count}"
+    for name, count in slots_by_host(all_entries).items():
+        slots_text = "" if name in hosts_without_slots else f" slots={count}" if family == OPEN_MPI else f":{count}"
         user, _, host = name.rpartition("@")
-        lines.append(f"{name}{told}" if family == OPEN_MPI or not user else f"{host}{told} user={user}")
+        lines.append(f"{name}{slots_text}" if family == OPEN_MPI or not user else f"{host}{slots_text} user={user}")
     return "".join(f"{line}\n" for line in lines)

@@ -94,20 +94,20 @@ def read_hosts(path: str | Path) -> tuple[Host, ...]:
         entries = []
     elif not entries and not problems:
         problems.append(f'{path}: names no host; write [[host]] and below it address = "10.0.0.11" for each')
-    found: list[Host] = []
+    hosts: list[Host] = []
     for number, entry in enumerate(entries, start=1):
         fields = {key: Host.model_fields.get(key) for key, value in entry.items() if value == ""}
         empty = [key for key, field in fields.items() if field is not None and may_be_empty(field)]
-        kept = {key: value for key, value in entry.items() if key not in empty}
-        rules = dict(_rules(kept))
+        given_values = {key: value for key, value in entry.items() if key not in empty}
+        rules = dict(_rules(given_values))
         for key, rule in rules.items():
-            shown = f" = {as_toml(kept[key])}" if key in kept else ""
-            problems.append(f"{path}: [[host]] {number}: {key}{shown}: {rule}")
+            value_text = f" = {as_toml(given_values[key])}" if key in given_values else ""
+            problems.append(f"{path}: [[host]] {number}: {key}{value_text}: {rule}")
         if not rules:
-            found.append(Host.model_validate(kept))
+            hosts.append(Host.model_validate(given_values))
     if problems:
         raise UserError("hosts.invalid", "\n".join(problems))
-    return tuple(found)
+    return tuple(hosts)
 
 
 def tables_of(path: Path) -> dict[str, Any]:
@@ -134,8 +134,8 @@ def _rules(entry: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if isinstance(entry.get("environment"), dict) and "environment" in broken:
         broken["environment"] = 'must hold texts in quotes, such as { OMP_NUM_THREADS = "8" }'
     yield from broken.items()
-    known = {key: value for key, value in entry.items() if key not in broken}
-    address, device, slots = known.get("address"), known.get("device", "auto"), known.get("slots", 1)
+    valid = {key: value for key, value in entry.items() if key not in broken}
+    address, device, slots = valid.get("address"), valid.get("device", "auto"), valid.get("slots", 1)
     if address is not None and not _ADDRESS.fullmatch(address):
         yield "address", "must be a host name or an IPv4 address"
     if not DEVICE.fullmatch(device):
@@ -145,15 +145,15 @@ def _rules(entry: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             "device",
             f'names one GPU for {slots} ranks: write slots = 1, or "{device.partition(":")[0]}" for a GPU each',
         )
-    if not _ENDPOINT.fullmatch(known.get("endpoint", "none")):
+    if not _ENDPOINT.fullmatch(valid.get("endpoint", "none")):
         yield "endpoint", 'must be ADDRESS:PORT, or "none" where nobody can call this machine'
     for key in ("python", "prefix", "directory"):
-        if key in known and not known[key].startswith("/"):
+        if key in valid and not valid[key].startswith("/"):
             yield key, "must be an absolute path on that host (it has its own home, and ~ is not looked up there)"
-    bad = [name for name in known.get("environment", {}) if not _VARIABLE.fullmatch(name)]
-    if bad:
-        yield "environment", f"{bad[0]!r} cannot be the name of an environment variable"
-    elif DEVICE_VARIABLE in known.get("environment", {}):
+    invalid_names = [name for name in valid.get("environment", {}) if not _VARIABLE.fullmatch(name)]
+    if invalid_names:
+        yield "environment", f"{invalid_names[0]!r} cannot be the name of an environment variable"
+    elif DEVICE_VARIABLE in valid.get("environment", {}):
         yield "environment", f'{DEVICE_VARIABLE} is set by device = "..."'
 
 
@@ -164,12 +164,12 @@ def ranks_of(hosts: Sequence[Host], ranks: int | None, path: str | Path) -> list
     """
     if ranks is not None and ranks < 1:
         raise UserError("launch.ranks", f"-np must be at least 1, not {ranks}.")
-    left = sum(host.slots for host in hosts) if ranks is None else ranks
-    check_slots([HostEntry(host.address, host.slots) for host in hosts], left, path)
+    remaining = sum(host.slots for host in hosts) if ranks is None else ranks
+    check_slots([HostEntry(host.address, host.slots) for host in hosts], remaining, path)
     shares = []
     for host in hosts:
-        share = min(host.slots, left)
-        left -= share
+        share = min(host.slots, remaining)
+        remaining -= share
         if share:
             shares.append((host, share))
     return shares

@@ -75,12 +75,12 @@ def choose_interface(addresses: Iterable[str], local: Sequence[LocalAddress]) ->
 
     A host in no local subnet is reached through a router: its address alone is added, with the interface that leads to it.
     """
-    own = {item.address for item in local}
+    local_ips = {item.address for item in local}
     networks: dict[str, None] = {}
     interfaces: dict[str, None] = {}
     reasons = []
     for address in dict.fromkeys(addresses):
-        if address in own or ipaddress.IPv4Address(address).is_loopback:
+        if address in local_ips or ipaddress.IPv4Address(address).is_loopback:
             continue
         holder = _holder(address, local)
         if holder is None:

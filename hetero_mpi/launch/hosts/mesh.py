@@ -51,7 +51,7 @@ class Mesh(BaseModel):
         except ValueError:
             return False
 
-    def own(self, local: Sequence[LocalAddress]) -> LocalAddress | None:
+    def local_address(self, local: Sequence[LocalAddress]) -> LocalAddress | None:
         """The address in the mesh among those of a machine; None: the mesh is not up there."""
         return next((item for item in local if self.holds(item.address)), None)
 
@@ -80,14 +80,14 @@ def read_mesh(path: str | Path) -> Mesh | None:
         )
     problems = [
         f"{path}: [mesh] {key}{' = ' + as_toml(values[key]) if key in values else ''}: {rule}"
-        for key, rule in _broken(values).items()
+        for key, rule in _broken_rules(values).items()
     ]
     if problems:
         raise UserError("mesh.invalid", "\n".join(problems))
     return Mesh.model_validate(values)
 
 
-def _broken(values: Mapping[str, Any]) -> dict[str, str]:
+def _broken_rules(values: Mapping[str, Any]) -> dict[str, str]:
     broken = broken_keys("mesh", Mesh, values, {"mesh": Mesh})
     if "network" in values and "network" not in broken:
         try:
@@ -99,7 +99,7 @@ def _broken(values: Mapping[str, Any]) -> dict[str, str]:
     return broken
 
 
-def members(hosts: Sequence[Host], mesh: Mesh, path: str | Path) -> tuple[MeshHost, ...]:
+def mesh_members(hosts: Sequence[Host], mesh: Mesh, path: str | Path) -> tuple[MeshHost, ...]:
     """The machines of a hosts file, each with its address in the mesh: its ``mesh_address``, or the next free one.
 
     :raises UserError: all problems with addresses and endpoints, one per line.
@@ -109,46 +109,50 @@ def members(hosts: Sequence[Host], mesh: Mesh, path: str | Path) -> tuple[MeshHo
         machines.setdefault(host.address, host)
     problems = list(_problems(machines, mesh))
     network = ipaddress.IPv4Network(mesh.network)
-    taken = {host.mesh_address for host in machines.values()}
-    free = (str(address) for address in network.hosts() if str(address) not in taken)
-    found: list[MeshHost] = []
+    reserved = {host.mesh_address for host in machines.values()}
+    free_addresses = (str(address) for address in network.hosts() if str(address) not in reserved)
+    mesh_hosts: list[MeshHost] = []
     for host in machines.values():
-        address = host.mesh_address or next(free, None)
+        address = host.mesh_address or next(free_addresses, None)
         if address is None:
             problems.append(f"[mesh] network {mesh.network} has no address for {host.title}: take a larger one")
             break
         endpoint = host.endpoint or f"{host.address}:{mesh.port}"
-        name = _file_name(host.title, [member.name for member in found])
-        found.append(MeshHost(name, host.address, address, None if endpoint == UNREACHABLE else endpoint))
+        name = _file_name(host.title, [member.name for member in mesh_hosts])
+        mesh_hosts.append(MeshHost(name, host.address, address, None if endpoint == UNREACHABLE else endpoint))
     if problems:
         raise UserError("mesh.invalid", "\n".join(f"{path}: {problem}" for problem in problems))
-    return tuple(found)
+    return tuple(mesh_hosts)
 
 
 def _problems(machines: Mapping[str, Host], mesh: Mesh) -> Iterator[str]:
     if len(machines) < 2:
         yield f"a mesh needs two machines, and this file names {len(machines)}"
-    given = [host.mesh_address for host in machines.values() if host.mesh_address is not None]
+    mesh_addresses = [host.mesh_address for host in machines.values() if host.mesh_address is not None]
     for host in machines.values():
         if host.mesh_address is not None and not mesh.holds(host.mesh_address):
             yield f"mesh_address {host.mesh_address} of {host.title} does not lie in [mesh] network {mesh.network}"
-        elif given.count(host.mesh_address or "") > 1:
+        elif mesh_addresses.count(host.mesh_address or "") > 1:
             yield f"mesh_address {host.mesh_address} of {host.title} is another machine's too"
         if host.endpoint is None and (host.address.startswith("127.") or host.address == "localhost"):
             yield f"{host.address} is every machine's name for itself: write the address at which the others reach it"
         elif mesh.holds(host.address):
             yield f"address {host.address} lies in [mesh] network {mesh.network}: `mesh init` takes the file with the outer ones"
-    hidden = [host.title for host in machines.values() if host.endpoint == UNREACHABLE]
-    if len(hidden) > 1:
+    unreachable = [host.title for host in machines.values() if host.endpoint == UNREACHABLE]
+    if len(unreachable) > 1:
         yield (
-            f'{" and ".join(hidden)} have endpoint = "{UNREACHABLE}", so neither can call the other: forward a UDP port of one\'s '
+            f'{" and ".join(unreachable)} have endpoint = "{UNREACHABLE}", so neither can call the other: forward a UDP port of one\'s '
             "router to it, and write that as its endpoint"
         )
 
 
-def _file_name(title: str, taken: Sequence[str]) -> str:
+def _file_name(title: str, used_names: Sequence[str]) -> str:
     name = re.sub(r"[^A-Za-z0-9_.-]", "-", title).lstrip(".-") or "host"
-    return next(one for one in (name, *(f"{name}-{number}" for number in range(2, len(taken) + 3))) if one not in taken)
+    return next(
+        candidate
+        for candidate in (name, *(f"{name}-{number}" for number in range(2, len(used_names) + 3)))
+        if candidate not in used_names
+    )
 
 
 def init(path: Path, directory: Path) -> list[str]:
@@ -159,20 +163,20 @@ def init(path: Path, directory: Path) -> list[str]:
     :raises UserError: the file breaks rules, ``wg`` is missing, or the directory cannot be written.
     """
     hosts, mesh = read_hosts(path), read_mesh(path) or Mesh()
-    found = members(hosts, mesh, path)
+    mesh_hosts = mesh_members(hosts, mesh, path)
     with write_errors(directory, "choose another -o."):
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        keys = {member: _private_key(directory / f"{member.name}.conf") for member in found}
-        public = {member: _wg("pubkey", given=key) for member, key in keys.items()}
+        keys = {member: _private_key(directory / f"{member.name}.conf") for member in mesh_hosts}
+        public_keys = {member: _wg("pubkey", stdin_text=key) for member, key in keys.items()}
         for member, key in keys.items():
-            _write(directory / f"{member.name}.conf", configuration(member, key, public, mesh))
-        _write(directory / "hosts.toml", hosts_inside(hosts, found, mesh, path))
+            _write(directory / f"{member.name}.conf", configuration(member, key, public_keys, mesh))
+        _write(directory / "hosts.toml", hosts_inside(hosts, mesh_hosts, mesh, path))
         _write(directory / "mpi-options.txt", _options_text(mesh))
-    return _next_steps(found, mesh, directory)
+    return _next_steps(mesh_hosts, mesh, directory)
 
 
-def configuration(member: MeshHost, key: str, public: Mapping[MeshHost, str], mesh: Mesh) -> str:
-    """The text of WireGuard's configuration file for one machine. ``public``: the public keys of all."""
+def configuration(member: MeshHost, key: str, public_keys: Mapping[MeshHost, str], mesh: Mesh) -> str:
+    """The text of WireGuard's configuration file for one machine. ``public_keys``: the public keys of all."""
     length = ipaddress.IPv4Network(mesh.network).prefixlen
     lines = [
         f"# {member.name}: its secret. On that machine: /etc/wireguard/{mesh.interface}.conf, readable by root alone.",
@@ -181,26 +185,26 @@ def configuration(member: MeshHost, key: str, public: Mapping[MeshHost, str], me
         f"Address = {member.mesh_address}/{length}",
         f"ListenPort = {mesh.port}",
     ]
-    for other, shown in public.items():
-        if other == member:
+    for peer, public_key in public_keys.items():
+        if peer == member:
             continue
-        lines += ["", f"# {other.name}", "[Peer]", f"PublicKey = {shown}", f"AllowedIPs = {other.mesh_address}/32"]
-        lines += [f"Endpoint = {other.endpoint}"] if other.endpoint is not None else []
+        lines += ["", f"# {peer.name}", "[Peer]", f"PublicKey = {public_key}", f"AllowedIPs = {peer.mesh_address}/32"]
+        lines += [f"Endpoint = {peer.endpoint}"] if peer.endpoint is not None else []
         lines += [f"PersistentKeepalive = {_KEEPALIVE_S}"] if member.endpoint is None else []
     return "\n".join(lines) + "\n"
 
 
-def hosts_inside(hosts: Sequence[Host], found: Sequence[MeshHost], mesh: Mesh, path: Path) -> str:
+def hosts_inside(hosts: Sequence[Host], mesh_hosts: Sequence[MeshHost], mesh: Mesh, path: Path) -> str:
     """The hosts file for ``launch`` with the addresses inside the mesh."""
     import tomli_w  # for this alone: `launch` reads this module too
 
-    inside = {member.address: member.mesh_address for member in found}
+    mesh_addresses = {member.address: member.mesh_address for member in mesh_hosts}
     lines = [f"# Written by `mesh init {path}`: the same hosts by their addresses inside the mesh.", "", "[mesh]"]
     lines += [tomli_w.dumps(mesh.model_dump())]
     for host in hosts:
-        kept = host.model_dump(exclude_defaults=True, exclude={"address", "name", "endpoint", "mesh_address"})
-        variables = kept.pop("environment", {})
-        values = {"address": inside[host.address], "name": host.title, **kept}
+        settings = host.model_dump(exclude_defaults=True, exclude={"address", "name", "endpoint", "mesh_address"})
+        variables = settings.pop("environment", {})
+        values = {"address": mesh_addresses[host.address], "name": host.title, **settings}
         lines += ["[[host]]", tomli_w.dumps(values).rstrip()]
         lines += ["[host.environment]", tomli_w.dumps(variables).rstrip()] if variables else []
         lines += [""]
@@ -237,14 +241,14 @@ def check_bound(mesh: Mesh, hosts: Sequence[Host], local: Sequence[LocalAddress]
             f"The hosts file has a [mesh], but {', '.join(outside)} would be reached outside of its network {mesh.network}: "
             "launch with the hosts.toml that `mesh init` writes, or remove [mesh] to go without.",
         )
-    own = mesh.own(local)
-    if own is None:
+    mesh_address = mesh.local_address(local)
+    if mesh_address is None:
         raise UserError(
             "mesh.down",
             f"The hosts file has a [mesh], but no interface of this machine has an address in {mesh.network}: start it here with "
             f"`sudo wg-quick up {mesh.interface}`. Nothing was started, as messages would not go through the mesh.",
         )
-    return own
+    return mesh_address
 
 
 def _options_text(mesh: Mesh) -> str:
@@ -257,12 +261,13 @@ def _options_text(mesh: Mesh) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _next_steps(found: Sequence[MeshHost], mesh: Mesh, directory: Path) -> list[str]:
+def _next_steps(mesh_hosts: Sequence[MeshHost], mesh: Mesh, directory: Path) -> list[str]:
     lines = [
-        f"Wrote {directory}: WireGuard configurations of {len(found)} machines, readable by you alone. Nothing was sent."
+        f"Wrote {directory}: WireGuard configurations of {len(mesh_hosts)} machines, readable by you alone. Nothing was sent."
     ]
     lines += [
-        f"  {member.name:<20} {member.mesh_address:<15} {member.endpoint or 'calls the others'}" for member in found
+        f"  {member.name:<20} {member.mesh_address:<15} {member.endpoint or 'calls the others'}"
+        for member in mesh_hosts
     ]
     target = f"/etc/wireguard/{mesh.interface}.conf"
     return [
@@ -279,19 +284,19 @@ def _private_key(path: Path) -> str:
     """The key of an earlier configuration, else a new one."""
     require_regular(path)
     if path.exists():
-        kept = re.search(r"^PrivateKey = (\S+)$", path.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
-        if kept is not None:
-            return kept[1]
+        match = re.search(r"^PrivateKey = (\S+)$", path.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
+        if match is not None:
+            return match[1]
     return _wg("genkey")
 
 
-def _wg(command: str, given: str = "") -> str:
+def _wg(command: str, stdin_text: str = "") -> str:
     if shutil.which("wg") is None:
         raise UserError(
             "mesh.tools_missing",
             "`wg` was not found: install WireGuard's tools (`apt install wireguard-tools`, `brew install wireguard-tools`).",
         )
-    answer = subprocess.run(["wg", command], input=given, capture_output=True, text=True)
+    answer = subprocess.run(["wg", command], input=stdin_text, capture_output=True, text=True)
     if answer.returncode != 0:
         raise UserError("mesh.command_failed", f"`wg {command}` failed: {answer.stderr.strip()}")
     return answer.stdout.strip()

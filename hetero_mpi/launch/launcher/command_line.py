@@ -73,27 +73,29 @@ class CommandLine:
         if arguments or new:
             self.arguments.extend(arguments)
             self.environment.update(new)
-            shown = [f"{name}={value}" for name, value in new.items()] + ([shlex.join(arguments)] if arguments else [])
-            self.reasons.append(f"{' '.join(shown)}: {reason}")
+            settings = [f"{name}={value}" for name, value in new.items()] + (
+                [shlex.join(arguments)] if arguments else []
+            )
+            self.reasons.append(f"{' '.join(settings)}: {reason}")
 
     def __str__(self) -> str:
         assignments = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
         return " ".join([*assignments, shlex.join(self.arguments)])
 
 
-def summary(launcher: Launcher, ranks: int, places: Sequence[tuple[str, int | None]]) -> str:
-    """``3 ranks on rtx (2), titan (1), by Open MPI 5.0.11``. ``places``: hosts and their slots, filled in order."""
+def summary(launcher: Launcher, ranks: int, hosts: Sequence[tuple[str, int | None]]) -> str:
+    """``3 ranks on rtx (2), titan (1), by Open MPI 5.0.11``. ``hosts``: hosts and their slots, filled in order."""
     counts: dict[str, int] = {}
-    left = ranks
-    for name, slots in places:
-        taken = min(left, slots or 0)
-        counts[name], left = counts.get(name, 0) + taken, left - taken
-    if any(slots is None for _, slots in places):  # then the launcher decides
+    remaining = ranks
+    for name, slots in hosts:
+        ranks_here = min(remaining, slots or 0)
+        counts[name], remaining = counts.get(name, 0) + ranks_here, remaining - ranks_here
+    if any(slots is None for _, slots in hosts):  # then the launcher decides
         where = ", ".join(counts)
     else:
         where = ", ".join(f"{name} ({count})" for name, count in counts.items() if count)
-    alone = "the nodes of this SLURM job" if "SLURM_JOB_ID" in os.environ else "this machine"
-    return f"{ranks} rank{'s' if ranks > 1 else ''} on {where or alone}, by {launcher.library}"
+    default_place = "the nodes of this SLURM job" if "SLURM_JOB_ID" in os.environ else "this machine"
+    return f"{ranks} rank{'s' if ranks > 1 else ''} on {where or default_place}, by {launcher.library}"
 
 
 def build_command(
@@ -103,8 +105,8 @@ def build_command(
     if np < 1:
         raise UserError("launch.ranks", f"-np must be at least 1, not {np}.")
     entries = read_hostfile(hostfile) if hostfile is not None else ()
-    told = summary(launcher, np, [(entry.name, entry.slots) for entry in entries])
-    command = CommandLine([str(launcher.path), "-np", str(np)], told)
+    summary_text = summary(launcher, np, [(entry.name, entry.slots) for entry in entries])
+    command = CommandLine([str(launcher.path), "-np", str(np)], summary_text)
     choice = None
     if hostfile is not None:
         check_slots(entries, np, hostfile)
@@ -114,7 +116,7 @@ def build_command(
         add_open_mpi(command, launcher, np, hostfile is None, choice, list(mpirun_args))
     elif launcher.family == MPICH:
         add_mpich(command, choice)
-    command.arguments += [*mpirun_args, *ending_all(program, mpirun_args)]
+    command.arguments += [*mpirun_args, *guard_join(program, mpirun_args)]
     return command
 
 
@@ -122,7 +124,7 @@ def build_command(
 # and the other ranks wait inside MPI's start for ever. So each rank is started by a shell. It forks a child that reads from a pipe,
 # and then becomes the rank, which alone holds the pipe's other end. A line from the pipe says that the rank has joined. An end
 # without a line is a death: the child reports it and kills the launcher, or its daemon there, which ends the job everywhere.
-_UNTIL_JOINED = (
+_JOIN_GUARD = (
     'd=$(mktemp -d) && mkfifo "$d/p" || exit; '
     '(read -r joined < "$d/p"; [ "$joined" ] || { echo "rank $OMPI_COMM_WORLD_RANK on $(uname -n) ended before it had joined '
     'the other ranks, so all are ended: look above for its last words, and at that host for its environment" >&2; '
@@ -131,9 +133,9 @@ _UNTIL_JOINED = (
 )
 
 
-def ending_all(program: Sequence[str], mpirun_args: Sequence[str]) -> list[str]:
+def guard_join(program: Sequence[str], mpirun_args: Sequence[str]) -> list[str]:
     """The command line of a rank, changed so that its death before joining ends the job also where the launcher lets ranks die."""
-    return ["sh", "-c", _UNTIL_JOINED, "sh", *program] if "--with-ft" in mpirun_args else list(program)
+    return ["sh", "-c", _JOIN_GUARD, "sh", *program] if "--with-ft" in mpirun_args else list(program)
 
 
 def _add_hosts(command: CommandLine, family: str, hostfile: str, entries: Sequence[HostEntry]) -> None:
@@ -154,37 +156,37 @@ def add_open_mpi(
     np: int,
     single_machine: bool,
     choice: InterfaceChoice | None,
-    given: list[str],
+    mpirun_args: list[str],
 ) -> None:
-    """Add Open MPI's options that do not depend on the program. ``given``: the user's own options, which are not changed."""
+    """Add Open MPI's options that do not depend on the program. ``mpirun_args``: the user's own options, which are not changed."""
     if hasattr(os, "geteuid") and os.geteuid() == 0:
         command.add("this is root, and Open MPI asks to be told so", **AS_ROOT)
     cores = physical_cores()
     if single_machine and np > cores and "SLURM_JOB_ID" not in os.environ:
         command.add(f"{np} ranks share {cores} cores", "--oversubscribe", OMPI_MCA_mpi_yield_when_idle="1")
-    if not any("bind-to" in argument for argument in given):
+    if not any("bind-to" in argument for argument in mpirun_args):
         command.add("a rank computes with several threads and talks with one more", "--bind-to", "none")
     if choice is None:
         return
     networks = ",".join(choice.networks)
-    if "btl_tcp_if_include" not in " ".join(given):
+    if "btl_tcp_if_include" not in " ".join(mpirun_args):
         command.add(choice.reason, "--mca", "btl_tcp_if_include", networks)
-    if "prte_if_include" not in " ".join(given) and launcher.prrte:
+    if "prte_if_include" not in " ".join(mpirun_args) and launcher.prrte:
         command.add("the launcher's own connections likewise", "--prtemca", "prte_if_include", networks)
-    _start_daemons_from_here(command, launcher, given)
-    if launcher.path.parent == Path(sys.prefix) / "bin" and "--prefix" not in [*given, *command.arguments]:
+    _start_daemons_from_here(command, launcher, mpirun_args)
+    if launcher.path.parent == Path(sys.prefix) / "bin" and "--prefix" not in [*mpirun_args, *command.arguments]:
         command.add("the other hosts find Open MPI in the same place", "--prefix", sys.prefix)
     if "PYTHONPATH" in os.environ:
         command.add("the other hosts look for modules in the same places", "-x", "PYTHONPATH")
 
 
-def _start_daemons_from_here(command: CommandLine, launcher: Launcher, given: list[str]) -> None:
+def _start_daemons_from_here(command: CommandLine, launcher: Launcher, mpirun_args: list[str]) -> None:
     """Make the launcher start the daemons of all hosts itself. In Open MPI 5.0 a daemon crashes when a daemon on another kind of
     processor tells it to start others.
 
     It costs nothing: up to 64 hosts are started from here in any case. And only this machine needs a login to the others.
     """
-    if "no_tree_spawn" in " ".join([*given, *command.arguments]):
+    if "no_tree_spawn" in " ".join([*mpirun_args, *command.arguments]):
         return
     option, name = launcher.agent_option
     reason = "daemons are started from here alone, as they crash between unlike processors (x86-64, ARM) otherwise"
@@ -217,13 +219,13 @@ def hosts_command(
     program_args: Sequence[str],
     mpirun_args: Sequence[str] = (),
     mesh: Mesh | None = None,
-    find: Callable[[str], str] | None = None,
+    resolve_host: Callable[[str], str] | None = None,
 ) -> CommandLine:
     """The command line for ``python -m hetero_mpi PROGRAM_ARGS`` on ``shares``.
 
     Args:
         mesh: the private links that MPI is to be kept to.
-        find: function from a host's name to its address; "" where only the launch agent knows it. By default the network is asked.
+        resolve_host: function from a host's name to its address; "" where only the launch agent knows it. By default the network is asked.
 
     :raises UserError: an address that does not resolve or lies outside ``mesh``, a mesh that is not up here, or a launcher that is
         neither Open MPI's nor MPICH's.
@@ -234,36 +236,38 @@ def hosts_command(
             f"--hosts is for Open MPI and MPICH, and mpi4py loads {launcher.library}: use --hostfile.",
         )
     ranks = sum(count for _, count in shares)
-    addresses = {host.address: (find or resolve)(host.address) for host, _ in shares}
+    addresses = {host.address: (resolve_host or resolve)(host.address) for host, _ in shares}
     local = local_addresses()
     choice = choose_interface(filter(None, addresses.values()), local)
     command = CommandLine(
         [str(launcher.path)], summary(launcher, ranks, [(host.title, count) for host, count in shares])
     )
     prefixes = _other_prefixes(launcher, shares, {item.address for item in local}, addresses)
-    given = _bound(command, launcher, mesh, shares, local) if mesh is not None else []
-    given += _add_relay(command, launcher, prefixes, list(mpirun_args)) if prefixes else list(mpirun_args)
+    all_args = _mesh_options(command, launcher, mesh, shares, local) if mesh is not None else []
+    all_args += _add_relay(command, launcher, prefixes, list(mpirun_args)) if prefixes else list(mpirun_args)
     if launcher.family == OPEN_MPI:
-        add_open_mpi(command, launcher, ranks, False, choice, given)
-        command.arguments += given
-        parts = [_open_mpi_part(host, count, program_args, prefixes.get(host.address), given) for host, count in shares]
+        add_open_mpi(command, launcher, ranks, False, choice, all_args)
+        command.arguments += all_args
+        parts = [
+            _open_mpi_part(host, count, program_args, prefixes.get(host.address), all_args) for host, count in shares
+        ]
     else:
         add_mpich(command, choice)
-        command.arguments += [*given, "-hosts", _host_list(shares)]
+        command.arguments += [*all_args, "-hosts", _host_list(shares)]
         parts = [_mpich_part(host, count, program_args) for host, count in shares]
     for number, part in enumerate(parts):
         command.arguments += [":", *part] if number else part
     return command
 
 
-def _bound(
+def _mesh_options(
     command: CommandLine, launcher: Launcher, mesh: Mesh, shares: Shares, local: Sequence[LocalAddress]
 ) -> list[str]:
     """The launcher's options that keep MPI inside the mesh, where the choice of the interface alone does not."""
     from hetero_mpi.launch.hosts.mesh import check_bound, mpi_options
 
-    own = check_bound(mesh, [host for host, _ in shares], local)
-    arguments, variables = mpi_options(mesh, launcher.family, launcher.library.major, own.interface)
+    mesh_address = check_bound(mesh, [host for host, _ in shares], local)
+    arguments, variables = mpi_options(mesh, launcher.family, launcher.library.major, mesh_address.interface)
     reason = "the hosts file has a [mesh], around which no message may go"
     if launcher.family == MPICH:
         command.add(reason, **variables)  # and its option -iface comes with the choice of the interface
@@ -282,15 +286,15 @@ def prefix_of(host: Host, launcher: Launcher) -> str:
 
 
 def _open_mpi_part(
-    host: Host, count: int, program_args: Sequence[str], prefix: str | None, given: Sequence[str]
+    host: Host, count: int, program_args: Sequence[str], prefix: str | None, mpirun_args: Sequence[str]
 ) -> list[str]:
     # Open MPI's -x reaches the ranks of all parts, whichever it stands in: `env` sets what is for one alone.
-    elsewhere = {} if prefix is None else {"OPAL_PREFIX": prefix}  # the library looks for its parts below it
-    variables = [f"{name}={value}" for name, value in {**elsewhere, **host.variables()}.items()]
+    prefix_variable = {} if prefix is None else {"OPAL_PREFIX": prefix}  # the library looks for its parts below it
+    variables = [f"{name}={value}" for name, value in {**prefix_variable, **host.variables()}.items()]
     words = ["--host", f"{host.address}:{count}", "-np", str(count)]
     words += ["--wdir", host.directory] if host.directory is not None else []
     program = [*(["env", *variables] if variables else []), host.executable, "-m", "hetero_mpi", *program_args]
-    return [*words, *ending_all(program, given)]
+    return [*words, *guard_join(program, mpirun_args)]
 
 
 def _mpich_part(host: Host, count: int, program_args: Sequence[str]) -> list[str]:
@@ -307,36 +311,42 @@ def _host_list(shares: Shares) -> str:
     return ",".join(f"{address}:{sum(count for _, count in group)}" for address, group in groups)
 
 
-def _other_prefixes(launcher: Launcher, shares: Shares, own: set[str], addresses: dict[str, str]) -> dict[str, str]:
+def _other_prefixes(
+    launcher: Launcher, shares: Shares, local_ips: set[str], addresses: dict[str, str]
+) -> dict[str, str]:
     """Host -> prefix of its MPI, of other hosts on which MPI is installed elsewhere than here."""
     prefixes: dict[str, str] = {}
     for host, _ in shares:
-        there, address = prefix_of(host, launcher), addresses[host.address]
-        if there != launcher.prefix and address not in own and not address.startswith("127."):
-            prefixes.setdefault(host.address, there)  # a host has one daemon, which serves all its entries
+        host_prefix, address = prefix_of(host, launcher), addresses[host.address]
+        if host_prefix != launcher.prefix and address not in local_ips and not address.startswith("127."):
+            prefixes.setdefault(host.address, host_prefix)  # a host has one daemon, which serves all its entries
     return prefixes
 
 
-def _add_relay(command: CommandLine, launcher: Launcher, prefixes: dict[str, str], given: list[str]) -> list[str]:
+def _add_relay(command: CommandLine, launcher: Launcher, prefixes: dict[str, str], mpirun_args: list[str]) -> list[str]:
     """Make the relay script the launch agent. Returns the user's options without the agent that the script now calls."""
-    here = launcher.prefix
-    agent, others = launch_agent(launcher.family, given, os.environ)
+    local_prefix = launcher.prefix
+    agent, other_args = launch_agent(launcher.family, mpirun_args, os.environ)
     purpose = "for the launch agent of hosts with different MPI prefixes"
-    relay = str(write_cached("launch-agent", ".sh", relay_script(agent, here, prefixes), purpose))
-    reason = "MPI is installed elsewhere on " + ", ".join(f"{host} ({there})" for host, there in prefixes.items())
+    relay = str(write_cached("launch-agent", ".sh", relay_script(agent, local_prefix, prefixes), purpose))
+    reason = "MPI is installed elsewhere on " + ", ".join(
+        f"{host} ({host_prefix})" for host, host_prefix in prefixes.items()
+    )
     if launcher.family == MPICH:
         command.add(reason, "-launcher", "ssh", "-launcher-exec", relay)
     else:
         # The other hosts' daemons must not start one another: this agent is only here.
         option, name = launcher.agent_option
-        command.add(reason, option, f"{name}_agent", relay, option, f"{name}_no_tree_spawn", "1", "--prefix", here)
-    return others
+        command.add(
+            reason, option, f"{name}_agent", relay, option, f"{name}_no_tree_spawn", "1", "--prefix", local_prefix
+        )
+    return other_args
 
 
 def relay_script(agent: Sequence[str], prefix: str, prefixes: Mapping[str, str]) -> str:
     """The text of the script. ``prefix``: where MPI is installed here; ``prefixes``: host, as the launcher names it -> there."""
     # As sed takes them between ``#``: a replacement, a basic regular expression.
-    replacements = {host: re.sub(r"[\\&#]", r"\\\g<0>", there) for host, there in prefixes.items()}
+    replacements = {host: re.sub(r"[\\&#]", r"\\\g<0>", host_prefix) for host, host_prefix in prefixes.items()}
     pattern = re.sub(r"[\\.\[\]*^$#]", r"\\\g<0>", prefix)
     cases = "\n".join(f"  {shlex.quote(host)}) there={shlex.quote(to)} ;;" for host, to in replacements.items())
     return _SCRIPT.format(

@@ -21,7 +21,7 @@ _NAMES = {
     OPEN_MPI: ("mpirun", "mpiexec", "mpirun.openmpi", "mpiexec.openmpi"),
     MPICH: ("mpiexec", "mpirun", "mpiexec.hydra", "mpiexec.mpich"),
 }
-_ASK_LIBRARY = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
+_LIBRARY_PROBE = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
 
 
 @dataclass(frozen=True)
@@ -56,35 +56,35 @@ def find_launcher() -> Launcher:
     :raises UserError: mpi4py loads no library, or no launcher of the same family and major version is found.
     """
     library = loaded_library()
-    seen = []
-    for found in _candidates(library):
-        answer = _output([found, "--version"])
+    rejected = []
+    for candidate in _candidates(library):
+        answer = _output([candidate, "--version"])
         version = launcher_version(answer)
         if version is not None and (version.family, version.major) == (library.family, library.major):
-            return Launcher(Path(found), library.family, library)
-        said = answer.strip().splitlines()
-        seen.append(f"{found} ({version or (said[0] if said else 'which says nothing')})")
+            return Launcher(Path(candidate), library.family, library)
+        output_lines = answer.strip().splitlines()
+        rejected.append(f"{candidate} ({version or (output_lines[0] if output_lines else 'which says nothing')})")
     package = {OPEN_MPI: "openmpi", MPICH: "mpich"}.get(library.family, "openmpi")
-    others = f" What `--version` says: {', '.join(seen)}." if seen else ""
+    rejected_text = f" What `--version` says: {', '.join(rejected)}." if rejected else ""
     raise UserError(
         "launch.launcher_missing",
-        f"mpi4py loads {library}, but no launcher of that MPI was found beside {sys.executable} or on PATH.{others} "
+        f"mpi4py loads {library}, but no launcher of that MPI was found beside {sys.executable} or on PATH.{rejected_text} "
         f"Run `pip install {package}`, which brings library and launcher, or load your site's MPI module.",
     )
 
 
 def _candidates(library: MpiLibrary) -> Iterator[str]:
-    named = os.environ.get("HETERO_MPI_MPIEXEC")
-    if named:
-        yield named
+    requested = os.environ.get("HETERO_MPI_MPIEXEC")
+    if requested:
+        yield requested
         return
     names = _NAMES.get(library.family, ("mpirun", "mpiexec"))
     folders = [str(Path(sys.prefix) / "bin"), str(Path(sys.executable).parent), *os.get_exec_path()]
     for folder in dict.fromkeys(folders):
         for name in names:
-            found = shutil.which(name, path=folder)
-            if found is not None:
-                yield found
+            path = shutil.which(name, path=folder)
+            if path is not None:
+                yield path
 
 
 def loaded_library() -> MpiLibrary:
@@ -92,7 +92,7 @@ def loaded_library() -> MpiLibrary:
 
     :raises UserError: mpi4py or its library is missing.
     """
-    answer = subprocess.run([sys.executable, "-c", _ASK_LIBRARY], capture_output=True, text=True, timeout=60)
+    answer = subprocess.run([sys.executable, "-c", _LIBRARY_PROBE], capture_output=True, text=True, timeout=60)
     if answer.returncode != 0:
         last = (answer.stderr.strip().splitlines() or ["no message"])[-1]
         raise UserError(
@@ -123,7 +123,7 @@ def _output(command: list[str]) -> str:
     return answer.stdout + answer.stderr
 
 
-def outliving_ranks(launcher: Launcher) -> list[str]:
+def recovery_options(launcher: Launcher) -> list[str]:
     """The launcher's options that let a job outlive the death of ranks.
 
     :raises UserError: this MPI has none, and ends the job with any of its ranks.
@@ -139,8 +139,8 @@ def outliving_ranks(launcher: Launcher) -> list[str]:
 
 def with_home(environment: Mapping[str, str]) -> dict[str, str]:
     """The environment with a HOME, without which Open MPI's programs do not start: that of the password file, where it is unset."""
-    found = dict(environment)
-    if not found.get("HOME"):
+    variables = dict(environment)
+    if not variables.get("HOME"):
         with contextlib.suppress(RuntimeError):  # the password file does not know this user
-            found["HOME"] = str(Path("~").expanduser())
-    return found
+            variables["HOME"] = str(Path("~").expanduser())
+    return variables

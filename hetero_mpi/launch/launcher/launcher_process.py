@@ -33,31 +33,31 @@ from hetero_mpi.util.disk import folder_space, temporary_folder
 from hetero_mpi.util.errors import ABORT_SIGNALS, ExitCode, UserError
 from hetero_mpi.util.terminal import UNWATCHED_VARIABLE, write_text
 
-_MORE = "the full command: --print; with the reasons for its options: --verbose"
-_PR_SET_PDEATHSIG = 1
-ASKED_TEXT = "asking the job to finish its step, write a checkpoint and end (SIGINT or SIGTERM now: end at once)"
-ASKED_TEXTS = {"train": ASKED_TEXT, "serve": "asking the service to end (SIGINT or SIGTERM now: end at once)"}
+_MORE_TEXT = "the full command: --print; with the reasons for its options: --verbose"
+_PR_SET_PDEATHSIG_CODE = 1
+STOP_TEXT = "asking the job to finish its step, write a checkpoint and end (SIGINT or SIGTERM now: end at once)"
+STOP_TEXTS = {"train": STOP_TEXT, "serve": "asking the service to end (SIGINT or SIGTERM now: end at once)"}
 """Program that can be asked to end -> the text that is told then."""
-AT_ONCE_TEXT = "ending the job at once, without a checkpoint"
-MOST_OF_RANKS = 128 + 64
+ABORT_TEXT = "ending the job at once, without a checkpoint"
+MAX_RANK_EXIT_CODE = 128 + 64
 """No rank ends with a higher exit code: signals have the highest. Launchers do, where they could not start the job."""
 _NOT_STARTED = (
     "no rank was started: the login to a host failed, MPI is not there, or a firewall keeps it from connecting back to "
     "this machine"
 )
 _LINE = b"-" * 74
-_BEGINS = (b"prterun ", b"PRTE has lost communication", b"MPI_ABORT was invoked")
+_BOX_STARTS = (b"prterun ", b"PRTE has lost communication", b"MPI_ABORT was invoked")
 _ABORTED = (b"MPI_ABORT was invoked", b'calling\n"abort"')
 """Words in boxes about a rank that has printed its reason (``comm.ranks.leave``)."""
 _FAILED = b"exited with non-zero status"
 _LOST = b"PRTE has lost communication"
 _ENDED = ENDED_LINE.encode()
-_NOBODY_LEFT = b"launch: no rank is left, and none has told that the job has come to its end\n"
-_TOLD = (ExitCode.USER_ERROR, ExitCode.STOPPED)
+_NO_RANK_LEFT = b"launch: no rank is left, and none has told that the job has come to its end\n"
+_EXPLAINED_CODES = (ExitCode.USER_ERROR, ExitCode.STOPPED)
 """Exit codes whose reason the job has printed."""
-_PATIENCE_S = 2.0
+_EXIT_TIMEOUT_S = 2.0
 """Longest wait for processes that the launcher left behind, and for the end of stderr, which they may hold open; seconds."""
-_LOOK_S = 0.02
+_POLL_INTERVAL_S = 0.02
 
 
 def start(command: CommandLine, print_only: bool, verbose: bool, asked_text: str | None, doctor: str) -> int:
@@ -66,58 +66,58 @@ def start(command: CommandLine, print_only: bool, verbose: bool, asked_text: str
     ``doctor``: the command that examines the same hosts, for those that do not answer.
     """
     if print_only:
-        tell(command.reasons if verbose else [])
+        print_lines(command.reasons if verbose else [])
         print(command)
         return 0
     announce(command, verbose)
     kills = memory_kills()
     code = run_command(command, asked_text, doctor)
     if text := memory_kills_text({socket.gethostname(): memory_kills() - kills}) if code != 0 else "":
-        tell([text])
+        print_lines([text])
     return code
 
 
 def announce(command: CommandLine, verbose: bool) -> None:
     """Say on stderr what is being started; ``verbose``: by which command, and why it is so."""
-    tell([command.summary, *command.reasons, str(command)] if verbose else [command.summary, _MORE])
+    print_lines([command.summary, *command.reasons, str(command)] if verbose else [command.summary, _MORE_TEXT])
 
 
-def tell(lines: Sequence[str]) -> None:
+def print_lines(lines: Sequence[str]) -> None:
     """Say lines on stderr."""
     for line in lines:
         write_text(f"launch: {line}\n", sys.stderr)
 
 
 def run_command(command: CommandLine, asked_text: str | None = None, doctor: str = "doctor") -> int:
-    """Run a command to its end; returns the job's exit code. Signals that ask for an end reach the launcher through ``ask_to_end``.
+    """Run a command to its end; returns the job's exit code. Signals that ask for an end reach the launcher through ``request_stop``.
 
     ``asked_text``: what is told when the program is asked to end; None: it has nothing to save and is ended at once. ``doctor``: as
     for ``start``.
     """
-    process, errors = begin(command)
-    asked = asked_text is None
+    process, errors = start_process(command)
+    stop_requested = asked_text is None
 
     def pass_on(number: int, _frame: FrameType | None) -> None:
-        nonlocal asked
-        if asked and asked_text is not None and number not in ABORT_SIGNALS:
+        nonlocal stop_requested
+        if stop_requested and asked_text is not None and number not in ABORT_SIGNALS:
             return
         if asked_text is not None:
-            text = AT_ONCE_TEXT if asked else asked_text
-            tell([f"{signal.Signals(number).name}: {text}"])
-        ask_to_end(process, again=asked)
-        asked = True
+            text = ABORT_TEXT if stop_requested else asked_text
+            print_lines([f"{signal.Signals(number).name}: {text}"])
+        request_stop(process, again=stop_requested)
+        stop_requested = True
 
-    with handling(pass_on):
+    with handle_stop_signals(pass_on):
         if (code := process.wait()) != 0:
             _end_session(process.pid)
     # A launcher that a signal ended has a negative code; a shell would report 128 + the signal.
     code = errors.finish(code if code >= 0 else 128 - code)
-    if code > MOST_OF_RANKS:
-        tell([_NOT_STARTED, f"which of these, and where: {doctor}"])
+    if code > MAX_RANK_EXIT_CODE:
+        print_lines([_NOT_STARTED, f"which of these, and where: {doctor}"])
     return code
 
 
-def begin(command: CommandLine, stdin: int | None = None) -> tuple[subprocess.Popen[bytes], ErrorStream]:
+def start_process(command: CommandLine, stdin: int | None = None) -> tuple[subprocess.Popen[bytes], ErrorStream]:
     """Start a command whose stderr is passed on through an ``ErrorStream``. ``stdin``: as ``subprocess.Popen`` takes it.
 
     Raises UserError: the launcher's folder for temporary files is full.
@@ -133,7 +133,7 @@ def begin(command: CommandLine, stdin: int | None = None) -> tuple[subprocess.Po
         env=environment,
         # Ctrl-C at the terminal would reach the launcher too, and Open MPI's leaves ranks no time.
         start_new_session=True,
-        preexec_fn=_asked_to_end_with_this_process(),
+        preexec_fn=_signal_on_parent_death(),
         stdin=stdin,
         stdout=output,
         stderr=subprocess.PIPE,
@@ -155,32 +155,32 @@ def _session_folder(arguments: Sequence[str]) -> dict[str, str]:
     return {"PRTE_MCA_prte_local_tmpdir_base": folder}
 
 
-def _asked_to_end_with_this_process() -> Callable[[], object] | None:
+def _signal_on_parent_death() -> Callable[[], object] | None:
     """A new process calls this so that the kernel asks it to end (SIGUSR1) when this one is killed; None where there is no way."""
     if not sys.platform.startswith("linux"):
         return None
     prctl = ctypes.CDLL(None).prctl
-    return lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGUSR1)
+    return lambda: prctl(_PR_SET_PDEATHSIG_CODE, signal.SIGUSR1)
 
 
 @contextlib.contextmanager
-def handling(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+def handle_stop_signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     """A block in which signals that ask for an end go to ``handler``.
 
     What this process was told to ignore stays ignored, as ``nohup`` asks for it; but for SIGINT, which shells ignore in every
     command that a script puts into the background: whoever sends it then means it.
     """
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-    heard = [n for n in numbers if n == signal.SIGINT or signal.getsignal(n) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, handler) for number in heard}
+    handled = [n for n in numbers if n == signal.SIGINT or signal.getsignal(n) is not signal.SIG_IGN]
+    previous_handlers = {number: signal.signal(number, handler) for number in handled}
     try:
         yield
     finally:
-        for number, former in before.items():
-            signal.signal(number, former)
+        for number, previous in previous_handlers.items():
+            signal.signal(number, previous)
 
 
-def ask_to_end(process: subprocess.Popen[bytes], again: bool) -> None:
+def request_stop(process: subprocess.Popen[bytes], again: bool) -> None:
     """Ask all ranks to finish their step, write a checkpoint and end; ``again``: to end at once.
 
     Both launchers pass SIGUSR1 on to the ranks of all hosts, and wait. At SIGINT and SIGTERM Open MPI's launcher kills them after a
@@ -195,12 +195,12 @@ def _end_session(session: int) -> None:
 
     Open MPI's launcher ends before the ranks that it has killed where it lets ranks die.
     """
-    began = time.monotonic()
-    while (running := _running_in(session)) and (waited_s := time.monotonic() - began) < 2 * _PATIENCE_S:
-        for process in running if waited_s > _PATIENCE_S else []:
+    start_s = time.monotonic()
+    while (running := _running_in(session)) and (waited_s := time.monotonic() - start_s) < 2 * _EXIT_TIMEOUT_S:
+        for process in running if waited_s > _EXIT_TIMEOUT_S else []:
             with contextlib.suppress(OSError):
                 os.kill(process, signal.SIGKILL)
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_INTERVAL_S)
 
 
 def _running_in(session: int) -> list[int]:
@@ -222,10 +222,10 @@ def check_temporary_folder() -> None:
     """
     folder = folder_space(temporary_folder(), must_exist=True)
     if folder["problem"]:
-        way_out = "make room there, or name another folder: `export TMPDIR=/var/tmp`, say"
+        remedy = "make room there, or name another folder: `export TMPDIR=/var/tmp`, say"
         raise UserError(
             "launch.temporary_folder",
-            f"{folder['path']}, the folder for temporary files, {folder['problem']}: {way_out}",
+            f"{folder['path']}, the folder for temporary files, {folder['problem']}: {remedy}",
         )
 
 
@@ -237,25 +237,29 @@ class ErrorStream:
     """
 
     def __init__(self, stream: IO[bytes], output: IO[bytes] | None = None, outlives: bool = False) -> None:
-        self._stream, self._outlives = stream, outlives
+        self._stream, self._tolerates_lost_ranks = stream, outlives
         self._box: list[bytes] = []
         """Lines since one of dashes, while they may still become a box."""
-        self._held = b""
+        self._held_boxes = b""
         """Complete boxes that say no more than an exit code."""
         self._lost = self._ended = False
         self._reading = [Background("passing on the launcher's stderr", self._read)]
         if output is not None:
-            self._reading.append(Background("passing on the launcher's stdout", lambda: _pass_on(output)))
+            self._reading.append(Background("passing on the launcher's stdout", lambda: _forward_stdout(output)))
 
     def finish(self, code: int) -> int:
         """The job's exit code, when the launcher ended with ``code``. Prints held boxes where the job has given no reason."""
         for reading in self._reading:
-            reading.finish(_PATIENCE_S)
-        if code not in _TOLD:
-            _write(self._held)
-        if code == 0 and self._outlives and not self._ended:
-            _write(_NOBODY_LEFT)
-        return int(ExitCode.FAILED) if code == 0 and (self._lost or (self._outlives and not self._ended)) else code
+            reading.finish(_EXIT_TIMEOUT_S)
+        if code not in _EXPLAINED_CODES:
+            _write(self._held_boxes)
+        if code == 0 and self._tolerates_lost_ranks and not self._ended:
+            _write(_NO_RANK_LEFT)
+        return (
+            int(ExitCode.FAILED)
+            if code == 0 and (self._lost or (self._tolerates_lost_ranks and not self._ended))
+            else code
+        )
 
     def _read(self) -> None:
         rest = b""
@@ -264,13 +268,13 @@ class ErrorStream:
                 piece = piece.replace(b"\0", b"")  # Open MPI ends its boxes with one
                 *lines, rest = (rest + piece).split(b"\n")
                 for line in lines:
-                    self._take(line + b"\n")
+                    self._handle_line(line + b"\n")
                 if not self._box and not rest.startswith(b"-") and b"\x1e" not in rest:
                     _write(rest)
                     rest = b""
         _write(b"".join(self._box) + rest)
 
-    def _take(self, line: bytes) -> None:
+    def _handle_line(self, line: bytes) -> None:
         if _ENDED in line:
             self._ended = True
             _write(line.replace(_ENDED, b"").strip(b"\r\n"))
@@ -282,21 +286,21 @@ class ErrorStream:
         self._box.append(line)
         if len(self._box) == 2 and rule:
             _write(self._box.pop(0))
-        elif len(self._box) > 1 and (rule or not self._box[1].startswith(_BEGINS)):
-            self._close(b"".join(self._box))
+        elif len(self._box) > 1 and (rule or not self._box[1].startswith(_BOX_STARTS)):
+            self._handle_box(b"".join(self._box))
 
-    def _close(self, box: bytes) -> None:
+    def _handle_box(self, box: bytes) -> None:
         self._box = []
         if any(words in box for words in _ABORTED):
             return
         if _FAILED in box:
-            self._held += box
+            self._held_boxes += box
             return
         self._lost = self._lost or _LOST in box
         _write(box)
 
 
-def _pass_on(output: IO[bytes]) -> None:
+def _forward_stdout(output: IO[bytes]) -> None:
     with contextlib.suppress(OSError, ValueError):
         while piece := os.read(output.fileno(), 65536):
             _write(piece, sys.stdout)

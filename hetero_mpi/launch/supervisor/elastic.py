@@ -30,7 +30,14 @@ from hetero_mpi.launch.hosts.agent import launch_agent
 from hetero_mpi.launch.hosts.hostfile import format_hostfile
 from hetero_mpi.launch.launcher.command_line import CommandLine, build_command, hosts_command
 from hetero_mpi.launch.launcher.launcher import Launcher
-from hetero_mpi.launch.launcher.launcher_process import ASKED_TEXT, AT_ONCE_TEXT, announce, ask_to_end, begin, handling
+from hetero_mpi.launch.launcher.launcher_process import (
+    ABORT_TEXT,
+    STOP_TEXT,
+    announce,
+    handle_stop_signals,
+    request_stop,
+    start_process,
+)
 from hetero_mpi.launch.supervisor.elastic_options import ElasticOptions
 from hetero_mpi.launch.supervisor.host_reports import end_starts
 from hetero_mpi.launch.supervisor.watched_hosts import WatchedHost, WatchedHosts
@@ -40,15 +47,15 @@ from hetero_mpi.util.errors import ABORT_SIGNALS, ExitCode, UserError
 
 GIVEN_UP = int(ExitCode.GIVEN_UP)
 """Exit code when the supervisor does not start the job again (EX_TEMPFAIL: trying later may help)."""
-_FINAL = (ExitCode.DONE, ExitCode.USER_ERROR, ExitCode.STOPPED)
+_FINAL_CODES = (ExitCode.DONE, ExitCode.USER_ERROR, ExitCode.STOPPED)
 """Exit codes after which the job is not started again: done, an error the user must correct, or stopped on request."""
-_FRUITLESS = 3
+_MAX_FRUITLESS_STARTS = 3
 """Starts in a row on the same hosts without a single step after which the supervisor gives up."""
-_LONGEST_PAUSE_S = 60.0
+_MAX_PAUSE_S = 60.0
 _POLL_S = 0.05
-_LOCK_S = 120.0
+_LOCK_TIMEOUT_S = 120.0
 """Longest wait for the lock of a run directory, seconds; NFS servers keep a dead machine's locks for 90 s."""
-_SWEEP_S = 8.0
+_SWEEP_TIMEOUT_S = 8.0
 """Longest wait for a host to end its processes, seconds; normally it takes half a second."""
 
 
@@ -83,57 +90,57 @@ class Supervisor:
         self.stepped = False
         """True once a start of this supervisor has done a step. Before that, the user's own ``--resume`` stands."""
         self._noticed_s: float | None = None
-        self._unfit: list[str] = []
+        self._unfit_leaders: list[str] = []
         """Hosts that came to lead and could not: what only the lost one had, such as the data, cannot be read there."""
-        self._led: str | None = None
+        self._leader_name: str | None = None
         """Host that led when the last step was done."""
 
     def run(self) -> int:
         """Run the job to its end. Returns its exit code, ``GIVEN_UP``, or 128 + a signal."""
-        with self.watching, handling(self._note), tempfile.TemporaryDirectory() as scratch:
+        with self.watching, handle_stop_signals(self._on_signal), tempfile.TemporaryDirectory() as scratch:
             return self._run(Path(scratch))
 
     def _run(self, scratch: Path) -> int:
         silent: list[WatchedHost] = []
         restarts = fruitless = 0
-        before: list[str] = []
+        previous_names: list[str] = []
         while True:
             watched = self._probe(silent)
             if self.signals:
                 return 128 + self.signals[0]
-            before, same = [host.name for host in watched], before == [host.name for host in watched]
+            previous_names, same = [host.name for host in watched], previous_names == [host.name for host in watched]
             fruitless = fruitless if same else 0
             if self._ranks(watched) < self.options.min_ranks:
                 text = f"{self._ranks(watched)} ranks fit on the hosts that answer, and --min-ranks is {self.options.min_ranks}"
-                self.events.tell("too-few", text, hosts=before)
+                self.events.tell("too-few", text, hosts=previous_names)
                 silent, fruitless = [], fruitless + 1
             else:
                 outcome, progressed = self._start(watched, scratch)
                 if self._cannot_lead(outcome, progressed, watched):
                     silent = []
                     continue
-                if outcome.code is not None and (outcome.code in _FINAL or self.signals):
+                if outcome.code is not None and (outcome.code in _FINAL_CODES or self.signals):
                     self.events.tell("end", f"the job ended with exit code {outcome.code}", code=outcome.code)
                     return outcome.code
                 silent, fruitless = outcome.silent, 0 if progressed else fruitless + 1
-                if fruitless >= _FRUITLESS:
+                if fruitless >= _MAX_FRUITLESS_STARTS:
                     text = f"{fruitless} starts in a row did not reach a step on the same hosts: not trying again"
-                    return self._give_up(text)
+                    return self._stop_restarting(text)
             if restarts >= self.options.max_restarts:
-                return self._give_up(f"--max-restarts {self.options.max_restarts} reached: not starting again")
+                return self._stop_restarting(f"--max-restarts {self.options.max_restarts} reached: not starting again")
             restarts += 1
             self._pause(fruitless)
 
-    def _give_up(self, text: str) -> int:
+    def _stop_restarting(self, text: str) -> int:
         self.events.tell("given-up", f"{text} (exit code {GIVEN_UP})", code=GIVEN_UP)
         return GIVEN_UP
 
     def _probe(self, silent: Sequence[WatchedHost]) -> list[WatchedHost]:
         began = time.monotonic()
         answered = self.watching.probe([host.number for host in silent], self.options.probe_timeout_s)
-        watched = [host for host in answered if not host.lack_of_room()]
+        watched = [host for host in answered if not host.disk_problems()]
         missing = {
-            host.name: host.lack_of_room() if host in answered else host.complaint()
+            host.name: host.disk_problems() if host in answered else host.complaint()
             for host in self.watching.watched
             if host not in watched
         }
@@ -157,28 +164,28 @@ class Supervisor:
         command = self.command(start, watched, ranks, bool(resume or copies), scratch)
         text = f"start {self.starts}: {ranks} rank{'s' if ranks > 1 else ''} on {', '.join(p.name for p in watched)}"
         if self.stepped:
-            text += f", {_from_where(resume, copies)}"
+            text += f", {_state_text(resume, copies)}"
         hosts = [host.name for host in watched]
         self.events.tell("start", text, start=self.starts, ranks=ranks, hosts=hosts, resume=resume, copies=copies)
         if self.options.verbose or self.starts == 1:
             announce(command, self.options.verbose)
-        self.watching.keep(start)
+        self.watching.spare_start(start)
         kills = {host.number: host.memory_kills for host in watched}
-        process, errors = begin(command, subprocess.DEVNULL)
-        progress = _Progress(watched, self._tell_first_step)
+        process, errors = start_process(command, subprocess.DEVNULL)
+        progress = _Progress(watched, self._report_first_step)
         try:
-            outcome = self._attend(process, watched, progress)
+            outcome = self._watch_start(process, watched, progress)
         finally:
-            unreachable = self._end(process, watched)
+            unreachable = self._end_start(process, watched)
         killed = {host.name: host.memory_kills - kills[host.number] for host in watched}
         if outcome.code != 0 and (text := memory_kills_text(killed)):
             self.events.tell("memory", text, hosts=[name for name, count in killed.items() if count > 0])
         errors.finish(ExitCode.FAILED if outcome.code is None else outcome.code)
         if outcome.code == 0:
-            outcome = self._believed(outcome, watched, unreachable)
-        if progress.seen:
-            self._led = watched[0].name
-        return outcome, progress.seen
+            outcome = self._verified_outcome(outcome, watched, unreachable)
+        if progress.first_step_seen:
+            self._leader_name = watched[0].name
+        return outcome, progress.first_step_seen
 
     def command(
         self, start: str, watched: Sequence[WatchedHost], ranks: int, resume: bool, scratch: Path
@@ -197,22 +204,24 @@ class Supervisor:
         if len(watched) < len(self.hosts):
             for option in ("--plan", "--profile"):  # made for all hosts
                 words = without_option(words, option)
-        given = [*self.options.mpirun_args, *(["-x", START_VARIABLE] if self.launcher.family == OPEN_MPI else [])]
+        mpirun_args = [*self.options.mpirun_args, *(["-x", START_VARIABLE] if self.launcher.family == OPEN_MPI else [])]
         if (path := self.options.hosts_file) is not None:
             from hetero_mpi.launch.hosts.hosts_toml import ranks_of  # brings pydantic
             from hetero_mpi.launch.hosts.mesh import read_mesh
 
-            there = [entry for host in watched for entry in self.entries if entry.address == host.name]
+            host_entries = [entry for host in watched for entry in self.entries if entry.address == host.name]
             # Rank 0 may start in another directory than this process, which looks for the run's files here.
             words = [*without_option(words, "--run-dir"), "--run-dir", str(self.run_dir)]
-            command = hosts_command(self.launcher, ranks_of(there, ranks, path), words, given, read_mesh(path))
+            command = hosts_command(
+                self.launcher, ranks_of(host_entries, ranks, path), words, mpirun_args, read_mesh(path)
+            )
         else:
             hosts = None
             if self.options.hostfile is not None:
                 hosts = str(scratch / f"hosts-{start}")
                 write_atomic(Path(hosts), format_hostfile([host.entry for host in watched], self.launcher.family))
             program = [sys.executable, "-m", "hetero_mpi", *words]
-            command = build_command(self.launcher, ranks, hosts, program, given)
+            command = build_command(self.launcher, ranks, hosts, program, mpirun_args)
         command.environment[START_VARIABLE] = start
         return command
 
@@ -222,22 +231,22 @@ class Supervisor:
         Where the run has taken steps before, the job is sound: most likely something is missing on this host.
         """
         leader = watched[0].name
-        if outcome.code != ExitCode.USER_ERROR or progressed or self._led in (None, leader) or self.signals:
+        if outcome.code != ExitCode.USER_ERROR or progressed or self._leader_name in (None, leader) or self.signals:
             return False
-        self._unfit.append(leader)
-        others = [host.name for host in watched if host.name not in self._unfit]
-        text = f"{leader} cannot lead in place of {self._led} (above is why)"
-        if others:
-            self.events.tell("unfit", f"{text}: trying with {others[0]}", host=leader)
+        self._unfit_leaders.append(leader)
+        candidates = [host.name for host in watched if host.name not in self._unfit_leaders]
+        text = f"{leader} cannot lead in place of {self._leader_name} (above is why)"
+        if candidates:
+            self.events.tell("unfit", f"{text}: trying with {candidates[0]}", host=leader)
             return True
         text += (
             "; nor could any other host that is left. The first rank must be able to read the job, its data and its model under "
-            f"the same paths as on {self._led}: bring them there, and go on with `train --resume`"
+            f"the same paths as on {self._leader_name}: bring them there, and go on with `train --resume`"
         )
         self.events.tell("unfit", text, host=leader)
         return False
 
-    def _believed(
+    def _verified_outcome(
         self, outcome: StartOutcome, watched: Sequence[WatchedHost], unreachable: Sequence[WatchedHost]
     ) -> StartOutcome:
         """``outcome`` if the job is complete, else a broken job's: Open MPI may report success when it loses a machine."""
@@ -250,18 +259,18 @@ class Supervisor:
         self.events.tell("broken", text, code=0)
         return StartOutcome(None)
 
-    def _attend(
+    def _watch_start(
         self, process: subprocess.Popen[bytes], watched: list[WatchedHost], progress: _Progress
     ) -> StartOutcome:
         """Watch a start until it ends by itself, a host falls silent, or a second signal ends it."""
         passed_on = 0
         while True:
             code = process.poll()
-            progress.look()
+            progress.poll_reports()
             if code is not None:
                 self._noticed_s = time.monotonic()
                 code = code if code >= 0 else 128 - code  # as a shell reports a launcher that a signal ended
-                if code not in _FINAL and not self.signals:
+                if code not in _FINAL_CODES and not self.signals:
                     self.events.tell("broken", f"the job ended with exit code {code}", code=code)
                 return StartOutcome(code)
             if silent := self.watching.silent(watched):
@@ -273,21 +282,21 @@ class Supervisor:
             if len(self.signals) > passed_on:
                 name = signal.Signals(self.signals[-1]).name
                 if passed_on:
-                    self.events.tell("signal", f"{name}: {AT_ONCE_TEXT}")
+                    self.events.tell("signal", f"{name}: {ABORT_TEXT}")
                     return StartOutcome(128 + self.signals[-1])
-                self.events.tell("signal", f"{name}: {ASKED_TEXT}")
-                ask_to_end(process, again=False)
+                self.events.tell("signal", f"{name}: {STOP_TEXT}")
+                request_stop(process, again=False)
                 passed_on = len(self.signals)
             time.sleep(_POLL_S)
 
-    def _end(self, process: subprocess.Popen[bytes], watched: Sequence[WatchedHost]) -> list[WatchedHost]:
+    def _end_start(self, process: subprocess.Popen[bytes], watched: Sequence[WatchedHost]) -> list[WatchedHost]:
         """End what is left of a start on all hosts; returns those that could not be reached."""
         began = time.monotonic()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         end_starts(self.name)
-        unreachable = self.watching.sweep(watched, _SWEEP_S)
+        unreachable = self.watching.sweep(watched, _SWEEP_TIMEOUT_S)
         text = f"nothing of start {self.starts} is left on the hosts that can be reached ({time.monotonic() - began:.1f} s)"
         if unreachable:
             text = (
@@ -296,7 +305,7 @@ class Supervisor:
         self.events.tell("ended", text, start=self.starts)
         return unreachable
 
-    def _tell_first_step(self, step: int) -> None:
+    def _report_first_step(self, step: int) -> None:
         self.stepped = True
         text, values = f"step {step} is done, the first of start {self.starts}", {}
         if self._noticed_s is not None:
@@ -314,30 +323,30 @@ class Supervisor:
             return 0, 0
         newest = max(host.run.get("checkpoint", 0) for host in watched)
         # Stable: the rest stays in order.
-        watched.sort(key=lambda host: (host.name in self._unfit, host.run.get("checkpoint", 0) < newest))
+        watched.sort(key=lambda host: (host.name in self._unfit_leaders, host.run.get("checkpoint", 0) < newest))
         return newest, max(host.run.get("copies", 0) for host in watched)
 
     def _wait_for_lock(self, leader: WatchedHost) -> None:
         """Wait until no lost rank holds a shared run directory: its host agent ends it, or the file server drops its locks."""
-        told, deadline = False, time.monotonic() + _LOCK_S
+        reported, deadline = False, time.monotonic() + _LOCK_TIMEOUT_S
         while self.starts > 1 and not self.signals and time.monotonic() < deadline and self.watching.locked(leader):
-            if not told:
+            if not reported:
                 self.events.tell("locked", "a lost rank still holds the run directory: waiting until it has ended")
-                told = True
+                reported = True
             time.sleep(_POLL_S)
 
     def _pause(self, fruitless: int) -> None:
         """Wait before the next start: longer each time, not at all after a start that took a step."""
         if fruitless == 0:
             return
-        pause_s = min(_LONGEST_PAUSE_S, 2.0 ** (fruitless - 1))
+        pause_s = min(_MAX_PAUSE_S, 2.0 ** (fruitless - 1))
         self.events.tell("pause", f"trying again in {pause_s:g} s", seconds=pause_s)
         until = time.monotonic() + pause_s
         while time.monotonic() < until and not self.signals:
             time.sleep(_POLL_S)
 
-    def _note(self, number: int, _frame: FrameType | None) -> None:
-        """Note a signal that asks for an end: ``_attend`` passes the first on, and ends the job at a second one of ``ABORT_SIGNALS``."""
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        """Note a signal that asks for an end: ``_watch_start`` passes the first on, and ends the job at a second one of ``ABORT_SIGNALS``."""
         if not self.signals or number in ABORT_SIGNALS:
             self.signals.append(number)
 
@@ -348,33 +357,35 @@ class _Progress:
     A start writes a new metrics.jsonl (another inode), which begins with the lines up to the step it goes on from.
     """
 
-    def __init__(self, watched: Sequence[WatchedHost], tell: Callable[[int], None]) -> None:
-        self.seen = False
-        self._tell, self._watched = tell, watched
+    def __init__(self, watched: Sequence[WatchedHost], on_first_step: Callable[[int], None]) -> None:
+        self.first_step_seen = False
+        self._on_first_step, self._watched = on_first_step, watched
         self._files = {host.number: host.run.get("file", 0) for host in watched}
 
-    def look(self) -> None:
-        for host in self._watched if not self.seen else ():
-            now = host.run
-            if now.get("file", 0) != self._files[host.number] and now.get("step", 0) > now.get("base", 0):
-                self.seen = True
-                self._tell(now["step"])
+    def poll_reports(self) -> None:
+        for host in self._watched if not self.first_step_seen else ():
+            run_state = host.run
+            if run_state.get("file", 0) != self._files[host.number] and run_state.get("step", 0) > run_state.get(
+                "base", 0
+            ):
+                self.first_step_seen = True
+                self._on_first_step(run_state["step"])
                 return
 
 
-def _from_where(checkpoint: int, copies: int) -> str:
+def _state_text(checkpoint: int, copies: int) -> str:
     """The state that a start goes on from, as far as the supervisor can see; in words."""
     if not checkpoint and not copies:
         return "which have no checkpoint and no copies: as at first"
-    found = [f"the checkpoint after step {checkpoint}"] * bool(checkpoint)
+    sources = [f"the checkpoint after step {checkpoint}"] * bool(checkpoint)
     if copies > checkpoint:
-        found.append(f"the copies on disk, of up to step {copies}, if they are whole")
-    return f"from {' or '.join(found)}"
+        sources.append(f"the copies on disk, of up to step {copies}, if they are whole")
+    return f"from {' or '.join(sources)}"
 
 
 def without_option(words: Sequence[str], option: str, needs_value: bool = True) -> list[str]:
     """A command line without an option and its value, which may begin with "-" only if the option ``needs_value``."""
-    kept: list[str] = []
+    remaining: list[str] = []
     skip = False
     for word in words:
         if skip and (needs_value or not word.startswith("-")):
@@ -382,5 +393,5 @@ def without_option(words: Sequence[str], option: str, needs_value: bool = True) 
             continue
         skip = word == option
         if not skip and not word.startswith(f"{option}="):
-            kept.append(word)
-    return kept
+            remaining.append(word)
+    return remaining

@@ -12,7 +12,7 @@ A report is a new TCP connection each time, a line each way::
   which the orders came.
 * Every line is sealed (``seal``) with a token that is in the orders. Nothing is encrypted, and the token itself is never sent. What
   was recorded cannot be sent again: an agent's calls are numbered, and an answer says to which call it belongs.
-* ``sweep``: a number that grows when processes are to be ended: those of all starts of this supervisor but ``keep``. ``swept`` is
+* ``sweep``: a number that grows when processes are to be ended: those of all starts of this supervisor but ``spare_start``. ``swept`` is
   the last number done.
 * ``try_lock``: a number that grows when the supervisor wants to know whether a run holds the run directory.
 * ``leave``: the host agent ends.
@@ -43,15 +43,15 @@ from hetero_mpi.rundir.run_directory import LOCK_NAME, RUN_NAME, START_VARIABLE,
 from hetero_mpi.util.disk import folder_space, lock, require_regular, temporary_folder
 from hetero_mpi.util.errors import UserError
 
-INTERVAL_S = 0.25
+CALL_INTERVAL_S = 0.25
 """Seconds between calls."""
-CALL_S = 0.5
+CALL_TIMEOUT_S = 0.5
 """Time limit of a call, seconds."""
-FENCE_S = 1.0
+FENCE_DELAY_S = 1.0
 """Seconds that a host agent waits longer than the supervisor before it ends the job's processes on its host."""
-REFUSED_S = 3.0
+MAX_REFUSED_S = 3.0
 """Seconds that the supervisor's port may be closed: after that its process is gone, though its machine answers."""
-LONGEST_BYTES = 4096
+MAX_LINE_BYTES = 4096
 """Longest line."""
 _CHECKPOINT = re.compile(r"step-(\d{8,})\.h5")
 _COPY = re.compile(r"step-(\d{8,})\.[0-9a-f]{8}\.h5")
@@ -60,7 +60,7 @@ RUN_STATE = ("step", "base", "last", "file", "checkpoint", "copies")
 """Keys of ``run``: whole numbers about the run directory on this host."""
 _DAEMONS = ("prted", "prterun", "orted", "hydra_pmi_proxy", "hydra_bstrap_proxy")
 """Parents of ranks that may lack the variable: the programs that launchers start on other machines."""
-_ENDING_S = 5.0
+_KILL_TIMEOUT_S = 5.0
 """Longest that processes are sent SIGKILL again and again, seconds."""
 Role = Literal["caller", "listener"]
 
@@ -105,46 +105,48 @@ class HostReports:
     run_dir: str
 
     def __post_init__(self) -> None:
-        self.swept = self.tried = self.calls = 0
+        self.swept = self.lock_attempt = self.calls = 0
         self.locked = False
         self._run = RunDirectory(Path(self.run_dir))
 
     def report(self) -> str:
         """Run to the end; returns the reason for it."""
-        heard = closed_since = time.monotonic()
+        last_answer_s = closed_since = time.monotonic()
         while True:
-            began = time.monotonic()
+            call_start_s = time.monotonic()
             try:
                 answer = self._call()
             except (OSError, ValueError) as error:
-                closed_since = closed_since if isinstance(error, ConnectionRefusedError) else began
-                gone = began - closed_since > REFUSED_S
-                if gone or began - heard > self.timeout_s + FENCE_S:
+                closed_since = closed_since if isinstance(error, ConnectionRefusedError) else call_start_s
+                supervisor_gone = call_start_s - closed_since > MAX_REFUSED_S
+                if supervisor_gone or call_start_s - last_answer_s > self.timeout_s + FENCE_DELAY_S:
                     end_starts(self.supervisor)
-                    return "the supervisor has gone" if gone else "the supervisor was not heard of for too long"
+                    return (
+                        "the supervisor has gone" if supervisor_gone else "the supervisor was not heard of for too long"
+                    )
                 # A closed port answers at once; silence has taken its time already.
-                time.sleep(max(0.0, INTERVAL_S - (time.monotonic() - began)))
+                time.sleep(max(0.0, CALL_INTERVAL_S - (time.monotonic() - call_start_s)))
                 continue
-            heard = closed_since = time.monotonic()
+            last_answer_s = closed_since = time.monotonic()
             if answer["sweep"] > self.swept:
                 end_starts(self.supervisor, answer["keep"])
                 self.swept = int(answer["sweep"])
-            elif answer["try_lock"] > self.tried:
-                self.locked, self.tried = self._run.locked(), int(answer["try_lock"])
+            elif answer["try_lock"] > self.lock_attempt:
+                self.locked, self.lock_attempt = self._run.locked(), int(answer["try_lock"])
             elif answer["leave"]:
                 return "told to leave"
             else:
-                time.sleep(INTERVAL_S)
+                time.sleep(CALL_INTERVAL_S)
 
     def _call(self) -> dict[str, Any]:
         self.calls += 1
         sender = {"host": self.host, "number": self.number, "call": self.calls}
         report = {**sender, "run": self._run.state(), "memory_kills": memory_kills()}
         report["folders"] = [folder_space(temporary_folder(), must_exist=True), folder_space(Path(self.run_dir))]
-        report |= {"swept": self.swept, "tried": self.tried, "locked": self.locked}
-        with socket.create_connection((self.address, self.port), CALL_S) as connection:
+        report |= {"swept": self.swept, "tried": self.lock_attempt, "locked": self.locked}
+        with socket.create_connection((self.address, self.port), CALL_TIMEOUT_S) as connection:
             connection.sendall(seal(self.token, "caller", report))
-            line = connection.makefile("rb").readline(LONGEST_BYTES)
+            line = connection.makefile("rb").readline(MAX_LINE_BYTES)
         answer: dict[str, Any] = unseal(self.token, "listener", line)
         if answer["to"] != list(sender.values()):
             raise NotAuthentic("an answer to another call")
@@ -166,8 +168,8 @@ class RunDirectory:
         checkpoint, copies, last = _newest(self.directory / "checkpoints", _CHECKPOINT), 0, run.get("last_step")
         with contextlib.suppress(OSError):
             copies = max((_newest(folder, _COPY) for folder in (self.directory / "copies").iterdir()), default=0)
-        told = step, self._base, last if type(last) is int else 0, self._file, checkpoint, copies
-        return dict(zip(RUN_STATE, told, strict=True))
+        values = step, self._base, last if type(last) is int else 0, self._file, checkpoint, copies
+        return dict(zip(RUN_STATE, values, strict=True))
 
     def locked(self) -> bool:
         """True where a run holds the directory, here or (where it is shared) elsewhere. To be called while nobody claims it."""
@@ -189,7 +191,10 @@ class RunDirectory:
             with (self.directory / METRICS_NAME).open("rb") as file:
                 inode, size = os.fstat(file.fileno()).st_ino, file.seek(0, 2)
                 if inode != self._file:
-                    self._file, self._base = inode, next((one["step"] for one in reversed(run_starts(self._run()))), 0)
+                    self._file, self._base = (
+                        inode,
+                        next((start["step"] for start in reversed(run_starts(self._run()))), 0),
+                    )
                 file.seek(max(0, size - _TAIL_BYTES))
                 return last_step(file.read())
         except (OSError, UserError):
@@ -209,7 +214,7 @@ def _newest(directory: Path, pattern: re.Pattern[str]) -> int:
         names = [path.name for path in directory.iterdir()]
     except OSError:
         return 0
-    return max((int(found[1]) for name in names if (found := pattern.fullmatch(name))), default=0)
+    return max((int(match[1]) for name in names if (match := pattern.fullmatch(name))), default=0)
 
 
 def last_step(tail: bytes) -> int:
@@ -219,20 +224,20 @@ def last_step(tail: bytes) -> int:
 
 
 def end_starts(supervisor: str, keep: str | None = None) -> None:
-    """Kill every process on this machine of the supervisor's starts, except those of the start ``keep``.
+    """Kill every process on this machine of the supervisor's starts, except those of the start ``spare_start``.
 
     They are found by an environment variable. A launcher that is killed, or that lost its connections, leaves ranks behind which
     hold devices and ports. A process that the kernel holds (state D) may stay; after five seconds it is given up.
     """
-    deadline = time.monotonic() + _ENDING_S
-    while (found := set(_members(supervisor, keep))) and time.monotonic() <= deadline:
-        for process in found:
+    deadline = time.monotonic() + _KILL_TIMEOUT_S
+    while (processes := set(_start_processes(supervisor, keep))) and time.monotonic() <= deadline:
+        for process in processes:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(process, 9)
         time.sleep(0.02)
 
 
-def _members(supervisor: str, keep: str | None) -> Iterator[int]:
+def _start_processes(supervisor: str, keep: str | None) -> Iterator[int]:
     """Ids of those processes, and of the launchers' daemons above them. Zombies are not among them."""
     import psutil
 

@@ -19,22 +19,29 @@ from typing import TYPE_CHECKING, Any
 from hetero_mpi.launch.hosts.agent import HostAgent
 from hetero_mpi.launch.hosts.hostfile import HostEntry
 from hetero_mpi.launch.hosts.interface import local_addresses, resolve, source_address
-from hetero_mpi.launch.supervisor.host_reports import CALL_S, LONGEST_BYTES, RUN_STATE, NotAuthentic, seal, unseal
+from hetero_mpi.launch.supervisor.host_reports import (
+    CALL_TIMEOUT_S,
+    MAX_LINE_BYTES,
+    RUN_STATE,
+    NotAuthentic,
+    seal,
+    unseal,
+)
 from hetero_mpi.util.background import Background
 
 if TYPE_CHECKING:
     from hetero_mpi.launch.hosts.hosts_toml import Host
 
 _POLL_S = 0.02
-_AGAIN_S = 5.0
+_RESTART_INTERVAL_S = 5.0
 """Seconds between attempts to replace a host agent that has ended while its host takes part."""
-_MUTE_S = 2.0
+_MAX_SILENCE_S = 2.0
 """A host that has been silent for so long is not waited for where nothing depends on it."""
 _LISTEN_POLL_S = 0.1
 """Longest time until the server notices that it is closed, seconds."""
-_CALLER_S = 2.0
+_CALLER_TIMEOUT_S = 2.0
 """Longest wait for a caller's next byte."""
-_OWN_PAUSE_S = 2.0
+_MAX_OWN_PAUSE_S = 2.0
 """A longer time between two looks means that the supervisor itself was stopped."""
 
 
@@ -55,7 +62,7 @@ class WatchedHost:
     calls: int = 0
     """Number of its last call."""
     swept: int = 0
-    tried: int = 0
+    lock_attempt: int = 0
     locked: bool = False
     run: dict[str, int] = field(default_factory=dict)
     memory_kills: int = 0
@@ -67,7 +74,7 @@ class WatchedHost:
     def name(self) -> str:
         return self.entry.name
 
-    def lack_of_room(self) -> str:
+    def disk_problems(self) -> str:
         """The folders in which no rank could write, with the reasons; "": there are none."""
         return "; ".join(f"{folder['path']} {folder['problem']}" for folder in self.folders if folder["problem"])
 
@@ -75,9 +82,9 @@ class WatchedHost:
         """The last line that the launch agent, or the host agent, has written to stderr; else "no answer"."""
         return self.agent.complaint("no answer") if self.agent is not None else "no answer"
 
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         """True where the host agent has ended, or the connection it was started through."""
-        return self.agent is None or self.agent.ended()
+        return self.agent is None or self.agent.has_ended()
 
     def close(self) -> None:
         """Close our end of the connection that started the host agent, which does not need it."""
@@ -99,8 +106,8 @@ class _Server(socketserver.ThreadingTCPServer):
         self._listening = Background("listening to host agents", lambda: self.serve_forever(_LISTEN_POLL_S))
 
     def finish_request(self, request: Any, client_address: Any) -> None:
-        request.settimeout(_CALLER_S)
-        request.sendall(self._answer(request.makefile("rb").readline(LONGEST_BYTES)))
+        request.settimeout(_CALLER_TIMEOUT_S)
+        request.sendall(self._answer(request.makefile("rb").readline(MAX_LINE_BYTES)))
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore callers that break off or send nonsense."""
@@ -128,11 +135,11 @@ class WatchedHosts:
         run_dir: Path,
         entries: Mapping[str, Host] | None = None,
     ) -> None:
-        own = {item.address for item in local_addresses()}
+        local_ips = {item.address for item in local_addresses()}
         self.watched = []
         for number, entry in enumerate(hosts):
             address = resolve(entry.name)
-            self.watched.append(WatchedHost(number, entry, address, address in own or address.startswith("127.")))
+            self.watched.append(WatchedHost(number, entry, address, address in local_ips or address.startswith("127.")))
         self.timeout_s = timeout_s
         self._agent, self._supervisor, self._run_dir = tuple(agent), supervisor, run_dir
         self._entries = entries or {}
@@ -151,8 +158,8 @@ class WatchedHosts:
     def __exit__(self, *_: object) -> None:
         """Wait a moment for the host agents to hear that they may leave."""
         self._leave = True
-        deadline = time.monotonic() + 2 * CALL_S
-        while not all(host.ended() for host in self.watched) and time.monotonic() < deadline:
+        deadline = time.monotonic() + 2 * CALL_TIMEOUT_S
+        while not all(host.has_ended() for host in self.watched) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
         for host in self.watched:
             host.close()
@@ -164,14 +171,16 @@ class WatchedHosts:
         Returns as soon as each host has answered or its launch agent has ended without an answer; at the latest after
         ``patience_s``. Hosts ``given_up`` (numbers) are asked too, but not waited for.
         """
-        began, abandoned = time.monotonic(), set(given_up)
+        start_s, abandoned = time.monotonic(), set(given_up)
         for host in self.watched:
-            if host.number in abandoned or host.ended() or time.monotonic() - host.heard_s >= _MUTE_S:
+            if host.number in abandoned or host.has_ended() or time.monotonic() - host.heard_s >= _MAX_SILENCE_S:
                 self._start_agent(host)
         while True:
-            answered = [host for host in self.watched if host.heard_s > began]
-            waited_for = [p for p in self.watched if p not in answered and p.number not in abandoned and not p.ended()]
-            if not waited_for or time.monotonic() > began + patience_s:
+            answered = [host for host in self.watched if host.heard_s > start_s]
+            waited_for = [
+                p for p in self.watched if p not in answered and p.number not in abandoned and not p.has_ended()
+            ]
+            if not waited_for or time.monotonic() > start_s + patience_s:
                 return answered
             time.sleep(_POLL_S)
 
@@ -179,14 +188,14 @@ class WatchedHosts:
         """The hosts of ``watched`` not heard of for ``timeout_s``; to be called often. Replaces host agents that have ended."""
         now = time.monotonic()
         pause_s, self._looked_s = now - self._looked_s, now
-        if pause_s > _OWN_PAUSE_S:  # this process was stopped, or its machine asleep: nobody could be heard
+        if pause_s > _MAX_OWN_PAUSE_S:  # this process was stopped, or its machine asleep: nobody could be heard
             for host in watched:
                 host.heard_s += pause_s
         for host in watched:
-            if host.ended() and now > max(host.started_s, host.heard_s) + _AGAIN_S:
-                heard = host.heard_s
+            if host.has_ended() and now > max(host.started_s, host.heard_s) + _RESTART_INTERVAL_S:
+                last_heard_s = host.heard_s
                 self._start_agent(host)
-                host.heard_s = heard
+                host.heard_s = last_heard_s
         return [host for host in watched if now - host.heard_s > self.timeout_s]
 
     def sweep(self, watched: Sequence[WatchedHost], patience_s: float) -> list[WatchedHost]:
@@ -200,21 +209,21 @@ class WatchedHosts:
         deadline = time.monotonic() + patience_s
         while True:
             now = time.monotonic()
-            left = [host for host in watched if host.swept < self._sweep]
-            if now > deadline or not any(now - host.heard_s < _MUTE_S for host in left):
-                return left
+            unconfirmed = [host for host in watched if host.swept < self._sweep]
+            if now > deadline or not any(now - host.heard_s < _MAX_SILENCE_S for host in unconfirmed):
+                return unconfirmed
             time.sleep(_POLL_S)
 
     def locked(self, host: WatchedHost) -> bool:
         """True where a run holds the run directory, as this host sees it. To be called while no start is under way."""
         with self._lock:
             self._try_lock += 1
-        deadline = time.monotonic() + _MUTE_S
-        while host.tried < self._try_lock and time.monotonic() < deadline:
+        deadline = time.monotonic() + _MAX_SILENCE_S
+        while host.lock_attempt < self._try_lock and time.monotonic() < deadline:
             time.sleep(_POLL_S)
         return host.locked
 
-    def keep(self, start: str) -> None:
+    def spare_start(self, start: str) -> None:
         """From now on, sweeping spares this start. A host that comes back ends all others and leaves this one alone."""
         with self._lock:
             self._keep = start
@@ -222,7 +231,13 @@ class WatchedHosts:
     def _start_agent(self, host: WatchedHost) -> None:
         host.close()
         with self._lock:
-            host.agent_number, host.heard_s, host.swept, host.tried, host.calls = host.agent_number + 1, 0.0, 0, 0, 0
+            host.agent_number, host.heard_s, host.swept, host.lock_attempt, host.calls = (
+                host.agent_number + 1,
+                0.0,
+                0,
+                0,
+                0,
+            )
             host.started_s = time.monotonic()
         entry = self._entries.get(host.name)
         python, directory = (entry.executable, entry.directory or "") if entry is not None else (sys.executable, "")
@@ -251,7 +266,11 @@ class WatchedHosts:
                 raise NotAuthentic("a repeated call")
             else:
                 host.calls, host.heard_s = int(report["call"]), time.monotonic()
-                host.swept, host.tried, host.locked = int(report["swept"]), int(report["tried"]), bool(report["locked"])
+                host.swept, host.lock_attempt, host.locked = (
+                    int(report["swept"]),
+                    int(report["tried"]),
+                    bool(report["locked"]),
+                )
                 host.run = {key: int(report["run"][key]) for key in RUN_STATE}
                 host.memory_kills, host.folders = int(report["memory_kills"]), list(report["folders"])
             orders = {"sweep": self._sweep, "keep": self._keep or None, "try_lock": self._try_lock, "leave": leave}
