@@ -222,17 +222,11 @@ def agent(arguments: Sequence[str]) -> None:
         words.pop(0)
     command = step_command(words[0], words[1:], components(os.environ))
     # Variables of this job's step, or of its first component, would bind the new step to them.
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(_STEP_VARIABLES)}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(_STEP_VARS)}
     os.execvpe(command[0], command, environment)
 
 
-_STEP_VARIABLES = (
-    "SLURM_CPU_BIND",
-    "SLURM_MEM_BIND",
-    "SLURM_CPUS_PER_TASK",
-    "SLURM_TRES_PER_TASK",
-    "SLURM_NTASKS_PER_NODE",
-)
+_STEP_VARS = ("SLURM_CPU_BIND", "SLURM_MEM_BIND", "SLURM_CPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_NTASKS_PER_NODE")
 
 
 if __name__ == "__main__":

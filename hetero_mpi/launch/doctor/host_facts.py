@@ -122,7 +122,7 @@ class Target:
     """Where there are no facts: the last line of the launch agent, or of Python there."""
 
 
-def reachable_targets(targets: Sequence[Target]) -> list[tuple[Target, HostFacts]]:
+def answering(targets: Sequence[Target]) -> list[tuple[Target, HostFacts]]:
     """The places that have answered, each with its facts."""
     return [(target, target.facts) for target in targets if target.facts is not None]
 

@@ -117,9 +117,7 @@ def _interfaces_of(targets: Sequence[Target]) -> Iterator[Finding]:
         yield finding_of("interface told", told=", ".join(settings))
     elif len(names) > 1:
         addresses = [LocalAddress(*item) for target in targets if target.facts for item in target.facts.addresses]
-        counts = Counter(
-            str(item.network) for item in addresses if not item.interface.startswith(checks.LOCAL_INTERFACE_PREFIXES)
-        )
+        counts = Counter(str(item.network) for item in addresses if not item.interface.startswith(checks.VIRTUAL_NICS))
         networks = ",".join(network for network, count in counts.items() if count == max(counts.values()))
         yield finding_of("interface not told", targets[0].title, names=", ".join(names), networks=networks)
 
@@ -127,16 +125,14 @@ def _interfaces_of(targets: Sequence[Target]) -> Iterator[Finding]:
 def check_links(links: Sequence[LinkSamples], hosts: Sequence[str]) -> Iterator[Finding]:
     """Links and their speed; of many, those that are too slow and the slowest. ``hosts``: of all ranks."""
     speeds = {(link.source, link.destination): link.sample_bytes[-1] / link.sample_s[-1] for link in links}
-    link_findings = [_speed(link, speeds, hosts) for link in links]
+    findings = [_speed(link, speeds, hosts) for link in links]
     if len(links) > MAX_LISTED_LINKS:
         slowest = list(speeds.values()).index(min(speeds.values()))
-        link_findings = [
-            finding
-            for number, finding in enumerate(link_findings)
-            if finding.severity is Severity.SLOW or number == slowest
+        findings = [
+            finding for number, finding in enumerate(findings) if finding.severity is Severity.SLOW or number == slowest
         ]
         yield finding_of("many links", count=len(links))
-    yield from link_findings
+    yield from findings
 
 
 def _speed(link: LinkSamples, speeds: Mapping[tuple[int, int], float], hosts: Sequence[str]) -> Finding:
@@ -171,21 +167,17 @@ def verify_mesh(world: World, transport: Transport, mesh: Mesh) -> list[Finding]
 
     ``transport`` must be idle.
     """
-    mesh_address = mesh.local_address(local_addresses())
-    ends = world.all_gather_json(
-        [mesh_address.interface, is_tunnel(mesh_address.interface)] if mesh_address is not None else [None, False]
-    )
+    local = mesh.local_address(local_addresses())
+    ends = world.all_gather_json([local.interface, is_tunnel(local.interface)] if local is not None else [None, False])
     interfaces = [interface for interface, _ in ends]
     hosts = tuple(dict.fromkeys(world.hosts))
-    disconnected_hosts = [host for host in hosts if interfaces[world.hosts.index(host)] is None]
-    if disconnected_hosts:
-        return [finding_of("mesh down", *disconnected_hosts, network=mesh.network, interface=mesh.interface)]
-    unencrypted_hosts = [host for host in hosts if not ends[world.hosts.index(host)][1]]
-    if unencrypted_hosts:
-        names = ", ".join(dict.fromkeys(interfaces[world.hosts.index(host)] for host in unencrypted_hosts))
-        return [
-            finding_of("no tunnel", *unencrypted_hosts, names=names, network=mesh.network, interface=mesh.interface)
-        ]
+    down = [host for host in hosts if interfaces[world.hosts.index(host)] is None]
+    if down:
+        return [finding_of("mesh down", *down, network=mesh.network, interface=mesh.interface)]
+    unencrypted = [host for host in hosts if not ends[world.hosts.index(host)][1]]
+    if unencrypted:
+        names = ", ".join(dict.fromkeys(interfaces[world.hosts.index(host)] for host in unencrypted))
+        return [finding_of("no tunnel", *unencrypted, names=names, network=mesh.network, interface=mesh.interface)]
     if len(hosts) == 1:
         return [finding_of("mesh not needed")]
     leaders = [world.hosts.index(host) for host in hosts]
@@ -205,7 +197,7 @@ def verify_mesh(world: World, transport: Transport, mesh: Mesh) -> list[Finding]
             partner_host = world.hosts[partner[world.rank]]
             traffic.append(PairTraffic(world.host, partner_host, interfaces[world.rank], counted))
         world.sleeping_barrier()  # nobody begins the next round before all have read their counters
-    gathered = world.all_gather_json([vars(mesh_address) for mesh_address in traffic])
+    gathered = world.all_gather_json([vars(local) for local in traffic])
     return mesh_findings([PairTraffic(**values) for rank_rows in gathered for values in rank_rows], mesh)
 
 
@@ -222,22 +214,16 @@ def is_tunnel(interface: str) -> bool:
 def mesh_findings(traffic: Sequence[PairTraffic], mesh: Mesh, message_bytes: int = MESSAGE_BYTES) -> list[Finding]:
     """Findings from the counters: one for each way that went outside the mesh, or a single one where all is well."""
     size, findings = _megabytes(message_bytes), []
-    for pair_traffic in traffic:
-        sent, received = pair_traffic.counted.get(pair_traffic.interface, (0, 0))
+    for pair in traffic:
+        sent, received = pair.counted.get(pair.interface, (0, 0))
         if min(sent, received) < message_bytes:
-            bytes_by_interface = {
-                name: max(counts) for name, counts in pair_traffic.counted.items() if name != pair_traffic.interface
-            }
-            busiest = max(bytes_by_interface, key=lambda name: bytes_by_interface[name], default=None)
-            other_traffic = (
-                f"; {_megabytes(bytes_by_interface[busiest])} passed {busiest}" if busiest is not None else ""
-            )
-            values = {"sent": _megabytes(sent), "received": _megabytes(received), "others": other_traffic}
-            values |= {"other": pair_traffic.other, "interface": pair_traffic.interface, "size": size}
-            findings.append(finding_of("around the mesh", pair_traffic.host, **values))
-    return findings or [
-        finding_of("mesh", size=size, hosts=len({pair_traffic.host for pair_traffic in traffic}), network=mesh.network)
-    ]
+            bytes_by_nic = {name: max(counts) for name, counts in pair.counted.items() if name != pair.interface}
+            busiest = max(bytes_by_nic, key=lambda name: bytes_by_nic[name], default=None)
+            elsewhere = f"; {_megabytes(bytes_by_nic[busiest])} passed {busiest}" if busiest is not None else ""
+            values = {"sent": _megabytes(sent), "received": _megabytes(received), "others": elsewhere}
+            values |= {"other": pair.other, "interface": pair.interface, "size": size}
+            findings.append(finding_of("around the mesh", pair.host, **values))
+    return findings or [finding_of("mesh", size=size, hosts=len({pair.host for pair in traffic}), network=mesh.network)]
 
 
 def mesh_of(world: World, path: str | Path) -> Mesh | None:

@@ -47,10 +47,8 @@ def launch_agent(
         parameters = [f"{prefix}_MCA_{parameter}" for prefix in ("PRTE", "OMPI") for parameter in _PARAMETERS]
         variables = parameters if family == OPEN_MPI else ["HYDRA_LAUNCHER_EXEC"]
         agent_text = next((environment[name] for name in variables if name in environment), "ssh")
-    first_choice = agent_text.split(":")[
-        0
-    ]  # Open MPI takes alternatives, separated by colons, and uses the first that is there
-    return _SSH if first_choice.strip() in ("ssh", "ssh -x") else tuple(shlex.split(first_choice)), other_args
+    command = agent_text.split(":")[0]  # of Open MPI's alternatives, the first counts
+    return _SSH if command.strip() in ("ssh", "ssh -x") else tuple(shlex.split(command)), other_args
 
 
 def _agent_from_options(family: str, mpirun_args: Sequence[str]) -> tuple[str | None, list[str]]:
@@ -102,11 +100,9 @@ class HostAgent:
         variables: Mapping[str, str] | None = None,
     ) -> None:
         words, directory = [python, "-m", PROGRAM], directory or os.getcwd()
-        agent_variables = {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ} | dict(
-            variables or {}
-        )
+        environment = {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ} | dict(variables or {})
         if not local:
-            words = remote_command(agent, name, directory, agent_variables, *words)
+            words = remote_command(agent, name, directory, environment, *words)
         self._complaints = tempfile.TemporaryFile()  # noqa: SIM115  (open as long as the process)
         self._process: subprocess.Popen[bytes] | None = None
         """None: it could not be started here, and the complaint says why."""
@@ -116,7 +112,7 @@ class HostAgent:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._complaints,
-                env={**os.environ, **agent_variables},
+                env={**os.environ, **environment},
                 cwd=directory if local and os.path.isdir(directory) else None,
                 start_new_session=True,  # Ctrl-C at the terminal is for this process alone
             )

@@ -146,12 +146,10 @@ def _problems(machines: Mapping[str, Host], mesh: Mesh) -> Iterator[str]:
         )
 
 
-def _file_name(title: str, used_names: Sequence[str]) -> str:
+def _file_name(title: str, used: Sequence[str]) -> str:
     name = re.sub(r"[^A-Za-z0-9_.-]", "-", title).lstrip(".-") or "host"
     return next(
-        candidate
-        for candidate in (name, *(f"{name}-{number}" for number in range(2, len(used_names) + 3)))
-        if candidate not in used_names
+        free for free in (name, *(f"{name}-{number}" for number in range(2, len(used) + 3))) if free not in used
     )
 
 

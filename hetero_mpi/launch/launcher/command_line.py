@@ -73,10 +73,8 @@ class CommandLine:
         if arguments or new:
             self.arguments.extend(arguments)
             self.environment.update(new)
-            settings = [f"{name}={value}" for name, value in new.items()] + (
-                [shlex.join(arguments)] if arguments else []
-            )
-            self.reasons.append(f"{' '.join(settings)}: {reason}")
+            words = [f"{name}={value}" for name, value in new.items()] + ([shlex.join(arguments)] if arguments else [])
+            self.reasons.append(f"{' '.join(words)}: {reason}")
 
     def __str__(self) -> str:
         assignments = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
@@ -243,17 +241,15 @@ def hosts_command(
         [str(launcher.path)], summary(launcher, ranks, [(host.title, count) for host, count in shares])
     )
     prefixes = _other_prefixes(launcher, shares, {item.address for item in local}, addresses)
-    all_args = _mesh_options(command, launcher, mesh, shares, local) if mesh is not None else []
-    all_args += _add_relay(command, launcher, prefixes, list(mpirun_args)) if prefixes else list(mpirun_args)
+    args = _mesh_options(command, launcher, mesh, shares, local) if mesh is not None else []
+    args += _add_relay(command, launcher, prefixes, list(mpirun_args)) if prefixes else list(mpirun_args)
     if launcher.family == OPEN_MPI:
-        add_open_mpi(command, launcher, ranks, False, choice, all_args)
-        command.arguments += all_args
-        parts = [
-            _open_mpi_part(host, count, program_args, prefixes.get(host.address), all_args) for host, count in shares
-        ]
+        add_open_mpi(command, launcher, ranks, False, choice, args)
+        command.arguments += args
+        parts = [_open_mpi_part(host, count, program_args, prefixes.get(host.address), args) for host, count in shares]
     else:
         add_mpich(command, choice)
-        command.arguments += [*all_args, "-hosts", _host_list(shares)]
+        command.arguments += [*args, "-hosts", _host_list(shares)]
         parts = [_mpich_part(host, count, program_args) for host, count in shares]
     for number, part in enumerate(parts):
         command.arguments += [":", *part] if number else part
@@ -311,35 +307,29 @@ def _host_list(shares: Shares) -> str:
     return ",".join(f"{address}:{sum(count for _, count in group)}" for address, group in groups)
 
 
-def _other_prefixes(
-    launcher: Launcher, shares: Shares, local_ips: set[str], addresses: dict[str, str]
-) -> dict[str, str]:
+def _other_prefixes(launcher: Launcher, shares: Shares, local: set[str], addresses: dict[str, str]) -> dict[str, str]:
     """Host -> prefix of its MPI, of other hosts on which MPI is installed elsewhere than here."""
     prefixes: dict[str, str] = {}
     for host, _ in shares:
         host_prefix, address = prefix_of(host, launcher), addresses[host.address]
-        if host_prefix != launcher.prefix and address not in local_ips and not address.startswith("127."):
+        if host_prefix != launcher.prefix and address not in local and not address.startswith("127."):
             prefixes.setdefault(host.address, host_prefix)  # a host has one daemon, which serves all its entries
     return prefixes
 
 
 def _add_relay(command: CommandLine, launcher: Launcher, prefixes: dict[str, str], mpirun_args: list[str]) -> list[str]:
     """Make the relay script the launch agent. Returns the user's options without the agent that the script now calls."""
-    local_prefix = launcher.prefix
+    prefix = launcher.prefix
     agent, other_args = launch_agent(launcher.family, mpirun_args, os.environ)
     purpose = "for the launch agent of hosts with different MPI prefixes"
-    relay = str(write_cached("launch-agent", ".sh", relay_script(agent, local_prefix, prefixes), purpose))
-    reason = "MPI is installed elsewhere on " + ", ".join(
-        f"{host} ({host_prefix})" for host, host_prefix in prefixes.items()
-    )
+    relay = str(write_cached("launch-agent", ".sh", relay_script(agent, prefix, prefixes), purpose))
+    reason = "MPI is installed elsewhere on " + ", ".join(f"{host} ({path})" for host, path in prefixes.items())
     if launcher.family == MPICH:
         command.add(reason, "-launcher", "ssh", "-launcher-exec", relay)
     else:
         # The other hosts' daemons must not start one another: this agent is only here.
         option, name = launcher.agent_option
-        command.add(
-            reason, option, f"{name}_agent", relay, option, f"{name}_no_tree_spawn", "1", "--prefix", local_prefix
-        )
+        command.add(reason, option, f"{name}_agent", relay, option, f"{name}_no_tree_spawn", "1", "--prefix", prefix)
     return other_args
 
 

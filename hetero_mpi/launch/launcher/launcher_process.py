@@ -107,7 +107,7 @@ def run_command(command: CommandLine, asked_text: str | None = None, doctor: str
         request_stop(process, again=stop_requested)
         stop_requested = True
 
-    with handle_stop_signals(pass_on):
+    with on_stop_signal(pass_on):
         if (code := process.wait()) != 0:
             _end_session(process.pid)
     # A launcher that a signal ended has a negative code; a shell would report 128 + the signal.
@@ -164,7 +164,7 @@ def _signal_on_parent_death() -> Callable[[], object] | None:
 
 
 @contextlib.contextmanager
-def handle_stop_signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+def on_stop_signal(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     """A block in which signals that ask for an end go to ``handler``.
 
     What this process was told to ignore stays ignored, as ``nohup`` asks for it; but for SIGINT, which shells ignore in every
@@ -237,7 +237,7 @@ class ErrorStream:
     """
 
     def __init__(self, stream: IO[bytes], output: IO[bytes] | None = None, outlives: bool = False) -> None:
-        self._stream, self._tolerates_lost_ranks = stream, outlives
+        self._stream, self._with_ft = stream, outlives
         self._box: list[bytes] = []
         """Lines since one of dashes, while they may still become a box."""
         self._held_boxes = b""
@@ -253,13 +253,9 @@ class ErrorStream:
             reading.finish(_EXIT_TIMEOUT_S)
         if code not in _EXPLAINED_CODES:
             _write(self._held_boxes)
-        if code == 0 and self._tolerates_lost_ranks and not self._ended:
+        if code == 0 and self._with_ft and not self._ended:
             _write(_NO_RANK_LEFT)
-        return (
-            int(ExitCode.FAILED)
-            if code == 0 and (self._lost or (self._tolerates_lost_ranks and not self._ended))
-            else code
-        )
+        return int(ExitCode.FAILED) if code == 0 and (self._lost or (self._with_ft and not self._ended)) else code
 
     def _read(self) -> None:
         rest = b""

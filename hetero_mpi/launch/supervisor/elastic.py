@@ -34,7 +34,7 @@ from hetero_mpi.launch.launcher.launcher_process import (
     ABORT_TEXT,
     STOP_TEXT,
     announce,
-    handle_stop_signals,
+    on_stop_signal,
     request_stop,
     start_process,
 )
@@ -97,7 +97,7 @@ class Supervisor:
 
     def run(self) -> int:
         """Run the job to its end. Returns its exit code, ``GIVEN_UP``, or 128 + a signal."""
-        with self.watching, handle_stop_signals(self._on_signal), tempfile.TemporaryDirectory() as scratch:
+        with self.watching, on_stop_signal(self._on_signal), tempfile.TemporaryDirectory() as scratch:
             return self._run(Path(scratch))
 
     def _run(self, scratch: Path) -> int:
@@ -209,12 +209,10 @@ class Supervisor:
             from hetero_mpi.launch.hosts.hosts_toml import ranks_of  # brings pydantic
             from hetero_mpi.launch.hosts.mesh import read_mesh
 
-            host_entries = [entry for host in watched for entry in self.entries if entry.address == host.name]
+            entries = [entry for host in watched for entry in self.entries if entry.address == host.name]
             # Rank 0 may start in another directory than this process, which looks for the run's files here.
             words = [*without_option(words, "--run-dir"), "--run-dir", str(self.run_dir)]
-            command = hosts_command(
-                self.launcher, ranks_of(host_entries, ranks, path), words, mpirun_args, read_mesh(path)
-            )
+            command = hosts_command(self.launcher, ranks_of(entries, ranks, path), words, mpirun_args, read_mesh(path))
         else:
             hosts = None
             if self.options.hostfile is not None:
@@ -364,12 +362,10 @@ class _Progress:
 
     def poll_reports(self) -> None:
         for host in self._watched if not self.first_step_seen else ():
-            run_state = host.run
-            if run_state.get("file", 0) != self._files[host.number] and run_state.get("step", 0) > run_state.get(
-                "base", 0
-            ):
+            run = host.run
+            if run.get("file", 0) != self._files[host.number] and run.get("step", 0) > run.get("base", 0):
                 self.first_step_seen = True
-                self._on_first_step(run_state["step"])
+                self._on_first_step(run["step"])
                 return
 
 

@@ -45,7 +45,7 @@ from hetero_mpi.util.errors import UserError
 
 CALL_INTERVAL_S = 0.25
 """Seconds between calls."""
-CALL_TIMEOUT_S = 0.5
+CALL_S = 0.5
 """Time limit of a call, seconds."""
 FENCE_DELAY_S = 1.0
 """Seconds that a host agent waits longer than the supervisor before it ends the job's processes on its host."""
@@ -118,12 +118,10 @@ class HostReports:
                 answer = self._call()
             except (OSError, ValueError) as error:
                 closed_since = closed_since if isinstance(error, ConnectionRefusedError) else call_start_s
-                supervisor_gone = call_start_s - closed_since > MAX_REFUSED_S
-                if supervisor_gone or call_start_s - last_answer_s > self.timeout_s + FENCE_DELAY_S:
+                gone = call_start_s - closed_since > MAX_REFUSED_S
+                if gone or call_start_s - last_answer_s > self.timeout_s + FENCE_DELAY_S:
                     end_starts(self.supervisor)
-                    return (
-                        "the supervisor has gone" if supervisor_gone else "the supervisor was not heard of for too long"
-                    )
+                    return "the supervisor has gone" if gone else "the supervisor was not heard of for too long"
                 # A closed port answers at once; silence has taken its time already.
                 time.sleep(max(0.0, CALL_INTERVAL_S - (time.monotonic() - call_start_s)))
                 continue
@@ -144,7 +142,7 @@ class HostReports:
         report = {**sender, "run": self._run.state(), "memory_kills": memory_kills()}
         report["folders"] = [folder_space(temporary_folder(), must_exist=True), folder_space(Path(self.run_dir))]
         report |= {"swept": self.swept, "tried": self.lock_attempt, "locked": self.locked}
-        with socket.create_connection((self.address, self.port), CALL_TIMEOUT_S) as connection:
+        with socket.create_connection((self.address, self.port), CALL_S) as connection:
             connection.sendall(seal(self.token, "caller", report))
             line = connection.makefile("rb").readline(MAX_LINE_BYTES)
         answer: dict[str, Any] = unseal(self.token, "listener", line)
@@ -191,10 +189,8 @@ class RunDirectory:
             with (self.directory / METRICS_NAME).open("rb") as file:
                 inode, size = os.fstat(file.fileno()).st_ino, file.seek(0, 2)
                 if inode != self._file:
-                    self._file, self._base = (
-                        inode,
-                        next((start["step"] for start in reversed(run_starts(self._run()))), 0),
-                    )
+                    starts = reversed(run_starts(self._run()))
+                    self._file, self._base = inode, next((start["step"] for start in starts), 0)
                 file.seek(max(0, size - _TAIL_BYTES))
                 return last_step(file.read())
         except (OSError, UserError):

@@ -19,14 +19,7 @@ from typing import TYPE_CHECKING, Any
 from hetero_mpi.launch.hosts.agent import HostAgent
 from hetero_mpi.launch.hosts.hostfile import HostEntry
 from hetero_mpi.launch.hosts.interface import local_addresses, resolve, source_address
-from hetero_mpi.launch.supervisor.host_reports import (
-    CALL_TIMEOUT_S,
-    MAX_LINE_BYTES,
-    RUN_STATE,
-    NotAuthentic,
-    seal,
-    unseal,
-)
+from hetero_mpi.launch.supervisor.host_reports import CALL_S, MAX_LINE_BYTES, RUN_STATE, NotAuthentic, seal, unseal
 from hetero_mpi.util.background import Background
 
 if TYPE_CHECKING:
@@ -158,7 +151,7 @@ class WatchedHosts:
     def __exit__(self, *_: object) -> None:
         """Wait a moment for the host agents to hear that they may leave."""
         self._leave = True
-        deadline = time.monotonic() + 2 * CALL_TIMEOUT_S
+        deadline = time.monotonic() + 2 * CALL_S
         while not all(host.has_ended() for host in self.watched) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
         for host in self.watched:
@@ -176,12 +169,10 @@ class WatchedHosts:
             if host.number in abandoned or host.has_ended() or time.monotonic() - host.heard_s >= _MAX_SILENCE_S:
                 self._start_agent(host)
         while True:
-            answered = [host for host in self.watched if host.heard_s > start_s]
-            waited_for = [
-                p for p in self.watched if p not in answered and p.number not in abandoned and not p.has_ended()
-            ]
-            if not waited_for or time.monotonic() > start_s + patience_s:
-                return answered
+            answers = [host for host in self.watched if host.heard_s > start_s]
+            pending = [p for p in self.watched if p not in answers and p.number not in abandoned and not p.has_ended()]
+            if not pending or time.monotonic() > start_s + patience_s:
+                return answers
             time.sleep(_POLL_S)
 
     def silent(self, watched: Sequence[WatchedHost]) -> list[WatchedHost]:
@@ -231,13 +222,8 @@ class WatchedHosts:
     def _start_agent(self, host: WatchedHost) -> None:
         host.close()
         with self._lock:
-            host.agent_number, host.heard_s, host.swept, host.lock_attempt, host.calls = (
-                host.agent_number + 1,
-                0.0,
-                0,
-                0,
-                0,
-            )
+            host.agent_number, host.heard_s = host.agent_number + 1, 0.0
+            host.swept = host.lock_attempt = host.calls = 0
             host.started_s = time.monotonic()
         entry = self._entries.get(host.name)
         python, directory = (entry.executable, entry.directory or "") if entry is not None else (sys.executable, "")
@@ -266,11 +252,8 @@ class WatchedHosts:
                 raise NotAuthentic("a repeated call")
             else:
                 host.calls, host.heard_s = int(report["call"]), time.monotonic()
-                host.swept, host.lock_attempt, host.locked = (
-                    int(report["swept"]),
-                    int(report["tried"]),
-                    bool(report["locked"]),
-                )
+                host.swept, host.lock_attempt = int(report["swept"]), int(report["tried"])
+                host.locked = bool(report["locked"])
                 host.run = {key: int(report["run"][key]) for key in RUN_STATE}
                 host.memory_kills, host.folders = int(report["memory_kills"]), list(report["folders"])
             orders = {"sweep": self._sweep, "keep": self._keep or None, "try_lock": self._try_lock, "leave": leave}
