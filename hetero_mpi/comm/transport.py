@@ -310,7 +310,7 @@ def _wait_for_buffer(transport: Transport, request: Request) -> Buffer:
 def length_problem(request: Request, arrived: str) -> TransportError:
     """The error for a length mismatch. ``arrived``: the received length in words, such as ``90 bytes``."""
     if isinstance(request, Exchange):
-        text = "the members disagree about the length: all must start the group's exchanges in the same order"
+        text = "the members do not agree on the length: all must start the group's exchanges in the same order"
     else:
         text = (
             f"the message has {arrived}, the buffer {request.buffer.size}: sender and receiver must agree on the length"

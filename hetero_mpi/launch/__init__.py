@@ -1,1 +1,1 @@
-"""Starting a job: the launcher of the loaded MPI library, host files, the network interface, supervision, and ``doctor``."""
+"""Starting a job: the launcher of the loaded MPI library, host files, network interfaces, supervision, and ``doctor``."""

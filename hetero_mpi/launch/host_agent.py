@@ -1,6 +1,6 @@
-"""The host agent: ``python -m hetero_mpi.launch.host_agent`` runs on a host for ``doctor``, or for the supervisor of ``--elastic``.
+"""The host agent: ``python -m hetero_mpi.launch.host_agent`` runs on a host for ``doctor`` or the supervisor of ``--elastic``.
 
-A request and an answer are one JSON line each, over stdin and stdout; ``launch.hosts.agent`` is the other end::
+Requests and answers are JSON lines over stdin and stdout; ``launch.hosts.agent`` is the client::
 
     {"ask": "clock"}                                {"unix_s": 1760000000.0}
     {"ask": "facts", "directory": "runs", ...}      {"host": "rtx", "python": ...}       see ``gather``
@@ -9,7 +9,7 @@ A request and an answer are one JSON line each, over stdin and stdout; ``launch.
     {"ask": "connect", "doors": [...], ...}         {"errors": ["timed out", ""]}        see ``connect``
     {"ask": "report", "token": ...}                 {"reason": "told to leave"}          see ``supervisor.host_reports``
 
-Only the standard library is imported until a request needs more, so that a host on which packages are missing or broken is told.
+Only the standard library is imported until a request needs more, so that missing or broken packages can be reported.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from hetero_mpi.util.background import start_unattended
 
 
 def listen() -> dict[str, Any]:
-    """Listen on an ephemeral port, as MPI does, while this process lives, and tell every caller a random ``word``."""
+    """Listen on an ephemeral port, as MPI does, for the life of this process, and send every caller a random ``word``."""
     server, word = socket.create_server(("", 0), backlog=64), secrets.token_hex(16)
 
     def serve() -> None:
@@ -45,7 +45,7 @@ def listen() -> dict[str, Any]:
 
 
 def connect(doors: Sequence[Mapping[str, Any]], patience_s: float) -> dict[str, Any]:
-    """{"errors": why no connection to a door (``address``, ``port``, ``word``) could be opened; "": one was}."""
+    """Return {"errors": [...]}, one error per door (``address``, ``port``, ``word``); "" for a successful connection."""
     with ThreadPoolExecutor(len(doors) or 1) as pool:
         return {"errors": list(pool.map(lambda door: _error(door, patience_s), doors))}
 
@@ -56,7 +56,7 @@ def _error(door: Mapping[str, Any], patience_s: float) -> str:
             reply = connection.makefile("rb").read(len(door["word"]))
     except OSError as error:
         return (error.strerror or str(error)).lower()
-    return "" if reply == door["word"].encode() else "something else answers at its port"
+    return "" if reply == door["word"].encode() else "another program answers at its port"
 
 
 def _report(**orders: Any) -> dict[str, Any]:
@@ -84,9 +84,9 @@ def main() -> int:
         except (KeyError, TypeError):
             if source == own_source():
                 raise
-            sys.exit(f"this host has hetero_mpi {own_source()}, who asks {source}: bring the same commit here")
+            sys.exit(f"this host has hetero_mpi {own_source()}, the caller has {source}: install the same commit here")
         print(MARK + json.dumps(answer), flush=True)
-        if "reason" in answer:  # who asked for reports need not be there any more
+        if "reason" in answer:  # the requester of reports may be gone
             break
     return 0
 

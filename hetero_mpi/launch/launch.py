@@ -17,15 +17,17 @@ from hetero_mpi.launch.supervisor.elastic_options import ElasticOptions
 from hetero_mpi.util.errors import ExitCode, UserError
 
 _EXPLAINED_CODES = (ExitCode.DONE, ExitCode.USER_ERROR, ExitCode.HUNG, ExitCode.STOPPED)
-"""Exit codes of a job that has said itself what to do."""
+"""Exit codes for which the job itself has printed the next step."""
 
 
 def main(namespace: argparse.Namespace, parse: Callable[[Sequence[str]], argparse.Namespace]) -> int:
-    """Run ``launch``. Returns the launcher's exit code, or that of ``Supervisor.run``.
+    """Run ``launch``; return the exit code of the launcher or of ``Supervisor.run``.
 
-    ``parse``: the parser of the program's command lines.
+    Args:
+        parse: The parser of the program's command lines.
 
-    :raises UserError: no command after ``--``, a host file with too few slots, or what ``find_launcher`` and ``Supervisor`` raise.
+    Raises:
+        UserError: No command after ``--``, too few slots in the host file, or an error of ``find_launcher`` or ``Supervisor``.
     """
     program = list(namespace.program)
     if program[:1] == ["--"]:
@@ -35,13 +37,13 @@ def main(namespace: argparse.Namespace, parse: Callable[[Sequence[str]], argpars
             "launch.no_command", "launch needs a command to run: `python -m hetero_mpi launch -np 3 -- train job.toml`."
         )
     if not program[0].startswith("-"):
-        parse(program)  # what is mistyped is told here, once, instead of by every rank
+        parse(program)  # report typing errors once, not on every rank
     slurm.check_slurm_job(os.environ)
     mpirun_args = shlex.split(namespace.mpirun_args)
     if namespace.recover:
         recovery_args = recovery_options(find_launcher())
         if namespace.verbose:
-            print(f"launch: {shlex.join(recovery_args)}: ranks may die, and the others go on", file=sys.stderr)
+            print(f"launch: {shlex.join(recovery_args)}: the job continues after the loss of ranks", file=sys.stderr)
         mpirun_args = [*recovery_args, *mpirun_args]
     if namespace.hosts is not None and (namespace.print_only or not namespace.elastic):
         return _launch_on_hosts(namespace, program, mpirun_args)
@@ -52,7 +54,7 @@ def main(namespace: argparse.Namespace, parse: Callable[[Sequence[str]], argpars
     if namespace.slurm_python:
         raise UserError(
             "launch.slurm_python",
-            "--slurm-python is for heterogeneous SLURM jobs (`#SBATCH hetjob`), and this is none.",
+            "--slurm-python is for heterogeneous SLURM jobs (`#SBATCH hetjob`) only.",
         )
     if namespace.ranks is None and namespace.hosts is not None:
         namespace.ranks = sum(host.slots for host in ElasticOptions(1, None, namespace.hosts).entries())
@@ -60,7 +62,7 @@ def main(namespace: argparse.Namespace, parse: Callable[[Sequence[str]], argpars
         namespace.ranks = sum(sum(component.tasks) for component in slurm.components(os.environ)) or None
     if namespace.ranks is None:
         raise UserError(
-            "launch.ranks_unknown", "launch must know how many ranks to start: write `-np 3`, say, or name --hosts."
+            "launch.ranks_unknown", "launch needs the number of ranks: add, for example, `-np 3`, or use --hosts."
         )
     if namespace.elastic and not namespace.print_only:
         options = ElasticOptions(
@@ -93,13 +95,13 @@ def _start(namespace: argparse.Namespace, command: CommandLine, program: Sequenc
         resume_words = [*without_option(program, "--resume", needs_value=False), "--resume", "any"]
         launch_args = sys.argv[1 : -len(program)] if sys.argv[-len(program) :] == program else ["launch", "...", "--"]
         command_line = shlex.join(["python", "-m", "hetero_mpi", *launch_args, *resume_words])
-        text = f"the run has not come to its end (exit code {code}). From its newest state, or from the beginning without one"
+        text = f"the run has not finished (exit code {code}). To resume from its newest state, or restart without one"
         print_lines([f"{text}:", command_line])
     return code
 
 
 def _launch_on_hosts(namespace: argparse.Namespace, program: list[str], mpirun_args: list[str]) -> int:
-    from hetero_mpi.launch.hosts.hosts_toml import (  # these bring pydantic, which a plain launch does not need
+    from hetero_mpi.launch.hosts.hosts_toml import (  # imports pydantic, which a plain launch does not need
         ranks_of,
         read_hosts,
     )
@@ -113,11 +115,11 @@ def _launch_on_hosts(namespace: argparse.Namespace, program: list[str], mpirun_a
 def _supervise(
     options: ElasticOptions, program: list[str], parse: Callable[[Sequence[str]], argparse.Namespace]
 ) -> int:
-    from hetero_mpi.job.load import load_job, run_directory  # brings pydantic, which a plain launch does not need
+    from hetero_mpi.job.load import load_job, run_directory  # imports pydantic, which a plain launch does not need
 
     if program[0] != "train":
         raise UserError(
-            "elastic.command", f"--elastic is for `train`, which can go on from a checkpoint; `{program[0]}` cannot."
+            "elastic.command", f"--elastic is for `train`, which can resume from a checkpoint; `{program[0]}` cannot."
         )
     training = parse(program)
     options.check()

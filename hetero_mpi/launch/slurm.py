@@ -1,7 +1,7 @@
 """Launching inside a SLURM job: its number of ranks, and the command line over the components of a heterogeneous job.
 
-For a plain job only the number is needed: both launchers find its nodes by themselves. Of a heterogeneous job (several kinds of
-nodes, ``#SBATCH hetjob``) they see the first component only. So its nodes are listed one by one, and this module, run as a program,
+For a homogeneous job only the number is needed, as both launchers find the nodes. In a heterogeneous job (several kinds of nodes,
+``#SBATCH hetjob``) they see only the first component. The nodes are then listed individually, and this module, run as a program,
 is the launch agent that reaches each node by ``srun`` in its component.
 """
 
@@ -38,22 +38,19 @@ _RUNNING = ("RUNNING", "COMPLETING", "SUSPENDED")
 
 @dataclass(frozen=True)
 class Component:
-    """Nodes of one kind, with the number of tasks on each; a plain job has one component."""
+    """Nodes of one kind, with the number of tasks on each; a homogeneous job has one component."""
 
     nodes: tuple[str, ...]
     tasks: tuple[int, ...]
 
 
 def is_heterogeneous(environment: Mapping[str, str]) -> bool:
-    """True in a job of several components."""
+    """Whether the job has several components."""
     return int(environment.get("SLURM_HET_SIZE", "1")) > 1
 
 
 def components(environment: Mapping[str, str]) -> tuple[Component, ...]:
-    """The components of the job that this process is in; none outside SLURM.
-
-    :raises UserError: SLURM's variables do not say what the job consists of.
-    """
+    """The components of the surrounding SLURM job; none outside SLURM. Raises UserError if SLURM's variables are incomplete."""
     if "SLURM_JOB_ID" not in environment:
         return ()
     suffixes = [""]
@@ -66,7 +63,7 @@ def components(environment: Mapping[str, str]) -> tuple[Component, ...]:
         if missing:
             raise UserError(
                 "slurm.variables",
-                f"This is inside of SLURM job {environment['SLURM_JOB_ID']}, but {' and '.join(missing)} is not set: run `launch` "
+                f"This is inside SLURM job {environment['SLURM_JOB_ID']}, but {' and '.join(missing)} is not set: run `launch` "
                 "in the batch script itself (or in `salloc`), not under `srun`.",
             )
         nodes, tasks = _expand(environment[names[0]]), tasks_per_node(environment[names[1]])
@@ -79,7 +76,7 @@ def components(environment: Mapping[str, str]) -> tuple[Component, ...]:
 
 
 def tasks_per_node(text: str) -> tuple[int, ...]:
-    """SLURM's short form of tasks per node, expanded.
+    """Expand SLURM's short form of tasks per node.
 
     >>> tasks_per_node("2(x3),1")
     (2, 2, 2, 1)
@@ -89,14 +86,14 @@ def tasks_per_node(text: str) -> tuple[int, ...]:
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
         if match is None:
             raise UserError(
-                "slurm.tasks_per_node", f"SLURM's tasks per node, {text!r}, are not understood: give `-np` to launch."
+                "slurm.tasks_per_node", f"SLURM's tasks per node, {text!r}, cannot be parsed: pass `-np` to launch."
             )
         counts += [int(match[1])] * int(match[2] or 1)
     return tuple(counts)
 
 
 def _expand(nodes: str) -> tuple[str, ...]:
-    """``n[1-2],big`` -> n1, n2, big."""
+    """Expand ``n[1-2],big`` to n1, n2, big."""
     if not re.search(r"[\[,]", nodes):
         return (nodes,)
     try:
@@ -109,36 +106,31 @@ def _expand(nodes: str) -> tuple[str, ...]:
 
 
 def check_slurm_job(environment: Mapping[str, str]) -> None:
-    """Refuse variables of a SLURM job that has ended, as a shell in tmux or Jupyter keeps them.
-
-    :raises UserError: SLURM, where it can be asked, knows no such running job.
-    """
+    """Reject variables of an ended SLURM job, as left in a tmux or Jupyter shell. Raises UserError if SLURM has no such running
+    job."""
     job = environment.get("SLURM_JOB_ID")
     state = None if job is None else _job_state(job)
     if state is not None and state not in _RUNNING:
         raise UserError(
             "slurm.no_such_job",
-            f"this shell has the variables of SLURM job {job}, and SLURM knows no such running job{state and f' (it is {state})'}: "
-            'the shell outlived it, or was copied from it. Take them away, in bash by `unset "${!SLURM_@}"`, or start in a new '
+            f"this shell has the variables of SLURM job {job}, but SLURM has no such running job{state and f' (it is {state})'}: "
+            'the shell outlived the job, or was copied from it. Remove them, in bash by `unset "${!SLURM_@}"`, or start in a new '
             "allocation (salloc, sbatch)",
         )
 
 
 def check_slurm_tasks(ranks: int, tasks: int, mpirun_args: Sequence[str]) -> None:
-    """Refuse more ranks than the SLURM job has tasks. ``mpirun_args``: the user's own options of the launcher.
-
-    :raises UserError: there are too few.
-    """
+    """Reject more ranks than the SLURM job has tasks, with a UserError. ``mpirun_args``: the user's own launcher options."""
     if 0 < tasks < ranks and not any("oversubscribe" in option for option in mpirun_args) and shutil.which("squeue"):
         raise UserError(
             "slurm.too_few_tasks",
-            f"{ranks} ranks need as many tasks, and this SLURM job has {tasks}: ask for --ntasks={ranks} in the batch script, "
+            f"{ranks} ranks need {ranks} tasks, but this SLURM job has {tasks}: request --ntasks={ranks} in the batch script, "
             f"or start {tasks} rank{'s' if tasks > 1 else ''}; --mpirun-args=--oversubscribe lets ranks share cores",
         )
 
 
 def _job_state(job: str) -> str | None:
-    """A SLURM job's state; "": SLURM knows no such job; None: it cannot be asked."""
+    """State of a SLURM job; "": SLURM has no such job; None: SLURM cannot be queried."""
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         command = ["squeue", "--noheader", "--jobs", job, "--format", "%T"]
         answer = subprocess.run(command, capture_output=True, text=True, timeout=10)
@@ -152,7 +144,7 @@ def _job_state(job: str) -> str | None:
 def entries(job_components: Sequence[Component], pythons: Sequence[str]) -> tuple[Host, ...]:
     """The nodes of a heterogeneous job as entries of a hosts file.
 
-    ``pythons``: one per component; the last one serves all further components; none: the Python that runs this.
+    ``pythons``: one per component; the last serves all further components; default: this Python.
     """
     from hetero_mpi.launch.hosts.hosts_toml import Host
 
@@ -181,10 +173,14 @@ def heterogeneous_command(
         write_cached("launch-agent", ".sh", _AGENT.format(python=sys.executable), "for the launch agent of SLURM jobs")
     )
     if launcher.family == OPEN_MPI:
-        # Its own support for SLURM sees the first component only.
+        # Open MPI's SLURM support sees only the first component.
         options = ["--prtemca", "ras", "^slurm", "--prtemca", "plm", "ssh", "--prtemca", "plm_ssh_agent", agent]
-        if all(prefix_of(host, launcher) == launcher.prefix for host in hosts):  # else `hosts_command` adds the like
-            options += ["--prtemca", "plm_ssh_no_tree_spawn", "1"]  # daemons are in job steps, which start no others
+        if all(prefix_of(host, launcher) == launcher.prefix for host in hosts):  # otherwise `hosts_command` adds these
+            options += [
+                "--prtemca",
+                "plm_ssh_no_tree_spawn",
+                "1",
+            ]  # daemons run in job steps, which cannot start others
             options += ["--prefix", launcher.prefix] if "--prefix" not in mpirun_args else []
     else:
         options = ["-rmk", "user", "-launcher", "ssh", "-launcher-exec", agent]
@@ -193,7 +189,7 @@ def heterogeneous_command(
 
 
 def _address(node: str) -> str:
-    """A node's address; "" if its name does not resolve, as SLURM may know the node by another name."""
+    """The address of a node; "" if its name does not resolve, as SLURM may use another name for the node."""
     try:
         return resolve(node)
     except UserError:
@@ -201,27 +197,24 @@ def _address(node: str) -> str:
 
 
 def step_command(host: str, command: Sequence[str], job_components: Sequence[Component]) -> list[str]:
-    """The command line that runs a launcher's ``command`` on a node of the job, by ``srun``.
-
-    :raises UserError: the node is not in the job.
-    """
+    """The ``srun`` command that runs a launcher's ``command`` on a node. Raises UserError if the node is not in the job."""
     group = next((number for number, component in enumerate(job_components) if host in component.nodes), None)
     if group is None:
         nodes = ", ".join(node for component in job_components for node in component.nodes)
         raise UserError("slurm.foreign_node", f"{host} is not a node of this SLURM job: it has {nodes or 'none'}.")
     groups = [f"--het-group={group}"] if len(job_components) > 1 else []
-    # The step of the daemon is that of its ranks too: all cores, GPUs and memory that the job has there.
+    # The daemon's step also holds its ranks: all cores, GPUs and memory of the job on the node.
     step = ["--nodes=1", "--ntasks=1", f"--nodelist={host}", "--overlap", "--cpu-bind=none", "--mpi=none"]
     return ["srun", *groups, *step, "sh", "-c", " ".join(command)]
 
 
 def agent(arguments: Sequence[str]) -> None:
-    """Run ``[OPTIONS] HOST COMMAND...``, as launchers call ssh. Does not return."""
+    """Run ``[OPTIONS] HOST COMMAND...``, the calling convention of ssh. Does not return."""
     words = list(arguments)
     while words and words[0].startswith("-"):
         words.pop(0)
     command = step_command(words[0], words[1:], components(os.environ))
-    # Variables of this job's step, or of its first component, would bind the new step to them.
+    # Variables of this step, or of the first component, would restrict the new step.
     environment = {name: value for name, value in os.environ.items() if not name.startswith(_STEP_VARS)}
     os.execvpe(command[0], command, environment)
 

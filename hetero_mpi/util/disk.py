@@ -148,12 +148,10 @@ def folder_space(path: Path, must_exist: bool = False) -> dict[str, Any]:
 
 
 def require_regular(path: Path) -> None:
-    """Reject a directory, device, pipe or socket, without opening it. Reading a device may never end; a pipe would block.
+    """Raise UserError for a directory, device, pipe or socket, without opening it: reading a device may never end, a pipe would
+    block.
 
     A missing path is left to the code that opens it.
-
-    Raises:
-        UserError: ``path`` exists and is no regular file.
     """
     try:
         mode = path.stat().st_mode

@@ -83,7 +83,7 @@ def test_the_install_steps_run_in_a_bare_debian(tmp_path: Path) -> None:
             user = text
     program = f"su {user} -c 'cd /tmp && /opt/hetero_mpi/.venv/bin/python -m hetero_mpi {{}}'"
     assert "per step" in inside(system, bound, program.format("plan --profile homelab-5090-strix-halo"), {})
-    assert "2 ranks that see each other" in inside(system, bound, program.format("launch -np 2 -- doctor"), {})
+    assert "2 connected ranks" in inside(system, bound, program.format("launch -np 2 -- doctor"), {})
 
 
 def inside(system: Path, bound: list[Path], command: str, environment: dict[str, str]) -> str:

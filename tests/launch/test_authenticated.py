@@ -132,10 +132,10 @@ def test_a_false_supervisor_can_end_nothing(monkeypatch: pytest.MonkeyPatch) -> 
 
         threading.Thread(target=serve, daemon=True).start()
         reason = reports_to(int(server.getsockname()[1])).report()
-    assert reason == "the supervisor was not heard of for too long" and len(ended) == 1
+    assert reason == "the supervisor has not answered for too long" and len(ended) == 1
 
 
 def test_a_host_agent_that_does_not_understand_its_orders_names_the_commits() -> None:
     line = json.dumps({"ask": "report", "source": "another", "a_name_of_tomorrow": 1}).encode() + b"\n"
     result = subprocess.run([sys.executable, "-m", PROGRAM], input=line, capture_output=True, cwd=ROOT)
-    assert result.returncode == 1 and b"bring the same commit here" in result.stderr
+    assert result.returncode == 1 and b"install the same commit here" in result.stderr

@@ -41,7 +41,7 @@ def test_a_connection_counts_where_the_host_itself_answers() -> None:
         port = shut.getsockname()[1]
     stranger, refused = {**door, "word": "0" * 32}, {**door, "port": port}
     errors = connect([door, stranger, refused], 10.0)["errors"]
-    assert errors == ["", "something else answers at its port", "connection refused"]
+    assert errors == ["", "another program answers at its port", "connection refused"]
 
 
 def test_what_ends_badly_is_told_by_its_last_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,7 +153,7 @@ def test_ranks_examine_themselves_np2(tmp_path: Path) -> None:
     report = json.loads(result.stdout)
     findings = report["findings"]
     assert [finding["subject"] for finding in findings if finding["severity"] == "FAIL"] == ["mesh"]
-    assert "started 2 ranks that see each other" in findings[0]["text"]
+    assert "started 2 connected ranks" in findings[0]["text"]
     links = [finding["text"] for finding in findings if finding["subject"] == "links"]
     assert [text.split(" (")[0] for text in links] == ["rank 0", "rank 1"] and "MPI messages" in links[0]
     assert any(finding["subject"] == "devices" for finding in findings), "one rank has looked at torch"
@@ -176,7 +176,7 @@ def test_a_host_whose_mesh_is_down(tmp_path: Path, capsys: pytest.CaptureFixture
     }
     assert "Connection timed out" in failed["hosts"]["text"]
     assert (
-        "on both `sudo wg-quick up hetero0`" in failed["hosts"]["remedy"] and "cable" not in failed["hosts"]["remedy"]
+        "`sudo wg-quick up hetero0` on both" in failed["hosts"]["remedy"] and "cable" not in failed["hosts"]["remedy"]
     )
     assert failed["mesh"]["where"][0].endswith(" (here)") and "wg-quick up" in failed["mesh"]["remedy"]
 

@@ -60,7 +60,7 @@ def test_a_killed_rank_on_one_host_then_no_restart_left_np2(tmp_path: Path) -> N
                 running.until_step(step, 2)
                 tell(run, "a killed rank", killed_s)
         assert running.end() == 75
-    assert "--max-restarts 1 reached: not starting again (exit code 75)" in running.output.read_text()
+    assert "--max-restarts 1 reached: giving up (exit code 75)" in running.output.read_text()
     names = [event["event"] for event in events(run) if event["event"] != "copies"]  # where they beat the checkpoint
     once = ["hosts", "start", "first-step", "broken", "ended"]
     assert names == [*once, *once, "given-up"]
@@ -167,7 +167,7 @@ def test_hosts_that_cannot_read_the_data_do_not_lead(tmp_path: Path) -> None:
         assert hosts_of_starts(running.run, rack) == [["hB", "hA", "hC"], ["hA", "hC"], ["hC", "hA"]]
         names = {host: name for name, host in rack.addresses.items()}
         assert [names[event["host"]] for event in events(running.run, "unfit")] == ["hA", "hC"]
-        assert "nor could any other host that is left" in told and "text.txt" in told, told[-3000:]
+        assert "nor could any other remaining host" in told and "text.txt" in told, told[-3000:]
 
 
 @pytest.mark.long

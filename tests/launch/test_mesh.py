@@ -305,7 +305,7 @@ def test_messages_go_through_wireguard_or_it_is_told(tunnelled: Tunnelled) -> No
         tunnelled.up(name)
     inside = tunnelled.verify(tunnelled.inner)
     assert inside.returncode == 0, inside.stdout + inside.stderr
-    assert "4.2 MB each way between each two of 2 hosts passed WireGuard's interfaces (10.86.0.0/24)" in flat(
+    assert "4.2 MB each way between each pair of 2 hosts passed WireGuard's interfaces (10.86.0.0/24)" in flat(
         inside.stdout
     )
     shown = tunnelled.on("second", "wg show hetero0 transfer").stdout.split()

@@ -51,7 +51,7 @@ def test_a_run_that_did_not_reach_its_end_says_what_to_type_np2(tmp_path: Path, 
     job, run = LongRun(tmp_path, 2), tmp_path / "run"
     with job.started(launched(job, run, "--resume"), job.environment(), run) as running:
         assert running.process.wait(60) == ExitCode.USER_ERROR, "nothing to resume from: the user's own mistake"
-        assert "has not come to its end" not in running.text()
+        assert "has not finished" not in running.text()
     with job.started(launched(job, run), job.environment(), run) as running:
         running.wait_for_steps(3)
         victims = running.ranks.values() if victim == "ranks" else running.process.children()
@@ -60,7 +60,7 @@ def test_a_run_that_did_not_reach_its_end_says_what_to_type_np2(tmp_path: Path, 
         code = running.end()
         told, command = last_lines(running)
     assert code == (ExitCode.FAILED if victim == "ranks" else 128 + signal.SIGKILL)
-    assert f"launch: the run has not come to its end (exit code {code})" in told
+    assert f"launch: the run has not finished (exit code {code})" in told
     arguments = " ".join(job.arguments(run))
     assert command == f"launch: python -m hetero_mpi launch -np 2 --recover -- {arguments} --resume any"
     assert not (run / "model").exists()

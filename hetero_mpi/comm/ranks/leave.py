@@ -47,7 +47,7 @@ ABORT_TIMEOUT_S = 3
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal that ends the job at once. ``when``: text about what is saved and what to do."""
+    """A signal that ends the job at once. ``when``: text about the saved state and the next step."""
 
     def __init__(self, number: int, when: str) -> None:
         super().__init__(number)

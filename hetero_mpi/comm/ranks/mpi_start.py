@@ -102,11 +102,8 @@ def run_guarded(main: Callable[[World], int]) -> int:
 def collective_block() -> Iterator[World]:
     """A block of a user's program that all ranks run together. Collective; the first one initialises MPI.
 
-    An exception other than UserError, or one rank's problem while others continue, is printed with rank, host and action and ends
-    all ranks. A single-rank job raises it.
-
-    Raises:
-        UserError: Equal on all ranks.
+    Raises UserError, equal on all ranks. Any other exception, or one rank's problem while others continue, is printed with rank,
+    host and action and ends all ranks; a single-rank job raises it.
     """
     world = program_world()
     ulfm.free(world.comm, itself=False)  # communicators of an earlier block
@@ -168,11 +165,10 @@ def _exit_code_after_leaving(world: World, code: int) -> int:
 
 
 def join() -> World:
-    """Initialise MPI (once) and return the world. Collective; every process detects the errors on its own.
+    """Initialise MPI (once) and return the world. Collective; every process detects errors on its own.
 
-    Raises:
-        UserError: No MPI library can be loaded, the launcher belongs to another MPI than the library (so that the world has the
-            wrong size), or ranks run different sources of this package.
+    Raises UserError if no MPI library can be loaded, the launcher belongs to another MPI than the library (so that the world has
+    the wrong size), or ranks run different sources of this package.
     """
     _yield_idle_cores(os.environ)
     for name, value in HOST_MEMORY_ONLY.items():

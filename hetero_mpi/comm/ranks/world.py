@@ -118,11 +118,7 @@ class World(Collectives):
         return f"{text}\n{remedy}" if remedy and "--resume" not in text else text
 
     def agree(self, problem: UserError | None) -> None:
-        """Raise the problems of any ranks on every rank, each distinct problem once, with its ranks and hosts.
-
-        Raises:
-            CollectiveUserError: If any rank has a problem.
-        """
+        """Raise CollectiveUserError on every rank if any has a problem: each distinct problem once, with its ranks and hosts."""
         _raise(self._combined_outcome(_outcome(problem)))
 
     def _combined_outcome(self, outcome: Outcome) -> Outcome:

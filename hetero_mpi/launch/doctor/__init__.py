@@ -1,1 +1,1 @@
-"""The command ``doctor``: checks whether the hosts can run a job, and says how to mend what fails."""
+"""The command ``doctor``: checks whether the hosts can run a job, and how to fix failures."""

@@ -23,17 +23,17 @@ from hetero_mpi.util.shipped import pip_argument
 from hetero_mpi.util.terminal import write_text
 
 MIN_RUN_BYTES = 500_000_000
-"""Free space below which a run fails: the checkpoints of as few as 8 M trained parameters do not fit."""
+"""A run fails with less free space: the checkpoints of even 8 M trained parameters do not fit."""
 MIN_DISK_BYTES = 5_000_000_000
-"""Free space below which a run directory or a cache is likely to be full soon."""
+"""With less free space a run directory or a cache is likely to be full soon."""
 VIRTUAL_NICS = ("lo", "docker", "virbr", "br-", "podman", "cni")
-"""First letters of the names of interfaces that lead to no other machine."""
+"""Name prefixes of interfaces without a connection to other machines."""
 _WSL_ADDRESSES = ipaddress.IPv4Network("172.16.0.0/12")
-"""Where WSL 2 takes the address of its machine from that it translates."""
+"""Range of the translated (NAT) addresses of WSL 2."""
 NO_LIBRARY = "none"
 OTHER_SOURCE = "it runs another commit of hetero_mpi"
 MAX_CLOCK_OFFSET_S = 0.5
-"""Difference of clocks above which logs and timelines of several hosts are hard to read."""
+"""With a larger offset, logs and timelines of several hosts are hard to compare."""
 _VENDORS = (("nvidia", "cuda", "NVIDIA"), ("amdgpu", "rocm", "AMD"), ("intel", "xpu", "Intel"))
 """(kernel driver, backend, vendor)."""
 _VISIBILITY_VARIABLES = {
@@ -51,15 +51,15 @@ class DoctorOptions:
     hostfile: str | None = None
     hosts: str | None = None
     mpirun_args: tuple[str, ...] = ()
-    """The launcher's options, which may name a launch agent."""
+    """The launcher's options, which may select a launch agent."""
     run_dir: str = "runs"
     json: bool = False
     self_test: bool = False
-    """Test every device: does it compute what the CPU does?"""
+    """Compare the results of every device with the CPU's."""
 
 
 def report(options: DoctorOptions, findings: Sequence[Finding], targets: Sequence[Target]) -> int:
-    """Print the findings as the options say; returns the exit code."""
+    """Print the findings as text or JSON; return the exit code."""
     run_would_fail = would_fail(findings)
     if options.json:
         facts = {target.title: host_facts.to_dict() for target, host_facts in answering(targets)}
@@ -70,13 +70,13 @@ def report(options: DoctorOptions, findings: Sequence[Finding], targets: Sequenc
 
 
 def _finding_at(target: Target, kind: str, /, **values: Any) -> Finding:
-    """The finding about one place; its title and its Python are among the values."""
+    """A finding about one target; its title and its Python are among the values."""
     python = target.facts.python if target.facts is not None else target.python
     return finding_of(kind, target.title, **{"title": target.title, "python": python, **values})
 
 
 def check_reach(targets: Sequence[Target]) -> Iterator[Finding]:
-    """Which hosts have answered, and why others have not."""
+    """Hosts that have answered, and the reasons why others have not."""
     for target, _ in answering(targets):
         yield _finding_at(target, "answers")
     for target in targets:
@@ -87,20 +87,20 @@ def check_reach(targets: Sequence[Target]) -> Iterator[Finding]:
 
 
 _TIMEOUT_COMPLAINTS = ("timed out", "No route to host", "no answer", "unreachable")
-_MESH_REMEDY = "its address is in the mesh, which must be up there and here: on both `sudo wg-quick up {mesh}`, then `sudo wg show`"
+_MESH_REMEDY = "its address is in the mesh, which must be up here and there: `sudo wg-quick up {mesh}` on both, then `sudo wg show`"
 _REACH_REMEDIES: tuple[tuple[tuple[str, ...], str], ...] = (
-    ((OTHER_SOURCE, "bring the same commit", f"No module named {PROGRAM}"),
-        "bring the same commit of this project there (`git pull`, `rsync -a` or the same wheel file)"),
-    (("No module named",), "install this project there, as here: `{python} -m pip install {origin}` (copy the path there first)"),
+    ((OTHER_SOURCE, "the same commit here", f"No module named {PROGRAM}"),
+        "install the same commit of this project there (`git pull`, `rsync -a` or the same wheel file)"),
+    (("No module named",), "install this project there: `{python} -m pip install {origin}` (copy a local path to that host first)"),
     (("Permission denied (", "Too many authentication failures"), "let this user log in without a password: `ssh-copy-id {host}`"),
     (("Host key verification failed",), "log in once by hand and accept the host's key: `ssh {host}`"),
-    (("Could not resolve", "has no address"), "check the name, or write its IP address; /etc/hosts will do"),
+    (("Could not resolve", "has no address"), "check the name, write its IP address, or add the name to /etc/hosts"),
     (("Connection refused",), "start the ssh server there: `sudo systemctl enable --now ssh` (Linux), Remote Login (macOS)"),
-    (_TIMEOUT_COMPLAINTS, "is the machine on, and the cable in? `ping {host}`, then `ssh {host}`"),
+    (_TIMEOUT_COMPLAINTS, "check power and cable of the machine, then `ping {host}` and `ssh {host}`"),
     (
         ("not found", "No such file", "cannot execute"),
-        "there is no such Python there: make the environment under the same path as here, or name the one that there is as "
-        'python = "/PATH/bin/python" in a hosts.toml (a login that is not interactive reads no .bashrc, so PATH does not help)',
+        "that Python does not exist there: create the environment under the same path as here, or set its path as "
+        'python = "/PATH/bin/python" in a hosts.toml (non-interactive logins do not read .bashrc, so PATH does not help)',
     ),
 )  # fmt: skip
 """Parts of a complaint -> remedy."""
@@ -112,18 +112,18 @@ def _reach_remedy(target: Target) -> str:
             if target.mesh and complaint_parts is _TIMEOUT_COMPLAINTS:
                 return _MESH_REMEDY.format(mesh=target.mesh.interface)
             return remedy.format(host=target.address or target.title, python=target.python, origin=pip_argument())
-    return f"try it by hand: `ssh {target.address} {target.python} -m {PROGRAM} < /dev/null`"
+    return f"try by hand: `ssh {target.address} {target.python} -m {PROGRAM} < /dev/null`"
 
 
 def check_addresses(targets: Sequence[Target]) -> Iterator[Finding]:
-    """A loopback address in the host file, which means another machine on every host."""
+    """A loopback address in a host file with several hosts: it means the local host on each."""
     loopback = [target.title for target in targets if target.address.startswith("127.")]
     if loopback and any(target.address and not target.local for target in targets):
         yield finding_of("loopback", *loopback)
 
 
 def check_translated(targets: Sequence[Target]) -> Iterator[Finding]:
-    """Linux inside of Windows whose addresses Windows translates, as it does unless told otherwise: no other host reaches it."""
+    """WSL with translated addresses, the Windows default: no other host can reach it."""
     for target, facts in answering(targets):
         external = [
             ipaddress.IPv4Address(address) for name, address, _ in facts.addresses if not name.startswith(VIRTUAL_NICS)
@@ -134,7 +134,7 @@ def check_translated(targets: Sequence[Target]) -> Iterator[Finding]:
 
 
 def check_hosts_differ(targets: Sequence[Target]) -> Iterator[Finding]:
-    """Two machines must not have one name: Open MPI takes them for one machine then."""
+    """Two machines with one name, which Open MPI treats as one machine."""
     peers: list[tuple[Target, str, set[str]]] = []
     for target, facts in answering(targets):
         external = {address for interface, address, _ in facts.addresses if not interface.startswith(VIRTUAL_NICS)}
@@ -157,7 +157,7 @@ def check_packages(targets: Sequence[Target]) -> Iterator[Finding]:
 
 
 def check_versions(targets: Sequence[Target]) -> Iterator[Finding]:
-    """Versions that agree or not, by the rules that a run starts with (``comm.ranks.versions``)."""
+    """Versions that match or differ, by the rules of a run's start (``comm.ranks.versions``)."""
     for name in (*MATCH_RULES, "torch", "Python"):
         versions = [
             (target.title, library_of(facts) if name == MPI_LIBRARY else facts.versions.get(name, "absent"))
@@ -180,13 +180,13 @@ def check_versions(targets: Sequence[Target]) -> Iterator[Finding]:
 
 
 def library_of(facts: HostFacts) -> str:
-    """The MPI library's name and version, as ``World.library``; ``NO_LIBRARY`` where it cannot be loaded."""
+    """The MPI library's name and version, as in ``World.library``; ``NO_LIBRARY`` if it cannot be loaded."""
     text = facts.mpi.get("library", "")
     return str(parse_library_version(text)) if text else NO_LIBRARY
 
 
 def check_mpi(targets: Sequence[Target]) -> Iterator[Finding]:
-    """MPI's start and thread support, and the place of its daemon where the launcher looks for it."""
+    """MPI's initialisation and thread support, and the path of its daemon."""
     for target, facts in answering(targets):
         error, threads = facts.mpi.get("error", ""), facts.mpi.get("threads", "")
         if error and "library" not in facts.mpi:
@@ -215,7 +215,7 @@ def _daemon(target: Target, facts: HostFacts) -> Iterator[Finding]:
 
 
 def check_fault_tolerance(targets: Sequence[Target]) -> Iterator[Finding]:
-    """MPI libraries that can outlive ranks (``--recover``), or not."""
+    """Whether the MPI libraries can survive lost ranks (``--recover``)."""
     loaded = [(target.title, facts.mpi) for target, facts in answering(targets) if facts.mpi.get("library")]
     unsupported = [
         title
@@ -227,14 +227,12 @@ def check_fault_tolerance(targets: Sequence[Target]) -> Iterator[Finding]:
 
 
 def check_interfaces(targets: Sequence[Target]) -> Iterator[Finding]:
-    """Which network interface MPI will use to reach the other hosts, and which ones are left out."""
+    """The network interface that MPI will use to reach the other hosts, and the excluded ones."""
     if all(target.local for target in targets):
         yield finding_of("one machine")
         return
     for target, facts in answering(targets):
-        local = [
-            LocalAddress(*item) for item in facts.addresses
-        ]  # none without psutil, which check_packages misses too
+        local = [LocalAddress(*item) for item in facts.addresses]  # empty without psutil, which check_packages reports
         remote_ips = [remote.address for remote in targets if remote.address not in ("", target.address)]
         remote_ips = [ip for ip in remote_ips if not ip.startswith("127.")] if local else []
         direct = [ip for ip in remote_ips if any(ipaddress.IPv4Address(ip) in item.network for item in local)]
@@ -256,7 +254,7 @@ def check_interfaces(targets: Sequence[Target]) -> Iterator[Finding]:
 
 
 def check_clocks(offsets_s: Mapping[str, float]) -> Iterator[Finding]:
-    """Clocks compared with the first host's. ``offsets_s``: host -> difference in seconds."""
+    """Clocks compared with the first host's. ``offsets_s``: host -> offset in seconds."""
     deviations_s = {title: offset_s for title, offset_s in offsets_s.items() if abs(offset_s) > MAX_CLOCK_OFFSET_S}
     for title, offset_s in deviations_s.items():
         yield finding_of("clock", title, late=f"{units.seconds(abs(offset_s))} {'ahead' if offset_s > 0 else 'behind'}")
@@ -265,9 +263,8 @@ def check_clocks(offsets_s: Mapping[str, float]) -> Iterator[Finding]:
 
 
 def check_disks(targets: Sequence[Target]) -> Iterator[Finding]:
-    """Room for the run directory (most of it on the first host, where rank 0 is), for temporary files and for caches; and the
-    directory in which ranks start.
-    """
+    """Space for the run directory (mostly on the first host, with rank 0), temporary files and caches; and the ranks'
+    directory."""
     for number, (target, facts) in enumerate(answering(targets)):
         work = facts.directories["work"]
         if work["problem"]:
@@ -286,7 +283,7 @@ def check_disks(targets: Sequence[Target]) -> Iterator[Finding]:
 
 
 def check_devices(targets: Sequence[Target]) -> Iterator[Finding]:
-    """The devices of each host; what is wrong with one, or why a vendor's GPUs are not offered though their driver is loaded."""
+    """The devices of each host, their problems, and why a vendor's GPUs are missing although their driver is loaded."""
     for target, facts in answering(targets):
         if "version" in facts.torch:
             yield _finding_at(target, "devices", devices=_offered(facts))
@@ -305,7 +302,7 @@ def _offered(facts: HostFacts) -> str:
 
 
 def _device_problems(facts: HostFacts) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(kind of finding, its values)."""
+    """Yield (kind of finding, its values)."""
     offered_backends = {device["backend"] for device in facts.torch["devices"]}
     for device, reason in facts.torch["errors"].items():
         if ":" in device:
@@ -352,7 +349,7 @@ def _device_problems(facts: HostFacts) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def check_self_tests(targets: Sequence[Target]) -> Iterator[Finding]:
-    """The results of the devices' self-tests, where they were asked for."""
+    """The results of the devices' self-tests, if requested."""
     for target, facts in answering(targets):
         for test in map(SelfTest.from_dict, facts.self_tests):
             name, problems = f"{test.label} {test.about.get('device', '')}".strip(), test.problems
@@ -364,7 +361,7 @@ def check_self_tests(targets: Sequence[Target]) -> Iterator[Finding]:
 
 
 def self_test_lines(targets: Sequence[Target]) -> list[str]:
-    """All results of the self-tests, without the names of hosts; empty where nothing was tested."""
+    """All results of the self-tests, without host names; empty without tests."""
     lines = []
     for _, facts in answering(targets):
         drivers = {
@@ -372,7 +369,7 @@ def self_test_lines(targets: Sequence[Target]) -> list[str]:
         }
         for test in map(SelfTest.from_dict, facts.self_tests):
             lines += text_of(test, drivers.get(test.backend, ""))
-    return ["", f"Self-test, to be pasted into an issue (hetero_mpi {__version__}):", *lines] if lines else []
+    return ["", f"Self-test, to paste into an issue (hetero_mpi {__version__}):", *lines] if lines else []
 
 
 def check_shares(targets: Sequence[Target]) -> Iterator[Finding]:
@@ -403,4 +400,4 @@ CHECKS = (
     check_versions, check_mpi, check_fault_tolerance, check_devices, check_self_tests,
     check_shares, check_interfaces, check_disks,
 )  # fmt: skip
-"""In the order in which they are reported. Each looks at all hosts."""
+"""In reporting order. Each check covers all hosts."""

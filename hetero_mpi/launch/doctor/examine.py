@@ -1,8 +1,8 @@
-"""The command ``doctor`` without mpirun: it examines every host through the launch agent.
+"""The command ``doctor`` without mpirun: examines every host through the launch agent.
 
-It starts a host agent on each and tries plain TCP between them, so that it can say why MPI would not start. Only the standard
-library is needed. Under mpirun the ranks examine themselves instead (``rank_checks``). Exit code: 0 if a run would work, 1
-(``ExitCode.FAILED``) if one would, or may, fail.
+It starts a host agent on each host and tries plain TCP between them, so that it can explain why MPI would not start. Only the
+standard library is needed. Under mpirun the ranks examine themselves instead (``rank_checks``). Exit code: 0 if a run would work,
+1 (``ExitCode.FAILED``) if a run would, or may, fail.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ if TYPE_CHECKING:
     from hetero_mpi.launch.hosts.mesh import Mesh
 
 _START_S, _FACTS_S, _ANSWER_S = 60.0, 300.0, 30.0
-"""Time limits of a host agent, seconds: to start, to examine its host (it imports torch), and to answer anything else."""
+"""Timeouts of a host agent: for its start, for the facts about its host (it imports torch), and for other answers."""
 _SELF_TEST_S = 900.0
-"""Time limit for the self-test of a device, seconds. A single check that hangs is ended long before."""
+"""Timeout of a device's self-test. A single hanging check is ended much sooner."""
 _CONNECT_S = 5.0
-"""Time limit for a connection between two hosts, seconds."""
+"""Timeout of a connection between two hosts."""
 
 
 def doctor(options: DoctorOptions) -> int:
-    """Examine the hosts that the options name, or the ranks under mpirun; print the findings; return the exit code.
+    """Examine the hosts of the options, or the ranks under mpirun; print the findings and return the exit code.
 
-    :raises UserError: a host file that cannot be read.
+    Raises UserError if the host file cannot be read.
     """
     if detect_launcher(os.environ, "") is None:
         return report(options, *examine_hosts(options))
@@ -56,18 +56,18 @@ def doctor(options: DoctorOptions) -> int:
 
 
 def examine_hosts(options: DoctorOptions) -> tuple[list[Finding], list[Target]]:
-    """Findings about the hosts of the options' file (without a file: this machine), and the facts about them."""
+    """Findings about the hosts of the options' file (default: this machine), and the facts about them."""
     launcher, findings = _launcher()
     try:
         targets, unknown = targets_of(options, launcher)
     except ImportError as error:
         raise UserError(
-            "doctor.hosts", f"{error}: ask about this machine alone first (`doctor` without a host file)."
+            "doctor.hosts", f"{error}: examine this machine first (`doctor` without a host file)."
         ) from None
     agent, _ = launch_agent(launcher.family if launcher else OPEN_MPI, options.mpirun_args, os.environ)
     if not options.json:
         names = ", ".join(target.title for target in targets)
-        write_text(f"doctor: asking {names} (importing torch there may take a minute)\n", sys.stderr)
+        write_text(f"doctor: examining {names} (importing torch there may take a minute)\n", sys.stderr)
     with contextlib.ExitStack() as stack:
         agents = [
             stack.enter_context(HostAgent(agent, host.name, host.local, host.python, host.directory, host.variables))
@@ -81,7 +81,7 @@ def examine_hosts(options: DoctorOptions) -> tuple[list[Finding], list[Target]]:
                 results = list(pool.map(_with_self_tests, results, agents))
         networks = [LocalAddress(*item) for result in results if result.facts for item in result.facts.addresses]
         reachable = [(result, remote) for result, remote in zip(results, agents, strict=True) if result.facts]
-        # Another commit may know no such requests.
+        # Another commit may not support these requests.
         same_source = [(result, remote) for result, remote in reachable if _same_source(result)]
         connections = list(_connections([*same_source, *_own_side(stack, same_source)], networks))
         offsets_s = {result.title: _offset_s(remote) for result, remote in reachable}
@@ -101,7 +101,7 @@ def _same_source(examined: Target) -> bool:
 
 
 def _mesh(path: str, results: Sequence[Target]) -> list[Finding]:
-    from hetero_mpi.launch.hosts.mesh import read_mesh  # brings pydantic, as `targets_of` does for a hosts file
+    from hetero_mpi.launch.hosts.mesh import read_mesh  # imports pydantic, as `targets_of` does for a hosts file
 
     mesh = read_mesh(path)
     addresses = {result.title: [ip for _, ip, _ in result.facts.addresses] for result in results if result.facts}
@@ -111,7 +111,7 @@ def _mesh(path: str, results: Sequence[Target]) -> list[Finding]:
 
 
 def mesh_finding(mesh: Mesh, addresses: Mapping[str, Sequence[str]], path: str) -> Finding:
-    """The finding whether the mesh is up on every host, without MPI. ``addresses``: host -> the IPv4 addresses that it reports."""
+    """Whether the mesh is up on every host, without MPI. ``addresses``: host -> its IPv4 addresses."""
     down = [host for host, ips in addresses.items() if not any(mesh.holds(address) for address in ips)]
     if down:
         return finding_of("mesh down", *down, network=mesh.network, interface=mesh.interface)
@@ -128,13 +128,13 @@ def _launcher() -> tuple[Launcher | None, list[Finding]]:
 
 
 def targets_of(options: DoctorOptions, launcher: Launcher | None) -> tuple[list[Target], list[Target]]:
-    """The hosts to examine, in the order of the file; and those whose names have no address.
+    """Return (the hosts to examine, in file order; those whose names do not resolve).
 
-    :raises UserError: the file cannot be read, or breaks rules.
+    Raises UserError if the file cannot be read, or is invalid.
     """
     local_prefix = launcher.prefix if launcher else ""
     if options.hosts is not None:
-        from hetero_mpi.launch.hosts.hosts_toml import read_hosts  # these bring pydantic
+        from hetero_mpi.launch.hosts.hosts_toml import read_hosts  # imports pydantic
         from hetero_mpi.launch.hosts.mesh import read_mesh
 
         mesh = read_mesh(options.hosts)
@@ -182,19 +182,19 @@ def _with_addresses(requested: Sequence[Target]) -> tuple[list[Target], list[Tar
 def _ask_facts(target: Target, host_agent: HostAgent, run_dir: str) -> Target:
     facts, complaint = None, ""
     try:
-        # A host that is off need not be waited for as long as one that imports torch.
+        # An unreachable host gets a shorter timeout than the import of torch.
         host_agent.ask("clock", _START_S)
         answer = host_agent.ask("facts", _FACTS_S, directory=run_dir, prefix=target.prefix, work=target.directory)
         facts = HostFacts.from_dict(answer)
     except AgentError as error:
         complaint = str(error)
     except (KeyError, TypeError):
-        complaint = f"{checks.OTHER_SOURCE}, whose answers are not understood; here: {own_source()}"
+        complaint = f"{checks.OTHER_SOURCE} with other answers; here: {own_source()}"
     return replace(target, facts=facts, complaint=complaint)
 
 
 def _with_self_tests(examined: Target, host_agent: HostAgent) -> Target:
-    """``examined`` with the results of its devices' self-tests; unchanged where there is no torch, or a commit without self-tests."""
+    """Add the results of the devices' self-tests; unchanged without torch, or for another commit."""
     if examined.facts is None or not _same_source(examined):
         return examined
     devices = devices_to_test(examined.facts.torch)
@@ -208,7 +208,7 @@ def _with_self_tests(examined: Target, host_agent: HostAgent) -> Target:
 
 
 def _connections(ends: Sequence[tuple[Target, HostAgent]], networks: Sequence[LocalAddress]) -> Iterator[Finding]:
-    """Findings about TCP connections between each two machines. Each is asked once, whatever entries it has."""
+    """Findings about TCP connections between each two machines. Each machine is tested once, whatever its entries."""
     machines = {("here" if target.local else target.address): (target, agent) for target, agent in reversed(ends)}
     ends = list(reversed(machines.values()))
     if len(ends) < 2:
@@ -229,7 +229,7 @@ def _connections(ends: Sequence[tuple[Target, HostAgent]], networks: Sequence[Lo
 
 
 def _door(end: tuple[Target, HostAgent]) -> dict[str, Any]:
-    """The address, port and word of a machine that listens; without a port where it does not."""
+    """The address, port and word of a listening machine; port 0 if it does not listen."""
     target, agent = end
     with contextlib.suppress(AgentError):
         return {"address": target.address, **agent.ask("listen", _ANSWER_S)}
@@ -237,7 +237,7 @@ def _door(end: tuple[Target, HostAgent]) -> dict[str, Any]:
 
 
 def _errors(agent: HostAgent, endpoints: Sequence[dict[str, Any]], source: int) -> dict[int, str]:
-    """Number of every other machine -> why it cannot be connected to; "": it can."""
+    """Number of every other machine -> connection error, or "" for success."""
     peers = [number for number in range(len(endpoints)) if number != source]
     try:
         answer = agent.ask("connect", _ANSWER_S, doors=[endpoints[peer] for peer in peers], patience_s=_CONNECT_S)
@@ -249,7 +249,7 @@ def _errors(agent: HostAgent, endpoints: Sequence[dict[str, Any]], source: int) 
 def _own_side(
     stack: contextlib.ExitStack, reachable: Sequence[tuple[Target, HostAgent]]
 ) -> list[tuple[Target, HostAgent]]:
-    """This machine with an agent on it, where it is not among the hosts, as their daemons connect to it; else nothing."""
+    """This machine with an agent, unless it is among the hosts, as their daemons connect to it."""
     if not reachable or any(target.local for target, _ in reachable):
         return []
     address = source_address(reachable[0][0].address)
@@ -260,7 +260,7 @@ def _own_side(
 
 
 def _offset_s(host_agent: HostAgent) -> float:
-    """Difference of a host's clock from ours, seconds: from the fastest answer of five."""
+    """Clock offset of a host, in seconds, from the fastest of five answers."""
     trips = []
     with contextlib.suppress(AgentError):
         for _ in range(5):

@@ -1,7 +1,7 @@
-"""Facts about a host, and about a Python on it, gathered there; and the hosts, entries of a hosts file, or ranks to be examined.
+"""Facts about a host and its Python, gathered there; and the targets of an examination: hosts, entries of a hosts file, or ranks.
 
-Only the standard library is imported (and psutil if installed). torch and MPI are tried in processes of their own, so that a host
-on which they are broken is told.
+Only the standard library is imported (and psutil if installed). torch and MPI are tried in subprocesses, so that a host with a
+broken installation can still report.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from hetero_mpi.launch.hosts.mesh import Mesh
 
 TOOLS = ("prted", "orted", "hydra_pmi_proxy", "mpirun", "mpiexec", "python3", "ssh")
-"""Programs that are looked for; the first three are those that launchers start on other hosts: Open MPI 5's, 4's, MPICH's."""
+"""Programs to look for; the first three are the launchers' remote daemons: Open MPI 5's, 4's, MPICH's."""
 VARIABLES = (
     "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "LD_LIBRARY_PATH", "PYTHONPATH",
     "OMP_NUM_THREADS", "HETERO_MPI_DEVICE", "OMPI_MCA_btl_tcp_if_include", "FI_TCP_IFACE", "UCX_NET_DEVICES",
 )  # fmt: skip
 _TORCH_TIMEOUT_S = 180.0
-"""Time limit for importing torch, which takes long from a cold network disk; seconds."""
+"""Timeout for importing torch, which takes long from a cold network disk."""
 _MPI_PROBE = """
 import json, mpi4py
 mpi4py.rc.initialize = False
@@ -66,11 +66,11 @@ class HostFacts:
     versions: dict[str, str]
     """Package -> version or ``absent``."""
     missing: tuple[str, ...]
-    """Those modules of ``REQUIRED`` that are not installed."""
+    """Modules of ``REQUIRED`` that are not installed."""
     path: str
-    """``PATH`` as a command without a login gets it."""
+    """``PATH`` of a non-interactive command."""
     tools: dict[str, str]
-    """Paths of ``TOOLS``, beside this Python or on ``PATH``; only of those that exist."""
+    """Paths of the existing ``TOOLS``, next to this Python or on ``PATH``."""
     variables: dict[str, str]
     drivers: dict[str, str]
     """Version (or "yes") of the loaded kernel drivers ``nvidia``, ``amdgpu``, ``intel``."""
@@ -79,51 +79,51 @@ class HostFacts:
     directories: dict[str, Any]
     """``run``, ``tmp``, ``cache`` and ``work``: as ``disk.folder_space``."""
     mpi: dict[str, Any] = field(default_factory=dict)
-    """``library`` (its version text), ``threads``, ``fault_tolerance`` (None: not known), ``error``."""
+    """``library`` (its version text), ``threads``, ``fault_tolerance`` (None: unknown), ``error``."""
     torch: dict[str, Any] = field(default_factory=dict)
     """The result of ``device.device_probe``, or {"error": ...}."""
     self_tests: tuple[dict[str, Any], ...] = ()
-    """Results (``SelfTest.to_dict``) for its GPUs, or for its processor where it has none; empty where no test was asked for."""
+    """Results (``SelfTest.to_dict``) for its GPUs, or for its CPU if there are none; empty if not requested."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> HostFacts:
-        """The inverse of ``to_dict``, JSON in between."""
+        """The inverse of ``to_dict``, after a JSON round trip."""
         plain = {**values, "addresses": tuple((a, b, c) for a, b, c in values["addresses"])}
         return cls(**{**plain, "missing": tuple(values["missing"])})
 
 
 @dataclass(frozen=True)
 class Target:
-    """A host, an entry of a hosts file, or a rank, with the facts about it, or the reason why there are none."""
+    """A host, an entry of a hosts file, or a rank, with its facts or the reason for their absence."""
 
     title: str
     address: str
-    """IPv4; "": it has none."""
+    """IPv4; "": none."""
     name: str
-    """The name that the launch agent takes."""
+    """The name for the launch agent."""
     local: bool
     python: str = sys.executable
     prefix: str = ""
     """Directory where the launcher will look for MPI there; "": not checked."""
     directory: str = ""
-    """Directory in which its ranks are to start; "": the path of the one here, if it exists there."""
+    """Working directory of its ranks; "": the local path, if it exists there."""
     variables: Mapping[str, str] = field(default_factory=dict)
     ranks: int = 0
-    """Ranks it is to hold; 0: not known."""
+    """Number of its ranks; 0: unknown."""
     device: str = "auto"
-    """The device that a hosts file gives its ranks."""
+    """The device for its ranks according to the hosts file."""
     mesh: Mesh | None = None
     """The mesh of the hosts file, if the address lies in it."""
     facts: HostFacts | None = None
     complaint: str = ""
-    """Where there are no facts: the last line of the launch agent, or of Python there."""
+    """Without facts: the last line of the launch agent, or of Python there."""
 
 
 def answering(targets: Sequence[Target]) -> list[tuple[Target, HostFacts]]:
-    """The places that have answered, each with its facts."""
+    """The targets with facts, each with them."""
     return [(target, target.facts) for target in targets if target.facts is not None]
 
 
@@ -131,9 +131,9 @@ def gather(directory: str, deeply: bool = True, prefix: str = "", work: str = ""
     """Facts about this host and this Python.
 
     Args:
-        deeply: try MPI and torch too, each in a process of its own (takes seconds).
-        prefix: directory where MPI is expected; searched before this environment and ``PATH``. "": only these.
-        work: directory in which ranks are to start; "": anywhere.
+        deeply: Also try MPI and torch, in subprocesses (takes seconds).
+        prefix: Expected directory of MPI, searched before this environment and ``PATH``; "": only these.
+        work: Working directory of ranks; "": any.
     """
     missing = absent_packages()
     addresses: tuple[tuple[str, str, str], ...] = ()
@@ -176,7 +176,7 @@ def gather(directory: str, deeply: bool = True, prefix: str = "", work: str = ""
 
 def try_mpi() -> dict[str, Any]:
     """The library that mpi4py loads, and its thread support when started without a launcher."""
-    # A rank that asks would else pass on to its child who it is, and MPI takes no rank twice.
+    # Otherwise the child would inherit this rank's identity, and MPI accepts no rank twice.
     launcher = ("PMIX_", "PMI_", "SLURM_", "HYDRA_", "OMPI_COMM_")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(launcher)}
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
@@ -185,7 +185,7 @@ def try_mpi() -> dict[str, Any]:
 
 
 def fault_tolerance() -> bool | None:
-    """True where the Open MPI of this environment was built with ULFM; None: not known (another MPI, or no ``ompi_info``)."""
+    """Whether this environment's Open MPI has ULFM; None: unknown (another MPI, or no ``ompi_info``)."""
     tool = _tool("ompi_info")
     if not tool:
         return None
@@ -197,23 +197,23 @@ def fault_tolerance() -> bool | None:
 
 
 def try_torch() -> dict[str, Any]:
-    """The result of ``device.device_probe`` in a process of its own; {"error": why} if that fails."""
+    """The result of ``device.device_probe`` in a subprocess; {"error": ...} if it fails."""
     return _json_of([sys.executable, "-m", "hetero_mpi.device.device_probe"], dict(os.environ), _TORCH_TIMEOUT_S)
 
 
 def devices_to_test(torch: Mapping[str, Any]) -> list[tuple[str, int]]:
-    """(backend, index) of every GPU that ``try_torch`` found, of the processor if there is none; nothing without torch."""
+    """(backend, index) of every GPU in the result of ``try_torch``, or of the CPU without GPUs; empty without torch."""
     devices = [(device["backend"], device["index"]) for device in torch.get("devices", ())]
     return [device for device in devices if device[0] != "cpu"] or devices
 
 
 def self_tests(torch: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Test these devices one after the other, each in a process of its own."""
+    """Test these devices one after the other, each in a subprocess."""
     return [self_test(backend, index).to_dict() for backend, index in devices_to_test(torch)]
 
 
 def _json_of(command: list[str], environment: dict[str, str], patience_s: float) -> dict[str, Any]:
-    """The last JSON line that a command prints; with ``error`` added if the command failed."""
+    """The last JSON line that a command prints, with ``error`` added if the command failed."""
     error, output, error_output = "", "", ""
     try:
         answer = subprocess.run(
@@ -235,7 +235,7 @@ def _json_of(command: list[str], environment: dict[str, str], patience_s: float)
 
 
 def _error_line(text: str) -> str:
-    """The most telling line of an error output: an exception's, or the last."""
+    """The most informative line of an error output: an exception's, or the last."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     exceptions = [
         line for line in lines if line.split(":")[0].endswith(("Error", "Exception")) and " " not in line.split(":")[0]

@@ -1,8 +1,8 @@
-"""``doctor`` and ``mesh verify`` under mpirun: every rank examines itself, messages are timed as training sends them, and counted.
+"""``doctor`` and ``mesh verify`` under mpirun: every rank examines itself; messages are timed as in training, and counted.
 
-That MPI's messages go through a private mesh is seen by sending some between each two hosts while interfaces count bytes. The MPI
-library's settings are no proof, as it may use another network without saying so: a way where fewer bytes passed the mesh than were
-sent is a failure. The address is no proof either: its interface must be a tunnel.
+The mesh is verified by messages between each two hosts, while the interfaces count bytes. The MPI library's settings are no proof,
+as it may silently use another network: a direction in which the mesh carried fewer bytes than were sent is a failure. The address
+is no proof either: its interface must be a tunnel.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ from hetero_mpi.util.errors import ExitCode
 from hetero_mpi.util.terminal import write_text
 
 if TYPE_CHECKING:
-    from hetero_mpi.launch.hosts.mesh import Mesh  # brings pydantic, which a host may lack
+    from hetero_mpi.launch.hosts.mesh import Mesh  # imports pydantic, which a host may lack
 
 _MESSAGES_BYTES = (1024, 65_536, 4_194_304)
 _REPEAT_COUNT = 3
 MIN_BYTES_PER_S = 40e6
-"""Bandwidth below which a link is called slow: between 100 Mbit/s and 1 Gbit/s. A bad cable or Wi-Fi gives less."""
+"""Links below this bandwidth, between 100 Mbit/s and 1 Gbit/s, are reported as slow: a bad cable or Wi-Fi."""
 MAX_LATENCY_S = 2e-3
-"""Latency above which a link is called slow, seconds: a local cable is faster."""
+"""Links above this latency are reported: a local cable is faster."""
 MAX_ASYMMETRY_RATIO = 3.0
 MAX_LISTED_LINKS = 12
-"""More links than this are not listed one by one."""
+"""Up to this number, links are listed individually."""
 INTERFACE_VARIABLES = ("OMPI_MCA_btl_tcp_if_include", "FI_TCP_IFACE", "UCX_NET_DEVICES")
 MESSAGE_BYTES = 1 << 22
 """Bytes sent each way between each two hosts: far more than other traffic in that time."""
 _REQUEST_TAG = 101
-_BACK = 102
+_REPLY_TAG = 102
 _ARPHRD_NONE_CODE = 0xFFFE
-"""ARPHRD_NONE: Linux's interface type of WireGuard, and of tunnels made by a program (tun)."""
+"""Linux's interface type of WireGuard and of tunnels in user space (tun)."""
 
 
 def run_rank_doctor(world: World, options: DoctorOptions) -> int:
-    """Examine, print on rank 0, and return the exit code. Collective."""
+    """Examine the ranks, print on rank 0, and return the exit code. Collective."""
     findings, targets = examine_ranks(world, options)
     run_would_fail = world.broadcast_json(would_fail(findings) if world.rank == 0 else None)
     if world.rank == 0:
@@ -64,7 +64,7 @@ def examine_ranks(world: World, options: DoctorOptions) -> tuple[list[Finding], 
     """Findings about the ranks of this job; complete on rank 0. Collective."""
     targets = _gather_targets(world, options)
     world.barrier()
-    clocks_s = world.all_gather_json(time.time())  # apart by some ms: seconds are what matters
+    clocks_s = world.all_gather_json(time.time())  # some ms apart, but only seconds matter
     world.current_action = "timing messages between ranks"
     threaded = world.thread_level in ("multiple", "serialized")
     with MpiTransport(world.comm, threaded=threaded) as transport:
@@ -84,7 +84,7 @@ def _gather_targets(world: World, options: DoctorOptions) -> list[Target]:
     """Facts about every Python of every host, once each. Only the first of its ranks imports torch."""
     from mpi4py import MPI
 
-    world.current_action = "looking at this host"
+    world.current_action = "examining this host"
     pythons = world.all_gather_json([world.host, sys.prefix])
     facts = gather(options.run_dir, deeply=False)
     mpi = {"library": MPI.Get_library_version(), "threads": world.thread_level, "fault_tolerance": fault_tolerance()}
@@ -106,7 +106,7 @@ def _gather_targets(world: World, options: DoctorOptions) -> list[Target]:
 
 
 def _interfaces_of(targets: Sequence[Target]) -> Iterator[Finding]:
-    """The interfaces that MPI was told. Under mpirun it has already chosen, and messages pass."""
+    """The interfaces set for MPI. Under mpirun it has already chosen, and messages arrive."""
     if len({target.facts.host for target in targets if target.facts}) < 2:
         return
     facts = targets[0].facts
@@ -123,7 +123,7 @@ def _interfaces_of(targets: Sequence[Target]) -> Iterator[Finding]:
 
 
 def check_links(links: Sequence[LinkSamples], hosts: Sequence[str]) -> Iterator[Finding]:
-    """Links and their speed; of many, those that are too slow and the slowest. ``hosts``: of all ranks."""
+    """Links and their speeds; of many, only the slow ones and the slowest. ``hosts``: of all ranks."""
     speeds = {(link.source, link.destination): link.sample_bytes[-1] / link.sample_s[-1] for link in links}
     findings = [_speed(link, speeds, hosts) for link in links]
     if len(links) > MAX_LISTED_LINKS:
@@ -140,7 +140,7 @@ def _speed(link: LinkSamples, speeds: Mapping[tuple[int, int], float], hosts: Se
     latency_s, bytes_per_s = link.sample_s[0], speeds[link.source, link.destination]
     source, destination = (f"rank {rank} ({hosts[rank]})" for rank in (link.source, link.destination))
     speed = f"{units.bandwidth(bytes_per_s)} ({bytes_per_s * 8 / 1e9:.2g} Gbit/s), {units.seconds(latency_s)}"
-    text = f"{source} -> {destination}: {speed} (MPI messages, as training sends them)"
+    text = f"{source} -> {destination}: {speed} (MPI messages, as in training)"
     slower = speeds.get((link.destination, link.source), bytes_per_s) / bytes_per_s
     if bytes_per_s < MIN_BYTES_PER_S:
         return finding_of("slow memory" if link.same_host else "slow link", link=text)
@@ -153,17 +153,17 @@ def _speed(link: LinkSamples, speeds: Mapping[tuple[int, int], float], hosts: Se
 
 @dataclass(frozen=True)
 class PairTraffic:
-    """The bytes that one end of a pair counted while ``MESSAGE_BYTES`` went each way: (sent, received) by interface."""
+    """Bytes counted at one end of a pair while ``MESSAGE_BYTES`` went each way: interface -> (sent, received)."""
 
     host: str
     other: str
     interface: str
-    """The mesh's interface on that host."""
+    """The mesh's interface on ``host``."""
     counted: Mapping[str, Sequence[int]]
 
 
 def verify_mesh(world: World, transport: Transport, mesh: Mesh) -> list[Finding]:
-    """Findings about hosts without the mesh, and about pairs whose messages do not go through it; on every rank. Collective.
+    """Findings about hosts without the mesh and pairs whose messages bypass it, on every rank. Collective.
 
     ``transport`` must be idle.
     """
@@ -188,7 +188,7 @@ def verify_mesh(world: World, transport: Transport, mesh: Mesh) -> list[Finding]
         world.sleeping_barrier()
         if world.rank in partner:
             _exchange(transport, world.rank, partner[world.rank])
-        world.sleeping_barrier()  # what was sent has arrived everywhere
+        world.sleeping_barrier()  # all messages have arrived
         if world.rank in partner:
             after = _counters()
             counted = {
@@ -196,23 +196,23 @@ def verify_mesh(world: World, transport: Transport, mesh: Mesh) -> list[Finding]
             }
             partner_host = world.hosts[partner[world.rank]]
             traffic.append(PairTraffic(world.host, partner_host, interfaces[world.rank], counted))
-        world.sleeping_barrier()  # nobody begins the next round before all have read their counters
+        world.sleeping_barrier()  # all counters are read before the next round
     gathered = world.all_gather_json([vars(local) for local in traffic])
     return mesh_findings([PairTraffic(**values) for rank_rows in gathered for values in rank_rows], mesh)
 
 
 def is_tunnel(interface: str) -> bool:
-    """Can an interface be WireGuard's, in the kernel or in user space? Unlike a cable or Wi-Fi, such a one has no link layer."""
+    """Whether an interface can be WireGuard's, in the kernel or in user space: unlike a cable or Wi-Fi, it has no link layer."""
     if sys.platform == "darwin":
         return interface.startswith("utun")
     try:
         return int(Path("/sys/class/net", interface, "type").read_text()) == _ARPHRD_NONE_CODE
     except OSError:
-        return True  # not to be known here
+        return True  # unknown on this system
 
 
 def mesh_findings(traffic: Sequence[PairTraffic], mesh: Mesh, message_bytes: int = MESSAGE_BYTES) -> list[Finding]:
-    """Findings from the counters: one for each way that went outside the mesh, or a single one where all is well."""
+    """Findings from the counters: one per direction that bypassed the mesh, or a single positive one."""
     size, findings = _megabytes(message_bytes), []
     for pair in traffic:
         sent, received = pair.counted.get(pair.interface, (0, 0))
@@ -227,7 +227,7 @@ def mesh_findings(traffic: Sequence[PairTraffic], mesh: Mesh, message_bytes: int
 
 
 def mesh_of(world: World, path: str | Path) -> Mesh | None:
-    """``[mesh]`` of a hosts file that rank 0 has; the other hosts need not. Collective. Raises UserError: as ``read_mesh`` does."""
+    """``[mesh]`` of a hosts file that only rank 0 needs. Collective. Raises UserError like ``read_mesh``."""
     from hetero_mpi.launch.hosts.mesh import Mesh, read_mesh
 
     values = None
@@ -242,7 +242,7 @@ def mesh_of(world: World, path: str | Path) -> Mesh | None:
 def verify_mesh_command(world: World, path: Path) -> int:
     """Run ``mesh verify`` under a launcher: print the findings and return the exit code. Collective.
 
-    :raises UserError: the hosts file cannot be read, or has no mesh.
+    Raises UserError if the hosts file cannot be read, or has no mesh.
     """
     mesh = mesh_of(world, path)
     if mesh is None:
@@ -259,15 +259,15 @@ def verify_mesh_command(world: World, path: Path) -> int:
 
 
 def _exchange(transport: Transport, rank: int, peer: int) -> None:
-    """Send a message and, when it has arrived, one back; the lower rank begins."""
+    """Send a message and, after its arrival, one back; the lower rank begins."""
     message = np.zeros(MESSAGE_BYTES, np.uint8)
     if rank < peer:
-        back = transport.post_receive(peer, _BACK, np.empty_like(message))
+        back = transport.post_receive(peer, _REPLY_TAG, np.empty_like(message))
         transport.wait(transport.send(peer, _REQUEST_TAG, message))
         transport.wait(back)
     else:
         transport.wait(transport.post_receive(peer, _REQUEST_TAG, np.empty_like(message)))
-        transport.wait(transport.send(peer, _BACK, message))
+        transport.wait(transport.send(peer, _REPLY_TAG, message))
 
 
 def _counters() -> dict[str, tuple[int, int]]:

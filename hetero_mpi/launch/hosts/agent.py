@@ -1,7 +1,7 @@
-"""Running something on another machine and hearing it: the launch agent (ssh, unless the user names another) and the host agent.
+"""Runs commands on other hosts through the launch agent (ssh, unless the user chooses another) and talks to host agents.
 
-``doctor`` and the supervisor use the same launch agent as the launcher: who can start a job can examine and supervise its hosts. It
-starts one program there, the host agent, which answers requests over stdin and stdout.
+``doctor`` and the supervisor use the launcher's launch agent: a user who can start a job can examine and supervise its hosts. They
+start one program there, the host agent, which answers requests over stdin and stdout.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from hetero_mpi.util.background import lines_of
 
 PROGRAM = "hetero_mpi.launch.host_agent"
 MARK = "hetero_mpi agent: "
-"""Before every answer, as a login shell may print things of its own."""
+"""Prefix of every answer, as a login shell may print its own lines."""
 _SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
-"""A host that is off is given up after ten seconds, not two minutes."""
+"""Gives up on an unreachable host after ten seconds instead of two minutes."""
 _PARAMETERS = ("plm_rsh_agent", "plm_ssh_agent")
 _PARAMETER_OPTIONS = ("--mca", "-mca", "--prtemca", "-prtemca", "--gmca", "-gmca")
 _HYDRA_OPTIONS = ("-launcher-exec", "--launcher-exec", "-bootstrap-exec", "--bootstrap-exec")
@@ -38,9 +38,9 @@ _HYDRA_KINDS = ("-launcher", "--launcher", "-bootstrap", "--bootstrap")
 def launch_agent(
     family: str, mpirun_args: Sequence[str], environment: Mapping[str, str]
 ) -> tuple[tuple[str, ...], list[str]]:
-    """(the agent that the launcher of this MPI family will use, the launcher's options without those that name it).
+    """Return (the launch agent of this MPI family's launcher, the launcher options without those that select it).
 
-    It is taken from the options, else from environment variables, else it is ssh. ``mpirun_args``: the user's options for the launcher.
+    The options take precedence, then environment variables, then ssh. ``mpirun_args``: the user's launcher options.
     """
     agent_text, other_args = _agent_from_options(family, mpirun_args)
     if agent_text is None:
@@ -52,7 +52,7 @@ def launch_agent(
 
 
 def _agent_from_options(family: str, mpirun_args: Sequence[str]) -> tuple[str | None, list[str]]:
-    """(the agent that the launcher's options name, the other options)."""
+    """Return (the launch agent selected by the launcher's options, the other options)."""
     agent_text, other_args, remaining = None, list[str](), list(mpirun_args)
     while remaining:
         option, *values = remaining[:3]
@@ -70,10 +70,10 @@ def _agent_from_options(family: str, mpirun_args: Sequence[str]) -> tuple[str | 
 def remote_command(
     agent: Sequence[str], host: str, directory: str, variables: Mapping[str, str], *words: str
 ) -> list[str]:
-    """The command line that runs ``words`` on ``host``, in ``directory`` where it exists, with ``variables`` set."""
+    """The command line that runs ``words`` on ``host``, in ``directory`` if it exists, with ``variables`` set."""
     assignments = [f"{name}={value}" for name, value in variables.items()]
     inner = f"cd {shlex.quote(directory)} 2>/dev/null; exec {shlex.join(['env', *assignments, *words])}"
-    # The login shell there may be any; sh is everywhere.
+    # The remote login shell may be any; sh exists everywhere.
     return [*agent, host, shlex.join(["sh", "-c", inner])]
 
 
@@ -82,12 +82,12 @@ class AgentError(RuntimeError):
 
 
 class HostAgent:
-    """A host agent (``PROGRAM``) on a host, started here or through the launch agent. Requests and answers are lines of JSON.
+    """A host agent (``PROGRAM``), started locally or through the launch agent. Requests and answers are JSON lines.
 
     Args:
-        name: of the host, as the launch agent takes it.
-        directory: to start in, if it exists; "": the path of the one here.
-        variables: environment variables beside ``PYTHONPATH``, which is that of this process.
+        name: The host's name for the launch agent.
+        directory: Working directory, if present on the host; "": the path of the local one.
+        variables: Environment variables in addition to ``PYTHONPATH``, which is inherited.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class HostAgent:
             words = remote_command(agent, name, directory, environment, *words)
         self._complaints = tempfile.TemporaryFile()  # noqa: SIM115  (open as long as the process)
         self._process: subprocess.Popen[bytes] | None = None
-        """None: it could not be started here, and the complaint says why."""
+        """None if the start failed locally; the complaint has the reason."""
         try:
             self._process = subprocess.Popen(
                 words,
@@ -114,7 +114,7 @@ class HostAgent:
                 stderr=self._complaints,
                 env={**os.environ, **environment},
                 cwd=directory if local and os.path.isdir(directory) else None,
-                start_new_session=True,  # Ctrl-C at the terminal is for this process alone
+                start_new_session=True,  # shields the agent from Ctrl-C at the terminal
             )
         except OSError as error:
             self._complaints.write(f"{words[0]}: {error.strerror}".encode())
@@ -129,14 +129,14 @@ class HostAgent:
         self.close()
 
     def send(self, request: str, **values: Any) -> None:
-        """Send a request whose answer nobody waits for; without effect where the agent has ended."""
+        """Send a request without waiting for an answer; no effect if the agent has ended."""
         line = json.dumps({"ask": request, "source": own_source(), **values}).encode() + b"\n"
         with contextlib.suppress(OSError):
             self._stdin.write(line)
             self._stdin.flush()
 
     def ask(self, request: str, timeout_s: float, **values: Any) -> dict[str, Any]:
-        """Send a request and return the answer. Raises AgentError: it ends, or does not answer in time."""
+        """Send a request and return the answer. Raises AgentError if the agent ends or does not answer in time."""
         self.send(request, **values)
         deadline = time.monotonic() + timeout_s
         while True:
@@ -146,7 +146,7 @@ class HostAgent:
                 raise AgentError(self.complaint(f"no answer within {timeout_s:g} s")) from None
             if line is None:
                 self._lines.put(None)
-                if self._process is not None:  # what it complains of is whole then
+                if self._process is not None:  # its complaint is complete then
                     with contextlib.suppress(subprocess.TimeoutExpired):
                         self._process.wait(max(0.0, deadline - time.monotonic()))
                 raise AgentError(self.complaint("it ended without an answer"))
@@ -157,14 +157,14 @@ class HostAgent:
         return self._process is None or self._process.poll() is not None
 
     def complaint(self, default: str) -> str:
-        """The last line that the launch agent or the host agent has written to stderr; else ``default``."""
+        """The last line of the launch agent or the host agent on stderr, or ``default``."""
         self._complaints.seek(0)
         text = self._complaints.read(_MAX_COMPLAINT_BYTES).decode(errors="replace")
         last = next((line.strip() for line in reversed(text.splitlines()) if line.strip()), default)
         return "".join(letter for letter in last if letter.isprintable())[:300]
 
     def close(self) -> None:
-        """End the process that was started here. What it has printed is left to its reader: others may hold that pipe open."""
+        """End the local process. Its pipe is left to the reader, as other processes may hold it open."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()

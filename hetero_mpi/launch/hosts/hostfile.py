@@ -1,4 +1,4 @@
-"""Host files: the machines that take part, and how many ranks each may hold.
+"""Host files: the hosts of a job, and the number of ranks that each may hold.
 
 Both common styles are read, so that one file serves both MPIs::
 
@@ -6,7 +6,7 @@ Both common styles are read, so that one file serves both MPIs::
     rtx        slots=2              rtx:2
     me@mac     slots = 1            me@mac:1
 
-Only what is understood is read: any other word is refused, with its line.
+Unknown words are rejected, with their line.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from hetero_mpi.util.disk import require_regular
 from hetero_mpi.util.errors import UserError
 
 _USER = r"(?:[A-Za-z0-9_][A-Za-z0-9_.\-]*@)?"
-_NAME = _USER + r"[A-Za-z0-9_][A-Za-z0-9_.\-]*"  # no leading "-": a launch agent would take it for an option
+_NAME = _USER + r"[A-Za-z0-9_][A-Za-z0-9_.\-]*"  # no leading "-", which a launch agent would parse as an option
 _IPV6 = re.compile(_USER + r"(\[[0-9A-Fa-f:.]+(%\w+)?\](:\d+)?|[0-9A-Fa-f.]*(:[0-9A-Fa-f.]*){2,}(%\w+)?)")
 _HOST = re.compile(rf"({_NAME})(?::(\S*))?")
 _SLOTS_KEYS = ("slots",)
 _MAX_SLOTS_KEYS = ("max_slots", "max-slots", "slots_max", "slots-max")
 _HYDRA_KEYS = ("ifname", "binding")
-"""MPICH's, about what the launch command says itself."""
+"""MPICH's options, superseded by those of the launch command."""
 _LAUNCHER_LINES = {
     True: re.compile(rf"[ \t]*({_NAME}([ \t]+(slots|max[_-]slots)[ \t]*=[ \t]*\d+)*)?[ \t]*(#.*)?"),
     False: re.compile(rf"({_NAME}(:\d+)?( +(ifname|binding)=\S+)*)?[ \t]*(#.*)?"),
 }
-"""True for Open MPI -> lines that its launcher reads; MPICH's reads no user before the name."""
+"""Lines that the launcher parses: True for Open MPI, False for MPICH, whose launcher accepts no user before the name."""
 
 
 @dataclass(frozen=True)
@@ -42,16 +42,14 @@ class HostEntry:
     """A line of a host file: a host and its number of slots."""
 
     name: str
-    """As ssh takes it: a user may stand before it (``me@mac``)."""
+    """The name for ssh, optionally with a user (``me@mac``)."""
     slots: int | None
-    """Ranks this host may hold; ``None``: not said."""
+    """Ranks that this host may hold; ``None``: unspecified."""
 
 
 def read_hostfile(path: str | Path) -> tuple[HostEntry, ...]:
-    """The entries of a host file, in its order.
-
-    :raises UserError: the file does not exist, names no host, or has a line that is not understood (with its number).
-    """
+    """The entries of a host file, in order. Raises UserError if it is missing or empty, or has an invalid line (with its
+    number)."""
     entries = []
     for number, line in enumerate(_text(path).splitlines(), start=1):
         content = re.split("#|//", line)[0].strip()
@@ -59,13 +57,13 @@ def read_hostfile(path: str | Path) -> tuple[HostEntry, ...]:
             entries.append(_parse_line(content, f"{path}, line {number}"))
     if not entries:
         raise UserError(
-            "hosts.empty", f"The host file {path} names no host: write one per line, such as `rtx slots=2`."
+            "hosts.empty", f"The host file {path} lists no host: write one per line, such as `rtx slots=2`."
         )
     return tuple(entries)
 
 
 def _text(path: str | Path) -> str:
-    """The text of the file; it may begin with a mark of its encoding, as editors of Windows write it."""
+    """The text of the file, without the byte-order mark of Windows editors."""
     require_regular(Path(path))
     try:
         content = Path(path).read_bytes()
@@ -86,13 +84,13 @@ def _parse_line(content: str, location: str) -> HostEntry:
     if _IPV6.fullmatch(first):
         raise UserError(
             "hosts.ipv6",
-            f"{location}: `{first}` is an IPv6 address, and ranks find each other by IPv4: write the machine's name or IPv4 address.",
+            f"{location}: `{first}` is an IPv6 address, but ranks need IPv4: write the host's name or IPv4 address.",
         )
     match = _HOST.fullmatch(first)
     if match is None:
         raise UserError(
             "hosts.line",
-            f"{location}: `{first}` is not understood: each line is one machine, by its name or IPv4 address, such as `rtx slots=2`.",
+            f"{location}: `{first}` is invalid: each line has the name or IPv4 address of one host, such as `rtx slots=2`.",
         )
     name, count = match[1], match[2]
     slot_counts = [_slots(count, location)] if count is not None else []
@@ -101,12 +99,12 @@ def _parse_line(content: str, location: str) -> HostEntry:
         if key in _SLOTS_KEYS:
             slot_counts.append(_slots(value, location))
         elif key in _MAX_SLOTS_KEYS:
-            _slots(value, location)  # no host gets more ranks than its slots
+            _slots(value, location)  # slots is the limit in any case
         elif key not in _HYDRA_KEYS or not value:
-            hint = "; another port stands in ~/.ssh/config" if key == "port" else ""
+            hint = "; set another port in ~/.ssh/config" if key == "port" else ""
             raise UserError(
                 "hosts.option",
-                f"{location}: `{option}` of `{content}` is not understood: write `{name} slots=2` or `{name}:2`{hint}.",
+                f"{location}: `{option}` of `{content}` is unknown: write `{name} slots=2` or `{name}:2`{hint}.",
             )
     if len(set(slot_counts)) > 1:
         raise UserError(
@@ -125,9 +123,9 @@ def _slots(text: str, location: str) -> int:
 
 
 def read_by_launcher(path: str | Path, family: str) -> bool:
-    """True where the launcher of an MPI family (``Open MPI`` or ``MPICH``) reads a host file as ``read_hostfile`` does.
+    """Whether the launcher of an MPI family (``Open MPI`` or ``MPICH``) parses a host file as ``read_hostfile`` does.
 
-    Not in the other's style, with line ends or marks of Windows, or where a host has several lines.
+    False for the other family's style, Windows line ends or byte-order marks, and hosts with several lines.
     """
     content = Path(path).read_bytes()
     once = all(count == 1 for count in Counter(entry.name for entry in read_hostfile(path)).values())
@@ -136,10 +134,7 @@ def read_by_launcher(path: str | Path, family: str) -> bool:
 
 
 def check_slots(entries: Iterable[HostEntry], ranks: int, path: str | Path) -> None:
-    """Refuse more ranks than the file offers. Hosts without a number may hold any.
-
-    :raises UserError: too few slots, with both numbers.
-    """
+    """Reject more ranks than the file has slots, with a UserError. Hosts without a number are unlimited."""
     slots = [entry.slots for entry in entries]
     known_slots = [count for count in slots if count is not None]
     if len(known_slots) == len(slots) and sum(known_slots) < ranks:
@@ -151,7 +146,7 @@ def check_slots(entries: Iterable[HostEntry], ranks: int, path: str | Path) -> N
 
 
 def slots_by_host(entries: Iterable[HostEntry]) -> Counter[str]:
-    """Host -> slots of all its entries, in their order (1 where the file gives no number)."""
+    """Host -> slots of all its entries, in order (1 where the file has no number)."""
     slots = Counter[str]()
     for entry in entries:
         slots[entry.name] += entry.slots or 1
@@ -159,7 +154,7 @@ def slots_by_host(entries: Iterable[HostEntry]) -> Counter[str]:
 
 
 def format_hostfile(entries: Iterable[HostEntry], family: str) -> str:
-    """The text of a host file in the style of an MPI family, a line per host; MPICH takes a user behind the name."""
+    """Format a host file in the style of an MPI family, a line per host; MPICH expects the user after the name."""
     all_entries = tuple(entries)
     hosts_without_slots = {entry.name for entry in all_entries if entry.slots is None}
     lines = []

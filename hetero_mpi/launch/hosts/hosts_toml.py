@@ -5,8 +5,8 @@
     slots = 1
     python = "/home/me/cuda/bin/python"
 
-An NVIDIA and an AMD GPU in one machine are two entries with one address and two Pythons, because an installed torch serves one
-vendor only. ``read_hosts`` reports all mistakes of a file at once. ``docs/devices.md`` documents the keys.
+An NVIDIA and an AMD GPU in one machine are two entries with one address and two Pythons, because a torch build supports one
+vendor. ``read_hosts`` reports all errors of a file at once. ``docs/devices.md`` documents the keys.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hetero_mpi.util import toml
 from hetero_mpi.util.disk import require_regular
 from hetero_mpi.util.errors import UserError
 
-_ADDRESS = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")  # no leading "-": a launch agent would take it for an option
+_ADDRESS = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")  # no leading "-", which a launch agent would parse as an option
 _ENDPOINT = re.compile(r"none|[A-Za-z0-9_][A-Za-z0-9_.\-]*:\d{1,5}")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
@@ -37,27 +37,27 @@ class Host(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, strict=True)
 
     address: str
-    """Name or IPv4 address by which every other host reaches this one. Several entries may share one."""
+    """Name or IPv4 address at which every other host reaches this one. Several entries may share an address."""
     slots: Annotated[int, Field(ge=1)] = 1
-    """Ranks of this entry."""
+    """Number of ranks of this entry."""
     name: str | None = None
     """The entry's name in messages; empty: its address."""
     python: str | None = None
-    """The Python of this entry on its host, an absolute path; empty: the path of the one that runs ``launch``."""
+    """The Python of this entry on its host, an absolute path; empty: the path of the Python that runs ``launch``."""
     prefix: str | None = None
-    """Where MPI is installed there: the directory above ``bin``. Empty: the environment of ``python`` where MPI came with the
-    environment here, else the same directory as here."""
+    """Installation directory of MPI on the host, the parent of ``bin``. Empty: the environment of ``python`` if the local MPI is
+    part of the local environment, else the same directory as here."""
     device: str = "auto"
-    """"auto", "cpu", "cuda", "mps", "rocm", "xpu", or one GPU of them: "cuda:1". Rank i of an entry takes GPU i."""
+    """"auto", "cpu", "cuda", "mps", "rocm", "xpu", or one GPU of a backend: "cuda:1". Rank i of an entry uses GPU i."""
     directory: str | None = None
-    """Working directory there, an absolute path; empty: the path of the one here."""
+    """Working directory on the host, an absolute path; empty: the local path."""
     environment: dict[str, str] = {}
-    """Environment variables of this entry's ranks. They show in the host's list of processes: no place for secrets."""
+    """Environment variables of this entry's ranks. They are visible in the host's process list: do not store secrets here."""
     mesh_address: str | None = None
     """For ``mesh init``: this machine's IPv4 address inside the mesh; empty: the next free one."""
     endpoint: str | None = None
-    """For ``mesh init``: ADDRESS:PORT at which the others call its WireGuard, where that is not ``address`` and the mesh's port
-    (behind a router that forwards one, say); "none": nobody can call it, it calls the others."""
+    """For ``mesh init``: ADDRESS:PORT at which the others reach its WireGuard, if it differs from ``address`` and the mesh's port
+    (such as a port forwarded by a router); "none": unreachable from outside, the host calls the others."""
 
     @property
     def title(self) -> str:
@@ -69,7 +69,7 @@ class Host(BaseModel):
         return self.python or sys.executable
 
     def variables(self) -> dict[str, str]:
-        """Environment variables of its ranks, that of the device included."""
+        """Environment variables of its ranks, including the device."""
         device = {} if self.device == "auto" else {DEVICE_VARIABLE: self.device}
         return {**device, **self.environment}
 
@@ -78,9 +78,9 @@ _TABLES: dict[str, type[BaseModel]] = {"host": Host}
 
 
 def read_hosts(path: str | Path) -> tuple[Host, ...]:
-    """The entries of a ``hosts.toml``, in its order.
+    """The entries of a ``hosts.toml``, in order.
 
-    :raises UserError: no such file, no TOML, or broken rules: all of them, one per line, with entry, key and value.
+    Raises UserError for a missing file, invalid TOML, or broken rules: all of them, one per line, with entry, key and value.
     """
     values = tables_of(Path(path))
     problems = [
@@ -111,7 +111,7 @@ def read_hosts(path: str | Path) -> tuple[Host, ...]:
 
 
 def tables_of(path: Path) -> dict[str, Any]:
-    """The contents of a hosts file, unchecked. Raises UserError: no such file, or no TOML."""
+    """The unchecked contents of a hosts file. Raises UserError if the file is missing or no TOML."""
     require_regular(path)
     try:
         return toml.loads(path.read_text(encoding="utf-8-sig"))
@@ -129,7 +129,7 @@ def tables_of(path: Path) -> dict[str, Any]:
 
 
 def _rules(entry: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """(key, broken rule) of an entry."""
+    """Yield (key, broken rule) of an entry."""
     broken = broken_keys("host", Host, entry, _TABLES)
     if isinstance(entry.get("environment"), dict) and "environment" in broken:
         broken["environment"] = 'must hold texts in quotes, such as { OMP_NUM_THREADS = "8" }'
@@ -146,10 +146,10 @@ def _rules(entry: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             f'names one GPU for {slots} ranks: write slots = 1, or "{device.partition(":")[0]}" for a GPU each',
         )
     if not _ENDPOINT.fullmatch(valid.get("endpoint", "none")):
-        yield "endpoint", 'must be ADDRESS:PORT, or "none" where nobody can call this machine'
+        yield "endpoint", 'must be ADDRESS:PORT, or "none" if other hosts cannot call this machine'
     for key in ("python", "prefix", "directory"):
         if key in valid and not valid[key].startswith("/"):
-            yield key, "must be an absolute path on that host (it has its own home, and ~ is not looked up there)"
+            yield key, "must be an absolute path on that host (~ is not expanded there)"
     invalid_names = [name for name in valid.get("environment", {}) if not _VARIABLE.fullmatch(name)]
     if invalid_names:
         yield "environment", f"{invalid_names[0]!r} cannot be the name of an environment variable"
@@ -158,9 +158,9 @@ def _rules(entry: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def ranks_of(hosts: Sequence[Host], ranks: int | None, path: str | Path) -> list[tuple[Host, int]]:
-    """(entry, its number of ranks). Entries are filled in order, and those without ranks left out. ``ranks`` None: all slots.
+    """Return (entry, number of ranks), filling entries in order and omitting those without ranks. ``ranks`` None: all slots.
 
-    :raises UserError: more ranks than slots, or fewer than one.
+    Raises UserError for more ranks than slots, or fewer than one.
     """
     if ranks is not None and ranks < 1:
         raise UserError("launch.ranks", f"-np must be at least 1, not {ranks}.")

@@ -1,4 +1,4 @@
-"""The network that the ranks are to use: the one in which the host file's addresses lie.
+"""The network for MPI: the one that contains the addresses of the host file.
 
 Otherwise MPI libraries choose among all interfaces of a machine (Docker bridges, VPNs, Wi-Fi) and may hang on a wrong one.
 """
@@ -28,7 +28,7 @@ class LocalAddress:
 
 @dataclass(frozen=True)
 class InterfaceChoice:
-    """The networks to use, as ``10.77.0.0/24``, and this machine's interfaces in them."""
+    """The networks to use, such as ``10.77.0.0/24``, and this machine's interfaces in them."""
 
     networks: tuple[str, ...]
     interfaces: tuple[str, ...]
@@ -36,7 +36,7 @@ class InterfaceChoice:
 
 
 def local_addresses() -> tuple[LocalAddress, ...]:
-    """The IPv4 addresses of this machine's interfaces."""
+    """IPv4 addresses of this machine's interfaces."""
     import psutil
 
     return tuple(
@@ -48,7 +48,7 @@ def local_addresses() -> tuple[LocalAddress, ...]:
 
 
 def resolve(name: str) -> str:
-    """The IPv4 address of a host name, before which a user may stand. Raises UserError: the name has none."""
+    """The IPv4 address of a host name with an optional user. Raises UserError if there is none."""
     try:
         return str(socket.getaddrinfo(name.rpartition("@")[2], None, family=socket.AF_INET)[0][4][0])
     except (OSError, UnicodeError) as error:
@@ -59,21 +59,21 @@ def resolve(name: str) -> str:
 
 
 def network_of(address: str, local: Iterable[LocalAddress]) -> str:
-    """The narrowest subnet of ``local`` in which an IPv4 address lies; the address alone, as a subnet, if none."""
+    """The narrowest subnet of ``local`` that contains an IPv4 address; otherwise the address itself, as a subnet."""
     holder = _holder(address, local)
     return str(holder.network if holder is not None else ipaddress.IPv4Network(address))
 
 
 def _holder(address: str, local: Iterable[LocalAddress]) -> LocalAddress | None:
-    """The interface whose subnet holds an address: the narrowest, since that of a default route may hold everything."""
+    """The interface with the narrowest subnet that contains an address; that of a default route may contain everything."""
     holders = [item for item in local if ipaddress.IPv4Address(address) in item.network]
     return max(holders, key=lambda item: item.network.prefixlen, default=None)
 
 
 def choose_interface(addresses: Iterable[str], local: Sequence[LocalAddress]) -> InterfaceChoice | None:
-    """The networks that hold the other hosts' ``addresses`` (IPv4); ``None`` when all of them are this machine's own.
+    """The networks that contain the other hosts' ``addresses`` (IPv4); ``None`` if all are this machine's own.
 
-    A host in no local subnet is reached through a router: its address alone is added, with the interface that leads to it.
+    For a host behind a router the address itself is added, with the interface that leads to it.
     """
     local_ips = {item.address for item in local}
     networks: dict[str, None] = {}
@@ -97,9 +97,9 @@ def choose_interface(addresses: Iterable[str], local: Sequence[LocalAddress]) ->
 
 
 def source_address(address: str) -> str | None:
-    """The address of this machine from which the kernel would send to ``address``; None: there is no route.
+    """The local address from which the kernel sends to ``address``; None without a route.
 
-    Connecting a UDP socket asks the routing table and sends nothing.
+    Connecting a UDP socket queries the routing table and sends nothing.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:

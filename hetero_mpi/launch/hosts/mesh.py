@@ -1,8 +1,8 @@
-"""The WireGuard mesh between the hosts of a ``hosts.toml``: private links for MPI's bytes.
+"""The WireGuard mesh between the hosts of a ``hosts.toml``: encrypted links for MPI traffic.
 
-``mesh init`` makes keys and configurations for all hosts on this machine, and a second ``hosts.toml`` with the addresses inside the
-mesh. A launch with that file binds MPI to the mesh, because MPI uses the network in which its hosts' addresses lie. ``mesh verify``
-tests it: it sends messages and reads the interfaces' byte counters.
+``mesh init`` creates keys and configurations for all hosts on this machine, and a second ``hosts.toml`` with the addresses inside
+the mesh. A launch with that file binds MPI to the mesh, because MPI uses the network of its hosts' addresses. ``mesh verify``
+tests the mesh: it sends messages and reads the interfaces' byte counters.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from hetero_mpi.util.disk import atomic_write, require_regular, write_errors
 from hetero_mpi.util.errors import UserError
 
 UNREACHABLE = "none"
-"""``endpoint`` of a host that no other can call: it is behind a router that lets nothing in, and calls the others itself."""
+"""``endpoint`` of a host behind a router that blocks incoming packets; the host calls the others."""
 _KEEPALIVE_S = 25
-"""Seconds between keep-alive packets: routers forget a connection that is silent for longer."""
+"""Interval of keep-alive packets: routers forget connections that are silent for longer."""
 _NAME = re.compile(r"[A-Za-z0-9_=+.-]{1,15}")
 
 
@@ -38,27 +38,27 @@ class Mesh(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, strict=True)
 
     network: str = "10.86.0.0/24"
-    """Addresses inside the mesh; a network that none of the hosts uses otherwise."""
+    """Addresses inside the mesh; must differ from the other networks of the hosts."""
     interface: str = "hetero0"
-    """Name of WireGuard's interface on every host (macOS gives it one of its own)."""
+    """Name of WireGuard's interface on every host (macOS assigns another name)."""
     port: Annotated[int, Field(ge=1, le=65535)] = 51820
-    """UDP port on which WireGuard listens on every host: the only one that a firewall between them must let through."""
+    """UDP port on which WireGuard listens on every host, the only port that firewalls between them must allow."""
 
     def holds(self, address: str) -> bool:
-        """True for an IPv4 address in the mesh."""
+        """Whether an IPv4 address lies in the mesh."""
         try:
             return ipaddress.IPv4Address(address) in ipaddress.IPv4Network(self.network)
         except ValueError:
             return False
 
     def local_address(self, local: Sequence[LocalAddress]) -> LocalAddress | None:
-        """The address in the mesh among those of a machine; None: the mesh is not up there."""
+        """The mesh address among a machine's addresses; None: the mesh is down there."""
         return next((item for item in local if self.holds(item.address)), None)
 
 
 @dataclass(frozen=True)
 class MeshHost:
-    """One machine of the mesh. Several entries of the hosts file with one address are one machine."""
+    """One machine of the mesh. Entries of the hosts file with equal addresses are one machine."""
 
     name: str
     """Name of its configuration file."""
@@ -66,11 +66,11 @@ class MeshHost:
     """Its address in the hosts file."""
     mesh_address: str
     endpoint: str | None
-    """ADDRESS:PORT at which the others call its WireGuard; None: they cannot."""
+    """ADDRESS:PORT of its WireGuard for the others; None: unreachable."""
 
 
 def read_mesh(path: str | Path) -> Mesh | None:
-    """``[mesh]`` of a hosts file, if it has one. Raises UserError: the file cannot be read, or the table breaks rules."""
+    """``[mesh]`` of a hosts file, or None. Raises UserError if the file cannot be read or the table is invalid."""
     values = tables_of(Path(path)).get("mesh")
     if values is None:
         return None
@@ -100,9 +100,9 @@ def _broken_rules(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def mesh_members(hosts: Sequence[Host], mesh: Mesh, path: str | Path) -> tuple[MeshHost, ...]:
-    """The machines of a hosts file, each with its address in the mesh: its ``mesh_address``, or the next free one.
+    """The machines of a hosts file, each with its ``mesh_address`` or the next free address of the mesh.
 
-    :raises UserError: all problems with addresses and endpoints, one per line.
+    Raises UserError with all problems of addresses and endpoints, one per line.
     """
     machines: dict[str, Host] = {}
     for host in hosts:
@@ -115,7 +115,9 @@ def mesh_members(hosts: Sequence[Host], mesh: Mesh, path: str | Path) -> tuple[M
     for host in machines.values():
         address = host.mesh_address or next(free_addresses, None)
         if address is None:
-            problems.append(f"[mesh] network {mesh.network} has no address for {host.title}: take a larger one")
+            problems.append(
+                f"[mesh] network {mesh.network} has no free address for {host.title}: choose a larger network"
+            )
             break
         endpoint = host.endpoint or f"{host.address}:{mesh.port}"
         name = _file_name(host.title, [member.name for member in mesh_hosts])
@@ -127,22 +129,22 @@ def mesh_members(hosts: Sequence[Host], mesh: Mesh, path: str | Path) -> tuple[M
 
 def _problems(machines: Mapping[str, Host], mesh: Mesh) -> Iterator[str]:
     if len(machines) < 2:
-        yield f"a mesh needs two machines, and this file names {len(machines)}"
+        yield f"a mesh needs at least two machines (this file has {len(machines)})"
     mesh_addresses = [host.mesh_address for host in machines.values() if host.mesh_address is not None]
     for host in machines.values():
         if host.mesh_address is not None and not mesh.holds(host.mesh_address):
             yield f"mesh_address {host.mesh_address} of {host.title} does not lie in [mesh] network {mesh.network}"
         elif mesh_addresses.count(host.mesh_address or "") > 1:
-            yield f"mesh_address {host.mesh_address} of {host.title} is another machine's too"
+            yield f"mesh_address {host.mesh_address} of {host.title} is also another machine's"
         if host.endpoint is None and (host.address.startswith("127.") or host.address == "localhost"):
-            yield f"{host.address} is every machine's name for itself: write the address at which the others reach it"
+            yield f"{host.address} means the local host on every machine: write the address at which the others reach it"
         elif mesh.holds(host.address):
-            yield f"address {host.address} lies in [mesh] network {mesh.network}: `mesh init` takes the file with the outer ones"
+            yield f"address {host.address} lies in [mesh] network {mesh.network}: give `mesh init` the file with outside addresses"
     unreachable = [host.title for host in machines.values() if host.endpoint == UNREACHABLE]
     if len(unreachable) > 1:
         yield (
-            f'{" and ".join(unreachable)} have endpoint = "{UNREACHABLE}", so neither can call the other: forward a UDP port of one\'s '
-            "router to it, and write that as its endpoint"
+            f'{" and ".join(unreachable)} have endpoint = "{UNREACHABLE}", so neither can call the other: forward a UDP port of one '
+            "router to its host, and write that port as its endpoint"
         )
 
 
@@ -154,11 +156,9 @@ def _file_name(title: str, used: Sequence[str]) -> str:
 
 
 def init(path: Path, directory: Path) -> list[str]:
-    """Write the mesh of a hosts file into ``directory``: ``NAME.conf`` for each machine, ``hosts.toml``, ``mpi-options.txt``.
+    """Write ``NAME.conf`` per machine, ``hosts.toml`` and ``mpi-options.txt`` into ``directory``; return the next steps.
 
-    Keys that are there already are kept. Returns lines that say what to do next. Nothing is sent anywhere.
-
-    :raises UserError: the file breaks rules, ``wg`` is missing, or the directory cannot be written.
+    Existing keys are kept. Nothing is sent. Raises UserError if the file is invalid, ``wg`` missing, or the directory unwritable.
     """
     hosts, mesh = read_hosts(path), read_mesh(path) or Mesh()
     mesh_hosts = mesh_members(hosts, mesh, path)
@@ -174,10 +174,10 @@ def init(path: Path, directory: Path) -> list[str]:
 
 
 def configuration(member: MeshHost, key: str, public_keys: Mapping[MeshHost, str], mesh: Mesh) -> str:
-    """The text of WireGuard's configuration file for one machine. ``public_keys``: the public keys of all."""
+    """WireGuard's configuration file for one machine. ``public_keys``: those of all machines."""
     length = ipaddress.IPv4Network(mesh.network).prefixlen
     lines = [
-        f"# {member.name}: its secret. On that machine: /etc/wireguard/{mesh.interface}.conf, readable by root alone.",
+        f"# {member.name}: secret of this machine. Install as /etc/wireguard/{mesh.interface}.conf, readable by root alone.",
         "[Interface]",
         f"PrivateKey = {key}",
         f"Address = {member.mesh_address}/{length}",
@@ -193,8 +193,8 @@ def configuration(member: MeshHost, key: str, public_keys: Mapping[MeshHost, str
 
 
 def hosts_inside(hosts: Sequence[Host], mesh_hosts: Sequence[MeshHost], mesh: Mesh, path: Path) -> str:
-    """The hosts file for ``launch`` with the addresses inside the mesh."""
-    import tomli_w  # for this alone: `launch` reads this module too
+    """The hosts file for ``launch``, with the addresses inside the mesh."""
+    import tomli_w  # local import: `launch` reads this module too
 
     mesh_addresses = {member.address: member.mesh_address for member in mesh_hosts}
     lines = [f"# Written by `mesh init {path}`: the same hosts by their addresses inside the mesh.", "", "[mesh]"]
@@ -212,9 +212,9 @@ def hosts_inside(hosts: Sequence[Host], mesh_hosts: Sequence[MeshHost], mesh: Me
 def mpi_options(
     mesh: Mesh, family: str, major: str = "5", interface: str | None = None
 ) -> tuple[list[str], dict[str, str]]:
-    """(arguments of the launcher, environment) that keep an MPI inside the mesh, with no other way around it.
+    """Return (launcher arguments, environment) that confine an MPI to the mesh.
 
-    ``interface``: this machine's, where its name is not that in ``[mesh]``.
+    ``interface``: this machine's, if its name differs from that in ``[mesh]``.
     """
     if family != OPEN_MPI:
         name = interface or mesh.interface
@@ -222,35 +222,32 @@ def mpi_options(
     shared, launcher = (
         ("sm", ["--prtemca", "prte_if_include"]) if major != "4" else ("vader", ["--mca", "oob_tcp_if_include"])
     )
-    # Without ob1, MPI may take InfiniBand through UCX or libfabric, which look at no btl_tcp_if_include.
+    # Without ob1, MPI may use InfiniBand through UCX or libfabric, which ignore btl_tcp_if_include.
     words = ["--mca", "pml", "ob1", "--mca", "btl", f"self,{shared},tcp", "--mca", "btl_tcp_if_include", mesh.network]
     return [*words, *launcher, mesh.network], {}
 
 
 def check_bound(mesh: Mesh, hosts: Sequence[Host], local: Sequence[LocalAddress]) -> LocalAddress:
-    """This machine's address in the mesh, once it is clear that a launch will use the mesh.
-
-    :raises UserError: the mesh is not up here, or the file names hosts by addresses outside it.
-    """
+    """Return this machine's mesh address. Raises UserError if the mesh is down here, or the file has addresses outside it."""
     outside = [host.address for host in hosts if not mesh.holds(host.address)]
     if outside:
         raise UserError(
             "mesh.outside",
-            f"The hosts file has a [mesh], but {', '.join(outside)} would be reached outside of its network {mesh.network}: "
-            "launch with the hosts.toml that `mesh init` writes, or remove [mesh] to go without.",
+            f"The hosts file has a [mesh], but {', '.join(outside)} would be reached outside its network {mesh.network}: "
+            "launch with the hosts.toml that `mesh init` writes, or remove [mesh] to disable it.",
         )
     mesh_address = mesh.local_address(local)
     if mesh_address is None:
         raise UserError(
             "mesh.down",
             f"The hosts file has a [mesh], but no interface of this machine has an address in {mesh.network}: start it here with "
-            f"`sudo wg-quick up {mesh.interface}`. Nothing was started, as messages would not go through the mesh.",
+            f"`sudo wg-quick up {mesh.interface}`. Nothing was started, as messages would bypass the mesh.",
         )
     return mesh_address
 
 
 def _options_text(mesh: Mesh) -> str:
-    lines = ["# For a launcher called by hand; `launch --hosts` with the hosts.toml beside this file sets the same."]
+    lines = ["# For a launcher called by hand; `launch --hosts` with the hosts.toml in this folder sets these options."]
     for title, family, major in (("Open MPI 5", OPEN_MPI, "5"), ("Open MPI 4", OPEN_MPI, "4"), ("MPICH", "MPICH", "")):
         arguments, variables = mpi_options(mesh, family, major)
         assignments = "".join(f"{name}={value} " for name, value in variables.items())
@@ -261,7 +258,7 @@ def _options_text(mesh: Mesh) -> str:
 
 def _next_steps(mesh_hosts: Sequence[MeshHost], mesh: Mesh, directory: Path) -> list[str]:
     lines = [
-        f"Wrote {directory}: WireGuard configurations of {len(mesh_hosts)} machines, readable by you alone. Nothing was sent."
+        f"Wrote {directory}: WireGuard configurations of {len(mesh_hosts)} machines, readable only by you. Nothing was sent."
     ]
     lines += [
         f"  {member.name:<20} {member.mesh_address:<15} {member.endpoint or 'calls the others'}"
@@ -272,14 +269,14 @@ def _next_steps(mesh_hosts: Sequence[MeshHost], mesh: Mesh, directory: Path) -> 
         *lines,
         "On each machine, with its own file (over ssh or a USB stick; the file is its secret):",
         f"  sudo install -m 600 NAME.conf {target} && sudo wg-quick up {mesh.interface}",
-        f"Then remove the .conf files here. UDP port {mesh.port} must be open between the machines. See that it works, and use it:",
+        f"Then remove the .conf files here. UDP port {mesh.port} must be open between the machines. Verify the mesh, then use it:",
         f"  python -m hetero_mpi launch --hosts {directory / 'hosts.toml'} -- mesh verify {directory / 'hosts.toml'}",
         f"  python -m hetero_mpi launch --hosts {directory / 'hosts.toml'} -- train job.toml",
     ]
 
 
 def _private_key(path: Path) -> str:
-    """The key of an earlier configuration, else a new one."""
+    """The key of an existing configuration, or a new one."""
     require_regular(path)
     if path.exists():
         match = re.search(r"^PrivateKey = (\S+)$", path.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
@@ -301,7 +298,7 @@ def _wg(command: str, stdin_text: str = "") -> str:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a file that only its owner can read, from the first byte on."""
+    """Write a file that is readable only by its owner from the start."""
     with atomic_write(path) as draft:
         draft.touch(0o600, exist_ok=False)
         draft.write_text(text, encoding="utf-8")

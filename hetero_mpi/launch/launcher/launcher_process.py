@@ -1,10 +1,10 @@
-"""Runs a launcher: passes on signals and what launcher and ranks print, and tells what its exit code does not say.
+"""Runs a launcher: forwards signals and output, and reports failures that its exit code does not show.
 
-Two lines say what is started; ``--verbose`` gives every automatic choice with its reason. ``--print`` shows the command line, which
-can be changed and run by hand. Whoever reads this process's own output may go away (``| head``): the launcher's is read on, as it
-would end the job. Open MPI prints a box between lines of dashes for every exit code but 0, and for every rank that aborts, also
-where the job has given the reason already. Under fault tolerance its launcher ends with exit code 0 when it loses a host's daemon,
-and the job with it.
+Two lines announce the job; ``--verbose`` adds every automatic choice with its reason. ``--print`` shows the command line, to be
+changed and run by hand. If the reader of this process's output is gone (``| head``), the launcher's output is still read, as it
+would otherwise end the job. Open MPI prints a box between dashed lines for every non-zero exit code and every rank that aborts,
+even if the job has printed the reason. Under fault tolerance its launcher exits with code 0 when it loses a host's daemon, and the
+job with it.
 """
 
 from __future__ import annotations
@@ -37,33 +37,33 @@ _MORE_TEXT = "the full command: --print; with the reasons for its options: --ver
 _PR_SET_PDEATHSIG_CODE = 1
 STOP_TEXT = "asking the job to finish its step, write a checkpoint and end (SIGINT or SIGTERM now: end at once)"
 STOP_TEXTS = {"train": STOP_TEXT, "serve": "asking the service to end (SIGINT or SIGTERM now: end at once)"}
-"""Program that can be asked to end -> the text that is told then."""
+"""Program that can be stopped gracefully -> the message about it."""
 ABORT_TEXT = "ending the job at once, without a checkpoint"
 MAX_RANK_EXIT_CODE = 128 + 64
-"""No rank ends with a higher exit code: signals have the highest. Launchers do, where they could not start the job."""
+"""Maximum exit code of a rank, reached by signals. Launchers exceed it if they could not start the job."""
 _NOT_STARTED = (
-    "no rank was started: the login to a host failed, MPI is not there, or a firewall keeps it from connecting back to "
+    "no rank was started: the login to a host failed, MPI is not installed there, or a firewall blocks connections back to "
     "this machine"
 )
 _LINE = b"-" * 74
 _BOX_STARTS = (b"prterun ", b"PRTE has lost communication", b"MPI_ABORT was invoked")
 _ABORTED = (b"MPI_ABORT was invoked", b'calling\n"abort"')
-"""Words in boxes about a rank that has printed its reason (``comm.ranks.leave``)."""
+"""Text in boxes about a rank that has printed its reason (``comm.ranks.leave``)."""
 _FAILED = b"exited with non-zero status"
 _LOST = b"PRTE has lost communication"
 _ENDED = ENDED_LINE.encode()
-_NO_RANK_LEFT = b"launch: no rank is left, and none has told that the job has come to its end\n"
+_NO_RANK_LEFT = b"launch: no rank is left, and none has reported the end of the job\n"
 _EXPLAINED_CODES = (ExitCode.USER_ERROR, ExitCode.STOPPED)
 """Exit codes whose reason the job has printed."""
 _EXIT_TIMEOUT_S = 2.0
-"""Longest wait for processes that the launcher left behind, and for the end of stderr, which they may hold open; seconds."""
+"""Longest wait for processes that the launcher left behind, and for the end of stderr, which they may hold open."""
 _POLL_INTERVAL_S = 0.02
 
 
 def start(command: CommandLine, print_only: bool, verbose: bool, asked_text: str | None, doctor: str) -> int:
-    """Run the command, or print it on stdout and run nothing; returns the launcher's exit code.
+    """Run the command, or only print it, and return the launcher's exit code.
 
-    ``doctor``: the command that examines the same hosts, for those that do not answer.
+    ``doctor``: the command that diagnoses the hosts, suggested if they do not answer.
     """
     if print_only:
         print_lines(command.reasons if verbose else [])
@@ -78,21 +78,21 @@ def start(command: CommandLine, print_only: bool, verbose: bool, asked_text: str
 
 
 def announce(command: CommandLine, verbose: bool) -> None:
-    """Say on stderr what is being started; ``verbose``: by which command, and why it is so."""
+    """Print the summary on stderr; ``verbose``: with the command and the reasons."""
     print_lines([command.summary, *command.reasons, str(command)] if verbose else [command.summary, _MORE_TEXT])
 
 
 def print_lines(lines: Sequence[str]) -> None:
-    """Say lines on stderr."""
+    """Print lines on stderr."""
     for line in lines:
         write_text(f"launch: {line}\n", sys.stderr)
 
 
 def run_command(command: CommandLine, asked_text: str | None = None, doctor: str = "doctor") -> int:
-    """Run a command to its end; returns the job's exit code. Signals that ask for an end reach the launcher through ``request_stop``.
+    """Run a command to its end and return the job's exit code. ``request_stop`` forwards stop signals to the launcher.
 
-    ``asked_text``: what is told when the program is asked to end; None: it has nothing to save and is ended at once. ``doctor``: as
-    for ``start``.
+    ``asked_text``: printed at a stop request; None: the program has nothing to save and is ended at once. ``doctor``: see
+    ``start``.
     """
     process, errors = start_process(command)
     stop_requested = asked_text is None
@@ -110,28 +110,28 @@ def run_command(command: CommandLine, asked_text: str | None = None, doctor: str
     with on_stop_signal(pass_on):
         if (code := process.wait()) != 0:
             _end_session(process.pid)
-    # A launcher that a signal ended has a negative code; a shell would report 128 + the signal.
+    # A negative code means a signal, which a shell reports as 128 + its number.
     code = errors.finish(code if code >= 0 else 128 - code)
     if code > MAX_RANK_EXIT_CODE:
-        print_lines([_NOT_STARTED, f"which of these, and where: {doctor}"])
+        print_lines([_NOT_STARTED, f"to find the cause: {doctor}"])
     return code
 
 
 def start_process(command: CommandLine, stdin: int | None = None) -> tuple[subprocess.Popen[bytes], ErrorStream]:
-    """Start a command whose stderr is passed on through an ``ErrorStream``. ``stdin``: as ``subprocess.Popen`` takes it.
+    """Start a command whose stderr an ``ErrorStream`` forwards. ``stdin``: as for ``subprocess.Popen``.
 
-    Raises UserError: the launcher's folder for temporary files is full.
+    Raises UserError if the launcher's folder for temporary files is full.
     """
     check_temporary_folder()
     environment = {**_session_folder(command.arguments), **with_home(os.environ), **command.environment}
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         environment[UNWATCHED_VARIABLE] = "1"
-    # The launcher ends the job when it can write no more, so this process reads for it; but a terminal is the ranks' to draw on.
+    # The launcher ends the job if its output blocks, so this process reads it; a terminal is left to the ranks' displays.
     output = None if sys.stdout.isatty() else subprocess.PIPE
     process = subprocess.Popen(
         command.arguments,
         env=environment,
-        # Ctrl-C at the terminal would reach the launcher too, and Open MPI's leaves ranks no time.
+        # Ctrl-C at the terminal would also reach the launcher, and Open MPI's kills ranks at once.
         start_new_session=True,
         preexec_fn=_signal_on_parent_death(),
         stdin=stdin,
@@ -143,10 +143,10 @@ def start_process(command: CommandLine, stdin: int | None = None) -> tuple[subpr
 
 
 def _session_folder(arguments: Sequence[str]) -> dict[str, str]:
-    """Environment variable that gives Open MPI's launcher a folder of its own, which goes when this process ends.
+    """Environment variable with a private folder for Open MPI's launcher, removed at exit; empty if the user sets one.
 
-    None where the user names one. The launcher calls its session directory by the number of its process, and does not begin where a
-    killed one has left one of that name: "The PMIx server's listener thread failed to start".
+    The launcher names its session directory after its process id, and fails if a killed launcher has left a directory of that
+    name: "The PMIx server's listener thread failed to start".
     """
     if any("tmpdir_base" in word for word in [*arguments, *os.environ]):
         return {}
@@ -156,7 +156,7 @@ def _session_folder(arguments: Sequence[str]) -> dict[str, str]:
 
 
 def _signal_on_parent_death() -> Callable[[], object] | None:
-    """A new process calls this so that the kernel asks it to end (SIGUSR1) when this one is killed; None where there is no way."""
+    """Return a hook for a new process that makes the kernel send it SIGUSR1 when this process is killed; None if unsupported."""
     if not sys.platform.startswith("linux"):
         return None
     prctl = ctypes.CDLL(None).prctl
@@ -165,10 +165,10 @@ def _signal_on_parent_death() -> Callable[[], object] | None:
 
 @contextlib.contextmanager
 def on_stop_signal(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """A block in which signals that ask for an end go to ``handler``.
+    """A block in which stop signals go to ``handler``.
 
-    What this process was told to ignore stays ignored, as ``nohup`` asks for it; but for SIGINT, which shells ignore in every
-    command that a script puts into the background: whoever sends it then means it.
+    Ignored signals stay ignored, as requested by ``nohup``, except SIGINT: shells ignore it in every background command of a
+    script, so a SIGINT that is sent to such a process is deliberate.
     """
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
     handled = [n for n in numbers if n == signal.SIGINT or signal.getsignal(n) is not signal.SIG_IGN]
@@ -181,10 +181,10 @@ def on_stop_signal(handler: Callable[[int, FrameType | None], None]) -> Iterator
 
 
 def request_stop(process: subprocess.Popen[bytes], again: bool) -> None:
-    """Ask all ranks to finish their step, write a checkpoint and end; ``again``: to end at once.
+    """Ask all ranks to finish their step, write a checkpoint and exit; ``again``: to exit at once.
 
-    Both launchers pass SIGUSR1 on to the ranks of all hosts, and wait. At SIGINT and SIGTERM Open MPI's launcher kills them after a
-    quarter of a second, whatever its settings; MPICH's passes them on, and a second signal ends the ranks.
+    Both launchers forward SIGUSR1 to the ranks of all hosts, and wait. At SIGINT and SIGTERM Open MPI's launcher kills the ranks
+    after a quarter of a second, whatever its settings; MPICH's forwards the signal, and a second one ends the ranks.
     """
     with contextlib.suppress(ProcessLookupError):
         process.send_signal(signal.SIGTERM if again or not hasattr(signal, "SIGUSR1") else signal.SIGUSR1)
@@ -193,7 +193,7 @@ def request_stop(process: subprocess.Popen[bytes], again: bool) -> None:
 def _end_session(session: int) -> None:
     """Wait until no process of an ended launcher's session runs on this machine, and kill those that take too long.
 
-    Open MPI's launcher ends before the ranks that it has killed where it lets ranks die.
+    Open MPI's launcher with fault tolerance exits before the ranks that it has killed.
     """
     start_s = time.monotonic()
     while (running := _running_in(session)) and (waited_s := time.monotonic() - start_s) < 2 * _EXIT_TIMEOUT_S:
@@ -204,25 +204,22 @@ def _end_session(session: int) -> None:
 
 
 def _running_in(session: int) -> list[int]:
-    """Ids of a session's processes that run."""
+    """Ids of a session's running processes."""
     import psutil
 
     running = []
     for process in psutil.process_iter():
-        with contextlib.suppress(OSError, psutil.Error):  # it has just gone
+        with contextlib.suppress(OSError, psutil.Error):  # just ended
             if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
                 running.append(process.pid)
     return running
 
 
 def check_temporary_folder() -> None:
-    """Refuse a folder for temporary files in which the launcher could not begin.
-
-    :raises UserError: it is full, or cannot be written.
-    """
+    """Reject a full or unwritable folder for temporary files, where the launcher cannot start, with a UserError."""
     folder = folder_space(temporary_folder(), must_exist=True)
     if folder["problem"]:
-        remedy = "make room there, or name another folder: `export TMPDIR=/var/tmp`, say"
+        remedy = "free some space, or choose another folder, such as `export TMPDIR=/var/tmp`"
         raise UserError(
             "launch.temporary_folder",
             f"{folder['path']}, the folder for temporary files, {folder['problem']}: {remedy}",
@@ -230,25 +227,26 @@ def check_temporary_folder() -> None:
 
 
 class ErrorStream:
-    """Reads ``stream``, a launcher's stderr, to its end on a thread of its own, and passes on what tells something.
+    """Reads ``stream``, a launcher's stderr, to its end on a separate thread, and forwards its informative parts.
 
-    ``output``: its stdout, all of which is passed on, on another thread. ``outlives``: the launcher lets ranks die, and ends with
-    exit code 0 when none is left.
+    Args:
+        output: The launcher's stdout, forwarded unchanged by another thread.
+        outlives: The launcher tolerates lost ranks, and exits with code 0 when none is left.
     """
 
     def __init__(self, stream: IO[bytes], output: IO[bytes] | None = None, outlives: bool = False) -> None:
         self._stream, self._with_ft = stream, outlives
         self._box: list[bytes] = []
-        """Lines since one of dashes, while they may still become a box."""
+        """Lines since a dashed line, while they may still become a box."""
         self._held_boxes = b""
-        """Complete boxes that say no more than an exit code."""
+        """Complete boxes with no more information than an exit code."""
         self._lost = self._ended = False
         self._reading = [Background("passing on the launcher's stderr", self._read)]
         if output is not None:
             self._reading.append(Background("passing on the launcher's stdout", lambda: _forward_stdout(output)))
 
     def finish(self, code: int) -> int:
-        """The job's exit code, when the launcher ended with ``code``. Prints held boxes where the job has given no reason."""
+        """The job's exit code for the launcher's ``code``. Prints held boxes if the job has printed no reason."""
         for reading in self._reading:
             reading.finish(_EXIT_TIMEOUT_S)
         if code not in _EXPLAINED_CODES:
@@ -261,7 +259,7 @@ class ErrorStream:
         rest = b""
         with contextlib.suppress(OSError, ValueError):
             while piece := os.read(self._stream.fileno(), 65536):
-                piece = piece.replace(b"\0", b"")  # Open MPI ends its boxes with one
+                piece = piece.replace(b"\0", b"")  # ends Open MPI's boxes
                 *lines, rest = (rest + piece).split(b"\n")
                 for line in lines:
                     self._handle_line(line + b"\n")
@@ -305,6 +303,6 @@ def _forward_stdout(output: IO[bytes]) -> None:
 def _write(piece: bytes, stream: TextIO | None = None) -> None:
     """Write to stderr, or ``stream``."""
     rest = memoryview(piece)
-    with contextlib.suppress(OSError):  # its reader may have gone, and the job need not end for that
+    with contextlib.suppress(OSError):  # the reader may be gone, which must not end the job
         while rest:
             rest = rest[os.write((stream or sys.stderr).fileno(), rest) :]

@@ -1,12 +1,12 @@
-"""The supervisor of ``launch --elastic``: a process outside MPI that starts the job again on the machines that are left.
+"""The supervisor of ``launch --elastic``: a process outside MPI that restarts the job on the remaining hosts.
 
-MPI does not survive the loss of a machine: its launcher ends the job, or waits for minutes, or for ever. So this process starts the
-launcher and watches the hosts itself (``watched_hosts``, ``host_reports``). When a host falls silent or the job breaks::
+MPI does not survive the loss of a host: its launcher ends the job, or waits for minutes or forever. The supervisor therefore
+starts the launcher and watches the hosts itself (``watched_hosts``, ``host_reports``). When a host falls silent or the job fails::
 
-    end what is left on all hosts -> see which hosts answer -> start again on those, from the newest state they have
+    end remaining processes on all hosts -> probe the hosts -> restart on those that answer, from the newest state
 
-The job plans again for the ranks it then has, and finds that state itself: a checkpoint of the host that leads, or copies on the
-disks of all hosts (``train.start_state``). A host that is back takes part from the next start on.
+The job plans again for its new ranks and finds the newest state: a checkpoint on the leading host, or copies on the disks of all
+hosts (``train.start_state``). A host that is back takes part from the next start on.
 """
 
 from __future__ import annotations
@@ -46,31 +46,33 @@ from hetero_mpi.util.disk import write_atomic
 from hetero_mpi.util.errors import ABORT_SIGNALS, ExitCode, UserError
 
 GIVEN_UP = int(ExitCode.GIVEN_UP)
-"""Exit code when the supervisor does not start the job again (EX_TEMPFAIL: trying later may help)."""
+"""Exit code if the supervisor does not restart the job (EX_TEMPFAIL: trying later may help)."""
 _FINAL_CODES = (ExitCode.DONE, ExitCode.USER_ERROR, ExitCode.STOPPED)
-"""Exit codes after which the job is not started again: done, an error the user must correct, or stopped on request."""
+"""Exit codes without a restart: done, an error that the user must fix, or stopped on request."""
 _MAX_FRUITLESS_STARTS = 3
-"""Starts in a row on the same hosts without a single step after which the supervisor gives up."""
+"""Consecutive starts on the same hosts without a step after which the supervisor gives up."""
 _MAX_PAUSE_S = 60.0
 _POLL_S = 0.05
 _LOCK_TIMEOUT_S = 120.0
-"""Longest wait for the lock of a run directory, seconds; NFS servers keep a dead machine's locks for 90 s."""
+"""Longest wait for the lock of a run directory; NFS servers keep a lost machine's locks for 90 s."""
 _SWEEP_TIMEOUT_S = 8.0
-"""Longest wait for a host to end its processes, seconds; normally it takes half a second."""
+"""Longest wait for a host to end its processes, which normally takes half a second."""
 
 
 @dataclass
 class StartOutcome:
-    """The end of one start of the job: the launcher's exit code, or the hosts that fell silent."""
+    """The end of one start of the job: the launcher's exit code, or the silent hosts."""
 
     code: int | None
     silent: list[WatchedHost] = field(default_factory=list)
 
 
 class Supervisor:
-    """Runs a job to its end, over as many starts as it takes.
+    """Runs a job to its end, over any number of starts.
 
-    ``program``: the words after ``python -m hetero_mpi``: ``train ...``. ``trains``: does it take steps (not under ``--dry-run``)?
+    Args:
+        program: The arguments of ``python -m hetero_mpi``: ``train ...``.
+        trains: Whether the job takes steps (not under ``--dry-run``).
     """
 
     def __init__(
@@ -88,15 +90,15 @@ class Supervisor:
         self.signals: list[int] = []
         self.starts = 0
         self.stepped = False
-        """True once a start of this supervisor has done a step. Before that, the user's own ``--resume`` stands."""
+        """Whether a start of this supervisor has completed a step. Until then, the user's own ``--resume`` applies."""
         self._noticed_s: float | None = None
         self._unfit_leaders: list[str] = []
-        """Hosts that came to lead and could not: what only the lost one had, such as the data, cannot be read there."""
+        """Hosts that failed as leaders, as they lack files of the lost leader, such as the data."""
         self._leader_name: str | None = None
-        """Host that led when the last step was done."""
+        """Host that led at the last completed step."""
 
     def run(self) -> int:
-        """Run the job to its end. Returns its exit code, ``GIVEN_UP``, or 128 + a signal."""
+        """Run the job to its end; return its exit code, ``GIVEN_UP``, or 128 + a signal."""
         with self.watching, on_stop_signal(self._on_signal), tempfile.TemporaryDirectory() as scratch:
             return self._run(Path(scratch))
 
@@ -111,7 +113,7 @@ class Supervisor:
             previous_names, same = [host.name for host in watched], previous_names == [host.name for host in watched]
             fruitless = fruitless if same else 0
             if self._ranks(watched) < self.options.min_ranks:
-                text = f"{self._ranks(watched)} ranks fit on the hosts that answer, and --min-ranks is {self.options.min_ranks}"
+                text = f"{self._ranks(watched)} ranks fit on the hosts that answer, but --min-ranks is {self.options.min_ranks}"
                 self.events.tell("too-few", text, hosts=previous_names)
                 silent, fruitless = [], fruitless + 1
             else:
@@ -124,10 +126,10 @@ class Supervisor:
                     return outcome.code
                 silent, fruitless = outcome.silent, 0 if progressed else fruitless + 1
                 if fruitless >= _MAX_FRUITLESS_STARTS:
-                    text = f"{fruitless} starts in a row did not reach a step on the same hosts: not trying again"
+                    text = f"{fruitless} consecutive starts on the same hosts completed no step: giving up"
                     return self._stop_restarting(text)
             if restarts >= self.options.max_restarts:
-                return self._stop_restarting(f"--max-restarts {self.options.max_restarts} reached: not starting again")
+                return self._stop_restarting(f"--max-restarts {self.options.max_restarts} reached: giving up")
             restarts += 1
             self._pause(fruitless)
 
@@ -148,7 +150,9 @@ class Supervisor:
         text = f"{', '.join(names) or 'no host'} answered within {time.monotonic() - began:.1f} s"
         text += "".join(f"; without {name} ({why})" for name, why in missing.items())
         if self.starts == 0 and self._ranks(watched) < self.options.min_ranks <= self._ranks(answered):
-            raise UserError("elastic.no_room", f"{text}: make room there; of temporary files, TMPDIR names the folder")
+            raise UserError(
+                "elastic.no_room", f"{text}: free some space there; TMPDIR sets the folder for temporary files"
+            )
         self.events.tell("hosts", text, present=names, missing=missing)
         return watched
 
@@ -156,7 +160,7 @@ class Supervisor:
         return min(self.options.ranks, sum(host.entry.slots or 0 for host in watched))
 
     def _start(self, watched: list[WatchedHost], scratch: Path) -> tuple[StartOutcome, bool]:
-        """Run the job once; returns (how it ended, whether it took a step). None of its processes is left afterwards."""
+        """Run the job once; return (outcome, whether it completed a step). Ends all its processes."""
         self.starts += 1
         start = f"{self.name}.{self.starts}"
         ranks, resume, copies = self._ranks(watched), *self._state(watched)
@@ -190,13 +194,13 @@ class Supervisor:
     def command(
         self, start: str, watched: Sequence[WatchedHost], ranks: int, resume: bool, scratch: Path
     ) -> CommandLine:
-        """The command line of one start: the user's, for the hosts that answer.
+        """The command line of one start: the user's, restricted to the hosts that answer.
 
         Args:
-            start: its name, which all its processes bear.
-            watched: the hosts, the leader's first.
-            resume: from the newest state; else as the user's command line says.
-            scratch: directory for host files.
+            start: The start's identifier, which all its processes carry.
+            watched: The hosts, the leader first.
+            resume: Whether to resume from the newest state; otherwise the user's command line decides.
+            scratch: Folder for host files.
         """
         words = list(self.program)
         if resume:
@@ -206,11 +210,11 @@ class Supervisor:
                 words = without_option(words, option)
         mpirun_args = [*self.options.mpirun_args, *(["-x", START_VARIABLE] if self.launcher.family == OPEN_MPI else [])]
         if (path := self.options.hosts_file) is not None:
-            from hetero_mpi.launch.hosts.hosts_toml import ranks_of  # brings pydantic
+            from hetero_mpi.launch.hosts.hosts_toml import ranks_of  # imports pydantic
             from hetero_mpi.launch.hosts.mesh import read_mesh
 
             entries = [entry for host in watched for entry in self.entries if entry.address == host.name]
-            # Rank 0 may start in another directory than this process, which looks for the run's files here.
+            # Rank 0 may start in another directory than this process, which looks for the run's files in its own.
             words = [*without_option(words, "--run-dir"), "--run-dir", str(self.run_dir)]
             command = hosts_command(self.launcher, ranks_of(entries, ranks, path), words, mpirun_args, read_mesh(path))
         else:
@@ -224,22 +228,22 @@ class Supervisor:
         return command
 
     def _cannot_lead(self, outcome: StartOutcome, progressed: bool, watched: Sequence[WatchedHost]) -> bool:
-        """True where the start was refused because a new host leads, and another host may lead.
+        """Whether the start failed because a new host leads, and another host can be tried.
 
-        Where the run has taken steps before, the job is sound: most likely something is missing on this host.
+        If the run has completed steps before, the job is valid: most likely this host lacks a file.
         """
         leader = watched[0].name
         if outcome.code != ExitCode.USER_ERROR or progressed or self._leader_name in (None, leader) or self.signals:
             return False
         self._unfit_leaders.append(leader)
         candidates = [host.name for host in watched if host.name not in self._unfit_leaders]
-        text = f"{leader} cannot lead in place of {self._leader_name} (above is why)"
+        text = f"{leader} cannot lead in place of {self._leader_name} (see the error above)"
         if candidates:
-            self.events.tell("unfit", f"{text}: trying with {candidates[0]}", host=leader)
+            self.events.tell("unfit", f"{text}: trying {candidates[0]}", host=leader)
             return True
         text += (
-            "; nor could any other host that is left. The first rank must be able to read the job, its data and its model under "
-            f"the same paths as on {self._leader_name}: bring them there, and go on with `train --resume`"
+            "; nor could any other remaining host. The first rank must be able to read the job, its data and its model under "
+            f"the same paths as on {self._leader_name}: copy them, and continue with `train --resume`"
         )
         self.events.tell("unfit", text, host=leader)
         return False
@@ -247,7 +251,8 @@ class Supervisor:
     def _verified_outcome(
         self, outcome: StartOutcome, watched: Sequence[WatchedHost], unreachable: Sequence[WatchedHost]
     ) -> StartOutcome:
-        """``outcome`` if the job is complete, else a broken job's: Open MPI may report success when it loses a machine."""
+        """``outcome`` if the job is complete, otherwise a failed job's: Open MPI may report success after the loss of a
+        machine."""
         step = max(host.run.get("step", 0) for host in watched)
         last = max(host.run.get("last", 0) for host in watched)
         if not self.trains or (not unreachable and 0 < last <= step):
@@ -260,21 +265,21 @@ class Supervisor:
     def _watch_start(
         self, process: subprocess.Popen[bytes], watched: list[WatchedHost], progress: _Progress
     ) -> StartOutcome:
-        """Watch a start until it ends by itself, a host falls silent, or a second signal ends it."""
+        """Watch a start until it ends, a host falls silent, or a second signal ends it."""
         passed_on = 0
         while True:
             code = process.poll()
             progress.poll_reports()
             if code is not None:
                 self._noticed_s = time.monotonic()
-                code = code if code >= 0 else 128 - code  # as a shell reports a launcher that a signal ended
+                code = code if code >= 0 else 128 - code  # a shell's code for a signal
                 if code not in _FINAL_CODES and not self.signals:
                     self.events.tell("broken", f"the job ended with exit code {code}", code=code)
                 return StartOutcome(code)
             if silent := self.watching.silent(watched):
                 self._noticed_s = time.monotonic()
                 names = [host.name for host in silent]
-                text = f"{', '.join(names)} not heard of for {self.options.heartbeat_timeout_s:g} s: taken for dead"
+                text = f"{', '.join(names)} silent for {self.options.heartbeat_timeout_s:g} s: treated as lost"
                 self.events.tell("silent", text, hosts=names)
                 return StartOutcome(128 + self.signals[0] if self.signals else None, silent)
             if len(self.signals) > passed_on:
@@ -288,14 +293,14 @@ class Supervisor:
             time.sleep(_POLL_S)
 
     def _end_start(self, process: subprocess.Popen[bytes], watched: Sequence[WatchedHost]) -> list[WatchedHost]:
-        """End what is left of a start on all hosts; returns those that could not be reached."""
+        """End the remaining processes of a start on all hosts; return the unreachable hosts."""
         began = time.monotonic()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         end_starts(self.name)
         unreachable = self.watching.sweep(watched, _SWEEP_TIMEOUT_S)
-        text = f"nothing of start {self.starts} is left on the hosts that can be reached ({time.monotonic() - began:.1f} s)"
+        text = f"ended start {self.starts} on all reachable hosts ({time.monotonic() - began:.1f} s)"
         if unreachable:
             text = (
                 f"start {self.starts} is ended here; no word of it from {', '.join(host.name for host in unreachable)}"
@@ -308,19 +313,19 @@ class Supervisor:
         text, values = f"step {step} is done, the first of start {self.starts}", {}
         if self._noticed_s is not None:
             values["after_s"] = round(time.monotonic() - self._noticed_s, 3)
-            text += f", {values['after_s']:.1f} s after the end of the one before was noticed"
+            text += f", {values['after_s']:.1f} s after the previous start was found to have ended"
         self.events.tell("first-step", text, start=self.starts, step=step, **values)
 
     def _state(self, watched: list[WatchedHost]) -> tuple[int, int]:
-        """(step of the newest checkpoint, step of the newest copies on disk) to go on from; 0: none. Copies count though they may
-        not be whole. Both 0: as the user's own command line says.
+        """Return (step of the newest checkpoint, step of the newest copies on disk) to resume from, 0 for none.
 
-        Sorts ``watched``: the host with the newest checkpoint comes first, as its first rank becomes rank 0 and reads it.
+        Copies may be incomplete. If both are 0 the user's command line decides. Sorts ``watched``: the host with the newest
+        checkpoint comes first, as its first rank becomes rank 0 and reads the checkpoint.
         """
         if not self.stepped:
             return 0, 0
         newest = max(host.run.get("checkpoint", 0) for host in watched)
-        # Stable: the rest stays in order.
+        # Stable sort: the others keep their order.
         watched.sort(key=lambda host: (host.name in self._unfit_leaders, host.run.get("checkpoint", 0) < newest))
         return newest, max(host.run.get("copies", 0) for host in watched)
 
@@ -329,12 +334,12 @@ class Supervisor:
         reported, deadline = False, time.monotonic() + _LOCK_TIMEOUT_S
         while self.starts > 1 and not self.signals and time.monotonic() < deadline and self.watching.locked(leader):
             if not reported:
-                self.events.tell("locked", "a lost rank still holds the run directory: waiting until it has ended")
+                self.events.tell("locked", "a lost rank still holds the run directory: waiting for its end")
                 reported = True
             time.sleep(_POLL_S)
 
     def _pause(self, fruitless: int) -> None:
-        """Wait before the next start: longer each time, not at all after a start that took a step."""
+        """Wait before the next start with exponential back-off; not at all after a start that completed a step."""
         if fruitless == 0:
             return
         pause_s = min(_MAX_PAUSE_S, 2.0 ** (fruitless - 1))
@@ -344,15 +349,15 @@ class Supervisor:
             time.sleep(_POLL_S)
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        """Note a signal that asks for an end: ``_watch_start`` passes the first on, and ends the job at a second one of ``ABORT_SIGNALS``."""
+        """Record a stop signal: ``_watch_start`` forwards the first, and ends the job at a second one of ``ABORT_SIGNALS``."""
         if not self.signals or number in ABORT_SIGNALS:
             self.signals.append(number)
 
 
 class _Progress:
-    """Finds the first step of a start in the host agents' reports of the run directory, on whichever host it lies.
+    """Finds the first step of a start in the host agents' reports of the run directory.
 
-    A start writes a new metrics.jsonl (another inode), which begins with the lines up to the step it goes on from.
+    A start writes a new metrics.jsonl (another inode), which begins with the lines up to the step that it resumes from.
     """
 
     def __init__(self, watched: Sequence[WatchedHost], on_first_step: Callable[[int], None]) -> None:
@@ -370,17 +375,17 @@ class _Progress:
 
 
 def _state_text(checkpoint: int, copies: int) -> str:
-    """The state that a start goes on from, as far as the supervisor can see; in words."""
+    """The state from which a start resumes, as far as the supervisor knows, in words."""
     if not checkpoint and not copies:
-        return "which have no checkpoint and no copies: as at first"
+        return "without a checkpoint or copies: from the beginning"
     sources = [f"the checkpoint after step {checkpoint}"] * bool(checkpoint)
     if copies > checkpoint:
-        sources.append(f"the copies on disk, of up to step {copies}, if they are whole")
+        sources.append(f"the copies on disk, up to step {copies}, if complete")
     return f"from {' or '.join(sources)}"
 
 
 def without_option(words: Sequence[str], option: str, needs_value: bool = True) -> list[str]:
-    """A command line without an option and its value, which may begin with "-" only if the option ``needs_value``."""
+    """Remove an option with its value, which may begin with "-" only if the option ``needs_value``."""
     remaining: list[str] = []
     skip = False
     for word in words:

@@ -1,4 +1,4 @@
-"""The options of ``launch --elastic``, and the hosts they name."""
+"""The options of ``launch --elastic``, and their hosts."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ class ElasticOptions:
     ranks: int
     hostfile: str | None
     hosts_file: str | None = None
-    """A hosts.toml, instead of a host file."""
+    """A hosts.toml, in place of a host file."""
     mpirun_args: tuple[str, ...] = ()
     heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S
     max_restarts: int = MAX_RESTARTS
     min_ranks: int = 1
     probe_timeout_s: float = PROBE_TIMEOUT_S
     verbose: bool = False
-    """Show the command of every start, with reasons."""
+    """Print the command of every start, with reasons."""
 
     def check(self) -> None:
-        """Check the options. Raises UserError: a number out of range, or a machine where this does not work."""
+        """Raise UserError for a number out of range, or inside a SLURM job."""
         if "SLURM_JOB_ID" in os.environ:
             raise UserError(
                 "elastic.slurm",
-                "--elastic does not work inside a SLURM job: SLURM ends the whole allocation when it loses a node, this "
-                "process too. Let it come back instead, with `#SBATCH --requeue` and `train --resume`: see docs/recovery.md.",
+                "--elastic does not work inside a SLURM job: SLURM ends the whole allocation when it loses a node, including this "
+                "process. Requeue the job instead, with `#SBATCH --requeue` and `train --resume`: see docs/recovery.md.",
             )
         if not 1 <= self.min_ranks <= self.ranks:
             raise UserError(
@@ -51,10 +51,8 @@ class ElasticOptions:
             )
 
     def hosts(self) -> tuple[HostEntry, ...]:
-        """All hosts that may take part, with their slots.
-
-        :raises UserError: the host file is not there, holds too few slots, or leaves out how many.
-        """
+        """All hosts that may take part, with their slots. Raises UserError for a missing host file, too few or
+        unspecified slots."""
         path = self.hosts_file or self.hostfile
         if path is None:
             return (HostEntry("localhost", self.ranks),)
@@ -62,7 +60,7 @@ class ElasticOptions:
         if unknown := [entry.name for entry in listed if entry.slots is None]:
             raise UserError(
                 "elastic.slots",
-                f"--elastic must know how many ranks fit on the hosts that are left: write `{unknown[0]} slots=1` "
+                f"--elastic needs the number of ranks of every host: write `{unknown[0]} slots=1` "
                 f"(or more) for {unknown[0]} in {path}.",
             )
         entries = tuple(HostEntry(name, slots) for name, slots in slots_by_host(listed).items())
@@ -70,9 +68,9 @@ class ElasticOptions:
         return entries
 
     def entries(self) -> tuple[Host, ...]:
-        """The entries of the hosts file; none without one. Raises UserError: it cannot be read, or breaks rules."""
+        """The entries of the hosts file, or none. Raises UserError if it cannot be read or is invalid."""
         if self.hosts_file is None:
             return ()
-        from hetero_mpi.launch.hosts.hosts_toml import read_hosts  # brings pydantic
+        from hetero_mpi.launch.hosts.hosts_toml import read_hosts  # imports pydantic
 
         return read_hosts(self.hosts_file)

@@ -1,26 +1,25 @@
-"""Reports of a host agent to the supervisor of ``launch --elastic``, several times a second, and the orders in the answers.
+"""Reports of a host agent to the supervisor of ``launch --elastic``, several per second, and the orders in the answers.
 
-A report is a new TCP connection each time, a line each way::
+A report is a new TCP connection with one line each way::
 
     host agent  {"host": 1, "number": 3, "call": 40, "swept": 4, "tried": 2, "locked": false, "memory_kills": 0,
                  "folders": [{"path": "/tmp", "free_bytes": 1000000000, "problem": ""}, ...],
                  "run": {"step": 17, "base": 8, "file": 9321, "checkpoint": 15, "copies": 16}}
     supervisor  {"to": [1, 3, 40], "sweep": 5, "keep": null, "try_lock": 2, "leave": false}
 
-* Connections are new, because an old one that has lost packets waits longer and longer between its attempts. After an outage of 12
-  s it may stay silent for 25 s, and a host that is back would count as dead. So nothing of this goes over the launch agent, by
-  which the orders came.
-* Every line is sealed (``seal``) with a token that is in the orders. Nothing is encrypted, and the token itself is never sent. What
-  was recorded cannot be sent again: an agent's calls are numbered, and an answer says to which call it belongs.
-* ``sweep``: a number that grows when processes are to be ended: those of all starts of this supervisor but ``spare_start``. ``swept`` is
-  the last number done.
-* ``try_lock``: a number that grows when the supervisor wants to know whether a run holds the run directory.
+* Connections are new because TCP retries ever more slowly after packet loss. After an outage of 12 s a connection may stay silent
+  for 25 s, and a host that is back would count as lost. For this reason reports do not use the launch agent.
+* Every line is authenticated (``seal``) with a token from the agent's orders, but not encrypted; the token itself is never sent.
+  Replays are rejected: an agent's calls are numbered, and an answer contains the call's number.
+* ``sweep``: increases when processes must be ended: those of all starts of this supervisor except ``keep``. ``swept`` is the last
+  completed number.
+* ``try_lock``: increases when the supervisor asks whether a run holds the run directory; ``tried`` is the last answered number.
 * ``leave``: the host agent ends.
-* ``folders``: the room in the folder for temporary files and in the run directory (``disk.folder_space``).
-* ``run``: what the run directory on this host holds; the supervisor's own host may not have it.
+* ``folders``: space in the folder for temporary files and in the run directory (``disk.folder_space``).
+* ``run``: state of the run directory on this host, which may be missing on the supervisor's host.
 
-A host agent that hears nothing for longer than the supervisor waits (or finds its port closed) ends the job's processes on its host
-and leaves, because the job goes on without them.
+A host agent without an answer for longer than the supervisor's timeout (or with a closed port) ends the job's processes on its
+host and exits, because the job continues without them.
 """
 
 from __future__ import annotations
@@ -44,42 +43,42 @@ from hetero_mpi.util.disk import folder_space, lock, require_regular, temporary_
 from hetero_mpi.util.errors import UserError
 
 CALL_INTERVAL_S = 0.25
-"""Seconds between calls."""
+"""Interval between calls."""
 CALL_S = 0.5
-"""Time limit of a call, seconds."""
+"""Timeout of a call."""
 FENCE_DELAY_S = 1.0
-"""Seconds that a host agent waits longer than the supervisor before it ends the job's processes on its host."""
+"""Time beyond the supervisor's timeout after which a host agent ends the job's processes on its host."""
 MAX_REFUSED_S = 3.0
-"""Seconds that the supervisor's port may be closed: after that its process is gone, though its machine answers."""
+"""After refusing connections for this long, the supervisor's process counts as ended although its machine answers."""
 MAX_LINE_BYTES = 4096
-"""Longest line."""
+"""Maximum length of a line."""
 _CHECKPOINT = re.compile(r"step-(\d{8,})\.h5")
 _COPY = re.compile(r"step-(\d{8,})\.[0-9a-f]{8}\.h5")
 _TAIL_BYTES = 4096
 RUN_STATE = ("step", "base", "last", "file", "checkpoint", "copies")
-"""Keys of ``run``: whole numbers about the run directory on this host."""
+"""Keys of ``run``: integers about the run directory on this host."""
 _DAEMONS = ("prted", "prterun", "orted", "hydra_pmi_proxy", "hydra_bstrap_proxy")
-"""Parents of ranks that may lack the variable: the programs that launchers start on other machines."""
+"""Remote programs of launchers: parents of ranks that may lack the environment variable."""
 _KILL_TIMEOUT_S = 5.0
-"""Longest that processes are sent SIGKILL again and again, seconds."""
+"""Longest time for which SIGKILL is sent repeatedly."""
 Role = Literal["caller", "listener"]
 
 
 class NotAuthentic(ValueError):
-    """A line of somebody who does not know the token, or that was tampered with."""
+    """A line from a sender without the token, or a modified line."""
 
 
 def seal(token: str, role: Role, value: Any) -> bytes:
-    """A JSON value as the line ``MAC JSON``; the MAC is HMAC-SHA256 under the token, of the sender's role and the text."""
+    """Format a JSON value as the line ``MAC JSON``; the MAC is HMAC-SHA256, under the token, of the sender's role and the text."""
     text = json.dumps(value)
     return f"{_mac(token, role, text)} {text}\n".encode()
 
 
 def unseal(token: str, role: Role, line: bytes) -> Any:
-    """The value in a line of the end that has this role. Raises NotAuthentic."""
+    """The value in a line from the end with this role. Raises NotAuthentic."""
     mac, _, text = line.decode(errors="replace").removesuffix("\n").partition(" ")
     if not line.endswith(b"\n") or not hmac.compare_digest(mac.encode(), _mac(token, role, text).encode()):
-        raise NotAuthentic("a line that the other end did not write")
+        raise NotAuthentic("the line is not from the other end")
     return json.loads(text)
 
 
@@ -89,7 +88,7 @@ def _mac(token: str, role: Role, text: str) -> str:
 
 @dataclass
 class HostReports:
-    """Calls the supervisor until told to leave, or until the supervisor has been silent for too long."""
+    """Calls the supervisor until it orders the agent to leave, or does not answer for too long."""
 
     token: str
     address: str
@@ -97,11 +96,11 @@ class HostReports:
     port: int
     host: int
     number: int
-    """``host`` and ``number`` say which host, and which of its agents, is calling."""
+    """``host`` and ``number`` identify the host and its agent."""
     supervisor: str
-    """The supervisor's name in the environment of the job's processes."""
+    """The supervisor's identifier in the environment of the job's processes."""
     timeout_s: float
-    """Silence after which the supervisor takes a host for dead."""
+    """Silence after which the supervisor counts a host as lost."""
     run_dir: str
 
     def __post_init__(self) -> None:
@@ -110,7 +109,7 @@ class HostReports:
         self._run = RunDirectory(Path(self.run_dir))
 
     def report(self) -> str:
-        """Run to the end; returns the reason for it."""
+        """Run to the end and return the reason for it."""
         last_answer_s = closed_since = time.monotonic()
         while True:
             call_start_s = time.monotonic()
@@ -121,8 +120,8 @@ class HostReports:
                 gone = call_start_s - closed_since > MAX_REFUSED_S
                 if gone or call_start_s - last_answer_s > self.timeout_s + FENCE_DELAY_S:
                     end_starts(self.supervisor)
-                    return "the supervisor has gone" if gone else "the supervisor was not heard of for too long"
-                # A closed port answers at once; silence has taken its time already.
+                    return "the supervisor has gone" if gone else "the supervisor has not answered for too long"
+                # A closed port fails at once; a timeout has taken its time already.
                 time.sleep(max(0.0, CALL_INTERVAL_S - (time.monotonic() - call_start_s)))
                 continue
             last_answer_s = closed_since = time.monotonic()
@@ -152,16 +151,18 @@ class HostReports:
 
 
 class RunDirectory:
-    """A run directory as the supervisor needs to know it."""
+    """The supervisor's view of a run directory."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._file = self._base = 0
 
     def state(self) -> dict[str, int]:
-        """``step``: of the last line of metrics.jsonl; ``file``: its inode (a resumed run begins a new file); ``base``: the step
-        that the run went on from when it began that file; ``last``: the step that it ends with; ``checkpoint``, ``copies``: step of
-        the newest one. 0: none."""
+        """Return ``RUN_STATE``; 0 means none.
+
+        ``step``: of the last line of metrics.jsonl; ``file``: its inode (a resumed run starts a new file); ``base``: the step from
+        which the run continued in that file; ``last``: the final step; ``checkpoint``, ``copies``: step of the newest one.
+        """
         step, run = self._last_step(), self._run()
         checkpoint, copies, last = _newest(self.directory / "checkpoints", _CHECKPOINT), 0, run.get("last_step")
         with contextlib.suppress(OSError):
@@ -170,9 +171,9 @@ class RunDirectory:
         return dict(zip(RUN_STATE, values, strict=True))
 
     def locked(self) -> bool:
-        """True where a run holds the directory, here or (where it is shared) elsewhere. To be called while nobody claims it."""
+        """Whether a run holds the directory, here or (if shared) elsewhere. Call only while no run claims it."""
         path = self.directory / LOCK_NAME
-        if path.is_symlink() or not path.is_file():  # a run refuses links, and its files alone are opened
+        if path.is_symlink() or not path.is_file():  # a run rejects links, and only its files are opened
             return False
         try:
             with path.open("a") as file:
@@ -180,7 +181,7 @@ class RunDirectory:
         except BlockingIOError:
             return True
         except OSError:
-            return False  # the run itself will say what it cannot open
+            return False  # the run itself reports unreadable files
         return False
 
     def _last_step(self) -> int:
@@ -198,14 +199,14 @@ class RunDirectory:
             return 0
 
     def _run(self) -> dict[str, Any]:
-        """``run.json``, which the run writes before it begins its metrics."""
+        """``run.json``, which the run writes before its metrics."""
         with contextlib.suppress(UserError):
             return run_json(self.directory / RUN_NAME)
         return {}
 
 
 def _newest(directory: Path, pattern: re.Pattern[str]) -> int:
-    """The largest step in the names of a directory; 0: there is none."""
+    """The highest step in the file names of a directory; 0 if there is none."""
     try:
         names = [path.name for path in directory.iterdir()]
     except OSError:
@@ -214,16 +215,16 @@ def _newest(directory: Path, pattern: re.Pattern[str]) -> int:
 
 
 def last_step(tail: bytes) -> int:
-    """The step of the last whole line of a metrics file that has one; 0 without."""
+    """The step of the last complete line with a step in a metrics file; 0 without one."""
     lines = (object_of(line.decode(errors="replace")) or {} for line in reversed(tail.split(b"\n")[:-1]))
     return next((step for values in lines if type(step := values.get("step")) is int), 0)
 
 
 def end_starts(supervisor: str, keep: str | None = None) -> None:
-    """Kill every process on this machine of the supervisor's starts, except those of the start ``spare_start``.
+    """Kill every process of the supervisor's starts on this machine, except those of the start ``keep``.
 
-    They are found by an environment variable. A launcher that is killed, or that lost its connections, leaves ranks behind which
-    hold devices and ports. A process that the kernel holds (state D) may stay; after five seconds it is given up.
+    An environment variable identifies them. A launcher that is killed, or loses its connections, leaves ranks behind that hold
+    devices and ports. A process in uninterruptible sleep (state D) may remain; it is abandoned after five seconds.
     """
     deadline = time.monotonic() + _KILL_TIMEOUT_S
     while (processes := set(_start_processes(supervisor, keep))) and time.monotonic() <= deadline:
@@ -234,7 +235,7 @@ def end_starts(supervisor: str, keep: str | None = None) -> None:
 
 
 def _start_processes(supervisor: str, keep: str | None) -> Iterator[int]:
-    """Ids of those processes, and of the launchers' daemons above them. Zombies are not among them."""
+    """Yield the ids of these processes and of the launcher daemons above them, without zombies."""
     import psutil
 
     for process in psutil.process_iter():
@@ -249,4 +250,4 @@ def _start_processes(supervisor: str, keep: str | None) -> Iterator[int]:
             if parent is not None and parent.name() in _DAEMONS:
                 yield parent.pid
         except (psutil.Error, OSError):
-            continue  # it has just gone, or belongs to somebody else
+            continue  # just ended, or another user's

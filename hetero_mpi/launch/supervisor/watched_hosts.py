@@ -1,7 +1,7 @@
-"""The hosts that a supervisor watches: which ones report, which have fallen silent, and orders to their agents.
+"""The hosts that a supervisor watches: reports from host agents, silent hosts, and orders to the agents.
 
-A machine is judged by its silence alone. A cable that is out for twelve seconds and a machine without power look alike until the
-cable is back, so no host is given up sooner than ``timeout_s``.
+Only silence counts as a lost host. A cable that is unplugged for twelve seconds and a machine without power look alike until the
+cable is back, so no host is abandoned sooner than ``timeout_s``.
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ if TYPE_CHECKING:
 
 _POLL_S = 0.02
 _RESTART_INTERVAL_S = 5.0
-"""Seconds between attempts to replace a host agent that has ended while its host takes part."""
+"""Interval between attempts to replace an ended host agent while its host takes part."""
 _MAX_SILENCE_S = 2.0
-"""A host that has been silent for so long is not waited for where nothing depends on it."""
+"""Longest wait for a silent host where nothing depends on it."""
 _LISTEN_POLL_S = 0.1
-"""Longest time until the server notices that it is closed, seconds."""
+"""Longest time until the server notices that it is closed."""
 _CALLER_TIMEOUT_S = 2.0
 """Longest wait for a caller's next byte."""
 _MAX_OWN_PAUSE_S = 2.0
-"""A longer time between two looks means that the supervisor itself was stopped."""
+"""A longer time between two checks means that the supervisor itself was suspended."""
 
 
 @dataclass
 class WatchedHost:
-    """A host, and the last report of its host agent. Times are of ``time.monotonic``."""
+    """A host, and the last report of its host agent. Times are from ``time.monotonic``."""
 
     number: int
     entry: HostEntry
     address: str
     local: bool
     agent_number: int = 0
-    """Number of its present host agent; earlier ones are told to leave."""
+    """Number of its current host agent; earlier ones are ordered to leave."""
     agent: HostAgent | None = None
     started_s: float = 0.0
     heard_s: float = 0.0
-    """When the present host agent last called; 0.0: never."""
+    """Last call of the current host agent; 0.0: never."""
     calls: int = 0
     """Number of its last call."""
     swept: int = 0
@@ -59,35 +59,35 @@ class WatchedHost:
     locked: bool = False
     run: dict[str, int] = field(default_factory=dict)
     memory_kills: int = 0
-    """Processes that the host's kernel had killed for lack of memory, by the last call."""
+    """Out-of-memory kills by the host's kernel, as of the last call."""
     folders: list[dict[str, Any]] = field(default_factory=list)
-    """The room in its folders (``disk.room``), by the last call."""
+    """Space in its folders (``disk.folder_space``), as of the last call."""
 
     @property
     def name(self) -> str:
         return self.entry.name
 
     def disk_problems(self) -> str:
-        """The folders in which no rank could write, with the reasons; "": there are none."""
+        """The folders in which no rank can write, with the reasons; "": none."""
         return "; ".join(f"{folder['path']} {folder['problem']}" for folder in self.folders if folder["problem"])
 
     def complaint(self) -> str:
-        """The last line that the launch agent, or the host agent, has written to stderr; else "no answer"."""
+        """The last line on stderr of the launch agent or host agent, or "no answer"."""
         return self.agent.complaint("no answer") if self.agent is not None else "no answer"
 
     def has_ended(self) -> bool:
-        """True where the host agent has ended, or the connection it was started through."""
+        """Whether the host agent, or the connection that started it, has ended."""
         return self.agent is None or self.agent.has_ended()
 
     def close(self) -> None:
-        """Close our end of the connection that started the host agent, which does not need it."""
+        """Close the local end of the connection that started the host agent, which does not need it."""
         if self.agent is not None:
             self.agent.close()
             self.agent = None
 
 
 class _Server(socketserver.ThreadingTCPServer):
-    """Listens on an ephemeral port of ``address`` ("": all). Each caller's line is answered on a thread of its own."""
+    """Listens on an ephemeral port of ``address`` ("": all), with a thread per caller."""
 
     allow_reuse_address = True
     daemon_threads = True
@@ -103,7 +103,7 @@ class _Server(socketserver.ThreadingTCPServer):
         request.sendall(self._answer(request.makefile("rb").readline(MAX_LINE_BYTES)))
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore callers that break off or send nonsense."""
+        """Ignore callers that disconnect or send invalid data."""
 
     def close(self) -> None:
         self.shutdown()
@@ -112,11 +112,11 @@ class _Server(socketserver.ThreadingTCPServer):
 
 
 class WatchedHosts:
-    """Listens to the host agents of all hosts. A context manager: on leaving, it tells them to leave.
+    """Listens to the host agents of all hosts. A context manager that finally orders them to leave.
 
     Args:
-        timeout_s: silence after which a host counts as dead.
-        entries: name -> entry of the hosts file, for hosts whose Python or directory is not as here.
+        timeout_s: Silence after which a host counts as lost.
+        entries: Name -> entry of the hosts file, for hosts with their own Python or directory.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class WatchedHosts:
         self._lock = threading.Lock()
         self._sweep, self._keep, self._try_lock, self._leave = 0, "", 0, False
         self._looked_s = time.monotonic()
-        # Callers without the token get no answer, so the port may be open to networks that hosts are yet to come from.
+        # Callers without the token get no answer, so the port may be open to all networks.
         address = "127.0.0.1" if all(host.local for host in self.watched) else ""
         self._server = _Server(address, self._answer)
         self.port = int(self._server.server_address[1])
@@ -149,7 +149,7 @@ class WatchedHosts:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Wait a moment for the host agents to hear that they may leave."""
+        """Wait briefly for the host agents to receive the order to leave."""
         self._leave = True
         deadline = time.monotonic() + 2 * CALL_S
         while not all(host.has_ended() for host in self.watched) and time.monotonic() < deadline:
@@ -159,10 +159,10 @@ class WatchedHosts:
         self._server.close()
 
     def probe(self, given_up: Iterable[int], patience_s: float) -> list[WatchedHost]:
-        """The hosts that answer now, in the order of the list. Host agents are started where none is known to run.
+        """Return the hosts that answer now, in list order, starting host agents where none is known to run.
 
         Returns as soon as each host has answered or its launch agent has ended without an answer; at the latest after
-        ``patience_s``. Hosts ``given_up`` (numbers) are asked too, but not waited for.
+        ``patience_s``. Hosts ``given_up`` (numbers) are probed too, but not awaited.
         """
         start_s, abandoned = time.monotonic(), set(given_up)
         for host in self.watched:
@@ -176,10 +176,10 @@ class WatchedHosts:
             time.sleep(_POLL_S)
 
     def silent(self, watched: Sequence[WatchedHost]) -> list[WatchedHost]:
-        """The hosts of ``watched`` not heard of for ``timeout_s``; to be called often. Replaces host agents that have ended."""
+        """Return the hosts of ``watched`` that are silent for ``timeout_s``. Call often; also replaces ended host agents."""
         now = time.monotonic()
         pause_s, self._looked_s = now - self._looked_s, now
-        if pause_s > _MAX_OWN_PAUSE_S:  # this process was stopped, or its machine asleep: nobody could be heard
+        if pause_s > _MAX_OWN_PAUSE_S:  # this process, or its machine, was suspended: it could receive nothing
             for host in watched:
                 host.heard_s += pause_s
         for host in watched:
@@ -190,9 +190,9 @@ class WatchedHosts:
         return [host for host in watched if now - host.heard_s > self.timeout_s]
 
     def sweep(self, watched: Sequence[WatchedHost], patience_s: float) -> list[WatchedHost]:
-        """End the job's processes on all of ``watched``; returns the hosts that did not confirm it.
+        """End the job's processes on all of ``watched``; return the hosts that did not confirm.
 
-        A host that says nothing at all is not waited for: its agent ends the processes when it hears of this, or by itself.
+        Silent hosts are not awaited: their agents end the processes when they receive the order, or after their own timeout.
         """
         with self._lock:
             self._sweep += 1
@@ -206,7 +206,7 @@ class WatchedHosts:
             time.sleep(_POLL_S)
 
     def locked(self, host: WatchedHost) -> bool:
-        """True where a run holds the run directory, as this host sees it. To be called while no start is under way."""
+        """Whether a run holds the run directory, as seen by this host. Call only while no start is active."""
         with self._lock:
             self._try_lock += 1
         deadline = time.monotonic() + _MAX_SILENCE_S
@@ -215,7 +215,7 @@ class WatchedHosts:
         return host.locked
 
     def spare_start(self, start: str) -> None:
-        """From now on, sweeping spares this start. A host that comes back ends all others and leaves this one alone."""
+        """Exclude this start from sweeps. A host that returns ends the processes of all others."""
         with self._lock:
             self._keep = start
 
@@ -241,13 +241,13 @@ class WatchedHosts:
         )
 
     def _answer(self, line: bytes) -> bytes:
-        """The answer to a caller that has the token. Raises NotAuthentic: it has not, or repeats a call."""
+        """Answer a caller with the token. Raises NotAuthentic for a caller without it, or a repeated call."""
         report = unseal(self.token, "caller", line)
         with self._lock:
             host, sender = self.watched[int(report["host"])], [report["host"], report["number"], report["call"]]
             leave = self._leave
             if int(report["number"]) != host.agent_number:
-                leave = True  # of a host that was given up: it may still have to end what runs there
+                leave = True  # an abandoned host: its agent may still have to end processes
             elif int(report["call"]) <= host.calls:
                 raise NotAuthentic("a repeated call")
             else:
