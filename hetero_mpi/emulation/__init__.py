@@ -1,1 +1,1 @@
-"""Emulated clusters: ranks and links that last as long as those of a profile."""
+"""Emulated clusters: devices and links with the speeds of a profile."""

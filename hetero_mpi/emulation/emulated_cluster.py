@@ -1,9 +1,9 @@
-"""Emulated clusters: ranks that last as long as the devices and links of a profile, while a small model stands in for its own.
+"""Emulated clusters: ranks with the speeds of a profile's devices and links, computing a small stand-in for the profile's model.
 
-``[cluster] emulate = PROFILE``. The profile's model is what is planned; the job's model, with as many blocks, is what is
-computed, by stages (``paced_stage``) and over a transport (``PacedTransport``) that take as long as the profile's. Every pair of
-ranks has a link to itself: NICs that a profile says hosts share are taken out of it when it is read, for planner, prediction and
-ranks alike. Nothing else differs from a run without emulation: losses have the same bits.
+``[cluster] emulate = PROFILE``. The planner plans the profile's model. The job's model, with an equal number of blocks, is
+computed by stages (``paced_stage``) and over a transport (``PacedTransport``) that take as long as the profile's. Every pair of
+ranks has its own link: shared NICs of the profile are removed when it is read, for planner, prediction and ranks alike. Nothing
+else differs from a run without emulation; losses are bitwise equal.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from hetero_mpi.planning.types.toml_files import load_profile, profile_from_dict
 from hetero_mpi.util import units
 from hetero_mpi.util.errors import UserError
 
-MAX_LATE = 0.1
-"""Share of late actions from which steps are longer than the emulated cluster's by more than a busy machine explains."""
+MAX_LATE_RATIO = 0.1
+"""Share of late actions above which steps exceed the emulated cluster's by more than the load of the machine explains."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,11 @@ class Emulation:
 
     profile: ClusterProfile
     plan: Plan
-    """Plan of the profile's model. ``stand_in_plan`` is the same for the job's own sequences."""
+    """Plan of the profile's model; ``stand_in_plan`` has the job's own sequence length."""
     time_scale: float
     """Seconds of wall clock per second of the emulated cluster."""
     transport: Transport
-    """Paces the messages and exchanges of steps, and no others."""
+    """Paces the messages and exchanges of steps only."""
     pace: ActionPacer
     stand_in_sequence: int
     """Tokens per sequence of the job."""
@@ -63,13 +63,13 @@ class Emulation:
         return replace(self.plan, sequence_length=self.stand_in_sequence)
 
     def paced(self, build: BuildStage) -> BuildStage:
-        """``build`` with stages that last."""
+        """Wrap ``build`` to return paced stages."""
 
         def paced(
-            own: StagePlan, split: bool, shared: Shared, foreign: Collection[str], beginning: Stage | None
+            stage_plan: StagePlan, split: bool, shared: Shared, foreign: Collection[str], beginning: Stage | None
         ) -> Stage:
-            stage = build(own, split, shared, foreign, beginning)
-            number = next(number for number, _, one in self.plan.numbered if one == own)
+            stage = build(stage_plan, split, shared, foreign, beginning)
+            number = next(number for number, _, candidate in self.plan.numbered if candidate == stage_plan)
             return cast(Stage, PacedStage(stage, number, self.pace))
 
         return paced
@@ -78,40 +78,43 @@ class Emulation:
         """Seconds of the emulated cluster."""
         return wall_s / self.time_scale
 
-    def tokens(self, own: int) -> float:
-        """Tokens of the emulated model that so many of the stand-in's stand for."""
-        return own * self.profile.model.sequence_length / self.stand_in_sequence
+    def tokens(self, stand_in_tokens: int) -> float:
+        """Tokens of the emulated model that correspond to these of the stand-in."""
+        return stand_in_tokens * self.profile.model.sequence_length / self.stand_in_sequence
 
 
 def emulated_profile(world: World, loaded: LoadedJob, chain: TransformersChain, tuning: Tuning) -> ClusterProfile:
-    """The profile that the job names, for this many ranks, labelled as emulated. Collective; rank 0 reads the file.
+    """The job's profile for this number of ranks, labelled as emulated. Collective; rank 0 reads the file.
 
-    Raises UserError: ranks or blocks do not fit the profile, or embedding and head are tied in one model only.
+    Raises UserError if ranks or blocks do not match the profile, or only one of the models ties embedding and head.
     """
-    cluster, found = loaded.job.cluster, None
+    cluster, emulated = loaded.job.cluster, None
     assert cluster.emulate is not None
     with world.on_leader("reading the profile to emulate"):
         if world.rank == 0:
             path = loaded.profile_file(cluster.emulate)
             profile = _first_ranks(load_profile(path), world.size, cluster.emulate_first, str(path))
             _check_model(profile, chain, tuning.tied(chain) is not None, str(path))
-            found = replace(
+            emulated = replace(
                 profile,
                 hosts=tuple(replace(host, shared_nic=False) for host in profile.hosts),
                 source=profile.source if profile.emulated else f"{EMULATED}, {profile.source}",
                 key=f"{EMULATED}-{profile.key}",
                 notes=(*_notes(profile, chain, loaded), *profile.notes),
             )
-    profile = profile_from_dict(world.broadcast_json(profile_to_dict(found) if found is not None else None))
+    profile = profile_from_dict(world.broadcast_json(profile_to_dict(emulated) if emulated is not None else None))
     return with_memory(profile, cluster.memory_bytes)
 
 
-def _first_ranks(profile: ClusterProfile, ranks: int, fewer: bool, path: str) -> ClusterProfile:
-    known = len(profile.devices)
-    if ranks > known or (ranks < known and not fewer):
-        also = "" if ranks > known else f", or set [cluster] emulate_first = true to emulate its first {ranks}"
+def _first_ranks(profile: ClusterProfile, ranks: int, allow_fewer: bool, path: str) -> ClusterProfile:
+    profile_ranks = len(profile.devices)
+    if ranks > profile_ranks or (ranks < profile_ranks and not allow_fewer):
+        alternative = (
+            "" if ranks > profile_ranks else f", or set [cluster] emulate_first = true to emulate its first {ranks}"
+        )
         raise UserError(
-            "emulation.ranks", f"{path} describes {known} ranks, this job has {ranks}: start {known} ranks{also}"
+            "emulation.ranks",
+            f"{path} describes {profile_ranks} ranks, this job has {ranks}: start {profile_ranks} ranks{alternative}",
         )
     return restricted(profile, range(ranks))
 
@@ -121,28 +124,31 @@ def _check_model(profile: ClusterProfile, chain: TransformersChain, tied: bool, 
     if chain.blocks != blocks:
         raise UserError(
             "emulation.blocks",
-            f"a model stands in for another with as many blocks: {path} has {blocks}, this job's model has {chain.blocks}. "
+            f"a stand-in needs the model's number of blocks: {path} has {blocks}, this job's model has {chain.blocks}. "
             f"Set {block_key(chain.model.config, chain.blocks)} = {blocks} in [model.config]",
         )
     if tied != profile.model.tied:
-        trains = {own: f"trains {'a' if own else 'no'} matrix that embedding and head share" for own in (True, False)}
+        descriptions = {
+            is_tied: f"trains {'a' if is_tied else 'no'} matrix that embedding and head share"
+            for is_tied in (True, False)
+        }
         raise UserError(
             "emulation.tied",
-            f"stand-in and model must agree on tied ends: {path} {trains[profile.model.tied]}, this job {trains[tied]}. "
+            f"stand-in and model must agree on tied ends: {path} {descriptions[profile.model.tied]}, this job {descriptions[tied]}. "
             f"Set tie_word_embeddings = {str(profile.model.tied).lower()} in [model.config]",
         )
 
 
 def _notes(profile: ClusterProfile, chain: TransformersChain, loaded: LoadedJob) -> tuple[str, ...]:
     parameters = sum(spec.count for spec in chain.parameters.values())
-    cluster, own = loaded.job.cluster, profile.model
+    cluster, model = loaded.job.cluster, profile.model
     scale = "" if cluster.time_scale == 1 else f" One second of it takes {cluster.time_scale:g} s here."
-    shared = any(host.shared_nic for host in profile.hosts)
-    apart = " NICs that its hosts share are not emulated: each pair of ranks has a link to itself." if shared else ""
+    shares_nic = any(host.shared_nic for host in profile.hosts)
+    nic_note = " NICs that its hosts share are not emulated: each pair of ranks has its own link." if shares_nic else ""
     return (
-        f"{EMULATED}: times and messages are those of {loaded.job.cluster.emulate}, for {own.model_type} in {own.dtype} with "
-        f"{units.rows_of(own.sequence_length)}; a {chain.config.model_type} of {units.count(parameters)} parameters "
-        f"with sequences of {loaded.job.data.sequence_length} is what is computed.{scale}{apart}",
+        f"{EMULATED}: times and messages are those of {loaded.job.cluster.emulate}, for {model.model_type} in {model.dtype} with "
+        f"{units.rows_of(model.sequence_length)}; a {chain.config.model_type} of {units.count(parameters)} parameters "
+        f"with sequences of {loaded.job.data.sequence_length} is what is computed.{scale}{nic_note}",
     )
 
 
@@ -155,83 +161,85 @@ def emulate(
     plan: Plan,
     cores: float,
 ) -> Emulation:
-    """Set up this rank. Collective over all ranks. ``chain``: the stand-in. ``cores``: CPU cores this rank can count on."""
+    """Set up this rank. Collective over all ranks. ``chain``: the stand-in. ``cores``: CPU cores available to this rank."""
     sleeper = Sleeper(spare_core=cores >= 2)  # one computes, one spins
     scale = loaded.job.cluster.time_scale
     offsets_s = world.all_gather_json(clock_offset_s(world, transport))
     pace = ActionPacer(plan, profile, scale, sleeper, loaded.job.cluster.speed_changes())
-    own = loaded.job.data.sequence_length
+    sequence_length = loaded.job.data.sequence_length
     dtype = loaded.job.train.dtype
-    row_bytes = own * sent_bytes(chain.config.hidden_size * DTYPE_BYTES[dtype], dtype, profile.model.wire)
+    row_bytes = sequence_length * sent_bytes(chain.config.hidden_size * DTYPE_BYTES[dtype], dtype, profile.model.wire)
 
-    between, ends = _between_stages(profile, plan, scale, row_bytes), _between_ends(profile, plan, scale)
+    stage_delay, tied_delay = _stage_delay(profile, plan, scale, row_bytes), _tied_delay(profile, plan, scale)
 
     def delay_of(tag: int) -> Delay | None:
         if tag < TIED_TAG:
-            return between if tag % 4 != EVALUATION else None
-        return ends if tag <= TIED_TAG + 1 else None
+            return stage_delay if tag % 4 != EVALUATION else None
+        return tied_delay if tag <= TIED_TAG + 1 else None
 
     paced = PacedTransport(transport, world.rank, delay_of, pace.exchange_s, offsets_s, sleeper)
-    return Emulation(profile, plan, scale, paced, pace, own)
+    return Emulation(profile, plan, scale, paced, pace, sequence_length)
 
 
-def _between_stages(profile: ClusterProfile, plan: Plan, scale: float, row_bytes: int) -> Delay:
-    """Seconds of activations and gradients. ``row_bytes`` of the stand-in stand for a sequence of the profile's model."""
+def _stage_delay(profile: ClusterProfile, plan: Plan, scale: float, row_bytes: int) -> Delay:
+    """Seconds of activations and gradients. ``row_bytes`` of the stand-in correspond to a sequence of the profile's model."""
     boundary_bytes = {}
     for pipeline in plan.pipelines:
         for before, after in pairwise(pipeline.stages):
             size = profile.model.sent_bytes_per_token(before.last - 1) * plan.sequence_length
             boundary_bytes[before.ranks[0], after.ranks[0]] = boundary_bytes[after.ranks[0], before.ranks[0]] = size
 
-    def delay_s(source: int, destination: int, own_bytes: int) -> float:
-        size = boundary_bytes[source, destination] * own_bytes / row_bytes
+    def delay_s(source: int, destination: int, stand_in_bytes: int) -> float:
+        size = boundary_bytes[source, destination] * stand_in_bytes / row_bytes
         return scale * profile.transfer_s(source, destination, size)
 
     return delay_s
 
 
-def _between_ends(profile: ClusterProfile, plan: Plan, scale: float) -> Delay:
-    """Seconds of the exchange between the ends of a tied model: its gradient one way, its values the other."""
+def _tied_delay(profile: ClusterProfile, plan: Plan, scale: float) -> Delay:
+    """Seconds of the exchange between the ends of a tied model: gradients one way, values the other."""
     delays = {}
     for pipeline in plan.pipelines:
         embedding, head = pipeline.stages[0].ranks[0], pipeline.stages[-1].ranks[0]
         if profile.model.tied and embedding != head:
             delays[head, embedding] = scale * tied_s(profile, embedding, head)
             delays[embedding, head] = scale * return_s(profile, embedding, head)
-    return lambda source, destination, own_bytes: delays[source, destination]
+    return lambda source, destination, stand_in_bytes: delays[source, destination]
 
 
 def punctuality_lines(world: World, emulation: Emulation) -> list[str]:
-    """How well the ranks kept the times, for the end of a run. Collective over the active ranks."""
+    """How precisely the ranks kept the times, for the end of a run. Collective over the active ranks."""
     pace = emulation.pace
     rows = world.all_gather_json([pace.actions, pace.late, pace.late_s])
     actions, late, late_s = (sum(row[column] for row in rows) for column in range(3))
     mean = f", by {units.seconds(late_s / late)} on average" if late else ""
     remedy = (
-        "; raise [cluster] time_scale, or make the model or its sequences smaller" if late > MAX_LATE * actions else ""
+        "; raise [cluster] time_scale, or make the model or its sequences smaller"
+        if late > MAX_LATE_RATIO * actions
+        else ""
     )
-    return [f"Emulation: {late:,} of {actions:,} actions took longer here than they were to last{mean}{remedy}"]
+    return [f"Emulation: {late:,} of {actions:,} actions took longer here than in the emulated cluster{mean}{remedy}"]
 
 
 STAMP_TAG = 1 << 14
-"""Added to a message's tag for the moment that goes with it; MPI promises tags up to 32767. The one below is ``clocks``'."""
+"""Added to a message's tag for its timestamp; MPI guarantees tags up to 32767. The tag below belongs to ``clock_offset_s``."""
 _SUM_TAG = STAMP_TAG - 2
-"""Less a group's number: for the moments at which its members start exchanges."""
+"""Minus a group's number: tag for the start times of exchanges."""
 Delay = Callable[[int, int, int], float]
-"""(source rank, destination rank, bytes of the message) -> seconds that it takes; one ``Delay``'s messages share links."""
+"""(source rank, destination rank, bytes of the message) -> its duration in seconds; messages of one ``Delay`` share links."""
 
 
-def _stamp(moment_s: float = 0.0) -> Buffer:
-    """A moment as 8 bytes."""
+def _encode_time(moment_s: float = 0.0) -> Buffer:
+    """A time as 8 bytes."""
     return np.array([moment_s]).view(np.uint8)
 
 
-def _seconds(stamp: Buffer) -> float:
+def _decode_time(stamp: Buffer) -> float:
     return float(stamp.view(np.float64)[0])
 
 
-class _Held(Message):
-    """A message with its moment: complete when both have been moved and the moment has come."""
+class _PacedMessage(Message):
+    """A message with its arrival time: complete when both are moved and the time has come."""
 
     def __init__(self, request: Request, stamp: Buffer, stamp_request: Request, offset_s: float) -> None:
         assert isinstance(request, Message), "transports make messages"
@@ -241,8 +249,8 @@ class _Held(Message):
 
     @property
     def moment_s(self) -> float:
-        """When it arrives, on this rank's clock; known once ``moves`` are complete."""
-        return _seconds(self._stamp) + self._offset_s
+        """Its arrival time on this rank's clock; known once ``moves`` are complete."""
+        return _decode_time(self._stamp) + self._offset_s
 
     @property
     def ended_s(self) -> float | None:
@@ -253,13 +261,12 @@ class _Held(Message):
         return all(part.completed for part in self.moves) and time.perf_counter() >= self.moment_s
 
 
-class _HeldExchange(Exchange):
-    """An exchange that lasts ``duration_s`` from the moment at which its last member starts it. Its members tell each other their
-    moments as soon as they know them.
+class _PacedExchange(Exchange):
+    """An exchange that lasts ``duration_s`` from the start of its last member. Members send each other their start times.
 
     Args:
-        offset_s: this rank's clock minus rank 0's.
-        before: the exchange that this rank started before it.
+        offset_s: This rank's clock minus rank 0's.
+        before: The previous exchange of this rank.
     """
 
     def __init__(
@@ -269,54 +276,55 @@ class _HeldExchange(Exchange):
         rank: int,
         offset_s: float,
         duration_s: float,
-        before: _HeldExchange | None,
+        before: _PacedExchange | None,
     ) -> None:
         super().__init__(request.group, request.parts, request.sums, number=request.number)
         called_s = time.perf_counter()
-        self.starts = {member: _stamp(called_s - offset_s) for member in request.group.ranks}
-        """Member -> the moment at which it starts, on rank 0's clock: so all find the same end, to the last bit."""
+        self.starts = {member: _encode_time(called_s - offset_s) for member in request.group.ranks}
+        """Member -> its start time on rank 0's clock, so that all compute a bitwise equal end."""
         self._own, self._called_s, self._before = self.starts[rank], called_s, before
         self._offset_s, self._duration_s = offset_s, duration_s
-        others, tag = [member for member in self.starts if member != rank], _SUM_TAG - request.group.number
+        peers, tag = [member for member in self.starts if member != rank], _SUM_TAG - request.group.number
         self.moves = [inner.exchange(request)]
-        self.moves += [inner.post_receive(other, tag, self.starts[other]) for other in others]
-        self.moves += [inner.send(other, tag, self._own, self.started) for other in others]
+        self.moves += [inner.post_receive(peer, tag, self.starts[peer]) for peer in peers]
+        self.moves += [inner.send(peer, tag, self._own, self.started) for peer in peers]
 
     def started(self) -> bool:
-        """Whether this rank's own moment is known: the end of the exchange before is. For the thread that moves messages."""
+        """Whether this rank's start time is known, that is, the end of the previous exchange. Called by the thread that moves
+        messages."""
         before = self._before
-        if before is not None and before.moved:
-            self._own[:] = _stamp(max(self._called_s, before.moment_s) - self._offset_s)
-            self._before = None  # the chain of a whole run would be long
+        if before is not None and before.all_moved:
+            self._own[:] = _encode_time(max(self._called_s, before.moment_s) - self._offset_s)
+            self._before = None  # avoids a chain over the whole run
         return self._before is None
 
     @property
-    def moved(self) -> bool:
+    def all_moved(self) -> bool:
         return all(part.completed for part in self.moves)
 
     @property
     def moment_s(self) -> float:
-        """When it is done, on this rank's clock; known once ``moves`` are complete."""
-        return max(map(_seconds, self.starts.values())) + self._offset_s + self._duration_s
+        """Its end on this rank's clock; known once ``moves`` are complete."""
+        return max(map(_decode_time, self.starts.values())) + self._offset_s + self._duration_s
 
     @property
     def completed(self) -> bool:
-        return self.moved and time.perf_counter() >= self.moment_s
+        return self.all_moved and time.perf_counter() >= self.moment_s
 
 
 class PacedTransport(Transport):
     """``inner`` with the times of another cluster. Closing it leaves ``inner`` open.
 
-    All ranks start the exchanges of all groups in one common order, as the engine does, layer after layer: in other orders ranks
-    could wait for one another for ever, since a rank starts one only when the one before is done.
+    All ranks start the exchanges of all groups in one common order, as the engine does, layer after layer. Other orders could
+    deadlock, since a rank starts an exchange only after the previous one.
 
     Args:
-        delay_of: tag of a message -> how long it takes; None: as long as it does.
-        exchange_s: (its number, is it a reduce-scatter?) -> seconds that an exchange by itself takes.
-        offsets_s: each rank's clock minus rank 0's, as ``clock_offset_s`` says.
+        delay_of: Tag of a message -> its delay; None: not paced.
+        exchange_s: (its number, whether it is a reduce-scatter) -> seconds of an exchange.
+        offsets_s: Each rank's clock minus rank 0's, from ``clock_offset_s``.
     """
 
-    piece_bytes = sys.maxsize  # a message takes its time whole: pieces would each wait for a link's latency
+    piece_bytes = sys.maxsize  # a message is delayed once: each piece would add a link's latency
 
     def __init__(
         self,
@@ -330,7 +338,7 @@ class PacedTransport(Transport):
         self.inner, self.rank, self._delay_of, self._exchange_s = inner, rank, delay_of, exchange_s
         self._offsets_s, self._sleeper = dict(enumerate(offsets_s)), sleeper
         self._link_free_s: dict[tuple[Delay, int], float] = {}
-        self._last_exchange: _HeldExchange | None = None
+        self._last_exchange: _PacedExchange | None = None
 
     @property
     def idle(self) -> bool:
@@ -344,19 +352,19 @@ class PacedTransport(Transport):
         request = self.inner.post_receive(source, tag, buffer, arrived)
         if self._delay_of(tag) is None:
             return request
-        stamp = _stamp()
+        stamp = _encode_time()
         moment = self.inner.post_receive(source, tag + STAMP_TAG, stamp)
-        return _Held(request, stamp, moment, self._offsets_s[self.rank] - self._offsets_s.get(source, 0.0))
+        return _PacedMessage(request, stamp, moment, self._offsets_s[self.rank] - self._offsets_s.get(source, 0.0))
 
     def send(self, destination: int, tag: int, buffer: Buffer, ready: Ready | None = None) -> Request:
-        """The message leaves now, or when those before it have arrived."""
+        """The message leaves now, or when the previous ones have arrived."""
         request, delay_s = self.inner.send(destination, tag, buffer, ready), self._delay_of(tag)
         if delay_s is None:
             return request
         begin_s = max(time.perf_counter(), self._link_free_s.get((delay_s, destination), 0.0))
         end_s = self._link_free_s[delay_s, destination] = begin_s + delay_s(self.rank, destination, buffer.size)
-        stamp = _stamp(end_s)
-        return _Held(request, stamp, self.inner.send(destination, tag + STAMP_TAG, stamp), 0.0)
+        stamp = _encode_time(end_s)
+        return _PacedMessage(request, stamp, self.inner.send(destination, tag + STAMP_TAG, stamp), 0.0)
 
     def group(self, ranks: tuple[int, ...], number: int) -> Group:
         assert number < _SUM_TAG // 2, "group numbers share the tags with messages"
@@ -367,12 +375,12 @@ class PacedTransport(Transport):
 
     def exchange(self, request: Exchange) -> Request:
         duration_s, offset_s = self._exchange_s(request.number, request.sums), self._offsets_s[self.rank]
-        self._last_exchange = _HeldExchange(request, self.inner, self.rank, offset_s, duration_s, self._last_exchange)
+        self._last_exchange = _PacedExchange(request, self.inner, self.rank, offset_s, duration_s, self._last_exchange)
         return self._last_exchange
 
     def wait(self, request: Request) -> None:
-        """Returns when the message has been moved and its moment has come, for sender and receiver."""
-        if not isinstance(request, _Held | _HeldExchange):
+        """Return when the message is moved and its time has come, for sender and receiver."""
+        if not isinstance(request, _PacedMessage | _PacedExchange):
             self.inner.wait(request)
             return
         for part in request.moves:
@@ -380,8 +388,8 @@ class PacedTransport(Transport):
         self._sleeper.until(request.moment_s)
 
     def pending(self) -> int:
-        """Moments count as messages."""
+        """Timestamps count as messages."""
         return self.inner.pending()
 
     def close(self) -> None:
-        """Nothing of its own is to be closed."""
+        """Nothing to close."""

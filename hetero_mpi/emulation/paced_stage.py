@@ -1,6 +1,6 @@
-"""A stage whose forwards, backwards and optimizer steps last as long as those of a profile's device.
+"""A stage whose forwards, backwards and optimizer steps last as long as on a profile's device.
 
-Each runs its real arithmetic and then waits until ``durations.duration`` times ``[cluster] time_scale`` has passed.
+Each computes its real arithmetic and then waits until ``durations.duration`` times ``[cluster] time_scale`` has passed.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from hetero_mpi.planning.schedule import Action, Op
 from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.planning.types.profile import ClusterProfile
 
-_TRIALS, _TRIAL_S = 9, 1e-3
-_MOST_S = 5e-4
-"""Upper limit of the measured oversleep, seconds: on a busy machine a longer one is an accident."""
+_TRIAL_COUNT, _TRIAL_S = 9, 1e-3
+_MAX_OVERSLEEP_S = 5e-4
+"""Upper limit of the measured oversleep; longer values on a busy machine are outliers."""
 
 
 class Sleeper:
-    """Waits until moments of ``time.perf_counter``, more precisely than the operating system wakes a process.
+    """Waits until times of ``time.perf_counter``, more precisely than the operating system wakes a process.
 
-    A sleeping process wakes about 0.1 ms late (timer slack, and the way back onto a core), nearly always by the same amount. That
-    amount is measured once and subtracted. ``spare_core``: where a core is free, the rest is spent polling the clock. Where ranks
-    share cores there is no polling, as it would take time from a rank that computes.
+    A sleeping process wakes about 0.1 ms late (timer slack and scheduling), nearly always by an equal amount, which is measured
+    once and subtracted. ``spare_core``: poll the clock for the rest if a core is free. Ranks that share cores do not poll, as it
+    would slow a computing rank.
     """
 
     def __init__(self, spare_core: bool) -> None:
         self.spare_core = spare_core
-        self.late_s = min(_MOST_S, statistics.median(_oversleep_s() for _ in range(_TRIALS)))
-        """How much later than asked a sleep ends here."""
+        self.late_s = min(_MAX_OVERSLEEP_S, statistics.median(_oversleep_s() for _ in range(_TRIAL_COUNT)))
+        """Measured oversleep."""
 
     def until(self, moment_s: float) -> None:
-        """Return at ``moment_s``; at once where that has passed."""
-        # A core's spinner begins early, so that an accidentally late waking is still in time.
+        """Return at ``moment_s``; at once if it has passed."""
+        # With a spare core polling begins early, to absorb an occasional late wake-up.
         early_s = self.late_s * (1.5 if self.spare_core else 1.0)
         left_s = moment_s - time.perf_counter() - early_s
         if left_s > 0:
@@ -59,12 +59,12 @@ class ActionPacer:
     """Makes this rank's actions last.
 
     Attributes:
-        actions: how many were paced.
-        late: of these, how many took longer than they should, by real arithmetic or since nobody woke this rank in time ...
-        late_s: ... and by how much in all (wall clock).
+        actions: Number of paced actions.
+        late: Number of actions that took too long, by real arithmetic or a late wake-up.
+        late_s: Total excess of these (wall clock).
 
     Args:
-        speeds: (rank, from which step on, share of the profile's speed).
+        speeds: (rank, first step, share of the profile's speed).
     """
 
     def __init__(
@@ -78,45 +78,47 @@ class ActionPacer:
         self._plan, self._scale, self._sleeper = plan, time_scale, sleeper
         self._speeds = sorted(speeds, key=lambda change: change[1])
         self._step = 0
-        self._known = Durations(plan, profile)
-        self._profile = self._known.profile
+        self._durations = Durations(plan, profile)
+        self._profile = self._durations.profile
         self._finished_s: dict[Action, dict[int, float]] = {}
         self.actions, self.late, self.late_s = 0, 0, 0.0
 
-    def lasts_s(self, action: Action) -> float:
-        """Seconds of wall clock that an action is to last; STEP without what it or the next forward waits for."""
+    def duration_s_of(self, action: Action) -> float:
+        """Wall-clock seconds of an action; STEP without the exchanges that it or the next forward awaits."""
         scale = self._scale_now(action)
         if action.op is Op.STEP:
             return scale * update_s(action.stage, self._plan, self._profile)
-        return scale * self._known.of(action)[0]
+        return scale * self._durations.of(action)[0]
 
     def _scale_now(self, action: Action) -> float:
-        """Seconds of wall clock per second of the device that does ``action``, at its speed in this step."""
-        rank, speed = self._known.stages[action.stage].ranks[0], 1.0
-        for changed, first_step, share in self._speeds:
-            speed = share if changed == rank and first_step <= self._step else speed
+        """Wall-clock seconds per second of the device of ``action``, at its speed in this step."""
+        rank, speed = self._durations.stages[action.stage].ranks[0], 1.0
+        for changed_rank, first_step, new_speed in self._speeds:
+            speed = new_speed if changed_rank == rank and first_step <= self._step else speed
         return self._scale / speed
 
     def begin_step(self, step: int) -> None:
-        """The number of the step that runs: devices may change their speed."""
+        """Set the current step's number: devices may change their speed."""
         self._step = step
 
     def go_on_from(self, before: ActionPacer) -> None:
-        """Count on, after a change of plans."""
+        """Continue the counters after a change of plans."""
         self.actions, self.late, self.late_s = before.actions, before.late, before.late_s
 
     def exchange_s(self, layer: int, sums: bool) -> float:
-        """Seconds of wall clock that the exchange of a layer is to last: its gradients are summed, or new values go out. The
-        stand-in's bytes do not matter, and what the emulated model does not train takes no time."""
+        """Wall-clock seconds of a layer's exchange: its gradient sum, or the distribution of new values.
+
+        The stand-in's bytes do not matter; frozen parameters of the emulated model take no time.
+        """
         seconds = sum_s if sums else values_s
         return self._scale * seconds(self._plan, self._profile, layer)
 
-    def hold(self, action: Action, start_s: float, finished: Finished | None = None) -> None:
+    def pace_action(self, action: Action, start_s: float, finished: Finished | None = None) -> None:
         """Wait until an action that began at ``start_s`` (``time.perf_counter``) has lasted long enough.
 
-        ``finished``: is told each layer when a last backward would have finished it.
+        ``finished``: called with each layer at the time when a last backward would have finished it.
         """
-        end_s = start_s + self.lasts_s(action)
+        end_s = start_s + self.duration_s_of(action)
         late_s = time.perf_counter() - end_s
         if finished is not None:
             for layer, after_s in self._layers_s(action).items():
@@ -136,7 +138,7 @@ class ActionPacer:
 
 
 class PacedStage:
-    """Stage number ``number`` of a plan, paced. What is not here is the stage's own."""
+    """Stage number ``number`` of a plan, paced. Other attributes are the stage's own."""
 
     def __init__(self, stage: Stage, number: int, pace: ActionPacer) -> None:
         self.stage, self._number, self._pace = stage, number, pace
@@ -146,31 +148,31 @@ class PacedStage:
 
     def forward(self, position: MicroBatch, x: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
         self._pace.begin_step(position.step)
-        with self._lasting(Op.F, position.index):
+        with self._paced(Op.F, position.index):
             return self.stage.forward(position, x, targets)
 
     def backward(
         self, index: int, dy: torch.Tensor | None = None, finished: Finished | None = None
     ) -> torch.Tensor | None:
-        with self._lasting(Op.B, index, finished):
+        with self._paced(Op.B, index, finished):
             return self.stage.backward(index, dy)
 
     def backward_input(self, index: int, dy: torch.Tensor | None = None) -> torch.Tensor | None:
-        with self._lasting(Op.I, index):
+        with self._paced(Op.I, index):
             return self.stage.backward_input(index, dy)
 
     def backward_weights(self, index: int, finished: Finished | None = None) -> None:
-        with self._lasting(Op.W, index, finished):
+        with self._paced(Op.W, index, finished):
             self.stage.backward_weights(index)
 
     @contextlib.contextmanager
     def updating(self) -> Iterator[None]:
-        with self._lasting(Op.STEP), self.stage.updating():
+        with self._paced(Op.STEP), self.stage.updating():
             yield
 
     @contextlib.contextmanager
-    def _lasting(self, op: Op, index: int | None = None, finished: Finished | None = None) -> Iterator[None]:
-        """A block that lasts as long as an action. ``finished``: hears of layers when the device would have finished them."""
+    def _paced(self, op: Op, index: int | None = None, finished: Finished | None = None) -> Iterator[None]:
+        """A block that lasts as long as an action. ``finished``: called when the device would have finished a layer."""
         begin = time.perf_counter()
         yield
-        self._pace.hold(Action(op, self._number, index), begin, finished)
+        self._pace.pace_action(Action(op, self._number, index), begin, finished)

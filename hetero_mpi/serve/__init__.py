@@ -1,1 +1,1 @@
-"""The command ``serve``: a model that is distributed over the ranks answers over HTTP, as OpenAI's API does."""
+"""The command ``serve``: a model distributed over the ranks behind an OpenAI-compatible HTTP API."""

@@ -1,4 +1,4 @@
-"""Requests of OpenAI's API: the fields that are honoured, with their ranges. Others are refused by ``request_fields``."""
+"""Requests of OpenAI's API: the supported fields with their ranges. ``request_fields`` rejects others."""
 
 from __future__ import annotations
 
@@ -13,22 +13,25 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, fi
 from hetero_mpi.inference.decoding import Sampling
 from hetero_mpi.serve.request_fields import refused_fields
 from hetero_mpi.serve.web.server import HttpError
-from hetero_mpi.serve.wording import opened
+from hetero_mpi.serve.wording import parse_json
 
 COMPLETION_TOKENS = 16
-"""New tokens of a plain completion whose client gives no number, as in OpenAI's API. A chat may fill the context."""
-MOST_STOPS, LONGEST_STOP = 16, 1000
-"""Texts to stop at, and the characters of each: every token of an answer is compared with all of them."""
-MOST_MESSAGES, MOST_STOP_TOKENS, MOST_TOOLS = 10_000, 128, 128
-MOST_CHOICES = 128
-"""Answers of a request: its prompts, times ``n``."""
-MOST_LIKELIEST = 20
-_TOLD_ERRORS, _TOLD_CHARACTERS = 5, 200
-_HALF_CHARACTER = re.compile(rb"\\u[dD][89a-fA-F]")
+"""Default maximum of new tokens of a plain completion, as in OpenAI's API. A chat may fill the context."""
+MAX_STOP_TEXTS = 16
+MAX_STOP_CHARACTERS = 1000
+"""Limits of stop strings, which are compared with every token of an answer."""
+MAX_MESSAGES = 10_000
+MAX_STOP_TOKENS = MAX_TOOLS = 128
+MAX_CHOICES = 128
+"""Maximum number of answers per request: its prompts times ``n``."""
+MAX_TOP_LOGPROBS = 20
+_MAX_ERRORS = 5
+_MAX_ERROR_CHARACTERS = 200
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 class SamplingDefaults(BaseModel):
-    """How tokens are chosen where a request does not say it: OpenAI's defaults."""
+    """Sampling parameters of requests without their own: OpenAI's defaults."""
 
     model_config = ConfigDict(allow_inf_nan=False)
 
@@ -40,12 +43,12 @@ class SamplingDefaults(BaseModel):
 
     @property
     def given(self) -> dict[str, float]:
-        """Those that somebody has set."""
+        """The explicitly set values."""
         return {name: getattr(self, name) for name in sorted(self.model_fields_set)}
 
 
-class _Closed(BaseModel):
-    """An object within a request; what it has besides its fields is refused as in the request itself."""
+class _StrictObject(BaseModel):
+    """An object within a request; unknown fields are rejected as in the request itself."""
 
     @model_validator(mode="before")
     @classmethod
@@ -55,17 +58,17 @@ class _Closed(BaseModel):
         return values
 
 
-class _StreamOptions(_Closed):
+class _StreamOptions(_StrictObject):
     include_usage: bool | None = None
 
 
-class _Asked(BaseModel):
+class _Request(BaseModel):
     """The fields of both kinds of request."""
 
     model_config = ConfigDict(allow_inf_nan=False)
 
     model: str | None = None
-    n: int = Field(1, ge=1, le=MOST_CHOICES)
+    n: int = Field(1, ge=1, le=MAX_CHOICES)
     max_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
@@ -86,20 +89,20 @@ class _Asked(BaseModel):
         texts = [stop] if isinstance(stop, str) else [] if stop is None else stop
         if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
             raise ValueError("must be a text or a list of texts")
-        if len(texts) > MOST_STOPS or not all(1 <= len(text) <= LONGEST_STOP for text in texts):
-            raise ValueError(f"at most {MOST_STOPS} texts to stop at, each of 1 to {LONGEST_STOP:,} characters")
+        if len(texts) > MAX_STOP_TEXTS or not all(1 <= len(text) <= MAX_STOP_CHARACTERS for text in texts):
+            raise ValueError(f"at most {MAX_STOP_TEXTS} stop strings, each of 1 to {MAX_STOP_CHARACTERS:,} characters")
         return tuple(texts)
 
     @field_validator("stop_token_ids", mode="before")
     @classmethod
     def _few(cls, tokens: Any) -> Any:
-        if isinstance(tokens, list) and len(tokens) > MOST_STOP_TOKENS:
-            raise ValueError(f"at most {MOST_STOP_TOKENS} tokens to stop at")
+        if isinstance(tokens, list) and len(tokens) > MAX_STOP_TOKENS:
+            raise ValueError(f"at most {MAX_STOP_TOKENS} stop tokens")
         return tokens
 
     @property
     def limit(self) -> int | None:
-        """New tokens at most; None: as many as the context has room for."""
+        """Maximum number of new tokens; None: limited by the context."""
         return self.max_tokens
 
     @property
@@ -107,45 +110,45 @@ class _Asked(BaseModel):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def sampling(self, defaults: SamplingDefaults, number: int = 0) -> Sampling:
-        """Without a seed every answer is another. ``number``: of the choice among ``n``, from 0."""
-        said = {name: getattr(self, name) for name in SamplingDefaults.model_fields}
-        values = {**defaults.model_dump(), **{name: value for name, value in said.items() if value is not None}}
-        values["top_k"] = max(0, values["top_k"])  # -1 says the same as 0
+        """Without a seed every answer differs. ``number``: index of the choice among ``n``, from 0."""
+        requested = {name: getattr(self, name) for name in SamplingDefaults.model_fields}
+        values = {**defaults.model_dump(), **{name: value for name, value in requested.items() if value is not None}}
+        values["top_k"] = max(0, values["top_k"])  # -1 means 0
         seed = self.seed if self.seed is not None else secrets.randbits(63)
         return Sampling(**values, seed=(seed + number) % 2**63)
 
 
-class CompletionRequest(_Asked):
+class CompletionRequest(_Request):
     """The body of ``/v1/completions``. ``prompt``: a text, token ids, or a list of either."""
 
     prompt: list[str | list[int]]
     max_tokens: int | None = Field(None, ge=0)
     echo: bool = Field(False, strict=True)
-    logprobs: int | None = Field(None, ge=0, le=MOST_LIKELIEST, strict=True)
+    logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS, strict=True)
 
     @field_validator("prompt", mode="plain")
     @classmethod
     def _prompts(cls, prompt: Any) -> list[str | list[int]]:
-        several = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], str | list)
-        prompts = prompt if several else [prompt]
-        if len(prompts) > MOST_CHOICES:
-            raise ValueError(f"at most {MOST_CHOICES} prompts a request, not {len(prompts):,}")
-        for one in prompts:
-            if isinstance(one, list):
-                wrong = next((place for place, token in enumerate(one) if type(token) is not int), None)
-                if wrong is not None:
+        is_list = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], str | list)
+        prompts = prompt if is_list else [prompt]
+        if len(prompts) > MAX_CHOICES:
+            raise ValueError(f"at most {MAX_CHOICES} prompts a request, not {len(prompts):,}")
+        for text_or_ids in prompts:
+            if isinstance(text_or_ids, list):
+                invalid = next((index for index, token in enumerate(text_or_ids) if type(token) is not int), None)
+                if invalid is not None:
                     raise ValueError(
-                        f"must be a text or a list of token ids, or several; entry {wrong} is {_kind(one[wrong])}"
+                        f"must be a text or a list of token ids, or several; entry {invalid} is {_json_type(text_or_ids[invalid])}"
                     )
-            elif not isinstance(one, str):
-                raise ValueError(f"must be a text or a list of token ids, or several, not {_kind(one)}")
+            elif not isinstance(text_or_ids, str):
+                raise ValueError(f"must be a text or a list of token ids, or several, not {_json_type(text_or_ids)}")
         return prompts
 
     @model_validator(mode="after")
     def _not_too_many(self) -> CompletionRequest:
-        if self.n * len(self.prompt) > MOST_CHOICES:
+        if self.n * len(self.prompt) > MAX_CHOICES:
             raise ValueError(
-                f"at most {MOST_CHOICES} answers a request, not {self.n} of each of {len(self.prompt)} prompts"
+                f"at most {MAX_CHOICES} answers a request, not {self.n} of each of {len(self.prompt)} prompts"
             )
         return self
 
@@ -155,34 +158,34 @@ class CompletionRequest(_Asked):
 
     @property
     def likeliest(self) -> int | None:
-        """The likeliest tokens whose log-likelihoods are wanted beside that of the chosen one; None: no likelihood is wanted."""
+        """Number of top tokens to return with logprobs beside the chosen one; None: no logprobs."""
         return self.logprobs
 
 
-class _Called(_Closed):
+class _CalledFunction(_StrictObject):
     name: str
     arguments: dict[str, Any]
 
     @field_validator("arguments", mode="before")
     @classmethod
     def _opened(cls, arguments: Any) -> Any:
-        """An object, as chat templates have it; OpenAI's API has it as JSON in a text."""
-        found = opened(arguments) if isinstance(arguments, str) else arguments
-        if not isinstance(found, dict):
+        """Parse arguments into an object, as chat templates expect; OpenAI's API has a JSON string."""
+        value = parse_json(arguments) if isinstance(arguments, str) else arguments
+        if not isinstance(value, dict):
             raise ValueError("must be a JSON object, or one in a text")
-        return found
+        return value
 
 
-class _Call(_Closed):
-    """A call of a tool in an earlier answer."""
+class _Call(_StrictObject):
+    """A tool call in an earlier answer."""
 
     id: str | None = None
     type: Literal["function"] = "function"
-    function: _Called
+    function: _CalledFunction
     index: int | None = Field(None, exclude=True)
 
 
-class _Function(_Closed):
+class _Function(_StrictObject):
     name: str = Field(min_length=1)
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -192,29 +195,29 @@ class _Function(_Closed):
     @classmethod
     def _cannot_be_guaranteed(cls, strict: Any) -> Any:
         if strict is True:
-            raise ValueError("true cannot be guaranteed, as answers are written freely: leave it out")
+            raise ValueError("true cannot be guaranteed, as generation is unconstrained: leave it out")
         return strict
 
 
-class _Tool(_Closed):
+class _Tool(_StrictObject):
     type: Literal["function"]
     function: _Function
 
 
-class _Message(_Closed):
-    """``name`` and ``reasoning_content`` (a thought of an earlier answer) go to the chat template, which may leave them out."""
+class _Message(_StrictObject):
+    """``name`` and ``reasoning_content`` (reasoning of an earlier answer) go to the chat template, which may ignore them."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str
     name: str | None = None
     reasoning_content: str | None = None
-    tool_calls: list[_Call] | None = Field(None, max_length=MOST_TOOLS)
+    tool_calls: list[_Call] | None = Field(None, max_length=MAX_TOOLS)
     tool_call_id: str | None = None
 
     @model_validator(mode="before")
     @classmethod
     def _with_content(cls, message: Any) -> Any:
-        """An answer may have none (a call of a tool has), and OpenAI's client sends it back so."""
+        """An answer may lack content (as with a tool call), and OpenAI's client returns it so."""
         if isinstance(message, Mapping) and message.get("role") == "assistant" and message.get("content") is None:
             return {**message, "content": ""}
         return message
@@ -222,57 +225,57 @@ class _Message(_Closed):
     @field_validator("content", mode="before")
     @classmethod
     def _joined(cls, content: Any) -> Any:
-        """Parts of a text as one."""
+        """Join the parts of a text."""
         if not isinstance(content, list):
             return content
         for part in content:
             plain = isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
             if not plain or refused_fields(part, frozenset({"type", "text"}), chat=True):
-                raise ValueError('the only parts that are understood are {"type": "text", "text": "..."}')
+                raise ValueError('only parts of the form {"type": "text", "text": "..."} are supported')
         return "".join(part["text"] for part in content)
 
     @model_validator(mode="after")
     def _calls_of_answers_only(self) -> _Message:
         if self.tool_calls and self.role != "assistant":
-            raise ValueError(f"a message of the role {self.role} calls no tools")
+            raise ValueError(f"a message of the role {self.role} cannot call tools")
         return self
 
-    def plain(self, opened: bool = True) -> dict[str, Any]:
-        """The message in the form of chat templates. ``opened``: arguments of calls are objects, else JSON in a text."""
-        found = {**self.model_dump(exclude_none=True), "role": "system" if self.role == "developer" else self.role}
+    def plain(self, parse_json: bool = True) -> dict[str, Any]:
+        """The message in the form of chat templates. ``opened``: arguments of calls are objects, otherwise JSON strings."""
+        message = {**self.model_dump(exclude_none=True), "role": "system" if self.role == "developer" else self.role}
         if not self.tool_calls:
-            found.pop("tool_calls", None)
-        elif not opened:
-            for call in found["tool_calls"]:
+            message.pop("tool_calls", None)
+        elif not parse_json:
+            for call in message["tool_calls"]:
                 call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
-        return found
+        return message
 
 
-class ChatRequest(_Asked):
+class ChatRequest(_Request):
     """The body of ``/v1/chat/completions``."""
 
-    messages: Annotated[list[_Message], FailFast(), Field(min_length=1, max_length=MOST_MESSAGES)]
+    messages: Annotated[list[_Message], FailFast(), Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = Field(None, strict=True)
-    top_logprobs: int | None = Field(None, ge=0, le=MOST_LIKELIEST)
-    tools: list[_Tool] | None = Field(None, max_length=MOST_TOOLS)
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    tools: list[_Tool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
-    """False: an answer has its first call only."""
+    """False: only the first call of an answer is returned."""
 
     @field_validator("tools")
     @classmethod
     def _told_apart(cls, tools: list[_Tool] | None) -> list[_Tool] | None:
         names = [tool.function.name for tool in tools or []]
-        if twice := next((name for place, name in enumerate(names) if name in names[:place]), None):
-            raise ValueError(f"two have the name {twice[:60]!r}: a call could not tell which")
+        if duplicate := next((name for index, name in enumerate(names) if name in names[:index]), None):
+            raise ValueError(f"two have the name {duplicate[:60]!r}: a call would be ambiguous")
         return tools
 
     @field_validator("tool_choice")
     @classmethod
     def _free(cls, choice: Any) -> Any:
         if choice not in (None, "none", "auto"):
-            raise ValueError('must be "auto" or "none": answers are written freely, so a call cannot be guaranteed')
+            raise ValueError('must be "auto" or "none": generation is unconstrained, so a call cannot be guaranteed')
         return choice
 
     @model_validator(mode="after")
@@ -283,7 +286,7 @@ class ChatRequest(_Asked):
 
     @property
     def likeliest(self) -> int | None:
-        """As a completion's."""
+        """See ``CompletionRequest.likeliest``."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
@@ -296,41 +299,42 @@ class ChatRequest(_Asked):
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
 
 
-Asked = CompletionRequest | ChatRequest
+ApiRequest = CompletionRequest | ChatRequest
 
 
-def parse(kind: type[Asked], body: bytes) -> Asked:
-    """A request's body. Raises HttpError: no JSON object, a field that is not supported, or values of the wrong type or range; of
-    a list the first entry that is wrong.
+def parse(kind: type[ApiRequest], body: bytes) -> ApiRequest:
+    """Parse a request's body.
+
+    Raises HttpError if it is no JSON object, or has unsupported fields or values of a wrong type or range (of a list: the first).
     """
     try:
-        values = json.loads(body.decode("utf-8-sig"), parse_constant=_no_number)
-        if _HALF_CHARACTER.search(body):
+        values = json.loads(body.decode("utf-8-sig"), parse_constant=_reject_constant)
+        if _SURROGATE.search(body):
             json.dumps(values, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        half = "half of a surrogate pair (from \\ud800 to \\udfff without the other half)"
-        raise HttpError(400, f"the body has {half}, which is no character: send whole characters") from None
+        reason = "half of a surrogate pair (from \\ud800 to \\udfff without the other half)"
+        raise HttpError(400, f"the body has {reason}, which is not a character: send complete characters") from None
     except (ValueError, RecursionError) as error:
         raise HttpError(400, f"the body is not JSON: {error}") from None
     if not isinstance(values, dict):
-        raise HttpError(400, f"the body must be a JSON object, not {_kind(values)}")
+        raise HttpError(400, f"the body must be a JSON object, not {_json_type(values)}")
     if refused := refused_fields(values, frozenset(kind.model_fields), kind is ChatRequest):
         raise HttpError(400, f"not supported by this server: {refused}; leave it out", code="unsupported_parameter")
     try:
         return kind.model_validate({name: value for name, value in values.items() if value is not None})
     except ValidationError as error:
-        wrong = [
-            f"{'.'.join(map(str, one['loc']))}: {one['msg']}"[:_TOLD_CHARACTERS]
-            for one in error.errors(include_url=False, include_context=False, include_input=False)[:_TOLD_ERRORS]
+        problems = [
+            f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}"[:_MAX_ERROR_CHARACTERS]
+            for problem in error.errors(include_url=False, include_context=False, include_input=False)[:_MAX_ERRORS]
         ]
-        raise HttpError(400, "; ".join(wrong)) from None
+        raise HttpError(400, "; ".join(problems)) from None
 
 
-def _no_number(word: str) -> Any:
-    raise ValueError(f"{word} is no number of JSON")
+def _reject_constant(word: str) -> Any:
+    raise ValueError(f"{word} is not a JSON number")
 
 
-def _kind(value: Any) -> str:
-    """The name of a type in JSON."""
+def _json_type(value: Any) -> str:
+    """The JSON name of a value's type."""
     names = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "null"}
     return names.get(type(value), f"the number {value}"[:40])

@@ -1,4 +1,4 @@
-"""The JSON of OpenAI's API that answers a request: whole, or chunk by chunk."""
+"""JSON responses in OpenAI's format, complete or streamed in chunks."""
 
 from __future__ import annotations
 
@@ -11,21 +11,20 @@ from transformers import PreTrainedTokenizerFast
 
 from hetero_mpi.data.tokenizer import token_bytes
 from hetero_mpi.inference.decoding import Scored
-from hetero_mpi.serve.api_requests import Asked, ChatRequest
-from hetero_mpi.serve.wording import Choice, Wording
+from hetero_mpi.serve.api_requests import ApiRequest, ChatRequest
+from hetero_mpi.serve.wording import Choice, StopStringFilter
 
-_LEAST = -9999.0
-"""In place of a log-likelihood of minus infinity, which JSON does not have."""
+_MIN_LOGPROB = -9999.0
+"""Replaces a log-probability of minus infinity, which JSON cannot represent."""
 
 
-class Likelihoods:
-    """Log-likelihoods of one answer's tokens, in OpenAI's form.
+class LogprobFormatter:
+    """Log-probabilities of one answer's tokens, in OpenAI's format.
 
     Args:
-        hidden: the tokens that no text shows.
-        prompt: the prompt's tokens.
-        starts: the characters at which these begin in the answer, then those at which the new ones do; none where the answer
-            does not begin with them.
+        hidden: Tokens without visible text.
+        prompt: The prompt's tokens.
+        starts: Start characters of these within the answer, then the start of the new tokens; empty without ``echo``.
     """
 
     def __init__(
@@ -39,116 +38,129 @@ class Likelihoods:
         self._tokenizer, self._chat, self._hidden, self._starts = tokenizer, chat, hidden, starts
         self._before = None if starts else prompt[-1]
         self._first = prompt[0] if starts else None
-        """The token that has no likelihood, until it is told."""
+        """The first token, which has no logprob, until it is formatted."""
         self._number = 0
-        """Of the next token, from 0."""
+        """Index of the next token, from 0."""
 
-    def told(self, scores: Sequence[Scored], wording: Wording) -> dict[str, Any]:
+    def format_scores(self, scores: Sequence[Scored], wording: StopStringFilter) -> dict[str, Any]:
         if self._chat:
-            return {"content": [self._of_chat(one, wording) for one in scores], "refusal": None}
-        found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+            return {"content": [self._chat_entry(scored, wording) for scored in scores], "refusal": None}
+        columns: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         if self._first is not None:
-            self._add(found, self._first, None, None, wording)
+            self._add(columns, self._first, None, None, wording)
             self._first = None
-        for one in scores:
-            most: dict[str, float] = {}
-            for token, likelihood in ((one.token, one.likelihood), *one.likeliest):
-                text = self._text(token)  # of tokens that look alike the likeliest is told
-                most[text] = max(most.get(text, _LEAST), likelihood)
-            self._add(found, one.token, max(_LEAST, one.likelihood), most, wording)
-        return found
+        for scored in scores:
+            best_by_text: dict[str, float] = {}
+            for token, likelihood in ((scored.token, scored.likelihood), *scored.likeliest):
+                text = self._text(token)  # of tokens with equal text, the likeliest counts
+                best_by_text[text] = max(best_by_text.get(text, _MIN_LOGPROB), likelihood)
+            self._add(columns, scored.token, max(_MIN_LOGPROB, scored.likelihood), best_by_text, wording)
+        return columns
 
     def _add(
-        self, found: dict[str, list[Any]], token: int, likelihood: float | None, most: Any, wording: Wording
+        self,
+        columns: dict[str, list[Any]],
+        token: int,
+        likelihood: float | None,
+        top_logprobs: Any,
+        wording: StopStringFilter,
     ) -> None:
-        new = self._number - max(0, len(self._starts) - 1)
+        new_index = self._number - max(0, len(self._starts) - 1)
         start = (
-            self._starts[self._number] if new < 0 else wording.start(new) + (self._starts[-1] if self._starts else 0)
+            self._starts[self._number]
+            if new_index < 0
+            else wording.start(new_index) + (self._starts[-1] if self._starts else 0)
         )
-        for name, value in zip(found, (self._text(token), likelihood, most, start), strict=True):
-            found[name].append(value)
+        for name, value in zip(columns, (self._text(token), likelihood, top_logprobs, start), strict=True):
+            columns[name].append(value)
         self._before, self._number = token, self._number + 1
 
-    def _of_chat(self, one: Scored, wording: Wording) -> dict[str, Any]:
-        likeliest = [self._entry(*pair) for pair in one.likeliest]
-        own, shown = self._entry(one.token, one.likelihood), wording.shown_characters(self._number)
-        if shown is not None or one.token in self._hidden:
-            own["bytes"] = list(own["token"][: shown or 0].encode())  # all bytes together are the content's
-        self._before, self._number = one.token, self._number + 1
-        return {**own, "top_logprobs": likeliest}
+    def _chat_entry(self, scored: Scored, wording: StopStringFilter) -> dict[str, Any]:
+        likeliest = [self._entry(*pair) for pair in scored.likeliest]
+        entry, characters = self._entry(scored.token, scored.likelihood), wording.shown_characters(self._number)
+        if characters is not None or scored.token in self._hidden:
+            entry["bytes"] = list(
+                entry["token"][: characters or 0].encode()
+            )  # the bytes of all tokens concatenate to the content
+        self._before, self._number = scored.token, self._number + 1
+        return {**entry, "top_logprobs": likeliest}
 
     def _entry(self, token: int, likelihood: float) -> dict[str, Any]:
         text = self._text(token)
-        own = token_bytes(str(self._tokenizer.convert_ids_to_tokens(token)), text)
-        return {"token": text, "logprob": max(_LEAST, likelihood), "bytes": list(own)}
+        content = token_bytes(str(self._tokenizer.convert_ids_to_tokens(token)), text)
+        return {"token": text, "logprob": max(_MIN_LOGPROB, likelihood), "bytes": list(content)}
 
     def _text(self, token: int) -> str:
-        """Text that the token adds to that before it: some tokenizers drop a space at a text's beginning."""
-        behind = [] if self._before is None else [self._before]
-        before, both = (
+        """Text that the token adds to the preceding one: some tokenizers drop a space at the beginning of a text."""
+        context = [] if self._before is None else [self._before]
+        before, joined = (
             str(self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
-            for tokens in (behind, [*behind, token])
+            for tokens in (context, [*context, token])
         )
-        more = both.startswith(before) and both != before  # a part of a character may change nothing
-        return both.removeprefix(before) if more else str(self._tokenizer.decode([token]))
+        extends = joined.startswith(before) and joined != before  # a partial character may add nothing
+        return joined.removeprefix(before) if extends else str(self._tokenizer.decode([token]))
 
 
-class Bodies:
-    """The JSON objects of a request's answers."""
+class ResponseBuilder:
+    """Builds the JSON objects of a request's responses."""
 
-    def __init__(self, asked: Asked, model: str, prompt_tokens: int, likelihoods: Sequence[Likelihoods]) -> None:
-        """``likelihoods``: of each choice; none where they are not wanted."""
-        self._chat = isinstance(asked, ChatRequest)
-        self._first_call_only = isinstance(asked, ChatRequest) and asked.parallel_tool_calls is False
-        self._told_usage = asked.include_usage
+    def __init__(
+        self, request: ApiRequest, model: str, prompt_tokens: int, likelihoods: Sequence[LogprobFormatter]
+    ) -> None:
+        """``likelihoods``: one per choice, or none if not requested."""
+        self._chat = isinstance(request, ChatRequest)
+        self._first_call_only = isinstance(request, ChatRequest) and request.parallel_tool_calls is False
+        self._include_usage = request.include_usage
         self._prompt_tokens, self._likelihoods = prompt_tokens, likelihoods
         kind = "chatcmpl" if self._chat else "cmpl"
         self._head = {"id": f"{kind}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
     def whole(self, texts: Sequence[str], choices: Sequence[Choice]) -> dict[str, Any]:
-        found = []
+        results = []
         for text, choice in zip(texts, choices, strict=True):
-            own: dict[str, Any] = {"text": text}
+            content: dict[str, Any] = {"text": text}
             if self._chat:
                 calls = self._calls(choice)
                 message: dict[str, Any] = {"role": "assistant", "content": (text or None) if calls else text}
-                own = {"message": {**message, **({"tool_calls": calls} if calls else {})}}
-            found.append(self._choice(choice, own, choice.finish))
+                content = {"message": {**message, **({"tool_calls": calls} if calls else {})}}
+            results.append(self._choice(choice, content, choice.finish))
         name = "chat.completion" if self._chat else "text_completion"
-        return {**self._head, "object": name, "choices": found, "usage": self._usage(choices)}
+        return {**self._head, "object": name, "choices": results, "usage": self._usage(choices)}
 
     def chunk(self, choice: Choice, text: str | None, first: bool = False) -> dict[str, Any]:
-        """A piece of an answer. ``text``: None at its end."""
+        """A chunk of a streamed answer. ``text``: None at its end."""
         delta: dict[str, Any] = {
             **({"role": "assistant"} if first else {}),
             **({"content": text} if text is not None else {}),
         }
         if text is None and (calls := self._calls(choice)):
             delta = {**delta, "tool_calls": [{"index": index, **call} for index, call in enumerate(calls)]}
-        own = {"delta": delta} if self._chat else {"text": text or ""}
-        return self._chunk([self._choice(choice, own, choice.finish if text is None else None)])
+        content = {"delta": delta} if self._chat else {"text": text or ""}
+        return self._chunk([self._choice(choice, content, choice.finish if text is None else None)])
 
     def usage_chunk(self, choices: Sequence[Choice]) -> list[dict[str, Any]]:
-        """The numbers of tokens, where the client wants them."""
-        return [{**self._chunk([]), "usage": self._usage(choices)}] if self._told_usage else []
+        """The token counts, if the client requests them."""
+        return [{**self._chunk([]), "usage": self._usage(choices)}] if self._include_usage else []
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         name = "chat.completion.chunk" if self._chat else "text_completion"
-        return {**self._head, "object": name, "choices": choices, **({"usage": None} if self._told_usage else {})}
+        return {**self._head, "object": name, "choices": choices, **({"usage": None} if self._include_usage else {})}
 
-    def _choice(self, choice: Choice, own: dict[str, Any], finish: str | None) -> dict[str, Any]:
+    def _choice(self, choice: Choice, content: dict[str, Any], finish: str | None) -> dict[str, Any]:
         scores = (
-            self._likelihoods[choice.number].told(choice.take_scores(), choice.wording) if self._likelihoods else None
+            self._likelihoods[choice.number].format_scores(choice.take_scores(), choice.wording)
+            if self._likelihoods
+            else None
         )
-        return {"index": choice.number, **own, "logprobs": scores, "finish_reason": finish}
+        return {"index": choice.number, **content, "logprobs": scores, "finish_reason": finish}
 
     def _calls(self, choice: Choice) -> list[dict[str, Any]]:
         return choice.calls[:1] if self._first_call_only else choice.calls
 
     def _usage(self, choices: Sequence[Choice]) -> dict[str, int]:
-        written = sum(choice.wording.tokens for choice in choices)
+        new_tokens = sum(choice.wording.tokens for choice in choices)
         return {
             "prompt_tokens": self._prompt_tokens,
-            "completion_tokens": written,
-            "total_tokens": self._prompt_tokens + written,
+            "completion_tokens": new_tokens,
+            "total_tokens": self._prompt_tokens + new_tokens,
         }

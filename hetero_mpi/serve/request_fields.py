@@ -1,8 +1,6 @@
-"""Fields of requests that the servers of OpenAI, vLLM and llama.cpp know: those that change nothing here, and the values of others
-that ask for nothing.
+"""Fields of the OpenAI, vLLM and llama.cpp APIs that have no effect here, and neutral values of unsupported fields.
 
-A field may change the answer, so one that is not honoured is refused, unless it is listed here as changing nothing, or its value
-asks for nothing.
+An unsupported field could change the answer, so it is rejected unless it is listed here as ineffective or has a neutral value.
 """
 
 from __future__ import annotations
@@ -11,22 +9,22 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-_WHOSE = (
+_METADATA_FIELDS = (
     "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention prompt_cache_options "
     "prediction include_obfuscation cache_control request_id priority cache_salt cache_prompt id_slot "
     "n_keep n_discard n_cache_reuse"
 )
-"""Fields that say whose a request is, and where and when it is computed."""
-_OF_REFUSED = (
+"""Fields about the request's origin, and the place and time of its computation."""
+_DEPENDENT_FIELDS = (
     "guided_decoding_backend guided_whitespace_pattern length_penalty spaces_between_special_tokens "
     "return_tokens_as_token_ids post_sampling_probs repeat_last_n penalize_nl mirostat_tau mirostat_eta dynatemp_exponent "
     "xtc_threshold dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers min_keep adaptive_decay "
     "parse_tool_calls preserved_tokens grammar_lazy grammar_triggers chat_format speculative.n_max speculative.n_min "
     "speculative.p_min max_repetition_pattern_size min_repetition_pattern_size"
 )
-"""Settings of methods that are refused by a field of their own."""
-_CHANGE_NOTHING = frozenset([*_WHOSE.split(), *_OF_REFUSED.split()])
-_ASKS_FOR_NOTHING: dict[str, tuple[Any, ...]] = {
+"""Settings of methods that their own unsupported field selects."""
+_IGNORED_FIELDS = frozenset([*_METADATA_FIELDS.split(), *_DEPENDENT_FIELDS.split()])
+_NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     # OpenAI
     "best_of": (1,),
     "top_logprobs": (0,),
@@ -101,27 +99,27 @@ _ASKS_FOR_NOTHING: dict[str, tuple[Any, ...]] = {
     "reasoning_budget": (-1,),
     "thinking_forced_open": (False,),
 }
-"""Field -> the values that are accepted all the same, beside null."""
-_EMPTY: tuple[Any, ...] = (False, "", [], {})
-"""Values that are accepted of a field that nobody knows, beside null."""
-_TOLD = 5
+"""Field -> accepted values besides null."""
+_EMPTY_VALUES: tuple[Any, ...] = (False, "", [], {})
+"""Accepted values of unknown fields besides null."""
+_MAX_LISTED = 5
 
 
 def refused_fields(values: Mapping[str, Any], honoured: frozenset[str], chat: bool) -> str:
-    """The fields of a request's body that are asked for and not honoured, in words; empty: none."""
-    own = {"add_special_tokens": (not chat,)}
-    found = [
+    """The unsupported fields of a request's body, as text; empty: none."""
+    defaults = {"add_special_tokens": (not chat,)}
+    refused = [
         name
         for name, value in values.items()
         if name not in honoured
-        and name not in _CHANGE_NOTHING
+        and name not in _IGNORED_FIELDS
         and value is not None
-        and not any(_same(value, one) for one in own.get(name, _ASKS_FOR_NOTHING.get(name, _EMPTY)))
+        and not any(_same(value, neutral) for neutral in defaults.get(name, _NEUTRAL_VALUES.get(name, _EMPTY_VALUES)))
     ]
-    told = [f"{name[:60]} = {json.dumps(values[name])[:60]}" for name in found[:_TOLD]]
-    return ", ".join([*told, *([f"and {len(found) - _TOLD} more"] if len(found) > _TOLD else [])])
+    texts = [f"{name[:60]} = {json.dumps(values[name])[:60]}" for name in refused[:_MAX_LISTED]]
+    return ", ".join([*texts, *([f"and {len(refused) - _MAX_LISTED} more"] if len(refused) > _MAX_LISTED else [])])
 
 
-def _same(value: Any, other: Any) -> bool:
-    """Equal, and of one kind: to JSON 0 is not false."""
-    return bool(value == other) and isinstance(value, bool) == isinstance(other, bool)
+def _same(value: Any, neutral: Any) -> bool:
+    """Equal and of one kind: in JSON 0 is not false."""
+    return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)

@@ -1,7 +1,7 @@
-"""The command ``serve``: rank 0 answers HTTP, all ranks with a stage write the texts, round by round.
+"""The command ``serve``: rank 0 answers HTTP, and all ranks with a stage generate text, round by round.
 
-Rank 0 tells the others before each round which texts begin and which end. While there is none they sleep, and look for a word
-from rank 0 twenty times a second.
+Before each round rank 0 sends the others the texts that begin and end. Without texts they sleep and poll for a message from rank 0
+every 50 ms.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hetero_mpi.planning.types.plan import RankMemory
 from hetero_mpi.rundir.logs import say
 from hetero_mpi.serve.api_requests import SamplingDefaults
 from hetero_mpi.serve.api_server import ApiServer
-from hetero_mpi.serve.scheduler import KEPT_FREE, CacheRoom, Scheduler
+from hetero_mpi.serve.scheduler import MEMORY_RESERVE_RATIO, CacheBudget, Scheduler
 from hetero_mpi.serve.served_models import ServedModel, served_models
 from hetero_mpi.serve.service import Service, context_of, ending_error
 from hetero_mpi.serve.web.server import LOCAL, Names, bound_socket
@@ -35,11 +35,11 @@ from hetero_mpi.training.signals import StopRequest
 from hetero_mpi.util.errors import ExitCode, UserError
 
 TOKEN_VARIABLE = "HETERO_MPI_TOKEN"
-_OF_TOKEN = "token"
-"""The name of that client in numbers and lines."""
+_TOKEN_CLIENT = "token"
+"""The client name of --token in metrics and logs."""
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
-_LAST_WORDS_S = 1.0
-"""Time for telling clients that the service ends."""
+_STOP_TIMEOUT_S = 1.0
+"""Time to notify clients of the end of the service."""
 
 
 @dataclass(frozen=True)
@@ -51,43 +51,44 @@ class ServeOptions:
     port: int = 8000
     token: str | None = None
     keys: Path | None = None
-    """A file with a name and a key in each line."""
+    """A file with a name and an API key per line."""
     adapters: Sequence[str] = ()
-    """``NAME=DIR``, or a directory whose name it bears: adapters beside what is served."""
+    """Additional adapters: ``NAME=DIR``, or a directory, whose name is used."""
     context: int | None = None
     parallel: int = 8
     allow_host: Sequence[str] = ()
-    """Names under which the server may be asked, beside its own."""
+    """Further host names under which clients may address the server."""
 
     def known_token(self) -> str | None:
-        """The key that clients must show; from the environment where the command line names none."""
+        """The required API key, by default from the environment."""
         return (self.token or "").strip() or os.environ.get(TOKEN_VARIABLE, "").strip() or None
 
     def known_keys(self) -> dict[str, str]:
-        """Name -> key of every client; none: anybody may ask. Raises UserError: a key cannot be one."""
+        """Name -> API key of every client; empty: open to all. Raises UserError for an invalid key."""
         token = self.known_token()
-        keys = {} if token is None else {_OF_TOKEN: token}
-        where = dict.fromkeys(keys, f"--token or {TOKEN_VARIABLE}")
+        keys = {} if token is None else {_TOKEN_CLIENT: token}
+        source_by_name = dict.fromkeys(keys, f"--token or {TOKEN_VARIABLE}")
         for number, line in enumerate(_lines(self.keys), start=1):
             if not line.strip() or line.startswith("#"):
                 continue
             name, *rest = line.split(maxsplit=1)
-            place = f"{self.keys}, line {number}"
+            location = f"{self.keys}, line {number}"
             if not _NAME.fullmatch(name) or not rest or name in keys or rest[0].strip() in keys.values():
                 raise UserError(
                     "serve.keys",
-                    f"{place}: must be a name (letters, digits, . _ -) and a key, both of no other line, with a space between",
+                    f"{location}: must be a unique name (letters, digits, . _ -) and a unique key, separated by a space",
                 )
-            keys[name], where[name] = rest[0].strip(), place
+            keys[name], source_by_name[name] = rest[0].strip(), location
         if self.keys is not None and len(keys) == (token is not None):
             raise UserError(
-                "serve.keys", f"--keys {self.keys}: has no name and key in any line; leave it out, and anybody may ask"
+                "serve.keys",
+                f"--keys {self.keys}: has no name and key in any line; omit the option to serve all clients",
             )
         for name, key in keys.items():
             if not (key.isascii() and key.isprintable()) or " " in key:
                 raise UserError(
                     "serve.keys",
-                    f"{where[name]}: must be printable ASCII without spaces, as it travels in an HTTP header",
+                    f"{source_by_name[name]}: must be printable ASCII without spaces, as it travels in an HTTP header",
                 )
         return keys
 
@@ -102,28 +103,29 @@ def _lines(path: Path | None) -> list[str]:
 
 
 class Client(Protocol):
-    """A program that asks the service, which ends with it."""
+    """A program that uses the service and ends with it."""
 
     def begin(self, server: ApiServer) -> None:
-        """The service can be asked."""
+        """Called when the service is ready."""
 
     def ended(self) -> bool:
-        """Has it ended by itself?"""
+        """Whether the program has ended."""
 
     def close(self) -> None:
-        """The service ends."""
+        """Called at the end of the service."""
 
 
 def serve(world: World, options: ServeOptions, client: Client | None = None) -> int:
-    """Answer requests until a signal asks for the end, or a ``client`` (on rank 0) has ended. Collective; returns the exit code.
-    Raises UserError: an error the user can correct, or a rank has died; the same on all ranks.
+    """Answer requests until a signal, or until a ``client`` (on rank 0) has ended; return the exit code. Collective.
+
+    Raises UserError for an error that the user can fix, or a lost rank; equal on all ranks.
     """
     look_around(world)
     models: list[ServedModel] = []
     keys: dict[str, str] = {}
     bound: socket.socket | None = None
     servers: list[ApiServer] = []
-    with StopRequest() as stop, stop.noting(), _telling_clients(servers):
+    with StopRequest() as stop, stop.noting(), _stopping_servers(servers):
         with world.on_leader("reading the model's directory"):
             if world.rank == 0:
                 keys = check_options(options)
@@ -133,10 +135,10 @@ def serve(world: World, options: ServeOptions, client: Client | None = None) -> 
 
         def work(members: World, writer: Writer) -> None:
             members.current_action = "measuring the memory of a text"
-            room = cache_room(members, setup.memory, writer)
+            room = cache_budgets(members, setup.memory, writer)
             members.current_action = "serving"
             if not models or bound is None:
-                for _ in writer.written(partial(_follows, world, members, stop)):
+                for _ in writer.written(partial(_follow_round, world, members, stop)):
                     pass
                 return
             scheduler = Scheduler(room, options.parallel)
@@ -145,36 +147,34 @@ def serve(world: World, options: ServeOptions, client: Client | None = None) -> 
             service = Service(models, context, scheduler, stop)
             servers.append(ApiServer(bound, keys, service, names, client is not None))
             if client is None:
-                _say_address(servers[0], options)
+                _print_address(servers[0], options)
             else:
                 client.begin(servers[0])
-            ended = lambda: stop() or (client is not None and client.ended())  # noqa: E731
-            for found in writer.written(partial(_leads, world, members, ended, scheduler)):
-                scheduler.hand_out(found)
+            should_stop = lambda: stop() or (client is not None and client.ended())  # noqa: E731
+            for results in writer.written(partial(_lead_round, world, members, should_stop, scheduler)):
+                scheduler.hand_out(results)
             if stop():
-                say("Serving ends: a signal asked for it")
+                say("Serving ends: stopped by a signal")
 
         try:
             with contextlib.closing(client) if client is not None else contextlib.nullcontext():
                 with_writer(setup, work, stop)
         except RankLost as error:
-            gone = ", ".join(f"rank {rank} on {host}" for rank, host in shrink_to_survivors(world).gone)
+            lost = ", ".join(f"rank {rank} on {host}" for rank, host in shrink_to_survivors(world).gone)
             problem = CollectiveUserError(
                 "serve.rank_lost",
-                f"{gone} died, and with it a part of the model: start again",
+                f"{lost} lost, with a part of the model: restart the service",
                 exit_code=ExitCode.FAILED,
             )
             _stop(servers, str(problem))
-            all_ranks_succeeded(
-                world, True
-            )  # the launcher ends all ranks when the first one leaves: not before clients are told
+            all_ranks_succeeded(world, True)  # the launcher ends all ranks with the first exit: notify clients before
             raise problem from error
     return ExitCode.DONE
 
 
 @contextlib.contextmanager
-def _telling_clients(servers: list[ApiServer]) -> Iterator[None]:
-    """A block at whose end the servers that it has begun stop; clients that still wait are told why."""
+def _stopping_servers(servers: list[ApiServer]) -> Iterator[None]:
+    """A block that finally stops the servers started in it, sending waiting clients the reason."""
     reason = ""
     try:
         yield
@@ -188,17 +188,17 @@ def _telling_clients(servers: list[ApiServer]) -> Iterator[None]:
 def _stop(servers: list[ApiServer], reason: str) -> None:
     while servers:
         servers[-1].service.scheduler.close(ending_error(reason))
-        servers.pop().stop(_LAST_WORDS_S)
+        servers.pop().stop(_STOP_TIMEOUT_S)
 
 
 def check_options(options: ServeOptions) -> dict[str, str]:
-    """Refuse what cannot be served; returns the clients' keys. Raises UserError: names the option, its value and the rule."""
+    """Return the clients' keys. Raises UserError for options that cannot be served, with the option, its value and the rule."""
     keys = options.known_keys()
     if not keys and options.host not in LOCAL:
         raise UserError(
             "serve.open_address",
-            f"--host {options.host}: whoever can reach this address could use the model; name a secret that clients must show, by "
-            f"--keys, --token or the environment variable {TOKEN_VARIABLE} (on rank 0), or serve on 127.0.0.1",
+            f"--host {options.host}: anyone who can reach this address could use the model; set an API key with --keys, --token "
+            f"or the environment variable {TOKEN_VARIABLE} (on rank 0), or serve on 127.0.0.1",
         )
     for name, value in (("--context", options.context), ("--parallel", options.parallel)):
         if value is not None and value < 1:
@@ -206,10 +206,10 @@ def check_options(options: ServeOptions) -> dict[str, str]:
     return keys
 
 
-def _leads(
+def _lead_round(
     world: World, members: World, stop: Callable[[], bool], scheduler: Scheduler, idle: bool
 ) -> TextChanges | None:
-    """Rank 0's changes before a round, told to the other ranks with a stage: what ``Writer.written`` takes."""
+    """Rank 0's changes before a round, sent to the other ranks with a stage; for ``Writer.written``."""
     change: TextChanges | None = None
     while not (stop() or world.asked()):
         change = scheduler.next_changes(RELEASE_POLL_S if idle else 0.0)
@@ -217,61 +217,61 @@ def _leads(
             break
     else:
         change = None
-    word = asdict(change) if change is not None else None
+    message = asdict(change) if change is not None else None
     if idle:
-        world.release([rank for rank in members.numbers if rank != 0], None, word)
+        world.release([rank for rank in members.numbers if rank != 0], None, message)
     else:
-        members.broadcast_json(word)
+        members.broadcast_json(message)
     return change
 
 
-def _follows(world: World, members: World, stop: StopRequest, idle: bool) -> TextChanges | None:
-    """The same changes on another rank: what ``Writer.written`` takes."""
-    word: dict[str, Any] | None
+def _follow_round(world: World, members: World, stop: StopRequest, idle: bool) -> TextChanges | None:
+    """These changes on another rank; for ``Writer.written``."""
+    message: dict[str, Any] | None
     if idle:
-        word = world.sleep_until_released(stop)
+        message = world.sleep_until_released(stop)
     else:
         if stop():
             world.ask()
-        word = members.broadcast_json(None)
-    if word is None:
+        message = members.broadcast_json(None)
+    if message is None:
         return None
-    begin = {int(number): Task.from_dict(task) for number, task in word["begin"].items()}
-    return TextChanges(begin, word["end"], word["rest"])
+    begin = {int(number): Task.from_dict(task) for number, task in message["begin"].items()}
+    return TextChanges(begin, message["end"], message["rest"])
 
 
-def cache_room(members: World, memory: tuple[RankMemory, ...], writer: Writer) -> list[CacheRoom]:
-    """The memory that texts need and may take on each rank with a stage, in a text's measured bytes. Collective."""
-    needs = dict(zip(members.numbers, members.all_gather_json(writer.cache_bytes()), strict=True))
-    room = []
-    for one in memory:
-        per_text, per_token = needs[one.rank]
-        free = int((1 - KEPT_FREE) * (one.usable_bytes - one.peak_bytes))
-        room.append(CacheRoom(one.rank, per_text, per_token, free))
-    return room
+def cache_budgets(members: World, memory: tuple[RankMemory, ...], writer: Writer) -> list[CacheBudget]:
+    """The memory that texts need, and may use, on each rank with a stage, by a text's measured bytes. Collective."""
+    bytes_by_rank = dict(zip(members.numbers, members.all_gather_json(writer.cache_bytes()), strict=True))
+    budgets = []
+    for rank_memory in memory:
+        per_text, per_token = bytes_by_rank[rank_memory.rank]
+        free_bytes = int((1 - MEMORY_RESERVE_RATIO) * (rank_memory.usable_bytes - rank_memory.peak_bytes))
+        budgets.append(CacheBudget(rank_memory.rank, per_text, per_token, free_bytes))
+    return budgets
 
 
 def _default_sampling(defaults: SamplingDefaults) -> str:
-    """How an answer is chosen where the request does not say it, in words."""
-    given = {"temperature": defaults.temperature, **defaults.given}
-    values = ", ".join(f"{name} {value:g}" for name, value in given.items())
+    """The default sampling parameters, as text."""
+    shown_values = {"temperature": defaults.temperature, **defaults.given}
+    values = ", ".join(f"{name} {value:g}" for name, value in shown_values.items())
     source = (
         f"the model's generation_config.json sets {', '.join(defaults.given)}"
         if defaults.given
-        else "the model's generation_config.json sets none of this"
+        else "the model's generation_config.json sets none of these"
     )
-    return f"a request that does not say otherwise is answered at {values} ({source}); temperature 0 is greedy"
+    return f"default sampling: {values} ({source}); temperature 0 is greedy"
 
 
-def _say_address(server: ApiServer, options: ServeOptions) -> None:
+def _print_address(server: ApiServer, options: ServeOptions) -> None:
     service, context = server.service, server.service.context
     say(
         f"a request may have {context.tokens:,} tokens: {context.reason}",
-        f"{options.parallel} are written side by side",
+        f"up to {options.parallel} answers are generated concurrently",
         _default_sampling(service.model.defaults),
     )
     variable = TOKEN_VARIABLE if os.environ.get(TOKEN_VARIABLE, "").strip() in server.keys.values() else "TOKEN"
-    key = f' -H "Authorization: Bearer ${variable}"' if server.keys else ""  # the shell puts the value in
+    key = f' -H "Authorization: Bearer ${variable}"' if server.keys else ""  # expanded by the shell
     path, body = "/v1/completions", '{"prompt": "Once", "max_tokens": 20}'
     if service.chats:
         path, body = "/v1/chat/completions", '{"messages": [{"role": "user", "content": "Hello"}]}'

@@ -1,4 +1,4 @@
-"""The models that a service answers for, as rank 0 knows them before any weight is loaded: one base, alone or with adapters."""
+"""The models of a service, as known to rank 0 before any weight is loaded: one base, alone or with adapters."""
 
 from __future__ import annotations
 
@@ -17,28 +17,29 @@ from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.transformers.generation import read_generation
 from hetero_mpi.rundir.logs import say
 from hetero_mpi.serve.api_requests import SamplingDefaults
-from hetero_mpi.serve.wording import form_of
+from hetero_mpi.serve.wording import call_form
 from hetero_mpi.util.errors import UserError
 
-_OF_CALLS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]")
-"""Tokens that some tokenizers keep special: calls of tools are known by them."""
+_CALL_TOKENS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]")
+"""Markers of tool calls, which some tokenizers treat as special tokens."""
 
-_ALONE = {
+_EXCLUSIVE_KEYS = {
     "parameters": "adapters of fused experts",
     "modules_to_save": "adapters with whole modules (modules_to_save)",
     "tokens": "adapters with rows of tokens (tokens)",
 }
-"""Key of ``[adapter]`` -> the adapters that change more than can be switched from request to request."""
+"""Key of ``[adapter]`` -> description of adapters that cannot be switched between requests."""
 
 
 class ServedModel:
-    """Rank 0's knowledge of a model before its weights are loaded.
+    """Rank 0's data about a model, before its weights are loaded.
 
     Args:
-        name: of the model, as clients see it.
-        adapter: that which computes it (``Task.adapter``).
+        name: The model's name for clients.
+        adapter: The adapter that computes it (``Task.adapter``).
 
-    :raises UserError: its template or its ``generation_config.json`` cannot be used.
+    Raises:
+        UserError: Its template or ``generation_config.json`` cannot be used.
     """
 
     def __init__(self, name: str, opened: Opened, adapter: str = OPENED) -> None:
@@ -51,15 +52,17 @@ class ServedModel:
         self.defaults = sampling_defaults(source.directory)
         added = self.engine.get_added_tokens_decoder()
         self.special = {token.content: number for number, token in added.items() if token.special}
-        """Text -> id of the tokens that no text shows."""
+        """Text -> id of the hidden tokens."""
         form = self.form if self.form is not None and self.form.kind == "chat" else None
-        self.calls = form_of(form.with_tools or form.source) if form is not None else None
-        """How it calls tools; None: that is not known."""
-        self.shown = {self.special[text]: text for text in _OF_CALLS if self.calls is not None and text in self.special}
+        self.calls = call_form(form.with_tools or form.source) if form is not None else None
+        """Its format of tool calls; None: unknown."""
+        self.visible_tokens = {
+            self.special[text]: text for text in _CALL_TOKENS if self.calls is not None and text in self.special
+        }
 
 
 def sampling_defaults(directory: Path | None) -> SamplingDefaults:
-    """Those of the model's ``generation_config.json``. Raises UserError: it cannot be read, or a value is out of its range."""
+    """Sampling defaults of ``generation_config.json``. Raises UserError if it cannot be read, or a value is out of range."""
     values = read_generation(directory) or {}
     try:
         return SamplingDefaults.model_validate(
@@ -74,61 +77,63 @@ def sampling_defaults(directory: Path | None) -> SamplingDefaults:
 
 
 def served_models(source: Path, adapters: Sequence[str]) -> list[ServedModel]:
-    """The model at ``source``, first, and where there are adapters (``NAME=DIR``, or DIR) beside it, these and the base alone. All
-    know all adapters. Raises UserError: an adapter is none, or of another base, or two have one name.
+    """The model at ``source`` first; with further adapters (``NAME=DIR``, or DIR) these and the base alone. All know all adapters.
+
+    Raises UserError for a path that is no adapter, an adapter of another base, or a duplicate name.
     """
     first = open_source(source)
-    found = {source.expanduser().resolve().name: (first, OPENED)}
+    models = {source.expanduser().resolve().name: (first, OPENED)}
     base = first.source.directory
     if adapters and first.adapter is not None and base is not None:
-        found[base.resolve().name] = (open_source(base), "")
+        models[base.resolve().name] = (open_source(base), "")
     tables, paths = dict[str, dict[str, object]](), dict[str, Path]()
     for number, word in enumerate(adapters, start=1):
-        name, is_, rest = word.partition("=")
-        named = bool(is_) and "/" not in name
-        path = Path(rest if named else word)
-        name = name if named else path.expanduser().resolve().name
+        name, separator, rest = word.partition("=")
+        has_name = bool(separator) and "/" not in name
+        path = Path(rest if has_name else word)
+        name = name if has_name else path.expanduser().resolve().name
         opened = open_source(path)
-        _check_beside(word, opened, first)
-        if name in found or not name:
+        _check_compatible(word, opened, first)
+        if name in models or not name:
             raise UserError(
                 "serve.adapter",
-                f"--adapter {word}: there is a model {name!r} already; name it by --adapter NAME={path}",
+                f"--adapter {word}: there is a model {name!r} already; rename it by --adapter NAME={path}",
             )
         assert opened.source.adapter is not None and opened.adapter is not None
-        own = f"beside{number}"
-        tables[own], paths[own] = opened.source.adapter, opened.adapter
-        found[name] = (opened, own)
+        key = f"beside{number}"
+        tables[key], paths[key] = opened.source.adapter, opened.adapter
+        models[name] = (opened, key)
     first = replace(first, source=replace(first.source, further=tables), further=paths)
-    (name, _), *others = found.items()
-    return [ServedModel(name, first), *(ServedModel(name, opened, own) for name, (opened, own) in others)]
+    (name, _), *further_models = models.items()
+    return [ServedModel(name, first), *(ServedModel(name, opened, key) for name, (opened, key) in further_models)]
 
 
-def _check_beside(word: str, opened: Opened, first: Opened) -> None:
-    base, other = first.source.directory, opened.source.directory
+def _check_compatible(word: str, opened: Opened, first: Opened) -> None:
+    base, adapter_base = first.source.directory, opened.source.directory
     if opened.source.adapter is None:
         raise UserError(
-            "serve.adapter", f"--adapter {word}: must be an adapter, or a run that trained one; this is a whole model"
+            "serve.adapter",
+            f"--adapter {word}: must be an adapter, or a run that trained one; this is a complete model",
         )
-    if base is None or other is None or base.resolve() != other.resolve():
+    if base is None or adapter_base is None or base.resolve() != adapter_base.resolve():
         raise UserError(
             "serve.adapter",
-            f"--adapter {word}: its base is {other}, and {base} is served; adapters beside each other share one",
+            f"--adapter {word}: its base is {adapter_base}, but {base} is served; all adapters must share one base",
         )
     for table in (opened.source.adapter, first.source.adapter or {}):
-        kind = next((what for key, what in _ALONE.items() if table.get(key)), None)
+        kind = next((description for key, description in _EXCLUSIVE_KEYS.items() if table.get(key)), None)
         if kind is not None:
             raise UserError(
                 "serve.adapter",
-                f"--adapter {word}: {kind} are served alone, without others beside them; make a model of one by export --merge",
+                f"--adapter {word}: {kind} cannot be served together with others; merge it into a model by export --merge",
             )
-    rows, served_rows = (read_config(one.source.config).vocab_size for one in (opened, first))
+    rows, served_rows = (read_config(model.source.config).vocab_size for model in (opened, first))
     if rows > served_rows:
         raise UserError(
             "serve.adapter",
-            f"--adapter {word}: its tokenizer has new tokens, for which it needs {rows:,} rows of the embedding, and the "
-            f"model that is served has {served_rows:,}; serve it alone",
+            f"--adapter {word}: its tokenizer has new tokens, for which it needs {rows:,} rows of the embedding, but the "
+            f"served model has {served_rows:,}; serve it alone",
         )
-    own, served = (f"{one.source.dtype}{', 4 bits' * one.source.nf4}" for one in (opened, first))
-    if own != served:
-        say(f"adapter {word} was made for a base in {own}; it is served over one in {served}")
+    adapter_dtype, served_dtype = (f"{model.source.dtype}{', 4 bits' * model.source.nf4}" for model in (opened, first))
+    if adapter_dtype != served_dtype:
+        say(f"adapter {word} was trained on a base in {adapter_dtype}; it is served with a base in {served_dtype}")

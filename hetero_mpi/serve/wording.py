@@ -1,6 +1,6 @@
-"""The answers of a request on rank 0, as they become text.
+"""Text of a request's answers on rank 0, with stop strings and tool calls.
 
-Calls of tools in the text of an answer, in the forms that models write. A text that is none of them is left as it is.
+Tool calls are recognised in the formats that models write. Other text is unchanged.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from transformers import PreTrainedTokenizerFast
 
 from hetero_mpi.inference.decoding import Scored
 from hetero_mpi.inference.writer import Spelling, Task
-from hetero_mpi.serve.scheduler import News
+from hetero_mpi.serve.scheduler import TokenEvent
 
 _DECODER = json.JSONDecoder()
-_NOTHING = re.compile(r"\s*")
-_END = re.compile(r"\s*</tool_call>\s*|\s*")
+_BLANKS = re.compile(r"\s*")
+_CLOSING_TAG = re.compile(r"\s*</tool_call>\s*|\s*")
 _SEPARATOR = re.compile(r"\s*;?\s*")
 
 
-def opened(text: str) -> Any:
-    """The JSON value of a text. Raises ValueError: it is none, is nested too deeply, or has NaN or half of a surrogate pair."""
+def parse_json(text: str) -> Any:
+    """Parse a JSON text. Raises ValueError for invalid JSON, too deep nesting, NaN, or half of a surrogate pair."""
     value, end = _value_at(text, 0)
     if text[end:].strip():
         raise ValueError("more than one value")
     return value
 
 
-def _value_at(text: str, place: int) -> tuple[Any, int]:
-    """The JSON value that begins at ``place``, and where it ends. Raises ValueError: as ``opened``."""
-    blanks = _NOTHING.match(text, place)
+def _value_at(text: str, position: int) -> tuple[Any, int]:
+    """Return the JSON value at ``position`` and its end. Raises ValueError like ``parse_json``."""
+    blanks = _BLANKS.match(text, position)
     assert blanks is not None
     try:
         value, end = _DECODER.raw_decode(text, blanks.end())
@@ -49,56 +49,56 @@ def _value_at(text: str, place: int) -> tuple[Any, int]:
 
 @dataclass(frozen=True)
 class CallForm:
-    """How a family writes calls: each is a JSON object with ``name``, and the arguments under a key."""
+    """A model family's format of tool calls: JSON objects with ``name``, and the arguments under a key."""
 
     name: str
     marker: str
-    """The text with which calls begin; "{" only at the beginning of the answer."""
+    """The text that starts calls; "{" only at the beginning of the answer."""
     key: str
 
     def begin(self, text: str) -> int:
-        """Where calls begin, or may begin, in an answer so far: what is before it is text."""
+        """Position at which calls begin, or may begin, in an incomplete answer; the text before is final."""
         if self.marker == "{":
             return 0 if text.lstrip()[:1] in ("", "{") else len(text)
-        if (found := text.find(self.marker)) >= 0:
-            return found
+        if (position := text.find(self.marker)) >= 0:
+            return position
         lengths = range(min(len(self.marker) - 1, len(text)), 0, -1)
         return len(text) - next((n for n in lengths if self.marker.startswith(text[-n:])), 0)
 
     def split(self, text: str, tools: Collection[str]) -> tuple[str, list[Mapping[str, Any]]]:
-        """(text outside of the calls, the calls: ``name`` and ``arguments``) of a whole answer.
+        """Return (text outside the calls, calls with ``name`` and ``arguments``) of a complete answer.
 
-        A call is whole, and of one of ``tools``. What is none stays text, and hides no other call. The text begins with what stands
-        before ``begin``.
+        A call is complete, and of one of ``tools``. Anything else stays text and does not hide other calls. The text starts with
+        the part before ``begin``.
         """
         outside, calls, end = "", list[Mapping[str, Any]](), 0
-        place = self.begin(text)
-        while 0 <= place < len(text):
-            found, after = self._calls_at(text, place, tools)
-            if found:
-                outside, end, calls = outside + text[end:place], after, calls + found
-            place = text.find(self.marker, after)
+        position = self.begin(text)
+        while 0 <= position < len(text):
+            found_calls, next_position = self._calls_at(text, position, tools)
+            if found_calls:
+                outside, end, calls = outside + text[end:position], next_position, calls + found_calls
+            position = text.find(self.marker, next_position)
         return (outside + text[end:], calls) if calls else (text, [])
 
-    def _calls_at(self, text: str, place: int, tools: Collection[str]) -> tuple[list[Mapping[str, Any]], int]:
-        """(the calls that begin at ``place``, where to look for more); none: what stands there is text."""
-        bare = self.marker == "{"
+    def _calls_at(self, text: str, position: int, tools: Collection[str]) -> tuple[list[Mapping[str, Any]], int]:
+        """Return (the calls at ``position``, the position from which to continue); no calls: the text there is plain."""
+        no_marker = self.marker == "{"
         try:
-            value, end = _value_at(text, place if bare else place + len(self.marker))
-            calls = [self._call(one, tools) for one in (value if isinstance(value, list) else [value])]
+            value, end = _value_at(text, position if no_marker else position + len(self.marker))
+            calls = [self._call(call, tools) for call in (value if isinstance(value, list) else [value])]
         except ValueError:
-            return [], len(text) if bare else place + 1
-        closing = (_SEPARATOR if bare else _END).match(text, end)
+            return [], len(text) if no_marker else position + 1
+        closing = (_SEPARATOR if no_marker else _CLOSING_TAG).match(text, end)
         assert closing is not None
         return calls, closing.end()
 
     def _call(self, value: Any, tools: Collection[str]) -> Mapping[str, Any]:
-        """The call that a JSON value is; a tool without arguments may be called without the key. Raises ValueError: it is none."""
+        """The call in a JSON value; without arguments the key may be missing. Raises ValueError for any other value."""
         if not isinstance(value, dict) or value.get("name") not in tools:
             raise ValueError("no call")
         arguments = next((value[key] for key in (self.key, "arguments", "parameters") if key in value), None)
         if isinstance(arguments, str):
-            arguments = opened(arguments)
+            arguments = parse_json(arguments)
         if arguments is not None and not isinstance(arguments, dict):
             raise ValueError("arguments are an object")
         return {"name": value["name"], "arguments": arguments or {}}
@@ -109,8 +109,8 @@ MISTRAL = CallForm("mistral", "[TOOL_CALLS]", "arguments")
 LLAMA = CallForm("llama3", "{", "parameters")
 
 
-def form_of(template: str) -> CallForm | None:
-    """The form that a chat template shows to its model; None: it is not known."""
+def call_form(template: str) -> CallForm | None:
+    """The call format in a chat template; None: unknown."""
     if "<tool_call>" in template:  # Qwen3-Coder and GLM write XML inside
         return None if "<function=" in template or "<arg_key>" in template else HERMES
     if "[TOOL_CALLS]" in template:  # the newest of Mistral write a name and [ARGS]
@@ -118,13 +118,13 @@ def form_of(template: str) -> CallForm | None:
     return LLAMA if '"parameters"' in template and "ipython" in template else None
 
 
-class Wording:
-    """An answer's text, up to a stop token, a text to stop at, or the limit.
+class StopStringFilter:
+    """An answer's text, up to a stop token, a stop string, or the limit.
 
     Attributes:
-        task: the one whose tokens it writes.
-        finish: OpenAI's ``finish_reason``: ``stop`` or ``length``; None: it goes on.
-        tokens: written so far, a stop token among them.
+        task: The task whose tokens it decodes.
+        finish: OpenAI's ``finish_reason``: ``stop`` or ``length``; None: unfinished.
+        tokens: Number of tokens, including a stop token.
     """
 
     def __init__(
@@ -132,126 +132,132 @@ class Wording:
         tokenizer: PreTrainedTokenizerFast,
         task: Task,
         stop_texts: tuple[str, ...],
-        shown: Mapping[int, str] | None = None,
+        visible: Mapping[int, str] | None = None,
     ) -> None:
-        """``shown``: special tokens that the text shows all the same."""
+        """``visible``: special tokens to include in the text."""
         self.task, self._stop_texts = task, stop_texts
-        self._spelling = Spelling(tokenizer, task.prompt, shown)
-        self._held, self._sent = "", 0
+        self._spelling = Spelling(tokenizer, task.prompt, visible)
+        self._pending_text, self._sent = "", 0
         self.finish: str | None = None
         self.tokens = 0
 
     def add(self, token: int) -> str:
-        """The text that has become certain with this token: what may be the beginning of a stop text is held back."""
-        text = self._certain(token)
+        """The text that has become final with this token; a possible prefix of a stop string is held back."""
+        text = self._certain_text(token)
         self._sent += len(text)
         return text
 
-    def _certain(self, token: int) -> str:
+    def _certain_text(self, token: int) -> str:
         self.tokens += 1
         stopped = token in self.task.stops
         ended = self.task.ends_with(token, self.tokens)
         stop_texts = self._stop_texts if self.tokens >= self.task.least else ()
-        self._held += "" if stopped else self._spelling.add(token)
-        self._held += self._spelling.end() if ended else ""
-        found = [place for text in stop_texts if (place := self._held.find(text)) >= 0]
-        if found:
+        self._pending_text += "" if stopped else self._spelling.add(token)
+        self._pending_text += self._spelling.end() if ended else ""
+        stop_positions = [position for text in stop_texts if (position := self._pending_text.find(text)) >= 0]
+        if stop_positions:
             self.finish = "stop"
-            return self._held[: min(found)]
+            return self._pending_text[: min(stop_positions)]
         if ended:
             self.finish = "stop" if stopped else "length"
-            return self._held
-        certain = len(self._held) - self._beginning_of_a_stop()
-        text, self._held = self._held[:certain], self._held[certain:]
+            return self._pending_text
+        certain = len(self._pending_text) - self._partial_stop_length()
+        text, self._pending_text = self._pending_text[:certain], self._pending_text[certain:]
         return text
 
     @property
     def certain_tokens(self) -> int:
-        """Tokens of which it is certain what the text shows of them."""
+        """Number of tokens whose visible text is final."""
         if self.finish is not None:
             return self.tokens
         ends = [*self._spelling.starts[1:], self._spelling.length]
         return bisect_left(ends, self._sent + (self._sent == self._spelling.length))
 
     def start(self, number: int) -> int:
-        """The character of the text at which the token of this number, from 0, begins."""
+        """Start character of the token with this index, from 0."""
         starts = self._spelling.starts
         return min(starts[number], self._sent) if number < len(starts) else self._sent
 
     def shown_characters(self, number: int) -> int | None:
-        """Characters of a token that the text shows: none of one at which it stops; None: all."""
+        """Number of visible characters of a token, 0 for a stop token; None: all."""
         starts = [*self._spelling.starts[number : number + 2], self._spelling.length]
         if number >= len(self._spelling.starts):
             return 0
-        whole = starts[1] <= self._sent and (starts[0] < self._sent or self._sent == self._spelling.length)
-        return None if whole else max(0, self._sent - starts[0])
+        complete = starts[1] <= self._sent and (starts[0] < self._sent or self._sent == self._spelling.length)
+        return None if complete else max(0, self._sent - starts[0])
 
     def end_silently(self) -> None:
-        """No new token is wanted."""
+        """End without a new token."""
         self.finish = "length"
 
-    def _beginning_of_a_stop(self) -> int:
-        """Characters at the end of the held text with which a stop text may begin."""
-        held, stops = self._held, self._stop_texts
-        lengths = range(min(max(map(len, stops), default=1) - 1, len(held)), 0, -1)
-        return next((n for n in lengths if any(len(text) > n and text.startswith(held[-n:]) for text in stops)), 0)
+    def _partial_stop_length(self) -> int:
+        """Length of the longest stop-string prefix at the end of the pending text."""
+        text, stop_texts = self._pending_text, self._stop_texts
+        lengths = range(min(max(map(len, stop_texts), default=1) - 1, len(text)), 0, -1)
+        return next(
+            (
+                n
+                for n in lengths
+                if any(len(stop_text) > n and stop_text.startswith(text[-n:]) for stop_text in stop_texts)
+            ),
+            0,
+        )
 
 
 class Choice:
     """One answer of a request, for its client.
 
     Attributes:
-        calls: the tools that it calls, in OpenAI's form; known at its end.
+        calls: The tool calls, in OpenAI's format; known at its end.
     """
 
     def __init__(
-        self, number: int, wording: Wording, echoed: str | None, form: CallForm | None, tools: Collection[str]
+        self, number: int, wording: StopStringFilter, echoed: str | None, form: CallForm | None, tools: Collection[str]
     ) -> None:
-        """
-        Args:
-            echoed: the prompt's text, where the answer begins with it; else None.
-            form: how the model calls ``tools``; None: it has none, or they are not told from text.
+        """Args:
+        echoed: The prompt's text, if the answer begins with it.
+        form: The format of calls of ``tools``; None: no tools, or calls stay text.
         """
         self.number, self.wording = number, wording
         self._echoed, self._form, self._tools = echoed or "", form, tools
-        self._text, self._told = "", 0
+        self._text, self._sent_characters = "", 0
         self.calls: list[dict[str, Any]] = []
         self._scores: list[Scored] = []
-        self._taken = 0
+        self._taken_count = 0
 
     @property
     def finish(self) -> str | None:
         return "tool_calls" if self.calls else self.wording.finish
 
-    def add(self, news: News, silent: bool = False) -> str:
-        """The text that has become certain. ``silent``: no new token is wanted, the answer ends without the first one."""
-        last = silent and news.token is not None
-        self._scores += news.scores[:-1] if last else news.scores
-        if last:
+    def add(self, event: TokenEvent, silent: bool = False) -> str:
+        """The text that has become final. ``silent``: no new token is requested; the answer ends without the first one."""
+        ends_here = silent and event.token is not None
+        self._scores += event.scores[:-1] if ends_here else event.scores
+        if ends_here:
             self.wording.end_silently()
-        if last or news.token is None:
-            return self._echoed if last else ""
-        text, self._echoed = self._echoed + self.wording.add(news.token), ""
+        if ends_here or event.token is None:
+            return self._echoed if ends_here else ""
+        text, self._echoed = self._echoed + self.wording.add(event.token), ""
         if self._form is None:
             return text
         self._text += text
         end = self._form.begin(self._text)
         if self.wording.finish is not None:
             self._text, calls = self._form.split(self._text, self._tools)
-            self.calls, end = [_in_api(call) for call in calls], len(self._text)
-        text, self._told = self._text[self._told : end], max(end, self._told)
+            self.calls, end = [_api_call(call) for call in calls], len(self._text)
+        text, self._sent_characters = self._text[self._sent_characters : end], max(end, self._sent_characters)
         return text
 
     def take_scores(self) -> list[Scored]:
-        """The log-likelihoods that were not taken yet, of tokens that ``wording`` is certain of."""
+        """The logprobs not yet returned, of tokens with final text."""
         task = self.wording.task
-        count = (len(task.prompt) - 1) * task.echo + self.wording.certain_tokens - self._taken
-        taken, self._scores = self._scores[:count], self._scores[count:]
-        self._taken += len(taken)
-        return taken
+        count = (len(task.prompt) - 1) * task.echo + self.wording.certain_tokens - self._taken_count
+        scores, self._scores = self._scores[:count], self._scores[count:]
+        self._taken_count += len(scores)
+        return scores
 
 
-def _in_api(call: Mapping[str, Any]) -> dict[str, Any]:
-    identity = secrets.token_hex(5)[:9]  # Mistral's template takes no other length
+def _api_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    identity = secrets.token_hex(5)[:9]  # Mistral's template requires this length
     arguments = json.dumps(call["arguments"], ensure_ascii=False)
     return {"id": identity, "type": "function", "function": {"name": call["name"], "arguments": arguments}}

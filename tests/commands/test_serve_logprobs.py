@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerFast
 
 from hetero_mpi.data.tokenizer import load_tokenizer, save_tokenizer
 from hetero_mpi.inference.decoding import Scored
-from hetero_mpi.serve.api_requests import Asked, ChatRequest, CompletionRequest, parse
-from hetero_mpi.serve.scheduler import News, Scheduler
+from hetero_mpi.serve.api_requests import ApiRequest, ChatRequest, CompletionRequest, parse
+from hetero_mpi.serve.scheduler import Scheduler, TokenEvent
 from hetero_mpi.serve.served_models import ServedModel, served_models
 from hetero_mpi.serve.service import Service, context_of
 from tests.commands.test_generate import model_with_tokenizer, written
@@ -53,12 +53,12 @@ def ids_of(model: ServedModel, text: str) -> list[int]:
     return list(model.tokenizer(text, add_special_tokens=False).input_ids)
 
 
-def answered(service: Service, asked: Asked, tokens: list[int]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def answered(service: Service, asked: ApiRequest, tokens: list[int]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """(the answer as a whole, the same in chunks) of a model that writes ``tokens``."""
     (task,) = service.tasks(asked)
     echoed = task.prompt[1:] if task.echo else []
-    events = [News(0, None, [Scored(token, -1.0) for token in echoed])]
-    events += [News(0, token, [Scored(token, -0.5, ((token, -0.5), (7, -2.0)))]) for token in tokens]
+    events = [TokenEvent(0, None, [Scored(token, -1.0) for token in echoed])]
+    events += [TokenEvent(0, token, [Scored(token, -0.5, ((token, -0.5), (7, -2.0)))]) for token in tokens]
     found = []
     for streamed in (False, True):
         (choice,), bodies = service.choices(asked, [task]), service.bodies(asked, [task])
@@ -74,7 +74,7 @@ def answered(service: Service, asked: Asked, tokens: list[int]) -> tuple[dict[st
     return found[0], found[1]
 
 
-def asked_of(kind: Any, **fields: Any) -> Asked:
+def asked_of(kind: Any, **fields: Any) -> ApiRequest:
     return parse(kind, json.dumps({"seed": 1, **fields}).encode())
 
 

@@ -21,12 +21,12 @@ from hetero_mpi.inference.source import open_source
 from hetero_mpi.inference.writer import Round, Task, TextChanges
 from hetero_mpi.serve.api_requests import ChatRequest, CompletionRequest, parse
 from hetero_mpi.serve.api_server import ApiServer
-from hetero_mpi.serve.scheduler import MOST_WAITING, Answer, CacheRoom, News, Scheduler
-from hetero_mpi.serve.serve import ServeOptions, _default_sampling, _say_address, check_options
+from hetero_mpi.serve.scheduler import MAX_WAITING, Answer, CacheBudget, Scheduler, TokenEvent
+from hetero_mpi.serve.serve import ServeOptions, _default_sampling, _print_address, check_options
 from hetero_mpi.serve.served_models import ServedModel
 from hetero_mpi.serve.service import Service, context_of
 from hetero_mpi.serve.web.server import HttpError, Names, bound_socket
-from hetero_mpi.serve.wording import Wording
+from hetero_mpi.serve.wording import StopStringFilter
 from tests.commands.test_generate import TEMPLATE, model_with_tokenizer, written
 from tests.support.errors import refuses
 from tests.support.training_cases import corpus, tokenizer_directory
@@ -73,24 +73,24 @@ def submitted(scheduler: Scheduler, one: Task) -> Answer:
 
 
 def test_texts_begin_as_soon_as_there_is_room_in_the_order_of_their_requests() -> None:
-    room = [CacheRoom(0, 0, 10, 1000), CacheRoom(2, 50, 1, 400)]
+    room = [CacheBudget(0, 0, 10, 1000), CacheBudget(2, 50, 1, 400)]
     scheduler = Scheduler(room, parallel=3)
     small, large = [submitted(scheduler, task(10)) for _ in range(2)], submitted(scheduler, task(51))
     behind = submitted(scheduler, task(10))
     assert list(scheduler.next_changes(0.0).begin.values()) == [small[0].task, small[1].task]
     assert scheduler.next_changes(0.0) == TextChanges({}, [], []), "nobody overtakes the large one"
-    scheduler.hand_out(Round({1: 7, 2: 0}))
-    assert (small[0].events.get_nowait(), small[1].events.get_nowait()) == (News(0, 7), News(0, 0))
+    scheduler.distribute(Round({1: 7, 2: 0}))
+    assert (small[0].events.get_nowait(), small[1].events.get_nowait()) == (TokenEvent(0, 7), TokenEvent(0, 0))
     change = scheduler.next_changes(0.0)
     assert list(change.begin.values()) == [large.task], "20 + 61 of 100 tokens, so that 20 more have no room"
-    small[0].given_up.set()
+    small[0].cancelled.set()
     change = scheduler.next_changes(0.0)
     assert (list(change.begin.values()), change.end) == ([behind.task], [1])
-    scheduler.hand_out(Round({3: NOT_A_NUMBER, 4: 5}))
+    scheduler.distribute(Round({3: NOT_A_NUMBER, 4: 5}))
     error = large.events.get_nowait()
     assert isinstance(error, HttpError) and error.status == 500
     scheduler.close(HttpError(503, "over"))
-    assert behind.events.get_nowait() == News(0, 5) and isinstance(behind.events.get_nowait(), HttpError)
+    assert behind.events.get_nowait() == TokenEvent(0, 5) and isinstance(behind.events.get_nowait(), HttpError)
     with pytest.raises(HttpError, match="over"):
         scheduler.submit([task(1)])
 
@@ -99,9 +99,9 @@ def take_rounds(scheduler: Scheduler, rounds: int) -> None:
     """Give every answer with a place its token, so often."""
     for _ in range(rounds):
         change = scheduler.next_changes(0.0)
-        placed = [number for number in scheduler._begun if number not in change.rest]
+        placed = [number for number in scheduler._cached if number not in change.rest]
         assert scheduler.counts() == {"running": len(placed), "waiting": len(scheduler._answers) - len(placed)}
-        scheduler.hand_out(Round(dict.fromkeys(placed, 7)))
+        scheduler.distribute(Round(dict.fromkeys(placed, 7)))
 
 
 @pytest.mark.parametrize(
@@ -154,14 +154,14 @@ def test_waiting_requests_are_limited_together_however_many_come_at_once() -> No
     for thread in threads:
         thread.join()
     sys.setswitchinterval(switch_s)
-    assert scheduler.counts()["waiting"] == MOST_WAITING and refused == [503] * (640 - MOST_WAITING)
+    assert scheduler.counts()["waiting"] == MAX_WAITING and refused == [503] * (640 - MAX_WAITING)
     scheduler.submit([task(1)] * 128, "b")
     with pytest.raises(HttpError, match="wait already"):
         scheduler.submit([task(1)] * 128, "b")
 
 
 def test_a_prompt_that_memory_has_no_room_for_is_refused_with_the_numbers(model: ServedModel) -> None:
-    room = [CacheRoom(0, 0, 10, 1000), CacheRoom(2, 100, 20, 800)]
+    room = [CacheBudget(0, 0, 10, 1000), CacheBudget(2, 100, 20, 800)]
     context = context_of(model.opened, None, room)
     assert context.tokens == 35
     service = Service([model], context, Scheduler(room, 1), lambda: False)
@@ -178,16 +178,18 @@ def test_text_that_may_begin_a_stop_is_held_back(model: ServedModel) -> None:
     tokenizer = model.tokenizer
     letters = list("abcabd!")
     tokens = [tokenizer(letter).input_ids[0] for letter in letters]
-    wording = Wording(tokenizer, task(3, limit=7), ("abd", "zz"))
+    wording = StopStringFilter(tokenizer, task(3, limit=7), ("abd", "zz"))
     assert [wording.add(token) for token in tokens[:6]] == ["", "", "abc", "", "", ""]
     assert (wording.finish, wording.tokens) == ("stop", 6)
-    limited = Wording(tokenizer, task(3, limit=2), ("abd",))
+    limited = StopStringFilter(tokenizer, task(3, limit=2), ("abd",))
     assert [limited.add(token) for token in tokens[:2]] == ["", "ab"]
     assert limited.finish == "length"
-    stopped = Wording(tokenizer, task(3), ("abd",))
+    stopped = StopStringFilter(tokenizer, task(3), ("abd",))
     assert [stopped.add(token) for token in (tokens[0], 0)] == ["", "a"]
     assert (stopped.finish, stopped.tokens) == ("stop", 2)
-    least = Wording(tokenizer, Task([1], [0], 10, Sampling(), 2), ("a",))  # not before its least number of tokens
+    least = StopStringFilter(
+        tokenizer, Task([1], [0], 10, Sampling(), 2), ("a",)
+    )  # not before its least number of tokens
     assert [least.add(tokens["ab".index(letter)]) for letter in "aba"] == ["a", "b", ""]
     assert (least.finish, least.tokens) == ("stop", 3)
 
@@ -326,7 +328,7 @@ def test_the_line_at_the_start_names_the_variable_that_has_the_token(
 ) -> None:
     monkeypatch.setenv("HETERO_MPI_TOKEN", given)
     with caplog.at_level(logging.INFO):
-        _say_address(server, ServeOptions(Path()))
+        _print_address(server, ServeOptions(Path()))
     assert f' -H "Authorization: Bearer ${named}"' in caplog.text
 
 

@@ -21,7 +21,7 @@ from hetero_mpi.serve.scheduler import Scheduler
 from hetero_mpi.serve.served_models import ServedModel, served_models
 from hetero_mpi.serve.service import Service, context_of
 from hetero_mpi.serve.web.server import HttpError, Names, bound_socket
-from hetero_mpi.serve.wording import HERMES, LLAMA, MISTRAL, CallForm, form_of
+from hetero_mpi.serve.wording import HERMES, LLAMA, MISTRAL, CallForm, call_form
 from tests.commands.test_generate import TEMPLATE, model_with_tokenizer, written
 from tests.data.test_tools import DEEPSEEK, QWEN
 from tests.data.test_tools import LLAMA as LLAMA_TEMPLATE
@@ -95,7 +95,7 @@ def writing(model: ServedModel, text: str) -> Iterator[Any]:
             left |= {number: list(tokens) for number in change.begin}
             for number in change.end:
                 left.pop(number, None)
-            service.scheduler.hand_out(Round({number: rest.pop(0) for number, rest in left.items()}))
+            service.scheduler.distribute(Round({number: rest.pop(0) for number, rest in left.items()}))
             left = {number: rest for number, rest in left.items() if rest}
 
     thread = threading.Thread(target=write)
@@ -229,7 +229,7 @@ def test_a_template_that_prints_no_tools_refuses_them(models: dict[str, ServedMo
 
 
 def test_forms_are_known_by_their_templates() -> None:
-    forms = [form_of(TEMPLATES[name]) for name in ("qwen", "llama", "mistral", "deepseek")]
+    forms = [call_form(TEMPLATES[name]) for name in ("qwen", "llama", "mistral", "deepseek")]
     assert forms == [HERMES, LLAMA, MISTRAL, None]
     for other in ("<tool_call>\n<function=", "<tool_call>{{name}}<arg_key>", "[TOOL_CALLS]{{name}}[ARGS]", TEMPLATE):
-        assert form_of(other) is None
+        assert call_form(other) is None

@@ -109,13 +109,15 @@ def test_layers_of_the_last_backward_count_as_finished_while_it_runs() -> None:
     pace, told = ActionPacer(plan, profile, 1.0, sleeper), []
     last = Action(Op.B, 2, 1)  # of the pipeline that is one rank
     begin = time.perf_counter()
-    pace.hold(last, begin, lambda layer: told.append((layer, sleeper.moments[-1] - begin, time.perf_counter() - begin)))
+    pace.pace_action(
+        last, begin, lambda layer: told.append((layer, sleeper.moments[-1] - begin, time.perf_counter() - begin))
+    )
     expected = finished_layers_s(last, plan, profile)
     assert [layer for layer, _, _ in told] == [3, 2, 1, 0]
     for layer, asked_s, after_s in told:
         assert asked_s == pytest.approx(expected[layer]) and after_s >= asked_s - 1e-3
     # The head is 24 ms, a block 20 ms.
-    assert expected[3] == pytest.approx(0.024) and pace.lasts_s(last) > 0.024 + 0.040
+    assert expected[3] == pytest.approx(0.024) and pace.duration_s_of(last) > 0.024 + 0.040
 
 
 def first_two(profile: ClusterProfile) -> ClusterProfile:

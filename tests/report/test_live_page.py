@@ -257,7 +257,7 @@ def test_the_address_has_the_token_behind_the_hash(run: Path, monkeypatch: pytes
         monkeypatch.setattr(live_page, "USUAL_PORT", taken.getsockname()[1])
         lines = [next(watch(run)), next(watch(run, token="mine"))]
         with refuses("serve.address"):
-            next(watch(run, port=live_page.USUAL_PORT))
+            next(watch(run, port=live_page.DEFAULT_PORT))
     assert lines[0].startswith("Watch this run at http://127.0.0.1:") and len(lines[0].partition("/#")[2]) >= 16
     assert lines[1].endswith("/#mine")
 

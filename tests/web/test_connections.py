@@ -215,7 +215,7 @@ def test_head_has_the_status_and_headers_of_get_and_no_content(web: WebServer, p
 
 def test_a_defect_is_an_answer_unless_another_has_begun(web: WebServer, caplog: pytest.LogCaptureFixture) -> None:
     head, _, body = asked(web, "GET /defect").partition(b"\r\n\r\n")
-    assert head.startswith(b"HTTP/1.1 500 ") and "a defect of the server" in json.loads(body)["error"]["message"]
+    assert head.startswith(b"HTTP/1.1 500 ") and "internal server error" in json.loads(body)["error"]["message"]
     asked(web, "GET /events/defect")
     assert asked(web, "GET /").startswith(b"HTTP/1.1 200 ")
     end = time.monotonic() + 60

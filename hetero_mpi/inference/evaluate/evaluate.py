@@ -37,8 +37,8 @@ from hetero_mpi.job.schema import DataTable
 from hetero_mpi.rundir.logs import say
 from hetero_mpi.rundir.run_directory import RUN_NAME, run_json, run_table
 from hetero_mpi.serve.api_server import ApiServer
-from hetero_mpi.serve.scheduler import CacheRoom
-from hetero_mpi.serve.serve import ServeOptions, cache_room, serve
+from hetero_mpi.serve.scheduler import CacheBudget
+from hetero_mpi.serve.serve import ServeOptions, cache_budgets, serve
 from hetero_mpi.training.setup.data_setup import prepare
 from hetero_mpi.training.setup.named_sets import read_set
 from hetero_mpi.training.setup.setup import look_around
@@ -258,7 +258,7 @@ def evaluate(world: World, options: EvaluateOptions) -> int:
 
     def work(members: World, writer: Writer) -> dict[str, list[list[Scored]]]:
         members.current_action = "measuring the memory of a text"
-        room = cache_room(members, setup.memory, writer)
+        room = cache_budgets(members, setup.memory, writer)
         members.current_action = "evaluating"
         tasks = [asdict(text.task) for texts in sets.values() for text in texts]
         texts = [Task.from_dict(task) for task in members.broadcast_json(tasks if setup.opened is not None else None)]
@@ -302,7 +302,7 @@ def _sets(opened: Opened, options: EvaluateOptions) -> dict[str, list[ScoredText
     return {OWN: own_set(loaded, limit)}
 
 
-def scores(writer: Writer, tasks: Sequence[Task], room: Sequence[CacheRoom], parallel: int) -> Iterator[list[Scored]]:
+def scores(writer: Writer, tasks: Sequence[Task], room: Sequence[CacheBudget], parallel: int) -> Iterator[list[Scored]]:
     """Log-likelihoods of the tokens of each text, in their order; on other ranks than 0 empty. Collective."""
     groups = list(_groups(tasks, room, parallel))
     waiting = list(groups)
@@ -319,7 +319,7 @@ def scores(writer: Writer, tasks: Sequence[Task], room: Sequence[CacheRoom], par
     return (found.get(number, []) for number in range(len(tasks)))
 
 
-def _groups(tasks: Sequence[Task], room: Sequence[CacheRoom], parallel: int) -> Iterator[dict[int, Task]]:
+def _groups(tasks: Sequence[Task], room: Sequence[CacheBudget], parallel: int) -> Iterator[dict[int, Task]]:
     """Texts that pass side by side, as memory allows. Raises CollectiveUserError: one has no room by itself."""
     group: dict[int, Task] = {}
     for number, task in enumerate(tasks):

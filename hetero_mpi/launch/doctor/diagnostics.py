@@ -124,7 +124,7 @@ KINDS: dict[str, tuple[str, Severity, str, str]] = {
         f'choose one of these, or "auto"; for another vendor: {_INSTALL}'),
     "ranks on the CPU": ("devices", NOTE, "{ranks} ranks for {gpus} of {kind}: the other ranks compute on the CPU",
         "slots = {gpus} would exclude them"),
-    "too many ranks": ("devices", FAILS, "{ranks} ranks for {gpus} of {kind}: the other ranks have no device", "write slots = {gpus}"),
+    "too many ranks": ("devices", FAILS, "{ranks} ranks for {gpus} of {kind}: the others have no device", "write slots = {gpus}"),
     "idle GPUs": ("devices", NOTE, "{ranks} of {gpus} GPUs ({kind}) have a rank",
         "slots = {gpus} would use all: one rank uses one GPU"),
     "one machine": ("interfaces", FINE, "one machine: messages use shared memory", ""),

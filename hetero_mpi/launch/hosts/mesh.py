@@ -143,8 +143,8 @@ def _problems(machines: Mapping[str, Host], mesh: Mesh) -> Iterator[str]:
     unreachable = [host.title for host in machines.values() if host.endpoint == UNREACHABLE]
     if len(unreachable) > 1:
         yield (
-            f'{" and ".join(unreachable)} have endpoint = "{UNREACHABLE}", so neither can call the other: forward a UDP port of one '
-            "router to its host, and write that port as its endpoint"
+            f'{" and ".join(unreachable)} have endpoint = "{UNREACHABLE}", so neither can call the other: forward a UDP port of a '
+            "router to its host, and set that port as its endpoint"
         )
 
 

@@ -1,1 +1,1 @@
-"""HTTP for people and programs on rank 0: connections, their limits, and who may ask. What is answered is said elsewhere."""
+"""The HTTP server on rank 0: connections, limits and access control, independent of the content."""

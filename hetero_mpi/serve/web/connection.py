@@ -1,4 +1,4 @@
-"""One connection of the HTTP server: requests are received within a time, guarded, and answered whole or piece by piece."""
+"""One HTTP connection: receives requests within a time limit, checks access, and sends complete or streamed responses."""
 
 from __future__ import annotations
 
@@ -17,43 +17,41 @@ from typing import Any
 
 from hetero_mpi.serve.web.server import HttpError, WebServer
 
-RECEIVE_S = 20.0
-"""A request's line and headers arrive within this time, and its body within as much again..."""
-SLOWEST_BYTES_S = 50_000
-"""...and what its bytes take at this rate."""
-SILENT_S = 60.0
-"""A client that takes nothing of its answer for so long has gone."""
+RECEIVE_TIMEOUT_S = 20.0
+"""Time limit of a request's line and headers, and again of its body, plus ..."""
+MIN_BYTES_PER_S = 50_000
+"""... the time of its bytes at this rate."""
+SEND_TIMEOUT_S = 60.0
+"""A client that accepts nothing of its response for this long counts as gone."""
 _LINGER_S, _LINGER_BYTES = 2.0, 32 << 20
-"""A client that is answered before all of its request has come may go on sending for so long, and so much."""
-_PROBE_S = 1.0
-"""A client that has closed its sending side is asked after this time whether it still listens."""
-_KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPALIVE": 15, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 3}
-"""Options by which the system asks whether the system of a silent client is there: after 15 s, three times (Linux, macOS)."""
+"""After an early response the rest of the request is read, up to this time and size."""
+_PROBE_DELAY_S = 1.0
+"""Delay before probing whether a client that has closed its sending side still listens."""
+_KEEPALIVE_OPTIONS = {"TCP_KEEPIDLE": 15, "TCP_KEEPALIVE": 15, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 3}
+"""TCP keep-alive: probe a silent client's host after 15 s, three times (Linux, macOS)."""
 _MAX_AHEAD_BYTES = 1 << 20
-"""Bytes behind a request that are kept for the next one while the request is answered."""
+"""Maximum number of bytes of the next request that are buffered during a response."""
 _LOG = logging.getLogger(__name__)
 
 
 class Connection(BaseHTTPRequestHandler):
-    """A connection whose requests ``answer`` answers. Its helpers raise HttpError, which becomes the answer."""
+    """A connection whose requests ``answer`` answers. Its helpers raise HttpError, which becomes the response."""
 
     protocol_version = "HTTP/1.1"
     server_version = "hetero_mpi"
     disable_nagle_algorithm = True
-    timeout = SILENT_S
+    timeout = SEND_TIMEOUT_S
     server: WebServer
     _deadline = 0.0
-    _closed_at: float | None = None
-    """When the client's closed side was seen."""
+    _closed_s: float | None = None
+    """When the client's closed side was detected."""
     _may_probe = True
-    _begun = False
-    """The answer is under way: no other can take its place."""
+    _response_started = False
+    """The response has started and cannot be replaced."""
 
     def answer(self) -> None:
-        """Send an answer to ``self.command`` (GET, HEAD or POST), ``self.headers``, ``self.route`` and ``self.body``.
-
-        :raises HttpError: is sent instead.
-        """
+        """Respond to ``self.command`` (GET, HEAD or POST), ``self.headers``, ``self.route`` and ``self.body``; an HttpError is
+        sent."""
         raise NotImplementedError
 
     @property
@@ -61,28 +59,28 @@ class Connection(BaseHTTPRequestHandler):
         return self.path.partition("?")[0].rstrip("/")
 
     def check_key(self) -> str:
-        """The name of the key that the client shows; "" where none is asked for. The time that it takes tells nothing of keys."""
+        """The name of the client's API key; "" if none is required. Constant-time comparison."""
         keys = self.server.keys
-        scheme, _, shown = self.headers.get("Authorization", "").strip().partition(" ")
-        found = [name for name, key in keys.items() if hmac.compare_digest(shown.strip().encode(), key.encode())]
-        if keys and not (found and scheme.lower() == "bearer"):
+        scheme, _, given_key = self.headers.get("Authorization", "").strip().partition(" ")
+        matches = [name for name, key in keys.items() if hmac.compare_digest(given_key.strip().encode(), key.encode())]
+        if keys and not (matches and scheme.lower() == "bearer"):
             raise HttpError(401, "wrong or missing API key (Authorization: Bearer ...)", code="invalid_api_key")
-        return found[0] if found else ""
+        return matches[0] if matches else ""
 
     @contextlib.contextmanager
-    def body(self, kind: str, largest: int) -> Iterator[bytes]:
-        """The body, which must be of the type ``kind`` and may have ``largest`` bytes. It counts until the block's end."""
-        found = self.headers.get_content_type() if "Content-Type" in self.headers else "none"
-        if found != kind:
-            raise HttpError(415, f"the body must be of the type {kind} (Content-Type), not {found[:60]}")
+    def body(self, kind: str, max_bytes: int) -> Iterator[bytes]:
+        """The body, of the type ``kind`` and at most ``max_bytes``. It counts as pending until the block's end."""
+        content_type = self.headers.get_content_type() if "Content-Type" in self.headers else "none"
+        if content_type != kind:
+            raise HttpError(415, f"the body must be of the type {kind} (Content-Type), not {content_type[:60]}")
         text = ",".join(self.headers.get_all("Content-Length", []))
         if not text.isascii() or not text.isdigit() or "Transfer-Encoding" in self.headers:
             raise HttpError(411, "a request needs one Content-Length, and no Transfer-Encoding")
         length = int(text[:18])
-        if len(text) > 18 or length > largest:
-            raise HttpError(413, f"a request may have {largest:,} bytes, this one has {text[:18]}")
+        if len(text) > 18 or length > max_bytes:
+            raise HttpError(413, f"a request may have {max_bytes:,} bytes, this one has {text[:18]}")
         with self.server.receiving(length):
-            self._deadline = time.monotonic() + RECEIVE_S + length / SLOWEST_BYTES_S
+            self._deadline = time.monotonic() + RECEIVE_TIMEOUT_S + length / MIN_BYTES_PER_S
             try:
                 content = self.rfile.read(length)
             except TimeoutError:
@@ -92,27 +90,28 @@ class Connection(BaseHTTPRequestHandler):
             yield content
 
     def alive(self) -> bool:
-        """True while the client is there. One that has closed its sending side may be, or may have gone. It is told to continue,
-        which every client of HTTP/1.1 takes before its answer, and which the system of one that has gone refuses.
+        """Whether the client is connected.
 
-        The end of its bytes comes behind all of them, so those are read.
+        A client that has closed its sending side may still listen: it is sent a 100 Continue, which every HTTP/1.1 client accepts
+        before its response, and which the host of a vanished client rejects. The end of its data follows all its bytes, so these
+        are read.
         """
         if self.connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             return False
         looking = select.poll()
         looking.register(self.connection, select.POLLIN)
-        if not looking.poll(0) or self._arriving.read_ahead():
-            self.close_connection |= self._arriving.overrun
+        if not looking.poll(0) or self._reader.read_ahead():
+            self.close_connection |= self._reader.overrun
             return True
         now = time.monotonic()
-        self._closed_at = now if self._closed_at is None else self._closed_at
-        if now - self._closed_at > _PROBE_S and self._may_probe and self.request_version != "HTTP/1.0":
+        self._closed_s = now if self._closed_s is None else self._closed_s
+        if now - self._closed_s > _PROBE_DELAY_S and self._may_probe and self.request_version != "HTTP/1.0":
             self._may_probe = False
             self.connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
         return True
 
     def send(self, value: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> None:
-        """A JSON object."""
+        """Send a JSON object."""
         self.send_content(json.dumps(value).encode(), "application/json", headers, status)
 
     def send_content(self, content: bytes, kind: str, headers: dict[str, str] | None = None, status: int = 200) -> None:
@@ -120,10 +119,10 @@ class Connection(BaseHTTPRequestHandler):
 
     @contextlib.contextmanager
     def events(self) -> Iterator[Callable[[str], None]]:
-        """An answer of server-sent events; yields what sends one. An HttpError of the block is one of them.
+        """A response of server-sent events; yields a function that sends one. An HttpError of the block becomes an event.
 
-        After an error of the block, as after the death of this process, the last chunk is missing: the client sees that the answer
-        is cut. HTTP/1.0 has no chunks: there an answer ends with its connection, and a cut one looks like a whole one.
+        After an error of the block, or the end of this process, the last chunk is missing, so that the client detects the
+        truncation. HTTP/1.0 has no chunks: a response ends with its connection, and truncation is not detectable.
         """
         chunked = self.request_version >= "HTTP/1.1"
         self.close_connection = self.close_connection or not chunked
@@ -145,7 +144,7 @@ class Connection(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         if "Content-Length" in self.headers or "Transfer-Encoding" in self.headers:
-            self.close_connection = True  # the body is not read, and must not be taken for the next request
+            self.close_connection = True  # the body is not read, and must not be parsed as the next request
         self._guarded(self.answer)
 
     do_HEAD = do_GET
@@ -156,37 +155,37 @@ class Connection(BaseHTTPRequestHandler):
     def setup(self) -> None:
         super().setup()
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name in _KEEPALIVE.keys() & vars(socket).keys():
-            self.connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), _KEEPALIVE[name])
+        for name in _KEEPALIVE_OPTIONS.keys() & vars(socket).keys():
+            self.connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), _KEEPALIVE_OPTIONS[name])
         self.rfile.close()
-        self._arriving = _Arriving(self.connection, lambda: self._deadline)
-        self.rfile = io.BufferedReader(self._arriving)
+        self._reader = _DeadlineReader(self.connection, lambda: self._deadline)
+        self.rfile = io.BufferedReader(self._reader)
 
     def handle_one_request(self) -> None:
-        self._deadline = time.monotonic() + RECEIVE_S
-        self._closed_at = None
-        self._may_probe, self._begun = True, False
+        self._deadline = time.monotonic() + RECEIVE_TIMEOUT_S
+        self._closed_s = None
+        self._may_probe, self._response_started = True, False
         super().handle_one_request()
 
     def parse_request(self) -> bool:
-        """And whether it may be answered, whatever its method and path."""
+        """Also checks whether the request may be answered, whatever its method and path."""
         return super().parse_request() and self._guarded(self._check_names)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """The answer to what ``http.server`` refuses by itself."""
+        """The response to requests that ``http.server`` rejects."""
         self.close_connection = True
         self.send(HttpError(code, message or HTTPStatus(code).phrase).body(), code)
 
     def finish(self) -> None:
-        """Read what a refused client still sends: closed on unread bytes, the connection would be reset, and the answer lost."""
-        deadline, left = time.monotonic() + _LINGER_S, _LINGER_BYTES
+        """Read the rest of a rejected request: closing with unread bytes would reset the connection and lose the response."""
+        deadline, bytes_left = time.monotonic() + _LINGER_S, _LINGER_BYTES
         with contextlib.suppress(OSError):
             self.connection.shutdown(socket.SHUT_WR)
-            while left > 0 and (rest_s := deadline - time.monotonic()) > 0:
+            while bytes_left > 0 and (rest_s := deadline - time.monotonic()) > 0:
                 self.connection.settimeout(rest_s)
-                if not (got := len(self.connection.recv(1 << 16))):
+                if not (received := len(self.connection.recv(1 << 16))):
                     break
-                left -= got
+                bytes_left -= received
         super().finish()
 
     def log_message(self, format: str, *arguments: Any) -> None:
@@ -195,11 +194,11 @@ class Connection(BaseHTTPRequestHandler):
     def _check_names(self) -> None:
         names, hosts = self.server.names, self.headers.get_all("Host", [])
         if len(hosts) != 1:
-            raise HttpError(400, f"a request names one Host, this one {len(hosts)}")
+            raise HttpError(400, f"a request must have one Host header, not {len(hosts)}")
         if not names.has_host(hosts[0]):
             raise HttpError(
                 403,
-                f"this server is not asked under the name {hosts[0][:100]!r} (Host); start it with --allow-host NAME "
+                f"this server does not answer to the name {hosts[0][:100]!r} (Host); start it with --allow-host NAME "
                 f"if that is one of its names",
                 code="foreign_host",
             )
@@ -207,7 +206,7 @@ class Connection(BaseHTTPRequestHandler):
             if not names.has_origin(origin, hosts[0]):
                 raise HttpError(
                     403,
-                    f"pages of {origin[:100]!r} (Origin) may not ask this server; start it with --allow-host NAME, the "
+                    f"pages of {origin[:100]!r} (Origin) may not use this server; start it with --allow-host NAME, the "
                     f"name of that site, if they may",
                     code="foreign_origin",
                 )
@@ -219,21 +218,21 @@ class Connection(BaseHTTPRequestHandler):
                 return True
             except HttpError as error:
                 self.close_connection = True  # its body may not have been read
-                if not self._begun:
+                if not self._response_started:
                     self.send(error.body(), error.status, {"Allow": error.allow} if error.allow else None)
                 return False
-            except Exception as error:  # a defect, which the server logs
+            except Exception as error:  # a bug, which the server logs
                 self.close_connection = True
-                if not self._begun and not isinstance(error, OSError):
-                    self.send(HttpError(500, "this request met a defect of the server; its log has more").body(), 500)
+                if not self._response_started and not isinstance(error, OSError):
+                    self.send(HttpError(500, "internal server error; see the server's log").body(), 500)
                 raise
 
-    def _head(self, status: int, kind: str, more: dict[str, str], content: bytes = b"") -> None:
-        """Status and headers, and ``content`` with them: one write, one packet."""
-        self._may_probe, self._begun = False, True
-        if self.request_version == "HTTP/0.9":  # also what is no HTTP at all: it is told so
+    def _head(self, status: int, kind: str, extra: dict[str, str], content: bytes = b"") -> None:
+        """Send status, headers and ``content`` in one write, as one packet."""
+        self._may_probe, self._response_started = False, True
+        if self.request_version == "HTTP/0.9":  # also non-HTTP data, which gets an error
             self.request_version = "HTTP/1.0"
-        lines = {"Content-Type": kind, **more, **({"Connection": "close"} if self.close_connection else {})}
+        lines = {"Content-Type": kind, **extra, **({"Connection": "close"} if self.close_connection else {})}
         self.log_request(status)
         self.send_response_only(status, HTTPStatus(status).phrase)
         for name, value in {"X-Content-Type-Options": "nosniff", **lines}.items():
@@ -242,18 +241,18 @@ class Connection(BaseHTTPRequestHandler):
         self.flush_headers()
 
 
-class _Arriving(io.RawIOBase):
-    """The bytes that a client sends, up to a deadline: however few come at a time, they end."""
+class _DeadlineReader(io.RawIOBase):
+    """The bytes from a client, up to a deadline even if they arrive slowly."""
 
     def __init__(self, connection: socket.socket, deadline: Callable[[], float]) -> None:
         self._connection, self._deadline = connection, deadline
-        self._ahead, self.overrun = bytearray(), False  # overrun: bytes are lost, so that no request can follow
+        self._ahead, self.overrun = bytearray(), False  # overrun: bytes were lost, so no further request can be parsed
 
     def readable(self) -> bool:
         return True
 
     def read_ahead(self) -> bool:
-        """Read what has come, without waiting where something has; returns False at the end of all bytes."""
+        """Read available bytes without waiting; return False at the end of the stream."""
         content = self._connection.recv(1 << 16)
         self.overrun |= len(self._ahead) + len(content) > _MAX_AHEAD_BYTES
         if not self.overrun:
@@ -272,4 +271,4 @@ class _Arriving(io.RawIOBase):
         try:
             return self._connection.recv_into(buffer)
         finally:
-            self._connection.settimeout(SILENT_S)
+            self._connection.settimeout(SEND_TIMEOUT_S)

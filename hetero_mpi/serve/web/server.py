@@ -1,12 +1,11 @@
-"""An HTTP server on threads beside the main one: how many connections, how long a request may take, who may ask. It never calls
-MPI, and knows nothing of what is answered.
+"""A threaded HTTP server: limits on connections, request times and access. It never calls MPI and is independent of the content.
 
-It stands on ``http.server``. waitress 3.0.2 was tried: it either answers clients that have closed their sending side or notices
-those that leave before anything is sent, has no time limit for a request whose bytes drip, and resets who sends too much.
+It is based on ``http.server``. waitress 3.0.2 was evaluated: it either answers clients that have closed their sending side or
+detects those that leave before a response, has no time limit for slow request bodies, and resets clients that send too much.
 
-It is asked under known names only. Browsers let every page of the web send requests to this machine, and by a name of its own
-that points here (DNS rebinding) read the answers. Such requests carry another name in Host, or the page's in Origin; programs that
-are no browsers are not hindered.
+It answers to known host names only. Browsers let every web page send requests to this machine and, by a host name that resolves to
+it (DNS rebinding), read the responses. Such requests have another name in Host, or the page's in Origin; non-browser programs are
+unaffected.
 """
 
 from __future__ import annotations
@@ -37,53 +36,53 @@ _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\s:/?#@\[\]]+)(:\d*)?", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Names:
-    """``own``: names and addresses in small letters. ``more``: those that the user has named besides."""
+    """``own_names``: lower-case names and addresses of the server. ``extra_names``: those added by the user."""
 
-    own: frozenset[str]
-    more: frozenset[str] = frozenset()
+    own_names: frozenset[str]
+    extra_names: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, address: str, more: Iterable[str] = ()) -> Names:
-        """For a server that listens on ``address``: those of this machine where it can be reached from others."""
-        wider = _machine() if address not in LOCAL else ()
-        return cls(frozenset(map(_plain, (*LOCAL, address, *wider))), frozenset(map(_plain, more)))
+        """For a server that listens on ``address``; includes this machine's names if it is reachable from others."""
+        machine_names = _machine_names() if address not in LOCAL else ()
+        return cls(frozenset(map(_normalized, (*LOCAL, address, *machine_names))), frozenset(map(_normalized, more)))
 
     def has_host(self, host: str) -> bool:
-        """``host``: the value of a Host header."""
-        found = _HOST.fullmatch(host)
-        return found is not None and _plain(found[1]) in self.own | self.more
+        """Whether a Host header is known."""
+        match = _HOST.fullmatch(host)
+        return match is not None and _normalized(match[1]) in self.own_names | self.extra_names
 
     def has_origin(self, origin: str, host: str) -> bool:
-        """True if a page of ``origin`` comes from here. ``host``: the Host of its request."""
+        """Whether a page of ``origin`` belongs to this server. ``host``: the Host of its request."""
         try:
             address = urlsplit(origin)
-            return address.netloc.lower() == host.lower() or (address.hostname or "") in self.more
+            return address.netloc.lower() == host.lower() or (address.hostname or "") in self.extra_names
         except ValueError:
             return False
 
 
-def _plain(name: str) -> str:
+def _normalized(name: str) -> str:
     return name.strip("[]").partition("%")[0].rstrip(".").lower()
 
 
-def _machine() -> list[str]:
+def _machine_names() -> list[str]:
     """This machine's names and addresses."""
     name = socket.gethostname()
-    addresses = [one.address for some in psutil.net_if_addrs().values() for one in some]
+    addresses = [entry.address for entries in psutil.net_if_addrs().values() for entry in entries]
     return [name, name.partition(".")[0], f"{name.partition('.')[0]}.local", socket.getfqdn(), *addresses]
 
 
-MOST_CONNECTIONS = 512
-"""At once; further ones wait in the system's queue until one has ended."""
-_QUEUE = 1024
-MOST_BODY_BYTES = 256 << 20
-"""Bodies of all requests that are being received."""
-_LOOK_S = 0.1
+MAX_CONNECTIONS = 512
+"""Concurrent connections; further ones wait in the system's queue."""
+_BACKLOG_SIZE = 1024
+MAX_PENDING_BODY_BYTES = 256 << 20
+"""Total size of the bodies being received."""
+_POLL_INTERVAL_S = 0.1
 _LOG = logging.getLogger(__name__)
 
 
 class HttpError(Exception):
-    """An answer other than 200, in the form of OpenAI's API. ``code``: for programs; ``allow``: of a 405, the methods to use."""
+    """An error response in OpenAI's format. ``code``: for programs; ``allow``: the allowed methods of a 405."""
 
     def __init__(self, status: int, message: str, code: str | None = None, allow: str | None = None) -> None:
         super().__init__(message)
@@ -95,30 +94,28 @@ class HttpError(Exception):
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
-    """A socket that holds the port: it listens, and who connects waits for a server to take it. Raises UserError: the port cannot
-    be had.
-    """
-    found = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    """A listening socket, whose clients wait for a server. Raises UserError if the port is not available."""
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind((host, port))
-        found.listen(_QUEUE)  # a port that is bound only can be taken by another who reuses addresses
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(_BACKLOG_SIZE)  # another program could take a port that is bound but not listening
     except (OSError, OverflowError) as error:
-        found.close()
+        listener.close()
         raise UserError(
-            "serve.address", f"--host {host} --port {port} cannot be had: {error}; name another (0: any free port)"
+            "serve.address", f"--host {host} --port {port} is not available: {error}; choose another (0: any free port)"
         ) from None
-    return found
+    return listener
 
 
 class WebServer(ThreadingHTTPServer):
-    """Answers requests from its construction until ``stop``, each connection on a thread of its own.
+    """Answers requests from its construction until ``stop``, with a thread per connection.
 
     Args:
-        bound: what ``bound_socket`` returned; the server closes it.
-        connection: what answers: a ``Connection``.
-        names: under which it may be asked.
-        keys: name -> key, of which clients must show one where ``connection`` asks for it; none: nothing.
+        bound: The socket from ``bound_socket``; the server closes it.
+        connection: The handler, a ``Connection``.
+        names: Host names of the server.
+        keys: Name -> API key, one of which clients must show if ``connection`` requires it; empty: open.
     """
 
     daemon_threads = True
@@ -135,69 +132,69 @@ class WebServer(ThreadingHTTPServer):
         self.socket = bound
         self.names, self.keys = names, keys
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        self._free = threading.Semaphore(max(1, min(MOST_CONNECTIONS, files // 2)))
+        self._free_slots = threading.Semaphore(max(1, min(MAX_CONNECTIONS, files // 2)))
         self._ending = False
-        self._counting = threading.Lock()
+        self._lock = threading.Lock()
         self._under_way = self._body_bytes = 0
-        self._serving = Background("answering requests", lambda: self.serve_forever(poll_interval=_LOOK_S))
+        self._background = Background("answering requests", lambda: self.serve_forever(poll_interval=_POLL_INTERVAL_S))
 
     @property
     def url(self) -> str:
         host, port = (str(part) for part in self.server_address[:2])
-        host = socket.gethostname() if host in ("0.0.0.0", "::") else host  # these are no address to open
+        host = socket.gethostname() if host in ("0.0.0.0", "::") else host  # wildcard addresses cannot be opened
         return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
     def stop(self, patience_s: float) -> None:
-        """Take no more requests, and give those under way so long to tell their clients."""
+        """Accept no further requests, and wait up to ``patience_s`` for active ones."""
         deadline = time.monotonic() + patience_s
         while self._under_way and time.monotonic() < deadline:
             time.sleep(0.01)
         self._ending = True
         self.shutdown()
-        self._serving.finish()
+        self._background.finish()
         self.server_close()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        while not self._free.acquire(timeout=_LOOK_S):
+        while not self._free_slots.acquire(timeout=_POLL_INTERVAL_S):
             if self._ending:
                 self.shutdown_request(request)
                 return
         try:
             super().process_request(request, client_address)
         except BaseException:  # no thread can be started
-            self._free.release()
+            self._free_slots.release()
             raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._free.release()
+            self._free_slots.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """While one request was answered, its client has gone, or a defect was met: the others go on."""
+        """Log a bug; a client that is gone is ignored. Other connections continue."""
         if not isinstance(sys.exc_info()[1], OSError):
             _LOG.exception("answering %s", client_address)
 
     @contextlib.contextmanager
     def answering(self) -> Iterator[None]:
-        with self._counting:
+        with self._lock:
             self._under_way += 1
         try:
             yield
         finally:
-            with self._counting:
+            with self._lock:
                 self._under_way -= 1
 
     @contextlib.contextmanager
     def receiving(self, length: int) -> Iterator[None]:
-        """A block that holds a body. Raises HttpError: there is no room for it."""
-        with self._counting:
-            if self._body_bytes + length > MOST_BODY_BYTES:
+        """A block that holds a body. Raises HttpError if the pending bodies are too large."""
+        with self._lock:
+            if self._body_bytes + length > MAX_PENDING_BODY_BYTES:
                 raise HttpError(503, f"requests of {self._body_bytes:,} bytes are being received; try again later")
             self._body_bytes += length
         try:
             yield
         finally:
-            with self._counting:
+            with self._lock:
                 self._body_bytes -= length
