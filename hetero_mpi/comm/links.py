@@ -36,7 +36,7 @@ _MAX_MESSAGE_S = 1.0
 """Messages expected to take longer are not sent."""
 _FLOW_S, _FLOW_MESSAGES = 0.05, 3
 """A flow's rate is measured with ``_FLOW_MESSAGES`` messages of about ``_FLOW_S`` seconds each."""
-MIN_SPEEDUP_FACTOR = 1.5
+MIN_SPEEDUP = 1.5
 """Flows through separate NICs are together at least this many times as fast as the fastest single flow."""
 MAX_BANDWIDTH_FACTOR = 4.0
 """Upper bound of a fitted bandwidth, relative to the highest bytes / seconds of its samples."""
@@ -71,16 +71,14 @@ class HostFlows:
     @property
     def shares_nic(self) -> bool:
         return any(
-            total_rate < MIN_SPEEDUP_FACTOR * single_rate
-            for single_rate, total_rate in zip(self.single_rates, self.total_rates, strict=True)
+            total < MIN_SPEEDUP * single for single, total in zip(self.single_rates, self.total_rates, strict=True)
         )
 
 
 def measure_links(world: World, transport: Transport, sizes_bytes: Sequence[int], repeats: int) -> list[LinkSamples]:
     """Measure every directed pair; all ranks return all samples, ordered by (source, destination). Collective.
 
-    Up to ``MAX_REPRESENTATIVE_PAIRS`` pairs between the same hosts are measured. If they agree, their median represents the
-    others.
+    Up to ``MAX_REPRESENTATIVE_PAIRS`` pairs between the same hosts are measured; if they agree, their median represents the rest.
 
     A message's time is the median round trip of the message and a one-byte answer, minus half the median round trip of one byte
     both ways. Each size makes ``repeats`` round trips after one warm-up. Sizes that would take too long over a slow link are
@@ -98,7 +96,8 @@ def measure_links(world: World, transport: Transport, sizes_bytes: Sequence[int]
     }
     remaining_pairs = {
         pair for hosts, pairs in pairs_by_hosts.items() if hosts not in models_by_hosts for pair in pairs
-    } - representative_pairs
+    }
+    remaining_pairs -= representative_pairs
     samples += _measure_pairs(world, transport, remaining_pairs, sizes_bytes, repeats) if remaining_pairs else []
     measured_links = {(link.source, link.destination) for link in samples}
     for hosts, pairs in pairs_by_hosts.items():
@@ -123,18 +122,16 @@ def common_samples(
     model_by_direction, requested_pairs = {}, set(pairs)
     pair_samples = [link for link in samples if link.pair in requested_pairs]
     for direction in {(hosts[link.source], hosts[link.destination]) for link in pair_samples}:
-        direction_samples = [
-            link for link in pair_samples if (hosts[link.source], hosts[link.destination]) == direction
-        ]
-        direction_samples.sort(key=lambda link: (-len(link.sample_s), link.sample_s[-1:]))
-        best_s_by_pair: dict[Pair, float] = {}  # two directions per pair within a host; noise only adds time
-        for link in direction_samples:
-            best_s_by_pair[link.pair] = min(link.sample_s[-1], best_s_by_pair.get(link.pair, math.inf))
-        if len({link.sample_bytes for link in direction_samples}) > 1 or max(
-            best_s_by_pair.values()
-        ) > MAX_TIME_RATIO * min(best_s_by_pair.values()):
+        one_way = [link for link in pair_samples if (hosts[link.source], hosts[link.destination]) == direction]
+        one_way.sort(key=lambda link: (-len(link.sample_s), link.sample_s[-1:]))
+        best_s: dict[Pair, float] = {}  # two directions per pair within a host; noise only adds time
+        for link in one_way:
+            best_s[link.pair] = min(link.sample_s[-1], best_s.get(link.pair, math.inf))
+        if len({link.sample_bytes for link in one_way}) > 1 or max(best_s.values()) > MAX_TIME_RATIO * min(
+            best_s.values()
+        ):
             return None
-        model_by_direction[direction] = direction_samples[len(direction_samples) // 2]
+        model_by_direction[direction] = one_way[len(one_way) // 2]
     return model_by_direction
 
 
@@ -183,8 +180,7 @@ def measure_flows(
 
 
 def flow_pairs(hosts: Sequence[str], host: str) -> list[tuple[int, int]]:
-    """Return (rank of ``host``, remote rank) for each rank of ``host``, with partners spread over as many hosts and ranks as
-    possible.
+    """Return (rank of ``host``, remote rank) for each rank of ``host``, partners spread over as many hosts and ranks as possible.
 
     >>> flow_pairs(("a", "a", "b", "b", "c"), "a")
     [(0, 2), (1, 4)]
@@ -321,8 +317,7 @@ Clock = Callable[[], float]
 
 
 def clock_offset_s(world: World, transport: Transport) -> float:
-    """This rank's clock minus that of the first rank of ``world``, in seconds: 0 on the same host, otherwise by ping-pong.
-    Collective."""
+    """This rank's clock minus that of the first rank of ``world``, in seconds: 0 on its host, else by ping-pong. Collective."""
     numbers, offset_s = list(world.numbers or range(world.size)), 0.0
     for index in range(1, world.size):
         if world.hosts[index] == world.hosts[0]:

@@ -62,7 +62,7 @@ class GroupExchange:
         self._part_indices = [group.ranks.index(member) for member in order]
         self._piece_class: type[_DirectPiece] | type[_RingPiece] = _DirectPiece if ring is None else _RingPiece
         self._first_tag = group.number * _TAGS_PER_GROUP
-        self._queued_pieces: deque[_DirectPiece | _RingPiece] = deque()
+        self._queue: deque[_DirectPiece | _RingPiece] = deque()
         self._next_tag = 0
         """Tag of the next piece, relative to the group's first tag."""
         self._tags_in_use: set[int] = set()
@@ -85,18 +85,14 @@ class GroupExchange:
             for first in range(0, max(1, longest), width)
         ]
         self._pieces_left[request] = len(pieces)
-        self._queued_pieces.extend(pieces)
+        self._queue.extend(pieces)
         self._start_pieces()
 
     def _start_pieces(self) -> None:
-        while (
-            self._queued_pieces
-            and len(self._tags_in_use) < MAX_PIECES_IN_FLIGHT
-            and self._next_tag not in self._tags_in_use
-        ):
+        while self._queue and len(self._tags_in_use) < MAX_PIECES_IN_FLIGHT and self._next_tag not in self._tags_in_use:
             tag, self._next_tag = self._next_tag, (self._next_tag + 1) % _TAGS_PER_GROUP
             self._tags_in_use.add(tag)
-            self._queued_pieces.popleft().start(self._first_tag + tag)
+            self._queue.popleft().start(self._first_tag + tag)
 
     def finish(self, piece: _DirectPiece | _RingPiece) -> None:
         self._tags_in_use.remove(piece.tag - self._first_tag)
@@ -138,22 +134,18 @@ class _DirectPiece:
     def start(self, tag: int) -> None:
         self.tag = tag
         exchange, progress = self.exchange, self.exchange.progress
-        receive_buffers: Sequence[Part] = self._segments
-        send_segments: Sequence[Part] = [self._own] * len(receive_buffers)
+        buffers: Sequence[Part] = self._segments
+        send_segments: Sequence[Part] = [self._own] * len(buffers)
         if self.request.sums:
-            self.scratch = exchange.take_scratch(self._own.size * len(receive_buffers))
-            send_segments, receive_buffers = receive_buffers, list(self._rows())
-        receives = [
-            (peer, receive_buffer)
-            for peer, receive_buffer in zip(exchange.peers, receive_buffers, strict=True)
-            if receive_buffer.size
-        ]
+            self.scratch = exchange.take_scratch(self._own.size * len(buffers))
+            send_segments, buffers = buffers, list(self._rows())
+        receives = [(peer, buffer) for peer, buffer in zip(exchange.peers, buffers, strict=True) if buffer.size]
         sends = [(peer, segment) for peer, segment in zip(exchange.peers, send_segments, strict=True) if segment.size]
         self._messages_left = len(receives) + len(sends)
         if not self._messages_left:
             exchange.finish(self)
-        for peer, receive_buffer in receives:
-            progress.receive(exchange.comm, self.request, receive_buffer, peer, tag, self._count_message)
+        for peer, buffer in receives:
+            progress.receive(exchange.comm, self.request, buffer, peer, tag, self._count_message)
         for peer, segment in sends:
             progress.send(exchange.comm, self.request, segment, peer, tag, self._count_message)
 
@@ -208,10 +200,10 @@ class _RingPiece:
 
     def _hop(self) -> None:
         exchange, incoming = self.exchange, self._segment(self._first_segment - self._received_hops - 1)
-        receive_buffer = incoming if self.scratch is None else self.scratch[: incoming.size]
+        buffer = incoming if self.scratch is None else self.scratch[: incoming.size]
         if incoming.size:
             exchange.progress.receive(
-                exchange.comm, self.request, receive_buffer, exchange.previous_rank, self.tag, self._on_received
+                exchange.comm, self.request, buffer, exchange.previous_rank, self.tag, self._on_received
             )
         outgoing = self._segment(self._first_segment - self._received_hops)
         if outgoing.size:

@@ -52,12 +52,9 @@ CLOSE_GRACE_S = 0.5
 class MpiTransport(Transport):
     """Messages between the ranks of ``comm``. The constructor is collective: it duplicates the communicator.
 
-    Args:
-        threaded: False polls on the caller's thread in ``wait`` only, for debugging and for MPI libraries without thread support.
-        hosts: Host of each rank, by which exchanges minimise traffic between hosts (``ring_of``); default: one host.
-
-    Raises:
-        UserError: ``threaded`` with a library that grants neither THREAD_MULTIPLE nor THREAD_SERIALIZED.
+    ``threaded=False`` polls in ``wait`` only, for debugging and MPI libraries without thread support; True raises UserError if the
+    library grants neither THREAD_MULTIPLE nor THREAD_SERIALIZED. ``hosts``: of each rank, to minimise traffic between hosts
+    (``ring_of``); default: one host.
     """
 
     def __init__(

@@ -131,9 +131,7 @@ class Message(Request):
 class Exchange(Request):
     """A reduce-scatter (``sums``) or an all-gather over ``group``, in place.
 
-    Args:
-        parts: One per rank of the group, in its order.
-        number: The caller's identifier of the exchanged data, such as a layer's number.
+    ``parts``: one per rank, in the group's order. ``number``: the caller's identifier of the data, such as a layer's number.
     """
 
     def __init__(
@@ -200,10 +198,8 @@ class Transport(Protocol):
     ) -> Request:
         """Replace this member's own part by the sum over the members, once ``ready()`` is true of all its parts.
 
-        Args:
-            parts: One per rank of the group, in its order; the other members' parts are undefined afterwards.
-            arrived: Called when the sums are there, before the request is complete; never after an error.
-            number: See ``Exchange``.
+        ``parts``: one per rank, in the group's order; the others' parts are undefined afterwards. ``arrived`` is called when the
+        sums are there, before the request is complete; never after an error. ``number``: see ``Exchange``.
         """
         return self.exchange(Exchange(group, parts, True, ready, arrived, number))
 

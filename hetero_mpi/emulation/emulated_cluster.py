@@ -39,7 +39,7 @@ from hetero_mpi.planning.types.toml_files import load_profile, profile_from_dict
 from hetero_mpi.util import units
 from hetero_mpi.util.errors import UserError
 
-MAX_LATE_RATIO = 0.1
+MAX_LATE = 0.1
 """Share of late actions above which steps exceed the emulated cluster's by more than the load of the machine explains."""
 
 
@@ -107,14 +107,12 @@ def emulated_profile(world: World, loaded: LoadedJob, chain: TransformersChain, 
 
 
 def _first_ranks(profile: ClusterProfile, ranks: int, allow_fewer: bool, path: str) -> ClusterProfile:
-    profile_ranks = len(profile.devices)
-    if ranks > profile_ranks or (ranks < profile_ranks and not allow_fewer):
-        alternative = (
-            "" if ranks > profile_ranks else f", or set [cluster] emulate_first = true to emulate its first {ranks}"
-        )
+    available = len(profile.devices)
+    if ranks > available or (ranks < available and not allow_fewer):
+        hint = "" if ranks > available else f", or set [cluster] emulate_first = true to emulate its first {ranks}"
         raise UserError(
             "emulation.ranks",
-            f"{path} describes {profile_ranks} ranks, this job has {ranks}: start {profile_ranks} ranks{alternative}",
+            f"{path} describes {available} ranks, this job has {ranks}: start {available} ranks{hint}",
         )
     return restricted(profile, range(ranks))
 
@@ -129,12 +127,11 @@ def _check_model(profile: ClusterProfile, chain: TransformersChain, tied: bool, 
         )
     if tied != profile.model.tied:
         descriptions = {
-            is_tied: f"trains {'a' if is_tied else 'no'} matrix that embedding and head share"
-            for is_tied in (True, False)
+            tie: f"trains {'a' if tie else 'no'} matrix that embedding and head share" for tie in (True, False)
         }
         raise UserError(
             "emulation.tied",
-            f"stand-in and model must agree on tied ends: {path} {descriptions[profile.model.tied]}, this job {descriptions[tied]}. "
+            f"stand-in and model must agree on tied ends: {path} {descriptions[profile.model.tied]}, the job {descriptions[tied]}. "
             f"Set tie_word_embeddings = {str(profile.model.tied).lower()} in [model.config]",
         )
 
@@ -214,9 +211,7 @@ def punctuality_lines(world: World, emulation: Emulation) -> list[str]:
     actions, late, late_s = (sum(row[column] for row in rows) for column in range(3))
     mean = f", by {units.seconds(late_s / late)} on average" if late else ""
     remedy = (
-        "; raise [cluster] time_scale, or make the model or its sequences smaller"
-        if late > MAX_LATE_RATIO * actions
-        else ""
+        "; raise [cluster] time_scale, or make the model or its sequences smaller" if late > MAX_LATE * actions else ""
     )
     return [f"Emulation: {late:,} of {actions:,} actions took longer here than in the emulated cluster{mean}{remedy}"]
 

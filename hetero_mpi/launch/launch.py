@@ -21,13 +21,9 @@ _EXPLAINED_CODES = (ExitCode.DONE, ExitCode.USER_ERROR, ExitCode.HUNG, ExitCode.
 
 
 def main(namespace: argparse.Namespace, parse: Callable[[Sequence[str]], argparse.Namespace]) -> int:
-    """Run ``launch``; return the exit code of the launcher or of ``Supervisor.run``.
+    """Run ``launch``; return the exit code of the launcher or of ``Supervisor.run``. ``parse``: the program's command-line parser.
 
-    Args:
-        parse: The parser of the program's command lines.
-
-    Raises:
-        UserError: No command after ``--``, too few slots in the host file, or an error of ``find_launcher`` or ``Supervisor``.
+    Raises UserError without a command, for too few slots in the host file, and as ``find_launcher`` and ``Supervisor`` do.
     """
     program = list(namespace.program)
     if program[:1] == ["--"]:
@@ -53,8 +49,7 @@ def main(namespace: argparse.Namespace, parse: Callable[[Sequence[str]], argpars
         return _start(namespace, command, program)
     if namespace.slurm_python:
         raise UserError(
-            "launch.slurm_python",
-            "--slurm-python is for heterogeneous SLURM jobs (`#SBATCH hetjob`) only.",
+            "launch.slurm_python", "--slurm-python is for heterogeneous SLURM jobs (`#SBATCH hetjob`) only."
         )
     if namespace.ranks is None and namespace.hosts is not None:
         namespace.ranks = sum(host.slots for host in ElasticOptions(1, None, namespace.hosts).entries())

@@ -176,11 +176,7 @@ def heterogeneous_command(
         # Open MPI's SLURM support sees only the first component.
         options = ["--prtemca", "ras", "^slurm", "--prtemca", "plm", "ssh", "--prtemca", "plm_ssh_agent", agent]
         if all(prefix_of(host, launcher) == launcher.prefix for host in hosts):  # otherwise `hosts_command` adds these
-            options += [
-                "--prtemca",
-                "plm_ssh_no_tree_spawn",
-                "1",
-            ]  # daemons run in job steps, which cannot start others
+            options += ["--prtemca", "plm_ssh_no_tree_spawn", "1"]  # daemons in job steps cannot start others
             options += ["--prefix", launcher.prefix] if "--prefix" not in mpirun_args else []
     else:
         options = ["-rmk", "user", "-launcher", "ssh", "-launcher-exec", agent]

@@ -240,12 +240,12 @@ class _Message(_StrictObject):
             raise ValueError(f"a message of the role {self.role} cannot call tools")
         return self
 
-    def plain(self, parse_json: bool = True) -> dict[str, Any]:
-        """The message in the form of chat templates. ``opened``: arguments of calls are objects, otherwise JSON strings."""
+    def plain(self, as_objects: bool = True) -> dict[str, Any]:
+        """The message in the form of chat templates. ``as_objects``: arguments of calls are objects, otherwise JSON strings."""
         message = {**self.model_dump(exclude_none=True), "role": "system" if self.role == "developer" else self.role}
         if not self.tool_calls:
             message.pop("tool_calls", None)
-        elif not parse_json:
+        elif not as_objects:
             for call in message["tool_calls"]:
                 call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
         return message

@@ -85,10 +85,7 @@ def _labels(labels: Mapping[str, str]) -> str:
     return "{" + ",".join(f'{name}="{text}"' for name, text in escaped.items()) + "}"
 
 
-_REQUEST_TYPES: dict[str, type[ApiRequest]] = {
-    "/v1/chat/completions": ChatRequest,
-    "/v1/completions": CompletionRequest,
-}
+_ROUTES: dict[str, type[ApiRequest]] = {"/v1/chat/completions": ChatRequest, "/v1/completions": CompletionRequest}
 _PAGE = Path(__file__).with_name("page.html")
 _PAGE_POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:; "
@@ -144,17 +141,17 @@ class _ApiConnection(Connection):
             self.send_content(self.server.counts.text(service.scheduler.counts()).encode(), KIND)
         elif self.route.startswith("/v1/models/") and name in models:
             self.send(models[name])
-        elif self.route in _REQUEST_TYPES:
+        elif self.route in _ROUTES:
             raise HttpError(405, f"{self.route} answers POST", allow="POST")
         else:
             raise HttpError(404, f"there is no {self.route[:100]} here", code="not_found")
 
     def _post(self, service: Service) -> None:
         client = self.check_key()
-        kind = _REQUEST_TYPES.get(self.route)
+        kind = _ROUTES.get(self.route)
         if kind is None:
             raise HttpError(
-                404, f"there is no {self.route[:100]} here; POST to {' or '.join(_REQUEST_TYPES)}", code="not_found"
+                404, f"there is no {self.route[:100]} here; POST to {' or '.join(_ROUTES)}", code="not_found"
             )
         labels, status = {"route": self.route, "model": "", "client": client}, "499"
         try:
@@ -194,9 +191,8 @@ class _ApiConnection(Connection):
             outcome = choices[0].finish or "aborted"
             client_text = f", of {labels['client']}" if labels["client"] else ""
             if not self.server.quiet:
-                say(
-                    f"{self.route}: {prompt_tokens} + {new_tokens} tokens in {time.monotonic() - begin:.1f} s, {outcome}{client_text}"
-                )
+                took_s = time.monotonic() - begin
+                say(f"{self.route}: {prompt_tokens} + {new_tokens} tokens in {took_s:.1f} s, {outcome}{client_text}")
 
     def _timed(
         self, pieces: Iterator[tuple[Choice, str]], choices: Sequence[Choice], begin: float

@@ -58,12 +58,7 @@ class LogprobFormatter:
         return columns
 
     def _add(
-        self,
-        columns: dict[str, list[Any]],
-        token: int,
-        likelihood: float | None,
-        top_logprobs: Any,
-        wording: StopStringFilter,
+        self, columns: dict[str, list[Any]], token: int, likelihood: float | None, top: Any, wording: StopStringFilter
     ) -> None:
         new_index = self._number - max(0, len(self._starts) - 1)
         start = (
@@ -71,7 +66,7 @@ class LogprobFormatter:
             if new_index < 0
             else wording.start(new_index) + (self._starts[-1] if self._starts else 0)
         )
-        for name, value in zip(columns, (self._text(token), likelihood, top_logprobs, start), strict=True):
+        for name, value in zip(columns, (self._text(token), likelihood, top, start), strict=True):
             columns[name].append(value)
         self._before, self._number = token, self._number + 1
 
@@ -79,9 +74,7 @@ class LogprobFormatter:
         likeliest = [self._entry(*pair) for pair in scored.likeliest]
         entry, characters = self._entry(scored.token, scored.likelihood), wording.shown_characters(self._number)
         if characters is not None or scored.token in self._hidden:
-            entry["bytes"] = list(
-                entry["token"][: characters or 0].encode()
-            )  # the bytes of all tokens concatenate to the content
+            entry["bytes"] = list(entry["token"][: characters or 0].encode())  # concatenate to the content's bytes
         self._before, self._number = scored.token, self._number + 1
         return {**entry, "top_logprobs": likeliest}
 

@@ -42,7 +42,7 @@ _PAUSE_RATIO = 15.0
 _WATCHER_TIMEOUT_S, _LINGER_S = 3.0, 2.5
 """A viewer with a request within the first time counts as present, and is shown the end for the second time."""
 _LOG_BYTES = 1 << 15
-_NO_STORE = {
+_PRIVATE = {
     "Cache-Control": "no-store",
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Resource-Policy": "same-origin",
@@ -157,17 +157,17 @@ class _LiveConnection(Connection):
         if self.command == "POST":
             raise HttpError(405, "the page of a run is read-only (GET)", allow="GET, HEAD")
         if self.route == "":
-            self.send_content(live_page().encode(), "text/html; charset=utf-8", _NO_STORE)
+            self.send_content(live_page().encode(), "text/html; charset=utf-8", _PRIVATE)
             return
         if self.route == "/live.js":
             script = Path(__file__).with_name("live.js").read_bytes()
-            self.send_content(script, "text/javascript; charset=utf-8", _NO_STORE)
+            self.send_content(script, "text/javascript; charset=utf-8", _PRIVATE)
             return
         self.check_key()
         if match := re.fullmatch(r"/changes/([0-9]{1,18})", self.route):
             self.send(self.server.parts.since(int(match[1])))
         elif match := re.fullmatch(r"/log/([0-9]{4,9})", self.route):
-            self.send_content(self.server.parts.log(match[1]), "text/plain; charset=utf-8", _NO_STORE)
+            self.send_content(self.server.parts.log(match[1]), "text/plain; charset=utf-8", _PRIVATE)
         else:
             raise HttpError(404, f"there is no {self.route[:100]} here", code="not_found")
 

@@ -45,14 +45,8 @@ class CacheBudget:
 
     def longest(self) -> float:
         """Tokens of the longest text that fits on its own."""
-        free_bytes = self.free_bytes - self.per_text_bytes
-        return (
-            max(0, free_bytes // self.per_token_bytes)
-            if self.per_token_bytes
-            else float("inf")
-            if free_bytes >= 0
-            else 0
-        )
+        free = self.free_bytes - self.per_text_bytes
+        return max(0, free // self.per_token_bytes) if self.per_token_bytes else float("inf") if free >= 0 else 0
 
 
 @dataclass(frozen=True)
@@ -130,12 +124,8 @@ class Scheduler:
             if self._closed is not None:
                 raise self._closed
             waiting = Counter(answer.client for number, answer in self._answers.items() if number not in self._placed)
-            count, client_waiting = waiting.total(), waiting[client]
-            if (
-                client_waiting
-                and count + len(tasks) > MAX_WAITING
-                and client_waiting + len(tasks) > MAX_WAITING // len(waiting)
-            ):
+            count, ahead = waiting.total(), waiting[client]
+            if ahead and count + len(tasks) > MAX_WAITING and ahead + len(tasks) > MAX_WAITING // len(waiting):
                 raise HttpError(503, f"{count} answers are waiting (maximum {MAX_WAITING}); try again later")
             self._answers.update((number, answer) for answer, number in zip(answers, self._numbers, strict=False))
             for group in (client, request):

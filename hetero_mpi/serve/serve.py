@@ -116,10 +116,8 @@ class Client(Protocol):
 
 
 def serve(world: World, options: ServeOptions, client: Client | None = None) -> int:
-    """Answer requests until a signal, or until a ``client`` (on rank 0) has ended; return the exit code. Collective.
-
-    Raises UserError for an error that the user can fix, or a lost rank; equal on all ranks.
-    """
+    """Answer requests until a signal, or until a ``client`` (on rank 0) has ended; return the exit code. Collective. Raises
+    UserError, equal on all ranks, for an error that the user can fix or a lost rank."""
     look_around(world)
     models: list[ServedModel] = []
     keys: dict[str, str] = {}
@@ -152,7 +150,7 @@ def serve(world: World, options: ServeOptions, client: Client | None = None) -> 
                 client.begin(servers[0])
             should_stop = lambda: stop() or (client is not None and client.ended())  # noqa: E731
             for results in writer.written(partial(_lead_round, world, members, should_stop, scheduler)):
-                scheduler.hand_out(results)
+                scheduler.distribute(results)
             if stop():
                 say("Serving ends: stopped by a signal")
 

@@ -32,14 +32,12 @@ _EXCLUSIVE_KEYS = {
 
 
 class ServedModel:
-    """Rank 0's data about a model, before its weights are loaded.
+    """Rank 0's data about a model, before its weights are loaded. Raises UserError if its template or generation_config.json is
+    invalid.
 
     Args:
         name: The model's name for clients.
         adapter: The adapter that computes it (``Task.adapter``).
-
-    Raises:
-        UserError: Its template or ``generation_config.json`` cannot be used.
     """
 
     def __init__(self, name: str, opened: Opened, adapter: str = OPENED) -> None:
@@ -78,9 +76,7 @@ def sampling_defaults(directory: Path | None) -> SamplingDefaults:
 
 def served_models(source: Path, adapters: Sequence[str]) -> list[ServedModel]:
     """The model at ``source`` first; with further adapters (``NAME=DIR``, or DIR) these and the base alone. All know all adapters.
-
-    Raises UserError for a path that is no adapter, an adapter of another base, or a duplicate name.
-    """
+    Raises UserError for a path that is no adapter, an adapter of another base, or a duplicate name."""
     first = open_source(source)
     models = {source.expanduser().resolve().name: (first, OPENED)}
     base = first.source.directory

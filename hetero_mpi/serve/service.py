@@ -146,7 +146,7 @@ class Service:
             if not any("tool_calls" in message for message in messages):
                 raise
             # DeepSeek's templates accept arguments only as JSON strings.
-            messages = [message.plain(opened=False) for message in request.messages]
+            messages = [message.plain(as_objects=False) for message in request.messages]
             text = messages_text(model.form, messages, "messages", tools)
         if tools or any(message["role"] == "tool" or "tool_calls" in message for message in messages):
             chat_messages = [ChatMessage(ROLES[message["role"]], message["content"], message) for message in messages]

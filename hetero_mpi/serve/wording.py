@@ -192,14 +192,10 @@ class StopStringFilter:
 
     def _partial_stop_length(self) -> int:
         """Length of the longest stop-string prefix at the end of the pending text."""
-        text, stop_texts = self._pending_text, self._stop_texts
-        lengths = range(min(max(map(len, stop_texts), default=1) - 1, len(text)), 0, -1)
+        text, stops = self._pending_text, self._stop_texts
+        lengths = range(min(max(map(len, stops), default=1) - 1, len(text)), 0, -1)
         return next(
-            (
-                n
-                for n in lengths
-                if any(len(stop_text) > n and stop_text.startswith(text[-n:]) for stop_text in stop_texts)
-            ),
+            (n for n in lengths if any(len(stop_text) > n and stop_text.startswith(text[-n:]) for stop_text in stops)),
             0,
         )
 

@@ -21,15 +21,7 @@ SPARE_BYTES = 100_000_000
 """Disk space that caches, and files that mirror memory, leave free."""
 MIN_FREE_BYTES = 1_000_000
 """Space for the files of a start: Open MPI 5.0.11 wrote 100 kB for 2 ranks and 190 kB for 16."""
-_UNSUPPORTED_ERRNOS = {
-    errno.ENOLCK,
-    errno.ENOSYS,
-    errno.EOPNOTSUPP,
-    errno.ENOTSUP,
-    errno.EINVAL,
-    errno.EPERM,
-    errno.EEXIST,
-}
+_UNSUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.EPERM, errno.EEXIST}
 """Errors of a file system that lacks a feature: NFS without its lock daemon, Lustre without ``-o flock``, FUSE."""
 
 
@@ -79,7 +71,7 @@ def sync(path: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if not (path.is_dir() and error.errno in _UNSUPPORTED_ERRNOS):
+        if not (path.is_dir() and error.errno in _UNSUPPORTED):
             raise
     finally:
         os.close(descriptor)
@@ -90,7 +82,7 @@ def _replace(new: Path, path: Path) -> None:
     try:
         os.replace(new, path)
     except OSError as error:
-        if error.errno not in _UNSUPPORTED_ERRNOS or not path.is_file():
+        if error.errno not in _UNSUPPORTED or not path.is_file():
             raise
         backup = path.with_name(f"{new.name}-former")
         os.rename(path, backup)
@@ -108,7 +100,7 @@ def lock(file: IO[str]) -> bool:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        if error.errno not in _UNSUPPORTED_ERRNOS:
+        if error.errno not in _UNSUPPORTED:
             raise
         return False
     return True
@@ -133,14 +125,12 @@ def folder_space(path: Path, must_exist: bool = False) -> dict[str, Any]:
     path, free_space, problem = path.absolute(), 0, ""
     try:
         free_space = free_bytes(path)
-        existing_folder = path if must_exist else next(folder for folder in (path, *path.parents) if folder.exists())
+        parent = path if must_exist else next(folder for folder in (path, *path.parents) if folder.exists())
         if free_space < MIN_FREE_BYTES:
             problem = f"has {free_space / 1e6:.1f} MB of free space; a run needs at least {MIN_FREE_BYTES / 1e6:.0f} MB"
-        elif not os.access(existing_folder, os.W_OK | os.X_OK):
+        elif not os.access(parent, os.W_OK | os.X_OK):
             problem = (
-                "cannot be written"
-                if existing_folder == path
-                else f"cannot be created: this user may not write to {existing_folder}"
+                "cannot be written" if parent == path else f"cannot be created: this user may not write to {parent}"
             )
     except OSError as error:
         problem = f"cannot be used ({error.strerror})"

@@ -12,9 +12,8 @@ _MIN_UNLIMITED_BYTES = 1 << 60
 
 
 def free_bytes(root: Path = _ROOT, group_file: Path = _OWN) -> int | None:
-    """Bytes left under the memory limits of this process's control group and its ancestors; None without a limit.
-
-    SLURM jobs, containers and systemd services set such limits. Inactive page cache counts as free.
+    """Bytes left under the memory limits of this process's control group and its ancestors (SLURM jobs, containers, systemd
+    services); None without a limit. Inactive page cache counts as free.
 
     ``group_file``: the groups of this process, one line ``NUMBER:CONTROLLERS:PATH`` per hierarchy.
     """

@@ -52,11 +52,8 @@ def store_folder(folder: Path, fill: Callable[[Path], Any], remedy: str, durable
 
     Args:
         fill: Writes files into the given folder and returns values (JSON) to store with them. Its errors propagate.
-        remedy: Advice to the user if writing fails.
+        remedy: Advice to the user in the UserError if writing fails.
         durable: Protect against power loss.
-
-    Raises:
-        UserError: The folder cannot be written.
     """
     temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}")
     try:
@@ -99,11 +96,11 @@ def _verified_values(path: Path) -> Any:
     if not path.is_dir():
         return _read_value(path)
     sealed_summaries, values = _read_value(path / _SEAL)
-    summaries = _summaries(path)
+    actual = _summaries(path)
     damaged = [
         name
-        for name in sorted({*summaries, *sealed_summaries} - {_SEAL})
-        if summaries.get(name) != sealed_summaries.get(name)
+        for name in sorted({*actual, *sealed_summaries} - {_SEAL})
+        if actual.get(name) != sealed_summaries.get(name)
     ]
     if damaged:
         raise ValueError(f"the checksum of {damaged[0]} does not match")

@@ -51,10 +51,8 @@ def shipped_profiles() -> dict[str, Path]:
 
 
 def profile_file(name: str | os.PathLike[str], requested_path: Path | None = None) -> Path:
-    """Return ``requested_path`` (default: ``name`` as a path) if it exists, otherwise the shipped profile ``name``.
-
-    For a run directory, return the profile on which its plans are based. Raises UserError if there is none.
-    """
+    """Return ``requested_path`` (default: ``name`` as a path) if it exists, otherwise the shipped profile ``name``; for a run
+    directory, the profile on which its plans are based. Raises UserError if there is none."""
     requested_path, shipped = requested_path or Path(name), shipped_profiles()
     if requested_path.is_dir():
         return file_of_run(requested_path, USED_PROFILE, "profile.toml")

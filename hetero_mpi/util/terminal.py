@@ -37,11 +37,8 @@ _COMMAND = re.compile(r"\s*(launch[\d: ]*: )?(python3? -m|curl|mpirun|mpiexec|pi
 
 
 def columns(stream: TextIO | None = None) -> int | None:
-    """Return the line width: ``COLUMNS`` of the environment, else the watched terminal's; None for logs, which are searched by
-    line.
-
-    ``stream``: default stdout; ranks always use stdout.
-    """
+    """Return the line width: ``COLUMNS``, else the watched terminal's; None for logs. ``stream``: default stdout; for ranks always
+    stdout."""
     requested = os.environ.get("COLUMNS", "")
     if requested.isdecimal() and int(requested) > 0:
         return max(int(requested), _MIN_COLUMNS)
@@ -52,11 +49,7 @@ def columns(stream: TextIO | None = None) -> int | None:
 def fit_to_terminal(text: str, stream: TextIO | None = None) -> str:
     """Wrap the lines of ``text`` that exceed ``columns`` between words, with indented continuations."""
     width = columns(stream)
-    return (
-        text
-        if width is None
-        else "\n".join(line for long_line in text.split("\n") for line in fold_line(long_line, width))
-    )
+    return text if width is None else "\n".join(line for row in text.split("\n") for line in fold_line(row, width))
 
 
 def fold_line(line: str, width: int, start: str = "", indent: str | None = None) -> list[str]:
@@ -117,10 +110,8 @@ def _has_launcher() -> bool:
 
 
 def write_text(text: str, stream: TextIO, exact: bool = False) -> None:
-    """Write ``printable`` and ``fit_to_terminal`` text to stdout or stderr; ``exact``: unchanged unless a user watches.
-
-    If the reader is gone (``| head``, a closed terminal), later output is discarded and the work continues.
-    """
+    """Write ``printable`` and ``fit_to_terminal`` text to stdout or stderr; ``exact``: unchanged unless a user watches. If the
+    reader is gone (``| head``, a closed terminal), later output is discarded and the work continues."""
     try:
         stream.write(text if exact and not is_terminal(stream) else fit_to_terminal(printable(text), stream))
         stream.flush()
@@ -139,8 +130,7 @@ def line_width() -> int:
 
 
 def wrap_text(start: str, text: str) -> list[str]:
-    """Wrap ``start + text`` to ``line_width``, with continuations aligned to the text, or indented by four if ``start``
-    is long."""
+    """Wrap ``start + text`` to ``line_width``; continuations align with the text, or are indented by four if ``start`` is long."""
     width = line_width()
     indent = " " * (len(start) if len(start) <= width - _MIN_PROSE_COLUMNS else 4)
     return [line.rstrip() for line in fold_line(" ".join(text.split()), width, start, indent)]

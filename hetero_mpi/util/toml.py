@@ -38,9 +38,7 @@ def _check_limits(values: Any) -> None:
         depth += 1
         if depth > MAX_NESTING_DEPTH:
             raise TomlError(_TOO_DEEP)
-        children = [
-            value for container in level for value in (container.values() if isinstance(container, dict) else container)
-        ]
+        children = [value for node in level for value in (node.values() if isinstance(node, dict) else node)]
         if any(isinstance(value, int) and value.bit_length() > MAX_INTEGER_BITS for value in children):
             raise TomlError(f"a whole number has more than {MAX_INTEGER_BITS:,} bits")
         level = [value for value in children if isinstance(value, (dict, list))]

@@ -134,9 +134,7 @@ def layers(first: int, last: int, count: int) -> str:
 
 def join_with_counts(texts: Iterable[str], joint: str) -> str:
     """Join texts, merging equal ones: ``60 x (a), 3 x (b)``."""
-    return joint.join(
-        text if occurrences == 1 else f"{occurrences} x ({text})" for text, occurrences in Counter(texts).items()
-    )
+    return joint.join(text if count == 1 else f"{count} x ({text})" for text, count in Counter(texts).items())
 
 
 def ratio(numerator: float, denominator: float) -> float:

@@ -17,15 +17,8 @@ from subprocess import CompletedProcess
 import psutil
 import pytest
 
-from hetero_mpi.comm.links import (
-    MAX_REPRESENTATIVE_PAIRS,
-    MAX_TIME_RATIO,
-    LinkSamples,
-    common_samples,
-    fit_line,
-    representative_pairs_of,
-    round_robin,
-)
+from hetero_mpi.comm import links as measuring
+from hetero_mpi.comm.links import LinkSamples, common_samples, fit_line, representative_pairs_of, round_robin
 from hetero_mpi.comm.ranks.library import (
     MpiLibrary,
     detect_launcher,
@@ -352,7 +345,7 @@ def test_line_fit() -> None:
 def test_like_pairs_are_measured_a_few_times() -> None:
     pairs = list(itertools.combinations(range(9), 2))
     some = representative_pairs_of(pairs)
-    assert len(some) == MAX_REPRESENTATIVE_PAIRS and some[0] == (0, 1) and some[-1] == (7, 8)
+    assert len(some) == measuring.MAX_REPRESENTATIVE_PAIRS and some[0] == (0, 1) and some[-1] == (7, 8)
     assert representative_pairs_of(pairs[:1]) == pairs[:1] and representative_pairs_of(pairs[:3]) == pairs[:3]
 
     def samples(seconds: dict[tuple[int, int], float], sizes: tuple[int, ...] = (1, 2)) -> list[LinkSamples]:
@@ -366,12 +359,10 @@ def test_like_pairs_are_measured_a_few_times() -> None:
     near = samples(dict(zip(some, (1e-3, 1.4e-3, 1.2e-3, 1.1e-3), strict=True)))
     chosen = common_samples(hosts, pairs, near)
     assert chosen is not None and chosen["a", "a"].sample_s[-1] in (1.1e-3, 1.2e-3), "the middle one stands for all"
-    far = samples({**dict.fromkeys(some, 1e-3), some[-1]: 1e-3 * (MAX_TIME_RATIO + 0.5)})
+    far = samples({**dict.fromkeys(some, 1e-3), some[-1]: 1e-3 * (measuring.MAX_TIME_RATIO + 0.5)})
     assert common_samples(hosts, pairs, far) is None, "a pair on another socket: all are measured"
     slow = [*samples({some[0]: 1e-3}), *samples({some[1]: 1e-3}, sizes=(1,))]
     assert common_samples(hosts, pairs, slow) is None, "one is so slow that large messages were not sent"
     two = ("a", "b")
     there, back = LinkSamples(0, 1, False, (1,), (1e-3,)), LinkSamples(1, 0, False, (1,), (9e-3,))
-    assert common_samples(two, [(0, 1)], [there, back]) == {("a", "b"): there, ("b", "a"): back}, (
-        "directions are their own"
-    )
+    assert common_samples(two, [(0, 1)], [there, back]) == {("a", "b"): there, ("b", "a"): back}

@@ -156,7 +156,7 @@ def test_waiting_requests_are_limited_together_however_many_come_at_once() -> No
     sys.setswitchinterval(switch_s)
     assert scheduler.counts()["waiting"] == MAX_WAITING and refused == [503] * (640 - MAX_WAITING)
     scheduler.submit([task(1)] * 128, "b")
-    with pytest.raises(HttpError, match="wait already"):
+    with pytest.raises(HttpError, match="answers are waiting"):
         scheduler.submit([task(1)] * 128, "b")
 
 
@@ -187,9 +187,7 @@ def test_text_that_may_begin_a_stop_is_held_back(model: ServedModel) -> None:
     stopped = StopStringFilter(tokenizer, task(3), ("abd",))
     assert [stopped.add(token) for token in (tokens[0], 0)] == ["", "a"]
     assert (stopped.finish, stopped.tokens) == ("stop", 2)
-    least = StopStringFilter(
-        tokenizer, Task([1], [0], 10, Sampling(), 2), ("a",)
-    )  # not before its least number of tokens
+    least = StopStringFilter(tokenizer, Task([1], [0], 10, Sampling(), 2), ("a",))  # not before min_tokens
     assert [least.add(tokens["ab".index(letter)]) for letter in "aba"] == ["a", "b", ""]
     assert (least.finish, least.tokens) == ("stop", 3)
 
@@ -310,7 +308,7 @@ def test_a_model_is_found_by_a_name_of_any_characters(server: ApiServer) -> None
 
 
 def test_log_likelihoods_of_prompts_are_bounded(model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hetero_mpi.serve.service.MOST_LIKELIHOODS", 2 * 3 * 4 * 5)
+    monkeypatch.setattr("hetero_mpi.serve.service.MAX_PROMPT_LOGPROBS", 2 * 3 * 4 * 5)
     for_one = Service([model], context_of(model.opened, None, []), Scheduler([], 1), lambda: False)
     asked = {"prompt": [[1] * 4] * 2, "n": 3, "max_tokens": 0, "echo": True}
     for further in ({}, {"logprobs": 4}, {"logprobs": 5}, {"logprobs": 5, "echo": False}):

@@ -107,11 +107,8 @@ def test_layers_of_the_last_backward_count_as_finished_while_it_runs() -> None:
     """Not all at its end: their all-reduces are to start one after the other."""
     profile, plan, sleeper = three_ranks(), pipelines_of(TOKENS), NotingSleeper(spare_core=False)
     pace, told = ActionPacer(plan, profile, 1.0, sleeper), []
-    last = Action(Op.B, 2, 1)  # of the pipeline that is one rank
-    begin = time.perf_counter()
-    pace.pace_action(
-        last, begin, lambda layer: told.append((layer, sleeper.moments[-1] - begin, time.perf_counter() - begin))
-    )
+    last, begin, now = Action(Op.B, 2, 1), time.perf_counter(), time.perf_counter  # the pipeline that is one rank
+    pace.pace_action(last, begin, lambda layer: told.append((layer, sleeper.moments[-1] - begin, now() - begin)))
     expected = finished_layers_s(last, plan, profile)
     assert [layer for layer, _, _ in told] == [3, 2, 1, 0]
     for layer, asked_s, after_s in told:

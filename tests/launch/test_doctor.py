@@ -13,15 +13,7 @@ from hetero_mpi.comm.ranks.versions import own_source
 from hetero_mpi.launch.doctor import checks, host_facts
 from hetero_mpi.launch.doctor import examine as doctor
 from hetero_mpi.launch.doctor.checks import check_devices, check_shares
-from hetero_mpi.launch.doctor.diagnostics import (
-    KINDS,
-    Finding,
-    Severity,
-    finding_of,
-    lines_of,
-    merge_findings,
-    would_fail,
-)
+from hetero_mpi.launch.doctor.diagnostics import KINDS, Finding, Severity, finding_of, lines_of, merge_same, would_fail
 from hetero_mpi.launch.doctor.host_facts import HostFacts, Target
 from hetero_mpi.launch.doctor.rank_checks import MAX_LISTED_LINKS, _interfaces_of, check_links
 from hetero_mpi.launch.hosts.agent import HostAgent
@@ -99,7 +91,7 @@ def test_two_good_hosts_pass_every_check() -> None:
     findings += [*check_links([link(0, 1, 1e-4, 1e8), link(1, 0, 1e-4, 1.1e8)], HOSTS)]
     findings += checks.check_clocks({"rtx": 0.0, "mac": 0.01})
     assert {finding.severity for finding in findings} == {Severity.FINE}
-    assert lines_of(merge_findings(findings))[-1] == "All is well."
+    assert lines_of(merge_same(findings))[-1] == "All is well."
     subjects = list(dict.fromkeys(finding.subject for finding in findings))
     assert subjects == [
         "hosts", "packages", "hetero_mpi", "transformers", "peft", "MPI library", "torch", "Python", "threads", "ULFM",
@@ -263,9 +255,7 @@ def test_every_finding_is_whole_where_its_values_are_given(kind: str) -> None:
 
 
 def test_links() -> None:
-    risky = [
-        finding_of("no connection one way", source="a", destination="b", error="timed out", network="10.77.0.0/24")
-    ]
+    risky = [finding_of("no connection one way", source="a", destination="b", error="late", network="10.77.0.0/24")]
     assert "RISK" in lines_of(risky)[-1] and would_fail(risky)
     for links, found_severities in (
         ([link(0, 1, 1e-4, 1e7), link(1, 0, 1e-4, 1e8)], [Severity.SLOW, Severity.FINE]),
@@ -297,7 +287,7 @@ def test_links() -> None:
             {"drivers": {"amdgpu": "6.8", "nvidia": "550"}, "torch": torch(["cuda"], "cuda:0")},
             "note", "6.8", "environment",
         ),
-        ({"drivers": {"intel": "yes"}, "torch": torch(["xpu"], xpu="no device")}, "warn", "start it: no device", "restart"),
+        ({"drivers": {"intel": "yes"}, "torch": torch(["xpu"], xpu="no device")}, "warn", "initialise it: no device", "restart"),
         ({"system": "Darwin 24 arm64"}, "warn", "built without Metal", "pytorch.org"),
     ],
 )  # fmt: skip
@@ -332,7 +322,7 @@ def test_lines_for_people() -> None:
         Finding("torch", Severity.FINE, "2.13.0", where=("b",)),
         Finding("disk", Severity.FAILS, "full", "make room\nor go elsewhere"),
     ]
-    fine, fails, first, second, last = lines_of(merge_findings(findings))
+    fine, fails, first, second, last = lines_of(merge_same(findings))
     assert (fine.split(), fails.split()) == (["ok", "torch", "a,", "b:", "2.13.0"], ["FAIL", "disk", "full"])
     assert first.endswith("-> make room") and second.endswith("-> or go elsewhere") and "FAIL" in last
     assert would_fail(findings) and not would_fail(findings[:2])

@@ -47,9 +47,7 @@ def test_a_full_folder_for_temporary_files_is_named(tmp_path: Path) -> None:
     mount = f"mount -t tmpfs -o size=1m none {tmp_path} && head -c 2000000 /dev/zero > {tmp_path}/fill; " + 'exec "$@"'
     answer = launched("-np", "2", *CACHE, before=("unshare", "-m", "sh", "-c", mount, "sh"), TMPDIR=str(tmp_path))
     assert answer.returncode == 2, answer.stdout + answer.stderr
-    assert re.search(rf"{tmp_path}, the folder for temporary files, has 0\.0 MB of free space", answer.stderr), (
-        answer.stderr
-    )
+    assert re.search(rf"{tmp_path}, the folder for temporary files, has 0\.0 MB of free space", answer.stderr)
     gone = launched("-np", "2", *CACHE, TMPDIR=str(tmp_path / "none" / "such"))
     assert gone.returncode == 2 and "cannot be written" in gone.stderr, gone.stderr
 

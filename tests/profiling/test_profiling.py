@@ -107,9 +107,7 @@ def test_blocks_larger_than_caches_are_timed_one_by_one(subject: BenchmarkSpec) 
 
 
 def test_no_two_pairs_of_a_round_use_one_network_card() -> None:
-    assert round_robin_per_host(("a", "b", "c", "d")) == round_robin(4), (
-        "a rank per host: as many pairs at once as there can be"
-    )
+    assert round_robin_per_host(("a", "b", "c", "d")) == round_robin(4), "a rank per host: as many pairs as possible"
     hosts = ("a", "a", "b", "b", "b", "c")
     pairs = [pair for group in round_robin_per_host(hosts) for pair in group]
     assert sorted(pairs) == [(a, b) for a in range(6) for b in range(a + 1, 6)]

@@ -220,8 +220,8 @@ def test_only_what_has_changed_is_sent_and_figures_are_drawn_once(run: Path, mon
     counted.__name__ = "topology"
     topology = sections.topology
     monkeypatch.setattr(document, "SECTIONS", tuple(counted if one is topology else one for one in document.SECTIONS))
-    monkeypatch.setattr(live_page, "LOOK_S", 0.0)
-    monkeypatch.setattr(live_page, "_REST", 0.0)
+    monkeypatch.setattr(live_page, "READ_INTERVAL_S", 0.0)
+    monkeypatch.setattr(live_page, "_PAUSE_RATIO", 0.0)
 
     def changes(after: int) -> dict[str, Any]:
         return dict(json.loads(asked(server, f"/changes/{after}")[1]))
@@ -254,7 +254,7 @@ def test_a_directory_that_is_no_run_is_refused(tmp_path: Path, capsys: pytest.Ca
 def test_the_address_has_the_token_behind_the_hash(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HETERO_MPI_TOKEN", raising=False)
     with bound_socket("127.0.0.1", 0) as taken:
-        monkeypatch.setattr(live_page, "USUAL_PORT", taken.getsockname()[1])
+        monkeypatch.setattr(live_page, "DEFAULT_PORT", taken.getsockname()[1])
         lines = [next(watch(run)), next(watch(run, token="mine"))]
         with refuses("serve.address"):
             next(watch(run, port=live_page.DEFAULT_PORT))

@@ -55,9 +55,9 @@ class _Answers(Connection):
 
 @pytest.fixture
 def web(monkeypatch: pytest.MonkeyPatch) -> Iterator[WebServer]:
-    monkeypatch.setattr(connection, "RECEIVE_S", 1.0)
-    monkeypatch.setattr(connection, "_PROBE_S", 0.1)
-    monkeypatch.setattr(server, "MOST_CONNECTIONS", 20)
+    monkeypatch.setattr(connection, "RECEIVE_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(connection, "_PROBE_DELAY_S", 0.1)
+    monkeypatch.setattr(server, "MAX_CONNECTIONS", 20)
     _Answers.gate.clear()
     _Answers.gone.clear()
     web = WebServer(bound_socket("127.0.0.1", 0), _Answers, Names.of("127.0.0.1", ["chat.example"]))
@@ -305,8 +305,8 @@ def received_bytes(web: WebServer, wanted: int) -> None:
 
 
 def test_bodies_have_a_size_together(web: WebServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "MOST_BODY_BYTES", 1500)
-    monkeypatch.setattr(connection, "RECEIVE_S", 60.0)
+    monkeypatch.setattr(server, "MAX_PENDING_BODY_BYTES", 1500)
+    monkeypatch.setattr(connection, "RECEIVE_TIMEOUT_S", 60.0)
     kind, size = "Content-Type: application/json", "Content-Length: 1000"
     with connected(web) as other:
         other.sendall(f"POST / HTTP/1.1\r\nHost: localhost\r\n{kind}\r\n{size}\r\n\r\n{{".encode())

@@ -71,8 +71,7 @@ class Collectives:
         _finish(self.comm.Iallgather, local, gathered)
 
     def all_to_all_bytes(self, outgoing: NDArray[np.uint8], received: NDArray[np.uint8]) -> None:
-        """Send each rank its row of ``outgoing`` [rank, byte]; ``received`` [rank, byte] is filled with each rank's row for this
-        one."""
+        """Send each rank its row of ``outgoing`` [rank, byte], and receive every rank's row for this one in ``received``."""
         _finish(self.comm.Ialltoall, outgoing, received)
 
     def broadcast_bytes(self, flat: NDArray[np.uint8], root: int = 0) -> None:

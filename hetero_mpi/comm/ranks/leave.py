@@ -82,7 +82,7 @@ def _all_ranks_arrived(guard: Any, code: int) -> bool:
     return True
 
 
-def exit_without_finalize(code: int) -> NoReturn:
+def exit_unfinalized(code: int) -> NoReturn:
     """Exit without ``MPI_Finalize``, which would wait forever for lost ranks."""
     write_text("", sys.stdout)
     write_text("", sys.stderr)
@@ -158,7 +158,7 @@ _POLL_INTERVAL_S = 0.05
 _REPORT_TAG = 1
 
 
-def unidentified_world(mpi: Any, library: str, thread_level: str) -> World:
+def initial_world(mpi: Any, library: str, thread_level: str) -> World:
     """All ranks before they have exchanged host names; this rank's host stands for every host."""
     comm = mpi.COMM_WORLD
     rank, size = comm.Get_rank(), comm.Get_size()
@@ -191,7 +191,7 @@ def joining(world: World, watched: bool) -> Iterator[None]:
         watching.finish()
 
 
-def begin_join_step(world: World, text: str) -> None:
+def join_step(world: World, text: str) -> None:
     """Record the next step of joining; ``text`` completes "rank 1 failed while ..."."""
     world.current_action = f"joining the other ranks, {text}"
     world.activity.marks += 1

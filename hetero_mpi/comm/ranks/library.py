@@ -145,12 +145,10 @@ def _interfaces_of(process: int) -> tuple[set[str], set[str]]:
     connected_addresses = {
         connection.laddr.ip for connection in connections if connection.status == psutil.CONN_ESTABLISHED
     }
-    addresses_by_interface = {
-        name: {entry.address for entry in entries} for name, entries in psutil.net_if_addrs().items()
-    }
-    loopback = {name for name, addresses in addresses_by_interface.items() if "127.0.0.1" in addresses}
-    used = {name for name, addresses in addresses_by_interface.items() if addresses & connected_addresses} - loopback
-    return used, set(addresses_by_interface) - used - loopback
+    addresses_of = {name: {entry.address for entry in entries} for name, entries in psutil.net_if_addrs().items()}
+    loopback = {name for name, addresses in addresses_of.items() if "127.0.0.1" in addresses}
+    used = {name for name, addresses in addresses_of.items() if addresses & connected_addresses} - loopback
+    return used, set(addresses_of) - used - loopback
 
 
 def _nic_speed(interface: str, devices: Path = _DEVICES) -> int:

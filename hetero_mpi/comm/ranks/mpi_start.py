@@ -25,14 +25,7 @@ import numpy as np
 
 from hetero_mpi.comm.ranks import ulfm
 from hetero_mpi.comm.ranks.collectives import Collectives
-from hetero_mpi.comm.ranks.leave import (
-    abort_job,
-    begin_join_step,
-    exit_together,
-    exit_without_finalize,
-    joining,
-    unidentified_world,
-)
+from hetero_mpi.comm.ranks.leave import abort_job, exit_together, exit_unfinalized, initial_world, join_step, joining
 from hetero_mpi.comm.ranks.library import (
     ENDED_LINE,
     JOINED_VARIABLE,
@@ -147,7 +140,7 @@ def program_world() -> World:
     def leave() -> None:
         """Skip ``MPI_Finalize`` if ranks are lost, as it would wait for them forever."""
         if world.lost_ranks:
-            exit_without_finalize(ExitCode.FAILED if failed.is_set() else ExitCode.DONE)
+            exit_unfinalized(ExitCode.FAILED if failed.is_set() else ExitCode.DONE)
 
     sys.excepthook = uncaught
     atexit.register(leave)
@@ -159,7 +152,7 @@ def _exit_code_after_leaving(world: World, code: int) -> int:
     if world.rank == 0 and _OWN_LAUNCHER_PIPES:
         write_text(f"{ENDED_LINE}\n", sys.stderr, exact=True)
     if world.lost_ranks:
-        exit_without_finalize(code)
+        exit_unfinalized(code)
     _finalize()
     return code
 
@@ -185,7 +178,7 @@ def join() -> World:
             # mpi4py suspects a wrong launcher too; the check below adds the remedy.
             warnings.filterwarnings("ignore", message="suspicious MPI execution", category=RuntimeWarning)
             mpi.Init_thread(mpi.THREAD_MULTIPLE)
-    world = unidentified_world(mpi, str(library), _thread_level(mpi))
+    world = initial_world(mpi, str(library), _thread_level(mpi))
     # The ranks of a program that has started MPI itself may arrive at any time.
     with joining(world, watched=starts_mpi):
         if starts_mpi:
@@ -219,12 +212,12 @@ def _thread_level(mpi: Any) -> str:
 
 def _identify_ranks(world: World, mpi: Any) -> None:
     """Complete an unidentified world with its own communicators and the hosts."""
-    begin_join_step(world, "finding this host's name and source")
+    join_step(world, "finding this host's name and source")
     name, source = socket.gethostname(), own_source()
-    begin_join_step(world, "comparing sources")
+    join_step(world, "comparing sources")
     world.comm = world.guard = ulfm.duplicate(mpi.COMM_WORLD)
     _raise_on_all(_sources_problem(world, source, name))
-    begin_join_step(world, "finding the ranks of each host")
+    join_step(world, "finding the ranks of each host")
     # The lowest rank identifies the ranks that share memory. A host is identified by that *and* its name: containers on
     # different machines may share a name, network namespaces of one kernel may share memory.
     shared = world.comm.Split_type(mpi.COMM_TYPE_SHARED)
@@ -233,9 +226,9 @@ def _identify_ranks(world: World, mpi: Any) -> None:
     shared.Free()
     host_groups = world.all_gather_json([name, int(lowest[0])])
     world.hosts = host_labels([(str(host), int(group)) for host, group in host_groups])
-    begin_join_step(world, "telling the launcher")
+    join_step(world, "telling the launcher")
     _report_joined()
-    begin_join_step(world, "waiting for all ranks")
+    join_step(world, "waiting for all ranks")
     world.comm = ulfm.duplicate(world.guard)
 
 
@@ -251,19 +244,19 @@ def _sources_problem(world: World, source: str, host: str) -> str | None:
     return version_problem([{PACKAGE: text} for text, _, _ in texts], [host_name for _, _, host_name in texts])
 
 
-def host_labels(host_groups: Sequence[tuple[str, int]]) -> tuple[str, ...]:
+def host_labels(groups_of: Sequence[tuple[str, int]]) -> tuple[str, ...]:
     """Return a unique host name per rank from (host name, lowest rank in shared memory).
 
     Equal names of different machines get ``#2`` and so on.
     """
     names: dict[str, list[int]] = {}
-    for name, group in host_groups:
+    for name, group in groups_of:
         groups = names.setdefault(name, [])
         if group not in groups:
             groups.append(group)
-    numbers = [names[name].index(group) + 1 for name, group in host_groups]
+    numbers = [names[name].index(group) + 1 for name, group in groups_of]
     return tuple(
-        name if number == 1 else f"{name}#{number}" for (name, _), number in zip(host_groups, numbers, strict=True)
+        name if number == 1 else f"{name}#{number}" for (name, _), number in zip(groups_of, numbers, strict=True)
     )
 
 
@@ -311,13 +304,9 @@ def _system_exit(leaving: SystemExit) -> tuple[int, str | None]:
 
 
 def check_versions(world: World, local_versions: Mapping[str, str]) -> None:
-    """Reject differing software versions. Collective.
+    """Raise CollectiveUserError if a version in ``MATCH_RULES`` differs between ranks, with the values and the remedy. Collective.
 
-    Args:
-        local_versions: This rank's name -> version; the MPI library's is added.
-
-    Raises:
-        CollectiveUserError: A name in ``MATCH_RULES`` differs between ranks; the text has the values and the remedy.
+    ``local_versions``: this rank's name -> version; the MPI library's is added.
     """
     problem = version_problem(world.all_gather_json({MPI_LIBRARY: world.library, **local_versions}), world.hosts)
     if problem is not None:

@@ -100,18 +100,12 @@ def free(comm: Any, itself: bool = True) -> None:
     thread may use them any more."""
     with _REGISTRY:
         family = {id(comm)}
-        family.update(id(communicator) for communicator, parent in _COMMUNICATORS if id(parent) in family)
-        freed = [
-            communicator
-            for communicator, _ in _COMMUNICATORS
-            if id(communicator) in family and (itself or communicator is not comm)
-        ]
-        _COMMUNICATORS[:] = [
-            pair for pair in _COMMUNICATORS if not any(pair[0] is communicator for communicator in freed)
-        ]
+        family.update(id(child) for child, parent in _COMMUNICATORS if id(parent) in family)
+        freed = [child for child, _ in _COMMUNICATORS if id(child) in family and (itself or child is not comm)]
+        _COMMUNICATORS[:] = [pair for pair in _COMMUNICATORS if not any(pair[0] is child for child in freed)]
     with translate_losses():
-        for communicator in reversed(freed):
-            communicator.Free()
+        for child in reversed(freed):
+            child.Free()
 
 
 def duplicate(comm: Any) -> Any:

@@ -222,14 +222,9 @@ class World(Collectives):
         return requested
 
     def sleep_until_released(self, stop_requested: Callable[[], bool] = lambda: False) -> Any:
-        """Wait for rank 0's ``release`` and return its value. Sleeps between polls, where MPI's blocking wait would spin on a
-        core.
+        """Wait for rank 0's ``release`` and return its value, or raise its CollectiveUserError. Sleeps between polls, unlike MPI.
 
-        Args:
-            stop_requested: Whether this rank was asked to end; reported to rank 0 once.
-
-        Raises:
-            CollectiveUserError: The error with which the other ranks end.
+        ``stop_requested``: whether this rank was asked to end, which is reported to rank 0 once.
         """
         from mpi4py import MPI
 

@@ -36,7 +36,7 @@ MAX_CLOCK_OFFSET_S = 0.5
 """With a larger offset, logs and timelines of several hosts are hard to compare."""
 _VENDORS = (("nvidia", "cuda", "NVIDIA"), ("amdgpu", "rocm", "AMD"), ("intel", "xpu", "Intel"))
 """(kernel driver, backend, vendor)."""
-_VISIBILITY_VARIABLES = {
+_HIDING_VARIABLES = {
     "cuda": ("CUDA_VISIBLE_DEVICES",),
     "rocm": ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"),
     "xpu": ("ZE_AFFINITY_MASK",),
@@ -125,12 +125,10 @@ def check_addresses(targets: Sequence[Target]) -> Iterator[Finding]:
 def check_translated(targets: Sequence[Target]) -> Iterator[Finding]:
     """WSL with translated addresses, the Windows default: no other host can reach it."""
     for target, facts in answering(targets):
-        external = [
-            ipaddress.IPv4Address(address) for name, address, _ in facts.addresses if not name.startswith(VIRTUAL_NICS)
-        ]
-        if "microsoft" in facts.system.lower() and external and all(address in _WSL_ADDRESSES for address in external):
+        ips = [ipaddress.IPv4Address(ip) for name, ip, _ in facts.addresses if not name.startswith(VIRTUAL_NICS)]
+        if "microsoft" in facts.system.lower() and ips and all(ip in _WSL_ADDRESSES for ip in ips):
             single_host = all(host.local for host in targets)
-            yield _finding_at(target, "translated alone" if single_host else "translated", address=external[0])
+            yield _finding_at(target, "translated alone" if single_host else "translated", ip=ips[0])
 
 
 def check_hosts_differ(targets: Sequence[Target]) -> Iterator[Finding]:
@@ -138,11 +136,9 @@ def check_hosts_differ(targets: Sequence[Target]) -> Iterator[Finding]:
     peers: list[tuple[Target, str, set[str]]] = []
     for target, facts in answering(targets):
         external = {address for interface, address, _ in facts.addresses if not interface.startswith(VIRTUAL_NICS)}
-        namesake = next(
-            (peer for peer, name, peer_ips in peers if name == facts.host and not external & peer_ips), None
-        )
-        if namesake is not None and external:
-            yield finding_of("one name", namesake.title, target.title, name=facts.host)
+        twin = next((peer for peer, name, ips in peers if name == facts.host and not external & ips), None)
+        if twin is not None and external:
+            yield finding_of("one name", twin.title, target.title, name=facts.host)
         peers.append((target, facts.host, external))
 
 
@@ -313,9 +309,7 @@ def _device_problems(facts: HostFacts) -> Iterator[tuple[str, dict[str, Any]]]:
         if backend in offered_backends or not (loaded or built):
             continue
         error_text = facts.torch["errors"].get(backend, "")
-        hiding = [
-            f"{name}={facts.variables[name]!r}" for name in _VISIBILITY_VARIABLES[backend] if name in facts.variables
-        ]
+        hiding = [f"{name}={facts.variables[name]!r}" for name in _HIDING_VARIABLES[backend] if name in facts.variables]
         if not loaded:
             kind = "no driver"
         elif not built:

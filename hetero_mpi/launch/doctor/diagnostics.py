@@ -59,9 +59,7 @@ _MIRRORED = (
     "must also allow the other hosts (docs/links.md)"
 )
 _CHECK_CABLE = "check the address and the cable: on {source}, `ping` {destination}"
-_REJECTS = (
-    "another program on {destination}, or on the path to it, rejects the connection: look for a firewall or a proxy"
-)
+_REJECTS = "{destination}, or a device on the path to it, rejects connections: look for a firewall or a proxy"
 KINDS: dict[str, tuple[str, Severity, str, str]] = {
     "launcher": ("launcher", FINE, "{path} belongs to the loaded library, {library}", ""),
     "no launcher": ("launcher", FAILS, "{error}", ""),
@@ -185,7 +183,7 @@ def finding_of(kind: str, /, *where: str, **values: Any) -> Finding:
     return Finding(subject.format(**values), severity, text.format(**values), remedy.format(**values), where)
 
 
-def merge_findings(findings: Iterable[Finding]) -> list[Finding]:
+def merge_same(findings: Iterable[Finding]) -> list[Finding]:
     """Merge ``findings`` that differ only in ``where``; order is kept."""
     locations_by_finding: dict[Finding, list[str]] = {}
     for finding in findings:

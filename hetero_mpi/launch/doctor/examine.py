@@ -21,7 +21,7 @@ from hetero_mpi.comm.ranks.library import MPICH, OPEN_MPI, detect_launcher
 from hetero_mpi.comm.ranks.versions import PACKAGE, own_source
 from hetero_mpi.launch.doctor import checks
 from hetero_mpi.launch.doctor.checks import CHECKS, DoctorOptions, report
-from hetero_mpi.launch.doctor.diagnostics import Finding, finding_of, merge_findings
+from hetero_mpi.launch.doctor.diagnostics import Finding, finding_of, merge_same
 from hetero_mpi.launch.doctor.host_facts import HostFacts, Target, devices_to_test
 from hetero_mpi.launch.hosts.agent import AgentError, HostAgent, launch_agent
 from hetero_mpi.launch.hosts.hostfile import read_hostfile, slots_by_host
@@ -93,7 +93,7 @@ def examine_hosts(options: DoctorOptions) -> tuple[list[Finding], list[Target]]:
         ranks = sum(result.ranks for result in results)
         file = f"--hosts {options.hosts}" if options.hosts else f"-np {ranks} --hostfile {options.hostfile}"
         findings.append(finding_of("links not measured", command=f"python -m hetero_mpi launch {file} -- doctor"))
-    return merge_findings(findings), results
+    return merge_same(findings), results
 
 
 def _same_source(examined: Target) -> bool:

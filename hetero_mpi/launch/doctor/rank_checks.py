@@ -23,7 +23,7 @@ from hetero_mpi.comm.ranks.world import CollectiveUserError, World
 from hetero_mpi.comm.transport import Transport
 from hetero_mpi.launch.doctor import checks
 from hetero_mpi.launch.doctor.checks import CHECKS, DoctorOptions, report
-from hetero_mpi.launch.doctor.diagnostics import Finding, Severity, finding_of, lines_of, merge_findings, would_fail
+from hetero_mpi.launch.doctor.diagnostics import Finding, Severity, finding_of, lines_of, merge_same, would_fail
 from hetero_mpi.launch.doctor.host_facts import HostFacts, Target, fault_tolerance, gather, self_tests, try_torch
 from hetero_mpi.launch.hosts.interface import LocalAddress, local_addresses
 from hetero_mpi.util import units
@@ -77,7 +77,7 @@ def examine_ranks(world: World, options: DoctorOptions) -> tuple[list[Finding], 
     findings += through_mesh
     findings += check_links(samples, world.hosts)
     offsets_s = {host: clocks_s[world.hosts.index(host)] - clocks_s[0] for host in dict.fromkeys(world.hosts)}
-    return merge_findings([*findings, *checks.check_clocks(offsets_s)]), targets
+    return merge_same([*findings, *checks.check_clocks(offsets_s)]), targets
 
 
 def _gather_targets(world: World, options: DoctorOptions) -> list[Target]:

@@ -115,9 +115,7 @@ def mesh_members(hosts: Sequence[Host], mesh: Mesh, path: str | Path) -> tuple[M
     for host in machines.values():
         address = host.mesh_address or next(free_addresses, None)
         if address is None:
-            problems.append(
-                f"[mesh] network {mesh.network} has no free address for {host.title}: choose a larger network"
-            )
+            problems.append(f"[mesh] network {mesh.network} has no free address for {host.title}: choose a larger one")
             break
         endpoint = host.endpoint or f"{host.address}:{mesh.port}"
         name = _file_name(host.title, [member.name for member in mesh_hosts])

@@ -229,9 +229,8 @@ def check_temporary_folder() -> None:
 class ErrorStream:
     """Reads ``stream``, a launcher's stderr, to its end on a separate thread, and forwards its informative parts.
 
-    Args:
-        output: The launcher's stdout, forwarded unchanged by another thread.
-        outlives: The launcher tolerates lost ranks, and exits with code 0 when none is left.
+    ``output``: its stdout, which another thread forwards unchanged. ``outlives``: the launcher tolerates lost ranks, and exits
+    with code 0 when none is left.
     """
 
     def __init__(self, stream: IO[bytes], output: IO[bytes] | None = None, outlives: bool = False) -> None:

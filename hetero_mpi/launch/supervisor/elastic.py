@@ -70,9 +70,7 @@ class StartOutcome:
 class Supervisor:
     """Runs a job to its end, over any number of starts.
 
-    Args:
-        program: The arguments of ``python -m hetero_mpi``: ``train ...``.
-        trains: Whether the job takes steps (not under ``--dry-run``).
+    ``program``: the arguments of ``python -m hetero_mpi``. ``trains``: whether the job takes steps (not under ``--dry-run``).
     """
 
     def __init__(
