@@ -178,7 +178,7 @@ class _ApiConnection(Connection):
             texts = [""] * len(choices)
             for choice, text in pieces:
                 texts[choice.number] += text
-            self.send(bodies.whole(texts, choices))
+            self.send(bodies.response(texts, choices))
             return "200"
         finally:
             for answer in answers:

@@ -108,7 +108,7 @@ class ResponseBuilder:
         kind = "chatcmpl" if self._chat else "cmpl"
         self._head = {"id": f"{kind}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
-    def whole(self, texts: Sequence[str], choices: Sequence[Choice]) -> dict[str, Any]:
+    def response(self, texts: Sequence[str], choices: Sequence[Choice]) -> dict[str, Any]:
         results = []
         for text, choice in zip(texts, choices, strict=True):
             content: dict[str, Any] = {"text": text}

@@ -117,9 +117,9 @@ class Parts:
         return {**page_parts(run, self._drawn), "logs": draw_part("logs", logs)}
 
     def _show(self, parts: dict[str, Markup]) -> None:
-        shown, self._shown = self._shown, {}
+        earlier, self._shown = self._shown, {}
         for name, text in parts.items():
-            since, previous = shown.get(name, (0, None))
+            since, previous = earlier.get(name, (0, None))
             if previous != text:
                 since = self._version = self._version + 1
             self._shown[name] = since, text
@@ -192,7 +192,7 @@ def watch(
     """
     read_run(run_dir)
     token = (token or os.environ.get("HETERO_MPI_TOKEN", "")).strip() or secrets.token_urlsafe(12)
-    server = LiveServer(_page_socket(port, host), run_dir, Names.of(host, allow_host), token)
+    server = LiveServer(_page_socket(port, host), run_dir, Names.for_address(host, allow_host), token)
     try:
         yield f"Watch this run at {server.url}/#{token}"
         if beside_run:

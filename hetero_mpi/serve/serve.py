@@ -105,10 +105,10 @@ def _lines(path: Path | None) -> list[str]:
 class Client(Protocol):
     """A program that uses the service and ends with it."""
 
-    def begin(self, server: ApiServer) -> None:
+    def on_ready(self, server: ApiServer) -> None:
         """Called when the service is ready."""
 
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         """Whether the program has ended."""
 
     def close(self) -> None:
@@ -141,14 +141,14 @@ def serve(world: World, options: ServeOptions, client: Client | None = None) -> 
                 return
             scheduler = Scheduler(room, options.parallel)
             context = context_of(models[0].opened, options.context, room)
-            names = Names.of(options.host, options.allow_host)
+            names = Names.for_address(options.host, options.allow_host)
             service = Service(models, context, scheduler, stop)
             servers.append(ApiServer(bound, keys, service, names, client is not None))
             if client is None:
                 _print_address(servers[0], options)
             else:
-                client.begin(servers[0])
-            should_stop = lambda: stop() or (client is not None and client.ended())  # noqa: E731
+                client.on_ready(servers[0])
+            should_stop = lambda: stop() or (client is not None and client.has_ended())  # noqa: E731
             for results in writer.written(partial(_lead_round, world, members, should_stop, scheduler)):
                 scheduler.distribute(results)
             if stop():

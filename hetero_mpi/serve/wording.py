@@ -56,7 +56,7 @@ class CallForm:
     """The text that starts calls; "{" only at the beginning of the answer."""
     key: str
 
-    def begin(self, text: str) -> int:
+    def start_position(self, text: str) -> int:
         """Position at which calls begin, or may begin, in an incomplete answer; the text before is final."""
         if self.marker == "{":
             return 0 if text.lstrip()[:1] in ("", "{") else len(text)
@@ -69,10 +69,10 @@ class CallForm:
         """Return (text outside the calls, calls with ``name`` and ``arguments``) of a complete answer.
 
         A call is complete, and of one of ``tools``. Anything else stays text and does not hide other calls. The text starts with
-        the part before ``begin``.
+        the part before ``start_position``.
         """
         outside, calls, end = "", list[Mapping[str, Any]](), 0
-        position = self.begin(text)
+        position = self.start_position(text)
         while 0 <= position < len(text):
             found_calls, next_position = self._calls_at(text, position, tools)
             if found_calls:
@@ -237,7 +237,7 @@ class Choice:
         if self._form is None:
             return text
         self._text += text
-        end = self._form.begin(self._text)
+        end = self._form.start_position(self._text)
         if self.wording.finish is not None:
             self._text, calls = self._form.split(self._text, self._tools)
             self.calls, end = [_api_call(call) for call in calls], len(self._text)

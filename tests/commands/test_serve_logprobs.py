@@ -69,7 +69,7 @@ def answered(service: Service, asked: ApiRequest, tokens: list[int]) -> tuple[di
                 if streamed and (texts[-1] or not chunks):
                     chunks.append(bodies.chunk(choice, texts[-1])["choices"][0])
         assert choice.finish is not None
-        last = bodies.chunk(choice, None)["choices"][0] if streamed else bodies.whole(["".join(texts)], [choice])
+        last = bodies.chunk(choice, None)["choices"][0] if streamed else bodies.response(["".join(texts)], [choice])
         found.append([*chunks, last] if streamed else last["choices"][0])
     return found[0], found[1]
 

@@ -58,7 +58,7 @@ def model(base: Path) -> ServedModel:
 def server(model: ServedModel) -> Iterator[ApiServer]:
     """A server behind which no pipeline writes."""
     service = Service([model], context_of(model.opened, None, []), Scheduler([], 1), lambda: False)
-    server = ApiServer(bound_socket("127.0.0.1", 0), {"token": TOKEN}, service, Names.of("127.0.0.1"))
+    server = ApiServer(bound_socket("127.0.0.1", 0), {"token": TOKEN}, service, Names.for_address("127.0.0.1"))
     yield server
     server.stop(0.0)
 

@@ -85,7 +85,7 @@ def service_of(model: ServedModel) -> Service:
 def writing(model: ServedModel, text: str) -> Iterator[Any]:
     """OpenAI's client of a server that answers every request by ``text``."""
     service, over = service_of(model), threading.Event()
-    server = ApiServer(bound_socket("127.0.0.1", 0), {}, service, Names.of("127.0.0.1"))
+    server = ApiServer(bound_socket("127.0.0.1", 0), {}, service, Names.for_address("127.0.0.1"))
     tokens = [*model.tokenizer(text, add_special_tokens=False).input_ids, model.stops[0]]
 
     def write() -> None:
@@ -207,7 +207,7 @@ def test_calls_are_found_beside_text_and_imperfect_calls(
 ) -> None:
     kept, calls = form.split(text, ["sql", "now"])
     assert kept == outside and [call["arguments"] for call in calls] == called
-    assert kept.startswith(text[: form.begin(text)]) or form.begin(text) > len(kept)
+    assert kept.startswith(text[: form.start_position(text)]) or form.start_position(text) > len(kept)
 
 
 def test_a_template_that_prints_no_tools_refuses_them(models: dict[str, ServedModel]) -> None:

@@ -133,7 +133,7 @@ def test_a_dead_rank_is_dead_until_the_run_goes_on(run: Path) -> None:
 
 @contextmanager
 def served(run: Path, host: str = "127.0.0.1") -> Iterator[LiveServer]:
-    server = LiveServer(bound_socket(host, 0), run, Names.of(host), "key")
+    server = LiveServer(bound_socket(host, 0), run, Names.for_address(host), "key")
     try:
         yield server
     finally:

@@ -60,7 +60,7 @@ def web(monkeypatch: pytest.MonkeyPatch) -> Iterator[WebServer]:
     monkeypatch.setattr(server, "MAX_CONNECTIONS", 20)
     _Answers.gate.clear()
     _Answers.gone.clear()
-    web = WebServer(bound_socket("127.0.0.1", 0), _Answers, Names.of("127.0.0.1", ["chat.example"]))
+    web = WebServer(bound_socket("127.0.0.1", 0), _Answers, Names.for_address("127.0.0.1", ["chat.example"]))
     yield web
     web.stop(0.0)
 
@@ -251,11 +251,11 @@ def test_one_host_is_named(web: WebServer) -> None:
 
 
 def test_a_server_for_others_knows_the_names_of_its_machine() -> None:
-    names = Names.of("0.0.0.0")
+    names = Names.for_address("0.0.0.0")
     addresses = [one.address for some in psutil.net_if_addrs().values() for one in some if one.family == socket.AF_INET]
     for host in (socket.gethostname(), *addresses, "localhost"):
         assert names.has_host(f"{host}:8000"), host
-        assert host in ("127.0.0.1", "localhost") or not Names.of("127.0.0.1").has_host(host)
+        assert host in ("127.0.0.1", "localhost") or not Names.for_address("127.0.0.1").has_host(host)
     assert not names.has_host("elsewhere.example")
 
 

@@ -75,7 +75,7 @@ class Harness:
         self._process: subprocess.Popen[bytes] | None = None
         self.code = int(ExitCode.FAILED)
 
-    def begin(self, server: ApiServer) -> None:
+    def on_ready(self, server: ApiServer) -> None:
         service = server.service
         save_tokenizer(service.model.tokenizer, Path(self._folder.name))
         model = {
@@ -97,7 +97,7 @@ class Harness:
         module, words = "hetero_mpi.inference.evaluate.harness_model", [*words, *self._further]
         self._process = start_module(module, *words, env={**own, **quiet}, stdin=None, stdout=None)
 
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         """Has it ended? Then what it says is all there."""
         code = self._process.poll() if self._process is not None else None
         if code is None:

@@ -128,7 +128,7 @@ def check_translated(targets: Sequence[Target]) -> Iterator[Finding]:
         ips = [ipaddress.IPv4Address(ip) for name, ip, _ in facts.addresses if not name.startswith(VIRTUAL_NICS)]
         if "microsoft" in facts.system.lower() and ips and all(ip in _WSL_ADDRESSES for ip in ips):
             single_host = all(host.local for host in targets)
-            yield _finding_at(target, "translated alone" if single_host else "translated", ip=ips[0])
+            yield _finding_at(target, "translated alone" if single_host else "translated", address=ips[0])
 
 
 def check_hosts_differ(targets: Sequence[Target]) -> Iterator[Finding]:

@@ -132,13 +132,13 @@ class Connection(BaseHTTPRequestHandler):
         def send(content: bytes) -> None:
             self.wfile.write(b"%x\r\n%b\r\n" % (len(content), content) if chunked else content)
 
-        def tell(data: str) -> None:
+        def send_event(data: str) -> None:
             send(f"data: {data}\n\n".encode())
 
         try:
-            yield tell
+            yield send_event
         except HttpError as error:
-            tell(json.dumps(error.body()))
+            send_event(json.dumps(error.body()))
             raise
         send(b"")
 

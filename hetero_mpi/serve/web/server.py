@@ -42,7 +42,7 @@ class Names:
     extra_names: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, address: str, more: Iterable[str] = ()) -> Names:
+    def for_address(cls, address: str, more: Iterable[str] = ()) -> Names:
         """For a server that listens on ``address``; includes this machine's names if it is reachable from others."""
         machine_names = _machine_names() if address not in LOCAL else ()
         return cls(frozenset(map(_normalized, (*LOCAL, address, *machine_names))), frozenset(map(_normalized, more)))
