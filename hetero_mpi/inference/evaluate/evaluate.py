@@ -52,7 +52,7 @@ _PATIENCE_S = 24 * 3600
 
 
 class Harness:
-    """The process; ``begin`` starts it. ``code``: its exit code, once it has ended.
+    """The process; ``on_ready`` starts it. ``code``: its exit code, once it has ended.
 
     :raises UserError: the harness is not installed, or its options cannot be read.
     """
