@@ -1,4 +1,4 @@
-"""Data: text files -> documents, or record files -> conversations; -> tokens -> sequences -> batches.
+"""Data pipeline: text files or conversation records -> token ids -> sequences -> batches.
 
-Runs on rank 0 only; numpy and tokenizers, no torch.
+Runs on rank 0 only; needs numpy and tokenizers, no torch.
 """

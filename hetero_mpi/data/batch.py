@@ -1,6 +1,6 @@
-"""A step's batch: its sequences, the answers that it compares, and which samples they are.
+"""Batches: the sequences of a step, the answers that preference losses compare, and the choice of samples for each step.
 
-The samples of a step are a function of the step alone, so that a resumed run needs no state to go on.
+The samples of a step are a function of the step number alone, so a resumed run needs no data-loader state.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ import numpy.typing as npt
 Tokens = npt.NDArray[np.int32]
 Indices = npt.NDArray[np.int64]
 IGNORED = -100
-"""Target where nothing is to be learnt (padding, prompts); the value that torch's cross-entropy ignores."""
+"""Target of tokens outside the loss (padding, prompts); the value that torch's cross-entropy ignores."""
 
-PADDED_TO = 8
-"""Lengths of trimmed batches are multiples of this: matrix units like it, and fewer lengths occur."""
+PAD_MULTIPLE_TOKENS = 8
+"""Trimmed batches have lengths that are multiples of this value: suits matrix units, and fewer distinct lengths occur."""
 
 
 @dataclass(frozen=True)
 class Compared:
-    """The answers that a batch of preferences compares. Of pairs records alternate within a row: chosen, rejected."""
+    """The answers that a preference loss compares. In pairs, records alternate within a row: chosen, rejected."""
 
     answers: npt.NDArray[np.uint8]
-    """[B, T], above 0 where the target belongs to an answer that is compared: 1 in a pair; by itself 2 (desirable) or 3 (not)."""
+    """[B, T], above 0 where the target belongs to a compared answer: 1 in a pair; unpaired 2 (desirable) or 3 (undesirable)."""
     reference: npt.NDArray[np.float32]
-    """[B, R], of each record: the log-likelihood of its answer by the reference model."""
+    """[B, R]: log-likelihood of each record's answer under the reference model."""
     chosen: int
-    """Chosen, or desirable, answers of the whole batch."""
+    """Number of chosen or desirable answers in the batch."""
     rejected: int
     count: int
-    """Pairs, or answers by themselves, of the whole batch: what the summed loss is divided by."""
+    """Number of pairs, or of unpaired answers, in the batch: the divisor of the summed loss."""
     likelihood_weight: float
-    """Pairs of the whole batch by targets of its chosen records."""
+    """Pairs in the batch divided by the targets of its chosen records."""
     point: float | None = None
-    """KTO's reference point: how much likelier the model finds answers of other prompts than the reference does, or 0."""
+    """KTO's reference point: mean log-ratio of model to reference for answers to other prompts, at least 0."""
 
     @classmethod
     def of(cls, batch: Batch, answers: npt.NDArray[np.uint8], reference: npt.NDArray[np.float32]) -> Compared:
-        """The answers of a whole batch, which has positions."""
+        """The compared answers of a complete batch with positions."""
         assert batch.positions is not None
         of_chosen = ((batch.positions == 0).cumsum(axis=1) % 2 == 1) & (batch.targets != IGNORED)
         in_pairs, good, bad = (int(answer_counts(answers == mark).sum()) for mark in (1, 2, 3))
@@ -56,16 +56,16 @@ class Compared:
 
 @dataclass(frozen=True)
 class Weighed:
-    """The weights of a batch's targets in the loss, which is their weighted sum by the sum of the weights of the whole batch."""
+    """Loss weights of a batch's targets. The loss is their weighted sum divided by the weights' sum over the batch."""
 
     weights: npt.NDArray[np.float32]
     """[B, T]."""
     together: float
-    """The sum, over the targets of the whole batch that count."""
+    """Sum of the weights over the targets of the batch that are not ignored."""
 
     @classmethod
     def of(cls, targets: Tokens, weights: npt.NDArray[np.float32]) -> Weighed:
-        """``targets``: of the whole batch."""
+        """Weights of a complete batch with these ``targets``."""
         return cls(weights, float(weights.sum(where=targets != IGNORED, dtype=np.float64)))
 
 
@@ -76,43 +76,43 @@ class Batch:
     tokens: Tokens
     targets: Tokens
     target_tokens: int
-    """Number of targets that count."""
+    """Number of targets that are not ignored."""
     positions: Tokens | None = None
-    """[B, T]: each token's place in its own record, which sees no other one of its sequence. None: a sequence is one text."""
+    """[B, T]: each token's position in its record; attention does not cross records. None: each sequence is one text."""
     compared: Compared | None = None
-    """None: it is no batch of preferences."""
+    """None outside preference training."""
     numbers: Indices | None = None
-    """[B], of the rows in their dataset, where it is one of preferences."""
+    """[B]: row numbers in the dataset, in preference training."""
     weighed: Weighed | None = None
-    """None: all targets count alike."""
+    """None: all targets have weight 1."""
 
     @property
     def divisor(self) -> float:
-        """Divisor of the summed loss: the targets that count, or their weights, or the pairs or answers that are compared."""
+        """Divisor of the summed loss: number of targets, sum of their weights, or number of compared pairs or answers."""
         if self.weighed is not None:
             return self.weighed.together or 1.0
         return max(1, self.target_tokens if self.compared is None else self.compared.count)
 
     @property
     def lengths(self) -> Indices:
-        """[B]: each row's tokens up to the last after which something is learnt; 0 where nothing is. Of preferences also the
-        answer's own last token, which TRL gives to the routers, too."""
+        """[B]: length of each row up to its last target, 0 without targets. In preference training the answer's last token is
+        included, as TRL passes it to the routers too."""
         learnt = self.targets[:, ::-1] != IGNORED
         ends = learnt.shape[1] - learnt.argmax(axis=1) + (self.compared is not None)
         return np.where(learnt.any(axis=1), np.minimum(ends, learnt.shape[1]), 0)
 
-    def rows(self, chosen: Sequence[int]) -> Batch:
-        """A copy of some of the sequences. What the loss is divided by stays that of all."""
-        index = np.array(chosen, np.intp)
+    def rows(self, numbers: Sequence[int]) -> Batch:
+        """A copy of some sequences. The divisor of the loss remains that of the full batch."""
+        index = np.array(numbers, np.intp)
         positions = None if self.positions is None else self.positions[index]
         compared = None if self.compared is None else self.compared.rows(index)
         weighed = self.weighed and replace(self.weighed, weights=self.weighed.weights[index])
         return Batch(self.tokens[index], self.targets[index], self.target_tokens, positions, compared, None, weighed)
 
-    def trimmed(self, multiple: int = PADDED_TO) -> Batch:
-        """Without the last columns, in which no row learns anything, but for as many as make the length a ``multiple``.
+    def trimmed(self, multiple: int = PAD_MULTIPLE_TOKENS) -> Batch:
+        """Drop trailing columns without targets, keeping the length a ``multiple``.
 
-        What is left out comes after everything that is learnt, and a causal model does not look ahead: the loss is the same.
+        Dropped tokens come after all targets, and a causal model does not look ahead, so the loss is unchanged.
         """
         used = np.flatnonzero((self.targets != IGNORED).any(axis=0))
         used = used[-1:] + 1 + (self.compared is not None)
@@ -125,35 +125,37 @@ class Batch:
 
 
 def answer_counts(answers: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-    """Answers of each row, [N]: every record has one, and a prompt before it. ``answers``: [N, T], not 0 in them."""
-    begun = np.diff((answers != 0).astype(np.int8), axis=1, prepend=0) > 0
-    return np.asarray(begun.sum(axis=1))
+    """Number of answers in each row, [N]: one per record. ``answers``: [N, T], nonzero within an answer."""
+    starts = np.diff((answers != 0).astype(np.int8), axis=1, prepend=0) > 0
+    return np.asarray(starts.sum(axis=1))
 
 
 Parts = tuple[tuple[int, int], ...]
-"""For each data set (samples that it has, samples that an epoch takes from it)."""
+"""For each data set: (samples in the data set, samples that an epoch takes from it)."""
 
 
 def steps_per_epoch(samples: int, global_batch: int, smaller: bool) -> float:
-    """``smaller``: as in ``batch_indices``."""
+    """Steps of an epoch; ``smaller`` as in ``batch_indices``."""
     return -(-samples // global_batch) if smaller else samples / global_batch
 
 
 def batch_indices(
     step: int, global_batch: int, samples: int, seed: int, parts: Parts = (), stream: int = 0, smaller: bool = False
 ) -> Indices:
-    """The samples of one step, int64 [global_batch]: ``global_batch`` positions of an endless stream of epochs.
+    """Sample numbers of one step, int64 [global_batch]: ``global_batch`` consecutive positions in an endless stream of epochs.
 
-    ``step`` counts from 0 (the number of steps already done). Each epoch is a permutation of its own, every sample
-    once, so that a batch may end one epoch and begin the next::
+    ``step`` counts from 0 (the number of completed steps). Each epoch is a different permutation of all samples, so a batch may
+    span the end of one epoch and the start of the next::
 
         samples = 5, global_batch = 3      epoch 0      | epoch 1
         stream                             3 0 4  1 2   | 4  0 2 1 ...
         step                               0      1          2
 
-    ``parts``: the samples are those of several data sets, one set after the other, and an epoch takes from each its number,
-    which all together are ``samples``. ``stream``: key of the first epoch's permutation. ``smaller``: no batch
-    begins the next epoch, and an epoch's last one has what is left.
+    Args:
+        parts: the samples belong to several data sets, stored one after the other; an epoch takes its number from each,
+            ``samples`` in total.
+        stream: key of the first epoch's permutation.
+        smaller: batches do not cross epochs; an epoch's last batch holds the remaining samples.
     """
     first, end = step * global_batch, (step + 1) * global_batch
     if smaller:
@@ -164,16 +166,16 @@ def batch_indices(
     epochs, offsets = np.divmod(positions, samples)
     indices = np.empty(len(positions), dtype=np.int64)
     for epoch in np.unique(epochs):
-        here = epochs == epoch
-        order = _mixed(parts, seed, int(epoch)) if parts else permutation(samples, seed, stream + int(epoch))
-        indices[here] = order[offsets[here]]
+        in_epoch = epochs == epoch
+        order = _mixed_epoch(parts, seed, int(epoch)) if parts else permutation(samples, seed, stream + int(epoch))
+        indices[in_epoch] = order[offsets[in_epoch]]
     return indices
 
 
 def parts_of(sizes: Sequence[int], weights: Sequence[float]) -> Parts:
-    """Samples that an epoch takes from data sets of these sizes: as many samples as they have together, shared out by weight.
+    """Samples that an epoch takes from data sets of these sizes: the sizes' sum, distributed by weight.
 
-    Rounded down, and the rest given to the largest remainders. A share may be 0.
+    Shares are rounded down, and the remainder goes to the largest fractions. A share may be 0.
     """
     total = sum(sizes)
     exact = [total * weight / sum(weights) for weight in weights]
@@ -184,25 +186,25 @@ def parts_of(sizes: Sequence[int], weights: Sequence[float]) -> Parts:
 
 
 @functools.lru_cache(maxsize=2)
-def _mixed(parts: Parts, seed: int, epoch: int) -> Indices:
-    """The samples of one epoch in their order: each data set goes on in an endless stream of its own, where the last epoch stopped.
+def _mixed_epoch(parts: Parts, seed: int, epoch: int) -> Indices:
+    """The samples of one mixed epoch. Each data set continues its own endless stream where the previous epoch stopped.
 
-    So a set that gives more than it has repeats itself, and one that gives less gives other samples in the next epoch.
+    A data set that contributes more than its size repeats samples; one that contributes less continues in the next epoch.
     """
-    chosen, first = [], 0
-    for number, (size, take) in enumerate(parts, start=1):
-        chosen.append(first + batch_indices(epoch, take, size, seed, stream=number << 48))
+    indices_by_set, first = [], 0
+    for number, (size, count) in enumerate(parts, start=1):
+        indices_by_set.append(first + batch_indices(epoch, count, size, seed, stream=number << 48))
         first += size
-    together = np.concatenate(chosen)
-    return together[permutation(len(together), seed, epoch)]
+    indices = np.concatenate(indices_by_set)
+    return indices[permutation(len(indices), seed, epoch)]
 
 
 @functools.lru_cache(maxsize=2)
 def permutation(samples: int, seed: int, stream: int) -> Indices:
     """A permutation of ``range(samples)`` keyed by (seed, stream), int64 [samples], read-only.
 
-    Sorts Philox's raw output (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) instead of calling
-    ``Generator.permutation``, whose results may change between numpy versions: a resumed run must see the same order.
+    Sorts Philox's raw output (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) because
+    ``Generator.permutation`` may change between numpy versions, and a resumed run must see the same order.
     """
     key = np.array([seed, stream], dtype=np.uint64)
     order = np.argsort(np.random.Philox(key=key).random_raw(samples), kind="stable").astype(np.int64)

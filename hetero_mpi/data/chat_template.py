@@ -1,12 +1,12 @@
-"""Conversations -> text -> tokens, and which of the tokens are answers; the same for a prompt that wants an answer.
+"""Conversations -> text -> token ids with a mask of the answers; also prompts -> token ids.
 
-The text is made by a Jinja chat template: the tokenizer's own, or the plain form below. ``answers`` finds the answers in it.
-A call of a tool is an answer, and what the tool gave is none. Messages that say ``train: false`` are answers of which
-nothing is learnt.
+The text comes from a Jinja chat template: the tokenizer's own, or the plain form below. The module ``answers`` locates answers
+in the text. A tool call is an answer; a tool's result is not. A message with ``train: false`` is an answer outside the loss.
 
-Answers in characters become answers in tokens by the offsets of one encoding of the whole text. Where a text is asked for up to
-an answer, its tokens are those of that beginning alone; what the whole has more is the answer. The offsets tell this wherever
-tokens end at the edge. Elsewhere the beginning is encoded: from the last special token before it, as nothing reaches over one.
+Answer positions in characters become token positions through the offsets of one encoding of the complete text. A prompt's tokens
+are those of encoding the prompt alone, as at inference; the remaining tokens are the answer. Offsets are sufficient where a
+token ends at the boundary. Elsewhere the prompt is encoded from the last special token before the boundary on, since no merge
+crosses a special token.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from hetero_mpi.data.tokenizer import beginning, begun, encoded, end_token, faul
 from hetero_mpi.util.errors import UserError
 
 Template = Literal["auto", "chat", "plain", "none"]
-"""``data.template`` of a job."""
+"""Values of ``data.template``."""
 
 PLAIN_FORM = (
     "{%- for message in messages %}"
@@ -43,12 +43,12 @@ PLAIN_FORM = (
     "{%- endfor %}"
     '{{- "\\n\\n## Answer\\n" if add_generation_prompt else "" }}'
 )
-"""The plain form: a heading over every message, the end token behind every answer, an empty line between messages. A tokenizer
-that begins every text with a special token gets it in front."""
+"""The plain form: a heading above every message, an end token after every answer, an empty line between messages. It is prefixed
+with the special tokens that the tokenizer prepends to every text."""
 _JOINED = "{%- for message in messages %}{{- message.content }}{%- endfor %}"
 
-# A template may print today's date; then a run resumed tomorrow would learn other data than it began with. The date is
-# the one Llama's templates fall back to. A macro, because transformers hands no functions through to templates.
+# A template may print today's date, which would change the data of a run that is resumed tomorrow. This fixed date is the
+# fallback of Llama's templates. It is a macro because transformers passes no functions to templates.
 FROZEN_DATE = (
     "{%- macro strftime_now(format) -%}{{- format"
     '|replace("%-d", "26")|replace("%d", "26")|replace("%-m", "7")|replace("%m", "07")|replace("%b", "Jul")'
@@ -62,7 +62,7 @@ REMEDY = (
 )
 
 
-_ASKED, _ANSWER = ChatMessage("user", "What time is it?"), ChatMessage("assistant", "It is noon.")
+_USER, _ANSWER = ChatMessage("user", "What time is it?"), ChatMessage("assistant", "It is noon.")
 _CALL = {
     "role": "assistant",
     "content": "",
@@ -72,11 +72,11 @@ _TOOL = {
     "type": "function",
     "function": {"name": "time", "description": "", "parameters": {"type": "object", "properties": {}}},
 }
-_TALKING = Record((_ASKED, _ANSWER, _ASKED, _ANSWER), "chat", "an example")
-_CALLING = Record(
-    (_ASKED, ChatMessage("assistant", "", _CALL), ChatMessage("tool", "12:00"), _ANSWER), "chat", "an example", [_TOOL]
+_CHAT_EXAMPLE = Record((_USER, _ANSWER, _USER, _ANSWER), "chat", "an example")
+_TOOL_EXAMPLE = Record(
+    (_USER, ChatMessage("assistant", "", _CALL), ChatMessage("tool", "12:00"), _ANSWER), "chat", "an example", [_TOOL]
 )
-"""Conversations whose first answer shows how a template closes answers."""
+"""Conversations whose first answer shows how a template ends an answer."""
 
 
 @dataclass(frozen=True)
@@ -85,13 +85,13 @@ class Tokenized:
     ids: npt.NDArray[np.int32]
     """int32 [n]."""
     answer: npt.NDArray[np.bool_]
-    """bool [n]: whether the token belongs to an answer that is learnt, its end token included."""
+    """bool [n]: the token belongs to an answer in the loss, including its end token."""
     never: npt.NDArray[np.bool_]
-    """bool [n]: whether it belongs to an answer that is not learnt, not even with the prompts."""
+    """bool [n]: the token belongs to an answer that is excluded from the loss, even when training on prompts."""
     weight: npt.NDArray[np.float32]
-    """float32 [n], of the token in the loss."""
+    """float32 [n]: loss weight."""
     forgotten: bool = False
-    """The template leaves out thoughts of earlier answers."""
+    """The template omits the reasoning of earlier answers."""
 
 
 def has_template(tokenizer: PreTrainedTokenizerFast) -> bool:
@@ -101,20 +101,20 @@ def has_template(tokenizer: PreTrainedTokenizerFast) -> bool:
 def choose_template(
     tokenizer: PreTrainedTokenizerFast, template: Template, records: Iterable[Record] = ()
 ) -> ChatTemplate:
-    """The form that ``data.template`` asks for.
+    """The template that ``data.template`` selects.
 
-    "auto" is the chat template where there is one, else the plain form; chat records are not put into the plain form
-    unasked. Raises UserError when a chat template is needed and missing.
+    "auto" selects the tokenizer's chat template, else the plain form; chat records require an explicit "plain".
+    Raises UserError if a chat template is required and missing.
     """
     special = tokenizer.special_tokens_map
     if template == "none":
-        talk = next((one for one in records if [turn.role for turn in one.messages] != ["user", "assistant"]), None)
-        if talk is not None:
+        dialogue = next((r for r in records if [turn.role for turn in r.messages] != ["user", "assistant"]), None)
+        if dialogue is not None:
             raise UserError(
                 "template.conversation_without_template",
-                f'data.template = "none" learns completions of prompts, and {talk.source} is a conversation: take a chat template',
+                f'data.template = "none" trains on completions, but {dialogue.source} is a conversation: set a chat template',
             )
-        return ChatTemplate("none", _begin(tokenizer) + _JOINED, None, special, ours=True)
+        return ChatTemplate("none", _prefix_source(tokenizer) + _JOINED, None, special, ours=True)
     if template == "plain" or (template == "auto" and not has_template(tokenizer)):
         chat = next((record for record in records if record.shape == "chat"), None)
         if template == "auto" and chat is not None:
@@ -129,7 +129,7 @@ def choose_template(
                 f"records with tools need a chat template that can print them, and the plain form cannot ({calling.source} "
                 f'has tools). Set data.template = "chat" and tokenizer.path to a tokenizer with such a template.',
             )
-        return ChatTemplate("plain", _begin(tokenizer) + PLAIN_FORM, None, special, ours=True)
+        return ChatTemplate("plain", _prefix_source(tokenizer) + PLAIN_FORM, None, special, ours=True)
     if not has_template(tokenizer):
         raise UserError(
             "template.missing",
@@ -141,13 +141,13 @@ def choose_template(
         raise UserError(
             "template.choice", f'data.template = "{template}": the tokenizer\'s chat template cannot be chosen: {error}'
         ) from None
-    ours = PLAIN_FORM in sources[0] and {*sources} <= {PLAIN_FORM, _begin(tokenizer) + PLAIN_FORM}
+    ours = PLAIN_FORM in sources[0] and {*sources} <= {PLAIN_FORM, _prefix_source(tokenizer) + PLAIN_FORM}
     source, with_tools = ((FROZEN_DATE if "strftime_now" in source else "") + source for source in sources)
     return ChatTemplate("chat", source, with_tools, special, ours)
 
 
-def _begin(tokenizer: PreTrainedTokenizerFast) -> str:
-    """The beginning of a template that prints the tokens with which the tokenizer begins every text, as Llama's and Gemma's do."""
+def _prefix_source(tokenizer: PreTrainedTokenizerFast) -> str:
+    """Template source for the tokens that the tokenizer prepends to every text (Llama, Gemma)."""
     begin = beginning(own_tokens_only(tokenizer))
     if begin == [tokenizer.bos_token_id]:
         return "{{- bos_token }}"
@@ -155,17 +155,17 @@ def _begin(tokenizer: PreTrainedTokenizerFast) -> str:
 
 
 def render_prompt(tokenizer: PreTrainedTokenizerFast, prompt: str, template: Template | None) -> list[int]:
-    """Token ids of a user's prompt, wrapped as training wrapped it, up to where the answer begins.
+    """Token ids of a user's prompt, formatted as in training, up to the start of the answer.
 
-    ``template`` is ``data.template`` of a job with records, and None for a job with text, whose prompt is simply the
-    beginning of a document (an empty one begins after an end token, where the tokenizer has none that begins texts).
-    Raises UserError as :func:`choose_template` does, and when the template refuses the prompt.
+    ``template`` is ``data.template`` of a job with records. It is None for a job with text, whose prompt is the start of a document
+    (an empty prompt is an end token, unless the tokenizer prepends tokens to a text).
+    Raises UserError as ``choose_template`` does, and if the template rejects the prompt.
     """
     backend = own_tokens_only(tokenizer)
     if template is None:
         return begun(backend, [prompt])[0] or [end_token(tokenizer)]
-    asked = [{"role": "user", "content": prompt}]
-    return encoded(backend, [messages_text(choose_template(tokenizer, template), asked, "the prompt")])[0]
+    conversation = [{"role": "user", "content": prompt}]
+    return encoded(backend, [messages_text(choose_template(tokenizer, template), conversation, "the prompt")])[0]
 
 
 def messages_text(
@@ -174,7 +174,7 @@ def messages_text(
     source: str,
     tools: Sequence[Mapping[str, Any]] = (),
 ) -> str:
-    """A conversation as text, up to where the next answer begins. Raises UserError when the template refuses it."""
+    """Render a conversation with the generation prompt. Raises UserError if the template rejects it."""
     try:
         return rendered_prompt(template, conversation, tools)
     except BadRecord as problem:
@@ -182,7 +182,7 @@ def messages_text(
 
 
 def plain_texts(records: Iterable[Record]) -> Iterator[str]:
-    """The records' text in the plain form without special tokens, to train a tokenizer on."""
+    """Text of the records in the plain form without special tokens, for training a tokenizer."""
     headings = {"system": "## About", "user": "## Task", "assistant": "## Answer", "tool": "## Result"}
     for record in records:
         yield "\n\n".join(f"{headings[message.role]}\n{message.content}" for message in record.messages)
@@ -195,46 +195,46 @@ def tokenize_records(
     bad: BadRecords | None = None,
     ends: Collection[int] = (),
 ) -> Iterator[Tokenized]:
-    """Every record as tokens, in order, with its answers marked.
+    """Tokenise records in order and mask their answers.
 
-    The template alone decides on special tokens: the tokenizer adds none, so none is doubled. What is learnt is what
-    transformers' masks of assistant tokens hold, or would hold if the template marked its answers (``{% generation %}``): an
-    answer with the end token, or what else the template closes it with (Gemma's end of turn), and not the line breaks behind
-    that. Where a template closes an answer with nothing and what follows is one of ``ends``, at which the model stops, it belongs
-    to the answer; the last answer ends as if another message followed. What stands behind the last answer that is learnt is
-    left out. The end token follows only where the template closes that answer with no token at which the model stops.
+    Special tokens come from the template only: the tokenizer adds none, so none is duplicated. The mask equals transformers'
+    assistant mask (or its value if the template had ``{% generation %}`` marks): an answer includes its end token, or
+    whatever closes it (Gemma's end of turn), and no line breaks after that. If the template prints nothing after an answer and the
+    next token is in ``ends`` (the model's stop tokens), this token belongs to the answer; the last answer ends as if another
+    message followed. Tokens after the last trained answer are dropped. An end token is appended only if the template closes
+    the last answer with no stop token.
 
-    A record that the template refuses or does not print whole, or in which answers cannot be told from prompts, goes to ``bad``.
-    Raises UserError when no more may be skipped.
+    A record that the template rejects or prints incompletely, or whose answers cannot be located, goes to ``bad``.
+    Raises UserError when ``bad`` exceeds its limit.
     """
     backend, end = own_tokens_only(tokenizer), end_token(tokenizer)
-    stops, rendered = {end, *ends}, _all_rendered(template, records, bad)
-    closing = cache(lambda calls: _closing(backend, template, stops, calls) or end)
-    for some in in_batches(rendered, lambda one: len(one[1].text)):
-        yield from _tokenized(backend, end, stops, closing, some)
+    stops, rendered = {end, *ends}, _render_records(template, records, bad)
+    closing = cache(lambda calls: _closing_token(backend, template, stops, calls) or end)
+    for batch in in_batches(rendered, lambda pair: len(pair[1].text)):
+        yield from _tokenized(backend, end, stops, closing, batch)
 
 
-def _closing(backend: Tokenizer, template: ChatTemplate, stops: Collection[int], calls: bool) -> int | None:
-    """The one of ``stops`` that the template prints behind an answer, or behind calls, that another message follows."""
-    (rendered,) = rendered_records(template, [_CALLING if calls else _TALKING])
+def _closing_token(backend: Tokenizer, template: ChatTemplate, stops: Collection[int], calls: bool) -> int | None:
+    """The stop token that the template prints after an answer (or after tool calls) when another message follows."""
+    (rendered,) = rendered_records(template, [_TOOL_EXAMPLE if calls else _CHAT_EXAMPLE])
     if isinstance(rendered, BadRecord):
         return None
-    (marks,) = marks_of(backend, [rendered])
+    (marks,) = answer_tokens(backend, [rendered])
     following = marks.ids[marks.spans[0][1]]
     return following if following in stops else None
 
 
-def _all_rendered(
+def _render_records(
     template: ChatTemplate, records: Iterable[Record], bad: BadRecords | None
 ) -> Iterator[tuple[Record, Rendered]]:
-    for some in in_batches(records, lambda record: 100 + sum(len(message.content) for message in record.messages)):
-        for record, found in zip(some, rendered_records(template, some), strict=True):
-            if isinstance(found, Rendered):
-                yield record, found
+    for batch in in_batches(records, lambda record: 100 + sum(len(message.content) for message in record.messages)):
+        for record, rendered in zip(batch, rendered_records(template, batch), strict=True):
+            if isinstance(rendered, Rendered):
+                yield record, rendered
                 continue
             if bad is None or not bad.allowed:
-                raise UserError("template.failed", f"{record.source}: {found}") from found
-            bad.add(record.source, found)
+                raise UserError("template.failed", f"{record.source}: {rendered}") from rendered
+            bad.add(record.source, rendered)
             bad.check("the data")
 
 
@@ -243,23 +243,23 @@ def _tokenized(
     end: int,
     stops: Collection[int],
     closing: Callable[[bool], int],
-    waiting: Sequence[tuple[Record, Rendered]],
+    batch: Sequence[tuple[Record, Rendered]],
 ) -> Iterator[Tokenized]:
-    """Tokenises the texts at one go, so that all threads of the tokenizer have work."""
-    for (record, rendered), marks in zip(waiting, marks_of(backend, [one for _, one in waiting]), strict=True):
+    """Tokenise a batch of texts in one call, which keeps all threads of the tokenizer busy."""
+    for (record, rendered), marks in zip(batch, answer_tokens(backend, [text for _, text in batch]), strict=True):
         ids = list(marks.ids)
         answer, never = np.zeros((2, len(ids)), dtype=np.bool_)
         weight = np.ones(len(ids) + 1, np.float32)
         for (first, last), (*_, learnt) in zip(marks.spans, rendered.spans, strict=True):
             if not rendered.marked:
-                # Without what the template prints behind its end token, if it has one.
+                # Drop whatever the template prints after its end token.
                 last = next((index + 1 for index in range(last - 1, first - 1, -1) if ids[index] == end), last)
             if first < last < len(ids) and ids[last] in stops and ids[last - 1] not in stops:
                 last += 1
             if learnt is not None:
                 (answer if learnt else never)[first:last] = True
                 weight[first:last] = learnt
-        # What stands behind the last answer is nobody's context.
+        # Tokens after the last answer are context of no target.
         final = int(np.flatnonzero(answer)[-1]) if answer.any() else -1
         ids, answer, never = ids[: final + 1], answer[: final + 1], never[: final + 1]
         if record.messages[-1].trained and (final < 0 or ids[final] not in stops):
@@ -277,61 +277,59 @@ class Marks:
     """The tokens [first, last) of each answer."""
 
 
-def marks_of(engine: Tokenizer, rendered: Sequence[Rendered]) -> list[Marks]:
-    """``engine``: of :func:`own_tokens_only`. Raises UserError when it cannot tokenise the texts.
+def answer_tokens(engine: Tokenizer, rendered: Sequence[Rendered]) -> list[Marks]:
+    """Token ids and answer ranges of rendered records. Raises UserError if ``engine`` fails on a text.
 
-    An edge lies behind the tokens of the text before it, where the whole begins with these. Where a merge reaches over it, the
-    token across it belongs to the answer, so that no part of it is left out. Of answers that the template marks these are the
-    tokens that lie in them, if only in part: transformers' mask.
+    ``engine`` is the result of ``own_tokens_only``. A boundary lies after the tokens of the text before it, if the full encoding
+    starts with these tokens. A token that a merge stretches across the boundary belongs to the answer, so no part of an answer is
+    lost. For answers that the template marks, the range holds every overlapping token, as transformers' mask does.
     """
     with faults_named("the tokenizer cannot tokenise the records"):
-        wholes = [
-            _Offsets(one) for one in engine.encode_batch([one.text for one in rendered], add_special_tokens=False)
+        tokens_by_text = [
+            _Offsets(e) for e in engine.encode_batch([entry.text for entry in rendered], add_special_tokens=False)
         ]
-        known = _known_edges(engine, rendered, wholes)
+        exact = _resolved_boundaries(engine, rendered, tokens_by_text)
     return [
         Marks(
-            whole.ids,
+            tokens.ids,
             [
-                whole.overlapping(first, last)
-                if one.marked
-                else (known.get((n, first), whole.ending_behind(first)), known.get((n, last), whole.beginning_at(last)))
-                for first, last, _ in one.spans
+                tokens.overlapping(first, last)
+                if entry.marked
+                else (exact.get((n, first), tokens.ending_after(first)), exact.get((n, last), tokens.starting_at(last)))
+                for first, last, _ in entry.spans
             ],
         )
-        for n, (one, whole) in enumerate(zip(rendered, wholes, strict=True))
+        for n, (entry, tokens) in enumerate(zip(rendered, tokens_by_text, strict=True))
     ]
 
 
-def _known_edges(
-    engine: Tokenizer, rendered: Sequence[Rendered], wholes: Sequence[_Offsets]
+def _resolved_boundaries(
+    engine: Tokenizer, rendered: Sequence[Rendered], tokens_by_text: Sequence[_Offsets]
 ) -> dict[tuple[int, int], int]:
-    """(which text, edge in characters) -> tokens before it, of the edges that offsets do not tell and encoding does."""
-    edges = [
-        (n, edge) for n, one in enumerate(rendered) if not one.marked for edge in {e for s in one.spans for e in s[:2]}
-    ]
-    # Some tokenizers drop spaces at the end of a text.
+    """Resolve boundaries that offsets leave ambiguous: (text, boundary in characters) -> number of tokens before it."""
+    edges = [(n, edge) for n, r in enumerate(rendered) if not r.marked for edge in {e for s in r.spans for e in s[:2]}]
+    # Some tokenizers drop trailing spaces of a text.
     last = {rendered[n].text[edge - 1 : edge] for n, edge in edges}
-    bare, *behind = engine.encode_batch(["a", *("a" + one for one in last)], add_special_tokens=False)
-    dropped = {one for one, encoding in zip(last, behind, strict=True) if encoding.ids == bare.ids}
+    bare, *suffixed = engine.encode_batch(["a", *("a" + letter for letter in last)], add_special_tokens=False)
+    dropped = {letter for letter, encoding in zip(last, suffixed, strict=True) if encoding.ids == bare.ids}
     added = engine.get_added_tokens_decoder().items()
     special = [number for number, token in added if not token.normalized and not token.single_word]
-    restarts = {n: np.flatnonzero(np.isin(wholes[n].ids, special)) for n in {n for n, _ in edges}}
-    pieces: list[tuple[int, int, int]] = []  # which text, edge, first token of what is encoded
+    restarts = {n: np.flatnonzero(np.isin(tokens_by_text[n].ids, special)) for n in {n for n, _ in edges}}
+    pieces: list[tuple[int, int, int]] = []  # text, boundary, first token of the piece to encode
     for n, edge in edges:
-        if not wholes[n].parted(edge) or rendered[n].text[edge - 1 : edge] in dropped:
-            before = np.searchsorted(wholes[n].starts[restarts[n]], edge)
+        if not tokens_by_text[n].is_boundary(edge) or rendered[n].text[edge - 1 : edge] in dropped:
+            before = np.searchsorted(tokens_by_text[n].starts[restarts[n]], edge)
             pieces.append((n, edge, int(restarts[n][before - 1]) if before else 0))
-    texts = [rendered[n].text[wholes[n].starts[token] if token else 0 : edge] for n, edge, token in pieces]
+    texts = [rendered[n].text[tokens_by_text[n].starts[token] if token else 0 : edge] for n, edge, token in pieces]
     return {
         (n, edge): token + len(piece.ids)
         for (n, edge, token), piece in zip(pieces, engine.encode_batch(texts, add_special_tokens=False), strict=True)
-        if wholes[n].ids[token : token + len(piece.ids)] == piece.ids
+        if tokens_by_text[n].ids[token : token + len(piece.ids)] == piece.ids
     }
 
 
 class _Offsets:
-    """The tokens of a text, and where they lie in it. Of offsets that go back and forth the furthest so far counts."""
+    """Tokens of a text with their character offsets. Offsets that move backwards are replaced by their running maximum."""
 
     def __init__(self, encoding: Encoding) -> None:
         self.ids: list[int] = encoding.ids
@@ -340,23 +338,23 @@ class _Offsets:
         self._started, self._ended = np.maximum.accumulate(self.starts), np.maximum.accumulate(self._ends)
         self._still_started = np.minimum.accumulate(self.starts[::-1])[::-1]
 
-    def ending_behind(self, place: int) -> int:
-        """The first token that ends behind a character; the number of tokens, if none does."""
-        return int(np.searchsorted(self._ended, place, side="right"))
+    def ending_after(self, position: int) -> int:
+        """Index of the first token that ends after a character position; the number of tokens if none does."""
+        return int(np.searchsorted(self._ended, position, side="right"))
 
-    def beginning_at(self, place: int) -> int:
-        """The first token that begins at a character or behind it."""
-        return int(np.searchsorted(self._started, place))
+    def starting_at(self, position: int) -> int:
+        """Index of the first token that begins at or after a character position."""
+        return int(np.searchsorted(self._started, position))
 
-    def parted(self, place: int) -> bool:
-        """True: no token reaches over the place, and none without width lies there."""
-        first = self.ending_behind(place)
-        return first == self.beginning_at(place) and (
+    def is_boundary(self, position: int) -> bool:
+        """Whether a token boundary lies at a character position: no token crosses it, and no zero-width token lies there."""
+        first = self.ending_after(position)
+        return first == self.starting_at(position) and (
             first == 0 or bool(self._ends[first - 1] > self.starts[first - 1])
         )
 
     def overlapping(self, first: int, last: int) -> tuple[int, int]:
-        """The tokens [first, last) that lie in the characters [first, last), if only in part."""
-        begin, end = self.ending_behind(first), int(np.searchsorted(self._still_started, last))
+        """The tokens [first, last) that overlap the characters [first, last)."""
+        begin, end = self.ending_after(first), int(np.searchsorted(self._still_started, last))
         inside = begin + np.flatnonzero((self._ends[begin:end] > first) & (self.starts[begin:end] < last))
         return (int(inside[0]), int(inside[-1]) + 1) if len(inside) else (0, 0)

@@ -1,5 +1,5 @@
-"""The data that a run learns from, on rank 0 only: sequences of tokens with their targets, or the samples of a user's own data.
-Both are shared out to what is learnt from and what is held out. Arrays may lie in mapped files, and are then looked at in parts.
+"""Training data, on rank 0 only: token sequences with targets, or samples of a user's own data; split for training and evaluation.
+Arrays may be memory-mapped files, which are processed in blocks of rows.
 """
 
 from __future__ import annotations
@@ -31,25 +31,23 @@ from hetero_mpi.data.batch import (
 from hetero_mpi.util.errors import UserError
 
 HELD_OUT_STREAM = 2**64 - 1
-"""Key of the held-out split; epochs count from 0 and never get here."""
+"""Random key of the evaluation split; epochs count from 0 and never reach it."""
 Array = npt.NDArray[Any]
 _PART_BYTES = 16_000_000
-_LOOKED_AT = 64
-"""Samples whose content tells whether a resumed run goes on with the same data."""
+_MAX_HASHED = 64
+"""Number of samples whose content is hashed to check that a resumed run has the same data."""
 
 
 @dataclass(frozen=True)
 class SequenceSettings:
-    """How sequences are cut and shared out: the job's keys, for text and for records. The split is a function of (seed, number of
-    sequences).
-    """
+    """How sequences are cut and split, for text and records. The split is a function of (seed, number of sequences)."""
 
     length: int
-    """Tokens."""
+    """Tokens per sequence."""
     packing: bool
-    """Are documents, or records, joined to full sequences?"""
+    """Concatenate documents or records to full sequences."""
     held_out: float
-    """Share of the sequences that is never learnt from; 0 where other data evaluate."""
+    """Share of the sequences for evaluation; 0 with separate evaluation data."""
     seed: int
 
 
@@ -60,92 +58,92 @@ class Rows:
     tokens: Tokens
     targets: Tokens
     found: str = ""
-    """Their sources, for messages: ``812 tokens in 4 documents``."""
+    """Source counts for messages: ``812 tokens in 4 documents``."""
     notes: tuple[str, ...] = ()
-    """Remarks for a person, such as how many documents were too short."""
+    """Notes for the user, such as the number of dropped documents."""
     positions: Tokens | None = None
     """int32 [N, T]; see ``Batch``."""
     answers: npt.NDArray[np.uint8] | None = None
-    """[N, T], of preferences; see ``Compared``."""
+    """[N, T], in preference training; see ``Compared``."""
     weights: npt.NDArray[np.float32] | None = None
-    """[N, T], of the targets in the loss; None: all are 1."""
+    """[N, T]: loss weights of the targets; None: all are 1."""
     lanes: int = 1
-    """2: behind each row comes one with its prompts and the answers of other records, by which KTO finds its reference point."""
+    """2 for KTO: each row is followed by a row with its prompts and other records' answers, which give the reference point."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dataset(Rows):
-    """All sequences of a job, shared out."""
+    """All sequences of a job with their split."""
 
     train: Indices
-    """Sequences to learn from, ascending."""
+    """Rows to train on, ascending."""
     held_out: Indices
-    """Sequences that measure the evaluation loss, shuffled: any first few of them sample the whole corpus."""
+    """Rows of the evaluation set, shuffled: any prefix samples the whole corpus."""
     seed: int
     parts: Parts = ()
-    """Samples that an epoch takes from each data set, where several are mixed by weights in ``train``."""
+    """With data sets mixed by weight: samples that an epoch takes from each."""
     known_fingerprint: str = ""
-    """Where it was computed before."""
+    """Stored fingerprint, if it was computed before."""
 
     def batch(self, step: int, global_batch: int, smaller: bool = False) -> Batch:
-        """The training batch of ``step`` (from 0), a function of its arguments and the seed only. ``smaller``: an epoch's last
-        one has what is left."""
+        """The training batch of ``step`` (from 0), a function of the arguments and the seed. ``smaller``: an epoch's last batch
+        holds only the remaining samples."""
         return self.gather(self.numbers(step, global_batch, smaller))
 
     def numbers(self, step: int, global_batch: int, smaller: bool = False) -> Indices:
-        """The rows of the training batch of ``step``."""
+        """Row numbers of the training batch of ``step``."""
         return self.train[batch_indices(step, global_batch, len(self.train), self.seed, self.parts, smaller=smaller)]
 
     def held_out_batches(self, batch: int, limit: int | None = None) -> Iterator[Batch]:
-        """The first ``limit`` held-out sequences, ``batch`` at a time (fewer in the last), always the same ones."""
-        chosen = self.held_out[:limit]
-        for first in range(0, len(chosen), batch):
-            yield self.gather(chosen[first : first + batch])
+        """The first ``limit`` evaluation sequences in batches of ``batch`` (the last may be smaller), in a fixed order."""
+        numbers = self.held_out[:limit]
+        for first in range(0, len(numbers), batch):
+            yield self.gather(numbers[first : first + batch])
 
     def unigram_entropy(self) -> float | None:
-        """Entropy of the training targets' frequencies, nats per token: the loss of a model that knows only these.
+        """Entropy of the targets' frequencies in nats per token: the loss of a unigram model.
 
-        None: the loss is one of preferences.
+        None in preference training.
         """
         if self.answers is not None:
             return None
-        own = np.zeros(len(self.targets), np.bool_)
-        own[self.train] = True
+        is_training_row = np.zeros(len(self.targets), np.bool_)
+        is_training_row[self.train] = True
         counts = np.zeros(0, np.int64)
         for first, part in parts_of_rows(self.targets):
-            targets = part[own[first : first + len(part)]]
-            more = np.bincount(targets[targets != IGNORED], minlength=len(counts))
-            more[: len(counts)] += counts
-            counts = more
-        shares_of = counts[counts > 0] / counts.sum()
-        return float(-(shares_of * np.log(shares_of)).sum())
+            targets = part[is_training_row[first : first + len(part)]]
+            block_counts = np.bincount(targets[targets != IGNORED], minlength=len(counts))
+            block_counts[: len(counts)] += counts
+            counts = block_counts
+        frequencies = counts[counts > 0] / counts.sum()
+        return float(-(frequencies * np.log(frequencies)).sum())
 
     @functools.cached_property
     def records_per_row(self) -> int:
-        """Records R that are compared in a row at most."""
+        """Maximum number R of compared records in a row."""
         assert self.answers is not None
         return int(answer_counts(self.answers).max())
 
     @property
     def padded(self) -> bool:
-        """True: a row goes on after its last target."""
+        """Whether any row has padding after its last target."""
         return any((part[:, -1] == IGNORED).any() for _, part in parts_of_rows(self.targets))
 
     def placed(self) -> Dataset:
-        """With positions where it has none: each row is one text up to its last target, and what is behind that another one."""
+        """Add positions if the rows have padding: each row is one text up to its last target, and its padding is another."""
         if self.positions is not None or not self.padded:
             return self
         lengths = Batch(self.tokens, self.targets, 0).lengths[:, None]
-        places = np.arange(self.tokens.shape[1], dtype=np.int32)
-        return replace(self, positions=np.where(places < lengths, places, places - lengths).astype(np.int32))
+        columns = np.arange(self.tokens.shape[1], dtype=np.int32)
+        return replace(self, positions=np.where(columns < lengths, columns, columns - lengths).astype(np.int32))
 
     def fingerprint(self) -> str:
-        """Equal when the sequences and their shares are: a resumed run must go on with the data it began with."""
+        """Hash of the sequences and their split: a resumed run must continue with the same data."""
         if self.known_fingerprint:
             return self.known_fingerprint
         digest = hashlib.blake2b(digest_size=16)
-        further = (array for array in (self.positions, self.answers, self.weights) if array is not None)
-        for array in (self.tokens, self.targets, self.train, self.held_out, *further):
+        optional_arrays = (array for array in (self.positions, self.answers, self.weights) if array is not None)
+        for array in (self.tokens, self.targets, self.train, self.held_out, *optional_arrays):
             digest.update(repr(array.shape).encode())
             for _, part in parts_of_rows(array):
                 digest.update(np.ascontiguousarray(part).data)
@@ -153,60 +151,58 @@ class Dataset(Rows):
             digest.update(repr(self.parts).encode())
         return digest.hexdigest()
 
-    def gather(self, chosen: Indices) -> Batch:
-        """The rows of these numbers."""
-        targets = self.targets[chosen]
-        positions = None if self.positions is None else self.positions[chosen]
-        weights = None if self.weights is None else Weighed.of(targets, self.weights[chosen])
+    def gather(self, numbers: Indices) -> Batch:
+        """The rows with these numbers."""
+        targets = self.targets[numbers]
+        positions = None if self.positions is None else self.positions[numbers]
+        weights = None if self.weights is None else Weighed.of(targets, self.weights[numbers])
         count = int(np.count_nonzero(targets != IGNORED))
-        batch = Batch(self.tokens[chosen], targets, count, positions, weighed=weights)
+        batch = Batch(self.tokens[numbers], targets, count, positions, weighed=weights)
         if self.answers is None:
             return batch
-        reference = np.zeros((len(chosen), self.records_per_row), np.float32)
-        return replace(batch, compared=Compared.of(batch, self.answers[chosen], reference), numbers=chosen)
+        reference = np.zeros((len(numbers), self.records_per_row), np.float32)
+        return replace(batch, compared=Compared.of(batch, self.answers[numbers], reference), numbers=numbers)
 
 
 def share_out(rows: Rows, settings: SequenceSettings, what: str, advice: str) -> Dataset:
-    """The dataset of which a share of the sequences is held out.
+    """Split rows into training and evaluation sequences.
 
-    Raises UserError when there are too few, which names ``what`` (the text, the records) and gives the advice.
+    Raises UserError for too few sequences; its message names ``what`` (the text, the records) and gives ``advice``.
     """
-    share = ", one to train on and one held out (data.held_out)" if settings.held_out > 0 else ""
-    _require(rows, 2 if settings.held_out > 0 else 1, what, share, advice)
-    train, aside = shares(len(rows.tokens) // rows.lanes, settings.held_out, settings.seed)
-    return Dataset(**vars(rows), train=rows.lanes * train, held_out=rows.lanes * aside, seed=settings.seed)
+    share = ", one for training and one for evaluation (data.held_out)" if settings.held_out > 0 else ""
+    _require_sequences(rows, 2 if settings.held_out > 0 else 1, what, share, advice)
+    train, held_out = shares(len(rows.tokens) // rows.lanes, settings.held_out, settings.seed)
+    return Dataset(**vars(rows), train=rows.lanes * train, held_out=rows.lanes * held_out, seed=settings.seed)
 
 
 def shares(count: int, held_out: float, seed: int) -> tuple[Indices, Indices]:
-    """(what of ``count`` samples is learnt from, ascending; what is held out, shuffled: one at least where ``held_out`` > 0)."""
-    aside = min(max(1, round(held_out * count)), count - 1) if held_out > 0 else 0
+    """Split ``count`` samples: (training, ascending; evaluation, shuffled, at least one if ``held_out`` > 0)."""
+    held_out_count = min(max(1, round(held_out * count)), count - 1) if held_out > 0 else 0
     shuffled = permutation(count, seed, HELD_OUT_STREAM)
-    return np.sort(shuffled[aside:]), shuffled[:aside]
+    return np.sort(shuffled[held_out_count:]), shuffled[:held_out_count]
 
 
-def _columns(tables: Sequence[Rows], folder: Path | None = None) -> dict[str, Any]:
-    """The columns that all of them have, one table after the other; in files of ``folder`` where they were in files. Weights are 1
-    where others have some."""
-    found: dict[str, Any] = {}
+def _concatenate_columns(tables: Sequence[Rows], folder: Path | None = None) -> dict[str, Any]:
+    """Concatenate the columns that all tables have, in files of ``folder`` if they were in files. Missing weights become 1."""
+    result: dict[str, Any] = {}
     if any(table.weights is not None for table in tables):
         ones = [
             np.ones(table.targets.shape, np.float32) if table.weights is None else table.weights for table in tables
         ]
-        tables = [replace(table, weights=own) for table, own in zip(tables, ones, strict=True)]
+        tables = [replace(table, weights=weights) for table, weights in zip(tables, ones, strict=True)]
     for name in ("tokens", "targets", "positions", "answers", "weights"):
         columns = [getattr(table, name) for table in tables]
         if any(column is None for column in columns):
-            found[name] = None
+            result[name] = None
         else:
-            found[name] = np.concatenate(columns) if folder is None else joined(columns, folder / f"{name}.npy")
-    return found
+            result[name] = np.concatenate(columns) if folder is None else joined(columns, folder / f"{name}.npy")
+    return result
 
 
 def mix(sources: Sequence[tuple[str, Dataset]], weights: Sequence[float], seed: int) -> Dataset:
-    """One dataset of several named ones: an epoch has as many sequences as all have to train on, and takes from each its weight's
-    share. What they hold out is held out.
+    """Mix named datasets. An epoch has as many sequences as all training sets together and takes each set's weighted share.
 
-    Raises UserError when a weight is so small that an epoch takes nothing.
+    The evaluation sets are joined. Raises UserError for a weight so small that an epoch takes no sequence.
     """
     sets = [dataset for _, dataset in sources]
     parts = parts_of([len(dataset.train) for dataset in sets], weights)
@@ -215,17 +211,17 @@ def mix(sources: Sequence[tuple[str, Dataset]], weights: Sequence[float], seed: 
         if not take:
             raise UserError(
                 "data.weights",
-                f"data.weights: {name} gives none of the {count:,} sequences of an epoch with its weight {weight:g} of "
-                f"{sum(weights):g}. Raise it, or take the data set out",
+                f"data.weights: {name} contributes none of the {count:,} sequences of an epoch with its weight {weight:g} of "
+                f"{sum(weights):g}. Raise the weight, or remove the data set",
             )
         notes.append(
             f"{name}: {take:,} of the {count:,} sequences of an epoch (weight {weight:g} of {sum(weights):g}), from {size:,}: "
-            f"each {take / size:.3g} times"
+            f"each used {take / size:.3g} times"
         )
     offsets = np.cumsum([0, *(len(dataset.tokens) for dataset in sets[:-1])])
     held_out = np.concatenate([first + dataset.held_out for first, dataset in zip(offsets, sets, strict=True)])
     return Dataset(
-        **_columns(sets),
+        **_concatenate_columns(sets),
         notes=tuple(notes),
         train=np.concatenate([first + dataset.train for first, dataset in zip(offsets, sets, strict=True)]),
         held_out=held_out[permutation(len(held_out), seed, HELD_OUT_STREAM)],
@@ -235,33 +231,31 @@ def mix(sources: Sequence[tuple[str, Dataset]], weights: Sequence[float], seed: 
 
 
 def join_evaluation(dataset: Dataset, evaluation: Rows, what: str, advice: str, folder: Path | None = None) -> Dataset:
-    """The dataset, which holds nothing out, with ``evaluation`` to evaluate on. Raises as :func:`share_out`."""
-    _require(evaluation, 1, f"{what} of data.evaluation", "", advice)
+    """Add ``evaluation`` as the evaluation set of a dataset without one. Raises UserError for too few sequences."""
+    _require_sequences(evaluation, 1, f"{what} of data.evaluation", "", advice)
     count = len(evaluation.tokens) // evaluation.lanes
     return replace(
         dataset,
-        **_columns([dataset, evaluation], folder),
+        **_concatenate_columns([dataset, evaluation], folder),
         held_out=len(dataset.tokens) + evaluation.lanes * permutation(count, dataset.seed, HELD_OUT_STREAM),
         notes=(*dataset.notes, *(f"evaluation: {note}" for note in evaluation.notes)),
     )
 
 
-def _require(rows: Rows, needed: int, what: str, share: str, advice: str) -> None:
+def _require_sequences(rows: Rows, min_sequences: int, what: str, share: str, advice: str) -> None:
     count, length = len(rows.tokens) // rows.lanes, rows.tokens.shape[1]
-    if count < needed:
+    if count < min_sequences:
         raise UserError(
             "data.too_few_sequences",
-            f"{what} must give at least {needed} sequence(s) of {length} tokens{share}; it gives {count}, from "
+            f"{what} must give at least {min_sequences} sequence(s) of {length} tokens{share}; it gives {count}, from "
             f"{rows.found}. {advice}",
         )
 
 
 class Samples:
-    """Samples (input, target) by number. A batch's ``tokens`` are the inputs (B, ...), its ``targets`` (B, ...).
+    """Samples (input, target) of a user's data. In a batch ``tokens`` are the inputs (B, ...) and ``targets`` the targets (B, ...).
 
-    ``data``: has a length, and gives under each number the pair (input, target): arrays, or what numpy makes one of.
-
-    :raises UserError: there are too few.
+    ``data`` has a length; each item is a pair (input, target) of arrays or array-likes. Raises UserError for too few samples.
     """
 
     def __init__(self, data: Sequence[Any], evaluation: Sequence[Any] | None, held_out: float, seed: int) -> None:
@@ -271,8 +265,8 @@ class Samples:
         if count < 1 or (held_out > 0 and evaluation is None and count < 2):
             raise UserError(
                 "samples.too_few",
-                f"the factory's data has {count} samples; it needs one to train on, and one to hold out unless data.held_out = 0 "
-                f"or the factory gives evaluation data",
+                f"the factory's data has {count} samples; it needs one to train on, and one to evaluate unless data.held_out = 0 "
+                f"or the factory returns evaluation data",
             )
         self.train, self.held_out = shares(count, held_out if evaluation is None else 0, seed)
         if evaluation is not None:
@@ -283,26 +277,26 @@ class Samples:
         return list(pair(self._data, 0))
 
     def batch(self, step: int, global_batch: int, smaller: bool = False) -> Batch:
-        chosen = self.train[batch_indices(step, global_batch, len(self.train), self._seed, smaller=smaller)]
-        return _gather(self._data, chosen)
+        numbers = self.train[batch_indices(step, global_batch, len(self.train), self._seed, smaller=smaller)]
+        return _gather_samples(self._data, numbers)
 
     def held_out_batches(self, batch: int, limit: int | None = None) -> Iterator[Batch]:
         source = self._data if self._evaluation is None else self._evaluation
-        chosen = self.held_out[:limit]
-        for first in range(0, len(chosen), batch):
-            yield _gather(source, chosen[first : first + batch])
+        numbers = self.held_out[:limit]
+        for first in range(0, len(numbers), batch):
+            yield _gather_samples(source, numbers[first : first + batch])
 
     def unigram_entropy(self) -> float | None:
-        """None: how frequent targets are means nothing."""
+        """None: target frequencies have no meaning here."""
         return None
 
     def fingerprint(self) -> str:
-        """A hash of the numbers of samples, and the content of some of them: all may be more than can be read."""
+        """Hash of the sample counts and of some samples' content: reading all samples may be too expensive."""
         digest = hashlib.blake2b(digest_size=16)
         for source in (self._data, self._evaluation):
             count = len(source) if source is not None else -1
             digest.update(repr((count, self._seed, len(self.held_out))).encode())
-            for number in sorted({i * (count - 1) // _LOOKED_AT for i in range(_LOOKED_AT + 1)} if count > 0 else ()):
+            for number in sorted({i * (count - 1) // _MAX_HASHED for i in range(_MAX_HASHED + 1)} if count > 0 else ()):
                 assert source is not None
                 for array in pair(source, number):
                     digest.update(repr((array.dtype.str, array.shape)).encode())
@@ -311,52 +305,49 @@ class Samples:
 
 
 DataSource = Dataset | Samples
-"""The data of a job, in batches. Only rank 0 has it."""
+"""Training data of a job, in batches. Exists on rank 0 only."""
 
 
 def pair(source: Sequence[Any], number: int) -> tuple[Array, Array]:
-    """A sample as two arrays.
-
-    :raises UserError: it is none.
-    """
+    """A sample as two arrays. Raises UserError if the sample is not a pair of numeric arrays."""
     sample = source[number]
     if not isinstance(sample, (tuple, list)) or len(sample) != 2:
         raise UserError(
-            "samples.not_a_pair", f"a sample is a pair (input, target); number {number} is a {type(sample).__name__}"
+            "samples.not_a_pair", f"sample {number} must be a pair (input, target); it is a {type(sample).__name__}"
         )
-    found = np.asarray(sample[0]), np.asarray(sample[1])
-    for what, array in zip(("input", "target"), found, strict=True):
+    arrays = np.asarray(sample[0]), np.asarray(sample[1])
+    for what, array in zip(("input", "target"), arrays, strict=True):
         if array.dtype.kind not in "biuf":
             raise UserError(
                 "samples.not_numbers",
-                f"a sample's {what} is an array of numbers; that of number {number} is a {type(sample[0]).__name__} "
+                f"a sample's {what} must be an array of numbers; the {what} of sample {number} is a {type(sample[0]).__name__} "
                 f"({array.dtype})",
             )
-    return found
+    return arrays
 
 
-def _gather(source: Sequence[Any], chosen: Indices) -> Batch:
-    pairs = [pair(source, int(number)) for number in chosen]
+def _gather_samples(source: Sequence[Any], numbers: Indices) -> Batch:
+    pairs = [pair(source, int(number)) for number in numbers]
     for what, arrays in zip(("input", "target"), zip(*pairs, strict=True), strict=True):
-        for number, array in zip(chosen, arrays, strict=True):
+        for number, array in zip(numbers, arrays, strict=True):
             if array.shape != arrays[0].shape:
                 raise UserError(
                     "samples.shapes",
-                    f"all samples have one shape: the {what} of number {int(chosen[0])} is {arrays[0].shape}, that of number "
+                    f"all samples must have one shape: the {what} of sample {int(numbers[0])} is {arrays[0].shape}, that of "
                     f"{int(number)} is {array.shape}; crop or pad them in the factory's data",
                 )
     return Batch(np.stack([x for x, _ in pairs]), np.stack([y for _, y in pairs]), len(pairs))
 
 
 def mapped(path: Path) -> Array:
-    """The array of a ``.npy`` file, or else a file of int32 numbers; read-only."""
+    """Map a ``.npy`` file, or a file of raw int32 numbers, read-only."""
     if path.suffix == ".npy":
         return np.load(path, mmap_mode="r") if path.stat().st_size > 128 else np.load(path)
     return np.memmap(path, np.int32, "r") if path.stat().st_size else np.empty(0, np.int32)
 
 
 def parts_of_rows(array: Array) -> Iterator[tuple[int, Array]]:
-    """The array in runs of rows: (number of the first, the rows). Of a mapped one, memory holds one run at a time."""
+    """Blocks of rows: (number of the first row, the rows). Only one block of a mapped array is resident at a time."""
     rows = max(1, _PART_BYTES // max(1, array.nbytes // max(1, len(array))))
     for first in range(0, len(array), rows):
         yield first, array[first : first + rows]
@@ -364,17 +355,17 @@ def parts_of_rows(array: Array) -> Iterator[tuple[int, Array]]:
 
 
 def joined(arrays: Sequence[Array], path: Path) -> Array:
-    """The arrays one after the other; in a new file ``path`` (``.npy``) if one of them is mapped."""
+    """Concatenate arrays; into a new mapped file ``path`` (``.npy``) if one of them is mapped."""
     if all(_mapping(array) is None for array in arrays):
         return np.concatenate(arrays)
     shape = (sum(len(array) for array in arrays), *arrays[0].shape[1:])
-    whole, place = np.lib.format.open_memmap(path, "w+", arrays[0].dtype, shape), 0
+    target, row = np.lib.format.open_memmap(path, "w+", arrays[0].dtype, shape), 0
     for array in arrays:
         for _, part in parts_of_rows(array):
-            whole[place : place + len(part)] = part
-            place += len(part)
-            _release(whole)
-    whole.flush()
+            target[row : row + len(part)] = part
+            row += len(part)
+            _release(target)
+    target.flush()
     return mapped(path)
 
 
@@ -385,7 +376,7 @@ def _release(array: Array) -> None:
 
 
 def _mapping(array: Any) -> mmap.mmap | None:
-    """The mapped file behind an array or a view of one."""
+    """The mapped file behind an array or view."""
     while array is not None and not isinstance(array, mmap.mmap):
         array = getattr(array, "base", None)
     return array

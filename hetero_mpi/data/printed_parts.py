@@ -1,6 +1,6 @@
-"""The parts of a conversation that its text lacks, as a chat template leaves out what it does not know.
+"""Find parts of a conversation that are missing from its rendered text, since chat templates omit unknown fields.
 
-A search for parts of texts, made for every record: it finds what is missing, not what stands in a wrong place.
+This is a substring search, run for every record: it detects missing parts, not misplaced parts.
 """
 
 from __future__ import annotations
@@ -13,62 +13,63 @@ from typing import Any
 from hetero_mpi.data.messages import REASONING, ChatMessage
 
 THOUGHT = re.compile(r"</?(?:think|thinking|thought|reasoning|seed:think)>|\[/?THINK\]|<\|(?:START|END)_THINKING\|>")
-"""Begins or ends a thought inside a text."""
+"""Opens or closes a reasoning block inside a text."""
 Conversation = Sequence[Mapping[str, Any]]
-"""The messages as a template gets them."""
+"""Messages as passed to a template."""
 
 
 def unprinted(
     text: str, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] | None
 ) -> tuple[str | None, bool]:
-    """(what the text lacks, in words; are thoughts of earlier answers left out). None: it lacks nothing else.
+    """Check a rendered text for completeness.
 
-    Messages stand in their order, but for the system's, which some templates print beside the last question. Spaces around a
-    text, and how JSON is written, are the template's.
+    Returns a description of the first missing part (None if complete) and whether reasoning of earlier answers is omitted.
+    Messages must appear in order, except system messages, which some templates print next to the last question. Surrounding
+    whitespace and JSON formatting are up to the template.
     """
     for tool in tools or ():
-        lost = next((leaf for leaf in _of_tool(tool) if _end_of(text, leaf, 0) < 0), None)
-        if lost is not None:
-            return f"what the tools hold ({_shown(lost)})", False
+        missing_leaf = next((leaf for leaf in _tool_texts(tool) if _find_end(text, leaf, 0) < 0), None)
+        if missing_leaf is not None:
+            return f"a part of the tools ({_excerpt(missing_leaf)})", False
     begin, forgotten = 0, False
-    thoughts: list[tuple[int, Any]] = []  # of the answer before, with where to look for them
+    thoughts: list[tuple[int, Any]] = []  # of the previous answer, with the position to search from
     for number, message in enumerate(messages, start=1):
         end, last = begin, number == len(messages)
         start = 0 if message.role == "system" else begin
         for what, part in ((what, part) for what, part, thought in _parts(message) if last or not thought):
-            if (found := _end_of(text, part, start)) < 0:
-                return f"{what}, in message {number} of {len(messages)} ({_shown(part)})", forgotten
-            end = max(end, found)
-        # What is found further behind is the same thought of another answer.
-        forgotten |= any(_end_of(text, part, place, end) < 0 for place, part in thoughts)
+            if (part_end := _find_end(text, part, start)) < 0:
+                return f"{what}, in message {number} of {len(messages)} ({_excerpt(part)})", forgotten
+            end = max(end, part_end)
+        # A match further on is the same reasoning in another answer.
+        forgotten |= any(_find_end(text, part, position, end) < 0 for position, part in thoughts)
         thoughts = [(begin, part) for _, part, thought in _parts(message) if thought]
         begin = begin if message.role == "system" else end
     return None, forgotten
 
 
 def spoken(message: ChatMessage) -> str:
-    """The text of an answer behind its thoughts."""
+    """Text of an answer after its reasoning."""
     return THOUGHT.split(message.content)[-1].strip()
 
 
 def _parts(message: ChatMessage) -> Iterator[tuple[str, Any, bool]]:
-    """(what it is, a text or JSON value, is it a thought) of all that a message holds."""
-    given = message.given or {}
-    content = given.get("content")
+    """All parts of a message: (description, text or JSON value, whether it is reasoning)."""
+    original = message.original or {}
+    content = original.get("content")
     texts = [part["text"] for part in content] if isinstance(content, list) else [message.content]
     for text in texts:
-        *thoughts, said = THOUGHT.split(text) if message.role == "assistant" else [text]
-        yield from (("the thought", thought, True) for thought in thoughts)
-        yield f"what the {message.role} says" if message.role != "tool" else "what the tool gave", said, False
-    yield from (("the thought", given[key], True) for key in REASONING if key in given)
+        *thoughts, answer = THOUGHT.split(text) if message.role == "assistant" else [text]
+        yield from (("the reasoning", thought, True) for thought in thoughts)
+        yield f"the {message.role}'s text" if message.role != "tool" else "the tool's result", answer, False
+    yield from (("the reasoning", original[key], True) for key in REASONING if key in original)
     for call in message.calls():
         yield from (
-            (f"the call of {call['name']!r}", leaf, False) for leaf in (call["name"], *_leaves(call.get("arguments")))
+            (f"the call to {call['name']!r}", leaf, False) for leaf in (call["name"], *_leaves(call.get("arguments")))
         )
 
 
-def _of_tool(tool: Mapping[str, Any]) -> Iterator[Any]:
-    """Its name, what it does, and the names of what it takes."""
+def _tool_texts(tool: Mapping[str, Any]) -> Iterator[Any]:
+    """A tool's name, description, and parameter names."""
     function = tool.get("function", tool)
     if not isinstance(function, Mapping):
         return
@@ -79,7 +80,7 @@ def _of_tool(tool: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    """The keys, texts and numbers of a JSON value, which may stand in a text."""
+    """Keys, strings and numbers of a JSON value, as they may appear in a text."""
     if isinstance(value, str):
         try:
             inner = json.loads(value)
@@ -100,28 +101,28 @@ def _leaves(value: Any) -> Iterator[Any]:
         yield value
 
 
-def _end_of(text: str, part: Any, begin: int, behind: int | None = None) -> int:
-    """Where a part of a record ends in text[begin:behind]; -1: it is not there. The nearest counts, so that little is searched."""
-    behind = len(text) if behind is None else behind
-    forms = tuple(dict.fromkeys(_forms(part)))
-    near = begin
+def _find_end(text: str, part: Any, begin: int, stop: int | None = None) -> int:
+    """End of a record's part in text[begin:behind], -1 if absent. The nearest match is found first, which keeps searches short."""
+    stop = len(text) if stop is None else stop
+    forms = tuple(dict.fromkeys(_printed_forms(part)))
+    window_end = begin
     while True:
-        near = min(behind, near + (near - begin) + len(forms[0]) + 1000)
+        window_end = min(stop, window_end + (window_end - begin) + len(forms[0]) + 1000)
         for form in forms:
-            if (place := text.find(form, begin, near)) >= 0:
-                return place + len(form)
-        if near == behind:
+            if (position := text.find(form, begin, window_end)) >= 0:
+                return position + len(form)
+        if window_end == stop:
             break
-    if isinstance(part, str) and part.lstrip()[:1] in ("{", "["):  # JSON that was read and written again
+    if isinstance(part, str) and part.lstrip()[:1] in ("{", "["):  # JSON that was parsed and serialised again
         leaves = list(_leaves(part))
         if leaves != [part]:
-            ends = [_end_of(text, leaf, begin, behind) for leaf in leaves]
+            ends = [_find_end(text, leaf, begin, stop) for leaf in leaves]
             return -1 if -1 in ends else max(ends, default=begin)
     return -1
 
 
-def _forms(part: Any) -> Iterator[str]:
-    """How a template may write a text, number or truth value."""
+def _printed_forms(part: Any) -> Iterator[str]:
+    """How a template may print a string, number or boolean."""
     if isinstance(part, str):
         yield part.strip()
         yield json.dumps(part.strip(), ensure_ascii=False)[1:-1]
@@ -131,6 +132,6 @@ def _forms(part: Any) -> Iterator[str]:
         yield str(part)
 
 
-def _shown(part: Any) -> str:
+def _excerpt(part: Any) -> str:
     words = " ".join(str(part).split())
     return repr(words if len(words) <= 40 else words[:40] + "...")

@@ -1,6 +1,6 @@
-"""Read files of records as JSON values, each with its place in the file. Each format is a module of ``formats``.
+"""Read record files as JSON values with their positions. Each format is a module of ``formats``.
 
-A broken record is yielded as a ``BadRecord`` and not raised: ``data.skip_bad`` of them are skipped, and one more ends the job.
+A broken record is yielded as a ``BadRecord``, not raised: up to ``data.skip_bad`` broken records are skipped.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from hetero_mpi.util.errors import UserError
 from hetero_mpi.util.plug_ins import plug_in, plug_in_names
 
 FORMATS = "hetero_mpi.data.formats"
-_WANTED = {*SPELLINGS, *(key for pair in PAIRS.values() for keys in pair for key in keys), *FURTHER}
-_PACKED: dict[bytes, tuple[str, Any]] = {
+_RECORD_KEYS = {*SPELLINGS, *(key for pair in PAIRS.values() for keys in pair for key in keys), *FURTHER}
+_COMPRESSIONS: dict[bytes, tuple[str, Any]] = {
     b"\x1f\x8b": ("gzip", gzip.open),
     b"BZh": ("bzip2", bz2.open),
     b"\xfd7zXZ\0": ("xz", lzma.open),
-    b"\x28\xb5\x2f\xfd": ("zstd", None),  # read from Python 3.14 on
+    b"\x28\xb5\x2f\xfd": ("zstd", None),  # supported from Python 3.14 on
 }
-_KINDS = {
+_OTHER_KINDS = {
     b"PK\3\4": "a zip archive, or a workbook",
     b"7z\xbc\xaf": "a 7z archive",
     b"PAR1": "a parquet file",
@@ -40,60 +40,59 @@ _KINDS = {
     b"\x89HDF": "an HDF5 file",
     b"%PDF": "a PDF",
 }
-"""How files begin that are no records."""
-_LONGEST = max(map(len, (*_PACKED, *_KINDS)))
+"""Magic bytes of files that hold no records."""
+_MAX_MAGIC_BYTES = max(map(len, (*_COMPRESSIONS, *_OTHER_KINDS)))
 
 
 @dataclass
 class OwnKeys:
-    """The job's own names of a record's keys (``data.keys``): key -> its name in the files."""
+    """The job's own names for record keys (``data.keys``): key -> its name in the files."""
 
     names: Mapping[Any, str] = field(default_factory=dict)
     met: set[str] = field(default_factory=set)
-    """Names that a record had."""
+    """Names that occurred in a record."""
 
     def read(self, value: Any) -> Any:
-        """A record with the keys that are meant. One that has such a key's name by itself is another key, and told as one."""
+        """Rename a record's keys to the standard ones. An original key of the same name is kept under a different name."""
         if not self.names or not isinstance(value, dict):
             return value
         keys = {name: key for key, name in self.names.items() if name in value}
         self.met.update(keys)
-        taken = {*keys.values()}
-        return {keys.get(key, f"{key} (its own)" if key in taken else key): inner for key, inner in value.items()}
+        renamed = {*keys.values()}
+        return {keys.get(key, f"{key} (original)" if key in renamed else key): inner for key, inner in value.items()}
 
     def check(self) -> None:
-        """Raises UserError: a name is that of no key of all records."""
+        """Raise UserError for a name that occurs in no record."""
         for key, name in self.names.items():
             if name not in self.met:
                 raise UserError(
                     "records.key_missing",
-                    f"data.keys: {key} is read from {name!r}, and no record has that key. Correct the name",
+                    f"data.keys: {key} is mapped to {name!r}, but no record has this key. Correct the name",
                 )
 
 
 TEXT = frozenset({"text"})
-"""The key of records whose texts are learnt as they are."""
+"""The key of records that are plain text."""
 
 
-def values_of(path: Path, keys: OwnKeys | None = None, wanted: Set[str] = _WANTED) -> Iterator[tuple[str, Any]]:
-    """(place, JSON value) of every record of a file; the value is a :class:`BadRecord` where the record is broken. Its keys are
-    those that ``keys`` reads. ``wanted``: keys that are looked at.
+def values_of(path: Path, keys: OwnKeys | None = None, wanted: Set[str] = _RECORD_KEYS) -> Iterator[tuple[str, Any]]:
+    """Yield (position, JSON value) for every record of a file; the value of a broken record is a :class:`BadRecord`.
 
-    JSON lines are read line by line, parquet files some rows at a time. Raises UserError when the file cannot be
-    read, is empty or holds no records.
+    ``keys`` renames the records' keys; ``wanted`` are the keys to read from formats with columns. JSON lines are read one at a
+    time, parquet files in blocks of rows. Raises UserError if the file cannot be read, is empty or holds no records.
     """
     empty = True
     require_regular(path)
     keys = keys or OwnKeys()
     try:
-        for place, value in _format_of(path).read_records(path, keys, wanted):
+        for position, value in _select_format(path).read_records(path, keys, wanted):
             empty = False
-            yield place, keys.read(value)
+            yield position, keys.read(value)
     except Damaged as error:
         empty = False
         yield (
             str(path),
-            BadRecord("records.damaged", f"the file breaks off, or is damaged: {error}. Get it again", rest=True),
+            BadRecord("records.damaged", f"the file is truncated or damaged: {error}. Get it again", rest=True),
         )
     except OSError as error:
         raise UserError("records.unreadable", f"{path}: the file of records cannot be read: {error.strerror}") from None
@@ -101,8 +100,8 @@ def values_of(path: Path, keys: OwnKeys | None = None, wanted: Set[str] = _WANTE
         raise UserError("records.empty", f"{path}: the file of records is empty. Leave it out, or fill it.\n{SHAPES}")
 
 
-def _format_of(path: Path) -> Any:
-    """The module of ``formats`` that reads a file: by its bytes, else by its name."""
+def _select_format(path: Path) -> Any:
+    """The module of ``formats`` for a file, selected by its magic bytes, else by its suffix."""
     modules = [plug_in(FORMATS, name) for name in plug_in_names(FORMATS)]
     with path.open("rb") as file:
         head = file.read(max(len(begin) for module in modules for begin in module.BEGINS))
@@ -112,32 +111,29 @@ def _format_of(path: Path) -> Any:
 
 
 def is_chat(value: Any) -> bool:
-    """True: it is a list of messages."""
-    messages = isinstance(value, list) and bool(value) and all(isinstance(one, dict) for one in value)
+    """Whether a value is a list of messages."""
+    messages = isinstance(value, list) and bool(value) and all(isinstance(message, dict) for message in value)
     return messages and any(all(key in value[0] for key in spelling) for spelling in SPELLINGS.values())
 
 
 class Damaged(Exception):
-    """A compressed file, or one in UTF-16, is broken behind what was read of it; the message says how."""
+    """A compressed or UTF-16 file is truncated or corrupt after the part that was read."""
 
 
 def kind_of(content: bytes) -> str | None:
-    """The kind of a file that is no text in UTF-8, by its beginning; None: not known."""
+    """The kind of a file that is not UTF-8 text, by its magic bytes; None if unknown."""
     if content[:2] in (b"\xff\xfe", b"\xfe\xff"):
         return "text in UTF-16, not UTF-8: convert it"
-    kinds = _KINDS | {begin: f"compressed by {name}: unpack it" for begin, (name, _) in _PACKED.items()}
+    kinds = _OTHER_KINDS | {begin: f"compressed by {name}: unpack it" for begin, (name, _) in _COMPRESSIONS.items()}
     return next((kind for begin, kind in kinds.items() if content.startswith(begin)), None)
 
 
 def lines_of(path: Path) -> Iterator[bytes]:
-    """The lines of a file in UTF-8, without a byte order mark.
+    """Lines of a text file as UTF-8, without a byte order mark.
 
-    Raises:
-        UserError: it is a file of another kind.
-        Damaged: it breaks off.
-        OSError: it cannot be read.
+    Raises UserError for a file of another kind, Damaged for a truncated or corrupt file, OSError for an unreadable one.
     """
-    with closing(_opened(path)) as file:
+    with closing(_open_unpacked(path)) as file:
         try:
             head = file.read(4)
             file.seek(0)
@@ -152,13 +148,13 @@ def lines_of(path: Path) -> Iterator[bytes]:
         except OSError as error:
             if error.errno is not None:
                 raise
-            raise Damaged(str(error)) from None  # gzip's and bz2's
+            raise Damaged(str(error)) from None  # raised by gzip and bz2
 
 
-def _opened(path: Path) -> IO[bytes]:
+def _open_unpacked(path: Path) -> IO[bytes]:
     with path.open("rb") as file:
-        head = file.read(_LONGEST)
-    opener = next((opener for begin, (_, opener) in _PACKED.items() if head.startswith(begin)), open)
+        head = file.read(_MAX_MAGIC_BYTES)
+    opener = next((opener for begin, (_, opener) in _COMPRESSIONS.items() if head.startswith(begin)), open)
     if opener is None:
         try:
             from compression import zstd  # type: ignore[import-not-found]
@@ -168,17 +164,17 @@ def _opened(path: Path) -> IO[bytes]:
                 f"{path}: the file is compressed by zstd, which Python reads from 3.14 on: unpack it (zstd -d {path.name})",
             ) from None
         opener = zstd.open
-    found: IO[bytes] = opener(path, "rb")
+    unpacked: IO[bytes] = opener(path, "rb")
     if opener is not open:
-        with suppress(EOFError, zlib.error, lzma.LZMAError, OSError):  # told by whoever reads it
-            head = found.read(_LONGEST)
-            found.seek(0)
-    kind = next((kind for begin, kind in _KINDS.items() if head.startswith(begin)), None)
+        with suppress(EOFError, zlib.error, lzma.LZMAError, OSError):  # reported when the lines are read
+            head = unpacked.read(_MAX_MAGIC_BYTES)
+            unpacked.seek(0)
+    kind = next((kind for begin, kind in _OTHER_KINDS.items() if head.startswith(begin)), None)
     if kind is not None:
-        found.close()
-        inside = "" if opener is open else " in a compressed one"
+        unpacked.close()
+        suffix = "" if opener is open else " in a compressed one"
         raise UserError(
             "records.format",
-            f"{path}: records are read from JSON lines, JSON or parquet; this is {kind}{inside}. Convert it",
+            f"{path}: records are read from JSON lines, JSON or parquet; this is {kind}{suffix}. Convert it",
         )
-    return found
+    return unpacked

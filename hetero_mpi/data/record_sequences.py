@@ -1,4 +1,4 @@
-"""Instruction records -> token sequences whose targets are the answers."""
+"""Conversation records -> token sequences whose targets are the answers."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ ADVICE = "Add records ({}), lower data.sequence_length, or set data.packing = fa
 
 @dataclass(frozen=True)
 class RecordSequences:
-    """How records become sequences; targets are the tokens of answers, or of everything, and -100 elsewhere.
+    """Build sequences from records; targets are the tokens of answers (or all tokens), and -100 elsewhere.
 
-    Packed, each sequence holds as many whole records as fit, in the order of the files::
+    With packing, each sequence holds as many complete records as fit, in file order::
 
         tokens   <user> Hi <answer> Hello <end> <user> Why ? <answer> So <end> <pad> <pad>
         targets   -100 -100  Hello  <end>  -100  -100 -100 -100  So  <end> -100  -100  -100
         positions   0    1     2      3     0     1    2    3     4    5    0     1     2
 
-    The positions keep a record from seeing those before it. Otherwise each sequence holds one record. A record that is longer than
-    a sequence is cut, and one that loses all of its answers by that is dropped; the notes count both. No record's first token is a
-    target: nothing of its own stands before it.
+    Positions prevent attention across records. Without packing, each sequence holds one record. A record longer than a sequence is
+    truncated, and dropped if no answer remains; the notes count both. The first token of a record is never a target, since no
+    token of the record precedes it.
     """
 
     tokenizer: PreTrainedTokenizerFast
@@ -42,77 +42,81 @@ class RecordSequences:
     settings: SequenceSettings
     train_on_prompt: bool | str = False
     isolate: bool = True
-    """Packed ones get positions."""
+    """Packed sequences get positions."""
     preference: Compared | None = None
-    """Records are isolated. Pairs are chosen and rejected in turn, and each stays in one sequence."""
+    """Records are isolated. Chosen and rejected records of a pair alternate and share a sequence."""
     ends: Collection[int] = ()
-    """Tokens at which the model stops."""
+    """The model's stop tokens."""
 
     def rows(self, records: Iterable[Record], key: str, bad: BadRecords | None = None) -> Rows:
-        """The sequences of the records that the job's ``key`` names. ``bad``: takes those that cannot be rendered.
+        """Sequences of the records under the job's ``key``. Records that cannot be rendered go to ``bad``.
 
-        Raises UserError when no record keeps a target, when all have one prompt where others' answers are needed, when the
-        tokenizer has no end token or its template fails.
+        Raises UserError if no record keeps a target, if KTO finds a single prompt, if the tokenizer has no end token, or if its
+        template fails.
         """
         tokenized = tokenize_records(self.tokenizer, self.template, records, bad, self.ends)
-        # A sequence of T inputs with targets one further is T + 1 tokens.
+        # T inputs and their shifted targets take T + 1 tokens.
         width, what = self.settings.length + 1, "pairs" if self.preference == "pairs" else "records"
-        kept: list[tuple[_Part, ...]] = []
-        longest, dropped = 0, []
+        entries: list[tuple[_Part, ...]] = []
+        max_tokens, dropped = 0, []
         for entry in self._entries(tokenized, width):
-            longest = max(longest, sum(part.uncut for part in entry))
+            max_tokens = max(max_tokens, sum(part.uncut for part in entry))
             if all(part.answer.any() for part in entry):
-                kept.append(entry)
+                entries.append(entry)
             else:
                 dropped.append(entry[0].source)
-        if not kept and not dropped:
+        if not entries and not dropped:
             raise UserError(
                 "records.all_skipped",
-                f"{key} must hold records that can be learnt from; all were skipped (data.skip_bad).",
+                f"{key} must hold records to train on; all were skipped (data.skip_bad).",
             )
-        if not kept:
+        if not entries:
             raise UserError(
                 "records.all_cut",
-                f"{key} must leave answers to learn; with data.sequence_length = {width - 1} all {len(dropped):,} {what} are cut "
-                f"before their first answer, such as {dropped[0]}. Raise data.sequence_length: the longest record has "
-                f"{longest:,} tokens.",
+                f"{key} must keep some answers; with data.sequence_length = {width - 1} all {len(dropped):,} {what} are cut "
+                f"off before their first answer, such as {dropped[0]}. Raise data.sequence_length: the longest record has "
+                f"{max_tokens:,} tokens.",
             )
-        rows = self._filled(kept if self.preference != "labels" else _with_mismatched(kept, width, key))
-        notes = _notes(what, kept, dropped, rows.targets[:: rows.lanes])
+        rows = self._fill(entries if self.preference != "labels" else _with_mismatched(entries, width, key))
+        notes = _notes(what, entries, dropped, rows.targets[:: rows.lanes])
         if rows.weights is not None:
-            own = rows.weights[rows.targets != IGNORED]
+            weights = rows.weights[rows.targets != IGNORED]
             notes = (
                 *notes,
-                f"their weights in the loss go from {own.min():g} to {own.max():g}, {own.mean():.3g} on average",
+                f"loss weights range from {weights.min():g} to {weights.max():g}, {weights.mean():.3g} on average",
             )
-        return replace(rows, found=f"{len(kept)} {what}", notes=notes)
+        return replace(rows, found=f"{len(entries)} {what}", notes=notes)
 
     def _entries(self, tokenized: Iterable[Tokenized], width: int) -> Iterator[tuple[_Part, ...]]:
-        """Records, or pairs, that stay together."""
+        """Records or pairs, each to be kept in one sequence."""
         if self.preference == "pairs":
             return _pairs(tokenized, width)
         if self.preference == "labels":
             return _labelled(tokenized, width)
         return _singles(tokenized, width, self.train_on_prompt)
 
-    def _filled(self, kept: Sequence[tuple[_Part, ...]]) -> Rows:
-        """The sequences with these records, or pairs, in them."""
+    def _fill(self, entries: Sequence[tuple[_Part, ...]]) -> Rows:
+        """Sequences filled with the records or pairs."""
         width, packing, lanes = self.settings.length + 1, self.settings.packing, 2 if self.preference == "labels" else 1
-        lengths = [max(sum(len(part.ids) for part in entry[lane::lanes]) for lane in range(lanes)) for entry in kept]
-        groups = pack(lengths, width) if packing else [[index] for index in range(len(kept))]
+        lengths = [max(sum(len(part.ids) for part in entry[lane::lanes]) for lane in range(lanes)) for entry in entries]
+        groups = pack(lengths, width) if packing else [[index] for index in range(len(entries))]
         tokens = np.full((len(groups) * lanes, width), pad_token(self.tokenizer), dtype=np.int32)
         labels = np.full(tokens.shape, IGNORED, dtype=np.int32)
-        places, answers = np.zeros_like(tokens), np.zeros(tokens.shape, np.uint8)
+        offsets, answers = np.zeros_like(tokens), np.zeros(tokens.shape, np.uint8)
         weights = np.ones(tokens.shape, np.float32)
         for row in range(len(tokens)):
             end, lane = 0, row % lanes
-            for part in (part for index in groups[row // lanes] for part in kept[index][lane::lanes]):
-                own = slice(end, end + len(part.ids))
-                tokens[row, own], labels[row, own], answers[row, own] = part.ids, part.labels, part.mark * part.answer
-                weights[row, own] = part.weight
-                places[row, own], end = np.arange(len(part.ids)), own.stop
-            places[row, end:] = np.arange(width - end)
-        positions = places[:, :-1] if (packing and self.isolate) or self.preference else None
+            for part in (part for index in groups[row // lanes] for part in entries[index][lane::lanes]):
+                span = slice(end, end + len(part.ids))
+                tokens[row, span], labels[row, span], answers[row, span] = (
+                    part.ids,
+                    part.labels,
+                    part.mark * part.answer,
+                )
+                weights[row, span] = part.weight
+                offsets[row, span], end = np.arange(len(part.ids)), span.stop
+            offsets[row, end:] = np.arange(width - end)
+        positions = offsets[:, :-1] if (packing and self.isolate) or self.preference else None
         compared = answers[:, 1:] if self.preference else None
         weighed = weights[:, 1:] if compared is None and (weights != 1).any() else None
         return Rows(tokens[:, :-1], labels[:, 1:], "", (), positions, compared, weighed, lanes)
@@ -125,21 +129,21 @@ def build_record_sequences(
     bad: BadRecords | None = None,
     weights: Sequence[float] | None = None,
 ) -> Dataset:
-    """The dataset of named sources of records. ``weights``: they are mixed by these, and do not share sequences.
+    """Build the dataset of named record sources. With ``weights`` the sources are mixed and do not share sequences.
 
-    ``evaluation`` records take the place of the held-out share. Raises UserError as ``RecordSequences.rows``, and when there are
-    too few for the shares.
+    ``evaluation`` records replace the held-out share. Raises UserError as ``RecordSequences.rows`` does, and if there are too
+    few sequences for the split.
     """
     settings, advice = sequences.settings, ADVICE.format("data.records")
     if evaluation is not None:
         settings = replace(settings, held_out=0)
     advice += " data.held_out = 0 holds nothing out." * (settings.held_out > 0)
-    built = [(name, share_out(sequences.rows(records, name, bad), settings, name, advice)) for name, records in sources]
+    sets = [(name, share_out(sequences.rows(records, name, bad), settings, name, advice)) for name, records in sources]
     if weights is not None:
-        told = [(name, replace(one, notes=tuple(f"{name}: {note}" for note in one.notes))) for name, one in built]
-        dataset = mix(told, weights, settings.seed)
+        noted = [(name, replace(data, notes=tuple(f"{name}: {note}" for note in data.notes))) for name, data in sets]
+        dataset = mix(noted, weights, settings.seed)
     else:
-        ((_, dataset),) = built
+        ((_, dataset),) = sets
     if evaluation is None:
         return dataset
     rows = sequences.rows(evaluation, "data.evaluation", bad)
@@ -148,21 +152,21 @@ def build_record_sequences(
 
 @dataclass(frozen=True)
 class _Part:
-    """A record in a sequence: its tokens, as far as they are kept; labels are what they are as targets."""
+    """A record in a sequence: its tokens after truncation, and the same tokens as targets (labels)."""
 
     ids: Tokens
     labels: Tokens
     answer: npt.NDArray[np.bool_]
-    """Where the answers are that are learnt, or compared."""
+    """Mask of the answers that are trained or compared."""
     weight: npt.NDArray[np.float32]
-    """Of its tokens in the loss."""
+    """Loss weights of the tokens."""
     uncut: int
-    """Tokens of the whole record."""
+    """Tokens of the record before truncation."""
     forgotten: bool
-    """Thoughts of its earlier answers are left out."""
+    """The template omits the reasoning of earlier answers."""
     source: str
     mark: int = 1
-    """Of its answer in ``Compared.answers``."""
+    """Value in ``Compared.answers`` for its answer."""
 
 
 def _singles(tokenized: Iterable[Tokenized], capacity: int, train_on_prompt: bool | str) -> Iterator[tuple[_Part]]:
@@ -172,20 +176,20 @@ def _singles(tokenized: Iterable[Tokenized], capacity: int, train_on_prompt: boo
 
 
 def _pairs(tokenized: Iterable[Tokenized], capacity: int) -> Iterator[tuple[_Part, _Part]]:
-    """(chosen, rejected). Where both do not fit, the longer one is cut, down to half of the sequence before the other one is.
+    """Yield (chosen, rejected). If a pair is too long, the longer record is truncated first, down to half of the sequence.
 
-    All of a chosen record are targets, since ORPO learns its prompt, too, as TRL's does; but for answers that are not learnt.
+    All tokens of the chosen record are targets, since ORPO trains on its prompt as TRL does, except excluded answers.
     """
-    chosen: Tokenized | None = None
-    for rejected in tokenized:
-        if chosen is None or chosen.record.source != rejected.record.source:
-            chosen = rejected  # the other one before it, if any, could not be rendered
+    chosen_record: Tokenized | None = None
+    for rejected_record in tokenized:
+        if chosen_record is None or chosen_record.record.source != rejected_record.record.source:
+            chosen_record = rejected_record  # the other record of the pair, if any, could not be rendered
             continue
-        room = capacity - min(len(rejected.ids), capacity // 2)
-        answers = [_last_run(entry.answer) for entry in (chosen, rejected)]
-        first = _part(chosen, room, answers[0], ~chosen.never)
-        yield first, _part(rejected, capacity - len(first.ids), answers[1], answers[1])
-        chosen = None
+        capacity_of_chosen = capacity - min(len(rejected_record.ids), capacity // 2)
+        answers = [_last_run(entry.answer) for entry in (chosen_record, rejected_record)]
+        first = _part(chosen_record, capacity_of_chosen, answers[0], ~chosen_record.never)
+        yield first, _part(rejected_record, capacity - len(first.ids), answers[1], answers[1])
+        chosen_record = None
 
 
 def _labelled(tokenized: Iterable[Tokenized], capacity: int) -> Iterator[tuple[_Part]]:
@@ -194,12 +198,12 @@ def _labelled(tokenized: Iterable[Tokenized], capacity: int) -> Iterator[tuple[_
         yield (replace(_part(entry, capacity, answer, answer), mark=2 if entry.record.desirable else 3),)
 
 
-def _with_mismatched(kept: Sequence[tuple[_Part, ...]], capacity: int, key: str) -> list[tuple[_Part, _Part]]:
-    """Each record, and its prompt with the answer of a record before it (the first one: of the last), as TRL takes them.
+def _with_mismatched(entries: Sequence[tuple[_Part, ...]], capacity: int, key: str) -> list[tuple[_Part, _Part]]:
+    """Pair each record with its prompt and the previous record's answer (the first with the last's), as TRL does for KTO.
 
-    Records in a row that have one prompt, as the two of a pair do, get answers to the prompt before, each that in its own place.
+    Consecutive records with one prompt, such as the two of a pair, get the answers to the previous prompt, in order.
     """
-    prompts = [own.ids[: int(np.flatnonzero(own.answer)[0])] for (own,) in kept]
+    prompts = [part.ids[: int(np.flatnonzero(part.answer)[0])] for (part,) in entries]
     runs: list[list[int]] = []
     for number, prompt in enumerate(prompts):
         if number and np.array_equal(prompt, prompts[number - 1]):
@@ -209,77 +213,77 @@ def _with_mismatched(kept: Sequence[tuple[_Part, ...]], capacity: int, key: str)
     if len(runs) == 1:
         raise UserError(
             "records.too_few_prompts",
-            f'{key} must hold answers to two prompts at least for train.preference = "kto", which compares with answers to other '
-            f"prompts; its {len(kept):,} records have one. Add records, or set another preference",
+            f'{key} must hold answers to at least two prompts for train.preference = "kto", which compares with answers to other '
+            f"prompts; its {len(entries):,} records have one. Add records, or set another preference",
         )
-    found = []
-    for others, run in zip([*runs[-1:], *runs[:-1]], runs, strict=True):
-        for place, number in enumerate(run):
-            prompt, (own,), (before,) = prompts[number], kept[number], kept[others[place % len(others)]]
-            ids = np.concatenate([prompt, before.ids[before.answer]])[:capacity]
+    matched_pairs = []
+    for previous, run in zip([*runs[-1:], *runs[:-1]], runs, strict=True):
+        for index, number in enumerate(run):
+            prompt, (part,), (earlier,) = prompts[number], entries[number], entries[previous[index % len(previous)]]
+            ids = np.concatenate([prompt, earlier.ids[earlier.answer]])[:capacity]
             answer = np.arange(len(ids)) >= len(prompt)
             labels = np.where(answer, ids, IGNORED).astype(np.int32)
-            found.append(
-                (own, replace(own, ids=ids, answer=answer, labels=labels, weight=np.ones(len(ids), np.float32)))
+            matched_pairs.append(
+                (part, replace(part, ids=ids, answer=answer, labels=labels, weight=np.ones(len(ids), np.float32)))
             )
-    return found
+    return matched_pairs
 
 
-def _part(entry: Tokenized, room: int, answer: npt.NDArray[np.bool_], learnt: npt.NDArray[np.bool_]) -> _Part:
-    ids, answer = entry.ids[:room], answer[:room].copy()
-    labels = np.where(learnt[:room], ids, IGNORED).astype(np.int32)
-    labels[:1], answer[:1] = IGNORED, False  # nothing of its own stands before the first token
-    return _Part(ids, labels, answer, entry.weight[:room], len(entry.ids), entry.forgotten, entry.record.source)
+def _part(entry: Tokenized, capacity: int, answer: npt.NDArray[np.bool_], is_target: npt.NDArray[np.bool_]) -> _Part:
+    ids, answer = entry.ids[:capacity], answer[:capacity].copy()
+    labels = np.where(is_target[:capacity], ids, IGNORED).astype(np.int32)
+    labels[:1], answer[:1] = IGNORED, False  # no token of the record precedes its first token
+    return _Part(ids, labels, answer, entry.weight[:capacity], len(entry.ids), entry.forgotten, entry.record.source)
 
 
 def _last_run(answer: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-    """The last answer alone: those before it belong to the prompt."""
+    """Mask of the last answer only; earlier answers belong to the prompt."""
     before = np.flatnonzero(~answer[: int(np.flatnonzero(answer)[-1])])
     return answer & (np.arange(len(answer)) > (int(before[-1]) if len(before) else -1))
 
 
-def _notes(what: str, kept: Sequence[tuple[_Part, ...]], dropped: Sequence[str], targets: Tokens) -> tuple[str, ...]:
-    """Notes on what became of the records, for a person. ``targets``: of all sequences."""
+def _notes(what: str, entries: Sequence[tuple[_Part, ...]], dropped: Sequence[str], targets: Tokens) -> tuple[str, ...]:
+    """Notes on the records for the user. ``targets``: of all sequences."""
     sequences, length = targets.shape
-    total, learnt = sum(len(part.ids) for entry in kept for part in entry), np.count_nonzero(targets != IGNORED)
-    cut = sum(any(part.uncut > len(part.ids) for part in entry) for entry in kept)
-    forgotten = sum(any(part.forgotten for part in entry) for entry in kept)
+    total, scored = sum(len(part.ids) for entry in entries for part in entry), np.count_nonzero(targets != IGNORED)
+    cut = sum(any(part.uncut > len(part.ids) for part in entry) for entry in entries)
+    forgotten = sum(any(part.forgotten for part in entry) for entry in entries)
     notes = [
-        f"{len(kept):,} {what} of {total:,} tokens in {sequences:,} sequences "
-        f"({100 * total / (sequences * (length + 1)):.0f} % full); {learnt:,} tokens are learnt"
+        f"{len(entries):,} {what} of {total:,} tokens in {sequences:,} sequences "
+        f"({100 * total / (sequences * (length + 1)):.0f} % full); {scored:,} tokens are targets"
     ]
     if cut:
-        notes.append(f"{cut:,} {what} are longer than a sequence and lose their ends (data.sequence_length = {length})")
+        notes.append(f"{cut:,} {what} are longer than a sequence and are truncated (data.sequence_length = {length})")
     if forgotten:
         notes.append(
-            f"{forgotten:,} {what} have thoughts of earlier answers that the template leaves out: they are not learnt"
+            f"{forgotten:,} {what} have reasoning in earlier answers that the template omits: it is not trained on"
         )
     if dropped:
-        notes.append(f"{len(dropped):,} {what} dropped, as a sequence ends before their answer, such as {dropped[0]}")
+        notes.append(f"{len(dropped):,} {what} dropped because truncation removes their answers, such as {dropped[0]}")
     return tuple(notes)
 
 
 def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Share records of ``lengths`` out to sequences of ``capacity`` tokens: each whole, in few sequences.
+    """Pack records of ``lengths`` into few sequences of ``capacity`` tokens without splitting a record.
 
-    Longest first, each into the fullest sequence that has room (best fit decreasing; Johnson, "Near-optimal bin packing
-    algorithms", 1973): at most 11/9 of the fewest possible sequences. Time is linear in the records. Returns the indices of
-    each sequence's records, ascending, sequences ordered by their first record: a function of the lengths alone.
+    Best fit decreasing (Johnson, "Near-optimal bin packing algorithms", 1973): longest first, each into the fullest sequence with
+    enough space; at most 11/9 of the minimum number of sequences, in time linear in the records. Returns the record indices of
+    each sequence, ascending, with sequences ordered by their first record: a function of the lengths alone.
     """
     groups: list[list[int]] = []
-    waiting: list[list[int]] = [[] for _ in range(capacity + 1)]  # free tokens -> groups that have so many, a heap
-    free = 0  # bit n: some group has n free tokens
+    heaps: list[list[int]] = [[] for _ in range(capacity + 1)]  # heaps[n]: groups with n free tokens
+    spaces = 0  # bit n: some group has n free tokens
     for index in np.argsort(-np.asarray(lengths), kind="stable").tolist():
         length = lengths[index]
-        if fitting := free >> length:
-            room = length + (fitting & -fitting).bit_length() - 1
-            group = heapq.heappop(waiting[room])
-            if not waiting[room]:
-                free ^= 1 << room
+        if fitting := spaces >> length:
+            space = length + (fitting & -fitting).bit_length() - 1
+            group = heapq.heappop(heaps[space])
+            if not heaps[space]:
+                spaces ^= 1 << space
         else:
-            room, group = capacity, len(groups)
+            space, group = capacity, len(groups)
             groups.append([])
         groups[group].append(index)
-        heapq.heappush(waiting[room - length], group)
-        free |= 1 << (room - length)
+        heapq.heappush(heaps[space - length], group)
+        spaces |= 1 << (space - length)
     return sorted(sorted(group) for group in groups)

@@ -1,4 +1,4 @@
-"""The shapes that records have, and broken records."""
+"""Record shapes and broken records."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ A file holds JSON lines, JSON, or the rows of a parquet file: records in these s
   chat (ShareGPT)    {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}
   prompt/completion  {"prompt": "...", "completion": "..."}
   preference         {"prompt": "...", "chosen": "...", "rejected": "..."}, for [train] preference; texts, or lists of messages
-  labelled           any of those before with "label": true (desirable) or false, for [train] preference = "kto"; or preference"""
+  labelled           any shape above with "label": true (desirable) or false, for [train] preference = "kto"; or preference"""
 SPELLINGS = {"messages": ("role", "content"), "conversations": ("from", "value")}
 """Key of a chat -> keys of its messages."""
 PROMPTS = ("prompt", "question")
@@ -24,19 +24,19 @@ PAIRS: dict[Shape, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "alpaca": (("instruction",), ("output",)),
     "prompt/completion": (PROMPTS, ("completion", "response", "answer")),
 }
-"""Shape -> (keys of what is asked, keys of the answer); the first that a record has counts."""
+"""Shape -> (keys of the prompt, keys of the answer); the first key that a record has is used."""
 PREFERENCE = ("chosen", "rejected")
 Compared = Literal["pairs", "labels"]
-"""How preferences are told: by two answers to a prompt, or by a label of one."""
+"""Form of preference records: two answers to a prompt, or a labelled answer."""
 SYSTEM = ("system", "system_prompt")
 FURTHER = ("input", "history", "tools", "functions", "label", "weight", *SYSTEM, *PREFERENCE)
-"""Keys that are used beside those."""
+"""Further keys in use."""
 
 
 def unrecognised(value: Mapping[str, Any]) -> str:
-    """Why a record with these keys has none of the shapes, in words."""
+    """Explain why a record with these keys matches no shape."""
     if all(key in value for key in PREFERENCE):
-        return "it is a pair of answers, which are compared: set [train] preference (docs/preferences.md)"
+        return "it is a preference pair: set [train] preference (docs/preferences.md)"
     for shape, pair in PAIRS.items():
         missing = [keys[0] for keys in pair if not any(key in value for key in keys)]
         if len(missing) == 1:
@@ -45,26 +45,26 @@ def unrecognised(value: Mapping[str, Any]) -> str:
 
 
 def without_text(value: Mapping[str, Any]) -> str:
-    """Why a record with these keys has no text to learn, in words."""
+    """Explain why a record with these keys has no text to train on."""
     return f"'text' is missing; the record has {keys_named(value)} (data.keys names another key: text = \"...\")"
 
 
 def keys_named(value: Mapping[str, Any]) -> str:
-    """The first keys of a record, for messages to a person."""
-    shown = ", ".join(repr(key) for key in list(value)[:6])
-    return (shown + (", ..." if len(value) > 6 else "")) or "no keys"
+    """The first keys of a record, for messages."""
+    keys = ", ".join(repr(key) for key in list(value)[:6])
+    return (keys + (", ..." if len(value) > 6 else "")) or "no keys"
 
 
-_SHOWN = 5
-"""Bad records that one error names; a wrong file would otherwise fill the terminal."""
-_MOST_SHOWN = 100
-"""The same where many may be skipped, all of which are named."""
+_MAX_LISTED_RECORDS = 5
+"""Bad records listed in one error, so that a wrong file does not flood the terminal."""
+_MAX_LISTED_SKIPPED = 100
+"""Bad records listed when some may be skipped."""
 
 
 class BadRecord(Exception):
-    """A fault of one record, of a kind and in words.
+    """A broken record, with its kind of fault and a message.
 
-    ``rest``: the rest of its file cannot be read, so it is never skipped."""
+    ``rest``: the remainder of the file is unreadable too, so the record is never skipped."""
 
     def __init__(self, kind: str, problem: str, rest: bool = False) -> None:
         super().__init__(problem)
@@ -73,13 +73,13 @@ class BadRecord(Exception):
 
 @dataclass
 class BadRecords:
-    """The bad records of a job, in the order of the files; ``allowed`` of them are skipped (``data.skip_bad``)."""
+    """The bad records of a job in file order; up to ``allowed`` are skipped (``data.skip_bad``)."""
 
     allowed: int = 0
     problems: list[Problem] = field(default_factory=list)
     """``data/a.jsonl, line 7: must be a JSON object; it is text``."""
     cut: list[str] = field(default_factory=list)
-    """Places behind which the rest of a file cannot be read."""
+    """Positions after which the remainder of a file is unreadable."""
 
     def add(self, source: str, problem: BadRecord) -> None:
         if self.problems and self.problems[-1].text.startswith(f"{source}: "):
@@ -88,24 +88,26 @@ class BadRecords:
         self.cut.extend([source] if problem.rest else [])
 
     def check(self, key: str) -> None:
-        """Raise UserError, naming the first ones and the job's ``key``, where there are more than may be skipped."""
+        """Raise UserError if more records are bad than may be skipped; it lists the first ones and names the job's ``key``."""
         count = len(self.problems)
         if count <= self.allowed and not self.cut:
             return
-        limit = f" (data.skip_bad = {self.allowed:,} are skipped at most)" if self.allowed else ""
+        limit = f" (data.skip_bad = {self.allowed:,})" if self.allowed else ""
         if self.cut and count <= self.allowed:
-            limit = f" ({self.cut[0]}: what follows there cannot be read, and is never skipped)"
-        shown = min(max(_SHOWN, self.allowed + 1), _MOST_SHOWN)
-        title = f"{key} must hold records that can be learnt from; {count:,} cannot{limit}:"
-        raise UserError("records.malformed", "\n".join([title, *self._named(shown), SHAPES]), problems=self.problems)
+            limit = f" ({self.cut[0]}: the rest of the file is unreadable and cannot be skipped)"
+        max_listed = min(max(_MAX_LISTED_RECORDS, self.allowed + 1), _MAX_LISTED_SKIPPED)
+        title = f"{key} must hold valid records; {count:,} are malformed{limit}:"
+        raise UserError(
+            "records.malformed", "\n".join([title, *self._listed(max_listed), SHAPES]), problems=self.problems
+        )
 
     def lines(self) -> list[str]:
-        """The records that were skipped, for a person."""
+        """The skipped records, for the user."""
         if not self.problems:
             return []
         count = f"{len(self.problems):,} bad record{'s' if len(self.problems) > 1 else ''}"
-        return [f"{count} skipped (data.skip_bad = {self.allowed:,}):", *self._named(_MOST_SHOWN)]
+        return [f"{count} skipped (data.skip_bad = {self.allowed:,}):", *self._listed(_MAX_LISTED_SKIPPED)]
 
-    def _named(self, shown: int) -> list[str]:
-        more = len(self.problems) - shown
-        return [*(f"  {problem}" for problem in self.problems[:shown]), *([f"  and {more:,} more"] if more > 0 else [])]
+    def _listed(self, limit: int) -> list[str]:
+        rest = len(self.problems) - limit
+        return [*(f"  {problem}" for problem in self.problems[:limit]), *([f"  and {rest:,} more"] if rest > 0 else [])]

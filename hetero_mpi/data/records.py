@@ -1,8 +1,8 @@
-"""Instruction records: files -> conversations, whatever of three shapes each record has.
+"""Instruction records: files -> conversations, from any mixture of three record shapes.
 
-Every shape (``record_shapes.SHAPES``) becomes a list of messages, so that the rest of the program knows conversations only: a chat
-up to its last answer; of alpaca the instruction, an empty line and the input are the user's. A record with the keys of several
-shapes is a chat before it is alpaca, and that before prompt/completion. Keys that nobody reads are counted.
+Every shape (``record_shapes.SHAPES``) becomes a list of messages, so the rest of the program handles conversations only. A chat
+ends with its last answer; an alpaca record's user message is the instruction, an empty line and the input. A record with
+the keys of several shapes is a chat first, then alpaca, then prompt/completion. Unused keys are counted.
 """
 
 from __future__ import annotations
@@ -46,20 +46,20 @@ from hetero_mpi.util.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One conversation; its last message is an answer (the assistant's)."""
+    """One conversation; its last message is the assistant's answer."""
 
     messages: tuple[ChatMessage, ...]
     shape: Shape
     source: str
-    """Where it stands, for messages to a person: ``data/a.jsonl, line 7``."""
+    """Position in the data, for messages: ``data/a.jsonl, line 7``."""
     tools: Sequence[Mapping[str, Any]] | None = None
     """Functions that the assistant may call, for the chat template."""
     desirable: bool = True
-    """False: its answer is not (``label``)."""
+    """False for an undesirable answer (``label``)."""
     weight: float = 1.0
-    """Factor of the weights of all its tokens in the loss."""
+    """Factor on the loss weights of all its tokens."""
     is_dialogue: bool = False
-    """It is one list of messages, which does not say where the answer begins."""
+    """The record is one list of messages, without an explicit prompt."""
 
     def needs_tools(self) -> bool:
         return bool(self.tools) or any(message.role == "tool" or message.calls() for message in self.messages)
@@ -67,39 +67,39 @@ class Record:
 
 @dataclass(frozen=True)
 class Records:
-    """The records of all files, in the order of the files' paths and of their lines. Held in memory."""
+    """The records of all files, ordered by path and line. Held in memory."""
 
     records: tuple[Record, ...]
     files: int
     unanswered: tuple[str, ...]
-    """Sources of the records that were left out because an answer is missing or empty."""
+    """Sources of the records that were dropped because an answer is missing or empty."""
     untrained: tuple[str, ...] = ()
-    """Sources of the records that were left out because all of their answers say ``train: false``."""
+    """Sources of the records that were dropped because all answers have ``train: false``."""
     preference: Compared | None = None
-    """Pairs: records are chosen, rejected, chosen, ..."""
+    """With pairs, records alternate: chosen, rejected, chosen, ..."""
     unread: Mapping[str, int] = field(default_factory=dict)
-    """Key that nobody reads -> number of records, or pairs, that have it; ``messages[].key``: of their messages."""
+    """Unused key -> number of records (or pairs) that have it; ``messages[].key`` for a key of messages."""
 
     def lines(self, template: str = "") -> list[str]:
-        """Counts of what was found, for a person. ``template``: the chat template, which may read keys of messages."""
+        """Record counts for the user. ``template``: the chat template, which may use keys of messages."""
         shapes = Counter(record.shape for record in self.records)
-        found = ", ".join(f"{count:,} {shape}" for shape, count in sorted(shapes.items()))
+        shape_counts = ", ".join(f"{count:,} {shape}" for shape, count in sorted(shapes.items()))
         total = len(self.records) // (2 if self.preference == "pairs" else 1)
         kind, of = ("pair", " of answers") if self.preference == "pairs" else ("record", "")
-        lines = [f"{units.plural(total, kind)}{of} from {units.plural(self.files, 'file')} ({found})"]
-        left_out = {
+        lines = [f"{units.plural(total, kind)}{of} from {units.plural(self.files, 'file')} ({shape_counts})"]
+        dropped = {
             "without an answer": self.unanswered,
-            "without an answer to learn (train = false, weight = 0)": self.untrained,
+            "without an answer to train on (train = false, weight = 0)": self.untrained,
         }
-        for why, sources in left_out.items():
+        for why, sources in dropped.items():
             if sources:
-                lines.append(f"{len(sources):,} records {why} left out, such as {sources[0]}")
+                lines.append(f"{len(sources):,} records {why} dropped, such as {sources[0]}")
         read = set(re.findall(r"\w+", template))
         unread = [(key, count) for key, count in self.unread.items() if key.partition("[].")[2] not in read]
         if unread:
             (key, count), *further = sorted(unread, key=lambda entry: (-entry[1], entry[0]))
             named = [f"{count:,} of {total:,} {kind}s have `{key}`", *(f"{count:,} `{key}`" for key, count in further)]
-            lines.append(f"{', '.join(named)}, which {'are' if further else 'is'} not learnt")
+            lines.append(f"{', '.join(named)}, which {'are' if further else 'is'} not used")
         return lines
 
 
@@ -111,12 +111,11 @@ def read_records(
     tell: Callable[[str], None] | None = None,
     keys: OwnKeys | None = None,
 ) -> Records:
-    """Read all records of the files that match the glob patterns of the job's ``key`` (see :func:`matching_files`).
+    """Read all records of the files that match the glob patterns of the job's ``key`` (see ``matching_files``).
 
-    Records with nothing to learn (an answer is missing or empty, or all say ``train: false``) are left out and listed; bad
-    ones go to ``bad``. With ``preference`` a record that holds a chosen and a rejected answer becomes two, in this order. Raises
-    UserError when nothing matches, when a file is empty or unreadable, when no record has an answer, and with all bad records (the
-    first few by name) at once where there are more than may be skipped.
+    Records without a trainable answer are dropped and listed; bad records go to ``bad``. With ``preference`` a record with a chosen
+    and a rejected answer becomes two records, in this order. Raises UserError if nothing matches, if a file is empty or
+    unreadable, if no record has an answer, or if more records are bad than may be skipped (lists the first ones).
     """
     bad = BadRecords() if bad is None else bad
     records: list[Record] = []
@@ -126,17 +125,17 @@ def read_records(
         try:
             if isinstance(value, BadRecord):
                 raise value
-            fields = _Fields(value)
+            fields = _RecordFields(value)
             weight = weight_of(fields.get("weight", 1), "'weight'")
             if preference == "labels":
-                found = _labelled(fields, source)
+                parsed = _labelled_records(fields, source)
             else:
-                found = _pair_of(fields, source) if preference else [_record(fields, source)]
-            weights = {weight, *(m.trained for one in found if one for m in one.messages)}
+                parsed = _preference_pair(fields, source) if preference else [_record(fields, source)]
+            weights = {weight, *(m.trained for message in parsed if message for m in message.messages)}
             if preference and not weights <= {0, 1, None}:
                 raise BadRecord(
                     "record.weight_in_preference",
-                    "weights other than 0 and 1 are not computed where answers are compared",
+                    "preference training supports only the weights 0 and 1",
                 )
         except BadRecord as problem:
             bad.add(source, problem)
@@ -144,13 +143,13 @@ def read_records(
         except RecursionError:
             bad.add(source, BadRecord("record.nesting", "JSON nested too deeply to be a record"))
             continue
-        answered = [replace(record, weight=weight) for record in found if record is not None]
-        # Is there an answer to learn: any, or of a preference the last one?
-        own = [record.messages[-1:] if preference else record.messages for record in answered]
-        if len(answered) < len(found):
+        answered = [replace(record, weight=weight) for record in parsed if record is not None]
+        # A record needs a trainable answer: any answer, or the last one in preference training.
+        trainable = [record.messages[-1:] if preference else record.messages for record in answered]
+        if len(answered) < len(parsed):
             unanswered.append(source)
         elif not all(record.weight for record in answered) or not all(
-            any(one.trained for one in some if one.role == "assistant") for some in own
+            any(message.trained for message in messages if message.role == "assistant") for messages in trainable
         ):
             untrained.append(source)
         else:
@@ -158,25 +157,25 @@ def read_records(
             unread.update(fields.unread())
     bad.check(key)
     if not records:
-        silent = [*unanswered, *untrained] or [str(problem) for problem in bad.problems]
-        such = f", such as {silent[0]}" if silent else ""
+        dropped = [*unanswered, *untrained] or [str(problem) for problem in bad.problems]
+        example = f", such as {dropped[0]}" if dropped else ""
         raise UserError(
             "records.nothing_to_learn",
-            f"{key} must hold records with an answer to learn; none of its {len(silent):,} records has one{such}.\n{SHAPES}",
+            f"{key} must hold records with an answer to train on; none of its {len(dropped):,} records has one{example}.\n{SHAPES}",
         )
     return Records(tuple(records), len(paths), tuple(unanswered), tuple(untrained), preference, unread)
 
 
-class _Fields:
-    """The keys of a record that have a value, and which of them were read."""
+class _RecordFields:
+    """The non-null keys of a record, with a set of the keys that were used."""
 
     def __init__(self, value: Any) -> None:
-        """Raises BadRecord: it is no object, and no list of messages."""
+        """Raises BadRecord unless the value is an object or a list of messages."""
         if is_chat(value):
             value = {"messages" if "role" in value[0] else "conversations": value}
         if not isinstance(value, dict):
             raise BadRecord("record.not_an_object", f"must be a JSON object; it is {kind_name(value)}")
-        # pandas writes NaN where a table has nothing.
+        # pandas writes NaN for missing values.
         self.values = {key: inner for key, inner in value.items() if inner is not None and inner == inner}
         self.named = list(value)
         self._read: set[str] = set()
@@ -190,30 +189,30 @@ class _Fields:
         return text_of(self.get(key, ""), key)
 
     def turns(self, key: str, role: Role) -> list[ChatMessage]:
-        """Messages as they are, or a text of a role."""
+        """Messages under a key, or a text with the given role."""
         return turns_of(self.get(key, ""), role, key, self.unread_in_messages)
 
     def messages(self, key: str) -> list[ChatMessage]:
         return messages_of(json_of(self.get(key)), key, self.unread_in_messages)
 
     def tools(self) -> list[Mapping[str, Any]] | None:
-        """Functions that the assistant may call: ``tools``, or ``functions``, as OpenAI's older files have it."""
+        """Functions that the assistant may call: ``tools``, or ``functions`` in OpenAI's older files."""
         if "tools" in self.values:
             return tools_of(self.get("tools"), "tools")
         functions = tools_of(self.get("functions"), "functions")
-        return None if functions is None else [{"type": "function", "function": one} for one in functions]
+        return None if functions is None else [{"type": "function", "function": function} for function in functions]
 
     def first(self, keys: Sequence[str]) -> str | None:
-        """The first of the keys that the record has, empty or not."""
+        """The first of the keys that the record has, preferring keys with a value."""
         return next((key for key in keys if key in self.values), next((key for key in keys if key in self.named), None))
 
     def unread(self) -> set[str]:
-        own = {key for key, value in self.values.items() if key not in self._read and value not in ("", [], {})}
-        return own | self.unread_in_messages
+        unread_keys = {key for key, value in self.values.items() if key not in self._read and value not in ("", [], {})}
+        return unread_keys | self.unread_in_messages
 
 
-def _record(fields: _Fields, source: str) -> Record | None:
-    """The record of these fields, or None when it has no answer. Raises BadRecord."""
+def _record(fields: _RecordFields, source: str) -> Record | None:
+    """The record of these fields, or None without an answer. Raises BadRecord."""
     tools = fields.tools()
     for key in SPELLINGS:
         if key in fields.values:
@@ -222,14 +221,14 @@ def _record(fields: _Fields, source: str) -> Record | None:
     for shape, (questions, answers) in PAIRS.items():
         question, answer = fields.first(questions), fields.first(answers)
         if question in fields.values and question is not None and answer is not None:
-            turns = [*_asked(fields, question), *fields.turns(answer, "assistant")]
+            turns = [*_prompt_messages(fields, question), *fields.turns(answer, "assistant")]
             chat = any(isinstance(fields.values.get(key), list) for key in (question, answer))
             return _conversation(turns, "chat" if chat else shape, source, tools, answer)
     raise BadRecord("record.unknown_shape", unrecognised(fields.values))
 
 
-def _pair_of(fields: _Fields, source: str) -> list[Record | None]:
-    """The two records of a preference: its prompt with either answer. Raises BadRecord."""
+def _preference_pair(fields: _RecordFields, source: str) -> list[Record | None]:
+    """The two records of a preference pair: its prompt with either answer. Raises BadRecord."""
     missing = [key for key in PREFERENCE if key not in fields.values]
     if missing:
         raise BadRecord(
@@ -237,42 +236,44 @@ def _pair_of(fields: _Fields, source: str) -> list[Record | None]:
             f"{missing[0]!r} is missing for a preference; the record has {keys_named(fields.values)}",
         )
     question = next((key for key in (*PROMPTS, "instruction") if key in fields.values), None)
-    tools, asked = fields.tools(), _asked(fields, question) if question is not None else []
-    listed = question is not None and isinstance(fields.values[question], list)
-    found = []
+    tools, prompt = fields.tools(), _prompt_messages(fields, question) if question is not None else []
+    prompt_is_list = question is not None and isinstance(fields.values[question], list)
+    pair = []
     for key in PREFERENCE:
         turns, text = fields.turns(key, "assistant"), isinstance(fields.values[key], str)
         if question is None and text:
-            turns = _with_system(fields, _human_and_assistant(turns[0].content, key))
+            turns = _with_system(fields, _parse_dialogue(turns[0].content, key))
         elif turns and turns[0].role == "assistant":
-            turns = [*(asked or _with_system(fields, [])), *turns]
+            turns = [*(prompt or _with_system(fields, [])), *turns]
         else:  # many files repeat the prompt in both conversations
             turns = _with_system(fields, turns)
-            lost = [one for one in asked if one.content.strip() not in "".join(turn.content for turn in turns)]
-            if lost:
+            absent = [entry for entry in prompt if entry.content.strip() not in "".join(turn.content for turn in turns)]
+            if absent:
                 raise BadRecord(
-                    "record.prompt_differs", f"{key!r} begins a conversation that does not hold what {question!r} says"
+                    "record.prompt_differs", f"{key!r} begins a conversation without the text of {question!r}"
                 )
-        chat = listed or not text or question is None
-        found.append(_conversation(turns, "chat" if chat else "prompt/completion", source, tools, key))
-    prompts = [[(message.role, message.content) for message in one.messages[:-1]] for one in found if one is not None]
+        chat = prompt_is_list or not text or question is None
+        pair.append(_conversation(turns, "chat" if chat else "prompt/completion", source, tools, key))
+    prompts = [
+        [(message.role, message.content) for message in entry.messages[:-1]] for entry in pair if entry is not None
+    ]
     if len(prompts) == 2 and prompts[0] != prompts[1]:
         raise BadRecord(
             "record.prompts_differ",
-            "'chosen' and 'rejected' must be answers to one prompt: all their messages but the last are the same",
+            "'chosen' and 'rejected' must be answers to one prompt: all messages before the last must be equal",
         )
-    return found
+    return pair
 
 
-def _labelled(fields: _Fields, source: str) -> list[Record | None]:
-    """The record of these fields with its label; a pair is two. Raises BadRecord."""
+def _labelled_records(fields: _RecordFields, source: str) -> list[Record | None]:
+    """The labelled record of these fields; a pair becomes two. Raises BadRecord."""
     if all(key in fields.values for key in PREFERENCE):
-        found = zip(_pair_of(fields, source), (True, False), strict=True)
-        return [one and replace(one, desirable=desirable) for one, desirable in found]
+        labelled_pair = zip(_preference_pair(fields, source), (True, False), strict=True)
+        return [answer and replace(answer, desirable=desirable) for answer, desirable in labelled_pair]
     label = fields.get("label")
     if label not in (True, False):
-        there = f"it is {label!r:.40}" if "label" in fields.values else f"the record has {keys_named(fields.values)}"
-        raise BadRecord("record.label", f"'label' must be true (a desirable answer) or false; {there}")
+        actual = f"it is {label!r:.40}" if "label" in fields.values else f"the record has {keys_named(fields.values)}"
+        raise BadRecord("record.label", f"'label' must be true (a desirable answer) or false; {actual}")
     record = _record(fields, source)
     return [record and replace(record, desirable=bool(label))]
 
@@ -281,79 +282,79 @@ _SPEAKERS: dict[str, Role] = {"Human": "user", "Assistant": "assistant"}
 _SPEAKER = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")
 
 
-def _human_and_assistant(text: str, key: str) -> list[ChatMessage]:
-    """The conversation in a text that names who speaks, as those of HH-RLHF do."""
+def _parse_dialogue(text: str, key: str) -> list[ChatMessage]:
+    """Parse a conversation from text with speaker names, as in HH-RLHF."""
     before, *rest = _SPEAKER.split(text)
     if before or rest[:1] != ["Human"] or rest[-2] != "Assistant":
         raise BadRecord(
             "record.prompt_missing",
-            f"'prompt' is missing, and {key!r} is no conversation that holds it (messages, or a text with Human: and Assistant:)",
+            f"'prompt' is missing, and {key!r} is no conversation with a prompt (messages, or a text with Human: and Assistant:)",
         )
-    return [ChatMessage(_SPEAKERS[speaker], said.strip()) for speaker, said in zip(rest[::2], rest[1::2], strict=True)]
+    return [
+        ChatMessage(_SPEAKERS[speaker], words.strip()) for speaker, words in zip(rest[::2], rest[1::2], strict=True)
+    ]
 
 
-def _asked(fields: _Fields, question: str) -> list[ChatMessage]:
-    """Messages that ask: the system's message, what was said before, and the question, with its input."""
+def _prompt_messages(fields: _RecordFields, question: str) -> list[ChatMessage]:
+    """Messages of the prompt: system message, history, and the question with its input."""
     turns, value = fields.turns(question, "user"), fields.values[question]
     if isinstance(value, str):
-        further = fields.text("input") if question == "instruction" else ""
-        asked = f"{value}\n\n{further}" if further.strip() else value
-        if not asked.strip():
+        extra_input = fields.text("input") if question == "instruction" else ""
+        content = f"{value}\n\n{extra_input}" if extra_input.strip() else value
+        if not content.strip():
             raise BadRecord("record.empty_prompt", f"{question!r} is empty: there is no prompt")
-        turns = [ChatMessage("user", asked)]
-    # An answer in a prompt is one of what is asked.
+        turns = [ChatMessage("user", content)]
+    # An answer inside a prompt is part of the prompt.
     turns = [replace(turn, trained=None) if turn.role == "assistant" else turn for turn in turns]
     return _with_system(fields, [*_history(fields), *turns])
 
 
-_IN_TURN: tuple[Role, Role] = ("user", "assistant")
+_HISTORY_ROLES: tuple[Role, Role] = ("user", "assistant")
 
 
-def _history(fields: _Fields) -> list[ChatMessage]:
-    """The questions and answers before."""
+def _history(fields: _RecordFields) -> list[ChatMessage]:
+    """The preceding questions and answers."""
     value = json_of(fields.get("history", []))
     if is_chat(value):
         return messages_of(value, "history", fields.unread_in_messages)
-    if not isinstance(value, list) or not all(isinstance(one, list) and len(one) == 2 for one in value):
+    if not isinstance(value, list) or not all(isinstance(exchange, list) and len(exchange) == 2 for exchange in value):
         raise BadRecord("record.history", f"'history' must be a list of [question, answer]; it is {kind_name(value)}")
     return [
-        ChatMessage(role, text_of(said, f"history[{index}]"))
+        ChatMessage(role, text_of(content, f"history[{index}]"))
         for index, pair in enumerate(value)
-        for role, said in zip(_IN_TURN, pair, strict=True)
+        for role, content in zip(_HISTORY_ROLES, pair, strict=True)
     ]
 
 
-def _with_system(fields: _Fields, messages: list[ChatMessage]) -> list[ChatMessage]:
-    """The messages behind that of the record's own key for the system."""
-    said = {text.strip(): text for key in SYSTEM if (text := fields.text(key)).strip()}
+def _with_system(fields: _RecordFields, messages: list[ChatMessage]) -> list[ChatMessage]:
+    """Prepend the record's own system message."""
+    system_texts = {text.strip(): text for key in SYSTEM if (text := fields.text(key)).strip()}
     if messages[:1] and messages[0].role == "system":
-        said.setdefault(messages[0].content.strip(), messages[0].content)
-        if len(said) == 1:
+        system_texts.setdefault(messages[0].content.strip(), messages[0].content)
+        if len(system_texts) == 1:
             return messages
-    if len(said) > 1:
-        raise BadRecord(
-            "record.two_systems", "the record has two system messages that are not the same: leave one of them"
-        )
-    return [*(ChatMessage("system", text) for text in said.values()), *messages]
+    if len(system_texts) > 1:
+        raise BadRecord("record.two_systems", "the record has two different system messages: remove one of them")
+    return [*(ChatMessage("system", text) for text in system_texts.values()), *messages]
 
 
 def _conversation(
     messages: list[ChatMessage], shape: Shape, source: str, tools: Sequence[Mapping[str, Any]] | None, key: str
 ) -> Record | None:
-    # What follows the last answer is answered by nobody.
+    # Messages after the last answer have no answer.
     while messages and messages[-1].role != "assistant":
         messages.pop()
     answers = [message for message in messages if message.role == "assistant"]
     if not messages or not all(message.content.strip() or message.calls() for message in answers):
         return None
     if messages[0].role in ("assistant", "tool"):
-        what = "an answer" if messages[0].role == "assistant" else "what a tool gave"
+        what = "an answer" if messages[0].role == "assistant" else "a tool's result"
         raise BadRecord(
             "record.first_role", f"{key}[0] is {what}: a conversation must begin with a user's (or system) message"
         )
-    late = [index for index, message in enumerate(messages) if message.role == "system" and index]
-    if late:
+    late_indices = [index for index, message in enumerate(messages) if message.role == "system" and index]
+    if late_indices:
         raise BadRecord(
-            "record.late_system", f"{key}[{late[0]}] is a system message: only the first message may be one"
+            "record.late_system", f"{key}[{late_indices[0]}] is a system message: only the first message may be one"
         )
     return Record(tuple(messages), shape, source, tools)

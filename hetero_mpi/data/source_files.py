@@ -1,9 +1,8 @@
-"""The files that a job's keys name: by patterns, in an order that depends on their names only, or as data sets of the Hugging Face
-hub (``hf:org/name``, ``hf:org/name/config:split``), whose files are in the local cache or come there.
+"""Resolve the job's data keys to files: glob patterns, or data sets of the Hugging Face hub (``hf:org/name/config:split``).
 
-The hub's own package finds, fetches and keeps the files, as for models. The package ``datasets`` would write a second copy in
-a format of its own and keep what it has computed as pickles. What lies in the cache is taken as it is, so a job means the same
-tomorrow; with a complete copy nothing is asked of the network.
+Files are ordered by path. Hub data sets are taken from the local cache, or downloaded into it by huggingface_hub, as models are.
+The ``datasets`` package would write a second copy in its own format and cache results as pickles. A complete cached copy is used
+without network access, so a job reads the same data tomorrow.
 """
 
 from __future__ import annotations
@@ -32,22 +31,21 @@ PREFIX = "hf:"
 FORMATS = "hetero_mpi.data.formats"
 _NAME = re.compile(r"hf:([\w-][\w.-]*/[\w-][\w.-]*)(?:/([\w][\w.-]*))?(?::([\w][\w.-]*))?", re.ASCII)
 _WORDS = {"train": "train|training", "validation": "validation|valid|val|dev", "test": "test|testing|eval|evaluation"}
-"""Split -> what its files are called in a data set whose card does not say it."""
+"""Split -> words in the names of its files, for a data set whose card lists no files."""
 SILENT_S, SILENT_AT_MOST_S = 5.0, 20.0
-"""After so many seconds without an answer of the hub a line says so, and after so many it is given up."""
+"""Time without an answer from the hub until a notice, and until the attempt is given up."""
 _SHARD = re.compile(r"-\d+-of-(\d+)(\.\w+)+$")
 
 
 def matching_files(key: str, patterns: Sequence[str], tell: Callable[[str], None] | None = None) -> tuple[Path, ...]:
-    """The files that match the glob patterns of the job's ``key``: sorted by path, each once, directories ignored; then those of
-    data sets of the hub, in the order of the job.
+    """Files that match the glob patterns of the job's ``key``, sorted by path without duplicates or directories; then hub files.
 
-    A pattern that begins with ``!`` takes files of the patterns before it away again. ``tell``: is told of files that are
-    fetched from the hub; None: none is. Raises UserError when nothing matches.
+    A pattern with a leading ``!`` removes files that earlier patterns matched. ``tell`` is called before a download; with None
+    nothing is downloaded. Raises UserError if nothing matches.
     """
     from_hub = [file for text in patterns if text.startswith(PREFIX) for file in hub_files(text, key, tell)]
     patterns = [text for text in patterns if not text.startswith(PREFIX)]
-    # A link and its target are one file; the real path is its identity and its place in the order.
+    # A link and its target are one file, identified and ordered by the real path.
     paths: dict[str, Path] = {}
     directories: list[str] = []
     for pattern in patterns:
@@ -78,64 +76,61 @@ def shown_patterns(patterns: Sequence[str]) -> str:
 
 
 class HubName(NamedTuple):
-    """A data set as the job names it; ``said``: the job's key and the text, for messages."""
+    """A data set as named in the job; ``label``: the job's key and text, for messages."""
 
-    said: str
+    label: str
     name: str
     config: str | None
     split: str
 
 
 def hub_files(text: str, key: str, tell: Callable[[str], None] | None) -> list[Path]:
-    """The files of a data set's split, by name; fetched if need be. ``tell``: is told of that; None: nothing is fetched.
+    """Files of a data set's split, ordered by name. ``tell`` is called before a download; with None nothing is downloaded.
 
-    Raises UserError: it is not here and cannot be fetched, or it has no such config, split or file.
+    Raises UserError if the data set is neither cached nor downloadable, or has no such config, split or file.
     """
-    found = _NAME.fullmatch(text)
-    if found is None:
-        raise UserError("data.hub_name", f'{key}: a data set of the hub is written "hf:org/name", "hf:org/name:split" or '
+    match = _NAME.fullmatch(text)
+    if match is None:
+        raise UserError("data.hub_name", f'{key}: a hub data set is written "hf:org/name", "hf:org/name:split" or '
                         f'"hf:org/name/config:split"; this is not: "{text}"')  # fmt: skip
-    wanted = HubName(key if text in key else f'{key} "{text}"', found[1], found[2], found[3] or "train")
-    directory = cached(wanted.name, "dataset", "README.md")
+    source = HubName(key if text in key else f'{key} "{text}"', match[1], match[2], match[3] or "train")
+    directory = cached(source.name, "dataset", "README.md")
     if directory is not None:
         names = sorted(path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file())
-        chosen = _chosen(wanted, names, directory, whole=False)
-        if chosen and _complete(chosen):
-            return [directory / name for name in chosen]
-    missing = (
-        "nothing of it is there" if directory is None else f'not all files of the split "{wanted.split}" are there'
-    )
+        split_files = _files_of_split(source, names, directory, complete=False)
+        if split_files and _has_all_shards(split_files):
+            return [directory / name for name in split_files]
+    missing = "it is not cached" if directory is None else f'the split "{source.split}" is incomplete there'
     if tell is None or constants.HF_HUB_OFFLINE:
-        rule = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "only rank 0 asks the network"
-        raise UserError("data.hub_missing", _not_here(wanted, f"{missing}; {rule}, so nothing is fetched"))
-    tell(f"fetching {text} from {constants.ENDPOINT} into {constants.HF_HUB_CACHE}")
+        rule = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "only rank 0 uses the network"
+        raise UserError("data.hub_missing", _missing_message(source, f"{missing}; {rule}, so nothing is downloaded"))
+    tell(f"downloading {text} from {constants.ENDPOINT} into {constants.HF_HUB_CACHE}")
     try:
         reach_hub(tell)
-        card = Path(huggingface_hub.snapshot_download(wanted.name, repo_type="dataset", allow_patterns=["README.md"]))
-        names = sorted(huggingface_hub.HfApi().list_repo_files(wanted.name, repo_type="dataset"))
-        chosen = _chosen(wanted, names, card, whole=True)
-        patterns = [glob.escape(name) for name in chosen]
-        fetched = Path(huggingface_hub.snapshot_download(wanted.name, repo_type="dataset", allow_patterns=patterns))
+        card = Path(huggingface_hub.snapshot_download(source.name, repo_type="dataset", allow_patterns=["README.md"]))
+        names = sorted(huggingface_hub.HfApi().list_repo_files(source.name, repo_type="dataset"))
+        split_files = _files_of_split(source, names, card, complete=True)
+        patterns = [glob.escape(name) for name in split_files]
+        fetched = Path(huggingface_hub.snapshot_download(source.name, repo_type="dataset", allow_patterns=patterns))
     except UserError:
         raise
-    except Exception as error:  # network libraries raise many kinds; none of them is a defect of this program
+    except Exception as error:  # network libraries raise many kinds of errors; none is a defect of this program
         raise UserError(
-            "data.hub_missing", _not_here(wanted, f"{missing}; {why_not(wanted.name, 'data set', key, error)}")
+            "data.hub_missing", _missing_message(source, f"{missing}; {why_not(source.name, 'data set', key, error)}")
         ) from None
-    return [fetched / name for name in chosen]
+    return [fetched / name for name in split_files]
 
 
 def reach_hub(tell: Callable[[str], None]) -> None:
-    """Return when the hub, or the proxy before it, takes a connection. A firewall that drops packets would hold every request of
-    the hub's own package for minutes, in silence.
+    """Check that the hub, or its proxy, accepts connections: huggingface_hub blocks for minutes behind a dropping firewall.
 
-    Raises OSError: it does not, or not in time.
+    Raises OSError if it does not, TimeoutError after ``SILENT_AT_MOST_S``.
     """
-    place = urlsplit(constants.ENDPOINT)
-    proxy = urllib.request.getproxies().get(place.scheme)
-    if proxy and not urllib.request.proxy_bypass(place.hostname or ""):
-        place = urlsplit(proxy if "//" in proxy else f"http://{proxy}")
-    name, port = place.hostname or "", place.port or (80 if place.scheme == "http" else 443)
+    address = urlsplit(constants.ENDPOINT)
+    proxy = urllib.request.getproxies().get(address.scheme)
+    if proxy and not urllib.request.proxy_bypass(address.hostname or ""):
+        address = urlsplit(proxy if "//" in proxy else f"http://{proxy}")
+    name, port = address.hostname or "", address.port or (80 if address.scheme == "http" else 443)
     work = Background("reaching the hub", lambda: socket.create_connection((name, port)).close())
     work.finish(SILENT_S)
     if work.running:
@@ -146,70 +141,72 @@ def reach_hub(tell: Callable[[str], None]) -> None:
 
 
 def why_not(name: str, kind: str, key: str, error: Exception) -> str:
-    """Why a model or data set (``kind``), which the job's ``key`` names, could not be fetched; with what to do."""
+    """Explain why a model or data set (``kind``) under the job's ``key`` could not be downloaded, with a remedy."""
     login = "`hf auth login` (formerly `huggingface-cli login`) on rank 0's machine, or set HF_TOKEN"
     if isinstance(error, errors.GatedRepoError):
-        place = constants.ENDPOINT + ("" if kind == "model" else "/datasets")
-        return f"{name} is a gated {kind}, and this user may not read it: accept its terms at {place}/{name}, then run {login}"
+        base_url = constants.ENDPOINT + ("" if kind == "model" else "/datasets")
+        return f"{name} is a gated {kind}, and this user may not read it: accept its terms at {base_url}/{name}, then run {login}"
     if isinstance(error, errors.RepositoryNotFoundError):
         return f"{constants.ENDPOINT} has no {kind} {name}, or it is private: correct {key}; for a private {kind} run {login}"
     first_line = (str(error) or type(error).__name__).strip().splitlines()[0]
-    return f"{name} could not be fetched from {constants.ENDPOINT} ({first_line})"
+    return f"{name} could not be downloaded from {constants.ENDPOINT} ({first_line})"
 
 
 def cached(name: str, kind: str, file: str) -> Path | None:
-    """Directory of a repository of a kind ("model", "dataset") in this machine's Hugging Face cache, perhaps incomplete, in which a
-    file is looked for; None when there is nothing of it."""
+    """Cached snapshot of a hub repository of a kind ("model", "dataset"), possibly incomplete, to search for ``file``; None if not
+    cached."""
     try:
         return Path(
             huggingface_hub.snapshot_download(name, repo_type=kind, local_files_only=True, allow_patterns=[file])
         )
-    except (OSError, ValueError):  # what huggingface_hub raises is one of these
+    except (OSError, ValueError):  # huggingface_hub raises one of these
         return None
 
 
-def _chosen(wanted: HubName, names: Sequence[str], directory: Path, whole: bool) -> list[str]:
-    """A repository's files of the split: by its card, else by their names. ``whole``: these are all files of it.
+def _files_of_split(source: HubName, names: Sequence[str], directory: Path, complete: bool) -> list[str]:
+    """A repository's files of the split, by its card, else by file names. ``complete``: ``names`` lists the complete repository.
 
-    Raises UserError where it has none; [] where a part of it may lack them.
+    Without files of the split, raises UserError for a complete listing and returns [] for a partial one.
     """
     kinds = tuple(suffix for name in plug_in_names(FORMATS) for suffix in plug_in(FORMATS, name).SUFFIXES)
     data = [name for name in names if name.endswith(kinds) and not fnmatch.fnmatch(Path(name).name, "dataset_*.json")]
-    splits = _by_card(wanted, data, directory / "README.md")
+    splits = _splits_by_card(source, data, directory / "README.md")
     if splits is None:
-        splits = _by_names(wanted, data)
-    if splits.get(wanted.split):
-        return splits[wanted.split]
-    if not whole:
+        splits = _splits_by_name(source, data)
+    if splits.get(source.split):
+        return splits[source.split]
+    if not complete:
         return []
-    there = ", ".join(f'"{split}"' for split, files in splits.items() if files)
-    has = f"it has the splits {there}" if there else f"none of its {len(names):,} files ends with {', '.join(kinds)}"
+    listed = ", ".join(f'"{split}"' for split, files in splits.items() if files)
+    has = f"it has the splits {listed}" if listed else f"none of its {len(names):,} files ends with {', '.join(kinds)}"
     raise UserError(
         "data.hub_split",
-        f'{wanted.said}: {wanted.name} must have files of the split "{wanted.split}" in a format that is read here; '
-        f"{has}. Name another split or config, or convert it on your own machine and name the files",
+        f'{source.label}: {source.name} must have files of the split "{source.split}" in a supported format; '
+        f"{has}. Select another split or config, or convert the data set and list its files",
     )
 
 
-def _by_card(wanted: HubName, data: Sequence[str], card: Path) -> dict[str, list[str]] | None:
-    """Split -> files as the data set's card says it (``configs`` in the head of README.md); None where it says nothing."""
+def _splits_by_card(source: HubName, data: Sequence[str], card: Path) -> dict[str, list[str]] | None:
+    """Split -> files by the data set's card (``configs`` in the metadata of README.md); None if the card lists none."""
     try:
-        said = huggingface_hub.metadata_load(card) if card.is_file() else None
-    except Exception as error:  # a card may hold anything
-        raise UserError("data.hub_card", f"{wanted.said}: its card {card} cannot be read: {error}") from None
-    configs = [one for one in (said or {}).get("configs") or () if isinstance(one, dict) and one.get("data_files")]
+        metadata = huggingface_hub.metadata_load(card) if card.is_file() else None
+    except Exception as error:  # a card may contain anything
+        raise UserError("data.hub_card", f"{source.label}: its card {card} cannot be read: {error}") from None
+    configs = [
+        item for item in (metadata or {}).get("configs") or () if isinstance(item, dict) and item.get("data_files")
+    ]
     if not configs:
         return None
-    named = {str(one.get("config_name", "default")): one for one in configs}
-    first = next((name for name, one in named.items() if one.get("default") is True), "default")
-    choice = wanted.config or (first if first in named else next(iter(named)) if len(named) == 1 else None)
-    if choice not in named:
-        rule = "has no such config" if wanted.config else "has several configs, and one must be named"
-        example = f'"hf:{wanted.name}/{next(iter(named))}:{wanted.split}"'
+    by_name = {str(item.get("config_name", "default")): item for item in configs}
+    first = next((name for name, item in by_name.items() if item.get("default") is True), "default")
+    choice = source.config or (first if first in by_name else next(iter(by_name)) if len(by_name) == 1 else None)
+    if choice not in by_name:
+        rule = "has no such config" if source.config else "has several configs, so select one"
+        example = f'"hf:{source.name}/{next(iter(by_name))}:{source.split}"'
         raise UserError(
-            "data.hub_ambiguous", f"{wanted.said}: {wanted.name} {rule}: {', '.join(named)}. Write {example}, say"
+            "data.hub_ambiguous", f"{source.label}: {source.name} {rule}: {', '.join(by_name)}. For example: {example}"
         )
-    files = named[choice]["data_files"]
+    files = by_name[choice]["data_files"]
     entries = files if isinstance(files, list) else [files]
     splits: dict[str, list[str]] = {}
     for entry in entries:
@@ -217,16 +214,16 @@ def _by_card(wanted: HubName, data: Sequence[str], card: Path) -> dict[str, list
             (str(entry.get("split", "train")), entry.get("path")) if isinstance(entry, dict) else ("train", entry)
         )
         listed = [str(pattern) for pattern in (patterns if isinstance(patterns, list) else [patterns])]
-        both = {*listed, *(pattern.removeprefix("**/") for pattern in listed)}
-        found = {name for pattern in both for name in data if fnmatch.fnmatch(name, pattern)}
-        splits[split] = sorted({*splits.get(split, []), *found})
+        globs = {*listed, *(pattern.removeprefix("**/") for pattern in listed)}
+        matching_names = {name for pattern in globs for name in data if fnmatch.fnmatch(name, pattern)}
+        splits[split] = sorted({*splits.get(split, []), *matching_names})
     return splits
 
 
-def _by_names(wanted: HubName, data: Sequence[str]) -> dict[str, list[str]]:
-    """Split -> the files that have its name in theirs; all are "train" where none has any."""
-    if wanted.config is not None:
-        data = [name for name in data if wanted.config in Path(name).parts[:-1]]
+def _splits_by_name(source: HubName, data: Sequence[str]) -> dict[str, list[str]]:
+    """Split -> files with the split's name in their paths; all are "train" if no path contains a split's name."""
+    if source.config is not None:
+        data = [name for name in data if source.config in Path(name).parts[:-1]]
     splits = {
         split: [name for name in data if re.search(rf"(^|[\W_\d])({words})([\W_\d]|$)", name)]
         for split, words in _WORDS.items()
@@ -234,15 +231,15 @@ def _by_names(wanted: HubName, data: Sequence[str]) -> dict[str, list[str]]:
     return splits if any(splits.values()) else {"train": list(data)}
 
 
-def _complete(names: Sequence[str]) -> bool:
-    """True: all parts of files are there that are written ``train-00000-of-00003.parquet``."""
-    shards = Counter((name[: found.start()], int(found[1])) for name in names if (found := _SHARD.search(name)))
-    return all(count == of for (_, of), count in shards.items())
+def _has_all_shards(names: Sequence[str]) -> bool:
+    """Whether all shards of files named ``train-00000-of-00003.parquet`` are present."""
+    shards = Counter((name[: match.start()], int(match[1])) for name in names if (match := _SHARD.search(name)))
+    return all(count == shard_total for (_, shard_total), count in shards.items())
 
 
-def _not_here(wanted: HubName, reason: str) -> str:
+def _missing_message(source: HubName, reason: str) -> str:
     return (
-        f"{wanted.said} is not in the Hugging Face cache {constants.HF_HUB_CACHE}: {reason}. On a machine with a "
-        f"network, run `hf download {wanted.name} --repo-type dataset`, copy the directory that it prints to rank 0's machine, "
-        f"and name its files in place of it"
+        f"{source.label} is not in the Hugging Face cache {constants.HF_HUB_CACHE}: {reason}. On a machine with a "
+        f"network, run `hf download {source.name} --repo-type dataset`, copy the printed directory to rank 0's machine, "
+        f"and list its files instead"
     )

@@ -1,9 +1,9 @@
-"""Chat templates are rendered in a small process of their own, as they are programs from somebody else.
+"""Render chat templates, which are third-party programs, in a sandbox process.
 
-A template may ask for a gigabyte or for a loop without end; no sandbox of Jinja's hinders that, and most of it happens where
-Python cannot be interrupted. The process has a limit of memory (where the system knows one, which macOS does not) and of
-processor time for each rendering; when it ends by one, the record is named and another process takes its place. It starts
-with the first conversation, ends with its pipe (so with whoever has started it, however that ends), and when it is not needed.
+A template may allocate gigabytes or loop forever. Jinja's sandbox prevents neither, and Python cannot interrupt most of it.
+The process has a memory limit (where the system supports one; macOS does not) and a CPU-time limit per rendering. When it dies
+at a limit, the record is reported and a new process is started. The process starts with the first conversation. It exits when
+its pipe closes (so with its parent, however that exits), or when it is idle.
 """
 
 from __future__ import annotations
@@ -30,69 +30,69 @@ from hetero_mpi.data.records import Record
 from hetero_mpi.util.background import start_module
 
 LIMIT_S = 5.0
-"""Processor time of one rendering; the longest conversations take a hundredth of that."""
+"""CPU time of one rendering; the longest conversations take a hundredth of it."""
 MEMORY = 2**29
-"""Bytes for a rendering."""
+"""Memory for a rendering."""
 IDLE_S = 30.0
-"""A process that is not asked for so long ends."""
-_NO_MEMORY = 3
-"""Exit code."""
+"""An idle process exits after this time."""
+_OOM_CODE = 3
+"""Exit status of a process that exceeds its memory limit."""
 
 
-class _Process:
-    """The process, as its caller sees it. Any thread may ask."""
+class _SandboxProcess:
+    """The parent's handle of the sandbox process. Thread-safe."""
 
     def __init__(self) -> None:
         self._asking = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
     def answers(self, template: ChatTemplate, items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Each item's answer (see :func:`_answer`)."""
-        found: list[dict[str, Any]] = []
+        """The answer for each item (see ``_answer``)."""
+        results: list[dict[str, Any]] = []
         with self._asking:
-            while len(found) < len(items):
+            while len(results) < len(items):
                 try:
-                    found.extend(self._ask(template, items[len(found) :]))
-                except BaseException:  # an interrupt in the middle: what is in the pipes belongs to nobody
+                    results.extend(self._ask(template, items[len(results) :]))
+                except BaseException:  # after an interrupt the pipes hold data of an abandoned request
                     self._end()
                     raise
-        return found
+        return results
 
     def _ask(self, template: ChatTemplate, items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The answers up to where the process has ended: that item's says why."""
+        """Answers up to the item at which the process died; that item's answer is the reason."""
         process = self._process
         if process is None or process.poll() is not None:
-            # An interrupt of the terminal is not for it.
+            # A Ctrl-C in the terminal must not reach the process.
             process = self._process = start_module("hetero_mpi.data.template_process", start_new_session=True)
         assert process.stdin is not None and process.stdout is not None
-        # What ends at this moment since it was not asked leaves its end to be seen below.
+        # A process that is exiting because it was idle is detected by its exit code below.
         with contextlib.suppress(BrokenPipeError):
-            process.stdin.write(json.dumps([asdict(template), items], default=_named).encode() + b"\n")
+            process.stdin.write(json.dumps([asdict(template), items], default=_placeholder).encode() + b"\n")
             process.stdin.flush()
-        found: list[dict[str, Any]] = []
+        results: list[dict[str, Any]] = []
         for line in process.stdout:
-            found.append(json.loads(line))
-            if len(found) == len(items):
-                return found
+            results.append(json.loads(line))
+            if len(results) == len(items):
+                return results
         code = self._end()
         if code == 0:
-            return found
-        if code > 0 and code != _NO_MEMORY:
+            return results
+        if code > 0 and code != _OOM_CODE:
             raise RuntimeError(f"the process that renders chat templates ended with exit code {code}")
-        limits = f"{LIMIT_S:.0f} s of processor time and {MEMORY >> 20} MiB"
-        why = {-signal.SIGPROF: "it takes longer", _NO_MEMORY: "it needs more"}.get(code, f"it ended by signal {-code}")
+        limits = f"{LIMIT_S:.0f} s of CPU time and {MEMORY >> 20} MiB"
+        why = {-signal.SIGPROF: "it took longer", _OOM_CODE: "it needed more"}.get(code, f"signal {-code} killed it")
         return [
-            *found,
+            *results,
             {
                 "bad": [
                     "template.limits",
-                    f"the tokenizer's chat template must be rendered in {limits}; {why}. {WAY_OUT}.",
+                    f"the tokenizer's chat template must render within {limits}; {why}. {WAY_OUT}.",
                 ]
             },
         ]
 
     def _end(self) -> int:
-        """The exit code of the process, which is ended if need be."""
+        """Stop the process and return its exit code."""
         process, self._process = self._process, None
         if process is None:
             return 0
@@ -107,18 +107,18 @@ class _Process:
             return process.wait()
 
 
-_PROCESS = _Process()
+_PROCESS = _SandboxProcess()
 
 
-def _named(value: Any) -> str:
-    """A value that JSON does not know, as transformers shows it to a template."""
+def _placeholder(value: Any) -> str:
+    """A value without JSON form, as transformers shows it to a template."""
     return f"<{type(value).__name__}>"
 
 
 def rendered_records(template: ChatTemplate, records: Sequence[Record]) -> list[Rendered | BadRecord]:
-    """Each record as text, or what is wrong with it."""
+    """Render records; a record that fails becomes a BadRecord."""
     items = [
-        {"messages": [[m.role, m.content, m.given, m.trained] for m in record.messages], "tools": record.tools}
+        {"messages": [[m.role, m.content, m.original, m.trained] for m in record.messages], "tools": record.tools}
         for record in records
     ]
     return [
@@ -130,7 +130,7 @@ def rendered_records(template: ChatTemplate, records: Sequence[Record]) -> list[
 
 
 def rendered_prompt(template: ChatTemplate, conversation: Conversation, tools: Conversation = ()) -> str:
-    """A conversation up to where the next answer begins. Raises BadRecord."""
+    """Render a conversation with the generation prompt. Raises BadRecord."""
     (answer,) = _answers(template, [{"conversation": list(conversation), "tools": list(tools) or None}])
     if "bad" in answer:
         raise BadRecord(*answer["bad"])
@@ -144,7 +144,7 @@ def _answers(template: ChatTemplate, items: Sequence[dict[str, Any]]) -> list[di
 
 
 def _answer(template: ChatTemplate, item: dict[str, Any], begin: Callable[[], object]) -> dict[str, Any]:
-    """The fields of :class:`Rendered`, the text of a prompt, or what is ``bad``. ``begin``: is called before each rendering."""
+    """The fields of :class:`Rendered`, the text of a prompt, or ``bad``. ``begin`` is called before each rendering."""
     try:
         if "conversation" in item:
             begin()
@@ -155,8 +155,8 @@ def _answer(template: ChatTemplate, item: dict[str, Any], begin: Callable[[], ob
         return {"bad": [problem.kind, str(problem)]}
 
 
-def _begin() -> None:
-    # Its signal ends a process that does not handle it, wherever it is.
+def _start_timer() -> None:
+    # The signal kills a process without a handler, even inside C code.
     signal.setitimer(signal.ITIMER_PROF, LIMIT_S)
 
 
@@ -169,18 +169,18 @@ def _limit_memory() -> None:
 def _main() -> None:
     _limit_memory()
     answers = sys.stdout.buffer
-    # Questions wait for their answers: where there is none, nothing is left in the buffer.
+    # Requests wait for their answers, so an empty pipe means an empty buffer.
     while select.select([sys.stdin], [], [], IDLE_S)[0] and (line := sys.stdin.buffer.readline()):
         try:
             values, items = json.loads(line)
             for item in items:
-                answer = _answer(ChatTemplate(**values), item, _begin)
+                answer = _answer(ChatTemplate(**values), item, _start_timer)
                 signal.setitimer(signal.ITIMER_PROF, 0)
                 answers.write(json.dumps(answer).encode() + b"\n")
                 answers.flush()
         except MemoryError:
-            os._exit(_NO_MEMORY)
-        except BrokenPipeError:  # nobody waits for it
+            os._exit(_OOM_CODE)
+        except BrokenPipeError:  # the parent is gone
             os._exit(0)
 
 

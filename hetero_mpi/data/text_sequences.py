@@ -1,10 +1,10 @@
 """Text files -> documents -> token ids -> sequences.
 
-Texts of any length become token ids in pieces: of a text no more is in memory than a piece, and the ids are those of the whole. A
-piece ends where a token ends whatever is around it: between words, before a line break or behind a full stop. Whether a place is
-one is tried with the tokenizer itself: what stands before and behind it must give the same tokens together and apart, with much and
-with little before it. The next piece is tokenised behind the last characters of this one, whose tokens are then left out, since
-some tokenizers treat the beginning of a text otherwise than its middle.
+A text of any length is tokenised in pieces, so memory holds one piece at a time, and the ids equal those of the whole text. A piece
+ends at a stable token boundary: between words, before a line break or after punctuation. A boundary is accepted if the tokenizer
+itself gives the same tokens for the texts on both sides together and apart, with long and with short context before it. Each
+piece is tokenised together with the last characters of the previous piece, whose tokens are then dropped, since some
+tokenizers treat the start of a text differently.
 """
 
 from __future__ import annotations
@@ -35,58 +35,58 @@ from hetero_mpi.util.disk import require_regular, write_errors
 from hetero_mpi.util.errors import UserError
 
 PIECE = 250_000
-"""Characters of a piece; a text that has nowhere to be cut goes on until it has."""
-_AROUND, _BEFORE = 400, 60
-"""Characters on both sides of a place with which it is tried, and the fewer ones before it that the next piece begins with."""
-_TRIED = 40
-"""Places of one kind that are tried in a piece."""
-_PLACES = tuple(
-    re.compile(one) for one in (r"(?<=\w) (?=\w)", r"(?<=\S)\n(?=\S)", r"(?<=\n)(?=\w)", r"(?<=[.,;:!?。，！？])(?=\w)")
+"""Characters of a piece; a text without a boundary extends the piece to its next one."""
+_CONTEXT, _PREFIX = 400, 60
+"""Characters of context on both sides of a tested boundary, and characters of the previous piece that a piece is tokenised with."""
+_MAX_TRIED_CUTS = 40
+"""Boundaries of one kind to test per piece."""
+_CUT_PATTERNS = tuple(
+    re.compile(p) for p in (r"(?<=\w) (?=\w)", r"(?<=\S)\n(?=\S)", r"(?<=\n)(?=\w)", r"(?<=[.,;:!?。，！？])(?=\w)")
 )
 _TELL_S = 10.0
 _BLOCK_BYTES = 1 << 20
 STREAM = "stream.i32"
 """File of packed text: the tokens of all documents, int32."""
 REMEDY = "make room there, or name another folder: XDG_CACHE_HOME, or TMPDIR with data.cache = false"
-"""What to do where token ids cannot be written."""
+"""Advice for errors in writing token ids."""
 Blocks = Iterable[tuple[str, bool]]
-"""Texts in blocks: (a part of a text, is it the text's last)."""
+"""Texts in blocks: (part of a text, whether it is the text's last part)."""
 
 
 @dataclass
 class CorpusReport:
-    """Counts of one reading of the corpus."""
+    """Counts of one pass over the corpus."""
 
     files: int = 0
-    """Files that gave text."""
+    """Files with text."""
     bytes: int = 0
-    """Bytes of text read from them."""
+    """Bytes of text read."""
     documents: int = 0
     skipped: dict[Path, str] = field(default_factory=dict)
-    """File -> why it gave nothing."""
+    """File -> reason why it was skipped."""
     textless: int = 0
-    """Records without any text."""
+    """Records without text."""
     bad: BadRecords = field(default_factory=BadRecords)
-    """Records that were skipped."""
+    """Skipped records."""
     truncated: bool = False
-    """Whether reading stopped at ``max_bytes`` with text left."""
+    """Reading stopped at ``max_bytes`` with text remaining."""
 
     def lines(self) -> list[str]:
         limit = ", cut at data.max_bytes" if self.truncated else ""
-        found = f"{units.plural(self.documents, 'document')} from {units.plural(self.files, 'file')}"
-        lines = [f"{found}, {self.bytes / 1e6:,.1f} MB of text{limit}"]
+        counts = f"{units.plural(self.documents, 'document')} from {units.plural(self.files, 'file')}"
+        lines = [f"{counts}, {self.bytes / 1e6:,.1f} MB of text{limit}"]
         if self.skipped:
             path, reason = next(iter(self.skipped.items()))
             lines.append(f"{len(self.skipped):,} files skipped, such as {path}: {reason}")
         if self.textless:
-            lines.append(f"{self.textless:,} records without text left out")
+            lines.append(f"{self.textless:,} records without text dropped")
         return lines + self.bad.lines()
 
 
 class Corpus:
-    """Documents of text files, read from them anew on every iteration (the corpus itself is never held in memory).
+    """Documents of text files, read from disk on every iteration and never held in memory as a whole.
 
-    Files that are not UTF-8, empty or unreadable are skipped and named in the report, which is that of the latest whole iteration.
+    Files that are not UTF-8, empty or unreadable are skipped and listed in the report of the last complete iteration.
     """
 
     def __init__(
@@ -99,9 +99,9 @@ class Corpus:
         skip_bad: int = 0,
         tell: Callable[[str], None] | None = None,
     ) -> None:
-        """``documents``: one per file, per non-empty line, or per record (the key "text", or what ``keys`` say in its place).
-        ``max_bytes``: reading stops after so many bytes of text. ``skip_bad``: so many broken records are skipped. ``patterns``,
-        ``key`` and ``tell``: as in ``matching_files``. Raises UserError when nothing matches.
+        """``documents``: one per file, per non-empty line, or per record (key "text", or as renamed by ``keys``).
+        ``max_bytes``: maximum text to read. ``skip_bad``: maximum number of malformed records to skip. ``patterns``, ``key`` and
+        ``tell`` as in ``matching_files``. Raises UserError if nothing matches.
         """
         self.patterns, self.documents, self.max_bytes, self.key = patterns, documents, max_bytes, key
         self._keys, self._skip_bad = keys or {}, skip_bad
@@ -109,24 +109,24 @@ class Corpus:
         self.report = CorpusReport()
 
     def blocks(self) -> Iterator[tuple[str, bool]]:
-        """Documents in sorted order of the files, in parts: (text, does the document end with it). Raises UserError at the end when
-        there was no text at all."""
+        """Documents in file order, in parts: (text, whether the document ends with it). Raises UserError at the end if there was no
+        text."""
         report = CorpusReport()
         if self.documents == "record":
             yield from ((text, True) for text in self._records(report))
         for path in self.paths if self.documents != "record" else ():
-            left = None if self.max_bytes is None else self.max_bytes - report.bytes
-            if left == 0:
+            bytes_left = None if self.max_bytes is None else self.max_bytes - report.bytes
+            if bytes_left == 0:
                 report.truncated = True
                 break
-            if not _is_text(path, left, report):
+            if not _is_text(path, bytes_left, report):
                 continue
-            texts = _texts(path, left)
+            texts = _texts(path, bytes_left)
             try:
-                for text, ends in _whole(texts) if self.documents == "file" else _lines(texts):
+                for text, ends in _one_document(texts) if self.documents == "file" else _line_documents(texts):
                     report.documents += ends
                     yield text, ends
-            except OSError as error:  # it could be, a moment ago
+            except OSError as error:  # the file was readable a moment ago
                 raise UserError(
                     "text.no_text", f"{self.key}: {path} cannot be read ({error.strerror}). Check its disk"
                 ) from error
@@ -135,12 +135,12 @@ class Corpus:
             reasons = "; ".join(f"{path}: {reason}" for path, reason in list(report.skipped.items())[:3])
             raise UserError(
                 "text.no_text",
-                f"{self.key} must match files with text in UTF-8; {shown_patterns(self.patterns)} matched "
+                f"{self.key} must match files with UTF-8 text; {shown_patterns(self.patterns)} matched "
                 f"{len(self.paths)} file(s) without any ({reasons}). Point it at other files.",
             )
 
     def _records(self, report: CorpusReport) -> Iterator[str]:
-        """The texts of records. Raises UserError when more are broken than may be skipped."""
+        """Texts of records. Raises UserError if more records are malformed than may be skipped."""
         keys, report.bad = OwnKeys(self._keys), BadRecords(self._skip_bad)
         for path in self.paths:
             report.files += 1
@@ -165,7 +165,7 @@ class Corpus:
 
 
 def _text_of_record(value: Any) -> str:
-    """Raises BadRecord: it is broken, or has no text."""
+    """Raises BadRecord for a malformed record or one without text."""
     if isinstance(value, BadRecord):
         raise value
     if not isinstance(value, dict):
@@ -173,29 +173,29 @@ def _text_of_record(value: Any) -> str:
     if "text" not in value:
         raise BadRecord("record.no_text", without_text(value))
     text = value["text"]
-    return "" if text is None or text != text else text_of(text, "text")  # pandas writes NaN where a table has nothing
+    return "" if text is None or text != text else text_of(text, "text")  # pandas writes NaN for missing values
 
 
 def _texts(path: Path, max_bytes: int | None) -> Iterator[str]:
-    """A file's text in blocks, at most ``max_bytes`` of it. Raises OSError, and ValueError that says what else than text it is."""
-    # An incremental decoder keeps a character that the cut has split to itself, yet refuses real garbage.
-    decoder, left, first = codecs.getincrementaldecoder("utf-8")(), max_bytes, True
+    """A file's text in blocks, at most ``max_bytes``. Raises OSError, and ValueError with the kind of a non-text file."""
+    # An incremental decoder drops a character split by ``max_bytes``, but rejects invalid bytes.
+    decoder, bytes_left, first = codecs.getincrementaldecoder("utf-8")(), max_bytes, True
     with path.open("rb") as file:
         try:
-            while content := file.read(_BLOCK_BYTES if left is None else min(_BLOCK_BYTES, left)):
+            while content := file.read(_BLOCK_BYTES if bytes_left is None else min(_BLOCK_BYTES, bytes_left)):
                 text = decoder.decode(content)
                 yield text.removeprefix("\ufeff") if first else text
-                first, left = False, None if left is None else left - len(content)
-            if left != 0 or not file.read(1):
+                first, bytes_left = False, None if bytes_left is None else bytes_left - len(content)
+            if bytes_left != 0 or not file.read(1):
                 decoder.decode(b"", final=True)
         except UnicodeDecodeError as error:
-            place = file.tell() - len(error.object) + error.start
+            byte_position = file.tell() - len(error.object) + error.start
             file.seek(0)
-            raise ValueError(kind_of(file.read(_BLOCK_BYTES)) or f"not UTF-8 (byte {place})") from None
+            raise ValueError(kind_of(file.read(_BLOCK_BYTES)) or f"not UTF-8 (byte {byte_position})") from None
 
 
 def _is_text(path: Path, max_bytes: int | None, report: CorpusReport) -> bool:
-    """Counts a file in the report: as one that gives text, or with the reason why it gives none."""
+    """Whether a file has text. Counts the file in the report, or records why it is skipped."""
     require_regular(path)
     try:
         empty = True
@@ -217,8 +217,8 @@ def _is_text(path: Path, max_bytes: int | None, report: CorpusReport) -> bool:
     return True
 
 
-def _whole(texts: Iterator[str]) -> Iterator[tuple[str, bool]]:
-    """One document of all blocks."""
+def _one_document(texts: Iterator[str]) -> Iterator[tuple[str, bool]]:
+    """All blocks as one document."""
     before = next(texts)
     for text in texts:
         yield before, False
@@ -226,11 +226,11 @@ def _whole(texts: Iterator[str]) -> Iterator[tuple[str, bool]]:
     yield before, True
 
 
-def _lines(texts: Iterator[str]) -> Iterator[tuple[str, bool]]:
-    """A document of each line that is not empty."""
+def _line_documents(texts: Iterator[str]) -> Iterator[tuple[str, bool]]:
+    """Each non-empty line as a document."""
     rest = ""
     for text in texts:
-        # Not splitlines(): that also cuts at form feeds and other characters that people use inside a line.
+        # Not splitlines(), which also splits at form feeds and other characters that occur inside lines.
         *lines, rest = (rest + text).split("\n")
         for line in lines:
             if line.strip():
@@ -241,67 +241,68 @@ def _lines(texts: Iterator[str]) -> Iterator[tuple[str, bool]]:
 
 class Piece(NamedTuple):
     before: str
-    """The characters of the text before it that it is tokenised with; "": the text begins with it."""
+    """Preceding characters to tokenise the piece with; "" at the start of a text."""
     text: str
     ends: bool
-    """The text ends with it."""
+    """The text ends with this piece."""
 
 
 Split = Callable[[list[str]], list[list[Any]]]
-"""Texts -> what each is split into: tokens, or what a pre-tokenizer makes of it."""
+"""Splits each text into tokens, or into a pre-tokenizer's parts."""
 
 
 def pieces_of(blocks: Blocks, split: Split) -> Iterator[Piece]:
-    """The texts in pieces, which end where the parts do that ``split`` makes."""
-    before, waiting, tried = "", "", 0
+    """Cut texts into pieces that end at boundaries of the parts that ``split`` returns."""
+    before, pending, tested = "", "", 0
     for block, ends in blocks:
-        waiting += block
-        while len(waiting) >= max(PIECE, 2 * tried) + _AROUND:
-            place = _place(waiting, split)
-            tried = 0 if place else len(waiting)  # a text without a place is tried again when it has doubled
-            if place:
-                yield Piece(before, waiting[:place], False)
-                before, waiting = waiting[place - _BEFORE : place], waiting[place:]
+        pending += block
+        while len(pending) >= max(PIECE, 2 * tested) + _CONTEXT:
+            position = _cut_position(pending, split)
+            tested = 0 if position else len(pending)  # retested when the text has doubled
+            if position:
+                yield Piece(before, pending[:position], False)
+                before, pending = pending[position - _PREFIX : position], pending[position:]
         if ends:
-            yield Piece(before, waiting, True)
-            before, waiting, tried = "", "", 0
+            yield Piece(before, pending, True)
+            before, pending, tested = "", "", 0
 
 
-def _place(text: str, split: Split) -> int | None:
-    """Where a piece of ``text`` may end, as late as possible; None: nowhere."""
-    last = len(text) - _AROUND
+def _cut_position(text: str, split: Split) -> int | None:
+    """The last position at which a piece of ``text`` may end; None if there is none."""
+    last = len(text) - _CONTEXT
     first = max(PIECE // 2, last - PIECE // 2)
-    for kind in _PLACES:
-        found = [match.start() for match in kind.finditer(text, first, last)]
-        for place in reversed(found[-_TRIED:]):
-            left, right = text[place - _AROUND : place], text[place : place + _AROUND]
-            few = left[-_BEFORE:]
-            much_both, few_both, much, little = split([left + right, few + right, left, few])
-            behind = much_both[len(much) :]
-            if much_both == much + behind and few_both == little + behind:
-                return place
+    for kind in _CUT_PATTERNS:
+        candidates = [match.start() for match in kind.finditer(text, first, last)]
+        for position in reversed(candidates[-_MAX_TRIED_CUTS:]):
+            before, after = text[position - _CONTEXT : position], text[position : position + _CONTEXT]
+            near = before[-_PREFIX:]
+            both, near_both, alone, near_alone = split([before + after, near + after, before, near])
+            rest = both[len(alone) :]
+            if both == alone + rest and near_both == near_alone + rest:
+                return position
     return None
 
 
 def ids_of(
     blocks: Blocks, engine: Tokenizer, tell: Callable[[int], None] | None = None
 ) -> Iterator[tuple[Tokens, bool]]:
-    """Token ids of the texts, begun as the tokenizer begins texts: (ids of a piece, does the text end). All threads of the
-    tokenizer work. ``tell``: is told now and then how many characters are done.
+    """Token ids of texts in pieces, with the tokens that the tokenizer prepends to a text: (ids, whether the text ends).
+
+    All threads of the tokenizer are used. ``tell`` is called from time to time with the number of characters done.
     """
-    begin = beginning(engine)
-    done, told = 0, time.monotonic()
-    for some in in_batches(pieces_of(blocks, partial(encoded, engine)), lambda piece: len(piece.text)):
-        before = encoded(engine, [piece.before for piece in some])
-        whole = encoded(engine, [piece.before + piece.text for piece in some])
-        for piece, lead, ids in zip(some, before, whole, strict=True):
+    start_ids = beginning(engine)
+    characters_done, last_report_s = 0, time.monotonic()
+    for batch in in_batches(pieces_of(blocks, partial(encoded, engine)), lambda piece: len(piece.text)):
+        prefix_ids_by_piece = encoded(engine, [piece.before for piece in batch])
+        ids_by_piece = encoded(engine, [piece.before + piece.text for piece in batch])
+        for piece, lead, ids in zip(batch, prefix_ids_by_piece, ids_by_piece, strict=True):
             assert ids[: len(lead)] == lead, "a piece begins where a token does"
-            first = [] if piece.before or ids[: len(begin)] == begin else begin
+            first = [] if piece.before or ids[: len(start_ids)] == start_ids else start_ids
             yield np.array([*first, *ids[len(lead) :]], np.int32), piece.ends
-            done += len(piece.text)
-        if tell is not None and time.monotonic() - told > _TELL_S:
-            told = time.monotonic()
-            tell(done)
+            characters_done += len(piece.text)
+        if tell is not None and time.monotonic() - last_report_s > _TELL_S:
+            last_report_s = time.monotonic()
+            tell(characters_done)
 
 
 def build_sequences(
@@ -312,70 +313,70 @@ def build_sequences(
     folder: Path | None = None,
     tell: Callable[[int], None] | None = None,
 ) -> Dataset:
-    """Tokenise the documents and cut them to sequences; split off the held-out share.
+    """Tokenise documents, cut them into sequences, and split off the evaluation set.
 
-    Each document ends with the tokenizer's end token. Packed, all are joined to one stream; sequence i holds its tokens
-    [iT, iT + T) and the targets are one further, so that no token is lost between sequences. Otherwise each document is
-    one sequence, cut or padded on the right, and documents of fewer than 2 tokens are dropped.
+    Each document ends with the tokenizer's end token. With packing, all documents form one stream; sequence i holds its tokens
+    [iT, iT + T) and the targets are shifted by one, so no token is lost between sequences. Otherwise each document is one
+    sequence, truncated or padded on the right, and documents of fewer than 2 tokens are dropped.
 
-    ``evaluation`` documents take the place of the held-out share. ``folder``: packed text goes into files of it, not into memory.
-    ``tell``: is told now and then how many characters are done. Raises UserError when there is too little text for one training
-    and (if some is held out) one held-out sequence, or when the tokenizer has no end token.
+    ``evaluation`` documents replace the held-out share. ``folder``: directory for packed text, which otherwise stays in memory.
+    ``tell`` is called from time to time with the number of characters done. Raises UserError if the text is too short for one
+    training and (unless ``held_out`` is 0) one evaluation sequence, or if the tokenizer has no end token.
     """
 
-    def rows_of(some: Corpus | Iterable[str], name: str) -> Rows:
-        blocks = some.blocks() if isinstance(some, Corpus) else ((text, True) for text in some)
+    def rows_of(texts: Corpus | Iterable[str], name: str) -> Rows:
+        blocks = texts.blocks() if isinstance(texts, Corpus) else ((text, True) for text in texts)
         end, length = end_token(tokenizer), settings.length
         pieces = ids_of(blocks, own_tokens_only(tokenizer), tell)
         if settings.packing:
-            with write_errors(folder.parent if folder else Path(), REMEDY):  # what cannot be read is a UserError before
+            with writing(folder.parent if folder else Path(), REMEDY):  # read errors become a UserError inside
                 return _pack(pieces, end, length, None if folder is None else folder / name)
         return _pad(pieces, end, pad_token(tokenizer), length)
 
     advice = "Add text ({}) or lower data.sequence_length."
-    rows, own = rows_of(documents, STREAM), advice.format("data.text, data.max_bytes")
+    rows, text_advice = rows_of(documents, STREAM), advice.format("data.text, data.max_bytes")
     if evaluation is None:
-        return share_out(rows, settings, "the text", own)
-    other = rows_of(evaluation, f"evaluation-{STREAM}")
-    dataset = share_out(rows, replace(settings, held_out=0), "the text", own)
-    with write_errors(folder.parent if folder else Path(), REMEDY):
-        dataset = join_evaluation(dataset, other, "the text", advice.format("data.evaluation"), folder)
+        return share_out(rows, settings, "the text", text_advice)
+    evaluation_rows = rows_of(evaluation, f"evaluation-{STREAM}")
+    dataset = share_out(rows, replace(settings, held_out=0), "the text", text_advice)
+    with writing(folder.parent if folder else Path(), REMEDY):
+        dataset = join_evaluation(dataset, evaluation_rows, "the text", advice.format("data.evaluation"), folder)
     if folder is not None:
         for name in (STREAM, f"evaluation-{STREAM}"):
             (folder / name).unlink(missing_ok=True)
     return dataset
 
 
-def _pack(pieces: Iterable[tuple[Tokens, bool]], end: int, length: int, place: Path | None) -> Rows:
-    """One stream of all documents, in a file ``place`` or in memory; tokens and targets are overlapping views of it."""
+def _pack(pieces: Iterable[tuple[Tokens, bool]], end: int, length: int, path: Path | None) -> Rows:
+    """Pack all documents into one stream, in a file ``path`` or in memory; tokens and targets are overlapping views of it."""
     documents = 0
-    with io.BytesIO() if place is None else place.open("wb") as file:
+    with io.BytesIO() if path is None else path.open("wb") as file:
         for ids, ends in pieces:
             file.write(ids.tobytes())
             if ends:
                 file.write(np.int32(end).tobytes())
                 documents += 1
-        kept = file.getvalue() if isinstance(file, io.BytesIO) else b""
-    stream = np.frombuffer(kept, np.int32) if place is None else mapped(place)
+        content = file.getvalue() if isinstance(file, io.BytesIO) else b""
+    stream = np.frombuffer(content, np.int32) if path is None else mapped(path)
     return Rows(*overlapping(stream, length), f"{len(stream)} tokens in {documents} documents")
 
 
 def overlapping(stream: Tokens, length: int) -> tuple[Tokens, Tokens]:
-    """Tokens and targets [N, T] of one stream: sequence i holds tokens [iT, iT + T), and the targets are one further."""
+    """Tokens and targets [N, T] of one stream: sequence i holds tokens [iT, iT + T), and the targets are shifted by one."""
     count = max(len(stream) - 1, 0) // length
     tokens = stream[: count * length].reshape(count, length)
     return tokens, stream[1 : count * length + 1].reshape(count, length) if count else tokens
 
 
 def _pad(pieces: Iterable[tuple[Tokens, bool]], end: int, pad: int, length: int) -> Rows:
-    """One document per row; notes say how many documents were too short, or too long."""
+    """One document per row; the notes count documents that are too short or truncated."""
     parts: list[Tokens] = []
-    dropped, cut, begun = 0, 0, np.empty(0, np.int32)
+    dropped, cut, pending = 0, 0, np.empty(0, np.int32)
     for ids, ends in pieces:
-        begun = np.concatenate([begun, ids[: length + 1]])
+        pending = np.concatenate([pending, ids[: length + 1]])
         if not ends:
             continue
-        ids, begun = begun, begun[:0]
+        ids, pending = pending, pending[:0]
         if len(ids) < 2:
             dropped += 1
             continue
@@ -387,6 +388,6 @@ def _pad(pieces: Iterable[tuple[Tokens, bool]], end: int, pad: int, length: int)
         tokens[row, : len(part) - 1] = part[:-1]
         targets[row, : len(part) - 1] = part[1:]
     short = f"{dropped:,} documents of fewer than 2 tokens dropped"
-    long = f"{cut:,} documents are longer than a sequence and lose their ends (data.sequence_length = {length})"
+    long = f"{cut:,} documents are longer than a sequence and are truncated (data.sequence_length = {length})"
     notes = tuple(note for count, note in ((dropped, short), (cut, long)) if count)
     return Rows(tokens, targets, f"{len(parts)} documents of at least 2 tokens", notes)

@@ -1,7 +1,7 @@
-"""Token ids of data, kept on rank 0's machine and mapped into memory: a second start reads and tokenises nothing.
+"""Cache of tokenised data on rank 0's machine, memory-mapped: a restart neither reads nor tokenises the data again.
 
-An entry is a sealed folder of ``$XDG_CACHE_HOME/hetero_mpi/tokens`` (``~/.cache`` without the variable). Its name is a hash of all
-that decides its content. The entries that were not used for longest go when all together are larger than ``MOST_BYTES``. The folder
+An entry is a sealed folder of ``$XDG_CACHE_HOME/hetero_mpi/tokens`` (default ``~/.cache``), named by a hash of everything that
+determines its content. When the entries exceed ``MOST_BYTES``, the least recently used ones are removed. The folder
 may be deleted at any time.
 """
 
@@ -29,28 +29,28 @@ from hetero_mpi.util.disk import cache_folder, require_regular, write_errors
 from hetero_mpi.util.sealed import load_sealed, store_folder
 
 MOST_BYTES = 20_000_000_000
-_LAYOUT = 5
-"""Changes with what an entry holds, and with how text becomes tokens."""
+_VERSION = 5
+"""Incremented when the content of an entry or the tokenisation changes."""
 _SAMPLES, _SAMPLE_BYTES = 16, 65_536
-"""Parts of a file that are looked at; all of a file that is not larger than these."""
+"""Number and size of the hashed samples of a file; a smaller file is hashed completely."""
 _ABANDONED_S = 86_400.0
 _COLUMNS = {"tokens": np.int32, "targets": np.int32, "positions": np.int32, "answers": np.uint8, "weights": np.float32}
 T = TypeVar("T")
 
 
 def file_marks(paths: Sequence[Path]) -> list[Any]:
-    """Marks that tell files' content from another: name, size, time of change, and a hash of all of it or of samples.
+    """Fingerprints of files: name, size, modification time, and a hash of all or sampled content.
 
-    Raises UserError: one is no regular file.
+    Raises UserError if one is not a regular file.
     """
-    found = []
+    fingerprints = []
     for path in paths:
         require_regular(path)
         try:
-            found.append([str(path), *_mark_of(path)])
-        except OSError as error:  # whoever reads it says so
-            found.append([str(path), str(error)])
-    return found
+            fingerprints.append([str(path), *_mark_of(path)])
+        except OSError as error:  # reported when the file is read
+            fingerprints.append([str(path), str(error)])
+    return fingerprints
 
 
 def _mark_of(path: Path) -> tuple[int, int, str]:
@@ -69,38 +69,38 @@ def kept(
     read: Callable[[Path, Any], T],
     tell: Callable[[str], object],
 ) -> tuple[T, bool]:
-    """The content of the folder that ``fill`` has filled, now or in an earlier run with an equal ``key``: (it, was it there?).
+    """Return the content cached under ``key``, building it if necessary, and whether it was cached.
 
     Args:
-        key: JSON values; None: nothing is kept. What ``read`` maps from the folder stays readable.
-        fill: writes files, and returns values (JSON) to keep with them.
-        read: returns the content, from the folder and those values.
-        tell: gets a sentence about an entry that was damaged.
+        key: JSON values; None disables the cache. What ``read`` maps from the folder stays readable.
+        fill: writes files into the folder and returns JSON values to store with them.
+        read: returns the content, from the folder and the stored values.
+        tell: called with a message about a damaged entry.
 
-    Raises UserError: the files cannot be written.
+    Raises UserError if the files cannot be written.
     """
     if key is None or (root := _root()) is None:
         with tempfile.TemporaryDirectory(prefix="hetero_mpi-tokens-") as folder:
             return read(Path(folder), fill(Path(folder))), False
     libraries = [version(name) for name in ("tokenizers", "transformers", "jinja2")]
-    place = root / hashlib.sha256(json.dumps([_LAYOUT, libraries, *key], sort_keys=True).encode()).hexdigest()[:32]
-    contents = [content for content in (load_sealed(place, read, tell),) if content is not None]
+    entry = root / hashlib.sha256(json.dumps([_VERSION, libraries, *key], sort_keys=True).encode()).hexdigest()[:32]
+    contents = [content for content in (opened(entry, read, tell),) if content is not None]
 
-    def fill_and_read(folder: Path) -> Any:  # before another program can remove it
+    def fill_and_read(folder: Path) -> Any:  # read before another program can remove the entry
         values = fill(folder)
         contents.append(read(folder, values))
         return values
 
-    if not (there := bool(contents)):
-        store_folder(place, fill_and_read, REMEDY)
+    if not (was_cached := bool(contents)):
+        store(entry, fill_and_read, REMEDY)
     with contextlib.suppress(OSError):
-        os.utime(place)
-        _make_room(root, place)
-    return contents[0], there
+        os.utime(entry)
+        _evict(root, entry)
+    return contents[0], was_cached
 
 
 def _root() -> Path | None:
-    """The folder of all entries; None where it cannot be made."""
+    """The cache folder; None if it cannot be created."""
     root = cache_folder("tokens")
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -109,8 +109,8 @@ def _root() -> Path | None:
     return root if os.access(root, os.W_OK | os.X_OK) else None
 
 
-def _make_room(root: Path, used: Path) -> None:
-    """Remove what dead runs left, and the oldest entries of too many."""
+def _evict(root: Path, protected: Path) -> None:
+    """Remove remains of dead runs, then the least recently used entries until the cache fits ``MOST_BYTES``."""
     entries = []
     for folder in root.iterdir():
         with contextlib.suppress(OSError):
@@ -119,16 +119,16 @@ def _make_room(root: Path, used: Path) -> None:
                 shutil.rmtree(folder, ignore_errors=True)
             elif not folder.name.startswith("."):
                 entries.append((age, folder, sum(file.stat().st_size for file in folder.rglob("*"))))
-    left = sum(size for _, _, size in entries)
+    total_bytes = sum(size for _, _, size in entries)
     for _, folder, size in sorted(entries):
-        if left > MOST_BYTES and folder != used:
+        if total_bytes > MOST_BYTES and folder != protected:
             shutil.rmtree(folder, ignore_errors=True)
-            left -= size
+            total_bytes -= size
 
 
-def write_dataset(folder: Path, dataset: Dataset, told: dict[str, Any]) -> dict[str, Any]:
-    """Put a dataset into files of a folder; returns what is to be kept with them, and with it what else is ``told`` of the data
-    (JSON values). A stream lies there already. Raises UserError: the disk is full."""
+def write_dataset(folder: Path, dataset: Dataset, extra: dict[str, Any]) -> dict[str, Any]:
+    """Write a dataset into a folder that may already hold its token stream; returns the values to store with it, including
+    ``extra`` (further JSON values about the data). Raises UserError if the disk is full."""
     stream = (folder / STREAM).exists()
     names = ("train", "held_out") if stream else ("train", "held_out", *_COLUMNS)
     with write_errors(folder.parent, REMEDY):
@@ -137,12 +137,12 @@ def write_dataset(folder: Path, dataset: Dataset, told: dict[str, Any]) -> dict[
                 np.save(folder / f"{name}.npy", column)
     values = {name: getattr(dataset, name) for name in ("found", "notes", "parts", "seed")}
     length = dataset.tokens.shape[1] if stream else None
-    return {**values, "fingerprint": dataset.fingerprint(), "stream": length, "told": told}
+    return {**values, "fingerprint": dataset.fingerprint(), "stream": length, "told": extra}
 
 
 def read_dataset(folder: Path, values: dict[str, Any], ids: int) -> tuple[Dataset, dict[str, Any]]:
-    """The inverse of ``write_dataset``; the sequences are mapped from the files. Raises ValueError, or what numpy raises: they are
-    no dataset of token ids below ``ids``."""
+    """The inverse of ``write_dataset``; sequences are memory-mapped. Raises ValueError, or an error of numpy, if the files
+    are not a dataset with token ids below ``ids``."""
     if values["stream"] is not None:
         rows = Rows(*overlapping(mapped(folder / STREAM), values["stream"]))
     else:
@@ -153,8 +153,8 @@ def read_dataset(folder: Path, values: dict[str, Any], ids: int) -> tuple[Datase
     rows = replace(rows, found=values["found"], notes=tuple(values["notes"]))
     shares = {name: np.load(folder / f"{name}.npy") for name in ("train", "held_out")}
     parts = tuple((size, take) for size, take in values["parts"])
-    known = values["fingerprint"]
-    dataset = Dataset(**vars(rows), **shares, seed=values["seed"], parts=parts, known_fingerprint=known)
+    fingerprint = values["fingerprint"]
+    dataset = Dataset(**vars(rows), **shares, seed=values["seed"], parts=parts, known_fingerprint=fingerprint)
     _check(dataset, ids)
     return dataset, values["told"]
 

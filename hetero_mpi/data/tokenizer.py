@@ -1,4 +1,4 @@
-"""Tokenizers: trained on the corpus, loaded from a directory, saved beside the model, checked against the model."""
+"""Tokenizers: train, load and save them, encode texts, check the vocabulary against the model."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from hetero_mpi.util.errors import UserError
 T = TypeVar("T")
 
 END_TOKEN = "<|end|>"
-"""Ends a document, and pads (padding is never a target, so that one token can do both)."""
+"""Ends a document and serves as padding (padding is never a target, so one token suffices)."""
 
-_BATCH_CHARACTERS = 2_000_000
-"""Text handed to a tokenizer at once: enough for all its threads, little enough to keep its Python lists small."""
+_MIN_BATCH_CHARACTERS = 2_000_000
+"""Text per tokenizer call: enough for all its threads, small enough for the Python lists that it returns."""
 
 
 def bpe_split(texts: Sequence[str]) -> list[list[str]]:
-    """Texts as ``train_bpe`` splits them before it merges anything."""
+    """Split texts as ``train_bpe`` does before merging."""
     splitter = pre_tokenizers.ByteLevel(add_prefix_space=False)
     return [[part for part, _ in splitter.pre_tokenize_str(text)] for text in texts]
 
 
 def train_bpe(documents: Iterable[str], vocab_size: int, sequence_length: int | None = None) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer (as GPT-2's): lossless for any text, and the same for the same documents, whole or in pieces
-    that end where ``bpe_split`` does.
+    """Train a byte-level BPE tokenizer (as GPT-2's), lossless for any text.
 
-    ``vocab_size`` counts 256 bytes, the end token (id 0) and the merges; a small corpus allows fewer merges, which
-    :func:`vocabulary_note` puts into words. ``sequence_length`` becomes the saved tokenizer's ``model_max_length``.
+    The result is the same for whole documents and for pieces that end at ``bpe_split`` boundaries. ``vocab_size`` counts 256 bytes,
+    the end token (id 0) and the merges; a small corpus yields fewer (``vocabulary_note``). ``sequence_length`` sets the saved
+    ``model_max_length``.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -58,21 +58,21 @@ def train_bpe(documents: Iterable[str], vocab_size: int, sequence_length: int | 
     )
 
 
-def vocabulary_note(tokenizer: PreTrainedTokenizerFast, asked: int) -> str | None:
-    """A sentence for a person when the corpus gave fewer entries than were asked for, else None."""
-    if len(tokenizer) >= asked:
+def vocabulary_note(tokenizer: PreTrainedTokenizerFast, requested: int) -> str | None:
+    """A note for the user if the corpus yielded fewer entries than requested, else None."""
+    if len(tokenizer) >= requested:
         return None
     return (
-        f"the corpus allows {len(tokenizer):,} tokenizer entries of the {asked:,} asked for "
+        f"the corpus yields {len(tokenizer):,} tokenizer entries of the {requested:,} requested "
         "(tokenizer.train_vocab_size): no pair of tokens is left to merge"
     )
 
 
 @contextmanager
 def faults_named(what: str) -> Iterator[None]:
-    """Whatever the tokenizer's libraries raise becomes a UserError that says ``what``: their files may hold anything.
+    """Convert any error of the tokenizer libraries to a UserError that begins with ``what``: their files may hold anything.
 
-    They raise bare Exception for what they cannot parse or tokenise, and a panic of their Rust code is not even that.
+    The libraries raise bare Exception for unparsable input, and a panic of their Rust code is not even an Exception.
     """
     try:
         yield
@@ -83,14 +83,14 @@ def faults_named(what: str) -> Iterator[None]:
             raise
         raise UserError(
             "tokenizer.damaged",
-            f"{what}: {type(error).__name__}: {error}; its files may be damaged: get them again, or take another tokenizer",
+            f"{what}: {type(error).__name__}: {error}; its files may be damaged: download them again, or use another tokenizer",
         ) from error
 
 
 def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerFast:
-    """The tokenizer of a local directory; nothing is fetched and no code from the directory is run.
+    """Load the tokenizer of a local directory, without downloads and without running code from the directory.
 
-    Raises UserError when there is none, when it cannot be read, or when it has no ``tokenizer.json`` behind it.
+    Raises UserError if there is no tokenizer, if it cannot be read, or if it is not backed by ``tokenizer.json``.
     """
     directory = Path(directory)
     if not directory.is_dir():
@@ -112,7 +112,7 @@ def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerFast:
         tokenizer = AutoTokenizer.from_pretrained(
             directory, config=family, local_files_only=True, trust_remote_code=False
         )
-        # Half characters (lone surrogates) could not be written at the end.
+        # Reject lone surrogates now: saving the tokenizer would fail at the end of the run.
         json.dumps(getattr(tokenizer, "init_kwargs", None), ensure_ascii=False, default=str).encode()
     if not getattr(tokenizer, "is_fast", False):
         raise UserError(
@@ -123,7 +123,7 @@ def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerFast:
 
 
 def _family_of(path: Path) -> PreTrainedConfig | None:
-    """The keys of a model's ``config.json`` that the tokenizer's class depends on; others are checked where the model is read."""
+    """The keys of ``config.json`` that select the tokenizer's class; the other keys are checked with the model."""
     if not path.is_file():
         return None
     try:
@@ -137,13 +137,13 @@ def _family_of(path: Path) -> PreTrainedConfig | None:
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerFast, directory: str | Path) -> None:
-    """Write the tokenizer's files into ``directory`` (made when missing), for ``AutoTokenizer.from_pretrained``."""
+    """Write the tokenizer's files into ``directory`` (created if missing), for ``AutoTokenizer.from_pretrained``."""
     Path(directory).mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(str(directory))
 
 
 def own_tokens_only(tokenizer: PreTrainedTokenizerFast) -> Tokenizer:
-    """The tokenizer's engine without cutting and padding, which a tokenizer.json may ask for. A copy."""
+    """A copy of the tokenizer's backend without the truncation and padding that a tokenizer.json may request."""
     with faults_named("the tokenizer cannot be used"):
         engine = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         engine.no_truncation()
@@ -152,27 +152,27 @@ def own_tokens_only(tokenizer: PreTrainedTokenizerFast) -> Tokenizer:
 
 
 def encoded(engine: Tokenizer, texts: Sequence[str], special: bool = False) -> list[list[int]]:
-    """Token ids of each text; ``special``: with those that the tokenizer puts around. Raises UserError where it cannot do it."""
+    """Token ids of each text; ``special``: with the special tokens that the tokenizer adds. Raises UserError on failure."""
     with faults_named("the tokenizer cannot tokenise the text"):
         return [encoding.ids for encoding in engine.encode_batch_fast(list(texts), add_special_tokens=special)]
 
 
 def beginning(engine: Tokenizer) -> list[int]:
-    """The tokens that the tokenizer puts in front of every text (Llama's and Gemma's: one); mostly none."""
-    (whole,), (own,) = encoded(engine, ["a"], special=True), encoded(engine, ["a"])
-    return next((whole[:place] for place in range(len(whole)) if whole[place : place + len(own)] == own), [])
+    """The tokens that the tokenizer prepends to every text (one for Llama and Gemma, usually none)."""
+    (full,), (bare,) = encoded(engine, ["a"], special=True), encoded(engine, ["a"])
+    return next((full[:end] for end in range(len(full)) if full[end : end + len(bare)] == bare), [])
 
 
 def begun(engine: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
-    """Token ids of each text as the beginning of a document: behind :func:`beginning`, once."""
+    """Token ids of each text as the start of a document, with ``beginning`` prepended exactly once."""
     begin = beginning(engine)
     return [ids if ids[: len(begin)] == begin else [*begin, *ids] for ids in encoded(engine, texts)]
 
 
 def starts_of(engine: Tokenizer, text: str, count: int) -> list[int]:
-    """The characters of ``text`` at which its last ``count`` tokens begin, of a beginning token 0."""
+    """Positions in ``text`` at which its last ``count`` tokens begin; 0 for tokens that ``beginning`` prepends."""
     offsets = engine.encode(text, add_special_tokens=False).offsets
-    # Some tokenizers leave out the space in front of a token, which lies behind the token before it.
+    # Some tokenizers exclude the space before a token from its offsets; the space ends the previous token.
     starts = [min(first, last) for (first, _), (_, last) in zip(offsets, [(0, 0), *offsets], strict=False)]
     return [0] * (count - len(starts)) + starts
 
@@ -180,11 +180,11 @@ def starts_of(engine: Tokenizer, text: str, count: int) -> list[int]:
 _PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 _BYTES = {chr(byte): byte for byte in _PRINTABLE}
 _BYTES |= {chr(256 + n): byte for n, byte in enumerate(sorted({*range(256)} - {*_PRINTABLE}))}
-"""Letter of byte-level tokens -> the byte that it stands for (GPT-2's table)."""
+"""Letter of a byte-level token -> byte (GPT-2's table)."""
 
 
 def token_bytes(piece: str, text: str) -> bytes:
-    """The bytes of a token that is ``piece`` in the vocabulary, and prints ``text``: of a part of a character not those of text."""
+    """The bytes of the token ``piece``, which prints as ``text``; for part of a character ``text`` does not give them."""
     if "\N{REPLACEMENT CHARACTER}" not in text:
         return text.encode()
     if re.fullmatch("<0x[0-9A-F]{2}>", piece):
@@ -193,20 +193,20 @@ def token_bytes(piece: str, text: str) -> bytes:
 
 
 def in_batches(items: Iterable[T], characters: Callable[[T], int]) -> Iterator[list[T]]:
-    """``items`` in lists of as much text as is handed to a tokenizer at once."""
-    waiting: list[T] = []
+    """Group ``items`` into lists of up to one tokenizer call's text."""
+    batch: list[T] = []
     count = 0
     for item in items:
-        waiting.append(item)
+        batch.append(item)
         count += characters(item)
-        if count >= _BATCH_CHARACTERS:
-            yield waiting
-            waiting, count = [], 0
-    yield waiting
+        if count >= _MIN_BATCH_CHARACTERS:
+            yield batch
+            batch, count = [], 0
+    yield batch
 
 
 def end_token(tokenizer: PreTrainedTokenizerFast) -> int:
-    """The id of the token that ends documents and answers. Raises UserError when the tokenizer has none."""
+    """Id of the token that ends documents and answers. Raises UserError if the tokenizer has none."""
     end = tokenizer.eos_token_id
     if end is None:
         raise UserError(
@@ -218,33 +218,33 @@ def end_token(tokenizer: PreTrainedTokenizerFast) -> int:
 
 
 def pad_token(tokenizer: PreTrainedTokenizerFast) -> int:
-    """The id that fills sequences up: that of the end, where the tokenizer has none for it."""
+    """Id of the padding token: the end token if the tokenizer has none."""
     return end_token(tokenizer) if tokenizer.pad_token_id is None else int(tokenizer.pad_token_id)
 
 
 def add_tokens(tokenizer: PreTrainedTokenizerFast, plain: Sequence[str], special: Sequence[str]) -> list[str]:
-    """Give the tokenizer new tokens; returns remarks."""
-    known = tokenizer.get_vocab()
+    """Add new tokens to the tokenizer; returns notes for the user."""
+    old = tokenizer.get_vocab()
     tokenizer.add_tokens(list(plain))
     tokenizer.add_tokens(list(special), special_tokens=True)
-    new = [f"{text} ({tokenizer.convert_tokens_to_ids(text):,})" for text in (*plain, *special) if text not in known]
+    new = [f"{text} ({tokenizer.convert_tokens_to_ids(text):,})" for text in (*plain, *special) if text not in old]
     return [f"new tokens: {', '.join(new)}"] if new else []
 
 
 def rows_with_added(tokenizer: PreTrainedTokenizerFast, rows: int) -> int:
-    """Rows of an embedding of ``rows`` that grows for tokens which were added to its tokenizer, and for no others."""
+    """Rows of an embedding with ``rows`` rows after growing for tokens added to the tokenizer, and only for them."""
     vocabulary, added = tokenizer.get_vocab(), tokenizer.get_added_vocab()
     fits = all(number < rows for text, number in vocabulary.items() if text not in added)
     return max(rows, *(number + 1 for number in added.values())) if fits and added else rows
 
 
 def largest_id(tokenizer: PreTrainedTokenizerFast) -> int:
-    """The largest token id; -1: it has no tokens."""
+    """The largest token id; -1 without tokens."""
     return max(tokenizer.get_vocab().values(), default=-1)
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerFast, vocab_size: int) -> None:
-    """Raise UserError unless every id of the tokenizer has a row in an embedding of ``vocab_size`` rows."""
+    """Raise UserError unless every token id has a row in an embedding of ``vocab_size`` rows."""
     largest = largest_id(tokenizer)
     if largest >= vocab_size:
         raise UserError(

@@ -180,7 +180,7 @@ def test_only_the_split_is_fetched(home: Path, hub: type[Hub], monkeypatch: pyte
         read_records(["hf:org/x"])
     assert len(read_records(["hf:org/x"], tell=told.append).records) == len(ROWS)
     assert sorted(hub.asked) == ["README.md", *shards(2)]
-    assert told == [f"fetching hf:org/x from {constants.ENDPOINT} into {home}"]
+    assert told == [f"downloading hf:org/x from {constants.ENDPOINT} into {home}"]
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert len(prompts("hf:org/x")) == len(ROWS), "all of it is here now"
 

@@ -11,7 +11,7 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from hetero_mpi.data.answers import ChatTemplate, Rendered, rendered
-from hetero_mpi.data.chat_template import choose_template, marks_of
+from hetero_mpi.data.chat_template import answer_tokens, choose_template
 from hetero_mpi.data.messages import ChatMessage
 from hetero_mpi.data.record_shapes import BadRecord
 from hetero_mpi.data.tokenizer import own_tokens_only, train_bpe
@@ -124,7 +124,7 @@ def test_tokens_of_answers_are_those_of_all_beginnings(name: str) -> None:
         found = outcome(printer, messages)
         if isinstance(found, Rendered):
             whole += 1
-            (marks,) = marks_of(engine, [found])
+            (marks,) = answer_tokens(engine, [found])
             assert marks.spans == slow_marks(engine, found), messages
     assert whole > 5
 
@@ -135,7 +135,7 @@ def test_tokens_of_answers_that_the_template_marks(name: str) -> None:
     for seed in range(5):
         found = outcome(printer, chat(name, seed, 5 + seed))
         assert isinstance(found, Rendered) and found.marked
-        assert marks_of(engine, [found])[0].spans == slow_marks(engine, found)
+        assert answer_tokens(engine, [found])[0].spans == slow_marks(engine, found)
 
 
 def engines() -> dict[str, Tokenizer]:
@@ -170,5 +170,5 @@ def test_tokens_of_answers_for_tokenizers_of_all_kinds(name: str) -> None:
             some = [outcome(printer, chat(kind, seed, 5)) for seed in range(6)]
             kept = [one for one in some if isinstance(one, Rendered)]
             assert len(kept) > 3
-            for one, marks in zip(kept, marks_of(engine, kept), strict=True):
+            for one, marks in zip(kept, answer_tokens(engine, kept), strict=True):
                 assert marks.spans == slow_marks(engine, one), one

@@ -128,7 +128,7 @@ def test_keys_with_other_names(tmp_path: Path, name: str) -> None:
         *([row["query"], row["reply"]] for row in ROWS),
         ["Sky", "blue"],
     ]
-    assert found.unread == {"prompt (its own)": 3, "completion (its own)": 3}
+    assert found.unread == {"prompt (original)": 3, "completion (original)": 3}
     keys.check()
     swapped = OwnKeys({"prompt": "completion", "completion": "prompt"})
     (tmp_path / "c.jsonl").write_text(json.dumps({"prompt": "an answer", "completion": "a question"}))

@@ -78,10 +78,10 @@ def read(messages: list[dict[str, Any]], **keys: Any) -> tuple[Record, ...]:
     ("old", "new", "said", "expected"),
     [
         ("{% if message.role == 'assistant' %}", SYSTEMLESS, ("s: Be brief", "u: a", "a: b"),
-         "system says, in message 1 of 3 ('Be brief')"),
-        (SAID, "{{ message.content[:3] }}", ("u: red green", "a: b"), "the user says, in message 1 of 2 ('red green')"),
+         "system's text, in message 1 of 3 ('Be brief')"),
+        (SAID, "{{ message.content[:3] }}", ("u: red green", "a: b"), "the user's text, in message 1 of 2 ('red green')"),
         (SAID, "{% if loop.index0 != 2 %}" + SAID + "{% endif %}", ("u: red", "a: b", "u: red", "a: c"), "in message 3 of 4"),
-        (ANSWERED, "{{ message.content|upper }}", ("u: red", "a: green"), "the assistant says, in message 2 of 2"),
+        (ANSWERED, "{{ message.content|upper }}", ("u: red", "a: green"), "the assistant's text, in message 2 of 2"),
     ],
 )  # fmt: skip
 def test_messages_that_are_not_printed(old: str, new: str, said: tuple[str, ...], expected: str) -> None:

@@ -1,10 +1,10 @@
-"""Formats of record files, a module each: a file of ``[data] records`` is read by the module that its bytes or its name ask for.
+"""Formats of record files, one module each, selected by a file's first bytes or name.
 
-A module holds
+A module defines
 
-    BEGINS    tuple of bytes with which its files begin; () where nothing tells them
-    SUFFIXES  ends of the names of its files, which count where no module knows the bytes
-    read_records(path, keys, wanted) -> (place, JSON value) of every record, as ``record_files.values_of`` has them
+    BEGINS    tuple of magic bytes; () if the format has none
+    SUFFIXES  file name suffixes, used if no module recognises the bytes
+    read_records(path, keys, wanted) -> (position, JSON value) of every record, as ``record_files.values_of`` yields them
 
-Files that no module asks for are read as JSON. Packages beyond the project's own are imported inside ``read_records``.
+Other files are read as JSON. Packages beyond the project's dependencies are imported inside ``read_records``.
 """

@@ -11,14 +11,14 @@ from hetero_mpi.data.record_shapes import PAIRS, PREFERENCE, SPELLINGS, BadRecor
 from hetero_mpi.util.errors import UserError
 
 BEGINS, SUFFIXES = (b"PAR1",), (".parquet",)
-ROWS_AT_ONCE = 1000
-"""Rows of a parquet file that are in memory together."""
-_MESSAGES = {*SPELLINGS, *PREFERENCE, "prompt", "completion", "history"}
+BATCH_ROWS = 1000
+"""Rows of a parquet file to hold in memory at a time."""
+_MESSAGE_COLUMNS = {*SPELLINGS, *PREFERENCE, "prompt", "completion", "history"}
 """Keys that may hold messages."""
 
 
 def read_records(path: Path, keys: OwnKeys, wanted: Set[str]) -> Iterator[tuple[str, Any]]:
-    """The rows of a parquet file; of its columns, those that records have."""
+    """Rows of a parquet file, with only the columns that records use."""
     try:
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -43,10 +43,10 @@ def read_records(path: Path, keys: OwnKeys, wanted: Set[str]) -> Iterator[tuple[
                 raise UserError(
                     "records.empty", f"{path}: the file holds no records: it has no rows. Leave it out, or fill it."
                 )
-            unread = {name: True for name, key in read_as.items() if key not in wanted}  # there, and not looked at
-            rows = file.iter_batches(ROWS_AT_ONCE, columns=[name for name in columns if name not in unread])
+            unread = {name: True for name, key in read_as.items() if key not in wanted}  # present, but not read
+            rows = file.iter_batches(BATCH_ROWS, columns=[name for name in columns if name not in unread])
             for number, row in enumerate((row for batch in rows for row in batch.to_pylist()), start=1):
-                value = {name: _without_nulls(inner, read_as[name] in _MESSAGES) for name, inner in row.items()}
+                value = {name: _without_nulls(inner, read_as[name] in _MESSAGE_COLUMNS) for name, inner in row.items()}
                 yield f"{path}, row {number}", {**value, **unread}
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         reason = " ".join(str(error).split()).rstrip(".")
@@ -54,7 +54,7 @@ def read_records(path: Path, keys: OwnKeys, wanted: Set[str]) -> Iterator[tuple[
 
 
 def _without_nulls(value: Any, messages: bool = False) -> Any:
-    """A value without the keys that are null: all objects of a column have the same keys. Those of ``messages`` keep theirs."""
+    """Drop null keys from a value, as all objects of a column have the same keys. ``messages`` keep their own."""
     if isinstance(value, list):
         return [_without_nulls(inner, messages) for inner in value]
     if isinstance(value, dict):
