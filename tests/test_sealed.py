@@ -116,7 +116,7 @@ def shards(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Kept:
     def use(tell: Callable[[str], object]) -> object:
         cache = ShardCache(directory / "cache", contents.identity)
         if not cache.holds(3, contents.tensors):
-            cache.keep(3, tensors)
+            cache.add(3, tensors)
             assert cache.holds(3, contents.tensors)
         for remark in cache.remarks:
             tell(remark)

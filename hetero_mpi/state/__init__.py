@@ -1,1 +1,1 @@
-"""The state of a run: moved between ranks, written to checkpoints, kept as replicas."""
+"""Training state: redistribution between ranks, checkpoints, peer replicas."""

@@ -1,9 +1,9 @@
-"""Checkpoints and shards as files: their names, the newest whole checkpoint, which may go, and the writer of shards.
+"""Checkpoint and shard files: names, the newest valid checkpoint, retention, and the shards on a host.
 
 A *shard*, ``RUN/copies/rank-0002/step-00000120.5f2c09aa.h5``, is the part of a version (``state.State``) that one rank writes to
-its host's disk while a supervisor may have to start the run again: the rank's own part, and those of the ranks whose peer it is.
-So if a machine is lost with its disk, checkpoints included, its ranks' parts are on the disks of their peers. All shards of a
-version, and no others, bear its id, so shards of different moments, or of the same step taken twice, never make one whole.
+its host's disk if a supervisor can restart the run: the rank's own part, and the parts of the ranks that it is the peer of. If a
+machine is lost with its disk and the checkpoints on it, its ranks' parts are on the disks of their peers. All shards of
+a version share its id, so shards of different moments, or of one step taken twice, are never combined.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 LATEST = "latest"
-"""``--resume latest``: from the newest state in the run directory."""
+"""``--resume latest``: resume from the newest state in the run directory."""
 ANY = "any"
-"""Like ``LATEST``, or from the beginning where there is no state; the supervisor uses it."""
+"""Like ``LATEST``, but start from the beginning if there is no state; used by the supervisor."""
 _NAME = re.compile(r"step-(\d{8,})\.h5")
 SHARDS_NAME = "copies"
 _SHARD = re.compile(r"step-(\d{8,})\.([0-9a-f]{8})\.h5")
@@ -46,9 +46,9 @@ def checkpoint_path(directory: Path, step: int) -> Path:
 
 
 def newest_good(directory: Path) -> tuple[Path | None, list[tuple[Path, str]]]:
-    """The newest checkpoint that is whole, and the newer ones that were passed over, each with the reason.
+    """The newest valid checkpoint, and the newer ones that were skipped, each with the reason.
 
-    Every candidate is read through to compare its checksums. Without any checkpoint it is ``(None, [])``.
+    Reads every candidate completely to verify its checksums. Returns ``(None, [])`` if there are no checkpoints.
     """
     skipped: list[tuple[Path, str]] = []
     for path in _newest_first(directory):
@@ -59,16 +59,16 @@ def newest_good(directory: Path) -> tuple[Path | None, list[tuple[Path, str]]]:
     return None, skipped
 
 
-def find_checkpoint(run_dir: Path, wanted: str) -> Path:
-    """The checkpoint to resume from. ``wanted``: ``LATEST`` (or ``ANY``), or the path of a checkpoint file. Raises UserError: no
-    whole checkpoint is there.
+def find_checkpoint(run_dir: Path, choice: str) -> Path:
+    """The checkpoint to resume from. ``choice``: ``LATEST``, ``ANY`` or the path of a checkpoint. Raises UserError if no valid
+    checkpoint exists.
     """
-    if wanted not in (LATEST, ANY):
-        path = Path(wanted)
+    if choice not in (LATEST, ANY):
+        path = Path(choice)
         if not path.exists():
             raise UserError(
                 "checkpoint.missing",
-                f"{path}: no such checkpoint; `--resume latest` takes the newest one of the run directory",
+                f"{path}: no such checkpoint; `--resume latest` resumes from the newest one in the run directory",
             )
         damage = verify(path)
         if damage is not None:
@@ -77,16 +77,16 @@ def find_checkpoint(run_dir: Path, wanted: str) -> Path:
     directory = run_dir / "checkpoints"
     newest, skipped = newest_good(directory)
     if newest is None:
-        detail = "; ".join(f"passed over {path}: {reason}" for path, reason in skipped) or "it holds none"
+        detail = "; ".join(f"skipped {path}: {reason}" for path, reason in skipped) or "it contains none"
         raise UserError(
             "checkpoint.none_whole",
-            f"{directory}: no whole checkpoint to resume from ({detail}); start without --resume",
+            f"{directory}: no valid checkpoint to resume from ({detail}); start without --resume",
         )
     return newest
 
 
 def newest_readable(directory: Path) -> Path | None:
-    """The newest checkpoint whose metadata can be read; whether it is whole is not looked at."""
+    """The newest checkpoint with readable metadata; the tensors are not verified."""
     for path in _newest_first(directory):
         with contextlib.suppress(CheckpointError), CheckpointReader(path) as reader:
             if reader.metadata:
@@ -95,28 +95,27 @@ def newest_readable(directory: Path) -> Path | None:
 
 
 def prune(directory: Path, keep: int, keep_best: int = 0, just_written: Path | None = None) -> list[Path]:
-    """Remove all checkpoints but the ones below; return what was removed.
+    """Remove old checkpoints; returns the removed paths.
 
-    What stays: the ``keep`` newest, the ``keep_best`` with the lowest held-out loss of those that know theirs, and the newest
-    whole one. To find the last, the newest are read through, and only when there is something to remove; ``just_written``
-    names one that this process has just written, and which therefore is whole.
+    Keeps the ``keep`` newest, the ``keep_best`` with the lowest known evaluation loss, and the newest valid one. Candidates for
+    the last are verified only if there is something to remove; ``just_written`` is known to be valid.
     """
     assert keep >= 1, keep
-    found = _newest_first(directory)
-    if len(found) <= keep:
+    checkpoints = _newest_first(directory)
+    if len(checkpoints) <= keep:
         return []
-    good = just_written if just_written in found else newest_good(directory)[0]
+    newest_valid = just_written if just_written in checkpoints else newest_good(directory)[0]
     best = lowest_held_out(directory)[:keep_best] if keep_best else []
-    stays = {*found[:keep], *best, good}
-    removed = [path for path in found if path not in stays]
+    retained = {*checkpoints[:keep], *best, newest_valid}
+    removed = [path for path in checkpoints if path not in retained]
     _remove(removed)
     return removed
 
 
 def set_later_aside(run_dir: Path, step: int) -> None:
-    """Move checkpoints of steps after ``step`` out of the way, with a copy of the metrics of those steps; report where they are.
+    """Archive checkpoints of steps after ``step``, with a copy of the metrics, and report the new directory.
 
-    They belong to a run that this one does not continue, and would count as its newest. Raises UserError: they cannot be moved.
+    The resumed run does not continue them, yet they would count as its newest. Raises UserError if they cannot be moved.
     """
     number = 1
     while (target := run_dir / f"checkpoints-set-aside-{number}").exists():
@@ -131,17 +130,17 @@ def set_later_aside(run_dir: Path, step: int) -> None:
     except OSError as error:
         raise UserError(
             "resume.not_archived",
-            f"{run_dir} holds checkpoints of after step {step}, which could not be moved aside ({error.strerror}): make room "
+            f"{run_dir} contains checkpoints after step {step}, which could not be archived ({error.strerror}): free space "
             f"there, or move them yourself",
         ) from None
     for name in (METRICS_NAME, STEPS_NAME):
-        with contextlib.suppress(OSError):  # not there, or no room for a copy
+        with contextlib.suppress(OSError):  # missing, or no space for a copy
             shutil.copy2(run_dir / name, target / name)
-    say(f"Checkpoints of an earlier run from after step {step} are in {target} now")
+    say(f"Moved checkpoints of an earlier run after step {step} to {target}")
 
 
 def lowest_held_out(directory: Path) -> list[Path]:
-    """Checkpoints that know their held-out loss, the lowest first, the newest first among equals; damaged ones do not count."""
+    """Checkpoints with a known evaluation loss, lowest first, newest first among equals; damaged ones are ignored."""
     losses: list[tuple[float, Path]] = []
     for path in _newest_first(directory):
         try:
@@ -173,16 +172,16 @@ class Source:
     rank: int
     """The rank that can read it."""
     path: Path | None
-    """A checkpoint, which is all of the version, or a shard; None: copies in the rank's memory."""
+    """A checkpoint (the complete version) or a shard; None: copies in the rank's memory."""
     version_id: str
-    """Equal in all sources of a version, and in no others; "": a checkpoint."""
+    """Identifies the version; "" for a checkpoint."""
     step: int
     begun: str
-    """The id of its run (``new_run_id``); "": not known."""
+    """Id of the run (``new_run_id``); "" if unknown."""
     writer: int
     """The rank that wrote it."""
     names: frozenset[str]
-    """Parameters and constants of the model of which every tensor is in it."""
+    """Parameters and constants with all their tensors in this source."""
 
     @property
     def is_shard(self) -> bool:
@@ -194,37 +193,37 @@ def shard_path(run_dir: Path, rank: int, step: int, version_id: str) -> Path:
 
 
 def shards_on_disk(run_dir: Path, rank: int = 0) -> tuple[list[Source], list[tuple[Path, str]]]:
-    """The shards on the host of ``rank`` whose headers can be read; and the others, each with the reason."""
-    found: list[Source] = []
+    """Readable shards on the host of ``rank``, and the unreadable ones with the reason."""
+    shards: list[Source] = []
     skipped: list[tuple[Path, str]] = []
     for path, _ in _shards(run_dir):
         try:
             with CheckpointReader(path) as reader:
-                said = reader.metadata
-            own = said["version_id"], said["step"], said["begun"] or "", said["rank"], frozenset(said["names"])
-            found.append(Source(rank, path, *own))
+                head = reader.metadata
+            meta = head["version_id"], head["step"], head["begun"] or "", head["rank"], frozenset(head["names"])
+            shards.append(Source(rank, path, *meta))
         except CheckpointError as error:
             skipped.append((path, str(error)))
         except KeyError:
-            skipped.append((path, "a checkpoint, but no shard of a copy"))
-    return found, skipped
+            skipped.append((path, "a checkpoint, but not a shard"))
+    return shards, skipped
 
 
-def keep_versions(run_dir: Path, kept: Collection[str], sweep: bool = False) -> None:
-    """Remove this host's shards of all versions but ``kept``. Any number of ranks may do so at once, with the same ``kept``.
+def keep_versions(run_dir: Path, version_ids: Collection[str], sweep: bool = False) -> None:
+    """Remove this host's shards of all versions except ``version_ids``. Ranks may call it concurrently with equal ``version_ids``.
 
-    ``sweep``: also remove what dead processes were writing; only while nobody writes.
+    ``sweep``: also remove temporary files of dead processes; only while no rank is writing.
     """
-    _remove(path for path, version_id in _shards(run_dir) if version_id not in kept)
+    _remove(path for path, version_id in _shards(run_dir) if version_id not in version_ids)
     if sweep:
         _remove(_in_shard_folders(run_dir, ".*.h5.tmp-*"))
 
 
 def remove_shards(run_dir: Path) -> None:
-    """Remove all shards on this host: the run is over, or another one begins. Any number of ranks may do so at once."""
+    """Remove all shards on this host: the run has ended, or another one starts. Ranks may call it concurrently."""
     keep_versions(run_dir, (), sweep=True)
     for folder in (*_in_shard_folders(run_dir, ""), run_dir / SHARDS_NAME):
-        with contextlib.suppress(OSError):  # not there, or something of somebody else's in it
+        with contextlib.suppress(OSError):  # missing, or contains foreign files
             folder.rmdir()
 
 
@@ -235,16 +234,16 @@ def _shards(run_dir: Path) -> list[tuple[Path, str]]:
 
 
 def _in_shard_folders(run_dir: Path, pattern: str) -> list[Path]:
-    """Files of the ranks' folders; none where a folder does not exist, or another rank of the host removes it meanwhile."""
+    """Matching files in the ranks' folders; ignores folders that are missing or are being removed by another rank."""
     return [Path(path) for path in glob.glob(f"{glob.escape(str(run_dir / SHARDS_NAME))}/rank-*/{pattern}")]
 
 
 def _remove(paths: Iterable[Path]) -> None:
     for path in paths:
-        with contextlib.suppress(OSError):  # such as a directory of that name
+        with contextlib.suppress(OSError):  # e.g. a directory of that name
             path.unlink(missing_ok=True)
 
 
 def supervised() -> bool:
-    """Was this run started by a supervisor (``launch --elastic``) that can start it again?"""
+    """Whether a supervisor (``launch --elastic``) started this run and can restart it."""
     return START_VARIABLE in os.environ

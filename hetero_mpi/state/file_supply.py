@@ -1,14 +1,14 @@
-"""Supplies start weights from one copy of the files: ranks without the model directory get their layers' tensors from rank 0.
+"""Distribute initial weights from rank 0: ranks without the model directory receive their layers' tensors over the transport.
 
-Each rank reads its own disk if the model is there and equals rank 0's, else its shard cache. What it still lacks comes over the
-transport: raw bytes, in the files' own dtype and under their own names (the receiver converts them). The missing layers are
-gathered once, before anything is sent. All messages follow from them, the plan and the names:
+A rank reads its own disk if the model there equals rank 0's, else its shard cache. Layers in neither are sent by rank 0: raw bytes
+in the files' dtype and under their names (the receiver converts them). The missing layers are gathered once, before anything is
+sent; all messages follow from them, the plan and the names:
 
     receiver, per layer   post receives for the layer's tensors; send GO
-    rank 0, in turns     layer by layer, one of each receiver: wait for GO, read and send tensor by tensor
+    rank 0, round-robin   one layer of each receiver per round: wait for GO, read and send tensor by tensor
 
-So a receiver holds one layer and rank 0 two tensors, and ranks that read their own disks wait for nobody. A receiver that fails
-sends STOP instead, and rank 0 skips the rest of its layers.
+So a receiver holds one layer and rank 0 two tensors, and ranks with their own files never wait. A receiver that fails
+sends STOP instead, and rank 0 skips its remaining layers.
 """
 
 from __future__ import annotations
@@ -50,21 +50,21 @@ _WORD, _TENSOR = 1 << 13, (1 << 13) + 1
 _STOP, _GO = 0, 1
 _LINE_EVERY_S = 5.0
 _NAME = "tensors.safetensors"
-_REMEDY = "choose another [model] shard_cache, or leave it empty to keep nothing"
+_REMEDY = "choose another [model] shard_cache, or leave it empty for no cache"
 
 
 @dataclass(frozen=True)
 class FilesReport:
-    """The model's files on a rank, and those that it lacks."""
+    """Whether a rank has the model's files, and its missing layers."""
 
     lack: str | None = None
-    """Why it cannot read the model from its own disk; None: it can."""
+    """Why the rank cannot read the model from its own disk; None if it can."""
     missing: Sequence[int] = ()
-    """Layers that rank 0 must send it, in the order in which they are loaded."""
+    """Layers to receive from rank 0, in loading order."""
     cached: int = 0
-    """Layers that its shard cache holds."""
+    """Number of layers in its shard cache."""
     remarks: Sequence[str] = ()
-    """Entries of the cache that did not match."""
+    """Notes on invalid cache entries."""
 
 
 def open_start(
@@ -78,16 +78,17 @@ def open_start(
     cache_root: Path | None = None,
     kept: Collection[int] = (),
 ) -> tuple[Start, contextlib.AbstractContextManager[object]]:
-    """The start weights, and a context for the loading: if that fails, rank 0 is told. Collective over the
-    active ranks; rank 0 returns when the others have what they lack. Raises UserError: rank 0's files are missing or damaged, or a
-    rank's shard cache cannot be used; on rank 0 alone: a file has become shorter meanwhile. The receivers still wait then: the
-    caller must let it end the whole job.
+    """Open the initial weights. Collective over the active ranks; rank 0 returns when the other ranks have their layers.
+
+    Returns the weights and a context manager for loading them, which notifies rank 0 of a failure. Raises UserError if rank 0's
+    files are missing or damaged, or if a shard cache is unusable; on rank 0 alone if a file has been truncated meanwhile. In
+    this case the receivers are still waiting, so the caller must let the error end the whole job.
 
     Args:
-        rank: this rank's number in the plan.
-        directory: the model's directory; it must exist on rank 0. None: the weights are initialised from ``seed``.
-        cache_root: where ranks without the model keep what they receive; None: they keep nothing.
-        kept: layers that this rank has in memory and will not load.
+        rank: number of this rank in the plan.
+        directory: the model's directory, required on rank 0. None: initialise the weights from ``seed``.
+        cache_root: shard cache for received layers; None: no cache.
+        kept: layers that this rank has in memory and does not load.
     """
     if directory is None:
         return SeededStart(seed), contextlib.nullcontext()
@@ -107,26 +108,26 @@ def open_start(
     report = FilesReport()
     with world.collective_errors("looking for the model's files"):
         source: TensorSource | None = files
-        lack: str | None = None
+        reason: str | None = None
         if rank != 0:
-            source, lack = _own_files(directory, contents)
-            if lack is not None:
+            source, reason = _local_files(directory, contents)
+            if reason is not None:
                 cache = ShardCache(cache_root, contents.identity) if cache_root is not None else None
                 source = incoming = Incoming(transport, contents, directory, cache)
         assert source is not None
         start = FileStart(source, chain)
-        if incoming is not None and lack is not None:
-            needed = [layer for layer in needed_layers(chain, plan, rank) if layer not in kept]
-            report = incoming.look(lack, needed, start.keys_of_layer)
+        if incoming is not None and reason is not None:
+            load_order = [layer for layer in needed_layers(chain, plan, rank) if layer not in kept]
+            report = incoming.find_missing(reason, load_order, start.keys_of_layer)
     rows = [FilesReport(**row) for row in world.all_gather_json(asdict(report))]
     if files is not None:
-        world.current_action = "sending the model's files to ranks without them"
-        _send_all(world, transport, files, contents, start.keys_of_layer, rows)
+        world.doing = "sending the model's files to ranks without them"
+        _send_missing_layers(world, transport, files, contents, start.keys_of_layer, rows)
     return start, incoming if incoming is not None else contextlib.nullcontext()
 
 
 def needed_layers(chain: TransformersChain, plan: Plan, rank: int) -> list[int]:
-    """Layers whose tensors a rank loads, in that order: its stages', each with the embedding first where its head is tied to it."""
+    """Layers that a rank loads, in order: those of its stages, preceded by the embedding if the stage's head is tied to it."""
     layers: list[int] = []
     for _, _, stage in plan.numbered:
         if rank in stage.ranks:
@@ -136,21 +137,21 @@ def needed_layers(chain: TransformersChain, plan: Plan, rank: int) -> list[int]:
 
 
 class ShardCache:
-    """Tensors of one model that a rank without its directory has received, kept on the rank's own disk for the next start.
+    """Disk cache of the layers that a rank without the model directory has received, for the next start.
 
-        PATH/3f9a.../layer-00004/tensors.safetensors      the tensors of layer 4, as they came
+        PATH/3f9a.../layer-00004/tensors.safetensors      the tensors of layer 4, as received
 
-    The sub-directory's name begins the model's identity (``Contents.identity``). Each layer is a sealed folder (``sealed.py``). It
-    is used only if it is whole, of this model, and has the tensors that are wanted; else it is removed, with a remark, and the
-    tensors are received again. Ranks may share a directory, and a run may be ended at any time. Nothing is ever removed for being
-    old: a person may delete anything here.
+    The sub-directory is named by the start of the model's identity (``Contents.identity``). Each layer is a sealed folder
+    (``sealed.py``). An entry is used only if it is intact, belongs to this model and has exactly the requested tensors; otherwise
+    it is removed with a remark and received again. Ranks may share a directory, and a run may be killed at any time. Entries never
+    expire; the user may delete them.
 
     Attributes:
-        remarks: entries that were damaged, in words.
+        remarks: notes on damaged entries.
     """
 
     def __init__(self, root: Path, identity: str) -> None:
-        """:raises UserError: ``root`` cannot be a directory."""
+        """Raises UserError if ``root`` cannot be a directory."""
         self.directory = root / identity[:16]
         self.identity = identity
         self.remarks: list[str] = []
@@ -158,62 +159,56 @@ class ShardCache:
         with write_errors(self.directory, _REMEDY):
             self.directory.mkdir(parents=True, exist_ok=True)
 
-    def holds(self, layer: int, wanted: Mapping[str, ListedTensor]) -> bool:
-        """True: there is a sound entry with exactly these tensors. Reads all of it; what does not match is removed."""
+    def holds(self, layer: int, specs: Mapping[str, ListedTensor]) -> bool:
+        """Whether an intact entry has exactly these tensors. Reads it completely, and removes an invalid one."""
 
-        def read(place: Path, origin: Any) -> Mapping[str, StoredTensor]:
-            header = read_header(place / _NAME)
+        def read(folder: Path, origin: Any) -> Mapping[str, StoredTensor]:
+            header = read_header(folder / _NAME)
             if origin != [self.identity, layer]:
-                raise ValueError("it is of another model or layer")
-            if {n: (t.dtype, t.shape) for n, t in header.items()} != {n: (t.dtype, t.shape) for n, t in wanted.items()}:
-                raise ValueError("it holds other tensors than are needed now")
+                raise ValueError("it belongs to another model or layer")
+            if {n: (t.dtype, t.shape) for n, t in header.items()} != {n: (t.dtype, t.shape) for n, t in specs.items()}:
+                raise ValueError("its tensors differ from the requested ones")
             return header
 
-        header = load_sealed(self._place(layer), read, self.remarks.append)
+        header = opened(self._entry(layer), read, self.remarks.append)
         if header is not None:
             self._headers[layer] = header
         return header is not None
 
     def read(self, layer: int, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """The tensors of an entry that ``holds`` has found sound."""
+        """The tensors of an entry that ``holds`` has accepted."""
         return read_tensors({name: self._headers[layer][name] for name in names})
 
     def prepare(self, coming_bytes: int) -> None:
-        """Make sure, before anything is sent, that so much can be kept.
-
-        :raises UserError: the directory is not writable, or the disk too full.
-        """
-        with write_errors(self.directory, _REMEDY):
-            write_atomic(self.directory / "trial", b"x")
+        """Check that this many bytes can be stored, before any transfer. Raises UserError if the disk is read-only or too full."""
+        with writing(self.directory, _REMEDY):
+            write_whole(self.directory / "trial", b"x")
         (self.directory / "trial").unlink(missing_ok=True)
         free = free_bytes(self.directory)
         if free < coming_bytes + SPARE_BYTES:
             raise UserError(
                 "shard_cache.full",
-                f"the shard cache {self.directory} is to keep {coming_bytes:,} bytes, and {free:,} bytes are free there: "
-                f"delete what is old in {self.directory.parent}, or set another [model] shard_cache",
+                f"the shard cache {self.directory} needs {coming_bytes:,} bytes, but only {free:,} bytes are free: "
+                f"delete old entries in {self.directory.parent}, or set another [model] shard_cache",
             )
 
-    def keep(self, layer: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Write an entry.
-
-        :raises UserError: it cannot be written.
-        """
+    def add(self, layer: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Store a layer. Raises UserError if it cannot be written."""
 
         def fill(folder: Path) -> list[Any]:
             with write_errors(self.directory, _REMEDY):
                 write_tensors(folder / _NAME, tensors)
             return [self.identity, layer]
 
-        # Nothing is forced to the disk: what a power loss damages is found by its seal.
-        store_folder(self._place(layer), fill, _REMEDY, durable=False)
+        # No fsync: the seal reveals an entry that a power loss has damaged.
+        store(self._entry(layer), fill, _REMEDY, durable=False)
 
-    def _place(self, layer: int) -> Path:
+    def _entry(self, layer: int) -> Path:
         return self.directory / f"layer-{layer:05d}"
 
 
 class Incoming:
-    """A ``TensorSource`` on a rank without the files: its shard cache, and rank 0 for the rest. A context manager around the
+    """A ``TensorSource`` for a rank without the files: reads its shard cache, else receives from rank 0. A context manager around
     loading.
     """
 
@@ -228,21 +223,21 @@ class Incoming:
     def names(self) -> Mapping[str, ListedTensor]:
         return self._contents.tensors
 
-    def look(self, lack: str, needed: Sequence[int], keys_of_layer: Mapping[int, Sequence[str]]) -> FilesReport:
-        """Check which of the needed layers the cache holds, and that the rest can be kept. Local."""
+    def find_missing(self, lack: str, layers: Sequence[int], keys_of_layer: Mapping[int, Sequence[str]]) -> FilesReport:
+        """Find the layers that are missing from the cache, and check that the cache has space for them. Local."""
         remarks: Sequence[str] = ()
-        missing = list(needed)
+        missing = list(layers)
         if self._cache is not None:
-            missing = [layer for layer in needed if not self._cache.holds(layer, self._listed(keys_of_layer[layer]))]
+            missing = [layer for layer in layers if not self._cache.holds(layer, self._listed(keys_of_layer[layer]))]
             remarks = self._cache.remarks
             if missing:
                 coming = (tensor for layer in missing for tensor in self._listed(keys_of_layer[layer]).values())
                 self._cache.prepare(sum(tensor.bytes for tensor in coming))
         self._missing = deque(missing)
-        return FilesReport(lack, missing, len(needed) - len(missing), remarks)
+        return FilesReport(lack, missing, len(layers) - len(missing), remarks)
 
     def read_layer(self, layer: int, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """See ``TensorSource.read_layer``. Receives what is not in the cache, and keeps it there."""
+        """See ``TensorSource.read_layer``. Receives layers that are not cached, and caches them."""
         if layer not in self._missing:
             assert self._cache is not None
             return self._cache.read(layer, names)
@@ -251,12 +246,12 @@ class Incoming:
         for name, listed in self._listed(names).items():
             tensors[name] = torch.empty(listed.shape, dtype=getattr(torch, listed.dtype))
         requests = [self._transport.post_receive(0, _TENSOR, host_bytes(tensor)) for tensor in tensors.values()]
-        self._say(_GO)
+        self._send_word(_GO)
         for request in requests:
             self._transport.wait(request)
         self._missing.popleft()
         if self._cache is not None:
-            self._cache.keep(layer, tensors)
+            self._cache.add(layer, tensors)
         return tensors
 
     def __enter__(self) -> Incoming:
@@ -265,16 +260,16 @@ class Incoming:
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if self._missing and isinstance(error, UserError):
             self._missing.clear()
-            self._say(_STOP)
+            self._send_word(_STOP)
 
-    def _say(self, word: int) -> None:
+    def _send_word(self, word: int) -> None:
         self._transport.wait(self._transport.send(0, _WORD, np.array([word], np.uint8)))
 
     def _listed(self, names: Sequence[str]) -> dict[str, ListedTensor]:
         return {name: self._contents.tensors[name] for name in names}
 
 
-def _send_all(
+def _send_missing_layers(
     world: World,
     transport: Transport,
     files: ModelFiles,
@@ -282,27 +277,27 @@ def _send_all(
     keys_of_layer: Mapping[int, Sequence[str]],
     reports: Sequence[FilesReport],
 ) -> None:
-    """Rank 0: send every rank's missing layers, one of each rank in turn, and report it. ``reports``: of each rank of ``world``."""
+    """Rank 0: send missing layers to the ranks, one layer per rank and round, and report it. ``reports``: by rank of ``world``."""
     layer_bytes = {layer: sum(contents.tensors[key].bytes for key in keys) for layer, keys in keys_of_layer.items()}
-    by_number = dict(zip(world.numbers or range(world.size), reports, strict=True))
-    for (rank, report), host in zip(by_number.items(), world.hosts, strict=True):
+    report_by_rank = dict(zip(world.numbers or range(world.size), reports, strict=True))
+    for (rank, report), host in zip(report_by_rank.items(), world.hosts, strict=True):
         if report.lack is not None:
             size_bytes = sum(layer_bytes.get(layer, 0) for layer in report.missing)
-            say(*_lines(f"rank {rank} ({host})", rank, report, size_bytes))
-    turns = sorted((turn, rank, layer) for rank, r in by_number.items() for turn, layer in enumerate(r.missing))
+            say(*_report_lines(f"rank {rank} ({host})", rank, report, size_bytes))
+    turns = sorted((turn, rank, layer) for rank, r in report_by_rank.items() for turn, layer in enumerate(r.missing))
     if not turns:
         return
     total_bytes, sent_bytes = sum(layer_bytes.get(layer, 0) for _, _, layer in turns), 0
-    begun_s = shown_s = time.monotonic()
+    start_s = shown_s = time.monotonic()
     stopped: set[int] = set()
 
     def rate() -> str:
-        return units.bandwidth(sent_bytes / max(time.monotonic() - begun_s, 1e-9))
+        return units.bandwidth(sent_bytes / max(time.monotonic() - start_s, 1e-9))
 
     def messages() -> Iterator[tuple[int, int, Buffer]]:
         nonlocal sent_bytes, shown_s
         for _, rank, layer in turns:
-            if rank in stopped or _hear(transport, rank) == _STOP:
+            if rank in stopped or _receive_word(transport, rank) == _STOP:
                 stopped.add(rank)
                 continue
             for key in keys_of_layer.get(layer, ()):
@@ -315,18 +310,18 @@ def _send_all(
 
     send_in_order(transport, messages())
     if not stopped:
-        took = units.seconds(time.monotonic() - begun_s)
-        say(f"sent {units.size(sent_bytes)} of the model in {took} ({rate()})")
+        duration = units.seconds(time.monotonic() - start_s)
+        say(f"sent {units.size(sent_bytes)} of the model in {duration} ({rate()})")
 
 
-def _hear(transport: Transport, rank: int) -> int:
+def _receive_word(transport: Transport, rank: int) -> int:
     word = np.empty(1, np.uint8)
     transport.wait(transport.post_receive(rank, _WORD, word))
     return int(word[0])
 
 
-def _lines(who: str, rank: int, report: FilesReport, size_bytes: int) -> list[str]:
-    """``size_bytes``: of what is missing."""
+def _report_lines(who: str, rank: int, report: FilesReport, size_bytes: int) -> list[str]:
+    """Report lines of a rank; ``size_bytes``: size of its missing layers."""
     lines = [f"{who}: {remark}" for remark in report.remarks]
     sources = []
     if report.cached:
@@ -336,8 +331,8 @@ def _lines(who: str, rank: int, report: FilesReport, size_bytes: int) -> list[st
     return [*lines, f"{who}: {report.lack}; {', '.join(sources)}"]
 
 
-def _own_files(directory: Path, contents: DirectoryContents) -> tuple[ModelFiles | None, str | None]:
-    """(the model on this rank's disk, None); or (None, why rank 0's is used instead)."""
+def _local_files(directory: Path, contents: DirectoryContents) -> tuple[ModelFiles | None, str | None]:
+    """The model on this rank's disk, or None with the reason why it is not used."""
     if not directory.is_dir():
         return None, f"no {directory}"
     try:

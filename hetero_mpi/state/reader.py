@@ -1,4 +1,4 @@
-"""Reading a checkpoint: nothing is believed before its checksum was compared, and nothing opened before it was looked at."""
+"""Read and verify checkpoints: data is used only after its checksum matches, and objects are opened only after validation."""
 
 from __future__ import annotations
 
@@ -29,34 +29,34 @@ from hetero_mpi.state.hdf5 import (
 )
 
 MAX_METADATA_BYTES = 64 << 20
-"""Largest size of all texts and arrays of the metadata together; a profile with every link between 256 ranks has some 26 MB."""
+"""Maximum total size of the metadata; a profile of every link between 256 ranks takes some 26 MB."""
 MAX_JSON_VALUES = 1 << 22
-"""Largest number of values in a JSON text: in memory each takes up to a hundred times its length."""
+"""Maximum number of values in a JSON text: in memory a value takes up to a hundred times its text length."""
 _REQUIRED = ("step", "updates", "losses", "loss_scale", "job")
-"""Keys of every checkpoint: without them nothing can go on from it."""
+"""Keys that every checkpoint must have for training to continue from it."""
 _REQUIRED_OF_SHARDS = (*_REQUIRED, "begun", "rank", "names", "skipped", "skips_in_a_row", "higher_in_a_row")
-"""Keys of every local shard, which is recognised by its ``version_id``."""
+"""Keys that every local shard must have; a shard is recognised by its ``version_id``."""
 
 
 @dataclass(frozen=True)
 class CheckpointContents:
-    """The content of a file that is whole, counted."""
+    """Counts of a valid file's contents."""
 
     tensors: int
-    """Number of all kinds."""
+    """Number of tensors of all kinds."""
     parameters: int
-    """Tensors that are parameters."""
+    """Number of parameters."""
     numbers: int
-    """In all parameters."""
+    """Number of elements in all parameters."""
     dtypes: frozenset[str]
 
 
 class CheckpointReader:
-    """A whole checkpoint, opened for reading; used as a context manager.
+    """An open checkpoint; a context manager.
 
-    Raises CheckpointError, on opening, for a file that is missing, truncated, unfinished, not HDF5, not a checkpoint of
-    this program or of a newer format; on reading, for a dataset that is missing, is not laid out as this format does it, whose
-    checksum does not match, or from whose numbers no run can go on. Whatever a file holds, it raises nothing else.
+    Raises CheckpointError on opening a file that is missing, truncated, unfinished, not HDF5, not a checkpoint of this program or
+    of a newer format; on reading a dataset that is missing, has another layout, fails its checksum, or has numbers that training
+    cannot continue from. No content of a file makes it raise anything else.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -64,7 +64,7 @@ class CheckpointReader:
         self._file: Any = None
         self._file_bytes = 0
         self.writer = ""
-        """Program and format that wrote the file: ``hetero_mpi 0.1.0, format 1``."""
+        """Program and format version that wrote the file: ``hetero_mpi 0.1.0, format 1``."""
         self._metadata: dict[str, Any] | None = None
         self._groups: dict[str, Any] = {}
 
@@ -88,51 +88,51 @@ class CheckpointReader:
             self._file = None
 
     def held_out_loss(self) -> float | None:
-        """Held-out loss at the checkpoint's step, nats per token; None where it was not measured. Reads nothing else."""
+        """Evaluation loss at the checkpoint's step, nats per token; None if not measured. Reads nothing else."""
         with damage_named(self.path, METADATA):
             value = hdf5.attribute(self._groups[METADATA], "held_out_loss")
             return None if value is None else float(value)
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """The writer's ``metadata``, with the same types (tuples come back as lists)."""
+        """The writer's ``metadata`` with the same types (tuples become lists)."""
         if self._metadata is None:
             with damage_named(self.path, METADATA):
                 group = self._groups[METADATA]
-                found, names = hdf5.attributes(group), hdf5.names(group)
+                values, names = hdf5.attributes(group), hdf5.names(group)
                 opened = {name: hdf5.open_dataset(group, name, self._file_bytes) for name in names}
                 if sum(stored.bytes for stored in opened.values()) > MAX_METADATA_BYTES:
                     raise ValueError(f"more than {MAX_METADATA_BYTES:,} bytes of metadata")
             for name, stored in opened.items():
                 with damage_named(self.path, f"{METADATA}/{name}"):
-                    found[name] = _metadata_value(stored)
+                    values[name] = _metadata_value(stored)
             with damage_named(self.path, METADATA):
-                _check_metadata(found)
-            self._metadata = found
+                _check_metadata(values)
+            self._metadata = values
         return self._metadata
 
     def told(self, key: str) -> Any:
-        """An entry of the metadata. Raises CheckpointError where there is none."""
+        """An entry of the metadata. Raises CheckpointError if it is missing."""
         if key not in self.metadata:
             raise CheckpointError(
                 "checkpoint.metadata_missing",
-                f"{self.path}: {key} is missing from the metadata. Take another checkpoint.",
+                f"{self.path}: {key} is missing from the metadata. Use another checkpoint.",
             )
         return self.metadata[key]
 
     def names(self, kind: str) -> tuple[str, ...]:
-        """Names stored under one of ``KINDS``, sorted."""
+        """Sorted names under one of ``KINDS``."""
         assert kind in KINDS, kind
         with damage_named(self.path, kind):
             return hdf5.names(self._groups[kind]) if kind in self._groups else ()
 
     def shape(self, kind: str, name: str) -> tuple[int, ...]:
-        """The tensor's shape; no data is read."""
+        """Shape of a tensor, without reading its data."""
         with damage_named(self.path, f"{kind}/{name}"):
             return self._tensor(kind, name).shape
 
     def dtype(self, kind: str, name: str) -> str:
-        """The tensor's dtype, e.g. ``bfloat16``; no data is read."""
+        """Dtype of a tensor, e.g. ``bfloat16``, without reading its data."""
         with damage_named(self.path, f"{kind}/{name}"):
             return self._tensor(kind, name).dtype
 
@@ -141,41 +141,41 @@ class CheckpointReader:
         with damage_named(self.path, f"{kind}/{name}"):
             stored = self._tensor(kind, name)
             array: NDArray[Any] = np.empty(stored.shape, STORAGE[stored.dtype])
-            self._compare(kind, name, stored, _read(stored, array.reshape(-1)))
+            self._check_tensor(kind, name, stored, _read_pieces(stored, array.reshape(-1)))
         return array, stored.dtype
 
     def check_all(self) -> CheckpointContents:
-        """Read everything once, in the memory of one piece. Raises CheckpointError unless a run can go on from it."""
+        """Verify the complete file in the memory of one piece. Raises CheckpointError unless training can continue from it."""
         names = {kind: self.names(kind) for kind in KINDS}
         with damage_named(self.path):
-            told = self.metadata["job"]["train"]
-            ways = {moments.TWO, moments.EIGHT_BIT, *moments.OF_OPTIMIZER.get(told.get("optimizer", "adamw"), ())}
-            alike = len(ways) > 2 or names["moments1"] == names["moments2"]
-            if not alike or not {*names["moments1"], *names["moments2"]} <= {*names["parameters"]}:
-                raise ValueError("the moments are not those of the parameters")
+            train = self.metadata["job"]["train"]
+            forms = {moments.TWO, moments.EIGHT_BIT, *moments.OF_OPTIMIZER.get(train.get("optimizer", "adamw"), ())}
+            is_consistent = len(forms) > 2 or names["moments1"] == names["moments2"]
+            if not is_consistent or not {*names["moments1"], *names["moments2"]} <= {*names["parameters"]}:
+                raise ValueError("the moments do not match the parameters")
             packed = [
                 tuple(n for n in names[kind] if self.dtype(kind, n) == "uint8") for kind in ("moments1", "moments2")
             ]
             if packed != [names[kind] for kind in SCALES]:
-                raise ValueError("the scales are not those of the moments in 8 bits")
-        left, found = self._file_bytes, dict[tuple[str, str], Stored]()
+                raise ValueError("the scales do not match the 8-bit moments")
+        bytes_left, datasets = self._file_bytes, dict[tuple[str, str], Stored]()
         for kind, of_kind in names.items():
             for name in of_kind:
                 with damage_named(self.path, f"{kind}/{name}"):
-                    found[kind, name] = stored = self._tensor(kind, name)
-                    left -= stored.bytes
-                    if left < 0:
-                        raise ValueError("the datasets together are larger than the file")
-                    own = found["parameters", name].shape
-                    fitting = [moments.kept(way, own).get(kind, (None, "")) for way in ways]
-                    if kind != "parameters" and stored.shape not in [shape for shape, _ in fitting]:
-                        raise ValueError("its shape is not that of the parameter")
-        for (kind, name), stored in found.items():
+                    datasets[kind, name] = stored = self._tensor(kind, name)
+                    bytes_left -= stored.bytes
+                    if bytes_left < 0:
+                        raise ValueError("the datasets are larger in total than the file")
+                    parameter_shape = datasets["parameters", name].shape
+                    expected = [moments.kept(form, parameter_shape).get(kind, (None, "")) for form in forms]
+                    if kind != "parameters" and stored.shape not in [shape for shape, _ in expected]:
+                        raise ValueError("its shape does not match the parameter")
+        for (kind, name), stored in datasets.items():
             with damage_named(self.path, f"{kind}/{name}"):
-                self._compare(kind, name, stored, _read(stored))
-        numbers = sum(math.prod(stored.shape) for (kind, _), stored in found.items() if kind == "parameters")
-        dtypes = frozenset(stored.dtype for stored in found.values())
-        return CheckpointContents(len(found), len(names["parameters"]), numbers, dtypes)
+                self._check_tensor(kind, name, stored, _read_pieces(stored))
+        numbers = sum(math.prod(stored.shape) for (kind, _), stored in datasets.items() if kind == "parameters")
+        dtypes = frozenset(stored.dtype for stored in datasets.values())
+        return CheckpointContents(len(datasets), len(names["parameters"]), numbers, dtypes)
 
     def _tensor(self, kind: str, name: str) -> Stored:
         try:
@@ -183,27 +183,27 @@ class CheckpointReader:
         except LookupError:
             raise CheckpointError(
                 "checkpoint.dataset_missing",
-                f"{self.path}: dataset {kind}/{name} is missing: the checkpoint is of another model.",
+                f"{self.path}: dataset {kind}/{name} is missing: the checkpoint belongs to another model.",
             ) from None
         if stored.dtype == TEXT:
-            raise TypeError("a text instead of numbers")
+            raise TypeError("text instead of numbers")
         return stored
 
-    def _compare(self, kind: str, name: str, stored: Stored, summary: hdf5.Summary) -> None:
-        _compare_checksum(stored, summary.crc32)
+    def _check_tensor(self, kind: str, name: str, stored: Stored, summary: hdf5.Summary) -> None:
+        _check_crc32(stored, summary.crc32)
         trained = kind != "parameters" or name in {*self.names("moments1"), *self.names("moments2")}
         problem = summary.problem(kind, trained)
         if problem is not None:
             raise ValueError(problem)
 
     def _check_header(self) -> None:
-        place = self._file.id
-        if hdf5.attribute(place, "format") != hdf5.FORMAT.encode():
+        root = self._file.id
+        if hdf5.attribute(root, "format") != hdf5.FORMAT.encode():
             raise CheckpointError(
                 "checkpoint.foreign_hdf5", f"{self.path}: an HDF5 file, but not a checkpoint of hetero_mpi."
             )
-        version = int(hdf5.attribute(place, "format_version"))
-        program = f"hetero_mpi {hdf5.attribute(place, 'program_version').decode()}"
+        version = int(hdf5.attribute(root, "format_version"))
+        program = f"hetero_mpi {hdf5.attribute(root, 'program_version').decode()}"
         self.writer = f"{program}, format {version}"
         if version > hdf5.FORMAT_VERSION:
             raise CheckpointError(
@@ -211,19 +211,19 @@ class CheckpointReader:
                 f"{self.path}: format version {version}, written by {program}; this program reads versions "
                 f"up to {hdf5.FORMAT_VERSION}. Install {program} or newer.",
             )
-        if hdf5.attribute(place, "finished") is None:
+        if hdf5.attribute(root, "finished") is None:
             raise CheckpointError(
-                "checkpoint.unfinished", f"{self.path}: the checkpoint was never finished. Resume from an older one."
+                "checkpoint.unfinished", f"{self.path}: the checkpoint is incomplete. Resume from an older one."
             )
-        hdf5.names(place)
+        hdf5.names(root)
         self._groups = {
-            name: hdf5.open_group(place, name) for name in (*KINDS, METADATA) if version >= hdf5.SINCE.get(name, 1)
+            name: hdf5.open_group(root, name) for name in (*KINDS, METADATA) if version >= hdf5.SINCE.get(name, 1)
         }
-        self._file_bytes = place.get_filesize()
+        self._file_bytes = root.get_filesize()
 
 
 def verify(path: str | os.PathLike[str]) -> str | None:
-    """Read everything once, and compare checksums and values. None: a run can go on from it; else the reason why not."""
+    """Verify a complete file. Returns None if training can continue from it, else the reason why not."""
     try:
         with CheckpointReader(path) as reader:
             reader.check_all()
@@ -233,18 +233,18 @@ def verify(path: str | os.PathLike[str]) -> str | None:
 
 
 def _metadata_value(stored: Stored) -> Any:
-    """An array, a text or what a JSON text says."""
+    """An array, a text or a parsed JSON text."""
     content = hdf5.attribute(stored.id, "content")
     if content is None:
         array: NDArray[Any] = np.empty(stored.shape, STORAGE[stored.dtype])
-        _compare_checksum(stored, _read(stored, array.reshape(-1)).crc32)
+        _check_crc32(stored, _read_pieces(stored, array.reshape(-1)).crc32)
         return array
     if stored.dtype != TEXT or stored.shape:
         raise TypeError("it is not a single text")
     text = np.empty((), f"S{stored.bytes}")
     stored.id.read(h5py.h5s.ALL, h5py.h5s.ALL, text, stored.type)
     raw: bytes = text.item()  # without the padding
-    _compare_checksum(stored, hdf5.crc32(np.frombuffer(raw, np.uint8)))
+    _check_crc32(stored, hdf5.crc32(np.frombuffer(raw, np.uint8)))
     if content != b"json":
         return raw.decode()
     if raw.count(b",") + raw.count(b"[") + raw.count(b"{") > MAX_JSON_VALUES:
@@ -252,8 +252,8 @@ def _metadata_value(stored: Stored) -> Any:
     return json.loads(raw)
 
 
-def _read(stored: Stored, flat: NDArray[Any] | None = None) -> hdf5.Summary:
-    """Read a dataset in pieces, into ``flat``, or each into the place of the one before it."""
+def _read_pieces(stored: Stored, flat: NDArray[Any] | None = None) -> hdf5.Summary:
+    """Read a dataset in pieces, into ``flat`` or into one reused buffer, and summarise it."""
     space, item, summary = stored.id.get_space(), STORAGE[stored.dtype], hdf5.Summary(stored.dtype)
     buffer: NDArray[Any] = np.empty(max(1, PIECE_BYTES // item.itemsize), item) if flat is None else flat
     begin = 0
@@ -268,35 +268,37 @@ def _read(stored: Stored, flat: NDArray[Any] | None = None) -> hdf5.Summary:
     return summary
 
 
-def _compare_checksum(stored: Stored, actual: int) -> None:
+def _check_crc32(stored: Stored, actual: int) -> None:
     expected = hdf5.attribute(stored.id, "crc32")
     if type(expected) is not int:
-        raise TypeError("it bears no CRC-32")
+        raise TypeError("it has no CRC-32")
     if actual != expected:
-        raise ValueError(f"its CRC-32 is {actual:08x}, and {expected:08x} was written")
+        raise ValueError(f"its CRC-32 is {actual:08x}, expected {expected:08x}")
 
 
 # ---------------------------------------------------------------------------------------------------------------- metadata
-def _check_metadata(found: Mapping[str, Any]) -> None:
-    """Check all keys. Raises ValueError with the key, its value and the rule."""
-    missing_keys = [key for key in (_REQUIRED_OF_SHARDS if "version_id" in found else _REQUIRED) if key not in found]
+def _check_metadata(metadata: Mapping[str, Any]) -> None:
+    """Validate all metadata. Raises ValueError with the key, its value and the rule."""
+    missing_keys = [
+        key for key in (_REQUIRED_OF_SHARDS if "version_id" in metadata else _REQUIRED) if key not in metadata
+    ]
     if missing_keys:
         raise ValueError(f"{', '.join(missing_keys)} missing from the metadata")
     for keys, (fits, rule) in _RULES.items():
         for key in keys.split():
-            if key in found and not fits(found[key]):
-                raise _broken_rule(key, found[key], rule)
+            if key in metadata and not fits(metadata[key]):
+                raise _broken_rule(key, metadata[key], rule)
     for key in ("train", "data"):
-        if not isinstance(found["job"].get(key), dict):
-            raise _broken_rule(f"job.{key}", found["job"].get(key), "a table")
-    step, updates, losses = found["step"], found["updates"], len(found["losses"])
+        if not isinstance(metadata["job"].get(key), dict):
+            raise _broken_rule(f"job.{key}", metadata["job"].get(key), "a table")
+    step, updates, losses = metadata["step"], metadata["updates"], len(metadata["losses"])
     if updates > step or losses != step:
-        raise ValueError(f"step = {step} with {updates} updates and {losses} losses: must have as many losses")
+        raise ValueError(f"step = {step} with {updates} updates and {losses} losses: must have one loss per step")
 
 
 def _broken_rule(key: str, value: Any, rule: str) -> ValueError:
-    said = repr(value)
-    return ValueError(f"{key} = {said if len(said) < 80 else said[:77] + '...'}: must be {rule}")
+    text = repr(value)
+    return ValueError(f"{key} = {text if len(text) < 80 else text[:77] + '...'}: must be {rule}")
 
 
 def _is_count(value: Any) -> bool:
@@ -323,18 +325,18 @@ def _is_names(value: Any) -> bool:
 
 _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "step updates skipped skips_in_a_row higher_in_a_row rank": (_is_count, "a whole number, 0 or more"),
-    # Infinite or NaN: steps skipped.
+    # Infinite or NaN in skipped steps.
     "losses": (lambda value: _is_array(value, np.float64, 1), "a list of float64 numbers"),
     "reference": (lambda value: value is None or _is_array(value, np.float32, 2), "a table of float32 numbers"),
-    "loss_scale": (_is_scale, "a positive number and a count"),
+    "loss_scale": (_is_scale, "a positive number and a counter"),
     "held_out_loss": (_is_number, "a number"),
-    "lowest_loss": (lambda value: value is None or _is_number(value), "a number, or nothing"),
+    "lowest_loss": (lambda value: value is None or _is_number(value), "a number, or null"),
     "job model_config generation_config versions": (lambda value: isinstance(value, dict), "a table"),
     "data_fingerprint version_id": (lambda value: isinstance(value, str), "a text"),
     "base_model run begun newest_checkpoint good_checkpoint": (
         lambda value: value is None or isinstance(value, str),
-        "a text, or nothing",
+        "a text, or null",
     ),
     "names": (_is_names, "a list of texts"),
 }
-"""Keys -> (test of their values, the rule in words)."""
+"""Keys -> (check of their values, description of the rule)."""

@@ -1,9 +1,8 @@
-"""The tensors that trainers train, whole, whoever holds parts of them; and moving them from ranks that have them to ranks that need
-them, a few at a time.
+"""Redistribute tensors of the training state from the ranks that have them to the ranks that need them, a few at a time.
 
-One mechanism serves saving, writing the model, and restoring under another plan: from a checkpoint, from the ranks that held the
-layers before, or from copies on other ranks. Who has and who needs a tensor is a function of the plans. So all ranks make the same
-list, and walk it in the same order without negotiation.
+The same mechanism saves, exports the model, and restores under another plan: from a checkpoint, from the ranks that held the
+layers before, or from copies on other ranks. The plans determine which ranks have and need a tensor, so all ranks compute
+the same list of transfers and walk it in one order without negotiation. Transferred tensors are complete, not sharded.
 """
 
 from __future__ import annotations
@@ -36,26 +35,26 @@ class TensorShard:
     """A named tensor and the ranks that hold it."""
 
     kind: str
-    """The kind in a checkpoint: one of ``checkpoint.KINDS``."""
+    """Its kind in a checkpoint, one of ``checkpoint.KINDS``."""
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     owner: int
-    """The rank that owns it: where it is taken from."""
+    """The rank that provides the tensor."""
     others: tuple[int, ...] = ()
-    """Further ranks that need it: of a parameter, all that hold it."""
+    """Other ranks that need it; for a parameter, all ranks that hold it."""
     group: tuple[int, ...] = ()
-    """The ranks that hold the owner's stage together with it, each perhaps with a part: they give theirs to the owner when it takes
-    the tensor, and need all of it to cut theirs."""
+    """The tensor-parallel ranks of the owner's stage, each possibly with a shard: they send their shards to the owner when it
+    assembles the tensor, and need the complete tensor to cut theirs."""
 
     def among(self, ranks: Sequence[int]) -> TensorShard:
-        """The same with its ranks numbered by their places in ``ranks``."""
+        """The same shard with ranks renumbered by their positions in ``ranks``."""
         owner, group = ranks.index(self.owner), tuple(map(ranks.index, self.group))
         return replace(self, owner=owner, others=(), group=group)
 
     @property
     def dtype_name(self) -> str:
-        """The name in a checkpoint."""
+        """Dtype name in a checkpoint."""
         return str(self.dtype).removeprefix("torch.")
 
     @property
@@ -66,7 +65,7 @@ class TensorShard:
 def held_as(
     tuning: Tuning, spec: ParameterSpec, kind: str, dtype: torch.dtype = torch.float32
 ) -> tuple[tuple[int, ...], torch.dtype] | None:
-    """(shape, dtype) of what there is of a kind for a tensor; None: nothing. ``dtype``: of parameters."""
+    """(shape, dtype) of a tensor's state of a kind; None if there is none. ``dtype``: dtype of parameters."""
     if kind == "parameters":
         return spec.shape, dtype
     if spec.name not in tuning.trainable or spec.name in tuning.still:
@@ -78,242 +77,242 @@ def held_as(
 def tensor_shards(
     tuning: Tuning, plan: Plan, kinds: Iterable[str], dtype: torch.dtype = torch.float32
 ) -> list[TensorShard]:
-    """All tensors of the given kinds, in the model's order, layer by layer. Constants are parameters in fp32, without moments."""
-    held, owner, kinds = holders(plan), parameter_owners(tuning, plan), tuple(kinds)
+    """All tensors of the given kinds, layer by layer in model order. Constants are fp32 parameters without moments."""
+    holders_by_layer, owner, kinds = holders(plan), parameter_owners(tuning, plan), tuple(kinds)
     groups = {stage.ranks[0]: stage.ranks for _, _, stage in plan.numbered if stage.grouped}
     specs = [(spec, dtype) for spec in tuning.trainable.values()]
     specs += [(spec, torch.float32) for spec in tuning.constants.values()]
-    specs.sort(key=lambda one: one[0].layer)  # stable: the model's order within a layer
-    found = []
-    for spec, own in specs:
-        first = owner.get(spec.name, held[spec.layer][0])
-        others = tuple(rank for rank in held[spec.layer] if rank != first)
+    specs.sort(key=lambda row: row[0].layer)  # stable: keeps model order within a layer
+    shards = []
+    for spec, spec_dtype in specs:
+        first = owner.get(spec.name, holders_by_layer[spec.layer][0])
+        other_ranks = tuple(rank for rank in holders_by_layer[spec.layer] if rank != first)
         for kind in kinds:
-            there = held_as(tuning, spec, kind, own)
-            if there is not None:
+            stored = held_as(tuning, spec, kind, spec_dtype)
+            if stored is not None:
                 group = groups.get(first, ())
-                needing = others if kind == "parameters" else group[1:]
-                found.append(TensorShard(kind, spec.name, *there, first, needing, group))
-    return found
+                receivers = other_ranks if kind == "parameters" else group[1:]
+                shards.append(TensorShard(kind, spec.name, *stored, first, receivers, group))
+    return shards
 
 
 class LiveState:
-    """A trainer's part of tensors, where it lies on the device; what its group has cut is put together in host memory. The ranks
-    of a group, each with a part, go through the tensors in one order.
+    """A trainer's tensors on the device; tensors sharded over its tensor-parallel group are assembled in host memory. The ranks
+    of the group walk the tensors in one order.
 
-    ``rounded``: parameters are wanted in the compute dtype, as the result has them, else in fp32.
+    ``rounded``: return parameters in the compute dtype, as for the final model, instead of fp32.
     """
 
     def __init__(self, trainer: Trainer, rounded: bool = False) -> None:
         self._trainer, self._rounded = trainer, rounded
 
     def __call__(self, shard: TensorShard) -> torch.Tensor:
-        """On its owner: all of it."""
+        """The complete tensor, on its owner."""
         trainer = self._trainer
-        one = trainer.divided.get(shard.name)
-        if one is None or not one.cut or trainer.group is None:
+        divided = trainer.divided.get(shard.name)
+        if divided is None or not divided.cut or trainer.group is None:
             return self._part(shard)
-        division, shape = _division(trainer, shard, one)
-        own = self._part(shard) if trainer.has_part(shard.name) else None
-        own = own if own is None else own.view(division.shape(shape, trainer.group.member))
-        return trainer.group.assembled(own, division, shape, shard.dtype).view(shard.shape)
+        division, shape = _division(trainer, shard, divided)
+        part = self._part(shard) if trainer.has_part(shard.name) else None
+        part = part if part is None else part.view(division.shape(shape, trainer.group.member))
+        return trainer.group.assembled(part, division, shape, shard.dtype).view(shard.shape)
 
     def give(self, shard: TensorShard) -> None:
-        """On another rank of the owner's group: give the owner its part, if it has one."""
+        """On another rank of the owner's group: send the owner this rank's shard, if it has one."""
         if self._trainer.group is not None and self._trainer.has_part(shard.name):
             self._trainer.group.give(self._part(shard))
 
     def _part(self, shard: TensorShard) -> torch.Tensor:
-        optimizer, held = self._trainer.optimizer, self._trainer.held
-        assert optimizer is not None and held is not None
+        optimizer, layers = self._trainer.optimizer, self._trainer.held
+        assert optimizer is not None and layers is not None
         tuning = self._trainer.tuning
         if shard.name in tuning.constants or shard.name in tuning.still:
-            return held.model_parameter(shard.name).detach().to(shard.dtype)
+            return layers.model_parameter(shard.name).detach().to(shard.dtype)
         if shard.kind != "parameters":
             return optimizer.state(shard.name)[shard.kind]
         if self._rounded:
-            return held.parameters[shard.name].detach().to(shard.dtype)
+            return layers.parameters[shard.name].detach().to(shard.dtype)
         return optimizer.targets[shard.name].detach()
 
 
-def give_parts(rank: int, listed: Iterable[TensorShard], own: LiveState) -> None:
-    """Give the first rank of this rank's group, which takes its own tensors of ``listed`` just now, this rank's parts of them."""
+def give_parts(rank: int, listed: Iterable[TensorShard], live: LiveState) -> None:
+    """Send shards to the first rank of this rank's group while that rank reads its own tensors of ``listed``."""
     for shard in listed:
         if rank in shard.group and rank != shard.owner:
-            own.give(shard)
+            live.give(shard)
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """The transfer of one tensor: the rank that sends it, and the ranks that need it."""
+    """The transfer of one tensor from one rank to the ranks that need it."""
 
     shard: TensorShard
     source: int
     destinations: tuple[int, ...]
-    """Ranks that need it and do not have it."""
+    """Ranks that need the tensor and do not have it."""
     keepers: tuple[int, ...] = ()
-    """Ranks that need it and have it: nothing is sent to them."""
+    """Ranks that need the tensor and have it already."""
 
 
 def transfers(listed: Iterable[TensorShard], having: Callable[[TensorShard], Sequence[int]]) -> list[Transfer]:
-    """The transfers that bring every tensor to all ranks that need it. A function of its arguments: every rank makes the same
-    list.
+    """Transfers that bring every tensor to all ranks that need it; computed identically on every rank.
 
     Args:
-        listed: as ``tensor_shards`` returns it, of the new plan.
-        having: the ranks that have a tensor, at least one; the first of them sends it.
+        listed: tensors under the new plan (``tensor_shards``).
+        having: returns the ranks that have a tensor, at least one; the first sends it.
     """
-    found = []
+    transfer_list = []
     for shard in listed:
         has, needs = having(shard), (shard.owner, *shard.others)
-        assert has, f"nobody has {shard.kind} of {shard.name}"
-        lacking, keepers = tuple(r for r in needs if r not in has), tuple(r for r in needs if r in has)
-        found.append(Transfer(shard, has[0], lacking, keepers))
-    return found
+        assert has, f"no rank has {shard.kind} of {shard.name}"
+        receivers, keepers = tuple(r for r in needs if r not in has), tuple(r for r in needs if r in has)
+        transfer_list.append(Transfer(shard, has[0], receivers, keepers))
+    return transfer_list
 
 
 def held_under(tuning: Tuning, plan: Plan) -> Callable[[TensorShard], tuple[int, ...]]:
-    """Gives the ranks that have a tensor under ``plan``: its owner, or of a constant all that hold it."""
-    held, owner = holders(plan), parameter_owners(tuning, plan)
-    return lambda shard: (owner[shard.name],) if shard.name in owner else held[tuning.constants[shard.name].layer]
+    """Returns a function from a tensor to the ranks that have it under ``plan``: its owner, or all holders of a constant."""
+    by_layer, owner = holders(plan), parameter_owners(tuning, plan)
+    return lambda shard: (owner[shard.name],) if shard.name in owner else by_layer[tuning.constants[shard.name].layer]
 
 
 def move(
     rank: int,
     transport: Transport,
     listed: Iterable[Transfer],
-    own: Callable[[TensorShard], torch.Tensor],
+    read: Callable[[TensorShard], torch.Tensor],
     put: Callable[[TensorShard, torch.Tensor], None],
 ) -> int:
-    """Make every transfer, in order. Called by all sources, destinations and keepers with the same list.
+    """Execute transfers in order. Called by all sources, destinations and keepers with the same list.
 
-    There is no deadlock: a rank that waits, waits for its oldest transfer under way, and both ends of the oldest of all wait for
-    that one. Returns the bytes that this rank received.
+    Deadlock-free: a rank waits only for its oldest active transfer, and both ends of the globally oldest transfer wait for that
+    one. Returns the number of bytes received by this rank.
 
     Args:
-        own: returns a tensor that this rank sends or keeps, as a contiguous host tensor.
-        put: takes a tensor that this rank receives or keeps; a keeper gets its own tensor back.
+        read: returns a tensor that this rank sends or keeps, as a contiguous host tensor.
+        put: stores a tensor that this rank receives or keeps; a keeper gets its own tensor back.
     """
-    under_way: deque[tuple[TensorShard, torch.Tensor, list[Request], bool]] = deque()
+    active: deque[tuple[TensorShard, torch.Tensor, list[Request], bool]] = deque()
     received = 0
 
     def finish() -> None:
-        shard, tensor, requests, arrives = under_way.popleft()
+        shard, tensor, requests, arrives = active.popleft()
         for request in requests:
             transport.wait(request)
         if arrives:
             put(shard, tensor)
 
-    for one in listed:
-        shard = one.shard
-        if (rank == one.source and one.destinations) or rank in one.keepers:
-            tensor = own(shard)
-            if rank in one.keepers:
+    for transfer in listed:
+        shard = transfer.shard
+        if (rank == transfer.source and transfer.destinations) or rank in transfer.keepers:
+            tensor = read(shard)
+            if rank in transfer.keepers:
                 put(shard, tensor)
-            if rank == one.source:
-                sends = [transport.send(other, _TAG, host_bytes(tensor)) for other in one.destinations]
-                under_way.append((shard, tensor, sends, False))
-        elif rank in one.destinations:
+            if rank == transfer.source:
+                sends = [transport.send(receiver, _TAG, host_bytes(tensor)) for receiver in transfer.destinations]
+                active.append((shard, tensor, sends, False))
+        elif rank in transfer.destinations:
             tensor = torch.empty(shard.shape, dtype=shard.dtype)
             received += tensor.nbytes
-            request = transport.post_receive(one.source, _TAG, host_bytes(tensor))
-            under_way.append((shard, tensor, [request], True))
-        while len(under_way) > MAX_MESSAGES_IN_FLIGHT:
+            request = transport.post_receive(transfer.source, _TAG, host_bytes(tensor))
+            active.append((shard, tensor, [request], True))
+        while len(active) > AHEAD:
             finish()
-    while under_way:
+    while active:
         finish()
     return received
 
 
 def take_over(
-    trainer: Trainer, listed: Sequence[Transfer], own: Callable[[TensorShard], torch.Tensor], updates: int
+    trainer: Trainer, listed: Sequence[Transfer], read: Callable[[TensorShard], torch.Tensor], updates: int
 ) -> int:
-    """Move parameters and moments of all ``KINDS`` from the ranks that have them to the ranks that need them now. Collective over
-    the trainers. Ranks that only send call ``move`` with the same list. Returns the bytes that this rank received.
+    """Move parameters and moments of all ``KINDS`` to the ranks that need them now. Collective over the trainers.
+
+    Ranks that only send call ``move`` with the same list. Returns the number of bytes received by this rank.
 
     Args:
-        own: returns what this rank has, as a contiguous host tensor.
-        updates: updates by the optimizer so far.
+        read: returns this rank's tensor, as a contiguous host tensor.
+        updates: number of optimizer updates.
     """
-    received = move(trainer.rank, trainer.transport, listed, own, keeper(trainer, updates))
+    received = move(trainer.rank, trainer.transport, listed, read, keeper(trainer, updates))
     trainer.share_tied_weight()
     return received
 
 
 def set_parameter(trainer: Trainer, name: str, value: torch.Tensor) -> None:
-    """Overwrite what a trainer has of a parameter (and what it is rounded to), or a constant, from a whole fp32 host tensor."""
-    held, optimizer = trainer.held, trainer.optimizer
-    assert held is not None and optimizer is not None
+    """Overwrite a trainer's copy of a parameter (and its rounded copy) or constant with a complete fp32 host tensor."""
+    layers, optimizer = trainer.held, trainer.optimizer
+    assert layers is not None and optimizer is not None
     with torch.no_grad():
         divided = trainer.divided.get(name)
         shard = TensorShard("parameters", name, tuple(value.shape), value.dtype, trainer.rank)
         if name in trainer.tuning.constants:
-            held.storage_of(held.model_parameter(name)).copy_(value)
+            layers.storage_of(layers.model_parameter(name)).copy_(value)
         elif name in trainer.tuning.still:
             if divided is None or trainer.group is None or divided.exists(trainer.group.member):
-                held.storage_of(held.model_parameter(name)).copy_(_own_part(trainer, shard, value))
-        elif name in held.parameters:
-            value = _own_part(trainer, shard, value)
+                layers.storage_of(layers.model_parameter(name)).copy_(_local_part(trainer, shard, value))
+        elif name in layers.parameters:
+            value = _local_part(trainer, shard, value)
             if name in optimizer.targets:
                 optimizer.targets[name].copy_(value)
-            held.overwrite({name: optimizer.targets.get(name, value)})
+            layers.overwrite({name: optimizer.targets.get(name, value)})
 
 
 def keeper(trainer: Trainer, updates: int) -> Callable[[TensorShard, torch.Tensor], None]:
-    """A function that puts arriving parameters and moments where they belong. ``updates``: by the optimizer so far."""
-    waiting: dict[str, dict[str, torch.Tensor]] = {}
+    """Returns a function that stores arriving parameters and moments in the trainer. ``updates``: number of optimizer updates."""
+    pending: dict[str, dict[str, torch.Tensor]] = {}
 
-    def keep(shard: TensorShard, tensor: torch.Tensor) -> None:
+    def store(shard: TensorShard, tensor: torch.Tensor) -> None:
         if shard.kind == "parameters":
             set_parameter(trainer, shard.name, tensor)
             return
         if trainer.optimizer is None or shard.name not in trainer.optimizer.targets:
-            return  # of a group, whose first rank has it
-        arrived = waiting.setdefault(shard.name, {})
-        arrived[shard.kind] = _own_part(trainer, shard, tensor)
+            return  # belongs to a group, whose first rank stores it
+        arrived = pending.setdefault(shard.name, {})
+        arrived[shard.kind] = _local_part(trainer, shard, tensor)
         spec = trainer.tuning.trainable[shard.name]
         if len(arrived) == len(moments.kept(trainer.tuning.moments.get(shard.name, moments.TWO), spec.shape)):
-            trainer.optimizer.restore(shard.name, waiting.pop(shard.name), updates)
+            trainer.optimizer.restore(shard.name, pending.pop(shard.name), updates)
 
-    return keep
+    return store
 
 
-def _own_part(trainer: Trainer, shard: TensorShard, whole: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor of a parameter."""
+def _local_part(trainer: Trainer, shard: TensorShard, full: torch.Tensor) -> torch.Tensor:
+    """This rank's shard of a parameter's tensor."""
     divided = trainer.divided.get(shard.name)
     if divided is None or trainer.group is None or not divided.cut:
-        return whole
+        return full
     division, shape = _division(trainer, shard, divided)
-    part = division.part(whole.view(shape), trainer.group.member)
+    part = division.part(full.view(shape), trainer.group.member)
     return part.flatten() if shard.kind in SCALES else part
 
 
 def _division(trainer: Trainer, shard: TensorShard, of_parameter: Division) -> tuple[Division, tuple[int, ...]]:
-    """(the division of a tensor of a cut parameter, the shape in which it is divided)."""
+    """(division of a tensor of a sharded parameter, shape in which it is divided)."""
     if shard.kind in SCALES:
         return of_parameter.of_moments(trainer.tuning.trainable[shard.name].shape)
     return of_parameter, shard.shape
 
 
 def collect(
-    rank: int, transport: Transport, listed: Iterable[TensorShard], own: LiveState
+    rank: int, transport: Transport, listed: Iterable[TensorShard], live: LiveState
 ) -> Iterator[tuple[TensorShard, torch.Tensor]]:
-    """Send every tensor to rank 0. Collective: every rank must exhaust the iterator. ``own``: returns a tensor this rank holds.
+    """Send every tensor to rank 0. Collective: every rank must exhaust the iterator. ``live``: returns a tensor of this rank.
 
     Yields:
-        on rank 0 each tensor with its host tensor, valid until the next one is taken; nothing on other ranks.
+        On rank 0 each tensor as a host tensor, valid until the next iteration; nothing on other ranks.
     """
     listed = list(listed)
     if rank != 0:
-        owned = (_on_host(own(shard)) for shard in listed if shard.owner == rank)
+        owned = (_on_host(live(shard)) for shard in listed if shard.owner == rank)
         send_in_order(transport, ((0, _TAG, host_bytes(tensor)) for tensor in owned))
-        give_parts(rank, listed, own)
+        give_parts(rank, listed, live)
         return
     coming = ((p.owner, _TAG, np.empty(p.bytes, np.uint8)) for p in listed if p.owner != 0)
     arriving = receive_in_order(transport, coming)
     for shard in listed:
         if shard.owner == 0:
-            yield shard, _on_host(own(shard))
+            yield shard, _on_host(live(shard))
         else:
             yield shard, torch.from_numpy(next(arriving)).view(shard.dtype).view(shard.shape)
 

@@ -1,4 +1,4 @@
-"""The checks that a stored state must pass before a run goes on from it, and the remarks on what the job has changed since."""
+"""Checks that a stored state must pass before a run resumes from it, and warnings about changed settings."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from hetero_mpi.util.errors import UserError
 
 
 def _keys(table: type[AdapterTable | TrainTable], rule: str) -> tuple[str, ...]:
-    """Keys of a table for which a resumed run has this ``OnResume`` rule."""
+    """Keys of a table with this ``OnResume`` rule."""
     return tuple(key for key, rules in facts(table, OnResume).items() if rule in rules)
 
 
 _FIXED, _FIXED_OF_ADAPTER = _keys(TrainTable, "same"), _keys(AdapterTable, "same")
-"""Keys that a resumed run has as it began with them; of an adapter what shapes and names of tensors do not tell."""
+"""Keys that a resumed run may not change; for an adapter, those that do not show in the shapes and names of tensors."""
 _CHANGEABLE, _OF_RATE, _OF_SOME_RATES = (_keys(TrainTable, rule) for rule in ("reported", "rate", "rates"))
 
 
@@ -39,13 +39,14 @@ def check_fits(
     sequence_length: int,
     names: Collection[str] | None = None,
 ) -> None:
-    """Refuse a stored state of another model, or of a run whose steps this one would not continue. Raises UserError: with the first
-    difference. ``names``: the model's tensors that a shard holds; None: it is a checkpoint, which holds all.
+    """Reject a stored state of another model, or one that this job would not continue. Raises UserError with the first difference.
+
+    ``names``: the model's tensors in a shard; None: a checkpoint, which has all of them.
     """
     if names is None and "version_id" in reader.metadata:
         raise UserError(
             "checkpoint.copy",
-            f"{path} is one rank's copy, not a checkpoint; `--resume` alone looks for those on all hosts",
+            f"{path} is a shard of one rank, not a checkpoint; plain `--resume` finds the shards on all hosts",
         )
     check_train(reader, path, train)
     _check_adapter(reader, path, tuning)
@@ -57,37 +58,35 @@ def check_fits(
     if changed is not None:
         raise UserError(
             "resume.setting",
-            f"{path} was written when {changed} had other values, which are in no checkpoint: the run would not continue where it "
-            f"stopped; give it the same values as then, or start without --resume",
+            f"{path} was written with other values of {changed}, which no checkpoint contains: the run would not continue where it "
+            f"stopped; restore the values, or start without --resume",
         )
 
 
 def check_train(reader: CheckpointReader, path: Path, train: TrainTable) -> None:
-    """Refuse a stored state of a run that took its steps in another way. Raises UserError."""
+    """Reject a stored state whose training settings differ. Raises UserError."""
     then = reader.metadata["job"]
     for dotted in REMOVED_KEYS:
         table, _, key = dotted.partition(".")
         if value := then.get(table, {}).get(key):
             raise UserError(
                 "resume.setting",
-                f"{path} was written with [{table}] {key} = {as_toml(value)}, which this version does not have: start without "
+                f"{path} was written with [{table}] {key} = {as_toml(value)}, which this version does not support: start without "
                 f"--resume, or resume with {reader.writer.partition(',')[0]}",
             )
     for key, was in _values(then["train"], _FIXED).items():
-        if getattr(train, key) != "auto":  # the dtype, before it is settled
+        if getattr(train, key) != "auto":  # the dtype may still be unresolved
             _require_equal(path, f"[train] {key}", was, getattr(train, key))
 
 
 def check_length(reader: CheckpointReader, path: Path, sequence_length: int) -> None:
-    """Refuse a stored state of sequences of another length: the order of samples would differ. Raises UserError."""
+    """Reject a stored state with another sequence length, as the order of samples would differ. Raises UserError."""
     was = reader.metadata["job"]["data"].get("sequence_length")
     _require_equal(path, "[data] sequence_length", was, sequence_length)
 
 
 def _check_adapter(reader: CheckpointReader, path: Path, tuning: Tuning) -> None:
-    """Refuse the state of an adapter whose tensors would mean something else here, or that had learnt over the base in another
-    form. Raises UserError.
-    """
+    """Reject an adapter of other settings, or one trained on a differently quantized base. Raises UserError."""
     with damage_named(path, "metadata/job"):
         then, model = (dict(reader.metadata["job"][table]) for table in ("adapter", "model"))
     if tuning.adapter is None or then.get("method") != "lora":
@@ -105,24 +104,25 @@ def _require_equal(path: Path, key: str, was: Any, now: Any) -> None:
     if was != now:
         raise UserError(
             "resume.setting",
-            f"{path} was written with {key} = {as_toml(was)}, this job says {as_toml(now)}: the run would not continue where it "
+            f"{path} was written with {key} = {as_toml(was)}, this job has {as_toml(now)}: the run would not continue where it "
             f"stopped; set it back, or start without --resume",
         )
 
 
-def check_tensors(reader: CheckpointReader, path: Path, tuning: Tuning, held: Collection[str] | None = None) -> None:
-    """Refuse a stored state of another model, before any of its tensors is read. Raises UserError: with the first difference.
-    ``held``: as ``names`` of ``check_fits``.
+def check_tensors(reader: CheckpointReader, path: Path, tuning: Tuning, names: Collection[str] | None = None) -> None:
+    """Reject a stored state of another model, before reading its tensors. Raises UserError with the first difference.
+
+    ``names``: as for ``check_fits``.
     """
     specs = {**tuning.trainable, **tuning.constants}
-    names, own = set(reader.names("parameters")), set(specs if held is None else held)
-    differences = [f"it holds {name!r}, which this model does not have" for name in sorted(names - own)]
-    differences += [f"it lacks {name!r}" for name in sorted(own - names)]
-    for name in [] if differences else sorted(own & set(specs)):
+    stored, model_names = set(reader.names("parameters")), set(specs if names is None else names)
+    differences = [f"it contains {name!r}, which this model does not have" for name in sorted(stored - model_names)]
+    differences += [f"it lacks {name!r}" for name in sorted(model_names - stored)]
+    for name in [] if differences else sorted(model_names & set(specs)):
         for kind in KINDS:
-            if (there := held_as(tuning, specs[name], kind)) is not None:
+            if (expected := held_as(tuning, specs[name], kind)) is not None:
                 was = reader.shape(kind, name), reader.dtype(kind, name)
-                now = tuple(there[0]), str(there[1]).removeprefix("torch.")
+                now = tuple(expected[0]), str(expected[1]).removeprefix("torch.")
                 if was != now:
                     differences.append(f"{kind}/{name} is {was[0]} of {was[1]} there and {now[0]} of {now[1]} here")
     if differences:
@@ -133,56 +133,55 @@ def check_tensors(reader: CheckpointReader, path: Path, tuning: Tuning, held: Co
 
 
 def check_steps(path: Path, step: int, train: TrainTable) -> None:
-    """Refuse a state of after the job's end. Raises UserError."""
+    """Reject a state later than the job's last step. Raises UserError."""
     if step > train.steps:
         raise UserError(
             "resume.steps",
-            f"{path} was written after step {step}, and the job ends at [train] steps = {train.steps}: raise it, or resume from an "
-            f"earlier checkpoint by its name",
+            f"{path} was written after step {step}, but the job ends at [train] steps = {train.steps}: raise it, or resume from an "
+            f"earlier checkpoint by path",
         )
 
 
 def check_data(then: str | None, path: Path, fingerprint: str, allowed: bool) -> str | None:
-    """A remark if the run goes on with other data than the checkpoint's; None if with the same. Raises UserError: the data are
-    other ones, and the user does not allow that.
+    """Compare the data with the checkpoint's. Returns a note if the data differ and the user allows it; else raises UserError.
 
     Args:
         then: the checkpoint's data fingerprint.
-        fingerprint: of the data now (``Dataset.fingerprint``).
-        allowed: the user allows other data.
+        fingerprint: fingerprint of the current data (``Dataset.fingerprint``).
+        allowed: whether the user allows other data.
     """
     if then is None or then == fingerprint:
         return None
     if not allowed:
         raise UserError(
             "resume.data",
-            f"{path} was written with other data: its files, tokenizer or shares have changed since, so the run would not "
-            "continue where it stopped; restore the data, start without --resume, or go on with the new data: "
+            f"{path} was written with other data: its files, tokenizer or split have changed, so the run would not "
+            "continue where it stopped; restore the data, start without --resume, or continue with the new data: "
             "--set checkpoint.allow_other_data=true",
         )
-    return "The data has changed since the checkpoint was written; the run goes on with the new data, as the job allows"
+    return "The data has changed since the checkpoint was written; the run uses the new data, as the job allows"
 
 
 # ---------------------------------------------------------------------------------------------------------------- remarks
 def _values(then: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
-    """Keys of a stored ``[train]``, with the defaults of those that it does not hold."""
+    """Values of a stored ``[train]``, with defaults for missing keys."""
     return {key: then.get(key, TrainTable.model_fields[key].default) for key in keys}
 
 
 def _changes(then: Mapping[str, Any], train: TrainTable, keys: Iterable[str]) -> dict[str, str]:
-    """Key -> its change, in words."""
+    """Key -> description of its change."""
     old = {key: was for key, was in _values(then, keys).items() if getattr(train, key) != was}
     return {key: f"{key} is {as_toml(getattr(train, key))}, was {as_toml(was)}" for key, was in old.items()}
 
 
 def step_change(then: Mapping[str, Any], train: TrainTable, step: int) -> str | None:
-    """A remark if the job has changed what steps do, the learning rate aside; else None. Takes what ``rate_change`` does."""
+    """A note if the job has changed settings other than the learning rate, else None. Arguments as of ``rate_change``."""
     changed = _changes(then, train, _CHANGEABLE)
     return f"From step {step + 1} on [train] {', '.join(changed.values())}" if changed and step < train.steps else None
 
 
 def rate_change(then: Mapping[str, Any], train: TrainTable, step: int) -> str | None:
-    """A warning if the job has changed the learning rate of the next step; None if it is the same.
+    """A warning if the job has changed the learning rate of the next step, else None.
 
     Args:
         then: ``[train]`` when the state after ``step`` steps was written.
@@ -192,37 +191,37 @@ def rate_change(then: Mapping[str, Any], train: TrainTable, step: int) -> str | 
     changes, then = _changes(then, train, keys), _values(then, keys)
     if step >= train.steps or not changes:
         return None
-    old, new = (learning_rate(one, step) for one in (train.model_copy(update=then), train))
+    old, new = (learning_rate(table, step) for table in (train.model_copy(update=then), train))
     changed = ", ".join(changes.values())
     if math.isclose(old, new, rel_tol=1e-9):
-        told = f"Warning: learning rates of some parameters jump at step {step + 1}, since [train] {changed}"
-        return None if {*_OF_SOME_RATES}.isdisjoint(changes) else told
-    remedy = f"set {', '.join(f'{key} = {as_toml(then[key])}' for key in changes)} again to go on as before"
+        warning = f"Warning: learning rates of some parameters jump at step {step + 1}, since [train] {changed}"
+        return None if {*_OF_SOME_RATES}.isdisjoint(changes) else warning
+    remedy = f"set {', '.join(f'{key} = {as_toml(then[key])}' for key in changes)} again to continue unchanged"
     share = new / train.learning_rate
     if share > 0:
-        remedy += f", or learning_rate = {old / share:.4g} to begin this schedule at the old value"
+        remedy += f", or learning_rate = {old / share:.4g} to start this schedule at the old value"
     return (
         f"Warning: the learning rate jumps from {old:.4g} to {new:.4g} at step {step + 1}, since [train] {changed}: "
-        f"it is a function of the step and of these; {remedy}"
+        f"it depends on the step and these settings; {remedy}"
     )
 
 
 def other_change(then: Mapping[str, Any], job: JobConfig, tuning: Tuning, chain: LayerChain, step: int) -> str | None:
-    """A remark if the job has changed the dropout of an adapter, the place of its base, whose weights are in no checkpoint, or the
-    sequences that masks are drawn for; else None. ``then``: the job's tables when the state after ``step`` steps was written.
+    """A note if the job has changed the adapter's dropout, the path of its base model (whose weights are in no checkpoint), or the
+    sequences per dropout mask; else None. ``then``: the job's tables when the state after ``step`` steps was written.
     """
-    told = []
+    notes = []
     if job.adapter.method != "none":
         dropout, base = then["adapter"].get("dropout", 0.0), then["model"].get("path")
         if job.adapter.dropout != dropout:
-            told.append(f"[adapter] dropout is {as_toml(job.adapter.dropout)}, was {as_toml(dropout)}")
+            notes.append(f"[adapter] dropout is {as_toml(job.adapter.dropout)}, was {as_toml(dropout)}")
         if job.model.path != base and job.model.path is not None and base is not None:
             text = f'[model] path is "{job.model.path}", was "{base}"'
-            told.append(f"{text}: the run goes on as it was only if the weights there are the same")
+            notes.append(f"{text}: the run continues unchanged only if the weights are the same")
     if tuning.uses_dropout(chain):
         sizes = then["train"].get("micro_batch", "auto"), job.train.micro_batch
         before, now = (micro_batch_choices(job.train.global_batch, size, 1, True)[0][0] for size in sizes)
         if now != before:
-            text = f"dropout masks are drawn for {now} sequences at a time, were for {before}"
-            told.append(f"{text} ([train] micro_batch)")
-    return f"From step {step + 1} on {'; '.join(told)}" if told and step < job.train.steps else None
+            text = f"dropout masks are drawn for {now} sequences at a time, previously {before}"
+            notes.append(f"{text} ([train] micro_batch)")
+    return f"From step {step + 1} on {'; '.join(notes)}" if notes and step < job.train.steps else None

@@ -1,16 +1,16 @@
-"""Checkpoints written during training: a snapshot in host memory, a thread that sends it to rank 0, and rank 0's file.
+"""Write checkpoints during training: a snapshot in host memory, a thread that sends it to rank 0, and rank 0's file.
 
     training     step 9 | copy | step 10 | step 11 | ...
-    background               send piece by piece ......      on every rank that holds something
+    background               send piece by piece ......      on every rank that holds tensors
                              receive, write, fsync, rename   on rank 0
 
-At the end of a step every rank copies what it holds into host buffers, which are allocated once, and which peer replicas of that
-step share (``Snapshots``). Training waits for this copy only, and the file holds exactly that moment. Pieces of at most 8 MiB
-travel through a transport of the saver's own, which only the background thread uses, so they do not mix with other messages. Rank 0
-needs memory for four pieces, however large the model.
+At the end of a step every rank copies its tensors into host buffers, which are allocated once and shared with peer replicas of
+that step (``Snapshots``). Training waits for this copy only, and the file holds exactly that moment. Pieces of at most 8 MiB
+travel through the saver's own transport, used by the background thread only, so they do not mix with other messages. Rank 0
+needs memory for four pieces, whatever the model's size.
 
-A thread does as well as a process would: h5py releases the interpreter's lock while it writes, and so do CRC-32 and fsync
-(measured: another thread never waited longer than the interpreter's own turn of 5 ms; docs/internals/checkpoint.md).
+A thread is sufficient, without a process: h5py, CRC-32 and fsync release the interpreter lock (measured: another thread
+never waited longer than the interpreter's switch interval of 5 ms; docs/checkpoint.md).
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ from hetero_mpi.util.background import Background
 
 _LOG = logging.getLogger(__name__)
 _TAG, _ALIGNED = 1, 4
-PIECES_HELD = 4
-"""Most pieces of other ranks in rank 0's memory at once: enough to keep links busy while one is being written."""
+MAX_PIECES = 4
+"""Maximum number of other ranks' pieces in rank 0's memory: enough to keep links busy while one is being written."""
 _LONG_WAIT_S = 0.5
 MEMORY_SHARE = 0.5
-"""Largest share of a host's free memory that its ranks may use beyond what training itself needs."""
+"""Maximum share of a host's free memory that its ranks may use for copies."""
 
 Live = Callable[[TensorShard], torch.Tensor]
 T = TypeVar("T")
@@ -62,18 +62,18 @@ class Snapshot:
 
     Attributes:
         flat: the bytes of the block.
-        views: (kind, name) -> a tensor in it.
+        views: (kind, name) -> view of the tensor in the block.
     """
 
-    def __init__(self, own: Iterable[TensorShard], backend: Backend) -> None:
-        self._own, self._backend = list(own), backend
-        self.flat = backend.host_buffer((size_bytes(self._own),), torch.uint8)
-        self.views = views(self.flat, self._own)
+    def __init__(self, shards: Iterable[TensorShard], backend: Backend) -> None:
+        self._shards, self._backend = list(shards), backend
+        self.flat = backend.host_buffer((size_bytes(self._shards),), torch.uint8)
+        self.views = views(self.flat, self._shards)
 
     @torch.no_grad()
     def take(self, live: Live) -> None:
-        """Copy all tensors into the buffers, which are used again each time."""
-        for shard in self._own:
+        """Copy all tensors into the buffers, which are reused."""
+        for shard in self._shards:
             self.views[shard.kind, shard.name].copy_(live(shard), non_blocking=True)
         self._backend.synchronize()
 
@@ -82,17 +82,16 @@ class Snapshot:
 
 
 class Snapshots:
-    """This rank's snapshots while one plan lasts. Who asks for one of the same step gets the same; the memory of one that nobody
-    holds any more is used again.
+    """This rank's snapshots under one plan. Requests for the same step share a snapshot; unreferenced snapshots are reused.
 
     Args:
-        listed: all tensors of a checkpoint, in the order of the file; the same list on every rank.
-        live: returns a tensor that this rank owns, where it lies on the device.
+        listed: all tensors of a checkpoint, in file order; the same list on every rank.
+        live: returns a tensor that this rank owns, on the device.
     """
 
     def __init__(self, rank: int, backend: Backend, listed: Iterable[TensorShard], live: LiveState) -> None:
         self.backend, self.listed, self.live = backend, list(listed), live
-        self.own = [shard for shard in self.listed if shard.owner == rank]
+        self.owned = [shard for shard in self.listed if shard.owner == rank]
         self._rank = rank
         self._all: list[Snapshot] = []
         self._holders: list[deque[Snapshot]] = []
@@ -100,25 +99,25 @@ class Snapshots:
 
     @classmethod
     def of(cls, trainer: Trainer) -> Snapshots:
-        # Savers and replicas have transports of the active ranks only, which are numbered anew there.
+        # Savers and replicas use transports of the active ranks only, which are renumbered there.
         active = list(trainer.world.numbers or range(trainer.world.size))
         listed = [shard.among(active) for shard in tensor_shards(trainer.tuning, trainer.plan, KINDS)]
         return cls(trainer.world.rank, trainer.backend, listed, LiveState(trainer))
 
     def holder(self, most: int) -> deque[Snapshot]:
-        """The snapshots that somebody needs at once, at most so many: when it takes a further one, the oldest is free."""
+        """A queue of the snapshots that one user needs at a time, at most ``most``; taking another one releases the oldest."""
         self._holders.append(deque(maxlen=most))
         return self._holders[-1]
 
     def take(self, step: int, holder: deque[Snapshot]) -> Snapshot:
-        """The snapshot of this moment, after ``step`` steps. Ranks of a group come together."""
+        """The snapshot of this moment, after ``step`` steps. Collective over the tensor-parallel group."""
         if self._newest is None or self._newest[0] != step:
             if len(holder) == holder.maxlen:
                 holder.popleft()
-            held = {id(one) for own in self._holders for one in own}
-            free = next((one for one in self._all if id(one) not in held), None)
+            referenced = {id(snapshot) for queue in self._holders for snapshot in queue}
+            free = next((snapshot for snapshot in self._all if id(snapshot) not in referenced), None)
             if free is None:
-                free = Snapshot(self.own, self.backend)
+                free = Snapshot(self.owned, self.backend)
                 self._all.append(free)
             free.take(self.live)
             give_parts(self._rank, self.listed, self.live)
@@ -128,10 +127,10 @@ class Snapshots:
 
 
 class BesideTraining:
-    """Work that a thread does beside training, with a transport of its own.
+    """Work of a background thread during training, with its own transport.
 
-    A context manager: a block that ends well, or with the same error on all ranks, waits for the work. After a death the survivors
-    go on with another one. With any other error the other ranks may never come here, and this process is about to end all of them.
+    A context manager: leaving the block without an error, or with the same error on all ranks, waits for the work. After a lost
+    rank the survivors start another one. With any other error the process ends the job, so it does not wait for other ranks.
     """
 
     def __init__(self, world: World, transport: MpiTransport | None) -> None:
@@ -139,7 +138,7 @@ class BesideTraining:
         self._work: Background[None] | None = None
 
     def finish(self) -> float:
-        """Wait for the work under way, if any; returns the seconds that took. Raises what went wrong with it."""
+        """Wait for active work; returns the seconds waited. Raises the work's error."""
         begin = time.perf_counter()
         work, self._work = self._work, None
         if work is not None:
@@ -163,12 +162,12 @@ class Saver(BesideTraining):
 
     Args:
         snapshots: of this rank's trainer.
-        directory: where checkpoints go (rank 0).
-        threaded: may MPI be called by several threads? If not, training stands still while a checkpoint is written.
+        directory: directory of the checkpoints (rank 0).
+        threaded: whether several threads may call MPI; otherwise training stops while a checkpoint is written.
         newest: the newest checkpoint of an earlier start.
 
     Attributes:
-        newest: the newest checkpoint that is on disk, on rank 0.
+        newest: the newest checkpoint on disk, on rank 0.
     """
 
     def __init__(
@@ -190,23 +189,24 @@ class Saver(BesideTraining):
         self._decided = not self._may_thread
 
     def save(self, metadata: dict[str, Any]) -> Path:
-        """Begin a checkpoint of this moment. If the last one is still being written, wait for it first. ``metadata``: what the file
-        holds besides tensors, ``step`` included. Used on rank 0 only. Returns the path of the checkpoint. (Where it cannot be
-        written, rank 0 reports that, and training goes on.)
+        """Start writing a checkpoint of this moment, after waiting for the previous one. Returns its path.
+
+        ``metadata``: the file's non-tensor content, with ``step``; used on rank 0 only. If the checkpoint cannot be written, rank 0
+        reports it and training continues.
         """
         begin, step = time.perf_counter(), int(metadata["step"])
         busy_s = self.finish()
         if busy_s > _LONG_WAIT_S:
             say(
                 f"step {step}: the previous checkpoint was still being written, and training waited "
-                f"{units.seconds(busy_s)} for it; a larger [checkpoint] every takes less time"
+                f"{units.seconds(busy_s)} for it; increase [checkpoint] every"
             )
         if not self._decided:
-            self._decide()
+            self._check_memory()
         path = checkpoint_path(self.directory, step)
         if not self._may_thread:
             give_parts(self.world.rank, self._listed, self._live)
-            self._send_or_write(path, metadata, lambda one: self._snapshots.backend.to_host(self._live(one)), begin)
+            self._send_or_write(path, metadata, lambda shard: self._snapshots.backend.to_host(self._live(shard)), begin)
             return path
         copying = time.perf_counter()
         snapshot = self._snapshots.take(step, self._held)
@@ -216,62 +216,62 @@ class Saver(BesideTraining):
         _LOG.info("step %d: snapshot of %d bytes in %.6f s", step, snapshot.flat.nbytes, copied_s)
         return path
 
-    def _decide(self) -> None:
-        """Decide whether there is memory for snapshots. Collective; called at the first checkpoint, when everything else is in
-        memory.
+    def _check_memory(self) -> None:
+        """Decide whether there is memory for snapshots. Collective; called at the first checkpoint, when everything else is
+        allocated.
         """
         self._decided = True
-        lacking = lack_of_memory(self.world, size_bytes(self._snapshots.own))
-        if lacking is not None:
+        lacking_hosts = lack_of_memory(self.world, size_bytes(self._snapshots.owned))
+        if lacking_hosts is not None:
             self._may_thread = False
             say(
-                f"Checkpoints are written while training waits: snapshots may take {units.percent(MEMORY_SHARE)} of the free "
-                f"host memory; {lacking}"
+                f"Training waits while checkpoints are written: snapshots may use {units.percent(MEMORY_SHARE)} of the free "
+                f"host memory; {lacking_hosts}"
             )
 
     def _send_or_write(self, path: Path, metadata: dict[str, Any], values: Live, began_s: float) -> None:
-        """Runs in the background, or in place. ``values``: returns a tensor of this rank, in host memory."""
+        """Runs in the background, or inline. ``values``: returns a tensor of this rank in host memory."""
         if self.world.rank == 0:
             self._write(path, metadata, values, began_s)
         else:
-            own = (piece for shard in self._snapshots.own for piece in _flat_pieces(shard, values))
-            send_in_order(self._own_transport, ((0, _TAG, piece.view(np.uint8)) for piece in self.world.marked(own)))
+            chunks = (piece for shard in self._snapshots.owned for piece in _flat_pieces(shard, values))
+            send_in_order(self._own_transport, ((0, _TAG, chunk.view(np.uint8)) for chunk in self.world.marked(chunks)))
 
     def _write(self, path: Path, metadata: dict[str, Any], values: Live, began_s: float) -> None:
         arriving = self._arriving()
-        taken: set[tuple[str, str]] = set()
+        read_keys: set[tuple[str, str]] = set()
 
-        def own(shard: TensorShard) -> torch.Tensor:
-            taken.add((shard.kind, shard.name))
+        def read_own(shard: TensorShard) -> torch.Tensor:
+            read_keys.add((shard.kind, shard.name))
             return values(shard)
 
         try:
-            with contextlib.ExitStack() as alone:
+            with contextlib.ExitStack() as stack:
                 with CheckpointWriter(path, metadata) as writer:
                     for shard in self._listed:
                         kind, name, shape, dtype = shard.kind, shard.name, shard.shape, shard.dtype_name
                         coming: Iterator[NDArray[Any]] = (
-                            _flat_pieces(shard, own)
+                            _flat_pieces(shard, read_own)
                             if shard.owner == 0
                             else (next(arriving).view(dtype) for _ in pieces(shape, shard.dtype.itemsize))
                         )
                         writer.write_pieces(kind, name, shape, dtype, self.world.marked(coming))
-                    alone.enter_context(self.world.busy())  # nobody sees how far a slow disk is
+                    stack.enter_context(self.world.busy())  # a slow disk shows no progress
                 self.newest = path
                 prune(self.directory, self.table.keep, self.table.keep_best, path)
             seconds = time.perf_counter() - began_s
             _LOG.info("step %d: checkpoint %s, whole after %.1f s", metadata["step"], path, seconds)
         except (CheckpointError, OSError) as error:
-            say(f"Training goes on, but {error}")
-            for shard in self._listed:  # the others are still sending, and those of this rank's group giving
-                asked = shard.owner != 0 or (shard.kind, shard.name) in taken
-                if shard.group and not asked and not self._may_thread:
-                    own(shard)
+            say(f"Training continues, but {error}")
+            for shard in self._listed:  # other ranks are still sending, including this rank's group
+                was_read = shard.owner != 0 or (shard.kind, shard.name) in read_keys
+                if shard.group and not was_read and not self._may_thread:
+                    read_own(shard)
             for _ in arriving:
                 pass
 
     def _arriving(self) -> Iterator[NDArray[np.uint8]]:
-        """Rank 0: the pieces of other ranks, in the order of the list. Each is valid until the next one is taken."""
+        """Rank 0: pieces of other ranks, in list order. Each is valid until the next one is requested."""
         sizes = (
             (shard.owner, piece_count(piece) * shard.dtype.itemsize)
             for shard in self._listed
@@ -279,47 +279,46 @@ class Saver(BesideTraining):
             for piece in pieces(shard.shape, shard.dtype.itemsize)
         )
         if not self._buffers and self.world.size > 1:
-            self._buffers = [np.empty(PIECE_BYTES, np.uint8) for _ in range(PIECES_HELD)]
+            self._buffers = [np.empty(PIECE_BYTES, np.uint8) for _ in range(MAX_PIECES)]
         buffers = cycle(self._buffers)
         coming = ((owner, _TAG, next(buffers)[:size]) for owner, size in sizes)
-        return receive_in_order(self._own_transport, coming, PIECES_HELD)
+        return receive_in_order(self._own_transport, coming, MAX_PIECES)
 
 
 def lack_of_memory(world: World, needed_bytes: int) -> str | None:
-    """The hosts without memory for what their ranks would keep, in words; None: all have it. Collective."""
+    """Describe the hosts without enough memory for their ranks' copies; None if there are none. Collective."""
     return lack_of_space(world, needed_bytes, host_memory().usable_bytes, MEMORY_SHARE)
 
 
 def lack_of_space(world: World, needed_bytes: int, free_bytes: int, allowed: float) -> str | None:
-    """The hosts whose ranks together need more than the share ``allowed`` of what is free there, in words; None: there are none.
-    Collective.
+    """Describe the hosts whose ranks need more than the share ``allowed`` of the free space; None if there are none. Collective.
 
-    Ranks of a host need unlike amounts: a GPU's rank trains most of the model.
+    Ranks of one host need different amounts: a GPU's rank trains most of the model.
     """
     rows = world.all_gather_json([needed_bytes, free_bytes])
-    lacking = []
+    lacking_hosts = []
     for host in dict.fromkeys(world.hosts):
-        own = [row for row, name in zip(rows, world.hosts, strict=True) if name == host]
-        needs, has = sum(needs for needs, _ in own), min(has for _, has in own)
+        host_rows = [row for row, name in zip(rows, world.hosts, strict=True) if name == host]
+        needs, has = sum(needs for needs, _ in host_rows), min(has for _, has in host_rows)
         if needs > allowed * has:
-            lacking.append(f"{host} would need {units.size(needs)} and has {units.size(has)} free")
-    return ", ".join(lacking) or None
+            lacking_hosts.append(f"{host} needs {units.size(needs)} and has {units.size(has)} free")
+    return ", ".join(lacking_hosts) or None
 
 
 def size_bytes(listed: Iterable[TensorShard]) -> int:
-    """Bytes of all tensors together, where each begins at a multiple of ``_ALIGNED``."""
+    """Total bytes of the tensors, each aligned to ``_ALIGNED``."""
     return sum(math.ceil(shard.bytes / _ALIGNED) * _ALIGNED for shard in listed)
 
 
 def views(flat: torch.Tensor, listed: Iterable[TensorShard]) -> dict[tuple[str, str], torch.Tensor]:
-    """(kind, name) -> a view of a tensor's elements in the bytes ``flat``, which hold the tensors one after the other."""
-    found, begin = {}, 0
+    """(kind, name) -> view of the tensor in the bytes ``flat``, which hold the tensors one after the other."""
+    view_by_key, begin = {}, 0
     for shard in listed:
-        found[shard.kind, shard.name] = flat[begin : begin + shard.bytes].view(shard.dtype).view(shard.shape)
+        view_by_key[shard.kind, shard.name] = flat[begin : begin + shard.bytes].view(shard.dtype).view(shard.shape)
         begin += size_bytes([shard])
-    return found
+    return view_by_key
 
 
 def _flat_pieces(shard: TensorShard, values: Live) -> Iterator[NDArray[Any]]:
-    """A tensor of this rank in pieces, as views of host memory, in the order of a file."""
+    """A tensor of this rank in pieces, as views of host memory, in file order."""
     return cut(values(shard).detach().reshape(-1).numpy(), shard.shape)

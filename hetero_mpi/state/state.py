@@ -1,4 +1,4 @@
-"""The state of a run, wherever its tensors lie: the class, its sources, and its readers."""
+"""The training state, wherever its tensors are stored: the class, its sources, and its readers."""
 
 from __future__ import annotations
 
@@ -37,64 +37,64 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass
 class State:
-    """The state of a run after ``step`` steps: numbers, and named tensors. It passes from plan to plan, and from start to start.
+    """The state of a run after ``step`` steps: numbers and named tensors. It is passed from plan to plan, and from start to start.
 
-    The **numbers** are the fields below. They are complete on rank 0. Other active ranks have what they need to go on; on idle
-    ranks they are out of date. Random numbers and the position in the data follow from the seed and ``step``, without a field.
+    The **numbers** are the fields below. They are complete on rank 0. Other active ranks have the numbers they need to continue;
+    idle ranks' are out of date. Random numbers and the position in the data follow from the seed and ``step``, without a field.
 
     The **tensors** are the trained parameters, their moments, and the model's constants. Each has a kind, a name and, under a plan,
-    one owner (``redistribute.TensorShard``). All ranks' tensors after one step are a *version*. They lie in one of four places:
+    one owner (``redistribute.TensorShard``). All ranks' tensors after one step are a *version*, stored in one of four places:
 
-        the trainers      on devices, while steps are taken (``redistribute.LiveState``)
-        a checkpoint      one file on rank 0's disk, which holds the whole version
-        shards            files on the hosts' own disks: what a rank owns, and what it keeps as a peer of other ranks
-        ranks' memory     the same as copies in ``tensors``, for ranks that outlive others
+        the trainers      on devices, during training (``redistribute.LiveState``)
+        a checkpoint      one file on rank 0's disk with the complete version
+        shards            files on the hosts' own disks: a rank's own part, and the parts that it keeps as a peer
+        ranks' memory     the same parts in ``tensors``, for ranks that survive the loss of others
 
-    The last three are ``Source``s of a state that is stored. Three verbs work on all of them:
+    The last three are ``Source``s of a stored state. Three operations apply to all of them:
 
         store    ``saving.Saver`` writes checkpoints; ``peer_replicas.PeerReplicas`` makes copies in memory and shards
-        fetch    ``gather_sources`` lists what each rank can read, ``newest_version`` chooses, ``StateReader`` reads
-        move     ``redistribute.move`` makes the transfers from ranks that have a tensor to ranks that need it
+        fetch    ``gather_sources`` lists the sources that each rank can read, ``newest_version`` chooses, ``StateReader`` reads
+        move     ``redistribute.move`` transfers tensors from ranks that have them to ranks that need them
     """
 
     loss_scale: LossScale
     step: int = 0
-    """Steps taken. The next step has this number, and the position in the data follows from it."""
+    """Completed steps; determines the position in the data."""
     updates: int = 0
-    """Updates by the optimizer: fewer than ``step`` when some steps were skipped."""
+    """Optimizer updates: fewer than ``step`` if steps were skipped."""
     losses: list[float] = field(default_factory=list)
-    """Loss of every step so far, nats per token."""
+    """Loss of every completed step, nats per token."""
     skipped: int = 0
-    """Steps of this run without an update, since gradients were not finite."""
+    """Steps of this run without an update because of non-finite gradients."""
     skips_in_a_row: int = 0
     lowest_loss: float | None = None
-    """The least of the held-out losses so far; None: there is none."""
+    """Lowest evaluation loss; None before the first evaluation."""
     higher_in_a_row: int = 0
-    """Evaluations since the one with the lowest loss."""
+    """Evaluations since the lowest loss."""
     newest_checkpoint: Path | None = None
-    """On other ranks than 0 its writing may have failed."""
+    """On ranks other than 0, writing it may have failed."""
     good_checkpoint: Path | None = None
-    """The newest checkpoint after which a step with finite gradients has followed."""
+    """The newest checkpoint that was followed by a step with finite gradients."""
     reference: NDArray[np.float32] | None = None
-    """[N, R], the reference model's log-likelihood of each answer of each row of the dataset, NaN where no step needs it."""
+    """[N, R]: the reference model's log-likelihood of each answer of each dataset row, NaN if unused."""
     metrics: list[StepMetrics] = field(default_factory=list)
-    """The steps that this process has taken."""
+    """Metrics of the steps of this process."""
     evaluations: list[Evaluation] = field(default_factory=list)
-    """The evaluations that this process has taken part in."""
+    """Evaluations of this process."""
     version_id: str = ""
-    """Of a copy in memory: equal on all ranks, and in the shards that are written from it."""
+    """For a copy in memory: its id, equal on all ranks and in the shards written from it."""
     tensors: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
-    """Of a copy in memory: (kind, name) -> host tensor, of each name all kinds or none."""
+    """For a copy in memory: (kind, name) -> host tensor, with all kinds of a name or none."""
     sources: tuple[Source, ...] = ()
-    """Of a state that was found: where its tensors can be read, the same on all ranks."""
+    """For a stored state: the sources of its tensors, the same on all ranks."""
 
     @classmethod
     def initial(cls, dtype: str) -> State:
-        """The state before the first step of a run that computes in ``dtype``."""
+        """The state before the first step of a run with compute dtype ``dtype``."""
         return cls(LossScale.of(DTYPES[dtype]))
 
     def add_step(self, line: StepMetrics, finite: bool) -> None:
-        """Record a step. ``finite``: it has updated the parameters."""
+        """Record a step. ``finite``: it updated the parameters."""
         self.step = line.step
         self.losses.append(line.loss)
         self.metrics.append(line)
@@ -105,9 +105,9 @@ class State:
             self.skipped += 1
             self.skips_in_a_row += 1
 
-    def add_evaluation(self, loss: float, **beside: Any) -> None:
-        """Record the held-out loss after the latest step, and what else ``Evaluation`` holds."""
-        self.evaluations.append(Evaluation(self.step, loss, **beside))
+    def add_evaluation(self, loss: float, **fields: Any) -> None:
+        """Record the evaluation loss after the latest step, and the other fields of ``Evaluation``."""
+        self.evaluations.append(Evaluation(self.step, loss, **fields))
         if self.lowest_loss is None or loss < self.lowest_loss:
             self.lowest_loss, self.higher_in_a_row = loss, 0
         else:
@@ -121,22 +121,22 @@ class State:
 
     # --------------------------------------------------------------------------------------------- copies, files, other ranks
     def copy(self, version_id: str, tensors: dict[tuple[str, str], torch.Tensor]) -> State:
-        """The numbers of this moment, with copies of tensors."""
+        """The current numbers with copies of tensors."""
         scale, losses = replace(self.loss_scale), list(self.losses)
-        own = replace(self, loss_scale=scale, losses=losses, metrics=[], evaluations=[])
-        return replace(own, version_id=version_id, tensors=tensors)
+        numbers = replace(self, loss_scale=scale, losses=losses, metrics=[], evaluations=[])
+        return replace(numbers, version_id=version_id, tensors=tensors)
 
     @property
     def names(self) -> frozenset[str]:
-        """Parameters and constants of which ``tensors`` holds every tensor."""
+        """Parameters and constants with tensors in ``tensors``."""
         return frozenset(name for _, name in self.tensors)
 
     def metadata(self, shard: bool = False) -> dict[str, Any]:
-        """The numbers as a checkpoint of this moment holds them, or a ``shard``, which leaves nothing out."""
+        """The numbers as stored in a checkpoint of this moment, or in a ``shard``, which omits nothing."""
         newest, good = (
             str(path) if path is not None else None for path in (self.newest_checkpoint, self.good_checkpoint)
         )
-        more = {"skipped": self.skipped, "skips_in_a_row": self.skips_in_a_row}
+        skip_counts = {"skipped": self.skipped, "skips_in_a_row": self.skips_in_a_row}
         return {
             "step": self.step,
             "updates": self.updates,
@@ -145,56 +145,56 @@ class State:
             "lowest_loss": self.lowest_loss,
             "higher_in_a_row": self.higher_in_a_row,
             **({} if self.reference is None else {"reference": self.reference}),
-            **({**more, "newest_checkpoint": newest, "good_checkpoint": good} if shard else {}),
+            **({**skip_counts, "newest_checkpoint": newest, "good_checkpoint": good} if shard else {}),
         }
 
     @classmethod
-    def from_metadata(cls, found: dict[str, Any]) -> State:
+    def from_metadata(cls, metadata: dict[str, Any]) -> State:
         """The inverse of ``metadata``."""
-        numbers: dict[str, Any] = {key: found.get(key) for key in ("step", "updates", "lowest_loss", "reference")}
-        numbers |= {key: found.get(key) or 0 for key in ("skipped", "skips_in_a_row", "higher_in_a_row")}
+        numbers: dict[str, Any] = {key: metadata.get(key) for key in ("step", "updates", "lowest_loss", "reference")}
+        numbers |= {key: metadata.get(key) or 0 for key in ("skipped", "skips_in_a_row", "higher_in_a_row")}
         for key in ("newest_checkpoint", "good_checkpoint"):
-            numbers[key] = Path(found[key]) if found.get(key) is not None else None
-        return cls(LossScale(*found["loss_scale"]), losses=[float(loss) for loss in found["losses"]], **numbers)
+            numbers[key] = Path(metadata[key]) if metadata.get(key) is not None else None
+        return cls(LossScale(*metadata["loss_scale"]), losses=[float(loss) for loss in metadata["losses"]], **numbers)
 
     def to_dict(self) -> dict[str, Any]:
-        """The numbers as JSON-able values, for another rank. An array as a list of numbers would take ten times the memory."""
-        found = {**self.metadata(shard=True), "losses": self.losses}
+        """The numbers as JSON-able values, for another rank. A list of the array's numbers would take ten times the memory."""
+        values = {**self.metadata(shard=True), "losses": self.losses}
         if self.reference is not None:
-            found["reference"] = [self.reference.shape, base64.b64encode(self.reference.tobytes()).decode()]
-        return found
+            values["reference"] = [self.reference.shape, base64.b64encode(self.reference.tobytes()).decode()]
+        return values
 
     @classmethod
-    def from_dict(cls, found: dict[str, Any]) -> State:
+    def from_dict(cls, values: dict[str, Any]) -> State:
         """The inverse of ``to_dict``."""
-        if "reference" in found:
-            shape, coded = found["reference"]
-            found = {**found, "reference": np.frombuffer(base64.b64decode(coded), np.float32).reshape(shape)}
-        return cls.from_metadata(found)
+        if "reference" in values:
+            shape, coded = values["reference"]
+            values = {**values, "reference": np.frombuffer(base64.b64decode(coded), np.float32).reshape(shape)}
+        return cls.from_metadata(values)
 
-    def after(self, seen: State | None) -> State:
-        """The same with the metrics up to this step that ``seen``, an earlier state of this process, holds."""
-        if seen is None:
+    def after(self, earlier: State | None) -> State:
+        """This state with the metrics up to its step from ``earlier``, an earlier state of this process."""
+        if earlier is None:
             return self
-        metrics = [line for line in seen.metrics if line.step <= self.step]
-        return replace(self, metrics=metrics, evaluations=[one for one in seen.evaluations if one.step <= self.step])
+        metrics = [line for line in earlier.metrics if line.step <= self.step]
+        return replace(self, metrics=metrics, evaluations=[e for e in earlier.evaluations if e.step <= self.step])
 
     # ------------------------------------------------------------------------------------------------------------ sources
-    def source(self, rank: int, begun: str) -> Source:
-        """A copy in memory, as ``rank`` of the run ``begun`` tells other ranks of it."""
-        return Source(rank, None, self.version_id, self.step, begun, rank, self.names)
+    def source(self, rank: int, run_id: str) -> Source:
+        """The source that describes this copy in memory to other ranks, for ``rank`` of the run ``run_id``."""
+        return Source(rank, None, self.version_id, self.step, run_id, rank, self.names)
 
     def readers(self) -> dict[str, tuple[int, ...]]:
-        """Name of a parameter or constant -> the ranks that can read its tensors."""
-        found: dict[str, dict[int, None]] = {}
+        """Name of a parameter or constant -> ranks that can read its tensors."""
+        ranks_by_name: dict[str, dict[int, None]] = {}
         for source in self.sources:
             for name in source.names:
-                found.setdefault(name, {})[source.rank] = None
-        return {name: tuple(ranks) for name, ranks in found.items()}
+                ranks_by_name.setdefault(name, {})[source.rank] = None
+        return {name: tuple(ranks) for name, ranks in ranks_by_name.items()}
 
 
 class StateReader:
-    """A version as one rank reads it, from files and from memory. A context manager that holds the files open."""
+    """Reads a version on one rank, from files and from memory. A context manager that keeps the files open."""
 
     def __init__(self, rank: int, sources: Sequence[Source], in_memory: Sequence[State]) -> None:
         self._sources = [source for source in sources if source.rank == rank]
@@ -222,7 +222,7 @@ class StateReader:
         return self._in_memory[version_id] if path is None else State.from_metadata(self._reader(path).metadata)
 
     def origin(self) -> dict[str, Any]:
-        """The job that took the steps, and the fingerprint of its data; {}: they are those of this run."""
+        """The job that wrote the state, and the fingerprint of its data; {} if it is the current run."""
         path = self._sources[0].path
         metadata = {} if path is None else self._reader(path).metadata
         return {key: metadata[key] for key in ("job", "data_fingerprint") if key in metadata}
@@ -233,46 +233,46 @@ class StateReader:
         return self._open[path]
 
 
-def share_state(world: World, own: State | None, root: int = 0) -> State:
-    """The numbers of ``root``'s state, on all ranks. Collective."""
-    return State.from_dict(world.broadcast_json(own.to_dict() if own is not None else None, root=root))
+def share_state(world: World, state: State | None, root: int = 0) -> State:
+    """Broadcast the numbers of ``root``'s state to all ranks. Collective."""
+    return State.from_dict(world.broadcast_json(state.to_dict() if state is not None else None, root=root))
 
 
-def gather_sources(world: World, own: Iterable[Source]) -> list[Source]:
-    """The sources of all ranks, on all ranks: copies in memory first, then checkpoints, then shards. Collective.
+def gather_sources(world: World, own_sources: Iterable[Source]) -> list[Source]:
+    """Gather the sources of all ranks on all ranks: copies in memory first, then checkpoints, then shards. Collective.
 
-    Hosts that share a disk list the same shards: each counts once, for the first rank.
+    Hosts that share a disk list the same shards; each is counted once, for the first rank.
     """
-    rows = [{**vars(one), "path": str(one.path or ""), "names": sorted(one.names)} for one in own]
-    found: dict[tuple[Any, ...], Source] = {}
+    rows = [{**vars(s), "path": str(s.path or ""), "names": sorted(s.names)} for s in own_sources]
+    source_by_key: dict[tuple[Any, ...], Source] = {}
     for row in (row for of_rank in world.all_gather_json(rows) for row in of_rank):
         path = Path(row["path"]) if row["path"] else None
         source = Source(**{**row, "path": path, "names": frozenset(row["names"])})
         key = (source.version_id, source.writer) if source.is_shard else (source.version_id, source.rank, "")
-        found.setdefault(key, source)
-    return sorted(found.values(), key=lambda source: (source.is_shard, source.path is not None))
+        source_by_key.setdefault(key, source)
+    return sorted(source_by_key.values(), key=lambda source: (source.is_shard, source.path is not None))
 
 
-def newest_version(sources: Sequence[Source], needed: Collection[str]) -> list[Source]:
-    """The sources of the newest version that together hold all ``needed`` names; empty: no version is whole.
+def newest_version(sources: Sequence[Source], names: Collection[str]) -> list[Source]:
+    """The sources of the newest version that together have all ``names`` names; empty if no version is complete.
 
-    Newest is the latest step of the run that began last; of versions of one step, the first in ``sources``.
+    The newest version has the latest step of the latest run; among versions of one step it is the first in ``sources``.
     """
     versions: dict[tuple[str, int, str], list[Source]] = {}
     for source in sources:
         versions.setdefault((source.begun, source.step, source.version_id), []).append(source)
     for key in sorted(versions, key=lambda key: key[:2], reverse=True):
-        if set(needed) <= set().union(*(source.names for source in versions[key])):
+        if set(names) <= set().union(*(source.names for source in versions[key])):
             return versions[key]
     return []
 
 
 def new_run_id(earlier: Iterable[str] = ()) -> str:
-    """The id of a run that begins now, larger than those of the ``earlier`` runs. ``--resume`` passes it from start to start.
+    """The id of a new run, larger than those of the ``earlier`` runs. ``--resume`` passes it from start to start.
 
-    It counts runs, since clocks of hosts differ. They decide only between runs that have seen nothing of each other.
+    It counts runs, since clocks of hosts differ. Clocks decide only between runs that know nothing of each other.
     """
-    numbers = [int(found[1]) for one in earlier if (found := _RUN_NUMBER.match(one))]
+    numbers = [int(match[1]) for run_id in earlier if (match := _RUN_NUMBER.match(run_id))]
     return f"{1 + max(numbers, default=0):012d}-{int(time.time()):012d}-{token_hex(4)}"
 
 
@@ -285,47 +285,48 @@ class ShardWriter:
     """Writes this rank's shards.
 
     Args:
-        run_dir: on this host's own disk, or on one that hosts share.
-        described: metadata that all shards of the run share.
-        kept: id of the version on disk that the run goes on from, if any: it stays until a new one is whole.
+        run_dir: on the host's own disk, or on a shared one.
+        described: metadata common to all shards of the run.
+        kept: id of the version on disk that the run resumed from, if any; retained until a new version is complete.
     """
 
-    def __init__(self, world: World, run_dir: Path, described: Mapping[str, Any], kept: str | None) -> None:
-        self._world, self.run_dir, self._described, self._kept = world, run_dir, described, kept
+    def __init__(self, world: World, run_dir: Path, described: Mapping[str, Any], retained_id: str | None) -> None:
+        self._world, self.run_dir, self._described, self._retained_id = world, run_dir, described, retained_id
         self._newest: str | None = None
         self.trouble: str | None = None
-        """Why this rank's newest shard could not be written; None: it could."""
-        self._told = False
+        """Why this rank's newest shard could not be written; None if it was written."""
+        self._reported = False
 
     def write(self, version: State) -> None:
-        """Write this rank's shard of a version. An error is kept in ``trouble``, and training goes on. Runs in the background."""
+        """Write this rank's shard of a version, in the background. An error is stored in ``trouble``, and training continues."""
         version_id, rank = version.version_id, self._world.rank
         self._newest, self.trouble = version_id, None
-        keep_versions(self.run_dir, [one for one in (self._kept, version_id) if one is not None])
+        keep_versions(self.run_dir, [entry for entry in (self._retained_id, version_id) if entry is not None])
         if not version.tensors:
             return
         metadata = {**self._described, **version.metadata(shard=True)}
         metadata |= {"version_id": version_id, "rank": rank, "names": sorted(version.names)}
         path = shard_path(self.run_dir, rank, version.step, version_id)
         try:
-            with contextlib.ExitStack() as alone, CheckpointWriter(path, metadata) as writer:
+            with contextlib.ExitStack() as stack, CheckpointWriter(path, metadata) as writer:
                 for (kind, name), tensor in self._world.marked(version.tensors.items()):
                     writer.write(kind, name, tensor.numpy(), str(tensor.dtype).removeprefix("torch."))
-                alone.enter_context(self._world.busy())  # nobody sees how far a slow disk is
+                stack.enter_context(self._world.busy())  # a slow disk shows no progress
         except (UserError, OSError) as error:
             _LOG.warning("step %d: no copy on disk: %s", version.step, error)
             self.trouble = str(error)
 
     def settle(self, troubles: Sequence[str | None]) -> None:
-        """Called when all ranks have reported on the newest version: if it is whole, older ones are no longer kept. Local.
+        """Called after all ranks have reported on the newest version: if it is complete, older ones are released. Local.
+
         ``troubles``: every rank's ``trouble``.
         """
         if self._newest is None:
             return
         failed = [f"rank {rank}: {text}" for rank, text in enumerate(troubles) if text is not None]
         if not failed:
-            self._kept = self._newest
-        elif not self._told:
-            say(f"Training goes on, but copies on disk are not renewed, and those of before stay: {failed[0]}")
-        self._told = bool(failed)
+            self._retained_id = self._newest
+        elif not self._reported:
+            say(f"Training continues, but copies on disk are not updated; the previous ones remain: {failed[0]}")
+        self._reported = bool(failed)
         self._newest = None

@@ -1,12 +1,11 @@
-"""The writer of checkpoints: a piece of a tensor at a time, invisible until it is whole.
+"""Write checkpoints piece by piece, invisible until complete.
 
-HDF5 does not survive a disk that is full: a close that fails leaves objects behind in the library, which crash the process
-when it exits (seen with HDF5 2.0: a segmentation fault in H5D_close, after the run had ended well). So it writes to a ``Sink``,
-which tells it that every write has worked. The first that did not is remembered there, and the writer gives up its file as soon as
-it looks.
+HDF5 does not survive a full disk: a failing close leaves objects in the library that crash the process at exit (seen with HDF5 2.0:
+a segmentation fault in H5D_close after the run had ended well). So HDF5 writes to a ``Sink``, which reports success for every
+write. The sink remembers the first error, and the writer discards the file as soon as it checks.
 
-Beside training, memory may be nearly full. Pages that are not on the disk yet cannot be dropped, and the system counts those of a
-control group with its processes: it would end one of them for the pages of a large file. So the disk takes a window at a time.
+Memory may be nearly full during training. Dirty pages cannot be dropped, and a control group counts them with its processes: it
+would kill a process for the pages of a large file. So the file is flushed to disk window by window.
 """
 
 from __future__ import annotations
@@ -35,34 +34,34 @@ DESCRIPTION = (
 
 
 class CheckpointWriter:
-    """Writes one checkpoint; used as a context manager.
+    """Writes one checkpoint; a context manager.
 
-    The file appears under ``path`` in one step, when the block ends without an exception: marked finished, flushed to
-    disk and renamed. Until then the former file of that name, if any, is untouched. On an exception nothing remains.
-    A directory of checkpoints belongs to one run: temporary files that other processes left in it are removed.
+    The file appears under ``path`` atomically when the block ends without an exception: marked finished, flushed to disk and
+    renamed. Until then an existing file of that name is untouched. After an exception nothing remains. A checkpoint directory
+    belongs to one run: temporary files of other processes in it are removed.
 
-    ``metadata`` must hold ``step`` (int). Values: bool, int and float become attributes of the group ``metadata``, str
-    a text, numpy arrays (the losses) a dataset; everything else that JSON can hold becomes JSON text.
+    ``metadata`` must have ``step`` (int). Values of bool, int and float become attributes of the group ``metadata``, str a text,
+    numpy arrays (the losses) a dataset; any other JSON value becomes JSON text.
 
-    Raises CheckpointError when the file cannot be written (disk full, no permission), or when no run could go on from a tensor
-    (``format.Summary.problem``), with the file and the reason.
+    Raises CheckpointError, with the file and the reason, if the file cannot be written (disk full, no permission), or if training
+    could not continue from a tensor (``format.Summary.problem``).
     """
 
     def __init__(self, path: str | os.PathLike[str], metadata: dict[str, Any]) -> None:
         assert isinstance(metadata.get("step"), int), "a checkpoint's metadata must hold its step"
         self.path = Path(path)
         self.metadata = metadata
-        self._appearing = contextlib.ExitStack()
+        self._atomic_file = contextlib.ExitStack()
         self._sink: Sink | None = None
         self._file: Any = None
         self._infinite: dict[str, Summary] = {}
-        """Parameters with infinities, which they may hold unless they are trained."""
+        """Parameters with infinities, which are allowed unless the parameter is trained."""
 
     def __enter__(self) -> CheckpointWriter:
-        with self._discarded_if_it_fails():
+        with self._discard_on_error():
             self.path.parent.mkdir(parents=True, exist_ok=True)
             _remove_leftovers(self.path.parent)
-            self._sink = Sink(self._appearing.enter_context(atomic_write(self.path, durable=True)))
+            self._sink = Sink(self._atomic_file.enter_context(atomic_write(self.path, durable=True)))
             self._file = h5py.File(self._sink, "w", libver=hdf5.LIBVER)
             for kind in (*KINDS, METADATA):
                 self._file.create_group(kind)
@@ -75,25 +74,25 @@ class CheckpointWriter:
     def write(self, kind: str, name: str, array: NDArray[Any], dtype: str) -> None:
         """Store one tensor.
 
-        ``kind``: one of ``KINDS``. ``name``: the parameter's name, dots included, once per
-        kind. ``array``: of the tensor's shape, in the numpy dtype that holds its bits (``uint16`` for ``bfloat16``).
+        ``kind``: one of ``KINDS``. ``name``: the parameter's name, including dots, unique within its kind. ``array``: of the
+        tensor's shape, in the numpy dtype with its bits (``uint16`` for ``bfloat16``).
         """
         assert array.dtype == STORAGE[dtype], f"{name}: {dtype} is stored from {STORAGE[dtype]}, not from {array.dtype}"
         flat = np.asarray(array, order="C").reshape(-1)
         self.write_pieces(kind, name, array.shape, dtype, cut(flat, array.shape))
 
     def write_pieces(
-        self, kind: str, name: str, shape: tuple[int, ...], dtype: str, coming: Iterable[NDArray[Any]]
+        self, kind: str, name: str, shape: tuple[int, ...], dtype: str, arrays: Iterable[NDArray[Any]]
     ) -> None:
-        """Store one tensor that comes in pieces: flat arrays, one for each of ``format.pieces(shape, item bytes)``."""
+        """Store one tensor from flat arrays, one for each of ``format.pieces(shape, item bytes)``."""
         assert self._file is not None and self._sink is not None, "write outside of the with block"
         assert kind in KINDS and "/" not in name and name not in ("", "."), (kind, name)
         try:
-            summary = _write_array(self._file[kind], name, shape, dtype, coming)
+            summary = _write_array(self._file[kind], name, shape, dtype, arrays)
             self._sink.raise_error()
         except OSError as error:
             raise self._error(error) from error
-        self._refuse(kind, name, summary.problem(kind, trained=kind != "parameters"))
+        self._reject(kind, name, summary.problem(kind, trained=kind != "parameters"))
         if summary.problem(kind, trained=True) is not None:
             self._infinite[name] = summary
 
@@ -101,22 +100,22 @@ class CheckpointWriter:
         if error is not None:
             self._discard(error)
             return
-        with self._discarded_if_it_fails():
+        with self._discard_on_error():
             assert self._sink is not None
             for name, summary in self._infinite.items():
-                self._refuse("parameters", name, summary.problem("parameters", self._is_trained(name)))
+                self._reject("parameters", name, summary.problem("parameters", self._is_trained(name)))
             self._file.attrs["finished"] = np.uint8(1)
             self._file.close()
             self._file = None
             self._sink.sync()
             self._sink.close()
-            self._appearing.close()
+            self._atomic_file.close()
 
     def _is_trained(self, name: str) -> bool:
         return any(name in self._file[kind] for kind in ("moments1", "moments2"))
 
     @contextlib.contextmanager
-    def _discarded_if_it_fails(self) -> Iterator[None]:
+    def _discard_on_error(self) -> Iterator[None]:
         try:
             yield
         except BaseException as error:
@@ -125,12 +124,12 @@ class CheckpointWriter:
                 raise self._error(error) from error
             raise
 
-    def _refuse(self, kind: str, name: str, problem: str | None) -> None:
+    def _reject(self, kind: str, name: str, problem: str | None) -> None:
         if problem is not None:
             raise CheckpointError(
                 "checkpoint.not_finite",
-                f"{self.path}: the checkpoint was not written, as no run could go on from {kind}/{name}: {problem}; "
-                "checkpoints written before are untouched. A lower [train] learning_rate may help.",
+                f"{self.path}: the checkpoint was not written because training cannot continue from {kind}/{name}: {problem}; "
+                "earlier checkpoints are untouched. A lower [train] learning_rate may help.",
             )
 
     def _discard(self, error: BaseException) -> None:
@@ -140,13 +139,13 @@ class CheckpointWriter:
             self._file = None
         if self._sink is not None:
             self._sink.close()
-        self._appearing.__exit__(type(error), error, None)
+        self._atomic_file.__exit__(type(error), error, None)
 
     def _error(self, error: Exception) -> CheckpointError:
         return CheckpointError(
             "checkpoint.unwritable",
-            f"{self.path}: the checkpoint could not be written ({error}); checkpoints written before are untouched. "
-            "Free space or set output.run_dir to a directory that can be written, then resume.",
+            f"{self.path}: the checkpoint could not be written ({error}); earlier checkpoints are untouched. "
+            "Free space or set output.run_dir to a writable directory, then resume.",
         )
 
 
@@ -172,16 +171,16 @@ def _write_metadata(group: Any, key: str, value: Any) -> None:
     elif isinstance(value, str):
         _write_text(group, key, value, "text")
     else:
-        _write_text(group, key, json.dumps(value), "json")  # in ASCII, which holds half characters, too
+        _write_text(group, key, json.dumps(value), "json")  # in ASCII, which can represent lone surrogates
 
 
-def _write_array(group: Any, name: str, shape: tuple[int, ...], dtype: str, coming: Iterable[NDArray[Any]]) -> Summary:
-    """A dataset from its pieces, with the checksum of all of them."""
+def _write_array(group: Any, name: str, shape: tuple[int, ...], dtype: str, arrays: Iterable[NDArray[Any]]) -> Summary:
+    """Write a dataset piece by piece, with its checksum."""
     kind = file_type(dtype)
     space = h5py.h5s.create_simple(shape) if shape else h5py.h5s.create(h5py.h5s.SCALAR)
     dataset = h5py.Dataset(h5py.h5d.create(group.id, name.encode(), kind, space))
     summary = Summary(dtype)
-    for (first, count), array in zip(pieces(shape, STORAGE[dtype].itemsize), coming, strict=True):
+    for (first, count), array in zip(pieces(shape, STORAGE[dtype].itemsize), arrays, strict=True):
         memory = h5py.h5s.create_simple(array.shape) if shape else h5py.h5s.create(h5py.h5s.SCALAR)
         if shape:
             space.select_hyperslab(first, count)
@@ -192,7 +191,7 @@ def _write_array(group: Any, name: str, shape: tuple[int, ...], dtype: str, comi
 
 
 def _write_text(group: Any, key: str, text: str, content: str) -> None:
-    """A text as one string of fixed length, padded to length 1 where empty (HDF5 has no strings of length 0)."""
+    """Write a text as one fixed-length string, padded to length 1 if empty (HDF5 has no strings of length 0)."""
     raw = text.encode()
     assert b"\0" not in raw, f"{key}: HDF5 strings end at the first NUL"
     dataset = group.create_dataset(key, data=raw or b"\0", dtype=h5py.string_dtype("utf-8", max(1, len(raw))))
@@ -201,54 +200,54 @@ def _write_text(group: Any, key: str, text: str, content: str) -> None:
 
 
 WINDOW_BYTES = 64 << 20
-"""So much of a file is in memory at most."""
+"""Maximum size of the unflushed part of a file."""
 
 
 class Sink(io.FileIO):
-    """The file that h5py writes to. Raises OSError only when the file cannot be made.
+    """The file object that h5py writes to. Raises OSError only if the file cannot be created.
 
     Attributes:
-        error: the first write that failed.
+        error: the first failed write.
     """
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, "w+")
         self._window = 0
-        """Bytes written since the disk took all."""
+        """Bytes written since the last flush."""
         self.error: OSError | None = None
 
     def readinto(self, buffer: Any) -> int:
         view = memoryview(buffer).cast("B")
-        found = super().readinto(view) or 0
-        view[found:] = bytes(len(view) - found)  # what could not be written
+        count = super().readinto(view) or 0
+        view[count:] = bytes(len(view) - count)  # the part that could not be written
         return len(view)
 
     def write(self, buffer: Any) -> int:
         view = memoryview(buffer).cast("B")
         begin, written = self.tell(), 0
-        with self._failing_silently():
+        with self._recording_error():
             while written < len(view) and self.error is None:
                 written += os.pwrite(self.fileno(), view[written:], begin + written)
         self.seek(begin + len(view))
         self._window += written
         if self._window >= WINDOW_BYTES and self.error is None:
-            self._empty_window()
+            self._flush_window()
         return len(view)
 
     def truncate(self, size: int | None = None) -> int:
-        with self._failing_silently():
+        with self._recording_error():
             return super().truncate(size)
         return size or 0
 
     def sync(self) -> None:
-        """Return when everything is on the disk. Raises OSError if it is not, or something has failed before."""
+        """Flush everything to disk. Raises OSError for this or any earlier failure."""
         self.raise_error()
         os.fsync(self.fileno())
 
-    def _empty_window(self) -> None:
-        """Return when everything is on the disk; where the system can, nothing is in memory any more."""
+    def _flush_window(self) -> None:
+        """Flush everything to disk and, where the system supports it, drop the pages from memory."""
         self._window = 0
-        with self._failing_silently():
+        with self._recording_error():
             os.fsync(self.fileno())
             if hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(self.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -258,7 +257,7 @@ class Sink(io.FileIO):
             raise self.error
 
     @contextlib.contextmanager
-    def _failing_silently(self) -> Iterator[None]:
+    def _recording_error(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:

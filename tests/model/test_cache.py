@@ -84,7 +84,7 @@ def test_an_entry_comes_back_to_the_bit(contents: DirectoryContents, tmp_path: P
     cache = ShardCache(tmp_path / "cache", contents.identity)
     assert not cache.holds(3, contents.tensors)
     cache.prepare(1000)
-    cache.keep(3, TENSORS)
+    cache.add(3, TENSORS)
     (entry,) = cache.directory.glob("layer-00003/*.safetensors")
     assert load_file(entry).keys() == TENSORS.keys()  # an ordinary safetensors file
     again = ShardCache(tmp_path / "cache", contents.identity)
@@ -98,10 +98,10 @@ def test_an_entry_of_another_layer_or_model_or_of_other_tensors_is_removed(
     contents: DirectoryContents, tmp_path: Path
 ) -> None:
     cache = ShardCache(tmp_path / "cache", contents.identity)
-    cache.keep(3, {"model.norm.weight": TENSORS["model.norm.weight"]})
-    cache.keep(4, TENSORS)
+    cache.add(3, {"model.norm.weight": TENSORS["model.norm.weight"]})
+    cache.add(4, TENSORS)
     (cache.directory / "layer-00004").rename(cache.directory / "layer-00005")
-    ShardCache(tmp_path / "cache", contents.identity[:16] + "another").keep(6, TENSORS)
+    ShardCache(tmp_path / "cache", contents.identity[:16] + "another").add(6, TENSORS)
     for layer in (3, 5, 6):
         assert not cache.holds(layer, contents.tensors)
     assert len(cache.remarks) == 3 and list(cache.directory.iterdir()) == []
@@ -116,7 +116,7 @@ def test_a_cache_that_cannot_be_used_is_a_clear_error(contents: DirectoryContent
         cache.prepare(10**18)
     shutil.rmtree(cache.directory)
     cache.directory.write_text("")
-    for refused in (lambda: cache.prepare(1), lambda: cache.keep(1, TENSORS)):
+    for refused in (lambda: cache.prepare(1), lambda: cache.add(1, TENSORS)):
         with refuses("file.unwritable", "shard_cache"):
             refused()
 

@@ -219,7 +219,7 @@ CASES: dict[str, tuple[Make, tuple[str, ...]]] = {
                         ("absent.profile.toml: no such file", "no shipped profile of this name; shipped profiles:")),
     "missing-profile-of-the-job": ({"profile": {"path": "{here}/mistyped.profile.toml"}}, ("mistyped.profile.toml: no such file",)),
     "profile-to-use-and-to-keep": ({"profile": {"path": "{here}/profile.toml", "save_as": "kept.toml"}}, ("save_as",)),
-    "nothing-to-resume": ({"resume": "latest"}, ("no whole checkpoint to resume from", "start without --resume")),
+    "nothing-to-resume": ({"resume": "latest"}, ("no valid checkpoint to resume from", "start without --resume")),
     "resume-missing-file": ({"resume": "{here}/absent.h5"}, ("absent.h5: no such checkpoint", "--resume latest")),
     "resume-other-model": (
         lambda s, n: s.resumed(n, model={"path": str(s.model("deeper", blocks=3))}, profile={"path": ""}),

@@ -80,7 +80,7 @@ REFUSED: dict[str, tuple[Callable[[Scene, str], dict[str, Any]], str]] = {
         lambda s, n: s.resumed(n, model={"path": str(s.model("wider", hidden_size=64))}),
         "checkpoint of another model",
     ),
-    "damaged": (lambda s, n: s.changed(n, run=s.broken, more=RESUMED), "no whole checkpoint to resume from"),
+    "damaged": (lambda s, n: s.changed(n, run=s.broken, more=RESUMED), "no valid checkpoint to resume from"),
     "no-such-checkpoint": (
         lambda s, n: s.changed(n, more={"resume": str(s.directory / "no.h5")}),
         "no such checkpoint",

@@ -188,7 +188,7 @@ def test_damaged_shards_are_named_and_passed_over_np2(left: Left) -> None:
     named = [line for line in one.printed.splitlines() if "passed over" in line]
     assert len(named) == 1 and "rank-0000" in named[0] and "model.norm.weight: damaged" in named[0], named
     assert left.losses("one-damaged")[-4:] == left.losses("straight")[-4:]
-    assert both.codes == (2,) and "no whole checkpoint to resume from" in both.texts[0]
+    assert both.codes == (2,) and "no valid checkpoint to resume from" in both.texts[0]
     assert "rank-0000" in both.printed and "rank-0001" in both.printed and "not an HDF5 file" in both.printed
     assert anew.codes == (0,) and "no whole copy of the trained state: beginning anew" in anew.printed
     assert left.losses("both-damaged-any") == left.losses("straight")

@@ -169,7 +169,7 @@ def test_a_full_disk_costs_checkpoints_but_not_the_run_np2(tmp_path: Path) -> No
     try:
         result = runs.run(run, "--set", "checkpoint.keep=9")
         assert result.returncode == 0, result.stdout + result.stderr
-        assert "Training goes on, but" in result.stdout and "could not be written" in result.stdout
+        assert "Training continues, but" in result.stdout and "could not be written" in result.stdout
         assert "Traceback" not in result.stdout + result.stderr
         assert len(read_metrics(run / "metrics.jsonl").steps) == 5
         assert (run / "model" / "model.safetensors").exists()

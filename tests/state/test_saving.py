@@ -53,4 +53,4 @@ def test_ranks_of_a_host_share_its_memory_however_much_each_keeps() -> None:
     roomy = Ranks([[12 * gigabyte, 30 * gigabyte], [gigabyte, 30 * gigabyte], [gigabyte, 3 * gigabyte]])
     assert lack_of_memory(cast(World, roomy), 0) is None
     tight = Ranks([[9 * gigabyte, 30 * gigabyte], [7 * gigabyte, 30 * gigabyte], [gigabyte, 3 * gigabyte]])
-    assert lack_of_memory(cast(World, tight), 0) == "box would need 16.0 GB and has 30.0 GB free"
+    assert lack_of_memory(cast(World, tight), 0) == "box needs 16.0 GB and has 30.0 GB free"
