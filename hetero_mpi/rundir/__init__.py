@@ -1,1 +1,1 @@
-"""The files that a run writes while it goes on (logs, metrics, events), and its directory."""
+"""Files that a run writes as it progresses (logs, metrics, events), and the run directory."""

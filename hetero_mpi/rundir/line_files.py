@@ -1,6 +1,6 @@
-"""The files that grow line by line during a run, a JSON object a line: ``metrics.jsonl``, ``steps.jsonl`` and ``events.jsonl``.
+"""Append-only JSON-lines files of a run: ``metrics.jsonl``, ``steps.jsonl`` and ``events.jsonl``.
 
-On a full disk training goes on, and lines are written when there is room again.
+On a full disk training continues, and lines are buffered until there is space.
 """
 
 from __future__ import annotations
@@ -20,52 +20,52 @@ from hetero_mpi.util.errors import UserError
 
 METRICS_NAME, STEPS_NAME, EVENTS_NAME = "metrics.jsonl", "steps.jsonl", "events.jsonl"
 _LOG = logging.getLogger(__name__)
-_MOST_LINES = 100_000
-"""Largest number of lines that wait for room; the oldest are dropped first."""
+_MAX_LINES = 100_000
+"""Maximum number of buffered lines; the oldest are dropped first."""
 
 
 class LineFile:
-    """Appends lines to a file. Lines that find no room wait, and are written with the next one.
+    """Appends lines to a file. Lines that cannot be written are buffered, and written with the next line.
 
     Args:
-        path: opened for every write, since it may be moved meanwhile, and several processes may write to it.
-        warn: called once when the disk is full, and once when lines are written again.
+        path: opened for every write, since the file may be moved meanwhile and several processes may write to it.
+        warn: called once when writing fails, and once when it succeeds again.
     """
 
     def __init__(self, path: Path, warn: Callable[[str], object] = _LOG.warning) -> None:
         self.path, self._warn = path, warn
-        self._waiting: deque[bytes] = deque(maxlen=_MOST_LINES)
+        self._waiting: deque[bytes] = deque(maxlen=_MAX_LINES)
 
     def write(self, *objects: Mapping[str, Any]) -> None:
-        """Append JSON objects, a line each."""
+        """Append JSON objects, one per line."""
         self.add(*(_line(values) for values in objects))
 
     def add(self, *records: bytes) -> None:
-        """Append bytes; without any, those that have waited."""
-        late = bool(self._waiting)
+        """Append bytes; without arguments, write the buffered lines."""
+        had_waiting = bool(self._waiting)
         self._waiting.extend(records)
         try:
             _append(self.path, b"".join(self._waiting))
         except OSError as error:
-            if not late:
+            if not had_waiting:
                 self._warn(
-                    f"{self.path} cannot be written ({error.strerror}): its lines wait until it can, and training goes on"
+                    f"{self.path} cannot be written ({error.strerror}): its lines are buffered, and training continues"
                 )
             return
-        if late:
-            self._warn(f"{self.path} is written again, with the {len(self._waiting)} lines that had waited")
+        if had_waiting:
+            self._warn(f"{self.path} is writable again; {len(self._waiting)} buffered lines were written")
         self._waiting.clear()
 
 
 def _line(values: Mapping[str, Any]) -> bytes:
-    # JSON has no NaN: a line with one would make the whole file unreadable to strict parsers.
-    bad = [key for key, value in values.items() if isinstance(value, float) and not math.isfinite(value)]
-    whole = {**values, **dict.fromkeys(bad), **({"non_finite": True} if bad else {})}
-    return (json.dumps(whole, allow_nan=False) + "\n").encode()
+    # JSON has no NaN: a line with NaN would make the whole file unreadable to strict parsers.
+    non_finite_keys = [key for key, value in values.items() if isinstance(value, float) and not math.isfinite(value)]
+    fields = {**values, **dict.fromkeys(non_finite_keys), **({"non_finite": True} if non_finite_keys else {})}
+    return (json.dumps(fields, allow_nan=False) + "\n").encode()
 
 
 def _append(path: Path, data: bytes) -> None:
-    """Append all of ``data``, or nothing. Raises OSError: nothing was appended."""
+    """Append all of ``data`` or nothing. Raises OSError if nothing was appended."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab", buffering=0) as file:
         end = file.seek(0, os.SEEK_END)
@@ -74,18 +74,18 @@ def _append(path: Path, data: bytes) -> None:
             while rest:
                 rest = rest[os.write(file.fileno(), rest) :]
         except OSError:
-            if file.tell() > end:  # a torn line would hide all that come after it
+            if file.tell() > end:  # a torn line would corrupt the next line
                 os.ftruncate(file.fileno(), end)
             raise
 
 
 def objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(line with its end, values) of every line that is a JSON object. Torn lines are left out."""
+    """(line including its end, values) of every line that is a JSON object. Skips torn lines."""
     return ((line, values) for line in lines(path) if (values := object_of(line)) is not None)
 
 
 def lines(path: Path) -> Iterator[str]:
-    """The lines of a file with their ends; without a file there are none. Raises UserError: it cannot be read."""
+    """The lines of a file including their ends; none if the file is missing. Raises UserError if it cannot be read."""
     if path.exists():
         require_regular(path)
         try:
@@ -98,7 +98,7 @@ def lines(path: Path) -> Iterator[str]:
 
 
 def object_of(line: str) -> dict[str, Any] | None:
-    """The JSON object that a line holds; None: it holds none."""
+    """The JSON object in a line, or None."""
     with contextlib.suppress(ValueError, RecursionError):
         values = json.loads(line)
         return values if isinstance(values, dict) else None
@@ -106,18 +106,18 @@ def object_of(line: str) -> dict[str, Any] | None:
 
 
 def keep_until(path: Path, step: int) -> None:
-    """Drop the lines of steps after ``step``, and lines without a step: a run resumed there takes these steps again."""
+    """Drop the lines of steps after ``step``, and lines without a step: a run resumed there repeats these steps."""
     if path.exists():
-        until = [(line, values.get("step")) for line, values in objects(path)]
-        _rewrite(path, [line for line, at in until if type(at) is int and at <= step])
+        numbered_lines = [(line, values.get("step")) for line, values in objects(path)]
+        _rewrite(path, [line for line, at in numbered_lines if type(at) is int and at <= step])
 
 
 def _rewrite(path: Path, lines: Iterable[str]) -> None:
-    """Replace a file's contents by ``lines``, its own first ones, with their ends. On a full disk the file is cut instead."""
-    kept = "".join(lines).encode()
+    """Replace a file's contents by ``lines``, a prefix of it. On a full disk the file is truncated instead."""
+    content = "".join(lines).encode()
     try:
-        write_atomic(path, kept, durable=True)
+        write_whole(path, content, durable=True)
     except OSError:
         with contextlib.suppress(OSError):
-            if path.read_bytes().startswith(kept):
-                os.truncate(path, len(kept))
+            if path.read_bytes().startswith(content):
+                os.truncate(path, len(content))

@@ -1,4 +1,4 @@
-"""Output of a run: every rank writes its own log file; rank 0 also prints to stdout, above the screen where there is one."""
+"""Output of a run: a log file per rank; rank 0 also prints to stdout, above the status screen if there is one."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ LOGGER = "hetero_mpi"
 
 
 def setup_logging(run_dir: str | Path | None, rank: int, size: int, waits: bool = False) -> Path | None:
-    """Log this process to ``run_dir/logs/rank-0003.log`` (appended to), each line with time and rank/size. Returns that path.
+    """Log this process to ``run_dir/logs/rank-0003.log`` (appended), each line with time and rank/size. Returns that path.
 
-    The file holds INFO and above of this package, and warnings of all others, Python's ``warnings`` included. Without a ``run_dir``
-    there is no file. Calling it again replaces the earlier settings.
+    The file receives INFO and above from this package, and warnings from all others, including Python's ``warnings``. Without a
+    ``run_dir`` there is no file. Calling it again replaces the earlier settings.
 
-    ``waits``: lines wait in memory until ``write_waiting_logs``, or until an error is logged; other settings drop them.
+    ``waits``: buffer lines in memory until ``write_waiting_logs`` or the first error; other settings discard them.
     """
     root = logging.getLogger()
     for logger in (root, logging.getLogger(CONSOLE_LOGGER)):
@@ -31,7 +31,7 @@ def setup_logging(run_dir: str | Path | None, rank: int, size: int, waits: bool 
     logging.getLogger(LOGGER).setLevel(logging.INFO)
     logging.captureWarnings(True)
     if rank == 0:
-        _add(logging.getLogger(CONSOLE_LOGGER), _Speech(), "%(message)s")
+        _add_handler(logging.getLogger(SPEECH), _StdoutHandler(), "%(message)s")
     path = None
     if run_dir is not None:
         path = Path(run_dir) / "logs" / f"rank-{rank:04}.log"
@@ -39,15 +39,15 @@ def setup_logging(run_dir: str | Path | None, rank: int, size: int, waits: bool 
         prefix = f"%(asctime)s {rank:>{width}}/{size} %(levelname)s %(name)s: %(message)s"
         file = _LogFile(path, encoding="utf-8", delay=True, errors="backslashreplace")
         file.setFormatter(logging.Formatter(prefix))
-        _add(root, _Waiting(file) if waits else file, prefix)
+        _add_handler(root, _BufferedLog(file) if waits else file, prefix)
     return path
 
 
 def write_waiting_logs() -> None:
-    """Write the lines that wait (``setup_logging``); later ones are written at once."""
+    """Write the buffered lines (``setup_logging``); later lines are written immediately."""
     for handler in logging.getLogger().handlers:
-        if isinstance(handler, _Waiting):
-            handler.let_through()
+        if isinstance(handler, _BufferedLog):
+            handler.write_through()
 
 
 def say(*lines: str) -> None:
@@ -57,28 +57,28 @@ def say(*lines: str) -> None:
 
 
 def note(*lines: str) -> None:
-    """Write lines to the log file that the user need not see at once."""
+    """Write lines to the log file only."""
     for line in lines:
         logging.getLogger(LOGGER).info("%s", printable(line))
 
 
 class _LogFile(logging.FileHandler):
-    """A log file on a disk that may be full: lines stay in its buffer until there is room."""
+    """A log file on a disk that may be full: lines stay in its buffer until there is space."""
 
     def _open(self) -> Any:
         Path(self.baseFilename).parent.mkdir(parents=True, exist_ok=True)
         return super()._open()
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Ignore the error, as a traceback for every line would help nobody. Other files on a full disk report it."""
+        """Ignore the error, as a traceback for every line would not help. Other files on a full disk report it."""
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
             super().close()
 
 
-class _Waiting(logging.handlers.MemoryHandler):
-    """Lines that wait in memory for their log file until they are released, at the latest by the first error."""
+class _BufferedLog(logging.handlers.MemoryHandler):
+    """Buffers lines in memory for the log file until they are released, at the latest by the first error."""
 
     def __init__(self, file: _LogFile) -> None:
         super().__init__(sys.maxsize, logging.ERROR, file, flushOnClose=False)
@@ -90,10 +90,10 @@ class _Waiting(logging.handlers.MemoryHandler):
         return self.capacity == 0
 
     def flush(self) -> None:
-        if self.capacity == 0:  # before Python 3.12 the end of the process flushes, too
+        if self.capacity == 0:  # before Python 3.12 process exit flushes too
             super().flush()
 
-    def let_through(self) -> None:
+    def write_through(self) -> None:
         self.capacity = 0
         self.flush()
 
@@ -102,33 +102,33 @@ class _Waiting(logging.handlers.MemoryHandler):
         self._file.close()
 
 
-class _Speech(logging.Handler):
-    """A handler that prints to the present stdout, above the screen where there is one."""
+class _StdoutHandler(logging.Handler):
+    """A handler that prints to the current stdout, above the status screen if there is one."""
 
     def emit(self, record: logging.LogRecord) -> None:
         write_line(self.format(record))
 
 
-def _add(logger: logging.Logger, handler: logging.Handler, form: str) -> None:
+def _add_handler(logger: logging.Logger, handler: logging.Handler, form: str) -> None:
     handler.set_name(LOGGER)
     handler.setFormatter(logging.Formatter(form))
     logger.addHandler(handler)
 
 
 class Watched(Protocol):
-    """A screen on a terminal."""
+    """A status screen on a terminal."""
 
     def say(self, text: str) -> None:
-        """Print a line above it."""
+        """Print a line above the screen."""
 
 
 SHOWN: list[Watched] = []
-"""The screens on the terminal now: one or none."""
+"""The screens on the terminal: none or one."""
 _LOCK = threading.RLock()
 
 
 def write_line(text: str) -> None:
-    """Print a line to stdout, above the screen where there is one."""
+    """Print a line to stdout, above the status screen if there is one."""
     with _LOCK:
         if SHOWN:
             SHOWN[-1].say(fit_to_terminal(text))

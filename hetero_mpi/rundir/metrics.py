@@ -1,7 +1,7 @@
 """``metrics.jsonl``: a JSON object per step and per evaluation, readable during the run and after a crash.
 
-The same goes to other programs (``[report] trackers``, a module each in ``rundir/trackers``). None can end a run: one that cannot
-begin, or fails later, is left out from then on, and it is said.
+Metrics also go to trackers (``[report] trackers``, modules of ``rundir/trackers``). A tracker that fails, at the start or later,
+is disabled with a message and never ends the run.
 """
 
 from __future__ import annotations
@@ -21,60 +21,60 @@ from hetero_mpi.util.background import BestEffort, warn_on_failure
 from hetero_mpi.util.plug_ins import plug_in
 
 WARM_UP_STEPS = 2
-"""Number of first steps under a plan that do not count for times, while caches, allocators and links warm up."""
+"""Number of first steps under a plan that are excluded from timing, while caches, allocators and links warm up."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rewards:
-    """Means over the compared answers of a step, or of an evaluation (docs/preferences.md); None: there are none."""
+    """Means over the compared answers of a step or evaluation (docs/preferences.md); None if there are none."""
 
     chosen_reward: float | None = None
-    """Of chosen, or desirable, answers."""
+    """Mean reward of chosen or desirable answers."""
     rejected_reward: float | None = None
     reward_margin: float | None = None
-    """Chosen less rejected."""
+    """Chosen minus rejected."""
     reward_accuracy: float | None = None
-    """Share of the pairs whose chosen answer has the higher reward."""
+    """Share of the pairs in which the chosen answer has the higher reward."""
     kl: float | None = None
     """KTO's reference point."""
 
 
 @dataclass(frozen=True)
 class StepMetrics(Rewards):
-    """One step. ``step`` counts from 1: the number of steps taken, this one included."""
+    """One step. ``step`` counts from 1: the number of completed steps."""
 
     step: int
     loss: float
-    """Mean cross-entropy per target token of the step's batch, nats; and the routers' loss, times its coefficient."""
+    """Mean cross-entropy per target token of the batch, nats; plus the router loss times its coefficient."""
     grad_norm: float
     """Global gradient norm before clipping."""
     lr: float
     tokens: int
-    """Target tokens of the step."""
+    """Number of target tokens."""
     tokens_per_s: float
     step_s: float
     predicted_step_s: float
     emulated: bool = False
-    """``step_s`` and ``tokens_per_s`` are emulated ones."""
+    """``step_s`` and ``tokens_per_s`` are emulated."""
     router_loss: float | None = None
-    """Mean over the step's sequences, before the coefficient; None: the model has none."""
+    """Mean over the step's sequences, before the coefficient; None without routers."""
 
 
 @dataclass(frozen=True)
 class Evaluation(Rewards):
-    """The held-out loss after ``step`` steps, nats per token."""
+    """Evaluation loss after ``step`` steps, nats per token."""
 
     step: int
     loss: float
     perplexity: float | None = None
-    """None: the loss is not of tokens alone."""
+    """None unless the loss is a token cross-entropy."""
     token_accuracy: float | None = None
-    """Share of the target tokens that the model finds the likeliest; None: the model has no tokens, or preferences are compared."""
+    """Share of the target tokens that are the model's most likely; None without tokens, or in preference training."""
     sets: Mapping[str, float] | None = None
-    """Name -> loss of each further set."""
+    """Name -> loss of each additional evaluation set."""
 
     def beside(self) -> str:
-        """All that is known beside the loss, in words."""
+        """The metrics other than the loss, as text."""
         text = f", perplexity {self.perplexity:.4g}" if self.perplexity is not None else ""
         text += f", token accuracy {self.token_accuracy:.1%}" if self.token_accuracy is not None else ""
         text += "".join(f", {name} {loss:.4f}" for name, loss in (self.sets or {}).items())
@@ -83,17 +83,17 @@ class Evaluation(Rewards):
 
 @dataclass(frozen=True)
 class Metrics:
-    """The contents of a metrics file, in its order."""
+    """The contents of a metrics file, in file order."""
 
     steps: tuple[StepMetrics, ...]
     evaluations: tuple[Evaluation, ...]
 
 
 class MetricsWriter:
-    """Appends to a metrics file, line by line; on a full disk lines wait until there is room. A context manager.
+    """Appends to a metrics file; on a full disk lines are buffered until there is space. A context manager.
 
-    ``resume_step``: steps taken when this run begins (0: none). Lines of later steps, left by a run that went further than its last
-    checkpoint, are dropped by an atomic replacement of the file. ``trackers``: get everything too, and are closed at the end.
+    ``resume_step``: completed steps when this run begins. Lines of later steps, left by a run that continued after its last
+    checkpoint, are removed atomically. ``trackers`` receive the metrics too, and are closed at the end.
     """
 
     def __init__(self, path: str | Path, resume_step: int = 0, trackers: Trackers | None = None) -> None:
@@ -112,14 +112,14 @@ class MetricsWriter:
         if self._trackers is not None:
             self._trackers.step(metrics)
 
-    def evaluation(self, step: int, loss: float, **beside: Any) -> None:
-        """Write the held-out loss after ``step`` steps, and what else ``Evaluation`` holds."""
-        self._file.write({"step": step, "evaluation_loss": loss, **beside})
+    def evaluation(self, step: int, loss: float, **values: Any) -> None:
+        """Write the evaluation loss after ``step`` steps, and the other fields of ``Evaluation``."""
+        self._file.write({"step": step, "evaluation_loss": loss, **values})
         if self._trackers is not None:
-            self._trackers.evaluation(step, loss, **beside)
+            self._trackers.evaluation(step, loss, **values)
 
     def close(self) -> None:
-        self._file.add()  # what has waited for room until now
+        self._file.add()  # the buffered lines
         if self._trackers is not None:
             self._trackers.close()
 
@@ -131,92 +131,92 @@ class MetricsWriter:
 
 
 def read_metrics(path: str | Path) -> Metrics:
-    """Read a metrics file. ``null`` becomes NaN. Torn lines, lines of unknown kinds, and unknown keys are left out."""
-    found = [_record(line) for line in lines(Path(path))]
-    steps = tuple(one for one in found if isinstance(one, StepMetrics))
-    return Metrics(steps, tuple(one for one in found if isinstance(one, Evaluation)))
+    """Read a metrics file. ``null`` becomes NaN. Torn lines, unknown kinds of lines and unknown keys are skipped."""
+    records = [_parse_line(line) for line in lines(Path(path))]
+    steps = tuple(record for record in records if isinstance(record, StepMetrics))
+    return Metrics(steps, tuple(record for record in records if isinstance(record, Evaluation)))
 
 
-@lru_cache(1 << 17)  # the page of a run reads all of its lines twice a second
-def _record(line: str) -> StepMetrics | Evaluation | None:
+@lru_cache(1 << 17)  # the web page of a run reads all lines twice a second
+def _parse_line(line: str) -> StepMetrics | Evaluation | None:
     values = object_of(line) or {}
     kind = Evaluation if "evaluation_loss" in values else StepMetrics
-    known = _numbers({**values, "loss": values["evaluation_loss"]} if kind is Evaluation else values, kind)
-    return kind(**known) if known is not None else None
+    kwargs = _field_values({**values, "loss": values["evaluation_loss"]} if kind is Evaluation else values, kind)
+    return kind(**kwargs) if kwargs is not None else None
 
 
 _ALLOWED = {"float": (int, float), "float | None": (int, float, type(None)), "int": (int,), "bool": (bool,)}
 _SETS = "Mapping[str, float] | None"
 
 
-def _numbers(values: Mapping[str, Any], kind: type[StepMetrics] | type[Evaluation]) -> dict[str, Any] | None:
-    """The values for the fields of ``kind``; None where one is missing or is no number."""
-    found: dict[str, Any] = {}
+def _field_values(values: Mapping[str, Any], kind: type[StepMetrics] | type[Evaluation]) -> dict[str, Any] | None:
+    """The values of the fields of ``kind``; None if one is missing or not a number."""
+    result: dict[str, Any] = {}
     for field in fields(kind):
         value = values.get(field.name, field.default)
         value = math.nan if value is None and field.type == "float" else value
         if field.type == _SETS:
             value = (
-                {name: one for name, one in value.items() if type(one) is float} if isinstance(value, dict) else None
+                {name: loss for name, loss in value.items() if type(loss) is float} if isinstance(value, dict) else None
             )
         elif type(value) not in _ALLOWED[str(field.type)] or (type(value) is int and abs(value) >= 2**63):
             return None
-        found[field.name] = value
-    return found
+        result[field.name] = value
+    return result
 
 
 def measured_step_s(steps: Sequence[StepMetrics]) -> float | None:
-    """Median seconds per step under the last plan, without its first two; None where no step is left."""
+    """Median seconds per step under the last plan after its warm-up; None without such steps."""
     warm = [step.step_s for step in warm_steps(steps)]
     return statistics.median(warm) if warm else None
 
 
 def warm_steps(steps: Sequence[StepMetrics]) -> Sequence[StepMetrics]:
-    """The steps of a run that count for its times: those under its last plan, without the first two."""
-    under = by_plan(steps)
-    return under[-1][WARM_UP_STEPS:] if under else ()
+    """The steps under a run's last plan, without the warm-up steps."""
+    steps_by_plan = by_plan(steps)
+    return steps_by_plan[-1][WARM_UP_STEPS:] if steps_by_plan else ()
 
 
 def by_plan(steps: Sequence[StepMetrics]) -> list[list[StepMetrics]]:
-    """The steps of a run under each of its plans, which are told apart by their predictions."""
+    """The steps of a run grouped by plan, distinguished by predicted step time."""
     return [list(group) for _, group in groupby(steps, lambda step: step.predicted_step_s)]
 
 
 def rewards_text(line: Rewards) -> str:
-    """The rewards behind a loss, in words; "" where there are none."""
+    """Rewards as text to follow a loss, "" without rewards."""
     margin, accuracy = line.reward_margin, line.reward_accuracy
     text = f", reward margin {margin:.4f}" if margin is not None else ""
     return text + (f", accuracy {accuracy:.0%}" if accuracy is not None else "")
 
 
-# Other programs
+# Trackers
 
-_TRACKED = {
+_TRACKER_NAMES = {
     "rewards/chosen": "chosen_reward",
     "rewards/rejected": "rejected_reward",
     "rewards/margins": "reward_margin",
     "rewards/accuracies": "reward_accuracy",
     "kl": "kl",
 }
-"""Name of a reward there (TRL's) -> here."""
+"""Tracker's name of a reward (as in TRL) -> field."""
 
 
 class Trackers:
-    """The trackers of a run. Emulated speeds have names of their own.
+    """The trackers of a run. Emulated speeds have different names.
 
     Args:
-        names: which ones, modules of ``rundir/trackers``.
-        run_dir: what they write is in directories of theirs there; its name is the run's.
-        job: the job's values, for those that show them.
+        names: modules of ``rundir/trackers``.
+        run_dir: trackers write into sub-directories of it; its name is the run's name.
+        job: the job's values, for trackers that show them.
     """
 
     def __init__(self, names: Sequence[str], run_dir: Path, job: Mapping[str, Any]) -> None:
         self._using: list[BestEffort[None]] = []
-        """Of every tracker that could be opened, a function that hands it to another one."""
+        """For each open tracker, a function that calls its argument with the tracker."""
         for name in names:
-            with warn_on_failure(f"opening {name} (pip install {name}, or leave it out of [report] trackers)"):
+            with unharmed(f"opening {name} (pip install {name}, or remove it from [report] trackers)"):
                 tracker = plug_in("hetero_mpi.rundir.trackers", name).open_tracker(run_dir, job)
-                self._using.append(BestEffort(f"giving metrics to {name}", lambda use, of=tracker: use(of)))
+                self._using.append(BestEffort(f"sending metrics to {name}", lambda use, of=tracker: use(of)))
 
     def step(self, line: StepMetrics) -> None:
         """Write one step."""
@@ -230,17 +230,17 @@ class Trackers:
         }
         if line.router_loss is not None:
             values["loss/routers"] = line.router_loss
-        values |= {name: value for name, key in _TRACKED.items() if (value := getattr(line, key)) is not None}
+        values |= {name: value for name, key in _TRACKER_NAMES.items() if (value := getattr(line, key)) is not None}
         if line.predicted_step_s > 0:
             values[f"{speed}/seconds per step, predicted"] = line.predicted_step_s
         self._write(line.step, values)
 
-    def evaluation(self, step: int, loss: float, **beside: Any) -> None:
-        """Write the held-out loss after ``step`` steps, and what else ``Evaluation`` holds."""
-        tracked = {**_TRACKED, "perplexity": "perplexity", "token accuracy": "token_accuracy"}
-        told = {f"{name}, held out": beside[key] for name, key in tracked.items() if key in beside}
-        told |= {f"loss/{name}, held out": one for name, one in beside.get("sets", {}).items()}
-        self._write(step, {"loss/held out": loss, **told})
+    def evaluation(self, step: int, loss: float, **values: Any) -> None:
+        """Write the evaluation loss after ``step`` steps, and the other fields of ``Evaluation``."""
+        tracked = {**_TRACKER_NAMES, "perplexity": "perplexity", "token accuracy": "token_accuracy"}
+        logged = {f"{name}, held out": values[key] for name, key in tracked.items() if key in values}
+        logged |= {f"loss/{name}, held out": set_loss for name, set_loss in values.get("sets", {}).items()}
+        self._write(step, {"loss/held out": loss, **logged})
 
     def close(self) -> None:
         for using in self._using:

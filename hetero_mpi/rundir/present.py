@@ -1,5 +1,6 @@
-"""``now.json``: what the ranks do at this moment. Rank 0 writes it twice a second while a run goes on, and at its end how it ended.
-One that is old tells where each rank stood at last.
+"""``now.json``: the current activity of each rank. Rank 0 writes it twice a second, and at the end with the outcome.
+
+An outdated file shows the last known activity of each rank.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from hetero_mpi.util.disk import require_regular, write_atomic
 
 PRESENT_NAME = "now.json"
 NICENESS = 10
-"""Of processes that draw what is shown, beside rank 0: on a busy machine they get a tenth of what a rank gets."""
+"""Nice value of processes that draw the display: on a busy machine they get a tenth of a rank's CPU share."""
 LIFELESS_S = 20.0
-"""A run that writes nothing for so long shows no sign of life. Clocks of two machines may differ by a few seconds."""
-_SILENT_S = 3.0
-"""A rank that has said nothing for so long may be dead, or cut off; it speaks twice a second."""
+"""A run that writes nothing for this long is considered dead. Clocks of two machines may differ by a few seconds."""
+_MAX_SILENCE_S = 3.0
+"""A rank without a report for this long may be dead or disconnected; ranks report twice a second."""
 _ACTION = re.compile(r"\d+([A-Z_]+)(\d*)")
 _NAMES = {
     "F": "forward", "B": "backward", "I": "input gradients", "W": "weight gradients", "STEP": "optimizer",
@@ -31,12 +32,12 @@ _NAMES = {
     "REDUCE": "gradient all-reduce",
 }  # fmt: skip
 _LONG_S = 10.0
-"""Seconds in one place after which a rank's line shows the time."""
+"""Seconds in one activity after which a rank's line shows the duration."""
 
 
 @dataclass(frozen=True)
 class Standing:
-    """Where a rank stands, as it reports it."""
+    """Activity of a rank, as reported by the rank."""
 
     at: str
     """Activity and action, such as ``training step 18, 1RECV_F2``."""
@@ -44,16 +45,16 @@ class Standing:
     """Seconds without a change."""
     waits_for: str | None = None
     busy: bool = False
-    """It is in a block that may last long (``World.busy``)."""
+    """The rank is in a block that may take long (``World.busy``)."""
     computed: float | None = None
-    """Share of its last step in which it computed; None: not known."""
+    """Share of computation in its last step; None if unknown."""
     memory_bytes: int = 0
     sensors: Mapping[str, float] = field(default_factory=dict)
-    """As of ``device.backend``."""
+    """As from ``device.backend``."""
     sending: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    """Rank -> (messages, bytes) that are under way to it."""
+    """Rank -> (messages, bytes) in transit to it."""
     silent_s: float = 0.0
-    """Seconds since it was heard of."""
+    """Seconds since its last report."""
 
     def line(self) -> str:
         waits = f", waits for {self.waits_for}" if self.waits_for else ""
@@ -62,11 +63,11 @@ class Standing:
     @property
     def text(self) -> str:
         """``forward 3`` (of micro-batch 3), or ``waits for rank 0 to send, for 12.0 s``."""
-        place = self.at.rsplit(", ", 1)[-1]
-        action = _ACTION.fullmatch(place)
-        text = f"{_NAMES.get(action[1], place)} {action[2]}".rstrip() if action else place
+        activity = self.at.rsplit(", ", 1)[-1]
+        action = _ACTION.fullmatch(activity)
+        text = f"{_NAMES.get(action[1], activity)} {action[2]}".rstrip() if action else activity
         text = f"waits for {self.waits_for}" if self.waits_for else text
-        if self.silent_s > _SILENT_S:
+        if self.silent_s > _MAX_SILENCE_S:
             return f"not heard of for {units.seconds(self.silent_s)}; before that: {text}"
         return f"{text}, for {units.seconds(self.still_s)}" if self.still_s >= _LONG_S else text
 
@@ -77,9 +78,9 @@ class Present:
 
     unix_s: float
     doing: str
-    """Of rank 0, such as ``training step 18``."""
+    """Activity of rank 0, such as ``training step 18``."""
     ended: str | None = None
-    """How the run ended, in words; empty: well. None: it goes on."""
+    """Reason why the run ended, empty for success; None while it runs."""
     ranks: Mapping[str, Standing] = field(default_factory=dict)
 
     @property
@@ -87,17 +88,17 @@ class Present:
         return self.ended is None and time.time() - self.unix_s < LIFELESS_S
 
 
-_FORM = TypeAdapter(Present)
+_ADAPTER = TypeAdapter(Present)
 
 
 def write_present(directory: Path, present: Present) -> None:
-    with contextlib.suppress(OSError):  # a full disk, of which other files tell
-        write_atomic(directory / PRESENT_NAME, json.dumps(asdict(present)))
+    with contextlib.suppress(OSError):  # other files report a full disk
+        write_whole(directory / PRESENT_NAME, json.dumps(asdict(present)))
 
 
 def read_present(directory: Path) -> Present | None:
-    """None: there is none, or it is of another form. Raises UserError: it is no regular file."""
+    """Read ``now.json``; None if missing or of another format. Raises UserError if it is not a regular file."""
     require_regular(directory / PRESENT_NAME)
     with contextlib.suppress(OSError, ValueError):
-        return _FORM.validate_json((directory / PRESENT_NAME).read_bytes())
+        return _ADAPTER.validate_json((directory / PRESENT_NAME).read_bytes())
     return None

@@ -1,7 +1,7 @@
-"""Recorded steps: what each rank measured of some steps, one JSON object per rank and step in ``steps.jsonl``.
+"""Recorded steps: measurements of each rank, one JSON object per rank and step in ``steps.jsonl``.
 
-A line holds the rank's actions of that step, its clock's offset from rank 0's, and its use of time since training began. The same
-code makes reports and traces from these lines and from the simulator's events.
+A line holds the rank's actions in that step, its clock's offset from rank 0's, and its time usage since training began. Reports and
+traces are made by the same code from these lines and from the simulator's events.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.rundir.line_files import objects
 from hetero_mpi.util.errors import UserError
 
-_DIGITS = 7
+_TIME_DECIMALS = 7
 """Decimals of stored times: a tenth of a microsecond."""
 
 
 @dataclass(frozen=True)
 class Usage:
-    """A rank's use of time since training began, in seconds, and its memory and messages, in bytes."""
+    """A rank's time usage since training began, in seconds, and its memory and traffic, in bytes."""
 
     steps: int = 0
     seconds: float = 0.0
@@ -40,36 +40,36 @@ class Usage:
     sums_s: float = 0.0
     """Waiting for gradient all-reduces."""
     group_s: float = 0.0
-    """Exchanging with the other ranks of its group while they compute a stage together, or waiting for them."""
+    """Tensor-parallel exchanges with the other ranks of its group, including waiting for them."""
     sent_bytes: int = 0
     received_bytes: int = 0
     peak_bytes: int = 0
-    """Peak memory so far: of a device what was allocated, of a CPU rank the whole process."""
+    """Peak memory: allocated memory of a device, or the whole process of a CPU rank."""
 
     @property
     def end_s(self) -> float:
-        """All other seconds: waiting for the batch, for the step decision, and for the other ranks."""
-        known = self.computing_s + self.activations_s + self.gradients_s + self.copies_s + self.sums_s + self.group_s
-        return max(0.0, self.seconds - known)
+        """Remaining seconds: waiting for the batch, for the step decision, and for other ranks."""
+        timed = self.computing_s + self.activations_s + self.gradients_s + self.copies_s + self.sums_s + self.group_s
+        return max(0.0, self.seconds - timed)
 
     def and_step(self, events: Iterable[Event], seconds: float) -> Usage:
-        """This usage and one more step, which took ``seconds``."""
-        grown = {**asdict(self), "steps": self.steps + 1, "seconds": self.seconds + seconds}
+        """This usage plus one step that took ``seconds``."""
+        totals = {**asdict(self), "steps": self.steps + 1, "seconds": self.seconds + seconds}
         for event in events:
-            lasted, op = event.end_s - event.start_s, event.action.op
+            duration_s, op = event.end_s - event.start_s, event.action.op
             copied = event.copied_s if isinstance(event, MeasuredEvent) else 0.0
-            grown["copies_s"] += copied
+            totals["copies_s"] += copied
             if op in COMPUTE or op is Op.STEP:
-                grown["computing_s"] += lasted - event.exchanged_s
-                grown["group_s"] += event.exchanged_s
+                totals["computing_s"] += duration_s - event.exchanged_s
+                totals["group_s"] += event.exchanged_s
             elif op in (Op.RECV_F, Op.RECV_B):
-                grown["activations_s" if op is Op.RECV_F else "gradients_s"] += lasted - copied
-                grown["received_bytes"] += event.bytes
+                totals["activations_s" if op is Op.RECV_F else "gradients_s"] += duration_s - copied
+                totals["received_bytes"] += event.bytes
             elif op is Op.REDUCE:
-                grown["sums_s"] += lasted
+                totals["sums_s"] += duration_s
             else:
-                grown["sent_bytes"] += event.bytes
-        return Usage(**grown)
+                totals["sent_bytes"] += event.bytes
+        return Usage(**totals)
 
 
 @dataclass(frozen=True)
@@ -78,11 +78,11 @@ class RankStep:
 
     rank: int
     step: int
-    """Number of steps taken, this one included, as in ``metrics.jsonl``."""
+    """Number of completed steps, as in ``metrics.jsonl``."""
     begin_s: float
-    """When the rank's actions began, on rank 0's clock."""
+    """Start of the rank's actions, on rank 0's clock."""
     events: tuple[MeasuredEvent, ...]
-    """With times in seconds since ``begin_s``."""
+    """Times are in seconds since ``begin_s``."""
     usage: Usage
 
 
@@ -95,7 +95,7 @@ def rank_step_to_dict(record: RankStep) -> dict[str, Any]:
     return {
         "step": record.step,
         "rank": record.rank,
-        "begin_s": round(record.begin_s, _DIGITS),
+        "begin_s": round(record.begin_s, _TIME_DECIMALS),
         "usage": {name: _rounded(value) for name, value in asdict(record.usage).items()},
         "events": [
             [str(e.action), *map(_rounded, (e.start_s, e.end_s, e.bytes, e.copied_s, e.arrived_s, e.exchanged_s))]
@@ -105,7 +105,7 @@ def rank_step_to_dict(record: RankStep) -> dict[str, Any]:
 
 
 def rank_step_from_dict(values: Mapping[str, Any]) -> RankStep:
-    """The inverse of ``rank_step_to_dict``. Unknown keys of ``usage`` are left out."""
+    """The inverse of ``rank_step_to_dict``. Unknown keys of ``usage`` are ignored."""
     rank, step = int(values["rank"]), int(values["step"])
     events = tuple(
         MeasuredEvent(rank, step, parse_action(text), start, end, size, copied, arrived, exchanged_s=exchanged)
@@ -115,41 +115,41 @@ def rank_step_from_dict(values: Mapping[str, Any]) -> RankStep:
 
 
 def read_rank_steps(path: Path) -> tuple[RankStep, ...]:
-    """All complete lines of a file of recorded steps, in order; empty where there is no file."""
-    found = []
+    """All complete lines of a file of recorded steps, in order; empty if the file is missing."""
+    records = []
     for _, values in objects(path):
-        # What is of another version is left out.
+        # Skip lines of other versions.
         with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError, AttributeError, UserError):
-            found.append(rank_step_from_dict(values))
-    return tuple(found)
+            records.append(rank_step_from_dict(values))
+    return tuple(records)
 
 
 def steps_under(records: Sequence[RankStep], plan: Plan) -> list[tuple[RankStep, ...]]:
-    """The steps that were run under ``plan`` and recorded by all its ranks, in order."""
-    held = {(number, rank) for number, _, stage in plan.numbered for rank in stage.ranks}
+    """The steps under ``plan`` that all its ranks recorded, in order."""
+    expected = {(number, rank) for number, _, stage in plan.numbered for rank in stage.ranks}
     by_step: dict[int, dict[int, RankStep]] = {}
     for record in records:
         if record.events:
             by_step.setdefault(record.step, {})[record.rank] = record
-    found = []
-    for _, own in sorted(by_step.items()):
-        told = {(event.action.stage, rank) for rank, record in own.items() for event in record.events}
-        if told == held:
-            found.append(tuple(own[rank] for rank in sorted(own)))
-    return found
+    complete_steps = []
+    for _, record_by_rank in sorted(by_step.items()):
+        recorded = {(event.action.stage, rank) for rank, record in record_by_rank.items() for event in record.events}
+        if recorded == expected:
+            complete_steps.append(tuple(record_by_rank[rank] for rank in sorted(record_by_rank)))
+    return complete_steps
 
 
 def newest_step(records: Sequence[RankStep], plan: Plan) -> tuple[RankStep, ...]:
-    """The latest step of ``steps_under``; empty: there is none."""
-    found = steps_under(records, plan)
-    return found[-1] if found else ()
+    """The latest step of ``steps_under``, or ()."""
+    steps = steps_under(records, plan)
+    return steps[-1] if steps else ()
 
 
 def on_one_clock(records: Sequence[RankStep]) -> tuple[Event, ...]:
     """The events of one recorded step, in seconds since its first rank began.
 
-    Sends become comparable with the simulator's, whose events span the time on the link: a send ends when its message has arrived,
-    and begins when the one before it has.
+    Sends become comparable with the simulator's, whose events span the time on the link: a send ends when its message arrives, and
+    starts when the previous one has arrived.
     """
     if not records:
         return ()
@@ -158,13 +158,13 @@ def on_one_clock(records: Sequence[RankStep]) -> tuple[Event, ...]:
     receivers: dict[Action, int] = {}
     shifted: list[MeasuredEvent] = []
     for record in records:
-        later = record.begin_s - first_s
+        offset = record.begin_s - first_s
         for event in record.events:
-            arrived = None if event.arrived_s is None else event.arrived_s + later
-            moved = replace(event, start_s=event.start_s + later, end_s=event.end_s + later, arrived_s=arrived)
-            shifted.append(moved)
+            arrived = None if event.arrived_s is None else event.arrived_s + offset
+            copy = replace(event, start_s=event.start_s + offset, end_s=event.end_s + offset, arrived_s=arrived)
+            shifted.append(copy)
             if arrived is not None:
-                arrivals[_sent(event.action)], receivers[_sent(event.action)] = arrived, event.rank
+                arrivals[_matching_send(event.action)], receivers[_matching_send(event.action)] = arrived, event.rank
     result: list[Event] = []
     free: dict[tuple[int, int | Op], float] = {}
     for event in sorted(shifted, key=lambda event: event.start_s):
@@ -178,10 +178,10 @@ def on_one_clock(records: Sequence[RankStep]) -> tuple[Event, ...]:
 
 
 def in_parts(events: Iterable[Event]) -> list[tuple[Event, bool]]:
-    """The events with False; where a group computes, what each rank computed by itself, and behind it, with True, the exchanges.
+    """Split events of tensor-parallel groups: (event, False) for the computation of a rank, then (event, True) for the exchanges.
 
-    An exchange is taken to last as long as for the rank of the group that spent the least time in them. The others waited for the
-    rest, which is in no event.
+    An exchange is assumed to last as long as for the rank of the group that spent the least time in it. The other ranks waited for
+    the remainder, which is in no event.
     """
     listed = list(events)
     passing_s = dict[tuple[int, Action], float]()
@@ -197,8 +197,8 @@ def in_parts(events: Iterable[Event]) -> list[tuple[Event, bool]]:
     return parts
 
 
-def _sent(receive: Action) -> Action:
-    """The send that belongs to ``receive``."""
+def _matching_send(receive: Action) -> Action:
+    """The send that matches ``receive``."""
     if receive.op is Op.RECV_F:
         return Action(Op.SEND_F, receive.stage - 1, receive.micro_batch)
     return Action(Op.SEND_B, receive.stage + 1, receive.micro_batch)
@@ -216,7 +216,7 @@ class Traffic:
     messages: int = 0
     bytes: int = 0
     seconds: float = 0.0
-    """Sum of the messages' times under way."""
+    """Sum of the messages' transit times."""
 
     @property
     def bytes_per_s(self) -> float:
@@ -224,28 +224,28 @@ class Traffic:
 
 
 def traffic(events: Iterable[Event], plan: Plan) -> dict[tuple[int, int], Traffic]:
-    """(sender, receiver) -> messages of one step. Gradient all-reduces are not included (``sums`` has their times)."""
+    """(sender, receiver) -> messages of one step, without gradient all-reduces (see ``sums``)."""
     rank_of = {number: stage.ranks[0] for number, _, stage in plan.numbered}
-    found: dict[tuple[int, int], Traffic] = {}
+    traffic_by_pair: dict[tuple[int, int], Traffic] = {}
     for event in events:
         if event.action.op in (Op.SEND_F, Op.SEND_B):
             step = 1 if event.action.op is Op.SEND_F else -1
             pair = event.rank, rank_of.get(event.action.stage + step, -1)
-            so_far = found.get(pair, Traffic())
-            found[pair] = Traffic(
-                so_far.messages + 1, so_far.bytes + event.bytes, so_far.seconds + event.end_s - event.start_s
+            total = traffic_by_pair.get(pair, Traffic())
+            traffic_by_pair[pair] = Traffic(
+                total.messages + 1, total.bytes + event.bytes, total.seconds + event.end_s - event.start_s
             )
-    return dict(sorted(found.items()))
+    return dict(sorted(traffic_by_pair.items()))
 
 
 def sums(events: Iterable[Event]) -> dict[int, float]:
-    """Rank -> seconds of a step in which it takes part in gradient all-reduces. Ranks that take part in none are absent."""
-    found: dict[int, float] = {}
+    """Rank -> seconds of a step in gradient all-reduces. Ranks without any are absent."""
+    seconds_by_rank: dict[int, float] = {}
     for event in events:
         if event.action.op is Op.REDUCE:
-            found[event.rank] = found.get(event.rank, 0.0) + event.end_s - event.start_s
-    return found
+            seconds_by_rank[event.rank] = seconds_by_rank.get(event.rank, 0.0) + event.end_s - event.start_s
+    return seconds_by_rank
 
 
 def _rounded(value: Any) -> Any:
-    return round(value, _DIGITS) if isinstance(value, float) else value
+    return round(value, _TIME_DECIMALS) if isinstance(value, float) else value

@@ -37,17 +37,17 @@ LOOPS = "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% en
 @pytest.mark.parametrize(
     ("template", "expected"),
     [
-        ("{{ 'x' * 10**9 }}", "needs more memory than it may have"),
-        ("{{ messages[0].content * 10**9 }}", "needs more memory than it may have"),
-        ("{{ messages[0].content|center(10**9) }}", "needs more memory than it may have"),
-        ("{{ '%1000000000d' % messages|length }}", "needs more memory than it may have"),
-        ("{{ '{:1000000000}'.format(messages|length) }}", "needs more memory than it may have"),
-        ("{{ '{:>{}}'.format('a', 10**9) }}", "needs more memory than it may have"),
-        ("{{ messages[0].content * 10**8 }}", r"prints 200,000,000 characters|needs more memory"),
-        ("{{ [messages] * 10**9 }}", "needs more memory than it may have"),
-        (LOOPS, "in 5 s of processor time and 512 MiB; it takes longer"),
-        ("{{ (10 ** (10 ** messages|length * 10 ** 8))|length }}", "it takes longer|needs more memory"),
-        ("{% macro again(n) %}{{ again(n + 1) }}{% endmacro %}{{ again(0) }}", "RecursionError|ended by signal"),
+        ("{{ 'x' * 10**9 }}", "exceeds its memory limit"),
+        ("{{ messages[0].content * 10**9 }}", "exceeds its memory limit"),
+        ("{{ messages[0].content|center(10**9) }}", "exceeds its memory limit"),
+        ("{{ '%1000000000d' % messages|length }}", "exceeds its memory limit"),
+        ("{{ '{:1000000000}'.format(messages|length) }}", "exceeds its memory limit"),
+        ("{{ '{:>{}}'.format('a', 10**9) }}", "exceeds its memory limit"),
+        ("{{ messages[0].content * 10**8 }}", r"prints 200,000,000 characters|exceeds its memory limit|needed more"),
+        ("{{ [messages] * 10**9 }}", "exceeds its memory limit"),
+        (LOOPS, "within 5 s of CPU time and 512 MiB; it took longer"),
+        ("{{ (10 ** (10 ** messages|length * 10 ** 8))|length }}", "it took longer|exceeds its memory limit|needed more"),
+        ("{% macro again(n) %}{{ again(n + 1) }}{% endmacro %}{{ again(0) }}", "RecursionError|signal \\d+ killed it"),
     ],
 )
 def test_a_template_that_runs_wild(template: str, expected: str) -> None:
@@ -63,7 +63,7 @@ def test_only_the_record_that_a_template_runs_wild_on_is_lost() -> None:
     begun = time.process_time()
     found = list(tokenize_records(tokenizer, choose_template(tokenizer, "chat"), records, bad))
     assert [entry.record.messages[0].content for entry in found] == ["one", "two", "three"]
-    assert len(bad.problems) == 1 and "it takes longer" in bad.problems[0].text
+    assert len(bad.problems) == 1 and "it took longer" in bad.problems[0].text
     assert time.process_time() - begun < LIMIT_S, "another process has worked"
 
 

@@ -56,7 +56,7 @@ def test_weights_and_biases_offline(
         trackers.step(line)
     trackers.evaluation(2, 2.5)
     trackers.close()
-    assert "wandb: offline; to send it later: wandb sync " in caplog.text
+    assert "wandb: offline; to upload later: wandb sync " in caplog.text
     (file,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
     until = time.monotonic() + 30
     while b"loss/held out" not in (kept := file.read_bytes()) and time.monotonic() < until:
@@ -105,4 +105,4 @@ def test_a_tracker_that_fails_ends_nothing(
     trackers.close()
     said = caplog.text
     assert said.count("Warning: opening wandb (pip install wandb") == 1
-    assert said.count("Warning: giving metrics to trackio failed (RuntimeError: no room)") == 1
+    assert said.count("Warning: sending metrics to trackio failed (RuntimeError: no room)") == 1

@@ -197,7 +197,7 @@ def test_a_run_without_the_memory_for_changes_says_so(runs: Runs) -> None:
     lines = [
         line for line in runs.outcomes["narrow"].printed.splitlines() if line.startswith("Layers stay where they are")
     ]
-    assert len(lines) == 1 and " would need " in lines[0] and lines[0].endswith(" and has 1.00 kB free")
+    assert len(lines) == 1 and " needs " in lines[0] and lines[0].endswith(" and has 1.00 kB free")
 
 
 def test_a_group_whose_sums_have_become_slow_is_left(runs: Runs) -> None:

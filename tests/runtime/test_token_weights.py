@@ -92,7 +92,7 @@ def test_each_token_has_the_weight_of_its_message_and_its_record(tokenizer: Path
             last = f"{between}{'ef ab' * (2 if row == 0 else 3)}<|end|>"
             expected = [(factor, asked), (0.25 * factor, f"abcd {row + 1}<|end|>"), (factor, last)]
             assert [(run[0][0], loaded.decode([word for _, word in run])) for run in runs] == expected[not prompts :]
-        assert "weights in the loss go from 0.25 to 2" in rows.notes[-1]
+        assert "loss weights range from 0.25 to 2" in rows.notes[-1]
     packed = dataset_of(path, tokenizer, True, False, 0.0)
     assert packed.weights is not None and len(packed.tokens) <= 2
     assert packed.weights[packed.targets != IGNORED].sum() == pytest.approx(

@@ -1,12 +1,12 @@
-"""Programs that get a run's metrics, too, a module each: ``[report] trackers`` takes the name of any file in this folder.
+"""Experiment trackers that receive a run's metrics, one module each: ``[report] trackers`` lists file names of this folder.
 
-A module states in its docstring's first line which program it is, and holds
+The first line of a module's docstring names the tracker. A module defines
 
     open_tracker(run_dir, job) -> Tracker
 
-``run_dir`` is the run's directory: what the program writes is in a directory of its own there, and the run's name is the
-directory's. ``job``: the job's values, for programs that show them. The program's package is imported inside, on rank 0 of a job
-that names it. A tracker that cannot be opened, or fails later, ends no run.
+``run_dir`` is the run's directory: the tracker writes into its own sub-directory, and the run's name is the directory's. ``job``
+holds the job's values, for trackers that show them. The tracker's package is imported inside, on rank 0 of a job that requests
+it. A tracker that cannot be opened, or fails later, does not end the run.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from hetero_mpi.util.plug_ins import plug_in_names
 
 NAMES = plug_in_names(__name__)
 PROJECT = "hetero_mpi"
-"""In Weights & Biases and Trackio, unless ``WANDB_PROJECT`` or ``TRACKIO_PROJECT`` names another."""
+"""Project in Weights & Biases and Trackio, unless ``WANDB_PROJECT`` or ``TRACKIO_PROJECT`` is set."""
 
 
 class Tracker(Protocol):
-    """Keeps numbers by step; runs of wandb and Trackio are such objects."""
+    """Stores numbers by step; runs of wandb and Trackio satisfy it."""
 
     def log(self, values: dict[str, float], *, step: int) -> None: ...
 
@@ -32,6 +32,6 @@ class Tracker(Protocol):
 
 
 def run_keywords(variable: str, run_dir: Path, job: Mapping[str, Any]) -> dict[str, Any]:
-    """The keywords by which both services know a run. A resumed run is another one of its group."""
+    """Keywords that identify a run for both services. A resumed run is another run of the same group."""
     project = os.environ.get(variable, PROJECT)
     return {"project": project, "name": run_dir.name, "group": run_dir.name, "config": dict(job)}

@@ -15,7 +15,7 @@ from hetero_mpi.rundir.logs import say
 
 
 class TensorBoard:
-    """A file of events; tensorboard's own writer ends at the first failure of the disk."""
+    """Event file writer; tensorboard's own writer stops at the first disk error."""
 
     def __init__(self, run_dir: Path) -> None:
         from tensorboard.compat.proto.event_pb2 import Event

@@ -1,4 +1,4 @@
-"""Trackio, kept on this machine (``TRACKIO_DIR``); ``trackio show`` shows it."""
+"""Trackio, stored on this machine (``TRACKIO_DIR``); ``trackio show`` displays it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights & Biases, in the run's own directory. Offline where ``WANDB_MODE`` says so or no key is known: it must not ask."""
+"""Weights & Biases, in the run's directory. Offline if ``WANDB_MODE`` says so or no API key is known, so it never prompts."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def open_tracker(run_dir: Path, job: Mapping[str, Any]) -> Tracker:
     mode: Any = os.environ.get("WANDB_MODE") or ("online" if _has_key() else "offline")
     settings = wandb.Settings(silent=True, init_timeout=30)
     run: Any = wandb.init(dir=str(run_dir), mode=mode, settings=settings, **run_keywords("WANDB_PROJECT", run_dir, job))
-    where = f"offline; to send it later: wandb sync {Path(run.dir).parent}" if mode == "offline" else run.url
+    where = f"offline; to upload later: wandb sync {Path(run.dir).parent}" if mode == "offline" else run.url
     say(f"wandb: {where}")
     return run
 
 
 def _has_key() -> bool:
-    """Whether there is a key for Weights & Biases, in the environment or where ``wandb login`` keeps it."""
+    """Whether there is an API key for Weights & Biases, in the environment or stored by ``wandb login``."""
     host = urllib.parse.urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
     try:
         return "WANDB_API_KEY" in os.environ or netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
