@@ -1,1 +1,1 @@
-"""The command ``generate``: text from a model that is distributed over the ranks."""
+"""Inference: text generation with a model that is distributed over the ranks (``generate``), and evaluation."""

@@ -1,7 +1,7 @@
-"""The command ``generate``: continues a prompt with a model that may be larger than any one rank's memory. And the sample at the
-end of a run: the job's prompt, continued by the stages that have just been trained.
+"""The command ``generate``: continue a prompt with a model that may exceed any one rank's memory. Also the sample at the end of a
+run: the job's prompt, continued by the stages that have just been trained.
 
-``layer_split.py`` divides and loads the model, ``writer.py`` produces the tokens.
+``layer_split.py`` splits and loads the model, ``writer.py`` produces the tokens.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from hetero_mpi.util.errors import UserError
 from hetero_mpi.util.terminal import write_text
 
 DEFAULT_TOKENS = 128
-"""New tokens where the user gives no number. Fewer where the model has no positions for so many."""
+"""New tokens if the user gives no number; fewer if the model has not enough positions."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,9 @@ class GenerateOptions:
 
 
 def generate(world: World, options: GenerateOptions) -> int:
-    """Continue a prompt and print the text as it is produced. Collective; returns the exit code. Raises UserError: an error the
-    user can correct; the same on all ranks.
+    """Continue a prompt and print the text as it is produced. Collective; returns the exit code.
+
+    Raises UserError, on all ranks, for an error that the user can correct.
     """
     look_around(world)
     opened: Opened | None = None
@@ -66,14 +67,14 @@ def generate(world: World, options: GenerateOptions) -> int:
     task = Task.from_dict(world.broadcast_json(asdict(task) if task is not None else None))
     setup = set_up(world, opened)
     if opened is not None:
-        reason = "continued as it is: --raw" if options.raw else opened.reason
+        reason = "continued verbatim: --raw" if options.raw else opened.reason
         say(f"prompt: {units.plural(len(task.prompt), 'token')}, {reason}", "")
     run_task(setup, task)
     return 0
 
 
 def check_options(options: GenerateOptions) -> None:
-    """Refuse numbers that are out of range. Raises UserError: names the option, its value and the accepted range."""
+    """Validate numeric options. Raises UserError with the option, its value and the accepted range."""
     rules = (
         ("--max-new-tokens", options.max_new_tokens, options.max_new_tokens is None or options.max_new_tokens >= 1, "1 or more"),
         ("--temperature", options.temperature, 0 <= options.temperature < math.inf, "0 (greedy) or more"),
@@ -86,35 +87,33 @@ def check_options(options: GenerateOptions) -> None:
 
 
 def task_of(opened: Opened, options: GenerateOptions) -> Task:
-    """The prompt as tokens, checked against the model's positions. Raises UserError: an empty prompt, or one that leaves too little
-    room.
-    """
+    """The prompt as tokens, checked against the model's positions. Raises UserError if it is empty or too long."""
     prompt = opened.prompt_tokens(options.prompt, options.raw)
     positions = opened.positions
     room = positions - len(prompt) if positions is not None else sys.maxsize
-    wanted = options.max_new_tokens if options.max_new_tokens is not None else min(DEFAULT_TOKENS, max(1, room))
-    if wanted > room:
+    new_tokens = options.max_new_tokens if options.max_new_tokens is not None else min(DEFAULT_TOKENS, max(1, room))
+    if new_tokens > room:
         raise UserError(
             "generate.too_long",
             f"the model has positions for {positions} tokens (max_position_embeddings); the prompt has {len(prompt)}, and "
-            f"{wanted} new ones are asked for: shorten the prompt, or give --max-new-tokens {max(room, 0)} or less",
+            f"{new_tokens} new ones are requested: shorten the prompt, or set --max-new-tokens {max(room, 0)} or less",
         )
-    return Task(prompt, opened.stops, wanted, Sampling(options.temperature, options.top_p, options.seed))
+    return Task(prompt, opened.stops, new_tokens, Sampling(options.temperature, options.top_p, options.seed))
 
 
 def run_task(setup: GenerateSetup, task: Task) -> list[int]:
-    """Load the model and generate; ranks that the plan leaves idle sleep. Collective; returns the new tokens (on active ranks)."""
+    """Load the model and generate; ranks that are idle in the plan sleep. Collective; returns the new tokens (on active ranks)."""
 
     def work(members: World, writer: Writer) -> list[int]:
         members.current_action = "generating"
         coming = writer.tokens(task)
-        return list(coming if setup.opened is None else _told(coming, setup.opened, task))
+        return list(coming if setup.opened is None else _printed_tokens(coming, setup.opened, task))
 
     return with_writer(setup, work) or []
 
 
-def _told(coming: Iterator[int], opened: Opened, task: Task) -> Iterator[int]:
-    """Yields the tokens; prints their text as it is produced, and the speed at the end."""
+def _printed_tokens(coming: Iterator[int], opened: Opened, task: Task) -> Iterator[int]:
+    """Yield the tokens, print their text as it is produced, and the speed at the end."""
     spelling = Spelling(opened.tokenizer, task.prompt)
     begin = first = time.perf_counter()
     count = 0
@@ -133,26 +132,26 @@ def _told(coming: Iterator[int], opened: Opened, task: Task) -> Iterator[int]:
 
 
 def write_sample(trainer: Trainer, loaded: LoadedJob, tokenizer: PreTrainedTokenizerFast | None, run_dir: Path) -> None:
-    """Print the continuation of ``[sample] prompt`` and store it in the run directory; without a prompt do nothing. Collective.
+    """Print the continuation of ``[sample] prompt`` and write it to the run directory; nothing without a prompt. Collective.
 
-    Parameters, optimizer and random generators are left as they are. A prompt that cannot be used is reported and is no error,
-    since the training has succeeded. ``tokenizer``: on rank 0, else None.
+    Parameters, optimizer and random generators are unchanged. An unusable prompt is reported without an error, since training has
+    succeeded. ``tokenizer``: on rank 0, else None.
     """
     table = loaded.job.sample
     if table.prompt is None:
         return
     if any(stage.grouped for _, _, stage in trainer.plan.numbered):
-        say("No sample: some stages are held by several ranks together; `generate` writes text with the trained model")
+        say("No sample: some stages use tensor parallelism; generate text from the trained model with `generate`")
         return
-    trainer.world.current_action = "writing a sample"
-    own: Task | None = None
+    trainer.world.doing = "writing a sample"
+    own_task: Task | None = None
     if tokenizer is not None:
-        with warn_on_failure("preparing the sample"):
-            own = _sample_task(trainer, loaded, tokenizer)
-    word = trainer.world.broadcast_json(asdict(own) if own is not None else None)
-    if word is None:
+        with unharmed("preparing the sample"):
+            own_task = _sample_task(trainer, loaded, tokenizer)
+    values = trainer.world.broadcast_json(asdict(own_task) if own_task is not None else None)
+    if values is None:
         return
-    task = Task.from_dict(word)
+    task = Task.from_dict(values)
     ranks = [stage.ranks[0] for stage in trainer.plan.pipelines[0].stages]
     active = active_ranks(trainer.plan)
     stages = trainer.stages if trainer.pipeline == 0 else []
@@ -167,14 +166,14 @@ def write_sample(trainer: Trainer, loaded: LoadedJob, tokenizer: PreTrainedToken
     with warn_on_failure(f"writing {SAMPLE_NAME}"):
         spelling = Spelling(tokenizer, task.prompt)
         text = "".join([*map(spelling.add, tokens), spelling.end()])
-        way = "greedy" if table.temperature == 0 else f"temperature {table.temperature:g}, top_p {table.top_p:g}"
-        lines = [f"## Prompt ({way})", table.prompt, "", "## Continuation", text]
+        sampling = "greedy" if table.temperature == 0 else f"temperature {table.temperature:g}, top_p {table.top_p:g}"
+        lines = [f"## Prompt ({sampling})", table.prompt, "", "## Continuation", text]
         say(f"Sample ({run_dir / SAMPLE_NAME}):", *lines)
         (run_dir / SAMPLE_NAME).write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def _sample_task(trainer: Trainer, loaded: LoadedJob, tokenizer: PreTrainedTokenizerFast) -> Task | None:
-    """The task of the sample; None, with the reason printed, where the prompt cannot be continued."""
+    """The task of the sample; None, after printing the reason, if the prompt cannot be continued."""
     table, config = loaded.job.sample, language(trainer.chain).config
     assert table.prompt is not None
     try:
@@ -187,6 +186,6 @@ def _sample_task(trainer: Trainer, loaded: LoadedJob, tokenizer: PreTrainedToken
     positions = getattr(config, "max_position_embeddings", None)
     limit = min(table.max_new_tokens, positions - len(prompt) if positions is not None else table.max_new_tokens)
     if limit < 1:
-        say(f"No sample: [sample] prompt has {len(prompt)} tokens, the model positions for {positions}; shorten it")
+        say(f"No sample: [sample] prompt has {len(prompt)} tokens, the model has {positions} positions; shorten it")
         return None
     return Task(prompt, stops, limit, Sampling(table.temperature, table.top_p, loaded.job.train.seed))

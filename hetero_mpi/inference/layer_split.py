@@ -1,4 +1,4 @@
-"""The split of a model's layers over the ranks that write text with it: each loads its own only, as many as its memory holds."""
+"""Split a model's layers over the ranks for inference: each rank loads only its own layers, as many as its memory holds."""
 
 from __future__ import annotations
 
@@ -54,17 +54,18 @@ class GenerateSetup:
     tuning: Tuning
     plan: Plan
     memory: tuple[RankMemory, ...]
-    """For each rank with a stage: bytes of parameters, and those that may be used."""
+    """For each rank with a stage: bytes of parameters, and the memory budget."""
     source: GenerateSource
     opened: Opened | None
     """On rank 0 only."""
     further: Mapping[str, Tuning]
-    """Adapters beside that of ``tuning``, by their names."""
+    """Name -> adapter, in addition to that of ``tuning``."""
 
 
 def set_up(world: World, opened: Opened | None) -> GenerateSetup:
-    """Open the devices, and divide the model's layers among the ranks. No weight is read. Collective. ``opened``: what is to write,
-    on rank 0; None elsewhere. Raises UserError: the model does not fit.
+    """Open the devices, and split the model's layers among the ranks, without reading weights. Collective.
+
+    ``opened``: the model, on rank 0; None elsewhere. Raises UserError if the model exceeds the memory.
     """
     source = GenerateSource(**world.broadcast_json(asdict(opened.source) if opened is not None else None))
     cluster = ClusterTable(**source.cluster)
@@ -76,16 +77,16 @@ def set_up(world: World, opened: Opened | None) -> GenerateSetup:
         further = {name: _tuning(source, chain, adapter) for name, adapter in source.further.items()}
     plan, memory = _plan(world, backend, chain, [tuning, *further.values()], source)
     setup = GenerateSetup(world, backend, chain, tuning, plan, memory, source, opened, further)
-    _say_division(setup)
+    _print_split(setup)
     return setup
 
 
 def with_writer(
     setup: GenerateSetup, work: Callable[[World, Writer], T], ended: Callable[[], bool] = lambda: False
 ) -> T | None:
-    """Load the model, and ``work`` on the active ranks with their world and writers; the others sleep, and return None. Collective.
+    """Load the model and run ``work`` on the active ranks with their world and writer; idle ranks return None. Collective.
 
-    ``ended``: as ``World.sleep_until_released`` takes it.
+    ``ended``: as for ``World.sleep_until_released``.
     """
     world, plan = setup.world, setup.plan
     active = active_ranks(plan)
@@ -98,9 +99,9 @@ def with_writer(
         problem: CollectiveUserError | None = None
         result = None
         try:
-            own = _load(setup, members, transport)
+            own_stage = _load(setup, members, transport)
             ranks = [stage.ranks[0] for stage in plan.pipelines[0].stages]
-            stages = [own] if own is not None else []
+            stages = [own_stage] if own_stage is not None else []
             result = work(members, Writer(world.rank, ranks, active, transport, setup.chain, stages))
         except CollectiveUserError as error:
             problem = error
@@ -111,10 +112,10 @@ def with_writer(
 
 
 def share_out(layer_bytes: Sequence[int], memory_bytes: Sequence[int]) -> list[tuple[int, int]]:
-    """Layers ``[first, last)`` of each rank, in rank order; ``first == last``: the rank idles.
+    """Layers ``[first, last)`` of each rank, in rank order; ``first == last``: the rank is idle.
 
-    The largest ratio (bytes of a rank's layers) / (its memory) is made as small as possible. Among equal divisions the one with the
-    fewest stages is taken: the ranks compute one after the other, so a further stage only adds a message.
+    Minimises the largest ratio of a rank's layer bytes to its memory. Among equal splits the one with the fewest stages is chosen:
+    the ranks compute one after the other, so another stage only adds a message.
 
     Args:
         layer_bytes: parameter bytes of each layer of the chain.
@@ -122,17 +123,17 @@ def share_out(layer_bytes: Sequence[int], memory_bytes: Sequence[int]) -> list[t
     """
     total = [0, *accumulate(layer_bytes)]
     layers = len(layer_bytes)
-    # best[last]: (how full the fullest rank is, stages, cuts) of the layers before ``last`` on the ranks so far
+    # best[last]: (largest ratio, stages, cuts) of the layers before ``last`` on the ranks considered
     best: dict[int, tuple[float, int, tuple[int, ...]]] = {0: (0.0, 0, (0,))}
     for memory in memory_bytes:
-        found = {last: (full, stages, (*cuts, last)) for last, (full, stages, cuts) in best.items()}
+        extended = {last: (full, stages, (*cuts, last)) for last, (full, stages, cuts) in best.items()}
         for first, (full, stages, cuts) in best.items():
             for last in range(first + 1, layers + 1):
                 share = (total[last] - total[first]) / memory if memory > 0 else math.inf
                 option = (max(full, share), stages + 1, (*cuts, last))
-                if last not in found or option[:2] < found[last][:2]:
-                    found[last] = option
-        best = found
+                if last not in extended or option[:2] < extended[last][:2]:
+                    extended[last] = option
+        best = extended
     cuts = best[layers][2]
     return list(pairwise(cuts))
 
@@ -146,12 +147,13 @@ def _tuning(source: GenerateSource, chain: TransformersChain, adapter: dict[str,
 def _plan(
     world: World, backend: Backend, chain: TransformersChain, tunings: Sequence[Tuning], source: GenerateSource
 ) -> tuple[Plan, tuple[RankMemory, ...]]:
-    """A plan of one pipeline with a stage per rank that takes part, and each rank's memory. The KV cache is not counted: it is
-    small beside the parameters. Collective. Raises UserError: the model does not fit.
+    """Plan one pipeline with a stage per active rank; returns the plan and each rank's memory. Collective.
+
+    The KV cache is ignored, as it is small compared with the parameters. Raises UserError if the model exceeds the memory.
     """
     sharing = sharing_ranks(world, backend)
-    given = ClusterTable(**source.cluster).memory_bytes
-    memory = given if given is not None else backend.memory(sharing).usable_bytes
+    configured_bytes = ClusterTable(**source.cluster).memory_bytes
+    memory = configured_bytes if configured_bytes is not None else backend.memory(sharing).usable_bytes
     dtype = source.dtype
     usable = [int(bytes_) for bytes_ in world.all_gather_json(memory if dtype in backend.dtypes() else 0)]
     cost = model_cost(chain, tunings[0], dtype, 1, dict.fromkeys(chain.kinds, 0.0))
@@ -159,43 +161,43 @@ def _plan(
     for spec in (spec for tuning in tunings[1:] for spec in tuning.trainable.values()):
         sizes[spec.layer] += spec.count * DTYPES[dtype].itemsize
     shares = share_out(sizes, usable)
-    held = [sum(sizes[first:last]) for first, last in shares]
-    streamed = any(bytes_ > limit for bytes_, limit in zip(held, usable, strict=True))
-    if streamed:  # of which every rank holds a few layers at a time
+    rank_bytes = [sum(sizes[first:last]) for first, last in shares]
+    streamed = any(bytes_ > limit for bytes_, limit in zip(rank_bytes, usable, strict=True))
+    if streamed:  # each rank holds a few layers at a time
         at_once = STREAMED_LAYERS * max(sizes)
         shares = share_out(sizes, [limit if limit >= at_once else 0 for limit in usable])
-        held = [at_once if first < last else 0 for first, last in shares]
-    if any(bytes_ > limit for bytes_, limit in zip(held, usable, strict=True)):
+        rank_bytes = [at_once if first < last else 0 for first, last in shares]
+    if any(bytes_ > limit for bytes_, limit in zip(rank_bytes, usable, strict=True)):
         has = ", ".join(f"rank {rank} {units.size(limit)}" for rank, limit in enumerate(usable))
         raise CollectiveUserError(
             "memory.exceeded",
-            f"the model's parameters need {units.size(sum(sizes))} in {dtype}, and {STREAMED_LAYERS} layers at a time do not "
-            f"fit the usable memory either ({has}; 0 B: cannot compute in {dtype}): use ranks with more memory",
+            f"the model's parameters need {units.size(sum(sizes))} in {dtype}, and even {STREAMED_LAYERS} layers at a time do not "
+            f"fit the usable memory ({has}; 0 B: cannot compute in {dtype}): use ranks with more memory",
         )
     stages = tuple(
         StagePlan((rank,), first, last, 0, streamed=streamed)
         for rank, (first, last) in enumerate(shares)
         if first < last
     )
-    fill = tuple(RankMemory(stage.ranks[0], held[stage.ranks[0]], usable[stage.ranks[0]]) for stage in stages)
+    fill = tuple(RankMemory(stage.ranks[0], rank_bytes[stage.ranks[0]], usable[stage.ranks[0]]) for stage in stages)
     return Plan((PipelinePlan(stages, 1, 1),), 1, 1, chain.layer_count), fill
 
 
-def _say_division(setup: GenerateSetup) -> None:
+def _print_split(setup: GenerateSetup) -> None:
     chain, source, stages = setup.chain, setup.source, setup.plan.pipelines[0].stages
     say(f"model: {chain.config.model_type}, {chain.blocks} blocks, {source.dtype}" + ", NF4" * source.nf4)
     for stage, memory in zip(stages, setup.memory, strict=True):
-        of = f"{units.size(memory.peak_bytes)} of parameters, {units.size(memory.usable_bytes)} of memory"
-        streamed = ", streamed layer by layer" * stage.streamed
-        say(f"  rank {memory.rank}: layers {stage.first}-{stage.last - 1} of {chain.layer_count}, {of}{streamed}")
+        sizes = f"{units.size(memory.peak_bytes)} of parameters, {units.size(memory.usable_bytes)} of memory"
+        streamed = ", offloaded layer by layer" * stage.streamed
+        say(f"  rank {memory.rank}: layers {stage.first}-{stage.last - 1} of {chain.layer_count}, {sizes}{streamed}")
     idle = setup.world.size - len(stages)
     if setup.world.size > 1:
-        others = f"; {idle} rank{'s' if idle > 1 else ''} idle" if idle else ""
-        say(f"  parameters follow memory, so that the fullest rank is as little full as can be{others}")
+        idle_text = f"; {idle} rank{'s' if idle > 1 else ''} idle" if idle else ""
+        say(f"  split in proportion to memory, to minimise the largest share of a rank's memory{idle_text}")
 
 
 def _load(setup: GenerateSetup, members: World, transport: Transport) -> Stage | None:
-    """This rank's layers, with their adapters. ``members``: the active ranks."""
+    """Load this rank's layers and their adapters. ``members``: the active ranks."""
     source, rank = setup.source, setup.world.rank
     start, files = open_start(members, rank, transport, setup.chain, setup.plan, source.directory, source.seed)
     with members.collective_errors("loading weights"), files:
@@ -213,31 +215,31 @@ def _load(setup: GenerateSetup, members: World, transport: Transport) -> Stage |
 
 def _stage(setup: GenerateSetup, start: Start) -> Stage | None:
     source, rank = setup.source, setup.world.rank
-    for own in setup.plan.pipelines[0].stages:
-        if rank in own.ranks:
-            spec = StageSpec(setup.chain, own.first, own.last, setup.backend, source.dtype, source.seed, setup.tuning)
-            return StreamedStage(spec, start, folder=large_files_folder()) if own.streamed else Stage(spec, start)
+    for part in setup.plan.pipelines[0].stages:
+        if rank in part.ranks:
+            spec = StageSpec(setup.chain, part.first, part.last, setup.backend, source.dtype, source.seed, setup.tuning)
+            return StreamedStage(spec, start, folder=large_files_folder()) if part.streamed else Stage(spec, start)
     return None
 
 
 def _load_adapter(
     setup: GenerateSetup,
     tuning: Tuning,
-    own: Mapping[str, nn.Parameter],
+    parameters: Mapping[str, nn.Parameter],
     directory: Path | None,
     transport: Transport,
     tied_head: nn.Parameter | None = None,
 ) -> None:
-    """Bring an adapter's tensors from rank 0, which has its ``directory``, to the ranks that need them (``own``). Collective."""
+    """Send an adapter's tensors from rank 0, which has its ``directory``, to the ranks with ``parameters`` for them. Collective."""
     stored = read_adapter(directory, tuning) if directory is not None else {}
 
     tied, last = tuning.tied(setup.chain), setup.plan.pipelines[0].stages[-1].ranks[0]
 
-    def keep(shard: TensorShard, value: torch.Tensor) -> None:
-        for held in (own.get(shard.name), tied_head if shard.name == tied else None):
-            if held is not None:
-                held.data.copy_(value)
+    def store(shard: TensorShard, value: torch.Tensor) -> None:
+        for parameter in (parameters.get(shard.name), tied_head if shard.name == tied else None):
+            if parameter is not None:
+                parameter.data.copy_(value)
 
     listed = tensor_shards(tuning, setup.plan, ("parameters",))
-    listed = [replace(one, others=(last,)) if one.name == tied and one.owner != last else one for one in listed]
-    move(setup.world.rank, transport, transfers(listed, lambda _: (0,)), lambda shard: stored[shard.name], keep)
+    listed = [replace(s, others=(last,)) if s.name == tied and s.owner != last else s for s in listed]
+    move(setup.world.rank, transport, transfers(listed, lambda _: (0,)), lambda shard: stored[shard.name], store)

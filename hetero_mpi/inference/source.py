@@ -1,4 +1,4 @@
-"""The argument of ``generate``: a run, a model directory or an adapter directory, and the form of prompt its model expects.
+"""The model argument of ``generate``: a run, a model directory or an adapter directory, and its prompt template.
 
 Only rank 0 reads it.
 """
@@ -42,12 +42,12 @@ _KINDS = (
 
 @dataclass(frozen=True)
 class GenerateSource:
-    """The model that generates, with its dtype and quantisation. Plain values, to be broadcast."""
+    """The model, with its dtype and quantization. Plain values, to be broadcast."""
 
     config: dict[str, Any]
     """Keys of the model's ``config.json``."""
     base: str | None
-    """Directory of the weights, on rank 0's machine at least; None: they are initialised from the seed."""
+    """Directory of the weights, at least on rank 0's machine; None: initialised from the seed."""
     dtype: str
     adapter: dict[str, Any] | None = None
     """The keys of a job's ``[adapter]``."""
@@ -58,7 +58,7 @@ class GenerateSource:
     cluster: dict[str, Any] = field(default_factory=lambda: ClusterTable().model_dump())
     """The keys of a job's ``[cluster]``."""
     further: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Adapters beside ``adapter``: name -> the keys of its ``[adapter]``."""
+    """Additional adapters: name -> the keys of its ``[adapter]``."""
 
     @property
     def directory(self) -> Path | None:
@@ -67,22 +67,22 @@ class GenerateSource:
 
 @dataclass(frozen=True)
 class Opened:
-    """A source, with what only rank 0 needs of it: the tokenizer and the form of the prompt."""
+    """A source with the parts that only rank 0 needs: tokenizer and prompt template."""
 
     source: GenerateSource
     tokenizer: PreTrainedTokenizerFast
     adapter: Path | None
     """Its directory."""
     template: Template | None
-    """The template that a prompt is put into; None: it is continued as it is."""
+    """Template for prompts; None: a prompt is continued verbatim."""
     reason: str
-    """Why this template, in words."""
+    """Reason for the template, for the user."""
     further: dict[str, Path] = field(default_factory=dict)
-    """Directories of adapters beside it."""
+    """Directories of additional adapters."""
 
     @property
     def positions(self) -> int | None:
-        """Tokens of the longest text that the model has positions for; None: any number."""
+        """Maximum number of tokens by the model's positions; None: unlimited."""
         return getattr(read_config(self.source.config), "max_position_embeddings", None)
 
     @property
@@ -90,40 +90,35 @@ class Opened:
         return stop_tokens(self.source.config, self.source.directory, self.tokenizer)
 
     def prompt_tokens(self, prompt: str, raw: bool) -> list[int]:
-        """Token ids of the prompt as the model expects it. Raises UserError: nothing is left of it, or the chat template refuses
-        it.
-        """
+        """Token ids of the prompt in the model's format. Raises UserError if it is empty, or if the template rejects it."""
         if not prompt.strip():
             raise UserError("generate.empty_prompt", "the prompt is empty: give --prompt some text")
         return render_prompt(self.tokenizer, prompt, None if raw else self.template)
 
 
 def open_source(path: Path) -> Opened:
-    """Find out what is at ``path``. Weights are not read. Raises UserError: it is none of the three kinds, is incomplete, or is of
-    an unsupported family.
+    """Inspect ``path`` without reading weights. Raises UserError if it is none of the three kinds, incomplete, or of an unsupported
+    family.
     """
     path = path.expanduser()
     if not path.exists():
         siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
         near = [str(path.parent / name) for name in difflib.get_close_matches(path.name, siblings, n=3)]
-        hint = f"; near it: {', '.join(near)}" if near else ""
+        hint = f"; similar names: {', '.join(near)}" if near else ""
         raise UserError("generate.source", f"{path} does not exist{hint}. Give {_KINDS}")
     if (path / "config.json").is_file():
-        return _bare(_model(path), path, None)
+        return _without_run(_model(path), path, None)
     if (path / "adapter_config.json").is_file():
-        return _bare(*_adapter(path))
+        return _without_run(*_adapter(path))
     if any((path / name).is_dir() for name in ("model", "adapter", "checkpoints")):
         return _run(path)
-    raise UserError("generate.source", f"{path} is not something that can generate. Give {_KINDS}")
+    raise UserError("generate.source", f"{path} contains no model. Give {_KINDS}")
 
 
 def stop_tokens(config: dict[str, Any], directory: Path | None, tokenizer: PreTrainedTokenizerFast) -> list[int]:
-    """Ids of the tokens that end a text: those of ``generation_config.json``, else of ``config.json``; and the tokenizer's own.
-
-    :raises UserError: a file holds no such ids.
-    """
+    """Stop tokens of ``generation_config.json``, else ``config.json``, and the tokenizer. Raises UserError for invalid ids."""
     stops = model_stops(config, read_generation(directory))
-    return sorted({*stops, *(own for own in [tokenizer.eos_token_id] if own is not None)})
+    return sorted({*stops, *(token for token in [tokenizer.eos_token_id] if token is not None)})
 
 
 def _model(path: Path) -> GenerateSource:
@@ -134,7 +129,7 @@ def _model(path: Path) -> GenerateSource:
 
 
 def _adapter(path: Path) -> tuple[GenerateSource, Path, Path]:
-    """An adapter directory, over its base model in the base model's own dtype."""
+    """An adapter directory over its base model, in the base model's dtype."""
     table, name = adapter_of(path)
     base = hub.directory_of(name) if name else None
     if base is None or not base.is_dir():
@@ -151,51 +146,51 @@ def _adapter(path: Path) -> tuple[GenerateSource, Path, Path]:
     if foreign:
         raise UserError(
             "adapter.base_differs",
-            f"{path}: the adapter is of another model: {base} has no {foreign[0]}; correct base_model_name_or_path",
+            f"{path}: the adapter belongs to another model: {base} has no {foreign[0]}; correct base_model_name_or_path",
         )
     check_adapter(path, adapter_tuning(chain, table, False, True))
     return source, path, path
 
 
-def _bare(source: GenerateSource, path: Path, adapter: Path | None) -> Opened:
-    """A directory that belongs to no run of this program."""
+def _without_run(source: GenerateSource, path: Path, adapter: Path | None) -> Opened:
+    """A directory that does not belong to a run."""
     tokenizer = _tokenizer(source, adapter or path)
     if has_template(tokenizer):
-        return Opened(source, tokenizer, adapter, "auto", "wrapped by the tokenizer's chat template")
-    return Opened(source, tokenizer, adapter, None, "continued as it is: the tokenizer has no chat template")
+        return Opened(source, tokenizer, adapter, "auto", "formatted by the tokenizer's chat template")
+    return Opened(source, tokenizer, adapter, None, "continued verbatim: the tokenizer has no chat template")
 
 
 def _run(path: Path) -> Opened:
-    """The result of a run, in the dtype and quantisation of its job."""
-    known = _newest_metadata(path / "checkpoints")
-    if known is None:
+    """The result of a run, with the dtype and quantization of its job."""
+    newest = _newest_metadata(path / "checkpoints")
+    if newest is None:
         result = path / ("model" if (path / "model").is_dir() else "adapter")
         if not result.is_dir():
             raise UserError(
                 "generate.source",
-                f"{path}: neither a result (model/, adapter/) nor a whole checkpoint; run the job again",
+                f"{path}: neither a result (model/, adapter/) nor a valid checkpoint; run the job again",
             )
         return open_source(result)
-    job, metadata = known
+    job, metadata = newest
     result = path / ("model" if job.adapter.method == "none" else "adapter")
     if not result.is_dir():
         raise UserError(
             "generate.unfinished_run",
-            f"{path}: the run has not written {result.name}/ yet; --resume it to its end, or make a directory of its newest "
+            f"{path}: the run has not written {result.name}/ yet; --resume it to its end, or export its newest "
             f"checkpoint: python -m hetero_mpi export {path} OUT",
         )
     if job.adapter.method == "none":
         adapter, source = None, replace(_model(result), dtype=job.train.dtype, cluster=job.cluster.model_dump())
     else:
-        adapter, source = result, _adapted(job, metadata, result)
+        adapter, source = result, _adapter_of_run(job, metadata, result)
     tokenizer, template = _tokenizer(source, result), prompt_template(job)
     if template is None:
-        return Opened(source, tokenizer, adapter, None, "continued as it is: the run learnt text")
-    return Opened(source, tokenizer, adapter, template, "wrapped as the run's records were")
+        return Opened(source, tokenizer, adapter, None, "continued verbatim: the run trained on text")
+    return Opened(source, tokenizer, adapter, template, "formatted as the run's records")
 
 
-def _adapted(job: JobConfig, metadata: dict[str, Any], result: Path) -> GenerateSource:
-    """An adapter of a run over the base model that its job tuned, quantised as there."""
+def _adapter_of_run(job: JobConfig, metadata: dict[str, Any], result: Path) -> GenerateSource:
+    """A run's adapter over the base model of its job, quantized as in the job."""
     name = adapter_of(result)[1] or metadata.get("base_model")
     base = hub.directory_of(name) if name else None
     config = metadata["model_config"]
@@ -221,31 +216,31 @@ def _adapted(job: JobConfig, metadata: dict[str, Any], result: Path) -> Generate
 
 
 def _newest_metadata(directory: Path) -> tuple[JobConfig, dict[str, Any]] | None:
-    """(job, all metadata) of the newest checkpoint that can be opened. Tensors are not read."""
+    """(job, metadata) of the newest readable checkpoint, without reading tensors."""
     for path in sorted(directory.glob("step-*.h5"), reverse=True):
         try:
             with CheckpointReader(path) as reader:
                 reader.told("model_config")
                 return job_from_dict(reader.told("job")), reader.metadata
         except (CheckpointError, ValidationError):
-            continue  # damaged, or of a program with other keys
+            continue  # damaged, or written by a program with other keys
     return None
 
 
 def _tokenizer(source: GenerateSource, directory: Path) -> PreTrainedTokenizerFast:
-    """The tokenizer beside the result, else beside the base model."""
+    """The tokenizer next to the result, else next to the base model."""
     tokenizer = _tokenizer_of(directory, *([Path(source.base)] if source.base is not None else []))
     check_vocabulary(tokenizer, read_config(source.config).vocab_size)
     return tokenizer
 
 
-def _tokenizer_of(*places: Path) -> PreTrainedTokenizerFast:
-    """The tokenizer in the first of the directories that has one."""
-    for place in places:
-        if any((place / name).is_file() for name in _TOKENIZERS):
-            return load_tokenizer(place)
+def _tokenizer_of(*directories: Path) -> PreTrainedTokenizerFast:
+    """The tokenizer in the first directory that has one."""
+    for directory in directories:
+        if any((directory / name).is_file() for name in _TOKENIZERS):
+            return load_tokenizer(directory)
     raise UserError(
         "tokenizer.missing",
-        f"{' and '.join(map(str, dict.fromkeys(places)))}: no tokenizer (tokenizer.json) beside the model; copy the one "
+        f"{' and '.join(map(str, dict.fromkeys(directories)))}: no tokenizer (tokenizer.json) next to the model; copy the one "
         f"it was trained with into the directory",
     )

@@ -1,12 +1,12 @@
-"""Token generation through the pipeline: hidden states go forward, and the last stage sends each new token to all active ranks.
+"""Token generation through the pipeline: hidden states move forward, and the last stage sends each new token to all active ranks.
 
-prefill   every stage passes the prompt on in pieces (1, T, D), each behind the KV caches of those before it, one a round; so the
-          memory of the activations does not grow with the square of the prompt
+prefill   every stage passes the prompt on in pieces (1, T, D), each after the KV caches of the previous ones, one per round; so
+          activation memory does not grow with the square of the prompt
 then      per token (1, 1, D) from stage to stage, and 8 bytes from the last stage to every active rank
 
-Several texts are written side by side: in every round each gets one token, unless it rests, and a stage computes one text while
-the next stage computes the text before it, or the piece before it. Every text is computed by itself, so its bits do not depend on
-the others.
+Several texts are generated concurrently: in every round each gets one token, unless it is paused, and a stage computes one text
+while the next stage computes the previous text or piece. Every text is computed separately, so its bits do not depend on the
+others.
 """
 
 from __future__ import annotations
@@ -37,60 +37,60 @@ from hetero_mpi.model.stage import Stage
 from hetero_mpi.model.transformers.chain import TransformersChain
 
 _HIDDEN, _TOKENS, _SCORES = (1 << 13) + 16, (1 << 13) + 17, (1 << 13) + 18
-_LEADER = 0
-"""The rank that asks for log-likelihoods."""
-_CONTEXT = 6
-"""Tokens before a new one that its spelling may depend on (spaces, parts of a character)."""
+_SCORES_RANK = 0
+"""The rank that receives log-probabilities."""
+_CONTEXT_TOKENS = 6
+"""Preceding tokens that a new token's text may depend on (spaces, parts of a character)."""
 _MEASURED_TOKENS = 8
 PIECE_TOKENS = 512
-"""Tokens of a text that a stage computes at once at most, where the model takes pieces."""
+"""Maximum tokens of a text that a stage computes at once, if the model supports pieces."""
 SCORED_TOKENS = 128
-"""The same of a prompt whose tokens' log-likelihoods are wanted: its logits are there all at once."""
+"""The same for a prompt with log-probabilities: all its logits are in memory at once."""
 NOT_A_NUMBER_TEXT = "the model's output is not a number: its weights are damaged, or too large for fp16"
 
 
 @dataclass(frozen=True)
 class Task:
-    """A text to be written: prompt tokens, stop tokens, limit and sampling. The same on every rank."""
+    """A text to generate: prompt tokens, stop tokens, limit and sampling. The same on every rank."""
 
     prompt: list[int]
     stops: list[int]
     limit: int
-    """New tokens at most."""
+    """Maximum number of new tokens."""
     sampling: Sampling
     least: int = 0
-    """New tokens at least: until then no stop token is chosen."""
+    """Minimum number of new tokens: stop tokens are forbidden until then."""
     likeliest: int | None = None
-    """Log-likelihoods are wanted: of each token, and of so many of the likeliest in its place. None: they are not."""
+    """Number of most likely tokens to return with log-probabilities for each position; None: no log-probabilities."""
     echo: bool = False
-    """They are wanted of the prompt's tokens, too: of all but the first."""
+    """Return log-probabilities of the prompt too, except of its first token."""
     given: list[int] = field(default_factory=list)
-    """The first new tokens, where they are known and none is to be chosen."""
+    """The first new tokens, if they are given instead of sampled."""
     adapter: str = OPENED
-    """That by which the text is computed; "": the base alone."""
+    """The adapter for the text; "" for the base model."""
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Task:
         return cls(**{**values, "sampling": Sampling(**values["sampling"])})
 
     def ends_with(self, token: int, written: int) -> bool:
-        """Whether ``token``, the one of number ``written`` (from 1), is the last."""
+        """Whether ``token``, new token number ``written`` (from 1), is the last."""
         return token in (*self.stops, NOT_A_NUMBER) or written == self.limit
 
 
 @dataclass(frozen=True)
 class Round:
-    """Results of a round for the texts under way, by their numbers."""
+    """Results of a round for the active texts, by text number."""
 
     tokens: Mapping[int, int]
-    """The next token; of a text whose prompt has not passed entirely there is none."""
+    """The next token; none for a text whose prompt is not complete."""
     scores: Mapping[int, Sequence[Scored]] = field(default_factory=dict)
-    """The log-likelihoods that are known now, in the order of the tokens; on rank 0, of texts that want them."""
+    """Log-probabilities that are known now, in token order; on rank 0, for texts that request them."""
 
 
 @dataclass(frozen=True)
 class TextChanges:
-    """The texts that begin before the next round, those that end early, and those that take no part in it, by number."""
+    """Texts that begin before the next round, texts that end early, and texts that pause in the round, by number."""
 
     begin: Mapping[int, Task] = field(default_factory=dict)
     end: Sequence[int] = ()
@@ -98,55 +98,55 @@ class TextChanges:
 
 
 class _Text:
-    """A text under way: its tokens so far, of which ``cached`` are in the KV caches."""
+    """An active text: its tokens, of which ``cached`` are in the KV caches."""
 
     def __init__(self, task: Task) -> None:
         self.task = task
-        self.known = list(task.prompt)
+        self.text_tokens = list(task.prompt)
         self.cached = 0
         self._scored = 1 if task.echo else len(task.prompt)
         self.rows = 0
-        """Of how many last tokens before ``cached`` the next one's log-likelihood is wanted."""
+        """Number of last tokens before ``cached`` whose successors' log-probabilities are requested."""
 
     def next_piece(self, most: int | None) -> list[int]:
-        """At most so many of the tokens that are not yet in the KV caches (None: all), which they are after this round."""
+        """The next tokens to add to the KV caches in this round, at most ``most`` (None: all)."""
         first = self.cached
         if most is not None and self.task.echo:
             most = min(most, SCORED_TOKENS)
-        self.cached = len(self.known) if most is None else min(len(self.known), first + most)
+        self.cached = len(self.text_tokens) if most is None else min(len(self.text_tokens), first + most)
         self.rows = max(0, self.cached + 1 - self._scored) if self.task.likeliest is not None else 0
         self._scored += self.rows
-        return self.known[first : self.cached]
+        return self.text_tokens[first : self.cached]
 
     def scored_tokens(self, picked: int | None) -> list[int]:
-        """The tokens of ``rows``. ``picked``: the one behind all that are known, where the piece has reached it."""
+        """The tokens of ``rows``. ``picked``: the token after all known ones, if the piece has reached it."""
         first = self.cached + 1 - self.rows
-        return [*self.known[first : self.cached + 1], *([picked] if picked is not None else [])]
+        return [*self.text_tokens[first : self.cached + 1], *([picked] if picked is not None else [])]
 
-    def begin_anew(self) -> None:
+    def restart(self) -> None:
         self.cached = 0
 
     def pick(self, logits: torch.Tensor) -> int:
-        """The next token."""
-        task, written = self.task, len(self.known) - len(self.task.prompt)
+        """Sample the next token."""
+        task, written = self.task, len(self.text_tokens) - len(self.task.prompt)
         if written < len(task.given):
             return task.given[written]
         forbidden = task.stops if written < task.least else ()
-        return pick(logits, task.sampling, len(self.known), self.known, forbidden)
+        return pick(logits, task.sampling, len(self.text_tokens), self.text_tokens, forbidden)
 
     @property
-    def complete(self) -> bool:
-        """True if all tokens are in the KV caches: then the next one can be picked."""
-        return self.cached == len(self.known)
+    def is_complete(self) -> bool:
+        """Whether all tokens are in the KV caches, so that the next one can be sampled."""
+        return self.cached == len(self.text_tokens)
 
     @property
-    def ended(self) -> bool:
-        return self.task.ends_with(self.known[-1], len(self.known) - len(self.task.prompt))
+    def has_ended(self) -> bool:
+        return self.task.ends_with(self.text_tokens[-1], len(self.text_tokens) - len(self.task.prompt))
 
 
 @dataclass(frozen=True)
 class _OwnStage:
-    """One of the rank's stages, and the ranks of those before and after it in the chain (None: there is none)."""
+    """One of the rank's stages, and the ranks of the previous and next stages in the chain (or None)."""
 
     decoder: Decoder
     previous: int | None
@@ -154,14 +154,14 @@ class _OwnStage:
 
 
 class Writer:
-    """One rank's part in writing texts: it computes its stages, and receives every token.
+    """One rank's part in generating texts: it computes its stages, and receives every token.
 
     Args:
-        rank: this rank's number in the plan.
-        stage_ranks: the ranks that hold the stages, in the order of the chain.
+        rank: number of this rank in the plan.
+        stage_ranks: the ranks of the stages, in chain order.
         active: the ranks that receive the tokens: those with a stage, and rank 0.
-        stages: this rank's, in the order of the chain.
-        piece_tokens: tokens of a prompt that pass at once at most, the same on every rank; whole where the model takes no pieces.
+        stages: this rank's stages, in chain order.
+        piece_tokens: maximum tokens of a prompt per piece, the same on every rank; ignored if the model does not support pieces.
     """
 
     def __init__(
@@ -176,18 +176,19 @@ class Writer:
     ) -> None:
         self.rank, self.transport, self.chain = rank, transport, chain
         self.last_rank = stage_ranks[-1]
-        self.listeners = [other for other in active if other != self.last_rank]
-        places = [place for place, holder in enumerate(stage_ranks) if holder == rank] if stages else []
+        self.listeners = [r for r in active if r != self.last_rank]
+        indices = [index for index, holder in enumerate(stage_ranks) if holder == rank] if stages else []
         neighbours = [None, *stage_ranks, None]
         self._stages = [
-            _OwnStage(Decoder(stage), neighbours[place], neighbours[place + 2])
-            for stage, place in zip(stages, places, strict=True)
+            _OwnStage(Decoder(stage), neighbours[index], neighbours[index + 2])
+            for stage, index in zip(stages, indices, strict=True)
         ]
         self._piece_tokens = piece_tokens if takes_pieces(chain.config) else None
 
     def tokens(self, task: Task) -> Iterator[int]:
-        """The tokens of one text, the same on every active rank; the last may be a stop token. Collective. Raises
-        CollectiveUserError: the model's output is not a number.
+        """Generate the tokens of one text, the same on every active rank; the last may be a stop token. Collective.
+
+        Raises CollectiveUserError if the model's output is not a number.
         """
         waiting = [task]
 
@@ -204,37 +205,37 @@ class Writer:
             yield token
 
     def written(self, changes: Callable[[bool], TextChanges | None]) -> Iterator[Round]:
-        """Round by round the next token of the texts that are under way. Collective.
+        """Generate the next token of the active texts, round by round. Collective.
 
-        A text ends with a stop token, with its limit, or with ``NOT_A_NUMBER`` where the model's output is none. ``changes``:
-        called before each round, with True where no text is under way; what it returns must be the same on every active rank. None:
-        nothing more is to be written.
+        A text ends with a stop token, at its limit, or with ``NOT_A_NUMBER`` for an invalid output. ``changes`` is called before
+        each round, with True if no text is active; its result must be the same on every active rank. None ends the generation.
         """
         texts: dict[int, _Text] = {}
-        anew = begins_anew_at(self.chain.config)
+        restart_length = begins_anew_at(self.chain.config)
         with contextlib.ExitStack() as decoding:
-            for own in self._stages:
-                decoding.enter_context(own.decoder)
+            for stage in self._stages:
+                decoding.enter_context(stage.decoder)
             while (change := changes(not texts)) is not None:
                 self._end(texts, change.end)
                 texts.update({number: _Text(task) for number, task in change.begin.items()})
                 if not texts:
                     continue
-                found = self._round({number: text for number, text in texts.items() if number not in change.rest})
-                yield found
-                for number, token in found.tokens.items():
-                    texts[number].known.append(token)
-                    if len(texts[number].known) == anew:
-                        texts[number].begin_anew()
+                result = self._round({number: text for number, text in texts.items() if number not in change.rest})
+                yield result
+                for number, token in result.tokens.items():
+                    texts[number].text_tokens.append(token)
+                    if len(texts[number].text_tokens) == restart_length:
+                        texts[number].restart()
                         self._forget(number)
-                self._end(texts, [number for number in found.tokens if texts[number].ended])
+                self._end(texts, [number for number in result.tokens if texts[number].has_ended])
 
     def cache_bytes(self) -> tuple[int, int]:
-        """Memory that a text takes on this rank: bytes however short it is, and bytes per token. Measured; collective. Raises
-        CollectiveUserError: the model's output is not a number.
+        """Memory of a text on this rank: fixed bytes, and bytes per token. Measured; collective.
+
+        Raises CollectiveUserError if the model's output is not a number.
         """
         probe = Task(list(range(_MEASURED_TOKENS)), [], 2, Sampling())
-        sizes = [sum(own.decoder.cached_bytes() for own in self._stages) for _ in self.tokens(probe)]
+        sizes = [sum(stage.decoder.cached_bytes() for stage in self._stages) for _ in self.tokens(probe)]
         per_token = sizes[1] - sizes[0]
         return sizes[0] - _MEASURED_TOKENS * per_token, per_token
 
@@ -244,45 +245,45 @@ class Writer:
             self._forget(number)
 
     def _forget(self, number: int) -> None:
-        for own in self._stages:
-            own.decoder.forget(number)
+        for stage in self._stages:
+            stage.decoder.forget(number)
 
     def _round(self, texts: Mapping[int, _Text]) -> Round:
         """Pass the next piece of every text through the pipeline."""
-        texts = dict(sorted(texts.items(), key=lambda one: one[1].task.adapter))  # to turn to each of them once
+        texts = dict(sorted(texts.items(), key=lambda item: item[1].task.adapter))  # activates each adapter once
         pieces = {number: text.next_piece(self._piece_tokens) for number, text in texts.items()}
-        complete = [number for number, text in texts.items() if text.complete]
-        # All texts pass one stage of the rank, then the next one: so messages between two ranks keep one order on both.
+        complete = [number for number, text in texts.items() if text.is_complete]
+        # All texts pass one stage of the rank, then the next, so messages between two ranks have the same order on both.
         passed: list[torch.Tensor] = []
         sent: list[Request] = []
-        for own in self._stages:
-            passed = self._pass_on(own, texts, pieces, passed, sent)
+        for stage in self._stages:
+            passed = self._pass_on(stage, texts, pieces, passed, sent)
         tokens: Sequence[int] = []
         logits = dict(zip(pieces, passed, strict=True)) if self.rank == self.last_rank else {}
         if complete and logits:
-            tokens = self._tell([texts[n].pick(logits[n][-1]) for n in complete])
+            tokens = self._send_tokens([texts[n].pick(logits[n][-1]) for n in complete])
         elif complete:
-            tokens = self._hear(len(complete))
+            tokens = self._receive_tokens(len(complete))
         written = dict(zip(complete, tokens, strict=True))
-        wanted = {n: text.scored_tokens(written.get(n)) for n, text in texts.items() if text.rows}
-        scores = {number: self._scores(texts[number], own, logits.get(number), sent) for number, own in wanted.items()}
+        targets = {n: text.scored_tokens(written.get(n)) for n, text in texts.items() if text.rows}
+        scores = {number: self._scores(texts[number], ids, logits.get(number), sent) for number, ids in targets.items()}
         for request in sent:
             self.transport.wait(request)
-        return Round(written, scores if self.rank == _LEADER else {})
+        return Round(written, scores if self.rank == _SCORES_RANK else {})
 
     def _scores(
         self, text: _Text, tokens: Sequence[int], logits: torch.Tensor | None, sent: list[Request]
     ) -> Sequence[Scored]:
-        """Log-likelihoods of ``tokens`` on rank 0, which the last stage knows by its logits. ``sent``: takes what is being sent."""
+        """Log-probabilities of ``tokens`` on rank 0, computed by the last stage. Appends its sends to ``sent``."""
         count = min(text.task.likeliest or 0, self.chain.config.vocab_size)
         words = torch.empty((len(tokens), 1 + 2 * count), dtype=torch.float64)
         if logits is not None:
             words = scored(logits[-len(tokens) :], [max(0, token) for token in tokens], count)
-            if self.rank != _LEADER:
-                sent.append(self.transport.send(_LEADER, _SCORES, host_bytes(words)))
-        elif self.rank == _LEADER:
+            if self.rank != _SCORES_RANK:
+                sent.append(self.transport.send(_SCORES_RANK, _SCORES, host_bytes(words)))
+        elif self.rank == _SCORES_RANK:
             self.transport.wait(self.transport.post_receive(self.last_rank, _SCORES, host_bytes(words)))
-        if self.rank != _LEADER:
+        if self.rank != _SCORES_RANK:
             return ()
         rows = zip(tokens, words.tolist(), strict=True)
         return [
@@ -292,48 +293,48 @@ class Writer:
 
     def _pass_on(
         self,
-        own: _OwnStage,
+        stage: _OwnStage,
         texts: Mapping[int, _Text],
         pieces: Mapping[int, Sequence[int]],
         before: Sequence[torch.Tensor],
         sent: list[Request],
     ) -> list[torch.Tensor]:
-        """A stage's part in a round: what it makes of the pieces, unless another rank goes on with that.
+        """Compute a stage on the pieces; returns the outputs, unless they are sent to another rank.
 
         Args:
-            before: what this rank's stage before it has made of them.
-            sent: takes what is being sent.
+            before: outputs of this rank's previous stage.
+            sent: list to append the sends to.
         """
-        receives = own.previous is not None and own.previous != self.rank
-        coming = [self._coming(own, len(piece)) for piece in pieces.values()] if receives else []
-        backend, found = own.decoder.stage.backend, []
-        for place, (number, piece) in enumerate(pieces.items()):
+        receives = stage.previous is not None and stage.previous != self.rank
+        coming = [self._post_receive(stage, len(piece)) for piece in pieces.values()] if receives else []
+        backend, outputs = stage.decoder.stage.backend, []
+        for index, (number, piece) in enumerate(pieces.items()):
             if receives:
-                self.transport.wait(coming[place][0])
-                x = backend.from_host(coming[place][1])
+                self.transport.wait(coming[index][0])
+                x = backend.from_host(coming[index][1])
             else:
-                x = torch.tensor([list(piece)], device=backend.device) if own.previous is None else before[place]
-            y = own.decoder.step(x, number, max(1, texts[number].rows), texts[number].task.adapter)
-            if own.next is None or own.next == self.rank:
-                found.append(y)
+                x = torch.tensor([list(piece)], device=backend.device) if stage.previous is None else before[index]
+            y = stage.decoder.step(x, number, max(1, texts[number].rows), texts[number].task.adapter)
+            if stage.next is None or stage.next == self.rank:
+                outputs.append(y)
             else:
-                sent.append(self.transport.send(own.next, _HIDDEN, host_bytes(backend.to_host(y))))
-        return found
+                sent.append(self.transport.send(stage.next, _HIDDEN, host_bytes(backend.to_host(y))))
+        return outputs
 
-    def _coming(self, own: _OwnStage, length: int) -> tuple[Request, torch.Tensor]:
-        """The receive of so many tokens' hidden states, and where they will lie."""
-        assert own.previous is not None
-        buffer = torch.empty((1, length, self.chain.config.hidden_size), dtype=own.decoder.stage.dtype)
-        return self.transport.post_receive(own.previous, _HIDDEN, host_bytes(buffer)), buffer
+    def _post_receive(self, stage: _OwnStage, length: int) -> tuple[Request, torch.Tensor]:
+        """Post the receive of ``length`` tokens' hidden states; returns the request and its buffer."""
+        assert stage.previous is not None
+        buffer = torch.empty((1, length, self.chain.config.hidden_size), dtype=stage.decoder.stage.dtype)
+        return self.transport.post_receive(stage.previous, _HIDDEN, host_bytes(buffer)), buffer
 
-    def _tell(self, tokens: Sequence[int]) -> Sequence[int]:
+    def _send_tokens(self, tokens: Sequence[int]) -> Sequence[int]:
         words = torch.tensor(tokens)
-        sent: list[Request] = [self.transport.send(other, _TOKENS, host_bytes(words)) for other in self.listeners]
+        sent: list[Request] = [self.transport.send(rank, _TOKENS, host_bytes(words)) for rank in self.listeners]
         for request in sent:
             self.transport.wait(request)
         return tokens
 
-    def _hear(self, count: int) -> Sequence[int]:
+    def _receive_tokens(self, count: int) -> Sequence[int]:
         words = torch.empty(count, dtype=torch.int64)
         self.transport.wait(self.transport.post_receive(self.last_rank, _TOKENS, host_bytes(words)))
         return [int(word) for word in words]
@@ -343,46 +344,46 @@ class Spelling:
     """Converts tokens into text as they are produced. A character of several tokens appears with the last of them.
 
     Attributes:
-        starts: the characters at which the tokens begin whose text is certain.
-        length: characters of the text that is certain.
+        starts: character positions at which the tokens of the final text begin.
+        length: characters of the final text.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerFast, prompt: Sequence[int], shown: Mapping[int, str] | None = None
+        self, tokenizer: PreTrainedTokenizerFast, prompt: Sequence[int], visible: Mapping[int, str] | None = None
     ) -> None:
-        """``shown``: special tokens that the text shows all the same."""
-        self._tokenizer, self._shown = tokenizer, shown or {}
-        self._tokens = list(prompt[-_CONTEXT:])
-        self._begin, self._told = 0, len(self._tokens)
+        """``visible``: special tokens that are included in the text."""
+        self._tokenizer, self._visible = tokenizer, visible or {}
+        self._tokens = list(prompt[-_CONTEXT_TOKENS:])
+        self._begin, self._final = 0, len(self._tokens)
         self.starts, self.length = list[int](), 0
 
     def add(self, token: int) -> str:
-        """The text that has become certain with this token; may be empty."""
-        shown = self._shown.get(token, "")
-        text = self.end() if shown else ""
+        """The text that is final after this token; may be empty."""
+        visible = self._visible.get(token, "")
+        text = self.end() if visible else ""
         self._tokens.append(token)
-        return text + (self._settled(shown) if shown else self._new(final=False))
+        return text + (self._finalize(visible) if visible else self._new(final=False))
 
     def end(self) -> str:
-        """The text that was held back."""
+        """The remaining text."""
         return self._new(final=True)
 
     def _new(self, final: bool) -> str:
-        before = self._text(self._tokens[self._begin : self._told])
+        before = self._text(self._tokens[self._begin : self._final])
         now = self._text(self._tokens[self._begin :])
         if (len(now) <= len(before) or now.endswith("\N{REPLACEMENT CHARACTER}")) and not final:
             return ""
-        return self._settled(now[len(before) :])
+        return self._finalize(now[len(before) :])
 
-    def _settled(self, text: str) -> str:
-        """The text of the tokens that were not told yet."""
-        behind = len(self._text(self._tokens[self._begin : self._told])) if len(self._tokens) > self._told + 1 else 0
-        for end in range(self._told, len(self._tokens)):
-            parts = self._text(self._tokens[self._begin : end])[behind:] if end > self._told else ""
+    def _finalize(self, text: str) -> str:
+        """Mark the text of the pending tokens as final."""
+        behind = len(self._text(self._tokens[self._begin : self._final])) if len(self._tokens) > self._final + 1 else 0
+        for end in range(self._final, len(self._tokens)):
+            parts = self._text(self._tokens[self._begin : end])[behind:] if end > self._final else ""
             alike = (n for n, pair in enumerate(zip(parts, text, strict=False)) if pair[0] != pair[1])
             self.starts.append(self.length + next(alike, min(len(parts), len(text))))
-        # What was told last is the context of what comes next.
-        self._begin, self._told = max(self._begin, self._told - _CONTEXT), len(self._tokens)
+        # The last final tokens are the context of the next ones.
+        self._begin, self._final = max(self._begin, self._final - _CONTEXT_TOKENS), len(self._tokens)
         self.length += len(text)
         return text
 

@@ -262,7 +262,7 @@ def test_greedy_tokens_are_those_of_transformers(case: Written, ranks: int, outc
 @RANKS
 def test_a_model_larger_than_the_memory_is_streamed(ranks: int, outcomes: Outcomes, place: Path) -> None:
     assert tokens_of(outcomes, ranks, "streamed") == reference(model_directory(place, MODELS[0]))
-    assert ("streamed layer by layer" in outcomes[ranks]["streamed"][0]["printed"]) is (ranks == 1)
+    assert ("offloaded layer by layer" in outcomes[ranks]["streamed"][0]["printed"]) is (ranks == 1)
 
 
 @pytest.mark.slow

@@ -1,1 +1,1 @@
-"""The command ``evaluate``: how good a finished model is, on sets of data or on the tasks of lm-evaluation-harness."""
+"""The command ``evaluate``: evaluate a finished model on data sets or on tasks of lm-evaluation-harness."""

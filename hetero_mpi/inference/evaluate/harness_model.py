@@ -1,4 +1,4 @@
-"""The command line of lm-evaluation-harness with one more model: the served one, whose texts become tokens as everywhere here."""
+"""The command line of lm-evaluation-harness with an additional model: the served one, with this program's tokenisation."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from hetero_mpi.data.tokenizer import beginning, begun, encoded, own_tokens_only
 
 @register_model("hetero_mpi")
 class HarnessModel(LocalCompletionsAPI):
-    """``/v1/completions`` of ``serve``, asked by token ids.
+    """A client of ``serve``'s ``/v1/completions`` that sends token ids.
 
-    Texts begin with the tokens that begin the tokenizer's texts, once. Conversations hold what the chat template prints, no more.
+    Texts start with the tokens that the tokenizer prepends, exactly once. Conversations contain only what the chat template prints.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -29,21 +29,21 @@ class HarnessModel(LocalCompletionsAPI):
         return super().apply_chat_template(*conversation, **options)
 
     def tok_encode(self, string: str | Sequence[str], *_: Any, add_special_tokens: bool = True, **__: Any) -> Any:
-        """``add_special_tokens``: False where lm-eval itself puts a token in front."""
+        """``add_special_tokens``: False if lm-eval itself prepends a token."""
         encode = begun if add_special_tokens and not self._templated else encoded
         ids = encode(self._engine, [string] if isinstance(string, str) else list(string))
         return ids[0] if isinstance(string, str) else ids
 
     def _loglikelihood_tokens(self, requests: Sequence[tuple[Any, list[int], list[int]]], **options: Any) -> Any:
-        """The log-likelihoods. Where lm-eval takes one token for an empty context, the context is the tokens that begin texts."""
+        """Compute log-probabilities. An empty context, which lm-eval replaces by a token, becomes the prefix tokens."""
         prefix, begin = [self.prefix_token_id], beginning(self._engine)
-        asked = [
+        adjusted = [
             (key, begin, ids[len(begin) :] if ids[: len(begin)] == begin else ids)
             if begin and context == prefix
             else (key, context, ids)
             for key, context, ids in requests
         ]
-        return super()._loglikelihood_tokens(asked, **options)
+        return super()._loglikelihood_tokens(adjusted, **options)
 
 
 if __name__ == "__main__":
