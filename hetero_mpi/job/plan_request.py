@@ -1,4 +1,4 @@
-"""A job as planning sees it. Needs neither torch nor MPI: the offline commands ask the planner as a run does."""
+"""Conversion of a job into a ``PlanRequest``, without torch or MPI, so that offline commands and runs plan alike."""
 
 from __future__ import annotations
 
@@ -12,54 +12,56 @@ from hetero_mpi.planning.types.request import MEMORY_GIVEN, PlanRequest
 from hetero_mpi.planning.types.sizes import COPY_BYTES
 
 INDIFFERENCE = 0.005
-"""Measured times are not exact to half a per cent: no plan is preferred for less."""
+"""Relative gain below which plans count as equal: measured times are not exact to half a per cent."""
 
 
-def micro_batch_choices(global_batch: int, wanted: int | str, ranks: int, dropout: bool) -> tuple[tuple[int, ...], str]:
-    """Sequences per micro-batch the planner may choose from, and why in words.
+def micro_batch_choices(
+    global_batch: int, requested: int | str, ranks: int, dropout: bool
+) -> tuple[tuple[int, ...], str]:
+    """Micro-batch sizes (in sequences) that the planner may choose from, and the reason as text.
 
-    With dropout the masks depend on the composition of the micro-batches, so the machines may not decide it.
+    Dropout masks depend on the composition of micro-batches; with dropout the size must not depend on the machines.
     """
-    if isinstance(wanted, int):
-        return (wanted,), f"micro-batch {wanted}: as the job says"
+    if isinstance(requested, int):
+        return (requested,), f"micro-batch {requested}: set by the job"
     divisors = [
         d for d in range(1, global_batch + 1) if global_batch % d == 0 and global_batch // d <= MOST_MICRO_BATCHES
     ]
     if dropout:
-        chosen = max([d for d in divisors if 4 * d <= global_batch], default=1)
-        return (chosen,), f"micro-batch {chosen}: fixed, since dropout masks depend on it"
+        size = max([d for d in divisors if 4 * d <= global_batch], default=1)
+        return (size,), f"micro-batch {size}: fixed, since dropout masks depend on it"
     limit = min(LARGEST_AUTO, max(1, global_batch // ranks))
     choices = tuple(d for d in divisors if d <= limit)
     return choices, f"micro-batch: the planner's choice among {', '.join(map(str, choices))}"
 
 
-def timed_micro_batches(global_batch: int, wanted: int | str, ranks: int, dropout: bool) -> tuple[int, ...]:
-    """All that the planner may choose from, those of a rank by itself included, increasing."""
+def timed_micro_batches(global_batch: int, requested: int | str, ranks: int, dropout: bool) -> tuple[int, ...]:
+    """All micro-batch sizes that the planner may choose from, with any rank alone or with all ranks, in increasing order."""
     counts = (ranks, 1)
-    return tuple(sorted({size for n in counts for size in micro_batch_choices(global_batch, wanted, n, dropout)[0]}))
+    return tuple(sorted({size for n in counts for size in micro_batch_choices(global_batch, requested, n, dropout)[0]}))
 
 
 def request_of(loaded: LoadedJob, ranks: int, dropout: bool, versions: int = 0) -> PlanRequest:
-    """The job as planning sees it.
+    """Build the planner's request from a job.
 
     Args:
-        ranks, dropout: of which the choice of micro-batches depends.
-        versions: how many copies of its own state a rank keeps for itself and, as many, for others (``state.peer_replicas``).
+        ranks, dropout: determine the micro-batch choices.
+        versions: copies of its own state that a rank keeps, and as many of other ranks' state (``state.peer_replicas``).
     """
     job = loaded.job
     snapshots = 1 if job.checkpoint.background and job.checkpoint.every else 0
     trains_all = job.adapter.method == "none"
-    wanted = job.train.global_batch if job.plan.pipelines == "auto" else job.plan.pipelines
-    choices, alone = (
+    max_pipelines = job.train.global_batch if job.plan.pipelines == "auto" else job.plan.pipelines
+    choices, alone_choices = (
         micro_batch_choices(job.train.global_batch, job.train.micro_batch, count, dropout)[0] for count in (ranks, 1)
     )
     return PlanRequest(
         global_batch=job.train.global_batch,
         sequence_length=job.data.sequence_length,
         micro_batch_choices=choices,
-        alone_micro_batch_choices=alone,
+        alone_micro_batch_choices=alone_choices,
         mask_sequences=choices[0] if dropout else None,
-        max_pipelines=wanted,
+        max_pipelines=max_pipelines,
         split_choices=(False, True) if trains_all else (False,),
         schedule=job.plan.schedule,
         stages_per_rank=job.plan.stages_per_rank,
@@ -75,16 +77,16 @@ def request_of(loaded: LoadedJob, ranks: int, dropout: bool, versions: int = 0) 
 
 
 def within_timed(request: PlanRequest, profile: ClusterProfile) -> PlanRequest:
-    """``request`` without micro-batches that are larger than any rank has timed; the smallest choice stays.
+    """Drop micro-batches larger than any rank has timed from ``request``, but keep the smallest choice.
 
-    Profiles without samples are derived, and their lines go on.
+    Profiles without samples are derived; their cost curves extrapolate.
     """
-    largest = _largest_timed(profile)
-    if largest is None:
+    max_sequences = _largest_timed(profile)
+    if max_sequences is None:
         return request
 
     def timed(choices: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(size for size in choices if size <= largest) or choices[:1]
+        return tuple(size for size in choices if size <= max_sequences) or choices[:1]
 
     return replace(
         request,
@@ -94,35 +96,35 @@ def within_timed(request: PlanRequest, profile: ClusterProfile) -> PlanRequest:
 
 
 def timed_choices(request: PlanRequest, profile: ClusterProfile) -> tuple[PlanRequest, tuple[str, ...]]:
-    """``within_timed``, and a remark where that leaves some out."""
-    within = within_timed(request, profile)
-    out = {*request.micro_batch_choices, *request.alone_micro_batch_choices}
-    out -= {*within.micro_batch_choices, *within.alone_micro_batch_choices}
-    text = f"micro-batch: none of {', '.join(map(str, sorted(out)))}, which the profile did not time"
-    return within, (text,) if out else ()
+    """Apply ``limit_to_timed``, and return a remark if it drops choices."""
+    limited = within_timed(request, profile)
+    dropped = {*request.micro_batch_choices, *request.alone_micro_batch_choices}
+    dropped -= {*limited.micro_batch_choices, *limited.alone_micro_batch_choices}
+    text = f"micro-batch: not {', '.join(map(str, sorted(dropped)))}: the profile has no timings for these sizes"
+    return limited, (text,) if dropped else ()
 
 
 def _largest_timed(profile: ClusterProfile) -> int | None:
-    """Sequences; None: nothing was timed."""
+    """Largest timed micro-batch in sequences; None without timings."""
     curves = [times.forward_s for device in profile.devices for times in device.layers.values()]
     counts = [curve.sample_tokens[-1] for curve in curves if curve.sample_tokens]
     return max(counts) // profile.model.sequence_length if counts else None
 
 
-def with_memory(profile: ClusterProfile, given_bytes: int | None) -> ClusterProfile:
-    """The profile with the job's ``[cluster] memory_bytes``, if it gives any.
+def with_memory(profile: ClusterProfile, limit_bytes: int | None) -> ClusterProfile:
+    """Apply the job's ``[cluster] memory_bytes``, if set, to the profile.
 
-    They hold for every rank. A host has them for each rank that computes in its memory. Hosts without such a rank keep their own:
-    what GPUs stream lies there.
+    The budget applies to every rank. A host's budget is the sum over the ranks that compute in its memory; hosts without such a
+    rank keep their measured budget, which holds the weights that GPU stages offload.
     """
-    if given_bytes is None:
+    if limit_bytes is None:
         return profile
-    devices = tuple(replace(device, memory_bytes=given_bytes, memory_reason=MEMORY_GIVEN) for device in profile.devices)
-    sharing = Counter(device.host for device in devices if device.shares_host_memory)
+    devices = tuple(replace(device, memory_bytes=limit_bytes, memory_reason=MEMORY_GIVEN) for device in profile.devices)
+    ranks_by_host = Counter(device.host for device in devices if device.shares_host_memory)
 
-    def given(host: HostProfile) -> HostProfile:
-        ranks = sharing[host.name]
+    def with_budget(host: HostProfile) -> HostProfile:
+        ranks = ranks_by_host[host.name]
         reason = MEMORY_GIVEN if ranks == 1 else f"{MEMORY_GIVEN} to each of {ranks}"
-        return replace(host, memory_bytes=given_bytes * ranks, memory_reason=reason) if ranks else host
+        return replace(host, memory_bytes=limit_bytes * ranks, memory_reason=reason) if ranks else host
 
-    return replace(profile, devices=devices, hosts=tuple(map(given, profile.hosts)))
+    return replace(profile, devices=devices, hosts=tuple(map(with_budget, profile.hosts)))

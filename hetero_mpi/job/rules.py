@@ -1,6 +1,6 @@
-"""Words for what a job file may say: the rule of a key, the value that breaks it, the name that was probably meant.
+"""Wording of validation errors: the rule of a key, the invalid value, the closest valid name.
 
-Knows pydantic models in general and none in particular: the tables of job files and of hosts are handed in.
+Works for any pydantic model; callers pass the tables of job files or of host files.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-ELSEWHERE = "write an absolute path to go elsewhere"
+ELSEWHERE = "write an absolute path for a place outside"
 EIGHT_BIT = "adamw_8bit"
-"""``[train] optimizer``: bitsandbytes' AdamW, whose moments are in 8 bits."""
+"""``[train] optimizer``: bitsandbytes' AdamW with 8-bit optimizer states."""
 LARGEST_AUTO = 16
-"""Sequences per micro-batch that "auto" goes up to."""
+"""Largest micro-batch, in sequences, that "auto" chooses."""
 MOST_MICRO_BATCHES = 8192
-"""In one step: planning simulates all of them, many times, and every rank lists its actions."""
+"""Micro-batches per step: the planner simulates each of them many times, and every rank lists its actions for a step."""
 
 
 def leads_out(path: Path, base: Path) -> bool:
-    """True: ``path`` leads out of the directory ``base``, once links are followed. Neither need exist."""
+    """Whether ``path``, with links resolved, is outside the directory ``base``. Neither needs to exist."""
     return not path.resolve().is_relative_to(base.resolve())
 
 
 def speed_change(text: str) -> tuple[int, int, float] | None:
-    """``rank 1 runs at 0.5 from step 20`` as (rank, number of the step from 0, speed); None: it is not written so."""
+    """Parse ``rank 1 runs at 0.5 from step 20`` as (rank, step counted from 0, speed); None if ``text`` has another form."""
     match = re.fullmatch(r"rank (\d{1,9}) runs at (\d{1,9}(?:\.\d{1,9})?) from step (\d{1,9})", text.strip())
     if match is None or float(match[2]) == 0 or int(match[3]) == 0:
         return None
@@ -45,17 +45,17 @@ _PLAIN = {str: "text in quotes", bool: "true or false"}
 
 
 def rule_of(field: FieldInfo) -> str:
-    """The values a field accepts, in words: ``a whole number of at least 1 or "auto"``."""
+    """Describe the values a field accepts: ``a whole number of at least 1 or "auto"``."""
     return _describe(field.annotation, _bounds(field.metadata))
 
 
 def may_be_empty(field: FieldInfo) -> bool:
-    """Whether a key may be empty, which a job file says by leaving it out or by ``key = ""`` (TOML has no null)."""
+    """Whether a key may be empty: left out, or ``key = ""``, as TOML has no null."""
     return type(None) in get_args(field.annotation)
 
 
 def facts(model: type[BaseModel], kind: type[str]) -> dict[str, list[str]]:
-    """Key -> the metadata of one kind (``Unit``, ``Example``, ``OnlyIf``, ``OnResume``) of its field, for keys that have any."""
+    """Field metadata of one kind (``Unit``, ``Example``, ``OnlyIf``, ``OnResume``) by key, for keys with any."""
     metadata = {
         key: [text for text in field.metadata if isinstance(text, kind)] for key, field in model.model_fields.items()
     }
@@ -76,11 +76,11 @@ def _describe(annotation: Any, bounds: Mapping[str, Any]) -> str:
     if get_origin(annotation) is Literal:
         return " or ".join(as_toml(choice) for choice in get_args(annotation))
     if get_origin(annotation) is list:
-        least = bounds.get("min_length")
+        min_length = bounds.get("min_length")
         (element,) = get_args(annotation)
-        one = _describe(element, {})
-        what = "texts in quotes" if element is str else one.removeprefix("a ").replace("number", "numbers")
-        return f"a list of {what}" + (f" (at least {least})" if least else "")
+        element_text = _describe(element, {})
+        elements = "texts in quotes" if element is str else element_text.removeprefix("a ").replace("number", "numbers")
+        return f"a list of {elements}" + (f" (at least {min_length})" if min_length else "")
     if get_origin(annotation) is dict:
         key, value = get_args(annotation)
         if get_origin(key) is Literal:
@@ -106,7 +106,7 @@ def _range(bounds: Mapping[str, Any]) -> str:
 
 
 def as_toml(value: Any) -> str:
-    """A value as it looks in a job file, shortened to one line of at most 60 characters."""
+    """Format a value as in a job file, shortened to one line of at most 60 characters."""
     if isinstance(value, Mapping):
         text = "{" + ", ".join(f"{key} = {as_toml(inner)}" for key, inner in value.items()) + "}"
     elif isinstance(value, (list, tuple)):
@@ -121,47 +121,47 @@ def as_toml(value: Any) -> str:
 
 
 REMOVED_KEYS = {
-    "train.stale_step": "was removed: every step computes with all updates before it. Delete this key",
+    "train.stale_step": "was removed: every step applies all earlier updates first. Delete this key",
 }
-"""Key of an earlier version -> what became of it, and what to do; of a renamed key its new name."""
+"""Key of an earlier version -> its replacement, or what to do."""
 
 
 def unknown_key(table: str, key: str, tables: Tables) -> str:
-    """Words for a key that ``[table]`` does not have: what became of it, the table it belongs to, or the nearest valid name."""
+    """Explain a key that ``[table]`` does not have: removed, in another table, or similar to a valid name."""
     if f"{table}.{key}" in REMOVED_KEYS:
         return REMOVED_KEYS[f"{table}.{key}"]
-    own = tables[table].model_fields
+    keys = tables[table].model_fields
     homes = [name for name, model in tables.items() if key in model.model_fields]
     if key in tables:
-        return f"unknown key; [{key}] is a table of its own"
+        return f"unknown key; [{key}] is a top-level table"
     if homes:
         return "unknown key in this table; it belongs to " + " or ".join(f"[{home}]" for home in homes)
-    near = difflib.get_close_matches(key, own, n=1)
-    if near:
-        return f"unknown key; did you mean {near[0]!r}?"
-    elsewhere = {name: home for home, model in tables.items() for name in model.model_fields}
-    far = difflib.get_close_matches(key, elsewhere, n=1)
-    if far:
-        return f"unknown key; did you mean {far[0]!r} in [{elsewhere[far[0]]}]?"
-    return f"unknown key; [{table}] has {', '.join(own)}"
+    close_keys = difflib.get_close_matches(key, keys, n=1)
+    if close_keys:
+        return f"unknown key; did you mean {close_keys[0]!r}?"
+    table_by_key = {name: home for home, model in tables.items() for name in model.model_fields}
+    close_elsewhere = difflib.get_close_matches(key, table_by_key, n=1)
+    if close_elsewhere:
+        return f"unknown key; did you mean {close_elsewhere[0]!r} in [{table_by_key[close_elsewhere[0]]}]?"
+    return f"unknown key; [{table}] has {', '.join(keys)}"
 
 
 def unknown_table(name: str, tables: Tables) -> str:
-    """Words for a top-level name that is no table: a key outside its table, a mistyped table, or neither."""
+    """Explain a top-level name that is not a table: a key outside its table, a mistyped table, or neither."""
     homes = [table for table, model in tables.items() if name in model.model_fields]
     if homes:
-        return "unknown outside a table; it belongs to " + " or ".join(f"[{home}]" for home in homes)
-    near = difflib.get_close_matches(name, tables, n=1)
-    if near:
-        return f"unknown table; did you mean '[{near[0]}]'?"
+        return "a key outside a table; it belongs to " + " or ".join(f"[{home}]" for home in homes)
+    close_tables = difflib.get_close_matches(name, tables, n=1)
+    if close_tables:
+        return f"unknown table; did you mean '[{close_tables[0]}]'?"
     return f"unknown table; a job file has {', '.join(f'[{table}]' for table in tables)}"
 
 
 def broken_keys(table: str, model: type[BaseModel], values: Mapping[str, Any], tables: Tables) -> dict[str, str]:
-    """Validate one table; returns key -> rule for every key that breaks one (empty: all is well).
+    """Validate one table and return the broken rule of each invalid key; empty if all are valid.
 
-    pydantic reports a union once per branch and a list once per element; a person wants each key once, so the wording
-    comes from the field, not from the error.
+    pydantic reports a union once per branch and a list once per element. The wording comes from the field instead, so that
+    each key appears once.
     """
     try:
         model.model_validate(values)

@@ -21,33 +21,33 @@ AboveZero = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
-def _compiled(pattern: str) -> str:
+def _checked_pattern(pattern: str) -> str:
     try:
         re.compile(pattern)
     except re.error as error:
-        raise ValueError(f"{pattern!r} is no regular expression: {error}") from None
+        raise ValueError(f"{pattern!r} is not a regular expression: {error}") from None
     return pattern
 
 
-Pattern = Annotated[str, AfterValidator(_compiled), Field(description="a regular expression")]
+Pattern = Annotated[str, AfterValidator(_checked_pattern), Field(description="a regular expression")]
 
 
 class Unit(str):
-    """Metadata of a field (``rules.facts``): what its number counts."""
+    """Field metadata (``rules.field_metadata``): the unit of its number."""
 
 
 class Example(str):
-    """Metadata of a field without a default: a value, as TOML."""
+    """Field metadata of a key without a default: an example value, as TOML."""
 
 
 class OnlyIf(str):
-    """Metadata of a field: a condition without which the key has no effect, and any value but the default is refused:
-    ``KEY is set``, ``KEY is empty``, ``KEY = "a" or "b"``, ``KEY is not 0``, or some of these joined by "or" or by "and"."""
+    """Field metadata: a condition without which the key has no effect and any value but the default is rejected:
+    ``KEY is set``, ``KEY is empty``, ``KEY = "a" or "b"``, ``KEY is not 0``, or several of these joined by "or" or "and"."""
 
 
 class OnResume(str):
-    """Metadata of a field: what a run does that is resumed with another value. "same": it is refused; "reported": it says so;
-    "rate": it warns where the learning rate jumps; "rates": the same, of the rates of some parameters."""
+    """Field metadata: how a resumed run handles a changed value. "same": rejects it; "reported": logs the change; "rate": warns
+    if the learning rate jumps; "rates": warns if the learning rate of some parameters jumps."""
 
 
 LANGUAGE = OnlyIf("model.factory is empty")
@@ -62,7 +62,7 @@ SAME, REPORTED, RATE, RATES = map(OnResume, ("same", "reported", "rate", "rates"
 
 
 class JobTable(BaseModel):
-    """A table of the job file: unknown keys are refused, values are not coerced silently."""
+    """A table of the job file: rejects unknown keys and never coerces values."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -75,140 +75,148 @@ class JobTable(BaseModel):
 
 
 class AdapterTable(JobTable):
-    """LoRA: small trained tensors beside frozen weights."""
+    """LoRA fine-tuning: small trainable adapters on top of frozen weights."""
 
     method: Annotated[Literal["none", "lora"], LANGUAGE] = "none"
-    """"none" trains the model's own weights; "lora" trains adapters and writes a PEFT adapter directory."""
+    """"none": full fine-tuning, or training from scratch; "lora": train LoRA adapters and write a PEFT adapter directory."""
     path: Annotated[str | None, LANGUAGE, Example('"runs/first/adapter"')] = None
-    """PEFT adapter directory to start from, with the same rank, alpha and targets; empty: a new adapter."""
+    """PEFT adapter directory to continue from; its rank, alpha and targets must match. Empty: a new adapter."""
     start: Annotated[str, ADAPTER, NEW_ADAPTER, SAME] = "default"
-    """What a new adapter begins with, as peft has it: "default": nothing; "pissa": the weights' largest singular values (Meng et
-    al., 2024), "pissa_niter_4": nearly these, in seconds instead of minutes; "olora": a QR decomposition (Büyükakyüz, 2024). It
-    learns beside what is left of the weights, and is written for the weights as they were, with twice the rank."""
+    """Initialisation of a new adapter, as in peft. "default": zero change; "pissa": principal singular values of the weights
+    (Meng et al., 2024); "pissa_niter_4": the same by fast SVD with 4 iterations; "olora": QR decomposition (Büyükakyüz, 2024).
+    All but "default" subtract the initial adapter from the base weights; the saved adapter fits the original weights, with twice
+    the rank."""
     rank: Positive = 16
-    """Width of the adapters (r)."""
+    """LoRA rank (r): inner dimension of the adapters."""
     alpha: Annotated[AboveZero, SAME] = 32.0
-    """Scale of the adapters: their output counts alpha / rank."""
+    """LoRA alpha: adapter outputs are scaled by alpha / rank."""
     rslora: Annotated[bool, SAME] = False
-    """Scale by alpha / sqrt(rank) (rsLoRA, Kalajdzievski, 2023): higher ranks then learn as fast as lower ones."""
+    """Rank-stabilised LoRA: scale by alpha / sqrt(rank), so that high ranks learn as fast as low ones (Kalajdzievski, 2023)."""
     dora: Annotated[bool, OnlyIf("adapter.parameters = []")] = False
-    """Train the length of each output's weights apart from their direction (DoRA, Liu et al., 2024): closer to training of all
-    weights, in a longer step."""
+    """DoRA: train magnitude and direction of the weights separately (Liu et al., 2024); closer to full fine-tuning, with slower
+    steps."""
     dropout: Annotated[Fraction, Unit("share")] = 0.0
-    """Dropout before the adapters."""
+    """Dropout probability on the adapters' inputs."""
     targets: Literal["all-linear", "family"] | list[str] = "all-linear"
-    """Linear layers inside the blocks that get an adapter, by name such as ["q_proj", "v_proj"], or "all-linear"; "family": those
-    that peft takes for the model's family where none are named."""
+    """Target modules: linear layers of the blocks that get an adapter, by name, such as ["q_proj", "v_proj"]. "all-linear": all of
+    them; "family": peft's default for the model family."""
     parameters: Annotated[list[str], OnlyIf("adapter.dropout = 0")] = []
-    """Fused experts that get an adapter, such as ["experts.gate_up_proj", "experts.down_proj"] (peft's ``target_parameters``)."""
+    """Fused expert weights that get an adapter, such as ["experts.gate_up_proj", "experts.down_proj"] (peft's
+    ``target_parameters``)."""
     layers: Annotated[Annotated[list[NotNegative], Field(min_length=1)] | None, Unit("blocks"), Example("[2, 3]")] = (
         None
     )
-    """Blocks, counted from 0, whose linear layers get an adapter (peft's ``layers_to_transform``). Empty: those of the adapter in
-    ``path``, or all."""
+    """Blocks, counted from 0, whose linear layers get an adapter (peft's ``layers_to_transform``). Empty: the blocks of the adapter
+    in ``path``, or all blocks."""
     rank_pattern: Annotated[dict[Pattern, Positive] | None, Example("{ down_proj = 32 }")] = None
-    """Other ranks for some layers: the end of a layer's name, or a regular expression -> rank. Empty: those of the adapter in
-    ``path``, or none."""
+    """Per-layer ranks: suffix of a layer's name, or regular expression -> rank. Empty: the pattern of the adapter in ``path``, or
+    none."""
     alpha_pattern: Annotated[dict[Pattern, AboveZero] | None, Example("{ down_proj = 64.0 }"), SAME] = None
-    """Other alphas for some layers, as ``rank_pattern``."""
+    """Per-layer alphas, written as in ``rank_pattern``."""
     modules_to_save: Annotated[list[Name] | None, Example('["embed_tokens", "lm_head"]'), ADAPTER] = None
-    """Modules that are trained whole beside the adapters, by the ends of their names, such as ["embed_tokens", "lm_head"] (peft's
-    key of that name; docs/models.md). Empty: those of the adapter in ``path``, or none."""
+    """Modules to fully fine-tune and save along with the adapters, by suffix of their names, such as ["embed_tokens", "lm_head"]
+    (peft's ``modules_to_save``; docs/models.md). Empty: the modules of the adapter in ``path``, or none."""
     tokens: Annotated[list[NotNegative | str] | None, Example('["<tool>"]'), ADAPTER, SAME] = None
-    """Tokens, or their ids, whose rows of embedding and head are trained beside the adapters, where these are not trained whole
-    (peft's ``trainable_token_indices``). Empty: those of the adapter in ``path``, or those that ``[tokenizer]`` adds."""
+    """Tokens, or token ids, whose rows of the embedding and the LM head are trained along with the adapters (peft's
+    ``trainable_token_indices``). Empty: the tokens of the adapter in ``path``, or the tokens that ``[tokenizer]`` adds. Matrices in
+    ``modules_to_save`` are trained in full anyway."""
     tokens_in: Annotated[Literal["both", "embedding", "head"] | None, Example('"embedding"'), ADAPTER] = None
-    """Where: "both" by default; a tied model has one matrix. Empty: as the adapter in ``path`` has it."""
+    """Matrices whose rows of ``tokens`` are trained. Empty: the choice of the adapter in ``path``, or "both". A model with tied
+    embeddings has one matrix."""
 
 
 class TrainTable(JobTable):
-    """How to learn."""
+    """Optimizer, schedule, batch size and objective."""
 
     steps: Annotated[Positive, Unit("steps"), OnlyIf("train.epochs is empty"), RATE] = 100
-    """Optimizer steps."""
+    """Number of optimizer steps."""
     epochs: Annotated[AboveZero | None, Unit("epochs"), Example("3")] = None
-    """Passes over the training sequences, in place of ``steps``; the last step is the one in which the last pass ends."""
+    """Number of passes over the training sequences, instead of ``steps``; training ends with the step that finishes the last
+    one."""
     patience: Annotated[NotNegative, Unit("evaluations"), OnlyIf("train.evaluate_every is not 0"), HELD_OUT] = 0
-    """Training ends after so many evaluations in a row without a lower held-out loss; 0: never. A checkpoint is written after each
-    evaluation with the lowest loss so far, for ``export --best``."""
+    """Early stopping: end after this many consecutive evaluations without a lower evaluation loss; 0: off. Each new lowest loss
+    also writes a checkpoint, for ``export --best``."""
     global_batch: Annotated[Positive, Unit("sequences"), SAME] = 8
-    """Sequences per optimizer step, over all ranks; at most 8192 micro-batches."""
+    """Global batch size: sequences per optimizer step over all ranks; at most 8192 micro-batches."""
     last_batch: Annotated[Literal["full", "smaller"], SAME] = "full"
-    """Where an epoch leaves fewer sequences than ``global_batch``: "full": a step goes on with the next epoch's; "smaller": it has
-    what is left, as transformers' Trainer has it."""
+    """Last batch of an epoch that has fewer than ``global_batch`` sequences left. "full": fill it up with sequences of the next
+    epoch; "smaller": train on a smaller batch, as transformers' Trainer does."""
     micro_batch: Annotated[Positive | Literal["auto"], Unit("sequences")] = "auto"
-    """Sequences per micro-batch; must divide ``global_batch``. "auto": the planner chooses; with dropout it is the largest divisor
-    up to a quarter of the batch."""
+    """Micro-batch size in sequences; must divide ``global_batch``. "auto": the planner chooses; with dropout it uses the largest
+    divisor up to a quarter of the batch."""
     preference: Annotated[PreferenceName, RECORDS, SAME] = "none"
-    """Learn from pairs of answers, or from single ones with a label ("kto"); docs/preferences.md has the formulas. All but
-    "simpo" and "orpo" compare with the model as it is when the run begins."""
+    """Preference objective: learn from pairs of chosen and rejected answers, or from single labelled answers ("kto");
+    docs/preferences.md has the formulas. All but "simpo" and "orpo" use the initial model as the reference model."""
     preference_beta: Annotated[AboveZero, REPORTED] = 0.1
-    """orpo: its weight; simpo (2 and more are usual): scale of the comparison; others: how closely the model stays with what
-    the run begins with."""
+    """Beta. orpo: weight of the odds-ratio term; simpo: scale of the reward (2 and more are usual); others: strength of the pull
+    towards the reference model."""
     preference_smoothing: Annotated[float, Field(ge=0, lt=0.5), Unit("share"), REPORTED] = 0.0
-    """Share of the pairs that are taken to be the wrong way round (conservative DPO)."""
+    """Label smoothing: assumed share of pairs with swapped labels (conservative DPO)."""
     preference_margin: Annotated[float, Field(ge=0), REPORTED] = 0.5
-    """simpo: by how much the chosen answer is to have the higher reward (gamma)."""
+    """simpo: target reward margin of the chosen over the rejected answer (gamma)."""
     desirable_weight: Annotated[AboveZero, REPORTED] = 1.0
-    """kto: factor of the loss of desirable answers."""
+    """kto: loss weight of desirable answers."""
     undesirable_weight: Annotated[AboveZero, REPORTED] = 1.0
-    """kto: factor of the loss of the others."""
+    """kto: loss weight of undesirable answers."""
     seed: Annotated[Seed, SAME] = 0
-    """Seed of initial weights, order of samples and dropout."""
+    """Random seed of initial weights, sample order and dropout."""
     dtype: Annotated[Literal["auto", "fp32", "bf16", "fp16"], SAME] = "auto"
-    """Compute dtype of the whole job; "auto": the best all ranks can do. Narrow ones keep fp32 masters, gradients, moments."""
+    """Compute dtype of all ranks (mixed precision). "auto": the best dtype that all ranks support. With bf16 and fp16, master
+    weights, gradients and optimizer states stay in fp32."""
     wire: Annotated[Literal["exact", "int8"], LANGUAGE] = "exact"
-    """How activations and gradients travel from stage to stage. "exact": as they are computed; "int8": a byte for each number: the
-    loss then depends on where the plan cuts the model, and is not that of one process (docs/reproducibility.md)."""
+    """Encoding of activations and gradients sent between stages. "exact": in the compute dtype; "int8": quantised to one byte per
+    value; the loss then depends on the stage boundaries and differs from a single process (docs/design.md)."""
     recompute: bool | Literal["auto"] = "auto"
-    """Compute a block's forward again in backward instead of keeping its activations; "auto": where memory is short."""
+    """Activation checkpointing: recompute a block's forward during backward instead of storing its activations. "auto": for stages
+    that exceed their memory budget otherwise."""
     optimizer: Annotated[Literal["adamw", "adamw_8bit", "adafactor", "muon"], SAME] = "adamw"
-    """"adamw": both moments in fp32, 8 bytes of a parameter; "adamw_8bit": bitsandbytes' AdamW, 2 bytes; "adafactor":
-    transformers', hardly any; "muon": torch's for matrices in blocks, 4 bytes, AdamW for the others (docs/optimizers.md)."""
+    """"adamw": optimizer states in fp32, 8 bytes per parameter; "adamw_8bit": bitsandbytes' AdamW with 8-bit optimizer states, 2
+    bytes; "adafactor": transformers' Adafactor, close to 0 bytes; "muon": torch's Muon for the matrices of blocks, 4 bytes, and
+    AdamW for other parameters (docs/planning.md)."""
     learning_rate: Annotated[AboveZero, RATE] = 3e-4
     """Peak learning rate."""
     learning_rates: Annotated[dict[Pattern, AboveZero] | None, Example("{ embed_tokens = 1e-5 }"), RATES] = None
-    """Peak learning rates of some parameters: a regular expression that is found in a parameter's name -> rate; the first one
-    counts."""
+    """Per-parameter peak learning rates: regular expression, searched in a parameter's name -> rate; the first match applies."""
     lora_plus_ratio: Annotated[float, Field(ge=1), ADAPTER, RATES] = 1.0
-    """Learning rate of an adapter's B (and of DoRA's lengths) by that of its A (LoRA+, Hayou et al., 2024)."""
+    """LoRA+: learning rate of an adapter's B (and of DoRA's magnitudes) relative to its A (Hayou et al., 2024)."""
     freeze: Annotated[list[NotNegative | Pattern], Unit("blocks"), OnlyIf('adapter.method = "none"'), SAME] = []
-    """What is not trained where no adapter is: blocks by number, counted from 0, and parameters by regular expressions that are
-    found in their names. They have neither gradients nor masters nor moments."""
+    """Blocks (numbers, counted from 0) and parameters (regular expressions, searched in their names) to freeze in full
+    fine-tuning. Frozen parameters have no gradients, master weights or optimizer states."""
     neftune_noise_alpha: Annotated[AboveZero | None, LANGUAGE, Example("5.0"), REPORTED] = None
-    """Uniform noise on the embeddings in training, up to this by the root of (tokens x width) of a sequence (NEFTune, Jain et al.,
+    """NEFTune: add uniform noise of magnitude alpha / sqrt(tokens x hidden size) to the embeddings in training (Jain et al.,
     2023)."""
     schedule: Annotated[
         Literal["cosine", "linear", "constant", "warmup_stable_decay", "cosine_with_restarts"], RATE
     ] = "cosine"
-    """Learning rate after warm-up, as transformers has it under these names: down in a half cosine or a line; constant;
-    "warmup_stable_decay": constant, and down in the last ``decay_steps``; "cosine_with_restarts": ``cycles`` half cosines."""
+    """Learning rate schedule after warm-up, as in transformers. "cosine", "linear": decay to the end; "constant";
+    "warmup_stable_decay" (WSD): constant, then decay over the last ``decay_steps``; "cosine_with_restarts": ``cycles`` cosine
+    decays."""
     warmup_steps: Annotated[NotNegative | Fraction, Unit("steps or share"), RATE] = 0
-    """Optimizer steps of linear warm-up from 0 (of "warmup_stable_decay": from the minimum). Below 1: a share of the run."""
+    """Linear warm-up from 0 ("warmup_stable_decay": from the minimum rate), in optimizer steps. Below 1: a share of the run."""
     max_warmup_steps: Annotated[Positive | None, Unit("steps"), Example("100"), RATE] = None
-    """Longest warm-up, where ``warmup_steps`` is a share of the run; empty: no limit."""
+    """Upper limit of the warm-up if ``warmup_steps`` is a share of the run; empty: no limit."""
     min_learning_rate_ratio: Annotated[Fraction, Unit("share"), OnlyIf('train.schedule is not "constant"'), RATE] = 0.0
-    """The schedule ends at this share of the learning rate instead of 0."""
+    """Minimum learning rate, as a share of ``learning_rate``, at which the schedule ends."""
     decay_steps: Annotated[Positive | Annotated[float, Field(gt=0, lt=1)], Unit("steps or share"), STABLE, RATE] = 0.2
-    """Last steps, in which the learning rate falls; at most those after warm-up. Below 1: a share of the run."""
+    """Length of the final decay, at most the steps after warm-up. Below 1: a share of the run."""
     decay: Annotated[Literal["cosine", "linear", "1-sqrt"], STABLE, RATE] = "cosine"
-    """How it falls in ``decay_steps``: in a half cosine, in a line, or as 1 less the square root of their share that is done."""
+    """Shape of the final decay: cosine, linear, or 1 - sqrt(share of ``decay_steps`` done)."""
     cycles: Annotated[Positive, Unit("cycles"), OnlyIf('train.schedule = "cosine_with_restarts"'), RATE] = 1
-    """Half cosines, each from the whole learning rate."""
+    """Number of cosine decays, each from the peak learning rate."""
     weight_decay: Annotated[float, Field(ge=0), REPORTED] = 0.1
-    """Decoupled weight decay of all but biases and norms, as transformers' Trainer has it; in a model of your own, of parameters of
-    two dimensions and more that are not called a bias."""
+    """Decoupled weight decay of all parameters but biases and norms, as in transformers' Trainer; in a custom model, of parameters
+    with two or more dimensions that are not named bias."""
     beta1: Annotated[Fraction, MOMENTS, REPORTED] = 0.9
-    """AdamW: decay of the first moment."""
+    """AdamW beta1: decay of the first moment."""
     beta2: Annotated[Fraction, MOMENTS, REPORTED] = 0.95
-    """AdamW: decay of the second moment."""
+    """AdamW beta2: decay of the second moment."""
     epsilon: Annotated[AboveZero, MOMENTS, REPORTED] = 1e-8
-    """AdamW: added to the denominator."""
+    """AdamW epsilon: added to the denominator."""
     dropout: Annotated[bool, LANGUAGE, REPORTED] = True
-    """Dropout of the model's own layers, at the rates of its ``config.json``; false: none."""
+    """Apply the model's own dropout layers, with the probabilities of its ``config.json``."""
     clip_norm: Annotated[AboveZero | None, REPORTED] = 1.0
-    """Gradients are scaled down to this global norm; empty: never."""
+    """Gradient clipping: maximum global norm; empty: no clipping."""
     evaluate_every: Annotated[NotNegative | Fraction, Unit("steps or share")] = 0
-    """Steps between evaluations on the held-out share; 0: at the end only. Below 1: a share of the run."""
+    """Steps between evaluations on the evaluation set; 0: at the end only. Below 1: a share of the run."""
     evaluate_sequences: Annotated[Positive, Unit("sequences")] = 64
-    """Held-out sequences per evaluation, at most."""
+    """Maximum number of sequences per evaluation."""
