@@ -38,7 +38,7 @@ from harness import parser_of, run_ranks  # noqa: E402
 from make_profiles import LLAMA_7B, M4_MAX, RTX_3090, RTX_4090, RTX_5090, STRIX_HALO, TITAN_X  # noqa: E402
 from profile_parts import GIGABIT, TEN_GIGABIT, Card, Link, sheet_cluster  # noqa: E402
 
-from hetero_mpi.job.plan_request import INDIFFERENCE, micro_batch_choices  # noqa: E402
+from hetero_mpi.job.plan_request import INDIFFERENCE_RATIO, micro_batch_choices  # noqa: E402
 from hetero_mpi.planning.bounds import fluid_bound_s  # noqa: E402
 from hetero_mpi.planning.durations import duration  # noqa: E402
 from hetero_mpi.planning.schedule import COMPUTE, schedule_of  # noqa: E402
@@ -101,7 +101,7 @@ class Trial:
             max_pipelines=self.pipelines or self.global_batch,
             recompute_choices=(False, True),
             split_choices=(False, True),
-            indifference=INDIFFERENCE,
+            indifference=INDIFFERENCE_RATIO,
         )
 
     def seen(self) -> ClusterProfile:

@@ -34,7 +34,7 @@ from clusters import PAIRWISE, Case, generate  # noqa: E402
 from frozen_plans import case_of  # noqa: E402
 from harness import parser_of  # noqa: E402
 
-from hetero_mpi.job.plan_request import INDIFFERENCE  # noqa: E402
+from hetero_mpi.job.plan_request import INDIFFERENCE_RATIO  # noqa: E402
 from hetero_mpi.planning.decision.planner import make_plan  # noqa: E402
 
 PROFILES = tuple(sorted(file.stem for file in (ROOT / "profiles").glob("*.toml")))
@@ -89,7 +89,7 @@ def main() -> int:
 def asked(case: Case, arguments: argparse.Namespace) -> Case:
     request = replace(case.request, thorough=arguments.thorough)
     if arguments.noise:
-        request = replace(request, indifference=INDIFFERENCE)
+        request = replace(request, indifference=INDIFFERENCE_RATIO)
     return replace(case, request=request)
 
 

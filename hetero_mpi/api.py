@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hetero_mpi.commands.plan_commands import PlanQuestion, chosen_plan, plan_question
-from hetero_mpi.job.load import LoadedJob, job_of_tables, load_job
+from hetero_mpi.job.load import LoadedJob, job_from_tables, load_job
 from hetero_mpi.job.schema import JobConfig as Tables
 from hetero_mpi.planning.schedule import Event
 from hetero_mpi.planning.simulator import simulate as simulate_step
@@ -84,7 +84,7 @@ class Job(LoadedJob):
         Raises:
             UserError: with all problems.
         """
-        return cls(**vars(job_of_tables(tables, name, directory, set)))
+        return cls(**vars(job_from_tables(tables, name, directory, set)))
 
     @property
     def tables(self) -> Tables:

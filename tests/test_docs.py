@@ -20,7 +20,7 @@ from hetero_mpi import __version__
 from hetero_mpi.cli import main, parser
 from hetero_mpi.commands.reference_pages import COMMANDS_HEADER, ENVIRONMENT
 from hetero_mpi.job.load import load_job
-from hetero_mpi.job.rules import broken_keys, facts, rule_of
+from hetero_mpi.job.rules import broken_keys, field_metadata, rule_text
 from hetero_mpi.job.schema import TABLES
 from hetero_mpi.job.training_tables import Unit
 from hetero_mpi.launch.hosts.hosts_toml import Host, read_hosts
@@ -405,9 +405,9 @@ def test_every_number_of_the_job_has_its_unit() -> None:
         (table, key)
         for table, model in TABLES.items()
         for key, field in model.model_fields.items()
-        if "number" in rule_of(field)
+        if "number" in rule_text(field)
     }
-    assert numbers - plain == {(table, key) for table, model in TABLES.items() for key in facts(model, Unit)}
+    assert numbers - plain == {(table, key) for table, model in TABLES.items() for key in field_metadata(model, Unit)}
 
 
 def test_grids_and_printed_blocks_are_the_programs() -> None:

@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hetero_mpi.job.load import LoadedJob, job_of_tables, load_job, run_directory
-from hetero_mpi.job.plan_request import micro_batch_choices, request_of, timed_choices, with_memory
+from hetero_mpi.job.load import LoadedJob, job_from_tables, load_job, run_directory
+from hetero_mpi.job.plan_request import build_plan_request, micro_batch_choices, timed_choices, with_memory_budget
 from hetero_mpi.job.rules import EIGHT_BIT
 from hetero_mpi.planning.analysis.idle_time import idling
 from hetero_mpi.planning.decision.alternatives import losses, what_ifs
@@ -235,7 +235,7 @@ def _job_of(profile: ClusterProfile, name: str, overrides: Sequence[str]) -> Loa
         "train": {"global_batch": max(LEAST_BATCH, SEQUENCES_PER_RANK * ranks), "dtype": model.dtype},
     }
     tables["train"]["optimizer"] = model.optimizer
-    loaded = job_of_tables(tables, name, ".", overrides=overrides)
+    loaded = job_from_tables(tables, name, ".", overrides=overrides)
     return replace(loaded, path=Path("a job of its own model"))
 
 
@@ -264,7 +264,7 @@ def plan_question(
     train = loaded.job.train
     settled = train.model_copy(update={"dtype": profile.model.dtype})
     loaded = replace(loaded, job=loaded.job.model_copy(update={"train": settled}))
-    profile = with_wire(with_memory(profile, loaded.job.cluster.memory_bytes), train.wire)
+    profile = with_wire(with_memory_budget(profile, loaded.job.cluster.memory_bytes), train.wire)
     remarks = [f"Profile: {named} ({profile.source}, {profile.date})"]
     if config is None:
         remarks.append("The model's configuration is not here: taken to be the profile's, without dropout")
@@ -281,7 +281,7 @@ def plan_question(
         )
     ranks, dropout = len(profile.devices), uses_dropout(loaded, config or {})
     _, reason = micro_batch_choices(train.global_batch, train.micro_batch, ranks, dropout)
-    request, untimed = timed_choices(request_of(loaded, ranks, dropout), profile)
+    request, untimed = timed_choices(build_plan_request(loaded, ranks, dropout), profile)
     return PlanQuestion(loaded, profile, request, (*remarks, reason, *untimed))
 
 

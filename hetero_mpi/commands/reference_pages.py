@@ -14,7 +14,7 @@ from pathlib import Path
 from pydantic.fields import FieldInfo
 
 from hetero_mpi.commands.options import parser
-from hetero_mpi.job.rules import as_toml, facts, rule_of
+from hetero_mpi.job.rules import as_toml, field_metadata, rule_text
 from hetero_mpi.job.schema import TABLES
 from hetero_mpi.job.training_tables import LANGUAGE, Example, OnlyIf, OnResume, Unit
 from hetero_mpi.util.errors import UserError
@@ -103,19 +103,19 @@ def reference_text() -> str:
 
 
 def _key(table: str, key: str, field: FieldInfo) -> str:
-    lines = _comment(_meaning(table, key)) + "\n" + _comment(f"Accepts {rule_of(field)}.")
+    lines = _comment(_meaning(table, key)) + "\n" + _comment(f"Accepts {rule_text(field)}.")
     if field.default is not None:
         return f"{lines}\n{key} = {as_toml(field.default)}\n"
     return f"{lines}\n# Empty by default; for example:\n# {key} = {_fact(table, key, Example)}\n"
 
 
 def _fact(table: str, key: str, kind: type[str]) -> str:
-    return next(iter(facts(TABLES[table], kind).get(key, [])), "")
+    return next(iter(field_metadata(TABLES[table], kind).get(key, [])), "")
 
 
 def _meaning(table: str, key: str) -> str:
     """The text below a field, the conditions under which its key has an effect, and what becomes of a change on resume."""
-    conditions = [text for text in facts(TABLES[table], OnlyIf).get(key, []) if text != LANGUAGE]
+    conditions = [text for text in field_metadata(TABLES[table], OnlyIf).get(key, []) if text != LANGUAGE]
     notes = [f"Only if {' and '.join(f'``{text}``' for text in conditions)}."] if conditions else []
     notes += ["A resumed run must not change it."] if _fact(table, key, OnResume) == "same" else []
     return " ".join([TABLES[table].model_fields[key].description or "", *notes])
@@ -146,7 +146,7 @@ def _key_row(table: str, key: str, field: FieldInfo) -> str:
     meaning = _plain(_meaning(table, key))
     if example := _fact(table, key, Example):
         meaning += f" Example: `{example}`"
-    accepts = rule_of(field)
+    accepts = rule_text(field)
     for words, short in _SHORT.items():
         accepts = accepts.replace(words, short)
     if field.default is None:

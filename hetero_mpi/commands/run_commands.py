@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from hetero_mpi.commands.plan_commands import ask, plan_question
-from hetero_mpi.job.load import job_of_tables, load_job
-from hetero_mpi.job.plan_request import micro_batch_choices, request_of
+from hetero_mpi.job.load import job_from_tables, load_job
+from hetero_mpi.job.plan_request import build_plan_request, micro_batch_choices
 from hetero_mpi.planning.decision.decide import alone
 from hetero_mpi.planning.decision.planner import make_plan
 from hetero_mpi.planning.tables import rank_classes
@@ -70,12 +70,14 @@ def _asked(
     if run is None:
         question = ask(job, overrides, source)
         return question.profile, question.request, question.remarks
-    loaded = load_job(job, overrides) if job is not None else job_of_tables(run.job, run.name, ".", overrides=overrides)
+    loaded = (
+        load_job(job, overrides) if job is not None else job_from_tables(run.job, run.name, ".", overrides=overrides)
+    )
     if run.profile is not None and run.profile.emulated:
         train = loaded.job.train
         ranks = len(run.profile.devices)
         _, reason = micro_batch_choices(train.global_batch, train.micro_batch, ranks, False)
-        request = replace(request_of(loaded, ranks, False), sequence_length=run.profile.model.sequence_length)
+        request = replace(build_plan_request(loaded, ranks, False), sequence_length=run.profile.model.sequence_length)
         _check_batch(request, run.report, source)
         return run.profile, request, (reason,)
     path = source / "profile.toml"

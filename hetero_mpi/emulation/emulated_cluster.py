@@ -24,7 +24,7 @@ from hetero_mpi.emulation.paced_stage import ActionPacer, PacedStage, Sleeper
 from hetero_mpi.engine.channel import EVALUATION, TIED_TAG
 from hetero_mpi.engine.placement import BuildStage
 from hetero_mpi.job.load import LoadedJob
-from hetero_mpi.job.plan_request import with_memory
+from hetero_mpi.job.plan_request import with_memory_budget
 from hetero_mpi.model.held_layers import Shared
 from hetero_mpi.model.stage import Stage
 from hetero_mpi.model.transformers.chain import TransformersChain
@@ -102,8 +102,8 @@ def emulated_profile(world: World, loaded: LoadedJob, chain: TransformersChain, 
                 key=f"{EMULATED}-{profile.key}",
                 notes=(*_notes(profile, chain, loaded), *profile.notes),
             )
-    profile = profile_from_dict(world.broadcast_json(profile_to_dict(emulated) if emulated is not None else None))
-    return with_memory(profile, cluster.memory_bytes)
+    profile = profile_from_dict(world.broadcast_json(profile_to_dict(found) if found is not None else None))
+    return with_memory_budget(profile, cluster.memory_bytes)
 
 
 def _first_ranks(profile: ClusterProfile, ranks: int, allow_fewer: bool, path: str) -> ClusterProfile:

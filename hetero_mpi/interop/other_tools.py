@@ -19,7 +19,7 @@ from typing import Any
 from hetero_mpi.interop.job_draft import FILE_PATTERN, NOT_UNDERSTOOD, TABLE, JobDraft, keys_of, number_of, tables_of
 from hetero_mpi.interop.other_files import read_keys
 from hetero_mpi.job.contradictions import objectives_by_key
-from hetero_mpi.job.load import job_of_tables
+from hetero_mpi.job.load import job_from_tables
 from hetero_mpi.job.rules import as_toml
 from hetero_mpi.rundir import trackers
 from hetero_mpi.util import toml
@@ -49,7 +49,7 @@ def job_from(file: Path, target: Path, gpus: int | None) -> list[str]:
         )
     text = draft.text()
     try:
-        job_of_tables(toml.loads(text), target.stem, target.absolute().parent)
+        job_from_tables(toml.loads(text), target.stem, target.absolute().parent)
     except (UserError, toml.TomlError) as error:
         raise UserError("convert.invalid_job", f"{file}: makes no valid job, so none was written: {error}") from None
     with write_errors(target, "name another directory or FILE.toml"):

@@ -12,7 +12,14 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from hetero_mpi.job.rules import ELSEWHERE, LARGEST_AUTO, MOST_MICRO_BATCHES, facts, leads_out, speed_change
+from hetero_mpi.job.rules import (
+    ABSOLUTE_PATH_HINT,
+    MAX_AUTO_MICRO_BATCH,
+    MAX_MICRO_BATCHES,
+    field_metadata,
+    is_outside,
+    speed_change,
+)
 from hetero_mpi.job.training_tables import OnlyIf
 from hetero_mpi.objectives import Settings, names, objective
 
@@ -81,7 +88,7 @@ def is_met(condition: str, value_of: Callable[[str], Any]) -> bool:
 def _unmet_conditions(values: JobValues) -> Problems:
     """Yield the first unmet condition of each key that is set and has no effect because of it."""
     for table, model in values.tables.items():
-        for key, conditions in facts(model, OnlyIf).items():
+        for key, conditions in field_metadata(model, OnlyIf).items():
             all_conditions = [part for text in conditions for part in text.split(" and ")]
             checkable = [text for text in all_conditions if values.all_valid(*re.findall(r"[a-z_]+[.]\w+", text))]
             unmet = [text for text in checkable if not is_met(text, values)]
@@ -192,11 +199,11 @@ def _train(values: JobValues) -> Problems:
         divisors = [size for size in range(1, min(batch, 1024) + 1) if batch % size == 0]
         yield "train.micro_batch", f"must divide train.global_batch = {batch}: {', '.join(map(str, divisors))}"
     else:
-        largest = micro if type(micro) is int else max(d for d in range(1, LARGEST_AUTO + 1) if batch % d == 0)
-        if batch // largest > MOST_MICRO_BATCHES:
+        largest = micro if type(micro) is int else max(d for d in range(1, MAX_AUTO_MICRO_BATCH + 1) if batch % d == 0)
+        if batch // largest > MAX_MICRO_BATCHES:
             rule = (
-                f"a step has {batch // largest:,} micro-batches of {largest} sequences; at most {MOST_MICRO_BATCHES:,} are supported. "
-                f"Set a batch of at most {largest * MOST_MICRO_BATCHES:,}, or a larger train.micro_batch"
+                f"a step has {batch // largest:,} micro-batches of {largest} sequences; the maximum is {MAX_MICRO_BATCHES:,}. "
+                f"Set a batch of at most {largest * MAX_MICRO_BATCHES:,}, or a larger train.micro_batch"
             )
             yield "train.global_batch", rule
 
@@ -220,8 +227,8 @@ def _run_dir(values: JobValues, name: str) -> Problems:
         yield "output.run_dir", "must name a directory"
     elif re.search("[{}]", expanded):
         yield "output.run_dir", "may contain no placeholder but {name}"
-    elif not (run_dir := Path(expanded).expanduser()).is_absolute() and leads_out(cwd / run_dir, cwd):
-        yield "output.run_dir", f"must stay inside the working directory {cwd}; {ELSEWHERE}"
+    elif not (run_dir := Path(expanded).expanduser()).is_absolute() and is_outside(cwd / run_dir, cwd):
+        yield "output.run_dir", f"must stay inside the working directory {cwd}; {ABSOLUTE_PATH_HINT}"
 
 
 def _written_paths(values: JobValues) -> Problems:
@@ -229,4 +236,4 @@ def _written_paths(values: JobValues) -> Problems:
     for key in ("model.shard_cache", "profile.save_as"):
         text = values(key)
         if text is not None and os.path.normpath(Path(text).expanduser()).startswith(".."):
-            yield key, f"must stay inside the job file's directory; {ELSEWHERE}"
+            yield key, f"must stay inside the job file's directory; {ABSOLUTE_PATH_HINT}"

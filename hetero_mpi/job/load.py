@@ -95,7 +95,7 @@ def load_job(path: str | Path, overrides: Sequence[str] = (), settings: Mapping[
     return LoadedJob(draft.validated(path.stem), path, path.stem, path.absolute().parent)
 
 
-def job_of_tables(
+def job_from_tables(
     tables: Mapping[str, Mapping[str, Any]],
     name: str,
     directory: str | Path,

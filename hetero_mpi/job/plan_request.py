@@ -6,12 +6,12 @@ from collections import Counter
 from dataclasses import replace
 
 from hetero_mpi.job.load import LoadedJob
-from hetero_mpi.job.rules import LARGEST_AUTO, MOST_MICRO_BATCHES
+from hetero_mpi.job.rules import MAX_AUTO_MICRO_BATCH, MAX_MICRO_BATCHES
 from hetero_mpi.planning.types.profile import ClusterProfile, HostProfile
 from hetero_mpi.planning.types.request import MEMORY_GIVEN, PlanRequest
 from hetero_mpi.planning.types.sizes import COPY_BYTES
 
-INDIFFERENCE = 0.005
+INDIFFERENCE_RATIO = 0.005
 """Relative gain below which plans count as equal: measured times are not exact to half a per cent."""
 
 
@@ -25,12 +25,12 @@ def micro_batch_choices(
     if isinstance(requested, int):
         return (requested,), f"micro-batch {requested}: set by the job"
     divisors = [
-        d for d in range(1, global_batch + 1) if global_batch % d == 0 and global_batch // d <= MOST_MICRO_BATCHES
+        d for d in range(1, global_batch + 1) if global_batch % d == 0 and global_batch // d <= MAX_MICRO_BATCHES
     ]
     if dropout:
         size = max([d for d in divisors if 4 * d <= global_batch], default=1)
         return (size,), f"micro-batch {size}: fixed, since dropout masks depend on it"
-    limit = min(LARGEST_AUTO, max(1, global_batch // ranks))
+    limit = min(MAX_AUTO_MICRO_BATCH, max(1, global_batch // ranks))
     choices = tuple(d for d in divisors if d <= limit)
     return choices, f"micro-batch: the planner's choice among {', '.join(map(str, choices))}"
 
@@ -41,7 +41,7 @@ def timed_micro_batches(global_batch: int, requested: int | str, ranks: int, dro
     return tuple(sorted({size for n in counts for size in micro_batch_choices(global_batch, requested, n, dropout)[0]}))
 
 
-def request_of(loaded: LoadedJob, ranks: int, dropout: bool, versions: int = 0) -> PlanRequest:
+def build_plan_request(loaded: LoadedJob, ranks: int, dropout: bool, versions: int = 0) -> PlanRequest:
     """Build the planner's request from a job.
 
     Args:
@@ -71,12 +71,12 @@ def request_of(loaded: LoadedJob, ranks: int, dropout: bool, versions: int = 0) 
         allow_idle=job.plan.allow_idle,
         thorough=job.plan.thorough,
         memory_reserve=job.plan.memory_reserve,
-        indifference=INDIFFERENCE,
+        indifference=INDIFFERENCE_RATIO,
         copy_bytes_per_trainable_parameter=COPY_BYTES * (snapshots + 2 * versions),
     )
 
 
-def within_timed(request: PlanRequest, profile: ClusterProfile) -> PlanRequest:
+def limit_to_timed(request: PlanRequest, profile: ClusterProfile) -> PlanRequest:
     """Drop micro-batches larger than any rank has timed from ``request``, but keep the smallest choice.
 
     Profiles without samples are derived; their cost curves extrapolate.
@@ -97,7 +97,7 @@ def within_timed(request: PlanRequest, profile: ClusterProfile) -> PlanRequest:
 
 def timed_choices(request: PlanRequest, profile: ClusterProfile) -> tuple[PlanRequest, tuple[str, ...]]:
     """Apply ``limit_to_timed``, and return a remark if it drops choices."""
-    limited = within_timed(request, profile)
+    limited = limit_to_timed(request, profile)
     dropped = {*request.micro_batch_choices, *request.alone_micro_batch_choices}
     dropped -= {*limited.micro_batch_choices, *limited.alone_micro_batch_choices}
     text = f"micro-batch: not {', '.join(map(str, sorted(dropped)))}: the profile has no timings for these sizes"
@@ -111,7 +111,7 @@ def _largest_timed(profile: ClusterProfile) -> int | None:
     return max(counts) // profile.model.sequence_length if counts else None
 
 
-def with_memory(profile: ClusterProfile, limit_bytes: int | None) -> ClusterProfile:
+def with_memory_budget(profile: ClusterProfile, limit_bytes: int | None) -> ClusterProfile:
     """Apply the job's ``[cluster] memory_bytes``, if set, to the profile.
 
     The budget applies to every rank. A host's budget is the sum over the ranks that compute in its memory; hosts without such a

@@ -16,16 +16,16 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-ELSEWHERE = "write an absolute path for a place outside"
+ABSOLUTE_PATH_HINT = "write an absolute path for a place outside"
 EIGHT_BIT = "adamw_8bit"
 """``[train] optimizer``: bitsandbytes' AdamW with 8-bit optimizer states."""
-LARGEST_AUTO = 16
+MAX_AUTO_MICRO_BATCH = 16
 """Largest micro-batch, in sequences, that "auto" chooses."""
-MOST_MICRO_BATCHES = 8192
+MAX_MICRO_BATCHES = 8192
 """Micro-batches per step: the planner simulates each of them many times, and every rank lists its actions for a step."""
 
 
-def leads_out(path: Path, base: Path) -> bool:
+def is_outside(path: Path, base: Path) -> bool:
     """Whether ``path``, with links resolved, is outside the directory ``base``. Neither needs to exist."""
     return not path.resolve().is_relative_to(base.resolve())
 
@@ -44,7 +44,7 @@ Tables = Mapping[str, type[BaseModel]]
 _PLAIN = {str: "text in quotes", bool: "true or false"}
 
 
-def rule_of(field: FieldInfo) -> str:
+def rule_text(field: FieldInfo) -> str:
     """Describe the values a field accepts: ``a whole number of at least 1 or "auto"``."""
     return _describe(field.annotation, _bounds(field.metadata))
 
@@ -54,7 +54,7 @@ def may_be_empty(field: FieldInfo) -> bool:
     return type(None) in get_args(field.annotation)
 
 
-def facts(model: type[BaseModel], kind: type[str]) -> dict[str, list[str]]:
+def field_metadata(model: type[BaseModel], kind: type[str]) -> dict[str, list[str]]:
     """Field metadata of one kind (``Unit``, ``Example``, ``OnlyIf``, ``OnResume``) by key, for keys with any."""
     metadata = {
         key: [text for text in field.metadata if isinstance(text, kind)] for key, field in model.model_fields.items()
@@ -172,8 +172,8 @@ def broken_keys(table: str, model: type[BaseModel], values: Mapping[str, Any], t
             if entry["type"] == "extra_forbidden":
                 broken[key] = unknown_key(table, key, tables)
             elif entry["type"] == "missing":
-                broken[key] = f"is required: {rule_of(model.model_fields[key])}"
+                broken[key] = f"is required: {rule_text(model.model_fields[key])}"
             else:
-                broken[key] = f"must be {rule_of(model.model_fields[key])}"
+                broken[key] = f"must be {rule_text(model.model_fields[key])}"
         return broken
     return {}

@@ -13,7 +13,7 @@ from hetero_mpi.comm.ranks.versions import own_versions
 from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.comm.transport import Transport
 from hetero_mpi.device.backend import Backend
-from hetero_mpi.job.plan_request import with_memory
+from hetero_mpi.job.plan_request import with_memory_budget
 from hetero_mpi.job.schema import ProfileTable
 from hetero_mpi.model.model_cost import model_cost
 from hetero_mpi.model.optimizer import StepDecider
@@ -106,7 +106,7 @@ def profile_cluster(
                 hosts=hosts,
                 notes=_notes(devices, hosts, tables, subject),
             )
-            made = profile_to_dict(pooled(with_memory(profile, subject.memory_bytes)))
+            made = profile_to_dict(pooled(with_memory_budget(profile, subject.memory_bytes)))
     return profile_from_dict(world.broadcast_json(made))
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hetero_mpi.job.plan_request import micro_batch_choices
-from hetero_mpi.job.rules import REMOVED_KEYS, as_toml, facts
+from hetero_mpi.job.rules import REMOVED_KEYS, as_toml, field_metadata
 from hetero_mpi.job.schema import JobConfig
 from hetero_mpi.job.training_tables import AdapterTable, OnResume, TrainTable
 from hetero_mpi.model.layer.interface import LayerChain
@@ -21,8 +21,8 @@ from hetero_mpi.util.errors import UserError
 
 
 def _keys(table: type[AdapterTable | TrainTable], rule: str) -> tuple[str, ...]:
-    """Keys of a table with this ``OnResume`` rule."""
-    return tuple(key for key, rules in facts(table, OnResume).items() if rule in rules)
+    """Keys of a table for which a resumed run has this ``OnResume`` rule."""
+    return tuple(key for key, rules in field_metadata(table, OnResume).items() if rule in rules)
 
 
 _FIXED, _FIXED_OF_ADAPTER = _keys(TrainTable, "same"), _keys(AdapterTable, "same")

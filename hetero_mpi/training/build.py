@@ -30,7 +30,7 @@ from hetero_mpi.engine.host_group import HostGroup, host_group, require_joinable
 from hetero_mpi.engine.placement import BuildStage, RankSetup, active_ranks
 from hetero_mpi.engine.sharded_update import Divided
 from hetero_mpi.engine.trainer import Trainer
-from hetero_mpi.job.rules import ELSEWHERE, as_toml, leads_out
+from hetero_mpi.job.rules import ABSOLUTE_PATH_HINT, as_toml, is_outside
 from hetero_mpi.model.adapters.adapter_files import ReducedStart, check_adapter, read_adapter
 from hetero_mpi.model.group.division import divisions
 from hetero_mpi.model.group.exchanges import StageGroup
@@ -171,12 +171,12 @@ def _build(context: RunContext, share: Share, brought: bool, loss_scale: LossSca
 def _checked_cache_root(context: RunContext, members: World) -> Path | None:
     cache, root = context.job.model.shard_cache, cache_root(context)
     if cache is not None and root is not None and not Path(cache).expanduser().is_absolute():
-        with members.collective_errors("looking for the shard cache"):
-            if leads_out(root, context.loaded.directory):
+        with members.together("looking for the shard cache"):
+            if is_outside(root, context.loaded.directory):
                 raise UserError(
                     "shard_cache.link",
                     f"[model] shard_cache = {as_toml(cache)}: a link in it leads out of the job file's directory, to "
-                    f"{root.resolve()}; {ELSEWHERE}",
+                    f"{root.resolve()}; {ABSOLUTE_PATH_HINT}",
                 )
     return root
 

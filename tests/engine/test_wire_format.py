@@ -16,7 +16,7 @@ import torch
 
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.engine.wire_format import Int8Format
-from hetero_mpi.job.load import job_of_tables
+from hetero_mpi.job.load import job_from_tables
 from hetero_mpi.model.layer.interface import seed_from
 from hetero_mpi.model.stage import Stage
 from hetero_mpi.planning.decision.alternatives import AS_INT8, what_ifs
@@ -198,7 +198,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted_np2(tmp_path
 def test_models_of_ones_own_are_not_rounded() -> None:
     tables: dict[str, dict[str, Any]] = {"model": {"factory": "cnn_model:cnn"}, "data": {}, "train": {"wire": "int8"}}
     with refuses("job.train.wire", "model.factory"):
-        job_of_tables(tables, "cnn", ".")
+        job_from_tables(tables, "cnn", ".")
 
 
 def test_the_wire_travels_with_the_profile_that_plans_are_made_for() -> None:

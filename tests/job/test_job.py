@@ -10,7 +10,7 @@ import pytest
 
 from hetero_mpi.commands.reference_pages import reference_text
 from hetero_mpi.job.load import job_from_dict, job_to_dict, load_job, run_directory
-from hetero_mpi.job.rules import REMOVED_KEYS, facts
+from hetero_mpi.job.rules import REMOVED_KEYS, field_metadata
 from hetero_mpi.job.schema import TABLES, JobConfig
 from hetero_mpi.job.training_tables import Example
 from tests.support.errors import refuses
@@ -311,7 +311,7 @@ def test_the_reference_file_is_the_code() -> None:
 
 def test_the_reference_file_loads_when_completed() -> None:
     needed = [
-        f"model.config={facts(TABLES['model'], Example)['config'][0]}",
+        f"model.config={field_metadata(TABLES['model'], Example)['config'][0]}",
         "tokenizer.train_vocab_size=512",
         "data.text=['a.txt']",
     ]
@@ -324,7 +324,7 @@ def test_the_reference_file_loads_when_completed() -> None:
 
 def test_every_example_of_the_reference_is_a_valid_value() -> None:
     """Uncommenting an example gives a file whose only problems are keys that exclude each other."""
-    examples = [(table, *one) for table, model in TABLES.items() for one in facts(model, Example).items()]
+    examples = [(table, *one) for table, model in TABLES.items() for one in field_metadata(model, Example).items()]
     for table, key, (example,) in examples:
         assert f"# {key} = {example}\n" in reference_text()
         complete = {"model.path": "m", "data.text": "['a.txt']", f"{table}.{key}": example}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hetero_mpi.job.load import load_job
-from hetero_mpi.job.plan_request import request_of
+from hetero_mpi.job.plan_request import build_plan_request
 from hetero_mpi.planning.decision.planner import make_plan
 from hetero_mpi.planning.memory import StageMode, stage_memory
 from hetero_mpi.planning.memory_model import predict_hosts, predict_memory
@@ -97,7 +97,7 @@ def test_what_a_job_asks_for_its_copies(tmp_path: Path) -> None:
         ("", 2, 48),  # where ranks outlive others
     ):
         path.write_text(f"{JOB_TOML}{more}")
-        assert request_of(load_job(path), 1, False, versions).copy_bytes_per_trainable_parameter == bytes_each
+        assert build_plan_request(load_job(path), 1, False, versions).copy_bytes_per_trainable_parameter == bytes_each
 
 
 def test_a_rank_with_both_tied_ends_holds_their_matrix_once() -> None:

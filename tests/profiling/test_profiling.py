@@ -15,7 +15,7 @@ from transformers import AutoConfig
 from hetero_mpi.comm.links import HostFlows, flow_pairs, round_robin, round_robin_per_host
 from hetero_mpi.device import backend
 from hetero_mpi.device.backend import Backend
-from hetero_mpi.job.plan_request import with_memory
+from hetero_mpi.job.plan_request import with_memory_budget
 from hetero_mpi.job.training_tables import AdapterTable, TrainTable
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.tuning import full_training
@@ -145,7 +145,7 @@ def test_memory_of_a_host_counts_once() -> None:
     given = "given as [cluster] memory_bytes"
     devices = tuple(replace(make_device(i), host=host, shares_host_memory=host != "c") for i, host in enumerate("aabc"))
     hosts = (first, second, replace(second, name="c"))
-    profile = with_memory(replace(make_profile(), devices=devices, hosts=hosts), 5)
+    profile = with_memory_budget(replace(make_profile(), devices=devices, hosts=hosts), 5)
     assert {(device.memory_bytes, device.memory_reason) for device in profile.devices} == {(5, given)}
     memories = [(host.memory_bytes, host.memory_reason) for host in profile.hosts]
     assert memories == [(10, f"{given} to each of 2"), (5, given), (8, "free")], "on c only a GPU's is given"

@@ -32,7 +32,7 @@ from hetero_mpi.inference.decoding import Sampling, Scored
 from hetero_mpi.inference.layer_split import set_up, with_writer
 from hetero_mpi.inference.source import Opened, open_source
 from hetero_mpi.inference.writer import NOT_A_NUMBER_TEXT, Task, TextChanges, Writer
-from hetero_mpi.job.load import LoadedJob, job_of_tables
+from hetero_mpi.job.load import LoadedJob, job_from_tables
 from hetero_mpi.job.schema import DataTable
 from hetero_mpi.rundir.logs import say
 from hetero_mpi.rundir.run_directory import RUN_NAME, run_json, run_table
@@ -132,8 +132,8 @@ def job_of_run(source: Path) -> LoadedJob | None:
     """The job of a run directory; None if ``source`` is not a run."""
     if not (source / RUN_NAME).is_file():
         return None
-    values = run_json(source / RUN_NAME)
-    return job_of_tables(run_table(values, "job"), str(values.get("name")), Path(str(values.get("job_file"))).parent)
+    told = run_json(source / RUN_NAME)
+    return job_from_tables(run_table(told, "job"), str(told.get("name")), Path(str(told.get("job_file"))).parent)
 
 
 def own_set(loaded: LoadedJob, limit: int) -> list[ScoredText]:

@@ -11,7 +11,13 @@ from typing import Any
 
 from hetero_mpi.emulation.emulated_cluster import emulated_profile
 from hetero_mpi.job.load import LoadedJob
-from hetero_mpi.job.plan_request import micro_batch_choices, request_of, timed_micro_batches, with_memory, within_timed
+from hetero_mpi.job.plan_request import (
+    build_plan_request,
+    limit_to_timed,
+    micro_batch_choices,
+    timed_micro_batches,
+    with_memory_budget,
+)
 from hetero_mpi.model.group.refusals import require_divisible
 from hetero_mpi.model.host_weights import large_files_folder
 from hetero_mpi.model.transformers.chain import language
@@ -85,10 +91,10 @@ def planning_request(context: RunContext, profile: ClusterProfile, ranks: int = 
     """
     versions = versions_in_memory(context.job.checkpoint.replicate_every)
     dropout = context.tuning.uses_dropout(context.chain)
-    request = request_of(context.loaded, ranks or context.world.size, dropout, versions)
+    request = build_plan_request(context.loaded, ranks or context.world.size, dropout, versions)
     groups = request.groups and _can_sum_in_groups(context)
     request = replace(request, sequence_length=profile.model.sequence_length, groups=groups)
-    return within_timed(request, profile)
+    return limit_to_timed(request, profile)
 
 
 def _can_sum_in_groups(context: RunContext) -> bool:
@@ -235,7 +241,7 @@ def _known_profile(
     if named is None:
         return None
     say(f"Profile: {place} ({profile.source}, {profile.date}; not measured on exactly these ranks, used as you asked)")
-    return with_memory(profile, subject.memory_bytes)
+    return with_memory_budget(profile, subject.memory_bytes)
 
 
 def obtain_plan(
