@@ -1,11 +1,10 @@
-"""hetero_mpi: train and fine-tune models over unlike machines, in one MPI job.
+"""hetero_mpi: train and fine-tune language models on mixed machines in one MPI job.
 
-From the command line: ``mpirun -np 3 python -m hetero_mpi train jobs/quickstart.toml``. From a Python program that mpirun
-started: :class:`Job`, :func:`profile`, :func:`plan`, :func:`simulate`, :func:`train`,
-:func:`steps` (docs/python.md).
+Command line: ``mpirun -np 3 python -m hetero_mpi train jobs/quickstart.toml``. Python programs under mpirun: :class:`Job`,
+:func:`profile`, :func:`plan`, :func:`simulate`, :func:`train`, :func:`steps` (docs/python.md).
 
-Importing the package is cheap: torch, mpi4py and transformers are imported by what needs them, when it needs them. So are the
-names below (PEP 562), and planning needs none of the three.
+Importing the package is cheap: public names, torch, mpi4py and transformers are imported on first use (PEP 562). Planning needs
+none of these three packages.
 """
 
 from __future__ import annotations
@@ -41,12 +40,12 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_WAITING = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "1000"}
-"""Threads of a rank that wait for each other sleep, after some 10 microseconds under GCC's OpenMP: its default of some milliseconds
-makes steps 2 to 15 times as long as soon as anything else runs, and passes for work. LLVM's and Intel's OpenMP sleep at once,
-without their default of 200 ms. These libraries read it when torch loads them."""
-if not any(name in os.environ for name in (*_WAITING, "KMP_BLOCKTIME")):
-    os.environ.update(_WAITING)
+_PASSIVE_WAITING = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "1000"}
+"""OpenMP settings that let waiting threads sleep instead of spin, after about 10 microseconds with GCC's OpenMP. Its default of
+some milliseconds makes steps 2 to 15 times as long as soon as anything else runs, and counts as computing. LLVM's and Intel's
+OpenMP sleep at once instead of after 200 ms. These libraries read the variables when torch loads them."""
+if not any(name in os.environ for name in (*_PASSIVE_WAITING, "KMP_BLOCKTIME")):
+    os.environ.update(_PASSIVE_WAITING)
 
 _NAMES = {
     "api": "Job Simulation load_run plan profile simulate steps train",
@@ -60,19 +59,19 @@ _NAMES = {
     "step_iterator": "Step StopTraining",
     "training.result": "TrainResult",
 }
-_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
-"""Name -> the module that has it."""
+_MODULE_BY_NAME = {name: module for module, names in _NAMES.items() for name in names.split()}
+"""Public name -> the module that defines it."""
 
-__all__ = ["__version__", *_HOMES]
+__all__ = ["__version__", *_MODULE_BY_NAME]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULE_BY_NAME:
         raise AttributeError(f"module 'hetero_mpi' has no attribute {name!r}")
-    found = getattr(import_module(f"hetero_mpi.{_HOMES[name]}"), name)
-    globals()[name] = found
-    return found
+    value = getattr(import_module(f"hetero_mpi.{_MODULE_BY_NAME[name]}"), name)
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+    return sorted({*globals(), *_MODULE_BY_NAME})

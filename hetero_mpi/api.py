@@ -1,9 +1,9 @@
-"""The package's functions for Python programs: what the commands do, as values that a program goes on with (docs/python.md).
+"""Python API: the commands as functions that return values (docs/python.md).
 
-``plan``, ``simulate`` and ``load_run`` need neither MPI nor torch. ``profile``, ``train`` and ``steps`` are collective: every
-process that mpirun started calls them, in the same order; without mpirun there is one. What a user can put right is raised as
-``UserError``, by all ranks alike, after which all may go on; anything else ends all ranks, as one that is left behind in a message
-could not be reached in any other way. Where there is one rank, it raises that too.
+``plan``, ``simulate`` and ``load_run`` need neither MPI nor torch. ``profile``, ``train`` and ``steps`` are collective: all
+processes of mpirun call them in the same order; without mpirun there is one process. An error that the user can fix is a
+``UserError`` on all ranks, which can continue afterwards. Any other error aborts all ranks, since a rank that waits for a message
+cannot be reached otherwise; with one rank, it is raised as well.
 """
 
 from __future__ import annotations
@@ -44,24 +44,24 @@ if TYPE_CHECKING:
     from hetero_mpi.training.result import TrainResult
     from hetero_mpi.training.signals import StopRequest
 
-_UNDER_WAY = threading.Lock()
-"""Held while a run or a measurement of this program is under way; a second one cannot use MPI at the same time."""
+_ACTIVE_RUN = threading.Lock()
+"""Lock of the active run or measurement of this program, since two cannot use MPI at the same time."""
 
 
 @dataclass(frozen=True)
 class Job(LoadedJob):
-    """A validated job: what is to be trained, on which data, how. Made by ``load`` or ``build``, and never changed."""
+    """A validated, immutable job: model, data and training options. Created by ``load`` or ``build``."""
 
     @classmethod
     def load(cls, path: str | Path, set: Mapping[str, Any] | None = None) -> Job:
         """Read a job file.
 
         Args:
-            path: the file (TOML); jobs/reference.toml shows every key.
-            set: changes, ``{"train.steps": 6}``; None empties a key.
+            path: job file (TOML); jobs/reference.toml documents every key.
+            set: overrides, such as ``{"train.steps": 6}``; None empties a key.
 
         Raises:
-            UserError: with all problems of the file and the changes.
+            UserError: All problems of the file and the overrides.
         """
         return cls(**vars(load_job(path, settings=set)))
 
@@ -73,108 +73,106 @@ class Job(LoadedJob):
         directory: str | Path = ".",
         set: Mapping[str, Any] | None = None,
     ) -> Job:
-        """A job without a file.
+        """Build a job without a file.
 
         Args:
-            tables: what a job file would hold: table -> key -> value. Paths may be ``Path``; None empties a key.
-            name: what ``{name}`` stands for in ``output.run_dir``, one word.
-            directory: where the job's relative paths start.
-            set: changes, as for ``load``.
+            tables: content of a job file: table -> key -> value. Paths may be ``Path``; None empties a key.
+            name: value of ``{name}`` in ``output.run_dir``, without slashes.
+            directory: base of the job's relative paths.
+            set: overrides, as for ``load``.
 
         Raises:
-            UserError: with all problems.
+            UserError: All problems of the job.
         """
         return cls(**vars(job_from_tables(tables, name, directory, set)))
 
     @property
     def tables(self) -> Tables:
-        """All tables with all their keys, defaults filled in: ``tables.train.steps``."""
+        """All tables and keys with their values or defaults, such as ``tables.train.steps``."""
         return self.job
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """A predicted step of a plan. Ranks that the plan leaves idle are in no table."""
+    """Predicted step of a plan, without idle ranks."""
 
     step_s: float
     tokens_per_s: float
-    """Counted in the global batch; for a model made of layers, samples per second."""
+    """Throughput of the global batch; samples per second for a custom model."""
     use: dict[int, float]
     """Rank -> share of the step in which it computes."""
     busy_s: dict[int, float]
-    """Rank -> seconds of forward, backward and optimizer; in a group with its exchanges, which ``use`` leaves out."""
+    """Rank -> seconds of forward, backward and optimizer; includes tensor-parallel communication, unlike ``use``."""
     memory: tuple[RankMemory, ...]
     """Peak and usable bytes of each rank."""
     hosts: tuple[HostMemory, ...]
-    """The same of hosts whose memory several ranks share."""
+    """Peak and usable bytes of hosts whose memory several ranks share."""
     events: tuple[Event, ...]
-    """Every action of every rank with its times."""
+    """All actions of all ranks with their start and end times."""
     report: PlanReport
-    """``report.plan``, the plan, with its prediction, bound and reasons."""
+    """The plan, ``report.plan``, with its prediction, lower bound and reasons."""
 
 
 def profile(job: Job | str | Path, *, reprofile: bool = False) -> ClusterProfile:
-    """Measure the ranks and the links between them for a job. Collective; every rank gets the same profile.
+    """Measure the ranks and the links between them for a job, and return the profile on all ranks. Collective.
 
     Args:
-        job: a job, or the path of a job file, which only rank 0 reads. Rank 0's counts.
-        reprofile: measure devices that were measured before, too (links and free memory are always measured).
+        job: a job, or the path of a job file, which only rank 0 reads. Rank 0's value counts.
+        reprofile: ignore cached device measurements (links and free memory are always measured).
 
     Raises:
-        UserError: the same on all ranks.
+        UserError: Raised on all ranks.
     """
 
     with collective() as world:
         from hetero_mpi.commands.profile_command import measure
 
-        return measure(world, _named(job), reprofile)
+        return measure(world, _job_or_path(job), reprofile)
 
 
 def plan(
     job: Job | str | Path, profile: ClusterProfile | str | Path, given: Plan | str | Path | None = None
 ) -> PlanReport:
-    """The planner's plan of a job for the cluster of a profile, or one that is given, checked; with its prediction and reasons.
+    """Plan a job for the cluster of a profile, or check the plan ``given``, with its prediction and reasons.
 
-    ``report.plan`` is the plan, which ``simulate`` and ``train`` take.
-
-    Needs neither MPI nor torch, and is not collective.
+    Pass ``report.plan`` to ``simulate`` and ``train``. Needs neither MPI nor torch, and is not collective.
 
     Raises:
-        UserError: nothing fits, the profile was not made for this job, or the given plan does not fit.
+        UserError: No plan fits, the profile was made for another job, or the given plan does not match.
     """
     return chosen_plan(_question(job, profile), given)
 
 
 def simulate(job: Job | str | Path, plan: Plan | str | Path, profile: ClusterProfile | str | Path) -> Simulation:
-    """A step of a plan, predicted: the simulation that the planner compares plans by.
+    """Simulate a step of a plan, as the planner does to compare plans.
 
     Needs neither MPI nor torch, and is not collective.
 
     Raises:
-        UserError: the plan or the profile does not fit the job.
+        UserError: The plan or the profile does not match the job.
     """
     question = _question(job, profile)
     report = chosen_plan(question, plan)
-    step = simulate_step(report.plan, question.profile)
-    seconds = step.step_s
+    simulated = simulate_step(report.plan, question.profile)
+    seconds = simulated.step_s
     return Simulation(
         step_s=seconds,
         tokens_per_s=report.plan.global_batch * report.plan.sequence_length / seconds if seconds > 0 else float("inf"),
-        use=step.use,
-        busy_s=step.busy_s,
+        use=simulated.use,
+        busy_s=simulated.busy_s,
         memory=report.memory,
         hosts=report.hosts,
-        events=step.events,
+        events=simulated.events,
         report=report,
     )
 
 
 def load_run(directory: str | Path) -> PastRun:
-    """A run as its directory tells of it, during the run, after it and after a crash: job, plan, profile, steps, evaluations,
-    events, checkpoints. Needs neither MPI nor torch.
+    """Read a run directory, during the run, after it or after a crash: job, plan, profile, steps, evaluations, events and
+    checkpoints. Needs neither MPI nor torch.
 
     Raises:
-        UserError: it is not the directory of a run, or a file of it is damaged.
+        UserError: The directory is not a run directory, or one of its files is corrupted.
     """
     return read_run(Path(directory))
 
@@ -192,28 +190,28 @@ def train(
     on_evaluate: Callable[[Evaluation], object] | None = None,
     on_checkpoint: Callable[[Path], object] | None = None,
 ) -> TrainResult:
-    """Train a job to its end, as the command ``train`` does. Collective; every rank gets the same result.
+    """Train a job to its end, as the command ``train`` does, and return the result on all ranks. Collective.
 
-    Rank 0's arguments count, and only rank 0 reads files that they name. MPI may be used afterwards, by another ``train`` too.
+    Rank 0's arguments count, and only rank 0 reads the files that they name. The program can use MPI afterwards, and can call
+    ``train`` again.
 
-    Callbacks are each rank's own, and are called on every rank that has one, with the same values, between two steps. One that
-    raises ``StopTraining`` ends training after the step, and the result is written; any other exception ends all ranks.
+    Each rank has its own callbacks, which are called between steps with equal values on all ranks. Raise ``StopTraining`` in a
+    callback to end training after the step and write the result; any other exception aborts all ranks.
 
     Args:
         job: a job, or the path of a job file.
-        plan: how to split the work; None: the planner decides.
-        profile: what the cluster can do; None: it is measured, unless the run directory has a profile that fits.
-        resume: a checkpoint to go on from, or ``"latest"``.
-        run_dir: where results go, instead of ``output.run_dir``.
-        reprofile: measure, whatever was measured before.
+        plan: a plan, or its file; None: the planner decides.
+        profile: a profile, or its file; None: measure, unless the run directory has a matching profile.
+        resume: checkpoint to resume from, or ``"latest"``.
+        run_dir: run directory, instead of ``output.run_dir``.
+        reprofile: ignore earlier measurements.
         on_plan: called with a plan before its first step, at the start and when the plan changes.
         on_step: called after each step.
-        on_evaluate: called with a held-out loss, before ``on_step`` of the step it was measured after.
-        on_checkpoint: called with the path of a checkpoint once it is whole, on rank 0's host.
+        on_evaluate: called with each evaluation, before ``on_step`` of its step.
+        on_checkpoint: called on all ranks with the path, on rank 0's host, of a complete checkpoint.
 
     Raises:
-        UserError: the same on all ranks. Its ``exit_code`` is ``ExitCode.STOPPED`` where a signal has asked for the end: the run
-            has left a checkpoint.
+        UserError: Raised on all ranks. Its ``exit_code`` is ``ExitCode.STOPPED`` if a signal ended the run with a checkpoint.
     """
     callbacks: dict[type, Callable[[Any], object] | None] = {
         PlanReport: on_plan,
@@ -245,11 +243,11 @@ def steps(
     run_dir: str | Path | None = None,
     reprofile: bool = False,
 ) -> Steps:
-    """The steps of a run, to be iterated over by all ranks: ``for step in hetero_mpi.steps(job): ...``. Arguments, errors and
-    numbers are those of ``train``; the run begins with the first step that is asked for.
+    """Iterate over the steps of a run on all ranks: ``for step in hetero_mpi.steps(job): ...``. Arguments, errors and metrics are
+    those of ``train``. Requesting the first step starts the run.
 
-    The body runs on every rank between two steps. To leave the loop, on any rank, ends the run on all of them with a checkpoint, as
-    a signal does; ``resume`` goes on from there.
+    The loop body runs on every rank between steps. Leaving the loop on any rank ends the run on all ranks with a checkpoint, like a
+    signal; continue with ``resume``.
     """
 
     def run(on_event: OnEvent, stop: StopRequest) -> TrainResult | None:
@@ -259,14 +257,14 @@ def steps(
 
 
 def _prepare_thread() -> None:
-    """Begin MPI on the main thread for a run on a thread of its own. Collective. Raises UserError: MPI allows no such thread."""
+    """Start MPI on the main thread for a run on another thread. Collective. Raises UserError: MPI does not allow this."""
     with collective() as world:
         close_at_exit()
         with world.collective_errors("beginning a run"):
             if world.thread_level in ("single", "funneled"):
                 raise UserError(
                     "mpi.thread_level",
-                    "steps() works on a thread of its own, which this MPI library does not allow: use train(on_step=...), or an "
+                    "steps() calls MPI from another thread, which this MPI library does not support: use train(on_step=...), or an "
                     "MPI library with THREAD_SERIALIZED",
                 )
 
@@ -281,7 +279,7 @@ def _run(
     run_dir: str | Path | None,
     reprofile: bool,
 ) -> TrainResult | None:
-    """A run by rank 0's arguments. Callbacks of one rank are enough for events to be sent to all."""
+    """Train with rank 0's arguments. All ranks receive events if any rank has callbacks."""
     with collective(stop is not None) as world:
         from hetero_mpi.training.setup.context import TrainOptions
         from hetero_mpi.training.training_run import train as train_on_ranks
@@ -291,18 +289,18 @@ def _run(
         shared: dict[str, Any] | None = None
         with world.on_leader("reading plan and profile"):
             if world.rank == 0:
-                own_plan = load_plan(plan) if isinstance(plan, (str, Path)) else plan
-                own_profile = load_profile(profile) if isinstance(profile, (str, Path)) else profile
+                given_plan = load_plan(plan) if isinstance(plan, (str, Path)) else plan
+                given_profile = load_profile(profile) if isinstance(profile, (str, Path)) else profile
                 shared = {
-                    "plan": plan_to_dict(own_plan) if own_plan is not None else None,
-                    "profile": profile_to_dict(own_profile) if own_profile is not None else None,
+                    "plan": plan_to_dict(given_plan) if given_plan is not None else None,
+                    "profile": profile_to_dict(given_profile) if given_profile is not None else None,
                     "resume": str(resume) if resume is not None else None,
                     "run_dir": str(run_dir) if run_dir is not None else None,
                     "reprofile": reprofile,
                 }
         shared = world.broadcast_json(shared)
         options = TrainOptions(
-            job=_named(job),
+            job=_job_or_path(job),
             run_dir=shared["run_dir"],
             resume=shared["resume"],
             plan=plan_from_dict(shared["plan"]) if shared["plan"] is not None else None,
@@ -312,46 +310,43 @@ def _run(
         return train_on_ranks(world, options, on_event, stop)
 
 
-def _named(job: Job | str | Path) -> Job | Path:
+def _job_or_path(job: Job | str | Path) -> Job | Path:
     return job if isinstance(job, Job) else Path(job)
 
 
 @contextlib.contextmanager
 def collective(run_thread: bool = False) -> Iterator[World]:
-    """A block that all ranks of the program run together, as ``mpi_start.collective_block``.
+    """Enter a block that all ranks of the program run together, as ``mpi_start.collectively``.
 
     Args:
-        run_thread: this is the thread of a run whose program waits (``step_iterator``).
+        run_thread: whether the caller is the run's thread of ``step_iterator``.
 
     Raises:
-        UserError: a run is under way, or another thread calls than the main one.
+        UserError: A run is active, or the caller is not the main thread.
     """
-    # Imported here: these bring mpi4py, without which plans can be made.
-    from hetero_mpi.comm.ranks.mpi_start import collective_block
+    # Imported here because these modules need mpi4py, and planning does not.
+    from hetero_mpi.comm.ranks.mpi_start import collectively
     from hetero_mpi.rundir.logs import setup_logging
 
-    # bitsandbytes (through peft) warns of an optional kernel package that we never call.
+    # bitsandbytes (imported by peft) warns about an optional kernel package that we never call.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     if not run_thread and threading.current_thread() is not threading.main_thread():
-        raise UserError(
-            "api.thread", "profile, train and steps handle signals and talk to MPI: call them from the main thread"
-        )
-    if not _UNDER_WAY.acquire(blocking=False):
-        raise UserError(
-            "run.under_way",
-            "a run of this program is under way: iterate to its end, or close() it, before the next call",
-        )
+        text = "profile, train and steps handle signals and call MPI: call them from the main thread"
+        raise UserError("api.thread", text)
+    if not _ACTIVE_RUN.acquire(blocking=False):
+        text = "another run of this program is active: iterate to its end, or call its close(), before the next call"
+        raise UserError("run.under_way", text)
     try:
         with collective_block() as world:
             yield world
     finally:
-        _UNDER_WAY.release()
-        setup_logging(None, -1, 0)  # a run's log files are the run's; what the program logs is its own
+        _ACTIVE_RUN.release()
+        setup_logging(None, -1, 0)  # later messages of the program do not belong in the run's log files
         logging.captureWarnings(False)
 
 
 def _question(job: Job | str | Path, profile: ClusterProfile | str | Path) -> PlanQuestion:
-    """A job and a profile that fits it, as the planner is asked. As ``plan_commands.ask``, of values."""
+    """Build the planner's input from values, as ``plan_commands.ask`` does from files."""
     loaded = job if isinstance(job, Job) else Job.load(job)
     if not isinstance(profile, ClusterProfile):
         return plan_question(loaded, load_profile(profile), str(profile))

@@ -1,7 +1,7 @@
-"""The command line: a command is parsed (``commands.options``), its function is called with its options by name, and what it has
-found out is printed. Modules are imported by what needs them, when it needs them.
+"""The command line, ``python -m hetero_mpi COMMAND`` or ``hetero-mpi COMMAND``.
 
-``python -m hetero_mpi COMMAND`` and ``hetero-mpi COMMAND`` are the same.
+Parses a command (``commands.options``), calls its function with the options as keyword arguments, and prints the result. Functions
+import their modules on use, to keep start-up fast.
 """
 
 from __future__ import annotations
@@ -30,53 +30,52 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns its exit code."""
-    if isinstance(sys.stdout, io.TextIOWrapper):  # what its encoding lacks is spelt out, as on stderr
+    """Run a command and return its exit code."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # escape characters outside its encoding, as on stderr
         sys.stdout.reconfigure(errors="backslashreplace")
     words = sys.argv[1:] if arguments is None else arguments
     if not words:
         parser().print_help(sys.stderr)
         return ExitCode.USER_ERROR
-    given = vars(parser().parse_args(words))
-    module, _, function = given.pop("run").partition(":")
+    options = vars(parser().parse_args(words))
+    module, _, function = options.pop("run").partition(":")
     try:
-        _refuse_undecodable(given.values())
-        with _packages_there():
-            found = getattr(import_module(f"hetero_mpi.{module}"), function)(**given)
-            return int(found) if isinstance(found, int) else _show(found)
+        _check_paths(options.values())
+        with _require_packages():
+            output = getattr(import_module(f"hetero_mpi.{module}"), function)(**options)
+            return int(output) if isinstance(output, int) else _print_output(output)
     except UserError as error:
         write_text(f"{error}\n", sys.stderr)
         return error.exit_code
 
 
-def _refuse_undecodable(given: Iterable[Any]) -> None:
-    """Refuse a working directory that has gone, and paths with bytes that are no UTF-8, at which a run would fail at its end."""
+def _check_paths(options: Iterable[Any]) -> None:
+    """Reject a deleted working directory and paths that are not UTF-8, with which a run would fail only at its end."""
     try:
-        here = os.getcwd()
+        working_directory = os.getcwd()
     except FileNotFoundError:
-        raise UserError(
-            "cli.working_directory", "the working directory has been removed: cd to one that is there"
-        ) from None
-    words = (one for value in given for one in (value if isinstance(value, list) else [value]))
-    for path in (here, *(str(one) for one in words if isinstance(one, (str, Path)))):
+        text = "the working directory has been removed: cd to an existing directory"
+        raise UserError("cli.working_directory", text) from None
+    words = (word for value in options for word in (value if isinstance(value, list) else [value]))
+    for path in (working_directory, *(str(word) for word in words if isinstance(word, (str, Path)))):
         try:
             path.encode()
         except UnicodeEncodeError:
             raise UserError(
                 "cli.path_encoding",
-                f"paths must be UTF-8, since tokenizers and other libraries open no others; {path!r} is not. Rename the folder or "
-                f"file (convmv -f latin1 -t utf8 does so), or work elsewhere",
+                f"path {path!r} is not UTF-8, which tokenizers and other libraries require. Rename the folder or file "
+                f"(such as with convmv -f latin1 -t utf8), or use another directory",
             ) from None
 
 
 @contextlib.contextmanager
-def _packages_there(all_of_them: bool = False) -> Iterator[None]:
-    """A block that imports packages this project is installed with; ``all_of_them``: it needs every one.
+def _require_packages(need_all: bool = False) -> Iterator[None]:
+    """Report missing packages of a block that imports dependencies; ``need_all``: the block needs every dependency.
 
-    :raises UserError: some are missing here: all of them by name, and how to install them.
+    Raises UserError: packages are missing; lists all of them, and how to install them.
     """
     try:
-        if all_of_them and (missing := absent_packages()):
+        if need_all and (missing := absent_packages()):
             raise ModuleNotFoundError(name=missing[0])
         yield
     except ModuleNotFoundError as error:
@@ -86,44 +85,44 @@ def _packages_there(all_of_them: bool = False) -> Iterator[None]:
         names = ", ".join(name.replace("_", "-") for name in missing)
         raise UserError(
             "cli.packages_missing",
-            f"This Python ({sys.executable}) lacks {names}: run `{shlex.quote(sys.executable)} -m pip install {pip_argument()}`, "
-            "or the Python into which this project was installed, such as .venv/bin/python",
+            f"This Python ({sys.executable}) is missing packages: {names}. Run `{shlex.quote(sys.executable)} -m pip install "
+            f"{pip_argument()}`, or use the Python in which hetero_mpi is installed, such as .venv/bin/python",
         ) from None
 
 
-def _show(found: str | Iterable[str]) -> int:
-    """Print what a command has found out: lines, fitted to the terminal, as they come; or a text of a format, as it is.
+def _print_output(output: str | Iterable[str]) -> int:
+    """Print a command's output: lines, as they arrive, fitted to the terminal; or a formatted text without changes.
 
-    Who reads only the beginning (``| head``) has seen enough: that ends the program.
+    Exit quietly if the reader closes the pipe early (``| head``).
     """
     try:
-        if isinstance(found, str):
-            print(printable(found), end="" if found.endswith("\n") else "\n", flush=True)
+        if isinstance(output, str):
+            print(printable(output), end="" if output.endswith("\n") else "\n", flush=True)
         else:
-            for line in found:
-                print(fit_to_terminal(printable(line)), flush=True)
+            for line in output:
+                print(fitted(printable(line)), flush=True)
     except BrokenPipeError:
-        # What is left in the buffer would fail again when the interpreter ends.
+        # Flushing the rest of the buffer at interpreter exit would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(128 + signal.SIGPIPE) from None
     return 0
 
 
-# Commands of all ranks
+# Commands on all ranks
 
 
 def _on_all_ranks(command: Callable[[World], int]) -> int:
-    """Join the other ranks and run ``command``, which imports its modules itself; any failure ends all ranks."""
-    with _packages_there(all_of_them=True):
+    """Join the other ranks and run ``command``, which imports its modules itself; any failure aborts all ranks."""
+    with _require_packages(need_all=True):
         from hetero_mpi.comm.ranks.mpi_start import run_guarded
 
-    # bitsandbytes (through peft) warns of an optional kernel package that we never call.
+    # bitsandbytes (imported by peft) warns about an optional kernel package that we never call.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     return run_guarded(command)
 
 
-def _read_early(world: World, path: Path, overrides: Sequence[str]) -> LoadedJob | Path:
-    """The job, read by rank 0 before anybody imports torch: a mistake in its file is told within a second. Collective."""
+def _read_job_early(world: World, path: Path, overrides: Sequence[str]) -> LoadedJob | Path:
+    """Read the job on rank 0 before any rank imports torch, so that errors in it are reported within a second. Collective."""
     from hetero_mpi.job.load import load_job
 
     job: LoadedJob | Path = path
@@ -147,7 +146,7 @@ def _eager_imports(world: World | None = None) -> Iterator[None]:
 
 def train(job: Path, overrides: Sequence[str], **options: Any) -> int:
     def command(world: World) -> int:
-        loaded = _read_early(world, job, overrides)
+        loaded = _read_job_early(world, job, overrides)
         with _eager_imports(world):
             from hetero_mpi.training.setup.context import TrainOptions
             from hetero_mpi.training.training_run import train
@@ -159,32 +158,32 @@ def train(job: Path, overrides: Sequence[str], **options: Any) -> int:
 
 
 def generate(**options: Any) -> int:
-    return _with_model("inference.generate", options)
+    return _run_with_model("inference.generate", options)
 
 
 def serve(**options: Any) -> int:
-    return _with_model("serve.serve", options)
+    return _run_with_model("serve.serve", options)
 
 
 def evaluate(**options: Any) -> int:
-    return _with_model("inference.evaluate.evaluate", options)
+    return _run_with_model("inference.evaluate.evaluate", options)
 
 
-def _with_model(module: str, options: dict[str, Any]) -> int:
-    """Run a module's function of its own name on all ranks, with the options as its class of options, such as ``ServeOptions``."""
+def _run_with_model(module: str, options: dict[str, Any]) -> int:
+    """Run the function named like the module on all ranks, with its options class, such as ``serve`` with ``ServeOptions``."""
     name = module.rpartition(".")[2]
 
     def command(world: World) -> int:
         with _eager_imports(world):
-            found = import_module(f"hetero_mpi.{module}")
-        return int(getattr(found, name)(world, getattr(found, f"{name.title()}Options")(**options)))
+            loaded_module = import_module(f"hetero_mpi.{module}")
+        return int(getattr(loaded_module, name)(world, getattr(loaded_module, f"{name.title()}Options")(**options)))
 
     return _on_all_ranks(command)
 
 
 def profile(job: Path, overrides: Sequence[str], output: Path, reprofile: bool) -> int:
     def command(world: World) -> int:
-        loaded = _read_early(world, job, overrides)
+        loaded = _read_job_early(world, job, overrides)
         with _eager_imports(world):
             from hetero_mpi.commands.profile_command import profile
 
@@ -199,11 +198,11 @@ def mesh_verify(hosts: Path) -> int:
     return _on_all_ranks(lambda world: verify_mesh_command(world, hosts))
 
 
-# Commands of one machine
+# Commands on one machine
 
 
 def launch(**options: Any) -> int:
-    with _packages_there(all_of_them=True):  # told here, once, instead of by every rank
+    with _require_packages(need_all=True):  # report once, instead of on every rank
         from hetero_mpi.launch import launch
 
     return launch.main(argparse.Namespace(**options), lambda words: parser().parse_args(words))
@@ -217,7 +216,7 @@ def doctor(mpirun_args: str, **options: Any) -> int:
 
 
 def export(source: Path, target: Path, merge: bool, best: bool, gguf: str | None, push: str | None) -> Iterator[str]:
-    with _packages_there(all_of_them=True), _eager_imports():
+    with _require_packages(need_all=True), _eager_imports():
         from hetero_mpi.interop.export import export, push_directory
         from hetero_mpi.interop.gguf import write_gguf
 

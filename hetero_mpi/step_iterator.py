@@ -1,6 +1,6 @@
-"""A run as an iterator over its steps (``hetero_mpi.steps``).
+"""Iterator over the steps of a run (``hetero_mpi.steps``).
 
-The run works on a thread of its own and stands still while the program has a step, so that only one of the two is active:
+The run has a separate thread and pauses while the program handles a step, so that only one of the two is active:
 
     program (main thread)      next() ....... body of the loop, next() ..........
     run (its own thread)           step 1 --> .................... step 2 --> ....
@@ -27,23 +27,23 @@ if TYPE_CHECKING:
 
 
 class StopTraining(Exception):
-    """Raised by a callback of ``train``: training is over after this step, and the result is written."""
+    """Raise in a callback of ``train`` to end training after the step and write the result."""
 
 
 @dataclass(frozen=True)
 class Step(StepMetrics):
-    """A step that has been taken, with the evaluations that came after it. The same on every rank."""
+    """A completed step with the evaluations after it; equal on all ranks."""
 
     evaluations: tuple[Evaluation, ...] = ()
 
     @property
     def held_out_loss(self) -> float | None:
-        """Loss of the first evaluation; None: nothing was evaluated."""
+        """Evaluation loss of the main evaluation set; None without an evaluation."""
         return self.evaluations[0].loss if self.evaluations else None
 
 
 class StepEvents:
-    """Passes the events of a run to ``receive``; a step carries the evaluations that came after it."""
+    """Passes the events of a run to ``receive``, and adds the evaluations after a step to the step."""
 
     def __init__(self, receive: Callable[[Event], Reply]) -> None:
         self._receive = receive
@@ -62,7 +62,7 @@ Work = Callable[[OnEvent, StopRequest], "TrainResult | None"]
 
 
 class _Exchange:
-    """The two queues between a run's thread and its program. The thread refers to nothing else of the iterator."""
+    """Queues between the run's thread and the program; the thread holds no other reference to the iterator."""
 
     def __init__(self) -> None:
         self.steps: queue.SimpleQueue[Step | None] = queue.SimpleQueue()
@@ -83,32 +83,32 @@ class _Exchange:
 
 
 class Steps:
-    """The steps of a run, which all ranks iterate over. The run begins with the first step that is asked for.
+    """Iterator over the steps of a run, used by all ranks. Requesting the first step starts the run.
 
     Args:
-        run: does the run; called on the run's thread.
-        prepare: called on the main thread first.
+        run: executes the run; called on the run's thread.
+        prepare: called first, on the main thread.
     """
 
     def __init__(self, run: Work, prepare: Callable[[], object]) -> None:
         self._run, self._prepare = run, prepare
         self._exchange, self._stop = _Exchange(), StopRequest()
-        self._work: Background[TrainResult | None] | None = None
+        self._background: Background[TrainResult | None] | None = None
         self._reply, self._ended = Reply.GO_ON, False
         self._result: TrainResult | None = None
 
     @property
     def result(self) -> TrainResult | None:
-        """The products of the run; None: it is under way, or was left before its end."""
+        """Result of the run; None while it is active, or if the program left it early."""
         return self._result
 
     @property
     def under_way(self) -> bool:
-        """Whether the run has begun and not ended."""
-        return self._work is not None and not self._ended
+        """Whether the run has started and not ended."""
+        return self._background is not None and not self._ended
 
     def __iter__(self) -> Iterator[Step]:
-        """A loop over the remaining steps. Leaving the loop leaves the run."""
+        """Iterate over the remaining steps. Leaving the loop ends the run."""
         try:
             while (step := self._next()) is not None:
                 yield step
@@ -121,12 +121,12 @@ class Steps:
         return step
 
     def _next(self) -> Step | None:
-        """The next step; None: the run has ended."""
-        if self._work is None:
+        """Return the next step, or None at the end of the run."""
+        if self._background is None:
             self._prepare()
             self._stop.__enter__()
             _RUNS.add(self)
-            self._work = Background("training, step by step", partial(self._exchange.work, self._run, self._stop))
+            self._background = Background("training, step by step", partial(self._exchange.work, self._run, self._stop))
         elif not self._ended:
             reply, self._reply = self._reply, Reply.GO_ON
             self._exchange.replies.put(reply)
@@ -146,22 +146,22 @@ class Steps:
         if step is None:
             self._ended = True
             self._stop.__exit__()
-            assert self._work is not None
-            self._result = self._work.finish()
+            assert self._background is not None
+            self._result = self._background.finish()
         return step
 
     def stop(self) -> None:
-        """End training after this step: the iterator ends, and the result is written. One rank that says so is enough."""
+        """End training after this step, end the iterator and write the result. A call on one rank suffices."""
         self._reply = Reply.END
 
     def sample(self) -> None:
-        """Before the next step the model continues the job's ``[sample] prompt``; the text is printed, and in ``sample.txt``."""
+        """Generate text from the job's ``[sample] prompt`` before the next step; prints it and writes ``sample.txt``."""
         self._reply = max(self._reply, Reply.SAMPLE)
 
     def close(self) -> None:
-        """Leave the run, where it is under way: it ends with a checkpoint, on all ranks. Collective."""
+        """End an active run with a checkpoint, on all ranks. Collective."""
         if self.under_way and threading.current_thread() is not threading.main_thread():
-            self._exchange.replies.put(Reply.LEAVE)  # of the garbage collector: it may run on the run's own thread
+            self._exchange.replies.put(Reply.LEAVE)  # call by the garbage collector, perhaps on the run's thread
             return
         while self.under_way:
             self._reply = Reply.LEAVE
@@ -176,7 +176,7 @@ _RUNS: weakref.WeakSet[Steps] = weakref.WeakSet()
 
 @cache
 def close_at_exit() -> None:
-    """Have a run that is under way end with a checkpoint when the program ends. Called after MPI's start, whose end comes later."""
+    """Register an exit handler that ends active runs with a checkpoint. Call after MPI's start, so that MPI finalises later."""
 
     def close() -> None:
         for run in [*_RUNS]:

@@ -1,1 +1,1 @@
-"""The sub-commands that need no rank of their own, and ``profile``; each a module that ``cli`` and ``api`` call."""
+"""Commands without MPI ranks, and ``profile``; ``cli`` and ``api`` call their modules."""

@@ -1,4 +1,4 @@
-"""``inspect CHECKPOINT``: the contents of a checkpoint, and whether every byte of it is as it was written."""
+"""The command ``inspect CHECKPOINT``: a checkpoint's contents, and verification of its checksums."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from hetero_mpi.util.terminal import wrap_text
 
 
 def checkpoint_lines(path: Path) -> list[str]:
-    """A checkpoint's contents as lines. Reads the whole file, to compare its checksums and to look for numbers that are not finite.
+    """Describe a checkpoint in lines, after reading the whole file to verify checksums and find non-finite values.
 
-    Raises CheckpointError: it is damaged; names the dataset where that is known.
+    Raises CheckpointError: the file is corrupted; names the damaged dataset if known.
     """
     with CheckpointReader(path) as reader:
-        found, metadata, writer = reader.check_all(), reader.metadata, reader.writer
+        contents, metadata, writer = reader.check_all(), reader.metadata, reader.writer
     size = units.size(path.stat().st_size)
     return [
         f"Checkpoint after step {metadata['step']} of {run_table(run_table(metadata, 'job'), 'train').get('steps', '?')}, {size}",
         *_progress(metadata),
         *_origin(metadata),
-        f"  sizes: {found.parameters:,} trained tensors, {found.numbers:,} numbers, and their moments; "
-        f"stored as {', '.join(sorted(found.dtypes))}",
-        f"  written by {writer}; all {found.tensors:,} checksums match",
+        f"  sizes: {contents.parameters:,} trained tensors with {contents.numbers:,} elements, and their optimizer states; "
+        f"stored as {', '.join(sorted(contents.dtypes))}",
+        f"  written by {writer}; all {contents.tensors:,} checksums match",
     ]
 
 
@@ -40,43 +40,43 @@ def _progress(metadata: Mapping[str, Any]) -> list[str]:
     lines = []
     if losses:
         lines.append(
-            f"  loss: {losses[-1]:.4f} at the last step, {losses[0]:.4f} at the first, {min(losses):.4f} at best"
+            f"  loss: {losses[-1]:.4f} at the last step, {losses[0]:.4f} at the first step, {min(losses):.4f} at best"
         )
-    held_out = metadata.get("held_out_loss")
-    if held_out is not None:
-        lines.append(f"  held-out loss: {held_out:.4f}")
+    evaluation_loss = metadata.get("held_out_loss")
+    if evaluation_loss is not None:
+        lines.append(f"  evaluation loss: {evaluation_loss:.4f}")
     skipped = metadata["step"] - metadata["updates"]
     if skipped:
-        lines.append(f"  {skipped} steps were skipped, since their gradients were not finite")
+        lines.append(f"  {skipped} steps were skipped because of non-finite gradients")
     return lines
 
 
 def _origin(metadata: Mapping[str, Any]) -> list[str]:
-    """Model, job, data, plan and software that the checkpoint comes from."""
+    """Lines about the checkpoint's model, job, data, plan and software versions."""
     config = run_table(metadata, "model_config")
     blocks = next((config[key] for key in BLOCK_KEYS if key in config), "?")
     model = f"{config.get('model_type', '?')}, {blocks} blocks"
     if "factory" in config:
         layers = config.get("layers")
         model = f"{config['factory']}, {len(layers) if isinstance(layers, list) else '?'} layers"
-    facts = dict(job_rows(run_table(metadata, "job")))
-    facts["model"] = ", ".join(filter(None, (model, facts.get("model"))))
+    text_by_topic = dict(job_rows(run_table(metadata, "job")))
+    text_by_topic["model"] = ", ".join(filter(None, (model, text_by_topic.get("model"))))
     if metadata.get("base_model"):
-        facts["base"] = str(metadata["base_model"])
+        text_by_topic["base"] = str(metadata["base_model"])
     if "data_fingerprint" in metadata:
         fingerprint = f"fingerprint {metadata['data_fingerprint']}"
-        facts["data"] = ", ".join(filter(None, (facts.get("data"), fingerprint)))
+        text_by_topic["data"] = ", ".join(filter(None, (text_by_topic.get("data"), fingerprint)))
     if "plan" in metadata:
-        facts["plan"] = _plan_text(metadata["plan"])
+        text_by_topic["plan"] = _plan_text(metadata["plan"])
     if versions := run_table(metadata, "versions"):
-        facts["versions"] = ", ".join(f"{name} {version}" for name, version in versions.items())
-    return [line for what, text in facts.items() for line in wrap_text(f"  {what}: ", text)]
+        text_by_topic["versions"] = ", ".join(f"{name} {version}" for name, version in versions.items())
+    return [line for topic, text in text_by_topic.items() for line in wrapped(f"  {topic}: ", text)]
 
 
 def _plan_text(values: Any) -> str:
     try:
         plan = plan_from_dict(values)
     except UserError:
-        return "of another version of this program"
-    on = f" on {units.plural(len(plan.ranks), 'rank')}"
-    return f"{stages_text(plan, on)} (a run may be resumed under any other)"
+        return "written by an incompatible version of hetero_mpi"
+    suffix = f" on {units.plural(len(plan.ranks), 'rank')}"
+    return f"{stages_text(plan, suffix)} (a run can resume with any other plan)"

@@ -1,6 +1,6 @@
-"""The commands that need no cluster: ``inspect``, ``plan`` and ``simulate``. Neither torch nor MPI is imported.
+"""Offline commands: ``inspect``, ``plan`` and ``simulate``. Imports neither torch nor MPI.
 
-Costs of the model come from the profile, so a laptop answers for any cluster whose profile it has.
+The profile holds the model's costs, so a laptop can plan for any cluster whose profile it has.
 """
 
 from __future__ import annotations
@@ -35,73 +35,72 @@ from hetero_mpi.util.shipped import profile_file
 from hetero_mpi.util.terminal import wrap_text
 
 HDF5_MAGIC = b"\x89HDF\r\n\x1a\n"
-SEQUENCES_PER_RANK = 4
-LEAST_BATCH = 32
-"""Sequences per step where no job says how many: so many for each rank, and this many at least."""
+DEFAULT_SEQUENCES_PER_RANK = 4
+MIN_BATCH = 32
+"""Global batch without a job: this many sequences per rank, at least ``MIN_BATCH``."""
 
 
 @dataclass(frozen=True)
 class PlanQuestion:
-    """A job, on the cluster of a profile."""
+    """Input of the planner: a job on the cluster of a profile."""
 
     loaded: LoadedJob
     profile: ClusterProfile
     request: PlanRequest
     remarks: tuple[str, ...]
-    """Sentences for a person about what was taken for granted."""
+    """Assumptions of the request, as sentences for the user."""
 
 
 def inspect(file: Path, output: Path | None, every: bool = False) -> list[str]:
-    """A profile (also a shipped one, by its name), a plan or a checkpoint as lines, told apart by content; a profile is drawn, too.
+    """Describe a profile, a plan or a checkpoint, recognised by content, in lines; also draw a profile.
 
-    Of a run directory: its profile, without a picture, its plan, and its newest checkpoint.
+    For a run directory, describe its profile (without drawing it), its plan and its newest checkpoint.
 
     Args:
-        output: of the picture.
-        every: of a cluster of many ranks, a row for each of them.
+        file: path, or the name of a shipped profile.
+        output: path of the profile's picture.
+        every: print a row for every rank of a large cluster.
 
     Raises:
-        UserError: it is none of them, or damaged.
+        UserError: The file has another format, or is corrupted.
     """
     if file.is_dir():
         return _inspect_run(file, output, every)
-    place = profile_file(file)
+    path = profile_file(file)
     try:
-        require_regular(place)
-        with place.open("rb") as opened:
+        require_regular(path)
+        with path.open("rb") as opened:
             is_hdf5 = opened.read(len(HDF5_MAGIC)) == HDF5_MAGIC
         if is_hdf5:
             from hetero_mpi.commands.checkpoint_text import checkpoint_lines
 
             return checkpoint_lines(file)
-        content = toml.loads(place.read_text(encoding="utf-8"))
+        content = toml.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UserError("inspect.unreadable", f"{file}: cannot be read ({error.strerror}); check the path") from error
+        raise UserError("inspect.unreadable", f"{file}: cannot read ({error.strerror}); check the path") from error
     except (toml.TomlError, UnicodeDecodeError) as error:
         raise UserError(
-            "inspect.format",
-            f"{file}: neither an HDF5 nor a TOML file ({error}); give a profile, a plan or a checkpoint",
+            "inspect.format", f"{file}: neither HDF5 nor TOML ({error}); pass a profile, a plan or a checkpoint"
         ) from error
     if "pipelines" in content:
         decision, report = load_plan_file(file)
         return plan_lines(report or decision, None, every)
     if "devices" not in content:
-        hint = "; it looks like a job: ask with `plan` or `simulate`" if "train" in content or "data" in content else ""
+        hint = "; for a job file, use `plan` or `simulate`" if "train" in content or "data" in content else ""
         raise UserError(
-            "inspect.unknown_file",
-            f"{file}: neither a profile ([[devices]]), nor a plan ([[pipelines]]), nor a checkpoint{hint}",
+            "inspect.unknown_file", f"{file}: not a profile ([[devices]]), a plan ([[pipelines]]) or a checkpoint{hint}"
         )
     profile = load_profile(file)
     from hetero_mpi.report.figures.profile_curves import profile_picture
     from hetero_mpi.report.figures.style import save
 
-    drawn = save(profile_picture(profile), output or file.with_suffix(".png"), f"profile {file.stem}")
-    return [*inspection_lines(profile, every), "", f"Picture: {drawn}"]
+    picture = save(profile_picture(profile), output or file.with_suffix(".png"), f"profile {file.stem}")
+    return [*inspection_lines(profile, every), "", f"Picture: {picture}"]
 
 
 def _inspect_run(directory: Path, picture: Path | None, every: bool) -> list[str]:
     if picture is not None:
-        raise UserError("inspect.output", f"-o draws a profile: name the file, such as {profile_file(directory)}")
+        raise UserError("inspect.output", f"-o needs a profile file, not a run: {profile_file(directory)}")
     lines = [str(file := profile_file(directory)), *inspection_lines(load_profile(file), every)]
     newest = max((directory / "checkpoints").glob("step-*.h5"), default=None)
     for file in filter(None, (directory / "plan.toml", newest)):
@@ -114,170 +113,174 @@ def plan(
     job: Path | None,
     overrides: Sequence[str],
     profile: Path,
-    given: Path | None,
+    plan_source: Path | None,
     output: Path | None,
     explain: bool,
     as_json: bool,
 ) -> str | list[str]:
-    """The planner's plan for a job, or the given one, with everything that is known about it: as lines, or as one JSON object."""
+    """Analyse the planner's plan for a job, or a given plan; returns lines, or one JSON object."""
     question = ask(job, overrides, profile)
-    chosen = chosen_plan(question, given)
-    own, none = (chosen, "") if given is None else _own_plan(question, chosen)
-    result = outlined(chosen.plan, question.profile)
-    lost = losses(chosen, own, question.profile, question.request)
-    answers = list(what_ifs(own, question.profile, question.request, lost.free_links_s)) if explain else []
-    otherwise = differences(chosen.plan, question.request) if given is not None else []
+    report = chosen_plan(question, plan_source)
+    best, no_plan_reason = (report, "") if plan_source is None else _planner_report(question, report)
+    result = outlined(report.plan, question.profile)
+    lost = losses(report, best, question.profile, question.request)
+    answers = list(what_ifs(best, question.profile, question.request, lost.free_links_s)) if explain else []
+    plan_differences = differences(report.plan, question.request) if plan_source is not None else []
     if output is not None:
-        with write_errors(output):
-            save_plan(chosen, output)
+        with writing(output):
+            save_plan(report, output)
     if as_json:
-        tokens = chosen.plan.global_batch * chosen.plan.sequence_length
+        tokens = report.plan.global_batch * report.plan.sequence_length
         figures: dict[str, Any] = {
-            "plan": plan_to_dict(chosen),
-            "step_s": chosen.predicted_step_s,
-            "tokens_per_s": tokens / chosen.predicted_step_s if chosen.predicted_step_s > 0 else float("inf"),
-            "bound_step_s": chosen.bound_step_s,
-            "gap": chosen.predicted_step_s / chosen.bound_step_s - 1 if chosen.bound_step_s > 0 else 0.0,
+            "plan": plan_to_dict(report),
+            "step_s": report.predicted_step_s,
+            "tokens_per_s": tokens / report.predicted_step_s if report.predicted_step_s > 0 else float("inf"),
+            "bound_step_s": report.bound_step_s,
+            "gap": report.predicted_step_s / report.bound_step_s - 1 if report.bound_step_s > 0 else 0.0,
             "utilisation": result.use,
             "limit": lost.limit,
             "lost": asdict(lost),
-            "planner_step_s": None if none else own.predicted_step_s,
+            "planner_step_s": None if no_plan_reason else best.predicted_step_s,
             "what_if": [asdict(answer) for answer in answers],
-            "differences": otherwise,
+            "differences": plan_differences,
             "remarks": question.remarks,
         }
         return json.dumps(encode(figures, infinity_as_text=True), indent=1)
-    lines = costed_plan_lines(chosen, question.profile, result.use, lost)
-    lines += [line for text in otherwise for line in wrap_text("The given plan differs from the job: ", text)]
-    if none:
-        lines += wrap_text("The planner has no plan of its own: ", none)
-    elif given is not None:
-        lines.append(f"The planner's own plan: {units.seconds(own.predicted_step_s)} per step")
-        lines += [line for reason in own.reasons for line in wrap_text("  ", reason)]
-    lines += [*what_if_lines(answers, own.predicted_step_s), *_said(question)]
+    lines = costed_plan_lines(report, question.profile, result.use, lost)
+    lines += [line for text in plan_differences for line in wrapped("The given plan differs from the job: ", text)]
+    if no_plan_reason:
+        lines += wrapped("The planner finds no plan: ", no_plan_reason)
+    elif plan_source is not None:
+        lines.append(f"The planner's plan: {units.seconds(best.predicted_step_s)} per step")
+        lines += [line for reason in best.reasons for line in wrapped("  ", reason)]
+    lines += [*what_if_lines(answers, best.predicted_step_s), *_remark_lines(question)]
     if output is not None:
         lines.append(f"Written: {output}")
     return lines
 
 
-def _own_plan(question: PlanQuestion, chosen: PlanReport) -> tuple[PlanReport, str]:
-    """The planner's plan; or, where it finds none, the chosen one, and why there is none."""
+def _planner_report(question: PlanQuestion, fallback: PlanReport) -> tuple[PlanReport, str]:
+    """Return the planner's plan and ""; if it finds none, the chosen plan and the reason."""
     try:
         return make_plan(question.profile, question.request), ""
     except UserError as error:
-        return chosen, str(error).splitlines()[0].partition(". ")[0]
+        return fallback, str(error).splitlines()[0].partition(". ")[0]
 
 
 def simulation(
     job: Path | None,
     overrides: Sequence[str],
     profile: Path,
-    given: Path | None,
+    plan_source: Path | None,
     output: Path | None,
     shared_nic: bool,
 ) -> list[str]:
-    """Simulate a step; writes ``timeline.png``, ``timeline.svg`` and ``trace.json``. Returns the lines to print."""
+    """Simulate a step, write ``timeline.png``, ``timeline.svg`` and ``trace.json``, and return the lines to print."""
     from hetero_mpi.report.figures.style import save
     from hetero_mpi.report.figures.timeline import Panel, timeline
     from hetero_mpi.report.trace import save_trace
 
     question = ask(job, overrides, profile)
-    chosen = chosen_plan(question, given)
-    result = simulate(chosen.plan, with_shared_nics(question.profile) if shared_nic else question.profile)
+    report = chosen_plan(question, plan_source)
+    result = simulate(report.plan, with_shared_nics(question.profile) if shared_nic else question.profile)
     folder = output if output is not None else run_directory(question.loaded) / "simulation"
     labels = {device.rank: device.name for device in question.profile.devices}
-    used, ranks = len(result.busy_s), len(question.profile.devices)
-    title = f"predicted step: {units.seconds(result.step_s)}, {used} of {ranks} ranks, {question.loaded.name}"
+    used_ranks, ranks = len(result.busy_s), len(question.profile.devices)
+    title = f"predicted step: {units.seconds(result.step_s)}, {used_ranks} of {ranks} ranks, {question.loaded.name}"
     figure = timeline([Panel(title, result.events)], labels)
-    with write_errors(folder):
-        written = [save(figure, folder / f"timeline.{kind}", title) for kind in ("png", "svg")]
-        written.append(save_trace({"": result.events}, folder / "trace.json", labels))
-    length = chosen.plan.sequence_length
-    tokens = units.amount(chosen.plan.global_batch * length, length)
+    with writing(folder):
+        paths = [save(figure, folder / f"timeline.{kind}", title) for kind in ("png", "svg")]
+        paths.append(save_trace({"": result.events}, folder / "trace.json", labels))
+    length = report.plan.sequence_length
+    tokens = units.amount(report.plan.global_batch * length, length)
     return [
-        *plan_lines(chosen, question.profile),
-        *_said(question),
-        *(shared_nic_lines(result.step_s, chosen.predicted_step_s) if shared_nic else []),
+        *plan_lines(report, question.profile),
+        *_remark_lines(question),
+        *(shared_nic_lines(result.step_s, report.predicted_step_s) if shared_nic else []),
         f"Simulated step: {units.seconds(result.step_s)}, {len(result.events):,} events, {tokens}",
-        *idling_lines(result, idling(result.events, chosen.plan), chosen.memory),
+        *idling_lines(result, idling(result.events, report.plan), report.memory),
         "Written (trace.json opens in https://ui.perfetto.dev):",
-        *(f"  {path}" for path in written),
+        *(f"  {path}" for path in paths),
     ]
 
 
 def ask(job: Path | None, overrides: Sequence[str], profile_path: Path) -> PlanQuestion:
-    """Read a profile, and a job that it fits; None: the profile's own model is what is trained.
+    """Read a profile and a matching job; without a job, plan for the profile's model.
 
-    Raises UserError: one of them is damaged, or the profile was made for another model, dtype or sequence length.
+    Raises UserError: a file is invalid, or the profile was made for another model, dtype or sequence length.
     """
     if job is not None:
         loaded, profile = load_job(job, overrides), load_profile(profile_path)
         command = f"plan --profile {profile_path} --set train.global_batch={loaded.job.train.global_batch}"
-        own = f"To plan the profile's own model instead, leave the job out:\n  python -m hetero_mpi {command}"
-        return plan_question(loaded, profile, str(profile_path), own)
+        alternative = f"To plan for the profile's model instead, leave out the job:\n  python -m hetero_mpi {command}"
+        return plan_question(loaded, profile, str(profile_path), alternative)
     profile = load_profile(profile_path)
-    loaded = _job_of(profile, profile_path.stem, overrides)
-    asked = plan_question(loaded, profile, str(profile_path))
+    loaded = _job_for_profile(profile, profile_path.stem, overrides)
+    question = plan_question(loaded, profile, str(profile_path))
     train, model = loaded.job.train, profile.model
-    taken = f"No job given: {train.global_batch} {units.rows_of(model.sequence_length)} per step of the profile's own "
-    taken += f"model ({model.model_type}, {len(model.layers) - 2} blocks, {model.dtype}); --set train.global_batch=N changes that"
-    return replace(asked, remarks=(taken, *asked.remarks))
+    remark = (
+        f"No job: plans {train.global_batch} {units.rows_of(model.sequence_length)} per step of the profile's model "
+    )
+    remark += (
+        f"({model.model_type}, {len(model.layers) - 2} blocks, {model.dtype}); change with --set train.global_batch=N"
+    )
+    return replace(question, remarks=(remark, *question.remarks))
 
 
-def _job_of(profile: ClusterProfile, name: str, overrides: Sequence[str]) -> LoadedJob:
-    """A job that trains the profile's model, as far as planning asks."""
+def _job_for_profile(profile: ClusterProfile, name: str, overrides: Sequence[str]) -> LoadedJob:
+    """Build a job that trains the profile's model, sufficient for planning."""
     model, ranks = profile.model, len(profile.devices)
     tables: dict[str, dict[str, Any]] = {
         "model": {"config": {"model_type": model.model_type, BLOCK_KEYS[0]: len(model.layers) - 2}},
-        "adapter": {"method": "lora" if _frozen(profile) else "none"},
+        "adapter": {"method": "lora" if _trains_adapter(profile) else "none"},
         "tokenizer": {"path": "."},
         "data": {"text": ["*.txt"], "sequence_length": model.sequence_length},
-        "train": {"global_batch": max(LEAST_BATCH, SEQUENCES_PER_RANK * ranks), "dtype": model.dtype},
+        "train": {"global_batch": max(MIN_BATCH, DEFAULT_SEQUENCES_PER_RANK * ranks), "dtype": model.dtype},
     }
     tables["train"]["optimizer"] = model.optimizer
     loaded = job_from_tables(tables, name, ".", overrides=overrides)
-    return replace(loaded, path=Path("a job of its own model"))
+    return replace(loaded, path=Path("a job for the profile's model"))
 
 
 def plan_question(
-    loaded: LoadedJob, profile: ClusterProfile, named: str = "the given profile", otherwise: str = ""
+    loaded: LoadedJob, profile: ClusterProfile, profile_name: str = "the given profile", alternative: str = ""
 ) -> PlanQuestion:
-    """The planner's question about a job and a profile that fits it.
+    """Build the planner's input from a job and a matching profile.
 
     Args:
-        named: what the profile is called in texts.
-        otherwise: what else one may do where they do not fit.
+        profile_name: name of the profile in messages.
+        alternative: alternative to suggest if job and profile do not match.
 
     Raises:
-        UserError: the profile was made for another model, dtype or sequence length.
+        UserError: The profile was made for another model, dtype or sequence length.
     """
     config = _model_keys(loaded)
     problems = _differences(loaded, config, profile)
     if problems:
-        listed = "\n".join(f"  {problem}" for problem in problems)
+        problem_lines = "\n".join(f"  {problem}" for problem in problems)
         raise UserError(
             "plan.other_job",
-            f"{named} was not made for {loaded.path}:\n{listed}\n"
+            f"{profile_name} was not made for {loaded.path}:\n{problem_lines}\n"
             f"Plan with a profile of this job (`profile JOB -o FILE`), or change the job (--set table.key=value)."
-            + (f"\n{otherwise}" if otherwise else ""),
+            + (f"\n{alternative}" if alternative else ""),
         )
     train = loaded.job.train
-    settled = train.model_copy(update={"dtype": profile.model.dtype})
-    loaded = replace(loaded, job=loaded.job.model_copy(update={"train": settled}))
+    train_table = train.model_copy(update={"dtype": profile.model.dtype})
+    loaded = replace(loaded, job=loaded.job.model_copy(update={"train": train_table}))
     profile = with_wire(with_memory_budget(profile, loaded.job.cluster.memory_bytes), train.wire)
-    remarks = [f"Profile: {named} ({profile.source}, {profile.date})"]
+    remarks = [f"Profile: {profile_name} ({profile.source}, {profile.date})"]
     if config is None:
-        remarks.append("The model's configuration is not here: taken to be the profile's, without dropout")
+        remarks.append("The model's config.json is not on this machine; assuming the profile's model, without dropout")
     if train.optimizer != profile.model.optimizer:
-        what = "bytes and times are those of AdamW"
+        assumption = "uses AdamW's bytes and times"
         if profile.model.trained_whole:
             profile = replace(profile, model=with_optimizer(profile.model, train.optimizer))
-            what = "bytes are estimated; its times are those of AdamW, and may be longer, in 8 bits where a CPU steps"
-        remarks.append(f"{train.optimizer}: the profile was made with AdamW. The optimizer's {what}")
-    without = [device.rank for device in profile.devices if device.backend == "mps"]
-    if train.optimizer == EIGHT_BIT and without:
+            assumption = "estimates bytes, but uses AdamW's times; 8-bit updates on a CPU may take longer"
+        remarks.append(f"{train.optimizer}: the profile was made with AdamW. The plan {assumption}")
+    mps_ranks = [device.rank for device in profile.devices if device.backend == "mps"]
+    if train.optimizer == EIGHT_BIT and mps_ranks:
         remarks.append(
-            f"{EIGHT_BIT}: bitsandbytes has no kernel for mps ({units.ranks(without)}): a run refuses it there"
+            f"{EIGHT_BIT}: bitsandbytes has no kernel for mps ({units.ranks(mps_ranks)}), so a run would fail there"
         )
     ranks, dropout = len(profile.devices), uses_dropout(loaded, config or {})
     _, reason = micro_batch_choices(train.global_batch, train.micro_batch, ranks, dropout)
@@ -285,27 +288,27 @@ def plan_question(
     return PlanQuestion(loaded, profile, request, (*remarks, reason, *untimed))
 
 
-def _said(question: PlanQuestion) -> list[str]:
-    return [line for remark in question.remarks for line in wrap_text("", remark)]
+def _remark_lines(question: PlanQuestion) -> list[str]:
+    return [line for remark in question.remarks for line in wrapped("", remark)]
 
 
 def uses_dropout(loaded: LoadedJob, config: dict[str, Any]) -> bool:
-    """Whether the job has dropout, as far as its files say. (A family's own defaults are not seen.)"""
+    """Whether the job's files enable dropout; defaults of the model family are not checked."""
     words = ("drop", "jitter") if loaded.job.train.dropout else ("jitter",)
     rates = [value for key, value in config.items() if isinstance(value, float) and any(word in key for word in words)]
     return any(rate > 0 for rate in rates) or (loaded.job.adapter.method != "none" and loaded.job.adapter.dropout > 0)
 
 
-def chosen_plan(question: PlanQuestion, given: Plan | str | Path | None) -> PlanReport:
-    """The given plan, or that of a file, checked and costed; else the planner's."""
-    if given is None:
+def chosen_plan(question: PlanQuestion, plan_source: Plan | str | Path | None) -> PlanReport:
+    """Return the given plan (or plan file), checked and costed, or else the planner's plan."""
+    if plan_source is None:
         return make_plan(question.profile, question.request)
-    plan = given if isinstance(given, Plan) else load_plan(given)
+    plan = plan_source if isinstance(plan_source, Plan) else load_plan(plan_source)
     return complete_plan(plan, question.profile, question.request)
 
 
 def _model_keys(loaded: LoadedJob) -> dict[str, Any] | None:
-    """Keys of the job's ``config.json``, as far as they are on this machine."""
+    """Keys of the job's ``config.json``; None if the file is not on this machine."""
     model = loaded.job.model
     if isinstance(model.config, dict):
         return model.config
@@ -321,28 +324,28 @@ def _model_keys(loaded: LoadedJob) -> dict[str, Any] | None:
 
 
 def _differences(loaded: LoadedJob, config: dict[str, Any] | None, profile: ClusterProfile) -> list[str]:
-    """The differences between the job and the profile's model, in words."""
+    """Describe the differences between the job and the profile's model."""
     job, model = loaded.job, profile.model
-    found = []
+    problems = []
     if job.data.sequence_length != model.sequence_length:
-        found.append(f"data.sequence_length = {job.data.sequence_length}: the profile has {model.sequence_length}")
+        problems.append(f"data.sequence_length = {job.data.sequence_length}: the profile has {model.sequence_length}")
     if job.train.dtype not in ("auto", model.dtype):
-        found.append(f'train.dtype = "{job.train.dtype}": the profile has "{model.dtype}"')
+        problems.append(f'train.dtype = "{job.train.dtype}": the profile has "{model.dtype}"')
     if model.optimizer not in ("adamw", job.train.optimizer):
-        found.append(f'train.optimizer = "{job.train.optimizer}": the profile has "{model.optimizer}"')
+        problems.append(f'train.optimizer = "{job.train.optimizer}": the profile has "{model.optimizer}"')
     kind = (config or {}).get("model_type")
     if kind is not None and kind != model.model_type:
-        found.append(f'model_type = "{kind}": the profile has "{model.model_type}"')
+        problems.append(f'model_type = "{kind}": the profile has "{model.model_type}"')
     blocks = next((config[key] for key in BLOCK_KEYS if config and key in config), None)
     if blocks is not None and blocks != len(model.layers) - 2:
-        found.append(f"{blocks} blocks: the profile has {len(model.layers) - 2}")
-    if model.layers[1:-1] and not job.train.freeze and _frozen(profile) != (job.adapter.method != "none"):
-        measured = "an adapter over frozen weights" if _frozen(profile) else "training of all weights"
-        found.append(f'adapter.method = "{job.adapter.method}": the profile has {measured}')
-    return found
+        problems.append(f"{blocks} blocks: the profile has {len(model.layers) - 2}")
+    if model.layers[1:-1] and not job.train.freeze and _trains_adapter(profile) != (job.adapter.method != "none"):
+        measured = "an adapter over frozen weights" if _trains_adapter(profile) else "full fine-tuning"
+        problems.append(f'adapter.method = "{job.adapter.method}": the profile has {measured}')
+    return problems
 
 
-def _frozen(profile: ClusterProfile) -> bool:
+def _trains_adapter(profile: ClusterProfile) -> bool:
     """Whether the profile's model trains an adapter over frozen weights."""
-    inside = profile.model.layers[1:-1]
-    return sum(layer.trainable_parameters for layer in inside) < sum(layer.parameters for layer in inside) / 2
+    blocks = profile.model.layers[1:-1]
+    return sum(layer.trainable_parameters for layer in blocks) < sum(layer.parameters for layer in blocks) / 2

@@ -1,7 +1,6 @@
-"""The command ``profile``: measures the ranks it runs on, and the links between them, and writes the profile to a file.
+"""The command ``profile``: measure the ranks and the links between them, and write the profile to a file.
 
-The set-up is that of ``train``, so that what is measured is what a run would do; nothing is trained and no run directory
-is touched.
+Uses the set-up of ``train``, so that the measurements match a run; trains nothing and writes no run directory.
 """
 
 from __future__ import annotations
@@ -23,37 +22,37 @@ from hetero_mpi.util.disk import write_errors
 
 
 def measure(world: World, job: Path | LoadedJob, reprofile: bool) -> ClusterProfile:
-    """Measure. Collective; every rank gets the same profile.
+    """Measure the cluster and return the profile on all ranks. Collective.
 
     Args:
-        job: what rank 0 gives counts.
-        reprofile: take nothing that was measured before.
+        job: the job; rank 0's value counts.
+        reprofile: ignore earlier measurements.
 
     Raises:
-        UserError: anything the user can put right, on all ranks together.
+        UserError: An error that the user can fix; raised on all ranks.
     """
     setup.look_around(world)
     loaded, run_dir = setup.read_job(world, TrainOptions(job))
     if loaded.job.cluster.emulate is not None:
         raise CollectiveUserError(
             "emulation.not_measured",
-            f"[cluster] emulate = {loaded.job.cluster.emulate!r} takes all times from that profile, and nothing is measured: "
+            f"cannot measure with [cluster] emulate = {loaded.job.cluster.emulate!r}, which takes all times from that profile: "
             f'add --set cluster.emulate=""',
         )
     with MpiTransport(world.comm, threaded=loaded.job.cluster.communication_thread) as transport:
         ready = setup.set_up(world, transport, loaded, run_dir)
         subject, _ = subject_of(ready)
-        measured = profile_cluster(world, transport, ready.backend, subject, ready.job.profile, say, reprofile)
-    say(*profile_lines(measured))
-    return measured
+        cluster_profile = profile_cluster(world, transport, ready.backend, subject, ready.job.profile, say, reprofile)
+    say(*profile_lines(cluster_profile))
+    return cluster_profile
 
 
 def profile(world: World, job: Path | LoadedJob, output: Path, reprofile: bool) -> int:
-    """The command: measure and write. Collective; returns the exit code. Raises: as ``measure``."""
-    measured = measure(world, job, reprofile)
-    with world.on_leader("writing the profile"):
+    """Run the command: measure, write the profile and return the exit code. Collective; raises as ``measure``."""
+    cluster_profile = measure(world, job, reprofile)
+    with world.led("writing the profile"):
         if world.rank == 0:
-            with write_errors(output):
-                save_profile(measured, output)
+            with writing(output):
+                save_profile(cluster_profile, output)
             say(f"Written: {output}")
     return 0

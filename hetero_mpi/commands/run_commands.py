@@ -1,4 +1,4 @@
-"""The commands that look at what is there: ``report``, ``compare``, ``baseline``. Neither torch nor MPI is imported."""
+"""Commands that read finished runs: ``report``, ``compare``, ``baseline``. Imports neither torch nor MPI."""
 
 from __future__ import annotations
 
@@ -27,52 +27,49 @@ SHARED_NAME = "report-shared.html"
 
 
 def report(run_dir: Path, output: Path | None, share: bool = False) -> list[str]:
-    """Write a run's report, by default into its directory. Returns the lines to print. ``share``: without names of hosts and users,
-    and without absolute paths.
-    """
+    """Write a run's report, by default into its directory, and return the lines to print. ``share``: omit host names, user names
+    and absolute paths."""
     from hetero_mpi.report.page.document import write_report  # loads matplotlib
 
     run = read_run(run_dir)
-    usual = run_dir / (SHARED_NAME if share else REPORT_NAME)
-    written = write_report(anonymous(run) if share else run, output if output is not None else usual)
+    default = run_dir / (SHARED_NAME if share else REPORT_NAME)
+    written = write_report(anonymous(run) if share else run, output if output is not None else default)
     return [f"Report: {written}"]
 
 
 def compare(runs: list[Path]) -> list[str]:
-    """Runs side by side. Raises UserError: fewer than two, or one is no run."""
+    """Compare runs side by side. Raises UserError: fewer than two directories, or one without a run."""
     if len(runs) < 2:
-        raise UserError("compare.too_few_runs", f"compare needs two runs or more (got {len(runs)}): compare RUN RUN")
+        raise UserError("compare.too_few_runs", f"compare needs at least two runs (got {len(runs)}): compare RUN RUN")
     return comparison_lines([read_run(run) for run in runs])
 
 
 def baseline(job: Path | None, overrides: Sequence[str], profile: Path) -> list[str]:
-    """Was it worth adding the other devices? The best single device of a profile, or of a run's, against all together.
+    """Compare the best single device of a profile, or of a run's profile, with all devices together.
 
     Args:
-        job: None: the run's own; of a profile, one that trains the profile's model.
-        profile: a profile, or the directory of a run, whose plan and measured times are then what is compared.
+        job: the job; None: the run's job, or a job that trains the profile's model.
+        profile: a profile, or a run directory, whose plan and measured times are then compared.
 
     Raises:
-        UserError: the job and the profile do not fit each other, or nothing can do the job.
+        UserError: Job and profile do not match, or no device can run the job.
     """
     run = read_run(profile) if profile.is_dir() else None
-    cluster, request, remarks = _asked(job, overrides, profile, run)
+    cluster, request, remarks = _planning_inputs(job, overrides, profile, run)
     report = run.report if run is not None and run.report is not None else make_plan(cluster, request)
     singles = [alone(cluster, request, members[0]) for members in rank_classes(cluster)]
     tokens = report.plan.global_batch * report.plan.sequence_length
-    return baseline_lines(singles, report, cluster, tokens, run, [*remarks, *_sharing(cluster)])
+    return baseline_lines(singles, report, cluster, tokens, run, [*remarks, *_thread_remarks(cluster)])
 
 
-def _asked(
+def _planning_inputs(
     job: Path | None, overrides: Sequence[str], source: Path, run: PastRun | None
 ) -> tuple[ClusterProfile, PlanRequest, tuple[str, ...]]:
-    """The profile, and what the job asks, which must fit each other; a job that emulates stands in for the profile's model."""
+    """Return the profile, the planning request and remarks; the model of an emulating job replaces the profile's model."""
     if run is None:
         question = ask(job, overrides, source)
         return question.profile, question.request, question.remarks
-    loaded = (
-        load_job(job, overrides) if job is not None else job_from_tables(run.job, run.name, ".", overrides=overrides)
-    )
+    loaded = load_job(job, overrides) if job else job_from_tables(run.job, run.name, ".", overrides=overrides)
     if run.profile is not None and run.profile.emulated:
         train = loaded.job.train
         ranks = len(run.profile.devices)
@@ -90,18 +87,18 @@ def _check_batch(request: PlanRequest, report: PlanReport | None, source: Path) 
     if report is not None and (batch := report.plan.global_batch) != request.global_batch:
         raise UserError(
             "baseline.global_batch",
-            f"the same tokens are compared: {source} took {batch} sequences per step, the job says "
-            f"{request.global_batch}; add --set train.global_batch={batch}",
+            f"the global batch of {source}, {batch} sequences, differs from the job's, {request.global_batch}; to compare equal "
+            f"numbers of tokens, add --set train.global_batch={batch}",
         )
 
 
-def _sharing(profile: ClusterProfile) -> list[str]:
-    """A rank alone is predicted with its own threads."""
-    computing = [device for device in profile.devices if device.backend == "cpu"]
-    several = Counter(device.host for device in computing)
-    threads = {device.host: device.threads for device in computing if several[device.host] > 1}
+def _thread_remarks(profile: ClusterProfile) -> list[str]:
+    """Remarks on hosts with several CPU ranks: the prediction of a single rank uses only its share of the threads."""
+    cpu_devices = [device for device in profile.devices if device.backend == "cpu"]
+    cpu_ranks_by_host = Counter(device.host for device in cpu_devices)
+    threads = {device.host: device.threads for device in cpu_devices if cpu_ranks_by_host[device.host] > 1}
     return [
-        f"A rank alone on {host} is predicted with the {units.plural(own, 'thread')} that it has beside others; one process could "
-        "compute on all cores: `launch -np 1 -- train JOB --run-dir DIR` measures that, and `compare` then tells."
-        for host, own in sorted(threads.items())
+        f"The prediction of a single rank on {host} uses {units.plural(rank_threads, 'thread')}, its share of the cores; one "
+        "process could use all cores. To measure that, run `launch -np 1 -- train JOB --run-dir DIR`, then `compare`."
+        for host, rank_threads in sorted(threads.items())
     ]

@@ -120,9 +120,7 @@ def as_toml(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-REMOVED_KEYS = {
-    "train.stale_step": "was removed: every step applies all earlier updates first. Delete this key",
-}
+REMOVED_KEYS = {"train.stale_step": "was removed: every step applies all earlier updates first. Delete this key"}
 """Key of an earlier version -> its replacement, or what to do."""
 
 

@@ -89,7 +89,7 @@ def test_a_python_without_our_packages_gets_one_line(words: list[str], tmp_path:
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     (line,) = done.stderr.splitlines()[-1:]
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
-    assert line.startswith(f"This Python ({sys.executable}) lacks torch, mpi4py, numpy, transformers, ")
+    assert line.startswith(f"This Python ({sys.executable}) is missing packages: torch, mpi4py, numpy, transformers, ")
     assert "tomli-w" in line and f"`{sys.executable} -m pip install -e {ROOT}`" in line
 
 

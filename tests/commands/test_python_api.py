@@ -88,7 +88,7 @@ def test_every_rank_is_told_what_happens_in_its_order(followed: list[dict[str, A
 def test_a_loop_is_left_on_all_ranks_after_the_same_step(followed: list[dict[str, Any]]) -> None:
     for rank in followed:
         assert rank["left"][:2] == [3, None]
-        assert "a run of this program is under way" in rank["left"][2][0]
+        assert "another run of this program is active" in rank["left"][2][0]
         assert rank["sums"] == [3, 6, 9, 12, 15, 18]
         assert [loss is not None for loss in rank["went_on"]] == [True, False, True]
 

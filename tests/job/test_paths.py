@@ -79,7 +79,7 @@ def test_paths_that_are_no_utf8_are_refused_before_anything_is_made(
         monkeypatch.chdir(odd)
     assert main(words) == 2
     told = capsys.readouterr().err
-    assert "paths must be UTF-8" in told and "M\\udcfcller" in told and "convmv" in told
+    assert "is not UTF-8" in told and "M\\udcfcller" in told and "convmv" in told
     assert not os.path.exists(odd) or not os.listdir(odd)
 
 

@@ -94,7 +94,7 @@ def test_a_plan_edited_by_hand_is_costed_just_the_same(folder: Path, capsys: pyt
     assert found["step_s"] == simulate(edited, cluster()).step_s > found["planner_step_s"] == least_s
     assert found["lost"]["choice"] == pytest.approx(1 - least_s / found["step_s"])
     text = run(capsys, *arguments)
-    assert "given by hand" in text and "The planner's own plan: " in text and "this plan (the planner's own" in text
+    assert "given by hand" in text and "The planner's plan: " in text and "this plan (the planner's own" in text
     save_plan(make_plan_of((0, 2, 7), (0, 1), 8), "short.toml")
     assert "layers" in run(capsys, *arguments[:-1], "short.toml", code=2)
 
@@ -106,7 +106,7 @@ def test_a_plan_edited_by_hand_is_costed_just_the_same(folder: Path, capsys: pyt
         ("train.dtype=bf16", 'train.dtype = "bf16": the profile has "fp32"'),
         ("model.config={model_type='qwen3', num_hidden_layers=6}", 'model_type = "qwen3": the profile has "llama"'),
         ("model.config={model_type='llama', num_hidden_layers=9}", "9 blocks: the profile has 6"),
-        ("adapter.method=lora", 'adapter.method = "lora": the profile has training of all weights'),
+        ("adapter.method=lora", 'adapter.method = "lora": the profile has full fine-tuning'),
     ],
 )
 def test_a_profile_of_something_else_is_refused(
@@ -143,7 +143,7 @@ def test_the_schedule_can_be_named(folder: Path, capsys: pytest.CaptureFixture[s
     text = run(capsys, "simulate", "job.toml", "--profile", "profile.toml", "--schedule", "1f1b", "-o", "out")
     assert "Simulated step: " in text
     refused = run(capsys, *arguments, "--schedule", "split", "--set", "adapter.method=lora", code=2)
-    assert "an adapter leaves these frozen" in refused
+    assert "with an adapter the weights are frozen" in refused
 
 
 def test_what_limits_is_said_once_and_alternatives_are_priced(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -184,9 +184,7 @@ def test_a_plan_that_the_planner_would_not_make_is_costed(folder: Path, capsys: 
     small = (*arguments, "cluster.memory_bytes=97000", "--set", "train.recompute=false", "--set", "train.micro_batch=8")
     alone = json.loads(run(capsys, *small))
     assert alone["planner_step_s"] is None and alone["step_s"] > 0
-    assert "The planner has no plan of its own: the model does not fit" in run(
-        capsys, *(x for x in small if x != "--json")
-    )
+    assert "The planner finds no plan: the model does not fit" in run(capsys, *(x for x in small if x != "--json"))
     for found in (worse, alone):
         lost = found["lost"]
         assert sum(lost[cause] for cause in ("choice", "links", "memory", "granularity")) <= 1

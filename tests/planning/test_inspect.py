@@ -106,7 +106,7 @@ def test_inspect_shows_a_checkpoint(folder: Path, capsys: pytest.CaptureFixture[
     text = run(capsys, "inspect", "step-00000003.h5")
     assert "step 3 of 20" in text and "3.2500 at the last step" in text and "2.5000 at best" in text
     assert "model: qwen3, 28 blocks" in text and "method: LoRA" in text and "dtype: bf16" in text
-    assert "2 trained tensors, 16 numbers" in text and "torch 2.13.0" in text
+    assert "2 trained tensors with 16 elements" in text and "torch 2.13.0" in text
 
 
 def test_a_run_stands_for_its_profile_and_plan(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -137,10 +137,10 @@ def test_a_run_stands_for_its_profile_and_plan(folder: Path, capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("job.toml", JOB, "it looks like a job"),
-        ("odd.toml", "[odd]\na = 1\n", "neither a profile"),
-        ("odd.txt", "= = =", "neither an HDF5 nor a TOML file"),
-        ("cut.h5", "\x89HDF", "neither an HDF5 nor a TOML file"),
+        ("job.toml", JOB, "for a job file, use `plan`"),
+        ("odd.toml", "[odd]\na = 1\n", "not a profile"),
+        ("odd.txt", "= = =", "neither HDF5 nor TOML"),
+        ("cut.h5", "\x89HDF", "neither HDF5 nor TOML"),
     ],
 )
 def test_inspect_says_what_it_wants(

@@ -256,7 +256,7 @@ def test_inspection_reads_everything_and_names_damage(tmp_path: Path) -> None:
     text = "\n".join(checkpoint_lines(path))
     for part in (
         "after step 120 of 200",
-        "held-out loss: 1.2500",
+        "evaluation loss: 1.2500",
         "2 steps were skipped",
         "fingerprint f00d",
         "7 trained tensors",

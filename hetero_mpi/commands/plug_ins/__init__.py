@@ -1,10 +1,10 @@
-"""Commands that are a module each, beside those of ``options``: a module of this folder is the command of its name.
+"""Plug-in commands: each module of this folder is a command with the module's name, in addition to those of ``options``.
 
-A module holds
+A module defines
 
-    ABOUT             its line among all commands, and more behind a ``;``
-    add_options(add)  declares its options by ``add``, which is argparse's ``add_argument``
-    run(**options)    does it; returns lines or a text to print, or an exit code
+    ABOUT             summary in the list of commands; details after a ``;``
+    add_options(add)  declares options with ``add``, the ``add_argument`` of argparse
+    run(**options)    runs the command; returns lines or a text to print, or an exit code
 
-Every ``--help`` imports all of them: what takes long to import is imported inside ``run``.
+Every ``--help`` imports all plug-ins, so import slow packages inside ``run``.
 """
