@@ -1,4 +1,4 @@
-"""The kinds of devices, best first, and which device a rank opens."""
+"""Backends by preference, and the device that a rank opens."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from hetero_mpi.util.plug_ins import plug_in, plug_in_names
 FOLDER = "hetero_mpi.device.backends"
 _MODULES = sorted((plug_in(FOLDER, name) for name in plug_in_names(FOLDER)), key=lambda module: module.PREFERENCE)
 BACKENDS: dict[str, type[Backend]] = {kind.name: kind for kind in (*(module.BACKEND for module in _MODULES), Backend)}
-"""Best first; the CPU is always last."""
+"""Name -> backend, best first; the CPU is always last."""
 
 
 def available() -> list[str]:
-    """Backends this torch build and this machine offer, best first."""
+    """Backends that this torch build and this machine support, best first."""
     return [name for name in BACKENDS if usable(name)]
 
 
 def usable(name: str) -> tuple[int, ...]:
-    """Indices of the devices of a kind that ranks take unless told otherwise."""
+    """Indices of the devices of a backend that ranks use by default."""
     kind = BACKENDS[name]
     left_out = set(kind.unusable()) | kind.only_by_name()
     return tuple(index for index in range(kind.count()) if index not in left_out)
 
 
 def visible_devices(wanted: str) -> tuple[str, dict[int, str]]:
-    """(the backend that ``wanted`` means here, index of each of its usable GPUs -> what tells it from others of this host)."""
+    """Resolve ``wanted`` to a backend, and map the index of each of its usable GPUs to the GPU's identity on this host."""
     name = available()[0] if wanted == "auto" else wanted
     if name == "cpu":
         return name, {}
@@ -35,11 +35,11 @@ def visible_devices(wanted: str) -> tuple[str, dict[int, str]]:
 
 
 def open_backend(wanted: str, index: int | None = None) -> Backend:
-    """The backend of this rank, its device made current in this thread.
+    """Open the backend of this rank and make its device current in this thread.
 
-    ``index``: the GPU's number (``choice.device_of``); None: there is none, or other ranks take all that there are.
+    ``index``: number of the GPU (``choice.device_of``); None if there is no GPU for this rank.
 
-    :raises UserError: ``wanted`` is not to be had here.
+    Raises UserError: ``wanted`` is not available on this host.
     """
     if wanted == "auto":
         wanted = available()[0] if index is not None else "cpu"
@@ -48,7 +48,7 @@ def open_backend(wanted: str, index: int | None = None) -> Backend:
     if kind.count() == 0:
         raise UserError(
             "device.unavailable",
-            f"device {wanted!r} is asked for, but this host's torch {torch.__version__} offers {', '.join(available())}; "
+            f"device {wanted!r} is not available: torch {torch.__version__} on this host supports {', '.join(available())}; "
             f'install the torch build for that device, or set device = "auto" (in [cluster], or in hosts.toml)',
         )
     if index in reasons or (index is None and not usable(wanted)):

@@ -1,6 +1,6 @@
-"""The interface of a rank to its device: where tensors live, how they reach host memory, what the device can do. Here: of the CPU.
+"""Device interface of a rank: tensor placement, copies to and from host memory, capabilities. This module has the CPU backend.
 
-Every rank has one ``Backend``. Nothing outside this folder asks which vendor it is; GPUs are in ``backends/``.
+Every rank has one ``Backend``. Code outside this package does not depend on the vendor; ``backends/`` has the GPU backends.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ HOST = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes a rank may use, and how that came about in words."""
+    """Memory budget of a rank in bytes, and its derivation as text."""
 
     usable_bytes: int
     reason: str
@@ -38,17 +38,17 @@ class Memory:
 
 @dataclass(frozen=True)
 class Mark:
-    """A moment of a device's work (``Backend.mark``); here of one that was waited for, in seconds."""
+    """Point in time of a device's work (``Backend.mark``), here in seconds of a synchronised device."""
 
     at: Any
 
     def seconds_since(self, earlier: Mark) -> float:
-        """From an earlier mark of the same backend to this one; waits until the device has come so far."""
+        """Seconds from an earlier mark of the same backend to this mark; waits until the device reaches it."""
         return float(self.at - earlier.at)
 
 
 class RecordedMark(Mark):
-    """An event in a device's queue: nobody waits for the device until the time is asked for."""
+    """Device event, which waits for the device only when its time is read."""
 
     def seconds_since(self, earlier: Mark) -> float:
         self.at.synchronize()
@@ -56,40 +56,40 @@ class RecordedMark(Mark):
 
 
 class Copied:
-    """A copy between host memory and a device that was begun; this one has ended."""
+    """Handle of a copy between host memory and a device; this base class is a completed copy."""
 
     def done(self) -> bool:
-        """True where it has ended. Any thread may ask, at any time."""
+        """Whether the copy is complete. Callable from any thread at any time."""
         return True
 
     def wait(self) -> None:
-        """Return when it has ended."""
+        """Wait until the copy is complete."""
 
     def hold_compute(self) -> None:
-        """Let what this thread gives the device from now on begin after it."""
+        """Let later device work of this thread start only after the copy."""
 
 
 class Copying:
-    """Copies that have ended when they return: in host memory, and where a device has one queue for everything (MPS).
+    """Synchronous copies: in host memory, and on devices with a single queue (MPS).
 
-    A tensor is copied piece by piece, each as soon as it can be, while other pieces travel between hosts. Nothing here waits for
-    the whole device.
+    Tensors are copied in chunks, each as early as possible, while other chunks travel between hosts. No call waits for the whole
+    device.
     """
 
     beside = False
-    """True where any thread may begin a copy, beside what the device computes."""
+    """Whether any thread may start copies that overlap with computation."""
 
     def after_compute(self) -> None:
-        """Copies from now on begin when the device has done what this thread gave it so far."""
+        """Let later copies start only after the device work that this thread has submitted."""
 
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> Copied:
-        """Begin to copy a flat tensor over another one. Both live until it is done; host memory is a ``Backend.host_buffer``."""
+        """Start copying a flat tensor. Keep both alive until it is done; host memory must be a ``Backend.host_buffer``."""
         to.copy_(source)
         return Copied()
 
 
 class StreamCopying(Copying):
-    """Copies on a stream of their own (CUDA, ROCm, XPU), with pinned host memory by the GPU's copy engines."""
+    """Copies on a separate stream (CUDA, ROCm, XPU), by the GPU's copy engines with pinned host memory."""
 
     beside = True
 
@@ -101,7 +101,7 @@ class StreamCopying(Copying):
         self._stream.wait_stream(self._module.current_stream(self._device))
 
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> Copied:
-        # Any thread may come here: without its device made current first, leaving the stream would open a context on device 0.
+        # Any thread may call this; without the device made current first, leaving the stream would open a context on device 0.
         with self._module.device(self._device), self._module.stream(self._stream):
             to.copy_(source, non_blocking=True)
             event = self._module.Event()
@@ -124,9 +124,9 @@ class _OnStream(Copied):
 
 
 class Backend:
-    """The CPU, and what all backends have in common.
+    """CPU backend, and base class of all backends.
 
-    ``name`` is ``cpu``, ``cuda``, ``rocm``, ``xpu`` or ``mps``; ``device`` is torch's device.
+    ``name`` is ``cpu``, ``cuda``, ``rocm``, ``xpu`` or ``mps``; ``device`` is the torch device.
     """
 
     name = "cpu"
@@ -140,44 +140,44 @@ class Backend:
 
     @classmethod
     def count(cls) -> int:
-        """Devices of this kind that torch sees on this host."""
+        """Number of devices of this backend that torch sees on this host."""
         return 1
 
     @classmethod
     def unusable(cls) -> dict[int, str]:
-        """Index of every device that torch sees but has no kernels for -> why, and what to do."""
+        """Index of each device for which torch has no kernels -> reason and remedy."""
         return {}
 
     @classmethod
     def only_by_name(cls) -> set[int]:
-        """Indices of devices that a rank takes only where it is told to."""
+        """Indices of devices that a rank uses only on explicit request."""
         return set()
 
     def make_current(self) -> None:
-        """Calls of this thread that name no device mean this one from now on."""
+        """Make this device the default device of the calling thread."""
 
     def identity(self) -> str:
-        """A name that tells the device from others of its host; equal for two ranks that share one."""
+        """Unique name of the device on its host; equal for ranks that share the device."""
         return self.name
 
     def description(self) -> str:
-        """The device's name as a person knows it."""
+        """Product name of the device."""
         return processor_name()
 
     def architecture(self) -> str:
-        """Facts that decide, with torch's version, which kernels run: the device's generation, and the libraries below torch."""
+        """Device generation and libraries below torch, which with torch's version determine the kernels."""
         return f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
 
     def dtypes(self) -> tuple[str, ...]:
-        """Compute dtypes this device can train in."""
+        """Compute dtypes that this device supports for training."""
         return ("fp32", "bf16", "fp16")
 
     def products(self, dtype: str) -> str:
-        """The dtype in which matrices are multiplied where a job computes in ``dtype``."""
+        """Dtype of matrix products if a job computes in ``dtype``."""
         return dtype if self.name != "cpu" or has_products(dtype) else "fp32"
 
     def memory(self, sharing: int = 1) -> Memory:
-        """Memory for one rank, now, when ``sharing`` ranks divide the device's memory among themselves."""
+        """Memory that is available now to one of ``sharing`` ranks on this device."""
         free = self._free_memory()
         if sharing <= 1:
             return free
@@ -187,120 +187,120 @@ class Backend:
         return host_memory()
 
     def shares_host_memory(self) -> bool:
-        """True where the device computes in the host's own memory (CPUs, integrated GPUs)."""
+        """Whether the device computes in host memory (CPUs, integrated GPUs)."""
         return True
 
     def synchronize(self) -> None:
-        """Return when all work given to the device is done."""
+        """Wait until the device has finished all submitted work."""
 
     def finish_compute(self) -> None:
-        """Return when the device has computed what this thread gave it; copies beside it (``copying``) may go on."""
+        """Wait until the device has finished this thread's computation; copies (``copying``) may still run."""
         self.synchronize()
 
     def mark(self) -> Mark:
-        """The moment at which the device has computed what this thread gave it so far; in general it lies ahead. On the CPU by the
-        thread's processor time: what it waits for a core is no work."""
+        """Mark the point, usually in the future, at which the device finishes this thread's submitted work. On the CPU: the
+        thread's CPU time, which excludes waiting for a core."""
         self.finish_compute()
-        # Of a rank with several threads too: this one takes its share of every parallel region and does what is not parallel, which
-        # the time of all threads over their number counts by half. Beside 0 to 3 busy processes it stays within a tenth.
+        # Also with several threads: this thread does its share of each parallel region and all serial work, which the mean over all
+        # threads would undercount. Its CPU time stays within 10 % with 0 to 3 other busy processes.
         return Mark(time.thread_time())
 
     def copying(self) -> Copying:
-        """A new queue of copies between host memory and the device."""
+        """Create a queue of copies between host memory and the device."""
         return Copying()
 
     def begin_peak(self) -> None:
-        """``peak_bytes`` counts from now on: what came before (profiling, loading) does not belong to the training."""
-        with contextlib.suppress(OSError):  # no Linux: the peak counts since the process began
+        """Reset ``peak_bytes``, to exclude profiling and loading from the training's peak."""
+        with contextlib.suppress(OSError):  # not Linux: the peak counts since the start of the process
             Path("/proc/self/clear_refs").write_text("5")
 
     def peak_bytes(self) -> int:
-        """Highest memory since ``begin_peak``: resident set of the process on the CPU, allocated device memory elsewhere."""
+        """Peak memory since ``begin_peak``: resident set of the process on the CPU, allocated device memory on GPUs."""
         return _peak_resident_bytes()
 
     def used_bytes(self) -> int:
-        """The same memory now. From any thread."""
+        """Current memory, measured like ``peak_bytes``. Callable from any thread."""
         return int(psutil.Process().memory_info().rss)
 
     def sensors(self) -> dict[str, float]:
-        """``busy`` (a share), ``watts`` and ``celsius`` of an accelerator, as far as its vendor's library tells."""
+        """Readings ``busy`` (a share), ``watts`` and ``celsius`` that the vendor's library provides."""
         return {}
 
     def free_unused(self) -> None:
-        """Give memory that nobody refers to any more back to the system.
+        """Return unreferenced memory to the system.
 
-        Stages and their hooks refer to each other, so what is dropped lies about until Python's collector comes by; allocators
-        of devices do not call it before they say that memory is short.
+        Stages and their hooks form reference cycles, which stay allocated until Python's garbage collector runs; device allocators
+        do not run it before they raise out of memory.
         """
         gc.collect()
         return_freed_memory()
 
     def seed(self, seed: int) -> None:
-        """Seed every generator a module on this device may draw from."""
+        """Seed all random generators of this device."""
         torch.default_generator.manual_seed(seed)
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor in host memory, contiguous; the tensor itself where it is already there (no copy on CPU ranks)."""
+        """Return the tensor in contiguous host memory, without a copy on CPU ranks."""
         return tensor.detach().to(HOST).contiguous()
 
     def from_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A host tensor on the device; the tensor itself on CPU ranks."""
+        """Return a host tensor on the device, without a copy on CPU ranks."""
         return tensor.to(self.device)
 
     def host_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Uninitialised host memory that lasts, of the kind that is copied into fastest."""
+        """Allocate a long-lived, uninitialised host buffer for fast copies."""
         memory = huge_pages.empty(math.prod(shape) * dtype.itemsize)
-        if memory.size == 0:  # torch cannot view nothing as another type
+        if memory.size == 0:  # torch cannot view an empty buffer as another type
             return torch.empty(tuple(shape), dtype=dtype)
         self._pin(memory)
         return torch.from_numpy(memory).view(dtype).view(tuple(shape))
 
     def shares_keys(self, dtype: torch.dtype) -> bool:
-        """True where attention takes keys and values that several heads share as they are; else they are repeated before."""
+        """Whether attention supports shared keys and values (GQA) directly, without repeating them per head."""
         return True
 
     def _pin(self, memory: np.ndarray) -> None:
-        """Let the device copy by itself from and to ``memory``, as long as that lives."""
+        """Pin ``memory`` for its lifetime, so that the device can copy directly."""
 
 
 def best_dtype(ranks: list[tuple[str, list[str]]]) -> tuple[str, str]:
-    """(compute dtype for all ranks, the reason), from each rank's (backend name, dtypes).
+    """Choose the compute dtype of all ranks, and the reason, from each rank's (backend name, dtypes).
 
-    Accelerators decide: bf16 where all of them have it, else fp16; CPUs follow, if need be with products in fp32
-    (``Backend.products``). CPUs alone compute in fp32, which most of them do faster than narrow types.
+    With accelerators: bf16 if all of them support it, else fp16; CPU ranks follow, if necessary with matrix products in fp32
+    (``Backend.products``). CPUs only: fp32, which is faster than 16-bit types on most CPUs.
     """
     accelerators = [(rank, name, dtypes) for rank, (name, dtypes) in enumerate(ranks) if name != "cpu"]
     if not accelerators:
-        return "fp32", "all ranks are CPUs, and most of these are slower in narrow types"
+        return "fp32", "all ranks are CPUs, most of which are slower in 16-bit types"
     without = [f"rank {rank} ({name})" for rank, name, dtypes in accelerators if "bf16" not in dtypes]
     if not without:
-        return "bf16", "every rank can compute in it"
+        return "bf16", "every rank supports it"
     if all("fp16" in dtypes for _, _, dtypes in accelerators):
         return "fp16", f"{', '.join(without)} cannot compute in bf16"
-    return "fp32", f"{', '.join(without)} can compute neither in bf16 nor in fp16"
+    return "fp32", f"{', '.join(without)} supports neither bf16 nor fp16"
 
 
 def host_bytes(tensor: torch.Tensor) -> np.ndarray:
-    """The memory of a contiguous host tensor as a flat ``uint8`` array, without a copy (numpy has no bfloat16)."""
+    """View a contiguous host tensor as a flat ``uint8`` array, since numpy has no bfloat16."""
     return tensor.detach().view(-1).view(torch.uint8).numpy()
 
 
 def return_freed_memory() -> None:
-    """Give memory freed inside the process back to the system, where the C library keeps it (glibc).
+    """Return freed memory that glibc keeps to the system.
 
-    Packing weights frees many medium-sized blocks between small ones that stay; without this the resident set of a rank is
-    twice its share after loading NF4 weights.
+    Quantising weights frees many medium-sized blocks between small live ones; without this, the resident set of a rank doubles
+    after loading NF4 weights.
     """
-    with contextlib.suppress(OSError, AttributeError):  # another C library (musl, macOS) decides by itself
+    with contextlib.suppress(OSError, AttributeError):  # other C libraries (musl, macOS) have no malloc_trim
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def host_memory() -> Memory:
-    """The host's memory that is free now, for all its ranks together."""
+    """Free memory of the host, for all its ranks together."""
     memory = psutil.virtual_memory()
     limit = host_limits.free_bytes()
     if limit is not None and limit < memory.available:
-        return Memory(limit, f"{gigabytes(limit)} left under the control group's limit")
+        return Memory(limit, f"{gigabytes(limit)} left under the cgroup limit")
     return Memory(
         memory.available,
         f"{gigabytes(memory.available)} free of {gigabytes(memory.total)} on the host, after other programs",
@@ -308,7 +308,7 @@ def host_memory() -> Memory:
 
 
 def _peak_resident_bytes() -> int:
-    """Linux counts it since ``/proc/self/clear_refs`` was written; ``getrusage`` never forgets."""
+    """Peak resident bytes: on Linux since the last write to ``/proc/self/clear_refs``; elsewhere since the process started."""
     try:
         status = Path("/proc/self/status").read_text()
         return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM:")) * 1024
@@ -320,12 +320,12 @@ def _peak_resident_bytes() -> int:
 
 
 def gigabytes(number: int) -> str:
-    """For people: ``12.3 GB``."""
+    """Format bytes as ``12.3 GB``."""
     return f"{number / 1e9:.1f} GB"
 
 
 def processor_name() -> str:
-    """The processor's name as a person knows it."""
+    """Product name of the processor."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

@@ -1,8 +1,7 @@
-"""Which device a rank takes: what the job says, what its host says, and which GPUs its neighbours take. No torch here.
+"""Choice of a rank's device from the job, its host and the GPUs of other local ranks. Does not import torch.
 
-Local rank i takes GPU i of those that it sees. Ranks of one host may see different GPUs: two Pythons whose torch builds are
-for different vendors, or a launcher that gives each rank a GPU of its own. So GPUs are counted among the ranks that see the
-same ones.
+Local rank i uses GPU i of its visible GPUs. Ranks of one host may see different GPUs: torch builds for different vendors, or a
+launcher that assigns one GPU per rank. So GPUs are counted among the ranks that see the same GPUs.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ from hetero_mpi.util.errors import UserError
 from hetero_mpi.util.plug_ins import plug_in_names
 
 DEVICE_VARIABLE = "HETERO_MPI_DEVICE"
-"""Environment variable with the device of a host's ranks; goes before ``[cluster] device``, which is about all hosts."""
+"""Environment variable with the device of a host's ranks; overrides ``[cluster] device``, which applies to all hosts."""
 CORES_PER_GPU = 2.0
-"""Its rank's two threads: one gives work to the GPU, the other moves messages."""
+"""Cores of a GPU rank's two threads: one submits work to the GPU, the other communicates."""
 _GPUS = plug_in_names("hetero_mpi.device.backends")
 DEVICE = re.compile(rf"auto|cpu|({'|'.join(_GPUS)})(:\d+)?")
 DEVICE_RULE = ", ".join(f'"{name}"' for name in ("auto", "cpu", *_GPUS)) + ', or one GPU of them, such as "cuda:1"'
@@ -26,42 +25,42 @@ DEVICE_RULE = ", ".join(f'"{name}"' for name in ("auto", "cpu", *_GPUS)) + ', or
 
 @dataclass(frozen=True)
 class Wish:
-    """A device that is asked for."""
+    """A requested device."""
 
     name: str
     """``auto`` or a backend's name."""
     gpu: int | None = None
-    """Which one; None: the next that no lower rank takes."""
+    """Number of the GPU; None: the next one without a lower rank."""
 
 
 @dataclass(frozen=True)
 class VisibleDevices:
-    """The GPUs that a rank sees before it takes one."""
+    """GPUs visible to a rank."""
 
     host: str
     backend: str
     devices: tuple[tuple[int, str], ...]
-    """Number of every GPU it may take -> what tells it from others of the host."""
+    """Pairs of the number of a usable GPU and its identity on the host."""
     gpu: int | None
-    """The number of the one it was told to take."""
+    """Number of the explicitly requested GPU."""
 
 
 def wish(job_device: str, environment: Mapping[str, str]) -> Wish:
-    """The device that this rank shall compute on: ``DEVICE_VARIABLE`` of its environment, else the job's ``[cluster] device``.
+    """Requested device of this rank: ``DEVICE_VARIABLE`` of its environment, else the job's ``[cluster] device``.
 
-    :raises UserError: the variable holds no device.
+    Raises UserError: the value of the variable is not a device.
     """
     text = environment.get(DEVICE_VARIABLE) or job_device
     if not DEVICE.fullmatch(text):
         raise UserError(
-            "device.environment", f"The environment variable {DEVICE_VARIABLE} must be {DEVICE_RULE}; it is {text!r}."
+            "device.environment", f"The environment variable {DEVICE_VARIABLE} must be {DEVICE_RULE}; got {text!r}."
         )
     name, _, gpu = text.partition(":")
     return Wish(name, int(gpu) if gpu else None)
 
 
 def device_of(rank: int, places: Sequence[VisibleDevices]) -> int | None:
-    """The number of the GPU that ``rank`` takes, given what all ranks see; None where lower ranks take all of them."""
+    """Number of the GPU for ``rank``, given the visible GPUs of all ranks; None if lower ranks use all of them."""
     own = places[rank]
     if own.gpu is not None:
         return own.gpu
@@ -71,22 +70,21 @@ def device_of(rank: int, places: Sequence[VisibleDevices]) -> int | None:
 
 @dataclass(frozen=True)
 class Cores:
-    """The cores that a rank may compute on."""
+    """CPU cores available to a rank."""
 
     host: str
     numbers: tuple[int, ...]
-    """Numbers of the cores that it may run on (a launcher may have bound it to a few)."""
+    """Numbers of the cores in its affinity mask (a launcher may bind it to a few)."""
     quota: float | None
-    """Cores' worth of time that its host's ranks may use together; None: no limit."""
+    """CPU quota of the host's ranks together, in cores; None: no limit."""
     computes: bool
-    """Its processor is its device; else it only feeds a GPU."""
+    """Whether the CPU is its device; else the rank only feeds a GPU."""
 
 
 def cores_of(rank: int, ranks: Sequence[Cores]) -> float:
-    """The cores that ``rank`` can count on: every core counts 1 / the ranks of its host that may run on it, and less where a quota
-    allows their cores not all of the time.
+    """Number of cores for ``rank``: each core counts 1 / (ranks that may run on it), scaled down by a quota.
 
-    A rank that feeds a GPU leaves what it has beyond ``CORES_PER_GPU`` to those ranks that compute on the same cores.
+    A GPU rank leaves its cores beyond ``CORES_PER_GPU`` to the CPU ranks on the same cores.
     """
     own = ranks[rank]
     users = Counter(core for one in ranks if one.host == own.host for core in one.numbers)

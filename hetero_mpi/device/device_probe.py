@@ -1,6 +1,6 @@
-"""``python -m hetero_mpi.device.device_probe``: one JSON line about torch and the devices it offers in this environment.
+"""``python -m hetero_mpi.device.device_probe``: print one JSON line about torch and its devices in this environment.
 
-A process of its own, because a torch build that does not fit its driver may end the process that imports it.
+Runs in a separate process, because a torch build that does not match its driver may crash the importing process.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from hetero_mpi.device.backend import Backend
 
 _WSL_CUDA = Path("/usr/lib/wsl/lib/libcuda.so.1")
-"""Windows puts it into WSL where NVIDIA's driver is installed. ``/dev/dxg`` is no such sign: it exists for every vendor's GPU."""
+"""File that Windows adds to WSL with NVIDIA's driver. ``/dev/dxg`` does not identify NVIDIA, as it exists for all GPUs."""
 
 
 def devices_seen() -> dict[str, Any]:
@@ -32,7 +32,7 @@ def devices_seen() -> dict[str, Any]:
     devices, errors = [], {}
     for name in available():
         for index in usable(name):
-            try:  # a device that is full, or held by another program, must not hide the others
+            try:  # a device that is full, or used by another program, must not hide other devices
                 devices.append(_seen(BACKENDS[name](index)))
             except Exception as error:
                 errors[f"{name}:{index}"] = " ".join(str(error).split())
@@ -56,7 +56,7 @@ def _seen(backend: Backend) -> dict[str, Any]:
 
 
 def _error(name: str) -> str:
-    """The words of torch when the backend is started all the same; "" if it says nothing."""
+    """Error message of torch when starting the backend anyway; "" without an error."""
     import torch
 
     if name == "mps":
@@ -69,7 +69,7 @@ def _error(name: str) -> str:
 
 
 def drivers() -> dict[str, str]:
-    """Version (or "yes") of the loaded kernel drivers ``nvidia``, ``amdgpu``, ``intel``. torch is not asked."""
+    """Version (or "yes") of the loaded kernel drivers ``nvidia``, ``amdgpu``, ``intel``, without torch."""
     found = {}
     for name, file in (("nvidia", "/sys/module/nvidia/version"), ("amdgpu", "/sys/module/amdgpu/version")):
         try:

@@ -1,6 +1,6 @@
-"""``python -m hetero_mpi.device.operators cuda 1``: six operators on a device, against the same in fp64 on the CPU.
+"""``python -m hetero_mpi.device.operators cuda 1``: compare six operators on a device with fp64 on the CPU.
 
-A process of its own, which ``self_test`` starts and listens to, because a driver or a kernel may end the process that meets it.
+Runs as a subprocess of ``self_test``, because a driver or a kernel may crash its process.
 Outputs and gradients of what training computes with are compared, and bytes that were copied to the device and back. The start of a
 run calls ``product_on`` only.
 """
@@ -32,13 +32,13 @@ from hetero_mpi.device.shortage import is_out_of_memory
 from hetero_mpi.util.background import start_unattended
 
 ALLOWED = {"fp32": 1e-3, "bf16": 5e-2, "fp16": 2e-2}
-"""Largest difference of a tensor from the CPU's, norm by norm: several times what rounding makes of it, far less than an error."""
+"""Largest relative difference (of norms) from the CPU: several times the rounding error, far below a wrong result."""
 _TOKENS, _WIDTH, _INNER = 192, 256, 512
-"""192 = 64 modulo 128, where cuDNN's masked attention gave gradients that are no numbers (pytorch#196678)."""
+"""192 = 64 modulo 128, where cuDNN's masked attention produced NaN gradients (pytorch#196678)."""
 _HEADS, _GROUPS, _HEAD_WIDTH = 4, 2, 64
 _COPY_BYTES, _COPIES = 64 << 20, 5
 Compared = Iterator[tuple[str, Tensor, Tensor]]
-"""Name of a tensor, the tensor as the device has it, as it should be (fp64, on the host)."""
+"""Name of a tensor, the device's tensor, and the expected tensor (fp64, on the host)."""
 Operator = Callable[[Backend, torch.dtype], Compared]
 
 
@@ -52,7 +52,7 @@ def _random(*shape: int) -> Tensor:
 def _both_ways(
     backend: Backend, leaves: Mapping[str, Tensor], function: Callable[..., Tensor], exact: Callable[..., Tensor]
 ) -> Compared:
-    """The output and the gradient of every argument: of ``function`` on the device, of ``exact`` in fp64."""
+    """Compare output and gradients of ``function`` on the device with ``exact`` in fp64."""
     sides = []
     for values, compute in (
         ([backend.from_host(leaf.clone()) for leaf in leaves.values()], function),
@@ -76,7 +76,7 @@ def _product(backend: Backend, dtype: torch.dtype) -> Compared:
 
 
 def _loss(backend: Backend, dtype: torch.dtype) -> Compared:
-    """A sum: a mean's gradients are too small for fp16."""
+    """Summed, as the gradients of a mean are too small for fp16."""
 
     def summed(logits: Tensor) -> Tensor:
         targets = torch.arange(_TOKENS, device=logits.device) * 7 % _INNER
@@ -115,18 +115,15 @@ def _attention(masked: bool, backend: Backend, dtype: torch.dtype) -> Compared:
     queries[..., 0], keys[..., 0] = 1.0, -120 * math.sqrt(_HEAD_WIDTH)
     leaves |= {"queries": queries.to(dtype), "keys": keys.to(dtype)}
     for name, found, _ in _both_ways(backend, leaves, on_device, exact):
-        # How well -120 and a little is rounded is not at issue.
+        # Rounding of values near -120 is not tested.
         yield f"{name}, logits of -120", torch.isfinite(found).all().float(), torch.ones(())
 
 
 def _adamw(backend: Backend, _: torch.dtype) -> Compared:
     start, gradients = _random(256, 64), [_random(256, 64) for _ in range(3)]
     sides = []
-    for dtype, device, fused in (
-        (torch.float32, backend.device, True),
-        (torch.float64, HOST, False),
-    ):
-        first = start.to(dtype)  # on the host: a GPU may know no fp64
+    for dtype, device, fused in ((torch.float32, backend.device, True), (torch.float64, HOST, False)):
+        first = start.to(dtype)  # on the host, as a GPU may lack fp64
         weight = nn.Parameter(first.clone().to(device))
         adamw = torch.optim.AdamW([weight], lr=1e-2, weight_decay=0.1, fused=fused, foreach=None if fused else False)
         for gradient in gradients:
@@ -138,7 +135,7 @@ def _adamw(backend: Backend, _: torch.dtype) -> Compared:
 
 
 def _nf4(backend: Backend, dtype: torch.dtype) -> Compared:
-    """A product with weights that were packed on the host: unpacked, both ways, and with one row, which has its own kernel."""
+    """Products with NF4 weights quantised on the host: dequantised, forward and backward, and with one row (separate kernel)."""
     from bitsandbytes import matmul_4bit
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
@@ -158,7 +155,7 @@ def _nf4(backend: Backend, dtype: torch.dtype) -> Compared:
 
 
 def _checks(backend: Backend) -> dict[str, Callable[[Backend], Result]]:
-    """Name -> check, of all that the device can do."""
+    """Name -> check, for all capabilities of the device."""
     operators: dict[str, Operator] = {"product": _product, "loss": _loss}
     operators |= {"attention": partial(_attention, False), "masked attention": partial(_attention, True)}
     operators |= {"NF4 product": _nf4} if importlib.util.find_spec("bitsandbytes") is not None else {}
@@ -170,7 +167,7 @@ def _checks(backend: Backend) -> dict[str, Callable[[Backend], Result]]:
 
 
 def product_on(backend: Backend) -> Result:
-    """Compare one product on the device, both ways, with the CPU's."""
+    """Compare one product on the device, forward and backward, with the CPU."""
     try:
         return _compare("product fp32", _product, "fp32", backend)
     except Exception as error:  # whatever a driver may say
@@ -191,7 +188,7 @@ def _compare(check: str, operator: Operator, dtype: str, backend: Backend) -> Re
 
 
 def copies(backend: Backend) -> Result:
-    """Whether bytes are the same after a way to the device and back, and bytes per second, by direction and kind of host memory."""
+    """Check a round trip of bytes to the device, and measure bytes per second by direction and kind of host memory."""
     begin = time.perf_counter()
     there, back = (torch.empty(_COPY_BYTES, dtype=torch.uint8, device=backend.device) for _ in range(2))
     pinned = [backend.host_buffer((_COPY_BYTES,), torch.uint8) for _ in range(2)]
@@ -223,7 +220,7 @@ def copies(backend: Backend) -> Result:
 
 
 def about(backend: Backend) -> dict[str, str]:
-    """Facts that a reader of the results must know; no host's name and no path."""
+    """Environment of the results, without host names and paths."""
     return {
         "device": backend.description(),
         "architecture": backend.architecture(),

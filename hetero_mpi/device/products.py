@@ -1,4 +1,4 @@
-"""Products on processors without units for a narrow dtype: computed in fp32, rounded once.
+"""Matrix products in 16-bit dtypes on CPUs without hardware support: computed in fp32, rounded once.
 
 torch multiplies bf16 and fp16 one by one where oneDNN has no kernel for the processor, some 30 times slower than fp32. Here its
 operators are replaced for such tensors, below autograd, so that forward and backward of every model go through them; tensors stay
@@ -18,14 +18,14 @@ import torch
 
 _NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _SIDE = 2048
-"""Rows and columns that are copied to fp32 at once, 16 MB: a whole matrix of a head would take gigabytes."""
+"""Rows and columns copied to fp32 at once (16 MB), since the matrix of an LM head would take gigabytes."""
 _widened: set[torch.dtype] = set()
 _kept: list[torch.library.Library] = []
-"""Operators stay replaced for as long as their library exists."""
+"""Libraries of replaced operators, which must stay alive."""
 
 
 def has_products(dtype: str) -> bool:
-    """True where this processor multiplies matrices of a compute dtype about as fast as of fp32."""
+    """Whether this CPU multiplies matrices of a compute dtype about as fast as in fp32."""
     if dtype not in _NARROW:
         return True
     try:
@@ -35,7 +35,7 @@ def has_products(dtype: str) -> bool:
 
 
 def widen_products(dtype: str) -> None:
-    """From now on this process computes products of ``dtype`` on its processor in fp32."""
+    """Let this process compute CPU products of ``dtype`` in fp32."""
     _widened.add(_NARROW[dtype])
     if _kept:
         return
@@ -59,7 +59,7 @@ def _mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 def _mm_out(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
     out.resize_(a.shape[0], b.shape[1])
-    return _matrices(out, a, b, 0, 1, out)  # of an addend times 0 nothing is read
+    return _matrices(out, a, b, 0, 1, out)  # beta = 0 ignores the addend
 
 
 def _addmm(added: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: float = 1, alpha: float = 1) -> torch.Tensor:
@@ -70,7 +70,7 @@ def _matrices(
     added: torch.Tensor, a: torch.Tensor, b: torch.Tensor, beta: float, alpha: float, out: torch.Tensor
 ) -> torch.Tensor:
     """``beta * added + alpha * a @ b`` in ``out``."""
-    single = a.shape[0] == 1  # torch has its own for this, faster than fp32: a token that is generated
+    single = a.shape[0] == 1  # torch's kernel for one row (token generation) is faster than fp32
     if single or a.dtype not in _widened or b.dtype is not a.dtype:
         return torch.addmm(added, a, b, beta=beta, alpha=alpha, out=out)
     added = added.expand(out.shape)
@@ -107,13 +107,13 @@ def _baddbmm(
 
 
 def _batches(a: torch.Tensor, b: torch.Tensor) -> Iterator[slice]:
-    """Parts of a batch of products ``a @ b``."""
+    """Split a batch of products ``a @ b`` into parts."""
     (batch, rows, inner), columns = a.shape, b.shape[2]
     return _parts(batch, max(1, _SIDE * _SIDE // max(1, rows * inner, inner * columns, rows * columns)))
 
 
 def _parts(length: int, size: int) -> Iterator[slice]:
-    """At least one, also of nothing."""
+    """Slices of a range; at least one, even if empty."""
     return (slice(first, first + size) for first in range(0, max(1, length), size))
 
 

@@ -1,6 +1,6 @@
-"""The self-test of a device: ``operators`` in a process of its own, which may crash or hang, and what it found.
+"""Self-test of a device: runs ``operators`` in a subprocess, which may crash or hang, and collects its results.
 
-Nothing but the standard library is needed here, as it also runs where torch cannot be imported.
+Uses only the standard library, to work without a usable torch.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import IO, Any
 from hetero_mpi.util.background import lines_of
 
 PATIENCE_S = 120.0
-"""How long a check may take; importing torch from a cold network disk is one."""
+"""Maximum seconds per check, including the import of torch from a cold network disk."""
 OPENING = "opening the device"
 MARK = "self-test: "
-"""Before every line of the process: first ``{"about": ..., "checks": [names]}``, then a ``Result`` for each check in turn."""
+"""Prefix of output lines: first ``{"about": ..., "checks": [names]}``, then a ``Result`` per check."""
 _ENDING_S = 10.0
 _PATH = re.compile(r"(?<![\w:/])/(?:[^\s/'\":,]+/)+")
 _REMEDIES = {
@@ -33,12 +33,12 @@ _REMEDIES = {
     "known: pytorch#160787 (Intel Arc), pytorch#196678 (cuDNN)",
     "copies": "check the GPU's seat and riser, its driver, and the host's memory",
 }
-"""Part of a check's name -> what to do where it fails."""
+"""Part of a check's name -> remedy for a failure."""
 
 OTHER_KERNELS = (
     "; a processor's own GPU may take its nearest relative's: HSA_OVERRIDE_GFX_VERSION=11.0.0 (10.3.0 before RDNA 3)"
 )
-"""Another remedy for an AMD GPU for which ROCm has no kernels."""
+"""Additional remedy for an AMD GPU without ROCm kernels."""
 
 
 @dataclass(frozen=True)
@@ -47,20 +47,20 @@ class Result:
 
     check: str
     worst: float | None = None
-    """Largest difference from the CPU's numbers, relative to their norm; None: not a number, or never measured."""
+    """Largest difference from the CPU, relative to the norm; None if NaN or not measured."""
     allowed: float = 0.0
     what: str = ""
-    """Which tensor differs so."""
+    """Tensor with this difference."""
     took_s: float = 0.0
     error: str = ""
     short: bool = False
-    """Memory was short, so that nothing was found out."""
+    """Out of memory, so that the check has no result."""
     speeds: dict[str, float] = field(default_factory=dict)
     """Kind of copy -> bytes/s."""
 
     @property
     def problem(self) -> str:
-        """The fault in words; "" where there is none."""
+        """Description of the failure; "" without one."""
         if self.short:
             return ""
         if self.error:
@@ -87,11 +87,11 @@ class SelfTest:
 
     @property
     def problems(self) -> list[str]:
-        """A line for every check that failed."""
+        """A line per failed check."""
         return [f"{result.check}: {result.problem}" for result in self.results if result.problem]
 
     def remedy(self) -> str:
-        """The remedy for the first failure, which those after it may follow from."""
+        """Remedy for the first failure, which may cause the later ones."""
         failed = next(result for result in self.results if result.problem)
         if "no kernel image" in failed.error or "invalid device function" in failed.error:
             text = "install a torch build that has kernels for it (docs/devices.md, Which torch for which GPU)"
@@ -104,7 +104,7 @@ class SelfTest:
         return "; ".join(texts) or text
 
     def with_result(self, result: Result) -> SelfTest:
-        """The test with one more result, in whose text no path stands: it may hold names of people."""
+        """Return the test with one more result, without paths in its text, as they may contain user names."""
         return replace(self, results=(*self.results, replace(result, error=_PATH.sub("", result.error))))
 
     def to_dict(self) -> dict[str, Any]:
@@ -112,12 +112,12 @@ class SelfTest:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> SelfTest:
-        """The inverse of ``to_dict``, JSON in between."""
+        """Restore from ``to_dict``, after a JSON round trip."""
         return cls(**{**values, "results": tuple(Result(**result) for result in values["results"])})
 
 
 def self_test(backend: str, index: int, patience_s: float = PATIENCE_S) -> SelfTest:
-    """Run the checks of all that the device can do.
+    """Run the checks for all capabilities of the device.
 
     ``patience_s``: a check that takes longer has failed, and its process is killed.
     """
@@ -131,7 +131,7 @@ def self_test(backend: str, index: int, patience_s: float = PATIENCE_S) -> SelfT
         lines = lines_of(process.stdout)
         try:
             while waiting and (line := lines.get(timeout=patience_s)) is not None:
-                if not line.startswith(MARK):  # a library's own words
+                if not line.startswith(MARK):  # output of a library
                     continue
                 value = json.loads(line.removeprefix(MARK))
                 if "checks" in value:
@@ -147,8 +147,8 @@ def self_test(backend: str, index: int, patience_s: float = PATIENCE_S) -> SelfT
 
 
 def _end(process: subprocess.Popen[str], complaints: IO[str]) -> str:
-    """How a process came to its end before it was done, in words."""
-    with contextlib.suppress(subprocess.TimeoutExpired):  # a driver may hold it
+    """Describe how a process ended early."""
+    with contextlib.suppress(subprocess.TimeoutExpired):  # a driver may block it
         process.wait(_ENDING_S)
     code = process.returncode or 0
     if code < 0:
@@ -159,7 +159,7 @@ def _end(process: subprocess.Popen[str], complaints: IO[str]) -> str:
 
 
 def text_of(test: SelfTest, driver: str) -> list[str]:
-    """Lines for an issue: no host's name, no path.
+    """Lines for a bug report, without host names and paths.
 
     ``driver``: version of the device's kernel driver; "": not known, or it has none.
     """

@@ -1,4 +1,4 @@
-"""Shortages of memory: processes that the kernel killed for it, and errors that mean it. Without torch, but for errors."""
+"""Out of memory: processes killed by the kernel, and recognition of OOM errors. Imports torch only for errors."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ def memory_kills(counters: Path = Path("/proc/vmstat")) -> int:
 
 
 def memory_kills_text(kills: dict[str, int]) -> str:
-    """The text for a person. ``kills``: host -> processes killed meanwhile; "" where there are none."""
+    """Describe OOM kills. ``kills``: host -> number of killed processes; returns "" without kills."""
     told = [
-        f"the kernel of {host} killed {count} process{'es' if count > 1 else ''} for lack of memory"
+        f"the kernel of {host} killed {count} process{'es' if count > 1 else ''} because it ran out of memory"
         for host, count in kills.items()
         if count > 0
     ]
@@ -24,7 +24,7 @@ def memory_kills_text(kills: dict[str, int]) -> str:
         return ""
     return (
         f"{', '.join(told)} meanwhile (`oom_kill` in /proc/vmstat). Raise the limit of the control group (SLURM: --mem; Docker: "
-        "--memory), end what else takes memory there, or let the planner give its ranks less: --set plan.memory_reserve=0.2, or "
+        "--memory), stop other programs on that host, or lower the planner's memory budget: --set plan.memory_reserve=0.2, or "
         "--set cluster.memory_bytes=8000000000 per rank"
     )
 
@@ -42,11 +42,11 @@ _SIGNS = (
     "UR_RESULT_ERROR_OUT_OF_RESOURCES",
     "Invalid buffer size",
 )
-"""Words of allocators, libraries beneath torch and drivers in a plain RuntimeError: CPU, cuBLAS, cuDNN, SYCL (XPU), Metal."""
+"""OOM phrases in a RuntimeError of allocators, libraries below torch and drivers: CPU, cuBLAS, cuDNN, SYCL (XPU), Metal."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """True where the error means that memory was short, whoever says it."""
+    """Whether an error of any library means out of memory."""
     import torch
 
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):

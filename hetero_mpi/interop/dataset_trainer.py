@@ -1,7 +1,7 @@
-"""A trainer that takes what transformers' and TRL's trainers take: a data set in memory, and their arguments.
+"""Trainer with the interface of transformers' and TRL's trainers: a data set in memory, and their arguments.
 
-Their arguments become keys of a job by the table that translates their files (``interop.other_tools``). One that was changed from
-its default and has no counterpart here is refused by its name; where only speed, memory or output depend on it, it is told instead.
+Arguments become keys of a job by the tables for their files (``interop.other_tools``). A non-default argument without counterpart
+is rejected by name, or only reported if it just affects speed, memory or output.
 """
 
 from __future__ import annotations
@@ -36,30 +36,30 @@ _OBJECTIVES = {
     "KTOConfig": "kto",
     "ORPOConfig": "orpo",
 }
-"""Class of arguments -> what is trained, as TRL calls it."""
+"""Class of arguments -> TRL's name of the objective."""
 _RECORDS = ("messages", "conversations", "prompt", "instruction", "chosen")
-"""Keys by which a row is a record; others are texts."""
+"""Keys that identify a row as a record; other rows are texts."""
 _ELSEWHERE = "set XDG_CACHE_HOME to a directory that you can write to"
 
 
 class DatasetTrainer:
-    """Trains a model on a data set (``hetero_mpi.Trainer``). Under mpirun every rank makes one, with equal arguments; rank 0's data
-    count.
+    """Train a model on a data set (``hetero_mpi.Trainer``). Under mpirun, create one on every rank with equal arguments; rank 0's
+    data count.
 
     Args:
-        model: a model's directory, or a model of the hub.
+        model: model directory, or name of a model on the Hugging Face Hub.
         dataset: a ``datasets.Dataset``, or a list of dicts: ``text``, ``messages``, ``prompt`` and ``completion``, pairs ...
         args: ``SFTConfig``, ``TrainingArguments``, ``DPOConfig``, ``KTOConfig`` or ``ORPOConfig``; or a dict of such arguments.
-        eval_dataset: rows of the same kind.
+        eval_dataset: evaluation rows of the same kind.
         processing_class: a tokenizer; None: the model's.
-        peft_config: a ``LoraConfig``; None: all weights are trained.
-        set: keys of the job over all that, ``{"model.quantization": "nf4"}``.
+        peft_config: a ``LoraConfig``; None: full fine-tuning.
+        set: overrides of job keys, such as ``{"model.quantization": "nf4"}``.
 
     Attributes:
-        told: a line for those of the arguments that have no effect here, of each reason; ``train`` prints them.
+        told: a line per reason for arguments without effect; ``train`` prints them.
 
     Raises:
-        UserError: with each argument that is not taken, the reason, and what to use instead.
+        UserError: Lists each unsupported argument with the reason and an alternative.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class DatasetTrainer:
     ) -> None:
         if not isinstance(model, (str, Path)):
             raise UserError(
-                "trainer.model", f"model: must be a directory or a name of the hub, not a {type(model).__name__}"
+                "trainer.model", f"model: must be a directory or the name of a Hub model, not a {type(model).__name__}"
             )
         if not isinstance(processing_class, (str, Path, NoneType)) and not hasattr(processing_class, "save_pretrained"):
             raise UserError(
@@ -102,7 +102,7 @@ class DatasetTrainer:
         refused += _adapter(values, model, peft_config)
         if refused:
             raise UserError(
-                "trainer.argument", "\n".join(f"{title}: {key} is not taken: {reason}" for key, reason in refused)
+                "trainer.argument", "\n".join(f"{title}: {key} is not supported: {reason}" for key, reason in refused)
             )
         if self._test_rows is not None:
             every = {"no": 0, "steps": evaluation["eval_steps"] or given.get("logging_steps") or 500}
@@ -114,28 +114,28 @@ class DatasetTrainer:
             values["data.template"] = "none"
         self._values = values | dict(set or {})
         self._result: TrainResult | None = None
-        self._job(Path("rows.jsonl"), None, None)  # tells its problems now
+        self._job(Path("rows.jsonl"), None, None)  # report problems early
 
     @property
     def result(self) -> TrainResult | None:
-        """The products of the last ``train``."""
+        """Result of the last ``train``."""
         return self._result
 
     def train(self, **options: Any) -> TrainResult:
-        """Train to the end. Collective. ``options``: those of ``hetero_mpi.train``, callbacks and ``resume`` among them."""
+        """Train to the end. Collective. ``options``: as for ``hetero_mpi.train``, including callbacks and ``resume``."""
         self._result = train(self._ready(), **options)
         return self._result
 
     def steps(self, **options: Any) -> Steps:
-        """The steps of a run, as ``hetero_mpi.steps`` has them. Collective."""
+        """Iterate over the steps of a run, as ``hetero_mpi.steps``. Collective."""
         return steps(self._ready(), **options)
 
     def evaluate(self) -> Evaluation:
-        """The evaluation after the last step. Raises UserError: nothing was trained, or there is no ``eval_dataset``."""
+        """Return the evaluation after the last step. Raises UserError: without training, or without ``eval_dataset``."""
         if self._result is None or not self._result.evaluations:
             raise UserError(
                 "trainer.not_evaluated",
-                "evaluate() tells what train() has measured at its end: it needs that, and an eval_dataset",
+                "evaluate() returns the last evaluation of train(): pass an eval_dataset, and call train() first",
             )
         return self._result.evaluations[-1]
 
@@ -143,17 +143,17 @@ class DatasetTrainer:
         """Copy the model, or the adapter, to ``output_dir`` on rank 0's host. Collective."""
         with collective() as world, world.on_leader("copying the result"):
             if self._result is None:
-                raise UserError("trainer.not_trained", "save_model() copies what train() has made: call that first")
+                raise UserError("trainer.not_trained", "save_model() copies the result of train(): call train() first")
             if world.rank == 0:
                 with write_errors(Path(output_dir), "name another directory"):
                     shutil.copytree(self._result.result, output_dir, dirs_exist_ok=True)
 
     def _per_epoch(self, given: Mapping[str, Any]) -> int:
-        """Steps of an epoch of rows that are not packed."""
+        """Steps per epoch of unpacked rows."""
         if given.get("packing"):
             raise UserError(
                 "trainer.steps_per_epoch",
-                "packing: an epoch's steps are not known before: give save_strategy, eval_strategy in steps",
+                "with packing, steps per epoch are unknown in advance: set save_strategy and eval_strategy to steps",
             )
         keys = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
         batch = [given.get(key, default) for key, default in keys.items()]
@@ -162,10 +162,10 @@ class DatasetTrainer:
         return math.ceil(len(list(self._rows)) / math.prod(batch))
 
     def _ready(self) -> Job:
-        """The job, with its data in files on rank 0's host. Collective."""
-        with collective() as world, world.on_leader("writing the data set"):
+        """Build the job, with its data in files on rank 0's host. Collective."""
+        with collective() as world, world.led("writing the data set"):
             if world.rank != 0:
-                return self._job(Path("rows.jsonl"), None, None)  # rank 0's counts
+                return self._job(Path("rows.jsonl"), None, None)  # rank 0's value counts
             for line in self.told:
                 write_line(line)
             test = _rows_file(self._test_rows) if self._test_rows is not None else None
@@ -182,21 +182,21 @@ Trainer = DatasetTrainer
 
 
 def _given(args: Any) -> tuple[dict[str, Any], set[str], str]:
-    """The arguments as values, those of them that were changed, and what they are."""
+    """Return the arguments as values, the names of non-default arguments, and the class name."""
     if args is None or isinstance(args, Mapping):
         given = dict(args or {})
         if odd := [key for key in given if not isinstance(key, str)]:
-            raise UserError("trainer.argument", f"args: {odd[0]!r} is no name of an argument")
+            raise UserError("trainer.argument", f"args: argument name {odd[0]!r} must be a string")
         return given, {key for key, value in given.items() if value not in (None, False, "no", "none", [], {})}, "args"
     title = type(args).__name__
     if title not in _OBJECTIVES:
         raise UserError(
             "trainer.argument",
-            f"args: {title} is not taken; there are {', '.join(_OBJECTIVES)}, or a dict of their arguments",
+            f"args: {title} is not supported; use {', '.join(_OBJECTIVES)}, or a dict of their arguments",
         )
     alike = {key: getattr(args, key) for key in ("output_dir", "use_cpu", "bf16", "fp16")}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of arguments that nobody has named
+        warnings.simplefilter("ignore")  # about arguments that the user did not set
         values, defaults = args.to_dict(), type(args)(**alike).to_dict()
     changed = {key for key, value in values.items() if value != defaults.get(key)} - {"do_eval", "do_train"}
     changed -= {"save_strategy"} if values["save_strategy"] == "no" else set()
@@ -204,15 +204,15 @@ def _given(args: Any) -> tuple[dict[str, Any], set[str], str]:
 
 
 def _adapter(values: dict[str, Any], model: str | Path, config: Any) -> list[tuple[str, str]]:
-    """Put peft's arguments into ``values``; returns those that are not taken, with the reason."""
+    """Convert peft's arguments into ``values``; returns unsupported arguments with reasons."""
     if config is None:
         return []
     if type(config).__name__ != "LoraConfig":
-        return [(f"peft_config: {type(config).__name__}", "adapters are LoRA's: give a LoraConfig")]
+        return [(f"peft_config: {type(config).__name__}", "only LoRA is supported: pass a LoraConfig")]
     given, defaults = config.to_dict(), type(config)().to_dict()
     targets, layers = given["target_modules"], given["layers_to_transform"]
     if isinstance(targets, str) and targets != "all-linear":
-        return [("target_modules", 'name the layers, ["q_proj", "v_proj"], or "all-linear"; a pattern is not here')]
+        return [("target_modules", 'name the layers, ["q_proj", "v_proj"], or use "all-linear", but no pattern')]
     given["target_modules"] = sorted(targets) if isinstance(targets, (list, set)) else targets or "family"
     if values.get("train.dropout") is False:
         given["lora_dropout"] = 0.0
@@ -224,29 +224,32 @@ def _adapter(values: dict[str, Any], model: str | Path, config: Any) -> list[tup
 
 
 _ENDS = {"embed_tokens": "embedding", "lm_head": "head"}
-"""Modules that may have trained rows -> ``adapter.tokens_in``."""
+"""Module with trainable token rows -> ``adapter.tokens_in``."""
 
 
 def _beside(values: dict[str, Any], model: str | Path, given: dict[str, Any]) -> list[tuple[str, str]]:
-    """Bring into our form what adapters begin with, and what is trained beside them; returns what is not taken, with the reason."""
+    """Convert initialisation, fully trained modules and trained token rows; returns unsupported arguments with reasons."""
     refused = []
     start, saved, rows = (given[key] for key in ("init_lora_weights", "modules_to_save", "trainable_token_indices"))
     given["init_lora_weights"] = start if isinstance(start, str) else None
     if start is not True and not str(start).startswith(("pissa", "olora")):
-        refused.append(("peft_config.init_lora_weights", 'there are True, "pissa", "pissa_niter_4" and "olora"'))
+        refused.append(("peft_config.init_lora_weights", 'must be True, "pissa", "pissa_niter_4" or "olora"'))
     given["modules_to_save"] = sorted(saved) if saved else None
     description = Path(model) / "config.json"
     keys = json.loads(description.read_text(encoding="utf-8")) if saved and description.is_file() else {}
     torn = keys.get("tie_word_embeddings") and not given["ensure_weight_tying"]
     if torn and any(name.endswith(tuple(_ENDS)) for name in saved):
-        reason = "must be True, as this model has one matrix for embedding and head, and keeps it"
+        reason = "must be True, as this model ties embedding and LM head"
         refused.append(("peft_config.ensure_weight_tying", reason))
     by_end = rows if isinstance(rows, dict) else {"embed_tokens": rows}
     ends = {_ENDS.get(name.rpartition(".")[2]) for name in by_end}
     given["trainable_token_indices"] = next(iter(by_end.values()), None) or None
     if None in ends or len({tuple(sorted(some or ())) for some in by_end.values()}) > 1:
         refused.append(
-            ("peft_config.trainable_token_indices", "the same rows of embed_tokens, lm_head or both are trained")
+            (
+                "peft_config.trainable_token_indices",
+                "must list the same rows for embed_tokens and lm_head, or for one of them",
+            )
         )
     elif rows:
         values["adapter.tokens_in"] = "both" if len(ends) == 2 else ends.pop()
@@ -254,9 +257,9 @@ def _beside(values: dict[str, Any], model: str | Path, given: dict[str, Any]) ->
 
 
 def _rows_of(dataset: Any, name: str) -> tuple[Iterable[Mapping[str, Any]], dict[str, Any]]:
-    """The rows, which can be read again and again, and the first one. Raises UserError: they are none."""
+    """Return the rows, readable repeatedly, and the first row. Raises UserError: unsupported or empty rows."""
     if isinstance(dataset, (str, bytes, Mapping)) or not isinstance(dataset, Iterable):
-        some = ": give one of its parts" if isinstance(dataset, Mapping) else ""
+        some = ": pass one of its splits" if isinstance(dataset, Mapping) else ""
         raise UserError(
             "trainer.dataset",
             f"{name}: must be a datasets.Dataset, or a list of dicts, not a {type(dataset).__name__}{some}",
@@ -264,21 +267,20 @@ def _rows_of(dataset: Any, name: str) -> tuple[Iterable[Mapping[str, Any]], dict
     rows = list(dataset) if isinstance(dataset, Iterator) else dataset
     first = next(iter(rows), None)
     if isinstance(first, Mapping):
-        first = {key: value for key, value in first.items() if value is not None}  # columns that the row lacks
+        first = {key: value for key, value in first.items() if value is not None}  # columns without a value
     elif first is not None:
         raise UserError(
-            "trainer.dataset", f"{name}: rows must be dicts, not {type(first).__name__}; docs/data.md has their shapes"
+            "trainer.dataset", f"{name}: rows must be dicts, not {type(first).__name__}; docs/data.md has the formats"
         )
     if not first or "input_ids" in first:
         raise UserError(
-            "trainer.dataset",
-            f"{name}: must have rows, of text, as tokens are made here; docs/data.md has their shapes",
+            "trainer.dataset", f"{name}: must have rows with text, not token ids; docs/data.md has the formats"
         )
     return rows, first
 
 
 def _rows_file(rows: Iterable[Mapping[str, Any]]) -> Path:
-    """The rows as JSON lines in the user's cache, where equal rows have one file."""
+    """Write the rows as JSON Lines to the user's cache, where equal rows share a file."""
     folder, digest = cache_folder("datasets"), hashlib.sha256()
     made = folder / f".{secrets.token_hex(8)}"
     with write_errors(folder, _ELSEWHERE):
@@ -290,7 +292,7 @@ def _rows_file(rows: Iterable[Mapping[str, Any]]) -> Path:
                         line = json.dumps(dict(row), ensure_ascii=False).encode() + b"\n"
                     except (TypeError, ValueError) as error:
                         raise UserError(
-                            "trainer.dataset", f"dataset: row {number} is no dict that JSON can hold: {error}"
+                            "trainer.dataset", f"dataset: row {number} is not serialisable as JSON: {error}"
                         ) from None
                     digest.update(line)
                     file.write(line)
@@ -304,7 +306,7 @@ def _rows_file(rows: Iterable[Mapping[str, Any]]) -> Path:
 
 
 def _tokenizer_directory(tokenizer: Any) -> str | None:
-    """Where a tokenizer is: an object is saved in the user's cache, where equal ones have one folder."""
+    """Path of a tokenizer; an object is saved in the user's cache, where equal tokenizers share a directory."""
     if tokenizer is None or isinstance(tokenizer, (str, Path)):
         return str(tokenizer) if tokenizer is not None else None
     with tempfile.TemporaryDirectory() as folder:

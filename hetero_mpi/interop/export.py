@@ -65,11 +65,11 @@ class ExportSource:
     chain: TransformersChain
     tuning: Tuning
     base: Path | None
-    """Directory of the weights that were tuned, on this machine."""
+    """Directory of the base weights on this machine."""
 
 
 def export(source: Path, target: Path, merge: bool, best: bool = False, gguf: bool = False) -> str:
-    """Write ``target`` from a run directory or a checkpoint file; returns a sentence about what was written.
+    """Write ``target`` from a run directory or a checkpoint file; returns a summary.
 
     Args:
         merge: add the adapter to its base weights and write a whole model; without it an adapter is written as such.
@@ -90,7 +90,7 @@ def export(source: Path, target: Path, merge: bool, best: bool = False, gguf: bo
                 "tokenizers only: leave --gguf out, or train with the tokenizer of a published model ([tokenizer] path)",
             )
         if merge and opened.tuning.full:
-            raise UserError("export.nothing_to_merge", f"{path} holds a whole model, no adapter: leave --merge out")
+            raise UserError("export.nothing_to_merge", f"{path} is a full model without an adapter: leave out --merge")
         if merge and (opened.base is None or not opened.base.is_dir()):
             raise UserError(
                 "export.base_missing",
@@ -109,8 +109,7 @@ def _checkpoint(source: Path, best: bool) -> Path:
     if source.is_file():
         if best:
             raise UserError(
-                "export.best_of_file",
-                f"--best chooses a checkpoint of a run directory, and {source} is one: leave --best out",
+                "export.best_of_file", f"--best needs a run directory, and {source} is a checkpoint: leave out --best"
             )
         return source
     directory = source / "checkpoints"
@@ -123,13 +122,13 @@ def _checkpoint(source: Path, best: bool) -> Path:
             return found[0]
         raise UserError(
             "export.no_evaluated_checkpoint",
-            f"{directory}: no checkpoint knows its held-out loss; let [checkpoint] every be a multiple of [train] evaluate_every, "
+            f"{directory}: no checkpoint has an evaluation loss; set [checkpoint] every to a multiple of [train] evaluate_every, "
             "or set [train] patience",
         )
     path, skipped = newest_good(directory)
     if path is None:
         reasons = "; ".join(f"{bad.name}: {reason}" for bad, reason in skipped) or "it is empty"
-        raise UserError("export.no_checkpoint", f"{directory}: no whole checkpoint ({reasons})")
+        raise UserError("export.no_checkpoint", f"{directory}: no complete checkpoint ({reasons})")
     return path
 
 
@@ -139,13 +138,13 @@ def _open(reader: CheckpointReader, path: Path) -> ExportSource:
     except ValidationError as error:
         raise UserError(
             "export.job_version",
-            f"{path}: its job is not one of this version: {error}; export with the version that wrote it",
+            f"{path}: its job does not match this version: {error}; export with the version that wrote it",
         ) from error
     if job.model.factory is not None:
         raise UserError(
             "export.custom_model",
-            f"{path} is of a model made of layers ({job.model.factory}), which has no Hugging Face form: its run wrote "
-            f"model/model.safetensors, and docs/internals/checkpoint.md shows how to read the checkpoint itself",
+            f"{path} is of a custom model ({job.model.factory}), which has no Hugging Face format: its run wrote "
+            f"model/model.safetensors, and docs/checkpoint.md shows how to read the checkpoint itself",
         )
     chain = TransformersChain(read_config(reader.told("model_config")))
     name, tuning = reader.told("base_model"), tuning_of(job, chain)
@@ -164,7 +163,7 @@ def _write_model(source: ExportSource, target: Path, layers: Iterator[dict[str, 
         with warn_on_failure("writing the model card"):
             write_card(writer.path, target, source.path, source.reader.metadata, source.base, kind)
     base = source.reader.told("base_model")
-    added = "" if source.tuning.full else f": the weights of {base}, not quantised, with the adapter added"
+    added = "" if source.tuning.full else f": the weights of {base}, not quantised, with the adapter merged"
     return f"a model in {ModelFiles(target).config['dtype']}{added}{lacking}"
 
 
@@ -269,7 +268,7 @@ def expert_delta(whole: PreTrainedModel, name: str, a: torch.Tensor, b: torch.Te
 def merged(
     adapter: AdapterTable, name: str, weight: torch.Tensor, delta: torch.Tensor, magnitude: torch.Tensor | None
 ) -> torch.Tensor:
-    """A weight (out, in) with what its adapter adds.
+    """Merge an adapter's update into a weight (out, in).
 
     Args:
         name: of the adapted module, or parameter of fused experts.
@@ -328,12 +327,12 @@ def _is_text(value: Any) -> bool:
 
 def _licence(found: Any, unclear: bool) -> str:
     if unclear:
-        return "not understood: read the card of the base"
-    return ", ".join(found) if isinstance(found, list) else found or "not known"
+        return "unrecognised: see the card of the base model"
+    return ", ".join(found) if isinstance(found, list) else found or "unknown"
 
 
 def _run_of(checkpoint: Path, told: Mapping[str, Any]) -> PastRun:
-    """The run up to the checkpoint, fit to be shown to anybody."""
+    """The anonymous run up to the checkpoint."""
     folder, step = checkpoint.absolute().parent.parent, told["step"]
     found = read_metrics(folder / METRICS_NAME)
     evaluations = tuple(one for one in found.evaluations if one.step <= step)
@@ -343,7 +342,7 @@ def _run_of(checkpoint: Path, told: Mapping[str, Any]) -> PastRun:
 
 
 def _body(run: PastRun, facts: dict[str, str]) -> list[str]:
-    """The paragraphs below the title."""
+    """Paragraphs below the title."""
     assert run.report is not None
     job = {what: text for what, text in job_rows(run.job) if what != "model" or not facts["licence of the base"]}
     per = "per pair" if run.setting("train", "preference") != "none" else "nats per token"
@@ -352,7 +351,7 @@ def _body(run: PastRun, facts: dict[str, str]) -> list[str]:
     return [
         _table(("", ""), [row for row in (facts | job).items() if row[1]]),
         *(f"{_cell(line)}." for line in loss_lines(run.metrics.steps, run.metrics.evaluations, None, per)),
-        *([f"Perplexity of the held-out text: {perplexity:,.2f} per token."] if perplexity is not None else []),
+        *([f"Perplexity on the evaluation set: {perplexity:,.2f} per token."] if perplexity is not None else []),
         f"{plan_title(run.report.plan, run.profile)}.",
         _table([name for name, _ in headings], stages),
         f"Versions: {', '.join(f'{name} {version}' for name, version in run.versions.items())}.",
@@ -365,5 +364,5 @@ def _table(headings: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _cell(text: str) -> str:
-    """A text as Markdown shows it: no markup, one line."""
+    """Escape a text for one line of Markdown."""
     return html.escape(" ".join(text.split()), quote=False).replace("|", "\\|")

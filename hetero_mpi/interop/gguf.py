@@ -1,4 +1,4 @@
-"""``export --gguf``: llama.cpp's converter makes a GGUF file of an exported directory, and a Modelfile for Ollama lies beside it.
+"""``export --gguf``: convert an exported directory to GGUF with llama.cpp's converter, and write a Modelfile for Ollama.
 
 * The converter knows one ``lora_alpha``, which llama.cpp divides by each layer's rank: it is handed the one that gives the
   adapter's own factors. What cannot be said so is refused.
@@ -42,11 +42,11 @@ _PARAMETERS = {
     **{key: key for key in ("temperature", "top_k", "top_p", "min_p")},
     "repetition_penalty": "repeat_penalty",
 }
-"""Key of ``generation_config.json`` -> what Ollama calls it."""
+"""Key of ``generation_config.json`` -> Ollama's name."""
 
 
 def write_gguf(directory: Path, kind: str, again: str) -> str:
-    """Write ``directory``/NAME.gguf by llama.cpp's own converter, and a ``Modelfile`` beside it; returns a sentence about them.
+    """Write ``directory``/NAME.gguf with llama.cpp's converter, and a ``Modelfile``; returns a summary.
 
     The converter is looked for on the PATH, in ``$LLAMA_CPP`` and in ``~/llama.cpp``. The Modelfile is written without it, too.
 
@@ -82,7 +82,7 @@ def write_gguf(directory: Path, kind: str, again: str) -> str:
 
 
 def _converted(converter: Path, directory: Path, target: Path, kind: str, alpha: float | None, base: str | None) -> str:
-    """Run the converter; returns what went wrong, "" if nothing did."""
+    """Run the converter; returns an error message, or ""."""
     with tempfile.TemporaryDirectory() as folder:
         source = directory if alpha is None else _with_alpha(directory, Path(folder) / directory.resolve().name, alpha)
         arguments = [str(source), "--outfile", str(target), "--outtype", kind]
@@ -96,7 +96,7 @@ def _converted(converter: Path, directory: Path, target: Path, kind: str, alpha:
     last = "\n".join(done.stderr.splitlines()[-8:])
     return (
         f"{directory} is written, but no GGUF file: {converter} ended with {done.returncode}:\n{last}\n"
-        "Mend what it names (its own packages are in the requirements of llama.cpp)"
+        "Fix the reported error (llama.cpp's requirements list the converter's packages)"
     )
 
 
@@ -111,24 +111,24 @@ def _alpha_and_base(directory: Path) -> tuple[float, str]:
     if adapter.dora:
         reason = "llama.cpp has no DoRA"
     elif adapter.parameters:
-        reason = "llama.cpp's converter takes no adapters of fused experts (target_parameters)"
+        reason = "llama.cpp's converter does not support adapters of fused experts (target_parameters)"
     elif adapter.modules_to_save or adapter.tokens:
-        reason = "llama.cpp's converter takes nothing that is trained beside adapters (modules_to_save, trained tokens)"
+        reason = "llama.cpp's converter does not support modules_to_save or trained tokens"
     elif len(alphas) > 1:
         reason = "llama.cpp has one alpha for all layers, and alpha_pattern or rank_pattern give this adapter several"
     elif base is None:
-        reason = "its base weights are in no file (base_model_name_or_path is empty)"
+        reason = "the base model is unknown (base_model_name_or_path is empty)"
     if reason is not None:
         raise UserError(
             "gguf.adapter_unsupported",
-            f"{directory} is written, but no GGUF file: {reason}; export with --merge --gguf makes a file of the whole model",
+            f"{directory} is written, but no GGUF file: {reason}; to convert the merged model, export with --merge --gguf",
         )
     assert base is not None
     return alphas.pop(), base
 
 
 def _with_alpha(directory: Path, copy: Path, alpha: float) -> Path:
-    """The adapter again, as plain LoRA with this ``lora_alpha``."""
+    """Copy the adapter as plain LoRA with this ``lora_alpha``."""
     copy.mkdir()
     for path in directory.iterdir():
         if path.name != CONFIG:
@@ -156,7 +156,7 @@ def write_modelfile(directory: Path, gguf: Path, base: str | None) -> list[str]:
             layout = layout_of(tokenizer)
             lines += [f'TEMPLATE """{layout.template}"""'] if layout is not None else []
         except ValueError as error:
-            notes.append(f"no TEMPLATE in the Modelfile, so Ollama takes its own guess of the chat template: {error}")
+            notes.append(f"no TEMPLATE in the Modelfile, so Ollama guesses the chat template: {error}")
         lines += [
             f"PARAMETER stop {_quoted(text)}" for text in _stops(tokenizer, layout, end_tokens(settings, GENERATION))
         ]
@@ -171,34 +171,34 @@ def _origin(directory: Path, gguf: Path, base: str | None) -> list[str]:
     lines = [f"FROM {base}", f"ADAPTER ./{gguf.name}"]
     if not os.path.isabs(base):
         lines.insert(
-            0, f"# {base} is a name of the Hugging Face hub: write here what Ollama calls this model, or its GGUF file"
+            0, f"# {base} is a Hugging Face Hub name: replace it with Ollama's name of the model, or its GGUF file"
         )
     return lines
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The texts that a chat template puts around those of a conversation."""
+    """Texts that a chat template adds around messages."""
 
     head: str
-    """Before the first user's turn, where there is no system message."""
+    """Before the first user turn, without a system message."""
     system_head: str | None
-    """The same before a system message; None: the template takes none."""
+    """Before a system message; None if the template supports none."""
     system_end: str
-    """Behind the system message."""
+    """After the system message."""
     folded: bool
-    """The system message stands in the first user's turn, right before its text."""
+    """Whether the system message is inside the first user turn, before its text."""
     user: str
-    """Before a user's text."""
+    """Before a user text."""
     answer: str
-    """Between a user's text and its answer."""
+    """Between a user text and its answer."""
     last: str
-    """Behind the last user's text, where the answer is to begin."""
+    """After the last user text, before the answer to generate."""
     end: str
-    """Behind an answer, where a turn follows."""
+    """After an answer that another turn follows."""
 
     def render(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """The text of a conversation that begins and ends with a user's turn, but for a system message."""
+        """Render a conversation that begins and ends with a user turn, after an optional system message."""
         system = messages[0]["content"] if messages[0]["role"] == "system" else None
         turns = messages if system is None else messages[1:]
         text, folded = self.head, ""
@@ -216,7 +216,7 @@ class Layout:
 
     @property
     def template(self) -> str:
-        """The same in Go's template language, over the variables that Ollama gives."""
+        """Layout as a Go template with Ollama's variables."""
         system = "" if self.folded else "{{ .System }}" + _literal(self.system_end)
         head = _literal(self.head)
         if self.system_head is not None:
@@ -239,7 +239,7 @@ class Layout:
 
 
 def layout_of(tokenizer: PreTrainedTokenizerFast) -> Layout | None:
-    """The layout of the tokenizer's chat template; None: it has none.
+    """Layout of the tokenizer's chat template; None without a template.
 
     Raises ValueError: it cannot be said in a Modelfile.
     """
@@ -260,7 +260,7 @@ def layout_of(tokenizer: PreTrainedTokenizerFast) -> Layout | None:
         for system in (False, True) if system_head is not None else (False,):
             talk = _talk(turns, system)
             if found.render(talk) != _render(tokenizer, talk):
-                raise ValueError("what it puts around a text depends on more than whose it is")
+                raise ValueError("text around a message depends on more than its role")
     if '"""' in found.template:
         raise ValueError('it has """ in it')
     return found
@@ -277,7 +277,7 @@ def _system(tokenizer: PreTrainedTokenizerFast, user: str) -> tuple[str | None, 
         return before, behind.removesuffix(user), False
     if before.endswith(user):
         return before.removesuffix(user), behind, True
-    raise ValueError("the place of the system message depends on more than what precedes it")
+    raise ValueError("the position of the system message depends on more than the text before it")
 
 
 def _talk(turns: int, system: bool = False) -> list[dict[str, str]]:
@@ -289,7 +289,7 @@ def _talk(turns: int, system: bool = False) -> list[dict[str, str]]:
 
 
 def _render(tokenizer: PreTrainedTokenizerFast, talk: Sequence[Mapping[str, str]]) -> str:
-    """The chat template's text, without a beginning token that the tokenizer adds by itself, as Ollama does."""
+    """Render the chat template without the BOS token that the tokenizer adds, as Ollama does."""
     begin = str(tokenizer.bos_token) if tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id] else ""
     template = ChatTemplate("chat", str(tokenizer.chat_template), None, tokenizer.special_tokens_map)
     try:
@@ -315,7 +315,7 @@ def _quoted(text: str) -> str:
 
 
 def _stops(tokenizer: PreTrainedTokenizerFast, layout: Layout | None, ends: Sequence[int]) -> list[str]:
-    """The texts of the end tokens, and of the token with which the chat template ends an answer."""
+    """Texts of the end tokens, and of the chat template's end-of-answer token."""
     ids = {end for end in ends if 0 <= end < len(tokenizer)}
     texts = [str(text) for text in tokenizer.convert_ids_to_tokens(sorted(ids | ({tokenizer.eos_token_id} - {None})))]
     behind = (layout.end + layout.user).lstrip() if layout is not None else ""
@@ -324,7 +324,7 @@ def _stops(tokenizer: PreTrainedTokenizerFast, layout: Layout | None, ends: Sequ
 
 
 def _sampling(settings: Mapping[str, Any]) -> list[tuple[str, float]]:
-    """The sampling parameters of ``generation_config.json``, by Ollama's names."""
+    """Sampling parameters of ``generation_config.json`` by Ollama's names."""
     if settings.get("do_sample") is False:
         return [("temperature", 0)]
     found = []
@@ -334,7 +334,7 @@ def _sampling(settings: Mapping[str, Any]) -> list[tuple[str, float]]:
             continue
         if not math.isfinite(value):
             raise UserError(
-                "generation.value", f"{GENERATION}: {key} = {value!r} is no number; correct it, or remove it"
+                "generation.value", f"{GENERATION}: {key} = {value!r} is not a number; correct or remove it"
             )
         found.append((name, value))
     return found

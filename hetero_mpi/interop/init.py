@@ -1,6 +1,4 @@
-"""``init``: a job to start one's own from: a copy of one that comes with the program, with all that it reads, or one made of
-another tool's file.
-"""
+"""The command ``init``: copy an example job with its files, or convert another tool's file to a job."""
 
 from __future__ import annotations
 
@@ -18,17 +16,17 @@ from hetero_mpi.util.shipped import shipped_folder
 
 SLURM = "slurm"
 REFERENCE = "reference.toml"
-"""No job to start from: ``reference`` prints it."""
+"""File that is not an example job; ``reference`` prints it."""
 
 
 def _listed() -> list[str]:
-    """The jobs that there are, a line each."""
+    """List the example jobs, one per line."""
     width = max(map(len, _names()))
     return [
-        "Jobs to start from (init NAME [DIR]):",
+        "Example jobs (init NAME [DIR]):",
         *(f"  {name:<{width}}  {_purpose(name)}" for name in _names()),
-        "Every key of a job: `hetero-mpi reference`.",
-        "A file of axolotl, LLaMA-Factory or TRL becomes a job: `hetero-mpi init --from FILE`.",
+        "All keys of a job: `hetero-mpi reference`.",
+        "Convert a config of axolotl, LLaMA-Factory or TRL: `hetero-mpi init --from FILE`.",
     ]
 
 
@@ -51,7 +49,7 @@ def init(name: str | None, directory: Path, source: Path | None = None, gpus: in
     if taken:
         raise UserError(
             "init.exists",
-            f"{', '.join(map(str, taken))}: there already, and init overwrites nothing; name another directory "
+            f"{', '.join(map(str, taken))}: already exists, and init does not overwrite files; choose another directory "
             f"(init {name} DIR), or move it away",
         )
     lines = []
@@ -61,7 +59,7 @@ def init(name: str | None, directory: Path, source: Path | None = None, gpus: in
             if not (there := target.exists()):
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(shipped_folder("jobs") / path, target)
-        lines.append(f"  {target}{' (was there, left as it is)' if there else ''}")
+        lines.append(f"  {target}{' (already exists, unchanged)' if there else ''}")
     place = [] if directory == Path() else [f"  cd {shlex.quote(str(directory))}"]
     return [_purpose(name), "Copied:", *lines, "Then:", *place, *(f"  {line}" for line in _next(name, others))]
 
@@ -74,27 +72,25 @@ def _names() -> list[str]:
 def _purpose(name: str) -> str:
     """The first comment of a job file."""
     if name == SLURM:
-        return "Batch scripts for SLURM: one node, several, unlike ones, many jobs (docs/slurm.md)."
+        return "Batch scripts for SLURM: one node, several nodes, mixed nodes, job arrays (docs/slurm.md)."
     text = (shipped_folder("jobs") / f"{name}.toml").read_text(encoding="utf-8")
     return text.partition("\n")[0].removeprefix("# ").rstrip(":;")
 
 
 def _files(name: str) -> tuple[list[Path], list[Path]]:
-    """The files called ``name``, and those that they need, relative to ``jobs``."""
+    """Files of the example ``name`` and the files that they need, relative to ``jobs``."""
     jobs = shipped_folder("jobs")
     if name not in _names():
         near = difflib.get_close_matches(name.removesuffix(".toml"), _names(), n=1, cutoff=0.4)
         hint = f"did you mean {near[0]}? " if near else ""
-        raise UserError(
-            "init.unknown_job", f"no job called {name!r} comes with the program; {hint}There are {', '.join(_names())}"
-        )
+        raise UserError("init.unknown_job", f"there is no example job {name!r}; {hint}Available: {', '.join(_names())}")
     if name == SLURM:
         return [path.relative_to(jobs) for path in sorted([*jobs.glob("*.sbatch"), *jobs.glob("*.sh")])], []
     return [Path(f"{name}.toml")], [path.relative_to(jobs) for path in _needed(load_job(jobs / f"{name}.toml"))]
 
 
 def _needed(loaded: LoadedJob) -> list[Path]:
-    """Files beside the job file that it reads: data, the module of its layers, the job whose run it continues from."""
+    """Files that the job file needs: data, the module of its layers, the job whose run it continues."""
     jobs, model = loaded.directory, loaded.job.model
     patterns = (*loaded.patterns("text"), *loaded.patterns("records"), *loaded.patterns("evaluation"))
     found = [Path(path) for pattern in patterns for path in sorted(glob.glob(pattern))]

@@ -1,4 +1,4 @@
-"""The keys of a job in the making, beside those of another tool's file that it has no counterpart for.
+"""Draft of a job converted from another tool's file, with the keys that have no counterpart.
 
 ``other_tools.toml`` holds the keys of each tool, their defaults, and why some have no counterpart.
 """
@@ -26,11 +26,11 @@ TOOLS = ("axolotl", "llamafactory", "trl")
 PATHS = ("model.path", "tokenizer.path", "adapter.path")
 NOT_UNDERSTOOD = "not understood"
 _LISTS = ("adapter.modules_to_save", "tokenizer.add", "tokenizer.add_special")
-"""May be given as one text with commas."""
+"""Keys whose value may be one comma-separated text."""
 FILE_PATTERN = re.compile(r"[./~]|.*\.(jsonl?|parquet|csv|txt|gz|zst)$")
 _OFF = r"^(false|no|none|null)$"
 _MANY = ("=datasets", "=texts", "=test_sets", "=weights", "=targets", "=report_to", "=kwargs", "=unfrozen")
-"""Parts that may have several values; others have one."""
+"""Parts that may have several values."""
 
 
 def tables_of(tool: str) -> list[dict[str, Any]]:
@@ -50,29 +50,29 @@ class JobDraft:
         self.file, self.directory = file, directory
         if not given.keys() & {"base_model", "model_name_or_path"}:
             tools = "axolotl (base_model), LLaMA-Factory and TRL (model_name_or_path)"
-            raise UserError("convert.no_model", f"{file}: names no model: init reads files of {tools}")
+            raise UserError("convert.no_model", f"{file}: has no model key: init supports files of {tools}")
         self.tool = tool or max(TOOLS, key=lambda tool: len(given.keys() & keys_of(tool).keys()))
         self.title = str(TABLE[self.tool]["title"])
         self.values: dict[str, tuple[Any, str]] = {}
-        """Our key -> its value, and the keys of theirs that it comes from."""
+        """Job key -> its value, and the source keys."""
         self.left: dict[str, list[str]] = {}
-        """Reason -> their keys, with their values."""
+        """Reason -> omitted source keys with values."""
         self.stops: list[tuple[str, str, str]] = []
-        """(their key, its value, why no job can be made with it)."""
+        """(source key, value, reason why the file cannot be converted)."""
         self._parts: dict[str, tuple[str, Any]] = {}
-        """Part of ``other_tools.toml`` -> their key, and its value."""
+        """Part of ``other_tools.toml`` -> source key and value."""
         self._used: set[str] = set()
         self._steps_of_logging = given.get("logging_steps", TABLE[self.tool].get("logging_steps"))
-        """Between evaluations, where nothing else is said of these."""
+        """Default interval of evaluations."""
         self._keys = keys_of(self.tool)
         inner = given["trl"] if isinstance(given.get("trl"), Mapping) else {}
         for key, value in {**given, **{f"trl.{key}": value for key, value in inner.items()}}.items():
             self._take(key, value)
 
     def text(self) -> str:
-        """The job file."""
+        """Render the job file."""
         name = printable(" ".join(self.file.name.split()))
-        lines = [f"# Made by `init --from` of {name}, a file of {self.title}; its keys stand behind ours."]
+        lines = [f"# Made by `init --from` of {name}, a file of {self.title}; comments show the source keys."]
         for table in TABLES:
             keys = {key.partition(".")[2]: found for key, found in self.values.items() if key.startswith(f"{table}.")}
             lines += ["", f"[{table}]"] if keys else []
@@ -89,7 +89,7 @@ class JobDraft:
         if single and isinstance(value, list) and len(value) == 1:
             (value,) = value
         if value is None and ours == "=length" and self.tool == "trl":
-            self._stop(key, value, "rows of any length are not here: give the tokens of the longest row")
+            self._stop(key, value, "rows of unlimited length are not supported: set the maximum number of tokens")
         elif value is None or value in ("", [], {}):
             self.left.setdefault("empty there", []).append(printable(key))
         elif ours is None:
@@ -97,7 +97,8 @@ class JobDraft:
         elif ours.startswith("="):
             if single and isinstance(value, (list, dict)):
                 raise UserError(
-                    "convert.value", f"{self.file}: {key} = {as_toml(value)}: must be one value, so no job was written"
+                    "convert.value",
+                    f"{self.file}: {key} = {as_toml(value)}: must be a single value; no job was written",
                 )
             first = self._parts.get(ours[1:], (key, None))
             kept, other = (first, (key, value)) if first[1] else ((key + by, value), first)
@@ -132,7 +133,7 @@ class JobDraft:
             names.append(text)
 
     def _of(self, part: str, otherwise: Any = None) -> Any:
-        """The value of a part, a number where it is one."""
+        """Value of a part, converted to a number if possible."""
         return number_of(self._parts[part][1]) if part in self._parts else otherwise
 
     def _count(self, part: str, otherwise: float = 0) -> float:
@@ -140,7 +141,7 @@ class JobDraft:
         if isinstance(value, (int, float)) and 0 <= value < math.inf:
             return value
         raise UserError(
-            "convert.value", f"{self.file}: {self._parts[part][0]} = {as_toml(value)}: must be a number, not below 0"
+            "convert.value", f"{self.file}: {self._parts[part][0]} = {as_toml(value)}: must be a number of at least 0"
         )
 
     def _word(self, part: str) -> str:
@@ -148,7 +149,7 @@ class JobDraft:
         words, value = TABLE["values"][f"={part}"], self._of(part, "")
         value = str(value).lower()
         if value and value not in words:
-            known = f"not here, so no job was written; there is {', '.join(words)}"
+            known = f"not supported, so no job was written; supported: {', '.join(words)}"
             raise UserError("convert.value", f"{self.file}: {self._parts[part][0]} = {value}: {known}")
         return words.get(value, "")
 
@@ -157,7 +158,7 @@ class JobDraft:
         self.values[ours] = value, ", ".join(self._parts[part][0] for part in parts if part in self._parts)
 
     def _drop(self, ours: str, reason: str) -> None:
-        """Leave a key of theirs that has got into the job."""
+        """Remove a converted key from the job again."""
         if ours in self.values:
             value, key = self.values.pop(ours)
             self._leave(key, value, reason)
@@ -169,7 +170,7 @@ class JobDraft:
 
 
 def _written(value: Any) -> str:
-    """A value as TOML."""
+    """Format a value as TOML."""
     if isinstance(value, Mapping):
         return "{ " + ", ".join(f"{_written(key)} = {_written(inner)}" for key, inner in value.items()) + " }"
     if isinstance(value, list):
@@ -180,7 +181,7 @@ def _written(value: Any) -> str:
 
 
 def number_of(value: Any) -> Any:
-    """A number that YAML takes for a text, such as 2e-5, as one."""
+    """Convert a number that YAML reads as text, such as 2e-5."""
     for kind in (int, float) if isinstance(value, str) else ():
         try:
             return kind(value)

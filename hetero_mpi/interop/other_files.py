@@ -1,4 +1,4 @@
-"""Files of other tools as they stand: YAML, or a text with the command line that trains."""
+"""Reader of other tools' files: YAML, or text with a training command line."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ MOST_BYTES, MOST_VALUES = 1 << 20, 100_000
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a key that stands twice."""
+    """YAML loader that rejects duplicate keys."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
         keys = [key.value for key, _ in node.value]
         if twice := [key for key in keys if isinstance(key, str) and keys.count(key) > 1]:
-            raise yaml.YAMLError(f"{twice[0]} stands twice")
+            raise yaml.YAMLError(f"duplicate key {twice[0]}")
         return super().construct_mapping(node, deep)
 
 
 def read_keys(file: Path) -> dict[str, Any]:
-    """Keys -> values. A command line adds ``trainer``, where it names one, and what its launcher is told.
+    """Read keys and values. A command line also has ``trainer``, if it names one, and launcher options.
 
     Raises UserError: the file cannot be read, or is neither YAML with keys nor one command line.
     """
@@ -58,7 +58,7 @@ def _loaded(text: str) -> Any:
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if len(found := dict(pairs)) < len(pairs):
-            raise ValueError("a key stands twice")  # YAML tells which
+            raise ValueError("duplicate key")  # YAML names the key
         return found
 
     with contextlib.suppress(ValueError):
@@ -77,10 +77,8 @@ def _has_keys(text: str) -> bool:
 
 def _plain(value: Any, left: Iterator[int], depth: int = 0) -> Any:
     """A value as JSON has it; a date, a set and the like as their text. Raises ValueError: no file of ours can hold it."""
-    if depth > MAX_NESTING_DEPTH or next(left, None) is None:
-        raise ValueError(
-            f"its values are more than {MOST_VALUES:,}, or more than {MAX_NESTING_DEPTH} deep within one another"
-        )
+    if depth > DEEPEST or next(left, None) is None:
+        raise ValueError(f"it has more than {MOST_VALUES:,} values, or more than {DEEPEST} levels of nesting")
     if isinstance(value, dict):
         return {_plain(str(key), left): _plain(inner, left, depth + 1) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""A job made of another tool's file: axolotl's or LLaMA-Factory's YAML, TRL's YAML or command line.
+"""Conversion of other tools' files to jobs: YAML of axolotl and LLaMA-Factory, YAML or command line of TRL.
 
 ``other_tools.toml`` holds their keys, what is meant where their files are silent, and why some keys have no counterpart. Here is
 what needs several keys at once. Every key of the file gets into the job, or into a comment below it.
@@ -29,7 +29,7 @@ from hetero_mpi.util.errors import UserError
 PEFT = TABLE["peft"]
 _RECORDS = re.compile(r"\.(jsonl?|parquet)(\.\w+)?$")
 _COLUMNS = ("field", "text_column", "columns")
-"""Keys of a data set that name the column of its texts."""
+"""Keys of a data set for the name of its text column."""
 
 
 def job_from(file: Path, target: Path, gpus: int | None) -> list[str]:
@@ -39,20 +39,23 @@ def job_from(file: Path, target: Path, gpus: int | None) -> list[str]:
     """
     if target.exists():
         raise UserError(
-            "init.exists", f"{target}: there already, and init overwrites nothing; name another directory or FILE.toml"
+            "init.exists",
+            f"{target}: already exists, and init does not overwrite files; choose another directory or FILE.toml",
         )
     draft = _Draft(file, read_keys(file), target.absolute().parent, gpus)
     if draft.stops:
         stops = "".join(f"\n  {key} = {value}: {why}" for key, value, why in draft.stops)
         raise UserError(
-            "convert.other_objective", f"{file}: no job was written, as what is learnt would be something else:{stops}"
+            "convert.other_objective", f"{file}: no job was written, as it would train something else:{stops}"
         )
     text = draft.text()
     try:
         job_from_tables(toml.loads(text), target.stem, target.absolute().parent)
     except (UserError, toml.TomlError) as error:
-        raise UserError("convert.invalid_job", f"{file}: makes no valid job, so none was written: {error}") from None
-    with write_errors(target, "name another directory or FILE.toml"):
+        raise UserError(
+            "convert.invalid_job", f"{file}: cannot be converted to a valid job; no job was written: {error}"
+        ) from None
+    with writing(target, "name another directory or FILE.toml"):
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text, encoding="utf-8")
     unknown = [f"{NOT_UNDERSTOOD}: {', '.join(draft.left[NOT_UNDERSTOOD])}"] if NOT_UNDERSTOOD in draft.left else []
@@ -62,7 +65,7 @@ def job_from(file: Path, target: Path, gpus: int | None) -> list[str]:
 
 
 Reasons = list[tuple[str, str]]
-"""(key of theirs, why it is not taken)."""
+"""(source key, reason why it is not supported)."""
 
 
 def arguments(title: str, given: Mapping[str, Any], changed: Set[str]) -> tuple[dict[str, Any], Reasons, Reasons]:
@@ -86,7 +89,7 @@ _SILENT_WARM_UP = 100
 
 
 class _Draft(JobDraft):
-    """A job made of a file of a tool: the rules that need several keys at once."""
+    """Draft with the conversion rules that involve several keys."""
 
     def __init__(
         self, file: Path, given: Mapping[str, Any], directory: Path, gpus: int | None, tool: str | None = None
@@ -152,7 +155,7 @@ class _Draft(JobDraft):
         in_four_bits = is_lora and (self._of("adapter") == "qlora" or self._of("four_bits") in (True, 4))
         absent = ["adapter.", "train.lora"] * (not is_lora) + ["model.double"] * (not in_four_bits)
         for ours in [ours for ours in self.values if ours.startswith(tuple(absent))]:
-            self._drop(ours, "applies to adapters, or to 4 bits, which are not asked for")
+            self._drop(ours, "applies to adapters or 4-bit quantisation, which are off")
         self._put("adapter.method", "lora" if is_lora else "none", "adapter")
         if self.compared != "none" and self._of("still", True):
             self._drop("adapter.dropout", "preferences are learnt without dropout there")

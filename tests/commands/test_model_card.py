@@ -60,7 +60,7 @@ def test_a_card_tells_what_was_trained_how_and_where(tmp_path: Path, run: tuple[
     }, "the base's data are not this run's"  # fmt: skip
     for words in (
         "# out", "| base | org/base |", "| licence of the base | other |", "LoRA on NF4 weights", "rank 4", ".../a\\|b.jsonl",
-        "peak learning rate 0.003", "at step 20 (nats per token)", "Held-out loss: ", "Perplexity of the held-out text: ",
+        "peak learning rate 0.003", "at step 20 (nats per token)", "Evaluation loss: ", "Perplexity on the evaluation set: ",
         "Plan: 2 stages, schedule 1F1B", "card 0", "| embedding, blocks 0-2 |", "hetero_mpi 0.1.0, torch 2.13",
     ):  # fmt: skip
         assert words in card.text, words
@@ -90,7 +90,7 @@ def test_without_its_run_a_checkpoint_tells_what_it_knows(tmp_path: Path, run: t
     [
         ("[mit, apache-2.0]", ["mit", "apache-2.0"], "mit, apache-2.0"),
         *(
-            (odd, None, "not understood: read the card of the base")
+            (odd, None, "unrecognised: see the card of the base model")
             for odd in ("3", "true", "{a: 1}", "2020-01-01", r'"\ud800"')
         ),
         ('"a|b <i>: #"', "a|b <i>: #", "a\\|b &lt;i&gt;: #"),

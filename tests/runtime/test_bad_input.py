@@ -250,7 +250,7 @@ CASES: dict[str, tuple[Make, tuple[str, ...]]] = {
     "long-sequences": ({"data": {"sequence_length": 100}},
                        ("[data] sequence_length = 100", "positions for 64 tokens", "shorten")),
     "no-such-device": ({"cluster": {"device": "cuda"}, "profile": {"path": ""}},
-                       ("device 'cuda' is asked for", "offers cpu", 'set device = "auto"')),
+                       ("device 'cuda' is not available", "supports cpu", 'set device = "auto"')),
     "damaged-before-loading": (damaged_elsewhere, ("rank 0 on ", "damaged-before-loading-model/model.safetensors")),
 }  # fmt: skip
 
