@@ -40,7 +40,7 @@ def _progress(metadata: Mapping[str, Any]) -> list[str]:
     lines = []
     if losses:
         lines.append(
-            f"  loss: {losses[-1]:.4f} at the last step, {losses[0]:.4f} at the first step, {min(losses):.4f} at best"
+            f"  loss: {losses[-1]:.4f} (last step), {losses[0]:.4f} (first step), {min(losses):.4f} (best step)"
         )
     evaluation_loss = metadata.get("held_out_loss")
     if evaluation_loss is not None:

@@ -279,9 +279,7 @@ def plan_question(
         remarks.append(f"{train.optimizer}: the profile was made with AdamW. The plan {assumption}")
     mps_ranks = [device.rank for device in profile.devices if device.backend == "mps"]
     if train.optimizer == EIGHT_BIT and mps_ranks:
-        remarks.append(
-            f"{EIGHT_BIT}: bitsandbytes has no kernel for mps ({units.ranks(mps_ranks)}), so a run would fail there"
-        )
+        remarks.append(f"{EIGHT_BIT}: bitsandbytes has no kernel for mps ({units.ranks(mps_ranks)}), so a run fails")
     ranks, dropout = len(profile.devices), uses_dropout(loaded, config or {})
     _, reason = micro_batch_choices(train.global_batch, train.micro_batch, ranks, dropout)
     request, untimed = timed_choices(build_plan_request(loaded, ranks, dropout), profile)

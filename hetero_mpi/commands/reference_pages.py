@@ -165,9 +165,7 @@ def completion(shell: str) -> str:
     try:
         import shtab
     except ImportError:
-        raise UserError(
-            "completion.package_missing", "completion requires the package shtab: pip install shtab"
-        ) from None
+        raise UserError("completion.package_missing", "completion needs the package shtab: pip install shtab") from None
     top = parser()
     for _, _, command in _commands(top, ""):
         for action in command._actions:

@@ -108,10 +108,7 @@ def _model(values: JobValues) -> Problems:
             yield "model.config", 'requires model_type, the model family\'s name in transformers, such as "llama"'
     start = values("adapter.start")
     if start is not None and not re.fullmatch(r"default|olora|pissa(_niter_[1-9]\d?)?", start):
-        yield (
-            "adapter.start",
-            'must be "default", "pissa", "pissa_niter_4" (or another number of iterations) or "olora"',
-        )
+        yield "adapter.start", 'must be "default", "pissa", "pissa_niter_4" (or another number) or "olora"'
 
 
 def _factory(values: JobValues) -> Problems:

@@ -15,23 +15,19 @@ INDIFFERENCE_RATIO = 0.005
 """Relative gain below which plans count as equal: measured times are not exact to half a per cent."""
 
 
-def micro_batch_choices(
-    global_batch: int, requested: int | str, ranks: int, dropout: bool
-) -> tuple[tuple[int, ...], str]:
+def micro_batch_choices(global_batch: int, size: int | str, ranks: int, dropout: bool) -> tuple[tuple[int, ...], str]:
     """Micro-batch sizes (in sequences) that the planner may choose from, and the reason as text.
 
     Dropout masks depend on the composition of micro-batches; with dropout the size must not depend on the machines.
     """
-    if isinstance(requested, int):
-        return (requested,), f"micro-batch {requested}: set by the job"
-    divisors = [
-        d for d in range(1, global_batch + 1) if global_batch % d == 0 and global_batch // d <= MAX_MICRO_BATCHES
-    ]
+    if isinstance(size, int):
+        return (size,), f"micro-batch {size}: set by the job"
+    sizes = [d for d in range(1, global_batch + 1) if global_batch % d == 0 and global_batch // d <= MAX_MICRO_BATCHES]
     if dropout:
-        size = max([d for d in divisors if 4 * d <= global_batch], default=1)
-        return (size,), f"micro-batch {size}: fixed, since dropout masks depend on it"
+        fixed = max([d for d in sizes if 4 * d <= global_batch], default=1)
+        return (fixed,), f"micro-batch {fixed}: fixed, since dropout masks depend on it"
     limit = min(MAX_AUTO_MICRO_BATCH, max(1, global_batch // ranks))
-    choices = tuple(d for d in divisors if d <= limit)
+    choices = tuple(d for d in sizes if d <= limit)
     return choices, f"micro-batch: the planner's choice among {', '.join(map(str, choices))}"
 
 

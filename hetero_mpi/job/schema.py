@@ -12,7 +12,7 @@ from pydantic import Field
 from hetero_mpi.job.rules import speed_change
 from hetero_mpi.job.training_tables import (
     ADAPTER,
-    HAS_EVALUATION_SET,
+    EVALUATED,
     LANGUAGE,
     NO_PREFERENCE,
     RECORDS,
@@ -123,7 +123,7 @@ class DataTable(JobTable):
         LANGUAGE,
         Example('{ wiki = ["wiki/*.jsonl"], code = ["code/*.jsonl"] }'),
         NO_PREFERENCE,
-        HAS_EVALUATION_SET,
+        EVALUATED,
     ] = None
     """Further evaluation sets, by name, each with its own loss at every evaluation. Early stopping and the best checkpoint depend
     only on the main evaluation loss."""

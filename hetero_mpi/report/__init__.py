@@ -1,4 +1,1 @@
-"""Text, tables, progress, pictures and the report page of plans, profiles and runs; and the files of a run (metrics, logs).
-
-No torch, no MPI.
-"""
+"""Reports of plans, profiles and runs: text, tables, progress, figures and the report page. Imports neither torch nor MPI."""

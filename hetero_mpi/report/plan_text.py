@@ -1,4 +1,4 @@
-"""A plan as text: its stages, who idles and why, the batch, the prediction, what limits it, and why its ranks wait."""
+"""Plans as text: stages, idle ranks with reasons, batch, prediction, bottlenecks, and causes of waiting."""
 
 from __future__ import annotations
 
@@ -26,64 +26,67 @@ from hetero_mpi.planning.types.plan import (
 )
 from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile
 from hetero_mpi.report.profile_text import device_heading, device_text
-from hetero_mpi.report.table import MOST_ROWS, Column, Table, grouped
+from hetero_mpi.report.table import MAX_ROWS, Column, Table, grouped
 from hetero_mpi.util import units
 from hetero_mpi.util.terminal import wrap_text
 
 if TYPE_CHECKING:
     from hetero_mpi.planning.decision.alternatives import Losses, Outcome  # brings the planner
 
-MOST_STAGES = 48
-"""Number of stages, or ranks, up to which each has a row."""
-FEW = 8
-"""The same on the first screen."""
-EVERY_STAGE = "every stage: `inspect PLAN --all`, of the plan.toml that `plan -o` and `train` write"
-NOT_PREDICTED = "nothing is predicted in this file; `plan --profile PROFILE --plan FILE` works it out"
-_NO_CHANGE = 0.0005
-"""Step times that differ by less are shown as the same."""
+MAX_STAGE_ROWS = 48
+"""Maximum number of stages, or ranks, with a row each."""
+MAX_SCREEN_ROWS = 8
+"""Maximum number of rows on the screen of ``train``."""
+EVERY_STAGE = "all stages: `inspect PLAN --all`, with the plan.toml of `plan -o` or `train`"
+NOT_PREDICTED = "this file has no prediction; to compute one, use `plan --profile PROFILE --plan FILE`"
+_MIN_SHOWN_CHANGE = 0.0005
+"""Relative difference of step times below which "no change" is shown."""
 LIMITS = {
     "device": "the speed of the devices",
     "link": "links",
     "memory": "memory",
     "granularity": "granularity (whole layers, whole micro-batches)",
 }
-"""The values of ``Losses.limit``, in words."""
+"""Value of ``Losses.limit`` -> its description."""
 
 
 def headline(report: PlanReport) -> str:
-    """``3 ranks, 389 ms per step (395 ms when tried); the best one alone, rank 1, 489 ms (1.26x)``: the gain over the best single
-    device."""
+    """``3 ranks, 389 ms per step (395 ms calibrated); best single rank: rank 1, 489 ms (1.26x)``: gain over the best device."""
     plan, best = report.plan, report.alone
-    used, there = len(plan.ranks), len(report.memory) + len(report.idle)
-    text = f"{units.plural(used, 'rank')}" if used >= there else f"{used} of {units.plural(there, 'rank')}"
+    used_ranks, all_ranks = len(plan.ranks), len(report.memory) + len(report.idle)
+    text = (
+        f"{units.plural(used_ranks, 'rank')}"
+        if used_ranks >= all_ranks
+        else f"{used_ranks} of {units.plural(all_ranks, 'rank')}"
+    )
     text += f", {units.seconds(report.predicted_step_s)} per step"
-    text += f" ({units.seconds(report.tried_step_s)} when tried)" if report.tried_step_s is not None else ""
-    if best is None or there <= 1:
+    text += f" ({units.seconds(report.tried_step_s)} calibrated)" if report.tried_step_s is not None else ""
+    if best is None or all_ranks <= 1:
         return text
     if best.step_s is None:
-        return f"{text}; no rank can do it alone (rank {best.rank}: {best.problem})"
+        return f"{text}; no single rank can run this job (rank {best.rank}: {best.problem})"
     gain = units.ratio(best.step_s, report.predicted_step_s)
     if len(plan.ranks) == 1 and gain >= 1:
-        return f"{text}: rank {plan.ranks[0]} alone, which the others would only slow down"
-    what = "the best one alone" if gain >= 1 else "one alone would be faster"
+        return f"{text}: only rank {plan.ranks[0]}, as the other ranks would slow it down"
+    comparison = "best single rank" if gain >= 1 else "a single rank would be faster"
     why = f": {best.problem}" if best.problem else ""
-    return f"{text}; {what}, rank {best.rank}, {units.seconds(best.step_s)} ({gain:.2f}x){why}"
+    return f"{text}; {comparison}: rank {best.rank}, {units.seconds(best.step_s)} ({gain:.2f}x){why}"
 
 
-def plan_lines(told: PlanReport | Plan, profile: ClusterProfile | None, every: bool = False) -> list[str]:
-    """A plan as lines: headline, a table of stages with memory and utilisation, idle ranks with reasons, the batch, the prediction.
+def plan_lines(source: PlanReport | Plan, profile: ClusterProfile | None, every: bool = False) -> list[str]:
+    """Describe a plan: headline, table of stages with memory and utilisation, idle ranks with reasons, batch, prediction.
 
     Args:
-        told: a plan without a report has no prediction.
-        profile: for which the plan was made; None: what needs it is left out.
-        every: a row for each stage, however many there are.
+        source: a plan, or a report with its prediction.
+        profile: profile of the plan; None omits columns that need it.
+        every: print a row for each stage, without a limit.
     """
-    plan, report = (told, None) if isinstance(told, Plan) else (told.plan, told)
+    plan, report = (source, None) if isinstance(source, Plan) else (source.plan, source)
     stages = _stages(plan, profile, report)
-    lines = wrap_text("", headline(report)) if report is not None else []
-    lines += [plan_title(plan, profile), *stages.lines(None if every else MOST_STAGES)]
+    lines = wrapped("", headline(report)) if report is not None else []
+    lines += [plan_title(plan, profile), *stages.lines(None if every else MAX_STAGE_ROWS)]
     lines.append(f"  {stage_note(plan, profile)}")
-    if len(stages.rows) > MOST_STAGES and not every:
+    if len(stages.rows) > MAX_STAGE_ROWS and not every:
         lines.append(f"  {EVERY_STAGE}")
     if report is not None:
         lines += host_lines(report.hosts)
@@ -96,13 +99,13 @@ def plan_lines(told: PlanReport | Plan, profile: ClusterProfile | None, every: b
 
 
 def planned_lines(report: PlanReport, profile: ClusterProfile, run_dir: Path) -> list[str]:
-    """A plan as ``train`` shows it before the first step; all else is in ``plan_lines``, for ``--verbose`` and ``inspect``."""
+    """Summarise a plan for the screen of ``train``; ``--verbose`` and ``inspect`` show the full ``plan_lines``."""
     stages = _stages(report.plan, profile, report).without("weights", "warm-up")
-    lines = [*wrap_text("", headline(report)), plan_title(report.plan, profile), *stages.lines(FEW)]
-    lines += [line for reason in idle_lines(report.idle) for line in wrap_text("  ", reason)]
+    lines = [*wrapped("", headline(report)), plan_title(report.plan, profile), *stages.lines(MAX_SCREEN_ROWS)]
+    lines += [line for reason in idle_lines(report.idle) for line in wrapped("  ", reason)]
     lines += [f"Batch: {line}" for line in batch_lines(report.plan)]
-    lines += [line for reason in report.reasons if FROM_DISK in reason for line in wrap_text("  ", reason)]
-    return lines + wrap_text("  ", f"why, and all figures: --verbose, or `python -m hetero_mpi inspect {run_dir}`")
+    lines += [line for reason in report.reasons if FROM_DISK in reason for line in wrapped("  ", reason)]
+    return lines + wrapped("  ", f"reasons and all figures: --verbose, or `python -m hetero_mpi inspect {run_dir}`")
 
 
 def plan_title(plan: Plan, profile: ClusterProfile | None) -> str:
@@ -114,13 +117,13 @@ def plan_title(plan: Plan, profile: ClusterProfile | None) -> str:
 
 
 def stages_text(plan: Plan, on: str = "") -> str:
-    """``4 stages in 2 pipelines, schedule 1F1B``. ``on``: words about the ranks, behind the number of stages."""
+    """``4 stages in 2 pipelines, schedule 1F1B``. ``on``: text about ranks to insert after the number of stages."""
     pipelines = "" if len(plan.pipelines) == 1 else f" in {len(plan.pipelines)} pipelines"
     return f"{units.plural(len(plan.numbered), 'stage')}{on}{pipelines}{schedule_text(plan)}"
 
 
 def schedule_text(plan: Plan) -> str:
-    """``, schedule 1F1B``: the pipelines' schedules, and how they differ from these; empty without pipelines of several stages."""
+    """``, schedule 1F1B``: schedules of the pipelines, with their variations; empty without a pipeline of several stages."""
     names = dict.fromkeys(_schedule_text(pipeline) for pipeline in plan.pipelines if len(pipeline.stages) > 1)
     return f", schedule {' and '.join(names)}" if names else ""
 
@@ -132,48 +135,48 @@ def _schedule_text(pipeline: PipelinePlan) -> str:
     if pipeline.order != WARM_UP:
         return pipeline.order
     depths = [min(stage.warm_up, count) for stage in pipeline.stages]
-    classic = [min(last - place, count) for place in range(last + 1)]
+    classic = [min(last - index, count) for index in range(last + 1)]
     if min(depths) >= count - 1 and count > 1:
         name = "GPipe"
     else:
-        name = "1F1B" if depths == classic else "1F1B with its own warm-up depths"
+        name = "1F1B" if depths == classic else "1F1B with adjusted warm-up depths"
     return f"{name}, split backward" if pipeline.split_backward else name
 
 
 def idle_lines(idle: Sequence[IdleRank]) -> list[str]:
     """``ranks 4-7 idle: a slower card than ...``, one line per reason."""
-    alike = idle_alike(idle).items()
+    alike = idle_ranks_by_reason(idle).items()
     return [f"{units.ranks(r)} {'idles' if len(r) == 1 else 'idle'}: {reason}" for reason, r in alike]
 
 
-def idle_alike(idle: Sequence[IdleRank]) -> dict[str, list[int]]:
-    """Reason -> the ranks that idle for it, in their order."""
-    alike = grouped(sorted(idle, key=lambda one: one.rank), lambda one: one.reason)
-    return {reason: [one.rank for one in members] for reason, members in alike.items()}
+def idle_ranks_by_reason(idle: Sequence[IdleRank]) -> dict[str, list[int]]:
+    """Group idle ranks, in order, by reason."""
+    ranks_by_reason = grouped(sorted(idle, key=lambda idle_rank: idle_rank.rank), lambda idle_rank: idle_rank.reason)
+    return {reason: [idle_rank.rank for idle_rank in members] for reason, members in ranks_by_reason.items()}
 
 
 def host_lines(hosts: Sequence[HostMemory]) -> list[str]:
-    """``host alpha: 12.0 of 60.0 GB for its ranks together``; of many hosts only the fullest."""
+    """``host alpha: 12.0 of 60.0 GB for all its ranks``; with many hosts, only the fullest host."""
     fullest_first = sorted(hosts, key=lambda host: -host.peak_bytes / max(host.usable_bytes, 1))
-    shown = hosts if len(hosts) <= MOST_ROWS else fullest_first[:1]
-    more = f" (the fullest of {len(hosts)})" if len(shown) < len(hosts) else ""
+    shown_hosts = hosts if len(hosts) <= MAX_ROWS else fullest_first[:1]
+    more = f" (the fullest of {len(hosts)})" if len(shown_hosts) < len(hosts) else ""
     return [
-        f"  host {units.shorten(host.host)}: {units.size(host.peak_bytes)} of {units.size(host.usable_bytes)} "
-        f"for its ranks together{more}"
-        for host in shown
+        f"  host {units.shortened(host.host)}: {units.size(host.peak_bytes)} of {units.size(host.usable_bytes)} "
+        f"for all its ranks{more}"
+        for host in shown_hosts
     ]
 
 
 def fullest_text(memory: Sequence[RankMemory]) -> str:
-    """``1.20 GB of 8.00 GB``: memory of the fullest rank."""
+    """``1.20 GB of 8.00 GB``: peak and budget of the rank with the highest share."""
     if not memory:
         return ""
-    fullest = max(memory, key=lambda one: one.peak_bytes / max(one.usable_bytes, 1))
+    fullest = max(memory, key=lambda rank_memory: rank_memory.peak_bytes / max(rank_memory.usable_bytes, 1))
     return f"{units.size(fullest.peak_bytes)} of {units.size(fullest.usable_bytes)}"
 
 
 def heads_text(stage: StagePlan) -> str:
-    """Key/value heads of each rank of a group, and experts where they were shared out: ``5 + 3 heads, 2 + 6 experts``."""
+    """Key/value heads, and experts if sharded, of each TP rank: ``5 + 3 heads, 2 + 6 experts``."""
     heads = f"{' + '.join(map(str, stage.shares))} heads"
     return heads if stage.experts is None else f"{heads}, {' + '.join(map(str, stage.experts))} experts"
 
@@ -187,8 +190,8 @@ def stage_table(
     plan: Plan, profile: ClusterProfile | None, memory: Sequence[RankMemory],
     name: Callable[[DeviceProfile], str] = device_text,
 ) -> Table:  # fmt: skip
-    """A row for every stage. ``memory``: predicted, of ranks; ``name``: what a device is called."""
-    known = Durations(plan, profile).profile if profile is not None else None
+    """Table with a row per stage. ``memory``: predicted memory of ranks; ``name``: formats a device."""
+    scaled = Durations(plan, profile).profile if profile is not None else None
     columns = [
         Column("pipeline", lambda row: row.pipeline_index if len(plan.pipelines) > 1 else None),
         Column("stage", "number"),
@@ -196,20 +199,22 @@ def stage_table(
         Column(
             device_heading(profile) if profile is not None else "device",
             lambda row: (
-                ", ".join(dict.fromkeys(name(known.devices[rank]) for rank in row.stage.ranks)) if known else None
+                ", ".join(dict.fromkeys(name(scaled.devices[rank]) for rank in row.stage.ranks)) if scaled else None
             ),
         ),
         Column("layers", lambda row: units.layers(row.stage.first, row.stage.last, plan.layers)),
         Column("micro-batches", lambda row: f"{row.pipeline.micro_batches} x {row.pipeline.micro_batch}"),
-        Column("weights", lambda row: _parameters(row.stage, known) if known else None, units.count),
-        # A rank's memory is that of all its stages: it stands beside the first.
-        Column("memory", lambda row: [one for one in memory if row.number in plan.of_rank(one.rank)[:1]], fullest_text),
+        Column("weights", lambda row: _parameters(row.stage, scaled) if scaled else None, units.count),
+        # Memory is per rank, not per stage, so the rank's first stage shows it.
+        Column(
+            "memory", lambda row: [peak for peak in memory if row.number in plan.of_rank(peak.rank)[:1]], fullest_text
+        ),
         Column(
             "compute",
-            lambda row: _micro_batch_s(row.pipeline, row.stage, plan, known) if known else None,
+            lambda row: _micro_batch_s(row.pipeline, row.stage, plan, scaled) if scaled else None,
             units.seconds,
         ),
-        Column("recompute", lambda row: _again(row.pipeline, row.stage, plan, known)),
+        Column("recompute", lambda row: _recompute_text(row.pipeline, row.stage, plan, scaled)),
         Column("warm-up", lambda row: row.stage.warm_up),
     ]
     rows = [_StageRow(number, index, plan.pipelines[index], stage) for number, index, stage in plan.numbered]
@@ -228,24 +233,24 @@ def _ranks_text(stage: StagePlan) -> str:
     return f"{ranks} ({heads_text(stage)})" if stage.grouped else ranks
 
 
-def _again(pipeline: PipelinePlan, stage: StagePlan, plan: Plan, profile: ClusterProfile | None) -> str:
-    """The cell of the column ``recompute``: does backward repeat all of the stage, none, or some slices?"""
+def _recompute_text(pipeline: PipelinePlan, stage: StagePlan, plan: Plan, profile: ClusterProfile | None) -> str:
+    """Cell of the column ``recompute``: whether backward recomputes all, none or some slices of the stage."""
     if not stage.streamed:
         sliced = profile is not None and slices_head(profile.model, pipeline, stage, plan.sequence_length)
         head = "head" * sliced
         return f"yes, {head}".removesuffix(", ") if stage.recompute else head
     slices = stage.slices(pipeline.micro_batch)
     if stage.kept_slices >= slices:
-        return "no, streamed"
-    return "streamed" + (f", {slices - stage.kept_slices} of {slices} slices" if stage.kept_slices else "")
+        return "no, offloaded"
+    return "offloaded" + (f", {slices - stage.kept_slices} of {slices} slices" if stage.kept_slices else "")
 
 
 def stage_note(plan: Plan, profile: ClusterProfile | None) -> str:
-    """A line about the columns of ``stage_table``."""
+    """Legend of ``stage_table``."""
     length = plan.sequence_length
-    sizes = " or ".join(dict.fromkeys(units.amount(one.micro_batch * length, length) for one in plan.pipelines))
-    shown = f"weights: parameters; compute: forward + backward of {sizes}; " if profile is not None else ""
-    return f"{shown}warm-up: micro-batches ahead of the first backward"
+    sizes = " or ".join(dict.fromkeys(units.amount(pipe.micro_batch * length, length) for pipe in plan.pipelines))
+    note = f"weights: parameters; compute: forward + backward of {sizes}; " if profile is not None else ""
+    return f"{note}warm-up: micro-batches ahead of the first backward"
 
 
 def _parameters(stage: StagePlan, profile: ClusterProfile) -> int:
@@ -281,25 +286,25 @@ def _prediction(report: PlanReport, bound: bool) -> str:
 
 
 def _bound_text(report: PlanReport) -> str:
-    """``no plan could take less than 380 ms (fluid bound; this one 2.4 % more)``."""
+    """``lower bound of any plan: 380 ms (fluid bound; this plan 2.4 % more)``."""
     gap = units.percent(max(0.0, units.ratio(report.predicted_step_s, report.bound_step_s) - 1))
-    return f"no plan could take less than {units.seconds(report.bound_step_s)} (fluid bound; this one {gap} more)"
+    return f"lower bound of any plan: {units.seconds(report.bound_step_s)} (fluid bound; this plan {gap} more)"
 
 
 def costed_plan_lines(report: PlanReport, profile: ClusterProfile, use: Mapping[int, float], lost: Losses) -> list[str]:
-    """A plan with its prediction and bound, the utilisation of every rank (``use``), and what limits the plan."""
-    lines = plan_lines(report, profile) + wrap_text("Utilisation: ", utilisation(use))
+    """Describe a plan with its prediction and bound, the utilisation of all ranks (``use``), and its bottleneck."""
+    lines = plan_lines(report, profile) + wrapped("Utilisation: ", utilisation(use))
     parts = [(lost.links, "links"), (lost.memory, "memory"), (lost.granularity, "whole layers and micro-batches")]
     if lost.choice > 0:
-        parts.insert(0, (lost.choice, "this plan (the planner's own is faster)"))
+        parts.insert(0, (lost.choice, "this plan (the planner's plan is faster)"))
     spent = ", ".join(f"{units.percent(share)} to {name}" for share, name in parts)
-    against = "against devices that are always busy, the step loses"
-    return lines + wrap_text("Limited by: ", f"{LIMITS[lost.limit]}; {against} {spent}")
+    against = "compared with fully busy devices, the step loses"
+    return lines + wrapped("Limited by: ", f"{LIMITS[lost.limit]}; {against} {spent}")
 
 
 def utilisation(shares: Mapping[int, float]) -> str:
-    """``rank 0 84 %, rank 1 90 %``; of many ranks the least, the median and the greatest."""
-    if len(shares) <= MOST_STAGES:
+    """``rank 0 84 %, rank 1 90 %``; for many ranks, minimum, median and maximum."""
+    if len(shares) <= MAX_STAGE_ROWS:
         return ", ".join(f"rank {rank} {units.percent(shares[rank])}" for rank in sorted(shares))
     idlest, busiest = min(shares, key=lambda r: shares[r]), max(shares, key=lambda r: shares[r])
     return (
@@ -309,10 +314,10 @@ def utilisation(shares: Mapping[int, float]) -> str:
 
 
 def shared_nic_lines(step_s: float, predicted_s: float) -> list[str]:
-    """The cost of one NIC per host, in a step simulated so."""
+    """Cost of one shared NIC per host, from a step simulated with it."""
     more = units.ratio(step_s, predicted_s) - 1
-    change = "no change" if abs(more) < _NO_CHANGE else f"{units.percent(more)} more than predicted"
-    return wrap_text("Simulated so that ", f"all messages of a host to others pass through one NIC: {change}")
+    change = "no change" if abs(more) < _MIN_SHOWN_CHANGE else f"{units.percent(more)} more than predicted"
+    return wrapped("Simulated with one NIC per host ", f"for all messages to other hosts: {change}")
 
 
 _CAUSES = {
@@ -321,14 +326,14 @@ _CAUSES = {
     "gradients": "gradients_s",
     "the link": "link_s",
     "all-reduce": "sums_s",
-    "its group": "group_s",
-    "the end": "end_s",
+    "TP group": "group_s",
+    "step end": "end_s",
 }
 """Column -> field of ``Idling``."""
 
 
 def idling_lines(step: SimulatedStep, causes: Mapping[int, Idling], memory: Sequence[RankMemory]) -> list[str]:
-    """A row per rank, in shares of the step: computing, and idling by cause; and its peak of memory."""
+    """Table with a row per rank: shares of the step spent computing, and idle by cause, and peak memory."""
 
     def share(seconds: float) -> str:
         return units.percent(units.ratio(seconds, step.step_s))
@@ -340,14 +345,14 @@ def idling_lines(step: SimulatedStep, causes: Mapping[int, Idling], memory: Sequ
         Column("rank", int),
         Column("computes", lambda rank: step.busy_s[rank] - causes[rank].group_s, share),
         *(Column(title, partial(idle_s, field), share) for title, field in _CAUSES.items()),
-        Column("memory peak", lambda rank: [one for one in memory if one.rank == rank], fullest_text),
+        Column("memory peak", lambda rank: [peak for peak in memory if peak.rank == rank], fullest_text),
     )
     table = Table(columns, sorted(step.busy_s))
-    table = table if any(cause.group_s for cause in causes.values()) else table.without("its group")
+    table = table if any(cause.group_s for cause in causes.values()) else table.without("TP group")
     return [
-        *table.lines(MOST_STAGES),
-        *(["  every rank: trace.json"] if len(table.rows) > MOST_STAGES else []),
-        "  all-reduce: of gradients, with other ranks; the end: done, while others are not",
+        *table.lines(MAX_STAGE_ROWS),
+        *(["  all ranks: trace.json"] if len(table.rows) > MAX_STAGE_ROWS else []),
+        "  all-reduce: of gradients, with other ranks; step end: waiting for slower ranks",
     ]
 
 
@@ -359,6 +364,6 @@ def what_if_lines(answers: Sequence[Outcome], step_s: float) -> list[str]:
             lines.append(f"  {answer.change}: no plan ({answer.problem})")
         else:
             change = units.ratio(answer.step_s, step_s) - 1
-            effect = "no change" if abs(change) < _NO_CHANGE else units.change(change)
+            effect = "no change" if abs(change) < _MIN_SHOWN_CHANGE else units.change(change)
             lines.append(f"  {answer.change}: {effect} ({units.seconds(answer.step_s)} per step)")
-    return ["What if (planned again for each):", *lines] if lines else []
+    return ["What if (replanned for each change):", *lines] if lines else []

@@ -1,4 +1,4 @@
-"""A profile as text: the ranks and links in a few lines (``profile_lines``), or all that was measured (``inspection_lines``)."""
+"""Profiles as text: a summary of ranks and links (``profile_lines``), or all measurements (``inspection_lines``)."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from hetero_mpi.planning.types.profile import (
     HostProfile,
     LinkProfile,
 )
-from hetero_mpi.report.table import MOST_ROWS, Column, Table, grouped, least_most
+from hetero_mpi.report.table import MAX_ROWS, Column, Table, grouped, least_most
 from hetero_mpi.util import units
 from hetero_mpi.util.terminal import wrap_text
 
 LONGEST_DEVICE, LONGEST_HOST = 26, 20
-"""Characters of a device's or host's name in a table; some CPUs' names are sentences."""
+"""Maximum characters of a device or host name in a table, as some CPU names are very long."""
 ALL = "`inspect FILE --all` shows every rank, host and link"
-MOST_CURVES = 4
-"""Devices whose curves are shown where more than ``MOST_ROWS`` differ."""
-MOST_LINKS = 12
-"""Largest number of links listed one by one; of more, those that fit their line worst."""
+MAX_CURVE_DEVICES = 4
+"""Number of devices whose curves are shown if more than ``MAX_ROWS`` differ."""
+MAX_LINK_ROWS = 12
+"""Maximum number of links listed one by one; beyond it, only the links with the worst fit are."""
 
 
 def device_text(device: DeviceProfile) -> str:
-    """``cuda RTX 4090``: backend and name of a device."""
+    """Backend and name of a device: ``cuda RTX 4090``."""
     name = device.name if device.name.lower().startswith(device.backend) else f"{device.backend} {device.name}"
     return units.device_name(name, LONGEST_DEVICE)
 
 
 def place_text(profile: ClusterProfile | None, rank: int) -> str:
-    """``RTX 4090, alpha``: a rank's device and host; empty where the profile does not tell."""
+    """Device and host of a rank: ``RTX 4090, alpha``; empty if unknown."""
     if profile is None or not 0 <= rank < len(profile.devices):
         return ""
     return f"{profile.devices[rank].name}, {profile.devices[rank].host}"
@@ -51,14 +51,14 @@ def device_heading(profile: ClusterProfile) -> str:
 
 
 def block_s(profile: ClusterProfile, device: DeviceProfile, op: Op) -> float:
-    """Mean seconds of a block (kinds may differ) over one sequence."""
+    """Mean seconds per block for one sequence, over all kinds of blocks."""
     layers = len(profile.model.layers)
     total = compute_s(profile, device, 1, layers - 1, profile.model.sequence_length, op)
     return total / max(layers - 2, 1)
 
 
 def measured_lines(profile: ClusterProfile) -> list[str]:
-    """How fast the ranks and links of a profile are; of an emulated one also what it emulates."""
+    """Summarise the speed of a profile's ranks and links; for an emulated profile, also its notes."""
     ranks, tokens = len(profile.devices), profile.model.sequence_length
     blocks = [sum(block_s(profile, device, op) for op in (Op.F, Op.B)) for device in profile.devices]
     text = f"{units.plural(ranks, 'rank')}; forward and backward of one block over {units.amount(tokens, tokens)} take "
@@ -71,11 +71,11 @@ def measured_lines(profile: ClusterProfile) -> list[str]:
 
 
 def profile_lines(profile: ClusterProfile, every: bool = False) -> list[str]:
-    """A row per rank with device, memory and speed, and the links between ranks. ``every``: of all ranks, however many."""
+    """Table with a row per rank (device, memory, speed), and a summary of links. ``every``: print all rows, without a limit."""
     tokens = profile.model.sequence_length
     lines = [f"Ranks: {len(profile.devices)}, {profile.mpi_library}; figures {profile.source}, {profile.date}"]
-    lines += rank_table(profile).lines(None if every else MOST_ROWS)
-    lines += wrap_text("  ", f"forward and backward: one block, one {units.rows_of(tokens, '')}, {profile.model.dtype}")
+    lines += rank_table(profile).lines(None if every else MAX_ROWS)
+    lines += wrapped("  ", f"forward and backward: one block, one {units.rows_of(tokens, '')}, {profile.model.dtype}")
     lines += _link_lines(profile)
     return lines + [line for note in profile.notes for line in wrap_text("  ", note)]
 
@@ -89,7 +89,7 @@ def rank_table(profile: ClusterProfile) -> Table:
         Column("forward", lambda device: block_s(profile, device, Op.F), units.seconds),
         Column("backward", lambda device: block_s(profile, device, Op.B), units.seconds),
         Column("memory", "memory_bytes", units.size),
-        Column("why so much", "memory_reason", left=True),
+        Column("memory source", "memory_reason", left=True),
     )
     return Table(columns, profile.devices)
 
@@ -98,7 +98,7 @@ def _link_lines(profile: ClusterProfile) -> list[str]:
     links = profile.told_links()
     if not links:
         return []
-    # The link that would take longest over what the blocks send: neither latency nor bandwidth says that alone.
+    # The slowest link for the blocks' messages depends on both latency and bandwidth.
     boundary = profile.model.most_sent_bytes_per_token * profile.model.sequence_length
 
     def message_s(link: LinkProfile) -> float:
@@ -109,7 +109,7 @@ def _link_lines(profile: ClusterProfile) -> list[str]:
 
     slowest = max(links, key=lambda link: (message_s(link), link.source, link.destination))
     return [
-        f"  {units.plural(len(links), 'link')}{'' if profile.links else ' from host to host'} (least, median, most): "
+        f"  {units.plural(len(links), 'link')}{'' if profile.links else ' from host to host'} (min, median, max): "
         f"latency {', '.join(map(units.seconds, spread([link.latency_s for link in links])))}; "
         f"bandwidth {', '.join(map(units.bandwidth, spread([link.bytes_per_s for link in links])))}",
         f"  slowest: rank {slowest.source} -> rank {slowest.destination}, "
@@ -118,34 +118,34 @@ def _link_lines(profile: ClusterProfile) -> list[str]:
 
 
 def inspection_lines(profile: ClusterProfile, every: bool = False) -> list[str]:
-    """A profile in full: summary, every curve with its spread, hosts, and every link (or the worst ones) with its residuals.
+    """Describe a profile in full: summary, curves with spread, hosts, and links (or the worst links) with residuals.
 
-    ``every``: leave nothing out, however many ranks, hosts and links there are.
+    ``every``: print all ranks, hosts and links, without a limit.
     """
-    lines, most = profile_lines(profile, every), None if every else MOST_ROWS
+    lines, most = profile_lines(profile, every), None if every else MAX_ROWS
     devices = distinct_devices(profile)
     if most is not None and len(devices) > most:
-        lines += ["", f"Curves of the first {MOST_CURVES} of {len(devices)} unlike devices; {ALL}"]
-        devices = devices[:MOST_CURVES]
+        lines += ["", f"Curves of the first {MAX_CURVE_DEVICES} of {len(devices)} different devices; {ALL}"]
+        devices = devices[:MAX_CURVE_DEVICES]
     for ranks, device in devices:
         name = f"{device.name} ({device.backend}), {units.size(device.memory_bytes)} usable"
         lines += ["", *wrap_text("", f"{units.ranks(ranks).capitalize()}: {name}")]
         lines += _curve_table(device).lines()
         if any(times.recompute_s or times.input_s for times in device.layers.values()):
-            lines.append("  again: backward that repeats the forward; input, weights: backward in two parts")
+            lines.append("  recompute: backward with recomputation; input, weights: split backward")
         in_host = device.host_optimizer_s_per_parameter
-        also = "" if in_host is None else f" ({units.seconds(in_host * 1e6)} in host memory, of streamed stages)"
+        also = "" if in_host is None else f" ({units.seconds(in_host * 1e6)} in host memory, for offloaded stages)"
         lines.append(f"  optimizer: {units.seconds(device.optimizer_fixed_s)} + "
                      f"{units.seconds(device.optimizer_s_per_parameter * 1e6)} per million trained parameters{also}")  # fmt: skip
         lines.append(f"  copies: to the host {units.bandwidth(device.device_to_host_bytes_per_s)}, "
-                     f"from it {units.bandwidth(device.host_to_device_bytes_per_s)}, "
+                     f"from the host {units.bandwidth(device.host_to_device_bytes_per_s)}, "
                      f"latency {units.seconds(device.copy_latency_s)}")  # fmt: skip
     hosts = _host_table(profile)
     return [*lines, *(["", "Hosts", *hosts.lines(most)] if hosts.rows else []), *_links(profile, every)]
 
 
 def distinct_devices(profile: ClusterProfile) -> list[tuple[list[int], DeviceProfile]]:
-    """Devices that differ in more than rank and host, each with the ranks that have such a device."""
+    """Group ranks by device, ignoring rank and host."""
 
     def figures(device: DeviceProfile) -> str:
         return repr(replace(device, rank=0, host="", memory_reason=""))
@@ -154,33 +154,35 @@ def distinct_devices(profile: ClusterProfile) -> list[tuple[list[int], DevicePro
 
 
 def _curve_table(device: DeviceProfile) -> Table:
-    """The seconds of every layer kind by tokens: those that planning uses, how much longer was timed, and the spread of that."""
+    """Table of seconds by layer kind and tokens: value for planning, relative excess of the timed median, and its spread."""
     sampled = (("timed", units.change), ("spread", units.percent))
     forms: tuple[tuple[str, Callable[[Any], str]], ...] = (
         ("layer", str), ("tokens", "{:,}".format), ("forward", units.seconds), *sampled, ("backward", units.seconds), *sampled,
-        ("again", units.seconds), ("input", units.seconds), ("weights", units.seconds),
+        ("recompute", units.seconds), ("input", units.seconds), ("weights", units.seconds),
     )  # fmt: skip
     rows: list[tuple[Any, ...]] = []
-    for kind, own in device.layers.items():
-        both, more = (own.forward_s, own.backward_s), (own.recompute_s, own.input_s, own.weight_s)
-        tokens = sorted({count for curve in both for count in curve.sample_tokens or curve.tokens})
+    for kind, times in device.layers.items():
+        main_curves, further_curves = (
+            (times.forward_s, times.backward_s),
+            (times.recompute_s, times.input_s, times.weight_s),
+        )
+        tokens = sorted({count for curve in main_curves for count in curve.sample_tokens or curve.tokens})
         for count in tokens:
-            cells = [cell for curve in both for cell in _sample(curve, count)]
-            cells += [_sample(curve, count)[0] for curve in more]
+            cells = [cell for curve in main_curves for cell in _sample(curve, count)]
+            cells += [_sample(curve, count)[0] for curve in further_curves]
             rows.append((kind if count == tokens[0] else None, count, *cells))
-    return Table([Column(title, itemgetter(place), form) for place, (title, form) in enumerate(forms)], rows)
+    return Table([Column(title, itemgetter(index), form) for index, (title, form) in enumerate(forms)], rows)
 
 
 def _sample(curve: Curve | None, tokens: int) -> tuple[float | None, float | None, float | None]:
-    """(seconds of the line, by which share the median of the samples is longer, their spread) at one token count; None where it was
-    not measured."""
+    """Seconds on the curve, relative excess of the samples' median, and their spread at one token count; None if not measured."""
     if curve is None or tokens not in (curve.sample_tokens or curve.tokens):
         return None, None, None
     line_s = curve.at(tokens)
     if not curve.samples or line_s <= 0:
         return line_s, None, None
-    place = curve.sample_tokens.index(tokens)
-    return line_s, statistics.median(curve.samples[place]) / line_s - 1, curve.spread[place]
+    index = curve.sample_tokens.index(tokens)
+    return line_s, statistics.median(curve.samples[index]) / line_s - 1, curve.spread[index]
 
 
 def finite_bandwidth(bytes_per_s: float) -> str:
@@ -188,7 +190,7 @@ def finite_bandwidth(bytes_per_s: float) -> str:
 
 
 def _host_table(profile: ClusterProfile) -> Table:
-    """A row per host: the memory, NIC and copies that its ranks share, where the profile says so."""
+    """Table with a row per host: memory, NIC and copy bandwidth that its ranks share."""
 
     def ranks(host: HostProfile) -> list[int]:
         return [device.rank for device in profile.devices if device.host == host.name]
@@ -205,44 +207,44 @@ def _host_table(profile: ClusterProfile) -> Table:
         Column("in its memory", sharing, units.numbers),
         Column("memory", lambda host: host.memory_bytes if sharing(host) else None, units.size),
         Column("NIC", nic, left=True),
-        Column("all flows out", "flows_bytes_per_s", finite_bandwidth),  # of its ranks to other hosts
-        Column("all copies in", "copies_bytes_per_s", finite_bandwidth),  # of its memory to its devices
-        Column("disk reads", "disk_bytes_per_s", finite_bandwidth),  # of weights for which there is no memory
-        Column("why so much memory", lambda host: host.memory_reason if sharing(host) else None, left=True),
+        Column("all flows out", "flows_bytes_per_s", finite_bandwidth),  # from its ranks to other hosts
+        Column("all copies in", "copies_bytes_per_s", finite_bandwidth),  # from its memory to its devices
+        Column("disk reads", "disk_bytes_per_s", finite_bandwidth),  # of weights offloaded to disk
+        Column("memory source", lambda host: host.memory_reason if sharing(host) else None, left=True),
     )
     return Table(columns, profile.hosts)
 
 
 def residuals(link: LinkProfile) -> list[float]:
-    """Absolute relative error of ``latency_s + bytes / bytes_per_s`` at each sample of a link."""
+    """Absolute relative error of ``latency_s + bytes / bytes_per_s`` for each sample of a link."""
     samples = zip(link.sample_bytes, link.sample_s, strict=True)
     return [abs((link.latency_s + size / link.bytes_per_s) / seconds - 1) for size, seconds in samples if seconds > 0]
 
 
 def _links(profile: ClusterProfile, every: bool) -> list[str]:
-    """Links, of many those that fit a line worst; or links as they are given by pairs of hosts."""
+    """Describe the links between ranks (of many, only the worst fits), or else between pairs of hosts."""
     if not profile.links:
         by_hosts = Table((Column("where", _host_link_ends), *_SPEED), profile.host_links)
-        return ["", "Links", *by_hosts.lines(None if every else MOST_ROWS)] if by_hosts.rows else []
-    links, what = sorted(profile.links, key=lambda link: (link.source, link.destination)), "Links"
-    if len(links) > MOST_LINKS and not every:
+        return ["", "Links", *by_hosts.lines(None if every else MAX_ROWS)] if by_hosts.rows else []
+    links, title = sorted(profile.links, key=lambda link: (link.source, link.destination)), "Links"
+    if len(links) > MAX_LINK_ROWS and not every:
         worst_first = sorted(links, key=lambda link: -max(residuals(link), default=0.0))
-        what = f"Links: the {MOST_LINKS} of {len(links):,} that fit a line worst"
-        links = [link for link in links if link in worst_first[:MOST_LINKS]]
+        title = f"Links: the {MAX_LINK_ROWS} of {len(links):,} with the worst linear fit"
+        links = [link for link in links if link in worst_first[:MAX_LINK_ROWS]]
     columns = (
         Column("link", lambda link: f"{link.source} -> {link.destination}", left=True),
         Column("where", lambda link: "inside a host" if link.same_host else "between hosts"),
         *_SPEED,
         Column(
             "residual (median)",
-            lambda link: statistics.median(found) if (found := residuals(link)) else None,
+            lambda link: statistics.median(errors) if (errors := residuals(link)) else None,
             units.percent,
         ),
         Column("(worst)", lambda link: max(residuals(link), default=None), units.percent),
         Column("samples", lambda link: len(residuals(link)) or None),
     )
-    lines = ["", what, *Table(columns, links).lines()]
-    return [*lines, "  residual: how far latency + bytes / bandwidth is from a measured message"]
+    lines = ["", title, *Table(columns, links).lines()]
+    return [*lines, "  residual: relative error of latency + bytes / bandwidth for a measured message"]
 
 
 _SPEED = Column("latency", "latency_s", units.seconds), Column("bandwidth", "bytes_per_s", units.bandwidth)

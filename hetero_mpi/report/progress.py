@@ -1,4 +1,4 @@
-"""Progress of the training loop: a few lines at the bottom of a terminal that are drawn in place, else plain lines now and then.
+"""Training progress: a screen of a few lines that is redrawn in place on a terminal, or else occasional plain lines.
 
 ::
 
@@ -38,64 +38,63 @@ from hetero_mpi.util.background import Background, BestEffort
 from hetero_mpi.util.terminal import is_terminal, printable, terminal_size, write_text
 
 LINE_EVERY_S, LINE_AT_LEAST_EVERY_S = 5.0, 600.0
-LINES_PER_RUN = 10
-LATER = 0.25
-"""The next line comes after this share of the time so far, within those limits."""
-_RECENT = 20
-"""Number of steps whose median is shown as the present speed."""
+MIN_LINES_PER_RUN = 10
+LINE_INTERVAL_RATIO = 0.25
+"""Time to the next line, as a share of the elapsed time, within the limits above."""
+_RECENT_STEPS = 20
+"""Number of latest steps whose median is shown as the speed."""
 DRAW_EVERY_S = 0.5
 _BAR, _SHORT_BAR = 30, 10
 _MAX_HOLDS = 26
-"""Characters of the column ``holds``."""
+"""Maximum characters of the column ``holds``."""
 _BAR_PARTS = re.compile("[━╸]+")
 
 
 @dataclass(frozen=True)
 class RankRow:
-    """A rank's row of the screen, as it is before the first step."""
+    """Static part of a rank's row on the screen."""
 
     rank: int
     holds: str
     predicted: float
-    """Share of the predicted step in which it computes."""
+    """Share of the predicted step in which the rank computes."""
 
 
 @dataclass(frozen=True)
 class Overview:
-    """The part of the screen that does not change while a plan is run."""
+    """Static part of the screen for a plan."""
 
     title: str
     ranks: tuple[RankRow, ...] = ()
 
 
 Standings = Callable[[], Mapping[int, Standing]]
-"""A function: rank -> what it is doing. Called by the thread that draws."""
+"""Returns rank -> current activity. Called by the drawing thread."""
 
 
 def overview(plan: Plan, profile: ClusterProfile, name: str) -> Overview:
-    """The screen's first line, and a row for every rank that has a stage."""
+    """Build the screen's first line, and a row for every rank with a stage."""
     use = simulate(plan, profile).use
     on = f" on {len(plan.ranks)} of {len(profile.devices)} ranks"
     title = f"{name}: {stages_text(plan, on)}{', EMULATED' if profile.emulated else ''}"
     rows = []
     for rank in plan.ranks:
-        held = [plan.numbered[number][2] for number in plan.of_rank(rank)]
-        holds = "; ".join(units.layers(stage.first, stage.last, plan.layers) for stage in held)
+        stages = [plan.numbered[number][2] for number in plan.of_rank(rank)]
+        holds = "; ".join(units.layers(stage.first, stage.last, plan.layers) for stage in stages)
         rows.append(RankRow(rank, holds, use[rank]))
     return Overview(title, tuple(rows))
 
 
 class ProgressDisplay:
-    """Shows the steps of a run. A context manager; ``update`` is called once per step and only stores what is to be shown.
+    """Context manager that shows the steps of a run; call ``update`` once per step.
 
-    ``first_step``: steps done before this run (0 unless resumed). On a terminal it is a screen. Otherwise a line for the first
-    step, the last, and in between after a tenth of the run or a quarter of the time so far (5 s at least, 10 minutes at most),
-    whichever comes first: some twenty in a few minutes. ``steps_per_epoch``: of a run that counts epochs.
-    ``screen``: may there be one?
+    On a terminal, draws a screen. Otherwise prints a line for the first and the last step, and in between after a tenth of the run
+    or a quarter of the elapsed time (5 s to 10 minutes), whichever is earlier.
 
-    Attributes:
-        overview, standings: shown on the screen.
-        unit: what the throughput counts.
+    Args:
+        first_step: steps done before this run (0 unless resumed).
+        steps_per_epoch: set if the run counts epochs.
+        screen: allow the screen.
     """
 
     def __init__(
@@ -120,13 +119,13 @@ class ProgressDisplay:
         self._shown_s = self._started_s
         self._shown_step = first_step
         self._latest: StepMetrics | None = None
-        self._recent: deque[StepMetrics] = deque(maxlen=_RECENT)
+        self._recent: deque[StepMetrics] = deque(maxlen=_RECENT_STEPS)
         self._write_line = BestEffort("printing a step", lambda line: write_text(self._line(line) + "\n", self._stream))
         watched = screen and is_terminal(self._stream) and os.environ.get("TERM") != "dumb"
         self._screen = Screen(self._stream, self.view) if watched else None
 
     def show(self, about: Overview, standings: Standings) -> None:
-        """Show another plan from now on."""
+        """Switch to another plan."""
         self.overview, self.standings = about, standings
 
     def update(self, line: StepMetrics) -> None:
@@ -147,22 +146,20 @@ class ProgressDisplay:
             self._screen.__exit__()
 
     def view(self, rows: int) -> list[str]:
-        """The screen's contents, in at most ``rows`` rows."""
+        """Render the screen in at most ``rows`` rows."""
         step, total, ranks = (
             self._latest.step if self._latest else self.first_step,
             self.total_steps,
             self.overview.ranks,
         )
         share = step / total if total else 1.0
-        left = f", {self._left(step)} left" if self.first_step < step < total else ""
-        progress = (
-            f"step {step:>{len(str(total))}}/{total} {_bar(share, _BAR)} {100 * share:3.0f} %{self._epoch(step)}{left}"
-        )
-        lines, room = [self.overview.title, progress, self._speed_text()], rows - 6
-        if ranks and room > 0:
-            shown = ranks if len(ranks) <= room else ranks[: room - 1]
-            lines += ["", *self._rank_lines(shown)]
-            lines += [f"  and {len(ranks) - len(shown)} more ranks"] if len(shown) < len(ranks) else []
+        time_left = f", {self._left(step)} left" if self.first_step < step < total else ""
+        progress = f"step {step:>{len(str(total))}}/{total} {_bar(share, _BAR)} {100 * share:3.0f} %{self._epoch(step)}{time_left}"
+        lines, max_rank_rows = [self.overview.title, progress, self._speed_text()], rows - 6
+        if ranks and max_rank_rows > 0:
+            shown_ranks = ranks if len(ranks) <= max_rank_rows else ranks[: max_rank_rows - 1]
+            lines += ["", *self._rank_lines(shown_ranks)]
+            lines += [f"  and {len(ranks) - len(shown_ranks)} more ranks"] if len(shown_ranks) < len(ranks) else []
         return lines
 
     def _rank_lines(self, ranks: Sequence[RankRow]) -> list[str]:
@@ -179,9 +176,9 @@ class ProgressDisplay:
         return lines
 
     def _speed_text(self) -> str:
-        """The loss, and the present speed beside the predicted one."""
+        """Loss, current speed and predicted speed."""
         if self._latest is None:
-            return "the first step is under way"
+            return "running the first step"
         recent = list(self._recent)
         step_s = statistics.median(line.step_s for line in recent)
         rate = statistics.median(line.tokens_per_s for line in recent)
@@ -192,7 +189,7 @@ class ProgressDisplay:
         return text
 
     def _is_due(self, step: int) -> bool:
-        some_steps = max(1, (self.total_steps - self.first_step) // LINES_PER_RUN)
+        some_steps = max(1, (self.total_steps - self.first_step) // MIN_LINES_PER_RUN)
         return (
             step == self.total_steps
             or self._shown_step == self.first_step
@@ -201,7 +198,7 @@ class ProgressDisplay:
         )
 
     def _pause_s(self) -> float:
-        return min(LINE_AT_LEAST_EVERY_S, max(LINE_EVERY_S, LATER * (self._shown_s - self._started_s)))
+        return min(LINE_AT_LEAST_EVERY_S, max(LINE_EVERY_S, LINE_INTERVAL_RATIO * (self._shown_s - self._started_s)))
 
     def _line(self, line: StepMetrics) -> str:
         width = len(str(self.total_steps))
@@ -213,17 +210,17 @@ class ProgressDisplay:
         return f", epoch {step / self._steps_per_epoch:.2f}" if self._steps_per_epoch is not None else ""
 
     def _left(self, step: int) -> str:
-        """The time that the steps after ``step`` will take, as a clock."""
+        """Estimated time of the steps after ``step``, as a clock."""
         per_step_s = (self._now_s() - self._started_s) / (step - self.first_step)
         return units.clock(per_step_s * (self.total_steps - step))
 
 
 class Screen:
-    """Lines that are drawn in place while the context lasts; the last ones stay at its end. Other output is printed above them.
+    """Context manager that redraws lines in place, prints other output above them, and leaves the last lines at exit.
 
     Args:
         stream: a terminal.
-        view: returns the lines to show in so many rows; called from the drawing thread.
+        view: returns the lines for a number of rows; called from the drawing thread.
     """
 
     def __init__(self, stream: TextIO, view: Callable[[int], Sequence[str]], every_s: float = DRAW_EVERY_S) -> None:
@@ -232,7 +229,7 @@ class Screen:
         self._lines: Sequence[str] = ()
         self._height = 0
 
-    def say(self, text: str) -> None:
+    def print_above(self, text: str) -> None:
         """Print a line above the screen."""
         self._draw(text + "\n")
 
@@ -253,14 +250,14 @@ class Screen:
             self._draw()
 
     def _draw(self, above: str = "") -> None:
-        """Go back over the lines of the last time, and write ``above`` and the present ones. Each ends its line: launchers pass on
-        whole ones."""
+        """Overwrite the previous lines with ``above`` and the current lines. Each line ends with a newline, as launchers forward
+        only complete lines."""
         size = terminal_size(self._stream)
         self._lines = self._view(size.lines - 2) or self._lines
         lines = [_cut(printable(line), size.columns) for line in self._lines]
         if not os.environ.get("NO_COLOR"):
             lines = [_BAR_PARTS.sub("\x1b[34m\\g<0>\x1b[0m", line) for line in lines]
-        with self._writing, contextlib.suppress(OSError, ValueError):  # the terminal may have gone: no reason to fail
+        with self._writing, contextlib.suppress(OSError, ValueError):  # a closed terminal must not end the run
             back = f"\x1b[{self._height}A\x1b[J" if self._height else ""
             self._height = len(lines)
             self._stream.write(back + above + "".join(f"{line}\n" for line in lines))
@@ -268,12 +265,12 @@ class Screen:
 
 
 def _cut(text: str, width: int) -> str:
-    """``text`` in at most ``width`` columns of a terminal."""
-    taken = 0
-    for place, character in enumerate(text):
-        taken += 2 if unicodedata.east_asian_width(character) in "WF" else 1
-        if taken > width:
-            return text[: place - 1] + "…"
+    """Shorten ``text`` to at most ``width`` terminal columns."""
+    columns = 0
+    for index, character in enumerate(text):
+        columns += 2 if unicodedata.east_asian_width(character) in "WF" else 1
+        if columns > width:
+            return text[: index - 1] + "…"
     return text
 
 

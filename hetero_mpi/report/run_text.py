@@ -1,4 +1,4 @@
-"""A run as text: its end, runs side by side (``compare``), a plan beside the best single device (``baseline``), and its job."""
+"""Runs as text: summary at the end, comparison of runs (``compare``) or with a single device (``baseline``), and job."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from hetero_mpi.rundir.metrics import WARM_UP_STEPS, Evaluation, StepMetrics, by
 from hetero_mpi.util import units
 from hetero_mpi.util.terminal import wrap_text
 
-TOLERANCE = 0.15
-"""Share by which a step may differ from its prediction without a reason being given."""
-HARDLY = 1.1
-"""Gains up to this factor are within the error of predictions and the variation of machines."""
+MAX_UNEXPLAINED_RATIO = 0.15
+"""Relative difference between measured and predicted step time up to which no reason is reported."""
+MAX_HARDLY_FACTOR = 1.1
+"""Gain up to which an answer is "Hardly": such gains are within the error of predictions and the variation of machines."""
 _PROFILED = "when they were measured"
-_WINDOW = 0.05
-"""The loss after so many tokens is the mean over this share of them, the last ones."""
-_FEW = "too few steps"
-_OPTIMIZERS = {"adamw_8bit": "AdamW in 8 bits", "adafactor": "Adafactor", "muon": "Muon and AdamW"}
+_LOSS_WINDOW_RATIO = 0.05
+"""Share of the tokens, counted from the end, over which the loss is averaged."""
+_TOO_FEW = "too few steps"
+_OPTIMIZERS = {"adamw_8bit": "8-bit AdamW", "adafactor": "Adafactor", "muon": "Muon and AdamW"}
 _IRRELEVANT = {("output", "run_dir")}
 SpeedChanges = Sequence[tuple[int, int, float]]
-"""(rank, number of the step from 0, share of the profile's speed) of emulated changes of speed."""
+"""Emulated speed changes: (rank, step counted from 0, speed relative to the profile)."""
 
 
 # The end of a run
@@ -43,22 +43,22 @@ def final_lines(
     steps: Sequence[StepMetrics],
     evaluations: Sequence[Evaluation] = (),
     unigram_entropy: float | None = None,
-    written: Mapping[str, Path] | None = None,
+    paths: Mapping[str, Path] | None = None,
     speed_changes: SpeedChanges = (),
     compared: str = "",
-    others: str = "",
+    cpu_text: str = "",
 ) -> list[str]:
-    """The summary as lines. ``steps`` and ``evaluations``: of this run, without those of the run it resumed.
+    """Summarise a run at its end.
 
-    ``unigram_entropy``: of the training targets, nats per token. ``written``: what -> path, in the order to be shown.
-    ``compared``: pair or answer, where preferences are learnt. ``others``: what other programs took of the cores, in words.
+    ``steps``, ``evaluations``: since the last start. ``unigram_entropy``: of the training targets, in nats per token. ``paths``:
+    description -> path. ``compared``: "pair" or "answer" for preferences. ``cpu_text``: CPU use of other programs, as text.
     """
-    lines = time_lines(report, profile, steps, speed_changes, others)
+    lines = time_lines(report, profile, steps, speed_changes, cpu_text)
     per = "nats per token" if units.unit_of(report.plan.sequence_length) == "tokens" else "per sample"
     lines += loss_lines(steps, evaluations, unigram_entropy, f"per {compared}" if compared else per)
-    if written:
-        width = max(len(what) for what in written)
-        lines += ["Written:", *(f"  {what:<{width}}  {path}" for what, path in written.items())]
+    if paths:
+        width = max(len(description) for description in paths)
+        lines += ["Written:", *(f"  {description:<{width}}  {path}" for description, path in paths.items())]
     return lines
 
 
@@ -67,9 +67,9 @@ def time_lines(
     profile: ClusterProfile,
     steps: Sequence[StepMetrics],
     speed_changes: SpeedChanges = (),
-    others: str = "",
+    cpu_text: str = "",
 ) -> list[str]:
-    """Measured beside predicted step time, with the likely reason where they are far apart; then the earlier plans."""
+    """Compare measured and predicted step time, with the likely reason for a large difference; then list earlier plans."""
     *before, last = by_plan(steps) or [[]]
     warm = last[WARM_UP_STEPS:]
     if warm:
@@ -79,52 +79,52 @@ def time_lines(
         ratio = times.ratio
         if times.predicted_s > 0:
             line += f"; {units.seconds(report.predicted_step_s)} predicted"
-            line += f", {units.seconds(report.tried_step_s)} when tried" if report.tried_step_s is not None else ""
+            line += f", {units.seconds(report.tried_step_s)} calibrated" if report.tried_step_s is not None else ""
         lines = [line + (f" (since the plan changed after step {last[0].step - 1})" if before else "")]
-        if abs(ratio - 1) > TOLERANCE:
-            word = f"{units.percent(abs(ratio - 1))} {'longer' if ratio > 1 else 'shorter'}"
-            word = f"{ratio:.2g} times as long" if ratio >= 2 else word
-            # A plan made during the run knows the changes of speed before it.
+        if abs(ratio - 1) > MAX_UNEXPLAINED_RATIO:
+            difference = f"{units.percent(abs(ratio - 1))} {'longer' if ratio > 1 else 'shorter'}"
+            difference = f"{ratio:.2g} times as long" if ratio >= 2 else difference
+            # A plan made during the run accounts for earlier speed changes.
             begin = last[0].step - 1 if before else 0
             changes = [change for change in speed_changes if begin <= change[1] < last[-1].step]
-            tried = _PROFILED if report.tried_step_s is None else "when the plan was tried"
-            when = "when the plan was made" if before else tried
-            lines.append(f"  {word}: {_difference_reason(profile, changes, ratio, others, when)}")
-        elif others:
-            lines.append(f"  {others}")
+            measured_when = _PROFILED if report.tried_step_s is None else "in the calibration run"
+            when = "when the plan was made" if before else measured_when
+            lines.append(f"  {difference}: {_difference_reason(profile, changes, ratio, cpu_text, when)}")
+        elif cpu_text:
+            lines.append(f"  {cpu_text}")
     else:
-        lines = [f"Step time: {len(last)} steps are too few to measure it (the first {WARM_UP_STEPS} do not count)"]
-    for former in before:
-        measured = statistics.median(step.step_s for step in former[WARM_UP_STEPS:] or former)
+        lines = [f"Step time: not measured; {len(last)} steps are too few (the first {WARM_UP_STEPS} do not count)"]
+    for earlier_steps in before:
+        measured = statistics.median(step.step_s for step in earlier_steps[WARM_UP_STEPS:] or earlier_steps)
         lines.append(
-            f"  before, up to step {former[-1].step}: {units.seconds(measured)} measured, "
-            f"{units.seconds(former[0].predicted_step_s)} predicted"
+            f"  before, up to step {earlier_steps[-1].step}: {units.seconds(measured)} measured, "
+            f"{units.seconds(earlier_steps[0].predicted_step_s)} predicted"
         )
     return lines
 
 
-def _difference_reason(profile: ClusterProfile, changes: SpeedChanges, ratio: float, others: str, when: str) -> str:
+def _difference_reason(profile: ClusterProfile, changes: SpeedChanges, ratio: float, cpu_text: str, when: str) -> str:
     if changes:
-        told = ", ".join(f"rank {rank} at {share:g} from step {step + 1}" for rank, step, share in changes)
-        return f"devices changed their speed as [cluster] emulate_changes asks ({told}), which no prediction knows"
+        changed = ", ".join(f"rank {rank} at {share:g} from step {step + 1}" for rank, step, share in changes)
+        return f"devices changed speed by [cluster] emulate_changes ({changed}), which the prediction does not include"
     if profile.emulated:
-        return "the ranks did not keep the emulated times (see the line Emulation): raise [cluster] time_scale"
-    if others and ratio > 1:
-        return others
+        return "the ranks were slower than the emulated times (see the line Emulation): raise [cluster] time_scale"
+    if cpu_text and ratio > 1:
+        return cpu_text
     if ratio < 1 and any(host.other_threads for host in profile.hosts):
-        return "other programs took more of the cores when the plan was tried"
-    than = f"{'not as fast as' if ratio > 1 else 'faster than'} {when}"
+        return "other programs used more of the cores during the calibration run"
+    comparison = f"{'slower than' if ratio > 1 else 'faster than'} {when}"
     if when != _PROFILED:
-        return f"the machines are {than}"
+        return f"the machines are {comparison}"
     if profile.source != MEASURED:
-        return f"the profile was not measured here ({profile.source}): measure these machines (profile.path empty)"
-    return f"the machines are {than}: measure again (--reprofile)"
+        return f"the profile is from elsewhere ({profile.source}): measure these machines (leave profile.path empty)"
+    return f"the machines are {comparison}: measure again with --reprofile"
 
 
 def loss_lines(
     steps: Sequence[StepMetrics], evaluations: Sequence[Evaluation], unigram_entropy: float | None, per: str
 ) -> list[str]:
-    """The first and the newest loss, the newest held-out one, and how they compare with the unigram entropy, if that is known."""
+    """Report the first and the last loss, the last evaluation loss, and the difference from the unigram entropy, if known."""
     lines = []
     if steps:
         first, last = steps[0], steps[-1]
@@ -133,38 +133,38 @@ def loss_lines(
         )
     if evaluations:
         lines.append(
-            f"Held-out loss: {evaluations[-1].loss:.4f} at step {evaluations[-1].step}{evaluations[-1].beside()}"
+            f"Evaluation loss: {evaluations[-1].loss:.4f} at step {evaluations[-1].step}{evaluations[-1].beside()}"
         )
     if unigram_entropy is not None:
         line = f"Unigram entropy of the training text: {unigram_entropy:.4f}"
         if (evaluations or steps) and not any(step.router_loss is not None for step in steps):
-            reached = evaluations[-1].loss if evaluations else steps[-1].loss
-            below = unigram_entropy - reached
-            which, where = "held-out loss" if evaluations else "loss", "below" if below >= 0 else "above"
-            line += f"; the {which} is {abs(below):.4f} {where} it"
+            final_loss = evaluations[-1].loss if evaluations else steps[-1].loss
+            below = unigram_entropy - final_loss
+            loss_name, side = "evaluation loss" if evaluations else "loss", "below" if below >= 0 else "above"
+            line += f"; the {loss_name} is {abs(below):.4f} {side} it"
         lines.append(line)
     return lines
 
 
-# Runs beside each other
+# Comparison of runs
 
 
 def comparison_lines(runs: Sequence[PastRun]) -> list[str]:
-    """A table with a column per run: differences between the jobs, plans, speed, and the loss after equally many tokens."""
+    """Compare runs in a table with a column per run: job differences, plan, speed, and loss after equal numbers of tokens."""
     tokens = min(sum(step.tokens for step in run.metrics.steps) for run in runs)
     speeds = [run.median_tokens_per_s() for run in runs]
-    held_out = [run.metrics.evaluations[-1].loss if run.metrics.evaluations else math.nan for run in runs]
+    evaluation_losses = [run.metrics.evaluations[-1].loss if run.metrics.evaluations else math.nan for run in runs]
     rows = [(key, *values) for key, values in job_differences([run.job for run in runs])]
     rows += [
         ("devices", *(_devices(run.profile) for run in runs)),
         ("plan", *(_plan(run.report) for run in runs)),
         ("steps done", *(f"{run.metrics.steps[-1].step:,}" if run.metrics.steps else "none" for run in runs)),
         ("step, predicted", *(units.seconds(run.report.predicted_step_s) if run.report else "" for run in runs)),
-        ("step, median", *(units.seconds(run.median_step_s() or 0) if run.warm_steps else _FEW for run in runs)),
-        ("tokens/s, median", *(f"{speed:,.0f}" if speed is not None else _FEW for speed in speeds)),
+        ("step, median", *(units.seconds(run.median_step_s() or 0) if run.warm_steps else _TOO_FEW for run in runs)),
+        ("tokens/s, median", *(f"{speed:,.0f}" if speed is not None else _TOO_FEW for speed in speeds)),
         ("speed", *(f"{speed / speeds[0]:.2f}x" if speed and speeds[0] else "" for speed in speeds)),
         (f"loss after {units.count(tokens)} tokens", *(_loss(loss_after(run.metrics.steps, tokens)) for run in runs)),
-        ("held-out loss, last", *map(_loss, held_out)),
+        ("evaluation loss, last", *map(_loss, evaluation_losses)),
         ("energy", *("not measured" for _ in runs)),
     ]  # fmt: skip
     by_job = len({run.name for run in runs}) == len(runs)
@@ -172,52 +172,54 @@ def comparison_lines(runs: Sequence[PastRun]) -> list[str]:
     names = [f"{name}{' (emulated)' if run.emulated else ''}" for name, run in zip(names, runs, strict=True)]
     lines = Table.of_texts(("", *names), rows).lines()
     if any(run.emulated for run in runs):
-        lines += wrap_text(
-            "  ",
-            "emulated: times and speeds are those of a profile's devices, imitated; losses are of the model that stood in",
-        )
+        lines += wrapped("  ", "emulated: times and speeds are of emulated devices, losses of the small stand-in model")
     if len({_model(run.profile) for run in runs}) > 1:
-        lines += wrap_text("  ", "the models differ: neither losses nor tokens per second can be compared")
+        lines += wrapped("  ", "the models differ: losses and tokens per second are not comparable")
     return lines
 
 
 def loss_after(steps: Sequence[StepMetrics], tokens: int) -> float:
-    """Mean training loss over the last twentieth of the first ``tokens`` tokens (at least one step); NaN without any."""
-    seen, recent = 0, []
+    """Mean training loss over the last twentieth of the first ``tokens`` tokens (at least one step); NaN without steps."""
+    tokens_done, recent = 0, []
     for step in steps:
-        if seen >= tokens:
+        if tokens_done >= tokens:
             break
-        seen += step.tokens
-        recent.append((seen, step.loss))
-    kept = [loss for at, loss in recent if at > (1 - _WINDOW) * tokens]
-    return statistics.fmean(kept) if kept else math.nan
+        tokens_done += step.tokens
+        recent.append((tokens_done, step.loss))
+    losses = [loss for at, loss in recent if at > (1 - _LOSS_WINDOW_RATIO) * tokens]
+    return statistics.fmean(losses) if losses else math.nan
 
 
 def job_differences(jobs: Sequence[Mapping[str, Any]]) -> list[tuple[str, tuple[str, ...]]]:
-    """(``table.key``, its value in each job) of the keys that are not the same in all."""
+    """List the keys with different values: (``table.key``, value in each job)."""
     keys = dict.fromkeys(
         (name, key) for job in jobs for name, values in job.items() if isinstance(values, Mapping) for key in values
     )
-    found = []
+    differences = []
     for name, key in keys:
         tables = (job.get(name) for job in jobs)
         values = tuple(_value(table.get(key) if isinstance(table, Mapping) else None) for table in tables)
         if len(set(values)) > 1 and (name, key) not in _IRRELEVANT:
-            found.append((f"{name}.{key}", values))
-    return found
+            differences.append((f"{name}.{key}", values))
+    return differences
 
 
 def baseline_lines(
     singles: Sequence[Alone], report: PlanReport, profile: ClusterProfile, tokens: int, run: PastRun | None, remarks: Sequence[str]
 ) -> list[str]:  # fmt: skip
-    """A table of each kind of device alone and of all together, and a sentence that says whether the others were worth adding.
+    """Compare each kind of device alone with all devices together, and conclude whether the other devices help.
 
-    ``singles``: a prediction for each kind of device. ``run``: one under the plan, whose measured times are shown too.
+    ``singles``: prediction for each kind of device. ``run``: run of the plan, whose measured times are shown too.
     """
     kind = ", emulated" if profile.emulated else ""
     timed = [
-        (f"rank {one.rank} alone", place_text(profile, one.rank), one.step_s, one.problem or f"predicted{kind}")
-        for one in singles
+        (
+            f"rank {single.rank} alone",
+            place_text(profile, single.rank),
+            single.step_s,
+            single.problem or f"predicted{kind}",
+        )
+        for single in singles
     ]
     together = f"{len(report.plan.ranks)} of {len(profile.devices)} ranks"
     timed.append((together, _devices(profile), report.predicted_step_s, f"predicted{kind}"))
@@ -230,56 +232,56 @@ def baseline_lines(
         for who, device, step_s, how in timed
     ]
     table = Table.of_texts(("", "device", "step", "tokens/s", ""), rows)
-    lines = [f"The same {units.amount(tokens, report.plan.sequence_length)} per step{kind}:", *table.lines(), ""]
-    lines += ["Was it worth adding the others?", *wrap_text("  ", worth_adding(singles, report, profile, measured)), ""]
-    return [*lines, *(line for remark in remarks for line in wrap_text("", remark))]
+    lines = [f"For {units.amount(tokens, report.plan.sequence_length)} per step{kind}:", *table.lines(), ""]
+    lines += ["Do the other devices help?", *wrapped("  ", worth_adding(singles, report, profile, measured)), ""]
+    return [*lines, *(line for remark in remarks for line in wrapped("", remark))]
 
 
 def worth_adding(
     singles: Sequence[Alone], report: PlanReport, profile: ClusterProfile, measured_s: float | None
 ) -> str:
-    """A sentence about the gain over the best single device. ``measured_s``: per step of all devices together, where known."""
+    """Describe the gain over the best single device. ``measured_s``: step time of all devices together, if known."""
     if len(singles) == 1 and len(report.memory) + len(report.idle) <= 1:
-        return "There is one device only: nothing was added."
-    able = [one for one in singles if one.step_s is not None]
-    if not able:
-        return "Yes: no single device can do this job at all."
-    best = min(able, key=lambda one: (one.step_s or 0.0, one.rank))
+        return "There is only one device."
+    capable = [single for single in singles if single.step_s is not None]
+    if not capable:
+        return "Yes: no single device can run this job."
+    best = min(capable, key=lambda single: (single.step_s or 0.0, single.rank))
     assert best.step_s is not None
     if len(report.plan.ranks) == 1:
-        return f"No: the plan itself uses rank {report.plan.ranks[0]} alone, since the others would only slow it down."
-    promised = best.step_s / report.predicted_step_s if report.predicted_step_s > 0 else math.nan
-    gain = best.step_s / measured_s if measured_s else promised
-    answer = "No" if gain < 1 else "Hardly" if gain < HARDLY else "Yes"
-    what = "measured" if measured_s else "predicted"
-    text = f"{answer}: together they are {gain:.2f} times as fast ({what}) as "
-    text += f"{place_text(profile, best.rank)} alone would be (predicted)"
-    if measured_s and math.isfinite(promised):
-        text += f"; the prediction was {promised:.2f} times"
+        return f"No: the plan uses only rank {report.plan.ranks[0]}, as the other ranks would slow it down."
+    predicted_gain = best.step_s / report.predicted_step_s if report.predicted_step_s > 0 else math.nan
+    gain = best.step_s / measured_s if measured_s else predicted_gain
+    answer = "No" if gain < 1 else "Hardly" if gain < MAX_HARDLY_FACTOR else "Yes"
+    source = "measured" if measured_s else "predicted"
+    text = f"{answer}: all devices together are {gain:.2f} times as fast ({source}) as "
+    text += f"{place_text(profile, best.rank)} alone (predicted)"
+    if measured_s and math.isfinite(predicted_gain):
+        text += f"; the prediction was {predicted_gain:.2f} times"
     return text + "."
 
 
 def next_steps(run: PastRun) -> list[tuple[str, str]]:
-    """(command, what it does) that a person may type next: they depend on what the run has left."""
-    place, program = shlex.quote(run.place), "python -m hetero_mpi"
-    written = any((run.directory / name).is_dir() for name in ("model", "adapter"))
-    done, wanted = run.metrics.steps[-1].step if run.metrics.steps else 0, run.setting("train", "steps")
-    found = []
-    goes_on = run.present is not None and run.present.alive and not run.over
-    if isinstance(wanted, int) and done < wanted and run.checkpoints and not goes_on:
-        resume = f"{program} train {shlex.quote(run.job_file)} --run-dir {place} --resume"
-        what = f"behind mpirun or launch, on any ranks: goes on after step {run.checkpoints[-1].step:,}"
-        found.append((resume, what))
-    if written and run.setting("model", "factory") is None:
-        found.append((f'{program} generate {place} --prompt "..."', "the trained model goes on with a text"))
-        found.append((f"{program} serve {place}", "answers any OpenAI client"))
+    """Suggest next commands, (command, description), depending on the files of the run."""
+    run_dir, program = shlex.quote(run.place), "python -m hetero_mpi"
+    has_model = any((run.directory / name).is_dir() for name in ("model", "adapter"))
+    done, total_steps = run.metrics.steps[-1].step if run.metrics.steps else 0, run.setting("train", "steps")
+    commands = []
+    is_running = run.present is not None and run.present.alive and not run.over
+    if isinstance(total_steps, int) and done < total_steps and run.checkpoints and not is_running:
+        resume = f"{program} train {shlex.quote(run.job_file)} --run-dir {run_dir} --resume"
+        description = f"with mpirun or launch, on any ranks: resume after step {run.checkpoints[-1].step:,}"
+        commands.append((resume, description))
+    if has_model and run.setting("model", "factory") is None:
+        commands.append((f'{program} generate {run_dir} --prompt "..."', "generate text with the trained model"))
+        commands.append((f"{program} serve {run_dir}", "serve an OpenAI-compatible API"))
         merge = " --merge" if run.setting("adapter", "method") == "lora" else ""
-        found.append((f"{program} export {place} OUT{merge}", "a directory for other programs, with a model card"))
+        commands.append((f"{program} export {run_dir} OUT{merge}", "export a Hugging Face directory with a model card"))
     if run.profile is not None and len(run.profile.devices) > 1:
-        found.append((f"{program} baseline --profile {place}", "each kind of device alone beside all together"))
+        commands.append((f"{program} baseline --profile {run_dir}", "compare each kind of device with all devices"))
     if run.metrics.steps:
-        found.append((f"{program} compare {place} OTHER", "this run beside another one"))
-    return found
+        commands.append((f"{program} compare {run_dir} OTHER", "compare this run with another run"))
+    return commands
 
 
 def _devices(profile: ClusterProfile | None) -> str:
@@ -299,7 +301,7 @@ def _model(profile: ClusterProfile | None) -> tuple[object, ...]:
 
 
 def _loss(value: float) -> str:
-    return f"{value:.4f}" if math.isfinite(value) else "not known"
+    return f"{value:.4f}" if math.isfinite(value) else "unknown"
 
 
 def _value(value: Any) -> str:
@@ -310,67 +312,67 @@ def _value(value: Any) -> str:
 
 
 def job_rows(job: Mapping[str, Any], used_dtype: str = "") -> list[tuple[str, str]]:
-    """(what, setting) of a job: method, model, data, optimizer. What it does not say is left out. ``used_dtype``: where known."""
+    """Summarise a job as (topic, settings): method, model, data, optimizer, without unset keys. ``used_dtype``: if known."""
 
     def setting(name: str) -> Any:
         table, key = name.split(".")
-        found = job.get(table)
-        return found.get(key) if isinstance(found, Mapping) else None
+        values = job.get(table)
+        return values.get(key) if isinstance(values, Mapping) else None
 
-    def told(form: str, name: str) -> str:
+    def formatted(form: str, name: str) -> str:
         text = _setting_text(setting(name))
         return form.format(text) if text else ""
 
     lora, packed = setting("adapter.method") == "lora", setting("data.packing")
-    method = "LoRA" if lora else "full training of all weights" if setting("adapter.method") == "none" else ""
+    method = "LoRA" if lora else "full fine-tuning" if setting("adapter.method") == "none" else ""
     if lora and setting("model.quantization") == "nf4":
         method += f" on NF4 weights{', double quantization' if setting('model.double_quantization') else ''}"
     of_adapter = (("rank {}", "rank"), ("alpha {}", "alpha"), ("dropout {}", "dropout"), ("targets {}", "targets"))
-    config, held_out, asked = setting("model.config"), setting("data.held_out"), told("{}", "train.dtype")
+    config, held_out, job_dtype = (setting("model.config"), setting("data.held_out"), formatted("{}", "train.dtype"))
     is_share = isinstance(held_out, (int, float)) and 0 < held_out < 1
-    own_held_out = f"{units.percent(held_out)} of the sequences held out" if is_share else ""
+    held_out_text = f"{units.percent(held_out)} of the sequences for evaluation" if is_share else ""
     new = f"a new {config.get('model_type', '')} model" if isinstance(config, Mapping) else _setting_text(config)
     by_plan = setting("train.micro_batch") == "auto"
-    warm_up = told("{} steps of warm-up", "train.warmup_steps")
+    warm_up = formatted("{} steps of warm-up", "train.warmup_steps")
     if isinstance(share := setting("train.warmup_steps"), float) and 0 < share < 1:
-        warm_up = f"warm-up in {units.percent(share)} of the steps{told(', at most {}', 'train.max_warmup_steps')}"
+        warm_up = f"warm-up in {units.percent(share)} of the steps{formatted(', at most {}', 'train.max_warmup_steps')}"
     betas = [_setting_text(beta) for key in ("beta1", "beta2") if (beta := setting(f"train.{key}")) is not None]
     rows = {
         "method": [
             method,
-            *(told(form, f"adapter.{key}") for form, key in of_adapter if lora),
+            *(formatted(form, f"adapter.{key}") for form, key in of_adapter if lora),
             *(key for key in ("rslora", "dora") if lora and setting(f"adapter.{key}")),
-            told("from {}", "adapter.path") if lora else "",
-            told("preferences by {}", "train.preference") if setting("train.preference") != "none" else "",
+            formatted("from {}", "adapter.path") if lora else "",
+            formatted("preferences by {}", "train.preference") if setting("train.preference") != "none" else "",
         ],
-        "model": [told("{}", "model.path"), told("made by {}", "model.factory"), " ".join(new.split())],
+        "model": [formatted("{}", "model.path"), formatted("built by {}", "model.factory"), " ".join(new.split())],
         "data": [
-            told("text {}", "data.text"),
-            told("records {}", "data.records"),
+            formatted("text {}", "data.text"),
+            formatted("records {}", "data.records"),
             units.rows_of(length) if (length := setting("data.sequence_length")) else "",
             "packed" if packed is True else "one document per sequence" if packed is False else "",
-            told("evaluated on {}", "data.evaluation") or own_held_out,
+            formatted("evaluated on {}", "data.evaluation") or held_out_text,
         ],
         "steps": [
-            told("{} steps", "train.steps"),
-            told("{} sequences per step", "train.global_batch"),
-            "micro-batches as the plan has them" if by_plan else told("micro-batches of {}", "train.micro_batch"),
+            formatted("{} steps", "train.steps"),
+            formatted("{} sequences per step", "train.global_batch"),
+            "micro-batches chosen by the plan" if by_plan else formatted("micro-batches of {}", "train.micro_batch"),
         ],
         "optimizer": [
             _OPTIMIZERS.get(str(setting("train.optimizer")), "AdamW"),
-            told("peak learning rate {}", "train.learning_rate"),
-            told("schedule {}", "train.schedule"),
+            formatted("peak learning rate {}", "train.learning_rate"),
+            formatted("schedule {}", "train.schedule"),
             warm_up,
             f"betas {' and '.join(betas)}" if betas else "",
-            told("epsilon {}", "train.epsilon"),
-            told("weight decay {}", "train.weight_decay"),
-            told("gradients clipped to norm {}", "train.clip_norm"),
+            formatted("epsilon {}", "train.epsilon"),
+            formatted("weight decay {}", "train.weight_decay"),
+            formatted("gradients clipped to norm {}", "train.clip_norm"),
         ],
-        "dtype": [f"{used_dtype} ({asked})" if asked and used_dtype not in ("", asked) else asked or used_dtype],
-        "seed": [told("{}", "train.seed")],
+        "dtype": [f"{used_dtype} ({job_dtype})" if job_dtype and used_dtype not in ("", job_dtype) else job_dtype or used_dtype],
+        "seed": [formatted("{}", "train.seed")],
     }  # fmt: skip
-    joined = {what: ", ".join(filter(None, parts)) for what, parts in rows.items()}
-    return [(what, text) for what, text in joined.items() if text and job]
+    text_by_topic = {topic: ", ".join(filter(None, parts)) for topic, parts in rows.items()}
+    return [(topic, text) for topic, text in text_by_topic.items() if text and job]
 
 
 def _setting_text(value: Any) -> str:

@@ -1,7 +1,6 @@
-"""A table of a plan, a profile or a run, as data: its columns, and an object for each row. It is shown as lines of text
-(``Table.lines``), or on the page of a run (``page.html``)::
+"""Tables as data, columns and an object per row, rendered as text (``Table.lines``) or on the page of a run (``page.html``)::
 
-    Table([Column("rank", "rank"), Column("memory", "memory_bytes", units.size)], profile.devices).lines()
+Table([Column("rank", "rank"), Column("memory", "memory_bytes", units.size)], profile.devices).lines()
 """
 
 from __future__ import annotations
@@ -18,23 +17,23 @@ from hetero_mpi.util.terminal import line_width, printable, wrap_text
 
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
-MOST_ROWS = 16
-"""Ranks or hosts that are shown."""
-_TOGETHER = "\N{NO-BREAK SPACE}"
+MAX_ROWS = 16
+"""Maximum number of ranks or hosts to show."""
+_NO_BREAK = "\N{NO-BREAK SPACE}"
 _UNIT = re.compile(r"(?<=\d) (?=(%|[a-zA-Z]{1,2}(/s)?)(?:\s|,|;|\)|$))")
-"""The space between a number and its unit, at which no line is broken."""
+"""Space between a number and its unit, where lines must not break."""
 
 
 @dataclass(frozen=True)
 class Column:
-    """A heading, the value below it in each row, and how this value is written."""
+    """Heading, value and format of a column."""
 
     title: str
     value: str | Callable[[Any], Any]
-    """A function of the row, or the name of its attribute. None: unknown."""
+    """Function of the row, or name of its attribute; a value of None is unknown."""
     format: Callable[[Any], str] = str
     left: bool = False
-    """It stands at the left; others stand at the right if all their texts begin with a digit."""
+    """Align left; other columns align right if all their texts begin with a digit."""
 
     def text(self, row: Any) -> str:
         value = getattr(row, self.value) if isinstance(self.value, str) else self.value(row)
@@ -43,67 +42,66 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """Columns, and an object for each row. A column without any text is not shown."""
+    """Columns, and an object per row. Columns without text are hidden."""
 
     columns: Sequence[Column]
     rows: Sequence[Any]
 
     @classmethod
     def of_texts(cls, headings: Iterable[str], rows: Sequence[Sequence[Any]]) -> Table:
-        """A table whose rows are texts, one for each heading."""
-        return cls([Column(heading, itemgetter(place)) for place, heading in enumerate(headings)], rows)
+        """Build a table of texts, one per heading in each row."""
+        return cls([Column(heading, itemgetter(index)) for index, heading in enumerate(headings)], rows)
 
     def without(self, *titles: str) -> Table:
-        """The table without the columns of these titles."""
+        """Return the table without the columns of these titles."""
         return replace(self, columns=[column for column in self.columns if column.title not in titles])
 
     def texts(self) -> list[tuple[Column, list[str]]]:
-        """The columns that are shown, each with its texts."""
+        """Visible columns with their texts."""
         columns = [(column, [column.text(row) for row in self.rows]) for column in self.columns]
         return [(column, texts) for column, texts in columns if any(texts)]
 
     def __bool__(self) -> bool:
-        """Whether there is anything to show."""
+        """Whether the table has visible columns."""
         return bool(self.texts())
 
     def html(self) -> tuple[list[tuple[str, bool]], list[tuple[str, ...]]]:
-        """Headings, each with whether its column stands at the right; and rows of texts."""
-        shown = self.texts()
-        headings = [(column.title, _at_right(column, texts)) for column, texts in shown]
-        return headings, list(zip(*(texts for _, texts in shown), strict=True))
+        """Headings, each with whether its column aligns right; and rows of texts."""
+        columns = self.texts()
+        headings = [(column.title, _at_right(column, texts)) for column, texts in columns]
+        return headings, list(zip(*(texts for _, texts in columns), strict=True))
 
     def lines(self, most: int | None = None) -> list[str]:
-        """Aligned columns within the width of the terminal. Where they are too wide, the widest is wrapped; where even single words
-        are too wide, each row is a list of its cells. ``most``: where there are more rows, the first ones are shown (``MOST_ROWS``
-        at most), and how many more there are.
+        """Align columns within the width of the terminal, wrapping the wide columns; if single words are too wide, list the
+        cells of each row instead. ``most``: with more rows than this, show only the first rows (at most ``MAX_ROWS``).
         """
         if most is not None and len(self.rows) > most:
-            rows = self.rows[: min(most, MOST_ROWS)]
+            rows = self.rows[: min(most, MAX_ROWS)]
             return [*replace(self, rows=rows).lines(), f"  ... and {len(self.rows) - len(rows):,} more"]
-        shown = self.texts()
-        right = [_at_right(column, texts) for column, texts in shown]
-        cells = [[unbroken(printable(text)) for text in (column.title, *texts)] for column, texts in shown]
-        least = [max(len(word) for cell in column for word in cell.split(" ")) for column in cells]
+        columns = self.texts()
+        right = [_at_right(column, texts) for column, texts in columns]
+        cells = [[unbroken(printable(text)) for text in (column.title, *texts)] for column, texts in columns]
+        mins = [max(len(word) for cell in column for word in cell.split(" ")) for column in cells]
         widths, most = [max(map(len, column)) for column in cells], line_width()
-        if sum(least) + 2 * len(least) > most:
+        if sum(mins) + 2 * len(mins) > most:
             return _stacked(cells)
         while sum(widths) + 2 * len(widths) > most:
-            wide = max((place for place in range(len(widths)) if widths[place] > least[place]), key=widths.__getitem__)
+            wide = max((index for index in range(len(widths)) if widths[index] > mins[index]), key=widths.__getitem__)
             widths[wide] -= 1
-        return [line.replace(_TOGETHER, " ") for row in zip(*cells, strict=True) for line in _drawn(row, widths, right)]
+        return [line.replace(_NO_BREAK, " ") for row in zip(*cells, strict=True) for line in _lines(row, widths, right)]
 
 
 def unbroken(text: str) -> str:
-    """``text`` in which a number and its unit stay on one line."""
-    return _UNIT.sub(_TOGETHER, text)
+    """Keep numbers and their units in ``text`` on one line."""
+    return _UNIT.sub(_NO_BREAK, text)
 
 
 def _at_right(column: Column, texts: Sequence[str]) -> bool:
     return not column.left and all(not text or text[0].isdigit() for text in texts)
 
 
-def _drawn(row: Sequence[str], widths: Sequence[int], right: Sequence[bool]) -> list[str]:
-    """A row as lines."""
+def _lines(row: Sequence[str], widths: Sequence[int], right: Sequence[bool]) -> list[str]:
+    """Render a row as lines."""
     parts = [
         textwrap.wrap(cell, width, break_long_words=False, break_on_hyphens=False)
         for cell, width in zip(row, widths, strict=True)
@@ -118,27 +116,27 @@ def _drawn(row: Sequence[str], widths: Sequence[int], right: Sequence[bool]) -> 
 
 
 def _stacked(cells: Sequence[Sequence[str]]) -> list[str]:
-    """Each row as lines of a heading and a cell, with an empty line behind it; empty cells are left out."""
+    """Render each row as lines of a heading and a cell, followed by an empty line; omits empty cells."""
     headings, *rows = zip(*cells, strict=True)
     wide = max(map(len, headings))
     lines: list[str] = []
     for row in rows:
         for heading, cell in zip(headings, row, strict=True):
-            lines += wrap_text(f"  {heading:<{wide}}  ", cell.replace(_TOGETHER, " ")) if cell else []
+            lines += wrapped(f"  {heading:<{wide}}  ", cell.replace(_NO_BREAK, " ")) if cell else []
         lines.append("")
     return lines
 
 
 def grouped(values: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
-    """Values by key, in the order in which the keys first occur."""
-    found: dict[K, list[T]] = {}
+    """Group values by key, in order of first occurrence."""
+    groups: dict[K, list[T]] = {}
     for value in values:
-        found.setdefault(key(value), []).append(value)
-    return found
+        groups.setdefault(key(value), []).append(value)
+    return groups
 
 
 def least_most(values: Sequence[float], show: Callable[[float], str]) -> str:
-    """``1.20 ms to 1.31 ms``: least and greatest value as ``show`` writes them; one figure where both look the same."""
+    """Format the range of values: ``1.20 ms to 1.31 ms``, or one value if both ends look equal."""
     if not values:
         return ""
     least, most = show(min(values)), show(max(values))

@@ -1,7 +1,7 @@
-"""Steps as a Chrome trace, which https://ui.perfetto.dev and chrome://tracing open.
+"""Chrome trace of steps, for https://ui.perfetto.dev and chrome://tracing.
 
-Format: "Trace Event Format" of the Chromium project (JSON object form, complete events ``"ph": "X"``, microseconds). Predicted and
-measured events give the same form of file.
+Format: "Trace Event Format" of the Chromium project (JSON object form, complete events ``"ph": "X"``, microseconds), for predicted
+and measured events alike.
 """
 
 from __future__ import annotations
@@ -24,28 +24,27 @@ LANES = {
     Op.SEND_B: (4, "send gradients"),
     Op.REDUCE: (5, "gradient all-reduce"),
 }
-"""Operation -> (thread number, name of the lane) within its rank; all other operations are computing."""
+"""Operation -> (thread number, lane name) within its rank; all other operations are computation."""
 COMPUTE = (0, "compute")
 EMBEDDING = (6, "all-reduce of the embedding's gradients")
-"""The lane of the tied embedding's gradients, whose all-reduce runs beside the others."""
+"""Lane of the tied embedding's gradients, whose all-reduce overlaps the others."""
 COPY = (7, "copy between device and host")
-GROUP = (8, "exchange in the group")
-"""What a group's rank did not compute itself, without its waiting for the others; it was spread over the computing before it."""
-_NUMBERS = 100
-"""Numbers reserved for each process and its lanes. Perfetto takes a thread with its process's number for the main thread, and
-number 0 for the kernel's. So lane 0 has the process's number, no other lane has a process's number, and none is 0.
-"""
+GROUP = (8, "tensor-parallel communication")
+"""Communication of a tensor-parallel rank, without waiting; in reality it interleaves with the preceding computation."""
+_NUM_IDS_PER_PROCESS = 100
+"""IDs reserved per process for its lanes. Perfetto treats a thread with its process's ID as the main thread, and ID 0 as the
+kernel's, so lane 0 has the process's ID, no other lane has any process's ID, and no ID is 0."""
 
 
 def trace(kinds: Mapping[str, Sequence[Event]], labels: Mapping[int, str] | None = None) -> dict[str, Any]:
-    """The trace as JSON values: a process per rank and kind, one below the other; a complete event per ``Event``.
+    """Build the trace as JSON values: a process per rank and kind, and a complete event per ``Event``.
 
-    Steps follow each other: a step begins where the longest rank of the one before ended. ``labels``: names of ranks.
+    Each step begins where the slowest rank of the previous step ended. ``labels``: names of ranks.
     """
     begins, entries = _begins_s([event for events in kinds.values() for event in events]), list[dict[str, Any]]()
-    for place, (kind, events) in enumerate(kinds.items()):
-        order = {rank: len(kinds) * rank + place for rank in sorted({event.rank for event in events})}
-        pids = {rank: _NUMBERS * (1 + number) for rank, number in order.items()}
+    for index, (kind, events) in enumerate(kinds.items()):
+        order = {rank: len(kinds) * rank + index for rank in sorted({event.rank for event in events})}
+        pids = {rank: _NUM_IDS_PER_PROCESS * (1 + number) for rank, number in order.items()}
         for rank, pid in pids.items():
             words, label = f"rank {rank}{kind and ', '}{kind}", (labels or {}).get(rank)
             entries.append(_metadata("process_name", pid, 0, {"name": f"{words}: {label}" if label else words}))
@@ -60,7 +59,7 @@ def trace(kinds: Mapping[str, Sequence[Event]], labels: Mapping[int, str] | None
             lane = GROUP if exchanges else _lane(event)
             entries.append(_complete(event, pid, lane[0], begin + event.start_s, event.end_s - event.start_s))
             if _copies(event):
-                # A send copies first; a receive copies when the message has come.
+                # A send copies first; a receive copies after the message has arrived.
                 begun_s = event.start_s if event.begun_s is None else event.begun_s
                 start_s = event.end_s - event.copied_s if event.action.op in (Op.RECV_F, Op.RECV_B) else begun_s
                 entries.append(_complete(event, pid, COPY[0], begin + start_s, event.copied_s))
@@ -86,7 +85,7 @@ def _copies(event: Event) -> TypeGuard[MeasuredEvent]:
 
 
 def run_events(run: PastRun) -> dict[str, Sequence[Event]]:
-    """A run's recorded steps; and the predicted step, once for each recorded one, beginning with it. Empty: nothing is known."""
+    """Recorded steps of a run, and the predicted step at the start of each of them; empty if nothing is known."""
     simulation = run.predicted
     if run.plan is None or simulation is None:
         return {}
@@ -97,13 +96,17 @@ def run_events(run: PastRun) -> dict[str, Sequence[Event]]:
 
 
 def save_run_trace(run: PastRun, path: Path) -> Path | None:
-    """Write the trace of ``run_events``; None where there is nothing to write."""
+    """Write the trace of ``run_events``; returns None without events."""
     kinds, devices = run_events(run), run.profile.devices if run.profile is not None else ()
-    return save_trace(kinds, path, {one.rank: place_text(run.profile, one.rank) for one in devices}) if kinds else None
+    return (
+        save_trace(kinds, path, {device.rank: place_text(run.profile, device.rank) for device in devices})
+        if kinds
+        else None
+    )
 
 
 def save_trace(kinds: Mapping[str, Sequence[Event]], path: Path, labels: Mapping[int, str]) -> Path:
-    """Write ``trace(kinds)`` to ``path``; its folder is created if missing."""
+    """Write ``trace(kinds)`` to ``path``, creating its directory if missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(trace(kinds, labels), allow_nan=False), encoding="utf-8")
     return path
@@ -114,7 +117,7 @@ def _lane(event: Event) -> tuple[int, str]:
 
 
 def _begins_s(events: Sequence[Event]) -> dict[int, float]:
-    """Step -> its begin, in seconds."""
+    """Step -> start time in seconds."""
     longest: dict[int, float] = {}
     for event in events:
         longest[event.step] = max(longest.get(event.step, 0.0), event.end_s)

@@ -118,8 +118,8 @@ def _add_handler(logger: logging.Logger, handler: logging.Handler, form: str) ->
 class Watched(Protocol):
     """A status screen on a terminal."""
 
-    def say(self, text: str) -> None:
-        """Print a line above the screen."""
+    def print_above(self, text: str) -> None:
+        """Print a line above it."""
 
 
 SHOWN: list[Watched] = []
@@ -131,6 +131,6 @@ def write_line(text: str) -> None:
     """Print a line to stdout, above the status screen if there is one."""
     with _LOCK:
         if SHOWN:
-            SHOWN[-1].say(fit_to_terminal(text))
+            SHOWN[-1].print_above(fitted(text))
         else:
             write_text(text + "\n", sys.stdout)

@@ -72,7 +72,7 @@ def test_simulate_shows_causes_and_writes_pictures_and_trace(folder: Path, capsy
     text = run(capsys, "simulate", "job.toml", "--profile", "profile.toml", "-o", "here")
     simulated = simulate(make_plan(cluster(), REQUEST).plan, cluster())
     assert (
-        "Simulated step: " in text and "waits for activations" in text and "the end: done, while others are not" in text
+        "Simulated step: " in text and "waits for activations" in text and "step end: waiting for slower ranks" in text
     )
     assert sorted(path.name for path in Path("here").iterdir()) == ["timeline.png", "timeline.svg", "trace.json"]
     entries = json.loads(Path("here/trace.json").read_text())["traceEvents"]
@@ -89,12 +89,12 @@ def test_simulate_answers_for_other_networks(folder: Path, capsys: pytest.Captur
     shared = with_shared_nics(cluster())
     for options, profile, words in (
         ((), cluster(), "Simulated step: "),
-        (("--shared-nic",), shared, "all messages of a host to others pass through one NIC: no change"),
+        (("--shared-nic",), shared, "one NIC per host for all messages to other hosts: no change"),
     ):
         simulated = simulate(load_plan("two.toml"), profile)
         text = run(capsys, *arguments, *options)
         assert f"Simulated step: {units.seconds(simulated.step_s)}, " in text and words in text
-        assert ("Simulated so that " in text) == bool(options)
+        assert ("Simulated with one NIC per host " in text) == bool(options)
 
 
 def test_simulate_shows_memory_per_rank_and_host_of_several_pipelines(
@@ -114,7 +114,7 @@ def test_simulate_shows_memory_per_rank_and_host_of_several_pipelines(
     text = run(capsys, "simulate", "job.toml", "--profile", "profile.toml", "--plan", "both.toml")
     plan = load_plan("both.toml")
     peaks = [m.peak_bytes for m in predict_memory(plan, profile)]
-    assert f"host alpha: {units.size(peaks[0] + peaks[1])} of {units.size(380_000)} for its ranks together" in text
+    assert f"host alpha: {units.size(peaks[0] + peaks[1])} of {units.size(380_000)} for all its ranks" in text
     assert f"{units.size(peaks[2])} of {units.size(9_500_000)}" in text and "memory peak" in text
     assert "8 sequences = 4 micro-batches x 2 sequences (the last: 1) + 1 micro-batch x 1 sequence" in text
     assert "3 stages in 2 pipelines, schedule 1F1B pipeline" in text

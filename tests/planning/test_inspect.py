@@ -104,7 +104,7 @@ def test_inspect_shows_a_checkpoint(folder: Path, capsys: pytest.CaptureFixture[
     }
     write_checkpoint(Path("step-00000003.h5"), metadata, {"a.weight": (3, 4), "b.weight": (4,)})
     text = run(capsys, "inspect", "step-00000003.h5")
-    assert "step 3 of 20" in text and "3.2500 at the last step" in text and "2.5000 at best" in text
+    assert "step 3 of 20" in text and "3.2500 (last step)" in text and "2.5000 (best step)" in text
     assert "model: qwen3, 28 blocks" in text and "method: LoRA" in text and "dtype: bf16" in text
     assert "2 trained tensors with 16 elements" in text and "torch 2.13.0" in text
 

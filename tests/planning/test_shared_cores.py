@@ -108,11 +108,11 @@ def test_the_planner_uses_all_ranks_where_none_may_idle() -> None:
     slower = replace(on_cores(1, (1.0, 30.0)), links=make_profile((1.0, 1.0), latency_s=0.1).links)
     slower = replace(slower, links=tuple(replace(link, same_host=True) for link in slower.links))
     forced = make_plan(slower, replace(REQUEST, allow_idle=False))
-    assert "one alone would be faster, rank 0" in headline(forced) and headline(forced).endswith(
+    assert "a single rank would be faster: rank 0" in headline(forced) and headline(forced).endswith(
         "x): plan.allow_idle = false"
     )
     free = make_plan(slower, REQUEST)
-    assert free.plan.ranks == [0] and headline(free).endswith(": rank 0 alone, which the others would only slow down")
+    assert free.plan.ranks == [0] and headline(free).endswith(": only rank 0, as the other ranks would slow it down")
 
 
 @pytest.mark.slow

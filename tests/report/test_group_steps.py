@@ -80,9 +80,9 @@ def test_what_is_exchanged_counts_neither_as_computing_nor_twice(step: Simulated
         waited_s = causes[rank].total_s
         assert own_s + waited_s == pytest.approx(step.step_s) and step.use[rank] == pytest.approx(own_s / step.step_s)
     assert causes[0].group_s > causes[1].group_s > 0 == causes[2].group_s
-    assert "its group" in "\n".join(idling_lines(step, causes, ()))
+    assert "TP group" in "\n".join(idling_lines(step, causes, ()))
     whole = simulate(replace(plan, pipelines=(PipelinePlan((StagePlan((0,), 0, LAYERS, 0),), 1, 4),)), grouped()[1])
-    assert "its group" not in "\n".join(idling_lines(whole, {0: replace(causes[2])}, ()))
+    assert "TP group" not in "\n".join(idling_lines(whole, {0: replace(causes[2])}, ()))
 
 
 def test_the_rest_of_an_exchange_is_waiting(step: SimulatedStep) -> None:
@@ -135,13 +135,16 @@ def test_the_page_tells_exchanging_from_waiting_in_a_group(run: PastRun) -> None
     headings, rows = section.table.html()
     names = [name.split("</i>")[-1].strip() for name, _ in headings]
     shown = {row[0]: dict(zip(names, row, strict=True)) for row in rows}
-    told = {rank: (cells["exchange in the group"], cells["waiting in the group"]) for rank, cells in shown.items()}
+    told = {
+        rank: (cells["tensor-parallel communication"], cells["waiting in the TP group"])
+        for rank, cells in shown.items()
+    }
     assert told == {"0": ("30 %", "20 %"), "1": ("30 %", "0.0 %"), "2": ("0.0 %", "10 %")} or told["0"] == (
         "30 %",
         "20 %",
     )
     assert "copying" not in names, "what no rank spends time on has no column"
-    assert 'title="exchange in the group: 30.0 %"' in rows[0][2]
+    assert 'title="tensor-parallel communication: 30.0 %"' in rows[0][2]
     page = report_html(run)
     assert sections.GROUP_NOTE in page and "4 + 2 heads" not in page and "2/4 heads" in page
 

@@ -98,8 +98,8 @@ def test_it_follows_the_run_and_asks_for_nothing_else(watched: Watched) -> None:
 
     page.wait_for("further steps", lambda: follows() is not None and len(written) > 30 and watched.step() > first + 20)
     page.wait_for("curves within two seconds, ten times", lambda: all(follows() for _ in range(10)))
-    page.wait_for("the held-out loss", lambda: "held-out loss" in page.text())
-    assert "It goes on: " in page.text() and page.value("document.title") == "job"
+    page.wait_for("the held-out loss", lambda: "evaluation loss" in page.text())
+    assert "Running: " in page.text() and page.value("document.title") == "job"
     address = watched.url.partition("#")[0]
     asked = page.requested()
     assert {address, f"{address}live.js"} <= asked and all(url.startswith(address) for url in asked), asked
@@ -173,7 +173,7 @@ def test_the_command_serves_a_run_that_is_over_until_an_interrupt(tmp_path: Path
             with urllib.request.urlopen(
                 urllib.request.Request(f"{address}changes/0", headers=headers), timeout=60
             ) as answer:
-                assert "Training is over after 60 steps." in json.load(answer)["parts"]["header"]
+                assert "Training finished after 60 steps." in json.load(answer)["parts"]["header"]
             serving.send_signal(signal.SIGINT)
             assert serving.wait(60) == 0
         finally:

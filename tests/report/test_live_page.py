@@ -248,7 +248,7 @@ def test_only_what_has_changed_is_sent_and_figures_are_drawn_once(run: Path, mon
 
 def test_a_directory_that_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["watch", str(tmp_path)]) == UserError.exit_code
-    assert "not the directory of a run" in capsys.readouterr().err
+    assert "not a run directory" in capsys.readouterr().err
 
 
 def test_the_address_has_the_token_behind_the_hash(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -169,7 +169,7 @@ TEXTS: dict[str, dict[str, Callable[[], list[str]]]] = {
         "25 % longer": lambda: final_lines(REPORT, PROFILE, steps(2.5)),
         "3.5 times as long": lambda: final_lines(REPORT, PROFILE, steps(7.0)),
         "shorter": lambda: final_lines(REPORT, PROFILE, steps(0.5)),
-        "not measured here": lambda: final_lines(REPORT, DERIVED, steps(2.5)),
+        "is from elsewhere": lambda: final_lines(REPORT, DERIVED, steps(2.5)),
         "emulated": lambda: final_lines(REPORT, EMULATED, steps(2.5)),
         "too few": lambda: final_lines(REPORT, PROFILE, steps(2.5, last=2)),
         "the plan changed": lambda: final_lines(REPORT, PROFILE, [*steps(6.0, 1, 10, 5.5), *steps(2.5, 11, 20)]),
@@ -182,8 +182,8 @@ TEXTS: dict[str, dict[str, Callable[[], list[str]]]] = {
         "tried, longer": lambda: final_lines(TRIED, BESIDE, steps(2.5)),
         "tried, shorter": lambda: final_lines(TRIED, PROFILE, steps(0.5)),
         "tried beside other programs, shorter": lambda: final_lines(TRIED, BESIDE, steps(0.5)),
-        "longer, beside other programs": lambda: final_lines(REPORT, PROFILE, steps(20.0), others=OTHERS),
-        "as predicted, beside other programs": lambda: final_lines(REPORT, PROFILE, steps(2.1), others=OTHERS),
+        "longer, beside other programs": lambda: final_lines(REPORT, PROFILE, steps(20.0), cpu_text=OTHERS),
+        "as predicted, beside other programs": lambda: final_lines(REPORT, PROFILE, steps(2.1), cpu_text=OTHERS),
     },
 }
 

@@ -44,8 +44,8 @@ def test_a_profile_of_two_hundred_unlike_ranks(profile: ClusterProfile) -> None:
     text = "\n".join(lines)
     assert len(lines) < SCREEN and max(map(len, lines)) <= MAX_COLUMNS
     assert "  ... and 184 more" in text and "  ... and 9 more" in text
-    assert "Curves of the first 4 of 200 unlike devices; `inspect FILE --all`" in text and "Rank 4: " not in text
-    assert "Links: the 12 of 39,800 that fit a line worst" in text
+    assert "Curves of the first 4 of 200 different devices; `inspect FILE --all`" in text and "Rank 4: " not in text
+    assert "Links: the 12 of 39,800 with the worst linear fit" in text
     assert len(profile_lines(profile)) < 25
 
 
@@ -85,7 +85,7 @@ def test_planning_and_simulating_for_two_hundred_ranks(
         assert main([*command, *more]) == 0
         lines = capsys.readouterr().out.splitlines()
         assert len(lines) < SCREEN, command
-    assert "every rank: trace.json" in "\n".join(lines)
+    assert "all ranks: trace.json" in "\n".join(lines)
 
 
 def test_figures_of_many() -> None:

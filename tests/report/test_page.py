@@ -39,7 +39,7 @@ def rows_of(directory: Path, job: dict[str, Any]) -> dict[str, str]:
 
 def test_methods_are_told_apart(tmp_path: Path) -> None:
     full = {"model": {"quantization": "none"}, "adapter": {"method": "none"}}
-    assert rows_of(tmp_path / "full", full)["method"] == "full training of all weights"
+    assert rows_of(tmp_path / "full", full)["method"] == "full fine-tuning"
     plain = {"model": {"quantization": "none"}, "adapter": {"method": "lora", "rank": 4}}
     assert rows_of(tmp_path / "lora", plain)["method"] == "LoRA, rank 4"
 
@@ -49,14 +49,14 @@ def test_a_job_of_which_little_is_known_is_no_error(tmp_path: Path) -> None:
     odd = {"train": {"learning_rate": {"a": 1}}, "data": {"held_out": "x"}, "model": [1]}
     assert "held out" not in rows_of(tmp_path / "b", odd).get("data", "")
     (tmp_path / "b" / "run.json").write_text("{")
-    assert not sections.job(read_run(tmp_path / "b")).told
+    assert not sections.job(read_run(tmp_path / "b")).has_content
 
 
 def test_deaths_and_changes_of_plan_are_marked_in_the_charts(tmp_path: Path) -> None:
     profile = cluster(2)
     run = make_run(tmp_path / "a", planned(profile), profile)
     assert sections.marks(read_run(run)) == [], "of the first start and of what came before it there is nothing to mark"
-    assert "Upright lines" not in report_html(read_run(run))
+    assert "Vertical lines" not in report_html(read_run(run))
     told: tuple[dict[str, Any], ...] = (
         {"event": "rebalanced", "text": "layer 1 moves", "step": 20},
         {"event": "copies", "text": "from copies", "step": 29},
@@ -74,7 +74,7 @@ def test_deaths_and_changes_of_plan_are_marked_in_the_charts(tmp_path: Path) -> 
     ]
     section = sections.learning(found)
     with_marks = [chart for chart in section.charts if "<title>after step 31: Died: rank &lt;1&gt;" in chart]
-    assert len(with_marks) == 2 and "Upright lines" in section.note, "over the loss, and over the time per step"
+    assert len(with_marks) == 2 and "Vertical lines" in section.note, "over the loss, and over the time per step"
     assert all("<title>after step 20: layer 1 moves</title>" in chart for chart in with_marks)
 
 
@@ -165,7 +165,7 @@ def test_the_memory_of_a_process_is_explained(tmp_path: Path) -> None:
         return " ".join(sections.memory(replace(run, report=replace(report, memory=memory), profile=changed)).remarks)
 
     assert remarks(("cpu", "cpu")).startswith(
-        "The processes of the CPU ranks held 300 MB to 400 MB more than predicted"
+        "The processes of the CPU ranks used 300 MB to 400 MB more than predicted"
     )
     assert "held 300 MB more" in remarks(("cuda", "cpu"))
     assert remarks(("cuda", "cuda")) == "" == remarks(("cpu", "cpu"), "emulated, measured")
@@ -249,18 +249,18 @@ def test_files_have_links_where_the_page_lies_beside_them(tmp_path: Path) -> Non
         assert f'<a href="{name}">{name}</a>' in beside and name in elsewhere
         assert (run / name).is_file()
     assert "<a " not in elsewhere and "trace.json" not in beside, "only what is there"
-    assert "<td>the text that the trained model wrote</td>" in re.sub(r'<span class="of">.*?</span>', "", beside)
+    assert "<td>sample text of the trained model</td>" in re.sub(r'<span class="of">.*?</span>', "", beside)
 
 
 def test_the_page_answers_whether_the_others_were_worth_adding(tmp_path: Path) -> None:
     profile = cluster(2)
     report = planned(profile)
     run = read_run(make_run(tmp_path / "a", replace(report, alone=Alone(0, 3 * report.predicted_step_s)), profile))
-    (told,) = [point for point in sections.plan(run).points if "worth adding" in point]
+    (told,) = [point for point in sections.plan(run).points if "devices help" in point]
     measured_s = run.median_step_s()
     assert measured_s is not None and run.report is not None
     answer = worth_adding([Alone(0, 3 * report.predicted_step_s)], report, profile, measured_s)
-    assert told == f"Was it worth adding the others? {answer}" and answer.startswith("Yes: together they are 2.8")
+    assert told == f"Do the other devices help? {answer}" and answer.startswith("Yes: all devices together are 2.8")
     assert not any("worth" in point for point in sections.plan(replace(run, report=report)).points), (
         "nothing to compare with"
     )

@@ -212,9 +212,9 @@ def test_tokens_of_an_emulated_run_are_told_apart(tmp_path: Path) -> None:
     run = read_run(make_run(tmp_path / "emulated", planned(profile), profile, steps=10))
     own = [replace(step, tokens=5, tokens_per_s=16 * 5 / step.step_s) for step in run.metrics.steps]
     tiles = {what: rest for what, *rest in key_figures(replace(run, metrics=Metrics(tuple(own), ())))}
-    assert tiles["tokens learnt from"][0] == "50"
-    assert tiles["tokens learnt from"][1].startswith("the stand-in's; for 800 in ")
-    assert "of the small model that stands in for it" in report_html(run)
+    assert tiles["training tokens"][0] == "50"
+    assert tiles["training tokens"][1].startswith("of the stand-in model; for 800 in ")
+    assert "of the small stand-in model" in report_html(run)
 
 
 def test_a_run_that_was_cut_short_is_reported_too(tmp_path: Path) -> None:
@@ -225,9 +225,9 @@ def test_a_run_that_was_cut_short_is_reported_too(tmp_path: Path) -> None:
     (run / "metrics.jsonl").write_text("")
     assert "No step was recorded" in report_html(read_run(run))
     save_profile(cluster(1), run / USED_PROFILE)  # of another cluster: the plan is not for it
-    assert read_run(run).profile is None and "The plan, and why" in report_html(read_run(run))
+    assert read_run(run).profile is None and "Plan and reasons" in report_html(read_run(run))
     (run / "plan.toml").unlink()
-    assert "What happened" in report_html(read_run(run))
+    assert "Events" in report_html(read_run(run))
     with refuses("run.not_a_run"):
         read_run(tmp_path)
     with refuses("file.unwritable", "-o"):
@@ -243,7 +243,7 @@ def test_a_resumed_run_keeps_its_starts(tmp_path: Path) -> None:
     ]
     describe_run(tmp_path, "a", "a.toml", JOB, {}, 2, 10, skipped_records=3)
     assert read_run(tmp_path).happenings[-1].text == (
-        "training resumed after step 10 on 2 ranks, 3 bad records skipped"
+        "training resumed after step 10 on 2 ranks, 3 malformed records skipped"
     )
     describe_run(tmp_path, "a", "a.toml", JOB, {}, 2, 0)
     assert len(read_run(tmp_path).happenings) == 1, "another run in the same directory"

@@ -1,1 +1,1 @@
-"""The figures, drawn by matplotlib in one style. matplotlib loads slowly: import this only where something is drawn."""
+"""Figures drawn by matplotlib in one style. Import these modules only to draw, as matplotlib loads slowly."""

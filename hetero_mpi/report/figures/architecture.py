@@ -1,4 +1,4 @@
-"""The figure of a plan: hosts, devices, layers per stage, pipelines, the links between them, and idle ranks.
+"""Architecture figure of a plan: hosts, devices, layers per stage, pipelines, links, and idle ranks.
 
 ::
 
@@ -8,8 +8,8 @@
     | [blocks 0-3     ]    [blocks 4 ] |   0.2 ms    | [blocks 5, head ] |
     +----------------------------------+             +-------------------+
 
-The ranks of a group stand side by side in the box of its stage, each with its share.
-A pipeline is a strip that continues in the next row where it is long. Short strips share a row.
+Tensor-parallel ranks are side by side in the box of their stage, each with its shard.
+A pipeline is a strip; long strips continue in the next row, and short strips share a row.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ from hetero_mpi.planning.schedule import reduced_layers
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, PlanReport, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.report.figures.style import Sheet, drawn, host_colours, width_of
-from hetero_mpi.report.plan_text import fullest_text, heads_text, idle_alike
+from hetero_mpi.report.plan_text import fullest_text, heads_text, idle_ranks_by_reason
 from hetero_mpi.report.profile_text import place_text
 from hetero_mpi.util import units
 
-WIDTH = 1080.0
-"""Largest width of a row, pixels: that of the report's page."""
+MAX_ROW_WIDTH = 1080.0
+"""Maximum width of a row in pixels, the width of the report page."""
 _BOX_WIDTH, _BOX_HEIGHT = 172.0, 104.0
 _MEMBER_WIDTH = 240.0
-"""Of one rank in the box of a group, where there is room."""
+"""Pixels per tensor-parallel rank in the box of its stage, if it fits."""
 _GAP = 74.0
-"""Pixels between two boxes: room for an arrow and its labels."""
+"""Pixels between two boxes, for an arrow and its labels."""
 _PADDING = 10.0
-"""Pixels between a host's box and the boxes in it."""
+"""Pixels between a host's box and its inner boxes."""
 _HEADER = 20.0
-"""Pixels at the top of a host's box, for its name."""
+"""Pixels at the top of a host's box for its name."""
 _MARGIN = 24.0
 _ROW = _BOX_HEIGHT + _HEADER + 2 * _PADDING
 _IDLE_WIDTH, _IDLE_HEIGHT = 412.0, 60.0
-_UNLIKE = 0.1
-"""The two directions of a link are labelled separately if they differ by more than this share."""
+_MAX_DIRECTION_RATIO = 0.1
+"""Relative difference above which the two directions of a link are labelled separately."""
 
 
 @dataclass(frozen=True)
 class _StageBox:
-    """A stage of a pipeline, on one rank or on a group that ``rank`` leads."""
+    """A stage of a pipeline, on one rank or on a TP group with the first rank ``rank``."""
 
     number: int
     stage: StagePlan
@@ -59,14 +59,14 @@ class _StageBox:
     @property
     def width(self) -> float:
         count = len(self.stage.ranks)
-        return min(count * _MEMBER_WIDTH, WIDTH - 2 * _MARGIN - 60) if count > 1 else _BOX_WIDTH
+        return min(count * _MEMBER_WIDTH, MAX_ROW_WIDTH - 2 * _MARGIN - 60) if count > 1 else _BOX_WIDTH
 
 
 @drawn
 def architecture(
     report: PlanReport, profile: ClusterProfile, title: str, busy: Mapping[int, float] | None = None
 ) -> Figure:
-    """The figure of a plan. ``title``: what is trained. ``busy``: rank -> share of the predicted step in which it computes."""
+    """Draw a plan. ``title``: name of the job. ``busy``: rank -> share of the predicted step in which it computes."""
     plan, sheet = report.plan, Sheet()
     y = _heading(sheet, report, profile, title)
     colours = host_colours([device.host for device in profile.devices])
@@ -80,7 +80,7 @@ def architecture(
         ])  # fmt: skip
         label = _pipeline_label(index, pipeline, plan)
         width = max(max(_row_width(row) for row in rows), width_of(label, 12))
-        if x > _MARGIN and x + width > WIDTH - _MARGIN:
+        if x > _MARGIN and x + width > MAX_ROW_WIDTH - _MARGIN:
             x, y = _MARGIN, row_bottom
         if label:
             sheet.text(x, y + 12, label, 12, "soft")
@@ -100,7 +100,7 @@ def _heading(sheet: Sheet, report: PlanReport, profile: ClusterProfile, title: s
     hosts = len({device.host for device in profile.devices})
     facts = f"{len(report.plan.ranks)} of {len(profile.devices)} ranks on {hosts} host{'s' if hosts > 1 else ''}"
     facts += f", {report.plan.global_batch} sequences per step, {units.seconds(report.predicted_step_s)} predicted"
-    sheet.text(_MARGIN, 34, title, 17, bold=True, width=WIDTH / 2)
+    sheet.text(_MARGIN, 34, title, 17, bold=True, width=MAX_ROW_WIDTH / 2)
     sheet.text(_MARGIN, 54, facts, 12, "soft")
     if profile.emulated:
         sheet.text(_MARGIN, 72, "EMULATED: devices and links of a profile, imitated by other machines", 12, "warm")
@@ -113,13 +113,11 @@ def _footer(sheet: Sheet, plan: Plan, profile: ClusterProfile, y: float, width: 
     if any(len(pipeline.stages) > 1 for pipeline in plan.pipelines):
         lines.append(
             f"links: bandwidth and latency from stage to stage, {kind}"
-            f" (there / back where they differ by more than {units.percent(_UNLIKE)})"
+            f" (there / back where they differ by more than {units.percent(_MAX_DIRECTION_RATIO)})"
         )
     sums = len(reduced_layers(plan, profile.model))
     if sums and len(plan.pipelines) > 1:
-        lines.append(
-            f"an all-reduce of the gradients of {sums} layers over the {len(plan.pipelines)} pipelines ends every step"
-        )
+        lines.append(f"a step ends with a gradient all-reduce of {sums} layers over {len(plan.pipelines)} pipelines")
     for line in lines:
         for part in textwrap.wrap(line, int((width - 2 * _MARGIN) / (0.55 * 11))):
             sheet.text(_MARGIN, y + 14, part, 11, "soft")
@@ -134,10 +132,10 @@ def _pipeline_label(index: int, pipeline: PipelinePlan, plan: Plan) -> str:
 
 
 def _rows(boxes: Sequence[_StageBox]) -> list[list[_StageBox]]:
-    """The boxes of a strip, divided into rows that fit."""
+    """Divide the boxes of a strip into rows that fit the page."""
     rows: list[list[_StageBox]] = [[]]
     for box in boxes:
-        if rows[-1] and _row_width([*rows[-1], box]) > WIDTH - 2 * _MARGIN - 40:
+        if rows[-1] and _row_width([*rows[-1], box]) > MAX_ROW_WIDTH - 2 * _MARGIN - 40:
             rows.append([])
         rows[-1].append(box)
     return rows
@@ -150,7 +148,7 @@ def _row_width(row: Sequence[_StageBox]) -> float:
 
 @dataclass
 class _Painter:
-    """Paints strips and idle ranks into a drawing."""
+    """Draws strips and idle ranks."""
 
     sheet: Sheet
     report: PlanReport
@@ -159,34 +157,34 @@ class _Painter:
     busy: Mapping[int, float]
 
     def strip(self, rows: Sequence[Sequence[_StageBox]], x: float, y: float) -> float:
-        """Draw one pipeline from its upper left corner; returns its lower edge."""
+        """Draw one pipeline from its upper left corner, and return its lower edge."""
         before: _StageBox | None = None
         below = x, y
         for row in rows:
-            place = x
+            box_x = x
             middle = y + _HEADER + _PADDING + _BOX_HEIGHT / 2
             for host, group in groupby(row, key=lambda box: box.host):
                 boxes = list(group)
                 width = _row_width(boxes)
-                self._host(host, place, y, width)
-                left = place + _PADDING
+                self._host(host, box_x, y, width)
+                inner_x = box_x + _PADDING
                 for box in boxes:
                     if before is not None:
-                        begin = left - _GAP - (0 if before.host == box.host else 2 * _PADDING)
-                        self._link(before, box, begin, left, middle, below if before not in row else None)
-                    self._box(box, left, y + _HEADER + _PADDING)
-                    before, below = box, (left + box.width / 2, middle + _BOX_HEIGHT / 2)
-                    left += box.width + _GAP
-                place += width + _GAP
+                        begin = inner_x - _GAP - (0 if before.host == box.host else 2 * _PADDING)
+                        self._link(before, box, begin, inner_x, middle, below if before not in row else None)
+                    self._box(box, inner_x, y + _HEADER + _PADDING)
+                    before, below = box, (inner_x + box.width / 2, middle + _BOX_HEIGHT / 2)
+                    inner_x += box.width + _GAP
+                box_x += width + _GAP
             y += _ROW + (24 if len(rows) > 1 else 0)
         return y - (24 if len(rows) > 1 else 0)
 
     def idle(self, y: float) -> tuple[float, float]:
-        """Draw the ranks that the plan leaves out; returns (lower edge, right edge)."""
+        """Draw the idle ranks, and return (lower edge, right edge)."""
         self.sheet.text(_MARGIN, y + 12, "idle, by the plan", 12, "soft")
         y, x, right = y + 20, _MARGIN, _MARGIN
-        for reason, ranks in idle_alike(self.report.idle).items():
-            if x + _IDLE_WIDTH > WIDTH - _MARGIN:
+        for reason, ranks in idle_ranks_by_reason(self.report.idle).items():
+            if x + _IDLE_WIDTH > MAX_ROW_WIDTH - _MARGIN:
                 x, y = _MARGIN, y + _IDLE_HEIGHT + 8
             name = f"{units.ranks(ranks)}  {units.join_with_counts((place_text(self.profile, rank) for rank in ranks), '; ')}"
             self.sheet.box(x, y, _IDLE_WIDTH, _IDLE_HEIGHT, "paper", "faint", dashed=True, title=f"{name}: {reason}")
@@ -214,18 +212,18 @@ class _Painter:
             begin = width_of(ranks, 13, bold=True) + 14
             sheet.text(x + 10 + begin, y + 19, layers, 11.5, "accent", bold=True, width=inside - begin - 60)
             each = inside / len(stage.ranks)
-            for place, rank in enumerate(stage.ranks):
-                self._member(stage, place, rank, x + 10 + each * place, y, each)
+            for index, rank in enumerate(stage.ranks):
+                self._member(stage, index, rank, x + 10 + each * index, y, each)
             return
         sheet.text(x + 10, y + 36, units.device_name(device.name, 24), 11.5, width=inside)
         sheet.text(x + 10, y + 53, layers, 11.5, "accent", bold=True, width=inside)
         self._bars(box.rank, x + 10, y, inside)
 
-    def _member(self, stage: StagePlan, place: int, rank: int, x: float, y: float, width: float) -> None:
-        """Draw one rank of a group, with its share, in the group's box."""
+    def _member(self, stage: StagePlan, index: int, rank: int, x: float, y: float, width: float) -> None:
+        """Draw one tensor-parallel rank, with its shard, in the box of its stage."""
         device = self.profile.devices[rank]
-        share = f"{stage.shares[place]}/{sum(stage.shares)} heads, {100 * stage.share(place):.0f} % of columns"
-        share += f", {stage.experts[place]}/{sum(stage.experts)} experts" if stage.experts else ""
+        share = f"{stage.shares[index]}/{sum(stage.shares)} heads, {100 * stage.share(index):.0f} % of columns"
+        share += f", {stage.experts[index]}/{sum(stage.experts)} experts" if stage.experts else ""
         about = f"{device.name} ({device.backend}): {share}"
         self.sheet.box(x, y + 25, width - 3, 75, "paper", "faint", title=about)
         name = f"rank {rank}: {units.device_name(device.name, 24)}"
@@ -236,9 +234,9 @@ class _Painter:
     def _bars(self, rank: int, x: float, y: float, width: float) -> None:
         if (share := self.busy.get(rank)) is not None:
             self._bar(x, y + 70, width, "busy", share, units.percent(share), "good")
-        if held := [one for one in self.report.memory if one.rank == rank]:
-            of = max(one.peak_bytes / max(one.usable_bytes, 1) for one in held)
-            self._bar(x, y + 90, width, "memory", of, fullest_text(held), "violet")
+        if memory_rows := [row for row in self.report.memory if row.rank == rank]:
+            of = max(row.peak_bytes / max(row.usable_bytes, 1) for row in memory_rows)
+            self._bar(x, y + 90, width, "memory", of, fullest_text(memory_rows), "violet")
 
     def _bar(self, x: float, y: float, inside: float, name: str, share: float, text: str, colour: str) -> None:
         self.sheet.text(x, y, name, 10, "soft")
@@ -249,32 +247,39 @@ class _Painter:
     def _link(
         self, before: _StageBox, box: _StageBox, begin: float, end: float, y: float, below: tuple[float, float] | None
     ) -> None:  # fmt: skip
-        """Draw the arrow into ``box``. An arrow from the row above starts ``below`` the box there, and runs between the rows."""
+        """Draw the arrow into ``box``. An arrow from the row above starts ``below`` its box and runs between the rows."""
         speed, delay, unlike = self._speed(before.rank, box.rank)
         if below is not None:
             top = y - _BOX_HEIGHT / 2 - _HEADER - _PADDING - 14
-            place = end + box.width / 2
-            self.sheet.arrow(below, (below[0], top - 4), (place, top - 4), (place, y - _BOX_HEIGHT / 2))
-            self.sheet.text(place + 8, top + 9, f"from rank {before.rank}: {speed}{delay and ', '}{delay}", 10, "ink")
+            mid_x = end + box.width / 2
+            self.sheet.arrow(below, (below[0], top - 4), (mid_x, top - 4), (mid_x, y - _BOX_HEIGHT / 2))
+            self.sheet.text(mid_x + 8, top + 9, f"from rank {before.rank}: {speed}{delay and ', '}{delay}", 10, "ink")
             return
         self.sheet.arrow((begin + 3, y), (end - 2, y))
         middle = (begin + end) / 2
-        for place, part in enumerate(reversed(speed.split(" / "))):
-            self.sheet.text(middle, y - 7 - 12 * place, part + (" /" if unlike and place else ""), 10, "ink", "center")
+        for line, part in enumerate(reversed(speed.split(" / "))):
+            text = part + (" /" if unlike and line else "")
+            self.sheet.text(middle, y - 7 - 12 * line, text, 10, "ink", "center")
         self.sheet.text(middle, y + 16, delay, 10, "soft", "center")
 
     def _speed(self, before: int, after: int) -> tuple[str, str, bool]:
-        """(bandwidth, latency, do the two directions differ?) of the link between two stages' ranks, in words."""
+        """Bandwidth and latency, as text, of the link between two ranks, and whether its two directions differ."""
         if before == after:
             return "no message", "", False
-        there, back = self.profile.link(before, after), self.profile.link(after, before)
-        unlike = abs(there.bytes_per_s - back.bytes_per_s) > _UNLIKE * max(there.bytes_per_s, back.bytes_per_s)
-        also = f" / {units.bandwidth(back.bytes_per_s)}" if unlike and there.bytes_per_s != back.bytes_per_s else ""
-        return units.bandwidth(there.bytes_per_s) + also, units.seconds(there.latency_s), unlike
+        forward_link, backward_link = self.profile.link(before, after), self.profile.link(after, before)
+        unlike = abs(forward_link.bytes_per_s - backward_link.bytes_per_s) > _MAX_DIRECTION_RATIO * max(
+            forward_link.bytes_per_s, backward_link.bytes_per_s
+        )
+        also = (
+            f" / {units.bandwidth(backward_link.bytes_per_s)}"
+            if unlike and forward_link.bytes_per_s != backward_link.bytes_per_s
+            else ""
+        )
+        return units.bandwidth(forward_link.bytes_per_s) + also, units.seconds(forward_link.latency_s), unlike
 
 
 def _short(layers: str) -> str:
-    """``embedding, blocks 0-3`` in fewer characters."""
+    """Abbreviate ``embedding, blocks 0-3``."""
     if layers.startswith("embedding") and layers.endswith("head"):
         return "the whole model"
     return layers.replace("embedding", "emb.") if len(layers) > 22 else layers

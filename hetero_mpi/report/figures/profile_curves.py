@@ -1,4 +1,4 @@
-"""The figure of a profile: seconds over tokens for every layer kind and device, bandwidth and latency of every link."""
+"""Figure of a profile: seconds over tokens per layer kind and device, and bandwidth and latency of the links."""
 
 from __future__ import annotations
 
@@ -20,21 +20,22 @@ from hetero_mpi.util import units
 
 LINES = tuple(COLOURS[role][0] for role in ("accent", "warm", "good", "violet", "alert", "soft"))
 """Colours of the devices' curves; further devices share one colour."""
-MOST_CURVES = 4
-"""Largest number of layer kinds drawn: the first ones of the chain."""
-WRITTEN_CELLS = 8
-"""A heat map of at most this many ranks has the figures written into its cells."""
+MAX_LAYER_KINDS = 4
+"""Maximum number of layer kinds to draw, in the order of the model."""
+MAX_LABELLED_RANKS = 8
+"""Maximum number of ranks of a heat map with numbers in its cells."""
 
 
 @drawn
 def profile_picture(profile: ClusterProfile) -> Figure:
-    """Curves of the devices above, links as heat maps below."""
-    kinds = list(dict.fromkeys(layer.kind for layer in profile.model.layers))[:MOST_CURVES]
+    """Draw the curves of the devices, and heat maps of the links below."""
+    kinds = list(dict.fromkeys(layer.kind for layer in profile.model.layers))[:MAX_LAYER_KINDS]
     heights = [4.4, 5.2][: 2 if profile.links else 1]
     figure = Figure(figsize=(max(12.0, 4.4 * len(kinds)), sum(heights) + 0.5), dpi=72, layout="constrained")
     parts = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)
     devices = [
-        (f"{units.ranks(ranks)}: {units.device_name(one.name, 28)}", one) for ranks, one in distinct_devices(profile)
+        (f"{units.ranks(ranks)}: {units.device_name(device.name, 28)}", device)
+        for ranks, device in distinct_devices(profile)
     ]
     panels = parts[0, 0].subplots(1, len(kinds), squeeze=False)[0]
     for kind, axes in zip(kinds, panels, strict=True):
@@ -44,11 +45,11 @@ def profile_picture(profile: ClusterProfile) -> Figure:
     ways = [key("ink", "forward", thick=False), key("ink", "backward", dashed=True, thick=False)]
     parts[0, 0].legend(handles=[*named, *ways], loc="outside lower center", ncols=4, handlelength=2.4)
     if profile.links:
-        left, right = parts[1, 0].subplots(1, 2)
+        left_axes, right_axes = parts[1, 0].subplots(1, 2)
         speeds = {(link.source, link.destination): link.bytes_per_s for link in profile.links}
         waits = {(link.source, link.destination): link.latency_s for link in profile.links}
-        _heat_map(parts[1, 0], left, len(profile.devices), speeds, "link bandwidth", "Blues", units.bandwidth)
-        _heat_map(parts[1, 0], right, len(profile.devices), waits, "link latency", "Oranges", units.seconds)
+        _heat_map(parts[1, 0], left_axes, len(profile.devices), speeds, "link bandwidth", "Blues", units.bandwidth)
+        _heat_map(parts[1, 0], right_axes, len(profile.devices), waits, "link latency", "Oranges", units.seconds)
     about = f"{profile.model.model_type}, {profile.model.dtype}, {units.plural(len(profile.devices), 'rank')}"
     title = fitted(f"{about}; {profile.date}, {profile.source}", 12, figure.bbox.width - 20, bold=True)
     figure.suptitle(title, x=0.01, ha="left", fontsize=12, weight="bold")
@@ -56,11 +57,11 @@ def profile_picture(profile: ClusterProfile) -> Figure:
 
 
 def _draw_curves(axes: Axes, kind: str, devices: Sequence[tuple[str, DeviceProfile]]) -> None:
-    """Forward solid, backward dashed; points are what was timed, error bars its quartiles."""
+    """Draw forward (solid) and backward (dashed) curves, with timed medians as points and quartiles as error bars."""
     for index, (name, device) in enumerate(devices):
         colour = LINES[min(index, len(LINES) - 1)]
-        known = len(devices) <= len(LINES) or index < len(LINES) - 1
-        label = name if known else ("others" if index == len(LINES) - 1 else None)
+        has_own_colour = len(devices) <= len(LINES) or index < len(LINES) - 1
+        label = name if has_own_colour else ("others" if index == len(LINES) - 1 else None)
         _draw_curve(axes, device.layers[kind].forward_s, colour, "-", label)
         _draw_curve(axes, device.layers[kind].backward_s, colour, "--", None)
     axes.set_xscale("log")
@@ -78,17 +79,17 @@ def _draw_curves(axes: Axes, kind: str, devices: Sequence[tuple[str, DeviceProfi
 
 
 def _apart(counts: Sequence[int]) -> list[int]:
-    """Those of ``counts`` whose labels do not overlap on a logarithmic axis."""
-    chosen: list[int] = []
+    """Select counts whose labels do not overlap on a logarithmic axis."""
+    selected: list[int] = []
     least = max(1.6, (counts[-1] / counts[0]) ** 0.2)
     for count in counts:
-        if not chosen or count >= least * chosen[-1]:
-            chosen.append(count)
-    return chosen
+        if not selected or count >= least * selected[-1]:
+            selected.append(count)
+    return selected
 
 
 def _draw_curve(axes: Axes, curve: Curve, colour: str, line: str, label: str | None) -> None:
-    """The line that planning uses, and what was timed: medians with their quartiles."""
+    """Draw the planner's curve, and the timed medians with their quartiles."""
     if min(curve.seconds) <= 0:  # a logarithmic axis has no zero
         return
     tokens = np.geomspace(curve.tokens[0], curve.tokens[-1], 33)
@@ -99,7 +100,7 @@ def _draw_curve(axes: Axes, curve: Curve, colour: str, line: str, label: str | N
         row for row in zip(curve.sample_tokens, map(median, curve.samples), curve.spread, strict=True) if row[1] > 0
     ]
     for count, middle, width in timed:
-        # Below by the same factor as above: a spread of more than the median must not lead under zero.
+        # Use the same factor below as above, since a spread above the median would reach below zero.
         ends = (middle - middle / (1 + width / 2),), (middle * width / 2,)
         axes.errorbar(count, middle, yerr=ends, color=colour, marker="o", markersize=3, capsize=2)
 
@@ -108,12 +109,12 @@ def _heat_map(
     part: SubFigure, axes: Axes, count: int, values: Mapping[tuple[int, int], float], title: str, colours: str,
     text: Callable[[float], str],
 ) -> None:  # fmt: skip
-    """A cell per directed link, sender by receiver; colours are logarithmic, unless all values are alike."""
+    """Draw a cell per directed link, sender by receiver, with logarithmic colours unless all values are equal."""
     cells = np.full((count, count), np.nan)
     for pair, value in values.items():
-        cells[pair] = value if math.isfinite(value) and value > 0 else np.nan  # nothing and no limit stay white
-    known = cells[np.isfinite(cells)]
-    low, high = (float(known.min()), float(known.max())) if known.size else (1.0, 1.0)
+        cells[pair] = value if math.isfinite(value) and value > 0 else np.nan  # missing and unlimited values stay white
+    finite_cells = cells[np.isfinite(cells)]
+    low, high = (float(finite_cells.min()), float(finite_cells.max())) if finite_cells.size else (1.0, 1.0)
     norm: Any = LogNorm(low, high) if high > 1.05 * low else Normalize(0, 2 * high)
     image = axes.imshow(cells, norm=norm, cmap=colours)
     axes.set_title(title)
@@ -124,7 +125,7 @@ def _heat_map(
         axes.set_xticks(range(count))
         axes.set_yticks(range(count))
     axes.spines[:].set_visible(False)
-    if count > WRITTEN_CELLS:
+    if count > MAX_LABELLED_RANKS:
         part.colorbar(image, ax=axes, shrink=0.8, format=FuncFormatter(lambda value, _: text(value)))
         return
     for (row, column), value in values.items():

@@ -1,7 +1,7 @@
-"""The style of all figures: colours, sizes in pixels, and writing a figure to a file or into a page.
+"""Style of all figures: colours, sizes in pixels, and output to files and pages.
 
-A colour has a role (``ink``, ``faint``, ``host-2``) with one value for a light background and one for a dark one. Files are light.
-In a page the roles are CSS variables, so that a figure follows the reader's scheme.
+A colour role (``ink``, ``faint``, ``host-2``) has a value for light and one for dark backgrounds. Files are light. On a page, roles
+are CSS variables, so that figures follow the reader's colour scheme.
 """
 
 from __future__ import annotations
@@ -58,16 +58,16 @@ COLOURS: dict[str, tuple[str, str]] = {
     "host-6": ("#f4f4e2", "#32321f"),
     "host-7": ("#f0f0f0", "#2b2b2e"),
 }
-"""Role -> (colour on light, colour on dark). No two are equal on light: by its light colour a page finds the role again."""
-HOST_COLOURS = 8
+"""Role -> (colour on light, colour on dark). Light colours are unique, since pages look up the role by the light colour."""
+NUM_HOST_COLOURS = 8
 INK, SOFT, FAINT, PAPER = (COLOURS[role][0] for role in ("ink", "soft", "faint", "paper"))
 STYLE: Any = {
-    "figure.dpi": 72,  # so that a point is a pixel
+    "figure.dpi": 72,  # makes a point a pixel
     "figure.facecolor": PAPER,
     "font.family": "DejaVu Sans",
     "font.size": 11,
     "text.color": INK,
-    "text.parse_math": False,  # names of hosts and devices may hold a dollar
+    "text.parse_math": False,  # names of hosts and devices may contain a dollar sign
     "axes.facecolor": "none",
     "axes.edgecolor": FAINT,
     "axes.spines.top": False,
@@ -95,23 +95,23 @@ STYLE: Any = {
     "svg.fonttype": "none",
 }
 drawn = matplotlib.rc_context(STYLE)
-"""Decorator of functions that draw: they use this style, whatever the program around them has set."""
-PIXELS = 2
+"""Decorator of drawing functions that applies this style, regardless of the program's matplotlib settings."""
+PNG_SCALE_FACTOR = 2
 """Pixels of a PNG per pixel of a figure."""
-_FAR_APART = 3.0
-"""Values whose ratio is larger have an axis each."""
+_MAX_AXIS_RATIO = 3.0
+"""Ratio of values above which they are drawn on separate axes."""
 _MARGIN = 10
 """Pixels around the figure in a file."""
 FONTS = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif"
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """An empty figure of this size in pixels. pyplot is not used: there is no display and no global state."""
+    """Create an empty figure of this size in pixels, without pyplot, which needs a display and global state."""
     return Figure(figsize=(width / 72, height / 72))
 
 
 def panel(figure: Figure, left: float, top: float, right: float, bottom: float) -> Axes:
-    """Axes at these distances in pixels from the edges of the figure."""
+    """Add axes at these distances in pixels from the edges of the figure."""
     width, height = figure.bbox.width, figure.bbox.height
     return figure.add_axes(
         (left / width, bottom / height, (width - left - right) / width, (height - top - bottom) / height)
@@ -119,13 +119,13 @@ def panel(figure: Figure, left: float, top: float, right: float, bottom: float) 
 
 
 def far_apart(values: Sequence[float]) -> bool:
-    """Whether the values differ so much that the smallest would hardly be seen on one axis with the largest."""
-    return bool(values) and max(values) > _FAR_APART * min(values) > 0
+    """Whether the values are too different for a common axis."""
+    return bool(values) and max(values) > _MAX_AXIS_RATIO * min(values) > 0
 
 
 def host_colours(hosts: list[str]) -> Mapping[str, str]:
-    """Host -> colour role, in the order of ``hosts``."""
-    return {host: f"host-{place % HOST_COLOURS}" for place, host in enumerate(dict.fromkeys(hosts))}
+    """Assign colour roles to hosts, in the order of ``hosts``."""
+    return {host: f"host-{index % NUM_HOST_COLOURS}" for index, host in enumerate(dict.fromkeys(hosts))}
 
 
 @cache
@@ -134,14 +134,14 @@ def _font(size: float, bold: bool) -> FontProperties:
 
 
 def width_of(text: str, size: float, bold: bool = False) -> float:
-    """Width of ``text`` in pixels, in the font of the files; a browser's font is hardly wider."""
+    """Width of ``text`` in pixels in the font of files; browser fonts have nearly the same width."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a character that the font lacks
+        warnings.simplefilter("ignore")  # missing glyphs
         return float(text_to_path.get_text_width_height_descent(text, _font(size, bold), False)[0])
 
 
 def fitted(text: str, size: float, width: float, bold: bool = False) -> str:
-    """``text``, shortened to at most ``width`` pixels."""
+    """Shorten ``text`` to at most ``width`` pixels."""
     if width_of(text, size, bold) <= width:
         return text
     while text and width_of(text + "…", size, bold) > width:
@@ -150,7 +150,7 @@ def fitted(text: str, size: float, width: float, bold: bool = False) -> str:
 
 
 class Sheet:
-    """A figure of boxes, texts and lines, in pixels from its upper left corner. Later ones cover earlier ones."""
+    """Figure of boxes, texts and lines, in pixels from the upper left corner; later elements cover earlier ones."""
 
     def __init__(self) -> None:
         self.figure = new_figure(1, 1)
@@ -162,7 +162,7 @@ class Sheet:
         self, x: float, y: float, width: float, height: float, fill: str, edge: str | None = None,
         radius: float = 6, dashed: bool = False, title: str | None = None,
     ) -> None:  # fmt: skip
-        """Draw a box. ``title``: shown by a browser under the pointer."""
+        """Draw a box. ``title``: tooltip in a browser."""
         style = f"round,pad=0,rounding_size={min(radius, width / 2, height / 2)}"
         line = COLOURS[edge][0] if edge else "none"
         look: dict[str, Any] = {
@@ -178,7 +178,7 @@ class Sheet:
         self, x: float, y: float, text: str, size: float = 12, colour: str = "ink", anchor: str = "left", bold: bool = False,
         width: float | None = None,
     ) -> None:  # fmt: skip
-        """Write a text, shortened to ``width``. ``y``: of the base line. ``anchor``: ``left``, ``center`` or ``right``."""
+        """Draw a text, shortened to ``width``. ``y``: position of the baseline. ``anchor``: ``left``, ``center`` or ``right``."""
         text = text if width is None else fitted(text, size, width, bold)
         look: dict[str, Any] = {"size": size, "color": COLOURS[colour][0], "weight": "bold" if bold else "normal"}
         self._above(self._axes.text(x, y, text, ha=anchor, va="baseline", **look))
@@ -189,7 +189,7 @@ class Sheet:
         self._axes.add_patch(self._above(FancyArrowPatch(path=MplPath(corners), color=COLOURS[colour][0], **look)))
 
     def finished(self, width: float, height: float) -> Figure:
-        """The figure, with this size."""
+        """Return the figure with this size."""
         self.figure.set_size_inches(width / 72, height / 72)
         self._axes.set(xlim=(0, width), ylim=(height, 0))
         return self.figure
@@ -203,25 +203,25 @@ class Sheet:
 def add_bars(
     axes: Axes, bars: Sequence[tuple[float, float, float, float]], titles: Sequence[str], role: str, edge: float = 0
 ) -> None:
-    """Draw bars (left, right, top, bottom) of one colour, with edges of so many pixels. ``titles``: texts under the pointer."""
+    """Draw bars (left, right, top, bottom) of one colour, with edges of ``edge`` pixels and tooltips ``titles``."""
     corners = [((left, top), (right, top), (right, bottom), (left, bottom)) for left, right, top, bottom in bars]
-    # Two titles at least: matplotlib takes a collection with a single one for markers, which have none.
+    # At least two titles, as matplotlib treats a collection with one as markers, without titles.
     look: dict[str, Any] = {"facecolors": COLOURS[role][0], "edgecolors": PAPER if edge else "none", "linewidths": edge}
     axes.add_collection(PolyCollection(corners, urls=[*titles, ""], **look), autolim=False)
 
 
 def key(colour: str, label: str, dashed: bool = False, thick: bool = True) -> Line2D:
-    """An entry of a legend."""
+    """Create a legend entry."""
     look: dict[str, Any] = {"linewidth": 9} if thick else {"linewidth": 2, "linestyle": "--" if dashed else "-"}
     return Line2D([], [], color=COLOURS[colour][0], label=label, **look)
 
 
 def svg(figure: Figure, label: str, page: bool = False) -> str:
-    """The figure as an SVG element.
+    """Render the figure as an SVG element.
 
     Args:
-        label: a description for readers who cannot see it.
-        page: its colours are the variables of a page's style sheet (``palette_css``); else those for a light background.
+        label: description for screen readers.
+        page: use the CSS variables of a page (``palette_css``) as colours, instead of colours for a light background.
     """
     out = io.StringIO()
     _render(figure, out, "svg", label, 0 if page else _MARGIN)
@@ -229,12 +229,12 @@ def svg(figure: Figure, label: str, page: bool = False) -> str:
     text = re.sub(
         r' clip-path="[^"]*"| id="(?!m[0-9a-f]{10}")[^"]*"|font-family: [^;"]*;? ?|<defs>\s*</defs>', "", text
     )
-    # matplotlib knows links only: what it takes for the target of one is the text under the pointer.
+    # matplotlib supports links but not tooltips, so tooltips are encoded as link targets.
     text = re.sub(r'<a xlink:href="([^"]*)"[^>]*>', r"<g><title>\1</title>", text).replace("</a>", "</g>")
     text = re.sub(r">\s+<", "><", text.strip())
     about = f'role="img" aria-label="{escape(label)}" font-family="{FONTS}" stroke-linejoin="round"'
     size = r'width="([\d.]+)pt" height="([\d.]+)pt"'
-    text = re.sub(size, lambda found: f'width="{found[1]}" height="{found[2]}" {about}', text, count=1)
+    text = re.sub(size, lambda match: f'width="{match[1]}" height="{match[2]}" {about}', text, count=1)
     text = text.replace("; stroke-linejoin: miter", "")
     if not page:
         return text
@@ -244,8 +244,8 @@ def svg(figure: Figure, label: str, page: bool = False) -> str:
 
 
 def save(figure: Figure, path: Path, label: str) -> Path:
-    """Write a figure; the ending of the name gives the format. Raises UserError: it cannot be written."""
-    with write_errors(path, "name another place with -o or --run-dir"):
+    """Write a figure in the format of the file suffix. Raises UserError: writing fails."""
+    with writing(path, "choose another path with -o or --run-dir"):
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.suffix == ".svg":
             path.write_text(svg(figure, label), encoding="utf-8")
@@ -255,7 +255,7 @@ def save(figure: Figure, path: Path, label: str) -> Path:
 
 
 def palette_css() -> str:
-    """The roles as CSS variables, for light and dark backgrounds."""
+    """CSS variables of the colour roles, for light and dark backgrounds."""
 
     def variables(which: int) -> str:
         return "".join(f"--{role}:{pair[which]};" for role, pair in COLOURS.items())
@@ -267,5 +267,5 @@ def palette_css() -> str:
 def _render(figure: Figure, out: Any, kind: str | None, label: str, margin: float) -> None:
     around = figure.bbox_inches.padded(margin / 72)
     with warnings.catch_warnings(), matplotlib.rc_context({"svg.hashsalt": label}):
-        warnings.filterwarnings("ignore", "Glyph")  # a name in letters that the font lacks: browsers have others
-        figure.savefig(out, format=kind, dpi=72 * (1 if kind == "svg" else PIXELS), bbox_inches=around)
+        warnings.filterwarnings("ignore", "Glyph")  # glyphs missing in this font; browsers use other fonts
+        figure.savefig(out, format=kind, dpi=72 * (1 if kind == "svg" else PNG_SCALE_FACTOR), bbox_inches=around)

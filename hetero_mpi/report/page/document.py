@@ -1,6 +1,6 @@
-"""The page of a run: its parts in order, as a file (``report.html``) and for the live page, which asks for them one by one.
+"""The page of a run: its parts in order, as a file (``report.html``) or served one by one to the live page.
 
-One column, light or dark as the reader's system (``page.css``).
+One column, light or dark by the reader's system setting (``page.css``).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hetero_mpi.util.disk import write_atomic, write_errors
 _TEMPLATES = jinja2.Environment(
     loader=jinja2.PackageLoader("hetero_mpi.report", "page"), autoescape=True, undefined=jinja2.StrictUndefined
 )
-"""Every text is escaped, so names of devices and jobs cannot become markup."""
+"""Escapes all text, so that names of devices and jobs cannot become markup."""
 _TEMPLATES.filters["unbroken"] = unbroken
 _TEMPLATES.globals.update(units=units, moment=sections.moment, place_text=place_text)
 SECTIONS = (
@@ -37,14 +37,14 @@ SECTIONS = (
 
 
 def draw_part(macro: str, *values: Any) -> Markup:
-    """A part of the page, by the macro of ``page.html`` that draws it."""
+    """Render a part of the page with a macro of ``page.html``."""
     return Markup(getattr(_TEMPLATES.get_template("page.html").module, macro)(*values))
 
 
 def page_parts(run: PastRun, drawn: Mapping[str, Markup] = MappingProxyType({})) -> dict[str, Markup]:
-    """Name -> markup of the page's parts, in their order; empty of those that the run has nothing for.
+    """Render the parts of the page, in order, by name; a part without data is empty.
 
-    ``drawn``: parts that are taken as they are, since drawing them takes long.
+    ``drawn``: parts to reuse, since rendering them is slow.
     """
     parts = {
         "header": draw_part("header", run, about(run)),
@@ -58,12 +58,12 @@ def page_parts(run: PastRun, drawn: Mapping[str, Markup] = MappingProxyType({}))
 
 
 def live_page() -> str:
-    """The page without its parts, which its script asks for and puts into it."""
+    """Render the page without its parts, which its script requests and inserts."""
     return draw_part("page", None, {}, True, Markup(palette_css()), "")
 
 
 def report_html(run: PastRun, linked: bool = False) -> str:
-    """The page of a run, as self-contained HTML. ``linked``: it lies beside the run's files."""
+    """Render the page of a run as self-contained HTML. ``linked``: link to the files of the run directory."""
     parts = page_parts(run)
     now = datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="minutes")
     if run.present is not None and run.present.alive and not run.over:
@@ -76,10 +76,10 @@ def report_html(run: PastRun, linked: bool = False) -> str:
 
 
 def write_report(run: PastRun, path: Path) -> Path:
-    """Write the page atomically. Raises UserError: the file cannot be written."""
+    """Write the page atomically. Raises UserError: writing fails."""
     page = report_html(run, linked=path.resolve().parent == run.directory.resolve())
-    with write_errors(path):  # a text of JSON may hold half a character (a lone surrogate)
-        write_atomic(path, page.encode(errors="backslashreplace"))
+    with writing(path):  # JSON text may contain a lone surrogate
+        write_whole(path, page.encode(errors="backslashreplace"))
     return path
 
 
@@ -87,60 +87,60 @@ def about(run: PastRun) -> str:
     facts = []
     if run.profile is not None:
         model = run.profile.model
-        whole = 0, len(model.layers)
-        parameters = sum(layer.parameters for layer in model.layers) - shared_parameters(model, *whole)
+        all_layers = 0, len(model.layers)
+        parameters = sum(layer.parameters for layer in model.layers) - shared_parameters(model, *all_layers)
         facts.append(f"{model.model_type}, {units.count(parameters)} parameters, {model.dtype}")
     if run.plan is not None and run.profile is not None:
         facts.append(f"{len(run.plan.ranks)} of {len(run.profile.devices)} ranks")
     done = run.metrics.steps[-1].step if run.metrics.steps else 0
-    wanted = run.setting("train", "steps")
-    facts.append(f"{done:,} of {wanted:,} steps" if type(wanted) is int and wanted else f"{done:,} steps")
-    said = ", ".join(facts)
+    total = run.setting("train", "steps")
+    facts.append(f"{done:,} of {total:,} steps" if type(total) is int and total else f"{done:,} steps")
+    text = ", ".join(facts)
     if run.emulated:
-        said += (
-            ". Times, speeds and links are those of an emulated cluster that trains this model; the losses, and the tokens learnt "
-            "from, are those of the small model that stands in for it."
+        text += (
+            ". Times, speeds and links are of an emulated cluster that trains this model; losses and training tokens are of the "
+            "small stand-in model."
         )
-    return said
+    return text
 
 
 def key_figures(run: PastRun) -> list[tuple[str, str, str]]:
-    """(what, figure, remark) of the figures at the top."""
-    found = []
+    """Key figures at the top of the page: (name, value, remark)."""
+    figures = []
     steps, evaluations = run.metrics.steps, run.metrics.evaluations
     if steps and run.last_step and not run.over:
         step_s, scale = run.median_step_s(), run.setting("cluster", "time_scale") if run.emulated else 1.0
         left_s = (run.last_step - steps[-1].step) * (step_s or 0.0) * (scale or 1.0)
-        found.append(
+        figures.append(
             ("step", f"{steps[-1].step:,} of {run.last_step:,}", f"about {units.clock(left_s)} left" if left_s else "")
         )
     if steps:
-        found.append(("loss", f"{steps[-1].loss:.4f}", f"from {steps[0].loss:.4f} at step {steps[0].step}"))
+        figures.append(("loss", f"{steps[-1].loss:.4f}", f"from {steps[0].loss:.4f} at step {steps[0].step}"))
     if evaluations:
-        found.append(("held-out loss", f"{evaluations[-1].loss:.4f}", f"at step {evaluations[-1].step}"))
+        figures.append(("evaluation loss", f"{evaluations[-1].loss:.4f}", f"at step {evaluations[-1].step}"))
     if (perplexity := run.perplexity()) is not None:
-        shown = f"{perplexity:.2f}" if perplexity < 100 else units.count(perplexity)
-        found.append(("perplexity", shown, "of the held-out text, per token"))
+        perplexity_text = f"{perplexity:.2f}" if perplexity < 100 else units.count(perplexity)
+        figures.append(("perplexity", perplexity_text, "per token, on the evaluation set"))
     if evaluations and (accuracy := evaluations[-1].token_accuracy) is not None:
-        found.append(("token accuracy", f"{accuracy:.1%}", "of the held-out text"))
+        figures.append(("token accuracy", f"{accuracy:.1%}", "on the evaluation set"))
     seconds, speed = run.median_step_s(), run.median_tokens_per_s()
     kind = "emulated" if run.emulated else "median"
     if speed is not None:
-        found.append(("tokens per second", f"{speed:,.0f}", kind))
+        figures.append(("tokens per second", f"{speed:,.0f}", kind))
     if seconds is not None:
         remark = kind
         if run.report is not None:
             predicted_s = run.report.predicted_step_s
             remark = f"{units.seconds(predicted_s)} predicted ({units.change(seconds / predicted_s - 1)})"
             tried_s = run.report.tried_step_s
-            remark += f", {units.seconds(tried_s)} tried" if tried_s is not None else ""
-        found.append(("time per step", units.seconds(seconds), remark))
+            remark += f", {units.seconds(tried_s)} calibrated" if tried_s is not None else ""
+        figures.append(("time per step", units.seconds(seconds), remark))
     if steps:
         total_s = sum(step.step_s for step in steps)
         tokens = sum(step.tokens for step in steps)
         remark = f"in {units.seconds(total_s)} of steps"
-        if run.emulated:  # what a second is worth is told of the profile's model, what was learnt of the stand-in
-            stood_for = sum(step.tokens_per_s * step.step_s for step in steps)
-            remark = f"the stand-in's; for {units.count(stood_for)} {remark}, emulated"
-        found.append(("tokens learnt from", units.count(tokens), remark))
-    return found
+        if run.emulated:  # times are of the profile's model, tokens of the stand-in
+            emulated_tokens = sum(step.tokens_per_s * step.step_s for step in steps)
+            remark = f"of the stand-in model; for {units.count(emulated_tokens)} {remark}, emulated"
+        figures.append(("training tokens", units.count(tokens), remark))
+    return figures

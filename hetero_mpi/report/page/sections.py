@@ -1,4 +1,4 @@
-"""The sections of the page of a run, made from a ``PastRun``; empty where it has nothing for them. ``page.html`` lays them out."""
+"""Sections of the page of a run, built from a ``PastRun``; empty without data. ``page.html`` lays them out."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hetero_mpi.planning.types.plan import PlanReport
 from hetero_mpi.report.figures.architecture import architecture
 from hetero_mpi.report.figures.curves import Series, StepMark, line_chart
 from hetero_mpi.report.figures.style import svg
-from hetero_mpi.report.figures.timeline import MOST_LANES, Panel, timeline
+from hetero_mpi.report.figures.timeline import MAX_LANES, Panel, timeline
 from hetero_mpi.report.past_run import PastRun
 from hetero_mpi.report.plan_text import headline, idle_lines, schedule_text, stage_note, stage_table
 from hetero_mpi.report.profile_text import finite_bandwidth, place_text
@@ -28,28 +28,28 @@ from hetero_mpi.rundir.rank_steps import Traffic, last_usage, sums, traffic
 from hetero_mpi.rundir.run_directory import SAMPLE_NAME, TRACE_NAME
 from hetero_mpi.util import units
 
-USAGE_NOTE = "Shares of the time since training began, or since the plan last changed."
+USAGE_NOTE = "Shares of the time since training began or the plan last changed."
 MEMORY_NOTE = (
-    "Highest memory of each rank. The prediction counts weights, gradients, optimizer state, activations and buffers of messages. "
-    "A GPU rank measures what is allocated on the device; a CPU rank the whole process."
+    "Peak memory of each rank. The prediction includes weights, gradients, optimizer state, activations and message buffers. "
+    "GPU ranks measure memory allocated on the device; CPU ranks measure the memory of the process."
 )
 PROCESS_NOTE = (
-    "The processes of the CPU ranks held {} more than predicted: for the most part Python, PyTorch and the MPI library, which "
-    "every process needs whatever it trains, on rank 0 also the data."
+    "The processes of the CPU ranks used {} more than predicted: mostly Python, PyTorch and the MPI library, which every process "
+    "needs, and on rank 0 the data."
 )
 STEP_NOTE = (
-    "One step as simulated and one as measured, on one time axis, or on one each where one is over three times as long. "
-    "What is left empty is waiting; the dashed line is the end of the step. "
-    "Clocks of several hosts were compared once, at the start."
+    "A simulated and a measured step, on one time axis, or on separate axes if one is over three times as long. "
+    "Gaps are waiting; the dashed line is the end of the step. "
+    "Clocks of different hosts were synchronised once, at the start."
 )
-GROUP_NOTE = " In a group, exchanges are spread over the computing; they are drawn behind it."
-LINKS_NOTE = "Messages between stages in one step. The speed while under way includes queueing behind other messages."
+GROUP_NOTE = " Tensor-parallel communication interleaves with computation; it is drawn after the computation."
+LINKS_NOTE = "Messages between stages in one step. The transfer speed includes queueing behind other messages."
 MARKS_NOTE = (
-    "Upright lines: deaths (red), and changes of plan or later starts (violet). Under the pointer they say what happened; "
-    "so does the end of this page."
+    "Vertical lines: lost ranks (red), and plan changes or restarts (violet). Hover over a line for details, or see the "
+    "events at the end of this page."
 )
 _LOSSES = ("ranks-lost", "silent", "broken", "memory")
-"""Events of a loss. A later start, or one of ``_GOING_ON``, tells the step at which the run went on."""
+"""Events of a loss; a later start, or an event of ``_GOING_ON``, has the step at which the run continued."""
 _GOING_ON = ("recovered", "first-step")
 SPENT = (
     ("computing_s", "computing", "forward"),
@@ -57,133 +57,131 @@ SPENT = (
     ("gradients_s", "waiting for gradients", "input-gradients"),
     ("copies_s", "copying", "copy"),
     ("sums_s", "gradient all-reduce", "all-reduce"),
-    ("exchange_s", "exchange in the group", "exchange"),
-    ("group_wait_s", "waiting in the group", "faint"),
-    ("end_s", "waiting for the batch and the others", "send"),
+    ("exchange_s", "tensor-parallel communication", "exchange"),
+    ("group_wait_s", "waiting in the TP group", "faint"),
+    ("end_s", "waiting for the batch and other ranks", "send"),
 )
-"""(field of Usage or a part of it, its name, its colour role). In a group the rank that spent the least time in exchanges is taken
-not to have waited in them."""
-_MOST_LINKS = 40
+"""(field of Usage or a part of it, name, colour role). The rank of a TP group with the least communication time is assumed not to
+have waited for its peers."""
+_MAX_LINKS = 40
 FILES = {
-    "model": "the trained model, for AutoModelForCausalLM.from_pretrained",
-    "adapter": "the trained adapter, for PeftModel.from_pretrained",
-    SAMPLE_NAME: "the text that the trained model wrote",
-    "checkpoints": "what a run is resumed from",
-    TRACE_NAME: "a few steps of all ranks, for https://ui.perfetto.dev",
-    METRICS_NAME: "a line for each step",
-    STEPS_NAME: "what each rank did in a few steps",
-    "plan.toml": "the plan, for --plan",
-    "profile.toml": "the measured devices and links, for --profile",
-    "logs": "what each rank printed",
+    "model": "trained model, for AutoModelForCausalLM.from_pretrained",
+    "adapter": "trained adapter, for PeftModel.from_pretrained",
+    SAMPLE_NAME: "sample text of the trained model",
+    "checkpoints": "checkpoints, for --resume",
+    TRACE_NAME: "trace of some steps on all ranks, for https://ui.perfetto.dev",
+    METRICS_NAME: "metrics, a line per step",
+    STEPS_NAME: "actions of each rank in some steps",
+    "plan.toml": "plan, for --plan",
+    "profile.toml": "measured devices and links, for --profile",
+    "logs": "output of each rank",
 }
-"""File or folder of a run directory -> what it holds."""
+"""File or directory of a run directory -> its content."""
 
 
 @dataclass(frozen=True)
 class Section:
-    """A heading, and the contents below it in this order."""
+    """A heading and its contents, in this order."""
 
     title: str
     note: str = ""
     times: bool = False
-    """It has times, which are labelled where they are emulated."""
+    """Whether it contains times, which are labelled if emulated."""
     charts: Sequence[Markup] = ()
-    """Figures side by side, as wide as there is room."""
+    """Figures side by side, scaled to the page."""
     picture: Markup | None = None
-    """A figure that keeps its size, and scrolls where the page is narrower; the page says so."""
+    """Figure of fixed size, which scrolls if wider than the page."""
     table: Table | None = None
     remarks: Sequence[str] = ()
     points: Sequence[str] = ()
     text: str = ""
-    """A text, with its lines as they are."""
+    """Preformatted text."""
 
     @property
-    def told(self) -> bool:
+    def has_content(self) -> bool:
         return bool(self.charts or self.picture or self.table or self.remarks or self.points or self.text)
 
 
 def job(run: PastRun) -> Section:
     """The job: method, model, data, optimizer."""
     rows = job_rows(run.job, run.profile.model.dtype if run.profile is not None else "")
-    return Section("The job", table=Table.of_texts(("", "asked for"), rows))
+    return Section("Job", table=Table.of_texts(("", "setting"), rows))
 
 
 def sample(run: PastRun) -> Section:
-    """The text that the trained model wrote at the end."""
-    return Section("What the trained model writes", text=run.sample.strip())
+    """Sample text of the trained model."""
+    return Section("Sample of the trained model", text=run.sample.strip())
 
 
 def marks(run: PastRun) -> list[StepMark]:
-    """Deaths and changes of plan, as marks in the charts. A death is marked at the step from which the run went on."""
-    found, lost = [], list[str]()
-    for one in run.happenings:
-        resumed = one.event == "training" and one.step is not None and one.step > 0
-        if one.event in _LOSSES:
-            lost.append(one.text)
-        elif one.step is not None and (resumed or one.event == "rebalanced" or (lost and one.event in _GOING_ON)):
-            text = f"after step {one.step}: {'; '.join([*lost, one.text])}"
-            found.append(StepMark(one.step, text, "alert" if lost else "violet"))
-            lost = lost if one.event == "rebalanced" else []
-    return found
+    """Marks of lost ranks and plan changes for charts. A loss is marked at the step from which the run continued."""
+    step_marks, loss_texts = [], list[str]()
+    for happening in run.happenings:
+        resumed = happening.event == "training" and happening.step is not None and happening.step > 0
+        if happening.event in _LOSSES:
+            loss_texts.append(happening.text)
+        elif happening.step is not None and (
+            resumed or happening.event == "rebalanced" or (loss_texts and happening.event in _GOING_ON)
+        ):
+            text = f"after step {happening.step}: {'; '.join([*loss_texts, happening.text])}"
+            step_marks.append(StepMark(happening.step, text, "alert" if loss_texts else "violet"))
+            loss_texts = loss_texts if happening.event == "rebalanced" else []
+    return step_marks
 
 
 def learning(run: PastRun) -> Section:
-    """Loss, held-out loss, learning rate, gradient norm, and seconds measured and predicted, over steps."""
-    steps, evaluations, happened = run.metrics.steps, run.metrics.evaluations, marks(run)
+    """Charts over steps: training and evaluation loss, learning rate, gradient norm, measured and predicted step time."""
+    steps, evaluations, events = run.metrics.steps, run.metrics.evaluations, marks(run)
     expected = [step for step in steps if step.predicted_step_s > 0]
     loss = [
         *_series(steps, {"loss": ("training", "accent")}),
-        *_series(evaluations, {"loss": ("held out", "warm")}, dots=True),
+        *_series(evaluations, {"loss": ("evaluation", "warm")}, dots=True),
     ]
-    for place, name in enumerate(evaluations[-1].sets or () if evaluations else ()):
+    for index, name in enumerate(evaluations[-1].sets or () if evaluations else ()):
         points = tuple((e.step, e.sets[name]) for e in evaluations if e.sets and name in e.sets)
-        loss.append(Series(name, points, ("good", "violet", "alert")[place % 3], dots=True))
+        loss.append(Series(name, points, ("good", "violet", "alert")[index % 3], dots=True))
     step_s = _series(steps, {"step_s": ("measured", "accent")})
     step_s += _series(expected, {"predicted_step_s": ("predicted", "warm")}, dashed=True)
     records = learns_from(str(run.setting("train", "preference")))
-    what = {None: "loss, nats per token", "labels": "loss per answer", "pairs": "loss per pair"}[records]
+    loss_label = {None: "loss, nats per token", "labels": "loss per answer", "pairs": "loss per pair"}[records]
     accuracy = _series(evaluations, {"token_accuracy": ("token accuracy", "warm")})
     rate = _series(steps, {"lr": ("learning rate", "good")})
     norm = _series(steps, {"grad_norm": ("gradient norm", "violet")})
     charts = [
-        line_chart(what, loss, marks=happened),
-        line_chart("held-out token accuracy", accuracy, marks=happened),
+        line_chart(loss_label, loss, marks=events),
+        line_chart("evaluation token accuracy", accuracy, marks=events),
         *(line_chart(label, _series(steps, named)) for label, named in _REWARDS.items()),
-        line_chart(
-            f"time per step{', emulated' * run.emulated}", step_s, units.seconds, from_zero=True, marks=happened
-        ),
+        line_chart(f"time per step{', emulated' * run.emulated}", step_s, units.seconds, from_zero=True, marks=events),
         line_chart("learning rate", rate, from_zero=True),
-        line_chart("norm of the gradients, before clipping", norm, from_zero=True),
+        line_chart("gradient norm before clipping", norm, from_zero=True),
     ]
-    return Section(
-        "Learning and speed", MARKS_NOTE if happened else "", charts=[one for one in charts if one is not None]
-    )
+    return Section("Loss and speed", MARKS_NOTE if events else "", charts=[chart for chart in charts if chart])
 
 
 _REWARDS = {
     "rewards": {"chosen_reward": ("chosen", "good"), "rejected_reward": ("rejected", "alert")},
     "reward margin": {"reward_margin": ("margin", "accent")},
-    "share of pairs with the higher reward for the chosen answer": {"reward_accuracy": ("accuracy", "accent")},
+    "reward accuracy: share of pairs won by the chosen answer": {"reward_accuracy": ("accuracy", "accent")},
 }
-"""Charts of preferences: label, and metric -> (name, colour)."""
+"""Preference charts: label -> metric -> (name, colour)."""
 
 
 def _series(
-    steps: Sequence[StepMetrics | Evaluation], named: Mapping[str, tuple[str, str]], dots: bool = False, dashed: bool = False
+    steps: Sequence[StepMetrics | Evaluation], labels: Mapping[str, tuple[str, str]], dots: bool = False, dashed: bool = False
 ) -> list[Series]:  # fmt: skip
-    """The metrics over steps, where they are known. ``named``: metric -> (name, colour)."""
-    found = []
-    for key, (name, colour) in named.items():
+    """Series of known metric values over steps. ``labels``: metric -> (name, colour)."""
+    series = []
+    for key, (name, colour) in labels.items():
         points = tuple((step.step, value) for step in steps if (value := getattr(step, key)) is not None)
-        found += [Series(name, points, colour, dots, dashed)] if points else []
-    return found
+        series += [Series(name, points, colour, dots, dashed)] if points else []
+    return series
 
 
 def usage(run: PastRun) -> Section:
-    """A row per rank: the shares of what it spent its time on, as a bar and as figures; and the predicted share of computing."""
+    """Table with a row per rank: shares of its time by activity, as bar and numbers, and predicted share of computing."""
     use = run.predicted.use if run.predicted is not None else {}
     shares = _shares_of_time(run, use)
-    kinds = [one for one in SPENT if any(spent[one[0]] >= 0.0005 for spent in shares.values())]
+    kinds = [activity for activity in SPENT if any(spent[activity[0]] >= 0.0005 for spent in shares.values())]
 
     def spent(rank: int) -> list[float]:
         return [shares.get(rank, {}).get(field, 0.0) for field, _, _ in kinds]
@@ -195,36 +193,36 @@ def usage(run: PastRun) -> Section:
         Column("device", partial(place_text, run.profile), left=True),
         Column("", lambda rank: _bar(spent(rank), kinds) if kinds else None, left=True),
         Column("computing, predicted", use.get, units.percent),
-        *(Column(name, lambda rank, place=place: spent(rank)[place], units.percent) for place, name in enumerate(keys)),  # type: ignore[misc]
+        *(Column(name, lambda rank, index=index: spent(rank)[index], units.percent) for index, name in enumerate(keys)),  # type: ignore[misc]
     )
-    return Section("What the ranks do", USAGE_NOTE, times=True, table=Table(columns, sorted(shares or use)))
+    return Section("Utilisation of the ranks", USAGE_NOTE, times=True, table=Table(columns, sorted(shares or use)))
 
 
 def _shares_of_time(run: PastRun, ranks: Mapping[int, float]) -> dict[int, dict[str, float]]:
-    """Rank -> share of its time, by the fields of ``SPENT``."""
-    used = {
-        rank: one for rank, one in last_usage(run.rank_steps).items() if one.seconds > 0 and rank in (ranks or [rank])
-    }
+    """Rank -> share of its time per field of ``SPENT``."""
+    usage_by_rank = {rank: usage for rank, usage in last_usage(run.rank_steps).items() if usage.seconds > 0}
+    usage_by_rank = {rank: usage for rank, usage in usage_by_rank.items() if rank in (ranks or [rank])}
     group_of = {rank: stage.ranks for _, _, stage in (run.plan.numbered if run.plan else ()) for rank in stage.ranks}
     shares = {}
-    for rank, own in used.items():
-        least_s = min(used[one].group_s for one in group_of.get(rank, ()) if one in used) if rank in group_of else 0.0
-        seconds = {**vars(own), "end_s": own.end_s, "exchange_s": least_s, "group_wait_s": own.group_s - least_s}
-        shares[rank] = {field: seconds[field] / own.seconds for field, _, _ in SPENT}
+    for rank, usage in usage_by_rank.items():
+        peers = [usage_by_rank[peer].group_s for peer in group_of.get(rank, ()) if peer in usage_by_rank]
+        least_s = min(peers) if peers else 0.0
+        seconds = {**vars(usage), "end_s": usage.end_s, "exchange_s": least_s, "group_wait_s": usage.group_s - least_s}
+        shares[rank] = {field: seconds[field] / usage.seconds for field, _, _ in SPENT}
     return shares
 
 
 def _bar(shares: Sequence[float], kinds: Sequence[tuple[str, str, str]]) -> Markup:
-    """A bar of the shares of these kinds, of ``SPENT``, in their colours, with texts under the pointer."""
+    """Draw a bar of shares of time by activity (of ``SPENT``), with tooltips."""
     part = Markup('<i style="width:{:.1f}%;background:var(--{})" title="{}"></i>')
-    told = zip(shares, kinds, strict=True)
-    parts = [part.format(100 * share, colour, f"{name}: {share * 100:.1f} %") for share, (_, name, colour) in told]
+    pairs = zip(shares, kinds, strict=True)
+    parts = [part.format(100 * share, colour, f"{name}: {share * 100:.1f} %") for share, (_, name, colour) in pairs]
     return Markup('<span class="bar">{}</span>').format(Markup("").join(parts))
 
 
 def memory(run: PastRun) -> Section:
-    """A row per rank: predicted and measured peak of memory, and its limit."""
-    # What an emulated rank holds is the model that stands in for the profile's: no measurement of this plan.
+    """Table with a row per rank: predicted and measured peak memory, and memory budget."""
+    # An emulated rank holds the small stand-in model, so its memory does not measure this plan.
     usage = {} if run.emulated else last_usage(run.rank_steps)
     peaks = {rank: used.peak_bytes for rank, used in usage.items() if used.peak_bytes}
     rows = run.report.memory if run.report is not None else ()
@@ -237,14 +235,14 @@ def memory(run: PastRun) -> Section:
         Column("predicted", "peak_bytes", units.size),
         Column("measured", lambda row: peaks.get(row.rank), units.size),
         Column("usable", "usable_bytes", units.size),
-        Column("why so much", lambda row: devices[row.rank].memory_reason if devices else None, left=True),
+        Column("memory source", lambda row: devices[row.rank].memory_reason if devices else None, left=True),
     )
     remarks = [PROCESS_NOTE.format(least_most(uncounted, units.size))] if uncounted else []
     return Section("Memory", MEMORY_NOTE, times=True, table=Table(columns, rows), remarks=remarks)
 
 
 def step(run: PastRun) -> Section:
-    """The timeline of a step, predicted above measured."""
+    """Timeline of a step, predicted above measured."""
     panels, measured = [], run.recorded
     if run.predicted is not None:
         panels.append(Panel(f"predicted: {units.seconds(run.predicted.step_s)}", run.predicted.events))
@@ -252,39 +250,39 @@ def step(run: PastRun) -> Section:
         last_s = max(event.end_s for event in measured)
         panels.append(Panel(f"measured, step {measured[0].step}: {units.seconds(last_s)}", measured))
     labels = {device.rank: device.name for device in run.profile.devices} if run.profile is not None else {}
-    drawn = timeline(panels, labels, MOST_LANES) if panels else None
+    figure = timeline(panels, labels, MAX_LANES) if panels else None
     label = "timeline of a step: " + ", ".join(panel.title for panel in panels)
     remarks = ["No step was recorded under this plan."] if panels and not measured else []
-    note = STEP_NOTE + GROUP_NOTE * any(event.exchanged_s for one in panels for event in one.events)
-    return Section("A step", note, times=True, picture=_picture(drawn, label), remarks=remarks)
+    note = STEP_NOTE + GROUP_NOTE * any(event.exchanged_s for step_panel in panels for event in step_panel.events)
+    return Section("Timeline of a step", note, times=True, picture=_picture(figure, label), remarks=remarks)
 
 
 def links(run: PastRun) -> Section:
-    """A row per directed pair of ranks: bytes of a step, and speeds."""
+    """Table with a row per directed pair of ranks: bytes per step, and speeds."""
     predicted, profile = run.predicted, run.profile
     if run.plan is None or profile is None or predicted is None:
         return Section("Links")
-    expected, seen = traffic(predicted.events, run.plan), traffic(run.recorded, run.plan)
-    if run.emulated:  # a message stands for the one of the profile's model
-        seen = {pair: replace(real, bytes=expected.get(pair, real).bytes) for pair, real in seen.items()}
+    expected, measured = traffic(predicted.events, run.plan), traffic(run.recorded, run.plan)
+    if run.emulated:  # a message of the stand-in represents a message of the profile's model
+        measured = {pair: replace(real, bytes=expected.get(pair, real).bytes) for pair, real in measured.items()}
 
-    def of(known: Mapping[tuple[int, int], Traffic], field: str) -> Callable[[tuple[int, int]], Any]:
-        return lambda pair: getattr(known.get(pair), field, None)
+    def field_of(traffic_by_pair: Mapping[tuple[int, int], Traffic], field: str) -> Callable[[tuple[int, int]], Any]:
+        return lambda pair: getattr(traffic_by_pair.get(pair), field, None)
 
     columns = (
         Column("ranks", "{0[0]} → {0[1]}".format, left=True),
         Column("hosts", lambda pair: " → ".join(profile.devices[rank].host for rank in pair), left=True),
-        Column("messages", of(seen | expected, "messages")),
-        Column("bytes, predicted", of(expected, "bytes"), units.size),
-        Column("bytes, measured", of(seen, "bytes"), units.size),
+        Column("messages", field_of(measured | expected, "messages")),
+        Column("bytes, predicted", field_of(expected, "bytes"), units.size),
+        Column("bytes, measured", field_of(measured, "bytes"), units.size),
         Column("link", lambda pair: profile.link(*pair).bytes_per_s, units.bandwidth),
-        Column("while under way", of(seen, "bytes_per_s"), finite_bandwidth),
-        Column("link busy, predicted", of(expected, "seconds"), partial(_share_text, predicted.step_s)),
+        Column("transfer speed", field_of(measured, "bytes_per_s"), finite_bandwidth),
+        Column("link busy, predicted", field_of(expected, "seconds"), partial(_share_text, predicted.step_s)),
     )
-    pairs = sorted({*expected, *seen})
-    remarks = [f"And {len(pairs) - _MOST_LINKS} more pairs."] if len(pairs) > _MOST_LINKS else []
+    pairs = sorted({*expected, *measured})
+    remarks = [f"And {len(pairs) - _MAX_LINKS} more pairs."] if len(pairs) > _MAX_LINKS else []
     remarks += _all_reduce_text(sums(predicted.events), sums(run.recorded))
-    table = Table(columns, pairs[:_MOST_LINKS])
+    table = Table(columns, pairs[:_MAX_LINKS])
     return Section("Links", LINKS_NOTE if pairs else "", True, table=table, remarks=remarks)
 
 
@@ -292,44 +290,44 @@ def _share_text(step_s: float, seconds: float) -> str:
     return units.percent(seconds / step_s) if step_s > 0 else ""
 
 
-def _all_reduce_text(expected: Mapping[int, float], seen: Mapping[int, float]) -> list[str]:
+def _all_reduce_text(expected: Mapping[int, float], measured: Mapping[int, float]) -> list[str]:
     if not expected:
         return []
     longest = units.seconds(max(expected.values()))
-    waited = f"; measured, ranks wait up to {units.seconds(max(seen.values()))} for it" if seen else ""
-    return [f"Gradient all-reduce: {len(expected)} ranks, up to {longest} of a step predicted{waited}."]
+    wait_text = f"; measured: ranks wait up to {units.seconds(max(measured.values()))}" if measured else ""
+    return [f"Gradient all-reduce: {len(expected)} ranks; predicted: up to {longest} per step{wait_text}."]
 
 
 def topology(run: PastRun) -> Section:
-    """The figure of the plan."""
-    drawn = None
+    """Architecture figure of the plan."""
+    figure = None
     if run.report is not None and run.profile is not None:
-        drawn = architecture(run.report, run.profile, run.name, run.predicted.use if run.predicted is not None else {})
-    return Section("Where everything is", times=True, picture=_picture(drawn, f"architecture: {run.name}"))
+        figure = architecture(run.report, run.profile, run.name, run.predicted.use if run.predicted is not None else {})
+    return Section("Architecture", times=True, picture=_picture(figure, f"architecture: {run.name}"))
 
 
 def plan(run: PastRun) -> Section:
-    """Stages, reasons and idle ranks."""
+    """Stages, reasons and idle ranks of the plan."""
     if run.report is None:
-        return Section("The plan, and why")
+        return Section("Plan and reasons")
     stages = stage_table(run.report.plan, run.profile, (), lambda device: f"{device.name}, {device.host}")
     note = f"{stage_note(run.report.plan, run.profile).capitalize()}."
     points = _reasons(run.report)
     if run.report.alone is not None and run.profile is not None and len(run.profile.devices) > 1:
         worth = worth_adding([run.report.alone], run.report, run.profile, run.median_step_s())
-        points.append(f"Was it worth adding the others? {worth}")
-    return Section("The plan, and why", note, times=True, table=stages, points=points)
+        points.append(f"Do the other devices help? {worth}")
+    return Section("Plan and reasons", note, times=True, table=stages, points=points)
 
 
 def _reasons(report: PlanReport) -> list[str]:
     schedule = schedule_text(report.plan).removeprefix(", schedule")
-    found = [f"Predicted: {headline(report)}.", *([f"Schedule{schedule}."] if schedule else [])]
-    found += [f"Because: {reason}" for reason in report.reasons]
-    return found + [line[:1].upper() + line[1:] for line in idle_lines(report.idle)]
+    points = [f"Predicted: {headline(report)}.", *([f"Schedule{schedule}."] if schedule else [])]
+    points += [f"Because: {reason}" for reason in report.reasons]
+    return points + [line[:1].upper() + line[1:] for line in idle_lines(report.idle)]
 
 
 def checkpoints(run: PastRun) -> Section:
-    """The checkpoints that a run can be resumed from."""
+    """Table of the checkpoints."""
     columns = (
         Column("after step", "step"),
         Column("size", "bytes", units.size),
@@ -339,13 +337,13 @@ def checkpoints(run: PastRun) -> Section:
 
 
 def happenings(run: PastRun) -> Section:
-    """Starts, recoveries, changes of plan and restarts, by time."""
-    columns = Column("when", "unix_s", moment, left=True), Column("what", "event"), Column("", "text")
-    return Section("What happened", table=Table(columns, run.happenings))
+    """Table of starts, recoveries, plan changes and restarts, by time."""
+    columns = Column("time", "unix_s", moment, left=True), Column("event", "event"), Column("", "text")
+    return Section("Events", table=Table(columns, run.happenings))
 
 
 def files(run: PastRun, linked: bool) -> Section:
-    """The files of the run, with links where the page lies beside them."""
+    """Table of the files of the run, with links if the page is in the run directory."""
     name = Markup('<a href="{0}">{0}</a>') if linked else Markup("{0}")
 
     def size(file: str) -> int | None:
@@ -357,8 +355,8 @@ def files(run: PastRun, linked: bool) -> Section:
 
 
 def next_commands(run: PastRun) -> Section:
-    """The commands that a person may type next."""
-    return Section("Next", points=[Markup("<code>{}</code><br>{}").format(*one) for one in next_steps(run)])
+    """Suggested next commands."""
+    return Section("Next steps", points=[Markup("<code>{}</code><br>{}").format(*pair) for pair in next_steps(run)])
 
 
 def _picture(figure: Figure | None, label: str) -> Markup | None:
@@ -366,8 +364,8 @@ def _picture(figure: Figure | None, label: str) -> Markup | None:
 
 
 def moment(unix_s: float) -> str:
-    """Local time; of a file's number that is no time of any calendar, that."""
+    """Format as local time; a number outside the calendar is shown as a number."""
     try:
         return datetime.datetime.fromtimestamp(unix_s).strftime("%Y-%m-%d %H:%M:%S")
     except (ValueError, OverflowError, OSError):
-        return f"{unix_s} s, no time"
+        return f"{unix_s} s (invalid time)"

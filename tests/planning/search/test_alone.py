@@ -55,17 +55,18 @@ def test_plan_what_if_baseline_and_report_say_the_same(
     name = f"rank {plan.alone.rank}"
     if plan.alone.step_s is None:
         assert (
-            f"no rank can do it alone ({name}: " in first_line and "no single device can do this job at all" in compared
+            f"no single rank can run this job ({name}: " in first_line
+            and "no single device can run this job" in compared
         )
         return
     seconds, gain = units.seconds(plan.alone.step_s), plan.alone.step_s / plan.predicted_step_s
     if gain == 1:  # it is the plan
-        assert f"{name} alone, which the others would only slow down" in first_line
+        assert f"only {name}, as the other ranks would slow it down" in first_line
         return
-    assert f"the best one alone, {name}, {seconds} ({gain:.2f}x)" in first_line
+    assert f"best single rank: {name}, {seconds} ({gain:.2f}x)" in first_line
     rows = re.findall(rf"^  (rank \d+) alone +.*? {re.escape(seconds)} ", compared, re.M)
     assert name in rows, compared
-    assert f"together they are {gain:.2f} times as fast" in compared
+    assert f"all devices together are {gain:.2f} times as fast" in compared
     if len(profile.devices) == 2:
         (other,) = {0, 1} - {plan.alone.rank}
         assert re.search(rf"without rank {other} .*\({re.escape(seconds)} per step\)", planned)
@@ -120,7 +121,7 @@ def test_the_headline_stands_first(
     plan = load_report("plan.toml")
     gain = still / plan.predicted_step_s
     words = f"2 of 3 ranks, {units.seconds(plan.predicted_step_s)} per step; "
-    words += f"the best one alone, rank 0, {units.seconds(still)} ({gain:.2f}x)"
+    words += f"best single rank: rank 0, {units.seconds(still)} ({gain:.2f}x)"
     assert text.startswith(f"{words} Plan: ")
     assert run(capsys, "simulate", *arguments, "-o", "out").startswith(words)
     assert run(capsys, "inspect", "plan.toml").startswith(words)
@@ -130,16 +131,16 @@ def test_the_headline_stands_first(
 def test_the_headline_is_honest() -> None:
     plan = replace(make_plan(make_profile((1.0, 1.0)), PlanRequest(8, SEQUENCE, (1,))), predicted_step_s=2.0)
     headlines = {
-        Alone(0, 3.0): "2 ranks, 2.00 s per step; the best one alone, rank 0, 3.00 s (1.50x)",
-        Alone(1, 1.0): "2 ranks, 2.00 s per step; one alone would be faster, rank 1, 1.00 s (0.50x)",
-        Alone(1, None, "too small"): "2 ranks, 2.00 s per step; no rank can do it alone (rank 1: too small)",
+        Alone(0, 3.0): "2 ranks, 2.00 s per step; best single rank: rank 0, 3.00 s (1.50x)",
+        Alone(1, 1.0): "2 ranks, 2.00 s per step; a single rank would be faster: rank 1, 1.00 s (0.50x)",
+        Alone(1, None, "too small"): "2 ranks, 2.00 s per step; no single rank can run this job (rank 1: too small)",
         None: "2 ranks, 2.00 s per step",
     }  # fmt: skip
     for one, words in headlines.items():
         assert headline(replace(plan, alone=one)) == words
     single = make_plan(make_profile((1.0, 40.0)), PlanRequest(1, SEQUENCE, (1,)))
     assert headline(single).startswith("1 of 2 ranks, ") and headline(single).endswith(
-        ": rank 0 alone, which the others would only slow down"
+        ": only rank 0, as the other ranks would slow it down"
     )
     assert headline(make_plan(make_profile((1.0,)), PlanRequest(1, SEQUENCE, (1,)))).startswith("1 rank, ")
 
