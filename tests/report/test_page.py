@@ -167,7 +167,7 @@ def test_the_memory_of_a_process_is_explained(tmp_path: Path) -> None:
     assert remarks(("cpu", "cpu")).startswith(
         "The processes of the CPU ranks used 300 MB to 400 MB more than predicted"
     )
-    assert "held 300 MB more" in remarks(("cuda", "cpu"))
+    assert "used 300 MB more" in remarks(("cuda", "cpu"))
     assert remarks(("cuda", "cuda")) == "" == remarks(("cpu", "cpu"), "emulated, measured")
 
 
