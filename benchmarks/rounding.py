@@ -55,7 +55,9 @@ def main() -> int:
     torch.set_num_threads(1)
     rows = [compared(family, method) for method in METHODS for family in FAMILIES]
     steps = " | ".join(f"loss, step {step}" for step in TOLD)
-    print(f"| method | model | gradient norm, first update | {steps} | rerouted tokens | skipped steps |\n|{' --- |' * 8}")
+    print(
+        f"| method | model | gradient norm, first update | {steps} | rerouted tokens | skipped steps |\n|{' --- |' * 8}"
+    )
     for row in rows:
         told = (row[key] for key in ("norm", *(f"loss {step}" for step in TOLD)))
         figures = (f"{value:.0e}".replace("e-0", "e-").replace("0e+00", "0") for value in told)

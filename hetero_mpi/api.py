@@ -316,7 +316,7 @@ def _job_or_path(job: Job | str | Path) -> Job | Path:
 
 @contextlib.contextmanager
 def collective(run_thread: bool = False) -> Iterator[World]:
-    """Enter a block that all ranks of the program run together, as ``mpi_start.collectively``.
+    """Enter a block that all ranks of the program run together, as ``mpi_start.collective_block``.
 
     Args:
         run_thread: whether the caller is the run's thread of ``step_iterator``.
@@ -325,7 +325,7 @@ def collective(run_thread: bool = False) -> Iterator[World]:
         UserError: A run is active, or the caller is not the main thread.
     """
     # Imported here because these modules need mpi4py, and planning does not.
-    from hetero_mpi.comm.ranks.mpi_start import collectively
+    from hetero_mpi.comm.ranks.mpi_start import collective_block
     from hetero_mpi.rundir.logs import setup_logging
 
     # bitsandbytes (imported by peft) warns about an optional kernel package that we never call.

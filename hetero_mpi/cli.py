@@ -91,7 +91,7 @@ def _require_packages(need_all: bool = False) -> Iterator[None]:
 
 
 def _print_output(output: str | Iterable[str]) -> int:
-    """Print a command's output: lines, as they arrive, fitted to the terminal; or a formatted text without changes.
+    """Print a command's output: lines, as they arrive, fit_to_terminal to the terminal; or a formatted text without changes.
 
     Exit quietly if the reader closes the pipe early (``| head``).
     """
@@ -100,7 +100,7 @@ def _print_output(output: str | Iterable[str]) -> int:
             print(printable(output), end="" if output.endswith("\n") else "\n", flush=True)
         else:
             for line in output:
-                print(fitted(printable(line)), flush=True)
+                print(fit_to_terminal(printable(line)), flush=True)
     except BrokenPipeError:
         # Flushing the rest of the buffer at interpreter exit would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

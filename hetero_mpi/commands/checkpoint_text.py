@@ -70,7 +70,7 @@ def _origin(metadata: Mapping[str, Any]) -> list[str]:
         text_by_topic["plan"] = _plan_text(metadata["plan"])
     if versions := run_table(metadata, "versions"):
         text_by_topic["versions"] = ", ".join(f"{name} {version}" for name, version in versions.items())
-    return [line for topic, text in text_by_topic.items() for line in wrapped(f"  {topic}: ", text)]
+    return [line for topic, text in text_by_topic.items() for line in wrap_text(f"  {topic}: ", text)]
 
 
 def _plan_text(values: Any) -> str:

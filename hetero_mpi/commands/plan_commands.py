@@ -127,7 +127,7 @@ def plan(
     answers = list(what_ifs(best, question.profile, question.request, lost.free_links_s)) if explain else []
     plan_differences = differences(report.plan, question.request) if plan_source is not None else []
     if output is not None:
-        with writing(output):
+        with write_errors(output):
             save_plan(report, output)
     if as_json:
         tokens = report.plan.global_batch * report.plan.sequence_length
@@ -147,12 +147,12 @@ def plan(
         }
         return json.dumps(encode(figures, infinity_as_text=True), indent=1)
     lines = costed_plan_lines(report, question.profile, result.use, lost)
-    lines += [line for text in plan_differences for line in wrapped("The given plan differs from the job: ", text)]
+    lines += [line for text in plan_differences for line in wrap_text("The given plan differs from the job: ", text)]
     if no_plan_reason:
-        lines += wrapped("The planner finds no plan: ", no_plan_reason)
+        lines += wrap_text("The planner finds no plan: ", no_plan_reason)
     elif plan_source is not None:
         lines.append(f"The planner's plan: {units.seconds(best.predicted_step_s)} per step")
-        lines += [line for reason in best.reasons for line in wrapped("  ", reason)]
+        lines += [line for reason in best.reasons for line in wrap_text("  ", reason)]
     lines += [*what_if_lines(answers, best.predicted_step_s), *_remark_lines(question)]
     if output is not None:
         lines.append(f"Written: {output}")
@@ -188,7 +188,7 @@ def simulation(
     used_ranks, ranks = len(result.busy_s), len(question.profile.devices)
     title = f"predicted step: {units.seconds(result.step_s)}, {used_ranks} of {ranks} ranks, {question.loaded.name}"
     figure = timeline([Panel(title, result.events)], labels)
-    with writing(folder):
+    with write_errors(folder):
         paths = [save(figure, folder / f"timeline.{kind}", title) for kind in ("png", "svg")]
         paths.append(save_trace({"": result.events}, folder / "trace.json", labels))
     length = report.plan.sequence_length
@@ -287,7 +287,7 @@ def plan_question(
 
 
 def _remark_lines(question: PlanQuestion) -> list[str]:
-    return [line for remark in question.remarks for line in wrapped("", remark)]
+    return [line for remark in question.remarks for line in wrap_text("", remark)]
 
 
 def uses_dropout(loaded: LoadedJob, config: dict[str, Any]) -> bool:

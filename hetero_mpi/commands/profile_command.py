@@ -50,9 +50,9 @@ def measure(world: World, job: Path | LoadedJob, reprofile: bool) -> ClusterProf
 def profile(world: World, job: Path | LoadedJob, output: Path, reprofile: bool) -> int:
     """Run the command: measure, write the profile and return the exit code. Collective; raises as ``measure``."""
     cluster_profile = measure(world, job, reprofile)
-    with world.led("writing the profile"):
+    with world.on_leader("write_errors the profile"):
         if world.rank == 0:
-            with writing(output):
+            with write_errors(output):
                 save_profile(cluster_profile, output)
             say(f"Written: {output}")
     return 0

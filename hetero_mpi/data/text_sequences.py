@@ -48,7 +48,7 @@ _BLOCK_BYTES = 1 << 20
 STREAM = "stream.i32"
 """File of packed text: the tokens of all documents, int32."""
 REMEDY = "make room there, or name another folder: XDG_CACHE_HOME, or TMPDIR with data.cache = false"
-"""Advice for errors in writing token ids."""
+"""Advice for errors in write_errors token ids."""
 Blocks = Iterable[tuple[str, bool]]
 """Texts in blocks: (part of a text, whether it is the text's last part)."""
 
@@ -329,7 +329,7 @@ def build_sequences(
         end, length = end_token(tokenizer), settings.length
         pieces = ids_of(blocks, own_tokens_only(tokenizer), tell)
         if settings.packing:
-            with writing(folder.parent if folder else Path(), REMEDY):  # read errors become a UserError inside
+            with write_errors(folder.parent if folder else Path(), REMEDY):  # read errors become a UserError inside
                 return _pack(pieces, end, length, None if folder is None else folder / name)
         return _pad(pieces, end, pad_token(tokenizer), length)
 
@@ -339,7 +339,7 @@ def build_sequences(
         return share_out(rows, settings, "the text", text_advice)
     evaluation_rows = rows_of(evaluation, f"evaluation-{STREAM}")
     dataset = share_out(rows, replace(settings, held_out=0), "the text", text_advice)
-    with writing(folder.parent if folder else Path(), REMEDY):
+    with write_errors(folder.parent if folder else Path(), REMEDY):
         dataset = join_evaluation(dataset, evaluation_rows, "the text", advice.format("data.evaluation"), folder)
     if folder is not None:
         for name in (STREAM, f"evaluation-{STREAM}"):

@@ -73,7 +73,7 @@ def kept(
 
     Args:
         key: JSON values; None disables the cache. What ``read`` maps from the folder stays readable.
-        fill: writes files into the folder and returns JSON values to store with them.
+        fill: writes files into the folder and returns JSON values to store_folder with them.
         read: returns the content, from the folder and the stored values.
         tell: called with a message about a damaged entry.
 
@@ -84,7 +84,7 @@ def kept(
             return read(Path(folder), fill(Path(folder))), False
     libraries = [version(name) for name in ("tokenizers", "transformers", "jinja2")]
     entry = root / hashlib.sha256(json.dumps([_VERSION, libraries, *key], sort_keys=True).encode()).hexdigest()[:32]
-    contents = [content for content in (opened(entry, read, tell),) if content is not None]
+    contents = [content for content in (load_sealed(entry, read, tell),) if content is not None]
 
     def fill_and_read(folder: Path) -> Any:  # read before another program can remove the entry
         values = fill(folder)
@@ -92,7 +92,7 @@ def kept(
         return values
 
     if not (was_cached := bool(contents)):
-        store(entry, fill_and_read, REMEDY)
+        store_folder(entry, fill_and_read, REMEDY)
     with contextlib.suppress(OSError):
         os.utime(entry)
         _evict(root, entry)
@@ -127,7 +127,7 @@ def _evict(root: Path, protected: Path) -> None:
 
 
 def write_dataset(folder: Path, dataset: Dataset, extra: dict[str, Any]) -> dict[str, Any]:
-    """Write a dataset into a folder that may already hold its token stream; returns the values to store with it, including
+    """Write a dataset into a folder that may already hold its token stream; returns the values to store_folder with it, including
     ``extra`` (further JSON values about the data). Raises UserError if the disk is full."""
     stream = (folder / STREAM).exists()
     names = ("train", "held_out") if stream else ("train", "held_out", *_COLUMNS)

@@ -102,7 +102,7 @@ def emulated_profile(world: World, loaded: LoadedJob, chain: TransformersChain, 
                 key=f"{EMULATED}-{profile.key}",
                 notes=(*_notes(profile, chain, loaded), *profile.notes),
             )
-    profile = profile_from_dict(world.broadcast_json(profile_to_dict(found) if found is not None else None))
+    profile = profile_from_dict(world.broadcast_json(profile_to_dict(emulated) if emulated is not None else None))
     return with_memory_budget(profile, cluster.memory_bytes)
 
 

@@ -143,10 +143,10 @@ def write_sample(trainer: Trainer, loaded: LoadedJob, tokenizer: PreTrainedToken
     if any(stage.grouped for _, _, stage in trainer.plan.numbered):
         say("No sample: some stages use tensor parallelism; generate text from the trained model with `generate`")
         return
-    trainer.world.doing = "writing a sample"
+    trainer.world.current_action = "writing a sample"
     own_task: Task | None = None
     if tokenizer is not None:
-        with unharmed("preparing the sample"):
+        with warn_on_failure("preparing the sample"):
             own_task = _sample_task(trainer, loaded, tokenizer)
     values = trainer.world.broadcast_json(asdict(own_task) if own_task is not None else None)
     if values is None:

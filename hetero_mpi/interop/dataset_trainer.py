@@ -163,7 +163,7 @@ class DatasetTrainer:
 
     def _ready(self) -> Job:
         """Build the job, with its data in files on rank 0's host. Collective."""
-        with collective() as world, world.led("writing the data set"):
+        with collective() as world, world.on_leader("writing the data set"):
             if world.rank != 0:
                 return self._job(Path("rows.jsonl"), None, None)  # rank 0's value counts
             for line in self.told:

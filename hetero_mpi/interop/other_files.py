@@ -77,8 +77,8 @@ def _has_keys(text: str) -> bool:
 
 def _plain(value: Any, left: Iterator[int], depth: int = 0) -> Any:
     """A value as JSON has it; a date, a set and the like as their text. Raises ValueError: no file of ours can hold it."""
-    if depth > DEEPEST or next(left, None) is None:
-        raise ValueError(f"it has more than {MOST_VALUES:,} values, or more than {DEEPEST} levels of nesting")
+    if depth > MAX_NESTING_DEPTH or next(left, None) is None:
+        raise ValueError(f"it has more than {MOST_VALUES:,} values, or more than {MAX_NESTING_DEPTH} levels of nesting")
     if isinstance(value, dict):
         return {_plain(str(key), left): _plain(inner, left, depth + 1) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):

@@ -55,7 +55,7 @@ def job_from(file: Path, target: Path, gpus: int | None) -> list[str]:
         raise UserError(
             "convert.invalid_job", f"{file}: cannot be converted to a valid job; no job was written: {error}"
         ) from None
-    with writing(target, "name another directory or FILE.toml"):
+    with write_errors(target, "name another directory or FILE.toml"):
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text, encoding="utf-8")
     unknown = [f"{NOT_UNDERSTOOD}: {', '.join(draft.left[NOT_UNDERSTOOD])}"] if NOT_UNDERSTOOD in draft.left else []

@@ -83,7 +83,7 @@ def plan_lines(source: PlanReport | Plan, profile: ClusterProfile | None, every:
     """
     plan, report = (source, None) if isinstance(source, Plan) else (source.plan, source)
     stages = _stages(plan, profile, report)
-    lines = wrapped("", headline(report)) if report is not None else []
+    lines = wrap_text("", headline(report)) if report is not None else []
     lines += [plan_title(plan, profile), *stages.lines(None if every else MAX_STAGE_ROWS)]
     lines.append(f"  {stage_note(plan, profile)}")
     if len(stages.rows) > MAX_STAGE_ROWS and not every:
@@ -101,11 +101,11 @@ def plan_lines(source: PlanReport | Plan, profile: ClusterProfile | None, every:
 def planned_lines(report: PlanReport, profile: ClusterProfile, run_dir: Path) -> list[str]:
     """Summarise a plan for the screen of ``train``; ``--verbose`` and ``inspect`` show the full ``plan_lines``."""
     stages = _stages(report.plan, profile, report).without("weights", "warm-up")
-    lines = [*wrapped("", headline(report)), plan_title(report.plan, profile), *stages.lines(MAX_SCREEN_ROWS)]
-    lines += [line for reason in idle_lines(report.idle) for line in wrapped("  ", reason)]
+    lines = [*wrap_text("", headline(report)), plan_title(report.plan, profile), *stages.lines(MAX_SCREEN_ROWS)]
+    lines += [line for reason in idle_lines(report.idle) for line in wrap_text("  ", reason)]
     lines += [f"Batch: {line}" for line in batch_lines(report.plan)]
-    lines += [line for reason in report.reasons if FROM_DISK in reason for line in wrapped("  ", reason)]
-    return lines + wrapped("  ", f"reasons and all figures: --verbose, or `python -m hetero_mpi inspect {run_dir}`")
+    lines += [line for reason in report.reasons if FROM_DISK in reason for line in wrap_text("  ", reason)]
+    return lines + wrap_text("  ", f"reasons and all figures: --verbose, or `python -m hetero_mpi inspect {run_dir}`")
 
 
 def plan_title(plan: Plan, profile: ClusterProfile | None) -> str:
@@ -161,7 +161,7 @@ def host_lines(hosts: Sequence[HostMemory]) -> list[str]:
     shown_hosts = hosts if len(hosts) <= MAX_ROWS else fullest_first[:1]
     more = f" (the fullest of {len(hosts)})" if len(shown_hosts) < len(hosts) else ""
     return [
-        f"  host {units.shortened(host.host)}: {units.size(host.peak_bytes)} of {units.size(host.usable_bytes)} "
+        f"  host {units.shorten(host.host)}: {units.size(host.peak_bytes)} of {units.size(host.usable_bytes)} "
         f"for all its ranks{more}"
         for host in shown_hosts
     ]
@@ -293,13 +293,13 @@ def _bound_text(report: PlanReport) -> str:
 
 def costed_plan_lines(report: PlanReport, profile: ClusterProfile, use: Mapping[int, float], lost: Losses) -> list[str]:
     """Describe a plan with its prediction and bound, the utilisation of all ranks (``use``), and its bottleneck."""
-    lines = plan_lines(report, profile) + wrapped("Utilisation: ", utilisation(use))
+    lines = plan_lines(report, profile) + wrap_text("Utilisation: ", utilisation(use))
     parts = [(lost.links, "links"), (lost.memory, "memory"), (lost.granularity, "whole layers and micro-batches")]
     if lost.choice > 0:
         parts.insert(0, (lost.choice, "this plan (the planner's plan is faster)"))
     spent = ", ".join(f"{units.percent(share)} to {name}" for share, name in parts)
     against = "compared with fully busy devices, the step loses"
-    return lines + wrapped("Limited by: ", f"{LIMITS[lost.limit]}; {against} {spent}")
+    return lines + wrap_text("Limited by: ", f"{LIMITS[lost.limit]}; {against} {spent}")
 
 
 def utilisation(shares: Mapping[int, float]) -> str:
@@ -317,7 +317,7 @@ def shared_nic_lines(step_s: float, predicted_s: float) -> list[str]:
     """Cost of one shared NIC per host, from a step simulated with it."""
     more = units.ratio(step_s, predicted_s) - 1
     change = "no change" if abs(more) < _MIN_SHOWN_CHANGE else f"{units.percent(more)} more than predicted"
-    return wrapped("Simulated with one NIC per host ", f"for all messages to other hosts: {change}")
+    return wrap_text("Simulated with one NIC per host ", f"for all messages to other hosts: {change}")
 
 
 _CAUSES = {

@@ -75,7 +75,7 @@ def profile_lines(profile: ClusterProfile, every: bool = False) -> list[str]:
     tokens = profile.model.sequence_length
     lines = [f"Ranks: {len(profile.devices)}, {profile.mpi_library}; figures {profile.source}, {profile.date}"]
     lines += rank_table(profile).lines(None if every else MAX_ROWS)
-    lines += wrapped("  ", f"forward and backward: one block, one {units.rows_of(tokens, '')}, {profile.model.dtype}")
+    lines += wrap_text("  ", f"forward and backward: one block, one {units.rows_of(tokens, '')}, {profile.model.dtype}")
     lines += _link_lines(profile)
     return lines + [line for note in profile.notes for line in wrap_text("  ", note)]
 

@@ -172,9 +172,11 @@ def comparison_lines(runs: Sequence[PastRun]) -> list[str]:
     names = [f"{name}{' (emulated)' if run.emulated else ''}" for name, run in zip(names, runs, strict=True)]
     lines = Table.of_texts(("", *names), rows).lines()
     if any(run.emulated for run in runs):
-        lines += wrapped("  ", "emulated: times and speeds are of emulated devices, losses of the small stand-in model")
+        lines += wrap_text(
+            "  ", "emulated: times and speeds are of emulated devices, losses of the small stand-in model"
+        )
     if len({_model(run.profile) for run in runs}) > 1:
-        lines += wrapped("  ", "the models differ: losses and tokens per second are not comparable")
+        lines += wrap_text("  ", "the models differ: losses and tokens per second are not comparable")
     return lines
 
 
@@ -233,8 +235,8 @@ def baseline_lines(
     ]
     table = Table.of_texts(("", "device", "step", "tokens/s", ""), rows)
     lines = [f"For {units.amount(tokens, report.plan.sequence_length)} per step{kind}:", *table.lines(), ""]
-    lines += ["Do the other devices help?", *wrapped("  ", worth_adding(singles, report, profile, measured)), ""]
-    return [*lines, *(line for remark in remarks for line in wrapped("", remark))]
+    lines += ["Do the other devices help?", *wrap_text("  ", worth_adding(singles, report, profile, measured)), ""]
+    return [*lines, *(line for remark in remarks for line in wrap_text("", remark))]
 
 
 def worth_adding(

@@ -122,7 +122,7 @@ def _stacked(cells: Sequence[Sequence[str]]) -> list[str]:
     lines: list[str] = []
     for row in rows:
         for heading, cell in zip(headings, row, strict=True):
-            lines += wrapped(f"  {heading:<{wide}}  ", cell.replace(_NO_BREAK, " ")) if cell else []
+            lines += wrap_text(f"  {heading:<{wide}}  ", cell.replace(_NO_BREAK, " ")) if cell else []
         lines.append("")
     return lines
 

@@ -116,7 +116,7 @@ def _rewrite(path: Path, lines: Iterable[str]) -> None:
     """Replace a file's contents by ``lines``, a prefix of it. On a full disk the file is truncated instead."""
     content = "".join(lines).encode()
     try:
-        write_whole(path, content, durable=True)
+        write_atomic(path, content, durable=True)
     except OSError:
         with contextlib.suppress(OSError):
             if path.read_bytes().startswith(content):

@@ -31,7 +31,7 @@ def setup_logging(run_dir: str | Path | None, rank: int, size: int, waits: bool 
     logging.getLogger(LOGGER).setLevel(logging.INFO)
     logging.captureWarnings(True)
     if rank == 0:
-        _add_handler(logging.getLogger(SPEECH), _StdoutHandler(), "%(message)s")
+        _add_handler(logging.getLogger(CONSOLE_LOGGER), _StdoutHandler(), "%(message)s")
     path = None
     if run_dir is not None:
         path = Path(run_dir) / "logs" / f"rank-{rank:04}.log"
@@ -131,6 +131,6 @@ def write_line(text: str) -> None:
     """Print a line to stdout, above the status screen if there is one."""
     with _LOCK:
         if SHOWN:
-            SHOWN[-1].print_above(fitted(text))
+            SHOWN[-1].print_above(fit_to_terminal(text))
         else:
             write_text(text + "\n", sys.stdout)

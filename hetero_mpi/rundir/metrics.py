@@ -214,7 +214,7 @@ class Trackers:
         self._using: list[BestEffort[None]] = []
         """For each open tracker, a function that calls its argument with the tracker."""
         for name in names:
-            with unharmed(f"opening {name} (pip install {name}, or remove it from [report] trackers)"):
+            with warn_on_failure(f"opening {name} (pip install {name}, or remove it from [report] trackers)"):
                 tracker = plug_in("hetero_mpi.rundir.trackers", name).open_tracker(run_dir, job)
                 self._using.append(BestEffort(f"sending metrics to {name}", lambda use, of=tracker: use(of)))
 

@@ -93,7 +93,7 @@ _ADAPTER = TypeAdapter(Present)
 
 def write_present(directory: Path, present: Present) -> None:
     with contextlib.suppress(OSError):  # other files report a full disk
-        write_whole(directory / PRESENT_NAME, json.dumps(asdict(present)))
+        write_atomic(directory / PRESENT_NAME, json.dumps(asdict(present)))
 
 
 def read_present(directory: Path) -> Present | None:

@@ -142,7 +142,7 @@ def _holder(file: TextIO) -> str:
 
 def append_event(run_dir: Path, event: str, text: str, **values: Any) -> None:
     """Append an event of the run itself, without a supervisor. A failure does not end the run."""
-    with unharmed(f"writing {EVENTS_NAME}"):
+    with warn_on_failure(f"writing {EVENTS_NAME}"):
         LineFile(run_dir / EVENTS_NAME).write(as_event(event, text, values))
 
 
@@ -200,7 +200,7 @@ def result_step(directory: Path) -> int | None:
 
 
 def _write_run_json(path: Path, values: Mapping[str, Any]) -> None:
-    write_whole(path, json.dumps(values, indent=1) + "\n")
+    write_atomic(path, json.dumps(values, indent=1) + "\n")
 
 
 def run_json(path: Path) -> dict[str, Any]:
@@ -287,7 +287,7 @@ def _restore_own_events(source: Path, target: Path, is_own: Callable[[Mapping[st
         lines = source.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
         with target.open("a", encoding="utf-8") as file:
             file.writelines(own_lines)
-        write_whole(source, "".join(line for line in lines if line not in own_lines))
+        write_atomic(source, "".join(line for line in lines if line not in own_lines))
 
 
 _ROUTINE_EVENTS = ("hosts", "start", "ended", "end")

@@ -121,7 +121,7 @@ def open_start(
             report = incoming.find_missing(reason, load_order, start.keys_of_layer)
     rows = [FilesReport(**row) for row in world.all_gather_json(asdict(report))]
     if files is not None:
-        world.doing = "sending the model's files to ranks without them"
+        world.current_action = "sending the model's files to ranks without them"
         _send_missing_layers(world, transport, files, contents, start.keys_of_layer, rows)
     return start, incoming if incoming is not None else contextlib.nullcontext()
 
@@ -170,7 +170,7 @@ class ShardCache:
                 raise ValueError("its tensors differ from the requested ones")
             return header
 
-        header = opened(self._entry(layer), read, self.remarks.append)
+        header = load_sealed(self._entry(layer), read, self.remarks.append)
         if header is not None:
             self._headers[layer] = header
         return header is not None
@@ -181,8 +181,8 @@ class ShardCache:
 
     def prepare(self, coming_bytes: int) -> None:
         """Check that this many bytes can be stored, before any transfer. Raises UserError if the disk is read-only or too full."""
-        with writing(self.directory, _REMEDY):
-            write_whole(self.directory / "trial", b"x")
+        with write_errors(self.directory, _REMEDY):
+            write_atomic(self.directory / "trial", b"x")
         (self.directory / "trial").unlink(missing_ok=True)
         free = free_bytes(self.directory)
         if free < coming_bytes + SPARE_BYTES:
@@ -201,7 +201,7 @@ class ShardCache:
             return [self.identity, layer]
 
         # No fsync: the seal reveals an entry that a power loss has damaged.
-        store(self._entry(layer), fill, _REMEDY, durable=False)
+        store_folder(self._entry(layer), fill, _REMEDY, durable=False)
 
     def _entry(self, layer: int) -> Path:
         return self.directory / f"layer-{layer:05d}"

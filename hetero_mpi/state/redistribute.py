@@ -216,7 +216,7 @@ def move(
             received += tensor.nbytes
             request = transport.post_receive(transfer.source, _TAG, host_bytes(tensor))
             active.append((shard, tensor, [request], True))
-        while len(active) > AHEAD:
+        while len(active) > MAX_MESSAGES_IN_FLIGHT:
             finish()
     while active:
         finish()

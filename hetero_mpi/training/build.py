@@ -171,7 +171,7 @@ def _build(context: RunContext, share: Share, brought: bool, loss_scale: LossSca
 def _checked_cache_root(context: RunContext, members: World) -> Path | None:
     cache, root = context.job.model.shard_cache, cache_root(context)
     if cache is not None and root is not None and not Path(cache).expanduser().is_absolute():
-        with members.together("looking for the shard cache"):
+        with members.collective_errors("looking for the shard cache"):
             if is_outside(root, context.loaded.directory):
                 raise UserError(
                     "shard_cache.link",

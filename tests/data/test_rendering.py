@@ -46,7 +46,10 @@ LOOPS = "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% en
         ("{{ messages[0].content * 10**8 }}", r"prints 200,000,000 characters|exceeds its memory limit|needed more"),
         ("{{ [messages] * 10**9 }}", "exceeds its memory limit"),
         (LOOPS, "within 5 s of CPU time and 512 MiB; it took longer"),
-        ("{{ (10 ** (10 ** messages|length * 10 ** 8))|length }}", "it took longer|exceeds its memory limit|needed more"),
+        (
+            "{{ (10 ** (10 ** messages|length * 10 ** 8))|length }}",
+            "it took longer|exceeds its memory limit|needed more",
+        ),
         ("{% macro again(n) %}{{ again(n + 1) }}{% endmacro %}{{ again(0) }}", "RecursionError|signal \\d+ killed it"),
     ],
 )

@@ -86,7 +86,10 @@ def test_metrics_wait_for_room_and_are_whole_then(disk: SmallDisk, caplog: pytes
     assert [one.step for one in metrics.steps] == list(range(1, 101)), "nothing is lost, and no line is torn"
     assert metrics.evaluations == (Evaluation(10, 1.5),)
     told = [record.getMessage() for record in caplog.records]
-    assert sum("its lines are buffered" in text for text in told) == 1 and sum("is writable again" in text for text in told) == 1
+    assert (
+        sum("its lines are buffered" in text for text in told) == 1
+        and sum("is writable again" in text for text in told) == 1
+    )
 
 
 def test_a_run_that_goes_on_drops_later_steps_on_a_full_disk_too(disk: SmallDisk) -> None:

@@ -97,7 +97,7 @@ class Harness:
         module, words = "hetero_mpi.inference.evaluate.harness_model", [*words, *self._further]
         self._process = start_module(module, *words, env={**base, **quiet}, stdin=None, stdout=None)
 
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         """Whether the process has ended, with all of its output."""
         code = self._process.poll() if self._process is not None else None
         if code is None:
@@ -268,7 +268,7 @@ def evaluate(world: World, options: EvaluateOptions) -> int:
         return {name: [next(text_scores) for _ in set_texts] for name, set_texts in sets.items()}
 
     scores_by_set = with_writer(setup, work) or {}
-    with world.led("writing the results"):
+    with world.on_leader("write_errors the results"):
         if world.rank == 0:
             results = {name: _result(texts, scores_by_set[name]) for name, texts in sets.items()}
             _report(results, options)
@@ -304,7 +304,7 @@ def _sets(opened: Opened, options: EvaluateOptions) -> dict[str, list[ScoredText
     return {OWN: own_set(loaded, limit)}
 
 
-def scores(writer: Writer, tasks: Sequence[Task], room: Sequence[CacheRoom], parallel: int) -> Iterator[list[Scored]]:
+def scores(writer: Writer, tasks: Sequence[Task], room: Sequence[CacheBudget], parallel: int) -> Iterator[list[Scored]]:
     """Log-probabilities of the tokens of each text, in token order; empty on ranks other than 0. Collective."""
     groups = list(_groups(tasks, room, parallel))
     waiting = list(groups)
@@ -321,7 +321,7 @@ def scores(writer: Writer, tasks: Sequence[Task], room: Sequence[CacheRoom], par
     return (scores_by_text.get(number, []) for number in range(len(tasks)))
 
 
-def _groups(tasks: Sequence[Task], room: Sequence[CacheRoom], parallel: int) -> Iterator[dict[int, Task]]:
+def _groups(tasks: Sequence[Task], room: Sequence[CacheBudget], parallel: int) -> Iterator[dict[int, Task]]:
     """Groups of texts to compute concurrently within the memory. Raises CollectiveUserError if one text alone does not fit."""
     group: dict[int, Task] = {}
     for number, task in enumerate(tasks):
@@ -365,8 +365,8 @@ def _report(results: Mapping[str, SetResult], options: EvaluateOptions) -> None:
     directory = result_directory(options)
     if directory is not None:
         values = {name: asdict(result) for name, result in results.items()}
-        with writing(directory / RESULT, _OUTPUT_REMEDY):
-            write_whole(directory / RESULT, json.dumps(values, indent=2) + "\n", make_folder=True)
+        with write_errors(directory / RESULT, _OUTPUT_REMEDY):
+            write_atomic(directory / RESULT, json.dumps(values, indent=2) + "\n", make_folder=True)
         say(f"written to {directory / RESULT}")
 
 

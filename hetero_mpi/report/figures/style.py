@@ -244,8 +244,8 @@ def svg(figure: Figure, label: str, page: bool = False) -> str:
 
 
 def save(figure: Figure, path: Path, label: str) -> Path:
-    """Write a figure in the format of the file suffix. Raises UserError: writing fails."""
-    with writing(path, "choose another path with -o or --run-dir"):
+    """Write a figure in the format of the file suffix. Raises UserError: write_errors fails."""
+    with write_errors(path, "choose another path with -o or --run-dir"):
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.suffix == ".svg":
             path.write_text(svg(figure, label), encoding="utf-8")

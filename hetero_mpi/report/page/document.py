@@ -76,10 +76,10 @@ def report_html(run: PastRun, linked: bool = False) -> str:
 
 
 def write_report(run: PastRun, path: Path) -> Path:
-    """Write the page atomically. Raises UserError: writing fails."""
+    """Write the page atomically. Raises UserError: write_errors fails."""
     page = report_html(run, linked=path.resolve().parent == run.directory.resolve())
-    with writing(path):  # JSON text may contain a lone surrogate
-        write_whole(path, page.encode(errors="backslashreplace"))
+    with write_errors(path):  # JSON text may contain a lone surrogate
+        write_atomic(path, page.encode(errors="backslashreplace"))
     return path
 
 
