@@ -1,6 +1,6 @@
 """Does planning predict how fast others train with weights that come from host memory?
 
-    python benchmarks/published_streaming.py [--json FILE] [--check] [--measure]
+    python benchmarks/published_streaming.py [--json FILE] [--check]
 
 Predicts what five systems measured: RoundPipe on 1 to 8 RTX 4090 (``published_roundpipe``), MegaTrain-Plus and MegaTrain on a DGX
 Spark, ZeRO-3 with offloading on an RTX 4090, and the stages of KTransformers (``published_offload``). Rows that decide a constant
@@ -11,12 +11,8 @@ Columns of one card: ``plan`` is the nearest plan of this program, ``copies`` th
 this program would reach with all weights trained, whose gradients leave and come back in fp32 and whose optimizer is waited for
 (RoundPipe's runs during its next step).
 
-RoundPipe's 235B model has a bar on one card alone. On more it is predicted too fast, by more with more cards. What is left over on
-8 cards, added on any number of them as work that they do not share, is one constant (``fitted``) and has a bar for the others. Most
-likely it is what the threads of one interpreter do in turns: they launch thousands of small kernels per layer, and prepare as many
-tensors for every copy. No cost of this program stands for that.
-
-``--measure`` times a block of experts beside a dense one on this machine, as the profiler does for a job (half a minute).
+RoundPipe's 235B model has a bar on one card alone. On several cards it is not predicted (``NOT_PREDICTED``): the error is shown and
+no constant makes it smaller.
 """
 
 from __future__ import annotations
@@ -37,22 +33,20 @@ DENSE = ("qwen3-1.7b", "llama3.1-8b", "qwen3-32b")
 ONE_CARD = {**dict.fromkeys(DENSE, 0.03), "gpt-oss-20b": 0.15, "qwen3-235b": 0.15}
 CARDS = {**dict.fromkeys(DENSE, 0.05), "gpt-oss-20b": 0.10}
 """Model -> bar of the error on one card, and on each other number of them."""
-UNSHARED, MOST_CARDS, UNSHARED_BAR = "qwen3-235b", 8, 0.05
-"""The model, the row that decides its constant, and the bar of its others."""
+NOT_PREDICTED = (
+    "not predicted: steps take 43 s + 230 s / cards, and this program has no cost for what cards do in turns"
+)
+"""Of a model without a bar on several cards."""
 SPARK, ZERO = 0.10, 0.05
 
 
 def main() -> int:
-    parser = parser_of(__doc__)
-    parser.add_argument("--measure", action="store_true", help="also time a block of experts on this machine")
-    arguments = parser.parse_args()
+    arguments = parser_of(__doc__).parse_args()
     raw: dict[str, object] = {}
     missed = [*_roundpipe(raw), *_megatrain(raw), *_zero(raw)]
     print("\nKTransformers, Qwen3-30B-A3B, seconds of a step: measured, arithmetic alone")
     print("\n".join(offload.kt_lines()))
     raw["ktransformers"] = [asdict(one) for one in offload.ktransformers()]
-    if arguments.measure:
-        _measure()
     if arguments.json:
         arguments.json.write_text(json.dumps(raw, indent=1) + "\n")
     print(f"\nmissed: {', '.join(missed) or 'none'}")
@@ -89,19 +83,9 @@ def roundpipe_rows() -> list[Cards]:
     return found
 
 
-def unshared(rows: list[Cards]) -> tuple[float, dict[int, float]]:
-    """(seconds of a step that cards do not share, fitted by the most cards; number of cards -> error with them)"""
-    tokens = next(row.sequences for row in roundpipe.read_rows() if row.model == UNSHARED) * roundpipe.SEQUENCE
-    own = {one.cards: one for one in rows if one.model == UNSHARED}
-    more_s = tokens / own[MOST_CARDS].measured - tokens / own[MOST_CARDS].predicted
-    return more_s, {n: tokens / (tokens / one.predicted + more_s) / one.measured - 1 for n, one in own.items()}
-
-
 def _roundpipe(raw: dict[str, object]) -> list[str]:
     rows = roundpipe_rows()
-    more_s, with_more = unshared(rows)
     raw["roundpipe"] = [asdict(one) for one in rows]
-    raw["unshared"] = {"model": UNSHARED, "fitted_by_cards": MOST_CARDS, "seconds": more_s, "errors": with_more}
     by_model = {row.model: row for row in roundpipe.read_rows()}
     print("RoundPipe on one RTX 4090, tokens per second")
     print(f"{'':>12} training  measured  predicted    error     plan   copies  as ours")
@@ -118,15 +102,9 @@ def _roundpipe(raw: dict[str, object]) -> list[str]:
     print(f"{'cards':>12} " + " ".join(f"{cards:>7}" for cards in counts))
     for model in by_model:
         errors = {one.cards: one.error for one in rows if one.model == model}
-        told = f"bar {CARDS[model]:.0%}" if model in CARDS else "no bar"
+        told = f"bar {CARDS[model]:.0%}" if model in CARDS else NOT_PREDICTED
         print(f"{model:>12} " + " ".join(f"{errors[cards]:>+7.1%}" for cards in counts) + f"  {told}")
-    print(
-        f"{'and unshared':>12} "
-        + " ".join(f"{with_more[cards]:>+7.1%}" if cards != MOST_CARDS else f"{'fitted':>7}" for cards in counts)
-        + f"  bar {UNSHARED_BAR:.0%}: {more_s:.1f} s of a step, whatever the cards"
-    )
     missed = [(one.model, one.cards) for one in rows if one.bar is not None and abs(one.error) > one.bar]
-    missed += [(UNSHARED, cards) for cards in counts if abs(with_more[cards]) > UNSHARED_BAR]
     return [f"{model} on {cards}" for model, cards in missed]
 
 
@@ -164,46 +142,6 @@ def _print(found: list[offload.Found], bar: float) -> list[str]:
             f"{one.name:>14} {one.measured_s:>9.3f} {told}  {one.use}{f', bar {bar:.0%}' if one.use == 'held out' else ''}"
         )
     return missed
-
-
-def _measure() -> None:
-    """A block of Qwen3-MoE's family and one of Qwen3's, of as many operations per token, by the profiler."""
-    from transformers import AutoConfig
-
-    from hetero_mpi.device.backend import Backend
-    from hetero_mpi.job.training_tables import TrainTable
-    from hetero_mpi.model.transformers.chain import TransformersChain
-    from hetero_mpi.model.tuning import full_training
-    from hetero_mpi.profiling.benchmark_spec import BenchmarkSpec
-    from hetero_mpi.profiling.device import DeviceBenchmark
-
-    sequence, choices = 64, (1, 2, 4, 8)
-    sizes = {
-        "hidden_size": 256,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "head_dim": 64,
-    }
-    sizes |= {"vocab_size": 256, "intermediate_size": 512, "tie_word_embeddings": False}
-    experts = {"num_experts": 64, "num_experts_per_tok": 4, "moe_intermediate_size": 128}
-    print(
-        f"\nThis machine, a block's seconds for {', '.join(map(str, choices))} sequences of {sequence} tokens by its profile"
-    )
-    for family, more in (("qwen3", {}), ("qwen3_moe", experts)):
-        chain = TransformersChain(AutoConfig.for_model(family, **sizes, **more))
-        spec = BenchmarkSpec(
-            chain, full_training(chain), TrainTable(dtype="fp32", steps=1), sequence, choices, 1.0, 1, None
-        )
-        times = DeviceBenchmark(spec, Backend(), 3).run("today").layers[chain.kinds[1]]
-        for way, curve in (("forward", times.forward_s), ("backward", times.backward_s)):
-            seconds = [curve.at(count * sequence) for count in choices]
-            fixed = max(0.0, 2 * seconds[0] - seconds[1]) / seconds[-1]
-            print(
-                f"{family:>10} {way:>8} "
-                + " ".join(f"{1e3 * own:>8.2f}" for own in seconds)
-                + f" ms; whatever the tokens: {fixed:.0%} of the last"
-            )
 
 
 if __name__ == "__main__":
