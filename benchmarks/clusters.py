@@ -8,8 +8,9 @@
 * Full training in bf16 where that fits into the memory of all devices together, else LoRA over NF4, else the same of the next
   smaller shape.
 
-Times come from operations and speeds as ``profile_parts`` says. ``noise`` multiplies every curve and every link by a factor of
-its own, drawn between 1 - noise and 1 + noise: devices that are equal, as a measurement sees them.
+Plans of these clusters are frozen, and so are the rules for times and memory: a pass of a block takes ``CALL_S`` + operations /
+(``PEAK_SHARE`` of the peak). ``noise`` multiplies every curve and every link by a factor of its own, drawn between 1 - noise and
+1 + noise: devices that are equal, as a measurement sees them.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from profile_parts import Card, Shape, device, model_of, sheet_times
+from profile_parts import GIB, SIZES, Card, Shape, device, ends_like, model_of
 
 from hetero_mpi.planning.memory import StageMode, stage_memory, usable_bytes
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve, DeviceProfile, HostLinkProfile, LayerTimes
 from hetero_mpi.planning.types.request import PlanRequest
 
 SEQUENCE = 2048
+CALL_S, PEAK_SHARE, USABLE = 50e-6, 0.4, 0.94
 SLOWEST_FLOPS = 30e12
 """Data-sheet peak of a device of speed 1."""
 TYPES = tuple(
@@ -112,9 +114,15 @@ def _fits(profile: ClusterProfile, request: PlanRequest) -> bool:
 
 
 def _profile(name: str, places: list[tuple[int, _Host]], shape: Shape, adapters: bool) -> ClusterProfile:
-    times = {card.name: sheet_times(card, shape, SEQUENCE, 1.0 if adapters else 2.0) for card in TYPES}
+    times = {card.name: _times(card, shape, 1.0 if adapters else 2.0) for card in TYPES}
     devices = tuple(
-        device(rank, f"host{number}", host.card, times[host.card.name]) for rank, (number, host) in enumerate(places)
+        replace(
+            device(rank, f"host{number}", host.card, times[host.card.name]),
+            memory_bytes=int(host.card.gib * GIB * USABLE),
+            memory_reason="assumed",
+            optimizer_fixed_s=CALL_S,
+        )
+        for rank, (number, host) in enumerate(places)
     )
     hosts = dict(places)
     between = [
@@ -127,6 +135,13 @@ def _profile(name: str, places: list[tuple[int, _Host]], shape: Shape, adapters:
         return profile
     pairs = itertools.permutations(range(len(places)), 2)
     return replace(profile, links=tuple(profile.link(a, b) for a, b in pairs), host_links=())
+
+
+def _times(card: Card, shape: Shape, backward: float) -> dict[str, LayerTimes]:
+    tokens = tuple(n * SEQUENCE for n in SIZES)
+    token_s = shape.block_operations(SEQUENCE) / (card.peak * PEAK_SHARE)
+    curves = (Curve(tokens, tuple(round(CALL_S + times * token_s * t, 8) for t in tokens)) for times in (1.0, backward))
+    return ends_like(LayerTimes(*curves), shape, SEQUENCE)
 
 
 def _link(a: _Host, b: _Host, same: bool) -> tuple[float, float]:

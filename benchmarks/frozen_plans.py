@@ -2,9 +2,10 @@
 
     python benchmarks/frozen_plans.py [--most 1024] [--only NAME] [--freeze] [--json FILE] [--check]
 
-``data/frozen_plans.jsonl`` holds one plan a line, of the planner as it was on the day of ``frozen``: of the shipped profiles, asked
-as ``plan`` asks without a job, and of generated clusters (``clusters.py``): five of each size from 3 to 64 devices, three of them
-with LoRA over NF4 and two with full training, and six of 128 to 1,024 devices. Clusters of odd seeds have 5 % measurement noise.
+``data/frozen_plans.jsonl`` holds one plan a line, of the planner as it was on the day of ``frozen``: of the profiles that were
+shipped then (``data/frozen_profiles``), asked as ``plan`` asks without a job, and of generated clusters (``clusters.py``): five of
+each size from 3 to 64 devices, three of them with LoRA over NF4 and two with full training, and six of 128 to 1,024 devices.
+Clusters of odd seeds have 5 % measurement noise.
 A plan is reduced to what is decided: micro-batch, share of the batch, whether backward is split, and of every stage its rank, its
 last layer (exclusive), warm-up and recompute.
 
@@ -43,6 +44,7 @@ from hetero_mpi.planning.types.cluster_changes import with_copies  # noqa: E402
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan  # noqa: E402
 
 FILE = ROOT / "benchmarks" / "data" / "frozen_plans.jsonl"
+PROFILES = FILE.with_name("frozen_profiles")
 SIZES = (3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
 JOBS = {"LoRA": 3, "full": 2}
 """Clusters of every size, by the way of training."""
@@ -110,9 +112,8 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def names(most: int) -> Iterator[str]:
-    """Of all clusters of at most so many devices: a shipped profile, or ``devices-seed``. Plans of the ``moe-*`` profiles stream,
-    which a frozen plan does not say."""
-    yield from (file.stem for file in sorted((ROOT / "profiles").glob("[!m]*.toml")))
+    """Of all clusters of at most so many devices: a frozen profile, or ``devices-seed``."""
+    yield from (file.stem for file in sorted(PROFILES.glob("*.toml")))
     for devices in (size for size in SIZES if size <= most):
         left = dict(JOBS)
         for seed in range(SEEDS):
@@ -129,7 +130,7 @@ def case_of(name: str) -> Case:
     devices, _, seed = name.partition("-")
     if devices.isdigit():
         return generate(int(devices), int(seed), NOISE * (int(seed) % 2))
-    asked = ask(None, (), ROOT / "profiles" / f"{name}.toml")
+    asked = ask(None, (), PROFILES / f"{name}.toml")
     way = "full" if all(x.trainable_parameters for x in asked.profile.model.layers) else "LoRA"
     return Case(name, way, asked.profile, asked.request)
 
