@@ -13,7 +13,7 @@ The processors' operations per second:
   else at a quarter of that, as its doc/en/AMX.md has the rate of PyTorch's general AMX kernel beside its own;
 * PyTorch's AMX: experts at a quarter, too, which is nearer to what this program's own products reach;
 * AVX-512: an eighth of AMX, by the same page, for everything;
-* AVX2: a desktop's AMD Ryzen 9 5950X, 16 cores of 32 fp32 operations a cycle at 3.4 GHz (data sheet), times ``EFFICIENCY``.
+* AVX2: a desktop's AMD Ryzen 9 5950X, 16 cores of 32 fp32 operations a cycle at 3.4 GHz (data sheet), times ``PROCESSOR_SHARE``.
 
 What the card and the links take follows from data sheets as ``moe_parts`` has it. Nothing here is measured on such a machine.
 ``--check`` exits 1 where the processor with AMX has no
@@ -34,7 +34,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 from harness import parser_of  # noqa: E402
 from make_profiles import RTX_4090  # noqa: E402
 from moe_parts import QWEN3_30B, QWEN3_235B, SEQUENCE, SOURCE, Mixture, Way, cost_of, times_of  # noqa: E402
-from profile_parts import EFFICIENCY, GIB, GIGABIT, Card, cluster, device  # noqa: E402
+from profile_parts import GIB, GIGABIT, Card, cluster, device  # noqa: E402
 from published_offload import BACKWARD_PER_S, FORWARD_PER_S  # noqa: E402
 
 from hetero_mpi.planning.decision.planner import make_plan  # noqa: E402
@@ -48,8 +48,13 @@ HOST_GIB = 512.0
 AMX_PER_S = (FORWARD_PER_S + 2 * BACKWARD_PER_S) / 3
 PYTORCH_SHARE = 1 / 4
 AVX512_SHARE = 1 / 8
+PROCESSOR_SHARE = 0.4
+"""Of a data sheet's peak, on a processor (assumed)."""
 RYZEN_PEAK = 16 * 32 * 3.4e9
-XEON = Card("Intel Xeon Platinum 8488C with AMX", "cpu", HOST_GIB, 307e9, AMX_PER_S / EFFICIENCY, 0.0, integrated=True)
+XEON = Card(
+    "Intel Xeon Platinum 8488C with AMX", "cpu", HOST_GIB, 307e9, AMX_PER_S / PROCESSOR_SHARE, 0.0, integrated=True
+)
+XEON = replace(XEON, peak_share=PROCESSOR_SHARE)
 """Eight channels of DDR5-4800 (data sheet)."""
 PROCESSORS = {
     "AMX": XEON,
@@ -83,6 +88,7 @@ class Row:
 def main() -> int:
     parser = parser_of(__doc__, only="16 bits, 2 sequences", processors=["AVX2"])
     parser.add_argument("--only", default="", metavar="NAME", help="only rows whose name contains this")
+    parser.add_argument("--processors", nargs="+", choices=PROCESSORS, default=list(PROCESSORS), metavar="NAME")
     arguments = parser.parse_args()
     cards, unsound = {name: PROCESSORS[name] for name in arguments.processors}, []
     rows = {name: row_of(*job, cards) for name, job in JOBS.items() if arguments.only in name}

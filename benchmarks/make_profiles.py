@@ -25,7 +25,9 @@ from harness import add_smallest  # noqa: E402
 from profile_parts import (  # noqa: E402
     GIB,
     GIGABIT,
+    HALF_RATE_SHARE,
     HUNDRED_GIGABIT,
+    MEMORY_STATED,
     STATED,
     TEN_GIGABIT,
     USABLE,
@@ -51,30 +53,30 @@ LLAMA_30B = Shape(6656, 60, 17920, 32000, 6656)
 LLAMA_70B = Shape(8192, 80, 28672, 32000, 1024)
 
 
-RTX_5090 = Card("NVIDIA RTX 5090", "cuda", 32, 1792e9, 209.5e12, 48e9)
-STRIX_HALO = Card(
-    "AMD Strix Halo (Radeon 8060S)", "rocm", 128, 256e9, RTX_5090.peak * 289 / 3243, 50e9, usable=0.75, integrated=True
-)
-M4_MAX = Card("Apple M4 Max (40 GPU cores)", "mps", 64, 546e9, 18.4e12, 50e9, usable=0.75, integrated=True)
+half_rate_card = partial(Card, peak_share=HALF_RATE_SHARE)
+RTX_5090 = half_rate_card("NVIDIA RTX 5090", "cuda", 32, 1792e9, 209.5e12, 48e9)
+STRIX_HALO = Card("AMD Strix Halo (Radeon 8060S)", "rocm", 128, 256e9, 25.02e12, 50e9, offered=0.75, integrated=True)
+"""Its peak makes a pass of Llama 8B's block, LoRA, 3243 / 289 times as long as on the RTX 5090."""
+M4_MAX = Card("Apple M4 Max (40 GPU cores)", "mps", 64, 546e9, 18.4e12, 50e9, offered=0.75, integrated=True)
 TITAN_X = Card("NVIDIA TITAN X (Pascal)", "cuda", 12, 480e9, 11e12, 12e9, ("fp32",))
 A800 = Card("NVIDIA A800 80GB", "cuda", 80, 2039e9, 312e12, 24e9)
 A100 = Card("NVIDIA A100 80GB", "cuda", 80, 2039e9, 312e12, 24e9)
-RTX_4090 = Card("NVIDIA RTX 4090", "cuda", 24, 1008e9, 165.2e12, 24e9)
-RTX_3090 = Card("NVIDIA RTX 3090", "cuda", 24, 936e9, 71e12, 24e9)
-RTX_3080_TI = Card("NVIDIA RTX 3080 Ti", "cuda", 12, 912e9, 68e12, 24e9)
-RTX_3060 = Card("NVIDIA RTX 3060 12GB", "cuda", 12, 360e9, 25.4e12, 6e9)
-RTX_2080_TI = Card("NVIDIA RTX 2080 Ti", "cuda", 11, 616e9, 56.9e12, 12e9, ("fp32", "fp16"))
-RTX_2060_12 = Card("NVIDIA RTX 2060 12GB", "cuda", 12, 336e9, 28.7e12, 12e9, ("fp32", "fp16"))
+RTX_4090 = half_rate_card("NVIDIA RTX 4090", "cuda", 24, 1008e9, 165.2e12, 24e9)
+RTX_3090 = half_rate_card("NVIDIA RTX 3090", "cuda", 24, 936e9, 71e12, 24e9)
+RTX_3080_TI = half_rate_card("NVIDIA RTX 3080 Ti", "cuda", 12, 912e9, 68e12, 24e9)
+RTX_3060 = half_rate_card("NVIDIA RTX 3060 12GB", "cuda", 12, 360e9, 25.4e12, 6e9)
+RTX_2080_TI = half_rate_card("NVIDIA RTX 2080 Ti", "cuda", 11, 616e9, 56.9e12, 12e9, ("fp32", "fp16"))
+RTX_2060_12 = half_rate_card("NVIDIA RTX 2060 12GB", "cuda", 12, 336e9, 28.7e12, 12e9, ("fp32", "fp16"))
 TYPE_A = Card("type A (made up)", "cuda", 64, 1600e9, 200e12, 24e9)
 TYPE_B = Card("type B (made up)", "rocm", 64, 1200e9, 120e12, 24e9)
 ZORSE_CARDS = {
-    "l4": Card("NVIDIA L4", "cuda", 24, 300e9),
-    "a6000": Card("NVIDIA RTX A6000", "cuda", 48, 768e9),
+    "l4": Card("NVIDIA L4", "cuda", 24, 300e9, 121e12),
+    "a6000": Card("NVIDIA RTX A6000", "cuda", 48, 768e9, 154.8e12),
     "p40": Card("NVIDIA P40", "cuda", 24, 346e9, dtypes=("fp32", "fp16")),
     "w6800": Card("AMD Radeon Pro W6800", "rocm", 32, 512e9, dtypes=("fp32", "fp16")),
-    "a10g": Card("NVIDIA A10G", "cuda", 24, 600e9),
-    "t4": Card("NVIDIA T4", "cuda", 16, 320e9, dtypes=("fp32", "fp16")),
-    "v100x16": Card("NVIDIA V100 16GB", "cuda", 16, 900e9, dtypes=("fp32", "fp16")),
+    "a10g": half_rate_card("NVIDIA A10G", "cuda", 24, 600e9, 70e12),
+    "t4": Card("NVIDIA T4", "cuda", 16, 320e9, 65e12, dtypes=("fp32", "fp16")),
+    "v100x16": Card("NVIDIA V100 16GB", "cuda", 16, 900e9, 125e12, dtypes=("fp32", "fp16")),
 }
 SAILOR_LIKE_BYTES_PER_S, SAILOR_UNLIKE_BYTES_PER_S = 2.8e9, 0.115e9
 """Rounded: every pair of like nodes is taken to have what the publication measured between Titan RTX nodes."""
@@ -242,7 +244,7 @@ class Home:
         cost = moe_parts.cost_of(model, way)
         kinds = {layer.kind for layer in cost.layers}
         devices = [device(r, h, c, moe_parts.times_of(c, model, way, kinds)) for r, (h, c) in enumerate(self.places)]
-        notes = [self.note, *moe_parts.STATED, STATED[1]]
+        notes = [self.note, *moe_parts.STATED, MEMORY_STATED]
         found = cluster(name, moe_parts.SOURCE, cost, devices, GIGABIT, notes)
         hosts = {host.name: host for host in found.hosts}
         told = [
@@ -288,9 +290,9 @@ def sailor(name: str, nodes: Sequence[published_runs.Node], hosts: Sequence[str]
     devices = []
     for rank, (node, host) in enumerate(zip(nodes, hosts, strict=True)):
         found = published_runs.device_of(rank, node, times)
-        gib = SAILOR_GIB[node.gpu] * node.gpus
-        reason = f"{100 * USABLE:.0f} % of {gib:g} GiB (assumed)"
-        devices.append(replace(found, host=host, memory_bytes=int(gib * GIB * USABLE), memory_reason=reason))
+        card = Card(node.gpu, "cuda", SAILOR_GIB[node.gpu], 0.0)
+        reason = f"{100 * USABLE:.0f} % of {card.gib:g} GiB less 1.75 GB, times {node.gpus} (assumed)"
+        devices.append(replace(found, host=host, memory_bytes=card.memory_bytes(node.gpus), memory_reason=reason))
 
     def between(a: DeviceProfile, b: DeviceProfile) -> Link:
         return 0.0, SAILOR_LIKE_BYTES_PER_S if a.name == b.name else SAILOR_UNLIKE_BYTES_PER_S

@@ -3,7 +3,7 @@
 
 Shapes are those of the models' own ``config.json``; bytes are the program's (``model/model_cost.py``). The time of a block is
 
-* its operations / (the sheet's dense peak * ``EFFICIENCY``), of experts only those that a token uses, and
+* its operations / (the sheet's dense peak * ``Card.peak_share``), of experts only those that a token uses, and
 * the bytes of all experts that pass the card's memory / (the sheet's speed * ``MEMORY_EFFICIENCY``): experts in 4 bits are read,
   written in the compute dtype and read again by the product, in forward, in its repeat, and in backward; adapters on experts
   also write and read a copy with the adapter added, and a gradient of every expert.
@@ -17,7 +17,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from profile_parts import BYTES, CALL_S, EFFICIENCY, EMBEDDING_SHARE, NF4_BYTES, SIZES, Card
+from profile_parts import BYTES, EMBEDDING_SHARE, LORA_LAUNCH_S, NF4_BYTES, SIZES, Card
 
 from hetero_mpi.planning.types.cost import ModelCost
 from hetero_mpi.planning.types.profile import Curve, LayerTimes
@@ -28,8 +28,9 @@ MEMORY_EFFICIENCY = 0.7
 SOURCE = "derived from data sheets and from the shape that the model's own config.json gives"
 STATED = (
     "Job: LoRA of rank 8 on attention over NF4, Qwen3-30B-A3B, sequences of 512.",
-    "Times: operations / (data-sheet dense peak * 0.4), and bytes of experts that pass the memory / (its data-sheet speed * 0.7), "
-    "+ 50 us per layer. Every micro-batch unpacks all experts of a layer, and again in backward.",
+    "Times: operations / (60 % of the data-sheet dense peak, 95 % of GeForce cards'), and bytes of experts that pass the memory / "
+    "(its data-sheet speed * 0.7), at least 1.65 ms per layer and pass. Every micro-batch unpacks all experts of a layer, and "
+    "again in backward.",
 )
 SEQUENCE = 512
 RANK = 8
@@ -141,7 +142,7 @@ def times_of(
         rest: the rate of all but experts, as a share of the card's.
     """
     size, tokens = BYTES[way.dtype], tuple(n * sequence for n in SIZES)
-    per_s, bytes_per_s = card.peak * EFFICIENCY, card.memory_bytes_per_s * MEMORY_EFFICIENCY
+    per_s, bytes_per_s = card.peak * card.peak_share, card.memory_bytes_per_s * MEMORY_EFFICIENCY
     attention = heads / rest * (2.0 * model.attention_weights + 2.0 * sequence * model.head_size * model.heads)
     used = experts * 2.0 * model.expert_weights * model.chosen / model.experts
     held = experts * model.expert_weights
@@ -158,7 +159,7 @@ def times_of(
             parts = of_experts * count / per_s, times_read * read_bytes / bytes_per_s
             return max(parts) if card.backend == "cpu" else sum(parts)
 
-        seconds = (CALL_S + operations * t / per_s + experts_s(t) + moved / bytes_per_s for t in tokens)
+        seconds = (max(LORA_LAUNCH_S, operations * t / per_s + experts_s(t) + moved / bytes_per_s) for t in tokens)
         return Curve(tokens, tuple(round(one, 8) for one in seconds))
 
     block = LayerTimes(

@@ -25,7 +25,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from make_profiles import RTX_4090, RTX_5090  # noqa: E402
 from moe_parts import MEMORY_EFFICIENCY, QWEN3_30B  # noqa: E402
-from profile_parts import EFFICIENCY, GIB  # noqa: E402
+from profile_parts import GIB  # noqa: E402
 from published_roundpipe import DATA, read_rows, told  # noqa: E402
 
 from hetero_mpi.planning.decision.planner import complete_plan  # noqa: E402
@@ -303,7 +303,7 @@ def _arithmetic_s() -> dict[str, float]:
     experts = model.blocks * 2.0 * model.expert_weights * model.chosen / model.experts * KT_TOKENS
     attention = 2.0 * model.attention_weights + 2.0 * KT_TOKENS * model.head_size * model.heads
     blocks_s, head_s = (
-        operations * KT_TOKENS / (RTX_5090.peak * EFFICIENCY)
+        operations * KT_TOKENS / (RTX_5090.peak * RTX_5090.peak_share)
         for operations in (model.blocks * attention, 2.0 * model.hidden * model.vocabulary)
     )
     forward_s, backward_s = experts / FORWARD_PER_S, 2 * experts / BACKWARD_PER_S

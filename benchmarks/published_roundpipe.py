@@ -53,7 +53,7 @@ FP16_BYTES = 2
 COPIED_BYTES_PER_S = 2**26 / 3.2e-3
 """The 4 x 2048 x 4096 fp16 values that Llama 8B's layers hand on take 3.2 ms (``COMM_TIME`` of ``pp-simulate/run.sh``); those of
 the other models come to the same."""
-LIMIT = 0.6 / 2 * RTX_4090.usable * RTX_4090.gib * 1e9
+LIMIT = 0.6 / 2 * 0.94 * RTX_4090.gib * 1e9
 """Bytes of weights (and of gradients, in backward) in a stage: half of 60 % of a card's GiB, which the library takes for GB."""
 LONGER = 1.1
 """A stage may take so many times as long as the longest layer."""

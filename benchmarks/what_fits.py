@@ -22,10 +22,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
+import profile_parts as parts  # noqa: E402
 from harness import parser_of  # noqa: E402
 from make_profiles import LLAMA_8B, LLAMA_70B  # noqa: E402
 from moe_parts import QWEN3_235B, Mixture, Way, cost_of, times_of  # noqa: E402
-from profile_parts import ADAM_TRAFFIC, CALL_S, EFFICIENCY, GIB, Card, Shape, model_of, sheet_times  # noqa: E402
+from profile_parts import ADAM_TRAFFIC, GIB, PEAK_SHARE, Card, Shape, model_of, sheet_times, with_allocator  # noqa: E402
 
 from hetero_mpi.planning.decision.decide import WORTHWHILE  # noqa: E402
 from hetero_mpi.planning.decision.planner import make_plan  # noqa: E402
@@ -126,9 +127,9 @@ def cell(profile: ClusterProfile, shape: Shape | Mixture, adapters: bool, host_g
     """The plans of a job on the cluster's devices. Of a mixture: LoRA on attention."""
     dtype = profile.model.dtype
     if isinstance(shape, Mixture):
-        model = cost_of(shape, Way(True, False, dtype), SEQUENCE)
+        model = with_allocator(cost_of(shape, Way(True, False, dtype), SEQUENCE))
     else:
-        model = model_of(shape, dtype, SEQUENCE, adapters)
+        model = with_allocator(model_of(shape, dtype, SEQUENCE, adapters))
     devices = tuple(_computing(device, profile, shape, adapters) for device in profile.devices)
     shared, hosts = {host.name: host for host in profile.hosts}, []
     for name in dict.fromkeys(device.host for device in devices):
@@ -146,13 +147,15 @@ def _computing(device: DeviceProfile, profile: ClusterProfile, shape: Shape | Mi
     width = block.boundary_bytes_per_token / DTYPE_BYTES[profile.model.dtype]
     forward = device.layers["block"].forward_s
     operations = 2.0 * block.parameters + 2.0 * profile.model.sequence_length * width
-    per_s = operations * forward.tokens[-1] / (forward.seconds[-1] - CALL_S)
     memory_bytes_per_s = ADAM_TRAFFIC / device.optimizer_s_per_parameter
-    card = Card(device.name, device.backend, 0.0, memory_bytes_per_s, per_s / EFFICIENCY)
+    traffic = parts.TRAFFIC if profile.model.trained_whole else parts.LORA_TRAFFIC
+    moved = traffic * block.activation_bytes_per_token / (1 + parts.ALLOCATOR_SHARE)
+    token_s = forward.seconds[-1] / forward.tokens[-1] - moved / memory_bytes_per_s
+    card = Card(device.name, device.backend, 0.0, memory_bytes_per_s, operations / token_s / PEAK_SHARE)
     if isinstance(shape, Mixture):
         way = Way(True, False, profile.model.dtype)
         return replace(device, layers=times_of(card, shape, way, {"block"}, sequence=SEQUENCE))
-    return replace(device, layers=sheet_times(card, shape, SEQUENCE, 1.0 if adapters else 2.0))
+    return replace(device, layers=sheet_times(card, shape, SEQUENCE, profile.model.dtype, adapters))
 
 
 def _plan(profile: ClusterProfile, streaming: str) -> PlanReport | None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
+import profile_parts as parts  # noqa: E402
 import published_runs as runs  # noqa: E402
+import published_sheets as sheets  # noqa: E402
 
 from hetero_mpi.planning.dry_run import validate  # noqa: E402
 from hetero_mpi.planning.schedule import schedule_of  # noqa: E402
@@ -71,14 +73,9 @@ def test_other_runs_in_the_publications_columns(tmp_path: Path) -> None:
     assert start("--runs", str(table)).returncode == 0
     missed = start("--runs", str(table), "--check")
     assert missed.returncode == 1 and "(bar: 8 %, card per node)" in missed.stdout.splitlines()[-1]
-    unknown = start("--runs", str(table_with(tmp_path, "RTX-9090x8")))
+    table.write_text("run,micro_batch,global_batch,layers,nodes\nz,2,8,26,RTX-9090x8\n")
+    unknown = start("--runs", str(table))
     assert unknown.returncode != 0 and "RTX-9090x8: no measured layer times" in unknown.stderr
-
-
-def table_with(folder: Path, node: str) -> Path:
-    path = folder / "unknown.csv"
-    path.write_text(f"run,micro_batch,global_batch,layers,nodes\nz,2,8,26,{node}\n")
-    return path
 
 
 def test_one_node_alone_takes_what_its_layers_take(times: runs.Times) -> None:
@@ -93,23 +90,8 @@ def test_one_node_alone_takes_what_its_layers_take(times: runs.Times) -> None:
     )
     expected = 4 * forward_backward + 26 * times["RTX-3090", 8, "block"][0][3]
     assert runs.predict(run, times).predicted_s == pytest.approx(expected)
-
-
-def test_slow_links_cost_a_round_trip_per_micro_batch(times: runs.Times) -> None:
-    """Two unlike nodes: every micro-batch of 2 * 2048 * 1024 fp32 values crosses there and back at 0.116 GB/s."""
-    node = runs.Node("Titan-RTX", 2)
-    unlike = runs.Run("", 2, 256, (12, 14), ((runs.Node("RTX-3090", 2),), (node,)), 0.0, 0.0, 0)
-    like = runs.Run("", 2, 256, (12, 14), ((node,), (node,)), 0.0, 0.0, 0)
-    crossing = 2 * 2048 * 1024 * 4 / 0.1159e9
-    faster = 2 * 2048 * 1024 * 4 / 2.94e9
-    gap = runs.predict(unlike, times).predicted_s - runs.predict(like, times).predicted_s
-    assert gap == pytest.approx(127 * 2 * (crossing - faster), rel=0.02)
-
-
-def test_uneven_batches_are_dealt_out_completely(times: runs.Times) -> None:
-    node = runs.Node("RTX-3090", 4)
-    plan = runs.plan_of(runs.Run("", 2, 14, (26,), ((node, node, node),), 0.0, 0.0, 0))
-    assert [pipeline.micro_batches for pipeline in plan.pipelines] == [3, 2, 2]
+    uneven = runs.plan_of(runs.Run("", 2, 14, (26,), ((runs.Node("RTX-3090", 4),) * 3,), 0.0, 0.0, 0))
+    assert [pipeline.micro_batches for pipeline in uneven.pipelines] == [3, 2, 2]
 
 
 def test_late_activations_by_hand() -> None:
@@ -142,11 +124,26 @@ def test_gradients_first_ends_with_few_micro_batches_too(stages: int, count: int
     assert (schedule != schedule_of(plan, model)) == (count > 1 and stages > 1)
 
 
-@pytest.mark.parametrize("name", ["sailor_opt350m_layers", "sailor_runs", "zorse_llama_layers"])
-def test_figures_name_their_source_and_licence(name: str) -> None:
-    text = (runs.DATA / f"{name}.csv").read_text()
-    heading = " ".join(line for line in text.splitlines() if line.startswith("#"))
-    sources = ("eth-easl/sailor", "benson-guo/zorse")
-    assert "MIT" in heading and "licence" in heading and any(source in heading for source in sources)
-    rows = list(csv.reader(line for line in text.splitlines() if not line.startswith("#")))
-    assert len(rows) > 4 and len({len(row) for row in rows}) == 1
+def test_rules_for_data_sheets_are_within_their_bars_and_in_the_document() -> None:
+    rows = [*sheets.lora_rows(), *sheets.block_rows(), *sheets.memory_rows()]
+    assert not [row for row in rows if row.missed]
+    text = (ROOT / "docs" / "measurements.md").read_text()
+    for kind in {row.kind for row in rows}:
+        assert f"| {kind} | {sheets.summary(rows, kind, 'fitted')} | {sheets.summary(rows, kind, 'held out')} |" in text
+
+
+NAMES = "LORA_LAUNCH_S LORA_TRAFFIC TRAFFIC GRADIENT_TRAFFIC FRAMEWORK_BYTES ALLOCATOR_SHARE PEAK_SHARE"
+
+
+@pytest.mark.parametrize("name", NAMES.split())
+def test_another_constant_is_farther_from_the_fitted_rows(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    def error() -> float:
+        rows = [*sheets.lora_rows(), *sheets.block_rows()]
+        return sum(row.error**2 for row in rows if row.use == "fitted" and not row.kind.endswith(("a10g", "4090")))
+
+    before, constant = error(), getattr(parts, name)
+    for changed in (0.6 * constant, 1.6 * constant):
+        monkeypatch.setattr(parts, name, changed)
+        if name == "PEAK_SHARE":
+            monkeypatch.setattr(sheets, "A100", replace(sheets.A100, peak_share=changed))
+        assert error() > before

@@ -44,6 +44,10 @@ def assert_told(found: list[offload.Found]) -> None:
         ("megatrain_spark", "bdqnghi/MegaTrain-Plus", "Apache-2.0"),
         ("zero3_4090", "RegiaYoung/SlideFormer", "Apache-2.0"),
         ("ktransformers_stages", "kvcache-ai/ktransformers", "Apache-2.0"),
+        ("qwen_a100", "QwenLM/Qwen", "Apache-2.0"),
+        ("sailor_opt350m_layers", "eth-easl/sailor", "MIT"),
+        ("sailor_runs", "eth-easl/sailor", "MIT"),
+        ("zorse_llama_layers", "benson-guo/zorse", "MIT"),
     ],
 )
 def test_figures_name_their_source_and_licence(name: str, source: str, licence: str) -> None:
