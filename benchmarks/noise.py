@@ -1,6 +1,7 @@
 """What noise in a profile costs: plans from noisy measurements, timed on the cluster as it is.
 
-    python benchmarks/noise.py [--clusters 6] [--seed 500] [--shipped 3] [--stages 1] [--only "point 30 %"] [--json FILE] [--check]
+    python benchmarks/noise.py [--clusters 6] [--seed 500] [--shipped 3] [--stages 1] [--counts 3]
+        [--only "point 30 %"] [--json FILE] [--check]
 
 Each true cluster (``noisy_clusters``: generated ones, and shipped profiles) is measured with noise of several kinds. *Before*: the
 medians are planned with. *After*, as the program does: lines are fitted, like ranks share theirs, the plan is tried for ``STEPS``
@@ -29,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from harness import parser_of  # noqa: E402
-from noisy_clusters import Case, Noise, generated, measured, request_of  # noqa: E402
+from noisy_clusters import Case, Noise, generated, measured, request_of, with_few_counts  # noqa: E402
 
 from hetero_mpi.planning.analysis.calibration import GroupSums, LinkBetween, Part, calibrated_profile  # noqa: E402
 from hetero_mpi.planning.decision.decide import decide  # noqa: E402
@@ -80,6 +81,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=500, help="of the first of them")
     parser.add_argument("--shipped", type=int, default=3, help="shipped profiles")
     parser.add_argument("--stages", type=int, default=1, help="per rank, at most; the program's default is 4")
+    parser.add_argument("--counts", type=int, default=6, help="token counts that are measured of a curve, at most")
     parser.add_argument("--only", choices=KINDS, action="append", help="a kind of noise; may be repeated")
     arguments = parser.parse_args()
     kinds = {name: KINDS[name] for name in arguments.only or KINDS}
@@ -91,7 +93,7 @@ def main() -> int:
             print(f"{case.name}: nothing fits", flush=True)
             continue
         for name, noise in kinds.items():
-            found[name].append(outcome(case, noise, f"{name} {case.name}", best.step_s))
+            found[name].append(outcome(case, noise, f"{name} {case.name}", best.step_s, arguments.counts))
         told = ", ".join(f"{own[-1].before:.3f}>{own[-1].after:.3f}" for own in found.values())
         print(f"{case.name}: {told} ({time.monotonic() - begin:.0f} s)", flush=True)
     print(f"\n{'noise':<26}{'regret before':>16}{'off':>8}{'regret after':>16}{'off':>8}  (mean / worst, mean)")
@@ -121,8 +123,8 @@ def cases(seed: int, clusters: int, shipped: int) -> Iterator[Case]:
         yield Case(name, profile, request_of(32, profile.model, len(profile.devices), lora))
 
 
-def outcome(case: Case, noise: Noise, seed: str, best_s: float) -> Outcome:
-    seen = measured(case.profile, noise, seed)
+def outcome(case: Case, noise: Noise, seed: str, best_s: float, counts: int) -> Outcome:
+    seen = measured(with_few_counts(case.profile, counts), noise, seed)
     before = decide(seen, case.request)
     assert before is not None
     before_s = outlined(before.plan, case.profile).step_s

@@ -205,6 +205,24 @@ def request_of(batch: int, model: ModelCost, ranks: int, lora: bool) -> PlanRequ
     )  # fmt: skip
 
 
+def with_few_counts(profile: ClusterProfile, most: int) -> ClusterProfile:
+    """``profile`` with at most ``most`` token counts per curve, the smallest and the largest included."""
+
+    def fewer(curve: Curve) -> Curve:
+        last = len(curve.tokens) - 1
+        tokens = sorted({curve.tokens[round(place * last / (most - 1))] for place in range(most)})
+        return curve if last < most else Curve(tuple(tokens), tuple(map(curve.at, tokens)))
+
+    def table(times_by_kind: Mapping[str, LayerTimes]) -> dict[str, LayerTimes]:
+        curves = {kind: [getattr(times, part.name) for part in fields(times)] for kind, times in times_by_kind.items()}
+        return {kind: LayerTimes(*(one and fewer(one) for one in own)) for kind, own in curves.items()}
+
+    def device(one: DeviceProfile) -> DeviceProfile:
+        return replace(one, **{name: table(getattr(one, name)) for name in TABLES})  # type: ignore[arg-type]
+
+    return replace(profile, devices=tuple(map(device, profile.devices)))
+
+
 @dataclass(frozen=True)
 class Noise:
     """Of a measurement: relative, one standard deviation, at each of these levels by itself."""
