@@ -181,7 +181,8 @@ class Search:
         _, state, depth = self._begun(number)
         candidates, _ = self.orders(number).improved(state, self.long, depth, np.random.default_rng(0), MAX_CANDIDATES)
         starts = [*starts, *self._priced(candidates, rounds, depth)]
-        alive = best_of(starts)[:MAX_DESCENTS]
+        starts = best_of(starts)
+        alive = best_of([*starts, *self._without_a_host(starts[0], rounds, depth)])[:MAX_DESCENTS]
         if len(self.ranks) == 1:
             return alive[0]
         best = min(
@@ -189,6 +190,20 @@ class Search:
             key=lambda start: start[1],
         )
         return best if self.request.brief else rounds.annealed(best, HEAT, self.looks, self.actions, random.Random(0))
+
+    def _without_a_host(self, start: Start, rounds: LocalSearch, depth: float) -> Iterator[Start]:
+        """``start`` without the ranks of each of its hosts: behind a slow link no rank alone may be worth leaving out."""
+        lines, orders = start[0], self.orders(len(start[0]))
+        host = self.rounds.costs[lines[0].micro_batch].host.tolist()
+        used_hosts = {host[rank] for line in lines for rank in line.ranks}
+        for left_out in used_hosts if len(used_hosts) > 1 else ():
+            kept = [tuple(rank for rank in line.ranks if host[rank] != left_out) for line in lines]
+            pairs = list(zip(lines, kept, strict=True))
+            for size in self.costs if all(kept) else ():
+                fewer = (line._replace(ranks=ranks, micro_batch=size) for line, ranks in pairs)
+                cut = None if any(line.sequences % size for line in lines) else orders.cut(tuple(fewer), depth)
+                if cut is not None and (deepened := rounds.with_promising_depths(cut)):
+                    yield rounds.fastest(deepened)
 
     def _priced(self, candidates: Sequence[Candidate], rounds: LocalSearch, depth: float) -> list[Start]:
         """The most promising of the candidates with their step times, as far as they fit."""
