@@ -62,7 +62,7 @@ class Best(NamedTuple):
     at_work_s: float | None
     """The best plan in which no rank idles that can be given something."""
     good_plans: list[tuple[Plan, float]]
-    """A good plan of every number of pipelines."""
+    """A good plan of every number of pipelines, and some that leave out a host."""
 
 
 class Search:
@@ -89,6 +89,7 @@ class Search:
             round(share * many) for many in (SCREENING_ROUNDS, IMPROVEMENT_ROUNDS, times * MAX_ANNEALING_LOOKS)
         )
         self.actions = times * MAX_SIMULATED_ACTIONS / (NIC_ACTIONS_FACTOR if shares_nics(profile) else 1)
+        self._good_starts: list[Start] = []
         self._known: dict[Lines, float] = {}
         self._orders: dict[tuple[int, ...], Orders] = {}
         self._candidates: dict[int, tuple[list[Candidate], Candidates, float]] = {}
@@ -126,7 +127,8 @@ class Search:
             step_s, gain = self.fitter.step_s(plan), max(ROUNDING_RATIO, self.request.indifference)
             if best_given is None or step_s < best_given[1] * (1 - gain):
                 result = plan, step_s
-        good_plans = [(self.plan(lines), step_s) for lines, step_s in best_by_count.values() if step_s < math.inf]
+        good_starts = best_of([*best_by_count.values(), *self._good_starts])
+        good_plans = [(self.plan(lines), step_s) for lines, step_s in good_starts]
         return None if result is None else Best(*result, one_s, at_work_s, good_plans)
 
     def _of_all(
@@ -182,7 +184,9 @@ class Search:
         candidates, _ = self.orders(number).improved(state, self.long, depth, np.random.default_rng(0), MAX_CANDIDATES)
         starts = [*starts, *self._priced(candidates, rounds, depth)]
         starts = best_of(starts)
-        alive = best_of([*starts, *self._without_a_host(starts[0], rounds, depth)])[:MAX_DESCENTS]
+        fewer_hosts = list(self._without_a_host(starts[0], rounds, depth))
+        self._good_starts += best_of(fewer_hosts)[:1]
+        alive = best_of([*starts, *fewer_hosts])[:MAX_DESCENTS]
         if len(self.ranks) == 1:
             return alive[0]
         best = min(
