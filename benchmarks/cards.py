@@ -170,7 +170,7 @@ def _job(ranks: int, smallest: bool) -> tuple[float, float]:
             "text": ["{stdlib}/*.py"],
             "max_bytes": 300_000 if smallest else 3_000_000,
             "sequence_length": width // 2,
-            "held_out": 0,
+            "evaluation_fraction": 0,
         },
         "train": {"steps": steps, "global_batch": 16},
         "checkpoint": {"every": 0},

@@ -193,7 +193,7 @@ train_vocab_size = 300
 [data]
 text = ["{{stdlib}}/asyncio/*.py"]
 sequence_length = 16
-held_out = 0.0
+evaluation_fraction = 0.0
 
 [train]
 steps = {steps}

@@ -136,7 +136,7 @@ def llama_job(
         "data": {
             "text": [f"{{stdlib}}/{name}/*.py" for name in sources],
             "sequence_length": length,
-            "held_out": 0.0,
+            "evaluation_fraction": 0.0,
         },
         "train": train,
         "cluster": {"device": "cpu", "threads": 1},

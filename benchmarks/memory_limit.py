@@ -135,7 +135,7 @@ def _job(folder: Path, steps: int, sequences: int, tokens: int, full: bool) -> P
         "model": {"path": "model"},
         "tokenizer": {"train_vocab_size": 300},
         "adapter": {"method": "none"} if full else {"method": "lora", "rank": 4},
-        "data": {"text": ["text.txt"], "sequence_length": tokens, "held_out": 0.0},
+        "data": {"text": ["text.txt"], "sequence_length": tokens, "evaluation_fraction": 0.0},
         "train": {"steps": steps, "global_batch": sequences, "dtype": "fp32" if full else "bf16"},
         "plan": {"memory_reserve": 0.0 if full else 0.05},
         "checkpoint": {"every": 0},

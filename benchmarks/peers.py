@@ -191,7 +191,7 @@ train_vocab_size = 2048
 text = ["{{stdlib}}/*.py"]
 max_bytes = 1_500_000
 sequence_length = 128
-held_out = 0
+evaluation_fraction = 0
 [train]
 steps = {STEPS}
 global_batch = {8 * micro_batch}

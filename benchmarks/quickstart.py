@@ -121,7 +121,7 @@ def main() -> int:
                     "--plan",
                     str(folder / "plan.toml"),
                     "--set",
-                    "profile.trial=false",
+                    "profile.calibrate=false",
                     "--set",
                     "profile.reuse=true",
                 )

@@ -157,7 +157,7 @@ def _job(folder: Path, kind: str) -> Path:
         "model": {"path": str(model)},
         "adapter": {"method": "lora" if kind == "lora" else "none"},
         "tokenizer": {"train_vocab_size": 2048},
-        "data": {"text": ["{stdlib}/*.py"], "max_bytes": 1_500_000, "sequence_length": 128, "held_out": 0},
+        "data": {"text": ["{stdlib}/*.py"], "max_bytes": 1_500_000, "sequence_length": 128, "evaluation_fraction": 0},
         "train": {"steps": STEPS, "global_batch": 8},
         "checkpoint": {"every": EVERY, "keep": 1},
         "plan": {"allow_idle": False},

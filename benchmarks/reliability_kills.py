@@ -146,7 +146,7 @@ def job_of(folder: Path, pipelines: int = 1) -> Path:
             }
         },
         "tokenizer": {"train_vocab_size": 1024},
-        "data": {"text": ["{stdlib}/*.py"], "max_bytes": 500_000, "sequence_length": 64, "held_out": 0},
+        "data": {"text": ["{stdlib}/*.py"], "max_bytes": 500_000, "sequence_length": 64, "evaluation_fraction": 0},
         "train": {"steps": STEPS, "global_batch": 8, "micro_batch": 1},
         "plan": {"pipelines": pipelines},
         "cluster": {"threads": 1},

@@ -94,7 +94,7 @@ def _run(folder: Path, way: str) -> Path:
     values = {
         "model": {"config": config},
         "tokenizer": {"train_vocab_size": 512},
-        "data": {"text": ["{stdlib}/*.py"], "max_bytes": 500_000, "sequence_length": 32, "held_out": 0},
+        "data": {"text": ["{stdlib}/*.py"], "max_bytes": 500_000, "sequence_length": 32, "evaluation_fraction": 0},
         "train": {"steps": STEPS, "global_batch": BATCH, "micro_batch": 1, "dtype": "fp32"},
         "cluster": {
             "threads": 1,

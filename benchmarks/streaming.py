@@ -46,7 +46,7 @@ rank = 4
 [data]
 text = ["text.txt"]
 sequence_length = 128
-held_out = 0.0
+evaluation_fraction = 0.0
 [train]
 steps = 8
 global_batch = 8

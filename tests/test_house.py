@@ -59,7 +59,7 @@ MODULES = {
 }
 """Paths without suffix of all modules."""
 SET_FROM_OUTSIDE = {
-    r"(.+\.)?(doing|activity\.\w+)": "whoever does something says what; the watchdog's thread reads it",
+    r"(.+\.)?(current_action|activity\.\w+)": "whoever does something says what; the watchdog's thread reads it",
     r"world\.\w+": "a World learns of its peers after they have met, and of deaths in the MPI library's callbacks",
     r"(.+\.)?(_transport|inner)\.idle": "the transport is told during a wait that the processor has nothing to compute",
     r"history\.\w+": "what outlives an attempt is filled in while the attempt goes on",

@@ -16,7 +16,7 @@ def test_a_job_trains_without_the_leaves(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "hetero_mpi", tmp_path / "hetero_mpi", ignore=shutil.ignore_patterns("__pycache__"))
     for leaf in LEAVES:
         shutil.rmtree(tmp_path / "hetero_mpi" / leaf)
-    job, short = ROOT / "jobs" / "letters.toml", ["--set", "train.steps=2", "--set", "profile.trial=false"]
+    job, short = ROOT / "jobs" / "letters.toml", ["--set", "train.steps=2", "--set", "profile.calibrate=false"]
     program = [
         "-c",
         f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from hetero_mpi.cli import main; sys.exit(main())",

@@ -66,7 +66,7 @@ Run a command with `python -m hetero_mpi COMMAND` or `hetero-mpi COMMAND`. Exit 
 ENVIRONMENT = {
     "HETERO_MPI_DEVICE": "device of this rank, such as `cuda` or `cuda:1`; overrides `[cluster] device`",
     "HETERO_MPI_MPIEXEC": "path of the MPI launcher for `launch`, instead of the detected launcher",
-    "HETERO_MPI_TOKEN": "API key for clients of `serve` ([serving.md](serving.md#who-may-ask)); access token of the live page",
+    "HETERO_MPI_TOKEN": "API key for clients of `serve` ([serving.md](serving.md#api-key)); access token of the live page",
     "XDG_CACHE_HOME": "cache directory for token ids and device measurements, instead of `~/.cache`",
 }
 """Environment variables for users -> their effects. Variables of MPI, torch and Hugging Face apply as well."""

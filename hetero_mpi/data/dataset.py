@@ -169,7 +169,7 @@ def share_out(rows: Rows, settings: SequenceSettings, what: str, advice: str) ->
 
     Raises UserError for too few sequences; its message names ``what`` (the text, the records) and gives ``advice``.
     """
-    share = ", one for training and one for evaluation (data.held_out)" if settings.held_out > 0 else ""
+    share = ", one for training and one for evaluation (data.evaluation_fraction)" if settings.held_out > 0 else ""
     _require_sequences(rows, 2 if settings.held_out > 0 else 1, what, share, advice)
     train, held_out = shares(len(rows.tokens) // rows.lanes, settings.held_out, settings.seed)
     return Dataset(**vars(rows), train=rows.lanes * train, held_out=rows.lanes * held_out, seed=settings.seed)
@@ -265,7 +265,7 @@ class Samples:
         if count < 1 or (held_out > 0 and evaluation is None and count < 2):
             raise UserError(
                 "samples.too_few",
-                f"the factory's data has {count} samples; it needs one to train on, and one to evaluate unless data.held_out = 0 "
+                f"the factory's data has {count} samples; it needs one to train on, and one to evaluate unless data.evaluation_fraction = 0 "
                 f"or the factory returns evaluation data",
             )
         self.train, self.held_out = shares(count, held_out if evaluation is None else 0, seed)

@@ -137,7 +137,7 @@ def build_record_sequences(
     settings, advice = sequences.settings, ADVICE.format("data.records")
     if evaluation is not None:
         settings = replace(settings, held_out=0)
-    advice += " data.held_out = 0 holds nothing out." * (settings.held_out > 0)
+    advice += " data.evaluation_fraction = 0 holds nothing out." * (settings.held_out > 0)
     sets = [(name, share_out(sequences.rows(records, name, bad), settings, name, advice)) for name, records in sources]
     if weights is not None:
         noted = [(name, replace(data, notes=tuple(f"{name}: {note}" for note in data.notes))) for name, data in sets]

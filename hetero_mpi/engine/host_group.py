@@ -39,7 +39,7 @@ def require_joinable(world: World, plan: Plan, threaded: bool) -> None:
             "mpi.thread_level",
             f"the plan's tensor-parallel group of ranks {', '.join(map(str, groups[0]))} needs an MPI library with "
             f"THREAD_MULTIPLE; this one grants {world.thread_level}: set `communication_thread = false` in [cluster], or "
-            f"`groups = false` in [plan]",
+            f"`tensor_parallel = false` in [plan]",
         )
 
 

@@ -109,7 +109,7 @@ class DatasetTrainer:
             due = every.get(str(evaluation["eval_strategy"] or "no"))
             values["train.evaluate_every"] = self._per_epoch(given) if due is None else due
             values["train.evaluate_sequences"] = len(list(self._test_rows))
-        values |= {"data.held_out": 0.0, "output.run_dir": self._run_dir.absolute(), "model.path": model}
+        values |= {"data.evaluation_fraction": 0.0, "output.run_dir": self._run_dir.absolute(), "model.path": model}
         if isinstance(first.get("prompt"), str):
             values["data.template"] = "none"
         self._values = values | dict(set or {})

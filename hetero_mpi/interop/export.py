@@ -123,7 +123,7 @@ def _checkpoint(source: Path, best: bool) -> Path:
         raise UserError(
             "export.no_evaluated_checkpoint",
             f"{directory}: no checkpoint has an evaluation loss; set [checkpoint] every to a multiple of [train] evaluate_every, "
-            "or set [train] patience",
+            "or set [train] early_stopping_patience",
         )
     path, skipped = newest_good(directory)
     if path is None:

@@ -349,13 +349,13 @@ class _Draft(JobDraft):
         if sets:
             self._put("data.evaluation", [name for name, _ in sets], "test_sets", "test_split")
         elif share < 1:
-            self._put("data.held_out", share, "held_out")
+            self._put("data.evaluation_fraction", share, "held_out")
         if sets or 0 < share < 1:
             if when == "steps" and self.tool != "axolotl":
                 self._parts.setdefault("every", ("logging_steps", self._steps_of_logging))
             self._put_interval("train.evaluate_every", "evaluation", "every", "per_epoch")
         if "train.evaluate_every" in self.values and self._count("patience"):
-            self._put("train.patience", int(self._count("patience")), "patience")
+            self._put("train.early_stopping_patience", int(self._count("patience")), "patience")
 
     def _output(self) -> None:
         self._put_interval("checkpoint.every", "saving", "save_every", "saves_per_epoch")

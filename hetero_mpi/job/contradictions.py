@@ -210,9 +210,9 @@ def _cluster(values: JobValues) -> Problems:
     if malformed is not None:
         rule = 'must have entries "rank R runs at SPEED from step N", such as "rank 1 runs at 0.5 from step 20"'
         yield "cluster.emulate_changes", f"{rule}; got {malformed!r}"
-    if values("profile.trial") is True and values("cluster.emulate") is not None:
+    if values("profile.calibrate") is True and values("cluster.emulate") is not None:
         rule = "emulated devices match their profile, so a calibration run has no effect: leave this key out"
-        yield "profile.trial", rule
+        yield "profile.calibrate", rule
 
 
 def _run_dir(values: JobValues, name: str) -> Problems:

@@ -120,7 +120,16 @@ def as_toml(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-REMOVED_KEYS = {"train.stale_step": "was removed: every step applies all earlier updates first. Delete this key"}
+RENAMED_KEYS = {
+    "train.patience": "early_stopping_patience",
+    "data.held_out": "evaluation_fraction",
+    "plan.groups": "tensor_parallel",
+    "plan.stream": "offload",
+    "profile.trial": "calibrate",
+}
+REMOVED_KEYS = {"train.stale_step": "was removed: every step applies all earlier updates first. Delete this key"} | {
+    key: f"is now called {key.split('.')[0]}.{name}" for key, name in RENAMED_KEYS.items()
+}
 """Key of an earlier version -> its replacement, or what to do."""
 
 

@@ -115,9 +115,9 @@ class DataTable(JobTable):
     and ``text`` (with ``documents = "record"``)."""
     weights: Annotated[Weights | None, Unit("shares"), Example("[3, 1]"), RECORDS] = None
     """Mixing weights: relative share of an epoch for each entry of ``records``. Small entries are repeated; large entries continue
-    in the next epoch (docs/data.md). ``held_out`` applies to each entry separately. Empty: all entries form one data set."""
+    in the next epoch (docs/data.md). ``evaluation_fraction`` applies to each entry separately. Empty: all entries form one data set."""
     evaluation: Annotated[Patterns | None, LANGUAGE, Example('["evaluation/*.jsonl"]')] = None
-    """Evaluation set: files of the same kind that are never trained on, in place of the share ``held_out``."""
+    """Evaluation set: files of the same kind that are never trained on, in place of the share ``evaluation_fraction``."""
     evaluation_sets: Annotated[
         dict[SetName, Patterns] | None,
         LANGUAGE,
@@ -151,7 +151,7 @@ class DataTable(JobTable):
     multiple of 8 tokens, which computes less with the same training result. Packed text needs no padding."""
     sequence_length: Annotated[Positive, Unit("tokens")] = 256
     """Context length of training: tokens per sequence."""
-    held_out: Annotated[Fraction, Unit("share")] = 0.02
+    evaluation_fraction: Annotated[Fraction, Unit("share")] = 0.02
     """Share of the sequences to split off as the evaluation set; it is never trained on."""
     max_bytes: Annotated[Positive | None, Unit("bytes"), Example("30_000_000"), TEXT] = None
     """Text: maximum number of bytes to read, files in sorted order; empty: no limit."""
@@ -219,13 +219,13 @@ class PlanTable(JobTable):
     stages_per_rank: Annotated[Positive, Unit("stages")] = 4
     """Maximum number of virtual pipeline stages per rank; used if the step time drops by at least 2 %. A ``schedule`` with several
     stages per rank uses at least 2."""
-    groups: bool = True
+    tensor_parallel: bool = True
     """Tensor parallelism: allow ranks of one host to share a stage, each with a shard of its layers, if the step time drops by at
     least 2 % or no other plan fits. For transformers language models without dropout, with ``schedule`` "auto"."""
     pipelines: Annotated[Positive | Literal["auto"], Unit("pipelines")] = "auto"
     """Data parallelism: maximum number of pipelines, each a replica of the model, that share the global batch. "auto": the
     fastest number."""
-    stream: bool | Literal["auto"] = "auto"
+    offload: bool | Literal["auto"] = "auto"
     """Offloading: keep a stage's weights in host memory (or on disk) and load them layer by layer, so that the stage can exceed its
     device's memory (docs/planning.md). "auto": if no other plan fits, or the step time drops by at least 2 %; true: whenever it
     shortens the step; false: never."""
@@ -250,7 +250,7 @@ class ProfileTable(JobTable):
     """Repetitions of each timed measurement; slow measurements are repeated less often."""
     largest_message_bytes: Annotated[int, Field(ge=1024), Unit("bytes")] = 16_777_216
     """Largest message of the link measurements, which start at 1 KiB and quadruple in size."""
-    trial: bool | Literal["auto"] = "auto"
+    calibrate: bool | Literal["auto"] = "auto"
     """Calibration run: execute a few steps with randomly initialised weights first, to detect out of memory, calibrate the
     profile and perhaps choose another plan (docs/planner.md). "auto": if it takes at most 5 % of the run (15 % of a run over a
     minute), but not with one rank, a profile of another machine, or a resumed run whose plan is calibrated; true: always; false:

@@ -55,7 +55,7 @@ ADAPTER = OnlyIf('adapter.method = "lora"')
 NEW_ADAPTER = OnlyIf("adapter.path is empty and adapter.parameters = [] and adapter.dora = false")
 RECORDS = OnlyIf("data.records is set")
 NO_PREFERENCE = OnlyIf('train.preference = "none"')
-EVALUATED = OnlyIf("data.held_out is not 0 or data.evaluation is set")
+EVALUATED = OnlyIf("data.evaluation_fraction is not 0 or data.evaluation is set")
 STABLE = OnlyIf('train.schedule = "warmup_stable_decay"')
 MOMENTS = OnlyIf('train.optimizer is not "adafactor"')
 SAME, REPORTED, RATE, RATES = map(OnResume, ("same", "reported", "rate", "rates"))
@@ -133,7 +133,9 @@ class TrainTable(JobTable):
     epochs: Annotated[AboveZero | None, Unit("epochs"), Example("3")] = None
     """Number of passes over the training sequences, instead of ``steps``; training ends with the step that finishes the last
     one."""
-    patience: Annotated[NotNegative, Unit("evaluations"), OnlyIf("train.evaluate_every is not 0"), EVALUATED] = 0
+    early_stopping_patience: Annotated[
+        NotNegative, Unit("evaluations"), OnlyIf("train.evaluate_every is not 0"), EVALUATED
+    ] = 0
     """Early stopping: end after this many consecutive evaluations without a lower evaluation loss; 0: off. Each new lowest loss
     also writes a checkpoint, for ``export --best``."""
     global_batch: Annotated[Positive, Unit("sequences"), SAME] = 8

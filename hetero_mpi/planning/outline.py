@@ -86,7 +86,7 @@ def _outlined(plan: Plan, profile: ClusterProfile) -> SimulatedStep:
 
 
 def _times(costs: Durations, pipeline: PipelinePlan, number: int) -> PipelineTimes:
-    """What ``spans_s`` needs of a pipeline. ``number``: of its first stage."""
+    """Arguments of ``spans_s`` for a pipeline. ``number``: of its first stage."""
     stages = range(number, number + len(pipeline.stages))
 
     def seconds(op: Op, numbers: Sequence[int]) -> tuple[float, ...]:
@@ -298,7 +298,7 @@ class _Sender:
 
 @functools.lru_cache(4096)
 def _program(depth: int, micro_batches: int, lag: int | None) -> tuple[int, ...]:
-    """What a stage computes, as ``orders.warm_up.computing``. ``lag``: of weight gradients; None: backward is whole."""
+    """The kinds of a stage's actions in order, as ``orders.warm_up.computing``. ``lag``: of weight gradients; None: backward is whole."""
     program = [FORWARD] * depth
     for m in range(micro_batches):
         program += [FORWARD] * (depth + m < micro_batches) + [BACKWARD]

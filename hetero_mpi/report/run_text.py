@@ -330,7 +330,11 @@ def job_rows(job: Mapping[str, Any], used_dtype: str = "") -> list[tuple[str, st
     if lora and setting("model.quantization") == "nf4":
         method += f" on NF4 weights{', double quantization' if setting('model.double_quantization') else ''}"
     of_adapter = (("rank {}", "rank"), ("alpha {}", "alpha"), ("dropout {}", "dropout"), ("targets {}", "targets"))
-    config, held_out, job_dtype = (setting("model.config"), setting("data.held_out"), formatted("{}", "train.dtype"))
+    config, held_out, job_dtype = (
+        setting("model.config"),
+        setting("data.evaluation_fraction"),
+        formatted("{}", "train.dtype"),
+    )
     is_share = isinstance(held_out, (int, float)) and 0 < held_out < 1
     held_out_text = f"{units.percent(held_out)} of the sequences for evaluation" if is_share else ""
     new = f"a new {config.get('model_type', '')} model" if isinstance(config, Mapping) else _setting_text(config)

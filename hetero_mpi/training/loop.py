@@ -144,7 +144,7 @@ class Loop:
         evaluated, best = len(self.state.evaluations), False
         if len(self._held_out.tokens) and (last or _due(line.step, train.evaluate_every)):
             self._evaluate()
-            best = self.state.higher_in_a_row == 0 and train.patience > 0
+            best = self.state.higher_in_a_row == 0 and train.early_stopping_patience > 0
             last = last or self._over()
         saved = last or decision.stop or best or _due(line.step, self.job.checkpoint.every)
         if saved:
@@ -193,7 +193,7 @@ class Loop:
 
     def _over(self) -> bool:
         """Has the held-out loss not become lower for as long as the job has patience? The same on all ranks."""
-        return 0 < self.job.train.patience <= self.state.higher_in_a_row
+        return 0 < self.job.train.early_stopping_patience <= self.state.higher_in_a_row
 
     def _batch(self, step: int) -> Batch:
         """The batch of a step, which rank 0 reads."""

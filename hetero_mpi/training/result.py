@@ -66,7 +66,7 @@ def finished(metadata: Mapping[str, Any], path: Path, job: JobConfig, run_dir: P
     """The result of the run in ``run_dir``, if its last step is that of the checkpoint ``path`` and its result was written; None:
     something is left to do. On rank 0.
     """
-    step, patience = metadata["step"], job.train.patience
+    step, patience = metadata["step"], job.train.early_stopping_patience
     over = step == job.train.steps or 0 < patience <= (metadata.get("higher_in_a_row") or 0)
     result = run_dir / ("model" if job.adapter.method == "none" else "adapter")
     own = path.resolve().is_relative_to(run_dir.resolve())

@@ -112,7 +112,7 @@ def try_plan(
 def _tried_before(context: RunContext, options: TrainOptions, planned: Planned) -> float | None:
     """Seconds of a step of this plan, where the resumed run has tried it on these machines. Collective."""
     tried_step_s: float | None = None
-    if context.world.rank == 0 and options.resume is not None and context.job.profile.trial == "auto":
+    if context.world.rank == 0 and options.resume is not None and context.job.profile.calibrate == "auto":
         with contextlib.suppress(UserError):  # no such file, or a damaged one
             earlier = load_report(context.run_dir / "plan.toml")
             machines = load_profile(profile_file(context.run_dir)).key
@@ -122,14 +122,14 @@ def _tried_before(context: RunContext, options: TrainOptions, planned: Planned) 
 
 
 def _affordable(context: RunContext, options: TrainOptions, planned: Planned) -> Allowance:
-    wanted, nothing = context.job.profile.trial, Allowance(0, 0.0)
+    wanted, nothing = context.job.profile.calibrate, Allowance(0, 0.0)
     if wanted is False or context.job.cluster.emulate is not None:
         return nothing
     if wanted == "auto":
         if options.dry_run or context.world.size == 1:
             return nothing
         if not planned.own:
-            say("The plan is not tried, as its profile is of another machine ([profile] trial = true tries it)")
+            say("The plan is not tried, as its profile is of another machine ([profile] calibrate = true tries it)")
             return nothing
     return allowance(planned.report, planned.profile, context.job.train.steps, wanted is True)
 

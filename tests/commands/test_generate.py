@@ -103,7 +103,7 @@ def job(model: Path, data: str, sample: str, rest: str = "") -> str:
     return f"""
 model.path = "{model}"
 {rest}
-data = {{ {data}, sequence_length = 24, held_out = 0.0 }}
+data = {{ {data}, sequence_length = 24, evaluation_fraction = 0.0 }}
 train = {{ steps = 2, global_batch = 2, micro_batch = 1, dtype = "fp32", learning_rate = 3e-3, seed = 3 }}
 cluster.threads = 1
 profile = {{ repeats = 1, largest_message_bytes = 65536 }}

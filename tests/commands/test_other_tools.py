@@ -24,7 +24,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
     "axolotl-alpaca-qlora.yml": {
         "model.path": "example/Base-8B", "model.quantization": "nf4", "adapter.method": "lora", "adapter.rank": 24,
         "adapter.alpha": 12, "adapter.dropout": 0.1, "adapter.targets": "all-linear", "data.records": ["hf:example/instructions"],
-        "data.packing": True, "data.sequence_length": 2047, "data.held_out": 0, "train.global_batch": 12, "train.epochs": 2,
+        "data.packing": True, "data.sequence_length": 2047, "data.evaluation_fraction": 0, "train.global_batch": 12, "train.epochs": 2,
         "train.learning_rate": 0.00015, "train.warmup_steps": 12, "train.optimizer": "adamw", "train.weight_decay": 0,
         "train.beta2": 0.999, "train.dtype": "auto", "output.run_dir": "outputs/first",
     },
@@ -40,7 +40,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
     "axolotl-kernels.yml": {
         "adapter.targets": ["gate_proj", "down_proj", "q_proj"], "train.steps": 300, "train.warmup_steps": 30,
         "train.epochs": None,
-        "train.evaluate_every": 50, "checkpoint.every": 150, "checkpoint.keep": 2, "train.patience": 3, "train.schedule": "linear",
+        "train.evaluate_every": 50, "checkpoint.every": 150, "checkpoint.keep": 2, "train.early_stopping_patience": 3, "train.schedule": "linear",
         "report.trackers": ["wandb"],
     },
     "axolotl-pretrain.yml": {
@@ -48,7 +48,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "train.steps": 200,
     },
     "axolotl-moe-pattern.yml": {"adapter.targets": "all-linear", "train.warmup_steps": 0.1},
-    "axolotl-fp8.yml": {"data.held_out": 0, "train.global_batch": 16, "train.schedule": "constant", "train.warmup_steps": 10},
+    "axolotl-fp8.yml": {"data.evaluation_fraction": 0, "train.global_batch": 16, "train.schedule": "constant", "train.warmup_steps": 10},
     "axolotl-local-files.yml": {
         "tokenizer.add": ["<tool>", "<call>"], "adapter.tokens": [7, 9],
         "model.path": "models/own", "tokenizer.path": "models/own-tokenizer", "adapter.path": "outputs/before",
@@ -58,7 +58,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "train.seed": 7, "data.train_on_prompt": True, "data.pad": "longest", "train.evaluate_every": 20,
     },
     "axolotl-completion.yml": {
-        "data.text": ["hf:example/books"], "data.documents": "record", "data.keys": {"text": "body"}, "data.held_out": 0.02,
+        "data.text": ["hf:example/books"], "data.documents": "record", "data.keys": {"text": "body"}, "data.evaluation_fraction": 0.02,
         "train.optimizer": "adamw", "train.neftune_noise_alpha": 5.0,
     },
     "axolotl-orpo.yml": {
@@ -69,12 +69,12 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "tokenizer.add": ["<tool>", "<call>"], "tokenizer.add_special": ["<|end of it|>"],
         "adapter.modules_to_save": ["embed_tokens", "lm_head"],
         "adapter.rank": 12, "adapter.alpha": 24, "data.records": ["data/who_am_i.json"], "train.global_batch": 8, "train.epochs": 3,
-        "checkpoint.every": 400, "data.packing": False, "data.pad": "longest", "data.held_out": 0, "train.dtype": "bf16",
+        "checkpoint.every": 400, "data.packing": False, "data.pad": "longest", "data.evaluation_fraction": 0, "train.dtype": "bf16",
         "train.schedule": "cosine", "train.optimizer": "adamw", "train.weight_decay": 0,
     },
     "llamafactory-dpo.yaml": {
         "train.preference": "dpo", "train.preference_beta": 0.3, "data.sequence_length": 2999, "train.evaluate_every": 250,
-        "data.held_out": 0.1,
+        "data.evaluation_fraction": 0.1,
     },
     "llamafactory-orpo.yaml": {
         "train.preference": "orpo", "data.weights": [0.7, 0.3], "adapter.targets": ["q_proj", "v_proj"], "adapter.rank": 8,
@@ -99,7 +99,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
     },
     "llamafactory-command.sh": {"train.global_batch": 32, "model.path": "example/Instruct-8B", "train.learning_rate": 1e-4},
     "trl-smallest.yaml": {
-        "train.global_batch": 8, "train.epochs": 3, "data.sequence_length": 1023, "train.dtype": "bf16", "data.held_out": 0,
+        "train.global_batch": 8, "train.epochs": 3, "data.sequence_length": 1023, "train.dtype": "bf16", "data.evaluation_fraction": 0,
         "train.learning_rate": 1e-4, "checkpoint.every": 500,
     },
     "trl-sft.sh": {
@@ -121,7 +121,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "data.records": ["hf:example/large-chats/default:train_sft"], "model.quantization": "nf4",
         "model.double_quantization": False, "checkpoint.keep": 1,
     },
-    "trl-handbook-dpo.yaml": {"train.preference": "dpo", "train.preference_beta": 0.01, "data.held_out": 0},
+    "trl-handbook-dpo.yaml": {"train.preference": "dpo", "train.preference_beta": 0.01, "data.evaluation_fraction": 0},
     "trl-datasets.yaml": {
         "data.records": ["hf:example/chats", "hf:example/code/python"], "train.schedule": "cosine", "train.warmup_steps": 0.03,
         "checkpoint.every": 0.5,
@@ -273,7 +273,7 @@ def effective(kind: str) -> dict[str, Any]:
         "train.dropout": not still, "adapter.dropout": 0.0 if still else adapter.lora_dropout, "adapter.targets": "family",
         "adapter.rank": adapter.lora_r, "adapter.alpha": adapter.lora_alpha, "adapter.rslora": adapter.use_rslora,
         "data.sequence_length": answers * args.max_length - 1, "data.packing": getattr(args, "packing", False),
-        "data.train_on_prompt": False if compared else "chats", "data.held_out": 0.0, "train.evaluate_every": 0,
+        "data.train_on_prompt": False if compared else "chats", "data.evaluation_fraction": 0.0, "train.evaluate_every": 0,
         "checkpoint.every": args.save_steps, "train.neftune_noise_alpha": args.neftune_noise_alpha,
         "train.preference": {"sft": "none", "cpo": "simpo"}.get(kind, kind),
         "train.preference_beta": getattr(args, "beta", 0.1), "train.preference_margin": getattr(args, "simpo_gamma", 0.5),
@@ -302,7 +302,7 @@ THEIRS = {
 LORA, RATE = "adapter: lora\n", "learning_rate: 1e-4\n"
 OF_TRANSFORMERS = {
     "weight_decay": 0.0, "beta1": 0.9, "beta2": 0.999, "epsilon": 1e-8, "clip_norm": 1.0, "seed": 42, "optimizer": "adamw",
-    "data.held_out": 0.0, "evaluate_every": 0, "adapter.dropout": 0.0,
+    "data.evaluation_fraction": 0.0, "evaluate_every": 0, "adapter.dropout": 0.0,
 }  # fmt: skip
 BECOMES: list[tuple[str, str, dict[str, Any]]] = [
     *(("", f"trl sft --model_name_or_path a/b --dataset_name a/c --completion_only_loss {only}", {"data.train_on_prompt": learnt})

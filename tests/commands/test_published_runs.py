@@ -127,7 +127,7 @@ def test_gradients_first_ends_with_few_micro_batches_too(stages: int, count: int
 def test_rules_for_data_sheets_are_within_their_bars_and_in_the_document() -> None:
     rows = [*sheets.lora_rows(), *sheets.block_rows(), *sheets.memory_rows()]
     assert not [row for row in rows if row.missed]
-    text = (ROOT / "docs" / "measurements.md").read_text()
+    text = (ROOT / "benchmarks" / "RESULTS.md").read_text()
     for kind in {row.kind for row in rows}:
         assert f"| {kind} | {sheets.summary(rows, kind, 'fitted')} | {sheets.summary(rows, kind, 'held out')} |" in text
 

@@ -172,7 +172,7 @@ def test_useless_files(tmp_path: Path, content: bytes, kind: str, place: str) ->
 
 # Jobs
 
-JOB = SMALLEST + '[data]\nrecords = ["a.jsonl"]\nsequence_length = 32\npacking = false\nheld_out = 0.5\n'
+JOB = SMALLEST + '[data]\nrecords = ["a.jsonl"]\nsequence_length = 32\npacking = false\nevaluation_fraction = 0.5\n'
 
 
 @pytest.fixture
@@ -217,7 +217,13 @@ def test_evaluation_files_take_the_place_of_the_held_out_share(workshop: Path) -
 
 def test_text_files_that_give_nothing_are_told(workshop: Path) -> None:
     (workshop / "empty.txt").write_text("")
-    text = ["data.records=", "data.text=['*.txt']", "data.sequence_length=2", "data.packing=true", "data.held_out=0"]
+    text = [
+        "data.records=",
+        "data.text=['*.txt']",
+        "data.sequence_length=2",
+        "data.packing=true",
+        "data.evaluation_fraction=0",
+    ]
     notes = prepare(job(workshop, *text)).notes
     assert "corpus: 1 document from 1 file, 0.0 MB of text" in notes
     assert f"corpus: 1 files skipped, such as {workshop}/empty.txt: is empty" in notes
@@ -228,7 +234,7 @@ def test_records_are_packed_only_where_they_can_be_isolated(workshop: Path) -> N
     config = {**tiny_keys("qwen3_next"), "vocab_size": 300, "pad_token_id": None}
     (workshop / "config.json").write_text(json.dumps(config))
     able, unable = [], ["model.config=config.json"]
-    packed = ["data.packing=true", "data.sequence_length=64", "data.held_out=0"]
+    packed = ["data.packing=true", "data.sequence_length=64", "data.evaluation_fraction=0"]
 
     def found(*overrides: str) -> tuple[int, bool, bool]:
         """(sequences, are there positions, is it said that records are not packed)"""
@@ -316,7 +322,7 @@ def test_bad_records_are_skipped_up_to_a_number(workshop: Path) -> None:
     tokenizer.chat_template = ALTERNATING
     save_tokenizer(tokenizer, workshop / "tokenizer")
     spoiled(workshop, "b.jsonl")
-    three = ["data.held_out=0", "data.skip_bad=3"]
+    three = ["data.evaluation_fraction=0", "data.skip_bad=3"]
     material = prepare(job(workshop, *three))
     places = [note.split(": ")[0] for note in material.notes if note.startswith(f"  {path}, line ")]
     assert places == [f"  {path}, line {line}" for line in (2, 5, 4)] and material.skipped_records == 3

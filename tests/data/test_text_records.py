@@ -27,7 +27,7 @@ JOB = (
     + """\
 [data]
 sequence_length = 8
-held_out = 0.1
+evaluation_fraction = 0.1
 cache = false
 """
 )

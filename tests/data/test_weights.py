@@ -17,7 +17,10 @@ from hetero_mpi.training.setup.data_setup import prepare
 from tests.support.errors import refuses
 from tests.support.jobs import SMALLEST
 
-JOB = SMALLEST + '[data]\nrecords = ["a.jsonl", "b.jsonl"]\nsequence_length = 32\npacking = false\nheld_out = 0.1\n'
+JOB = (
+    SMALLEST
+    + '[data]\nrecords = ["a.jsonl", "b.jsonl"]\nsequence_length = 32\npacking = false\nevaluation_fraction = 0.1\n'
+)
 SIZES = {"a": 20, "b": 60}
 
 

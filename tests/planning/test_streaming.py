@@ -342,7 +342,7 @@ def test_stages_are_streamed_where_nothing_fits_otherwise() -> None:
     roomy = make_plan(heavy_cluster(10_000_000), request())
     assert streamed_in(roomy.plan) == 0
     small = heavy_cluster(200_000)
-    with refuses("memory.exceeded", "plan.stream"):
+    with refuses("memory.exceeded", "plan.offload"):
         make_plan(small, request(streaming="never"))
     report = make_plan(small, request())
     assert streamed_in(report.plan) > 0
@@ -417,7 +417,7 @@ def test_what_is_trained_whole_is_kept_by_the_host() -> None:
 def test_a_host_too_small_for_what_is_trained_is_refused() -> None:
     with refuses("memory.exceeded", "166 kB", 71400):
         make_plan(whole(10_000, 100_000), request(micro_batch_choices=(1,)))
-    with refuses("memory.exceeded", "plan.stream"):
+    with refuses("memory.exceeded", "plan.offload"):
         make_plan(whole(45_000, 240_000), request(micro_batch_choices=(1,), streaming="never"))
 
 

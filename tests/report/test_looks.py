@@ -207,7 +207,7 @@ RANKS = {
 LORA: dict[str, Any] = {
     "model": {"path": "org/base", "quantization": "nf4", "double_quantization": True},
     "adapter": {"method": "lora", "rank": 4, "alpha": 8.0, "dropout": 0.0, "targets": ["q_proj", "v_proj"]},
-    "data": {"records": ["a.jsonl"], "sequence_length": 128, "packing": False, "held_out": 0.05},
+    "data": {"records": ["a.jsonl"], "sequence_length": 128, "packing": False, "evaluation_fraction": 0.05},
     "train": {"steps": 60, "global_batch": 8, "micro_batch": "auto", "dtype": "auto", "learning_rate": 3e-3,
               "schedule": "cosine", "warmup_steps": 6, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1, "seed": 7},
 }  # fmt: skip

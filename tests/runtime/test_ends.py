@@ -69,7 +69,7 @@ def test_a_run_that_did_not_reach_its_end_says_what_to_type_np2(tmp_path: Path, 
 def test_a_recovery_that_lacks_memory_says_how_to_resume_np2(tmp_path: Path) -> None:
     outliving_or_skip()
     job, run = LongRun(tmp_path, 2), tmp_path / "run"
-    arguments = launched(job, run, "--set", "plan.stream=false", "--set", "checkpoint.every=2")
+    arguments = launched(job, run, "--set", "plan.offload=false", "--set", "checkpoint.every=2")
     place = arguments.index("--profile") + 1
     profile = load_profile(arguments[place])
     # Enough for the stage of each rank, not for both.

@@ -30,7 +30,7 @@ class Runs(Workshop):
         del values["train"]["steps"]
         values["profile"]["path"] = str(directory / "profile.toml")
         values["checkpoint"] = {"every": 1, "keep": 100}
-        rising = {"steps": 60, "learning_rate": 0.1, "evaluate_every": EVERY, "patience": PATIENCE}
+        rising = {"steps": 60, "learning_rate": 0.1, "evaluate_every": EVERY, "early_stopping_patience": PATIENCE}
         kept = {"every": 0, "keep": 1}
         shares = {"train": {"epochs": 0.4, "evaluate_every": 0.4}, "checkpoint": {"every": 0.3, "keep": 100}}
         self.entries = {

@@ -116,7 +116,7 @@ class Lab(Workshop):
                 "repeats": 1,
                 "largest_message_bytes": 4096,
                 "cache": False,
-                "trial": True,
+                "calibrate": True,
             },  # no bit is another
             "report": {"write": False},
         }

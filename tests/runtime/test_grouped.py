@@ -183,7 +183,9 @@ def test_a_layer_larger_than_every_rank_is_trained_by_two_of_them_np2(shop: Grou
         tables = {"cluster": {"memory_bytes": memory_bytes}, "plan": {"pipelines": "auto", **plan}}
         return shop.entry(name, values, **tables)
 
-    refused = shop.run_entries(2, {"refused": entry("refused", LITTLE, groups=False, stream=False)})["refused"]
+    refused = shop.run_entries(2, {"refused": entry("refused", LITTLE, tensor_parallel=False, offload=False)})[
+        "refused"
+    ]
     assert refused.raised == ("CollectiveUserError",) * 2, refused
     assert "the model does not fit in memory on these ranks" in refused.texts[0]
     shop.finish_entries(2, {"grouped": entry("grouped", LITTLE)})

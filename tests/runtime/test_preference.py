@@ -108,7 +108,7 @@ class Runs(Workshop):
             self.entries[f"kto {shape}"] = self.made(f"kto {shape}", "kto", **apart, shape=shape)
         for method, name in ROUTERS.items():
             self.entries[name] = self.made(name, method, **apart, model=self.experts)
-        self.entries["mixed"] = self.made("mixed", "dpo", 2, packing=False, held_out=0.0, **files)
+        self.entries["mixed"] = self.made("mixed", "dpo", 2, packing=False, evaluation_fraction=0.0, **files)
         self.entries["short"] = self.made("short", "dpo", 2, steps=1)
         self.entries |= {f"jobs-{name}": self.shipped(name) for name in ("dpo", "orpo")}
         self.entries["longest"] = self.made("longest", "orpo", **apart, pad="longest")
@@ -135,7 +135,7 @@ class Runs(Workshop):
         if method == "kto":
             data = {"records": [str(self.labels)], "evaluation": [str(self.labels)], **data}
         train = {"global_batch": rows, "steps": steps, "preference": "dpo", **tables.pop("train", {})}
-        tables["profile"] = {"trial": name in METHODS}  # it changes no bit
+        tables["profile"] = {"calibrate": name in METHODS}  # it changes no bit
         entry = self.entry(name, self.written, {"plan": plan}, data=data, train=train, **tables)
         kind = "experts" if model is not None else "adapter" if "adapter" in tables else "whole"
         entry["profile"] = self.directory / f"{kind}.profile.toml"

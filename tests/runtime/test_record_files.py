@@ -40,7 +40,7 @@ class Runs(Workshop):
             "template": "plain",
             "sequence_length": 96,
             "packing": False,
-            "held_out": 0.1,
+            "evaluation_fraction": 0.1,
             "weights": [1, 2],
         }
         values["train"] |= {"steps": STEPS, "global_batch": BATCH}

@@ -68,7 +68,7 @@ def test_copies_take_at_most_two_per_cent_of_the_time() -> None:
     assert costs.quiet_steps == 3 and costs.step_s < 0.05 < costs.cost_s
 
 
-TO_THE_BIT = ("plan.pipelines=1", "plan.groups=false", "train.micro_batch=2")
+TO_THE_BIT = ("plan.pipelines=1", "plan.tensor_parallel=false", "train.micro_batch=2")
 """What docs/recovery.md fixes, so that sums keep their order whoever dies."""
 
 
@@ -179,7 +179,7 @@ def test_state_that_only_the_dead_rank_owned_comes_from_its_peer_np2(tmp_path: P
     steps = 80
     job, run, resumed = LongRun(tmp_path, 2), tmp_path / "run", tmp_path / "resumed"
     write_plan(job.plan, *(pipeline([rank], [0, 4], 1, 2, recompute=streams, streamed=streams) for rank in range(2)))
-    sets = [f"plan.stream={str(streams).lower()}", f"train.steps={steps}"]
+    sets = [f"plan.offload={str(streams).lower()}", f"train.steps={steps}"]
     options = [word for value in [*sets, "checkpoint.replicate_every=4"] for word in ("--set", value)]
     with job.started(*start(job, run, *options), run) as running:
         running.wait_for_steps(6)
@@ -295,7 +295,7 @@ def test_with_nothing_left_the_run_begins_anew_np4(job: LongRun, undisturbed: li
 def test_a_death_while_a_plan_is_tried_np2(tmp_path: Path, victim: int) -> None:
     """The other rank plans anew, tries nothing, and trains with the numbers of one process."""
     job, run = LongRun(tmp_path, 2, module="tests.programs.stuck_trial"), tmp_path / "run"
-    arguments, environment = start(job, run, "--set", "profile.trial=true")
+    arguments, environment = start(job, run, "--set", "profile.calibrate=true")
     with job.started(arguments, environment, run) as running:
         running.wait_for("the trial", lambda: "Trying the plan" in running.text())
         running.find_ranks()

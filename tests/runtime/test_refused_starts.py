@@ -69,7 +69,7 @@ REFUSED: dict[str, tuple[Callable[[Scene, str], dict[str, Any]], str]] = {
     "other-seed": (lambda s, n: s.resumed(n, train={"seed": 8}), "[train] seed = 7"),
     "other-length": (lambda s, n: s.resumed(n, data={"sequence_length": 16}), "sequence_length = 24"),
     "other-data": (
-        lambda s, n: s.resumed(n, train={"steps": 6}, data={"held_out": 0.2}),
+        lambda s, n: s.resumed(n, train={"steps": 6}, data={"evaluation_fraction": 0.2}),
         "was written with other data",
     ),
     "other-model": (
@@ -95,7 +95,7 @@ REFUSED: dict[str, tuple[Callable[[Scene, str], dict[str, Any]], str]] = {
     "no-memory-when-tried": (
         lambda s, n: s.changed(
             n,
-            profile={"trial": True},
+            profile={"calibrate": True},
             more={"breaks": "memory_lacks_in_the_trial", "rank": s.active, "times": 9, "plan": s.run / "plan.toml"},
         ),
         "ran out of memory in",

@@ -55,7 +55,7 @@ def without_streaming(plan: Plan, path: Path) -> Path:
 
 def test_a_model_that_fits_in_no_other_way(workshop: Workshop) -> None:
     measured = workshop.directory / "streamed" / "profile.toml"
-    refused = entry(workshop, "refused", MEMORY, {"stream": False}, profile=measured)
+    refused = entry(workshop, "refused", MEMORY, {"offload": False}, profile=measured)
     found = workshop.run_entries(2, {"streamed": entry(workshop, "streamed", MEMORY, {}), "refused": refused})
     assert found["streamed"].codes == (0, 0), found["streamed"].texts[0]
     assert "does not fit in memory" in found["refused"].texts[0]

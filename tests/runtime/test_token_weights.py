@@ -162,7 +162,13 @@ def test_the_loss_is_the_weighted_mean_under_every_plan(ranks: int, tmp_path: Pa
     entries: dict[str, dict[str, Any]] = {}
     for packing in (False, True):
         values = place.values(base)
-        keys = {"sequence_length": LENGTH, "held_out": 0.1, "template": "chat", "packing": packing, "isolate": False}
+        keys = {
+            "sequence_length": LENGTH,
+            "evaluation_fraction": 0.1,
+            "template": "chat",
+            "packing": packing,
+            "isolate": False,
+        }
         values["data"] = {"records": [str(records)], **keys}
         values["train"] |= {
             "steps": STEPS,

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.slow
 
 RANKS, LAYERS = 3, 6
 LONG: dict[str, Any] = {"train": {"steps": 1000}}
-TRIED: dict[str, Any] = {"trial": True}
+TRIED: dict[str, Any] = {"calibrate": True}
 LORA = {"method": "lora", "rank": 4, "dropout": 0.1}
 
 
@@ -92,7 +92,7 @@ def test_the_tried_time_of_a_resumed_run_is_that_of_these_machines(
         save_profile(replace(profile, key=key), tmp_path / (USED_PROFILE if used else "profile.toml"))
     context: Any = SimpleNamespace(
         world=SimpleNamespace(rank=0, broadcast_json=lambda value: value),
-        job=SimpleNamespace(profile=SimpleNamespace(trial="auto")),
+        job=SimpleNamespace(profile=SimpleNamespace(calibrate="auto")),
         run_dir=tmp_path,
     )
     report = reported(PLANS["two" if other_plan else "line"])
@@ -107,7 +107,7 @@ def given(shop: Shop) -> dict[str, Outcome]:
     for name, (of, tables) in JOBS.items():
         for trial in (True, False):
             options = {"plan": shop.directory / f"{of}.toml"}
-            own = {**tables, "profile": {"trial": trial}}
+            own = {**tables, "profile": {"calibrate": trial}}
             made = entries[f"{name}-{trial}"] = shop.entry(f"{name}-{trial}", options=options, **own)
             if name != "line":  # which is measured
                 made["profile"] = write_profile(shop.directory / f"{name}.profile.toml", made["job"], RANKS)
@@ -240,7 +240,7 @@ def test_on_gpus_beside_a_cpu_np3(tmp_path: Path) -> None:
     for name in ("streamed-nf4", "group"):
         of, tables = JOBS[name]
         for trial in (True, False):
-            own = {**tables, "profile": {"trial": trial}}
+            own = {**tables, "profile": {"calibrate": trial}}
             options = {"plan": tmp_path / f"{of}.toml", **clean}
             entries[f"{name}-{trial}"] = shop.entry(f"{name}-{trial}", options=options, **own)
     small = {"plan": tmp_path / "line.toml", **clean, "room": 10_000}

@@ -18,7 +18,7 @@ from tests.support.mpi import run_mpi
 pytestmark = pytest.mark.slow
 
 PROGRAM = "tests/programs/watched.py"
-TRIED = ("--set", "profile.trial=true")
+TRIED = ("--set", "profile.calibrate=true")
 
 
 @pytest.fixture(scope="module")

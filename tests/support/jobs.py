@@ -85,7 +85,7 @@ class Workshop:
                 "text": [str(self.text)],
                 "documents": "line",
                 "sequence_length": SEQUENCE,
-                "held_out": 0.1,
+                "evaluation_fraction": 0.1,
             },
             "train": {
                 "steps": 4,

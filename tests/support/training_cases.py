@@ -345,7 +345,7 @@ text = ["{text}"]
 documents = "line"
 packing = {str(case.packing).lower()}
 sequence_length = {SEQUENCE}
-held_out = 0.1
+evaluation_fraction = 0.1
 [train]
 micro_batch = {(case.dropout and case.slice_sequences) or case.micro_batch}
 dtype = "{case.dtype}"

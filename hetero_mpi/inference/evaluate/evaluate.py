@@ -148,7 +148,7 @@ def own_set(loaded: LoadedJob, limit: int) -> list[ScoredText]:
     if batch is None:
         raise UserError(
             "evaluate.no_data",
-            "the run has no evaluation set (data.held_out, data.evaluation); name a set with --data NAME=FILE, or --tasks",
+            "the run has no evaluation set (data.evaluation_fraction, data.evaluation); name a set with --data NAME=FILE, or --tasks",
         )
     weights = None if batch.weighed is None else batch.weighed.weights
     return list(_texts(Rows(batch.tokens, batch.targets, positions=batch.positions, weights=weights)))

@@ -292,7 +292,7 @@ class LayeredModel:
     """Returns the training set, on rank 0 only: a map-style dataset as in torch, with a length and pairs (input, target) of arrays.
     Integers reach the model as int64, other numbers as fp32."""
     evaluation: Callable[[], Sequence[Any]] | None = None
-    """Returns the evaluation set; None to split ``data.held_out`` off ``data``."""
+    """Returns the evaluation set; None to split ``data.evaluation_fraction`` off ``data``."""
 
     @property
     def existing(self) -> bool:

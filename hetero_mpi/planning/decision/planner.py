@@ -182,9 +182,9 @@ def differences(plan: Plan, request: PlanRequest) -> list[str]:
         found.append(f"{len(plan.pipelines)} pipelines: the planner was to make {request.max_pipelines} at most")
     stages = [stage for _, _, stage in plan.numbered]
     if request.streaming == "never" and any(stage.streamed for stage in stages):
-        found.append("stages are streamed: plan.stream of the job is false")
+        found.append("stages are streamed: plan.offload of the job is false")
     if not request.groups and plan.leader_of:
-        found.append("ranks hold stages together: plan.groups of the job is false")
+        found.append("ranks hold stages together: plan.tensor_parallel of the job is false")
     most = max(len(plan.of_rank(rank)) for rank in plan.ranks)
     if most > request.stages_per_rank:
         found.append(f"{most} stages on a rank: the planner was to give it {request.stages_per_rank} at most")
@@ -354,7 +354,7 @@ def _changes(now: Alternative) -> dict[str, Iterable[Alternative]]:
     larger = enumerate(accumulate([largest.rank] * MORE_RANKS, with_copy_of, initial=profile))
     like = f"like rank {largest.rank} ({largest.name})"
     return {
-        "streaming": [now.asking(f"{streamed} from host memory", 'plan.stream = "auto"', streaming="auto")]
+        "streaming": [now.asking(f"{streamed} from host memory", 'plan.offload = "auto"', streaming="auto")]
         * (request.streaming == "never"),
         "recompute": [now.asking(kept, 'train.recompute = "auto"', recompute_choices=again)]
         * (True not in request.recompute_choices),

@@ -52,7 +52,7 @@ def read_factory(loaded: LoadedJob) -> tuple[dict[str, Any], Samples]:
     job = loaded.job
     data = _data(loaded, "data", model.data)
     evaluation = _data(loaded, "evaluation", model.evaluation) if model.evaluation is not None else None
-    samples = Samples(data, evaluation, job.data.held_out, job.train.seed)
+    samples = Samples(data, evaluation, job.data.evaluation_fraction, job.train.seed)
     pairs = pair(data, 0), pair(data, len(data) - 1)
     shapes = checked_layers(model, pairs, job.train.seed)
     layers = [asdict(shape) for shape in shapes]

@@ -190,7 +190,7 @@ def _from_records(loaded: LoadedJob) -> Material:
 
 def _settings(loaded: LoadedJob, packing: bool) -> SequenceSettings:
     data = loaded.job.data
-    return SequenceSettings(data.sequence_length, packing, data.held_out, loaded.job.train.seed)
+    return SequenceSettings(data.sequence_length, packing, data.evaluation_fraction, loaded.job.train.seed)
 
 
 _EVALUATION = "data.evaluation"
@@ -213,7 +213,7 @@ def _dataset(
 ) -> tuple[Dataset, dict[str, Any], list[str]]:
     """(the data, what else is told of it, a remark where an earlier start has made it). ``fill``: makes it, into a folder."""
     data = loaded.job.data
-    whole = [*key, data.sequence_length, data.held_out, loaded.job.train.seed] if data.cache else None
+    whole = [*key, data.sequence_length, data.evaluation_fraction, loaded.job.train.seed] if data.cache else None
     read = functools.partial(read_dataset, ids=largest_id(tokenizer) + 1)
     (dataset, found), there = kept(whole, fill, read, say)
     return dataset, found, ["token ids: those of an earlier start"] if there else []

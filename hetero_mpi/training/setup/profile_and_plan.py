@@ -68,8 +68,8 @@ def subject_of(context: RunContext) -> tuple[BenchmarkSpec, str]:
         context.cores,
         context.threads,
         job.cluster.memory_bytes,
-        job.plan.groups and job.plan.schedule == "auto" and _can_sum_in_groups(context),
-        None if job.plan.stream is False or context.tuning.full else stream_folder(context),
+        job.plan.tensor_parallel and job.plan.schedule == "auto" and _can_sum_in_groups(context),
+        None if job.plan.offload is False or context.tuning.full else stream_folder(context),
     )
     return subject, reason
 
