@@ -28,7 +28,7 @@ from make_profiles import LLAMA_8B, LLAMA_70B  # noqa: E402
 from moe_parts import QWEN3_235B, Mixture, Way, cost_of, times_of  # noqa: E402
 from profile_parts import ADAM_TRAFFIC, GIB, PEAK_SHARE, Card, Shape, model_of, sheet_times, with_allocator  # noqa: E402
 
-from hetero_mpi.planning.decision.decide import WORTHWHILE  # noqa: E402
+from hetero_mpi.planning.decision.decide import MIN_OFFLOAD_GAIN_RATIO  # noqa: E402
 from hetero_mpi.planning.decision.planner import make_plan  # noqa: E402
 from hetero_mpi.planning.types.plan import PlanReport  # noqa: E402
 from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile, HostProfile  # noqa: E402
@@ -74,7 +74,7 @@ class Cell:
             return self.resident is None and (self.planned is None or self.streams)
         if not self.streams:
             return self.planned.plan == self.resident.plan
-        return self.planned.predicted_step_s < (1 - WORTHWHILE) * self.resident.predicted_step_s
+        return self.planned.predicted_step_s < (1 - MIN_OFFLOAD_GAIN_RATIO) * self.resident.predicted_step_s
 
     def text(self) -> str:
         """Tokens per second without and with streaming."""

@@ -16,7 +16,7 @@ from hetero_mpi.job.plan_request import build_plan_request, micro_batch_choices,
 from hetero_mpi.job.rules import EIGHT_BIT
 from hetero_mpi.planning.analysis.idle_time import idling
 from hetero_mpi.planning.decision.alternatives import losses, what_ifs
-from hetero_mpi.planning.decision.planner import complete_plan, differences, make_plan
+from hetero_mpi.planning.decision.planner import complete_plan, make_plan, request_differences
 from hetero_mpi.planning.outline import outlined
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.cluster_changes import with_optimizer, with_wire
@@ -120,12 +120,12 @@ def plan(
 ) -> str | list[str]:
     """Analyse the planner's plan for a job, or a given plan; returns lines, or one JSON object."""
     question = ask(job, overrides, profile)
-    report = chosen_plan(question, plan_source)
-    best, no_plan_reason = (report, "") if plan_source is None else _planner_report(question, report)
-    result = outlined(report.plan, question.profile)
-    lost = losses(report, best, question.profile, question.request)
-    answers = list(what_ifs(best, question.profile, question.request, lost.free_links_s)) if explain else []
-    plan_differences = differences(report.plan, question.request) if plan_source is not None else []
+    chosen = chosen_plan(question, given)
+    own, none = (chosen, "") if given is None else _own_plan(question, chosen)
+    result = outlined(chosen.plan, question.profile)
+    lost = losses(chosen, own, question.profile, question.request)
+    answers = list(what_ifs(own, question.profile, question.request, lost.free_links_s)) if explain else []
+    otherwise = request_differences(chosen.plan, question.request) if given is not None else []
     if output is not None:
         with write_errors(output):
             save_plan(report, output)

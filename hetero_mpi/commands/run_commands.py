@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from hetero_mpi.commands.plan_commands import ask, plan_question
-from hetero_mpi.job.load import job_from_tables, load_job
-from hetero_mpi.job.plan_request import build_plan_request, micro_batch_choices
-from hetero_mpi.planning.decision.decide import alone
+from hetero_mpi.job.load import job_of_tables, load_job
+from hetero_mpi.job.plan_request import micro_batch_choices, request_of
+from hetero_mpi.planning.decision.decide import time_alone
 from hetero_mpi.planning.decision.planner import make_plan
 from hetero_mpi.planning.tables import rank_classes
 from hetero_mpi.planning.types.plan import PlanReport
@@ -57,7 +57,7 @@ def baseline(job: Path | None, overrides: Sequence[str], profile: Path) -> list[
     run = read_run(profile) if profile.is_dir() else None
     cluster, request, remarks = _planning_inputs(job, overrides, profile, run)
     report = run.report if run is not None and run.report is not None else make_plan(cluster, request)
-    singles = [alone(cluster, request, members[0]) for members in rank_classes(cluster)]
+    singles = [time_alone(cluster, request, members[0]) for members in rank_classes(cluster)]
     tokens = report.plan.global_batch * report.plan.sequence_length
     return baseline_lines(singles, report, cluster, tokens, run, [*remarks, *_thread_remarks(cluster)])
 

@@ -1,8 +1,8 @@
 """Moves layers when machines change their speed during a run: a laptop throttles, or somebody else uses a GPU.
 
-Every rank adds what it measured of a step to the next step's decision (``StepWord``), so it costs no message. Rank 0 compares the
-sum with the prediction (``planning.analysis.step_comparison``), watches the ratios (``Decider``) and asks a separate process for
-another plan (``Replanner``). If the change pays, it says so in its own decision, so all ranks change after the same step.
+Each rank adds its measurements of a step to the next step's decision (``StepExchange``), so it costs no message. Rank 0 compares
+the sum with the prediction (``planning.analysis.step_comparison``), watches the ratios (``Decider``) and asks a separate process
+for another plan (``Replanner``). If the change pays, it says so in its own decision, so all ranks change after the same step.
 
 Two questions are asked apart:
 
@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 
 from hetero_mpi.engine.trainer import StepResult
 from hetero_mpi.planning.analysis.calibration import LinkBetween, Pair, WatchedPart, drifted_profile, part_text
-from hetero_mpi.planning.analysis.step_comparison import RankMeasurement, StepWord
+from hetero_mpi.planning.analysis.step_comparison import RankMeasurement, StepExchange
 from hetero_mpi.planning.fit import median_error
 from hetero_mpi.planning.schedule import holders
 from hetero_mpi.planning.types.codec import decode, encode
@@ -78,7 +78,7 @@ class Rebalancer:
         self._rebuild_s: float | None = None
         self._ready, self._room = False, True
         self._share: Share | None = None
-        self._word: StepWord | None = None
+        self._word: StepExchange | None = None
         self._latest: StepResult | None = None
         self._watch = BestEffort("comparing the speed of ranks with the profile", self._consider)
 
@@ -86,7 +86,7 @@ class Rebalancer:
         """Prepare for the steps of a plan. Collective over the active ranks."""
         assert share.trainer is not None
         self._share, self._ready, self._latest = share, False, None
-        self._word = StepWord(share.trainer.rank, share.plan, self._profile, share.schedule, self._scale)
+        self._word = StepExchange(share.trainer.rank, share.plan, self._profile, share.schedule, self._scale)
         if self._rebuild_s is None or share.seconds:
             self._rebuild_s = (share.seconds.get("keep", 0.0) + share.seconds.get("build", 0.0)) / self._scale
         lack = lack_of_room(share)
@@ -111,7 +111,7 @@ class Rebalancer:
         assert self._word is not None and self._share is not None
         own, length, latest = None, 0, self._latest
         if latest is not None:
-            own = RankMeasurement.of(self._context.world.rank, latest.events, latest.began_s)
+            own = RankMeasurement.from_events(self._context.world.rank, latest.events, latest.began_s)
             length = latest.length if self._share.emulation is None else self._share.plan.sequence_length
         return np.append(float(self._ready), self._word.numbers(own, length))
 

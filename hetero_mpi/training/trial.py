@@ -29,13 +29,13 @@ from hetero_mpi.device.backend import DTYPES
 from hetero_mpi.engine.memory_trial import OutOfMemory
 from hetero_mpi.engine.trainer import StepResult, Trainer
 from hetero_mpi.model.optimizer import LossScale
-from hetero_mpi.planning.analysis.calibration import Allowance, allowance, explained, trial_s
+from hetero_mpi.planning.analysis.calibration import Allowance, allowance, trial_s, with_reasons
 from hetero_mpi.planning.analysis.step_comparison import (
-    LEAST_GAIN,
+    MIN_GAIN_RATIO,
     RankMeasurement,
+    StepByRank,
     StepComparison,
     StepPrediction,
-    Together,
     with_other_programs,
 )
 from hetero_mpi.planning.schedule import Op
@@ -176,27 +176,29 @@ class _Trial:
         if self._given:
             return believed, first
         if not self._in_time("Planning once more", self._planning_s + self._seconds(believed, first)):
-            return believed, explained(first, "there was no time to plan once more")
+            return believed, with_reasons(first, "there was no time to plan once more")
         second = self._planned(believed)
         if second.plan == first.plan:
             return believed, replace(second, tried_step_s=first.tried_step_s)
-        stays = partial(explained, first, said=(report, second))
+        stays = partial(with_reasons, first, reports=(report, second))
         takes = f"takes {units.seconds(second.predicted_step_s)} per step"
-        if second.predicted_step_s > (1 - LEAST_GAIN) * first.predicted_step_s:
-            return believed, stays(f"by the measured times another plan {takes}", other=second)
+        if second.predicted_step_s > (1 - MIN_GAIN_RATIO) * first.predicted_step_s:
+            return believed, stays(f"by the measured times another plan {takes}", rejected=second)
         say(f"By these times another plan {takes}: trying it")
         if not self._in_time("  That", self._seconds(believed, second)):
-            return believed, stays(f"there was no time to try another plan, which {takes} by these times", other=second)
+            return believed, stays(
+                f"there was no time to try another plan, which {takes} by these times", rejected=second
+            )
         found, lacks = self._run(believed, second)
         if lacks:
             say("  it does not fit: the first plan stays")
-            return believed, stays("another plan was tried and does not fit", other=second)
+            return believed, stays("another plan was tried and does not fit", rejected=second)
         faster = found is not None and steps is not None and found.clearly_below(steps)
         faster = self._world.broadcast_json(faster)
         again, other = self._believed(believed, second, found, "it is taken" if faster else "the first plan stays")
         if faster:
-            return again, explained(other, f"the first plan took {_tried(first)}", (report, second), first)
-        return believed, stays(f"another plan was tried and took {_tried(other)}", other=other)
+            return again, with_reasons(other, f"the first plan took {_tried(first)}", (report, second), first)
+        return believed, stays(f"another plan was tried and took {_tried(other)}", rejected=other)
 
     def _seconds(self, profile: ClusterProfile, report: PlanReport) -> float:
         """Seconds that trying a plan takes, about."""
@@ -244,7 +246,7 @@ class _Trial:
         """(its steps beside their prediction, on rank 0; the ranks that it does not fit, on all)."""
         context = replace(self._context, planned_for=profile)
         share = join(context, report)
-        steps: list[Together] = []
+        steps: list[StepByRank] = []
         lacks: list[_Lack] = []
         problem: CollectiveUserError | None = None
         self._world.current_action = "idle while the plan is tried"
@@ -261,10 +263,10 @@ class _Trial:
             return None, lacks
         crowded = with_other_programs(profile, report.plan, steps)
         prediction = StepPrediction(report.plan, crowded, share.schedule)
-        return StepComparison.of(prediction, steps, report.predicted_step_s), lacks
+        return StepComparison.from_steps(prediction, steps, report.predicted_step_s), lacks
 
 
-def _steps(context: RunContext, share: Share, afford: Allowance) -> tuple[list[Together], list[_Lack]]:
+def _steps(context: RunContext, share: Share, afford: Allowance) -> tuple[list[StepByRank], list[_Lack]]:
     """(the steps that count, on rank 0; the ranks that had no memory for them). Collective over the active ranks; all that it took
     is given back."""
     members, rank = share.members, context.world.rank
@@ -272,7 +274,7 @@ def _steps(context: RunContext, share: Share, afford: Allowance) -> tuple[list[T
     group = group_of(context, members, share.plan)
     own = _batch(context, share.plan)
     built: list[Trainer] = []
-    steps: list[Together] = []
+    steps: list[StepByRank] = []
     with torch.random.fork_rng(devices=[]):
         start = ProfilingStart(), LossScale(1.0), group
         lacks = _lacking(members, rank, "", lambda: built.append(trainer_of(context, share, *start)))
@@ -298,7 +300,9 @@ def _lacking(members: World, rank: int, how: str, work: Callable[[], object]) ->
     return [_Lack(*one) for one in members.all_gather_json(lack) if one]
 
 
-def _taken(context: RunContext, share: Share, trainer: Trainer, own: Batch | None, afford: Allowance) -> list[Together]:
+def _taken(
+    context: RunContext, share: Share, trainer: Trainer, own: Batch | None, afford: Allowance
+) -> list[StepByRank]:
     """The steps that count, on rank 0."""
     members = trainer.world
     clock_s = clock_offset_s(members, context.transport)
@@ -321,7 +325,7 @@ def _taken(context: RunContext, share: Share, trainer: Trainer, own: Batch | Non
 def _measured(rank: int, result: StepResult, wall_s: float, clock_s: float) -> RankMeasurement:
     """``clock_s``: this rank's clock minus the common one. Of a skipped step the optimizer's part is left out."""
     events = [one for one in result.events if one.action.op is not Op.STEP or result.decision.finite]
-    return RankMeasurement.of(rank, events, result.began_s - clock_s, wall_s, result.worked_s)
+    return RankMeasurement.from_events(rank, events, result.began_s - clock_s, wall_s, result.worked_s)
 
 
 def _batch(context: RunContext, plan: Plan) -> Batch | None:

@@ -24,7 +24,7 @@ from hetero_mpi.model.model_cost import model_cost
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.tuning import full_training
-from hetero_mpi.planning.decision.decide import fits
+from hetero_mpi.planning.decision.decide import has_fitting_plan
 from hetero_mpi.planning.decision.planner import make_plan, remedies
 from hetero_mpi.planning.types.cluster_changes import with_copies, with_optimizer
 from hetero_mpi.planning.types.cost import ModelCost
@@ -225,8 +225,8 @@ def test_plans_with_moments_in_8_bits_need_less_and_are_offered_as_a_remedy() ->
         profile = make_profile([1.0, 1.0], model, size)
         return replace(profile, devices=tuple(replace(one, shares_host_memory=True) for one in profile.devices))
 
-    size = next(size for size in range(10_000, 100_000, 250) if fits(on(packed, size), request))
-    assert not fits(on(model, size), request)
+    size = next(size for size in range(10_000, 100_000, 250) if has_fitting_plan(on(packed, size), request))
+    assert not has_fitting_plan(on(model, size), request)
     offered = list(remedies(on(model, size), request))
     assert any('train.optimizer = "adamw_8bit"' in text for text in offered), offered
     told = make_plan(on(packed, size), request).reasons

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from hetero_mpi.planning.decision.decide import decide, fits
+from hetero_mpi.planning.decision.decide import decide, has_fitting_plan
 from hetero_mpi.planning.decision.planner import make_plan
 from hetero_mpi.planning.memory import stage_memory
 from hetero_mpi.planning.memory_model import predict_memory
@@ -140,9 +140,9 @@ def test_a_layer_too_large_for_one_rank_with_its_state_is_held_by_two() -> None:
     model = replace(model, layers=(embedding, large, head))
     profile = make_profile([1.0] * 2, model, memory_bytes=185_000)
     request = PlanRequest(2, SEQUENCE, (1,), max_pipelines=2, memory_reserve=0.0)
-    assert fits(profile, request) and not fits(profile, replace(request, max_pipelines=1))
+    assert has_fitting_plan(profile, request) and not has_fitting_plan(profile, replace(request, max_pipelines=1))
     found = make_plan(profile, request)
     assert len(found.plan.pipelines) == 2 and memory_suffices(found.plan, profile, 0.0)
     with refuses("memory.exceeded"):
         make_plan(profile, replace(request, max_pipelines=1))
-    assert not fits(make_profile([1.0] * 2, model, memory_bytes=165_000), request)
+    assert not has_fitting_plan(make_profile([1.0] * 2, model, memory_bytes=165_000), request)

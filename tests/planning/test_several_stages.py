@@ -297,7 +297,7 @@ def test_streamed_stages_are_a_rank_s_only_ones() -> None:
 def test_a_schedule_that_is_asked_for_is_given_however_many_micro_batches_there_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(several_stages, "ACTIONS", 100)
+    monkeypatch.setattr(several_stages, "MAX_ACTIONS", 100)
     report = make_plan(like_cluster(), replace(ONE_PIPELINE, schedule="zbv"))
     assert report.plan.pipelines[0].interleaved
     assert not make_plan(like_cluster(), ONE_PIPELINE).plan.pipelines[0].interleaved

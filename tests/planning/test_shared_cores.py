@@ -13,8 +13,8 @@ from hetero_mpi.planning.analysis.calibration import drifted_profile
 from hetero_mpi.planning.analysis.replan import ReplanQuestion, answer
 from hetero_mpi.planning.contention import slowness, spread_out, while_computing
 from hetero_mpi.planning.decision.alternatives import losses, what_ifs
-from hetero_mpi.planning.decision.decide import alone, best_alone, decide
-from hetero_mpi.planning.decision.planner import complete_plan, differences, make_plan
+from hetero_mpi.planning.decision.decide import best_alone, decide, time_alone
+from hetero_mpi.planning.decision.planner import complete_plan, make_plan, request_differences
 from hetero_mpi.planning.device_times import whole_model_s
 from hetero_mpi.planning.durations import Durations
 from hetero_mpi.planning.outline import outlined
@@ -131,7 +131,7 @@ def test_a_rank_alone_trains_alone_where_its_larger_micro_batches_make_it_faster
     request = replace(REQUEST, alone_micro_batch_choices=(1, 2, 4, 12))
     report = make_plan(profile, request)
     assert report.plan.ranks == [0] and report.plan.pipelines[0].micro_batch == 12
-    assert not differences(report.plan, request) and report.bound_step_s <= report.predicted_step_s
+    assert not request_differences(report.plan, request) and report.bound_step_s <= report.predicted_step_s
     assert report.alone is not None and report.alone.step_s == report.predicted_step_s
     assert all(idle.reason.startswith("using 3 ranks would take") for idle in report.idle)
     for schedule in ("interleaved", "gpipe", "1f1b"):
@@ -218,7 +218,7 @@ def test_what_is_asked_of_a_plan_agrees_with_its_prediction(tmp_path: Path) -> N
 
 def test_a_rank_alone_has_the_cores_for_itself() -> None:
     profile = on_cores(2, (1.0, 1.0, 1.0))
-    assert alone(profile, REQUEST, 2).step_s == pytest.approx(12 * whole_model_s(profile, profile.devices[2]))
+    assert time_alone(profile, REQUEST, 2).step_s == pytest.approx(12 * whole_model_s(profile, profile.devices[2]))
 
 
 def test_a_host_without_cores_is_refused(tmp_path: Path) -> None:

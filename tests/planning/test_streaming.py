@@ -14,7 +14,7 @@ import pytest
 from hetero_mpi.planning.analysis.calibration import drifted_profile
 from hetero_mpi.planning.analysis.replan import ReplanQuestion, answer
 from hetero_mpi.planning.decision import decide
-from hetero_mpi.planning.decision.explain import streamed_texts
+from hetero_mpi.planning.decision.explain import offload_texts
 from hetero_mpi.planning.decision.planner import complete_plan, make_plan
 from hetero_mpi.planning.durations import Durations, duration, finished_layers_s
 from hetero_mpi.planning.memory import STREAMED_LAYERS, StageMode, host_state_bytes, stage_memory
@@ -150,7 +150,7 @@ def test_copies_are_told_beside_what_ranks_compute_that_share_cores() -> None:
     crowded = replace(profile, hosts=(HostProfile("box", 10**6, "its memory", cores=0.5),))
     shares = []
     for one in (profile, crowded):
-        (text,) = streamed_texts(plan, one)
+        (text,) = offload_texts(plan, one)
         shares.append(int(re.findall(r"(\d+)% of its time", text)[0]))
     assert shares[0] > 2 * shares[1] > 0, shares
 
@@ -423,7 +423,7 @@ def test_a_host_too_small_for_what_is_trained_is_refused() -> None:
 
 def test_cpus_that_train_everything_and_hosts_of_unknown_memory_have_nothing_to_stream() -> None:
     profile = whole(30_000, 60_000, shares_host_memory=True)
-    assert [decide.streamable(one) for one in (profile, whole(1, 0), whole(1, 1))] == [False, False, True]
+    assert [decide.can_offload(one) for one in (profile, whole(1, 0), whole(1, 1))] == [False, False, True]
     with refuses("memory.exceeded"):
         make_plan(profile, request())
 

@@ -27,7 +27,7 @@ from hetero_mpi.comm.ranks.mpi_start import run_guarded
 from hetero_mpi.comm.ranks.world import CollectiveUserError, World
 from hetero_mpi.model.eager_imports import eager_imports
 from hetero_mpi.planning.analysis.calibration import Allowance, LinkBetween, WatchedPart
-from hetero_mpi.planning.analysis.step_comparison import StepWord
+from hetero_mpi.planning.analysis.step_comparison import StepExchange
 from hetero_mpi.planning.types.plan import Plan, PlanReport
 from hetero_mpi.planning.types.toml_files import load_plan
 from hetero_mpi.util.errors import UserError
@@ -142,20 +142,20 @@ class _Prompt(rebalance.Replanner):
 def sums_are_slow(world: World, entry: dict[str, Any]) -> Iterator[None]:
     """Groups wait in every sum, and the plan may change although it was given. Ranks are taken to be as fast as profiled, so that
     a busy machine decides nothing."""
-    add, ratios = HostGroup.sum, StepWord.ratios
+    add, ratios = HostGroup.sum, StepExchange.ratios
 
     def slow(group: HostGroup, tensor: torch.Tensor) -> torch.Tensor:
         time.sleep(0.002)
         group.summed_s += 0.002
         return add(group, tensor)
 
-    def steady(word: StepWord, told: NDArray[np.float64]) -> dict[WatchedPart, float]:
+    def steady(word: StepExchange, told: NDArray[np.float64]) -> dict[WatchedPart, float]:
         found = {one: ratio for one, ratio in ratios(word, told).items() if not isinstance(one, LinkBetween)}
         return {one: 1.0 if isinstance(one, int) or ratio < 10 else 1e4 for one, ratio in found.items()}
 
     with (
         mock.patch.object(HostGroup, "sum", slow),
-        mock.patch.object(StepWord, "ratios", steady),
+        mock.patch.object(StepExchange, "ratios", steady),
         mock.patch.object(rebalance, "Replanner", _Prompt),
         mock.patch.object(training_run, "rebalancer_of", lambda context, given: rebalance.Rebalancer(context)),
     ):

@@ -10,22 +10,22 @@ import numpy as np
 import pytest
 
 from hetero_mpi.planning.analysis.calibration import (
-    LONG_S,
-    LONG_SHARE,
-    MOST_COUNTED,
+    LONG_RUN_S,
+    MAX_COUNTED_STEPS,
+    MAX_LONG_TRIAL_RATIO,
     GroupSums,
     LinkBetween,
     OptimizerSteps,
     allowance,
-    explained,
+    with_reasons,
 )
 from hetero_mpi.planning.analysis.step_comparison import (
     RankMeasurement,
+    StepByRank,
     StepComparison,
+    StepExchange,
     StepPrediction,
     StepTimes,
-    StepWord,
-    Together,
     with_other_programs,
 )
 from hetero_mpi.planning.decision.planner import complete_plan
@@ -45,7 +45,7 @@ PLAN = Plan((PipelinePlan((StagePlan((0,), 0, 3, 1), StagePlan((1,), 3, 6, 0)), 
 ALIKE = Plan(tuple(PipelinePlan((StagePlan((rank,), 0, 6, 0),), 1, 2) for rank in (0, 1)), 4, SEQUENCE, 6)
 
 
-def as_simulated(profile: ClusterProfile, plan: Plan, waits: float = 1.0) -> Together:
+def as_simulated(profile: ClusterProfile, plan: Plan, waits: float = 1.0) -> StepByRank:
     """A step as ranks measure it that is as predicted for ``profile``; ``waits``: seconds of computing in a second of work."""
     step, found = simulate(plan, profile), {}
     sends = {event.action for event in step.events if event.action.op in (Op.SEND_F, Op.SEND_B)}
@@ -71,8 +71,8 @@ def predicted(plan: Plan, profile: ClusterProfile = PROFILE) -> StepPrediction:
     return StepPrediction(plan, profile, schedule_of(plan, profile.model))
 
 
-def compared(plan: Plan, steps: Sequence[Together], profile: ClusterProfile = PROFILE) -> StepComparison:
-    return StepComparison.of(predicted(plan, profile), steps, simulate(plan, profile).step_s)
+def compared(plan: Plan, steps: Sequence[StepByRank], profile: ClusterProfile = PROFILE) -> StepComparison:
+    return StepComparison.from_steps(predicted(plan, profile), steps, simulate(plan, profile).step_s)
 
 
 @pytest.mark.parametrize("plan", [PLAN, ALIKE])
@@ -113,7 +113,7 @@ def test_what_ranks_tell_during_a_run_adds_up_to_what_is_slow(grouped: bool) -> 
     plan = replace(PLAN, pipelines=(replace(PLAN.pipelines[0], stages=stages),))
     schedule, own = schedule_of(plan, profile.model), predicted(plan, profile)
     slow, step = {0: 1.0, 1: 2.0, 2: 3.0}, simulate(plan, profile)
-    words = {rank: StepWord(rank, plan, profile, schedule) for rank in plan.ranks}
+    words = {rank: StepExchange(rank, plan, profile, schedule) for rank in plan.ranks}
     told, last = np.zeros(len(next(iter(words.values())).numbers(None))), plan.ranks[-1]
     for rank, word in words.items():
         assert word.ratios(told) == {}
@@ -129,7 +129,7 @@ def test_what_ranks_tell_during_a_run_adds_up_to_what_is_slow(grouped: bool) -> 
             events.append(Event(rank, 0, Action(op, 0, 0), 0.0, slow[rank] * seconds))
         sums_s = own._sums_s.get((0, 1), 0.0) * (7.0 + rank) if rank < 2 else 0.0
         events.append(Event(rank, 0, Action(Op.F, 0, 1), 0.0, sums_s, exchanged_s=sums_s))
-        told += word.numbers(RankMeasurement.of(rank, events, 100.0 * rank), SEQUENCE)
+        told += word.numbers(RankMeasurement.from_events(rank, events, 100.0 * rank), SEQUENCE)
     found = words[0].ratios(told)
     assert found.pop(LinkBetween((0, last))) == pytest.approx(5.0)
     if grouped:
@@ -164,8 +164,8 @@ def test_other_programs_are_told_from_slow_work(cores: float, waits: float, othe
 
 def test_a_trial_takes_a_small_share_of_the_run() -> None:
     report = PlanReport(PLAN, 1.0, 1.0)
-    assert allowance(report, PROFILE, 10_000, False).counted == MOST_COUNTED
-    assert allowance(report, PROFILE, round(LONG_S), False).counted > 0
+    assert allowance(report, PROFILE, 10_000, False).counted == MAX_COUNTED_STEPS
+    assert allowance(report, PROFILE, round(LONG_RUN_S), False).counted > 0
     for steps in (1, 15):
         assert allowance(report, PROFILE, steps, False).counted == 0
         assert allowance(report, PROFILE, steps, True).counted == 1
@@ -175,7 +175,7 @@ def test_a_trial_takes_a_small_share_of_the_run() -> None:
 
 def test_no_other_plan_is_looked_for_where_the_run_is_too_short_for_it() -> None:
     report = PlanReport(PLAN, 1.0, 1.0)
-    assert allowance(report, PROFILE, 1000, False).most_s == pytest.approx(LONG_SHARE * 1000)
+    assert allowance(report, PROFILE, 1000, False).most_s == pytest.approx(MAX_LONG_TRIAL_RATIO * 1000)
     assert allowance(report, PROFILE, 1000, True).most_s == allowance(report, PROFILE, 1, True).most_s == math.inf
 
 
@@ -191,16 +191,16 @@ def test_the_reasons_of_a_tried_plan_belong_to_its_corrected_figures() -> None:
     taken = complete_plan(PLAN, THREE, PlanRequest(4, SEQUENCE, (1,), max_pipelines=1))
     taken = replace(taken, tried_step_s=1.55, idle=(*taken.idle, IdleRank(1, "made up")), alone=Alone(2, 0.0))
     other = PlanReport(ALONE, 1.2, 1.0, idle=(odd,), reasons=("an even cut: 1.4 s", "copies"), tried_step_s=1.6)
-    told = explained(taken, "another plan was tried and took 1.60 s", (before, other), other)
+    told = with_reasons(taken, "another plan was tried and took 1.60 s", (before, other), other)
     assert told.reasons[0] == "tried: 1.55 s per step; another plan was tried and took 1.60 s"
     assert told.reasons[1].startswith("busiest: ") and told.reasons[-1] == "copies" and len(told.reasons) == 3
     assert told.idle == (IdleRank(2, "another plan was tried and took 1.60 s"), odd)
     assert told.alone == Alone(2, 1.6, "another plan was tried and took 1.60 s" if taken.predicted_step_s > 1.6 else "")
-    untried = explained(taken, "no time")
+    untried = with_reasons(taken, "no time")
     assert [one.reason for one in untried.idle] == ["no time"] * 2 and untried.alone == Alone(2, 0.0, "no time")
-    same = explained(taken, "a tie", (before, before), replace(other, plan=PLAN))
+    same = with_reasons(taken, "a tie", (before, before), replace(other, plan=PLAN))
     assert same.idle[0].reason == STALE, "said by both profiles"
-    without = explained(taken, "a tie", (before, replace(other, idle=())), replace(other, plan=PLAN))
+    without = with_reasons(taken, "a tie", (before, replace(other, idle=())), replace(other, plan=PLAN))
     assert {one.reason for one in without.idle} == {
         "by the times of the trial, the search found no faster plan with it",
         "a tie",

@@ -1,1 +1,1 @@
-"""Questions about a profile or plan that is there: idle time, what-if, drift, replanning, doubtful times."""
+"""Analyses of a profile or plan: idle time, calibration, drift and replanning."""

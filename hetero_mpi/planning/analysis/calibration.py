@@ -1,8 +1,6 @@
-"""Profile calibration: a profile after steps of a plan have been measured, and how long they may take.
+"""Profile calibration: correct a profile by measured steps, and limit the length of a calibration run.
 
-The trial before a run and rebalancing during one ask the same question. Steps scatter, so a ratio counts for what it is beyond
-their noise; and of ranks that are alike the luckiest is not believed to be the fastest, unless the steps say so clearly.
-"""
+Both the calibration run and rebalancing use it. Only ratios beyond the noise of the steps count."""
 
 from __future__ import annotations
 
@@ -22,47 +20,47 @@ from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.sizes import GRADIENT_BYTES
 from hetero_mpi.util import units
 
-LEAST_ERROR = 0.01
-"""No ratio is known to better than this share."""
-CLEAR = 1.5
-"""A ratio within so many standard errors of what it would be otherwise changes nothing."""
-LEAST_LINK = 0.1
-"""Least share of a message's predicted seconds that stays on its link, where copies at its ends seem to leave it nothing."""
+MIN_RATIO_ERROR = 0.01
+"""Minimum relative error of a measured ratio."""
+MIN_STANDARD_ERRORS = 1.5
+"""Deviations within this many standard errors change nothing."""
+MIN_LINK_RATIO = 0.1
+"""Minimum share of a message's time left to its link after copies are subtracted."""
 
 Key = TypeVar("Key", bound=Hashable)
 Pair = tuple[int, int]
 Ratios = Sequence[float]
-"""Measured over predicted seconds, one for every step: 2 where it took twice as long."""
+"""Measured over predicted seconds, one value per step."""
 
 
 @dataclass(frozen=True)
 class OptimizerSteps:
-    """A rank's optimizer steps, where they were measured by themselves; else they are as its forwards and backwards."""
+    """A rank's optimizer steps, if measured; else its passes stand for them."""
 
     rank: int
 
 
 @dataclass(frozen=True)
 class GroupSums:
-    """Sums that the ranks of a group make in their host's memory."""
+    """All-reduces of a tensor-parallel group in its host's memory."""
 
     ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class LinkBetween:
-    """Messages from the device of one rank to that of another; during a run, there and back."""
+    """Messages from one rank's device to another's; round trips during a run."""
 
     ranks: Pair
 
 
 WatchedPart = int | GroupSums | LinkBetween
-"""A part of a step that has a speed. An int: the forwards and backwards of this rank, of a group's first rank for all of it."""
+"""A part of a step with its own speed. An int: forwards and backwards of a rank, or of a group by its first rank."""
 Part = WatchedPart | OptimizerSteps
 
 
 def part_text(part: WatchedPart, hosts: Sequence[str]) -> str:
-    """``rank 1 (titan)``. ``hosts``: of the ranks."""
+    """Name the part, as ``rank 1 (titan)``. ``hosts``: host of each rank."""
     if isinstance(part, GroupSums):
         return f"the sums of ranks {' and '.join(map(str, part.ranks))} ({hosts[part.ranks[0]]})"
     if isinstance(part, LinkBetween):
@@ -71,39 +69,36 @@ def part_text(part: WatchedPart, hosts: Sequence[str]) -> str:
 
 
 def drifted_profile(profile: ClusterProfile, plan: Plan, ratios: Mapping[WatchedPart, float]) -> ClusterProfile:
-    """``profile`` at the speeds of a run. Parts without a ratio are as they were: a machine that has changed says nothing of its
-    like."""
+    """``profile`` at the speeds measured during a run. Other parts stay, even of the same kind."""
     all_ratios: dict[Part, float] = dict.fromkeys(range(len(profile.devices)), 1.0)
     all_ratios.update(ratios.items())
     for part, ratio in ratios.items():
         if isinstance(part, LinkBetween):
             all_ratios[LinkBetween((part.ranks[1], part.ranks[0]))] = ratio
-    own = {part: (ratio,) for part, ratio in all_ratios.items() if part not in plan.leader_of}
-    return calibrated_profile(profile, plan, own)
+    ratios_by_part = {part: (ratio,) for part, ratio in all_ratios.items() if part not in plan.leader_of}
+    return calibrated_profile(profile, plan, ratios_by_part)
 
 
 def calibrated_profile(profile: ClusterProfile, plan: Plan, ratios: Mapping[Part, Ratios]) -> ClusterProfile:
-    """``profile`` with ranks, sums of groups and links as they were in steps of ``plan``.
+    """Calibrate ranks, group all-reduces and links to the measured steps of ``plan``.
 
-    What was not measured is as its like: a rank as those with the same device on like hosts, the sums of a host as those of like
-    hosts, a link as others from the one host to the other. What has no like stays.
-    """
-    computing = {part: own for part, own in ratios.items() if isinstance(part, int)}
+    Unmeasured parts follow measured parts of the same kind: the same device on like hosts, or links between the same hosts."""
+    computing = {part: values for part, values in ratios.items() if isinstance(part, int)}
     for rank, leader in plan.leader_of.items():
         if leader in computing:
             computing.setdefault(rank, computing[leader])
-    optimizer = {part.rank: own for part, own in ratios.items() if isinstance(part, OptimizerSteps)}
-    class_of = {rank: place for place, like in enumerate(like_ranks(profile)) for rank in like}
-    slowness, of_optimizer = (factors(own, class_of, class_of.__getitem__) for own in (computing, optimizer))
-    links = {part.ranks: own for part, own in ratios.items() if isinstance(part, LinkBetween)}
+    optimizer = {part.rank: values for part, values in ratios.items() if isinstance(part, OptimizerSteps)}
+    class_of = {rank: index for index, like_group in enumerate(like_ranks(profile)) for rank in like_group}
+    slowness, of_optimizer = (factors(values, class_of, class_of.__getitem__) for values in (computing, optimizer))
+    links = {part.ranks: values for part, values in ratios.items() if isinstance(part, LinkBetween)}
     sums = dict[str, list[float]]()
-    for part, own in ratios.items():
+    for part, values in ratios.items():
         if isinstance(part, GroupSums):
             host = profile.host(part.ranks[0])
             if host is not None and host.sum_bytes_per_s is not None:
-                sums.setdefault(host.name, []).extend(own)
-            else:  # links tell them
-                links = {**dict.fromkeys(itertools.permutations(part.ranks, 2), own), **links}
+                sums.setdefault(host.name, []).extend(values)
+            else:  # all-reduces over links
+                links = {**dict.fromkeys(itertools.permutations(part.ranks, 2), values), **links}
     classes: dict[str, list[int]] = {}
     for device in profile.devices:
         classes.setdefault(device.host, []).append(class_of[device.rank])
@@ -117,78 +112,78 @@ def calibrated_profile(profile: ClusterProfile, plan: Plan, ratios: Mapping[Part
     return _with_links(replace(with_slowness(profile, slowness, of_optimizer), hosts=hosts), plan, links)
 
 
-def factors(measured: Mapping[Key, Ratios], every: Iterable[Key], like: Callable[[Key], Hashable]) -> dict[Key, float]:
-    """Ratios to change ``every`` by: the median of the steps, as far as it is further than their noise from that of its like."""
-    logs = {key: [math.log(one) for one in ratios if 0 < one < math.inf] for key, ratios in measured.items()}
-    middles = {key: statistics.median(own) for key, own in logs.items() if own}
-    sigma = _step_noise([own for own in logs.values() if own])
-    errors = {key: max(LEAST_ERROR, median_error(sigma, len(logs[key]))) for key in middles}
+def factors(measured: Mapping[Key, Ratios], items: Iterable[Key], kind: Callable[[Key], Hashable]) -> dict[Key, float]:
+    """Calibration factor of each key: the median ratio of its class and of its own steps, as far as beyond the noise."""
+    logs = {key: [math.log(ratio) for ratio in ratios if 0 < ratio < math.inf] for key, ratios in measured.items()}
+    medians = {key: statistics.median(step_logs) for key, step_logs in logs.items() if step_logs}
+    sigma = _step_noise([step_logs for step_logs in logs.values() if step_logs])
+    errors = {key: max(MIN_RATIO_ERROR, median_error(sigma, len(logs[key]))) for key in medians}
     classes: dict[Hashable, list[Key]] = {}
-    for key in every:
-        classes.setdefault(like(key), []).append(key)
-    found = {}
+    for key in items:
+        classes.setdefault(kind(key), []).append(key)
+    factor_by_key = {}
     for keys in classes.values():
-        known = [key for key in keys if key in middles]
-        if known:
-            middle = statistics.median(middles[key] for key in known)
-            common = _clear(middle, statistics.fmean(errors[key] for key in known) / math.sqrt(len(known)))
+        timed = [key for key in keys if key in medians]
+        if timed:
+            median = statistics.median(medians[key] for key in timed)
+            common = _threshold(median, statistics.fmean(errors[key] for key in timed) / math.sqrt(len(timed)))
             for key in keys:
-                own = _clear(middles[key] - middle, errors[key]) if key in middles else 0.0
-                found[key] = math.exp(common + own)
-    return found
+                step_logs = _threshold(medians[key] - median, errors[key]) if key in medians else 0.0
+                factor_by_key[key] = math.exp(common + step_logs)
+    return factor_by_key
 
 
-def _clear(away: float, error: float) -> float:
-    """The part that counts of a difference known up to ``error``: nothing of a small one, nearly all of a large one."""
-    return away * max(0.0, 1 - (CLEAR * error / away) ** 2) if away else 0.0
+def _threshold(difference: float, error: float) -> float:
+    """Soft-threshold a difference by its standard error."""
+    return difference * max(0.0, 1 - (MIN_STANDARD_ERRORS * error / difference) ** 2) if difference else 0.0
 
 
 def _step_noise(logs: Sequence[Sequence[float]]) -> float:
-    """Standard deviation of a step, in logarithms, from all that was measured of several; robust against a few slow steps."""
-    away = []
-    for own in logs:
-        middle, count = statistics.median(own), len(own)
-        off = sorted(abs(one - middle) for one in own)[count % 2 :]  # the middle one of an odd number is no deviation
-        away += [one * math.sqrt(count / (count - 1)) for one in off]
-    return sigma_of(away)
+    """Robust standard deviation of log step times, over all series of several steps."""
+    deviations = []
+    for run in logs:
+        middle, count = statistics.median(run), len(run)
+        off = sorted(abs(log - middle) for log in run)[count % 2 :]  # the median is no deviation
+        deviations += [log * math.sqrt(count / (count - 1)) for log in off]
+    return sigma_of(deviations)
 
 
 def _with_links(profile: ClusterProfile, plan: Plan, measured: Mapping[Pair, Ratios]) -> ClusterProfile:
     names = [device.host for device in profile.devices]
-    own = {pair: _of_link(profile, plan, pair, ratios) for pair, ratios in measured.items()}
+    ratios_by_pair = {pair: _link_ratios(profile, plan, pair, ratios) for pair, ratios in measured.items()}
 
     def hosts(pair: Pair) -> tuple[str, str]:
         return names[pair[0]], names[pair[1]]
 
     listed = {(link.source, link.destination): link for link in profile.links}
-    ratios = factors(own, {**listed, **own}, hosts)
+    ratios = factors(ratios_by_pair, {**listed, **ratios_by_pair}, hosts)
     links = tuple(_slower(link, ratios.get(pair, 1.0)) for pair, link in listed.items())
-    # Pairs that are told by their hosts have what all of them have in common.
-    told: dict[tuple[str, str], list[float]] = {}
+    # Pairs without a link of their own share their hosts' median ratio.
+    ratios_by_hosts: dict[tuple[str, str], list[float]] = {}
     for pair, ratio in ratios.items():
         if pair not in listed:
-            told.setdefault(hosts(pair), []).append(ratio)
+            ratios_by_hosts.setdefault(hosts(pair), []).append(ratio)
     between = {(link.source, link.destination): link for link in profile.host_links}
-    for ends, known in told.items():
+    for ends, host_ratios in ratios_by_hosts.items():
         link = profile.host_link(*ends)
         if link is not None:
-            between[ends] = _slower(replace(link, source=ends[0], destination=ends[1]), statistics.median(known))
+            between[ends] = _slower(replace(link, source=ends[0], destination=ends[1]), statistics.median(host_ratios))
     return replace(profile, links=links, host_links=tuple(between.values()))
 
 
-def _of_link(profile: ClusterProfile, plan: Plan, pair: Pair, ratios: Ratios) -> list[float]:
-    """Ratios of the link, from those of messages: copies at both ends are what they were."""
+def _link_ratios(profile: ClusterProfile, plan: Plan, pair: Pair, ratios: Ratios) -> list[float]:
+    """Ratios of the link alone: copies at both ends keep their predicted time."""
     size = _message_bytes(profile, plan, pair)
     link = profile.link(*pair)
     link_s = link.latency_s + size / link.bytes_per_s
     copies_s = profile.transfer_s(*pair, size) - link_s
     if link_s <= 0:
         return []
-    return [max(LEAST_LINK, (ratio * (link_s + copies_s) - copies_s) / link_s) for ratio in ratios if ratio > 0]
+    return [max(MIN_LINK_RATIO, (ratio * (link_s + copies_s) - copies_s) / link_s) for ratio in ratios if ratio > 0]
 
 
 def _message_bytes(profile: ClusterProfile, plan: Plan, pair: Pair) -> float:
-    """The largest message between two ranks: of neighbouring stages, else a share of the largest layer's gradients."""
+    """The largest message between two ranks: activations, else a share of the largest layer's gradients."""
     model, sizes = profile.model, [0.0]
     for pipeline in plan.pipelines:
         for before, after in itertools.pairwise(pipeline.stages):
@@ -203,82 +198,82 @@ def _slower(link: AnyLink, ratio: float) -> AnyLink:
     return replace(link, latency_s=link.latency_s * ratio, bytes_per_s=link.bytes_per_s / ratio)
 
 
-SHARE = 0.05
-"""The trial of a plan takes at most this share of what the run is predicted to take ..."""
-LONG_S, LONG_SHARE = 60.0, 0.15
-"""... or this one, where the run takes longer than so many seconds; so much also where another plan is looked for and tried."""
-MOST_COUNTED, LEAST_COUNTED = 5, 1
-"""Steps that count. Before them come the rehearsal and a first one of all ranks together."""
-_UNCOUNTED = 2
+MAX_TRIAL_RATIO = 0.05
+"""Maximum share of the predicted run time spent on calibration, ..."""
+LONG_RUN_S, MAX_LONG_TRIAL_RATIO = 60.0, 0.15
+"""... or this share for longer runs, also for trying another plan."""
+MAX_COUNTED_STEPS, MIN_COUNTED_STEPS = 5, 1
+"""Number of measured steps, after the warm-up steps."""
+_WARM_UP_STEPS = 2
 _PARAMETERS_PER_S = 1e8
-"""How fast weights are made up, roughly: 8 billion in 80 s."""
-_NOT_FOUND = "by the times of the trial, the search found no faster plan with it"
+"""Approximate speed of random weight initialisation."""
+_NO_FASTER_PLAN = "by the times of the trial, the search found no faster plan with it"
 
 
 @dataclass(frozen=True)
 class Allowance:
-    """How long a trial may be."""
+    """Limits of a calibration run."""
 
     counted: int
-    """Steps that count; 0: the plan is not tried."""
+    """Measured steps; 0: skip calibration."""
     seconds: float
-    """Length of a trial, about."""
+    """Approximate length of the calibration run."""
     most_s: float = math.inf
-    """No other plan is looked for and tried where that would end later than so many seconds after the first one's trial began."""
+    """Latest end of trying another plan, from the start of the first calibration run."""
 
 
-def allowance(report: PlanReport, profile: ClusterProfile, steps: int, wanted: bool) -> Allowance:
-    """``steps``: those that the run takes. ``wanted``: whatever it takes."""
+def allowance(report: PlanReport, profile: ClusterProfile, steps: int, is_required: bool) -> Allowance:
+    """Limits of a calibration run before a run of ``steps`` steps. ``is_required``: calibrate whatever it costs."""
     run_s = steps * report.predicted_step_s
     seconds = partial(trial_s, report, profile)
-    for share, least_s in ((SHARE, 0.0), (LONG_SHARE, LONG_S)):
-        for counted in range(MOST_COUNTED, LEAST_COUNTED - 1, -1):
+    for share, least_s in ((MAX_TRIAL_RATIO, 0.0), (MAX_LONG_TRIAL_RATIO, LONG_RUN_S)):
+        for counted in range(MAX_COUNTED_STEPS, MIN_COUNTED_STEPS - 1, -1):
             if run_s >= least_s and seconds(counted) <= share * run_s:
-                return Allowance(counted, seconds(counted), math.inf if wanted else LONG_SHARE * run_s)
-    return Allowance(LEAST_COUNTED, seconds(LEAST_COUNTED)) if wanted else Allowance(0, 0.0)
+                return Allowance(counted, seconds(counted), math.inf if is_required else MAX_LONG_TRIAL_RATIO * run_s)
+    return Allowance(MIN_COUNTED_STEPS, seconds(MIN_COUNTED_STEPS)) if is_required else Allowance(0, 0.0)
 
 
 def trial_s(report: PlanReport, profile: ClusterProfile, counted: int) -> float:
-    """Seconds of a trial of which ``counted`` steps count, about: a rank makes up its weights, then all take steps."""
-    held = dict.fromkeys(report.plan.ranks, 0.0)
+    """Approximate seconds of a calibration run: weight initialisation, warm-up and ``counted`` steps."""
+    parameters_by_rank = dict.fromkeys(report.plan.ranks, 0.0)
     for layer, ranks in holders(report.plan).items():
         for rank in ranks:
-            held[rank] += profile.model.layers[layer].parameters
-    return max(held.values()) / _PARAMETERS_PER_S + (_UNCOUNTED + counted) * report.predicted_step_s
+            parameters_by_rank[rank] += profile.model.layers[layer].parameters
+    return max(parameters_by_rank.values()) / _PARAMETERS_PER_S + (_WARM_UP_STEPS + counted) * report.predicted_step_s
 
 
-def explained(
-    taken: PlanReport, told: str, said: Sequence[PlanReport] = (), other: PlanReport | None = None
+def with_reasons(
+    calibrated: PlanReport, outcome: str, reports: Sequence[PlanReport] = (), rejected: PlanReport | None = None
 ) -> PlanReport:
-    """A plan that was tried, with reasons that belong to its figures as they were corrected.
+    """Add the outcome of calibration to a plan's reasons.
 
     Args:
-        taken: as ``planner.complete_plan`` has it for the corrected profile.
-        told: what came of looking for another plan.
-        said: plans as the planner gave them by unlike profiles: what it said of all of them still holds.
-        other: the plan that was not taken.
+        calibrated: report for the calibrated profile.
+        outcome: result of looking for another plan.
+        reports: earlier planner reports; reasons that all of them share are kept.
+        rejected: the other plan, if one was found.
     """
-    reasons = [one for one in said[0].reasons if all(one in report.reasons for report in said)] if said else []
-    kept = [one for one in said[0].idle if all(one in report.idle for report in said)] if said else []
-    idle = {one.rank: one for one in kept}
-    for rank in (one.rank for one in taken.idle):
-        reason = told if other is None or rank in other.plan.ranks else _NOT_FOUND
+    reasons = [r for r in reports[0].reasons if all(r in report.reasons for report in reports)] if reports else []
+    common_idle = [r for r in reports[0].idle if all(r in report.idle for report in reports)] if reports else []
+    idle = {entry.rank: entry for entry in common_idle}
+    for rank in (entry.rank for entry in calibrated.idle):
+        reason = outcome if rejected is None or rank in rejected.plan.ranks else _NO_FASTER_PLAN
         idle.setdefault(rank, IdleRank(rank, reason))
-    first = f"tried: {units.seconds(taken.expected_step_s)} per step; {told}"
+    first = f"tried: {units.seconds(calibrated.expected_step_s)} per step; {outcome}"
     return replace(
-        taken,
-        alone=_alone(taken, told, other),
-        idle=tuple(idle[one.rank] for one in taken.idle),
-        reasons=tuple(dict.fromkeys([first, *taken.reasons[1:], *reasons])),
+        calibrated,
+        alone=_alone(calibrated, outcome, rejected),
+        idle=tuple(idle[entry.rank] for entry in calibrated.idle),
+        reasons=tuple(dict.fromkeys([first, *calibrated.reasons[1:], *reasons])),
     )
 
 
-def _alone(taken: PlanReport, told: str, other: PlanReport | None) -> Alone | None:
-    """The best rank alone; where that is the ``other`` plan, as it was tried, and why it is not taken where it would be faster."""
-    best = taken.alone
+def _alone(calibrated: PlanReport, outcome: str, rejected: PlanReport | None) -> Alone | None:
+    """The best single rank, with its measured time and why it was rejected if it is ``rejected``."""
+    best = calibrated.alone
     if best is None or best.step_s is None:
         return best
     step_s = best.step_s
-    if other is not None and other.tried_step_s is not None and other.plan.ranks == [best.rank]:
-        step_s = other.tried_step_s
-    return replace(best, step_s=step_s, problem=told if step_s < taken.predicted_step_s else "")
+    if rejected is not None and rejected.tried_step_s is not None and rejected.plan.ranks == [best.rank]:
+        step_s = rejected.tried_step_s
+    return replace(best, step_s=step_s, problem=outcome if step_s < calibrated.predicted_step_s else "")

@@ -1,7 +1,4 @@
-"""Why ranks wait: every second of a step in which a rank computes nothing is given one cause.
-
-Works on events alone, so measured steps are explained as predicted ones are.
-"""
+"""Idle time of predicted or measured steps: attribute each idle second of a rank to a cause."""
 
 from __future__ import annotations
 
@@ -17,17 +14,17 @@ class Idling:
     """Seconds of a step in which one rank computes nothing, by cause."""
 
     activations_s: float = 0.0
-    """The stage before has not computed the awaited activations yet."""
+    """Waiting for the previous stage to compute activations."""
     gradients_s: float = 0.0
-    """The stage behind has not computed the awaited gradients yet."""
+    """Waiting for the next stage to compute gradients."""
     link_s: float = 0.0
-    """The awaited message has been computed and is queued or under way, or a send keeps the rank from computing."""
+    """Waiting for a message that is queued or in transit, or for a blocking send."""
     sums_s: float = 0.0
-    """Gradients are being summed with those of other ranks, or brought to the other end of a tied matrix."""
+    """Gradient all-reduce, or exchange of a tied matrix."""
     group_s: float = 0.0
-    """It exchanges with the other ranks of its group, or waits for them, while they compute a stage together."""
+    """Exchange within a tensor-parallel group."""
     end_s: float = 0.0
-    """The rank is done with its micro-batches and sums, or with the step, and others are not."""
+    """Finished while other ranks are not."""
 
     @property
     def total_s(self) -> float:
@@ -35,13 +32,13 @@ class Idling:
 
 
 def idling(events: Sequence[Event], plan: Plan) -> dict[int, Idling]:
-    """Rank -> its idle seconds by cause, of one step's ``events`` under ``plan``.
+    """Attribute each rank's idle time in one step to causes.
 
-    The step lasts from 0 to the last event's end; on each rank computing (F, B, I, W, STEP) and idling add up to it::
+    The step lasts from 0 to the last event's end; computing (F, B, I, W, STEP) and idling add up to it::
 
         clock     0   1   2   3   4   5   6   7
         rank 0    F   F   g   g   B   B   s   S
-        rank 1    a   F   B   F   B   e   s   S      a: activations, g: gradients, s: sums, e: end
+        rank 1    a   F   B   F   B   e   s   S      a: activations, g: gradients, s: all-reduce, e: end
     """
     last = max((event.end_s for event in events), default=0.0)
     computed, pipeline_of = _computed(events), {number: index for number, index, _ in plan.numbered}
@@ -49,10 +46,10 @@ def idling(events: Sequence[Event], plan: Plan) -> dict[int, Idling]:
     for event in sorted(events, key=lambda event: (event.rank, event.start_s, event.end_s)):
         by_rank.setdefault(event.rank, []).append(event)
     result: dict[int, Idling] = {}
-    for rank, own in by_rank.items():
-        sums = [(event.start_s, event.end_s) for event in own if event.action.op is Op.REDUCE]
-        parts, now = [{"group_s": sum(event.exchanged_s for event in own)}], 0.0
-        for event in own:
+    for rank, rank_events in by_rank.items():
+        sums = [(event.start_s, event.end_s) for event in rank_events if event.action.op is Op.REDUCE]
+        parts, now = [{"group_s": sum(event.exchanged_s for event in rank_events)}], 0.0
+        for event in rank_events:
             if event.action.op in COMPUTING:
                 if event.action.op is Op.STEP:
                     parts.append(_done(sums, now, event.start_s))
@@ -74,18 +71,18 @@ def _done(sums: Iterable[tuple[float, float]], now: float, until: float) -> dict
 def _awaited(
     now: float, event: Event, ready: dict[tuple[bool, int, int | None], float], pipeline_of: dict[int, int]
 ) -> dict[str, float]:
-    """The causes of waiting from ``now`` until ``event`` begins."""
+    """Causes of the wait from ``now`` until ``event`` starts."""
     op, stage = event.action.op, event.action.stage
     source = stage - 1 if op is Op.F else stage + 1
     awaits = op is not Op.W and pipeline_of.get(source) == pipeline_of[stage]
     computed = ready.get((op is Op.F, source, event.action.micro_batch)) if awaits else None
-    # With nothing to wait for, only a send that blocks its rank can have kept it.
+    # Without an awaited message, only a blocking send can have delayed the rank.
     since = now if computed is None else min(max(now, computed), event.start_s)
     return {"link_s": event.start_s - since, "activations_s" if op is Op.F else "gradients_s": since - now}
 
 
 def _covered_s(spans: Iterable[tuple[float, float]], begin: float, end: float) -> float:
-    """Seconds between ``begin`` and ``end`` that lie in some span; spans in order of their starts."""
+    """Seconds in [``begin``, ``end``] covered by ``spans``, which are sorted by start."""
     covered, now = 0.0, begin
     for start, stop in spans:
         start, stop = max(start, now), min(stop, end)
@@ -95,7 +92,7 @@ def _covered_s(spans: Iterable[tuple[float, float]], begin: float, end: float) -
 
 
 def _computed(events: Sequence[Event]) -> dict[tuple[bool, int, int | None], float]:
-    """(forward?, stage, micro-batch) -> when its result was there: the first end, where a backward has several parts."""
+    """(forward?, stage, micro-batch) -> end of the first part of its computation."""
     ready: dict[tuple[bool, int, int | None], float] = {}
     for event in sorted(events, key=lambda event: event.end_s):
         if event.action.op in COMPUTE:

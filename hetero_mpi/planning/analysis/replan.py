@@ -1,11 +1,9 @@
-"""A better plan for machines that have changed their speed while a run goes on, from which nothing of the numbers changes.
+"""Replanning during a run after machines have changed their speed, without changing numerical results.
 
-The number of pipelines, their shares of the batch and their micro-batches stay. With one pipeline everything else is open;
-with several every pipeline keeps its ranks.
+The number of pipelines, batch shares and micro-batches stay. With several pipelines each keeps its ranks.
 
-As a program (``python -m hetero_mpi.planning.analysis.replan``) it reads a question and writes an answer, as JSON: a run asks a
-process of its own, since a thread that plans would take the interpreter from the one that trains.
-"""
+Run as a program, it reads a question from stdin and writes the answer to stdout as JSON, in a process of its own so that
+planning does not hold the training process's interpreter lock."""
 
 from __future__ import annotations
 
@@ -17,8 +15,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from hetero_mpi.planning.contention import while_computing
-from hetero_mpi.planning.decision.decide import decide, in_order, nearest_searched
-from hetero_mpi.planning.decision.groups import improved
+from hetero_mpi.planning.decision.decide import decide, in_requested_order, nearest_searched
+from hetero_mpi.planning.decision.groups import improve_group_plan
 from hetero_mpi.planning.decision.planner import complete_plan
 from hetero_mpi.planning.outline import outlined
 from hetero_mpi.planning.owners import owned_units
@@ -31,36 +29,35 @@ from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.util.errors import UserError
 
-_MADE = "made while the run went on, for the speeds measured then"
-_LEFT_OUT = "too slow, or its links are, by the speeds measured while the run went on"
-_STILL_OUT = "the search found no faster plan with it, by the speeds measured while the run went on"
-IDLE_GAIN = 0.2
-"""A rank that computes is left out only for so much more than keeping it gains: a rank that sleeps cannot show that it has
-become fast again."""
+_REPLANNED_REASON = "made while the run went on, for the speeds measured then"
+_TOO_SLOW_REASON = "too slow, or its links are, by the speeds measured while the run went on"
+_NO_FASTER_PLAN_REASON = "the search found no faster plan with it, by the speeds measured while the run went on"
+MIN_IDLING_GAIN_RATIO = 0.2
+"""Extra gain required to idle a working rank: an idle rank cannot show that it has recovered."""
 
 
-LEAST_GAIN = 0.05
-"""A step must become shorter by this share, or nothing moves: predictions are not better than that."""
-MARGIN = 2.0
-"""Least gain of the remaining steps, in parts of what moving costs."""
+MIN_GAIN_RATIO = 0.05
+"""Minimum relative gain: predictions are no more accurate."""
+MIN_PAYBACK = 2.0
+"""Minimum gain over the remaining steps, as a multiple of the cost of moving."""
 _VALUE_BYTES, _MOMENTS_BYTES = 4, 8
-"""Bytes of a trained parameter on its way: itself and two moments, in fp32."""
-_Way = tuple[int, int, int]
+"""Bytes sent per trained parameter: the value, and two moments, in fp32."""
+_Transfer = tuple[int, int, int]
 """(from rank, to rank, layer)"""
 
 
 @dataclass(frozen=True)
 class ReplanQuestion:
-    """A plan that runs, and the machines as they are now."""
+    """The running plan, and the measured cluster."""
 
     profile: ClusterProfile
-    """At the speeds that were measured during the run (``drifted_profile``)."""
+    """At the speeds measured during the run (``drifted_profile``)."""
     request: PlanRequest
     report: PlanReport
-    """The plan that runs."""
+    """The running plan."""
     remaining_steps: int
     rebuild_s: float
-    """Part of the cost of a change that does not depend on what moves."""
+    """Fixed cost of a change, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -68,36 +65,36 @@ class Prospect:
     """The gain and the cost of a change of plans."""
 
     now_s: float
-    """A step under the plan as it is, at the new speeds."""
+    """Step time of the running plan at the new speeds."""
     then_s: float
-    """A step under the new plan."""
+    """Step time of the new plan."""
     cost_s: float
-    """Seconds that moving takes."""
+    """Seconds to move the trained state."""
 
     @property
     def gain_s(self) -> float:
-        """Per step."""
+        """Seconds gained per step."""
         return self.now_s - self.then_s
 
     def hopeless(self, remaining_steps: int) -> bool:
-        """Whatever comes: the gain is too small, or the run too short."""
-        return self.gain_s < LEAST_GAIN * self.now_s or self.gain_s * remaining_steps < MARGIN * self.cost_s
+        """Whether the gain is too small or the run too short."""
+        return self.gain_s < MIN_GAIN_RATIO * self.now_s or self.gain_s * remaining_steps < MIN_PAYBACK * self.cost_s
 
     def pays(self, steps_since: int, remaining_steps: int) -> bool:
-        """True if layers should move now, ``steps_since`` steps after the speeds have changed."""
+        """Whether to move layers now, ``steps_since`` steps after the speed change."""
         return not self.hopeless(remaining_steps) and self.gain_s * steps_since >= self.cost_s
 
 
 @dataclass(frozen=True)
 class ReplanAnswer:
-    """The best plan found, and what it would bring; the plan that runs where nothing is better."""
+    """The best plan found and its gain; the running plan if none is better."""
 
     report: PlanReport
     prospect: Prospect
 
 
 def answer(question: ReplanQuestion) -> ReplanAnswer:
-    """The plan with which the remaining steps and the change to it take the least time. Deterministic."""
+    """Find the plan that minimises the remaining run time including the move. Deterministic."""
     now, profile = question.report.plan, question.profile
 
     def step_s(plan: Plan) -> float:
@@ -111,101 +108,101 @@ def answer(question: ReplanQuestion) -> ReplanAnswer:
 
     now_s = step_s(now)
     best, least_s = now, question.remaining_steps * now_s
-    # A group's sums have bits of their own: none is formed while a run goes on.
+    # A new tensor-parallel group would change rounding: none is formed during a run.
     groups = question.request.groups and bool(now.leader_of)
     searched = replace(question, request=replace(nearest_searched(question.request), groups=groups))
-    for found in _candidates(searched):
-        plan = in_order(found, profile, question.request)
-        if plan is not None and (its_s := seconds(plan)) < least_s:
-            best, least_s = plan, its_s
+    for candidate in _candidates(searched):
+        plan = in_requested_order(candidate, profile, question.request)
+        if plan is not None and (total_s := seconds(plan)) < least_s:
+            best, least_s = plan, total_s
     if best is not now:
-        for plan in (_less_moved(best, question, seconds), best):
-            with contextlib.suppress(UserError):  # memory: of ranks exchanged, and of pipelines that share a host's
+        for plan in (_with_fewer_moves(best, question, seconds), best):
+            with contextlib.suppress(UserError):  # out of memory after an exchange, or on a shared host
                 completed = complete_plan(plan, profile, question.request)
-                idle = tuple(IdleRank(one.rank, _why_idle(one.rank, question)) for one in completed.idle)
-                report = replace(completed, idle=idle, reasons=(_MADE, *completed.reasons[1:]))
+                idle = tuple(IdleRank(entry.rank, _why_idle(entry.rank, question)) for entry in completed.idle)
+                report = replace(completed, idle=idle, reasons=(_REPLANNED_REASON, *completed.reasons[1:]))
                 return ReplanAnswer(report, Prospect(now_s, step_s(plan), cost_s(plan)))
     return ReplanAnswer(question.report, Prospect(now_s, now_s, 0.0))
 
 
 def _why_idle(rank: int, question: ReplanQuestion) -> str:
-    """The reason given before, as far as it has nothing to do with times; else what was found now."""
-    known = {idle.rank: idle.reason for idle in question.report.idle}
+    """The previous reason if it is not about speed, else a new one."""
+    reason_by_rank = {idle.rank: idle.reason for idle in question.report.idle}
     model, device = question.profile.model, question.profile.devices[rank]
-    if rank in known and model.dtype not in device.dtypes:
-        return known[rank]
-    return _STILL_OUT if rank in known else _LEFT_OUT
+    if rank in reason_by_rank and model.dtype not in device.dtypes:
+        return reason_by_rank[rank]
+    return _NO_FASTER_PLAN_REASON if rank in reason_by_rank else _TOO_SLOW_REASON
 
 
-def _less_moved(plan: Plan, question: ReplanQuestion, seconds: Callable[[Plan], float]) -> Plan:
-    """``plan`` with ranks of a pipeline exchanged where layers then stay where they are, and it costs next to nothing: ranks that
-    are alike differ by the noise of what was measured. Ranks of groups stay."""
+def _with_fewer_moves(plan: Plan, question: ReplanQuestion, seconds: Callable[[Plan], float]) -> Plan:
+    """Exchange ranks within pipelines where that keeps layers in place at no cost: like ranks differ by noise. Groups stay."""
     if plan.leader_of:
         return plan
     before = question.report.plan.holders
     most_s = seconds(plan) * (1 + question.request.indifference)
     for number, index, _ in plan.numbered:
         stage = plan.numbered[number][2]
-        ranks = [other.ranks[0] for other in plan.pipelines[index].stages]
-        kept = {rank: sum(rank in before[layer] for layer in range(stage.first, stage.last)) for rank in ranks}
-        keeper, rank = max(ranks, key=lambda one: kept[one]), stage.ranks[0]
-        if kept[keeper] > kept[rank]:
+        ranks = [changed.ranks[0] for changed in plan.pipelines[index].stages]
+        kept_layers = {rank: sum(rank in before[layer] for layer in range(stage.first, stage.last)) for rank in ranks}
+        keeper, rank = max(ranks, key=lambda peer: kept_layers[peer]), stage.ranks[0]
+        if kept_layers[keeper] > kept_layers[rank]:
             exchanged = {rank: keeper, keeper: rank}
-            other = renumbered(plan, [exchanged.get(one, one) for one in range(len(question.profile.devices))])
-            plan = other if seconds(other) <= most_s else plan
+            changed = renumbered(plan, [exchanged.get(peer, peer) for peer in range(len(question.profile.devices))])
+            plan = changed if seconds(changed) <= most_s else plan
     return plan
 
 
 def _candidates(question: ReplanQuestion) -> Iterator[Plan]:
     plan, profile = question.report.plan, question.profile
     if plan.leader_of:
-        yield improved(plan, profile, question.request)
+        yield improve_group_plan(plan, profile, question.request)
     busy = while_computing(profile, plan.ranks)
-    recut = replace(plan, pipelines=tuple(_recut(one, busy, question.request) for one in plan.pipelines))
+    recut = replace(plan, pipelines=tuple(_recut(p, busy, question.request) for p in plan.pipelines))
     yield recut
     if len(plan.pipelines) > 1:
         return
     (pipeline,) = plan.pipelines
     request = replace(question.request, thorough=False, max_pipelines=1, micro_batch_choices=(pipeline.micro_batch,))
-    free = _decided(profile, request)
+    free = _decided_plan(profile, request)
     if free is None:
         return
-    kept_s = min(outlined(one, profile).step_s for one in (plan, recut))
-    if set(pipeline.held) <= set(free.ranks) or outlined(free, profile).step_s < (1 - IDLE_GAIN) * kept_s:
+    kept_s = min(outlined(p, profile).step_s for p in (plan, recut))
+    if set(pipeline.held) <= set(free.ranks) or outlined(free, profile).step_s < (1 - MIN_IDLING_GAIN_RATIO) * kept_s:
         yield free
 
 
 def _recut(pipeline: PipelinePlan, profile: ClusterProfile, request: PlanRequest) -> PipelinePlan:
-    """One pipeline with other cuts, another order of its ranks and other depths, if one is found; else as it is."""
+    """The pipeline with better cuts, rank order and depths, if any."""
     ranks = sorted(pipeline.held)
-    # A short last micro-batch is taken to be a whole one.
-    whole = -(-pipeline.sequences // pipeline.micro_batch) * pipeline.micro_batch
+    # A short last micro-batch counts as full.
+    rounded_sequences = -(-pipeline.sequences // pipeline.micro_batch) * pipeline.micro_batch
     request = replace(
         request,
-        global_batch=whole,
+        global_batch=rounded_sequences,
         micro_batch_choices=(pipeline.micro_batch,),
         max_pipelines=1,
         indifference=max(request.indifference, 1e-4),
         allow_idle=False,
         thorough=False,
     )
-    found = _decided(restricted(profile, ranks), request)
-    return pipeline if found is None else replace(renumbered(found, ranks).pipelines[0], sequences=pipeline.sequences)
+    plan = _decided_plan(restricted(profile, ranks), request)
+    return pipeline if plan is None else replace(renumbered(plan, ranks).pipelines[0], sequences=pipeline.sequences)
 
 
-def _decided(profile: ClusterProfile, request: PlanRequest) -> Plan | None:
+def _decided_plan(profile: ClusterProfile, request: PlanRequest) -> Plan | None:
     try:
         decision = decide(profile, request)
-    except UserError:  # such as a micro-batch, given by hand, that does not divide the batch
+    except UserError:  # such as a hand-written micro-batch size that does not divide the batch
         return None
     return decision.plan if decision is not None else None
 
 
 def moving_s(profile: ClusterProfile, old: Plan, new: Plan) -> float:
-    """Seconds until every rank has the trained state that it needs and does not have, as ``state.redistribute`` sends it: a
-    parameter's owner sends the values to all that will hold it, and the moments to its next owner. Of a group first all give
-    their parts to the owner; whole tensors are sent to each member. Each rank receives and sends one thing at a time."""
-    model, sent = profile.model, dict[_Way, float]()
+    """Seconds to redistribute the trained state as ``state.redistribute`` does.
+
+    Groups first gather at their owner. Owners send values to all holders, and moments to the next owner. Each rank sends and
+    receives one message at a time."""
+    model, sent = profile.model, dict[_Transfer, float]()
     after, together = owned_units(new, model), {stage.ranks[0]: stage.ranks for _, _, stage in new.numbered}
     needing = holders(new)
     for (layer, unit), (source, count) in owned_units(old, model).items():
@@ -213,29 +210,28 @@ def moving_s(profile: ClusterProfile, old: Plan, new: Plan) -> float:
         for rank in needing[layer]:
             size = count * (_VALUE_BYTES + _moments_bytes(model.layers[layer]) * (rank in owning))
             sent[source, rank, layer] = sent.get((source, rank, layer), 0) + size
-    return _busiest_s(profile, _parts(old, model)) + _busiest_s(profile, sent)
+    return _busiest_s(profile, _group_part_bytes(old, model)) + _busiest_s(profile, sent)
 
 
-def _parts(plan: Plan, model: ModelCost) -> dict[_Way, float]:
-    """Bytes that members of groups give their first rank: their share of what is cut, and of several pipelines theirs owns."""
-    found, weight = {}, plan.state_weights
+def _group_part_bytes(plan: Plan, model: ModelCost) -> dict[_Transfer, float]:
+    """Bytes that group members send to their first rank: their shards, or the part of them that it owns."""
+    bytes_by_transfer, weight = {}, plan.state_weights
     for _, _, stage in plan.numbered:
-        for place, rank in enumerate(stage.ranks[1:], 1):
+        for member, rank in enumerate(stage.ranks[1:], 1):
             for number in range(stage.first, stage.last):
                 layer, leader = model.layers[number], stage.ranks[0]
-                owned = weight[leader] / sum(weight[other] for other in held_by(plan, number))
-                experts = layer.expert_trainable * stage.expert_share(place)
-                cut = (layer.divided_trainable - layer.expert_trainable) * stage.share(place) + experts
-                found[rank, leader, number] = owned * cut * (_VALUE_BYTES + _moments_bytes(layer))
-    return found
+                owned = weight[leader] / sum(weight[holder] for holder in held_by(plan, number))
+                experts = layer.expert_trainable * stage.expert_share(member)
+                cut = (layer.divided_trainable - layer.expert_trainable) * stage.share(member) + experts
+                bytes_by_transfer[rank, leader, number] = owned * cut * (_VALUE_BYTES + _moments_bytes(layer))
+    return bytes_by_transfer
 
 
 def _moments_bytes(layer: LayerCost) -> float:
-    """Bytes of a trained parameter's moments."""
     return _MOMENTS_BYTES - layer.moments_saving_bytes / max(1, layer.trainable_parameters)
 
 
-def _busiest_s(profile: ClusterProfile, sent: Mapping[_Way, float]) -> float:
+def _busiest_s(profile: ClusterProfile, sent: Mapping[_Transfer, float]) -> float:
     busy: dict[tuple[str, int], float] = {}
     for (source, destination, _), size in sent.items():
         if source != destination and size:
@@ -246,7 +242,7 @@ def _busiest_s(profile: ClusterProfile, sent: Mapping[_Way, float]) -> float:
 
 
 def main() -> int:
-    """Question on stdin, answer on stdout. Stands back behind whatever else the machine computes."""
+    """Read the question from stdin and write the answer to stdout, at low priority."""
     os.nice(10)
     question = decode(ReplanQuestion, json.load(sys.stdin), "question")
     json.dump(encode(answer(question), infinity_as_text=True), sys.stdout)

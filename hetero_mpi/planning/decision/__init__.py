@@ -1,1 +1,1 @@
-"""Which plan it is, with its figures and reasons: the searches are asked, and what comes out is explained."""
+"""The planning decision: run the searches, compare their plans, and explain the chosen plan."""

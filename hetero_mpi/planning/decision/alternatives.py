@@ -1,9 +1,7 @@
-"""Plan again with one thing changed, and say what came of it.
+"""Alternative plans: plan again with one change and report the simulated step time.
 
-The alternatives: other plans for the same cluster (a plan's reasons), other machines and links (what if), free links and
-plenty of memory (losses), and changes that make a model fit (``planner.remedies``). No figure is extrapolated: each is the
-simulated step time of a plan for what was changed.
-"""
+The changes are other plans for the same cluster (reasons), other machines and links (what-if), free links and unlimited
+memory (losses), and changes that make a model fit (``planner.remedies``)."""
 
 from __future__ import annotations
 
@@ -40,74 +38,74 @@ from hetero_mpi.util import units
 from hetero_mpi.util.errors import UserError
 
 DOES_NOT_FIT = "the model does not fit in memory"
-MOST_ACTIONS = 20_000
-"""Alternatives to plans with more actions are not simulated: it takes longer than planning."""
+MAX_SIMULATED_ACTIONS = 20_000
+"""Plans with more actions get no simulated alternatives: simulation would take longer than planning."""
 AS_INT8 = 'activations and gradients as int8 (train.wire = "int8", which rounds them)'
-FASTER = 10
-"""What-if lines make a link this many times as fast."""
+LINK_SPEEDUP_FACTOR = 10
+"""Factor by which what-if lines speed a link up."""
 NEXT_GBIT = {1.0: 10.0, 2.5: 10.0, 5.0: 10.0, 10.0: 25.0, 25.0: 100.0, 40.0: 100.0, 50.0: 100.0}
-"""Ethernet's usual speeds, and what one would buy next."""
-SHARE_OF_NOMINAL = 0.75
-"""At least so much of its nominal speed reaches the program."""
-MOST_LINKS = 6
-MOST_RANKS = 8
-"""What-if lines name no more pairs of ranks, and ranks, than these: the ones that matter most."""
-NO_CHANGE = 0.0005
-"""Step times that differ by less are shown as the same."""
-NOTABLE = 0.1
-"""From this share of the step on, a loss is named as what limits a plan; below it the devices are."""
+"""Common Ethernet speed -> the usual upgrade."""
+MIN_NOMINAL_RATIO = 0.75
+"""Minimum share of the nominal link speed that a program measures."""
+MAX_NAMED_LINKS = 6
+MAX_NAMED_RANKS = 8
+"""Maximum number of links and ranks in the what-if lines."""
+MIN_STEP_CHANGE_RATIO = 0.0005
+"""Step times within this ratio count as equal."""
+MIN_LIMITING_RATIO = 0.1
+"""Minimum share of the step at which a loss, not device speed, is reported as the limit."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The step time of an alternative; None: no plan, for the reason ``problem``."""
+    """The step time of an alternative; None: no plan, because of ``problem``."""
 
     change: str
     step_s: float | None
     problem: str = ""
 
     def sentence(self, best_s: float) -> str:
-        """``one pipeline instead of 2: 1.20x slower (492 ms per step)``, beside a step of ``best_s`` seconds."""
+        """Compare with a step of ``best_s`` seconds: ``one pipeline instead of 2: 1.20x slower (492 ms per step)``."""
         if self.step_s is None:
             return f"{self.change}: does not fit in memory"
         times = f"{units.ratio(self.step_s, best_s):.2f}"
-        how = "as fast" if float(times) <= 1 else f"{times}x slower"
-        return f"{self.change}: {how} ({units.seconds(self.step_s)} per step)"
+        comparison = "as fast" if float(times) <= 1 else f"{times}x slower"
+        return f"{self.change}: {comparison} ({units.seconds(self.step_s)} per step)"
 
 
 @dataclass(frozen=True)
 class Alternative:
-    """A cluster and a request with one thing changed, or a row of changes."""
+    """A cluster and a request with one or several changes."""
 
     name: str
     profile: ClusterProfile
     request: PlanRequest
     plans: tuple[Plan, ...] | None = None
-    """Those of which the fastest that fits is the answer; None: the planner's own."""
-    known: Plan | None = None
-    """A plan that fits here as well: what is searched briefly may be slower than it."""
+    """Plans to choose the fastest fitting one from; None: run the planner."""
+    known_plan: Plan | None = None
+    """A plan known to fit; the brief search may miss plans as fast."""
     settings: tuple[str, ...] = ()
-    """Keys of the job with the values that make the change."""
+    """Job settings that make the change."""
     estimated: str = ""
-    """Words on costs that are not the profile's."""
+    """Note that costs are estimated, not profiled."""
 
     @property
     def text(self) -> str:
         return ": ".join(filter(None, (self.name, " and ".join(self.settings)))) + self.estimated
 
-    def asking(self, name: str, setting: str, **changes: Any) -> Alternative:
-        """This one with a further change, to the request."""
+    def changing(self, name: str, setting: str, **changes: Any) -> Alternative:
+        """Change the request as well."""
         return replace(self, name=name, settings=(*self.settings, setting), request=replace(self.request, **changes))
 
     def costing(
         self, name: str, settings: Iterable[str], model: ModelCost, source: str = "this profile's figures"
     ) -> Alternative:
-        """This one with a further change, to a model of other costs, estimated from ``source``."""
+        """Replace the model's costs as well, estimated from ``source``."""
         settings, profile = (*self.settings, *settings), replace(self.profile, model=model)
         return replace(self, name=name, settings=settings, profile=profile, estimated=f" (estimated from {source})")
 
     def plan_again(self) -> Outcome:
-        """The step time of the plan for what is changed."""
+        """Step time of the best plan for the changed cluster and request."""
         try:
             step_s = self._step_s()
         except UserError as error:
@@ -118,7 +116,7 @@ class Alternative:
         if self.plans is None:
             decision = _fastest(self.profile, self.request)
             seconds = [decision.step_s] if decision is not None else []
-            seconds += [outlined(self.known, self.profile).step_s] if self.known is not None else []
+            seconds += [outlined(self.known_plan, self.profile).step_s] if self.known_plan is not None else []
             return min(seconds, default=None)
         fitter = Fitter(self.profile, self.request)
         fitted = (plan for plan in map(fitter.fitted, self.plans) if plan is not None)
@@ -130,18 +128,18 @@ def _fastest(profile: ClusterProfile, request: PlanRequest) -> Decision | None:
     return fastest(profile, replace(request, brief=True))
 
 
-# Reasons: other ways to run the step
+# Reasons: alternative plans
 
 
-def other_ways(decision: Decision, profile: ClusterProfile, request: PlanRequest) -> Iterator[Outcome]:
-    """Other ways to run the step, planned and simulated likewise: an even split, one pipeline, plain 1F1B."""
+def alternative_outcomes(decision: Decision, profile: ClusterProfile, request: PlanRequest) -> Iterator[Outcome]:
+    """Simulate an even split, one pipeline, plain 1F1B and other alternatives for the same ranks."""
     plan, count = decision.plan, len(decision.plan.pipelines)
     actions = sum(4 * len(pipeline.stages) * pipeline.micro_batches for pipeline in plan.pipelines)
     if decision.one_stage_s is not None:
         yield Outcome("one stage per rank instead of several", decision.one_stage_s)
-    if actions > MOST_ACTIONS or any(pipeline.interleaved for pipeline in plan.pipelines) or plan.leader_of:
+    if actions > MAX_SIMULATED_ACTIONS or any(pipeline.interleaved for pipeline in plan.pipelines) or plan.leader_of:
         return
-    for name, ways in _other_plans(plan, profile, request).items():
+    for name, ways in _alternative_pipelines(plan, profile, request).items():
         plans = tuple(replace(plan, pipelines=tuple(way)) for way in ways)
         if plans and plans != (plan,):
             yield Alternative(name, profile, request, plans).plan_again()
@@ -150,10 +148,10 @@ def other_ways(decision: Decision, profile: ClusterProfile, request: PlanRequest
         yield Outcome(f"one pipeline instead of {count}", step_s)
 
 
-def _other_plans(
+def _alternative_pipelines(
     plan: Plan, profile: ClusterProfile, request: PlanRequest
 ) -> dict[str, Iterable[Iterable[PipelinePlan]]]:
-    """Name -> the pipelines of plans for the same ranks that differ in one thing."""
+    """Name -> pipelines of plans for the same ranks that differ in one aspect."""
     pipelines, count, used = plan.pipelines, len(plan.pipelines), len(plan.numbered)
     sizes, auto = sorted(set(request.micro_batch_choices), reverse=True), request.schedule == "auto"
     share, rest = divmod(request.global_batch, count)
@@ -168,83 +166,84 @@ def _other_plans(
             for size in sizes
             if uneven and share % size == 0
         ),
-        "backward in one part instead of two": [[replace(one, split_backward=False) for one in pipelines]] * auto,
+        "backward in one part instead of two": [[replace(p, split_backward=False) for p in pipelines]] * auto,
         f"1F1B's own warm-up instead of {depths}": [with_classic_depths(plan).pipelines] * auto,
     }
 
 
 def _even_split(pipeline: PipelinePlan, layers: int) -> PipelinePlan:
-    """``pipeline`` with an even cut: stages with equally many layers, or one more or less."""
+    """``pipeline`` with layers split evenly across its stages."""
     cuts = [round(i * layers / len(pipeline.stages)) for i in range(len(pipeline.stages) + 1)]
     ends = zip(pipeline.stages, cuts, cuts[1:], strict=False)
     return replace(pipeline, stages=tuple(replace(stage, first=first, last=last) for stage, first, last in ends))
 
 
 def _data_parallel(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> Iterator[list[PipelinePlan]]:
-    """A pipeline for every rank in use: each micro-batch goes to the rank that would be done with it first. With micro-batches of
-    every size; where the plan streams some stage, streamed in slices of every size, too."""
+    """Plans with one single-stage replica per rank: each micro-batch goes to the rank that finishes it first. Tries every
+    micro-batch size and, if ``plan`` offloads a stage, every slice size."""
     ranks = sorted(stage.ranks[0] for _, _, stage in plan.numbered)
     sizes, devices = sorted(set(request.micro_batch_choices)), while_computing(profile, ranks).devices
     streams = any(stage.streamed for _, _, stage in plan.numbered)
-    for size in (one for one in sizes if request.global_batch // one >= len(ranks)):
+    for size in (n for n in sizes if request.global_batch // n >= len(ranks)):
         seconds = [whole_model_s(profile, devices[rank], size * request.sequence_length) for rank in ranks]
         counts = [1] * len(ranks)
         for _ in range(request.global_batch // size - len(ranks)):
             counts[min(range(len(ranks)), key=lambda i: (counts[i] + 1) * seconds[i])] += 1
-        for part in (None, *(one for one in sizes if one <= size and streams)):
-            stage = StagePlan((0,), 0, plan.layers, 0, streamed=part is not None, slice_sequences=part)
-            held = (replace(stage, ranks=(rank,)) for rank in ranks)
-            yield [PipelinePlan((own,), size, count * size) for own, count in zip(held, counts, strict=True)]
+        for slice_size in (None, *(n for n in sizes if n <= size and streams)):
+            stage = StagePlan((0,), 0, plan.layers, 0, streamed=slice_size is not None, slice_sequences=slice_size)
+            copies = (replace(stage, ranks=(rank,)) for rank in ranks)
+            yield [PipelinePlan((copy,), size, count * size) for copy, count in zip(copies, counts, strict=True)]
 
 
 # What if: other machines and links
 
 
 def what_ifs(
-    own: PlanReport, profile: ClusterProfile, request: PlanRequest, free_links_s: float = 0.0
+    planned: PlanReport, profile: ClusterProfile, request: PlanRequest, free_links_s: float = 0.0
 ) -> Iterator[Outcome]:
-    """The planner's answers to changes of the cluster; ``own`` is its plan for the cluster as it is.
+    """Plan for faster links, int8 messages, and machines removed or added.
 
     Args:
-        free_links_s: ``Losses.free_links_s``, where it is known: where messages cost nothing, faster links are not planned for.
+        planned: plan for the unchanged cluster.
+        free_links_s: ``Losses.free_links_s`` if known; faster links are not planned for if free links gain nothing.
     """
-    unchanged, model = own.predicted_step_s <= free_links_s * (1 + NO_CHANGE), profile.model
-    for name, faster in _faster_links(own.plan, profile):
-        again = Alternative(name, faster, request, known=own.plan)
-        yield Outcome(name, own.predicted_step_s) if unchanged else again.plan_again()
+    unchanged, model = planned.predicted_step_s <= free_links_s * (1 + MIN_STEP_CHANGE_RATIO), profile.model
+    for name, faster in _faster_link_profiles(planned.plan, profile):
+        faster_links = Alternative(name, faster, request, known_plan=planned.plan)
+        yield Outcome(name, planned.predicted_step_s) if unchanged else faster_links.plan_again()
     if not unchanged and model.wire is None and model.sequence_length > 1:  # a language model
-        yield Alternative(AS_INT8, with_wire(profile, INT8), request, known=own.plan).plan_again()
-    for alternative in _other_machines(own.plan, profile, request):
+        yield Alternative(AS_INT8, with_wire(profile, INT8), request, known_plan=planned.plan).plan_again()
+    for alternative in _cluster_alternatives(planned.plan, profile, request):
         yield alternative.plan_again()
 
 
-def _faster_links(own: Plan, profile: ClusterProfile) -> Iterator[tuple[str, ClusterProfile]]:
-    """The next Ethernet, each link that matters, and all of them, faster."""
-    yield from faster_networks(own, profile)
-    pairs = link_pairs(own)
-    for pair in pairs[:MOST_LINKS]:
-        yield f"link {pair[0]} - {pair[1]} {FASTER}x faster", with_faster_links(profile, [pair])
+def _faster_link_profiles(plan: Plan, profile: ClusterProfile) -> Iterator[tuple[str, ClusterProfile]]:
+    """Profiles with the next Ethernet, with each used link faster, and with all links faster."""
+    yield from faster_networks(plan, profile)
+    pairs = link_pairs(plan)
+    for pair in pairs[:MAX_NAMED_LINKS]:
+        yield f"link {pair[0]} - {pair[1]} {LINK_SPEEDUP_FACTOR}x faster", with_faster_links(profile, [pair])
     if len(pairs) > 1:
-        yield f"all links {FASTER}x faster", with_faster_links(profile)
+        yield f"all links {LINK_SPEEDUP_FACTOR}x faster", with_faster_links(profile)
 
 
 def faster_networks(plan: Plan, profile: ClusterProfile) -> Iterator[tuple[str, ClusterProfile]]:
-    """The cluster with the usual next Ethernet, for each that the plan's messages between hosts run over now."""
+    """Profiles with the next faster Ethernet, for each Ethernet speed that messages between hosts use."""
     used = {ethernet_gbit(profile.link(*pair)) for a, b in link_pairs(plan) for pair in ((a, b), (b, a))}
-    for now in sorted(speed for speed in used if speed is not None):
-        times, alike = NEXT_GBIT[now] / now, partial(lambda speed, link: ethernet_gbit(link) == speed, now)
-        faster = with_faster_links(profile, times=times, latency=False, where=alike)
-        yield f"{NEXT_GBIT[now]:g} GbE instead of {now:g}", faster
+    for gbit in sorted(speed for speed in used if speed is not None):
+        times, matches = NEXT_GBIT[gbit] / gbit, partial(lambda speed, link: ethernet_gbit(link) == speed, gbit)
+        faster = with_faster_links(profile, times=times, latency=False, where=matches)
+        yield f"{NEXT_GBIT[gbit]:g} GbE instead of {gbit:g}", faster
 
 
 def ethernet_gbit(link: LinkProfile | HostLinkProfile) -> float | None:
-    """The Ethernet that a link between hosts looks like by its speed; None: none of the usual ones."""
+    """Nominal Ethernet speed that matches a link's bandwidth; None: same host or no common speed."""
     measured = 8 * link.bytes_per_s / 1e9
-    return None if link.same_host else next((g for g in NEXT_GBIT if SHARE_OF_NOMINAL * g <= measured <= g), None)
+    return None if link.same_host else next((g for g in NEXT_GBIT if MIN_NOMINAL_RATIO * g <= measured <= g), None)
 
 
 def link_pairs(plan: Plan) -> list[tuple[int, int]]:
-    """Pairs of ranks that exchange messages under ``plan``, lower rank first, in the order of the pipelines."""
+    """Pairs of ranks that exchange messages, lower rank first, in pipeline order."""
     pairs: dict[tuple[int, int], None] = {}
     for pipeline in plan.pipelines:
         for before, behind in zip(pipeline.stages, pipeline.stages[1:], strict=False):
@@ -254,21 +253,21 @@ def link_pairs(plan: Plan) -> list[tuple[int, int]]:
     return list(pairs)
 
 
-def _other_machines(own: Plan, profile: ClusterProfile, request: PlanRequest) -> Iterator[Alternative]:
-    """Without one rank of each class of interchangeable ranks in use, the fastest first; and with one more like the fastest."""
+def _cluster_alternatives(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> Iterator[Alternative]:
+    """The cluster without one rank of each class in use, fastest first; and with a second fastest rank."""
 
     def speed(rank: int) -> tuple[float, int]:
         return whole_model_s(profile, profile.devices[rank]), rank
 
-    classes = [[rank for rank in members if rank in own.ranks] for members in rank_classes(profile)]
-    chosen = sorted((members[0] for members in classes if members), key=speed)
-    for rank in chosen[:MOST_RANKS] if len(own.ranks) > 1 else ():
-        others = restricted(profile, [device.rank for device in profile.devices if device.rank != rank])
-        yield Alternative(f"without rank {rank} ({profile.devices[rank].name})", others, request)
+    classes = [[rank for rank in members if rank in plan.ranks] for members in rank_classes(profile)]
+    representatives = sorted((members[0] for members in classes if members), key=speed)
+    for rank in representatives[:MAX_NAMED_RANKS] if len(plan.ranks) > 1 else ():
+        remaining = restricted(profile, [device.rank for device in profile.devices if device.rank != rank])
+        yield Alternative(f"without rank {rank} ({profile.devices[rank].name})", remaining, request)
     quickest = profile.devices[min((device.rank for device in usable_devices(profile)), key=speed)]
-    alone = sum(device.name == quickest.name for device in profile.devices) == 1
-    name = f"{'a second' if alone else 'one more'} {quickest.name}, like rank {quickest.rank}"
-    yield Alternative(name, with_copy_of(profile, quickest.rank), request, known=own)
+    is_only = sum(device.name == quickest.name for device in profile.devices) == 1
+    name = f"{'a second' if is_only else 'one more'} {quickest.name}, like rank {quickest.rank}"
+    yield Alternative(name, with_copy_of(profile, quickest.rank), request, known_plan=plan)
 
 
 # Losses: free links and plenty of memory
@@ -276,41 +275,39 @@ def _other_machines(own: Plan, profile: ClusterProfile, request: PlanRequest) ->
 
 @dataclass(frozen=True)
 class Losses:
-    """Where a plan's step goes beyond the time that always busy devices would take, in shares of the step.
+    """Step time lost against fully busy devices, by cause, as shares of the step.
 
-    ``1 - bound_s / step_s = choice + links + memory + granularity``, but for what is clipped at zero.
-    """
+    ``1 - bound_s / step_s = choice + links + memory + granularity``, except for clipping at zero."""
 
     step_s: float
     bound_s: float
-    """Fluid bound of the cluster with free links and plenty of memory: nothing but the devices' speed."""
+    """Fluid bound with free links and unlimited memory: device speed only."""
     choice: float
-    """The plan is not the one the planner would have made (0 for its own)."""
+    """Loss of a hand-written plan against the planner's."""
     links: float
     memory: float
     free_links_s: float
-    """The step of the planner's plan, if messages took no time."""
+    """Step time of the planner's plan with free links."""
     granularity: float
-    """Whole layers and whole micro-batches: uneven stages, and a pipeline that fills and drains."""
+    """Uneven stages, and pipeline fill and drain."""
 
     @property
     def limit(self) -> str:
-        """``device``, ``link``, ``memory`` or ``granularity``: what costs most; the devices, when nothing costs much."""
+        """The largest loss (``link``, ``memory`` or ``granularity``), or ``device`` if none is notable."""
         shares = {"link": self.links, "memory": self.memory, "granularity": self.granularity}
         worst = max(shares, key=lambda kind: shares[kind])
-        return worst if shares[worst] >= NOTABLE else "device"
+        return worst if shares[worst] >= MIN_LIMITING_RATIO else "device"
 
 
-def losses(plan: PlanReport, own: PlanReport, profile: ClusterProfile, request: PlanRequest) -> Losses:
-    """The losses of ``plan`` by their causes. ``own``: the planner's plan for the same request (often ``plan`` itself, also
-    where it has none)."""
+def losses(plan: PlanReport, planned: PlanReport, profile: ClusterProfile, request: PlanRequest) -> Losses:
+    """The losses of ``plan`` by cause; ``planned``: the planner's plan for the same request."""
     free, step_s = with_free_links(profile), plan.predicted_step_s
     roomy = with_plenty_of_memory(free)
-    # A plan by hand may be faster than what the job leaves to the planner.
-    known = [report.plan for report in (plan, own) if report.predicted_step_s <= own.predicted_step_s]
-    free_s, roomy_s = ([outlined(one, cluster).step_s for one in known] for cluster in (free, roomy))
-    if len(profile.devices) > MAX_RANKS_WITHOUT_LAYOUTS:  # too many ranks to plan again for three shares of a step
-        roomy_s.append(outlined(with_recompute(known[-1], min(request.recompute_choices)), roomy).step_s)
+    # A hand-written plan may be faster than the planner's.
+    plans = [report.plan for report in (plan, planned) if report.predicted_step_s <= planned.predicted_step_s]
+    free_s, roomy_s = ([outlined(p, cluster).step_s for p in plans] for cluster in (free, roomy))
+    if len(profile.devices) > MAX_RANKS_WITHOUT_LAYOUTS:  # planning again would take too long
+        roomy_s.append(outlined(with_recompute(plans[-1], min(request.recompute_choices)), roomy).step_s)
     else:
         roomy_decision = _fastest(roomy, request)
         if roomy_decision is None:
@@ -320,7 +317,7 @@ def losses(plan: PlanReport, own: PlanReport, profile: ClusterProfile, request: 
         roomy_s.append(roomy_decision.step_s)
         free_s += [free_decision.step_s] if free_decision is not None else []
     without_links = min(free_s)
-    without_both, own_s = min(without_links, *roomy_s), min(own.predicted_step_s, step_s)
+    without_links_and_memory, own_s = min(without_links, *roomy_s), min(planned.predicted_step_s, step_s)
     bound_s = fluid_bound_s(roomy, request)
 
     def share(more_s: float, less_s: float) -> float:
@@ -331,7 +328,7 @@ def losses(plan: PlanReport, own: PlanReport, profile: ClusterProfile, request: 
         bound_s=bound_s,
         choice=share(step_s, own_s),
         links=share(own_s, without_links),
-        memory=share(without_links, without_both),
+        memory=share(without_links, without_links_and_memory),
         free_links_s=without_links,
-        granularity=share(without_both, bound_s),
+        granularity=share(without_links_and_memory, bound_s),
     )

@@ -1,13 +1,9 @@
-"""Plans in which ranks of one host hold a stage together, each a share of every layer (tensor parallelism).
+"""Tensor parallelism: plans in which ranks of one host share the layers of a stage.
 
-That pays where ranks would wait for each other (a batch of one or two long sequences leaves nothing to overlap), and where a layer
-is larger than a device. The searches know ranks only: they are given a cluster in which a group is one rank, as fast as its
-members are together (``group_costs.group_device``). What they find is written out with groups, timed and counted as it is, and
-its shares and cuts are then improved one by one.
-
-Groups are looked at only where the bounds of such a cluster leave room for the gain that is asked for, with no more pipelines than
-they leave it for: where ranks by themselves have nothing to wait for, they do not, and no search is made.
-"""
+Groups help when pipelining cannot overlap (a batch of one or two long sequences) or a layer exceeds one device's memory. The
+search runs on a contracted cluster, where each group is one rank (``group_costs.group_device``). Its plans are expanded to
+the full cluster, simulated, and improved by moving heads, experts and layers. Groupings whose lower bounds rule out
+``MIN_GAIN_RATIO`` are never searched."""
 
 from __future__ import annotations
 
@@ -25,84 +21,84 @@ from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import MEASURED, ClusterProfile, DeviceProfile
 from hetero_mpi.planning.types.request import PlanRequest
 
-GAIN = 0.02
-"""So much shorter a step must be for a plan with groups: its sums keep all members waiting for the slowest."""
-LARGEST = 64
-"""In clusters of more ranks groups are not looked for."""
-SEARCHES = 4
-"""So many clusters with groups are searched at the most, those with the lowest bounds; where nothing fits otherwise, all of them
-until something fits."""
-SEVERAL = 2
-"""Of so many, beside or among these, several pipelines are looked at, which takes longer."""
-NEAR = 1.05
-"""Plans that take up to so many times as long as they should are improved."""
-ROOMS = (1.0, 0.85, 0.7)
-"""Parts of a group's memory that the searches are told, until what they find fits as it is."""
-ROUNDING = 1e-9
-COARSE = 16
-"""Experts are moved from member to member one by one and by this part of all."""
-SIZES = (2, 3, 4, 8)
-"""Of groups, beside all ranks of a host and all but one."""
+MIN_GAIN_RATIO = 0.02
+"""Minimum gain of a plan with groups, whose members wait for the slowest in every layer."""
+MAX_GROUP_SEARCH_RANKS = 64
+"""Maximum number of ranks for which groups are searched."""
+MAX_SEARCHES = 4
+"""Maximum number of groupings searched, lowest bounds first; without a fitting plan, all until one fits."""
+MAX_MULTI_SEARCHES = 2
+"""Maximum number of groupings searched with several pipelines."""
+MAX_DESCENT_START_RATIO = 1.05
+"""Plans up to this many times slower than the target are improved."""
+MEMORY_RATIOS = (1.0, 0.85, 0.7)
+"""Shares of a group's memory given to the search, until its plan fits."""
+EXPERT_MOVE_DIVISOR = 16
+"""Experts move one at a time, and in steps of all experts divided by this."""
+GROUP_SIZES = (2, 3, 4, 8)
+"""Group sizes, besides all ranks of a host and all but one."""
 
-Timed = tuple[Plan, float]
-"""A plan and the seconds of a step."""
-Search = Callable[[ClusterProfile, PlanRequest], Plan | None]
-Cost = Callable[[int, int], float]
-"""(place in a group, how many it has) -> what is to be small for all."""
+TimedPlan = tuple[Plan, float]
+"""A plan and its step time in seconds."""
+PlanSearch = Callable[[ClusterProfile, PlanRequest], Plan | None]
+MemberCost = Callable[[int, int], float]
+"""(member, number of its heads or experts) -> cost, of which the maximum is minimised."""
 
 
 Groups = tuple[StagePlan, ...]
-"""Disjoint ranks, each as if it held the whole chain."""
+"""Disjoint groups, each as a stage of all layers."""
 
 
 def with_groups(
     profile: ClusterProfile,
     request: PlanRequest,
     best_s: float | None,
-    search: Search,
+    search: PlanSearch,
     crowded: Collection[int] = (),
-) -> Timed | None:
-    """A plan with groups at least ``GAIN`` shorter than ``best_s`` (None: nothing fits without); None: none was found. ``crowded``:
-    ranks with less than a core a thread, which form none: members would wait in every layer for one that does not run."""
-    hosts = _by_host(profile, crowded)
-    if not _wanted(profile, request) or not hosts:
+) -> TimedPlan | None:
+    """Find a plan with groups at least ``MIN_GAIN_RATIO`` faster than ``best_s``.
+
+    Args:
+        best_s: step time without groups; None: nothing fits without.
+        crowded: ranks with less than a core per thread, which join no group: members would wait for them in every layer.
+    """
+    hosts = _groupable_devices(profile, crowded)
+    if not _may_have_groups(profile, request) or not hosts:
         return None
-    limit_s = math.inf if best_s is None else best_s * (1 - GAIN)
+    limit_s = math.inf if best_s is None else best_s * (1 - MIN_GAIN_RATIO)
     sizes = tuple({*request.micro_batch_choices, *request.alone_micro_batch_choices})
     least = replace(request, split_choices=(False,), micro_batch_choices=sizes)
     if limit_s < math.inf and fluid_bound_s(profile, least) >= limit_s:
         return None
-    return _Search(profile, request, search, hosts).shorter_than(limit_s)
+    return GroupSearch(profile, request, search, hosts).shorter_than(limit_s)
 
 
-def improved(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> Plan:
-    """A plan with groups, with heads, experts and layers moved between ranks as long as that makes it shorter."""
+def improve_group_plan(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> Plan:
+    """Move heads, experts and layers between ranks as long as the step gets shorter."""
     fitter = Fitter(profile, request)
-    return fitter.descended(plan, fitter.step_s(plan), _near)[0]
+    return fitter.descended(plan, fitter.step_s(plan), _neighbours)[0]
 
 
-def _wanted(profile: ClusterProfile, request: PlanRequest) -> bool:
-    """May a plan have groups?"""
-    wanted = request.groups and request.schedule == "auto" and not profile.emulated
-    return wanted and (profile.model.heads or 0) > 1 and len(profile.devices) <= LARGEST
+def _may_have_groups(profile: ClusterProfile, request: PlanRequest) -> bool:
+    may_group = request.groups and request.schedule == "auto" and not profile.emulated
+    return may_group and (profile.model.heads or 0) > 1 and len(profile.devices) <= MAX_GROUP_SEARCH_RANKS
 
 
-def _by_host(profile: ClusterProfile, crowded: Collection[int]) -> list[list[DeviceProfile]]:
-    """The devices that may form groups, of every host that has several. Of a cluster that was measured, those of which it is known
-    what half the heads take: ranks divide little of a small layer's time."""
-    found: dict[str, list[DeviceProfile]] = {}
+def _groupable_devices(profile: ClusterProfile, crowded: Collection[int]) -> list[list[DeviceProfile]]:
+    """Devices that may form groups, by host. Measured ones need a time for half the heads, since small layers divide badly."""
+    devices_by_host: dict[str, list[DeviceProfile]] = {}
     for device in usable_devices(profile):
         if device.rank not in crowded and (device.halved or profile.source != MEASURED):
-            found.setdefault(device.host, []).append(device)
-    return [devices for devices in found.values() if len(devices) > 1]
+            devices_by_host.setdefault(device.host, []).append(device)
+    return [devices for devices in devices_by_host.values() if len(devices) > 1]
 
 
-class _Search:
+class GroupSearch:
     def __init__(
         self,
         profile: ClusterProfile,
         request: PlanRequest,
-        search: Search,
+        search: PlanSearch,
         hosts: Sequence[Sequence[DeviceProfile]],
     ) -> None:
         self.profile, self.request, self.search, self.hosts = profile, request, search, hosts
@@ -111,114 +107,112 @@ class _Search:
         self.tokens = min(request.micro_batch_choices) * request.sequence_length
         self.chains = {device.rank: member_chain_s(profile, device, self.tokens) for device in usable_devices(profile)}
 
-    def shorter_than(self, limit_s: float) -> Timed | None:
-        """The best plan with groups that is found below ``limit_s``."""
-        known = {}
+    def shorter_than(self, limit_s: float) -> TimedPlan | None:
+        """Best plan with groups found below ``limit_s``."""
+        bounds_by_groups = {}
         for ranks in dict.fromkeys(self._groupings()):
             groups = tuple(map(self._quickest, ranks))
-            known[groups] = self._bounds_s(groups, limit_s)
-        several = self._for_several(known)
-        first = sorted(known, key=lambda groups: known[groups].get(1, math.inf))[:SEARCHES]
+            bounds_by_groups[groups] = self._bounds_s(groups, limit_s)
+        several = self._for_several(bounds_by_groups)
+        first = sorted(bounds_by_groups, key=lambda groups: bounds_by_groups[groups].get(1, math.inf))[:MAX_SEARCHES]
         promising = []
-        for groups, bounds_s in known.items():
-            wanted = [number for number in bounds_s if number == 1 or groups in several]
-            if wanted:
-                promising.append((min(bounds_s[number] for number in wanted), max(wanted), groups))
-        best: Timed | None = None
-        for bound_s, most, groups in sorted(promising, key=lambda one: one[0]):
-            sought_s = limit_s if best is None else best[1]
-            if sought_s < math.inf and (bound_s >= sought_s or groups not in (*several, *first)):
+        for groups, bounds_s in bounds_by_groups.items():
+            pipeline_counts = [number for number in bounds_s if number == 1 or groups in several]
+            if pipeline_counts:
+                promising.append((min(bounds_s[number] for number in pipeline_counts), max(pipeline_counts), groups))
+        best: TimedPlan | None = None
+        for bound_s, max_pipelines, groups in sorted(promising, key=lambda entry: entry[0]):
+            target_s = limit_s if best is None else best[1]
+            if target_s < math.inf and (bound_s >= target_s or groups not in (*several, *first)):
                 continue
-            numbers = tuple(dict.fromkeys((most, 1))) if 1 in known[groups] else (most,)
+            numbers = tuple(dict.fromkeys((max_pipelines, 1))) if 1 in bounds_by_groups[groups] else (max_pipelines,)
             for plan in self._plans(groups, numbers):
                 step_s = self.fitter.step_s(plan)
-                if step_s < NEAR * sought_s:
-                    better = self.fitter.descended(plan, step_s, _near)
-                    best = better if better[1] < sought_s and (best is None or better[1] < best[1]) else best
+                if step_s < MAX_DESCENT_START_RATIO * target_s:
+                    better = self.fitter.descended(plan, step_s, _neighbours)
+                    best = better if better[1] < target_s and (best is None or better[1] < best[1]) else best
         return best
 
     def _bounds_s(self, groups: Groups, limit_s: float) -> dict[int, float]:
-        """Number of pipelines -> no plan of so many with these groups, heads shared so, takes less; those below ``limit_s``."""
-        small, asked = contracted(self.profile, groups, self.tokens), self._asked(groups)
-        by_itself = replace(asked, micro_batch_choices=tuple(sorted(self._sizes(groups))))
-        fluid_s, known = fluid_bound_s(small, by_itself), filling_bounds_s(small, by_itself)
-        return {number: max(fluid_s, own_s) for number, own_s in known.items() if max(fluid_s, own_s) < limit_s}
+        """Number of pipelines -> lower bound of the step time with these groups, if below ``limit_s``."""
+        small, request = contracted(self.profile, groups, self.tokens), self._asked(groups)
+        by_itself = replace(request, micro_batch_choices=tuple(sorted(self._sizes(groups))))
+        fluid_s, filling = fluid_bound_s(small, by_itself), filling_bounds_s(small, by_itself)
+        return {number: max(fluid_s, fill_s) for number, fill_s in filling.items() if max(fluid_s, fill_s) < limit_s}
 
-    def _for_several(self, known: Mapping[Groups, Mapping[int, float]]) -> list[Groups]:
-        """The groups that are most promising in several pipelines, by their bounds; of those that like hosts would form, one."""
-        unlike: dict[object, tuple[float, Groups]] = {}
-        for groups, bounds_s in known.items():
-            least_s = min((its_s for number, its_s in bounds_s.items() if number > 1), default=math.inf)
+    def _for_several(self, bounds_by_groups: Mapping[Groups, Mapping[int, float]]) -> list[Groups]:
+        """The groupings with the lowest bounds for several pipelines, one per set of identical hosts."""
+        distinct: dict[object, tuple[float, Groups]] = {}
+        for groups, bounds_s in bounds_by_groups.items():
+            least_s = min((bound_s for number, bound_s in bounds_s.items() if number > 1), default=math.inf)
             memory = [[self.profile.devices[rank].memory_bytes for rank in group.ranks] for group in groups]
             if least_s < math.inf:
-                unlike.setdefault(f"{bounds_s} {sorted(memory)}", (least_s, groups))
-        return [groups for _, groups in sorted(unlike.values(), key=lambda one: one[0])[:SEVERAL]]
+                distinct.setdefault(f"{bounds_s} {sorted(memory)}", (least_s, groups))
+        return [groups for _, groups in sorted(distinct.values(), key=lambda entry: entry[0])[:MAX_MULTI_SEARCHES]]
 
     def _groupings(self) -> Iterator[tuple[tuple[int, ...], ...]]:
-        """Ways to form groups: on all hosts in the same way, and on one host alone."""
+        """Groupings: alike on all hosts, or on one host alone."""
         options = [self._options([device.rank for device in devices]) for devices in self.hosts]
-        for name in dict.fromkeys(name for own in options for name in own):
-            yield tuple(group for own in options for group in own.get(name, ()))
-            yield from (own[name] for own in options if name in own)
+        for name in dict.fromkeys(name for host_options in options for name in host_options):
+            yield tuple(group for host_options in options for group in host_options.get(name, ()))
+            yield from (host_options[name] for host_options in options if name in host_options)
 
     def _options(self, ranks: Sequence[int]) -> dict[str, tuple[tuple[int, ...], ...]]:
-        """Name -> groups of one host's ranks: all of them, the fastest ones, as many groups of one size as there can be, or as many
-        with one of each kind of device."""
+        """Name -> groups of one host's ranks: all, the fastest, equal sizes, or one of each backend."""
         count = len(ranks)
         ordered = sorted(ranks, key=lambda rank: (sum(self.chains[rank]), rank))
-        found: dict[str, tuple[tuple[int, ...], ...]] = {}
-        most = max(self.heads, self._timed_experts(ranks))  # each needs a head or an expert
-        if count <= most:
-            found["all"] = (tuple(sorted(ranks)),)
-        for size in sorted({*SIZES, count - 1}):
-            if 2 <= size <= min(count, most):
-                found[f"{size} fastest"] = (tuple(sorted(ordered[:size])),)
+        options: dict[str, tuple[tuple[int, ...], ...]] = {}
+        max_size = max(self.heads, self._timed_experts(ranks))  # each needs a head or an expert
+        if count <= max_size:
+            options["all"] = (tuple(sorted(ranks)),)
+        for size in sorted({*GROUP_SIZES, count - 1}):
+            if 2 <= size <= min(count, max_size):
+                options[f"{size} fastest"] = (tuple(sorted(ordered[:size])),)
                 begins = range(0, count - size + 1, size)
-                found[f"each {size}"] = tuple(tuple(sorted(ordered[begin : begin + size])) for begin in begins)
+                options[f"each {size}"] = tuple(tuple(sorted(ordered[begin : begin + size])) for begin in begins)
         kinds: dict[str, list[int]] = {}
         for rank in ordered:
             kinds.setdefault(self.profile.devices[rank].backend, []).append(rank)
-        if 1 < len(kinds) <= most:  # such as a GPU with heads and a processor with experts
-            found["one of each kind"] = tuple(tuple(sorted(ranks)) for ranks in zip(*kinds.values(), strict=False))
-        return found
+        if 1 < len(kinds) <= max_size:  # such as a GPU with heads and a processor with experts
+            options["one of each kind"] = tuple(tuple(sorted(ranks)) for ranks in zip(*kinds.values(), strict=False))
+        return options
 
     def _timed_experts(self, ranks: Sequence[int]) -> int:
-        """How many there are to share; 0 where it is not known how fast these ranks are at them."""
+        """Number of experts to share; 0: these ranks have no expert times."""
         timed = all(self.chains[rank].experts > 0 for rank in ranks)
         return (self.profile.model.experts or 0) if timed else 0
 
     def _quickest(self, ranks: tuple[int, ...]) -> StagePlan:
-        """Heads and experts for each rank such that the slowest one takes as short as possible: each one to the rank that would
-        have it done first. Where experts were not timed, in proportion to heads, of which each rank has one then."""
+        """Share heads and experts so that the slowest rank is fastest: each goes to the rank that would finish it first.
+        Without expert times, experts are shared in proportion to heads."""
         chains = [self.chains[rank] for rank in ranks]
         timed = self._timed_experts(ranks)
         least = [int(len(ranks) > timed)] * len(ranks)
-        shares = _dealt(self.heads, least, lambda place, n: chains[place].with_heads(n / self.heads))
+        shares = _deal(self.heads, least, lambda member, n: chains[member].with_heads(n / self.heads))
         each_s = [chain.experts if timed else 1 / share for chain, share in zip(chains, shares, strict=True)]
-        return self._group(ranks, shares, lambda place, n: each_s[place] * n)
+        return self._group(ranks, shares, lambda member, n: each_s[member] * n)
 
     def _roomiest(self, ranks: tuple[int, ...]) -> StagePlan:
-        """Heads and experts for each rank in proportion to its memory; of heads one each, if there are as many."""
+        """Share heads and experts in proportion to memory, with at least one head each if possible."""
         memory = [self.profile.devices[rank].memory_bytes for rank in ranks]
 
-        def fullness(place: int, count: int) -> float:
-            return count / max(1, memory[place])
+        def fullness(member: int, count: int) -> float:
+            return count / max(1, memory[member])
 
         least = [int(len(ranks) <= self.heads)] * len(ranks)
-        return self._group(ranks, _dealt(self.heads, least, fullness), fullness)
+        return self._group(ranks, _deal(self.heads, least, fullness), fullness)
 
-    def _group(self, ranks: tuple[int, ...], shares: tuple[int, ...], expert_cost: Cost) -> StagePlan:
+    def _group(self, ranks: tuple[int, ...], shares: tuple[int, ...], expert_cost: MemberCost) -> StagePlan:
         count = self.profile.model.experts
-        experts = _dealt(count, [int(share == 0) for share in shares], expert_cost) if count is not None else None
+        experts = _deal(count, [int(share == 0) for share in shares], expert_cost) if count is not None else None
         return StagePlan(ranks, 0, len(self.profile.model.layers), 0, shares=shares, experts=experts)
 
     def _asked(self, groups: Groups) -> PlanRequest:
-        """The request for a cluster with these groups. There are fewer pipelines to share the batch, so micro-batches may be
-        larger."""
+        """The request for the contracted cluster: fewer pipelines allow larger micro-batches."""
         request = self.request
-        left = len(self.profile.devices) - sum(len(group.ranks) - 1 for group in groups)
-        most = max(1, request.global_batch // left)
-        larger = {size for size in request.alone_micro_batch_choices if size <= most}
+        remaining_ranks = len(self.profile.devices) - sum(len(group.ranks) - 1 for group in groups)
+        max_size = max(1, request.global_batch // remaining_ranks)
+        larger = {size for size in request.alone_micro_batch_choices if size <= max_size}
         return replace(
             request,
             micro_batch_choices=tuple(sorted({*request.micro_batch_choices, *larger})),
@@ -229,27 +223,27 @@ class _Search:
         )
 
     def _sizes(self, groups: Groups) -> set[int]:
-        """Micro-batches of a group by itself, and of the cluster with groups."""
+        """Micro-batch sizes of a group alone and of the contracted cluster."""
         return {*self.request.alone_micro_batch_choices, *self._asked(groups).micro_batch_choices}
 
     def _plans(self, groups: Groups, pipelines: Sequence[int]) -> Iterator[Plan]:
-        """Plans with these groups that fit: one stage on each group by itself, and what the search finds of the whole cluster, of
-        so many pipelines at the most; where some of several are too large, of the next number."""
+        """Fitting plans: one stage on each group alone, and the search's plan for each pipeline limit, until one with several
+        pipelines fits."""
         alone = len(groups) == 1 and len(groups[0].ranks) == len(self.profile.devices)
         if self.request.allow_idle or alone:
             yield from (plan for group in groups if (plan := self._by_itself(group)) is not None)
         roomy = tuple(self._roomiest(group.ranks) for group in groups)
-        some = dict.fromkeys((groups, roomy))
-        for most in pipelines:
-            too_large, unused = False, set[Groups]()
-            for shared, room in itertools.product(some, ROOMS):
-                if shared in unused:  # nor would they be with less room
+        share_choices = dict.fromkeys((groups, roomy))
+        for max_pipelines in pipelines:
+            too_large, groups_not_used = False, set[Groups]()
+            for shared, memory_ratio in itertools.product(share_choices, MEMORY_RATIOS):
+                if shared in groups_not_used:  # nor with less memory
                     continue
-                asked = replace(self._asked(shared), max_pipelines=most)
-                found = self.search(contracted(self.profile, shared, self.tokens, room), asked)
-                written = None if found is None else self._written(found, shared)
+                request = replace(self._asked(shared), max_pipelines=max_pipelines)
+                contracted_plan = self.search(contracted(self.profile, shared, self.tokens, memory_ratio), request)
+                written = None if contracted_plan is None else self._written(contracted_plan, shared)
                 if written is None or not written.leader_of:
-                    unused.add(shared)
+                    groups_not_used.add(shared)
                     continue
                 if any(any(group_problems(n, stage, written, self.profile)) for n, _, stage in written.numbered):
                     continue
@@ -262,14 +256,13 @@ class _Search:
                 return
 
     def _by_itself(self, group: StagePlan) -> Plan | None:
-        """The whole model on one group."""
         layers = len(self.profile.model.layers)
         batch = self.request.global_batch
         pipelines = [PipelinePlan((group,), size, batch) for size in sorted(self._sizes((group,)))]
         return self._shortest(self._fitted(Plan((p,), batch, self.request.sequence_length, layers)) for p in pipelines)
 
     def _written(self, plan: Plan, groups: Groups) -> Plan:
-        """A plan of the smaller cluster in the numbers of the whole one, with its groups."""
+        """Expand a plan of the contracted cluster."""
         leads = {group.ranks[0]: group for group in groups}
         follow = {rank for group in groups for rank in group.ranks[1:]}
         numbers = [rank for rank in range(len(self.profile.devices)) if rank not in follow]
@@ -282,76 +275,73 @@ class _Search:
         return plan.with_stages([written(stage) for _, _, stage in plan.numbered])
 
     def _fitted(self, plan: Plan) -> Plan | None:
-        """``plan``, or where memory asks for it with forwards repeated on all stages, or shared otherwise; None: it does not fit
-        even so."""
+        """``plan``, with recompute or other shares if memory requires it; None: it does not fit."""
         plans = [plan, with_recompute(plan, True)] if True in self.request.recompute_choices else [plan]
         if self.fitter.holds(plan):
             return plan
-        return self._shortest(_lightened(one, self.fitter) for one in plans)
+        return self._shortest(_with_shares_that_fit(candidate, self.fitter) for candidate in plans)
 
     def _shortest(self, plans: Iterable[Plan | None]) -> Plan | None:
-        found = (plan for plan in plans if plan is not None)
-        return min(found, key=self.fitter.step_s, default=None)
+        fitting_plans = (plan for plan in plans if plan is not None)
+        return min(fitting_plans, key=self.fitter.step_s, default=None)
 
 
-def _lightened(plan: Plan, fitter: Fitter) -> Plan | None:
-    """``plan`` with heads and experts moved from member to member until it fits, each time those that cost the least time for the
-    bytes that their rank lacked; None: it does not fit even so."""
+def _with_shares_that_fit(plan: Plan, fitter: Fitter) -> Plan | None:
+    """Move heads and experts until ``plan`` fits, each time at the least time per byte saved; None: it does not fit."""
 
-    def lacking_bytes(plan: Plan) -> float:
-        memory = predict_memory(plan, fitter.profile, fitter.request.memory_reserve)
-        return sum(max(0, one.peak_bytes - one.usable_bytes) for one in memory)
+    def plan_shortage_bytes(candidate: Plan) -> float:
+        memory = predict_memory(candidate, fitter.profile, fitter.request.memory_reserve)
+        return sum(max(0, predicted.peak_bytes - predicted.usable_bytes) for predicted in memory)
 
-    lacking = lacking_bytes(plan)
-    while lacking > 0:
-        step_s, best = fitter.step_s(plan), (math.inf, lacking, plan)
-        for changed in _shared_otherwise(plan):
-            left = lacking_bytes(changed)
-            if left < lacking:
-                price = (fitter.step_s(changed) - step_s) / (lacking - left)
-                best = min(best, (price, left, changed), key=lambda one: one[0])
+    shortage_bytes = plan_shortage_bytes(plan)
+    while shortage_bytes > 0:
+        step_s, best = fitter.step_s(plan), (math.inf, shortage_bytes, plan)
+        for changed in _with_shares_moved(plan):
+            remaining_bytes = plan_shortage_bytes(changed)
+            if remaining_bytes < shortage_bytes:
+                price = (fitter.step_s(changed) - step_s) / (shortage_bytes - remaining_bytes)
+                best = min(best, (price, remaining_bytes, changed), key=lambda entry: entry[0])
         if best[2] is plan:
             return None
-        _, lacking, plan = best
+        _, shortage_bytes, plan = best
     return plan if fitter.holds(plan) else None
 
 
-def _near(plan: Plan) -> Iterator[Plan]:
-    """Heads and experts moved from member to member, and layers from stage to stage."""
-    yield from _shared_otherwise(plan)
+def _neighbours(plan: Plan) -> Iterator[Plan]:
+    """Plans with a head, experts or a layer moved."""
+    yield from _with_shares_moved(plan)
     yield from cut_otherwise(plan)
 
 
-def _dealt(count: int, least: Sequence[int], cost: Cost) -> tuple[int, ...]:
-    """``count`` things dealt out to as many members as ``least`` has, of which each gets that many at least: each further one to
-    the member for which it costs least."""
-    dealt = list(least)
+def _deal(count: int, least: Sequence[int], cost: MemberCost) -> tuple[int, ...]:
+    """Deal ``count`` units to members, beyond the ``least`` of each, always to the member with the lowest cost."""
+    counts = list(least)
     for _ in range(count - sum(least)):
-        dealt[min(range(len(dealt)), key=lambda place: cost(place, dealt[place] + 1))] += 1
-    return tuple(dealt)
+        counts[min(range(len(counts)), key=lambda member: cost(member, counts[member] + 1))] += 1
+    return tuple(counts)
 
 
-def _shared_otherwise(plan: Plan) -> Iterator[Plan]:
-    """A head moved, or some experts: in one stage, or in all those that hold the same layers in the same shares."""
+def _with_shares_moved(plan: Plan) -> Iterator[Plan]:
+    """Move a head or experts in one stage, or in all stages of the same layers and shares."""
     stages = [stage for _, _, stage in plan.numbered]
     alike = [(stage.first, stage.last, stage.shares, stage.experts) for stage in stages]
-    for place, stage in enumerate(stages):
-        found = [replace(stage, shares=shares) for shares in _moved(stage.shares, 1)]
-        for step in dict.fromkeys((sum(stage.experts or ()) // COARSE, 1)):
-            found += [replace(stage, experts=experts) for experts in _moved(stage.experts or (), step) if step]
-        twins = [one for one in range(len(stages)) if alike[one] == alike[place]]
-        for changed in found:
+    for number, stage in enumerate(stages):
+        changes = [replace(stage, shares=shares) for shares in _transfers(stage.shares, 1)]
+        for step in dict.fromkeys((sum(stage.experts or ()) // EXPERT_MOVE_DIVISOR, 1)):
+            changes += [replace(stage, experts=experts) for experts in _transfers(stage.experts or (), step) if step]
+        twins = [twin for twin in range(len(stages)) if alike[twin] == alike[number]]
+        for changed in changes:
             if changed.idles:
                 continue
-            for chosen in [[place], twins][: len(twins)]:
-                other = list(stages)
-                for one in chosen:
-                    other[one] = replace(stages[one], shares=changed.shares, experts=changed.experts)
-                yield plan.with_stages(other)
+            for stage_numbers in [[number], twins][: len(twins)]:
+                new_stages = list(stages)
+                for twin in stage_numbers:
+                    new_stages[twin] = replace(stages[twin], shares=changed.shares, experts=changed.experts)
+                yield plan.with_stages(new_stages)
 
 
-def _moved(numbers: Sequence[int], step: int) -> Iterator[tuple[int, ...]]:
-    """``step`` of one number given to another one."""
+def _transfers(numbers: Sequence[int], step: int) -> Iterator[tuple[int, ...]]:
+    """Move ``step`` units from one number to another."""
     for giver, taker in itertools.permutations(range(len(numbers)), 2):
         if numbers[giver] >= step:
             changed = list(numbers)

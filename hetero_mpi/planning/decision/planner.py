@@ -1,7 +1,4 @@
-"""``make_plan``: from a profile and a request to a plan, with a report of its prediction, bound, memory and reasons.
-
-``complete_plan`` checks a plan that was written or edited by hand and works out the same for it.
-"""
+"""Make a plan for a profile and a request, or check a hand-written plan, and report its figures and reasons."""
 
 from __future__ import annotations
 
@@ -14,16 +11,16 @@ from hetero_mpi.planning.bounds import fluid_bound_s
 from hetero_mpi.planning.decision.alternatives import Alternative
 from hetero_mpi.planning.decision.decide import (
     best_alone,
+    can_offload,
     decide,
-    fits,
-    in_order,
+    faster_single_rank,
+    has_fitting_plan,
+    in_requested_order,
     nearest_searched,
-    or_alone,
-    streamable,
 )
-from hetero_mpi.planning.decision.explain import busiest, grouped, idle_ranks, reasons, streamed_texts
+from hetero_mpi.planning.decision.explain import busiest_text, group_texts, idle_ranks, offload_texts, reasons
 from hetero_mpi.planning.decision.rules import batch_problems, plan_problems
-from hetero_mpi.planning.decision.shortage import closest, with_hosts_divided
+from hetero_mpi.planning.decision.shortage import closest_split, with_hosts_divided
 from hetero_mpi.planning.device_times import host_optimizer_s
 from hetero_mpi.planning.dry_run import validate
 from hetero_mpi.planning.memory import (
@@ -56,29 +53,31 @@ from hetero_mpi.util.errors import UserError
 
 
 def make_plan(profile: ClusterProfile, request: PlanRequest) -> PlanReport:
-    """The fastest plan that fits in memory, by simulated step time, with figures and reasons; deterministic.
+    """Make the fastest plan that fits in memory, by simulated step time. Deterministic.
 
-    Decides which ranks take part in which pipelines and in which order, shares of the batch,
-    the layers of every stage, micro-batches, warm-up depths, splitting and where to recompute. How ranks are numbered changes
-    nothing, unless the request is indifferent to small differences: then ranks stand in their own order where that costs no
-    more. Of equally fast plans, the one with fewer ranks is taken. Copies of the trained state are
-    counted where ranks compute in host memory, unless nothing fits beside them. Raises ``UserError`` when nothing fits: what is
-    short by how much, and which changes were found to help.
+    The numbering of ranks changes nothing but ties within ``request.indifference``, for which ranks stay in order. Of equally
+    fast plans, the one with fewer ranks wins. Copies of the trained state count on ranks that compute in host memory, unless
+    nothing fits beside them.
+
+    Raises:
+        UserError: nothing fits; the message names each shortage and the changes that help.
     """
     if request.schedule in OTHER_ORDERS:
-        return _in_order(profile, request)
-    plain, profile = profile, with_copies(profile, request)
+        return _make_ordered_plan(profile, request)
+    base, profile = profile, with_copies(profile, request)
     decision = decide(profile, request)
     remarks: tuple[str, ...] = ()
-    if decision is None and profile is not plain:
-        remarks = (f"memory: no plan leaves room for {_copies(plain, request)}; the run says which it goes without",)
-        profile, decision = plain, decide(plain, request)
-    elif profile is not plain:
-        remarks = (f"memory: {_copies(plain, request)} are counted",)
+    if decision is None and profile is not base:
+        remarks = (
+            f"memory: no plan leaves room for {_copies(base, request)}; the run logs the copies that it leaves out",
+        )
+        profile, decision = base, decide(base, request)
+    elif profile is not base:
+        remarks = (f"memory: {_copies(base, request)} are counted",)
     if decision is None:
         raise UserError("memory.exceeded", explain_shortage(profile, request))
-    single = best_alone(plain, request)
-    decision = or_alone(decision, single, plain, request, profile)
+    single = best_alone(base, request)
+    decision = faster_single_rank(decision, single, base, request, profile)
     if single is not None and single.step_s is not None and single.step_s < decision.step_s:
         why = "it has no room for copies of the trained state" if request.allow_idle else "plan.allow_idle = false"
         single = replace(single, problem=why)
@@ -86,28 +85,28 @@ def make_plan(profile: ClusterProfile, request: PlanRequest) -> PlanReport:
     assert not (problems := [*plan_problems(plan, profile)]), problems
     simulation = outlined(plan, profile)
     idle = idle_ranks(decision, profile, request)
-    told = (*reasons(decision, profile, request, simulation), *streamed_texts(plan, profile), *remarks)
+    sentences = (*reasons(decision, profile, request, simulation), *offload_texts(plan, profile), *remarks)
     full = _figures(plan, profile, request, simulation)
-    return replace(full, alone=single, idle=idle, reasons=(*told, *_given_up(plan, plain)))
+    return replace(full, alone=single, idle=idle, reasons=(*sentences, *_tradeoff_sentences(plan, base)))
 
 
-def _in_order(profile: ClusterProfile, request: PlanRequest) -> PlanReport:
-    """The plan for the nearest schedule that is searched for, computed in the order that the request names."""
+def _make_ordered_plan(profile: ClusterProfile, request: PlanRequest) -> PlanReport:
+    """Plan for the nearest searched schedule, then reorder to the requested one."""
     nearest, name = nearest_searched(request), request.schedule
-    found = make_plan(profile, nearest)
-    plan = in_order(found.plan, profile, request)
+    report = make_plan(profile, nearest)
+    plan = in_requested_order(report.plan, profile, request)
     if plan is None:
-        most = max(len(pipeline.stages) for pipeline in found.plan.pipelines)
+        max_ranks = max(len(pipeline.stages) for pipeline in report.plan.pipelines)
         raise UserError(
             "plan.schedule_impossible",
-            f"schedule = {name!r}: the {most} ranks of a pipeline cannot hold two stages each of the chain's "
-            f"{found.plan.layers} layers in that order and in their memory (streamed stages are not tried); "
+            f"schedule = {name!r}: the {max_ranks} ranks of a pipeline cannot hold two stages each of the chain's "
+            f"{report.plan.layers} layers in that order and in their memory (streamed stages are not tried); "
             f"take another schedule, or fewer ranks",
         )
     full = complete_plan(plan, profile, nearest)
     alike = "ranks" if name in INTERLEAVINGS else "ranks and layers"
-    told = f"{name}: {SCHEDULES[name]}", f"{alike} as for the schedule {nearest.schedule}"
-    return replace(full, idle=found.idle, reasons=(*told, *full.reasons[1:]))
+    sentences = f"{name}: {SCHEDULES[name]}", f"{alike} as for the schedule {nearest.schedule}"
+    return replace(full, idle=report.idle, reasons=(*sentences, *full.reasons[1:]))
 
 
 def _copies(profile: ClusterProfile, request: PlanRequest) -> str:
@@ -117,11 +116,11 @@ def _copies(profile: ClusterProfile, request: PlanRequest) -> str:
 
 
 def complete_plan(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> PlanReport:
-    """A hand-written plan, checked, with its prediction, bound, memory, idle ranks and reasons.
+    """Check a hand-written plan and report its figures and reasons.
 
-    Raises one ``UserError`` that lists every difference: stages that do not cover the chain exactly once, ranks that
-    do not exist, occur twice or lack the dtype, batches that do not add up, a schedule that deadlocks, memory that is
-    short.
+    Raises:
+        UserError: every problem: layers not covered once, unknown or repeated ranks, missing dtypes, wrong batch sums, a
+            deadlocking schedule, or memory shortages.
     """
     problems = [*plan_problems(plan, profile), *batch_problems(plan, request)]
     if problems:
@@ -130,33 +129,33 @@ def complete_plan(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> 
     simulation = outlined(plan, profile)
     full = _figures(plan, profile, request, simulation)
     short = [
-        *(_short(f"rank {one.rank} needs", one) for one in full.memory),
-        *(_short(f"the ranks of host {one.host} need", one) for one in full.hosts),
+        *(_shortage_text(f"rank {predicted.rank} needs", predicted) for predicted in full.memory),
+        *(_shortage_text(f"the ranks of host {predicted.host} need", predicted) for predicted in full.hosts),
     ]
     if any(short):
         raise UserError("memory.exceeded", "\n".join(filter(None, short)))
     idle = (device.rank for device in profile.devices if not plan.of_rank(device.rank))
-    together = grouped(plan, profile, simulation.step_s, None)
-    told = ("given by hand", *together, busiest(plan, profile, simulation), *streamed_texts(plan, profile))
+    groups = group_texts(plan, profile, simulation.step_s, None)
+    sentences = ("given by hand", *groups, busiest_text(plan, profile, simulation), *offload_texts(plan, profile))
     return replace(
         full,
         alone=best_alone(profile, request),
         idle=tuple(IdleRank(rank, "not named in the given plan") for rank in idle),
-        reasons=(*told, *_given_up(plan, profile)),
+        reasons=(*sentences, *_tradeoff_sentences(plan, profile)),
     )
 
 
-def _short(who: str, one: RankMemory | HostMemory) -> str:
-    """How much memory is lacking; empty: none is."""
-    lacking = one.peak_bytes - one.usable_bytes
-    if lacking <= 0:
+def _shortage_text(who: str, predicted: RankMemory | HostMemory) -> str:
+    """Describe the memory shortage; empty: none."""
+    shortage_bytes = predicted.peak_bytes - predicted.usable_bytes
+    if shortage_bytes <= 0:
         return ""
-    needs = f"{units.size(one.peak_bytes)}, and {units.size(one.usable_bytes)} are usable"
-    return f"plan: {who} {needs}: short by {lacking} bytes; take fewer layers or less warm_up there"
+    needs = f"{units.size(predicted.peak_bytes)}, and {units.size(predicted.usable_bytes)} are usable"
+    return f"plan: {who} {needs}: short by {shortage_bytes} bytes; take fewer layers or less warm_up there"
 
 
-def _given_up(plan: Plan, profile: ClusterProfile) -> Iterator[str]:
-    """Sentences on what the user has given up for shorter steps and for memory."""
+def _tradeoff_sentences(plan: Plan, profile: ClusterProfile) -> Iterator[str]:
+    """Describe accuracy and time traded for speed and memory."""
     model = profile.model
     if model.wire is not None and any(len(pipeline.held) > 1 for pipeline in plan.pipelines):
         yield f"boundaries travel as {model.wire} (train.wire): the loss is no longer equal to that of one process"
@@ -167,46 +166,46 @@ def _given_up(plan: Plan, profile: ClusterProfile) -> Iterator[str]:
         for rank in stage.ranks
     ]
     if sliced:
-        how = f"{HEAD_TOKENS:,} tokens at a time, and again in backward (ranks {', '.join(sliced)})"
-        yield f"memory: logits and losses are computed {how}"
+        slices_text = f"{HEAD_TOKENS:,} tokens at a time, and again in backward (ranks {', '.join(sliced)})"
+        yield f"memory: logits and losses are computed {slices_text}"
     saved = math.floor(sum(layer.moments_saving_bytes for layer in model.layers))
     if saved:
-        what = "moments in 8 bits take" if model.optimizer == "adamw_8bit" else f"what {model.optimizer} keeps takes"
-        yield f"memory: {what} {units.size(saved)} less than AdamW's moments in fp32, all owners together"
+        text = "moments in 8 bits take" if model.optimizer == "adamw_8bit" else f"what {model.optimizer} keeps takes"
+        yield f"memory: {text} {units.size(saved)} less than AdamW's moments in fp32, all owners together"
 
 
-def differences(plan: Plan, request: PlanRequest) -> list[str]:
-    """Sentences on what a given plan does otherwise than the request would have it; none of it keeps it from being run."""
-    found = []
+def request_differences(plan: Plan, request: PlanRequest) -> list[str]:
+    """Differences between a given plan and the request; none of them prevents running it."""
+    sentences = []
     if len(plan.pipelines) > request.max_pipelines:
-        found.append(f"{len(plan.pipelines)} pipelines: the planner was to make {request.max_pipelines} at most")
+        sentences.append(f"{len(plan.pipelines)} pipelines: the planner was to make {request.max_pipelines} at most")
     stages = [stage for _, _, stage in plan.numbered]
     if request.streaming == "never" and any(stage.streamed for stage in stages):
-        found.append("stages are streamed: plan.offload of the job is false")
+        sentences.append("stages are streamed: plan.stream of the job is false")
     if not request.groups and plan.leader_of:
-        found.append("ranks hold stages together: plan.tensor_parallel of the job is false")
-    most = max(len(plan.of_rank(rank)) for rank in plan.ranks)
-    if most > request.stages_per_rank:
-        found.append(f"{most} stages on a rank: the planner was to give it {request.stages_per_rank} at most")
+        sentences.append("ranks hold stages together: plan.groups of the job is false")
+    max_stages = max(len(plan.of_rank(rank)) for rank in plan.ranks)
+    if max_stages > request.stages_per_rank:
+        sentences.append(f"{max_stages} stages on a rank: the planner was to give it {request.stages_per_rank} at most")
     sizes = _sizes(plan, request)
     for index, pipeline in enumerate(plan.pipelines):
         where, choices = f"pipelines[{index}]", ", ".join(map(str, sizes))
         if pipeline.micro_batch not in sizes:
-            found.append(f"{where}: micro_batch = {pipeline.micro_batch}: the job leaves {choices}")
+            sentences.append(f"{where}: micro_batch = {pipeline.micro_batch}: the job leaves {choices}")
         if pipeline.split_backward and True not in request.split_choices:
-            found.append(f"{where}: split_backward = true: the planner was not to split backward")
-        again = [i for i, stage in enumerate(pipeline.stages) if stage.recompute not in request.recompute_choices]
-        if again:
-            stages_text = ", ".join(map(str, again))
-            does = str(pipeline.stages[again[0]].recompute).lower()
-            found.append(
+            sentences.append(f"{where}: split_backward = true: the planner was not to split backward")
+        unlike = [i for i, stage in enumerate(pipeline.stages) if stage.recompute not in request.recompute_choices]
+        if unlike:
+            stages_text = ", ".join(map(str, unlike))
+            does = str(pipeline.stages[unlike[0]].recompute).lower()
+            sentences.append(
                 f"{where}: recompute = {does} of stages {stages_text}: train.recompute of the job says otherwise"
             )
-    return found
+    return sentences
 
 
 def _sizes(plan: Plan, request: PlanRequest) -> list[int]:
-    """The micro-batches that the request leaves to the plan: also larger ones where a rank is by itself or several hold a stage."""
+    """Allowed micro-batch sizes: larger ones too for a single rank or a tensor-parallel group."""
     larger = request.alone_micro_batch_choices if plan.leader_of or len(plan.ranks) == 1 else ()
     return sorted({*request.micro_batch_choices, *larger})
 
@@ -222,7 +221,7 @@ def _figures(plan: Plan, profile: ClusterProfile, request: PlanRequest, simulati
 
 
 def _bound_s(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> float:
-    """The fluid bound, with the micro-batches that the plan may have and the optimizer wherever it may run."""
+    """The fluid bound for the plan's allowed micro-batch sizes and the faster optimizer location."""
     if any(stage.streamed for _, _, stage in plan.numbered):
         quickest = tuple(
             replace(d, optimizer_s_per_parameter=min(d.optimizer_s_per_parameter, host_optimizer_s(d)))
@@ -232,24 +231,24 @@ def _bound_s(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> float
     return fluid_bound_s(profile, replace(request, micro_batch_choices=tuple(_sizes(plan, request))))
 
 
-MOST_RANKS = 6
-"""The message names no more ranks than these, those that lack most."""
-MORE_RANKS = 8
-TOGETHER = "together"
-"""How a row of changes begins."""
-SHORTEST_SEQUENCE = 32
+MAX_NAMED_RANKS = 6
+"""Maximum number of ranks in the message, largest shortages first."""
+MAX_ADDED_RANKS = 8
+COMBINED_PREFIX = "together"
+"""First word of a line of combined changes."""
+MIN_SEQUENCE_LENGTH = 32
 LORA = 'adapter.method = "lora"'
 NOTHING_HELPS = (
     "None of these alone makes it fit, nor all that the job can change together: recompute, the smallest micro-batch, shorter "
-    f"sequences, bf16 where it is offered, LoRA over NF4, no memory reserve, {MORE_RANKS} more ranks like the largest. Use a "
+    f"sequences, bf16 where it is offered, LoRA over NF4, no memory reserve, {MAX_ADDED_RANKS} more ranks like the largest. Use a "
     "smaller model, or ranks with more memory."
 )
 
 
 def explain_shortage(profile: ClusterProfile, request: PlanRequest) -> str:
-    """The message for a model that fits nowhere."""
+    """Explain why the model fits nowhere and what would help."""
     divided = next(with_hosts_divided(profile))
-    (pipeline,) = closest(divided, request).plan.pipelines
+    (pipeline,) = closest_split(divided, request).plan.pipelines
     count = len(pipeline.stages)
     lines = [
         "the model does not fit in memory on these ranks "
@@ -258,56 +257,56 @@ def explain_shortage(profile: ClusterProfile, request: PlanRequest) -> str:
         f"and micro-batches of {pipeline.micro_batch}:"
     ]
     short = _short_ranks(pipeline, divided, request)
-    told = sorted(short, reverse=True)[:MOST_RANKS]
-    lines += [text for lacking, text in short if (lacking, text) in told]
-    if len(short) > len(told):
-        rest = len(short) - len(told)
+    named_ranks = sorted(short, reverse=True)[:MAX_NAMED_RANKS]
+    lines += [text for shortage_bytes, text in short if (shortage_bytes, text) in named_ranks]
+    if len(short) > len(named_ranks):
+        rest = len(short) - len(named_ranks)
         lines.append(f"  and {rest} more rank{'s' if rest > 1 else ''}, short by less")
     for host, ranks in shared_memories(profile):
         listed = ", ".join(map(str, ranks))
         lines.append(
             f"  ranks {listed} share the memory of host {host.name}, {units.size(host.memory_bytes)}, here divided evenly"
         )
-    if request.streaming != "never" and streamable(profile):
+    if request.streaming != "never" and can_offload(profile):
         lines += _host_shortage(profile, request)
     helps = list(remedies(profile, request))
-    together = any(text.startswith(TOGETHER) for text in helps)
-    heading = "What would make it fit:" if together else "What would make it fit, each by itself:"
+    is_combined = any(text.startswith(COMBINED_PREFIX) for text in helps)
+    heading = "What would make it fit:" if is_combined else "What would make it fit, each by itself:"
     lines.append(heading if helps else NOTHING_HELPS)
     return "\n".join([*lines, *(f"  {text}" for text in helps)])
 
 
 def _host_shortage(profile: ClusterProfile, request: PlanRequest) -> Iterator[str]:
-    """The reason why weights are not streamed, with all that is trained in the memory of the hosts."""
-    model, whole = profile.model, profile.model.trained_whole
-    if not whole and all(device.shares_host_memory for device in profile.devices):
-        return  # mapped files take no memory that must be there
-    needed = int(host_state_bytes(model, 0, len(model.layers)))
+    """Explain why weights are not offloaded to host memory."""
+    model, full = profile.model, profile.model.trained_whole
+    if not full and all(device.shares_host_memory for device in profile.devices):
+        return  # mapped files need no host memory
+    needed_bytes = int(host_state_bytes(model, 0, len(model.layers)))
     names = sorted({device.host for device in profile.devices})
-    known = {host.name: usable_bytes(host.memory_bytes, request.memory_reserve) for host in profile.hosts}
-    what = "weights, gradients and optimizer state" if whole else "frozen weights"
-    text = f"  Streamed, {what} take {units.size(needed)} of the hosts' memory"
-    there = sum(known.get(name, needed) for name in names)
-    if needed > there:
-        other = "would make it fit (what is trained is not kept on disks, since each step writes all of it)"
-        if not whole:
-            other = "would make it fit, or a disk whose speed is measured: [model] shard_cache, or TMPDIR, on one"
+    usable_by_host = {host.name: usable_bytes(host.memory_bytes, request.memory_reserve) for host in profile.hosts}
+    state_text = "weights, gradients and optimizer state" if full else "frozen weights"
+    text = f"  Streamed, {state_text} take {units.size(needed_bytes)} of the hosts' memory"
+    available_bytes = sum(usable_by_host.get(name, needed_bytes) for name in names)
+    if needed_bytes > available_bytes:
+        remedy = "would make it fit (trained state is not kept on disk, since each step writes all of it)"
+        if not full:
+            remedy = "would make it fit, or a disk whose speed is measured: [model] shard_cache, or TMPDIR, on one"
         yield (
-            f"{text}, of which {units.size(there)} are usable ([[hosts]] memory_bytes): short by {needed - there} bytes; so "
-            f"much more memory of hosts {other}"
+            f"{text}, of which {units.size(available_bytes)} are usable ([[hosts]] memory_bytes): short by "
+            f"{needed_bytes - available_bytes} bytes; that much more host memory {remedy}"
         )
-    elif whole:
+    elif full:
         yield f"{text}, and the devices' is too small for {STREAMED_LAYERS} layers at a time, or no way was found to divide it"
 
 
 def _short_ranks(pipeline: PipelinePlan, profile: ClusterProfile, request: PlanRequest) -> list[tuple[int, str]]:
-    """(bytes lacking, a line about it) of every rank that the closest split asks too much of, in its order."""
+    """(missing bytes, line of text) of every rank short of memory in the closest split, in order."""
     result = []
     for stage in pipeline.stages:
         (rank,), holding = stage.ranks, (stage.warm_up + 1, 0)
-        ways = (replace(stage, recompute=again) for again in request.recompute_choices)
-        needs = (memory_of(profile, pipeline, way, request.sequence_length, holding) for way in ways)
-        parts, usable = min(needs, key=lambda one: one.total), rank_usable_bytes(profile, rank, request.memory_reserve)
+        variants = (replace(stage, recompute=again) for again in request.recompute_choices)
+        needs = (memory_of(profile, pipeline, variant, request.sequence_length, holding) for variant in variants)
+        parts, usable = min(needs, key=lambda n: n.total), rank_usable_bytes(profile, rank, request.memory_reserve)
         if parts.total > usable:
             text = (
                 f"  rank {rank} ({profile.devices[rank].name}) with "
@@ -323,46 +322,48 @@ def _short_ranks(pipeline: PipelinePlan, profile: ClusterProfile, request: PlanR
 
 
 def remedies(profile: ClusterProfile, request: PlanRequest) -> Iterator[str]:
-    """Single changes that make it fit; when there are none, the shortest row of changes that does together."""
-    now, helped = Alternative("", profile, request), False
-    for changes in _changes(now).values():
-        change = next((one for one in changes if _fits(one, now)), None)
+    """Single changes that make the model fit; if none does, the shortest combination."""
+    unchanged, helped = Alternative("", profile, request), False
+    for changes in _changes(unchanged).values():
+        change = next((candidate for candidate in changes if _fits(candidate, unchanged)), None)
         if change is not None:
             helped = True
             yield change.text
     if not helped:
-        yield from _together(now)
+        yield from _combined_changes(unchanged)
 
 
 def _fits(change: Alternative, now: Alternative) -> bool:
     if change.request.streaming != now.request.streaming:
         return decide(change.profile, change.request) is not None
-    return fits(change.profile, change.request)
+    return has_fitting_plan(change.profile, change.request)
 
 
 def _changes(now: Alternative) -> dict[str, Iterable[Alternative]]:
-    """Kind -> the further changes that there may be, the least one first."""
+    """Kind -> possible changes, smallest first."""
     profile, request, model = now.profile, now.request, now.profile.model
-    whole, half = model.trained_whole, request.sequence_length // 2
+    full, half = model.trained_whole, request.sequence_length // 2
     sizes = [n for n in range(min(request.micro_batch_choices) - 1, 0, -1) if request.global_batch % n == 0]
-    lengths = [half >> n for n in range(half.bit_length()) if half >> n >= min(SHORTEST_SEQUENCE, half)]
-    streamed = "weights and their state kept in host memory, and streamed" if whole else "frozen weights streamed"
-    kept, again = "repeating forwards instead of keeping activations", (False, True)
-    eight_bits = whole and model.optimizer == "adamw" and all(device.backend != "mps" for device in profile.devices)
-    packed, lora = ("adapters over weights in 4 bits", [LORA]) if whole else ("weights in 4 bits", [])
+    lengths = [half >> n for n in range(half.bit_length()) if half >> n >= min(MIN_SEQUENCE_LENGTH, half)]
+    streamed = "weights and their state kept in host memory, and streamed" if full else "frozen weights streamed"
+    text, choices = "activation checkpointing (recompute)", (False, True)
+    eight_bits = full and model.optimizer == "adamw" and all(device.backend != "mps" for device in profile.devices)
+    packed, lora = ("adapters over weights in 4 bits", [LORA]) if full else ("weights in 4 bits", [])
     largest = max(profile.devices, key=lambda device: (device.memory_bytes, -device.rank))
-    larger = enumerate(accumulate([largest.rank] * MORE_RANKS, with_copy_of, initial=profile))
+    larger = enumerate(accumulate([largest.rank] * MAX_ADDED_RANKS, with_copy_of, initial=profile))
     like = f"like rank {largest.rank} ({largest.name})"
     return {
-        "streaming": [now.asking(f"{streamed} from host memory", 'plan.offload = "auto"', streaming="auto")]
+        "streaming": [now.changing(f"{streamed} from host memory", 'plan.stream = "auto"', streaming="auto")]
         * (request.streaming == "never"),
-        "recompute": [now.asking(kept, 'train.recompute = "auto"', recompute_choices=again)]
+        "recompute": [now.changing(text, 'train.recompute = "auto"', recompute_choices=choices)]
         * (True not in request.recompute_choices),
         "micro-batch": [
-            now.asking("smaller micro-batches", f"train.micro_batch = {n}", micro_batch_choices=(n,)) for n in sizes
+            now.changing("smaller micro-batches", f"train.micro_batch = {n}", micro_batch_choices=(n,)) for n in sizes
         ],
-        "length": [now.asking("shorter sequences", f"data.sequence_length = {n}", sequence_length=n) for n in lengths],
-        "reserve": [now.asking("keeping no memory free", "plan.memory_reserve = 0.0", memory_reserve=0.0)]
+        "length": [
+            now.changing("shorter sequences", f"data.sequence_length = {n}", sequence_length=n) for n in lengths
+        ],
+        "reserve": [now.changing("keeping no memory free", "plan.memory_reserve = 0.0", memory_reserve=0.0)]
         * (request.memory_reserve > 0),
         "bf16": [now.costing("half the bytes per value", ['train.dtype = "bf16"'], in_bf16(model), "the fp32 figures")]
         * (model.dtype == "fp32"),
@@ -370,9 +371,9 @@ def _changes(now: Alternative) -> dict[str, Iterable[Alternative]]:
             now.costing("moments in 8 bits", ['train.optimizer = "adamw_8bit"'], with_optimizer(model, "adamw_8bit"))
         ]
         * eight_bits,
-        "adapters": [now.costing("adapters only", [LORA], with_adapters(model, packed=False))] * whole,
+        "adapters": [now.costing("adapters only", [LORA], with_adapters(model, packed=False))] * full,
         "4 bits": [now.costing(packed, ['model.quantization = "nf4"', *lora], with_adapters(model, packed=True))]
-        * (whole or not is_packed(model)),
+        * (full or not is_packed(model)),
         "ranks": (
             replace(now, name=f"{units.plural(count, 'more rank')} {like}", profile=copied)
             for count, copied in larger
@@ -381,12 +382,12 @@ def _changes(now: Alternative) -> dict[str, Iterable[Alternative]]:
     }
 
 
-def _together(now: Alternative) -> Iterator[str]:
-    """Recompute, the smallest micro-batch, LoRA over NF4 and shorter sequences, one after the other until it fits."""
+def _combined_changes(now: Alternative) -> Iterator[str]:
+    """Combine recompute, the smallest micro-batch, LoRA over NF4 and shorter sequences until the model fits."""
     for kind in ("recompute", "micro-batch", "4 bits", "length"):
         changes, last = [*_changes(now)[kind]], kind == "length"
         for change in changes if last else changes[-1:]:
-            if len(change.settings) > 1 and fits(change.profile, change.request):
-                yield f"{TOGETHER}: {', '.join(change.settings)}{change.estimated}"
+            if len(change.settings) > 1 and has_fitting_plan(change.profile, change.request):
+                yield f"{COMBINED_PREFIX}: {', '.join(change.settings)}{change.estimated}"
                 return
             now = now if last else change

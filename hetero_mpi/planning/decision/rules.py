@@ -1,4 +1,4 @@
-"""The rules for a plan that was written or edited by hand: every problem is told with its rule and the values."""
+"""Rules for hand-written plans: each problem names its rule and values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hetero_mpi.planning.types.request import PlanRequest
 
 
 def plan_problems(plan: Plan, profile: ClusterProfile) -> Iterator[str]:
-    """Problems that keep a plan from being run on a cluster, memory apart."""
+    """Problems that prevent running a plan, other than memory."""
     yield from _chain_problems(plan, profile)
     yield from _rank_problems(plan, profile)
 
@@ -29,8 +29,8 @@ def _chain_problems(plan: Plan, profile: ClusterProfile) -> Iterator[str]:
         if pipeline.order not in ORDERS:
             yield f"pipelines[{index}].order = {pipeline.order!r}: known are {', '.join(ORDERS)}"
         expected = 0
-        for place, stage in enumerate(pipeline.stages):
-            where = f"pipelines[{index}].stages[{place}]"
+        for number, stage in enumerate(pipeline.stages):
+            where = f"pipelines[{index}].stages[{number}]"
             if stage.first != expected or stage.last <= stage.first:
                 yield (
                     f"{where} holds layers [{stage.first}, {stage.last}): it must begin with layer {expected} and hold at least one"
@@ -42,12 +42,12 @@ def _chain_problems(plan: Plan, profile: ClusterProfile) -> Iterator[str]:
             slices = stage.slices(pipeline.micro_batch) * stage.streamed
             if not 0 <= stage.kept_slices <= slices:
                 yield f"{where}.kept_slices = {stage.kept_slices}: is of streamed stages, 0 to their slices ({slices})"
-            most = len(stage.blocks(layers)) * (stage.streamed and not profile.model.trained_whole)
-            if not 0 <= stage.on_disk <= most:
-                yield f"{where}.on_disk = {stage.on_disk}: is of streamed stages with adapters, 0 to their blocks ({most})"
+            max_on_disk = len(stage.blocks(layers)) * (stage.streamed and not profile.model.trained_whole)
+            if not 0 <= stage.on_disk <= max_on_disk:
+                yield f"{where}.on_disk = {stage.on_disk}: is of streamed stages with adapters, 0 to their blocks ({max_on_disk})"
             if not 0 < stage.state_weight < math.inf:
                 yield f"{where}.state_weight = {stage.state_weight}: must be a number over 0"
-            if pipeline.split_backward and place > 0 and (stage.streamed or stage.slice_sequences is not None):
+            if pipeline.split_backward and number > 0 and (stage.streamed or stage.slice_sequences is not None):
                 yield f"{where} is streamed or computed in slices, which goes back in one part: leave out split_backward"
             expected = stage.last
         if expected != layers:
@@ -55,22 +55,22 @@ def _chain_problems(plan: Plan, profile: ClusterProfile) -> Iterator[str]:
 
 
 def _rank_problems(plan: Plan, profile: ClusterProfile) -> Iterator[str]:
-    seen: dict[int, tuple[int, StagePlan]] = {}
+    used: dict[int, tuple[int, StagePlan]] = {}
     for number, index, stage in plan.numbered:
         yield from group_problems(number, stage, plan, profile)
         for rank in stage.ranks:
             where = f"stage {number} names rank {rank}"
             if not 0 <= rank < len(profile.devices):
                 yield f"{where}: the profile has ranks 0 to {len(profile.devices) - 1}"
-            elif rank in seen:
-                yield from _again(f"{where} again", plan.pipelines[index], seen[rank][0] == index, stage, seen[rank][1])
+            elif rank in used:
+                yield from _reuse(f"{where} again", plan.pipelines[index], used[rank][0] == index, stage, used[rank][1])
             elif profile.model.dtype not in profile.devices[rank].dtypes:
                 yield f"{where}, whose device does not offer {profile.model.dtype}"
-            seen[rank] = index, stage
+            used[rank] = index, stage
 
 
-def _again(where: str, pipeline: PipelinePlan, same: bool, stage: StagePlan, earlier: StagePlan) -> Iterator[str]:
-    """Problems of a rank's further stage. ``same``: the earlier one is of the same pipeline."""
+def _reuse(where: str, pipeline: PipelinePlan, same: bool, stage: StagePlan, earlier: StagePlan) -> Iterator[str]:
+    """Problems of a rank's second stage. ``same``: both are in one pipeline."""
     if not same:
         yield f"{where}: a rank takes part in one pipeline"
     elif pipeline.order not in INTERLEAVINGS:
@@ -86,7 +86,7 @@ def _again(where: str, pipeline: PipelinePlan, same: bool, stage: StagePlan, ear
 
 
 def batch_problems(plan: Plan, request: PlanRequest) -> Iterator[str]:
-    """Batches that do not add up, or are not the job's."""
+    """Batch sums that are wrong or differ from the job's."""
     if plan.global_batch != request.global_batch:
         yield f"global_batch = {plan.global_batch}: the job says {request.global_batch}"
     if plan.sequence_length != request.sequence_length:
@@ -106,8 +106,7 @@ def batch_problems(plan: Plan, request: PlanRequest) -> Iterator[str]:
 
 
 def _mask_problems(plan: Plan, sequences: int) -> Iterator[str]:
-    """Pipelines in which dropout would draw other masks than in the job's other plans: a mask depends on the sequences that are
-    computed together, always the first ``sequences`` of the global batch, then the next ones, and so on."""
+    """Pipelines whose dropout masks would differ between plans: masks are drawn per group of ``sequences`` sequences."""
     for index, pipeline in enumerate(plan.pipelines):
         micro_batch, share = pipeline.micro_batch, pipeline.sequences
         sizes = {min(stage.slice_sequences or micro_batch, micro_batch) for stage in pipeline.stages}
@@ -122,8 +121,7 @@ def _mask_problems(plan: Plan, sequences: int) -> Iterator[str]:
 
 
 def group_problems(number: int, stage: StagePlan, plan: Plan, profile: ClusterProfile) -> Iterator[str]:
-    """Problems of the ranks and shares of a stage, each with the rule and the values. Ranks that the profile lacks are
-    named elsewhere."""
+    """Problems of a stage's ranks and shares. Ranks missing from the profile are reported elsewhere."""
     problems = _single_problems(stage, plan)
     if stage.grouped:
         problems = itertools.chain(_share_problems(stage, profile.model), _group_problems(stage, plan, profile))
@@ -132,7 +130,7 @@ def group_problems(number: int, stage: StagePlan, plan: Plan, profile: ClusterPr
 
 def _single_problems(stage: StagePlan, plan: Plan) -> Iterator[str]:
     if stage.streamed and plan.leader_of and len(plan.pipelines) > 1:
-        yield f"streamed = true in a plan of {len(plan.pipelines)} pipelines: streamed stages beside groups need one pipeline"
+        yield f"streamed = true in a plan of {len(plan.pipelines)} pipelines: offloading with tensor parallelism needs one pipeline"
     if stage.shares:
         yield f"shares = {list(stage.shares)} and one rank: shares are for several ranks; leave them out"
     if stage.experts is not None:
@@ -140,7 +138,7 @@ def _single_problems(stage: StagePlan, plan: Plan) -> Iterator[str]:
 
 
 def _group_problems(stage: StagePlan, plan: Plan, profile: ClusterProfile) -> Iterator[str]:
-    ranks, pipeline = list(stage.ranks), next(one for one in plan.pipelines if stage in one.stages)
+    ranks, pipeline = list(stage.ranks), next(candidate for candidate in plan.pipelines if stage in candidate.stages)
     if profile.emulated:
         yield "with [cluster] emulate a stage is held by exactly one rank"
     hosts = list(dict.fromkeys(profile.devices[rank].host for rank in ranks if 0 <= rank < len(profile.devices)))
@@ -149,13 +147,13 @@ def _group_problems(stage: StagePlan, plan: Plan, profile: ClusterProfile) -> It
     if ranks != sorted(ranks):
         yield "the ranks of a stage are listed in increasing order"
     if stage.streamed or stage.slice_sequences is not None:
-        what = "streamed = true" if stage.streamed else f"slice_sequences = {stage.slice_sequences}"
-        yield f"{what}: only a stage of one rank has it; leave it out"
+        setting = "streamed = true" if stage.streamed else f"slice_sequences = {stage.slice_sequences}"
+        yield f"{setting}: only a stage of one rank has it; leave it out"
     if pipeline.split_backward or pipeline.order != WARM_UP:
         settings = [f'order = "{pipeline.order}"'] * (pipeline.order != WARM_UP)
         settings += ["split_backward = true"] * pipeline.split_backward
-        how = f"goes back in one part, in the order {WARM_UP}; leave it out"
-        yield f"its pipeline has {' and '.join(settings)}: a stage of several ranks {how}"
+        requirement = f"goes back in one part, in the order {WARM_UP}; leave it out"
+        yield f"its pipeline has {' and '.join(settings)}: a stage of several ranks {requirement}"
     ends = pipeline.stages[0], pipeline.stages[-1]
     tied = profile.model.tied and profile.model.layers[0].trainable_parameters > 0
     if tied and len(pipeline.stages) > 1 and any(end.grouped for end in ends):
@@ -166,9 +164,9 @@ def _group_problems(stage: StagePlan, plan: Plan, profile: ClusterProfile) -> It
 
 
 def _share_problems(stage: StagePlan, model: ModelCost) -> Iterator[str]:
-    shares, given = list(stage.shares), None if stage.experts is None else list(stage.experts)
+    shares, split = list(stage.shares), None if stage.experts is None else list(stage.experts)
     if len(shares) != len(stage.ranks) or min(shares) < 0 or stage.idles:
-        experts = f" and experts = {given}" if given is not None else ""
+        experts = f" and experts = {split}" if split is not None else ""
         yield f"shares = {shares}{experts}: every rank needs its share, a whole number of at least 1, or 0 where it has experts"
     elif model.heads is None:
         yield (
@@ -177,9 +175,9 @@ def _share_problems(stage: StagePlan, model: ModelCost) -> Iterator[str]:
             "or 8-bit moments keep together across a cut; `train --plan` says which); give the stage one rank"
         )
     elif sum(shares) != model.heads:
-        heads = f"of which the model has {model.heads}; make them add up to {model.heads}"
-        yield f"shares = {shares}, in all {sum(shares)}: they are key/value heads, {heads}"
-    if given is not None and model.experts is None:
-        yield f"experts = {given}: the model has no experts that ranks can share; leave them out"
-    elif given is not None and (len(given) != len(stage.ranks) or min(given) < 0 or sum(given) != model.experts):
-        yield f"experts = {given}: each rank has a number of them, perhaps 0, and they add up to the model's {model.experts}"
+        heads = f"and the model has {model.heads}; make them add up to {model.heads}"
+        yield f"shares = {shares}, in all {sum(shares)}: shares count key/value heads, {heads}"
+    if split is not None and model.experts is None:
+        yield f"experts = {split}: the model has no experts that ranks can share; leave them out"
+    elif split is not None and (len(split) != len(stage.ranks) or min(split) < 0 or sum(split) != model.experts):
+        yield f"experts = {split}: each rank has a number of them, perhaps 0, and they add up to the model's {model.experts}"

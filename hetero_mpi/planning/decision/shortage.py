@@ -1,5 +1,4 @@
-"""The split of a model that comes closest to fitting, or fits best: the one whose worst shortage of memory is least, at the fewest
-micro-batches in flight."""
+"""The single-pipeline split with the smallest worst memory shortage, at the fewest micro-batches in flight."""
 
 from __future__ import annotations
 
@@ -19,21 +18,20 @@ from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
 
-Order = tuple[int, ...]
-"""Kinds of ranks, by stage."""
+KindOrder = tuple[int, ...]
+"""Kind of rank, by stage."""
 
 
-class Closest(NamedTuple):
-    """The split whose worst shortage is least; negative: it fits."""
+class ClosestSplit(NamedTuple):
+    """The split with the smallest worst shortage; negative: it fits."""
 
     shortage_bytes: float
     plan: Plan
-    """One pipeline; recompute is left to ``Fitter.fitted``."""
+    """One pipeline; ``Fitter.fitted`` chooses recompute."""
 
 
 class _Shortages:
-    """Ranks are of a kind that have as much memory and keep as many bytes of activations. At the smallest micro-batch, which takes
-    least."""
+    """Shortages of stages by kind of rank (equal memory and activation bytes), at the smallest micro-batch."""
 
     def __init__(self, profile: ClusterProfile, request: PlanRequest) -> None:
         self.profile, self.request, self.memory = profile, request, MemoryModel(profile, request)
@@ -49,14 +47,14 @@ class _Shortages:
         self._own = lru_cache(maxsize=None)(self._by_stage)
 
     def in_flight(self, stages: int) -> int:
-        """Micro-batches that the first of the last ``stages`` stages must keep: one, unless a schedule given by name keeps more."""
+        """Micro-batches in flight at the first of the last ``stages`` stages: one, unless the schedule prescribes more."""
         if self.request.schedule == "auto":
             return 1
         count = self.request.global_batch // self.micro_batch
         return min(scheduled_depths(self.request.schedule, stages, count)[0] + 1, count)
 
     def _by_stage(self, kind: int, in_flight: int) -> NDArray[np.float64]:
-        """[first, last]: bytes that such a stage lacks, at the cheapest choice of recompute; negative where it fits."""
+        """[first, last]: missing bytes at the cheapest recompute choice; negative: fits."""
         usable, ratio = self.kinds[kind]
         tables = [
             self.memory.stage_bytes(*self.memory.every, self.micro_batch, StageMode(again), ratio=ratio)
@@ -64,23 +62,23 @@ class _Shortages:
         ]
         return np.asarray(np.minimum.reduce([fixed + in_flight * each for fixed, each in tables]) - usable)
 
-    def _by_cut(self, order: Order) -> NDArray[np.float64]:
-        """[first, last]: the worst shortage of the stages of ``order``, the first of which is this one."""
+    def _by_cut(self, order: KindOrder) -> NDArray[np.float64]:
+        """[first, last]: worst shortage of the stages of ``order``, whose first stage this is."""
         return np.asarray(np.maximum(self._own(order[0], self.in_flight(len(order))), self.least(order[1:])))
 
-    def _least(self, order: Order) -> NDArray[np.float64]:
-        """[first]: that, by the layer that they begin with."""
+    def _least(self, order: KindOrder) -> NDArray[np.float64]:
+        """[first]: smallest worst shortage of ``order`` from that layer on."""
         if order:
             return np.asarray(self._by_cut(order).min(axis=1))
         nothing = np.full(self.layer_count + 1, np.inf)
         nothing[self.layer_count] = -np.inf
         return nothing
 
-    def plan(self, order: Order) -> Plan:
-        """The best cuts over ``order``."""
+    def plan(self, order: KindOrder) -> Plan:
+        """The plan with the best cuts for ``order``."""
         cuts, waiting = [0], [iter(members) for members in self.ranks]
-        for place in range(len(order)):
-            cuts.append(int(self._by_cut(order[place:])[cuts[-1]].argmin()))
+        for number in range(len(order)):
+            cuts.append(int(self._by_cut(order[number:])[cuts[-1]].argmin()))
         stages = tuple(
             StagePlan((next(waiting[kind]),), cuts[i], cuts[i + 1], self.in_flight(len(order) - i) - 1)
             for i, kind in enumerate(order)
@@ -89,30 +87,30 @@ class _Shortages:
         return Plan((PipelinePlan(stages, self.micro_batch, batch),), batch, length, self.layer_count)
 
 
-def closest(profile: ClusterProfile, request: PlanRequest) -> Closest:
-    """Over the ranks with most memory, of every number of them, the largest first or last."""
+def closest_split(profile: ClusterProfile, request: PlanRequest) -> ClosestSplit:
+    """Find the closest split over 1, 2, ... ranks with most memory, largest first or last."""
     shortages = _Shortages(profile, request)
     largest = tuple(kind for kind, members in enumerate(shortages.ranks) for _ in members)[: shortages.longest]
     counts = range(1 if request.allow_idle else len(largest), len(largest) + 1)
-    orders = {largest[:count][::way] for count in counts for way in (1, -1)}
-    lacking, _, order = min((float(shortages.least(order)[0]), len(order), order) for order in orders)
-    return Closest(lacking, shortages.plan(order))
+    orders = {largest[:count][::direction] for count in counts for direction in (1, -1)}
+    shortage_bytes, _, order = min((float(shortages.least(order)[0]), len(order), order) for order in orders)
+    return ClosestSplit(shortage_bytes, shortages.plan(order))
 
 
 def with_hosts_divided(profile: ClusterProfile) -> Iterator[ClusterProfile]:
-    """Hosts whose memory ranks share: divided evenly among them first; then half of it to one of them, or all."""
+    """Profiles with shared host memory divided evenly, then with half or more of it given to one rank."""
     shared = shared_memories(profile)
     if not shared:
         yield profile
         return
-    most = max(len(ranks) for _, ranks in shared)
-    for favoured, share in [(0, 0.0), *((place, share) for share in (0.5, 0.75, 1.0) for place in range(min(most, 4)))]:
+    size = max(len(ranks) for _, ranks in shared)
+    for favoured, share in [(0, 0.0), *((index, share) for share in (0.5, 0.75, 1.0) for index in range(min(size, 4)))]:
         devices = list(profile.devices)
         for host, ranks in shared:
-            for place, rank in enumerate(ranks):
-                part = share if place == favoured % len(ranks) else (1 - share) / (len(ranks) - 1)
-                part = part if share else 1 / len(ranks)
+            for index, rank in enumerate(ranks):
+                rank_share = share if index == favoured % len(ranks) else (1 - share) / (len(ranks) - 1)
+                rank_share = rank_share if share else 1 / len(ranks)
                 devices[rank] = replace(
-                    devices[rank], memory_bytes=min(devices[rank].memory_bytes, int(host.memory_bytes * part))
+                    devices[rank], memory_bytes=min(devices[rank].memory_bytes, int(host.memory_bytes * rank_share))
                 )
         yield replace(profile, devices=tuple(devices))

@@ -1,10 +1,7 @@
-"""Several pipelines side by side over many ranks: how many, which ranks in which, and who takes how much of the batch.
+"""Data-parallel pipelines over many ranks: their number, members and batch shares.
 
-For every number of pipelines worth looking at and a few ways of putting ranks into columns (``columns``), the best line of
-columns is estimated by dynamic programming; the most promising are simulated with the depths that suit them best.
-Then shares of the global batch are dealt out so that the slowest pipeline is as fast as can be. Everything counts its effort in
-looks, not seconds: the same input gives the same plan.
-"""
+For each promising number of pipelines, dynamic programming estimates the best line of columns (``columns``). The best are
+simulated, and batch shares are balanced. Effort is counted in candidates, not seconds, so plans are deterministic."""
 
 from __future__ import annotations
 
@@ -28,27 +25,25 @@ from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
 
 EVERY, RATIO = 12, 1.12
-"""Up to so many pipelines every number of them is looked at; beyond, every so often."""
+"""Up to this many pipelines all numbers are tried, beyond it numbers in this ratio."""
 COARSE = 6, 1.25
-"""The same where there are very many ranks."""
+"""The same limits for very many ranks."""
 MAX_COLUMNS = 96
-"""Of more columns than this, the ones that can do most are kept: no model has so many stages."""
+"""Maximum number of columns, above any model's useful number of stages."""
 FIRST_LINES = 1
-"""Ways of sorting columns looked at per layout; of the best layouts, all."""
+"""Number of column orders estimated per layout; all for the best layouts."""
 MAX_LAYOUTS = 6
-"""Layouts that are simulated."""
 MAX_LAYOUTS_PER_COUNT = 2
-"""Of these, at most so many of one number of pipelines."""
+"""Maximum number of simulated layouts, in all and per number of pipelines."""
 IMPROVED, SLOWER = 3, 1.1
-"""So many numbers of pipelines have their shares dealt out; how much slower than the best one they may be."""
-PACES = ((1.0, 0.1), (1.0, 0.5), (1.0, 1.5), (0.9, 0.5))
-"""(share of the estimated pace, allowance in periods) from which depths are guessed; with one alone, plans of 32 to 64 ranks are up
-to 8 % slower."""
+"""Number of pipeline counts whose batch shares are balanced, and their maximum slowdown against the best."""
+DEPTH_ALLOWANCE_RATIO = 0.5
+"""Fraction of a period by which gradients may arrive early."""
 
 
 @dataclass
 class _Layout:
-    """Columns with the best line found through them."""
+    """Columns with their best line."""
 
     chains: Chains
     line: ColumnOrder
@@ -57,7 +52,7 @@ class _Layout:
 
 @dataclass
 class _SimulatedLayout:
-    """A layout's best pipeline of columns."""
+    """A layout's best simulated pipeline."""
 
     layout: _Layout
     chain: Fitting
@@ -68,25 +63,21 @@ class _SimulatedLayout:
         return self.layout.chains
 
     def pipelines(self, sequences: Sequence[int]) -> list[Fitting]:
-        """Its pipelines with these shares of the batch, timed by their own ranks."""
+        """Its pipelines with these batch shares, timed on their own ranks."""
         columns, line = self.chains.columns, self.chain.line
         assert columns.base is not None
         return [
             columns.base.timed(
-                line._replace(ranks=tuple(columns.members[k][p] for k in line.ranks), sequences=share),
-                self.chain.ways,
+                line._replace(ranks=tuple(columns.members[k][p] for k in line.ranks), sequences=share), self.chain.ways
             )
             for p, share in enumerate(sequences)
         ]
 
 
-def promising_layouts(
-    profile: ClusterProfile, request: PlanRequest, slices: Sequence[int] = ()
-) -> list[tuple[float, Plan]]:
-    """A plan of every promising number of pipelines, best first; empty: none fits. Deterministic. Their pipelines are cut alike.
+def best_layouts(profile: ClusterProfile, request: PlanRequest, slices: Sequence[int] = ()) -> list[tuple[float, Plan]]:
+    """Plans for each promising number of pipelines with their step times, best first. Deterministic.
 
-    Each with the seconds of its step: what ``simulate`` says, or a little more where like columns hold unlike ranks.
-    """
+    Step times are those of ``simulate``, or a little longer for columns of unlike ranks."""
     by_size = costs_by_size(profile, request, slices)
     clock, best_by_count = Clock(by_size), dict[int, _SimulatedLayout]()
     for layout in _sized(by_size):
@@ -102,7 +93,7 @@ def promising_layouts(
 
 
 def _sized(by_size: Mapping[int, Costs]) -> list[_SimulatedLayout]:
-    """The best layouts' chains at the smallest micro-batch, and those of the best at the others, best first."""
+    """Simulate the best layouts at the smallest micro-batch, and the best of these at other sizes."""
     smallest, *larger = by_size.values()
     simulated = _simulated(_ranked(smallest))
     for costs in larger:
@@ -116,9 +107,9 @@ def _sized(by_size: Mapping[int, Costs]) -> list[_SimulatedLayout]:
 
 
 def _pipeline_counts(costs: Costs) -> list[int]:
-    """Numbers of pipelines to look at: as many as there may be and as memory holds."""
+    """Pipeline counts to try, as far as ranks, batch and memory allow."""
     request, room = costs.request, float(costs.usable.sum())
-    shares = request.global_batch // costs.micro_batch  # of one micro-batch at least
+    shares = request.global_batch // costs.micro_batch  # at least one micro-batch each
 
     def fits_memory(number: int) -> bool:
         all_layers = 0, costs.layer_count
@@ -137,7 +128,7 @@ def _pipeline_counts(costs: Costs) -> list[int]:
 
 
 def _ranked(costs: Costs) -> list[_Layout]:
-    """The most promising layouts, looked at more closely, best first."""
+    """The most promising layouts, re-estimated with all column orders, best first."""
     levelled = levels(costs.usable), costs.outward_level, levels(costs.speed)
     layouts = [
         layout
@@ -156,7 +147,7 @@ def _ranked(costs: Costs) -> list[_Layout]:
 
 
 def _groupings(costs: Costs, pipelines: int, levelled: tuple[Floats, Floats, Floats]) -> Iterator[list[Column]]:
-    """Ways of putting ranks into columns. ``levelled``: memory, links outward and speed, alike for like ranks."""
+    """Column groupings. ``levelled``: memory, outward link and speed, equal for like ranks."""
     memory, outward, speed = levelled
     yielded: set[tuple[Column, ...]] = set()
     builds = (in_hosts, along_hosts) if pipelines > 1 else (in_hosts,)
@@ -169,7 +160,7 @@ def _groupings(costs: Costs, pipelines: int, levelled: tuple[Floats, Floats, Flo
 
 
 def _worthwhile(costs: Costs, members: list[Column]) -> Chains:
-    """The columns that can do most in the time that all ranks together would need, links left aside."""
+    """The columns with most work done in the ideal step time, without links."""
     chains = Chains(in_columns(costs, members))
     if len(members) <= MAX_COLUMNS:
         return chains
@@ -180,16 +171,8 @@ def _worthwhile(costs: Costs, members: list[Column]) -> Chains:
     return Chains(in_columns(costs, [members[k] for k in worthiest.tolist()]))
 
 
-_KEYS = (
-    ("memory",),
-    ("sums", "speed"),
-    ("speed",),
-    ("sums",),
-    ("speed", "sums"),
-    ("outward", "memory"),
-    ("memory", "outward"),
-)
-"""What lines are sorted by, least important first; each line is also tried reversed."""
+_KEYS = "memory", "sums speed", "speed", "sums", "speed sums", "outward memory", "memory outward"
+"""Sort keys of column orders, least important first; each order is also tried reversed."""
 
 
 def _lines(chains: Chains, most: int) -> list[ColumnOrder]:
@@ -203,14 +186,14 @@ def _lines(chains: Chains, most: int) -> list[ColumnOrder]:
     }
     orders: list[ColumnOrder] = []
     for names in _KEYS[:most]:
-        keys = columns.place, columns.host, *(-worth[name] for name in names)
+        keys = columns.place, columns.host, *(-worth[name] for name in names.split())
         line = tuple(np.lexsort(keys).tolist())
         orders += [line, line[::-1]]
     return list(dict.fromkeys(orders))
 
 
 def _estimated(chains: Chains, lines: int) -> _Layout | None:
-    """The best of some lines, by estimate; None: nothing fits."""
+    """The best of ``lines`` column orders by estimate; None: nothing fits."""
     best: _Layout | None = None
     for line in _lines(chains, lines):
         estimate_s = chains.along(line, math.inf)[0]
@@ -225,22 +208,22 @@ def _estimated(chains: Chains, lines: int) -> _Layout | None:
 
 
 def _simulated(layouts: Sequence[_Layout]) -> list[_SimulatedLayout]:
-    """Each layout's best chain, best first."""
+    """Simulate each layout's best chain, best first."""
     return sorted(filter(None, map(_simulated_layout, layouts)), key=lambda layout: layout.step_s)
 
 
 def _simulated_layout(layout: _Layout) -> _SimulatedLayout | None:
-    """The best simulated chain along a layout's line; None: none fits."""
+    """The best chain along the layout's line; None: none fits."""
     chains, columns = layout.chains, layout.chains.columns
-    costs, rows = {columns.micro_batch: columns.shared_by(chains.pipelines)}, chains.micro_batches
-    clock, chain_lines = Clock(costs), dict[Line, None]()
-    for share, allowance in PACES:
-        _, picks, cuts = chains.along(layout.line, share * layout.estimate_s / rows, allowance)
-        counts, classic = tuple(last - first for first, last in itertools.pairwise(cuts)), range(len(picks), 0, -1)
-        if picks:
-            chain_lines[Line(picks, counts, tuple(classic), columns.micro_batch, rows * columns.micro_batch)] = None
+    costs, n = {columns.micro_batch: columns.shared_by(chains.pipelines)}, chains.micro_batches
+    clock = Clock(costs)
+    _, picks, cuts = chains.along(layout.line, layout.estimate_s / n, DEPTH_ALLOWANCE_RATIO)
+    if not picks:
+        return None
+    counts = tuple(last - first for first, last in itertools.pairwise(cuts))
+    classic = tuple(range(len(picks), 0, -1))
     rounds = LocalSearch(costs, clock.step_s, clock.step_s, clock.step_s)
-    starts = [start for line in chain_lines for start in rounds.with_promising_depths((line,))]
+    starts = rounds.with_promising_depths((Line(picks, counts, classic, columns.micro_batch, n * columns.micro_batch),))
     if not starts:
         return None
     lines, step_s = min(starts, key=lambda start: start[1])
@@ -250,7 +233,7 @@ def _simulated_layout(layout: _Layout) -> _SimulatedLayout | None:
 
 
 def _finished(layout: _SimulatedLayout, clock: Clock) -> tuple[float, Plan]:
-    """The plan made of one chain, whose pipelines take shares of the batch by their speed, and its seconds."""
+    """Step time and plan of a chain with batch shares by pipeline speed."""
     base = layout.chains.columns.base
     assert base is not None
     pipelines = layout.pipelines(_sequences_per_pipeline(layout))
@@ -260,7 +243,7 @@ def _finished(layout: _SimulatedLayout, clock: Clock) -> tuple[float, Plan]:
 
 
 def _sequences_per_pipeline(layout: _SimulatedLayout) -> list[int]:
-    """Shares such that all pipelines end as nearly together as whole micro-batches allow; they add up to the batch."""
+    """Batch shares that let all pipelines end as evenly as possible."""
     costs, count = layout.chains.columns, layout.chains.pipelines
     size, total = costs.micro_batch, costs.request.global_batch // costs.micro_batch
     near = max(2, total // count)
@@ -268,7 +251,7 @@ def _sequences_per_pipeline(layout: _SimulatedLayout) -> list[int]:
     low, high = (layout.pipelines([size * number] * count) for number in (fewer, more))
     ends_s = [[max(fitting.spans_s[1]) for fitting in pipelines] for pipelines in (low, high)]
     each_s = [(high_s - low_s) / (more - fewer) for low_s, high_s in zip(*ends_s, strict=True)]
-    # When each pipeline would have done one micro-batch more.
+    # End of each pipeline with one more micro-batch.
     waiting = [(low_s + each * (2 - fewer), p) for p, (low_s, each) in enumerate(zip(ends_s[0], each_s, strict=True))]
     heapq.heapify(waiting)
     numbers = [1] * count

@@ -10,7 +10,7 @@ import pytest
 
 from hetero_mpi.cli import main
 from hetero_mpi.planning.decision.alternatives import what_ifs
-from hetero_mpi.planning.decision.decide import alone, best_alone
+from hetero_mpi.planning.decision.decide import best_alone, time_alone
 from hetero_mpi.planning.decision.planner import complete_plan, make_plan
 from hetero_mpi.planning.memory_model import predict_memory
 from hetero_mpi.planning.simulator import simulate
@@ -80,7 +80,7 @@ def test_one_rank_alone_is_the_fastest_of_all_it_could_do(seed: int) -> None:
     request = replace(
         request, alone_micro_batch_choices=sizes, micro_batch_choices=(1,), recompute_choices=(False, True)
     )
-    found = [alone(profile, request, rank) for rank in range(4)]
+    found = [time_alone(profile, request, rank) for rank in range(4)]
     for rank, one in enumerate(found):
         single = restricted(profile, [rank])
         tried = []

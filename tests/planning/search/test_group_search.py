@@ -14,7 +14,7 @@ from hetero_mpi.planning.analysis.replan import ReplanQuestion, answer
 from hetero_mpi.planning.bounds import filling_bounds_s, fluid_bound_s
 from hetero_mpi.planning.decision import groups as group_search
 from hetero_mpi.planning.decision.decide import decide
-from hetero_mpi.planning.decision.groups import GAIN
+from hetero_mpi.planning.decision.groups import MIN_GAIN_RATIO
 from hetero_mpi.planning.decision.planner import complete_plan, make_plan
 from hetero_mpi.planning.decision.rules import plan_problems
 from hetero_mpi.planning.memory_model import MemoryModel, predict_memory
@@ -84,7 +84,7 @@ def test_no_plan_of_one_pipeline_is_much_shorter_than_what_is_found(seed: int) -
     best_s = min(outlined(plan, profile).step_s for plan in every_plan(profile, batch))
     found = decide(profile, asked(batch))
     assert found is not None
-    assert found.step_s <= best_s / (1 - GAIN) * (1 + 1e-9)
+    assert found.step_s <= best_s / (1 - MIN_GAIN_RATIO) * (1 + 1e-9)
 
 
 def test_one_long_sequence_is_computed_by_all_ranks_of_the_fastest_host_in_proportion_to_their_speeds() -> None:
@@ -92,7 +92,7 @@ def test_one_long_sequence_is_computed_by_all_ranks_of_the_fastest_host_in_propo
     report = make_plan(profile, asked(1))
     assert held(report.plan) == [((0, 1), (5, 3))] or held(report.plan) == [((0, 1), (6, 2))]
     without = make_plan(profile, replace(asked(1), groups=False))
-    assert report.predicted_step_s < (1 - GAIN) * without.predicted_step_s
+    assert report.predicted_step_s < (1 - MIN_GAIN_RATIO) * without.predicted_step_s
     shares = " and ".join(map(str, held(report.plan)[0][1]))
     assert f"ranks 0 and 1 hold stage 0 together, {shares} of {HEADS} key/value heads" in report.reasons
     ratio = without.predicted_step_s / report.predicted_step_s
@@ -211,10 +211,10 @@ def test_a_gpu_and_a_processor_form_a_group_beside_another_gpu() -> None:
     profile = boxes("aaaa", (1.0, 1.1, 5.0, 4.0))
     devices = (replace(one, backend="cuda" if one.rank < 2 else "cpu") for one in profile.devices)
     profile = replace(profile, devices=tuple(devices))
-    search = group_search._Search(profile, asked(4), lambda *_: None, [profile.devices])
+    search = group_search.GroupSearch(profile, asked(4), lambda *_: None, [profile.devices])
     found = set(search._groupings())
     assert ((0, 3), (1, 2)) in found and ((0, 1),) in found
-    alike = group_search._Search(boxes("aaaa", (1.0, 1.1, 5.0, 4.0)), asked(4), lambda *_: None, [profile.devices])
+    alike = group_search.GroupSearch(boxes("aaaa", (1.0, 1.1, 5.0, 4.0)), asked(4), lambda *_: None, [profile.devices])
     assert ((0, 3), (1, 2)) not in set(alike._groupings())
 
 
@@ -237,7 +237,7 @@ def test_hosts_on_a_slow_network_whose_ranks_lack_memory_train_side_by_side_each
     assert not [*plan_problems(found.plan, profile)]
     one_pipeline = decide(profile, replace(request, max_pipelines=1))
     assert one_pipeline is not None and one_pipeline.plan.leader_of and found.without_groups_s is not None
-    assert found.step_s < (1 - GAIN) * min(found.without_groups_s, one_pipeline.step_s)
+    assert found.step_s < (1 - MIN_GAIN_RATIO) * min(found.without_groups_s, one_pipeline.step_s)
 
 
 def test_a_fast_rank_by_itself_takes_more_sequences_than_a_group_beside_it() -> None:
@@ -245,7 +245,7 @@ def test_a_fast_rank_by_itself_takes_more_sequences_than_a_group_beside_it() -> 
     found = decide(boxes("aab", (1.0, 1.5, 0.45)), asked(3))
     assert found is not None and sorted(held(found.plan)) == [((0, 1), (5, 3)), ((2,), ())]
     assert {one.stages[0].ranks: one.sequences for one in found.plan.pipelines} == {(0, 1): 1, (2,): 2}
-    assert found.step_s < (1 - GAIN) * 13.8
+    assert found.step_s < (1 - MIN_GAIN_RATIO) * 13.8
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from hetero_mpi.planning.memory_model import MemoryModel, predict_hosts, predict
 from hetero_mpi.planning.search.columns import Chains, along_hosts, in_columns, in_hosts
 from hetero_mpi.planning.search.costs import Costs
 from hetero_mpi.planning.search.layouts import _Layout, _sequences_per_pipeline, _SimulatedLayout
-from hetero_mpi.planning.search.layouts import promising_layouts as layouts_of
+from hetero_mpi.planning.search.layouts import best_layouts as layouts_of
 from hetero_mpi.planning.search.pipelines import Line
 from hetero_mpi.planning.search.rounds import Clock
 from hetero_mpi.planning.search.search import Search

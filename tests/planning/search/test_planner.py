@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetero_mpi.planning.bounds import fluid_bound_s
-from hetero_mpi.planning.decision.alternatives import other_ways
+from hetero_mpi.planning.decision.alternatives import alternative_outcomes
 from hetero_mpi.planning.decision.decide import Decision, decide
 from hetero_mpi.planning.decision.planner import complete_plan, make_plan
 from hetero_mpi.planning.decision.rules import batch_problems
@@ -197,7 +197,7 @@ def test_every_rank_by_itself_is_priced_where_the_batch_has_a_share_for_each(
     """Two micro-batches are too few for three ranks with a pipeline each; four sequences are not."""
     profile, request = make_profile((1.0, 1.0, 1.0)), PlanRequest(4, SEQUENCE, sizes, max_pipelines=3)
     plan = make_plan_of((0, 1, 3, 4), (0, 1, 2), 4)
-    names = [other.change for other in other_ways(Decision(plan, 1.0), profile, request)]
+    names = [other.change for other in alternative_outcomes(Decision(plan, 1.0), profile, request)]
     assert ("every rank by itself, with a share of the batch" in names) == told
 
 
@@ -211,7 +211,7 @@ def test_alternatives_are_priced_with_the_micro_batches_that_fit() -> None:
     unequal, staged = Plan(tuple(alone), 16, SEQUENCE, layers), make_plan_of((0, 2, layers), (0, 1), 16)
     names = "equal shares of the batch", "every rank by itself, with a share of the batch"
     for plan, name in zip((unequal, staged), names, strict=True):
-        steps = {other.change: other.step_s for other in other_ways(Decision(plan, 1.0), profile, request)}
+        steps = {other.change: other.step_s for other in alternative_outcomes(Decision(plan, 1.0), profile, request)}
         assert steps[name] is not None, name
 
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from hetero_mpi.planning.bounds import fluid_bound_s
-from hetero_mpi.planning.decision.decide import decide, fits
+from hetero_mpi.planning.decision.decide import decide, has_fitting_plan
 from hetero_mpi.planning.decision.planner import make_plan
-from hetero_mpi.planning.decision.shortage import closest
+from hetero_mpi.planning.decision.shortage import closest_split
 from hetero_mpi.planning.memory import StageMode, stage_memory
 from hetero_mpi.planning.memory_model import MemoryModel
 from hetero_mpi.planning.simulator import simulate
@@ -209,8 +209,8 @@ def test_what_just_fits_is_planned(seed: int) -> None:
     profile, request = many(seed)
     request = replace(request, memory_reserve=0.0, micro_batch_choices=(1,))
     tiny = replace(profile, devices=tuple(replace(d, memory_bytes=5000) for d in profile.devices))
-    short = closest(tiny, request)
-    assert short.shortage_bytes > 0 and not fits(tiny, request) and decide(tiny, request) is None
+    short = closest_split(tiny, request)
+    assert short.shortage_bytes > 0 and not has_fitting_plan(tiny, request) and decide(tiny, request) is None
     enough = 5000 + math.ceil(short.shortage_bytes)
     just = replace(profile, devices=tuple(replace(d, memory_bytes=enough) for d in profile.devices))
-    assert fits(just, request) and decide(just, request) is not None
+    assert has_fitting_plan(just, request) and decide(just, request) is not None

@@ -9,7 +9,7 @@ import pytest
 from hetero_mpi.planning.durations import exchange_s
 from hetero_mpi.planning.outline import outlined
 from hetero_mpi.planning.search.costs import costs_by_size
-from hetero_mpi.planning.search.layouts import promising_layouts
+from hetero_mpi.planning.search.layouts import best_layouts
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.tables import rank_classes
 from hetero_mpi.planning.types.profile import ClusterProfile, HostLinkProfile
@@ -62,7 +62,7 @@ def test_sums_take_as_long_as_durations_say(members: tuple[int, ...]) -> None:
 
 def test_several_is_no_slower_than_alike_pipelines_and_indifferent_to_numbers() -> None:
     profile = cluster(1)
-    ((step_s, plan), *others) = promising_layouts(profile, REQUEST)
+    ((step_s, plan), *others) = best_layouts(profile, REQUEST)
     assert all(other_s >= step_s for other_s, _ in others)
     assert step_s == pytest.approx(simulate(plan, profile).step_s, rel=1e-9)
     order = [5, 2, 7, 0, 3, 6, 1, 4]
@@ -72,9 +72,9 @@ def test_several_is_no_slower_than_alike_pipelines_and_indifferent_to_numbers() 
         devices=tuple(replace(profile.devices[old], rank=rank) for rank, old in enumerate(order)),
         links=tuple(replace(k, source=new[k.source], destination=new[k.destination]) for k in profile.links),
     )
-    again_s, _ = promising_layouts(other, REQUEST)[0]
+    again_s, _ = best_layouts(other, REQUEST)[0]
     assert again_s == pytest.approx(step_s, rel=1e-9)
-    ((alone_s, _),) = promising_layouts(profile, replace(REQUEST, max_pipelines=1))
+    ((alone_s, _),) = best_layouts(profile, replace(REQUEST, max_pipelines=1))
     assert step_s <= alone_s * EQUAL
 
 
