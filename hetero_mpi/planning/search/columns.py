@@ -1,24 +1,19 @@
-"""Ranks in *columns*: one rank per pipeline, which hold the same layers, so that many pipelines are planned as one.
+"""Columns of ranks, one rank per pipeline with the same layers, so that many pipelines are planned as one.
 
-With P pipelines cut alike, stage k of all of them is a column of P ranks. A column behaves like one device: as slow as its
-slowest member, with the least of their memories, linked to another column by the worst of the links within pipelines; and it
-sums the gradients of its layers around a ring of its members. Ranks of one host side by side make that ring quick; ranks of one
-host one after another make a pipeline's own messages quick.
-
-::
+Stage k of P identically cut pipelines is a column of P ranks. It behaves like one device: as slow as its slowest member, with
+the least memory, linked to other columns by the worst link within a pipeline. Its members all-reduce their gradients around a
+ring. Ranks of one host in a column make that ring fast; ranks of one host in a pipeline make its messages fast::
 
                  pipeline 0   pipeline 1   pipeline 2
-    column 0       host A       host A       host A       <- sums stay inside host A
-    column 1       host B       host C       host D       <- sums cross the network
+    column 0       host A       host A       host A       <- all-reduce inside host A
+    column 1       host B       host C       host D       <- all-reduce across the network
 
-The best pipeline of columns is found by dynamic programming along an order of all of them, of which any may be left out. Going
-backward along it, ``_Best`` holds for every layer the least time from when the first micro-batch arrives there until everything
-behind is done:
+Dynamic programming along an order of the columns, of which any may be left out, finds the best pipeline. Going backward,
+``_Best`` holds per layer the minimum time from the arrival of the first micro-batch there to the end of the step:
 
-* ``back_s``: until the last gradient has come back: the larger of ``M a`` and ``a + hop + back_s`` of what follows (M
+* ``back_s``: until the last gradient is back: the larger of ``M a`` and ``a + hop + back_s`` of the next stage (M
   micro-batches, a seconds of forward and backward of one);
-* ``late_s``: how much longer the sums of gradients take. Every stage ends as long before the first one as the last gradient
-  travels: ``late = max(own sums, late of what follows - backward - message)``.
+* ``late_s``: additional all-reduce time: ``late = max(own all-reduce, late of the next stage - backward - message)``.
 """
 
 from __future__ import annotations
@@ -39,10 +34,9 @@ Column = tuple[int, ...]
 
 
 def in_hosts(costs: Costs, pipelines: int, keys: Sequence[Floats]) -> list[Column]:
-    """Columns of like ranks, within a host as far as it has enough of them; what is left over is put together across hosts.
+    """Columns of like ranks within each host; the remaining ranks form columns across hosts.
 
-    ``keys``: what likeness goes by, most important last (as for ``numpy.lexsort``), largest first.
-    """
+    ``keys``: similarity keys as for ``numpy.lexsort``, largest values first."""
     columns: list[Column] = []
     rest: list[int] = []
     for members in _by_host(costs):
@@ -53,10 +47,9 @@ def in_hosts(costs: Costs, pipelines: int, keys: Sequence[Floats]) -> list[Colum
 
 
 def along_hosts(costs: Costs, pipelines: int, keys: Sequence[Floats]) -> list[Column]:
-    """Columns across hosts, such that neighbours of a host stand one after another in a pipeline.
+    """Columns across hosts, with ranks of a host consecutive in a pipeline.
 
-    Ranks alike by all ``keys`` form a group of K columns: in order of hosts, the first K go to pipeline 0, and so on.
-    """
+    Ranks equal in all ``keys`` form K columns: in host order, the first K go to pipeline 0, and so on."""
     columns: list[Column] = []
     rest: list[int] = []
     groups: dict[tuple[float, ...], list[int]] = {}
@@ -71,7 +64,7 @@ def along_hosts(costs: Costs, pipelines: int, keys: Sequence[Floats]) -> list[Co
 
 
 def _by_host(costs: Costs) -> list[list[int]]:
-    """Ranks of each host, the fastest first, so that like ones stand together."""
+    """Ranks of each host, fastest first."""
     hosts: list[list[int]] = [[] for _ in range(int(costs.host.max()) + 1)]
     for rank in np.lexsort((np.arange(len(costs.host)), -costs.speed)).tolist():
         hosts[int(costs.host[rank])].append(rank)
@@ -79,14 +72,14 @@ def _by_host(costs: Costs) -> list[list[int]]:
 
 
 def _chunks(costs: Costs, ranks: list[int], pipelines: int, keys: Sequence[Floats]) -> list[Column]:
-    """``ranks`` sorted by ``keys`` and cut into columns; the last few, too few for a column, stay out."""
+    """``ranks`` sorted by ``keys`` and cut into full columns."""
     rank_array = np.array(ranks, dtype=np.int64)
     order = rank_array[np.lexsort([rank_array, costs.host[rank_array], *(-key[rank_array] for key in keys)])].tolist()
     return [tuple(order[i : i + pipelines]) for i in range(0, len(order) - pipelines + 1, pipelines)]
 
 
 def in_columns(costs: Costs, members: Sequence[Column]) -> Costs:
-    """The costs of one pipeline through columns, each as if it were a rank."""
+    """Costs of one pipeline through columns, each treated as a rank."""
     table, pipelines = np.array(members), len(members[0])
 
     def slowest(seconds: Floats) -> Floats:
@@ -123,7 +116,7 @@ ColumnOrder = tuple[int, ...]
 
 @dataclass
 class _Best:
-    """The best end of a pipeline, by the layer it begins with. ``depth``: micro-batches in flight at its first stage."""
+    """The best tail of a pipeline, by its first layer. ``depth``: micro-batches in flight at its first stage."""
 
     back_s: Floats
     late_s: Floats
@@ -132,14 +125,14 @@ class _Best:
     pick: Indices
     """Index of the first column; -1: nothing follows."""
     choice: Indices
-    """Index of the ``_Choice`` it was made by."""
+    """Index of its ``_Choice``."""
 
 
 @dataclass
 class _Choice:
     column: int
     last: Indices
-    """By first layer: where the stage ends."""
+    """By first layer: end of the stage."""
     following: Indices
     """By first layer: the ``_Choice`` of the next stage."""
 
@@ -148,14 +141,14 @@ class _Held(NamedTuple):
     """The costs of every stage on one column."""
 
     ways: list[tuple[Floats, Floats]]
-    """Of every way: seconds of a micro-batch, and the most of them in flight."""
+    """Per memory strategy: seconds of a micro-batch, and the maximum number in flight."""
     backward_s: Floats
     tail_s: Floats
-    """Of the sums, what the last backward does not hide."""
+    """All-reduce time not hidden by the last backward."""
 
 
 class Chains:
-    """Pipelines through the columns of one layout, of all its columns or some."""
+    """Pipelines through some or all columns of a layout."""
 
     def __init__(self, columns: Costs) -> None:
         self.columns, self.pipelines = columns, len(columns.members[0])
@@ -164,7 +157,7 @@ class Chains:
         self.message = np.append(0.0, columns.message_bytes)
         sums = [columns.exchange_s((column,), columns.summed_bytes) for column in range(columns.count)]
         self.sum_s: Floats = np.array(sums)
-        """Seconds [column, layer] to sum the gradients."""
+        """Seconds of the gradient all-reduce [column, layer]."""
         self.estimates: dict[int, _Held] = {}
 
     def estimates_of(self, column: int) -> _Held:
@@ -185,10 +178,9 @@ class Chains:
     def along(
         self, line: ColumnOrder, period_s: float, allowance: float = 0.1
     ) -> tuple[float, tuple[int, ...], tuple[int, ...]]:
-        """(estimated seconds, picks, cuts) of the best pipeline along ``line``; infinite: none fits.
+        """(estimated seconds, columns, cuts) of the best pipeline along ``line``; infinite: none fits.
 
-        ``period_s``: the pace hoped for, from which depths are guessed; infinite: 1F1B's own.
-        """
+        ``period_s``: assumed seconds per micro-batch, from which depths follow; infinite: 1F1B depths."""
         count = self.columns.layer_count + 1
         nothing = np.full(count, np.inf)
         nothing[self.columns.layer_count] = 0.0
@@ -210,7 +202,7 @@ class Chains:
         return value, tuple(picks), tuple(cuts)
 
     def _one_more(self, column: int, best: _Best, choices: list[_Choice], period_s: float, allowance: float) -> _Best:
-        """``best``, or with ``column`` in front of it where that is better."""
+        """``best``, or ``column`` followed by ``best`` where that is faster."""
         columns, last, estimates = self.columns, self.stages.last, self.estimates_of(column)
         follows = best.pick >= 0
         out_s = columns.latency_s[column, best.pick] + self.message * columns.per_byte_s[column, best.pick]

@@ -1,9 +1,7 @@
-"""The costs of stages on all usable ranks, at one micro-batch size: arrays for searches over hundreds of ranks, and plain lists of
-them where single figures are asked for, millions of them.
+"""Costs of stages on all usable ranks at one micro-batch size, as arrays and as lists for fast single lookups.
 
-Times are tabulated per rank and layer, links per pair of *places*: a rank is a place of its own in small clusters; in
-large ones a host is, since millions of pairs of ranks say no more than tens of thousands of pairs of hosts.
-"""
+Times are tabulated per rank and layer, links per pair of *places*. A place is a rank in small clusters and a host in large
+ones."""
 
 from __future__ import annotations
 
@@ -38,24 +36,23 @@ from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile
 from hetero_mpi.planning.types.request import PlanRequest
 
 MAX_SHARING_RANKS = 64
-"""Up to so many ranks plans are laid out that fit only because pipelines share the state. Of more, nothing mends those that do not
-fit when whole parameters are dealt."""
+"""Maximum number of ranks for which plans are laid out that fit only with sharded optimizer state."""
 
 
 @dataclass(eq=False)
 class Costs:
-    """Ranks are counted as in ``devices``, which leaves out those without the model's dtype."""
+    """Costs by rank. Ranks are indices into ``devices``, which leaves out devices without the model's dtype."""
 
     memory: MemoryModel
     micro_batch: int
     devices: list[DeviceProfile]
     rooms: list[MemoryBudget]
     ways: list[StageMode]
-    """To hold a stage, the quickest first."""
+    """Memory strategies, fastest first."""
     forward_s: Floats
     """[way, rank, layer]"""
     backward_s: Floats
-    """Where the way asks for it with the forward repeated."""
+    """[way, rank, layer], including recomputed forwards."""
     overhead_s: Floats
     """[way, rank, forward and backward]"""
     step_per_parameter_s: Floats
@@ -65,17 +62,15 @@ class Costs:
     """[place, place]"""
     per_byte_s: Floats
     members: Sequence[tuple[int, ...]]
-    """Indices in ``devices``: each rank by itself, or where columns take the place of ranks (``columns.in_columns``), those of a
-    column."""
+    """Indices in ``devices``: each rank alone, or the members of each column (``columns.in_columns``)."""
     base: Costs | None = None
-    """That of the ranks, where these are columns."""
+    """The costs of the ranks, if these are columns."""
     _bytes: dict[tuple[Any, ...], tuple[list[list[float]], ...]] = field(default_factory=dict, init=False)
-    """By way and room, [first][layers - 1]: bytes whatever the depth, bytes of each micro-batch in flight; where others own the
-    state."""
+    """By way and memory budget, [first][layers - 1]: fixed bytes, bytes per micro-batch in flight, without optimizer state."""
     _times: dict[tuple[Any, ...], LineTimes] = field(default_factory=dict, init=False)
-    """By ranks, layers and ways, of every stage."""
+    """By ranks, layer counts and ways."""
     _paced: dict[tuple[Any, ...], tuple[int, ...]] = field(default_factory=dict, init=False)
-    """By ranks, layers, sequences, allowance and whether other ways are taken for depth alone."""
+    """By ranks, layer counts, sequences, allowance and ``repeat``."""
 
     @property
     def count(self) -> int:
@@ -87,7 +82,7 @@ class Costs:
 
     @cached_property
     def host(self) -> Indices:
-        """Number of each one's host, by where it comes first; of a column, that of its first rank."""
+        """Host number of each rank, or of a column's first rank."""
         names = list(dict.fromkeys(device.host for device in self.devices))
         return np.array([names.index(self.devices[ranks[0]].host) for ranks in self.members])
 
@@ -102,7 +97,6 @@ class Costs:
 
     @cached_property
     def usable(self) -> Floats:
-        """Bytes."""
         return np.array([room.usable for room in self.rooms])
 
     @property
@@ -132,12 +126,12 @@ class Costs:
 
     @cached_property
     def speed(self) -> Floats:
-        """Sequences per second of each rank, were it alone with a memory that holds everything."""
+        """Sequences per second of each rank alone with unlimited memory."""
         return np.asarray(self.micro_batch / (self.forward_s[0].sum(axis=1) + self.backward_s[0].sum(axis=1)))
 
     @cached_property
     def outward_level(self) -> Floats:
-        """The higher the faster: messages per second over each rank's best link to another host, alike for like ranks."""
+        """Speed level of each rank's best link to another host; equal for like ranks."""
         away = self.latency_s + self.message_bytes.max() * self.per_byte_s
         host_of = np.zeros(len(away), dtype=np.int64)
         host_of[self.place] = self.host
@@ -145,7 +139,7 @@ class Costs:
         return levels(1 / np.maximum(np.where(np.isinf(away), 0.0, away)[self.place], 1e-9))
 
     def exchange_s(self, ranks: Sequence[int], size_bytes: Floats) -> Floats:
-        """``durations.exchange_s`` for several sizes at once; of a column, between its members."""
+        """``durations.exchange_s`` for several sizes; of a column, between its members."""
         if self.base is not None:
             return self.base.exchange_s([rank for column in ranks for rank in self.members[column]], size_bytes)
         count = len(ranks)
@@ -158,7 +152,7 @@ class Costs:
         latency_s = self.latency_s[np.ix_(places, places)] * off_diagonal
         per_byte_s = self.per_byte_s[np.ix_(places, places)] * off_diagonal
         hosts = len(set(self.host[np.array(ranks)].tolist()))
-        if hosts not in (1, count):  # around a ring from host to host (``comm.transport``)
+        if hosts not in (1, count):  # a ring across hosts (``comm.transport``)
             slowest = [float((latency_s + per_byte_s * size).max()) for size in part.tolist()]
             return np.where(sizes > 0, (count - 1) * np.array(slowest), 0.0)[which]
         busiest = np.maximum(
@@ -170,11 +164,11 @@ class Costs:
     # Memory
 
     def sharing(self, pipelines: float) -> float:
-        """How many of so many pipelines are taken to share the state."""
+        """Number of data-parallel replicas over which optimizer state is sharded."""
         return pipelines if self.model.trained_whole and len(self.devices) <= MAX_SHARING_RANKS else 1
 
     def grid(self, pipelines: float) -> StageGrid:
-        """All stages that fit on some rank, where so many pipelines share the state."""
+        """All stages that fit on some rank, with state sharded over ``pipelines``."""
         if any(way.streamed for way in self.ways):
             return StageGrid(self.layer_count, self.layer_count)
         longest, most_bytes, (first, last) = 1, float(self.usable.max()), self.memory.every
@@ -185,17 +179,17 @@ class Costs:
         return StageGrid(self.layer_count, longest)
 
     def stage_bytes(self, first: Layer, last: Layer, way: StageMode, pipelines: float, *kind: Any) -> tuple[Any, Any]:
-        """``MemoryModel.stage_bytes`` where so many pipelines share the state."""
+        """``MemoryModel.stage_bytes`` with state sharded over ``pipelines``."""
         return self.memory.stage_bytes(first, last, self.micro_batch, way, self.sharing(pipelines), *kind)
 
     def max_in_flight(self, grid: StageGrid, way: StageMode, room: MemoryBudget, pipelines: float) -> Floats:
-        """Most micro-batches in flight with which each stage of ``grid`` fits; negative: it does not at all."""
+        """Maximum micro-batches in flight of each stage of ``grid``; negative: the stage does not fit."""
         stages, share = (grid.first, grid.last), self.sharing(pipelines)
         return np.where(grid.inside, self.memory.max_in_flight(*stages, self.micro_batch, way, room, share), -1.0)
 
     @cached_property
     def deepest(self) -> dict[StageMode, list[list[list[int]]]]:
-        """StageMode -> [rank][first][layers - 1]: most micro-batches in flight; longer stages fit nowhere."""
+        """StageMode -> [rank][first][layers - 1]: maximum micro-batches in flight; longer stages fit nowhere."""
         return self.unshared
 
     @cached_property
@@ -203,7 +197,7 @@ class Costs:
         return self._deepest(1)
 
     def shared_by(self, pipelines: float) -> Costs:
-        """The same where so many pipelines share the state; infinite: where others own all of it."""
+        """Costs with state sharded over ``pipelines``; infinite: owned by other ranks."""
         deepest = self._deepest(pipelines) if self.model.trained_whole else self.deepest
         if deepest == self.deepest:
             return self
@@ -224,10 +218,10 @@ class Costs:
             depths_by_mode[way] = [depths_by_room[room] for room in self.rooms]
         return depths_by_mode
 
-    # Single figures
+    # Single lookups
 
     def _summed(self, table: Floats) -> dict[StageMode, list[list[float]]]:
-        """StageMode -> [rank][layer]: seconds of all layers before."""
+        """StageMode -> [rank][layer]: seconds of all earlier layers."""
         sums = zip(self.ways, np.cumsum(table, axis=2).tolist(), strict=True)
         return {way: [[0.0, *row] for row in rows] for way, rows in sums}
 
@@ -241,7 +235,7 @@ class Costs:
 
     @cached_property
     def trainable(self) -> list[float]:
-        """[layer]: trained parameters of all layers before."""
+        """[layer]: trained parameters of all earlier layers."""
         return [0.0, *itertools.accumulate(float(layer.trainable_parameters) for layer in self.model.layers)]
 
     @cached_property
@@ -257,7 +251,7 @@ class Costs:
         return self.step_fixed_s.tolist(), dict(zip(self.ways, self.step_per_parameter_s.tolist(), strict=True))
 
     def fitted(self, line: Line) -> Fitting | None:
-        """``line``, no deeper than memory allows, held in the quickest way that is as deep; None: it does not fit."""
+        """Fit ``line`` into memory, with the fastest strategies for its depth; None: it does not fit."""
         flying, ways, cuts = [], [], line.cuts
         max_flying = line.micro_batches
         for stage, rank in enumerate(line.ranks):
@@ -277,7 +271,7 @@ class Costs:
         return self.timed(line._replace(flying=tuple(flying)), tuple(ways))
 
     def timed(self, line: Line, ways: tuple[StageMode, ...]) -> Fitting:
-        """``line`` with its times, whatever memory says."""
+        """Time ``line`` without a memory check."""
         times, bound_s = self.times(line, ways), 0.0
         if not line.is_split:
             bound_s = cycle_bound_s(*times, [depth - 1 for depth in line.flying], line.micro_batches)
@@ -285,7 +279,7 @@ class Costs:
         return Fitting(line, ways, times, bound_s, self._spare_bytes(line, ways))
 
     def _spare_bytes(self, line: Line, ways: Sequence[StageMode]) -> float:
-        """Bytes that its ranks have left for state, where others own all that they hold; infinite: that was not asked."""
+        """Bytes left for optimizer state if others own it all; infinite: not tabulated."""
         if not self._bytes:
             return math.inf
         spare = 0.0
@@ -296,7 +290,7 @@ class Costs:
         return spare
 
     def holds(self, fitting: Fitting) -> bool:
-        """Whether its ranks have memory for all the state of what they hold."""
+        """Whether its ranks can hold all of their stages' state."""
         line = fitting.line
         stages = zip(fitting.ways, line.ranks, line.cuts, line.counts, line.flying, strict=False)
         return self.deepest is self.unshared or all(
@@ -304,9 +298,12 @@ class Costs:
         )
 
     def paced(self, line: Line, allowance: float, repeat: bool) -> Line:
-        """``line`` so deep that gradients are back in time at the pace of its slowest stage or link, ``allowance`` periods
-        earlier than they have to be. ``repeat``: also where forwards are repeated for that depth alone. A schedule given by name
-        leaves no choice."""
+        """Set depths so that gradients arrive in time at the pace of the slowest stage or link.
+
+        Args:
+            allowance: periods by which they arrive earlier.
+            repeat: allow recomputation for depth alone.
+        """
         schedule = self.request.schedule
         if schedule != "auto":
             depths = scheduled_depths(schedule, len(line.ranks), line.micro_batches)
@@ -354,7 +351,7 @@ class Costs:
         return self._times[key]
 
     def final_gradients_s(self, fitting: Fitting) -> list[float]:
-        """When every layer's gradients are whole, where they are held."""
+        """Time at which each layer's gradients are final on its rank, in seconds."""
         line, begins_s, cuts, final_s = fitting.line, fitting.spans_s[0], fitting.line.cuts, list[float]()
         for stage, (rank, way) in enumerate(zip(line.ranks, fitting.ways, strict=True)):
             backward, first, last = self.backward[way][rank], cuts[stage], cuts[stage + 1]
@@ -363,8 +360,7 @@ class Costs:
         return final_s
 
     def steps_s(self, line: Line, ways: Sequence[StageMode], pipelines: float) -> list[float]:
-        """Every stage's optimizer, where as many pipelines own as much each; of a tied model, whose ends count their matrix
-        otherwise, nothing."""
+        """Optimizer seconds of each stage with evenly sharded state; zero for tied models."""
         if self.model.tied:
             return [0.0] * len(line.ranks)
         trained, (fixed, per_parameter) = [self.trainable[cut] for cut in line.cuts], self._steps
@@ -375,8 +371,7 @@ class Costs:
 
 
 def costs_by_size(profile: ClusterProfile, request: PlanRequest, slices: Sequence[int] = ()) -> dict[int, Costs]:
-    """Micro-batch size -> costs, the smallest first; ranks in an order that does not depend on their numbers. ``slices``: sequences
-    of a slice, in any of which stages may be streamed."""
+    """Micro-batch size -> costs, smallest first, independent of rank numbers. ``slices``: slice sizes of offloaded stages."""
     sizes, memory = sorted(set(request.micro_batch_choices)), MemoryModel(profile, request)
     devices = in_own_order(profile, sizes[0] * request.sequence_length)
     rooms, links, members = memory.budgets(devices), links_of(profile, devices), [(i,) for i in range(len(devices))]

@@ -1,4 +1,4 @@
-"""Plans as memory allows them: recompute where it asks for that, and shallower depths where that is not enough."""
+"""Fit plans into memory: recompute first, then smaller depths."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from hetero_mpi.planning.types.request import PlanRequest
 
 ROUNDING_RATIO = 1e-9
 MAX_DEALS = 6
-"""How often state is dealt anew, each time with more room made where it was lacking."""
+"""Maximum number of attempts to distribute optimizer state."""
 Owned = Mapping[int, float]
-"""Rank -> bytes of the state of what it holds that it owns at least."""
+"""Rank -> minimum bytes of optimizer state that it owns."""
 
 
 class Fitter:
@@ -34,11 +34,11 @@ class Fitter:
         return outlined(plan, self.profile).step_s
 
     def holds(self, plan: Plan) -> bool:
-        """Whether all ranks have the memory that a plan of any kind takes, and all hosts."""
+        """Whether the plan fits on all ranks and hosts."""
         return self.memory.check(plan)
 
     def descended(self, plan: Plan, step_s: float, near: Callable[[Plan], Iterable[Plan]]) -> tuple[Plan, float]:
-        """``plan``, or what the first shorter one of those ``near`` to it leads to; ``step_s``: its seconds."""
+        """Descend from ``plan`` to faster plans ``near`` it, first improvement first."""
         improved = True
         while improved:
             improved = False
@@ -50,9 +50,9 @@ class Fitter:
         return plan, step_s
 
     def fitted(self, plan: Plan) -> Plan | None:
-        """``plan`` with recompute where memory asks for it and nowhere else, shallower where that is not enough; None: it does not
-        fit even so. Where ranks have no room for all the state of what they hold, it is dealt out by what they leave free: first as
-        if others owned it, then as if each owned as much, and then with room for what each was found to own."""
+        """Fit ``plan`` with the minimum of recomputation, then smaller depths; None: it does not fit.
+
+        With sharded optimizer state, guess what each rank owns: nothing, equal parts, then what earlier attempts lacked."""
         if len(plan.pipelines) == 1 or not self.profile.model.trained_whole:
             return self._fitted(plan, None)
         lacked: dict[int, float] = {}
@@ -74,7 +74,7 @@ class Fitter:
         return self._fitted(plan, None)
 
     def _parts(self, plan: Plan) -> Iterator[Owned]:
-        """Bytes that each rank owns if all own as much: first with less for those with less memory than the mean, then without."""
+        """Equal state bytes per rank: first less for ranks with below-average memory, then unreduced."""
         for levelled in (True, False):
             owned = dict[int, float]()
             for stage in (stage for pipeline in plan.pipelines for stage in pipeline.stages):
@@ -84,15 +84,15 @@ class Fitter:
             yield owned
 
     def repeating(self, plan: Plan) -> Plan:
-        """``plan``; where its state is dealt by what ranks leave free, with other forwards repeated than memory asks for if that
-        makes the step shorter: the others own less then."""
+        """Improve ``plan`` by toggling recomputation, if memory determines who owns its state."""
         if len(set(self.request.recompute_choices)) < 2:
             return plan
         return self.descended(plan, self.step_s(plan), self._repeating_otherwise)[0]
 
     def keeping(self, plan: Plan, sizes: Sequence[int] = ()) -> Plan:
-        """``plan`` with each streamed stage in slices of the quickest of the ``sizes``, or in its own, of which it keeps as many as
-        its memory holds; where ranks compute in their host's memory only beside the blocks that are read."""
+        """Choose the fastest slice size of each offloaded stage (its own or one of ``sizes``) and keep as many slices as fit.
+
+        Ranks that compute in host memory keep slices only beside the file blocks that they read."""
         for index, number in [(i, k) for i, line in enumerate(plan.pipelines) for k in range(len(line.stages))]:
             pipeline = plan.pipelines[index]
             stage = pipeline.stages[number]
@@ -106,14 +106,14 @@ class Fitter:
         return plan
 
     def _fullest(self, plan: Plan, index: int, number: int, least: int) -> Plan | None:
-        """``plan`` with as many slices kept by a stage as fit, ``least`` or more; None: not even these do."""
+        """``plan`` with as many kept slices of a stage as fit, at least ``least``; None: none fits."""
         pipeline = plan.pipelines[index]
         counts = range(pipeline.stages[number].slices(pipeline.micro_batch), least - 1, -1)
         plans = (_with_pipeline(plan, index, _with_stage(pipeline, number, kept_slices=count)) for count in counts)
         return next((candidate for candidate in plans if self.holds(candidate) and self._can_read(candidate)), None)
 
     def with_files(self, plan: Plan) -> Plan:
-        """``plan`` with as many layers on disk as its hosts have no memory for: of frozen weights, where disks were measured."""
+        """Move layers of frozen weights to disk where host memory is short and the disk was measured."""
         layers = dict.fromkeys((number for number, _, stage in plan.numbered if stage.streamed), 0)
         frozen = layers and not self.profile.model.trained_whole
         for host in self.profile.hosts if frozen else ():
@@ -128,14 +128,13 @@ class Fitter:
         return _with_files(plan, layers)
 
     def _can_read(self, plan: Plan) -> bool:
-        """Whether hosts have room for the files' pages that are needed at once, were all blocks on disk."""
+        """Whether hosts can hold the file pages needed at once, with all blocks on disk."""
         every = {number: len(stage.blocks(plan.layers)) for number, _, stage in plan.numbered if stage.streamed}
         filed = _with_files(plan, every)
         return self.profile.model.trained_whole or not any(self._lacks(host, filed) for host in self.profile.hosts)
 
     def _lacks(self, host: HostProfile, plan: Plan) -> bool:
-        """Whether a host has no memory for all of the plan that is not on disk. All layers of ranks that compute in it are in
-        files, whose pages are to stay there."""
+        """Whether a host lacks memory for everything not on disk, including mapped pages of ranks that compute in it."""
         model, reserve = self.profile.model, self.request.memory_reserve
         needed_bytes = sum(
             predicted.peak_bytes for predicted in predict_hosts(plan, self.profile) if predicted.host == host.name
@@ -147,7 +146,7 @@ class Fitter:
         return needed_bytes > usable_bytes(host.memory_bytes, reserve)
 
     def _repeating_otherwise(self, plan: Plan) -> Iterator[Plan]:
-        """One stage repeats its forwards, or ceases to, where the state is dealt by what ranks leave free."""
+        """Toggle recomputation of one stage, if memory determines who owns the state."""
         if len(set(plan.state_weights.values())) < 2:
             return
         for index, number in [(i, k) for i, line in enumerate(plan.pipelines) for k in range(len(line.stages))]:
@@ -158,8 +157,7 @@ class Fitter:
                 yield with_owners
 
     def _dealt(self, plan: Plan) -> tuple[Plan, dict[int, float]]:
-        """``plan`` with its state dealt evenly, since who owns more takes longer to step, or where that does not fit by what ranks
-        leave free; who then lacks room."""
+        """Distribute state evenly, or by free memory if that does not fit; and the ranks that still lack memory."""
         evenly = weighted(plan, dict.fromkeys(plan.state_weights, 1.0))
         if not self._lacking(evenly):
             return evenly, {}
@@ -167,7 +165,7 @@ class Fitter:
         return by_free_memory, self._lacking(by_free_memory)
 
     def _free(self, plan: Plan) -> dict[int, float]:
-        """Bytes that each rank leaves free when it owns no state."""
+        """Free bytes of each rank without state."""
         return {
             stage.ranks[0]: self._usable[stage.ranks[0]] - self._peak(pipeline, stage, {})
             for pipeline in plan.pipelines
@@ -175,7 +173,7 @@ class Fitter:
         }
 
     def _lacking(self, plan: Plan) -> dict[int, float]:
-        """Ranks that have no room for the state that the plan deals to them, or whose host has not; bytes of that state."""
+        """Rank -> its state bytes, for ranks that lack memory themselves or on their host."""
         state_bytes = owned_state_bytes(plan, self.profile.model)
         owned = {
             stage.ranks[0]: state_bytes[stage.ranks[0]] * state_on_device(self.profile, stage)
@@ -187,7 +185,7 @@ class Fitter:
         return {rank: owned[rank] for rank in lacking_ranks}
 
     def _fitted(self, plan: Plan, owned: Owned | None, sparing: frozenset[int] = frozenset()) -> Plan | None:
-        """``owned``: None: each rank owns all the state of what it holds. ``sparing``: ranks that repeat forwards if they may."""
+        """``owned``: None: each rank owns all state of its layers. ``sparing``: ranks that recompute if allowed."""
         pipelines = []
         for pipeline in plan.pipelines:
             fitting = self._pipeline(pipeline, owned, sparing)
@@ -200,12 +198,10 @@ class Fitter:
         return None if short else replace(plan, pipelines=tuple(pipelines))
 
     def _short(self, pipelines: Sequence[PipelinePlan], owned: Owned | None) -> set[int]:
-        """Ranks that compute in the memory of a host that has too little for them together."""
+        """Ranks that compute in host memory too small for all of them."""
         if not self._shared:
             return set()
-        peaks = {
-            stage.ranks[0]: self._peak(pipeline, stage, owned) for pipeline in pipelines for stage in pipeline.stages
-        }
+        peaks = {stage.ranks[0]: self._peak(p, stage, owned) for p in pipelines for stage in p.stages}
         reserve, short = self.request.memory_reserve, set[int]()
         for host, ranks in self._shared:
             if sum(peaks.get(rank, 0) for rank in ranks) > usable_bytes(host.memory_bytes, reserve):
@@ -222,7 +218,7 @@ class Fitter:
                 pipeline, number = fitting, number + 1
                 continue
             if pipeline.split_backward and pipeline.stages[number].warm_up == 0:
-                number = 0  # the deeper the first stage, the more backwards the others put off
+                number = 0  # a deeper first stage makes later ones defer more weight gradients
             most = pipeline.stages[number].warm_up - 1
             if most < 0 or self.request.schedule != "auto":
                 return None
@@ -233,12 +229,12 @@ class Fitter:
         return pipeline
 
     def _suffices(self, pipelines: Sequence[PipelinePlan]) -> bool:
-        """Whether every rank holds its stage with all of its state."""
+        """Whether every rank can hold all state of its stage."""
         stages_fit = all(self.fits(pipeline, stage) for pipeline in pipelines for stage in pipeline.stages)
         return stages_fit and not self._short(pipelines, None)
 
     def fits(self, pipeline: PipelinePlan, stage: StagePlan, owned: Owned | None = None) -> bool:
-        """Whether its rank holds ``stage``, as one of the pipeline's."""
+        """Whether ``stage`` of the pipeline fits on its rank."""
         return self._peak(pipeline, stage, owned) <= self._usable[stage.ranks[0]]
 
     def _peak(self, pipeline: PipelinePlan, stage: StagePlan, owned: Owned | None) -> float:
@@ -248,7 +244,7 @@ class Fitter:
         return need - max(0.0, self._state(stage) - owned.get(stage.ranks[0], 0.0))
 
     def _state(self, stage: StagePlan) -> float:
-        """Bytes of the state of ``stage``, whoever owns it."""
+        """Optimizer state bytes of ``stage``, regardless of the owner."""
         return self.profile.model.owned_bytes(stage.first, stage.last) * state_on_device(self.profile, stage)
 
 
@@ -262,17 +258,17 @@ def _with_stage(pipeline: PipelinePlan, number: int, **changed: Any) -> Pipeline
 
 
 def _with_files(plan: Plan, layers: Mapping[int, int]) -> Plan:
-    """``layers``: number of a stage -> how many are on disk."""
+    """``layers``: stage number -> layers on disk."""
     return plan.with_stages(replace(stage, on_disk=layers.get(number, 0)) for number, _, stage in plan.numbered)
 
 
 def with_recompute(plan: Plan, recompute: bool) -> Plan:
-    """``plan`` with forwards repeated everywhere, or nowhere."""
+    """``plan`` with or without recomputation everywhere."""
     return plan.with_stages(replace(stage, recompute=recompute) for _, _, stage in plan.numbered)
 
 
 def cut_otherwise(plan: Plan) -> Iterator[Plan]:
-    """One layer moved from a stage to its neighbour, in the longest pipeline and in all that are cut alike."""
+    """Move one layer between neighbouring stages of the longest pipeline and all pipelines cut alike."""
     cuts = max(([stage.first for stage in pipeline.stages] for pipeline in plan.pipelines), key=len)
     for cut, by in itertools.product(range(1, len(cuts)), (-1, 1)):
         new_cuts = [*cuts[:cut], cuts[cut] + by, *cuts[cut + 1 :], plan.layers]

@@ -1,7 +1,6 @@
-"""Small changes of pipelines, of everything that a plan decides.
+"""Local moves: small changes to pipelines.
 
-Every change returns new lines, or None where it cannot be made; what memory makes of it is seen later.
-"""
+A move returns new lines, or None if impossible; memory is checked later."""
 
 from __future__ import annotations
 
@@ -14,20 +13,20 @@ from hetero_mpi.planning.search.costs import Costs
 from hetero_mpi.planning.search.pipelines import Line, Lines
 
 ALLOWANCES = (0.0, 0.1, 0.25, 0.5, 0.9)
-"""Shares of a period by which gradients may come back early, for guessing depths."""
+"""Fractions of a period by which gradients may arrive early."""
 DEEPER = (-2, -1, 1, 2)
 AMOUNTS = (1, 2, 4)
-"""Sequences that go from one pipeline to another at once."""
+"""Sequences moved between pipelines at once."""
 AT_ONCE = (1, 1, 1, 2, 3)
-"""How many changes are made before the result is looked at: one of these."""
+"""Choices of the number of moves made at once."""
 SLOPES = (0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
-"""Micro-batches that a stage is deeper than the next, for guessing depths."""
+"""Depth differences between neighbouring stages."""
 MAX_STAGES_MOVED_RANKS = 0.5
-"""How often a change is made in all pipelines of as many stages, which then stay alike."""
+"""Probability of applying a move to all pipelines with as many stages."""
 
 
 class Moves:
-    """``costs``: by micro-batch size. ``draw`` decides everything. ``ranks``: may ranks change places?"""
+    """Random moves. ``costs``: by micro-batch size; ``ranks``: allow ranks to change places."""
 
     def __init__(self, costs: Mapping[int, Costs], draw: random.Random, ranks: bool = True) -> None:
         self.costs, self.draw, self.sizes = costs, draw, sorted(costs)
@@ -53,13 +52,13 @@ class Moves:
         return self.costs[line.micro_batch].paced(line, self.draw.choice(ALLOWANCES), self.draw.random() < 0.5)
 
     def _together(self, lines: Lines, index: int, change: Callable[[Line], Line]) -> Lines:
-        """A change of the pipeline alone, or of all of as many stages."""
+        """Change one pipeline, or all with as many stages."""
         count, alone = len(lines[index].ranks), len(lines) < 2 or self.draw.random() >= MAX_STAGES_MOVED_RANKS
         alike = [index] if alone else [i for i, line in enumerate(lines) if len(line.ranks) == count]
         return _with(lines, {i: change(lines[i]) for i in alike})
 
     def _layer(self, lines: Lines, index: int) -> Lines | None:
-        """From one stage to any other."""
+        """Move a layer to any other stage."""
         if len(lines[index].ranks) < 2:
             return None
         giving, taking = self.draw.sample(range(len(lines[index].ranks)), 2)
@@ -76,12 +75,12 @@ class Moves:
         return self._together(lines, index, recut)
 
     def _depth(self, lines: Lines, index: int) -> Lines:
-        """At one stage; none before it stays shallower, none behind it deeper."""
+        """Change the depth of one stage, and of others to keep depths monotonic."""
         stage, by = self.draw.randrange(len(lines[index].ranks)), self.draw.choice(DEEPER)
         return self._together(lines, index, lambda line: deeper(line, stage, by))
 
     def _slope(self, lines: Lines, index: int) -> Lines:
-        """Every stage as many micro-batches deeper than the next."""
+        """Set a constant depth difference between stages."""
         slope = self.draw.choice(SLOPES)
 
         def changed(line: Line) -> Line:
@@ -94,7 +93,7 @@ class Moves:
         return _with(lines, {index: self._paced(lines[index])})
 
     def _place(self, lines: Lines, index: int) -> Lines:
-        """A rank with all it holds, to another place of its pipeline."""
+        """Move a rank with its layers to another position in its pipeline."""
         places = list(range(len(lines[index].ranks)))
         stage = places.pop(self.draw.randrange(len(places)))
         places.insert(self.draw.randrange(len(places) + 1), stage)
@@ -106,7 +105,7 @@ class Moves:
         return self._together(lines, index, relocated)
 
     def _exchange(self, lines: Lines, index: int) -> Lines:
-        """A rank for an idle one, or for one of any pipeline."""
+        """Exchange a rank for an idle one or one of any pipeline."""
         idle = self._idle(lines)
         mine = self.draw.choice(lines[index].ranks)
         if idle and self.draw.random() < 0.3:
@@ -122,7 +121,7 @@ class Moves:
         return _with(lines, changed)
 
     def _rank(self, lines: Lines, index: int) -> Lines | None:
-        """An idle rank is put to work; or one is taken off, and perhaps put to work elsewhere."""
+        """Add an idle rank; or remove a rank and perhaps add it elsewhere."""
         idle = self._idle(lines)
         if idle and self.draw.random() < 0.5:
             return self._added(lines, index, self.draw.choice(idle))
@@ -141,7 +140,7 @@ class Moves:
         return lines
 
     def _added(self, lines: Lines, index: int, rank: int) -> Lines | None:
-        """The rank takes some layers off a stage, at either end of it."""
+        """Give the rank some layers from either end of a stage."""
         line = lines[index]
         stage, before = self.draw.randrange(len(line.ranks)), self.draw.random() < 0.5
         count, at = line.counts[stage], stage + (not before)
@@ -154,7 +153,7 @@ class Moves:
         return _with(lines, {index: self._paced(line._replace(ranks=ranks, counts=counts))})
 
     def _split(self, lines: Lines, index: int) -> Lines:
-        """Backward in two parts, or in one."""
+        """Toggle split backward."""
         split = not lines[index].split
 
         def changed(line: Line) -> Line:
@@ -173,7 +172,7 @@ class Moves:
         return _with(lines, {index: giving, receiver: taking}) if giving and taking else None
 
     def _with_share(self, line: Line, by: int) -> Line | None:
-        """In micro-batches as large as they were, or the next smaller ones that divide it."""
+        """Change a pipeline's share, with the largest micro-batch size up to its own that divides it."""
         sequences = line.sequences + by
         fitting = [size for size in self.sizes if size <= line.micro_batch and sequences % size == 0]
         return self._paced(line._replace(sequences=sequences, micro_batch=fitting[-1])) if fitting else None
@@ -190,8 +189,8 @@ class Moves:
 
 
 def nearest(lines: Lines, depths: bool) -> Iterator[Lines]:
-    """One small change away: a layer at a cut, one micro-batch deeper or shallower (``depths``), or in another pipeline; then one
-    stage deeper and another one shallower."""
+    """Smallest changes: a layer across a cut, depth by one, a micro-batch to another pipeline; then one stage deeper and
+    another shallower."""
     for index, line in enumerate(lines):
         for stage, by in itertools.product(range(1, len(line.counts)), (-1, 1)):
             counts = list(line.counts)
@@ -214,7 +213,7 @@ def nearest(lines: Lines, depths: bool) -> Iterator[Lines]:
 
 
 def with_rank(lines: Lines, rank: int) -> Iterator[Lines]:
-    """``rank`` as a stage of one layer, at either side of any other, which gives it up."""
+    """Add ``rank`` as a stage of one layer, taken from either neighbour."""
     for index, line in enumerate(lines):
         for stage, at in ((stage, stage + behind) for stage in range(len(line.ranks)) for behind in (0, 1)):
             if line.counts[stage] > 1:
@@ -225,7 +224,7 @@ def with_rank(lines: Lines, rank: int) -> Iterator[Lines]:
 
 
 def deeper(line: Line, stage: int, by: int) -> Line:
-    """The depths deeper by so many micro-batches at one stage; none before it stays shallower, none behind it deeper."""
+    """Change the depth at one stage by ``by``, and others to keep depths monotonic."""
     depth = min(max(1, line.flying[stage] + by), line.micro_batches)
     flying = tuple(
         max(now, depth) if i <= stage and by > 0 else min(now, depth) if i >= stage and by < 0 else now

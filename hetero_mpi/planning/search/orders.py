@@ -1,14 +1,13 @@
-"""Which ranks stand in which pipelines in which order, with which micro-batches and shares: many candidates at once, in numpy.
+"""Vectorised search over rank orders, micro-batch sizes and batch shares: many candidates at once in numpy.
 
-A candidate is told by its time alone: the least T by which all layers find a place. Stages are filled from the first on, each with
-as many layers as the time left to it and its memory allow (c: seconds of forward and backward of one micro-batch, M micro-batches,
-A: forwards, backwards and messages of one micro-batch through all stages before):
+A candidate is rated by the least time T at which all layers can be placed. Stages are filled from the first on, with as many
+layers as memory and the time left allow (c: seconds of forward and backward of one micro-batch, M micro-batches, A: seconds
+of one micro-batch through all earlier stages and messages)::
 
-    A + M c + optimizer <= T                          (a bound that good depths come near to)
+    A + M c + optimizer <= T
 
-with as many micro-batches in flight as the stages behind take until the gradient is back, if each of them is as long as it may be.
-A stage for which nothing is left is none. Sums of gradients are left out: whoever asks simulates what looks best.
-"""
+Micro-batches in flight cover the round trip through later stages. Stages without layers vanish. All-reduces are left out; the
+caller simulates the best candidates."""
 
 from __future__ import annotations
 
@@ -23,31 +22,30 @@ from hetero_mpi.planning.search.pipelines import Line, Lines, falling
 from hetero_mpi.planning.tables import Floats, Indices
 
 MAX_IN_FLIGHT = 3
-"""So many times as many micro-batches in flight as there are ranks are told apart."""
+"""Maximum tabulated micro-batches in flight, as a multiple of the number of ranks."""
 WIDTH, WIDER = 96, 3
-"""Candidates that are improved together, and so many times as many to choose the first ones from."""
+"""Number of candidates improved together, and the factor for the initial sample."""
 ROUNDING_RATIO = 1e-6
 SOONER, LEFT = 0.99, (1.0, 0.1)
-"""The time to be reached next, as a share of the best; the mean number of layers by which more may be left over at first and at
-last."""
+"""The next target as a fraction of the best time; mean tolerated increase of unplaced layers, at first and at last."""
 DOUBLING_COUNT = 15
-"""After so many rounds the worse half of all candidates goes on from the better one."""
+"""Rounds after which the better half replaces the worse half."""
 SWAP, SHIFT, GIVE = 0.40, 0.65, 0.85
-"""Moves, by a number drawn from 0 to 1: two ranks change places; below the next, one goes elsewhere; sequences go to another
-pipeline; else another micro-batch."""
+"""Cumulative probabilities of moves: swap two ranks, move one, move sequences between pipelines; else change a micro-batch
+size."""
 UNITS = (1, 1, 1, 2, 4)
-"""Micro-batches that go to another pipeline at once."""
+"""Micro-batches moved between pipelines at once."""
 
 
 class Candidates(NamedTuple):
     """N candidates of K ranks in P pipelines."""
 
     who: Indices
-    """[K, N] the ranks in order, pipeline by pipeline; at last those that idle."""
+    """[K, N] ranks in order, pipeline by pipeline; idle ranks last."""
     pipeline: Indices
-    """[K, N] which pipeline each belongs to; P: it idles."""
+    """[K, N] pipeline of each; P: idle."""
     size: Indices
-    """[P + 1, N] which micro-batch size; the last row is that of idle ranks, and says nothing."""
+    """[P + 1, N] index of the micro-batch size; the last row is unused."""
     sequences: Indices
     """[P + 1, N]"""
 
@@ -66,7 +64,7 @@ class Candidate(NamedTuple):
 
 
 class Orders:
-    """Candidates of one number of pipelines. ``costs``: by micro-batch size, where so many pipelines share the state."""
+    """Candidates for one number of pipelines. ``costs``: by micro-batch size, with state sharded accordingly."""
 
     def __init__(self, costs: Mapping[int, Costs]) -> None:
         self.sizes = np.array(sorted(costs))
@@ -79,7 +77,7 @@ class Orders:
         seconds = [np.cumsum(each.forward_s + each.backward_s, axis=2) for each in ordered_costs]
         padded = [np.pad(each, [(0, 0), (0, 0), (1, 0)]) for each in seconds]
         tables = [[self._rooms(own_way) for own_way in each.deepest.values()] for each in ordered_costs]
-        # Some sizes have fewer ways: the last one stands for those they lack.
+        # Sizes with fewer ways repeat their last one.
         self.overhead, self.seconds, self.room = (
             np.array([[each[min(way, len(each) - 1)] for way in range(most)] for each in by_size])
             for by_size in ([each.overhead_s.sum(axis=2) for each in ordered_costs], padded, tables)
@@ -95,7 +93,7 @@ class Orders:
         self.memory, self.host = first.usable, first.host.astype(float)
 
     def _rooms(self, deepest: list[list[list[int]]]) -> Indices:
-        """[rank, first, micro-batches in flight]: most layers. ``deepest``: by rank, which share tables where memory is equal."""
+        """[rank, first, micro-batches in flight]: maximum layers. ``deepest``: by rank; equal ranks share tables."""
         rooms_by_table: dict[int, Indices] = {}
         depths_asked = np.maximum(1, np.arange(self.most + 1))
         for table in deepest:
@@ -105,10 +103,12 @@ class Orders:
         return np.array([rooms_by_table[id(table)] for table in deepest])
 
     def place(self, time: Floats, these: Candidates, depth: float) -> tuple[Indices, Indices, Indices]:
-        """The layers that each candidate places by ``time`` [N]: those that find no place [N], layers of every rank [K, N], and its
-        micro-batches in flight [K, N].
+        """Place layers within ``time`` [N].
 
-        ``depth``: so many times as many are in flight as needed at least."""
+        ``depth`` scales the micro-batches in flight.
+
+        Returns:
+            Unplaced layers [N], layers of every rank [K, N], micro-batches in flight [K, N]."""
         (K, N), P, n = these.who.shape, len(these.size) - 1, self.count
         who, column = these.who, np.arange(N)
         size = these.size[these.pipeline, column]
@@ -155,12 +155,11 @@ class Orders:
         return (count if schedule == "gpipe" else np.minimum(count, after + 1)).astype(np.int64)
 
     def least(self, these: Candidates, depth: float, steps: int = 9, span: float = 32.0) -> Floats:
-        """The least time [N] by which all layers find a place, to half a per cent; infinite: none was found."""
+        """Minimum time [N] to place all layers, to 0.5 %; infinite: none found."""
         column, power = np.arange(these.who.shape[1]), np.zeros(these.size.shape)
         size = these.size[these.pipeline, column]
-        np.add.at(
-            power, (these.pipeline, column), 1 / (self.seconds[..., -1] + self.overhead).min(axis=1)[size, these.who]
-        )
+        sequence_s = (self.seconds[..., -1] + self.overhead).min(axis=1)[size, these.who]
+        np.add.at(power, (these.pipeline, column), 1 / sequence_s)
         lower = (these.sequences // self.sizes[these.size] / np.maximum(power, 1e-12))[:-1].max(axis=0)
         upper, least_s = lower * span, np.full(len(lower), math.inf)
         for _ in range(steps):
@@ -174,7 +173,7 @@ class Orders:
         return least_s
 
     def lines(self, candidate: Candidate, depth: float) -> Lines | None:
-        """The candidate's pipelines, cut for its time; None: a layer has no place."""
+        """The candidate's pipelines at its time; None: a layer is unplaced."""
         these = Candidates(*(np.array(column)[:, None] for column in candidate[1:]))
         unplaced, counts, flying = self.place(np.array([candidate.seconds * 1.0001]), these, depth)
         if unplaced[0] > 0:
@@ -182,17 +181,14 @@ class Orders:
         pipelines = []
         for p in range(len(candidate.size) - 1):
             at = [k for k in range(len(candidate.who)) if candidate.pipeline[k] == p and counts[k, 0] > 0]
-            ranks, layer_counts = tuple(candidate.who[k] for k in at), tuple(counts[at, 0].tolist())
-            depths = (
-                falling(flying[at, 0].tolist()) if self.request.schedule == "auto" else tuple(flying[at, 0].tolist())
-            )
-            pipelines.append(
-                Line(ranks, layer_counts, depths, int(self.sizes[candidate.size[p]]), candidate.sequences[p])
-            )
+            ranks, layers = tuple(candidate.who[k] for k in at), tuple(counts[at, 0].tolist())
+            in_flight = flying[at, 0].tolist()
+            depths = falling(in_flight) if self.request.schedule == "auto" else tuple(in_flight)
+            pipelines.append(Line(ranks, layers, depths, int(self.sizes[candidate.size[p]]), candidate.sequences[p]))
         return tuple(pipelines)
 
     def spread_over_all_ranks(self, candidate: Candidate) -> Lines | None:
-        """The candidate's pipelines with a layer or more for every rank, by speed, as deep as may be; None: too many ranks."""
+        """The candidate's pipelines with layers on every rank by speed, at full depth; None: too many ranks."""
         pipelines = []
         for p, (size, sequences) in enumerate(zip(candidate.size[:-1], candidate.sequences, strict=False)):
             ranks = tuple(rank for rank, of in zip(candidate.who, candidate.pipeline, strict=True) if of == p)
@@ -206,31 +202,22 @@ class Orders:
         return tuple(pipelines)
 
     def cut(self, lines: Lines, depth: float) -> Lines | None:
-        """``lines`` with the cuts and depths that this estimate would give them; None: memory does not hold them."""
+        """Recut ``lines`` by this estimate; None: out of memory."""
         who = [rank for line in lines for rank in line.ranks]
         pipeline = [p for p, line in enumerate(lines) for _ in line.ranks]
         sizes = [*(self.sizes.tolist().index(line.micro_batch) for line in lines), 0]
         candidate = (tuple(who), tuple(pipeline), tuple(sizes), (*(line.sequences for line in lines), 1))
         seconds = float(self.least(Candidates(*(np.array(each)[:, None] for each in candidate)), depth, steps=12)[0])
         cut = None if seconds == math.inf else self.lines(Candidate(seconds, *candidate), depth)
-        return (
-            None if cut is None else tuple(new._replace(split=old.split) for new, old in zip(cut, lines, strict=True))
-        )
+        return None if cut is None else tuple(new._replace(split=o.split) for new, o in zip(cut, lines, strict=True))
 
-    # To begin with
+    # Initial candidates
 
     def random_candidates(self, pipelines: int, draw: np.random.Generator, depth: float = 1.0) -> Candidates:
-        """The best of many unlike candidates: ranks by host, speed or memory, or by chance, for one pipeline after the other, or
-        dealt out to all of them in turn or to and fro."""
+        """Sample candidates: ranks sorted by host, speed or memory, or shuffled; assigned block-wise, round-robin or snaking."""
         K, N = self.count, WIDTH * WIDER
-        keys = (
-            self.host,
-            -self.speed,
-            -self.memory,
-            self.host * 1e6 - self.speed,
-            -self.host * 1e6 - self.speed,
-            self.speed,
-        )
+        host, speed = self.host, self.speed
+        keys = (host, -speed, -self.memory, host * 1e6 - speed, -host * 1e6 - speed, speed)
         who, of = np.argsort(draw.random((K, N)), axis=0), np.zeros((K, N), dtype=np.int64)
         even = np.searchsorted([round(K * (p + 1) / pipelines) for p in range(pipelines)], np.arange(K), side="right")
         for c in range(N):
@@ -252,8 +239,7 @@ class Orders:
         return these.at(np.argsort(self.least(these, depth), kind="stable")[:WIDTH])
 
     def _shared(self, who: Indices, of: Indices, pipelines: int, sizes: Indices) -> Candidates:
-        """Each with shares of the batch by its pipelines' speed. Where a micro-batch is too large for a share each, it has the
-        smallest."""
+        """Share the batch by pipeline speed; use the smallest micro-batch if another is too large."""
         sizes = np.where(self.request.global_batch // self.sizes[sizes] >= pipelines, sizes, 0)
         column, power = np.arange(len(sizes)), np.zeros((pipelines + 1, len(sizes)))
         np.add.at(power, (of, column), self.speed[who])
@@ -261,21 +247,17 @@ class Orders:
         units = self.request.global_batch // self.sizes[sizes]
         share = np.maximum(1, np.floor(units * power / power.sum(axis=0)).astype(np.int64))
         while (wrong := np.flatnonzero(share.sum(axis=0) != units)).size:
-            short = share[:, wrong].sum(axis=0) < units[wrong]
+            few = share[:, wrong].sum(axis=0) < units[wrong]
             gains, most = power[:, wrong] / (share[:, wrong] + 1), np.where(share[:, wrong] > 1, share[:, wrong], 0)
-            np.add.at(
-                share, (np.where(short, gains.argmax(axis=0), most.argmax(axis=0)), wrong), np.where(short, 1, -1)
-            )
+            np.add.at(share, (np.where(few, gains.argmax(axis=0), most.argmax(axis=0)), wrong), np.where(few, 1, -1))
         rows = np.broadcast_to(sizes, share.shape)
-        nothing = np.zeros((1, len(sizes)), dtype=np.int64)
-        return Candidates(
-            who, of, np.concatenate([rows, nothing]), np.concatenate([share * self.sizes[rows], nothing + 1])
-        )
+        idle = np.zeros((1, len(sizes)), dtype=np.int64)
+        return Candidates(who, of, np.concatenate([rows, idle]), np.concatenate([share * self.sizes[rows], idle + 1]))
 
-    # Better ones
+    # Improvement
 
     def changed(self, these: Candidates, draw: np.random.Generator) -> Candidates:
-        """Every candidate changed a little, each in its own way."""
+        """Apply a random move to each candidate."""
         (K, N), P = these.who.shape, len(these.size) - 1
         column, (who, of, size, sequences) = np.arange(N), (array.copy() for array in these)
         kind, i, j = draw.random(N), draw.integers(K, size=N), draw.integers(K, size=N)
@@ -292,23 +274,22 @@ class Orders:
         of = np.where((filled[:-1] == 0).any(axis=0), of, turned)
         p, q = draw.integers(P, size=N), draw.integers(P, size=N)
         unit = np.lcm(self.sizes[size[p, column]], self.sizes[size[q, column]]) * draw.choice(UNITS, size=N)
-        gives = (
-            (kind >= SHIFT) & (kind < GIVE) & (p != q) & (sequences[p, column] - unit >= self.sizes[size[p, column]])
-        )
-        np.subtract.at(sequences, (p, column), np.where(gives, unit, 0))
-        np.add.at(sequences, (q, column), np.where(gives, unit, 0))
-        p, new, all_of_them = draw.integers(P, size=N), draw.integers(len(self.sizes), size=N), draw.random(N) < 0.5
+        give = (kind >= SHIFT) & (kind < GIVE) & (p != q) & (sequences[p, column] - unit >= self.sizes[size[p, column]])
+        np.subtract.at(sequences, (p, column), np.where(give, unit, 0))
+        np.add.at(sequences, (q, column), np.where(give, unit, 0))
+        p, new, every = draw.integers(P, size=N), draw.integers(len(self.sizes), size=N), draw.random(N) < 0.5
         for k in range(P):
-            fits = (
-                (kind >= (GIVE if P > 1 else SHIFT)) & (all_of_them | (p == k)) & (sequences[k] % self.sizes[new] == 0)
-            )
+            fits = (kind >= (GIVE if P > 1 else SHIFT)) & (every | (p == k)) & (sequences[k] % self.sizes[new] == 0)
             size[k] = np.where(fits, new, size[k])
         return Candidates(who, of, size, sequences)
 
     def improved(
         self, these: Candidates, rounds: int, depth: float, draw: np.random.Generator, max_candidates: int
     ) -> tuple[list[Candidate], Candidates]:
-        """The best unlike candidates that come of ``these``, the best first; and where all of them stand then. Empty: none fits."""
+        """Improve candidates by ``rounds`` of random moves.
+
+        Returns:
+            The best diverse candidates, best first (empty: none fits), and the final population."""
         time = self.least(these, depth)
         best = {candidate[1:]: candidate for candidate in self._sorted(these, time, 4 * max_candidates)}
         if not best:
@@ -316,14 +297,12 @@ class Orders:
         goal = float(time.min()) * SOONER
         unplaced = self.place(np.full(len(time), goal), these, depth)[0]
         for turn in range(rounds):
-            changed_candidates = self.changed(these, draw)
-            unplaced_changed = self.place(np.full(len(time), goal), changed_candidates, depth)[0]
+            proposals = self.changed(these, draw)
+            unplaced_changed = self.place(np.full(len(time), goal), proposals, depth)[0]
             accepted = unplaced_changed <= unplaced + LEFT[0] * (LEFT[1] / LEFT[0]) ** (
                 turn / rounds
             ) * draw.exponential(size=len(time))
-            these = Candidates(
-                *(np.where(accepted, new, old) for old, new in zip(these, changed_candidates, strict=True))
-            )
+            these = Candidates(*(np.where(accepted, new, old) for old, new in zip(these, proposals, strict=True)))
             unplaced = np.where(accepted, unplaced_changed, unplaced)
             if (done := np.flatnonzero(unplaced <= 0)).size:
                 part = these.at(done)
@@ -340,20 +319,20 @@ class Orders:
         return unlike(sorted(best.values()), max_candidates), these
 
     def _sorted(self, these: Candidates, seconds: Floats, most: int) -> list[Candidate]:
-        """So many of those that fit, the best first."""
+        """The ``most`` best fitting candidates."""
         order = [c for c in np.argsort(seconds, kind="stable")[:most].tolist() if seconds[c] < math.inf]
         arrays = [array.T.tolist() for array in these.at(np.array(order, dtype=np.int64))]
         return [Candidate(float(seconds[c]), *(tuple(array[at]) for array in arrays)) for at, c in enumerate(order)]
 
 
 def _hops_s(costs: Costs) -> Floats:
-    """[rank, rank] a message there and one back, behind the first layer."""
+    """[rank, rank] round-trip seconds of a message after the first layer."""
     away = (costs.latency_s + costs.message_bytes[0] * costs.per_byte_s)[costs.place][:, costs.place]
     return np.where(np.eye(costs.count, dtype=bool), 0.0, away + away.T)
 
 
 def unlike(candidates: list[Candidate], max_candidates: int) -> list[Candidate]:
-    """So many of them, of the same micro-batches or the same ranks only a few."""
+    """A diverse selection, with few of equal micro-batches or ranks."""
     diverse: list[Candidate] = []
     for candidate in candidates:
         sized = sum(earlier.sequences == candidate.sequences and earlier.size == candidate.size for earlier in diverse)

@@ -1,4 +1,4 @@
-"""Pipelines as they are annealed: quick to change and quick to drop."""
+"""Compact pipelines for the search."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ ROUNDING_RATIO = 1e-9
 
 
 class Line(NamedTuple):
-    """One pipeline: of every stage the rank (as the cluster counts them), how many layers it holds, and the most micro-batches in
-    flight, which do not grow along the line."""
+    """One pipeline: rank, layer count and micro-batches in flight (non-increasing) of each stage."""
 
     ranks: tuple[int, ...]
     counts: tuple[int, ...]
@@ -25,7 +24,7 @@ class Line(NamedTuple):
     micro_batch: int
     sequences: int
     split: bool = False
-    """Backward in two parts, where there is more than one stage."""
+    """Split backward, if there are several stages."""
 
     @property
     def is_split(self) -> bool:
@@ -44,7 +43,7 @@ Lines = tuple[Line, ...]
 
 
 class LineTimes(NamedTuple):
-    """The times of every stage, and of the messages behind it; seconds per micro-batch."""
+    """Seconds per micro-batch of every stage and of the messages after it."""
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
@@ -54,25 +53,25 @@ class LineTimes(NamedTuple):
 
 @dataclass(frozen=True)
 class Fitting:
-    """A line that memory holds."""
+    """A line that fits in memory."""
 
     line: Line
     ways: tuple[StageMode, ...]
     """Of every stage."""
     times: LineTimes
     bound_s: float
-    """Its step takes no less."""
+    """Lower bound of the step time."""
     spare_bytes: float
-    """What its ranks leave free together when they own no state; infinite: not asked."""
+    """Free bytes of all ranks without state; infinite: not tabulated."""
 
     @cached_property
     def spans_s(self) -> tuple[list[float], list[float]]:
-        """When each stage begins its last backward, when it has done it."""
+        """Start and end of each stage's last backward."""
         return _spans_s(self.times, self.line.flying, self.line.micro_batches)
 
     def pipeline(self, ranks: Sequence[int], fixed: bool) -> PipelinePlan:
-        """``ranks``: the job's, by the cluster's; ``fixed``: are depths those of a schedule, also of one stage, which waits for
-        nobody?"""
+        """Convert to a plan's pipeline. ``ranks``: job ranks by index; ``fixed``: keep scheduled depths for single stages
+        too."""
         line, cuts, several = self.line, self.line.cuts, fixed or len(self.line.ranks) > 1
         warm_up = [depth - 1 if several else 0 for depth in line.flying]
         stages = tuple(
@@ -84,15 +83,15 @@ class Fitting:
 
 @lru_cache(maxsize=1 << 14)
 def _spans_s(times: LineTimes, flying: tuple[int, ...], micro_batches: int) -> tuple[list[float], list[float]]:
-    """Like pipelines are simulated once."""
+    """Cached: equal pipelines are simulated once."""
     return spans_of_many_s(times, [depth - 1 for depth in flying], micro_batches)
 
 
 def used(lines: Sequence[Line]) -> int:
-    """How many ranks."""
+    """Number of ranks in use."""
     return sum(len(line.ranks) for line in lines)
 
 
 def falling(flying: Sequence[int]) -> tuple[int, ...]:
-    """Micro-batches in flight, fewer than at the stage before, which would wait otherwise."""
+    """Make depths strictly decreasing, at least 1."""
     return tuple(itertools.accumulate(flying, lambda before, in_flight: max(1, min(in_flight, before - 1))))

@@ -1,9 +1,7 @@
-"""Pipelines made better by their step times: downhill, and by a round of simulated annealing (Kirkpatrick, Gelatt & Vecchi, Science
-220, 1983).
+"""Local search by step time: descent, and simulated annealing (Kirkpatrick, Gelatt & Vecchi, Science 220, 1983).
 
-How much longer a step may get is drawn before a change is looked at, so that one whose lower bound (``bounds``) is over that
-is dropped without being simulated: most are. Looks are counted, not timed: the same plan for the same cluster, every time.
-"""
+Annealing draws the tolerated slowdown first, so a lower bound (``bounds``) drops most changes without simulation. Effort is
+counted in changes, not seconds, so plans are deterministic."""
 
 from __future__ import annotations
 
@@ -24,13 +22,13 @@ from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest, shares_nics
 
 DEPTH_ALLOWANCES = (0.0, 0.1, 0.25, 0.5, 0.9, 1.5, 2.5)
-"""For which depths are guessed: see ``Costs.paced``."""
+"""Allowances for ``Costs.paced``."""
 OWNED_STATE_ACTIONS_FACTOR = 12
-"""How much longer an action takes to simulate where state is dealt to owners as well."""
+"""Cost factor of simulated actions with sharded optimizer state."""
 
 Step = Callable[[Sequence[Fitting]], float]
 Start = tuple[Lines, float]
-"""Pipelines and their step time; infinite: they do not fit, or leave out a rank that must not idle."""
+"""Pipelines and their step time; infinite: they do not fit or idle too many ranks."""
 
 
 class LocalSearch:
@@ -47,23 +45,18 @@ class LocalSearch:
     def __init__(
         self, costs: dict[int, Costs], step_s: Step, estimate_step_s: Step, owned_step_s: Step, least_ranks: int = 0
     ) -> None:
-        self.costs, self.step_s, self.estimate_step_s, self.owned_step_s, self.least = (
-            costs,
-            step_s,
-            estimate_step_s,
-            owned_step_s,
-            least_ranks,
-        )
+        self.costs, self.step_s, self.owned_step_s = costs, step_s, owned_step_s
+        self.estimate_step_s, self.least = estimate_step_s, least_ranks
         first = next(iter(costs.values()))
         self.request, self.layer_count, self._splits = first.request, first.layer_count, first.splits
         self.count, self.fixed = first.count, self.request.schedule != "auto"
         self._levels: list[tuple[dict[int, Costs], dict[Line, Fitting | None]]] = [(costs, {})]
-        """As pipelines are fitted: first where others own all the state, then where each owns its part."""
+        """Levels of memory checks: state owned by other ranks, then each rank's own part."""
         self._state_bytes = first.model.owned_bytes(0, self.layer_count)
         self._shared: dict[int, LocalSearch] = {1: self}
 
     def shared_by(self, pipelines: int) -> LocalSearch:
-        """The same for so many pipelines, which share the state."""
+        """The search with state sharded over ``pipelines``."""
         if pipelines not in self._shared:
             costs = {size: costs_of_size.shared_by(pipelines) for size, costs_of_size in self.costs.items()}
             same = all(costs_of_size is self.costs[size] for size, costs_of_size in costs.items())
@@ -79,7 +72,7 @@ class LocalSearch:
         return self._shared[pipelines]
 
     def using_at_least(self, least_ranks: int) -> LocalSearch:
-        """The same, with so many ranks in use or more."""
+        """The search restricted to at least ``least_ranks`` ranks in use."""
         restricted = copy.copy(self)
         restricted.least = least_ranks
         return restricted
@@ -93,9 +86,14 @@ class LocalSearch:
         draw: random.Random,
         ranks: bool = True,
     ) -> Start:
-        """``start`` (infinite: it does not fit), or better pipelines. ``heat``: the mean share by which a step may get longer at
-        first and at last; ``looks``, ``actions``: how many changes are looked at, and forwards and backwards simulated; ``ranks``:
-        may they change places?"""
+        """Simulated annealing from ``start`` (infinite: it does not fit).
+
+        Args:
+            heat: mean tolerated relative slowdown, at first and at last.
+            looks: number of changes tried.
+            actions: number of forwards and backwards simulated.
+            ranks: allow ranks to change places.
+        """
         warm, cold = heat
         changes = Moves(self.costs, draw, ranks)
         now, now_s = best, best_s = start
@@ -129,7 +127,7 @@ class LocalSearch:
         return best, best_s
 
     def descended(self, start: Start, looks: int, actions: float) -> Start:
-        """``start``, or what the nearest better pipelines lead to; ``looks``, ``actions``: as for ``annealed``."""
+        """Descend from ``start``; ``looks``, ``actions``: as for ``annealed``."""
         lines, step_s = start
         improved = used(lines) >= self.least
         while improved and looks > 0:
@@ -150,7 +148,7 @@ class LocalSearch:
         return lines, step_s
 
     def least_s(self, fittings: Sequence[Fitting]) -> float:
-        """A lower bound of the step time from tables alone: no message waits for another one, and the state is dealt evenly."""
+        """Lower bound of the step time: no link contention, evenly sharded state."""
         return (
             0.0
             if any(fitting.line.is_split for fitting in fittings)
@@ -158,11 +156,11 @@ class LocalSearch:
         )
 
     def holds(self, fittings: Sequence[Fitting]) -> bool:
-        """Whether every rank has memory for all the state of what it holds."""
+        """Whether every rank can hold all state of its stage."""
         return all(self.costs[fitting.line.micro_batch].holds(fitting) for fitting in fittings)
 
     def may_split(self, lines: Lines) -> bool:
-        """Whether backward in two parts is a choice, and there is more than one stage for it."""
+        """Whether split backward is a choice for these lines."""
         if self.fixed or len(set(self.request.split_choices)) < 2 or len(lines) == used(lines):
             return False
         return all(self._splits[rank] for line in lines for rank in line.ranks)
@@ -170,12 +168,12 @@ class LocalSearch:
     def timed_starts(
         self, lines_to_time: Iterable[Lines], max_timed: int, actions: float, results_wanted: int
     ) -> list[Start]:
-        """``lines_to_time`` with the depths that suit them best, with backward whole and split: the best of those that fit.
+        """Time lines with their best depths, with and without split backward; the fitting ones.
 
         Args:
-            max_timed: number that are timed at the most, the most promising ones.
-            actions: forwards and backwards that may be simulated; one is timed in any case.
-            results_wanted: number of results that the caller needs: timing ends once as many beat the next estimate.
+            max_timed: maximum number timed, best estimates first.
+            actions: forwards and backwards to simulate; at least one line is timed.
+            results_wanted: timing ends once this many results beat the next estimate.
         """
         candidates = []
         for lines in lines_to_time:
@@ -195,7 +193,7 @@ class LocalSearch:
         return starts
 
     def with_idle_ranks_used(self, lines: Lines) -> Lines:
-        """``lines`` with idle ranks put to work until ``least`` are, each with one layer where that costs least."""
+        """Add idle ranks, with one layer each at the least cost, until ``least`` are in use."""
         for rank in range(self.count):
             if used(lines) < self.least and not any(rank in line.ranks for line in lines):
                 fitting = ((extended, self.fitted_within(math.inf, extended)) for extended in with_rank(lines, rank))
@@ -204,14 +202,14 @@ class LocalSearch:
         return lines
 
     def price(self, lines: Lines) -> float:
-        """Step time; infinite: they do not fit."""
+        """Step time; infinite: out of memory or too few ranks."""
         fittings = self.fitted_within(math.inf, lines)
         if fittings is None or used(lines) < self.least:
             return math.inf
         return self.step_s(fittings) if self.holds(fittings) else self.owned_step_s(fittings)
 
     def with_promising_depths(self, lines: Lines) -> list[Start]:
-        """``lines`` with several depths, by their ``estimate_step_s``, the best first; those that fit pipeline by pipeline."""
+        """``lines`` at several depths, by estimated step time, if each pipeline fits."""
         estimates_s: dict[Lines, float] = {}
         ways = itertools.product(DEPTH_ALLOWANCES[: 1 if self.fixed else None], (True, False))
         paced = (tuple(self.costs[line.micro_batch].paced(line, *way) for line in lines) for way in ways)
@@ -224,13 +222,12 @@ class LocalSearch:
         return sorted(estimates_s.items(), key=lambda start: start[1])
 
     def fastest(self, starts: Sequence[Start]) -> Start:
-        """The first that fits, with its step time; infinite: none does."""
+        """The first fitting start with its step time; infinite: none fits."""
         priced = ((lines, self.price(lines)) for lines, _ in starts)
         return next((start for start in priced if start[1] < math.inf), (starts[0][0] if starts else (), math.inf))
 
     def fitted_within(self, limit_s: float, lines: Lines) -> list[Fitting] | None:
-        """The pipelines as they fit, whoever owns the state, but with room for it on all ranks together; None: they do not, or one
-        takes longer than ``limit_s``."""
+        """Fit pipelines, with memory for the sharded state on all ranks together; None: out of memory or over ``limit_s``."""
         for costs, fitting_of_line in self._levels:
             fittings = []
             for line in lines:
@@ -247,28 +244,28 @@ class LocalSearch:
         return None
 
     def _scheduled(self, line: Line) -> tuple[int, ...]:
-        """Micro-batches in flight by a fixed schedule: changes may have left others."""
+        """Micro-batches in flight of a fixed schedule."""
         depths = scheduled_depths(self.request.schedule, len(line.ranks), line.micro_batches)
         return tuple(min(depth + 1, line.micro_batches) for depth in depths)
 
 
 def actions_of(lines: Lines) -> int:
-    """Forwards and backwards of a step."""
+    """Number of forwards and backwards in a step."""
     return sum(2 * len(line.ranks) * line.micro_batches for line in lines)
 
 
 def always_split(request: PlanRequest) -> bool:
-    """Whether every backward is in two parts, where a pipeline has more than one stage."""
+    """Whether every pipeline of several stages has split backward."""
     return request.schedule == "split" or (request.schedule == "auto" and False not in request.split_choices)
 
 
 def is_plain(profile: ClusterProfile) -> bool:
-    """Whether pipelines meet in nothing but sums of gradients: not in a NIC, a host's memory, or a tied matrix."""
+    """Whether pipelines share only all-reduces: no NIC, host memory or tied matrix."""
     return not (profile.model.tied or shares_nics(profile) or shared_memories(profile))
 
 
 class Clock:
-    """Sums between the pipelines of a plan, remembered by who takes part in them. ``costs``: by micro-batch size."""
+    """Step times of plans with gradient all-reduces, cached by ranks. ``costs``: by micro-batch size."""
 
     def __init__(self, costs: Mapping[int, Costs]) -> None:
         self.costs, self.first = costs, next(iter(costs.values()))
@@ -277,7 +274,7 @@ class Clock:
         self._final_s: dict[Line, list[float]] = {}
 
     def step_s(self, lines: Sequence[Fitting]) -> float:
-        """Seconds of a step of these pipelines, which share no rank. See ``is_plain``."""
+        """Step time in seconds of disjoint pipelines. See ``is_plain``."""
         ended, coming = max(max(line.spans_s[1]) for line in lines), dict[int, float]()
         if len(lines) > 1 or self.first.base is not None:
             ended = max(ended, self._summed_s(lines, coming))
@@ -294,15 +291,14 @@ class Clock:
         ]
 
     def _summed_s(self, lines: Sequence[Fitting], coming: dict[int, float]) -> float:
-        """When the last gradient is summed: all ranks take part in the sums of their layers from the last one to the first, each as
-        soon as the gradient is whole everywhere and all have done their earlier ones.
+        """Time at which the last gradient is reduced: layers in reverse order, each once its gradient is final everywhere.
 
-        ``coming``: is told how long new values of its layers take to every rank."""
+        Adds each rank's seconds of receiving new values to ``coming``."""
         final_s = [max(times_s) for times_s in zip(*map(self._whole_s, lines), strict=True)]
         free: dict[int, float] = {}
         cuts = [line.line.cuts for line in lines]
         for first, last in itertools.pairwise(sorted(set(itertools.chain(*cuts)))[::-1]):
-            # Between two cuts of any pipelines the same ranks sum one layer after the other.
+            # Between two consecutive cuts the same ranks reduce layer after layer.
             ranks = tuple(
                 line.line.ranks[bisect_left(line_cuts, first) - 1] for line, line_cuts in zip(lines, cuts, strict=True)
             )
@@ -323,7 +319,7 @@ class Clock:
         return self._final_s[line]
 
     def _exchanges_s(self, ranks: tuple[int, ...]) -> tuple[list[float], list[float]]:
-        """Seconds of every layer to sum its gradients, and to bring its new values."""
+        """Per-layer seconds of the gradient all-reduce and of the value broadcast."""
         if ranks not in self._known:
             sizes = self.first.summed_bytes, self.first.value_bytes
             sums, values = (self.first.exchange_s(ranks, size).tolist() for size in sizes)

@@ -1,10 +1,7 @@
-"""The search for a plan in which every rank holds one stage: unlike candidates by estimate, the best by step time, better ones.
+"""Search for plans with one stage per rank: estimate candidates, simulate the best, then improve them locally.
 
-Every number of pipelines begins with candidates of its own (``orders``): a population that is improved by
-estimate. The best are simulated and go downhill; one is annealed. What is found for a number does not depend on larger numbers.
-
-Ranks are taken in an order that does not depend on their numbers.
-"""
+Each number of pipelines starts with its own candidates (``orders``), independent of larger numbers and of rank numbering. The
+best are simulated and descended from; one is annealed."""
 
 from __future__ import annotations
 
@@ -27,49 +24,48 @@ from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest, shares_nics
 
 MAX_SEARCH_RANKS = 64
-"""Up to so many ranks are searched."""
+"""Maximum number of ranks searched."""
 MAX_RANKS_WITHOUT_LAYOUTS = 12
-"""Of more ranks only numbers of pipelines are searched that the search is given plans of: estimates leave out sums of gradients."""
+"""With more ranks, only pipeline counts of given plans are searched: estimates leave out all-reduces."""
 MAX_SPREAD_RANKS = 4
-"""Of up to so many ranks all work in further candidates: what fits only with very unlike owners of the state is found so."""
+"""Maximum number of ranks for extra candidates that use all ranks, for plans that need very uneven state owners."""
 MAX_ALL_COUNTS_RANKS = 6
-"""Up to so many ranks all numbers of pipelines are looked at closely; of fewer ranks less is tried, as there are fewer plans."""
-MAX_PIPELINE_COUNTS, MAX_PIPELINE_COUNTS_IN_BRIEF = 3, 2
-"""So many numbers of more ranks, the most promising ones; and where the request is to be answered briefly."""
+"""With at most this many ranks, all pipeline counts are improved; with fewer, effort shrinks."""
+MAX_PIPELINE_COUNTS, MAX_COUNTS_IN_BRIEF = 3, 2
+"""Maximum number of improved pipeline counts for more ranks, and for brief requests."""
 MAX_SLOWDOWN_RATIO = 1.08
-"""None is looked at closely whose candidates are so much slower than the best plan of fewer pipelines."""
+"""Pipeline counts are pruned whose best candidate is this much slower than a plan of fewer pipelines."""
 SCREENING_ROUNDS, IMPROVEMENT_ROUNDS, MAX_CANDIDATES, MAX_SIMULATED_CANDIDATES = 25, 15, 12, 8
-"""Rounds in which candidates are improved to see whether their number is promising, and if it is; how many of them are kept, and
-simulated with the depths that look best."""
+"""Rounds to screen and to improve candidates; maximum number kept and simulated."""
 MAX_DESCENTS, MAX_DESCENT_LOOKS = 4, 120
-"""So many go downhill, of so many looks each."""
+"""Number of descents, and of changes in each."""
 HEAT = (0.01, 0.0005)
 MAX_ANNEALING_LOOKS, MAX_SIMULATED_ACTIONS = 1000, 300_000
-"""Changes looked at in annealing, and forwards and backwards simulated: a fraction of a second."""
+"""Annealing changes and simulated actions: a fraction of a second."""
 THOROUGH_FACTOR = 4
-"""So many times as much of both for a thorough request."""
+"""Factor on both for thorough requests."""
 NIC_ACTIONS_FACTOR = 8
-"""Where messages queue for shared NICs, an action takes about so many times as long to simulate."""
+"""Cost factor of simulated actions with shared NICs."""
 
 
 class Best(NamedTuple):
-    """The best plan found, and seconds of others: infinite: none was found to fit; None: not asked."""
+    """The best plan and step times of others; infinite: none fits, None: not searched."""
 
     plan: Plan
     step_s: float
     one_pipeline_s: float | None
-    """The best plan of one pipeline."""
+    """Best plan with one pipeline."""
     at_work_s: float | None
-    """The best plan in which no rank idles that can be given something."""
+    """Best plan without idle ranks."""
     good_plans: list[tuple[Plan, float]]
-    """A good plan of every number of pipelines, and some that leave out a host."""
+    """One good plan per number of pipelines."""
 
 
 class Search:
-    """Searches plans of one profile and request."""
+    """Searches plans for one profile and request."""
 
     def __init__(self, profile: ClusterProfile, request: PlanRequest, slices: Sequence[int] = ()) -> None:
-        """``slices``: sequences of a slice, where stages may be streamed."""
+        """``slices``: slice sizes of offloaded stages."""
         self.profile, self.request = profile, request
         self.layer_count = len(profile.model.layers)
         self.fitter = Fitter(profile, request)
@@ -79,7 +75,7 @@ class Search:
         self.clock, self.is_plain = Clock(self.costs), is_plain(profile)
         self.most = min(request.max_pipelines, request.global_batch // sizes[0], len(self.ranks))
         self.max_used_ranks = min(len(self.ranks), self.layer_count * min(request.max_pipelines, request.global_batch))
-        """So many ranks are at work where none may idle."""
+        """Number of ranks in use if none may idle."""
         self.rounds = LocalSearch(
             self.costs, self._step_s, self.clock.step_s, self._owned_s, 0 if request.allow_idle else self.max_used_ranks
         )
@@ -95,7 +91,7 @@ class Search:
         self._candidates: dict[int, tuple[list[Candidate], Candidates, float]] = {}
 
     def best(self, starts: Sequence[tuple[Plan, float]] = ()) -> Best | None:
-        """The best start, or better. Ranks leave the order that they stand in only for more than the request is indifferent to."""
+        """The best plan; ranks leave the order of a start only beyond ``request.indifference``."""
         numbers: dict[int, list[Start]] = {}
         for plan, step_s in starts:
             numbers.setdefault(len(plan.pipelines), []).append((self.lines(plan), step_s))
@@ -134,7 +130,7 @@ class Search:
     def _of_all(
         self, numbers: dict[int, list[Start]], rounds: LocalSearch, further_starts: Sequence[Start] = ()
     ) -> dict[int, Start]:
-        """The best found of every number of pipelines."""
+        """Best start for each number of pipelines."""
         starts_by_count = {}
         for number, starts in numbers.items():
             local_search = rounds.shared_by(number).using_at_least(rounds.least)
@@ -151,11 +147,7 @@ class Search:
         best = {number: starts[0] for number, starts in starts_by_count.items()}
         close = sorted(best, key=lambda number: (best[number][1], number))
         few = len(self.ranks) <= MAX_ALL_COUNTS_RANKS
-        close = (
-            sorted(best)
-            if few
-            else close[: MAX_PIPELINE_COUNTS_IN_BRIEF if self.request.brief else MAX_PIPELINE_COUNTS]
-        )
+        close = sorted(best) if few else close[: MAX_COUNTS_IN_BRIEF if self.request.brief else MAX_PIPELINE_COUNTS]
         least_s = math.inf
         for number in close:
             if starts_by_count[number][0][1] <= MAX_SLOWDOWN_RATIO * least_s:
@@ -165,7 +157,7 @@ class Search:
         return best
 
     def _begun(self, number: int) -> tuple[list[Candidate], Candidates, float]:
-        """Promising candidates of so many pipelines, where all of them stand, and their depth: the least where no other fits."""
+        """Candidates for ``number`` pipelines, the population, and their depth: 0 if nothing fits at 1."""
         if number not in self._candidates:
             orders = self.orders(number)
             for depth in (1.0, 0.0):
@@ -179,7 +171,7 @@ class Search:
         return self._candidates[number]
 
     def _improved(self, starts: list[Start], number: int, rounds: LocalSearch) -> Start:
-        """The best of what comes of these plans and of further candidates; annealed unless a brief answer is asked for."""
+        """Improve starts and further candidates by descent, then annealing unless brief."""
         _, state, depth = self._begun(number)
         candidates, _ = self.orders(number).improved(state, self.long, depth, np.random.default_rng(0), MAX_CANDIDATES)
         starts = [*starts, *self._priced(candidates, rounds, depth)]
@@ -210,7 +202,7 @@ class Search:
                     yield rounds.fastest(deepened)
 
     def _priced(self, candidates: Sequence[Candidate], rounds: LocalSearch, depth: float) -> list[Start]:
-        """The most promising of the candidates with their step times, as far as they fit."""
+        """The most promising candidates that fit, with step times."""
         orders = [self.orders(len(candidate.size) - 1) for candidate in candidates]
         lines = [
             orders_of_count.lines(candidate, depth)
@@ -226,7 +218,7 @@ class Search:
         )
 
     def orders(self, number: int) -> Orders:
-        """Candidates of so many pipelines; their tables are the same where they do not share the state."""
+        """``Orders`` for ``number`` pipelines; cached while state is not sharded."""
         costs = self.rounds.shared_by(number).costs
         key = tuple(id(costs_of_size.deepest) for costs_of_size in costs.values())
         if key not in self._orders:
@@ -234,14 +226,11 @@ class Search:
         return self._orders[key]
 
     def in_natural_order(self, plan: Plan, step_s: float) -> tuple[Plan, float]:
-        """``plan``, which takes ``step_s``, or one that the request is indifferent to and whose ranks are more nearly in order, as
-        a person would have written it.
+        """Reorder ranks towards ascending numbers within ``request.indifference``.
 
-        Measured links differ by a few per cent from one measurement to the next, and with them which order of equal devices looks
-        fastest. Wanted are (1) the lowest-numbered of alike ranks, all in ascending order, where there is one pipeline; else (2)
-        these, where alike ranks stand in ascending order among themselves; else (3, 4) the same of the very ranks that were chosen.
-        Without indifference only 2 and 4. Alike are ranks with the same device and the same times.
-        """
+        Noise of measured links would otherwise decide the order of equal devices. Preferred are the lowest-numbered alike
+        ranks in ascending order (one pipeline), the same in ascending order within classes, then both for the ranks already
+        chosen."""
         lines, limit_s = self.lines(plan), step_s * (1 + max(self.request.indifference, ROUNDING_RATIO))
         devices = self.profile.devices
         usable = [[rank for rank in like if rank in self.ranks] for like in like_ranks(self.profile)]
@@ -259,7 +248,7 @@ class Search:
         return plan, step_s
 
     def in_order(self, lines: Lines, limit_s: float) -> tuple[Plan, float] | None:
-        """A plan of these ranks in this order, with other cuts and depths if need be, that takes no longer than ``limit_s``."""
+        """Plan these ranks in this order within ``limit_s``, with other cuts and depths if needed."""
         rounds = self.rounds.shared_by(len(lines))
         starts = [(lines, rounds.price(lines))]
         for depth in (1.0, 1.4):
@@ -289,7 +278,7 @@ class Search:
         )
 
     def plan(self, lines: Lines) -> Plan:
-        """Recompute, and depth, as memory allows by the table of whole backwards."""
+        """Convert to a plan, with recompute and depth fitted to memory."""
         return self._plan(self.rounds.shared_by(len(lines)).fitted_within(math.inf, lines) or ())
 
     def _plan(self, fittings: Sequence[Fitting]) -> Plan:
@@ -310,12 +299,12 @@ class Search:
 
 
 def best_of(starts: Iterable[Start]) -> list[Start]:
-    """Those that fit, each once, the best first."""
+    """Distinct fitting starts, best first."""
     return sorted({start[0]: start for start in starts if start[1] < math.inf}.values(), key=lambda start: start[1])
 
 
 def _preferred_orders(ranks: list[int], alike: dict[int, list[int]], any_order: bool) -> Iterator[list[int]]:
-    """Orders of ranks that would be preferred to ``ranks``, the most wanted first."""
+    """Orders of ranks preferred to ``ranks``, best first."""
     classes = {id(alike[rank]): alike[rank] for rank in ranks}
     counted = (sorted(members)[: sum(rank in members for rank in ranks)] for members in classes.values())
     for preferred in (sorted(rank for members in counted for rank in members), sorted(ranks)):
@@ -325,7 +314,7 @@ def _preferred_orders(ranks: list[int], alike: dict[int, list[int]], any_order: 
 
 
 def _in_class_order(ranks: list[int], ascending: list[int], alike: dict[int, list[int]]) -> list[int]:
-    """Each place keeps its class; the members of a class take their places in ascending order."""
+    """Assign the members of each class to its positions in ascending order."""
     waiting, result = list(ascending), []
     for rank in ranks:
         next_rank = next(candidate for candidate in waiting if candidate in alike[rank])
