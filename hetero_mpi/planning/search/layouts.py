@@ -24,18 +24,18 @@ from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
 
-EVERY, RATIO = 12, 1.12
+MAX_DENSE_COUNT, COUNT_RATIO = 12, 1.12
 """Up to this many pipelines all numbers are tried, beyond it numbers in this ratio."""
-COARSE = 6, 1.25
+COARSE_COUNTS = 6, 1.25
 """The same limits for very many ranks."""
 MAX_COLUMNS = 96
 """Maximum number of columns, above any model's useful number of stages."""
-FIRST_LINES = 1
+MIN_LINES = 1
 """Number of column orders estimated per layout; all for the best layouts."""
 MAX_LAYOUTS = 6
 MAX_LAYOUTS_PER_COUNT = 2
 """Maximum number of simulated layouts, in all and per number of pipelines."""
-IMPROVED, SLOWER = 3, 1.1
+MAX_IMPROVED, MAX_SLOWDOWN = 3, 1.1
 """Number of pipeline counts whose batch shares are balanced, and their maximum slowdown against the best."""
 DEPTH_ALLOWANCE_RATIO = 0.5
 """Fraction of a period by which gradients may arrive early."""
@@ -83,8 +83,8 @@ def best_layouts(profile: ClusterProfile, request: PlanRequest, slices: Sequence
     for layout in _sized(by_size):
         best_by_count.setdefault(layout.chains.pipelines, layout)
     least_s = min((layout.step_s for layout in best_by_count.values()), default=0.0)
-    near = [layout for layout in best_by_count.values() if layout.step_s <= SLOWER * least_s]
-    plans = [_finished(layout, clock) for layout in near[:IMPROVED]]
+    near = [layout for layout in best_by_count.values() if layout.step_s <= MAX_SLOWDOWN * least_s]
+    plans = [_finished(layout, clock) for layout in near[:MAX_IMPROVED]]
     best: dict[int, tuple[float, Plan]] = {}
     for plan in sorted(plans, key=lambda plan: plan[0]):
         best.setdefault(len(plan[1].pipelines), plan)
@@ -98,8 +98,8 @@ def _sized(by_size: Mapping[int, Costs]) -> list[_SimulatedLayout]:
     simulated = _simulated(_ranked(smallest))
     for costs in larger:
         again = [
-            _estimated(Chains(in_columns(costs, layout_found.chains.columns.members)), FIRST_LINES)
-            for layout_found in simulated[:IMPROVED]
+            _estimated(Chains(in_columns(costs, layout_found.chains.columns.members)), MIN_LINES)
+            for layout_found in simulated[:MAX_IMPROVED]
             if layout_found.chains.pipelines <= costs.request.global_batch // costs.micro_batch
         ]
         simulated += _simulated([layout for layout in again if layout is not None])
@@ -119,7 +119,7 @@ def _pipeline_counts(costs: Costs) -> list[int]:
     most = min(request.max_pipelines, costs.count, shares)
     while most and not fits_memory(most):
         most -= 1
-    every, ratio = (EVERY, RATIO) if costs.count <= FEW else COARSE
+    every, ratio = (MAX_DENSE_COUNT, COUNT_RATIO) if costs.count <= FEW else COARSE_COUNTS
     numbers, number = [], 1.0
     while number <= most:
         numbers.append(int(number))
@@ -134,7 +134,7 @@ def _ranked(costs: Costs) -> list[_Layout]:
         layout
         for pipelines in _pipeline_counts(costs)
         for members in _groupings(costs, pipelines, levelled)
-        if (layout := _estimated(_worthwhile(costs, members), FIRST_LINES)) is not None
+        if (layout := _estimated(_worthwhile(costs, members), MIN_LINES)) is not None
     ]
     layouts.sort(key=lambda candidate: candidate.estimate_s)
     promising: list[_Layout] = []
@@ -199,7 +199,7 @@ def _estimated(chains: Chains, lines: int) -> _Layout | None:
         estimate_s = chains.along(line, math.inf)[0]
         if estimate_s == math.inf:
             continue
-        if lines > FIRST_LINES:
+        if lines > MIN_LINES:
             paced_s = chains.along(line, estimate_s / chains.micro_batches)[0]
             estimate_s = paced_s if paced_s < math.inf else estimate_s
         if best is None or estimate_s < best.estimate_s:

@@ -14,14 +14,14 @@ from hetero_mpi.planning.search.pipelines import Line, Lines
 
 ALLOWANCES = (0.0, 0.1, 0.25, 0.5, 0.9)
 """Fractions of a period by which gradients may arrive early."""
-DEEPER = (-2, -1, 1, 2)
-AMOUNTS = (1, 2, 4)
+DEPTH_CHANGES = (-2, -1, 1, 2)
+MOVED_SEQUENCES = (1, 2, 4)
 """Sequences moved between pipelines at once."""
-AT_ONCE = (1, 1, 1, 2, 3)
+MOVES_AT_ONCE = (1, 1, 1, 2, 3)
 """Choices of the number of moves made at once."""
-SLOPES = (0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
+DEPTH_SLOPES = (0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
 """Depth differences between neighbouring stages."""
-MAX_STAGES_MOVED_RANKS = 0.5
+JOINT_MOVE_RATIO = 0.5
 """Probability of applying a move to all pipelines with as many stages."""
 
 
@@ -43,7 +43,7 @@ class Moves:
         self._weights = list(itertools.accumulate(weights))
 
     def changed(self, lines: Lines) -> Lines:
-        for _ in range(self.draw.choice(AT_ONCE)):
+        for _ in range(self.draw.choice(MOVES_AT_ONCE)):
             (kind,) = self.draw.choices(self._kinds, cum_weights=self._weights)
             lines = kind(lines, self.draw.randrange(len(lines))) or lines
         return lines
@@ -53,7 +53,7 @@ class Moves:
 
     def _together(self, lines: Lines, index: int, change: Callable[[Line], Line]) -> Lines:
         """Change one pipeline, or all with as many stages."""
-        count, alone = len(lines[index].ranks), len(lines) < 2 or self.draw.random() >= MAX_STAGES_MOVED_RANKS
+        count, alone = len(lines[index].ranks), len(lines) < 2 or self.draw.random() >= JOINT_MOVE_RATIO
         alike = [index] if alone else [i for i, line in enumerate(lines) if len(line.ranks) == count]
         return _with(lines, {i: change(lines[i]) for i in alike})
 
@@ -76,12 +76,12 @@ class Moves:
 
     def _depth(self, lines: Lines, index: int) -> Lines:
         """Change the depth of one stage, and of others to keep depths monotonic."""
-        stage, by = self.draw.randrange(len(lines[index].ranks)), self.draw.choice(DEEPER)
+        stage, by = self.draw.randrange(len(lines[index].ranks)), self.draw.choice(DEPTH_CHANGES)
         return self._together(lines, index, lambda line: deeper(line, stage, by))
 
     def _slope(self, lines: Lines, index: int) -> Lines:
         """Set a constant depth difference between stages."""
-        slope = self.draw.choice(SLOPES)
+        slope = self.draw.choice(DEPTH_SLOPES)
 
         def changed(line: Line) -> Line:
             behind = range(len(line.ranks) - 1, -1, -1)
@@ -164,7 +164,7 @@ class Moves:
 
     def _share(self, lines: Lines, index: int) -> Lines | None:
         other_indices = [i for i in range(len(lines)) if i != index]
-        amount = self.draw.choice(AMOUNTS)
+        amount = self.draw.choice(MOVED_SEQUENCES)
         if not other_indices or lines[index].sequences <= amount:
             return None
         receiver = self.draw.choice(other_indices)

@@ -23,17 +23,17 @@ from hetero_mpi.planning.tables import Floats, Indices
 
 MAX_IN_FLIGHT = 3
 """Maximum tabulated micro-batches in flight, as a multiple of the number of ranks."""
-WIDTH, WIDER = 96, 3
+POPULATION, SAMPLE_FACTOR = 96, 3
 """Number of candidates improved together, and the factor for the initial sample."""
 ROUNDING_RATIO = 1e-6
-SOONER, LEFT = 0.99, (1.0, 0.1)
+TARGET_RATIO, TOLERATED_LAYERS = 0.99, (1.0, 0.1)
 """The next target as a fraction of the best time; mean tolerated increase of unplaced layers, at first and at last."""
 DOUBLING_COUNT = 15
 """Rounds after which the better half replaces the worse half."""
 SWAP, SHIFT, GIVE = 0.40, 0.65, 0.85
 """Cumulative probabilities of moves: swap two ranks, move one, move sequences between pipelines; else change a micro-batch
 size."""
-UNITS = (1, 1, 1, 2, 4)
+MOVED_UNITS = (1, 1, 1, 2, 4)
 """Micro-batches moved between pipelines at once."""
 
 
@@ -215,7 +215,7 @@ class Orders:
 
     def random_candidates(self, pipelines: int, draw: np.random.Generator, depth: float = 1.0) -> Candidates:
         """Sample candidates: ranks sorted by host, speed or memory, or shuffled; assigned block-wise, round-robin or snaking."""
-        K, N = self.count, WIDTH * WIDER
+        K, N = self.count, POPULATION * SAMPLE_FACTOR
         host, speed = self.host, self.speed
         keys = (host, -speed, -self.memory, host * 1e6 - speed, -host * 1e6 - speed, speed)
         who, of = np.argsort(draw.random((K, N)), axis=0), np.zeros((K, N), dtype=np.int64)
@@ -236,7 +236,7 @@ class Orders:
                 order, of[:, c] = order[at], slot[at]
             who[:, c] = order
         these = self._shared(who, of, pipelines, draw.integers(len(self.sizes), size=N))
-        return these.at(np.argsort(self.least(these, depth), kind="stable")[:WIDTH])
+        return these.at(np.argsort(self.least(these, depth), kind="stable")[:POPULATION])
 
     def _shared(self, who: Indices, of: Indices, pipelines: int, sizes: Indices) -> Candidates:
         """Share the batch by pipeline speed; use the smallest micro-batch if another is too large."""
@@ -273,7 +273,7 @@ class Orders:
         np.add.at(filled, (turned, column), 1)
         of = np.where((filled[:-1] == 0).any(axis=0), of, turned)
         p, q = draw.integers(P, size=N), draw.integers(P, size=N)
-        unit = np.lcm(self.sizes[size[p, column]], self.sizes[size[q, column]]) * draw.choice(UNITS, size=N)
+        unit = np.lcm(self.sizes[size[p, column]], self.sizes[size[q, column]]) * draw.choice(MOVED_UNITS, size=N)
         give = (kind >= SHIFT) & (kind < GIVE) & (p != q) & (sequences[p, column] - unit >= self.sizes[size[p, column]])
         np.subtract.at(sequences, (p, column), np.where(give, unit, 0))
         np.add.at(sequences, (q, column), np.where(give, unit, 0))
@@ -294,14 +294,14 @@ class Orders:
         best = {candidate[1:]: candidate for candidate in self._sorted(these, time, 4 * max_candidates)}
         if not best:
             return [], these
-        goal = float(time.min()) * SOONER
+        goal = float(time.min()) * TARGET_RATIO
         unplaced = self.place(np.full(len(time), goal), these, depth)[0]
         for turn in range(rounds):
             proposals = self.changed(these, draw)
             unplaced_changed = self.place(np.full(len(time), goal), proposals, depth)[0]
-            accepted = unplaced_changed <= unplaced + LEFT[0] * (LEFT[1] / LEFT[0]) ** (
-                turn / rounds
-            ) * draw.exponential(size=len(time))
+            accepted = unplaced_changed <= unplaced + TOLERATED_LAYERS[0] * (
+                TOLERATED_LAYERS[1] / TOLERATED_LAYERS[0]
+            ) ** (turn / rounds) * draw.exponential(size=len(time))
             these = Candidates(*(np.where(accepted, new, old) for old, new in zip(these, proposals, strict=True)))
             unplaced = np.where(accepted, unplaced_changed, unplaced)
             if (done := np.flatnonzero(unplaced <= 0)).size:
@@ -309,7 +309,7 @@ class Orders:
                 seconds = np.minimum(self.least(part, depth, steps=8, span=1.3), goal)
                 for candidate in self._sorted(part, seconds, 2 * max_candidates):
                     best[candidate[1:]] = min(candidate, best.get(candidate[1:], candidate))
-                goal = float(seconds.min()) * SOONER
+                goal = float(seconds.min()) * TARGET_RATIO
                 unplaced = self.place(np.full(len(time), goal), these, depth)[0]
             if turn % DOUBLING_COUNT == DOUBLING_COUNT - 1:
                 order = np.argsort(unplaced, kind="stable")
