@@ -120,12 +120,12 @@ def plan(
 ) -> str | list[str]:
     """Analyse the planner's plan for a job, or a given plan; returns lines, or one JSON object."""
     question = ask(job, overrides, profile)
-    chosen = chosen_plan(question, given)
-    own, none = (chosen, "") if given is None else _own_plan(question, chosen)
-    result = outlined(chosen.plan, question.profile)
-    lost = losses(chosen, own, question.profile, question.request)
-    answers = list(what_ifs(own, question.profile, question.request, lost.free_links_s)) if explain else []
-    otherwise = request_differences(chosen.plan, question.request) if given is not None else []
+    report = chosen_plan(question, plan_source)
+    best, no_plan_reason = (report, "") if plan_source is None else _planner_report(question, report)
+    result = outlined(report.plan, question.profile)
+    lost = losses(report, best, question.profile, question.request)
+    answers = list(what_ifs(best, question.profile, question.request, lost.free_links_s)) if explain else []
+    plan_differences = request_differences(report.plan, question.request) if plan_source is not None else []
     if output is not None:
         with write_errors(output):
             save_plan(report, output)

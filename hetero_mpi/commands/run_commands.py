@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from hetero_mpi.commands.plan_commands import ask, plan_question
-from hetero_mpi.job.load import job_of_tables, load_job
-from hetero_mpi.job.plan_request import micro_batch_choices, request_of
+from hetero_mpi.job.load import job_from_tables, load_job
+from hetero_mpi.job.plan_request import build_plan_request, micro_batch_choices
 from hetero_mpi.planning.decision.decide import time_alone
 from hetero_mpi.planning.decision.planner import make_plan
 from hetero_mpi.planning.tables import rank_classes

@@ -265,8 +265,8 @@ class Samples:
         if count < 1 or (held_out > 0 and evaluation is None and count < 2):
             raise UserError(
                 "samples.too_few",
-                f"the factory's data has {count} samples; it needs one to train on, and one to evaluate unless data.evaluation_fraction = 0 "
-                f"or the factory returns evaluation data",
+                f"the factory's data has {count} samples; it needs one to train on, and one to evaluate "
+                f"unless data.evaluation_fraction = 0 or the factory returns evaluation data",
             )
         self.train, self.held_out = shares(count, held_out if evaluation is None else 0, seed)
         if evaluation is not None:

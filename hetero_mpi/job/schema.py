@@ -115,7 +115,7 @@ class DataTable(JobTable):
     and ``text`` (with ``documents = "record"``)."""
     weights: Annotated[Weights | None, Unit("shares"), Example("[3, 1]"), RECORDS] = None
     """Mixing weights: relative share of an epoch for each entry of ``records``. Small entries are repeated; large entries continue
-    in the next epoch (docs/data.md). ``evaluation_fraction`` applies to each entry separately. Empty: all entries form one data set."""
+    in the next epoch (docs/data.md). ``evaluation_fraction`` applies to each entry separately. Empty: one data set."""
     evaluation: Annotated[Patterns | None, LANGUAGE, Example('["evaluation/*.jsonl"]')] = None
     """Evaluation set: files of the same kind that are never trained on, in place of the share ``evaluation_fraction``."""
     evaluation_sets: Annotated[

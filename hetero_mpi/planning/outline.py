@@ -298,7 +298,7 @@ class _Sender:
 
 @functools.lru_cache(4096)
 def _program(depth: int, micro_batches: int, lag: int | None) -> tuple[int, ...]:
-    """The kinds of a stage's actions in order, as ``orders.warm_up.computing``. ``lag``: of weight gradients; None: backward is whole."""
+    """The kinds of a stage's actions in order, as ``orders.warm_up.computing``. ``lag``: of weight gradients; None: whole backward."""
     program = [FORWARD] * depth
     for m in range(micro_batches):
         program += [FORWARD] * (depth + m < micro_batches) + [BACKWARD]

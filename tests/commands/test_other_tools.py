@@ -24,7 +24,8 @@ EXPECTED: dict[str, dict[str, Any]] = {
     "axolotl-alpaca-qlora.yml": {
         "model.path": "example/Base-8B", "model.quantization": "nf4", "adapter.method": "lora", "adapter.rank": 24,
         "adapter.alpha": 12, "adapter.dropout": 0.1, "adapter.targets": "all-linear", "data.records": ["hf:example/instructions"],
-        "data.packing": True, "data.sequence_length": 2047, "data.evaluation_fraction": 0, "train.global_batch": 12, "train.epochs": 2,
+        "data.packing": True, "data.sequence_length": 2047, "data.evaluation_fraction": 0,
+        "train.global_batch": 12, "train.epochs": 2,
         "train.learning_rate": 0.00015, "train.warmup_steps": 12, "train.optimizer": "adamw", "train.weight_decay": 0,
         "train.beta2": 0.999, "train.dtype": "auto", "output.run_dir": "outputs/first",
     },
@@ -40,15 +41,17 @@ EXPECTED: dict[str, dict[str, Any]] = {
     "axolotl-kernels.yml": {
         "adapter.targets": ["gate_proj", "down_proj", "q_proj"], "train.steps": 300, "train.warmup_steps": 30,
         "train.epochs": None,
-        "train.evaluate_every": 50, "checkpoint.every": 150, "checkpoint.keep": 2, "train.early_stopping_patience": 3, "train.schedule": "linear",
-        "report.trackers": ["wandb"],
+        "train.evaluate_every": 50, "checkpoint.every": 150, "checkpoint.keep": 2, "train.early_stopping_patience": 3,
+        "train.schedule": "linear", "report.trackers": ["wandb"],
     },
     "axolotl-pretrain.yml": {
         "data.text": ["hf:example/web-text/en"], "data.records": None, "data.documents": "record", "data.keys": None,
         "train.steps": 200,
     },
     "axolotl-moe-pattern.yml": {"adapter.targets": "all-linear", "train.warmup_steps": 0.1},
-    "axolotl-fp8.yml": {"data.evaluation_fraction": 0, "train.global_batch": 16, "train.schedule": "constant", "train.warmup_steps": 10},
+    "axolotl-fp8.yml": {
+        "data.evaluation_fraction": 0, "train.global_batch": 16, "train.schedule": "constant", "train.warmup_steps": 10,
+    },
     "axolotl-local-files.yml": {
         "tokenizer.add": ["<tool>", "<call>"], "adapter.tokens": [7, 9],
         "model.path": "models/own", "tokenizer.path": "models/own-tokenizer", "adapter.path": "outputs/before",
@@ -58,8 +61,8 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "train.seed": 7, "data.train_on_prompt": True, "data.pad": "longest", "train.evaluate_every": 20,
     },
     "axolotl-completion.yml": {
-        "data.text": ["hf:example/books"], "data.documents": "record", "data.keys": {"text": "body"}, "data.evaluation_fraction": 0.02,
-        "train.optimizer": "adamw", "train.neftune_noise_alpha": 5.0,
+        "data.text": ["hf:example/books"], "data.documents": "record", "data.keys": {"text": "body"},
+        "data.evaluation_fraction": 0.02, "train.optimizer": "adamw", "train.neftune_noise_alpha": 5.0,
     },
     "axolotl-orpo.yml": {
         "adapter.modules_to_save": ["embed_tokens"],
@@ -99,8 +102,8 @@ EXPECTED: dict[str, dict[str, Any]] = {
     },
     "llamafactory-command.sh": {"train.global_batch": 32, "model.path": "example/Instruct-8B", "train.learning_rate": 1e-4},
     "trl-smallest.yaml": {
-        "train.global_batch": 8, "train.epochs": 3, "data.sequence_length": 1023, "train.dtype": "bf16", "data.evaluation_fraction": 0,
-        "train.learning_rate": 1e-4, "checkpoint.every": 500,
+        "train.global_batch": 8, "train.epochs": 3, "data.sequence_length": 1023, "train.dtype": "bf16",
+        "data.evaluation_fraction": 0, "train.learning_rate": 1e-4, "checkpoint.every": 500,
     },
     "trl-sft.sh": {
         "train.global_batch": 16, "data.packing": True, "data.evaluation": ["hf:example/chats:test"], "train.evaluate_every": 100,

@@ -148,7 +148,7 @@ def own_set(loaded: LoadedJob, limit: int) -> list[ScoredText]:
     if batch is None:
         raise UserError(
             "evaluate.no_data",
-            "the run has no evaluation set (data.evaluation_fraction, data.evaluation); name a set with --data NAME=FILE, or --tasks",
+            "the run has no evaluation set (data.evaluation_fraction, data.evaluation); use --data NAME=FILE or --tasks",
         )
     weights = None if batch.weighed is None else batch.weighed.weights
     return list(_texts(Rows(batch.tokens, batch.targets, positions=batch.positions, weights=weights)))
@@ -299,7 +299,7 @@ def _sets(opened: Opened, options: EvaluateOptions) -> dict[str, list[ScoredText
     if loaded is None:
         raise UserError(
             "evaluate.no_data",
-            f"{source} is not a run, so it has no evaluation set: name a set with --data NAME=FILE, or --tasks",
+            f"{source} is not a run, so it has no evaluation set: use --data NAME=FILE or --tasks",
         )
     return {OWN: own_set(loaded, limit)}
 

@@ -166,7 +166,7 @@ def _layers_text(plan: Plan, rank: int) -> str:
 
 def _counts_sentence(plan: Plan, profile: ClusterProfile) -> str:
     used = sum(len(pipeline.held) for pipeline in plan.pipelines)
-    shares = units.counted(
+    shares = units.join_with_counts(
         (f"{units.plural(p.micro_batches, 'micro-batch')} of {p.micro_batch}" for p in plan.pipelines), " + "
     )
     pipelines_text = f" in {len(plan.pipelines)} pipelines" if len(plan.pipelines) > 1 else ""

@@ -181,9 +181,9 @@ def request_differences(plan: Plan, request: PlanRequest) -> list[str]:
         sentences.append(f"{len(plan.pipelines)} pipelines: the planner was to make {request.max_pipelines} at most")
     stages = [stage for _, _, stage in plan.numbered]
     if request.streaming == "never" and any(stage.streamed for stage in stages):
-        sentences.append("stages are streamed: plan.stream of the job is false")
+        sentences.append("stages are streamed: plan.offload of the job is false")
     if not request.groups and plan.leader_of:
-        sentences.append("ranks hold stages together: plan.groups of the job is false")
+        sentences.append("ranks hold stages together: plan.tensor_parallel of the job is false")
     max_stages = max(len(plan.of_rank(rank)) for rank in plan.ranks)
     if max_stages > request.stages_per_rank:
         sentences.append(f"{max_stages} stages on a rank: the planner was to give it {request.stages_per_rank} at most")
@@ -353,7 +353,7 @@ def _changes(now: Alternative) -> dict[str, Iterable[Alternative]]:
     larger = enumerate(accumulate([largest.rank] * MAX_ADDED_RANKS, with_copy_of, initial=profile))
     like = f"like rank {largest.rank} ({largest.name})"
     return {
-        "streaming": [now.changing(f"{streamed} from host memory", 'plan.stream = "auto"', streaming="auto")]
+        "streaming": [now.changing(f"{streamed} from host memory", 'plan.offload = "auto"', streaming="auto")]
         * (request.streaming == "never"),
         "recompute": [now.changing(text, 'train.recompute = "auto"', recompute_choices=choices)]
         * (True not in request.recompute_choices),

@@ -58,7 +58,7 @@ class Best(NamedTuple):
     at_work_s: float | None
     """Best plan without idle ranks."""
     good_plans: list[tuple[Plan, float]]
-    """One good plan per number of pipelines."""
+    """One good plan per number of pipelines, and some that leave out a host."""
 
 
 class Search:
