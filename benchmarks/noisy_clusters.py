@@ -18,7 +18,7 @@ from statistics import median
 
 from profile_parts import Shape, model_of
 
-from hetero_mpi.planning.fit import FIGURES
+from hetero_mpi.planning.fit import POOLED_FIGURES
 from hetero_mpi.planning.types.cost import ModelCost
 from hetero_mpi.planning.types.profile import (
     MEASURED,
@@ -268,7 +268,7 @@ def measured(profile: ClusterProfile, noise: Noise, seed: str) -> ClusterProfile
     def device(true: DeviceProfile) -> DeviceProfile:
         by = factor(noise.rank)
         tables = {name: table(name, getattr(true, name), by) for name in TABLES}
-        known = {name: getattr(true, name) for name in FIGURES if getattr(true, name) is not None}
+        known = {name: getattr(true, name) for name in POOLED_FIGURES if getattr(true, name) is not None}
         return replace(true, **tables, **{name: one * factor(noise.point) for name, one in known.items()})  # type: ignore[arg-type]
 
     size = max(noise.point, noise.curve, noise.table, noise.rank) / 3

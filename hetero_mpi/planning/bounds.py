@@ -97,13 +97,13 @@ def filling_bounds_s(profile: ClusterProfile, request: PlanRequest) -> dict[int,
     Each has a micro-batch at least. Several sum gradients when a stage's last backward has begun: it has T less these seconds for
     all but one of M. They pass between hosts where no host has a rank for each.
     """
-    model, devices, least = profile.model, usable_devices(profile), min(request.micro_batch_choices)
-    most = min(request.max_pipelines, len(devices), request.global_batch // least)
+    model, devices, min_micro_batch = profile.model, usable_devices(profile), min(request.micro_batch_choices)
+    max_count = min(request.max_pipelines, len(devices), request.global_batch // min_micro_batch)
     links = [(a.host == b.host, profile.link(a.rank, b.rank)) for a, b in itertools.permutations(devices, 2)]
-    near, far = (max((x.bytes_per_s for here, x in links if here <= some), default=math.inf) for some in (True, False))
+    near, far = (max((k.bytes_per_s for local, k in links if local <= limit), default=math.inf) for limit in (1, 0))
     gradients = GRADIENT_BYTES * sum(layer.trainable_parameters for layer in model.layers)
-    together = max(Counter(device.host for device in devices).values())
-    found = dict.fromkeys(range(1, most + 1), math.inf)
+    max_host_ranks = max(Counter(device.host for device in devices).values())
+    bound_by_count = dict.fromkeys(range(1, max_count + 1), math.inf)
     for size in request.micro_batch_choices:
         tokens, count = size * request.sequence_length, -(-request.global_batch // size)
         chains = sorted(
@@ -114,14 +114,14 @@ def filling_bounds_s(profile: ClusterProfile, request: PlanRequest) -> dict[int,
             for device in devices
         )
         speeds = [1 / max(chain_s, SHORTEST_S) for chain_s in chains]
-        for number in range(1, min(most, count) + 1):
-            later = 1 - 1 / (count - number + 1)
-            filled = count / sum(later ** (place // number) * speed for place, speed in enumerate(speeds))
-            sums_s = (1 - 1 / number) * gradients / (near if number <= together else far)
+        for number in range(1, min(max_count, count) + 1):
+            decay = 1 - 1 / (count - number + 1)
+            filled = count / sum(decay ** (position // number) * speed for position, speed in enumerate(speeds))
+            sums_s = (1 - 1 / number) * gradients / (near if number <= max_host_ranks else far)
             summed = number * max(0.0, sums_s * speeds[-1] - 1)
             least_s = max(filled, 1 / speeds[number - 1], (count + summed) / sum(speeds))
-            found[number] = min(found[number], least_s)
-    return found
+            bound_by_count[number] = min(bound_by_count[number], least_s)
+    return bound_by_count
 
 
 def cycle_bound_s(

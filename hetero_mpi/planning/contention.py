@@ -25,8 +25,8 @@ def while_running(profile: ClusterProfile, plan: Plan) -> ClusterProfile:
     running = with_copying(while_computing(profile, plan.ranks), streaming)
     if not reading:
         return running
-    parts = ((one, (one.disk_bytes_per_s or 0.0) / max(1, reading[one.name])) for one in running.hosts)
-    hosts = tuple(replace(host, disk_bytes_per_s=own or None) for host, own in parts)
+    parts = ((h, (h.disk_bytes_per_s or 0.0) / max(1, reading[h.name])) for h in running.hosts)
+    hosts = tuple(replace(host, disk_bytes_per_s=speed or None) for host, speed in parts)
     return replace(running, hosts=hosts)
 
 
@@ -42,30 +42,30 @@ def while_computing(profile: ClusterProfile, ranks: Collection[int]) -> ClusterP
 
 def slowness(profile: ClusterProfile, ranks: Collection[int]) -> dict[int, float]:
     """Rank -> how many times as long it takes while all of ``ranks`` compute, for those that have less than a core a thread."""
-    found: dict[int, float] = {}
+    ratio_by_rank: dict[int, float] = {}
     for host, cores, members in _sharing(profile, ranks):
         ratio = (sum(device.threads for device in members) + host.other_threads) / cores
-        found |= {device.rank: ratio for device in members if ratio > 1}
-    return found
+        ratio_by_rank |= {device.rank: ratio for device in members if ratio > 1}
+    return ratio_by_rank
 
 
 def spread_out(profile: ClusterProfile) -> list[int]:
     """The ranks that are left where of each host's CPU ranks only the first ones compute, as many as it has cores for, at least
     one."""
-    left = set(range(len(profile.devices)))
-    for _, cores, members in _sharing(profile, left):
+    computing = set(range(len(profile.devices)))
+    for _, cores, members in _sharing(profile, computing):
         threads = itertools.accumulate(device.threads for device in members)
-        left -= {one.rank for one, used in zip(members, threads, strict=True) if used > max(cores, one.threads)}
-    return sorted(left)
+        computing -= {d.rank for d, used in zip(members, threads, strict=True) if used > max(cores, d.threads)}
+    return sorted(computing)
 
 
 def worth_of_all(profile: ClusterProfile, worth: Mapping[int, float]) -> float:
     """The most that a second of all ranks is worth, where one of a rank with cores of its own is worth ``worth[rank]``."""
     total = sum(worth.values())
     for _, cores, members in _sharing(profile, worth):
-        own = [worth[device.rank] for device in members]
-        most = cores * max(worth[device.rank] / device.threads for device in members)
-        total -= max(0.0, sum(own) - most)
+        values = [worth[device.rank] for device in members]
+        max_worth = cores * max(worth[device.rank] / device.threads for device in members)
+        total -= max(0.0, sum(values) - max_worth)
     return total
 
 
@@ -88,13 +88,13 @@ def copying_at_once(profile: ClusterProfile, ranks: Iterable[int]) -> dict[int, 
     """Rank -> its device as it copies while the others of ``ranks`` do; what their host carries is shared in proportion to what
     each would copy by itself."""
     devices = {rank: profile.devices[rank] for rank in ranks}
-    wanted: dict[str, float] = {}
+    demand: dict[str, float] = {}
     for device in devices.values():
         if not device.shares_host_memory and math.isfinite(device.host_to_device_bytes_per_s):
-            wanted[device.host] = wanted.get(device.host, 0.0) + device.host_to_device_bytes_per_s
+            demand[device.host] = demand.get(device.host, 0.0) + device.host_to_device_bytes_per_s
     for rank, device in devices.items():
         host = profile.host(rank)
-        part = host.copies_bytes_per_s / wanted[device.host] if host is not None and device.host in wanted else 1.0
+        part = host.copies_bytes_per_s / demand[device.host] if host is not None and device.host in demand else 1.0
         if part < 1 and not device.shares_host_memory:
             devices[rank] = replace(
                 device,

@@ -1,8 +1,7 @@
-"""A dry run of a schedule: interprets all ranks' lists without computing, finds mistakes and deadlocks.
+"""Dry run of a schedule: interpret all ranks' lists without computing, to find errors and deadlocks.
 
-Sends are buffered (they never block), a receive blocks until its message has been sent, REDUCE, STEP and whatever a group
-computes together block until every rank that takes part has come to them. A schedule that passes here cannot deadlock on a
-transport with buffered sends.
+Sends are buffered. A receive blocks until its message is sent; REDUCE, STEP and tensor-parallel operations block until all
+participants arrive. A schedule that passes cannot deadlock on a transport with buffered sends.
 """
 
 from __future__ import annotations
@@ -16,19 +15,18 @@ from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.util.errors import UserError
 
 SENDER_OF = {Op.RECV_F: (Op.SEND_F, -1), Op.RECV_B: (Op.SEND_B, +1)}
-"""Receive -> the operation that it waits for, and the stage that does it, relative to the receiver."""
+"""Receive -> the send that it waits for, and its stage relative to the receiver."""
 BACKWARDS = (Op.B, Op.I)
-"""A whole backward, or the part of it that another stage waits for."""
-CONTEXT = 5
-"""Actions shown before and after the place where a rank is stuck."""
-ROWS = 16
-"""Ranks shown at most."""
+"""An unsplit backward, or the part on which another stage waits."""
+CONTEXT_ACTIONS = 5
+"""Actions shown before and after the position at which a rank is stuck."""
+MAX_SHOWN_RANKS = 16
 Problem = tuple[int, int, str]
-"""The rank of a list, the position in it, and the rule that is broken."""
+"""(rank, position in its list, violated rule)"""
 
 
 def awaited(action: Action) -> Action | None:
-    """The send whose message ``action`` receives; None when it is not a receive."""
+    """Return the send whose message ``action`` receives; None: not a receive."""
     if action.op not in SENDER_OF:
         return None
     op, offset = SENDER_OF[action.op]
@@ -36,17 +34,17 @@ def awaited(action: Action) -> Action | None:
 
 
 def stuck_at(schedule: Schedule) -> dict[int, int]:
-    """Rank -> the position in its list at which it waits for ever. Empty: all lists run to their ends."""
+    """Rank -> position at which it blocks forever. Empty: all lists complete."""
     position, sent = dict.fromkeys(schedule, 0), set[Action]()
-    meeting: dict[object, set[int]] = {}
+    ranks_by_point: dict[object, set[int]] = {}
     for rank, actions in schedule.items():
         for action in actions:
             if action.op in WHOLE_STEP or action.op in COMPUTE:
-                meeting.setdefault(_place_of_meeting(action), set()).add(rank)
-    arrived: dict[object, set[int]] = {place: set() for place in meeting}
-    moved = True
-    while moved:
-        moved = False
+                ranks_by_point.setdefault(_meeting_point(action), set()).add(rank)
+    arrived: dict[object, set[int]] = {point: set() for point in ranks_by_point}
+    progressed = True
+    while progressed:
+        progressed = False
         for rank in sorted(schedule):
             for action in schedule[rank][position[rank] :]:
                 message = awaited(action)
@@ -54,90 +52,92 @@ def stuck_at(schedule: Schedule) -> dict[int, int]:
                     if message not in sent:
                         break
                 elif action.op in WHOLE_STEP or action.op in COMPUTE:
-                    here = _place_of_meeting(action)
-                    moved |= rank not in arrived[here]
-                    arrived[here].add(rank)
-                    if arrived[here] != meeting[here]:
+                    meeting_point = _meeting_point(action)
+                    progressed |= rank not in arrived[meeting_point]
+                    arrived[meeting_point].add(rank)
+                    if arrived[meeting_point] != ranks_by_point[meeting_point]:
                         break
                 else:
                     sent.add(action)
                 position[rank] += 1
-                moved = True
-    return {rank: at for rank, at in position.items() if at < len(schedule[rank])}
+                progressed = True
+    return {rank: stuck_position for rank, stuck_position in position.items() if stuck_position < len(schedule[rank])}
 
 
-def _place_of_meeting(action: Action) -> object:
-    """The same for actions that ranks do together: a layer's sum, the step, what a group computes."""
+def _meeting_point(action: Action) -> object:
+    """Key shared by actions that ranks perform jointly."""
     return action if action.op in COMPUTE else (action.op, action.layer)
 
 
 def validate(schedule: Schedule, plan: Plan, model: ModelCost) -> None:
-    """Raises ``UserError``, with every rank's list and the place where it is stuck, unless the schedule runs the plan.
+    """Check that the schedule runs the plan.
 
-    Checked: each stage's own ranks run it; every micro-batch has exactly one forward and, after it, one backward on
-    every stage (where backward is split, it may come in two parts), with its inputs received before and its outputs sent after,
-    or computed before on the same rank; gradients of a stage are added in the order of its micro-batches; of a rank's stages the
-    later ones end first; sends match receives; gradients held more than once are summed once, by exactly the ranks that hold
-    them; every rank ends with one STEP; nothing deadlocks.
+    Checked: ranks run only their own stages; every micro-batch has one forward and then one backward (in one part or two) per
+    stage, inputs before and outputs after; gradients accumulate in micro-batch order; of a rank's stages later ones end
+    first; sends match receives; shared gradients are reduced once, by their holders; every rank ends with one STEP; no
+    deadlock.
+
+    Raises:
+        UserError: a rule is violated; the text shows the ranks' lists and the positions at which they are stuck.
     """
-    wanted = schedule_of(plan, model)
-    ranks = sorted({*schedule, *wanted})
-    problems = (_rank_problems(rank, schedule.get(rank, ()), wanted.get(rank, ()), plan) for rank in ranks)
+    expected = schedule_of(plan, model)
+    ranks = sorted({*schedule, *expected})
+    problems = (_rank_problems(rank, schedule.get(rank, ()), expected.get(rank, ()), plan) for rank in ranks)
     problem = next(itertools.chain.from_iterable(problems), None)
     if problem is not None:
         rank, position, rule = problem
         raise UserError(
             "schedule.invalid",
-            f"the schedule does not run the plan: {rule}\n{_lists(schedule, {rank: position})}\n"
+            f"the schedule does not run the plan: {rule}\n{_format_lists(schedule, {rank: position})}\n"
             f"Correct rank {rank}'s list, or generate it with planning.schedule.schedule_of.",
         )
     stuck = stuck_at(schedule)
     if stuck:
-        waits = "; ".join(_wait(rank, schedule[rank][stuck[rank]]) for rank in sorted(stuck))
+        waits = "; ".join(_describe_wait(rank, schedule[rank][stuck[rank]]) for rank in sorted(stuck))
         raise UserError(
             "schedule.deadlock",
-            f"the schedule deadlocks: {waits}\n{_lists(schedule, stuck)}\n"
+            f"the schedule deadlocks: {waits}\n{_format_lists(schedule, stuck)}\n"
             f"Change the order of the actions: warm_up must not grow from one stage to the next; the order interleaved wants "
             f"ranks in a loop (zbv takes any).",
         )
 
 
-def _wait(rank: int, action: Action) -> str:
+def _describe_wait(rank: int, action: Action) -> str:
     return f"rank {rank} waits at {action} for {awaited(action) or 'the other ranks'}"
 
 
-def _rank_problems(rank: int, actions: Sequence[Action], wanted: Sequence[Action], plan: Plan) -> Iterator[Problem]:
-    """Problems of one rank's list, which does what is ``wanted`` in whichever order the rules leave open. Only the first counts."""
+def _rank_problems(rank: int, actions: Sequence[Action], expected: Sequence[Action], plan: Plan) -> Iterator[Problem]:
+    """Yield the problems of one rank's list; ``expected`` holds its actions in any valid order. Only the first is reported."""
     steps = [position for position, action in enumerate(actions) if action.op is Op.STEP]
-    if (actions or wanted) and steps != [len(actions) - 1]:
+    if (actions or expected) and steps != [len(actions) - 1]:
         yield rank, len(actions), f"rank {rank} must end with its only STEP"
-    possible, seen = set(map(_whole, wanted)), set[Action]()
+    allowed, done_actions = set(map(_full_action, expected)), set[Action]()
     for position, action in enumerate(actions):
         if action.stage not in plan.of_rank(rank):
             yield rank, position, f"rank {rank} does not hold the stage of {action}"
         if action.op in WHOLE_STEP:
             continue
-        whole = _whole(action)
-        if whole not in possible or (whole != action and not _splits(action.stage, plan)):
+        full_action = _full_action(action)
+        if full_action not in allowed or (full_action != action and not _may_split(action.stage, plan)):
             yield rank, position, f"{action} is no action of stage {action.stage} on rank {rank}"
-        before = (other for other in _before(action) if other in possible or other.op is Op.I)
-        missing = [str(other) for other in before if other not in seen]
+        requirements = (required for required in _prerequisites(action) if required in allowed or required.op is Op.I)
+        missing = [str(required) for required in requirements if required not in done_actions]
         if missing:
             yield rank, position, f"{action} comes before {' and '.join(missing)}"
-        if action in seen or (action.op in BACKWARDS and whole in seen):
+        if action in done_actions or (action.op in BACKWARDS and full_action in done_actions):
             yield rank, position, f"{action} occurs twice"
-        seen |= {action, whole} if action.op in BACKWARDS else {action}
-    halves = [action._replace(op=Op.W) for action in seen if action.op is Op.I]
-    for action in (*map(_whole, wanted), *sorted(halves)):
-        if action not in seen and action.op not in WHOLE_STEP:
+        done_actions |= {action, full_action} if action.op in BACKWARDS else {action}
+    halves = [action._replace(op=Op.W) for action in done_actions if action.op is Op.I]
+    for action in (*map(_full_action, expected), *sorted(halves)):
+        if action not in done_actions and action.op not in WHOLE_STEP:
             yield rank, len(actions), f"rank {rank} never does {action}"
-    yield from _reduce_problems(rank, actions, {action.layer or 0 for action in wanted if action.op is Op.REDUCE})
+    yield from _reduce_problems(rank, actions, {action.layer or 0 for action in expected if action.op is Op.REDUCE})
     yield from _order_problems(rank, actions)
 
 
 def _order_problems(rank: int, actions: Sequence[Action]) -> Iterator[Problem]:
-    """Each stage adds up the gradients of its micro-batches in their order: the same bits in every schedule. Of a rank's stages a
-    later one ends before an earlier one: gradients are summed from the last layer to the first."""
+    """Gradients accumulate in micro-batch order, for the same bits in every schedule; a rank's later stages end first, as
+    gradients are reduced from the last layer to the first."""
     latest, ends = dict[int, int](), dict[int, int]()
     for position, action in enumerate(actions):
         if action.op in (Op.B, Op.W) and action.micro_batch is not None:
@@ -150,52 +150,52 @@ def _order_problems(rank: int, actions: Sequence[Action]) -> Iterator[Problem]:
             yield rank, ends[late], rule
 
 
-def _whole(action: Action) -> Action:
-    """The backward that a part of it belongs to; any other action itself."""
+def _full_action(action: Action) -> Action:
+    """The backward to which a split part belongs; other actions unchanged."""
     return action._replace(op=Op.B) if action.op in (Op.I, Op.W) else action
 
 
-def _splits(number: int, plan: Plan) -> bool:
-    """True where a stage's backward may come in two parts."""
+def _may_split(number: int, plan: Plan) -> bool:
+    """True where a stage's backward may be split."""
     _, index, stage = plan.numbered[number]
     return plan.pipelines[index].split_backward and stage is not plan.pipelines[index].stages[0]
 
 
-def _before(action: Action) -> Sequence[Action]:
-    """Actions that must come before one of a micro-batch, those of them that are its rank's."""
+def _prerequisites(action: Action) -> Sequence[Action]:
+    """Actions that must precede an action of a micro-batch if they are on its rank."""
     op, stage, m = action.op, action.stage, action.micro_batch
     if op is Op.F:
         return Action(Op.RECV_F, stage, m), Action(Op.F, stage - 1, m)
     if op in BACKWARDS:
         return Action(Op.F, stage, m), Action(Op.RECV_B, stage, m), Action(Op.B, stage + 1, m)
-    needed = {Op.W: Op.I, Op.SEND_F: Op.F, Op.SEND_B: Op.B}
-    return [Action(needed[op], stage, m)] if op in needed else []
+    producer = {Op.W: Op.I, Op.SEND_F: Op.F, Op.SEND_B: Op.B}
+    return [Action(producer[op], stage, m)] if op in producer else []
 
 
-def _reduce_problems(rank: int, actions: Sequence[Action], wanted: set[int]) -> Iterator[Problem]:
-    """A rank REDUCEs exactly the layers whose gradients it shares with others, after its last backward."""
-    found = [(i, action.layer) for i, action in enumerate(actions) if action.op is Op.REDUCE]
-    if sorted(layer for _, layer in found if layer is not None) != sorted(wanted):
-        layers = ", ".join(map(str, sorted(wanted))) or "none"
-        place = found[0][0] if found else len(actions) - 1
-        yield rank, place, f"rank {rank} must REDUCE each of these layers once: {layers}"
-    early = [i for i, _ in found if any(action.op in COMPUTE for action in actions[i:])]
+def _reduce_problems(rank: int, actions: Sequence[Action], expected_layers: set[int]) -> Iterator[Problem]:
+    """A rank REDUCEs exactly its shared layers, after its last backward."""
+    reduces = [(i, action.layer) for i, action in enumerate(actions) if action.op is Op.REDUCE]
+    if sorted(layer for _, layer in reduces if layer is not None) != sorted(expected_layers):
+        layers = ", ".join(map(str, sorted(expected_layers))) or "none"
+        position = reduces[0][0] if reduces else len(actions) - 1
+        yield rank, position, f"rank {rank} must REDUCE each of these layers once: {layers}"
+    early = [i for i, _ in reduces if any(action.op in COMPUTE for action in actions[i:])]
     yield from ((rank, i, f"rank {rank} must REDUCE after its last backward") for i in early[:1])
 
 
-def _lists(schedule: Schedule, stuck: dict[int, int]) -> str:
-    """The ranks' lists, each around its own place; those of ``stuck`` (rank -> position) are marked with ``>``. Of very many ranks,
-    stuck ones come first."""
+def _format_lists(schedule: Schedule, stuck: dict[int, int]) -> str:
+    """Format the ranks' lists around their positions, ``>`` marking those in ``stuck`` (rank -> position), which come first if
+    there are too many."""
     middle = min(stuck.values())
     ranks = sorted(schedule.keys() | stuck.keys())
-    shown = sorted(sorted(ranks, key=lambda rank: (rank not in stuck, rank))[:ROWS])
+    shown_ranks = sorted(sorted(ranks, key=lambda rank: (rank not in stuck, rank))[:MAX_SHOWN_RANKS])
     rows = []
-    for rank in shown:
-        place, cells = stuck.get(rank, middle), [*map(str, schedule.get(rank, ())), "(end)"]
+    for rank in shown_ranks:
+        position, cells = stuck.get(rank, middle), [*map(str, schedule.get(rank, ())), "(end)"]
         if rank in stuck:
-            cells[place] = f"[{cells[place]}]"
-        begin, end = max(0, place - CONTEXT), place + CONTEXT + 1
+            cells[position] = f"[{cells[position]}]"
+        begin, end = max(0, position - CONTEXT_ACTIONS), position + CONTEXT_ACTIONS + 1
         around = ["..."] * (begin > 0) + cells[begin:end] + ["..."] * (end < len(cells))
         rows.append(f"{'>' if rank in stuck else ' '} rank {rank}  {' '.join(around)}")
-    left = len(ranks) - len(shown)
-    return "\n".join(rows) + (f"\n... and {left} more ranks" if left else "")
+    hidden_count = len(ranks) - len(shown_ranks)
+    return "\n".join(rows) + (f"\n... and {hidden_count} more ranks" if hidden_count else "")

@@ -1,4 +1,4 @@
-"""How long each action takes: the one source of times for planner, simulator and report."""
+"""Duration of each action: the only source of times for planner, simulator and report."""
 
 from __future__ import annotations
 
@@ -33,73 +33,67 @@ from hetero_mpi.planning.types.sizes import DTYPE_BYTES, GRADIENT_BYTES, STREAME
 
 
 def update_s(number: int, plan: Plan, profile: ClusterProfile) -> float:
-    """Seconds of the optimizer step of the rank that holds a stage: over the parameters that it owns. Of a group: of its slowest
-    member, over its parts of what its leader owns, after the sums of what all of them hold."""
+    """Seconds of the optimizer step on a stage's rank, over the parameters whose state it owns. A tensor-parallel group takes as
+    long as its slowest member, after the all-reduce of replicated gradients."""
     stage = plan.numbered[number][2]
     if stage.grouped:
-        parts = (profile.model.part(stage.share(one), stage.expert_share(one)) for one in range(len(stage.ranks)))
-        each = zip(stage.ranks, (owned_share(plan, part, number) for part in parts), strict=True)
-        seconds = (optimizer_s(profile, profile.devices[rank], count) for rank, count in each)
+        parts = (profile.model.part(stage.share(index), stage.expert_share(index)) for index in range(len(stage.ranks)))
+        owned_by_rank = zip(stage.ranks, (owned_share(plan, part, number) for part in parts), strict=True)
+        seconds = (optimizer_s(profile, profile.devices[rank], count) for rank, count in owned_by_rank)
         return whole_sums_s(profile, stage) + max(seconds)
-    owned = sum(owned_share(plan, profile.model, one) for one in plan.of_rank(stage.ranks[0]))
+    owned = sum(owned_share(plan, profile.model, index) for index in plan.of_rank(stage.ranks[0]))
     return optimizer_s(profile, profile.devices[stage.ranks[0]], owned, stage.streamed)
 
 
 def _late_values_s(number: int, plan: Plan, profile: ClusterProfile) -> float:
-    """Seconds that a stage's first forward waits for new values from their owners, which come layer by layer beside it."""
+    """Seconds that a stage's first forward waits for updated parameters, which arrive layer by layer while it runs."""
     _, index, stage = plan.numbered[number]
     if len(plan.pipelines) == 1:
         return 0.0
-    alike: dict[tuple[tuple[int, ...], int], list[int]] = {}
+    like_layers: dict[tuple[tuple[int, ...], int], list[int]] = {}
     for layer in range(stage.first, stage.last):
-        alike.setdefault((held_by(plan, layer), value_bytes(profile.model, layer)), []).append(layer)
-    coming_s = sum(len(layers) * values_s(plan, profile, layers[0]) for layers in alike.values())
+        like_layers.setdefault((held_by(plan, layer), value_bytes(profile.model, layer)), []).append(layer)
+    coming_s = sum(len(layers) * values_s(plan, profile, layers[0]) for layers in like_layers.values())
     pipeline = plan.pipelines[index]
     forward_s = stage_s(profile, pipeline, stage, pipeline.size(0), plan.sequence_length, Op.F)
     return exposed_s(coming_s, forward_s, stage.last - stage.first) if coming_s else 0.0
 
 
 def exposed_s(coming_s: float, forward_s: float, layers: int) -> float:
-    """Seconds that ``coming_s`` of new values add to a forward of so many like layers, each of which waits for its own."""
+    """Seconds that ``coming_s`` of parameter updates add to a forward of ``layers`` equal layers, each waiting for its own."""
     return max(coming_s / layers, coming_s - forward_s * (layers - 1) / layers)
 
 
 def tied_s(profile: ClusterProfile, embedding: int, head: int) -> float:
-    """Seconds to bring the gradient of a tied matrix from the head's rank to the embedding's (the head's REDUCE)."""
+    """Seconds to send a tied matrix's gradient from the head's rank to the embedding's (the head's REDUCE)."""
     return profile.transfer_s(head, embedding, profile.model.tied_bytes)
 
 
 def return_s(profile: ClusterProfile, embedding: int, head: int) -> float:
-    """Seconds to bring the new values of a tied matrix, in the compute dtype, to the head's rank (part of STEP)."""
+    """Seconds to send a tied matrix's new values, in the compute dtype, to the head's rank (part of STEP)."""
     parameters = profile.model.tied_bytes // GRADIENT_BYTES
     return profile.transfer_s(embedding, head, parameters * DTYPE_BYTES[profile.model.dtype])
 
 
 def _step_s(action: Action, plan: Plan, profile: ClusterProfile) -> float:
-    """Seconds of a rank's STEP: its optimizer, what the next forwards wait for new values, and where the model is tied, the way
-    of these to the head: the embedding's rank sends them when it has them, the head's waits for them."""
-    held = plan.of_rank(plan.numbered[action.stage][2].ranks[0])
-    own = update_s(action.stage, plan, profile) + sum(_late_values_s(number, plan, profile) for number in held)
+    """Seconds of a rank's STEP: the optimizer, the wait for updated parameters and the transfer of a tied matrix to the head."""
+    numbers = plan.of_rank(plan.numbered[action.stage][2].ranks[0])
+    step_s = update_s(action.stage, plan, profile) + sum(_late_values_s(number, plan, profile) for number in numbers)
     for head, embedding in tied_heads(plan, profile.model).items():
-        if head in held or embedding in held:
+        if head in numbers or embedding in numbers:
             ranks = (plan.numbered[number][2].ranks[0] for number in (embedding, head))
-            there = update_s(embedding, plan, profile) + values_s(plan, profile, 0)
-            own = max(own, there + return_s(profile, *ranks))
-    return own
+            embedding_s = update_s(embedding, plan, profile) + values_s(plan, profile, 0)
+            step_s = max(step_s, embedding_s + return_s(profile, *ranks))
+    return step_s
 
 
 def exchange_s(profile: ClusterProfile, ranks: Sequence[int], size_bytes: float) -> float:
-    """Seconds of a reduce-scatter or all-gather of ``size_bytes`` over ``ranks``, in whatever order these are given, the way the
-    runtime does it, each rank owning as much.
+    """Seconds of a reduce-scatter or all-gather of ``size_bytes`` over ``ranks``, each rank owning an equal share.
 
-    ``comm.transport`` says which. Around a ring from host to host: n - 1 hops of 1/n of the bytes from each rank to the
-    next. One message leaves every host in each hop, whose NIC it shares with none; a hop is taken to be as long as the
-    slowest link between any two of the ranks, since the ring does not choose its neighbours. By direct exchange: one hop,
-    in which every rank sends 1/n to every other, as long as the busiest rank sends or receives; its messages
-    follow one another, through its own NIC.
-
-    Either way (n - 1) / n of the bytes leave every rank (Patarasuk & Yuan 2009: none moves fewer), so that both cost the same
-    wherever all links are alike.
+    ``comm.transport`` chooses between a ring over hosts (n - 1 hops of 1/n of the bytes; each hop takes as long as the
+    slowest link between any two ranks, as one message leaves each host) and direct exchange (every rank sends 1/n to every
+    other; the busiest rank's messages follow one another through its NIC). Either way (n - 1) / n of the bytes leave every
+    rank, which is optimal (Patarasuk & Yuan 2009).
     """
     count = len(ranks)
     if count < 2 or not size_bytes:
@@ -113,29 +107,29 @@ def exchange_s(profile: ClusterProfile, ranks: Sequence[int], size_bytes: float)
 
 
 def summed_bytes(model: ModelCost, layer: int) -> int:
-    """Bytes of the gradients of ``layer`` as they are summed (fp32); a tied head's matrix is summed with layer 0."""
+    """Bytes of the fp32 gradients of ``layer`` in an all-reduce; a tied head's matrix is reduced with layer 0."""
     return GRADIENT_BYTES * model.layers[layer].trainable_parameters
 
 
 def sum_s(plan: Plan, profile: ClusterProfile, layer: int) -> float:
-    """Seconds to bring the gradients of ``layer`` to their owners, among the ranks that hold it, one per pipeline."""
+    """Seconds to reduce the gradients of ``layer`` to their owners, over the ranks that hold it, one per pipeline."""
     return _exchange_s(plan, profile, layer, summed_bytes(profile.model, layer))
 
 
 def values_s(plan: Plan, profile: ClusterProfile, layer: int) -> float:
-    """Seconds to bring new values of ``layer``, in the compute dtype, from their owners to the other ranks that hold it."""
+    """Seconds to send new values of ``layer``, in the compute dtype, from their owners to the other ranks that hold it."""
     model = profile.model
     return _exchange_s(plan, profile, layer, value_bytes(model, layer))
 
 
 def value_bytes(model: ModelCost, layer: int) -> int:
-    """Bytes of new values of a layer's trained parameters."""
+    """Bytes of a layer's trained parameters in the compute dtype."""
     return model.layers[layer].trainable_parameters * DTYPE_BYTES[model.dtype]
 
 
 def _exchange_s(plan: Plan, profile: ClusterProfile, layer: int, size_bytes: int) -> float:
-    """Seconds among a layer's holders: who owns more than others has more to receive, and to send. Of a group, as if its leader
-    exchanged all: its members exchange their parts beside each other, through the NIC that their host has for all of them."""
+    """Seconds of an exchange among a layer's holders, scaled by the largest owned share. A tensor-parallel group counts as its
+    leader exchanging everything: its members share their host's NIC."""
     weights = [plan.state_weights[rank] for rank in held_by(plan, layer)]
     return exchange_s(profile, held_by(plan, layer), size_bytes) * (len(weights) * max(weights) / sum(weights))
 
@@ -153,8 +147,8 @@ def message_bytes(action: Action, plan: Plan, profile: ClusterProfile) -> int:
     """Bytes that a send or receive moves, or a REDUCE sums; 0 for other actions."""
     if action.op is Op.REDUCE:
         assert action.layer is not None
-        share = action.layer == 0 and action.stage in tied_heads(plan, profile.model)
-        return profile.model.tied_bytes if share else summed_bytes(profile.model, action.layer)
+        is_tied_part = action.layer == 0 and action.stage in tied_heads(plan, profile.model)
+        return profile.model.tied_bytes if is_tied_part else summed_bytes(profile.model, action.layer)
     _, index, stage = plan.numbered[action.stage]
     boundary = {Op.SEND_F: stage.last, Op.RECV_B: stage.last, Op.SEND_B: stage.first, Op.RECV_F: stage.first}
     if action.op not in boundary:
@@ -165,10 +159,7 @@ def message_bytes(action: Action, plan: Plan, profile: ClusterProfile) -> int:
 
 
 def duration(action: Action, plan: Plan, profile: ClusterProfile) -> float:
-    """Seconds of one action by itself. Of a send: on its link, copies at both ends included; of a receive: 0.
-
-    Planner, simulator and report have no other source of times.
-    """
+    """Seconds of one uncontended action; of a send: copies at both ends included; of a receive: 0."""
     numbered = plan.numbered
     _, index, stage = numbered[action.stage]
     if action.op in COMPUTE:
@@ -186,8 +177,7 @@ def duration(action: Action, plan: Plan, profile: ClusterProfile) -> float:
 def stage_s(
     profile: ClusterProfile, pipeline: PipelinePlan, stage: StagePlan, size: int, sequence_length: int, op: Op
 ) -> float:
-    """Seconds of forward, backward or a part of it of a stage of a plan, for a micro-batch of ``size`` sequences. Where the stage
-    is streamed, the mean of a step's."""
+    """Seconds of an operation of a stage on ``size`` sequences; of an offloaded stage the mean over a step."""
     if stage.streamed:
         leave_s = offload_s(profile.devices[stage.ranks[0]], profile.model, stage.first) if op is not Op.F else 0.0
         return sum(_streamed_s(profile, pipeline, stage, _slices(stage, size, sequence_length), op)) + leave_s
@@ -197,7 +187,7 @@ def stage_s(
 
 
 def pass_s(profile: ClusterProfile, pipeline: PipelinePlan, stage: StagePlan, sequence_length: int) -> float:
-    """Seconds of forward and backward of a whole micro-batch."""
+    """Seconds of forward and backward of a full micro-batch."""
     return sum(stage_s(profile, pipeline, stage, pipeline.micro_batch, sequence_length, op) for op in (Op.F, Op.B))
 
 
@@ -208,110 +198,105 @@ def _slices(stage: StagePlan, size: int, sequence_length: int) -> list[int]:
 
 
 def _slice_s(profile: ClusterProfile, device: DeviceProfile, stage: StagePlan, tokens: int, op: Op) -> float:
-    again = op in (Op.B, Op.I) and stage.recompute
-    repeated = recompute_s(profile, device, stage.first, stage.last, tokens) if again else 0.0
+    repeats = op in (Op.B, Op.I) and stage.recompute
+    repeated = recompute_s(profile, device, stage.first, stage.last, tokens) if repeats else 0.0
     if stage.grouped:
         repeated += broadcast_s(profile, stage, tokens, op is not Op.F)
     return repeated + compute_s(profile, device, stage.first, stage.last, tokens, op)
 
 
 _Pass = tuple[bool, bool]
-"""The state in which a forward or backward of a streamed stage begins: are there the weights of the two layers with which it begins
-(where it goes back the way that the pass before has come), and sums of gradients of the micro-batches before."""
+"""Initial state of a pass over an offloaded stage: (weights of its first two layers on the device, gradients to accumulate)."""
 
 
-def _passes(pipeline: PipelinePlan, stage: StagePlan, op: Op, whole: bool) -> dict[_Pass, float]:
-    """The passes of a step, with the share of each. ``whole``: all weights are trained, and leave the device when they change.
-
-    Warm-up is forwards that follow one another, and as many backwards do at a step's end; between, they take turns.
-    """
-    count, few = pipeline.micro_batches, stage.last - stage.first <= STREAMED_LAYERS
-    alike = 0 if few else min(stage.warm_up, count - 1)
+def _passes(pipeline: PipelinePlan, stage: StagePlan, op: Op, trains_all: bool) -> dict[_Pass, float]:
+    """Kinds of passes in a step -> their share. ``trains_all``: full fine-tuning, whose weights leave the device when updated.
+    Warm-up forwards follow one another, as do the backwards at a step's end; in between they alternate."""
+    count, fits_buffers = pipeline.micro_batches, stage.last - stage.first <= STREAMED_LAYERS
+    cold_passes = 0 if fits_buffers else min(stage.warm_up, count - 1)
     if op is Op.F:
-        alike += whole
-        return {(False, False): alike / count, (True, False): 1 - alike / count}
-    others = {(False, whole): alike / count, (True, whole): (count - 1 - alike) / count}
-    return {**others, (True, False): 1 / count + others.get((True, False), 0.0)}
+        cold_passes += trains_all
+        return {(False, False): cold_passes / count, (True, False): 1 - cold_passes / count}
+    later_passes = {(False, trains_all): cold_passes / count, (True, trains_all): (count - 1 - cold_passes) / count}
+    return {**later_passes, (True, False): 1 / count + later_passes.get((True, False), 0.0)}
 
 
 def _streamed_s(
     profile: ClusterProfile, pipeline: PipelinePlan, stage: StagePlan, slices: Sequence[int], op: Op
 ) -> list[float]:
-    """Seconds until the first layer's weights (and the gradients that come) are there, then of every layer in computing order; the
-    mean of a step's passes."""
-    found = [0.0] * (1 + stage.last - stage.first)
+    """Seconds until the first layer's weights and gradients are on the device, then of every layer in computing order: the mean
+    over a step's passes."""
+    mean_s = [0.0] * (1 + stage.last - stage.first)
     for begins, share in _passes(pipeline, stage, op, profile.model.trained_whole).items():
         if share > 0:
-            own = _copying_pass_s(profile, stage, slices, op, *begins)
-            found = [sum_s + share * own_s for sum_s, own_s in zip(found, own, strict=True)]
-    return found
+            pass_times_s = _copying_pass_s(profile, stage, slices, op, *begins)
+            mean_s = [sum_s + share * own_s for sum_s, own_s in zip(mean_s, pass_times_s, strict=True)]
+    return mean_s
 
 
 def _copying_pass_s(
     profile: ClusterProfile, stage: StagePlan, slices: Sequence[int], op: Op, weights_there: bool, gradients_come: bool
 ) -> list[float]:
-    """The same of one pass.
+    """``_streamed_s`` of one pass.
 
-    A layer takes as long as all of its slices or as the copies beside it, whichever is longer: of the next one's weights; in
-    backward also, where all weights are trained, of the gradients of the one before, which leave, and of the next one, which come.
-    Each layer is called by itself and costs what a stage of one layer does. In backward it repeats its forward, but of slices that
-    are kept.
+    A layer takes the longer of its slices and the concurrent copies: the next layer's weights; in backward of full
+    fine-tuning also the previous layer's outgoing and the next layer's incoming gradients. Each layer is a separate call.
+    Backward recomputes the forward of slices whose activations are not kept.
     """
-    model, device, back = profile.model, profile.devices[stage.ranks[0]], op is not Op.F
-    order = range(stage.last - 1, stage.first - 1, -1) if back else range(stage.first, stage.last)
-    calls_s, again = overhead_s(device, op), slices[stage.kept_slices :] if back else ()
+    model, device, is_backward = profile.model, profile.devices[stage.ranks[0]], op is not Op.F
+    order = range(stage.last - 1, stage.first - 1, -1) if is_backward else range(stage.first, stage.last)
+    calls_s, repeated_slices = overhead_s(device, op), slices[stage.kept_slices :] if is_backward else ()
 
     def computing_s(layer: int) -> float:
         times = device.layers[model.layers[layer].kind]
-        repeats_s = sum(device.forward_overhead_s + repeated_s(times, tokens) for tokens in again)
+        repeats_s = sum(device.forward_overhead_s + repeated_s(times, tokens) for tokens in repeated_slices)
         return sum(calls_s + layer_s(times, op, tokens) for tokens in slices) + repeats_s
 
-    there = STREAMED_LAYERS * weights_there
+    ready = STREAMED_LAYERS * weights_there
     copies = [
-        0.0 if place < there else weights_s(device, model.streamed_bytes(layer)) for place, layer in enumerate(order)
+        0.0 if index < ready else weights_s(device, model.streamed_bytes(layer)) for index, layer in enumerate(order)
     ]
-    leaving = [0.0, *(offload_s(device, model, layer) if back else 0.0 for layer in order)]
+    leaving = [0.0, *(offload_s(device, model, layer) if is_backward else 0.0 for layer in order)]
     coming = [weights_s(device, gradients_come * model.gradient_bytes(layer)) for layer in order]
-    beside = zip([*copies[1:], 0.0], leaving, [*coming[1:], 0.0], order, strict=False)
-    computed = [max(copy_s, out_s + in_s, computing_s(layer)) for copy_s, out_s, in_s, layer in beside]
-    found = [max(copies[0], coming[0]), *computed]
+    layer_copies = zip([*copies[1:], 0.0], leaving, [*coming[1:], 0.0], order, strict=False)
+    layer_times_s = [max(copy_s, out_s + in_s, computing_s(layer)) for copy_s, out_s, in_s, layer in layer_copies]
+    times_s = [max(copies[0], coming[0]), *layer_times_s]
     # Layers on disk are spread evenly and read ahead, so that all of the pass waits for all of them.
-    filed = {*stage.disk_layers(len(model.layers))}.difference(order[:there])
-    late_s = sum(disk_s(profile, device, model.streamed_bytes(layer)) for layer in filed) - sum(found)
-    return [one_s + max(0.0, late_s) / len(found) for one_s in found] if filed else found
+    disk_layers = {*stage.disk_layers(len(model.layers))}.difference(order[:ready])
+    late_s = sum(disk_s(profile, device, model.streamed_bytes(layer)) for layer in disk_layers) - sum(times_s)
+    return [one_s + max(0.0, late_s) / len(times_s) for one_s in times_s] if disk_layers else times_s
 
 
 def finished_layers_s(action: Action, plan: Plan, profile: ClusterProfile) -> dict[int, float]:
-    """layer -> seconds from the beginning of a stage's last backward (B or W) until the layer's gradients are whole, in the
-    order of time.
+    """Layer -> seconds from the start of a stage's last backward (B or W) until its gradients are final, in order of time.
 
-    Backward runs from the last layer to the first: gradients of later layers can be summed while it still does. A layer is
-    done after as long as the backward of a stage that begins with it takes.
+    Backward runs from the last layer to the first, so later layers are reduced while it still runs. A layer is done when the
+    backward of a stage beginning with it would be.
     """
     _, index, stage = plan.numbered[action.stage]
     assert action.micro_batch is not None
     pipeline, device = plan.pipelines[index], device_of(profile, stage)
     size = pipeline.size(action.micro_batch)
-    *before, tokens = _slices(stage, size, plan.sequence_length)
+    *earlier_slices, tokens = _slices(stage, size, plan.sequence_length)
     if stage.streamed:
-        ends = itertools.accumulate(_streamed_s(profile, pipeline, stage, [*before, tokens], action.op))
+        ends = itertools.accumulate(_streamed_s(profile, pipeline, stage, [*earlier_slices, tokens], action.op))
         order = reversed(range(stage.first, stage.last))
         return {
             number: end_s + offload_s(device, profile.model, number)
             for number, end_s in zip(order, itertools.islice(ends, 1, None), strict=True)
         }
-    before_s = sum(_slice_s(profile, device, stage, part, action.op) for part in before)
+    earlier_s = sum(_slice_s(profile, device, stage, part, action.op) for part in earlier_slices)
     return {
-        number: before_s + _slice_s(profile, device, replace(stage, first=number), tokens, action.op)
+        number: earlier_s + _slice_s(profile, device, replace(stage, first=number), tokens, action.op)
         for number in reversed(range(stage.first, stage.last))
     }
 
 
 class Durations:
-    """``duration`` remembered by operation, stage and size: most micro-batches are alike.
+    """``duration`` cached by operation, stage and size: most micro-batches are equal.
 
     Attributes:
-        profile: with the times that the plan's ranks take while all of them compute.
+        profile: times while all of the plan's ranks compute.
     """
 
     def __init__(self, plan: Plan, profile: ClusterProfile) -> None:
@@ -320,29 +305,29 @@ class Durations:
         self.summed = reduced_layers(plan, profile.model)
         self.tied_heads = tied_heads(plan, profile.model)
         self._pipelines = [plan.pipelines[index] for _, index, _ in plan.numbered]
-        self._known: dict[tuple[Op, int, int | None], tuple[float, int]] = {}
+        self._cache: dict[tuple[Op, int, int | None], tuple[float, int]] = {}
         first: dict[tuple[tuple[int, ...], int], int] = {}
-        self._alike = {
+        self._first_alike = {
             layer: first.setdefault((held_by(plan, layer), summed_bytes(profile.model, layer)), layer)
             for layer in self.summed
         }
         """Layer -> the first one that is summed alike: most are, and holders may be many."""
 
     def of(self, action: Action) -> tuple[float, int]:
-        """(seconds, bytes)"""
+        """Seconds and bytes of an action."""
         op, stage, size = action.op, action.stage, action.layer
         if action.micro_batch is not None:
             size = self._pipelines[stage].size(action.micro_batch)
         elif op is Op.REDUCE and (action.layer != 0 or stage not in self.tied_heads):
-            stage, size = -1, self._alike[action.layer or 0]  # a sum takes all its ranks equally long
+            stage, size = -1, self._first_alike[action.layer or 0]  # a sum takes all its ranks equally long
         key = (op, stage, size)
-        if key not in self._known:
-            known = duration(action, self.plan, self.profile), message_bytes(action, self.plan, self.profile)
-            self._known[key] = known
-        return self._known[key]
+        if key not in self._cache:
+            costs = duration(action, self.plan, self.profile), message_bytes(action, self.plan, self.profile)
+            self._cache[key] = costs
+        return self._cache[key]
 
     def exchanged_s(self, action: Action, rank: int) -> float:
-        """Seconds of an action in which ``rank`` exchanges with the other ranks of its group, or waits for them."""
+        """Seconds of an action that ``rank`` spends on exchanges with its tensor-parallel group, or waiting for it."""
         stage, pipeline = self.stages[action.stage], self._pipelines[action.stage]
         if not stage.grouped or action.op not in COMPUTE or action.micro_batch is None:
             return 0.0

@@ -19,23 +19,23 @@ import numpy as np
 from hetero_mpi.planning.types.cluster_changes import SECONDS, STEP_SECONDS
 from hetero_mpi.planning.types.profile import TABLES, ClusterProfile, Curve, DeviceProfile, LayerTimes
 
-LEAST_NOISE = 0.03
+MIN_NOISE = 0.03
 """No point is trusted to better than this share."""
-FAR = 4.0
+OUTLIER_NOISE_RATIO = 4.0
 """A point that is so many times the noise away from the line is left out ..."""
-FAR_POINTS = 4
+MIN_OUTLIER_POINTS = 4
 """... where there are so many; of them at most every fourth."""
-BENT_POINTS = 3
-"""A line bends where so many points are further from it than ``BEYOND`` times the noise; the bent one is within that, and at most
+MIN_BENT_POINTS = 3
+"""A line bends where so many points are further from it than ``BENT_NOISE_RATIO`` times the noise; the bent one is within that, and at most
 half as far."""
-BEYOND = 2.0
-AGREEMENT = 0.08
+BENT_NOISE_RATIO = 2.0
+MIN_DIFFERENCE = 0.08
 """Ranks whose times differ by less are alike, however exactly they were timed: so much a room's temperature does."""
-ERRORS = 3.0
+MAX_STANDARD_ERRORS = 3.0
 """Ranks agree that differ by less than so many standard errors of what was seen ..."""
-MOST_APART = 0.5
+MAX_DIFFERENCE = 0.5
 """... and by no more than this share."""
-FIGURES = (
+POOLED_FIGURES = (
     *SECONDS,
     *STEP_SECONDS,
     "host_optimizer_s_per_parameter",
@@ -43,7 +43,7 @@ FIGURES = (
     "device_to_host_bytes_per_s",
     "host_to_device_bytes_per_s",
 )
-"""Figures of a device that like ranks share besides their tables, where they agree within ``MOST_APART``."""
+"""Figures of a device that like ranks share besides their tables, where they agree within ``MAX_DIFFERENCE``."""
 
 
 class _Point(NamedTuple):
@@ -56,8 +56,8 @@ class _Point(NamedTuple):
 def sigma_of(deviations: Iterable[float]) -> float:
     """Standard deviation by absolute deviations, half of which lie within 0.674 sigma where values are normal: a few far ones do
     not count. 0 of none."""
-    known = list(deviations)
-    return statistics.median(known) / 0.674 if known else 0.0
+    values = list(deviations)
+    return statistics.median(values) / 0.674 if values else 0.0
 
 
 def median_error(sigma: float, count: float) -> float:
@@ -79,18 +79,18 @@ def fitted_curve(samples: Mapping[int, Sequence[float]], noise: float = 0.0) -> 
 
 
 def _noise_of(samples: Iterable[Sequence[float]]) -> float:
-    """Relative standard error of the medians, by the scatter of the repetitions; ``LEAST_NOISE`` at least."""
+    """Relative standard error of the medians, by the scatter of the repetitions; ``MIN_NOISE`` at least."""
     errors = []
     for times in samples:
         middle = statistics.median(times)
         if len(times) > 2 and middle > 0:
-            errors.append(median_error(sigma_of(abs(one - middle) for one in times), len(times)) / middle)
-    return max(LEAST_NOISE, statistics.median(errors) if errors else 0.0)
+            errors.append(median_error(sigma_of(abs(seconds - middle) for seconds in times), len(times)) / middle)
+    return max(MIN_NOISE, statistics.median(errors) if errors else 0.0)
 
 
-def _knots(points: Sequence[_Point], noise: float, shown: Collection[int] = ()) -> list[_Point]:
+def _knots(points: Sequence[_Point], noise: float, certain: Collection[int] = ()) -> list[_Point]:
     """The ends of the line, or the knots of the bent line, through ``points`` in order of their tokens, which repeat where several
-    ranks were timed. ``shown``: counts at which that is no chance."""
+    ranks were timed. ``certain``: counts at which that is no chance."""
     counts = sorted({point.tokens for point in points})
     if len(counts) == 1:
         return [_Point(counts[0], statistics.median(point.seconds for point in points))]
@@ -100,16 +100,16 @@ def _knots(points: Sequence[_Point], noise: float, shown: Collection[int] = ()) 
         return [_Point(count, 0.0) for count in ends]
     middles = _middles(points)
     # The median of several ranks is surer than one of them.
-    each = max(LEAST_NOISE, min(noise, median_error(noise, len(points) / len(middles))))
+    spread = max(MIN_NOISE, min(noise, median_error(noise, len(points) / len(middles))))
     straight = _line(middles, ends)
-    if len(middles) > BENT_POINTS + 1 and (shown or _beyond(straight, middles, each) >= BENT_POINTS):
+    if len(middles) > MIN_BENT_POINTS + 1 and (certain or _count_far(straight, middles, spread) >= MIN_BENT_POINTS):
         between = {round(math.sqrt(a * b)) for a, b in itertools.pairwise(counts)} | {*counts}
         bent = [_line(middles, [ends[0], count, ends[1]]) for count in sorted(between - {*ends})]
-        best = min((one for one in bent if one), key=lambda one: _scatter(one, middles), default=straight)
-        if _scatter(best, middles) < min(BEYOND * each, _scatter(straight, middles) / 2):
+        best = min((line for line in bent if line), key=lambda line: _scatter(line, middles), default=straight)
+        if _scatter(best, middles) < min(BENT_NOISE_RATIO * spread, _scatter(straight, middles) / 2):
             return best
-    far = _far(points, noise)
-    return _line([point for point in points if point not in far or point.tokens in shown], ends)
+    far = _outliers(points, noise)
+    return _line([point for point in points if point not in far or point.tokens in certain], ends)
 
 
 def _middles(points: Sequence[_Point]) -> list[_Point]:
@@ -125,14 +125,14 @@ def _line(points: Sequence[_Point], knots: Sequence[int]) -> list[_Point]:
     y = np.array([point.seconds for point in points])
     if len(knots) == 2:
         shapes = {(0, 1): np.stack([np.ones_like(x), x], axis=1), (1,): x[:, None], (0,): np.ones_like(x)[:, None]}
-        found, least = np.zeros(2), math.inf
+        best, least_error = np.zeros(2), math.inf
         for pick, shape in shapes.items():
-            own = np.zeros(2)
-            own[[*pick]] = np.linalg.lstsq(shape / y[:, None], np.ones_like(y), rcond=None)[0]
-            error = float(np.sum(((own[0] + own[1] * x) / y - 1) ** 2))
-            if own.min() >= 0 and error < least:
-                found, least = own, error
-        return [_Point(count, float(found[0] + found[1] * count)) for count in knots]
+            candidate = np.zeros(2)
+            candidate[[*pick]] = np.linalg.lstsq(shape / y[:, None], np.ones_like(y), rcond=None)[0]
+            error = float(np.sum(((candidate[0] + candidate[1] * x) / y - 1) ** 2))
+            if candidate.min() >= 0 and error < least_error:
+                best, least_error = candidate, error
+        return [_Point(count, float(best[0] + best[1] * count)) for count in knots]
     hats = np.stack([np.interp(x, knots, row) for row in np.eye(len(knots))], axis=1)
     heights = np.linalg.lstsq(hats / y[:, None], np.ones_like(y), rcond=None)[0]
     if heights[0] > heights[1]:
@@ -143,22 +143,22 @@ def _line(points: Sequence[_Point], knots: Sequence[int]) -> list[_Point]:
     return [_Point(count, float(height)) for count, height in zip(knots, heights, strict=True)]
 
 
-def _far(points: Sequence[_Point], noise: float) -> list[_Point]:
+def _outliers(points: Sequence[_Point], noise: float) -> list[_Point]:
     """Those of ``points`` in order of their tokens that are far from the line that most are near."""
     middles = _middles(points)
-    if len(points) < FAR_POINTS or len(middles) < 2:
+    if len(points) < MIN_OUTLIER_POINTS or len(middles) < 2:
         return []
     ends = [middles[0].tokens, middles[-1].tokens]
     lines = [_line(pair, ends) for pair in itertools.combinations(middles, 2)]
     best = min(lines, key=lambda line: statistics.median(map(abs, _errors(line, points))))
     errors = [abs(error) for error in _errors(best, points)]
     # What most points scatter is noise too, whatever was known of it.
-    limit = FAR * max(noise, sigma_of(errors))
-    limit = max(limit, sorted(errors)[-1 - len(points) // FAR_POINTS])
+    limit = OUTLIER_NOISE_RATIO * max(noise, sigma_of(errors))
+    limit = max(limit, sorted(errors)[-1 - len(points) // MIN_OUTLIER_POINTS])
     # A point at an end may be far from a line through the others, which is not known well there.
-    whole = [abs(error) for error in _errors(_line(points, ends), points)]
-    rows = zip(points, errors, whole, strict=True)
-    return [point for point, error, of_all in rows if error > limit and of_all > BEYOND * noise]
+    full_errors = [abs(error) for error in _errors(_line(points, ends), points)]
+    rows = zip(points, errors, full_errors, strict=True)
+    return [point for point, error, full_error in rows if error > limit and full_error > BENT_NOISE_RATIO * noise]
 
 
 def _errors(line: Sequence[_Point], points: Sequence[_Point]) -> list[float]:
@@ -170,8 +170,8 @@ def _scatter(line: Sequence[_Point], points: Sequence[_Point]) -> float:
     return math.sqrt(statistics.fmean(error * error for error in _errors(line, points)))
 
 
-def _beyond(line: Sequence[_Point], points: Sequence[_Point], noise: float) -> int:
-    return sum(abs(error) > BEYOND * noise for error in _errors(line, points))
+def _count_far(line: Sequence[_Point], points: Sequence[_Point], noise: float) -> int:
+    return sum(abs(error) > BENT_NOISE_RATIO * noise for error in _errors(line, points))
 
 
 def pooled(profile: ClusterProfile) -> ClusterProfile:
@@ -180,66 +180,66 @@ def pooled(profile: ClusterProfile) -> ClusterProfile:
     Like: the same device and dtypes on hosts whose ranks are the same devices. Curves without samples are exact by construction;
     they stay, and so do the samples. What else is measured of a device is the median of such ranks, where they agree.
     """
-    found: dict[int, DeviceProfile] = {}
+    device_by_rank: dict[int, DeviceProfile] = {}
     for like in like_ranks(profile):
         for agreeing in _agreeing([profile.devices[rank] for rank in like]):
-            shared = _shared(agreeing)
+            shared = _common_figures(agreeing)
             for device in agreeing:
-                found[device.rank] = _with(device, shared)
-    return replace(profile, devices=tuple(found[rank] for rank in range(len(profile.devices))))
+                device_by_rank[device.rank] = _with_common_figures(device, shared)
+    return replace(profile, devices=tuple(device_by_rank[rank] for rank in range(len(profile.devices))))
 
 
 def like_ranks(profile: ClusterProfile) -> list[list[int]]:
     """Ranks with the same device on like hosts: those whose ranks are the same devices."""
-    there: dict[str, list[str]] = {}
-    for one in profile.devices:
-        there.setdefault(one.host, []).append(f"{one.backend} {one.name}")
+    names: dict[str, list[str]] = {}
+    for device in profile.devices:
+        names.setdefault(device.host, []).append(f"{device.backend} {device.name}")
     classes: dict[tuple[Any, ...], list[int]] = {}
-    for one in profile.devices:
-        key = (one.backend, one.name, one.dtypes, one.shares_host_memory, tuple(sorted(there[one.host])))
-        classes.setdefault(key, []).append(one.rank)
+    for device in profile.devices:
+        key = (device.backend, device.name, device.dtypes, device.shares_host_memory, tuple(sorted(names[device.host])))
+        classes.setdefault(key, []).append(device.rank)
     return list(classes.values())
 
 
-_Place = tuple[str, str, str]
+_CurveKey = tuple[str, str, str]
 """(table, layer kind, part)"""
 
 
-def _curves(device: DeviceProfile) -> dict[_Place, Curve]:
+def _sampled_curves(device: DeviceProfile) -> dict[_CurveKey, Curve]:
     """All that have samples."""
-    places = (
+    keys = (
         (table, kind, part.name) for table in TABLES for kind in getattr(device, table) for part in fields(LayerTimes)
     )
-    found = {place: getattr(getattr(device, place[0])[place[1]], place[2]) for place in places}
-    return {place: curve for place, curve in found.items() if curve is not None and curve.samples}
+    curve_by_key = {key: getattr(getattr(device, key[0])[key[1]], key[2]) for key in keys}
+    return {key: curve for key, curve in curve_by_key.items() if curve is not None and curve.samples}
 
 
 def _points(curve: Curve) -> list[_Point]:
-    return [_Point(*one) for one in zip(curve.sample_tokens, map(statistics.median, curve.samples), strict=True)]
+    return [_Point(*pair) for pair in zip(curve.sample_tokens, map(statistics.median, curve.samples), strict=True)]
 
 
 def _agreeing(like: Sequence[DeviceProfile]) -> list[list[DeviceProfile]]:
     """Like devices in order of their speed, apart where they differ by more than was seen of noise."""
-    every = [_curves(device) for device in like]
-    places = [place for place in every[0] if all(place in curves for curves in every)]
-    if len(like) == 1 or not places:
+    curves_by_device = [_sampled_curves(device) for device in like]
+    keys = [key for key in curves_by_device[0] if all(key in curves for curves in curves_by_device)]
+    if len(like) == 1 or not keys:
         return [[device] for device in like]
-    levels = np.array([[_level(curves[place]) for place in places] for curves in every])
+    levels = np.array([[_level(curves[key]) for key in keys] for curves in curves_by_device])
     levels -= np.median(levels, axis=0)
     # Of a curve, and of a table that was timed by itself, points may have noise in common.
-    names = list(dict.fromkeys(table for table, _, _ in places))
-    tables = [np.median(levels[:, [place[0] == name for place in places]], axis=1) for name in names]
-    own = np.mean(tables, axis=0)
+    names = list(dict.fromkeys(table for table, _, _ in keys))
+    tables = [np.median(levels[:, [key[0] == name for key in keys]], axis=1) for name in names]
+    device_levels = np.mean(tables, axis=0)
     error = max(_error(levels), _error(np.stack(tables, axis=1)))
-    apart = math.log1p(min(MOST_APART, max(AGREEMENT, ERRORS * error)))
-    found: list[list[DeviceProfile]] = []
+    max_gap = math.log1p(min(MAX_DIFFERENCE, max(MIN_DIFFERENCE, MAX_STANDARD_ERRORS * error)))
+    agreeing_groups: list[list[DeviceProfile]] = []
     first = -math.inf
-    for place in np.argsort(own, kind="stable"):
-        if own[place] - first > apart:
-            found.append([])
-            first = float(own[place])
-        found[-1].append(like[place])
-    return found
+    for index in np.argsort(device_levels, kind="stable"):
+        if device_levels[index] - first > max_gap:
+            agreeing_groups.append([])
+            first = float(device_levels[index])
+        agreeing_groups[-1].append(like[index])
+    return agreeing_groups
 
 
 def _error(levels: Any) -> float:
@@ -255,24 +255,24 @@ def _level(curve: Curve) -> float:
     return statistics.median(math.log(max(1e-12, seconds)) for _, seconds in _points(curve))
 
 
-def _shared(agreeing: Sequence[DeviceProfile]) -> tuple[dict[_Place, Sequence[_Point]], dict[str, float]]:
+def _common_figures(agreeing: Sequence[DeviceProfile]) -> tuple[dict[_CurveKey, Sequence[_Point]], dict[str, float]]:
     """All that such devices have in common: knots of their curves, and figures."""
-    points: dict[_Place, list[_Point]] = {}
+    points: dict[_CurveKey, list[_Point]] = {}
     for device in agreeing:
-        for place, curve in _curves(device).items():
-            points.setdefault(place, []).extend(_points(curve))
-    noise = max(LEAST_NOISE, _scatter_of([curve for device in agreeing for curve in _curves(device).values()]))
+        for key, curve in _sampled_curves(device).items():
+            points.setdefault(key, []).extend(_points(curve))
+    noise = max(MIN_NOISE, _scatter_of([curve for device in agreeing for curve in _sampled_curves(device).values()]))
     figures = {}
-    for name in FIGURES:
+    for name in POOLED_FIGURES:
         values = [getattr(device, name) for device in agreeing]
-        if points and None not in values and max(values) <= (1 + MOST_APART) * min(values):
+        if points and None not in values and max(values) <= (1 + MAX_DIFFERENCE) * min(values):
             figures[name] = statistics.median(values)
-    timed = {place: sorted(point for point in own if point.seconds > 0) for place, own in points.items()}
-    shown = _shown(list(timed.values()), noise / math.sqrt(len(agreeing)))
-    return {place: _knots(sorted(own), noise, shown) for place, own in points.items()}, figures
+    timed = {key: sorted(point for point in key_points if point.seconds > 0) for key, key_points in points.items()}
+    certain = _significant_counts(list(timed.values()), noise / math.sqrt(len(agreeing)))
+    return {key: _knots(sorted(key_points), noise, certain) for key, key_points in points.items()}, figures
 
 
-def _shown(curves: Sequence[Sequence[_Point]], noise: float) -> set[int]:
+def _significant_counts(curves: Sequence[Sequence[_Point]], noise: float) -> set[int]:
     """Counts of tokens at which all of the curves are on one side of their lines, by more than noise makes them be."""
     errors: dict[int, list[float]] = {}
     for points in curves:
@@ -281,35 +281,35 @@ def _shown(curves: Sequence[Sequence[_Point]], noise: float) -> set[int]:
             line = _line(middles, [middles[0].tokens, middles[-1].tokens])
             for point, error in zip(middles, _errors(line, middles), strict=True):
                 errors.setdefault(point.tokens, []).append(error)
-    sure = {count: max(LEAST_NOISE, median_error(noise, len(own))) for count, own in errors.items()}
-    return {count for count, own in errors.items() if abs(statistics.median(own)) > BEYOND * sure[count]}
+    limits = {count: BENT_NOISE_RATIO * max(MIN_NOISE, median_error(noise, len(row))) for count, row in errors.items()}
+    return {count for count, row in errors.items() if abs(statistics.median(row)) > limits[count]}
 
 
 def _scatter_of(curves: Sequence[Curve]) -> float:
     """Relative noise of a point: how far it is from the line through its curve, beyond what all curves have in common at that count
     of tokens, which is their shape."""
-    alike: dict[tuple[int, ...], list[list[float]]] = {}
+    errors_by_tokens: dict[tuple[int, ...], list[list[float]]] = {}
     for curve in curves:
         points = _points(curve)
         if len(points) > 2 and min(point.seconds for point in points) > 0:
             line = _line(points, [points[0].tokens, points[-1].tokens])
-            alike.setdefault(curve.sample_tokens, []).append(_errors(line, points))
-    found: list[float] = []
-    for errors in alike.values():
+            errors_by_tokens.setdefault(curve.sample_tokens, []).append(_errors(line, points))
+    residuals: list[float] = []
+    for errors in errors_by_tokens.values():
         if len(errors) > 2:
             rest = np.abs(np.array(errors) - np.median(errors, axis=0))
             # A line takes two of a curve's points, and the median one of the curves.
             free = (1 - 2 / len(errors[0])) * (1 - 1 / len(errors))
-            found += [float(one) / math.sqrt(free) for one in rest.ravel()]
-    return sigma_of(found)
+            residuals += [float(residual) / math.sqrt(free) for residual in rest.ravel()]
+    return sigma_of(residuals)
 
 
-def _with(
-    device: DeviceProfile, shared: tuple[Mapping[_Place, Sequence[_Point]], Mapping[str, float]]
+def _with_common_figures(
+    device: DeviceProfile, shared: tuple[Mapping[_CurveKey, Sequence[_Point]], Mapping[str, float]]
 ) -> DeviceProfile:
     knots, figures = shared
     tables: dict[str, dict[str, LayerTimes]] = {name: dict(getattr(device, name)) for name in TABLES}
-    for (table, kind, part), curve in _curves(device).items():
+    for (table, kind, part), curve in _sampled_curves(device).items():
         tokens, seconds = zip(*knots[table, kind, part], strict=True)
         fitted = replace(curve, tokens=tokens, seconds=seconds)
         tables[table][kind] = replace(tables[table][kind], **{part: fitted})

@@ -20,9 +20,9 @@ from hetero_mpi.planning.types.plan import StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve, DeviceProfile, LayerTimes
 from hetero_mpi.planning.types.sizes import EMBEDDING, GRADIENT_BYTES, HEAD
 
-DIVIDED_TIME = 0.9
+DIVIDED_TIME_SHARE = 0.9
 """The share of the time of blocks and head that is divided, where it was not measured: all but norms, residuals and calls."""
-BUSIEST = 1.5
+BUSIEST_SPREAD_RATIO = 1.5
 """Half of the 8 experts of an untrained Mixtral, those that are chosen more, have 54 to 94 % of the choices in its layers, 77 % on
 average: 1.5 times their share (``benchmarks/RESULTS.md``). Which half, each layer and text decides anew."""
 
@@ -36,36 +36,36 @@ def group_device(profile: ClusterProfile, group: StagePlan, alone: int | None = 
     """The ranks that hold a stage as one device, as fast as they are together, with their memory left out. Backward comes in one
     part. Its number is the first rank's. ``alone``: one of the ranks with its share, without sums and without the others."""
     ranks = group.ranks if alone is None else (alone,)
-    known, key = profile.group_devices, (group.ranks, group.shares, group.experts, ranks)
-    if key not in known:
-        known[key] = _together(profile, group, ranks)
-    return known[key]
+    device_by_key, key = profile.group_devices, (group.ranks, group.shares, group.experts, ranks)
+    if key not in device_by_key:
+        device_by_key[key] = _group_as_device(profile, group, ranks)
+    return device_by_key[key]
 
 
-def _together(profile: ClusterProfile, group: StagePlan, ranks: Sequence[int]) -> DeviceProfile:
+def _group_as_device(profile: ClusterProfile, group: StagePlan, ranks: Sequence[int]) -> DeviceProfile:
     members = [profile.devices[rank] for rank in ranks]
     layers = {}
     for kind, layer in {layer.kind: layer for layer in profile.model.layers}.items():
         parts = [
             member_times(
-                profile, one, kind, group.share(place), busiest(group.expert_share(place), profile.model.experts)
+                profile, device, kind, group.share(member), busiest(group.expert_share(member), profile.model.experts)
             )
-            for one, place in zip(members, map(group.ranks.index, ranks), strict=True)
+            for device, member in zip(members, map(group.ranks.index, ranks), strict=True)
         ]
         layers[kind] = _slowest(profile, ranks, layer if len(ranks) > 1 else replace(layer, group_sums=0), parts)
-    whole = replace(group, first=0, last=len(profile.model.layers))
+    full_stage = replace(group, first=0, last=len(profile.model.layers))
     trained = max(1, sum(layer.trainable_parameters for layer in profile.model.layers))
     return replace(
         members[0],
         layers=layers,
-        optimizer_fixed_s=max(one.optimizer_fixed_s for one in members),
+        optimizer_fixed_s=max(device.optimizer_fixed_s for device in members),
         optimizer_s_per_parameter=max(
-            one.optimizer_s_per_parameter * member_trained(profile.model, whole, place) / trained
-            for place, one in enumerate(members)
+            device.optimizer_s_per_parameter * member_trained(profile.model, full_stage, member) / trained
+            for member, device in enumerate(members)
         ),
-        forward_overhead_s=max(one.forward_overhead_s for one in members),
-        backward_overhead_s=max(one.backward_overhead_s for one in members),
-        activation_ratio=max(one.activation_ratio for one in members),
+        forward_overhead_s=max(device.forward_overhead_s for device in members),
+        backward_overhead_s=max(device.backward_overhead_s for device in members),
+        activation_ratio=max(device.activation_ratio for device in members),
         halved={},
         without_experts={},
     )
@@ -74,7 +74,7 @@ def _together(profile: ClusterProfile, group: StagePlan, ranks: Sequence[int]) -
 def busiest(share: float, experts: int | None) -> float:
     """The share of the choices that a member with this share of the experts has where it is the one that has most to do: what
     experts have by chance evens out, the more so the more of them it has."""
-    return min(1.0, share + BUSIEST * math.sqrt(share * (1 - share) / (experts or 1)))
+    return min(1.0, share + BUSIEST_SPREAD_RATIO * math.sqrt(share * (1 - share) / (experts or 1)))
 
 
 class MemberTimes(NamedTuple):
@@ -90,37 +90,37 @@ def member_times(
 ) -> MemberTimes:
     """A member with this share of heads and this one of what the experts compute: on the lines between half of them and all, where
     that was measured. More of them take no less time, and a share no less than its part of the whole."""
-    whole, half, without = device.layers[kind], device.halved.get(kind), device.without_experts.get(kind)
-    half_share = _half(profile.model.heads)
-    half_experts = _half(profile.model.experts)
-    default = 0.0 if kind == EMBEDDING else DIVIDED_TIME
+    full_times, half, without = device.layers[kind], device.halved.get(kind), device.without_experts.get(kind)
+    half_share = _half_share(profile.model.heads)
+    half_experts = _half_share(profile.model.experts)
+    default = 0.0 if kind == EMBEDDING else DIVIDED_TIME_SHARE
 
-    def part(own: Curve, measured: Curve | None, less: Curve | None) -> tuple[Curve, Curve]:
+    def part(full_curve: Curve, measured: Curve | None, without_experts_curve: Curve | None) -> tuple[Curve, Curve]:
         """Curves of the experts and of the rest."""
-        tokens, found = (measured or own).tokens, []
+        tokens, seconds = (measured or full_curve).tokens, []
         for count in tokens:
-            all_s, experts_s = own.at(count), 0.0
+            all_s, experts_s = full_curve.at(count), 0.0
             divided_s = default * all_s
             if measured is not None and (share < 1 or experts < 1):
                 half_s = measured.at(count)
                 all_s = max(all_s, half_s)  # what is cut may take longer than what is not
-                if less is not None:
-                    experts_s = min(all_s, max(0.0, half_s - less.at(count)) / half_experts)
+                if without_experts_curve is not None:
+                    experts_s = min(all_s, max(0.0, half_s - without_experts_curve.at(count)) / half_experts)
                 divided_s = (all_s - half_s - (1 - half_experts) * experts_s) / (1 - half_share)
                 divided_s = min(all_s - experts_s, max(0.0, divided_s))
-            found.append((experts * experts_s, all_s - experts_s - (1 - share) * divided_s))
-        of_experts, of_rest = zip(*found, strict=True)
+            seconds.append((experts * experts_s, all_s - experts_s - (1 - share) * divided_s))
+        of_experts, of_rest = zip(*seconds, strict=True)
         return Curve(tokens, of_experts), Curve(tokens, of_rest)
 
-    forward = part(whole.forward_s, half.forward_s if half else None, without.forward_s if without else None)
-    backward = part(whole.backward_s, half.backward_s if half else None, without.backward_s if without else None)
+    forward = part(full_times.forward_s, half.forward_s if half else None, without.forward_s if without else None)
+    backward = part(full_times.backward_s, half.backward_s if half else None, without.backward_s if without else None)
     # Half of it is not timed with the forward repeated: that takes as long as the forward.
-    timed = whole.recompute_s if half is None else None
+    timed = full_times.recompute_s if half is None else None
     repeated = part(timed, None, None) if timed is not None else (None, None)
     return MemberTimes(*map(LayerTimes, forward, backward, repeated))
 
 
-def _half(parts: int | None) -> float:
+def _half_share(parts: int | None) -> float:
     """Half of so many heads or experts, as the profiler halves them: a share."""
     return (parts // 2) / parts if parts is not None and parts > 1 else 0.5
 
@@ -131,7 +131,7 @@ def _slowest(
     """The times of a layer that all members compute, with their sums."""
     forward, backward = layer.group_sums * (layer.kind != HEAD), layer.group_sums * (layer.kind != EMBEDDING)
 
-    def of(pairs: Sequence[tuple[Curve, Curve]], sums: int) -> Curve:
+    def slowest_curve(pairs: Sequence[tuple[Curve, Curve]], sums: int) -> Curve:
         """``pairs``: of each member the seconds of its experts and of the rest."""
         tokens = sorted({count for pair in pairs for curve in pair for count in curve.tokens})
         seconds = (
@@ -145,9 +145,9 @@ def _slowest(
         (e.recompute_s, r.recompute_s) for e, r in parts if e.recompute_s is not None and r.recompute_s is not None
     ]
     return LayerTimes(
-        of([(experts.forward_s, rest.forward_s) for experts, rest in parts], forward),
-        of([(experts.backward_s, rest.backward_s) for experts, rest in parts], backward),
-        of(repeats, forward + backward) if len(repeats) == len(parts) else None,
+        slowest_curve([(experts.forward_s, rest.forward_s) for experts, rest in parts], forward),
+        slowest_curve([(experts.backward_s, rest.backward_s) for experts, rest in parts], backward),
+        slowest_curve(repeats, forward + backward) if len(repeats) == len(parts) else None,
     )
 
 
@@ -157,8 +157,8 @@ def hidden_sum_s(profile: ClusterProfile, ranks: Sequence[int], tokens: int) -> 
     size_bytes = tokens * profile.model.layers[0].boundary_bytes_per_token
     members = copying_at_once(profile, ranks).values()
     copies_s = max(
-        2 * one.copy_latency_s + size_bytes * (1 / one.device_to_host_bytes_per_s + 1 / one.host_to_device_bytes_per_s)
-        for one in members
+        2 * d.copy_latency_s + size_bytes * (1 / d.device_to_host_bytes_per_s + 1 / d.host_to_device_bytes_per_s)
+        for d in members
     )
     return copies_s + sum_s(profile, ranks, size_bytes)
 
@@ -174,42 +174,42 @@ def sum_s(profile: ClusterProfile, ranks: Sequence[int], size_bytes: float) -> f
     return hops * max((link.latency_s + each / link.bytes_per_s for link in links), default=0.0)
 
 
-def broadcast_s(profile: ClusterProfile, stage: StagePlan, tokens: int, back: bool) -> float:
+def broadcast_s(profile: ClusterProfile, stage: StagePlan, tokens: int, is_backward: bool) -> float:
     """Seconds in which the leader of a group gives the others what a stage's forward begins with, or its backward: the tensor that
     came from another stage. 0 at the ends of the chain, and of one rank."""
     layers = profile.model.layers
-    if not stage.grouped or (stage.last == len(layers) if back else stage.first == 0):
+    if not stage.grouped or (stage.last == len(layers) if is_backward else stage.first == 0):
         return 0.0
-    size_bytes = tokens * layers[(stage.last if back else stage.first) - 1].boundary_bytes_per_token
-    leader, *others = stage.ranks
-    links = [profile.link(leader, other) for other in others]
+    size_bytes = tokens * layers[(stage.last if is_backward else stage.first) - 1].boundary_bytes_per_token
+    leader, *followers = stage.ranks
+    links = [profile.link(leader, follower) for follower in followers]
     rounds = math.ceil(math.log2(len(stage.ranks)))
     into_s = max(
-        one.copy_latency_s + size_bytes / one.host_to_device_bytes_per_s
-        for one in copying_at_once(profile, others).values()
+        device.copy_latency_s + size_bytes / device.host_to_device_bytes_per_s
+        for device in copying_at_once(profile, followers).values()
     )
     return rounds * max(link.latency_s + size_bytes / link.bytes_per_s for link in links) + into_s
 
 
 def member_trained(model: ModelCost, stage: StagePlan, member: int) -> int:
     """Trained parameters of a stage that a member of a group holds."""
-    held = model.part(stage.share(member), stage.expert_share(member))
-    return sum(layer.trainable_parameters for layer in held.layers[stage.first : stage.last])
+    member_model = model.part(stage.share(member), stage.expert_share(member))
+    return sum(layer.trainable_parameters for layer in member_model.layers[stage.first : stage.last])
 
 
 def whole_sums_s(profile: ClusterProfile, stage: StagePlan) -> float:
     """Seconds, once a step, in which the gradients are added up of what every member of a group holds."""
     if not stage.grouped:
         return 0.0
-    held = [layer.trainable_parameters - layer.divided_trainable for layer in profile.model.layers]
-    own = [GRADIENT_BYTES * count for count in held[stage.first : stage.last] if count]
-    return sum(sum_s(profile, stage.ranks, size_bytes) for size_bytes in own)
+    replicated_parameters = [layer.trainable_parameters - layer.divided_trainable for layer in profile.model.layers]
+    gradient_bytes = [GRADIENT_BYTES * count for count in replicated_parameters[stage.first : stage.last] if count]
+    return sum(sum_s(profile, stage.ranks, size_bytes) for size_bytes in gradient_bytes)
 
 
 class ChainSeconds(NamedTuple):
     """Seconds of the whole chain there and back on a member."""
 
-    everybodys: float
+    replicated: float
     """Whatever its share."""
     divided: float
     """Divided by heads."""
@@ -218,46 +218,46 @@ class ChainSeconds(NamedTuple):
 
     def with_heads(self, share: float) -> float:
         """Seconds of all but experts with this share of the heads."""
-        return self.everybodys + share * self.divided
+        return self.replicated + share * self.divided
 
 
 def member_chain_s(profile: ClusterProfile, device: DeviceProfile, tokens: int) -> ChainSeconds:
     def chain_s(share: float, experts: float) -> tuple[float, float]:
         times = {kind: member_times(profile, device, kind, share, experts) for kind in device.layers}
         seconds = [
-            [one.forward_s.at(tokens) + one.backward_s.at(tokens) for one in times[layer.kind]]
+            [layer_times.forward_s.at(tokens) + layer_times.backward_s.at(tokens) for layer_times in times[layer.kind]]
             for layer in profile.model.layers
         ]
         of_experts, of_rest = map(sum, zip(*seconds, strict=True))
         return of_experts, of_rest
 
-    _, everybodys_s = chain_s(0.0, 0.0)
+    _, replicated_s = chain_s(0.0, 0.0)
     # Half the experts, as only parts of a layer are told apart.
     half_s, all_s = chain_s(1.0, 0.5)
-    return ChainSeconds(everybodys_s, all_s - everybodys_s, 2 * half_s)
+    return ChainSeconds(replicated_s, all_s - replicated_s, 2 * half_s)
 
 
 def contracted(profile: ClusterProfile, groups: Sequence[StagePlan], tokens: int, part: float = 1.0) -> ClusterProfile:
     """The cluster in which each group is one rank, numbered anew in the order of first ranks: as fast as the group, with memory for
     what its members hold together (``part`` of it), and reached by messages that its leader has handed on."""
     followers = {rank for group in groups for rank in group.ranks[1:]}
-    kept = [rank for rank in range(len(profile.devices)) if rank not in followers]
-    number = {rank: place for place, rank in enumerate(kept)}
-    small = restricted(profile, kept)
+    kept_ranks = [rank for rank in range(len(profile.devices)) if rank not in followers]
+    number = {rank: index for index, rank in enumerate(kept_ranks)}
+    small = restricted(profile, kept_ranks)
     devices, links = list(small.devices), {(link.source, link.destination): link for link in small.links}
     for group in groups:
-        own = number[group.ranks[0]]
+        leader = number[group.ranks[0]]
         memory = math.floor(part * _memory_bytes(profile, group, tokens))
-        devices[own] = replace(group_device(profile, group), rank=own, memory_bytes=memory)
+        devices[leader] = replace(group_device(profile, group), rank=leader, memory_bytes=memory)
         inner = replace(group, first=1, last=len(profile.model.layers) - 1)
         row_bytes = max(1, profile.model.layers[0].boundary_bytes_per_token)
-        arrives = [broadcast_s(profile, inner, count, back=False) for count in (0, tokens)]
+        arrives = [broadcast_s(profile, inner, count, is_backward=False) for count in (0, tokens)]
         each_s = (arrives[1] - arrives[0]) / (tokens * row_bytes)
-        for other in range(len(kept)):
-            if other != own:
-                link = links.get((other, own), small.link(other, own))
+        for source in range(len(kept_ranks)):
+            if source != leader:
+                link = links.get((source, leader), small.link(source, leader))
                 speed = 1 / (1 / link.bytes_per_s + each_s) if each_s else link.bytes_per_s
-                links[other, own] = replace(link, latency_s=link.latency_s + arrives[0], bytes_per_s=speed)
+                links[source, leader] = replace(link, latency_s=link.latency_s + arrives[0], bytes_per_s=speed)
     return replace(small, devices=tuple(devices), links=tuple(links.values()))
 
 
@@ -265,9 +265,9 @@ def _memory_bytes(profile: ClusterProfile, group: StagePlan, tokens: int) -> flo
     """How large a stage may be, as one rank would hold it, that a group can hold."""
     layers = len(profile.model.layers)
     model = profile.model.sliced(tokens)
-    whole = float(stage_memory(model, 0, layers, tokens, 1).total)
-    found = []
-    for place, rank in enumerate(group.ranks):
-        part = model.part(group.share(place), group.expert_share(place))
-        found.append(profile.devices[rank].memory_bytes * whole / stage_memory(part, 0, layers, tokens, 1).total)
-    return min(found)
+    full_bytes = float(stage_memory(model, 0, layers, tokens, 1).total)
+    limits = []
+    for member, rank in enumerate(group.ranks):
+        part = model.part(group.share(member), group.expert_share(member))
+        limits.append(profile.devices[rank].memory_bytes * full_bytes / stage_memory(part, 0, layers, tokens, 1).total)
+    return min(limits)

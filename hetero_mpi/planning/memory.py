@@ -65,21 +65,21 @@ def usable_bytes(memory_bytes: int, reserve: float) -> int:
 def rank_usable_bytes(profile: ClusterProfile, rank: int, reserve: float) -> int:
     """Bytes that a plan may use on ``rank``; no more than its host has, where it alone computes in that memory."""
     device, host = profile.devices[rank], profile.host(rank)
-    own = usable_bytes(device.memory_bytes, reserve)
+    device_bytes = usable_bytes(device.memory_bytes, reserve)
     if host is None or not device.shares_host_memory:
-        return own
-    here = sum(other.host == device.host and other.shares_host_memory for other in profile.devices)
-    return own if here > 1 else min(own, usable_bytes(host.memory_bytes, reserve))
+        return device_bytes
+    sharing_count = sum(neighbour.host == device.host and neighbour.shares_host_memory for neighbour in profile.devices)
+    return device_bytes if sharing_count > 1 else min(device_bytes, usable_bytes(host.memory_bytes, reserve))
 
 
 def shared_memories(profile: ClusterProfile) -> list[tuple[HostProfile, tuple[int, ...]]]:
     """The hosts in whose memory more than one rank computes, and these ranks."""
-    found = []
+    ranks_by_host = []
     for host in profile.hosts:
         ranks = tuple(d.rank for d in profile.devices if d.host == host.name and d.shares_host_memory)
         if len(ranks) > 1:
-            found.append((host, ranks))
-    return found
+            ranks_by_host.append((host, ranks))
+    return ranks_by_host
 
 
 def shared_parameters(model: ModelCost, first: Layer, last: Layer) -> Any:
@@ -92,11 +92,11 @@ def shared_bytes(model: ModelCost, first: Layer, last: Layer) -> Bytes:
     """Bytes of these: both ends on one rank share the values of a tied matrix; the head keeps a gradient of its own."""
     matrix, both_ends = model.layers[0], (first == 0) & (last == len(model.layers))
     # Python's integers, which do not overflow, until the last product.
-    whole = shared_parameters(model, 0, len(model.layers)) * matrix.parameter_bytes // max(1, matrix.parameters)
-    return whole * both_ends
+    matrix_bytes = shared_parameters(model, 0, len(model.layers)) * matrix.parameter_bytes // max(1, matrix.parameters)
+    return matrix_bytes * both_ends
 
 
-def _whole(number: Any) -> Bytes:
+def _ceil(number: Any) -> Bytes:
     return np.ceil(number).astype(np.int64)
 
 
@@ -119,32 +119,32 @@ def stage_memory(
     whole the gradients of ``STREAMED_LAYERS`` layers. Where the device computes in host memory, frozen weights lie in mapped files,
     of which the system keeps what there is room for; what is trained whole is all there.
     """
-    at_once = min(tokens, (mode.slice_sequences or tokens) * sequence_length)
-    model = model.sliced(at_once)
+    slice_tokens = min(tokens, (mode.slice_sequences or tokens) * sequence_length)
+    model = model.sliced(slice_tokens)
     tables = model.stage_tables
     recompute, most_kept = mode.recompute and not mode.streamed, tables.most_kept[first, last]
-    kept, again = tables.kept_recomputing if recompute else tables.kept, most_kept * recompute
+    kept_table, recomputed = tables.kept_recomputing if recompute else tables.kept, most_kept * recompute
     parameters: Bytes = tables.parameters[first, last] - shared_bytes(model, first, last)
-    state, outputs = _whole(tables.state[first, last]), 0
-    put_off = deferred * _whole(tables.deferred[first, last] * tokens)
-    activations = in_flight * _whole(kept[first, last] * tokens) + put_off
+    state, outputs = _ceil(tables.state[first, last]), 0
+    deferred_bytes = deferred * _ceil(tables.deferred[first, last] * tokens)
+    activations = in_flight * _ceil(kept_table[first, last] * tokens) + deferred_bytes
     if mode.streamed:
         streamed = STREAMED_LAYERS * tables.most_streamed[first, last]
         if not model.trained_whole:
             parameters = parameters - tables.streamed[first, last] + streamed
         elif not in_host_memory:
             parameters, state = streamed, STREAMED_LAYERS * tables.most_gradients[first, last]
-        before, kept_tokens = np.maximum(0, np.subtract(first, 1)), min(tokens, mode.kept_slices * at_once)
+        before, kept_tokens = np.maximum(0, np.subtract(first, 1)), min(tokens, mode.kept_slices * slice_tokens)
         inputs = tables.outputs[before, np.subtract(last, 1)] * (tokens - kept_tokens)
-        activations = in_flight * (inputs + _whole(kept[first, last] * kept_tokens))
-        again = most_kept * (kept_tokens < tokens)
+        activations = in_flight * (inputs + _ceil(kept_table[first, last] * kept_tokens))
+        recomputed = most_kept * (kept_tokens < tokens)
         # Beside a layer's activations there are its outputs of all slices, forward, or their gradients, backward.
         outputs = 2 * tables.most_output[before, last] * tokens
     return StageMemory(
         parameters=parameters,
         state=state,
         activations=activations,
-        workspace=tables.workspace(at_once)[first, last] + _whole(again * at_once) + outputs,
+        workspace=tables.workspace(slice_tokens)[first, last] + _ceil(recomputed * slice_tokens) + outputs,
         staging=2 * STAGING_BUFFERS * tokens * (tables.crossing[first] + tables.crossing[last]),
     )
 
@@ -192,8 +192,8 @@ def peak_bytes(
     profile: ClusterProfile, pipeline: PipelinePlan, stage: StagePlan, sequence_length: int, member: int = 0
 ) -> int:
     """Peak bytes of the only stage of a rank, over the schedule that will run."""
-    every = stage_holdings(pipeline, stage, profile.model)
-    return int(max(memory_of(profile, pipeline, stage, sequence_length, one, member).total for one in every))
+    pairs = stage_holdings(pipeline, stage, profile.model)
+    return int(max(memory_of(profile, pipeline, stage, sequence_length, pair, member).total for pair in pairs))
 
 
 def streamed_bytes(model: ModelCost, first: Layer, last: Layer) -> Bytes:
@@ -204,11 +204,11 @@ def streamed_bytes(model: ModelCost, first: Layer, last: Layer) -> Bytes:
 def host_state_bytes(model: ModelCost, first: Layer, last: Layer, on_disk: Collection[int] = ()) -> Bytes:
     """Bytes in host memory of a streamed stage whose device has memory of its own: the weights (of layers ``on_disk`` buffers),
     and of what is trained whole its state."""
-    filed = [model.streamed_bytes(layer) for layer in on_disk]
-    weights = streamed_bytes(model, first, last) - sum(filed) + STREAMED_LAYERS * max(filed, default=0)
+    disk_bytes = [model.streamed_bytes(layer) for layer in on_disk]
+    weights = streamed_bytes(model, first, last) - sum(disk_bytes) + STREAMED_LAYERS * max(disk_bytes, default=0)
     if not model.trained_whole:
         return weights
-    return weights + _whole(model.stage_tables.state[first, last]) + model.tied_bytes * (last == len(model.layers))
+    return weights + _ceil(model.stage_tables.state[first, last]) + model.tied_bytes * (last == len(model.layers))
 
 
 def state_on_device(profile: ClusterProfile, stage: StagePlan) -> bool:

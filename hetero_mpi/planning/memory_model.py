@@ -68,15 +68,15 @@ class MemoryModel:
 
     def budgets(self, devices: Sequence[DeviceProfile]) -> list[MemoryBudget]:
         """Memory budgets for the stages of the ranks that a plan may use."""
-        mean, budgets = sum(float(self.usable[one.rank]) for one in devices) / len(devices), []
+        mean, budgets = sum(float(self.usable[d.rank]) for d in devices) / len(devices), []
         limited = self.model.trained_whole or self.request.without_files
         for device in devices:
-            host, own, of_host = self.profile.host(device.rank), float(self.usable[device.rank]), math.inf
+            host, own_bytes, of_host = self.profile.host(device.rank), float(self.usable[device.rank]), math.inf
             if host is not None and limited:
-                here = sum(one.host == device.host and not one.shares_host_memory for one in self.profile.devices)
-                of_host = usable_bytes(host.memory_bytes, self.request.memory_reserve) / max(1, here)
-            shares, relief = device.shares_host_memory, max(0.0, mean - own)
-            budgets.append(MemoryBudget(own, device.activation_ratio, relief, shares, of_host))
+                sharers = sum(d.host == device.host and not d.shares_host_memory for d in self.profile.devices)
+                of_host = usable_bytes(host.memory_bytes, self.request.memory_reserve) / max(1, sharers)
+            shares, relief = device.shares_host_memory, max(0.0, mean - own_bytes)
+            budgets.append(MemoryBudget(own_bytes, device.activation_ratio, relief, shares, of_host))
         return budgets
 
     def stage_bytes(
@@ -103,26 +103,26 @@ class MemoryModel:
             parts = stage_memory(model, begin, end, micro_batch * length, 1, mode, 0, length, in_host_memory)
             fixed = np.where(begin < end, parts.total - parts.activations, np.inf)
             self._tables[key] = fixed, np.where(begin < end, parts.activations, 0.0)
-        fixed, each = (table[first, last] for table in self._tables[key])
+        fixed, per_micro_batch = (table[first, last] for table in self._tables[key])
         keeps_state = in_host_memory or not mode.streamed
-        return fixed - self._of_others(first, last, pipelines) if keeps_state else fixed, each
+        return fixed - self._unowned_bytes(first, last, pipelines) if keeps_state else fixed, per_micro_batch
 
     def max_in_flight(
         self, first: Layer, last: Layer, micro_batch: int, mode: StageMode, budget: MemoryBudget, pipelines: float = 1
     ) -> Any:
         """Most micro-batches in flight with which a stage fits into ``budget``; negative: it does not at all."""
         ratio, in_host_memory = budget.ratio, budget.in_host_memory
-        fixed, each = self.stage_bytes(first, last, micro_batch, mode, pipelines, ratio, in_host_memory)
+        fixed, per_micro_batch = self.stage_bytes(first, last, micro_batch, mode, pipelines, ratio, in_host_memory)
         state_in_host, relief = mode.streamed and not in_host_memory, 0.0
         if pipelines > 1 and self.model.trained_whole and not state_in_host:
             relief = np.minimum(budget.relief, (self._owned[last] - self._owned[first]) / pipelines)
-        most = np.floor((budget.usable + relief - fixed) / np.maximum(each, 1e-9))
+        max_count = np.floor((budget.usable + relief - fixed) / np.maximum(per_micro_batch, 1e-9))
         if state_in_host and budget.of_host < math.inf:
-            there = host_state_bytes(self.model, first, last) - self._of_others(first, last, pipelines)
-            most = np.where(there <= budget.of_host, most, -1.0)
-        return most
+            host_bytes = host_state_bytes(self.model, first, last) - self._unowned_bytes(first, last, pipelines)
+            max_count = np.where(host_bytes <= budget.of_host, max_count, -1.0)
+        return max_count
 
-    def _of_others(self, first: Layer, last: Layer, pipelines: float) -> Any:
+    def _unowned_bytes(self, first: Layer, last: Layer, pipelines: float) -> Any:
         """Bytes of a stage's state that other pipelines own."""
         shared = 1 - 1 / pipelines if self.model.trained_whole else 0.0
         return shared * (self._owned[last] - self._owned[first])
@@ -143,12 +143,12 @@ class MemoryModel:
     def check(self, plan: Plan) -> bool:
         """True where all ranks have the memory that the plan takes, and all hosts."""
         ranks = predict_memory(plan, self.profile, self.request.memory_reserve)
-        return all(one.peak_bytes <= one.usable_bytes for one in ranks) and self.check_hosts(plan)
+        return all(memory.peak_bytes <= memory.usable_bytes for memory in ranks) and self.check_hosts(plan)
 
     def check_hosts(self, plan: Plan) -> bool:
         """True where every host holds what the plan asks of its memory. (That each rank's own suffices is another question.)"""
         hosts = predict_hosts(plan, self.profile, self.request.memory_reserve)
-        return all(one.peak_bytes <= one.usable_bytes for one in hosts)
+        return all(memory.peak_bytes <= memory.usable_bytes for memory in hosts)
 
 
 def predict_memory(plan: Plan, profile: ClusterProfile, reserve: float = 0.0) -> tuple[RankMemory, ...]:
@@ -156,55 +156,55 @@ def predict_memory(plan: Plan, profile: ClusterProfile, reserve: float = 0.0) ->
     peaks: dict[int, int] = {}
     owned: dict[Hashable, dict[int, float]] = {}
     for pipeline in plan.pipelines:
-        for rank, places in pipeline.held.items():
-            stage = pipeline.stages[places[0]]
+        for rank, indices in pipeline.held.items():
+            stage = pipeline.stages[indices[0]]
             member = stage.ranks.index(rank)
-            if len(places) == 1:
+            if len(indices) == 1:
                 peak = peak_bytes(profile, pipeline, stage, plan.sequence_length, member)
             else:
-                peak = _together_bytes(profile, pipeline, rank, plan.sequence_length)
-            held = [pipeline.stages[place] for place in places]
-            peaks[rank] = peak - _elsewhere(plan, profile, held, member, owned)
-            peaks[rank] += sum(_regrouped_bytes(plan, profile.model, one, member) for one in held)
+                peak = _multi_stage_bytes(profile, pipeline, rank, plan.sequence_length)
+            held_stages = [pipeline.stages[index] for index in indices]
+            peaks[rank] = peak - _elsewhere_bytes(plan, profile, held_stages, member, owned)
+            peaks[rank] += sum(_regrouped_bytes(plan, profile.model, held_stage, member) for held_stage in held_stages)
     return tuple(
         RankMemory(rank, peaks[rank], usable_bytes(profile.devices[rank].memory_bytes, reserve))
         for rank in sorted(peaks)
     )
 
 
-def _together_bytes(profile: ClusterProfile, pipeline: PipelinePlan, rank: int, sequence_length: int) -> int:
+def _multi_stage_bytes(profile: ClusterProfile, pipeline: PipelinePlan, rank: int, sequence_length: int) -> int:
     """Peak bytes of a rank that holds several stages of a pipeline: activations at the worst place of its list, of all of them;
     the workspace of one. Between two neighbours nothing is staged, and tied ends share their values."""
-    places, model = pipeline.held[rank], profile.model_on(rank)
+    indices, model = pipeline.held[rank], profile.model_on(rank)
 
-    def of(place: int, in_flight: int, deferred: int) -> StageMemory:
-        return memory_of(profile, pipeline, pipeline.stages[place], sequence_length, (in_flight, deferred))
+    def memory_at(index: int, in_flight: int, deferred: int) -> StageMemory:
+        return memory_of(profile, pipeline, pipeline.stages[index], sequence_length, (in_flight, deferred))
 
-    empty = {place: of(place, 0, 0) for place in places}
-    kept = {place: of(place, 1, 0).activations for place in places}
-    put_off = {place: of(place, 0, 1).activations for place in places}
-    now = most = 0
-    for name, place, _ in computed_by_rank(pipeline)[rank]:
-        more = {"F": kept[place], "B": -kept[place], "I": put_off[place] - kept[place], "W": -put_off[place]}
-        now += more[name]
-        most = max(most, now)
+    empty = {index: memory_at(index, 0, 0) for index in indices}
+    saved = {index: memory_at(index, 1, 0).activations for index in indices}
+    delayed = {index: memory_at(index, 0, 1).activations for index in indices}
+    held_bytes = peak_held_bytes = 0
+    for name, index, _ in computed_by_rank(pipeline)[rank]:
+        change = {"F": saved[index], "B": -saved[index], "I": delayed[index] - saved[index], "W": -delayed[index]}
+        held_bytes += change[name]
+        peak_held_bytes = max(peak_held_bytes, held_bytes)
     tokens, ends = pipeline.size(0) * sequence_length, {0, len(pipeline.stages) - 1}
     between = sum(
-        model.layers[pipeline.stages[place].last - 1].boundary_bytes_per_token * tokens
-        for place in places
-        if place + 1 in places
+        model.layers[pipeline.stages[index].last - 1].boundary_bytes_per_token * tokens
+        for index in indices
+        if index + 1 in indices
     )
-    shared = shared_bytes(model, 0, len(model.layers)) if ends <= set(places) else 0
+    shared = shared_bytes(model, 0, len(model.layers)) if ends <= set(indices) else 0
     return int(
-        sum(one.parameters + one.state + one.staging for one in empty.values())
-        + max(one.workspace for one in empty.values())
-        + most
+        sum(memory.parameters + memory.state + memory.staging for memory in empty.values())
+        + max(memory.workspace for memory in empty.values())
+        + peak_held_bytes
         - 4 * STAGING_BUFFERS * between
         - shared
     )
 
 
-def _elsewhere(
+def _elsewhere_bytes(
     plan: Plan, profile: ClusterProfile, held: Sequence[StagePlan], member: int, owned: dict[Hashable, dict[int, float]]
 ) -> int:
     """Bytes of masters and moments of a rank's stages that other pipelines' ranks own, where they would be in its device's memory.
@@ -213,20 +213,20 @@ def _elsewhere(
         return 0
     model, leader = profile.model, held[0].ranks[0]
     shares = held[0].share(member), held[0].expert_share(member)
-    own = model.part(*shares)
+    part = model.part(*shares)
     if shares not in owned:
-        owned[shares] = owned_state_bytes(plan, model, own)
-    return math.floor(sum(own.owned_bytes(stage.first, stage.last) for stage in held) - owned[shares][leader])
+        owned[shares] = owned_state_bytes(plan, model, part)
+    return math.floor(sum(part.owned_bytes(stage.first, stage.last) for stage in held) - owned[shares][leader])
 
 
 def _regrouped_bytes(plan: Plan, model: ModelCost, stage: StagePlan, member: int) -> int:
     """Bytes of the buffers in which a rank exchanges the gradients of layers that another pipeline divides otherwise."""
     if not plan.leader_of:
         return 0
-    others = [other for _, _, other in plan.numbered if (other.shares, other.experts) != (stage.shares, stage.experts)]
-    layers = {layer for other in others for layer in range(other.first, other.last)}
-    held = model.part(stage.share(member), stage.expert_share(member)).layers
-    return GRADIENT_BYTES * sum(held[i].trainable_parameters for i in range(stage.first, stage.last) if i in layers)
+    peers = [peer for _, _, peer in plan.numbered if (peer.shares, peer.experts) != (stage.shares, stage.experts)]
+    layers = {layer for peer in peers for layer in range(peer.first, peer.last)}
+    parts = model.part(stage.share(member), stage.expert_share(member)).layers
+    return GRADIENT_BYTES * sum(parts[i].trainable_parameters for i in range(stage.first, stage.last) if i in layers)
 
 
 def predict_hosts(plan: Plan, profile: ClusterProfile, reserve: float = 0.0) -> tuple[HostMemory, ...]:
@@ -238,15 +238,15 @@ def predict_hosts(plan: Plan, profile: ClusterProfile, reserve: float = 0.0) -> 
     if not profile.hosts:
         return ()
     peaks = {memory.rank: memory.peak_bytes for memory in predict_memory(plan, profile, reserve)}
-    streams, layers = dict[int, int](), plan.layers
+    stored, layers = dict[int, int](), plan.layers
     for stage in (stage for _, _, stage in plan.numbered if stage.streamed):
-        streams[stage.ranks[0]] = host_state_bytes(profile.model, stage.first, stage.last, stage.disk_layers(layers))
-    takes = {
-        device.rank: (peaks if device.shares_host_memory else streams).get(device.rank, 0) for device in profile.devices
+        stored[stage.ranks[0]] = host_state_bytes(profile.model, stage.first, stage.last, stage.disk_layers(layers))
+    usage = {
+        device.rank: (peaks if device.shares_host_memory else stored).get(device.rank, 0) for device in profile.devices
     }
-    found = []
+    host_memories = []
     for host in profile.hosts:
-        peak = sum(takes[device.rank] for device in profile.devices if device.host == host.name)
+        peak = sum(usage[device.rank] for device in profile.devices if device.host == host.name)
         if peak:
-            found.append(HostMemory(host.name, int(peak), usable_bytes(host.memory_bytes, reserve)))
-    return tuple(found)
+            host_memories.append(HostMemory(host.name, int(peak), usable_bytes(host.memory_bytes, reserve)))
+    return tuple(host_memories)

@@ -1,4 +1,4 @@
-"""``simulator`` without events, for the planner's inner loop: the same additions in the same order, the same step to the bit."""
+"""Event-free ``simulator`` for the planner's inner loop: the same additions in the same order, bit-identical step times."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from hetero_mpi.planning.types.plan import WARM_UP, PipelinePlan, Plan
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import Resource, resources, shares_nics
 
-SETTLED, PERIODS = 24, 12
-"""Micro-batches after which a full pipeline does the same again and again, and those that are looked at then."""
+SETTLED_MICRO_BATCHES, PERIOD_MICRO_BATCHES = 24, 12
+"""Micro-batches until a full pipeline is periodic, and micro-batches over which its period is then measured."""
 
 Spans = tuple[list[float], list[float]]
-"""When each stage of a pipeline begins its last backward, and when it has done it."""
+"""Start and end of each stage's last backward."""
 
 
 class PipelineTimes(NamedTuple):
-    """The arguments of ``spans_s``, by their names there."""
+    """Arguments of ``spans_s``."""
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
@@ -37,17 +37,17 @@ class PipelineTimes(NamedTuple):
 
 
 _latest: list[tuple[Plan, ClusterProfile, SimulatedStep]] = []
-"""The latest answer: search, report and text ask for that of the chosen plan, which takes seconds for hundreds of ranks."""
+"""Latest result: search, report and text query the chosen plan, which takes seconds for hundreds of ranks."""
 
 
 def outlined(plan: Plan, profile: ClusterProfile) -> SimulatedStep:
-    """A simulation of ``plan``; without events where that is possible: no short micro-batches, the usual order."""
+    """Simulate ``plan``, without events unless it has partial micro-batches or an order other than ``warm_up``."""
     if not (_latest and _latest[0][0] is plan and _latest[0][1] is profile):
-        _latest[:] = [(plan, profile, _outlined(plan, profile))]
+        _latest[:] = [(plan, profile, _simulate_without_events(plan, profile))]
     return _latest[0][2]
 
 
-def _outlined(plan: Plan, profile: ClusterProfile) -> SimulatedStep:
+def _simulate_without_events(plan: Plan, profile: ClusterProfile) -> SimulatedStep:
     if any(pipeline.sequences % pipeline.micro_batch or pipeline.order != WARM_UP for pipeline in plan.pipelines):
         return simulate(plan, profile)
     costs, clock, busy = Durations(plan, profile), dict[int, float](), dict[int, float]()
@@ -59,34 +59,34 @@ def _outlined(plan: Plan, profile: ClusterProfile) -> SimulatedStep:
         ranks = [[stage.ranks[0] for stage in pipeline.stages] for pipeline in plan.pipelines]
         spans = queued_spans_s(times, ranks, costs.profile)
     else:
-        known = {own: spans_s(*own) for own in dict.fromkeys(times)}
-        spans = [known[own] for own in times]
+        spans_by_timing = {timing: spans_s(*timing) for timing in dict.fromkeys(times)}
+        spans = [spans_by_timing[timing] for timing in times]
     number = 0
-    for pipeline, own, (begun, ends) in zip(plan.pipelines, times, spans, strict=True):
-        for place, stage in enumerate(pipeline.stages):
+    for pipeline, timing, (begins, ends) in zip(plan.pipelines, times, spans, strict=True):
+        for index, stage in enumerate(pipeline.stages):
             rank = stage.ranks[0]
-            weights_s = own.weights[place] if own.weights is not None else 0.0
-            clock[rank] = ends[place]
-            busy[rank] = pipeline.micro_batches * (own.forward[place] + own.backward[place] + weights_s)
+            weights_s = timing.weights[index] if timing.weights is not None else 0.0
+            clock[rank] = ends[index]
+            busy[rank] = pipeline.micro_batches * (timing.forward[index] + timing.backward[index] + weights_s)
             if costs.tied_heads or any(layer in costs.summed for layer in range(stage.first, stage.last)):
-                op = Op.W if pipeline.split_backward and place > 0 else Op.B
-                last = Action(op, number + place, pipeline.micro_batches - 1)
+                op = Op.W if pipeline.split_backward and index > 0 else Op.B
+                last = Action(op, number + index, pipeline.micro_batches - 1)
                 for layer, after_s in finished_layers_s(last, plan, costs.profile).items():
-                    final_s[rank, layer] = begun[place] + after_s
+                    final_s[rank, layer] = begins[index] + after_s
         number += len(pipeline.stages)
     for reduced in gradient_sums(costs, final_s):
         for rank in reduced.ranks:
             clock[rank] = max(clock[rank], reduced.end_s)
-    together = max(clock.values())
+    all_reduced_s = max(clock.values())
     steps = {stage.ranks[0]: costs.of(Action(Op.STEP, number))[0] for number, stage in enumerate(costs.stages)}
     busy = {rank: seconds + steps[rank] for rank, seconds in busy.items()}
     busy |= {rank: busy[leader] for rank, leader in plan.leader_of.items()}
-    step_s = max(together + seconds for seconds in steps.values())
+    step_s = max(all_reduced_s + seconds for seconds in steps.values())
     return SimulatedStep(step_s, (), {rank: busy[rank] for rank in sorted(busy)})
 
 
 def _times(costs: Durations, pipeline: PipelinePlan, number: int) -> PipelineTimes:
-    """Arguments of ``spans_s`` for a pipeline. ``number``: of its first stage."""
+    """Return the arguments of ``spans_s`` for a pipeline whose first stage has the given number."""
     stages = range(number, number + len(pipeline.stages))
 
     def seconds(op: Op, numbers: Sequence[int]) -> tuple[float, ...]:
@@ -109,23 +109,24 @@ def spans_s(
     micro_batches: int,
     weight_s: Sequence[float] | None = None,
 ) -> tuple[list[float], list[float]]:
-    """(when each stage of one pipeline begins its last backward, when it has done it): ``simulate`` without events, for the
-    planner's inner loop.
+    """Start and end of the last backward of each stage of one pipeline, bit-identical to ``simulate``.
 
-    ``forward_s[s]``, ``backward_s[s]``: of stage s; ``out_s[s]``, ``back_s[s]``: of a message between stages s and s +
-    1. ``weight_s``: of the weight gradients where backward is split (``backward_s`` is then the input part, but on the
-    first stage, whose entry is 0, the whole). The same additions in the same order as ``simulate``, so the same result to
-    the last bit. Infinite on a deadlock: where depth grows from one stage to the next. Micro-batches are all alike.
+    Micro-batches are equal. Infinite on a deadlock: when depth grows from one stage to the next. Round m is forward m of all
+    stages, first to last, then the backwards that it enables, last to first, so that every action's inputs precede it.
 
-    Round m is forward m of all stages, first to last, then the backwards that these allow, last to first: whatever an
-    action awaits has come before it.
+    Args:
+        forward_s: seconds by stage.
+        backward_s: seconds by stage; of the input part where ``weight_s`` is given and the stage is not the first.
+        out_s: seconds of the activation message between stages s and s + 1.
+        back_s: seconds of the gradient message between stages s + 1 and s.
+        weight_s: seconds of the deferred weight gradients by stage (0 on the first); None: backward is not split.
     """
     # The planner spends most of its time here: plain lists, comparisons and local names on purpose.
     count, last = len(forward_s), len(forward_s) - 1
     depths = [min(depth, micro_batches - 1) for depth in warm_up]
     if any(behind > before for before, behind in pairwise(depths)):
         return [math.inf] * count, [math.inf] * count
-    clock, begun, out_free, back_free = ([0.0] * count for _ in range(4))
+    clock, begin_s, out_free, back_free = ([0.0] * count for _ in range(4))
     arrived, returned = [0.0] * count, [[0.0] * micro_batches for _ in range(count)]
     for m in range(micro_batches + depths[0]):
         if m < micro_batches:
@@ -142,14 +143,14 @@ def spans_s(
             if b >= micro_batches:
                 continue
             now, message = clock[s], returned[s][b]
-            begun[s] = now = message if message > now else now
+            begin_s[s] = now = message if message > now else now
             clock[s] = now = now + backward_s[s]
             if s > 0:
                 free = back_free[s]
                 returned[s - 1][b] = back_free[s] = (now if now > free else free) + back_s[s - 1]
                 if weight_s is not None:
-                    _put_off(s, b, depths[0] - depths[s], micro_batches, weight_s[s], clock, begun)
-    return begun, clock
+                    _defer_weights(s, b, depths[0] - depths[s], micro_batches, weight_s[s], clock, begin_s)
+    return begin_s, clock
 
 
 def spans_of_many_s(
@@ -157,78 +158,76 @@ def spans_of_many_s(
     warm_up: Sequence[int],
     micro_batches: int,
 ) -> tuple[list[float], list[float]]:
-    """``spans_s``; of very many micro-batches the first ones are simulated and the rest go on as these end."""
-    full = max(warm_up) + SETTLED
-    if full + PERIODS > micro_batches // 2:
+    """``spans_s``, extrapolated from the first micro-batches where there are very many."""
+    full = max(warm_up) + SETTLED_MICRO_BATCHES
+    if full + PERIOD_MICRO_BATCHES > micro_batches // 2:
         return spans_s(*times, warm_up, micro_batches)
-    before, after = (spans_s(*times, warm_up, count) for count in (full, full + PERIODS))
-    more = (micro_batches - full) / PERIODS
-    begun, ends = ([a + more * (b - a) for a, b in zip(*both, strict=True)] for both in zip(before, after, strict=True))
-    return begun, ends
+    before, after = (spans_s(*times, warm_up, count) for count in (full, full + PERIOD_MICRO_BATCHES))
+    n = (micro_batches - full) / PERIOD_MICRO_BATCHES
+    begins, ends = ([a + n * (b - a) for a, b in zip(*pair, strict=True)] for pair in zip(before, after, strict=True))
+    return begins, ends
 
 
-def _put_off(
-    s: int, b: int, lag: int, micro_batches: int, weight_s: float, clock: list[float], begun: list[float]
+def _defer_weights(
+    s: int, b: int, lag: int, micro_batches: int, weight_s: float, clock: list[float], begin_s: list[float]
 ) -> None:
-    """The weight gradients that stage ``s`` works out after backward ``b``: those of ``lag`` micro-batches before, after the last
-    one all that are left."""
+    """Compute the weight gradients due on stage ``s`` after backward ``b``: one micro-batch, ``lag`` behind; after the last,
+    all."""
     for _ in range((b >= lag) + (lag if b == micro_batches - 1 else 0)):
-        begun[s] = clock[s]
+        begin_s[s] = clock[s]
         clock[s] += weight_s
 
 
 def queued_spans_s(
     times: Sequence[PipelineTimes], ranks: Sequence[Sequence[int]], profile: ClusterProfile
 ) -> list[Spans]:
-    """``spans_s`` of pipelines whose messages queue for the NICs that they share: ``simulate`` without events.
+    """``spans_s`` of pipelines whose messages queue for shared NICs: event-free ``simulate``.
 
-    Each entry of the queue is a message that its sender has ready: (seconds, rank, stage). The first one is sent; then its sender
-    computes on until its next message is ready, or until it waits for one.
+    The queue holds messages that are ready to send: (seconds, rank, sender). After its message is sent, a sender computes
+    until its next one is ready or it blocks.
 
     Args:
-        times: of each pipeline.
-        ranks: of each pipeline, its stages' ranks.
-        profile: of the cluster, with its links and hosts.
+        ranks: ranks of each pipeline's stages.
 
     Returns:
-        The spans of each pipeline; infinite where its stages wait for each other.
+        Spans of each pipeline; infinite on a deadlock.
     """
     queue: list[tuple[float, int, _Sender]] = []
     senders = [
-        [_Sender(own, stage, rank) for stage, rank in enumerate(own_ranks)]
-        for own, own_ranks in zip(times, ranks, strict=True)
+        [_Sender(timing, stage, rank) for stage, rank in enumerate(stage_ranks)]
+        for timing, stage_ranks in zip(times, ranks, strict=True)
     ]
     free: dict[Resource, float] = {}
-    for line in senders:
-        for before, behind in pairwise(line):
+    for row in senders:
+        for before, behind in pairwise(row):
             before.behind, behind.before = behind, before
             before.out = resources(profile, before.rank, behind.rank)
             behind.back = resources(profile, behind.rank, before.rank)
     for sender in itertools.chain.from_iterable(senders):
-        if sender.computed():
+        if sender.compute_until_message():
             queue.append((sender.clock, sender.rank, sender))
     heapq.heapify(queue)
     while queue:
         now, _, sender = queue[0]
         forward = sender.program[sender.done - 1] == FORWARD
-        passed, seconds = (sender.out, sender.out_s) if forward else (sender.back, sender.back_s)
-        for resource in passed:
+        occupied, seconds = (sender.out, sender.out_s) if forward else (sender.back, sender.back_s)
+        for resource in occupied:
             if (busy_until := free.get(resource, 0.0)) > now:
                 now = busy_until
         now += seconds
-        for resource in passed:
+        for resource in occupied:
             free[resource] = now
         receiver = sender.behind if forward else sender.before
         (receiver.arrived if forward else receiver.returned).append(now)
-        if sender.computed():
+        if sender.compute_until_message():
             heapq.heapreplace(queue, (sender.clock, sender.rank, sender))
         else:
             heapq.heappop(queue)
-        if receiver.waits and receiver.computed():
+        if receiver.is_blocked and receiver.compute_until_message():
             heapq.heappush(queue, (receiver.clock, receiver.rank, receiver))
     return [
-        ([sender.begun for sender in line], [sender.clock if sender.is_done else math.inf for sender in line])
-        for line in senders
+        ([sender.begin_s for sender in row], [sender.clock if sender.is_done else math.inf for sender in row])
+        for row in senders
     ]
 
 
@@ -236,15 +235,15 @@ FORWARD, BACKWARD, WEIGHTS = range(3)
 
 
 class _Sender:
-    """A stage in ``queued_spans_s``: what it computes, how far it is, and the messages that have come for it."""
+    """A stage in ``queued_spans_s``: its program, its position in it and the messages received."""
 
     behind: _Sender
     before: _Sender
 
     def __init__(self, times: PipelineTimes, stage: int, rank: int) -> None:
         self.rank, self.is_first, self.is_last = rank, stage == 0, stage == len(times.forward) - 1
-        self.clock = self.begun = 0.0
-        self.done, self.waits = 0, False
+        self.clock = self.begin_s = 0.0
+        self.done, self.is_blocked = 0, False
         self.out: tuple[Resource, ...] = ()
         self.back: tuple[Resource, ...] = ()
         self.seconds = times.forward[stage], times.backward[stage], (times.weights or times.forward)[stage]
@@ -261,11 +260,11 @@ class _Sender:
     def is_done(self) -> bool:
         return self.done == len(self.program)
 
-    def computed(self) -> bool:
-        """Compute until a message is ready to be sent (True), a message is missing, or all is done (False)."""
+    def compute_until_message(self) -> bool:
+        """Compute until a message is ready to send (True), or a message is missing or the program has ended (False)."""
         program, now = self.program, self.clock
-        for place in range(self.done, len(program)):
-            kind = program[place]
+        for position in range(self.done, len(program)):
+            kind = program[position]
             if kind == FORWARD:
                 if not self.is_first:
                     if self.forwards == len(self.arrived):
@@ -280,25 +279,26 @@ class _Sender:
                         break
                     now = max(now, self.returned[self.backwards])
                 self.backwards += 1
-                self.begun = now
+                self.begin_s = now
                 now += self.seconds[BACKWARD]
                 sends = not self.is_first
             else:
-                self.begun = now
+                self.begin_s = now
                 now += self.seconds[WEIGHTS]
                 sends = False
             if sends:
-                self.clock, self.done, self.waits = now, place + 1, False
+                self.clock, self.done, self.is_blocked = now, position + 1, False
                 return True
         else:
-            place = len(program)
-        self.clock, self.done, self.waits = now, place, place < len(program)
+            position = len(program)
+        self.clock, self.done, self.is_blocked = now, position, position < len(program)
         return False
 
 
 @functools.lru_cache(4096)
 def _program(depth: int, micro_batches: int, lag: int | None) -> tuple[int, ...]:
-    """The kinds of a stage's actions in order, as ``orders.warm_up.computing``. ``lag``: of weight gradients; None: whole backward."""
+    """The stage's operations, as ``orders.warm_up.computing`` yields them; ``lag``: of weight gradients, None: unsplit
+    backward."""
     program = [FORWARD] * depth
     for m in range(micro_batches):
         program += [FORWARD] * (depth + m < micro_batches) + [BACKWARD]

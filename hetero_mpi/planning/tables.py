@@ -25,7 +25,7 @@ from hetero_mpi.planning.types.request import PlanRequest
 Floats = NDArray[np.float64]
 Indices = NDArray[np.int64]
 Item = TypeVar("Item")
-NOISE = 0.12
+MAX_LEVEL_DIFFERENCE = 0.12
 """Figures that differ by no more than this share are taken to be the same: measured within 5 % either way."""
 FEW = 128
 """Up to so many ranks every pair of ranks has its own link; beyond, every pair of hosts."""
@@ -59,7 +59,7 @@ def rank_classes(profile: ClusterProfile) -> list[list[int]]:
             and all(links[a, x] == links[b, x] and links[x, a] == links[x, b] for x in ranks if x not in (a, b))
         )
 
-    return [sorted(rank for first in one for rank in ranks[first]) for one in in_classes(ranks, exchangeable)]
+    return [sorted(rank for first in firsts for rank in ranks[first]) for firsts in in_classes(ranks, exchangeable)]
 
 
 def in_classes(items: Iterable[Item], alike: Callable[[Item, Item], bool]) -> list[list[Item]]:
@@ -77,17 +77,17 @@ def in_classes(items: Iterable[Item], alike: Callable[[Item, Item], bool]) -> li
 def rank_contents(profile: ClusterProfile) -> dict[int, str]:
     """All that a usable rank is, its number and its host's name aside."""
     counts = Counter(device.host for device in profile.devices)
-    known: dict[int, str] = {}
+    text_by_table: dict[int, str] = {}
     """Texts of the tables of times, which many devices of a large profile are one object or equal ones."""
-    found = {}
+    content_by_rank = {}
     for device in usable_devices(profile):
-        if id(device.layers) not in known:
-            known[id(device.layers)] = repr(sorted((k, repr(v)) for k, v in device.layers.items()))
+        if id(device.layers) not in text_by_table:
+            text_by_table[id(device.layers)] = repr(sorted((k, repr(v)) for k, v in device.layers.items()))
         host = profile.host(device.rank)
         limits = None if host is None else (host.memory_bytes, host.shared_nic, host.cores, counts[device.host] == 1)
         plain = replace(device, rank=0, host="", memory_reason="", layers={})
-        found[device.rank] = f"{limits} {known[id(device.layers)]} {plain}"
-    return found
+        content_by_rank[device.rank] = f"{limits} {text_by_table[id(device.layers)]} {plain}"
+    return content_by_rank
 
 
 def may_split(profile: ClusterProfile, rank: int) -> bool:
@@ -134,34 +134,34 @@ def _modes(request: PlanRequest, micro_batch: int, slices: Sequence[int]) -> lis
 
 
 def _mode_s(
-    model: ModelCost, devices: list[DeviceProfile], way: StageMode, micro_batch: int, sequence_length: int
+    model: ModelCost, devices: list[DeviceProfile], mode: StageMode, micro_batch: int, sequence_length: int
 ) -> tuple[list[list[float]], list[list[float]], list[tuple[float, float]], list[float]]:
     """Seconds of a micro-batch: [rank][layer] of forward and backward, [rank] of what comes on top; of a trained parameter's step.
 
     A streamed layer is called by itself, repeats its forward of slices that are not kept, and takes no less than its copies do."""
-    part, ends = way.slice_sequences or micro_batch, len(model.layers) - 1
+    part, ends = mode.slice_sequences or micro_batch, len(model.layers) - 1
     parts = [min(part, micro_batch - begin) * sequence_length for begin in range(0, micro_batch, part)]
     kinds = {layer.kind: index for index, layer in enumerate(model.layers)}
     forward_s, backward_s, overhead_s, step_s = [], [], [], []
     for device in devices:
-        each_s, again = device.forward_overhead_s, parts[way.kept_slices :]
-        calls_s = len(parts) * each_s, len(parts) * device.backward_overhead_s
+        call_s, repeated_slices = device.forward_overhead_s, parts[mode.kept_slices :]
+        calls_s = len(parts) * call_s, len(parts) * device.backward_overhead_s
         seconds = dict[str, tuple[float, float]]()
         for kind, index in kinds.items():
             times = device.layers[kind]
-            there_s, back_s = (sum(map(of, parts)) for of in (times.forward_s.at, times.backward_s.at))
-            again_s = sum(repeated_s(times, tokens) for tokens in again)
-            if way.streamed:
+            there_s, back_s = (sum(map(curve_at, parts)) for curve_at in (times.forward_s.at, times.backward_s.at))
+            again_s = sum(repeated_s(times, tokens) for tokens in repeated_slices)
+            if mode.streamed:
                 least_s = _copies_s(device, model, index)
-                there_s, back_s = there_s + calls_s[0], back_s + again_s + calls_s[1] + len(again) * each_s
+                there_s, back_s = there_s + calls_s[0], back_s + again_s + calls_s[1] + len(repeated_slices) * call_s
                 seconds[kind] = max(least_s[0], there_s), max(least_s[1], back_s)
             else:
-                seconds[kind] = there_s, back_s + again_s * (way.recompute and 0 < index < ends)
+                seconds[kind] = there_s, back_s + again_s * (mode.recompute and 0 < index < ends)
         forward_s.append([seconds[layer.kind][0] for layer in model.layers])
         backward_s.append([seconds[layer.kind][1] for layer in model.layers])
-        overhead_s.append((0.0, 0.0) if way.streamed else calls_s)
-        kept = way.streamed and model.trained_whole and not device.shares_host_memory
-        step_s.append(host_optimizer_s(device) if kept else device.optimizer_s_per_parameter)
+        overhead_s.append((0.0, 0.0) if mode.streamed else calls_s)
+        steps_on_host = mode.streamed and model.trained_whole and not device.shares_host_memory
+        step_s.append(host_optimizer_s(device) if steps_on_host else device.optimizer_s_per_parameter)
     return forward_s, backward_s, overhead_s, step_s
 
 
@@ -174,10 +174,10 @@ def _copies_s(device: DeviceProfile, model: ModelCost, layer: int) -> tuple[floa
 def links_of(profile: ClusterProfile, devices: list[DeviceProfile]) -> tuple[Indices, Floats, Floats]:
     """(place of every rank; latency, seconds per byte of the way from place to place, copies at both ends included)."""
     hosts = list(dict.fromkeys(device.host for device in devices))
-    place = np.array([i if len(devices) <= FEW else hosts.index(device.host) for i, device in enumerate(devices)])
-    members: list[list[int]] = [[] for _ in range(int(place.max()) + 1)]
-    for index, of in enumerate(place.tolist()):
-        members[of].append(devices[index].rank)
+    positions = np.array([i if len(devices) <= FEW else hosts.index(device.host) for i, device in enumerate(devices)])
+    members: list[list[int]] = [[] for _ in range(int(positions.max()) + 1)]
+    for index, position in enumerate(positions.tolist()):
+        members[position].append(devices[index].rank)
     latency_s, per_byte_s = np.zeros((len(members), len(members))), np.zeros((len(members), len(members)))
     for a, b in itertools.product(range(len(members)), repeat=2):
         if a == b and len(members[a]) < 2:
@@ -188,7 +188,7 @@ def links_of(profile: ClusterProfile, devices: list[DeviceProfile]) -> tuple[Ind
         per_byte_s[a, b] = (
             1 / out.device_to_host_bytes_per_s + 1 / link.bytes_per_s + 1 / into.host_to_device_bytes_per_s
         )
-    return place, latency_s, per_byte_s
+    return positions, latency_s, per_byte_s
 
 
 def in_own_order(profile: ClusterProfile, tokens: int) -> list[DeviceProfile]:
@@ -199,32 +199,32 @@ def in_own_order(profile: ClusterProfile, tokens: int) -> list[DeviceProfile]:
     for device in devices:
         hosts.setdefault(device.host, []).append(device)
     # In large clusters one rank of a host says how it is linked to the others.
-    ends = devices if len(devices) <= FEW else [here[0] for here in hosts.values()]
+    ends = devices if len(devices) <= FEW else [members[0] for members in hosts.values()]
 
     size = tokens * profile.model.most_sent_bytes_per_token
     numbers = [end.rank for end in ends]
     seconds = profile.messages_s(numbers, size) if len(ends) > 1 else np.zeros((len(ends), len(ends)))
     # Exactly rounded sums: the same in whatever order the others come.
     linked = {rank: math.fsum([*seconds[i], *seconds[:, i]]) for i, rank in enumerate(numbers)}
-    whole: dict[int, float] = {}
+    chain_s: dict[int, float] = {}
 
     def key(device: DeviceProfile) -> tuple[float, ...]:
-        if id(device.layers) not in whole:
-            each = [c.at(tokens) for _, t in sorted(device.layers.items()) for c in (t.forward_s, t.backward_s)]
-            whole[id(device.layers)] = math.fsum(each)
+        if id(device.layers) not in chain_s:
+            parts = [c.at(tokens) for _, t in sorted(device.layers.items()) for c in (t.forward_s, t.backward_s)]
+            chain_s[id(device.layers)] = math.fsum(parts)
         steps = device.optimizer_fixed_s, device.optimizer_s_per_parameter
-        return (-device.memory_bytes, whole[id(device.layers)], linked.get(device.rank, 0.0), *steps)
+        return (-device.memory_bytes, chain_s[id(device.layers)], linked.get(device.rank, 0.0), *steps)
 
-    ordered = {name: sorted(here, key=lambda device: (key(device), device.rank)) for name, here in hosts.items()}
+    ordered = {name: sorted(members, key=lambda device: (key(device), device.rank)) for name, members in hosts.items()}
     names = sorted(hosts, key=lambda name: ([key(device) for device in ordered[name]], ordered[name][0].rank))
     return [device for name in names for device in ordered[name]]
 
 
 def levels(values: Floats) -> Floats:
-    """``values`` such that those within ``NOISE`` of the largest of them are equal to it."""
+    """``values`` such that those within ``MAX_LEVEL_DIFFERENCE`` of the largest of them are equal to it."""
     result, top = np.empty(len(values)), math.inf
     for index in np.argsort(-values, kind="stable").tolist():
-        if values[index] * (1 + NOISE) < top:
+        if values[index] * (1 + MAX_LEVEL_DIFFERENCE) < top:
             top = float(values[index])
         result[index] = top
     return result

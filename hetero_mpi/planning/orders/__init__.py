@@ -20,8 +20,8 @@ class Order(Protocol):
     __doc__: str | None
     SPLITS: bool
 
-    def computing(self, pipeline: PipelinePlan, place: int) -> Iterable[tuple[str, int]]:
-        """(``F``, ``B``, ``I`` or ``W``, micro-batch) one after the other, for stage number ``place`` of the pipeline.
+    def computing(self, pipeline: PipelinePlan, index: int) -> Iterable[tuple[str, int]]:
+        """(``F``, ``B``, ``I`` or ``W``, micro-batch) one after the other, for stage number ``index`` of the pipeline.
 
         Backwards come in the order of the micro-batches on all stages, as gradients are added up in it.
         """
@@ -57,8 +57,8 @@ def computed_by_rank(pipeline: PipelinePlan) -> Mapping[int, Iterable[tuple[str,
         return cast(Interleaving, order).interleaving(pipeline)
     computing = cast(Order, order).computing
     return {
-        rank: [(op, place, m) for place in places for op, m in computing(pipeline, place)]
-        for rank, places in pipeline.held.items()
+        rank: [(op, index, m) for index in indices for op, m in computing(pipeline, index)]
+        for rank, indices in pipeline.held.items()
     }
 
 

@@ -23,15 +23,15 @@ def interleaving(pipeline: PipelinePlan) -> dict[int, list[Computed]]:
     groups = max(1, pipeline.micro_batches // count)
     sizes = [len(range(index, pipeline.micro_batches, groups)) for index in range(groups)]
     group_of = [index for index, size in enumerate(sizes) for _ in range(size)]
-    found: dict[int, list[Computed]] = {}
-    for index, (rank, places) in enumerate(pipeline.held.items()):
-        pairs = [(place, m) for m in range(pipeline.micro_batches) for place in places]
+    actions_by_rank: dict[int, list[Computed]] = {}
+    for index, (rank, positions) in enumerate(pipeline.held.items()):
+        pairs = [(position, m) for m in range(pipeline.micro_batches) for position in positions]
         forwards = sorted(pairs, key=lambda pair: (group_of[pair[1]], pair[0], pair[1]))
         backwards = sorted(pairs, key=lambda pair: (group_of[pair[1]], -pair[0], pair[1]))
-        depth = min(2 * (count - index - 1) + (len(places) - 1) * sizes[0], len(pairs))
-        listed: list[Computed] = [("F", *pair) for pair in forwards[:depth]]
+        depth = min(2 * (count - index - 1) + (len(positions) - 1) * sizes[0], len(pairs))
+        actions: list[Computed] = [("F", *pair) for pair in forwards[:depth]]
         for turn, backward in enumerate(backwards):
-            listed += [("F", *pair) for pair in forwards[depth + turn : depth + turn + 1]]
-            listed.append(("B", *backward))
-        found[rank] = listed
-    return found
+            actions += [("F", *pair) for pair in forwards[depth + turn : depth + turn + 1]]
+            actions.append(("B", *backward))
+        actions_by_rank[rank] = actions
+    return actions_by_rank

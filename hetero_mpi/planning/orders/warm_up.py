@@ -21,8 +21,8 @@ from dataclasses import replace
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 
 SPLITS = False
-ROUNDING = 1e-9
-SHORTEST_S = 1e-12
+ROUNDING_TOLERANCE = 1e-9
+MIN_PERIOD_S = 1e-12
 """No period is shorter."""
 
 
@@ -36,10 +36,10 @@ def weight_lag(pipeline: PipelinePlan, stage: StagePlan) -> int:
     return max(0, min(pipeline.stages[0].warm_up, deepest) - min(stage.warm_up, deepest))
 
 
-def computing(pipeline: PipelinePlan, place: int) -> Iterator[tuple[str, int]]:
+def computing(pipeline: PipelinePlan, index: int) -> Iterator[tuple[str, int]]:
     """See ``orders.Order``."""
-    stage, count = pipeline.stages[place], pipeline.micro_batches
-    split, depth = pipeline.split_backward and place > 0, min(stage.warm_up, count)
+    stage, count = pipeline.stages[index], pipeline.micro_batches
+    split, depth = pipeline.split_backward and index > 0, min(stage.warm_up, count)
     lag = weight_lag(pipeline, stage)
     yield from (("F", m) for m in range(depth))
     for m in range(count):
@@ -75,7 +75,7 @@ def scheduled_depths(schedule: str, stages: int, micro_batches: int) -> tuple[in
 
 def period_s(compute_s: Sequence[float], hops_s: Sequence[float]) -> float:
     """Seconds of a micro-batch on the slowest stage, or on a link with its messages out and back at once."""
-    return max(*compute_s, *(hop_s / 2 for hop_s in hops_s), SHORTEST_S)
+    return max(*compute_s, *(hop_s / 2 for hop_s in hops_s), MIN_PERIOD_S)
 
 
 def paced_each(compute_s: Sequence[float], hops_s: Sequence[float], period: float, allowance: float) -> list[int]:
@@ -87,7 +87,7 @@ def paced_each(compute_s: Sequence[float], hops_s: Sequence[float], period: floa
     ``compute_s``: forward and backward of a micro-batch by stage; ``hops_s``: its messages, out and back, by link;
     ``period``: seconds.
     """
-    wanted = [0]
+    depths = [0]
     for behind_s, hop_s in zip(reversed(compute_s[1:]), reversed(hops_s), strict=True):
-        wanted.append(wanted[-1] + max(1, math.ceil((behind_s + hop_s) / period + allowance - ROUNDING)))
-    return wanted[::-1]
+        depths.append(depths[-1] + max(1, math.ceil((behind_s + hop_s) / period + allowance - ROUNDING_TOLERANCE)))
+    return depths[::-1]

@@ -37,7 +37,7 @@ class _Candidate(NamedTuple):
     """0: backward, 1: forward, 2: weight gradients."""
     nearness: int
     micro_batch: int
-    place: int
+    stage: int
 
 
 def interleaving(pipeline: PipelinePlan) -> dict[int, list[Computed]]:
@@ -56,19 +56,19 @@ def list_scheduled(pipeline: PipelinePlan, sparing: bool = False) -> dict[int, l
     and weight gradients come in the order of the micro-batches; a rank's later stages end before its earlier ones.
     """
     ranks = tuple(stage.ranks[0] for stage in pipeline.stages)
-    flying = tuple(min(stage.warm_up + 1, pipeline.micro_batches) for stage in pipeline.stages)
-    found = _listed(ranks, flying, pipeline.micro_batches, pipeline.split_backward, sparing)
-    return {rank: list(listed) for rank, listed in found.items()}
+    limits = tuple(min(stage.warm_up + 1, pipeline.micro_batches) for stage in pipeline.stages)
+    actions_by_rank = _cached_lists(ranks, limits, pipeline.micro_batches, pipeline.split_backward, sparing)
+    return {rank: list(listed) for rank, listed in actions_by_rank.items()}
 
 
 @lru_cache(maxsize=64)
-def _listed(
-    ranks: tuple[int, ...], most: tuple[int, ...], count: int, split: bool, sparing: bool
+def _cached_lists(
+    ranks: tuple[int, ...], limits: tuple[int, ...], count: int, split: bool, sparing: bool
 ) -> dict[int, list[Computed]]:
-    return _Lists(ranks, most, count, split, sparing).made()
+    return _ListScheduler(ranks, limits, count, split, sparing).build()
 
 
-class _Lists:
+class _ListScheduler:
     """The lists as far as they are made.
 
     Attributes:
@@ -78,75 +78,75 @@ class _Lists:
         put_off: rank -> (place, micro-batch) whose weight gradients it owes.
     """
 
-    def __init__(self, ranks: tuple[int, ...], most: tuple[int, ...], count: int, split: bool, sparing: bool) -> None:
-        self.ranks, self.most, self.count, self.split, self.sparing = ranks, most, count, split, sparing
-        self.held = {rank: [place for place, other in enumerate(ranks) if other == rank] for rank in ranks}
+    def __init__(self, ranks: tuple[int, ...], limits: tuple[int, ...], count: int, split: bool, sparing: bool) -> None:
+        self.ranks, self.limits, self.count, self.split, self.sparing = ranks, limits, count, split, sparing
+        self.held = {rank: [index for index, holder in enumerate(ranks) if holder == rank] for rank in ranks}
         self.clock = dict.fromkeys(self.held, 0)
         self.inputs: list[dict[int, int]] = [dict.fromkeys(range(count), 0), *({} for _ in ranks[1:])]
         self.gradients: list[dict[int, int]] = [{} for _ in ranks]
         self.forwards, self.backwards = [0] * len(ranks), [0] * len(ranks)
-        self.put_off: dict[int, deque[tuple[int, int]]] = {rank: deque() for rank in self.held}
+        self.deferred: dict[int, deque[tuple[int, int]]] = {rank: deque() for rank in self.held}
         self.lists: dict[int, list[Computed]] = {rank: [] for rank in self.held}
 
-    def made(self) -> dict[int, list[Computed]]:
-        nexts = {rank: self._next(rank) for rank in self.held}
+    def build(self) -> dict[int, list[Computed]]:
+        nexts = {rank: self._next_candidate(rank) for rank in self.held}
         while any(nexts.values()):
-            (candidate, rank) = min((one, rank) for rank, one in nexts.items() if one is not None)
-            self._take(rank, candidate)
-            # Whoever may go on: this rank, and the holders of the stages beside.
-            near = range(max(0, candidate.place - 1), min(len(self.ranks), candidate.place + 2))
-            nexts |= {other: self._next(other) for other in {self.ranks[place] for place in near}}
+            (candidate, rank) = min((option, rank) for rank, option in nexts.items() if option is not None)
+            self._append(rank, candidate)
+            # Only this rank and the ranks of adjacent stages may have become ready.
+            near = range(max(0, candidate.stage - 1), min(len(self.ranks), candidate.stage + 2))
+            nexts |= {peer: self._next_candidate(peer) for peer in {self.ranks[index] for index in near}}
         return self.lists
 
-    def _next(self, rank: int) -> _Candidate | None:
+    def _next_candidate(self, rank: int) -> _Candidate | None:
         """The action that ``rank`` would take up; None: it must wait for others, or has done."""
-        now, found = self.clock[rank], []
-        owed = self.put_off[rank]
-        held = len(owed) + sum(self._flying(place) for place in self.held[rank])
-        full = bool(owed) and held >= sum(self.most[place] for place in self.held[rank])
-        for place in self.held[rank]:
-            forward, backward = self.forwards[place], self.backwards[place]
-            ends = place == 0 and backward == self.count - 1  # in one part: what later stages owe comes before it
-            if backward in self.gradients[place] and not (owed and ends):
-                begin = max(now, self.gradients[place][backward])
-                found.append(_Candidate(begin, 0, -place, backward, place))
-            if not full and forward in self.inputs[place] and self._flying(place) < self.most[place]:
-                found.append(_Candidate(max(now, self.inputs[place][forward]), 1, -place, forward, place))
+        now, options = self.clock[rank], []
+        owed = self.deferred[rank]
+        held_count = len(owed) + sum(self._in_flight(index) for index in self.held[rank])
+        full = bool(owed) and held_count >= sum(self.limits[index] for index in self.held[rank])
+        for index in self.held[rank]:
+            forward, backward = self.forwards[index], self.backwards[index]
+            ends = index == 0 and backward == self.count - 1  # in one part: what later stages owe comes before it
+            if backward in self.gradients[index] and not (owed and ends):
+                begin = max(now, self.gradients[index][backward])
+                options.append(_Candidate(begin, 0, -index, backward, index))
+            if not full and forward in self.inputs[index] and self._in_flight(index) < self.limits[index]:
+                options.append(_Candidate(max(now, self.inputs[index][forward]), 1, -index, forward, index))
         if owed:
-            found.append(_Candidate(now, 2, 0, owed[0][1], owed[0][0]))
-        return min(found, default=None)
+            options.append(_Candidate(now, 2, 0, owed[0][1], owed[0][0]))
+        return min(options, default=None)
 
-    def _flying(self, place: int) -> int:
-        return self.forwards[place] - self.backwards[place]
+    def _in_flight(self, index: int) -> int:
+        return self.forwards[index] - self.backwards[index]
 
-    def _take(self, rank: int, candidate: _Candidate) -> None:
-        begin, kind, _, micro_batch, place = candidate
+    def _append(self, rank: int, candidate: _Candidate) -> None:
+        begin, kind, _, micro_batch, index = candidate
         name = "BFW"[kind]
-        if name == "B" and place > 0 and self.split and (not self.sparing or self._splits(place, micro_batch, begin)):
+        if name == "B" and index > 0 and self.split and (not self.sparing or self._splits(index, micro_batch, begin)):
             name = "I"
-            self.put_off[rank].append((place, micro_batch))
+            self.deferred[rank].append((index, micro_batch))
         self.clock[rank] = end = begin + _UNITS[name]
-        self.lists[rank].append((name, place, micro_batch))
+        self.lists[rank].append((name, index, micro_batch))
         if name == "F":
-            self.forwards[place] += 1
-            if place + 1 < len(self.ranks):
-                self.inputs[place + 1][micro_batch] = end
+            self.forwards[index] += 1
+            if index + 1 < len(self.ranks):
+                self.inputs[index + 1][micro_batch] = end
             else:
-                self.gradients[place][micro_batch] = end
+                self.gradients[index][micro_batch] = end
         elif name == "W":
-            self.put_off[rank].popleft()
+            self.deferred[rank].popleft()
         else:
-            self.backwards[place] += 1
-            if place > 0:
-                self.gradients[place - 1][micro_batch] = end
+            self.backwards[index] += 1
+            if index > 0:
+                self.gradients[index - 1][micro_batch] = end
 
-    def _splits(self, place: int, micro_batch: int, begin: int) -> bool:
+    def _splits(self, index: int, micro_batch: int, begin: int) -> bool:
         """True where the holder of the stage before would wait for a backward that comes in one part, having nothing else to
         compute. None comes so before what its stage owes, since gradients are added in the order of the micro-batches, nor the last
         one before what its rank owes."""
-        other = self.ranks[place - 1]
-        following = self._next(other)
+        previous = self.ranks[index - 1]
+        following = self._next_candidate(previous)
         busy = following is not None and following.kind < 2 and following.begin + _UNITS["F"] >= begin + _UNITS["B"]
-        put_off = self.put_off[self.ranks[place]]
-        owed = any(of == place for of, _ in put_off) or (micro_batch == self.count - 1 and bool(put_off))
-        return owed or (other != self.ranks[place] and not busy)
+        deferred = self.deferred[self.ranks[index]]
+        owed = any(stage == index for stage, _ in deferred) or (micro_batch == self.count - 1 and bool(deferred))
+        return owed or (previous != self.ranks[index] and not busy)

@@ -32,11 +32,11 @@ SECONDS = "forward_overhead_s", "backward_overhead_s"
 """Figures of a device: what else its computing takes, per micro-batch."""
 STEP_SECONDS = "optimizer_fixed_s", "optimizer_s_per_parameter"
 """The same of a step."""
-PLENTY_BYTES = 2**50
+UNLIMITED_BYTES = 2**50
 """More memory than any model needs."""
 NF4_BYTES = 0.5625
 """Bytes per packed weight, scales without double quantisation included."""
-ADAPTER_SHARE = 0.01
+ADAPTER_PARAMETER_SHARE = 0.01
 """Parameters of rank-16 adapters on all matrices of a block, in parts of the block's own (0.3 to 1 % in models of 1B and more)."""
 SAVED_BYTES = {"adamw_8bit": EIGHT_BIT_SAVING, "adafactor": 8.0, "muon": 4.0}
 """Bytes of a parameter that an optimizer keeps less than AdamW."""
@@ -65,7 +65,7 @@ def with_faster_links(
         return replace(profile, links=tuple(faster(link) for link in profile.links), host_links=between)
     # Pairs of a host's ranks that are told by their hosts get a link of their own.
     listed = {(link.source, link.destination): link for link in profile.links}
-    for pair in ((a, b) for one in pairs for a, b in (one, one[::-1])):
+    for pair in ((a, b) for ends in pairs for a, b in (ends, ends[::-1])):
         listed[pair] = faster(profile.link(*pair))
     return replace(profile, links=tuple(listed.values()))
 
@@ -90,8 +90,8 @@ def with_free_links(profile: ClusterProfile) -> ClusterProfile:
 
 def with_plenty_of_memory(profile: ClusterProfile) -> ClusterProfile:
     """Nothing is short of memory."""
-    devices = tuple(replace(device, memory_bytes=PLENTY_BYTES) for device in profile.devices)
-    hosts = tuple(replace(host, memory_bytes=PLENTY_BYTES) for host in profile.hosts)
+    devices = tuple(replace(device, memory_bytes=UNLIMITED_BYTES) for device in profile.devices)
+    hosts = tuple(replace(host, memory_bytes=UNLIMITED_BYTES) for host in profile.hosts)
     return replace(profile, devices=devices, hosts=hosts)
 
 
@@ -104,10 +104,10 @@ def restricted(profile: ClusterProfile, ranks: Sequence[int]) -> ClusterProfile:
         for link in profile.links
         if link.source in new and link.destination in new
     )
-    there = {device.host for device in devices}
-    hosts = tuple(host for host in profile.hosts if host.name in there)
-    known = there | {ANY_HOST, ITSELF}
-    between = tuple(one for one in profile.host_links if one.source in known and one.destination in known)
+    host_names = {device.host for device in devices}
+    hosts = tuple(host for host in profile.hosts if host.name in host_names)
+    names = host_names | {ANY_HOST, ITSELF}
+    between = tuple(pair for pair in profile.host_links if pair.source in names and pair.destination in names)
     return replace(profile, devices=devices, links=links, host_links=between, hosts=hosts)
 
 
@@ -124,18 +124,18 @@ def with_copy_of(profile: ClusterProfile, rank: int) -> ClusterProfile:
     """One more rank like ``rank``, linked to the others as that one is, and to that one by its fastest link."""
     new, host = len(profile.devices), profile.devices[rank].host
     more = replace(profile, devices=(*profile.devices, replace(profile.devices[rank], rank=new)))
-    others = [other for other in range(new) if other != rank]
+    other_ranks = [peer for peer in range(new) if peer != rank]
     fastest = max(
-        (profile.link(rank, other) for other in others), key=lambda k: (k.bytes_per_s, -k.latency_s), default=None
+        (profile.link(rank, peer) for peer in other_ranks), key=lambda k: (k.bytes_per_s, -k.latency_s), default=None
     )
     speed = (0.0, math.inf) if fastest is None else (fastest.latency_s, fastest.bytes_per_s)
     if not profile.links:  # all but what the host's own ranks have among themselves is told by the hosts
-        own = () if profile.host_link(host, host) else (HostLinkProfile(host, host, *speed),)
-        return replace(more, host_links=(*profile.host_links, *own))
+        own_link = () if profile.host_link(host, host) else (HostLinkProfile(host, host, *speed),)
+        return replace(more, host_links=(*profile.host_links, *own_link))
     links = [*profile.links, LinkProfile(new, rank, *speed, True), LinkProfile(rank, new, *speed, True)]
-    for other in others:
-        links.append(replace(profile.link(rank, other), source=new))
-        links.append(replace(profile.link(other, rank), destination=new))
+    for peer in other_ranks:
+        links.append(replace(profile.link(rank, peer), source=new))
+        links.append(replace(profile.link(peer, rank), destination=new))
     return replace(more, links=tuple(links))
 
 
@@ -174,41 +174,41 @@ def with_copies(profile: ClusterProfile, request: PlanRequest) -> ClusterProfile
     has a GPU, whose copies lie in the host's memory too, that memory is planned without what copies may take of it, if ranks
     compute or may keep what they train there.
     """
-    more = request.copy_bytes_per_trainable_parameter
+    copy_bytes = request.copy_bytes_per_trainable_parameter
     computing = [device.shares_host_memory for device in profile.devices]
     streams = request.streaming != "never" and profile.model.trained_whole
-    if not more or not (any(computing) or streams):
+    if not copy_bytes or not (any(computing) or streams):
         return profile
-    model, copies = profile.model, more / COPY_BYTES
+    model, copies = profile.model, copy_bytes / COPY_BYTES
     if not all(computing):
-        return _without_room_for_copies(profile, copies * model.copy_bytes_per_trainable_parameter, streams)
+        return _without_copy_memory(profile, copies * model.copy_bytes_per_trainable_parameter, streams)
     saving = [layer.moments_saving_bytes * (1 + copies) for layer in model.layers]
     layers = (replace(x, moments_saving_bytes=s) if s else x for x, s in zip(model.layers, saving, strict=True))
-    state = model.state_bytes_per_trainable_parameter + more
+    state = model.state_bytes_per_trainable_parameter + copy_bytes
     return replace(profile, model=replace(model, state_bytes_per_trainable_parameter=state, layers=tuple(layers)))
 
 
-def _without_room_for_copies(profile: ClusterProfile, more: float, everywhere: bool) -> ClusterProfile:
-    """The profile with less memory of hosts that ranks compute in, or ``everywhere``: without copies of ``more`` bytes for each
+def _without_copy_memory(profile: ClusterProfile, copy_bytes: float, everywhere: bool) -> ClusterProfile:
+    """The profile with less memory of hosts that ranks compute in, or ``everywhere``: without copies of ``copy_bytes`` bytes for each
     parameter that the host's ranks may train, which are no more than fit into their memory."""
     model = profile.model
     trained = sum(layer.trainable_parameters for layer in model.layers)
-    held = sum(layer.parameter_bytes for layer in model.layers) + model.state_bytes(0, len(model.layers))
-    each = held / max(1, trained)
-    known, taken = {host.name: host.memory_bytes for host in profile.hosts}, {}
+    model_bytes = sum(layer.parameter_bytes for layer in model.layers) + model.state_bytes(0, len(model.layers))
+    ratio = model_bytes / max(1, trained)
+    limits, reserved = {host.name: host.memory_bytes for host in profile.hosts}, {}
     for name in {device.host for device in profile.devices if device.shares_host_memory or everywhere}:
-        own = [device for device in profile.devices if device.host == name]
-        memory = known.get(name, max((device.memory_bytes for device in own if device.shares_host_memory), default=0))
-        fitting = sum(d.memory_bytes for d in own if not d.shares_host_memory) / each + memory / (each + more)
-        taken[name] = math.ceil(more * min(trained, fitting))
+        local = [device for device in profile.devices if device.host == name]
+        memory = limits.get(name, max((d.memory_bytes for d in local if d.shares_host_memory), default=0))
+        fitting = sum(d.memory_bytes for d in local if not d.shares_host_memory) / ratio + memory / (ratio + copy_bytes)
+        reserved[name] = math.ceil(copy_bytes * min(trained, fitting))
     devices = tuple(
-        replace(device, memory_bytes=max(0, device.memory_bytes - taken[device.host]))
+        replace(device, memory_bytes=max(0, device.memory_bytes - reserved[device.host]))
         if device.shares_host_memory
         else device
         for device in profile.devices
     )
     hosts = tuple(
-        replace(host, memory_bytes=max(0, host.memory_bytes - taken.get(host.name, 0))) for host in profile.hosts
+        replace(host, memory_bytes=max(0, host.memory_bytes - reserved.get(host.name, 0))) for host in profile.hosts
     )
     return replace(profile, devices=devices, hosts=hosts)
 
@@ -224,17 +224,17 @@ def with_adapters(model: ModelCost, packed: bool) -> ModelCost:
     def frozen(index: int, layer: LayerCost) -> LayerCost:
         if not 0 < index < len(model.layers) - 1:
             return replace(layer, trainable_parameters=0, moments_saving_bytes=0.0)
-        own = layer.parameters - (0 if model.trained_whole else layer.trainable_parameters)
-        adapters = math.ceil(ADAPTER_SHARE * own) if model.trained_whole else layer.trainable_parameters
-        held = math.ceil(own * (NF4_BYTES if packed else size)) + size * adapters
+        base = layer.parameters - (0 if model.trained_whole else layer.trainable_parameters)
+        adapters = math.ceil(ADAPTER_PARAMETER_SHARE * base) if model.trained_whole else layer.trainable_parameters
+        parameter_bytes = math.ceil(base * (NF4_BYTES if packed else size)) + size * adapters
         # One matrix at a time is unpacked: a third of a block at most.
-        unpacked = math.ceil(size * own / 3) if packed else layer.workspace_bytes
+        unpacked = math.ceil(size * base / 3) if packed else layer.workspace_bytes
         return replace(
             layer,
-            parameters=own + adapters,
+            parameters=base + adapters,
             trainable_parameters=adapters,
             moments_saving_bytes=0.0,
-            parameter_bytes=held,
+            parameter_bytes=parameter_bytes,
             workspace_bytes=max(layer.workspace_bytes, unpacked),
         )
 
@@ -260,6 +260,6 @@ def in_bf16(model: ModelCost) -> ModelCost:
 
 def with_optimizer(model: ModelCost, optimizer: str) -> ModelCost:
     """The costs with another optimizer than AdamW, as if it kept the same of every parameter behind the embedding."""
-    embedding, *others = model.layers
-    saving = (replace(x, moments_saving_bytes=SAVED_BYTES[optimizer] * x.trainable_parameters) for x in others)
+    embedding, *later_layers = model.layers
+    saving = (replace(x, moments_saving_bytes=SAVED_BYTES[optimizer] * x.trainable_parameters) for x in later_layers)
     return replace(model, layers=(embedding, *saving), optimizer=optimizer)

@@ -26,8 +26,8 @@ def encode(value: Any, infinity_as_text: bool = False) -> Any:
     if dataclasses.is_dataclass(value):
         values = {field: getattr(value, field.name) for field in dataclasses.fields(value)}
         # TOML has no null: what is not known is left out; so are remarks (what no comparison looks at) that there are none of.
-        told = {field.name: item for field, item in values.items() if item is not None and (item or field.compare)}
-        return {name: encode(item, infinity_as_text) for name, item in told.items()}
+        stated = {field.name: item for field, item in values.items() if item is not None and (item or field.compare)}
+        return {name: encode(item, infinity_as_text) for name, item in stated.items()}
     if isinstance(value, Mapping):
         return {_key_text(key): encode(item, infinity_as_text) for key, item in value.items()}
     if isinstance(value, (tuple, list)):

@@ -79,15 +79,15 @@ class LayerCost:
 
     def part(self, share: float, experts: float) -> LayerCost:
         """The layer on a member of a group that has this share of what is divided, and this one of the experts."""
-        held = _held(self.parameters, self.divided_parameters, self.expert_parameters, share, experts)
-        trained = _held(self.trainable_parameters, self.divided_trainable, self.expert_trainable, share, experts)
-        kept, used = (1 - (1 - share) * divided for divided in (self.divided_activations, self.divided_workspace))
+        stored = _held_share(self.parameters, self.divided_parameters, self.expert_parameters, share, experts)
+        trained = _held_share(self.trainable_parameters, self.divided_trainable, self.expert_trainable, share, experts)
+        saved, used = (1 - (1 - share) * divided for divided in (self.divided_activations, self.divided_workspace))
         return replace(
             self,
-            parameters=math.ceil(held * self.parameters),
+            parameters=math.ceil(stored * self.parameters),
             trainable_parameters=math.ceil(trained * self.trainable_parameters),
-            parameter_bytes=math.ceil(held * self.parameter_bytes + max(share, experts) * self.divided_scale_bytes),
-            activation_bytes_per_token=kept * self.activation_bytes_per_token,
+            parameter_bytes=math.ceil(stored * self.parameter_bytes + max(share, experts) * self.divided_scale_bytes),
+            activation_bytes_per_token=saved * self.activation_bytes_per_token,
             workspace_bytes_per_token=used * self.workspace_bytes_per_token,
             workspace_bytes=self._part_of_workspace(used, experts),
             logits_bytes_per_token=used * self.logits_bytes_per_token,
@@ -218,13 +218,13 @@ class StageTables:
     def __init__(self, model: ModelCost) -> None:
         layers, numbers = model.layers, range(len(model.layers))
         outputs = [layer.boundary_bytes_per_token for layer in layers]
-        kept = [layer.activation_bytes_per_token for layer in layers]
-        inputs = [min(own, before) for own, before in zip(kept[1:-1], outputs, strict=False)]
+        saved = [layer.activation_bytes_per_token for layer in layers]
+        inputs = [min(size, before) for size, before in zip(saved[1:-1], outputs, strict=False)]
         self.model, self._workspaces = model, dict[int, NDArray[np.int64]]()
         self.parameters = _over([layer.parameter_bytes for layer in layers])
         self.state = _over([model.state_bytes(i, i + 1) for i in numbers])
-        self.kept, self.most_kept = _over(kept), _over(kept, np.maximum)
-        self.kept_recomputing = _over([kept[0], *inputs, *kept[1:][-1:]])
+        self.kept, self.most_kept = _over(saved), _over(saved, np.maximum)
+        self.kept_recomputing = _over([saved[0], *inputs, *saved[1:][-1:]])
         """A block that is recomputed keeps its input only."""
         self.deferred = _over([layer.deferred_bytes_per_token for layer in layers])
         self.outputs, self.most_output = _over(outputs), _over(outputs, np.maximum)
@@ -237,8 +237,8 @@ class StageTables:
     def workspace(self, tokens: int) -> NDArray[np.int64]:
         if tokens not in self._workspaces:
             layers = self.model.layers
-            each = [math.ceil(one.workspace_bytes_per_token * tokens) + one.workspace_bytes for one in layers]
-            self._workspaces[tokens] = _over(each, np.maximum)
+            sizes = [math.ceil(layer.workspace_bytes_per_token * tokens) + layer.workspace_bytes for layer in layers]
+            self._workspaces[tokens] = _over(sizes, np.maximum)
         return self._workspaces[tokens]
 
 
@@ -248,9 +248,9 @@ def _over(values: Sequence[float], combine: np.ufunc = np.add) -> NDArray[Any]:
     return table
 
 
-def _held(whole: int, divided: int, of_experts: int, share: float, experts: float) -> float:
-    """The part of ``whole`` parameters that a member of a group holds."""
-    return 1 - ((1 - share) * (divided - of_experts) + (1 - experts) * of_experts) / max(1, whole)
+def _held_share(parameters: int, divided: int, of_experts: int, share: float, experts: float) -> float:
+    """The part of ``parameters`` parameters that a member of a group holds."""
+    return 1 - ((1 - share) * (divided - of_experts) + (1 - experts) * of_experts) / max(1, parameters)
 
 
 @lru_cache(maxsize=256)
@@ -263,9 +263,9 @@ def _part(model: ModelCost, share: float, experts: float) -> ModelCost:
 def _keeping(model: ModelCost, ratio: float) -> ModelCost:
     embedding, *blocks, head = model.layers
 
-    def more(block: LayerCost) -> LayerCost:
-        own = block.activation_bytes_per_token
-        workspace = block.workspace_bytes_per_token + (ratio - 1) * own  # backward holds the gradients of what was kept
-        return replace(block, activation_bytes_per_token=ratio * own, workspace_bytes_per_token=workspace)
+    def scaled(block: LayerCost) -> LayerCost:
+        saved = block.activation_bytes_per_token
+        workspace = block.workspace_bytes_per_token + (ratio - 1) * saved  # plus gradients
+        return replace(block, activation_bytes_per_token=ratio * saved, workspace_bytes_per_token=workspace)
 
-    return replace(model, layers=(embedding, *map(more, blocks), head))
+    return replace(model, layers=(embedding, *map(scaled, blocks), head))

@@ -22,17 +22,17 @@ def kept(moments: str, shape: tuple[int, ...]) -> Kept:
         scales = (-(-math.prod(shape) // MOMENT_BLOCK),), "float32"
         codes = shape, "uint8"
         return {"moments1": codes, "moments2": codes, "absmax1": scales, "absmax2": scales}
-    found = {"moments1": (shape, "float32"), "moments2": (shape, "float32")}
+    tensors = {"moments1": (shape, "float32"), "moments2": (shape, "float32")}
     if moments == FACTORED and len(shape) > 1:
         return {"moments1": (shape[:-1], "float32"), "moments2": ((*shape[:-2], shape[-1]), "float32")}
     if moments in (FACTORED, ONE):  # a vector's are not factored
-        del found["moments2" if moments == ONE else "moments1"]
-    return found
+        del tensors["moments2" if moments == ONE else "moments1"]
+    return tensors
 
 
 def saved_bytes(moments: str, shape: tuple[int, ...]) -> float:
     """Bytes by which that is smaller than AdamW's moments in fp32."""
     sizes = kept(moments, shape).values()
     return 2 * _FP32_BYTES * math.prod(shape) - sum(
-        math.prod(own) * (1 if dtype == "uint8" else _FP32_BYTES) for own, dtype in sizes
+        math.prod(tensor_shape) * (1 if dtype == "uint8" else _FP32_BYTES) for tensor_shape, dtype in sizes
     )

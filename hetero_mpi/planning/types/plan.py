@@ -100,20 +100,20 @@ class PipelinePlan:
     @cached_property
     def held(self) -> dict[int, tuple[int, ...]]:
         """Rank -> the places of its stages in the pipeline."""
-        found: dict[int, tuple[int, ...]] = {}
-        for place, stage in enumerate(self.stages):
+        indices: dict[int, tuple[int, ...]] = {}
+        for index, stage in enumerate(self.stages):
             for rank in stage.ranks:
-                found[rank] = (*found.get(rank, ()), place)
-        return found
+                indices[rank] = (*indices.get(rank, ()), index)
+        return indices
 
     @property
     def interleaved(self) -> bool:
         """True where some rank holds several stages."""
         return any(len(places) > 1 for places in self.held.values())
 
-    def together(self, place: int) -> bool:
-        """True where stages ``place`` and ``place + 1`` are on one rank: no message passes between them."""
-        return self.stages[place].ranks == self.stages[place + 1].ranks
+    def together(self, index: int) -> bool:
+        """True where stages ``index`` and ``place + 1`` are on one rank: no message passes between them."""
+        return self.stages[index].ranks == self.stages[index + 1].ranks
 
     @property
     def micro_batches(self) -> int:
@@ -141,8 +141,8 @@ class Plan:
 
     def with_stages(self, stages: Iterable[StagePlan]) -> Plan:
         """This plan with other stages, as many in each pipeline. ``stages``: in the order of ``numbered``."""
-        left = iter(stages)
-        pipelines = (replace(one, stages=tuple(islice(left, len(one.stages)))) for one in self.pipelines)
+        rest = iter(stages)
+        pipelines = (replace(pipeline, stages=tuple(islice(rest, len(pipeline.stages)))) for pipeline in self.pipelines)
         return replace(self, pipelines=tuple(pipelines))
 
     @cached_property
@@ -153,11 +153,11 @@ class Plan:
     @cached_property
     def holders(self) -> tuple[tuple[int, ...], ...]:
         """The ranks that hold each layer, one per pipeline (of a group its first), in plan order."""
-        found: list[list[int]] = [[] for _ in range(self.layers)]
+        ranks_by_layer: list[list[int]] = [[] for _ in range(self.layers)]
         for _, _, stage in self.numbered:
             for layer in range(max(0, stage.first), min(stage.last, self.layers)):
-                found[layer].append(stage.ranks[0])
-        return tuple(map(tuple, found))
+                ranks_by_layer[layer].append(stage.ranks[0])
+        return tuple(map(tuple, ranks_by_layer))
 
     @cached_property
     def leader_of(self) -> dict[int, int]:
@@ -167,19 +167,19 @@ class Plan:
     @property
     def ranks(self) -> list[int]:
         """Those that hold a stage, increasing."""
-        return sorted(self._of_rank)
+        return sorted(self._numbers_by_rank)
 
     def of_rank(self, rank: int) -> tuple[int, ...]:
         """The numbers of the rank's stages; none: it is idle."""
-        return self._of_rank.get(rank, ())
+        return self._numbers_by_rank.get(rank, ())
 
     @cached_property
-    def _of_rank(self) -> dict[int, tuple[int, ...]]:
-        found: dict[int, tuple[int, ...]] = {}
+    def _numbers_by_rank(self) -> dict[int, tuple[int, ...]]:
+        numbers_by_rank: dict[int, tuple[int, ...]] = {}
         for number, _, stage in self.numbered:
             for rank in stage.ranks:
-                found[rank] = (*found.get(rank, ()), number)
-        return found
+                numbers_by_rank[rank] = (*numbers_by_rank.get(rank, ()), number)
+        return numbers_by_rank
 
     @cached_property
     def numbered(self) -> tuple[tuple[int, int, StagePlan], ...]:

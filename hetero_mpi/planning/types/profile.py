@@ -58,18 +58,18 @@ class Curve:
 
     def at(self, tokens: float) -> float:
         """Seconds for a micro-batch of ``tokens`` tokens; a knot's own to the last bit."""
-        place = bisect.bisect_left(self.tokens, tokens)
-        if place < len(self.tokens) and self.tokens[place] == tokens:
-            return self.seconds[place]
+        index = bisect.bisect_left(self.tokens, tokens)
+        if index < len(self.tokens) and self.tokens[index] == tokens:
+            return self.seconds[index]
         if len(self.tokens) == 1:
             return self.seconds[0] * tokens / self.tokens[0]
-        right = min(max(place, 1), len(self.tokens) - 1)
+        right = min(max(index, 1), len(self.tokens) - 1)
         x0, x1 = self.tokens[right - 1], self.tokens[right]
         y0, y1 = self.seconds[right - 1], self.seconds[right]
         line = y0 + (y1 - y0) * (tokens - x0) / (x1 - x0)
-        if place == len(self.tokens):
+        if index == len(self.tokens):
             return max(line, y1)
-        return max(line, y0 * tokens / x0) if place == 0 else line
+        return max(line, y0 * tokens / x0) if index == 0 else line
 
 
 def _spread(times: Sequence[float]) -> float:
@@ -239,9 +239,9 @@ class ClusterProfile:
 
     def link(self, source: int, destination: int) -> LinkProfile:
         """The directed link from rank ``source`` to rank ``destination``."""
-        found = self._link_of.get((source, destination))
-        if found is not None:
-            return found
+        listed_link = self._link_of.get((source, destination))
+        if listed_link is not None:
+            return listed_link
         hosts = self.devices[source].host, self.devices[destination].host
         between = self.host_link(*hosts)
         if between is None or source == destination:
@@ -259,8 +259,8 @@ class ClusterProfile:
 
     def host_link(self, source: str, destination: str) -> HostLinkProfile | None:
         """The link that stands for all from a host to another, or to itself."""
-        known, any_other = self._host_link_of, ITSELF if source == destination else ANY_HOST
-        return known.get((source, destination)) or known.get((ANY_HOST, any_other))
+        link_by_hosts, any_other = self._host_link_of, ITSELF if source == destination else ANY_HOST
+        return link_by_hosts.get((source, destination)) or link_by_hosts.get((ANY_HOST, any_other))
 
     def told_links(self) -> tuple[LinkProfile, ...]:
         """``links``, or where there are none, one link for every pair of hosts: enough for a table or the least of all."""

@@ -18,13 +18,13 @@ from hetero_mpi.planning.types.sizes import DTYPE_BYTES, EMBEDDING, HEAD
 from hetero_mpi.util.plug_ins import plug_in_names
 
 DTYPES = tuple(DTYPE_BYTES)
-LONGEST_S = 1e6
+MAX_LAYER_S = 1e6
 """Seconds of a micro-batch in one layer (eleven days): what takes longer is a slip of the pen."""
-SLOWEST = 1e-9
+MIN_SPEED = 1e-9
 """Bytes per second."""
-LARGEST = 1e18
+MAX_NUMBER = 1e18
 """Bytes, parameters or anything else that is counted (but speeds): what is more is one, too."""
-MOST_PARTS = 10_000
+MAX_PARTS = 10_000
 """Of heads and experts, which are dealt to ranks one by one."""
 PARTS: dict[str, str | int] = {
     "trainable_parameters": "parameters",
@@ -49,12 +49,12 @@ def profile_problems(profile: ClusterProfile) -> list[str]:
     trained: dict[str, int] = {}
     for layer in profile.model.layers:
         trained[layer.kind] = trained.get(layer.kind, 0) + layer.trainable_parameters
-    told = set()
+    checked_contents = set()
     for device in profile.devices:
         content = repr(encode(replace(device, rank=0, host="")))
-        if content not in told:  # devices like an earlier one have its problems
+        if content not in checked_contents:  # devices like an earlier one have its problems
             problems += _device_problems(device, trained, f"devices[{device.rank}]")
-        told.add(content)
+        checked_contents.add(content)
     return [*problems, *_host_problems(profile)]
 
 
@@ -67,24 +67,24 @@ def number_problems(value: Any, path: str = "") -> list[str]:
     number = math.inf if value == "inf" else value
     if isinstance(number, (int, float)) and not isinstance(number, bool):
         if path.endswith("bytes_per_s"):
-            return [f"{path} = {value}: a speed is above zero, {SLOWEST:g} at least"] if number < SLOWEST else []
+            return [f"{path} = {value}: a speed is above zero, {MIN_SPEED:g} at least"] if number < MIN_SPEED else []
         if number < 0:
             return [f"{path} = {value}: must not be negative"]
         if math.isinf(number):
             return [f"{path} = {value}: must be finite (only speeds may be inf)"]
-        if number > LARGEST:
-            return [f"{path} = {value}: must be at most {LARGEST:g}; correct it"]
+        if number > MAX_NUMBER:
+            return [f"{path} = {value}: must be at most {MAX_NUMBER:g}; correct it"]
     return []
 
 
 def _link_problems(profile: ClusterProfile) -> Iterator[str]:
     hosts = {device.rank: device.host for device in profile.devices}
     names, pairs = set(hosts.values()), Counter((link.source, link.destination) for link in profile.links)
-    told = Counter((link.source, link.destination) for link in profile.host_links)
-    for ends in told:
+    pair_counts = Counter((link.source, link.destination) for link in profile.host_links)
+    for ends in pair_counts:
         if ends not in ((ANY_HOST, ANY_HOST), (ANY_HOST, ITSELF)):
             yield from (f"host_links: no such host: {host}" for host in sorted({*ends} - names))
-    yield from (f"host_links: {' -> '.join(ends)} given {times} times" for ends, times in told.items() if times > 1)
+    yield from (f"host_links: {' -> '.join(ends)} given {n} times" for ends, n in pair_counts.items() if n > 1)
     # Of pairs of ranks there may be a million.
     unlinked = {(a, b) for a in names for b in names if profile.host_link(a, b) is None}
     if unlinked:
@@ -95,8 +95,8 @@ def _link_problems(profile: ClusterProfile) -> Iterator[str]:
         if a not in hosts or b not in hosts or a == b:
             yield f"links: no such pair of ranks: {a} -> {b}"
     yield from (f"links: {a} -> {b} given twice" for (a, b), times in sorted(pairs.items()) if times > 1)
-    for place, link in enumerate(profile.links):
-        path = f"links[{place}] ({link.source} -> {link.destination})"
+    for index, link in enumerate(profile.links):
+        path = f"links[{index}] ({link.source} -> {link.destination})"
         if len(link.sample_bytes) != len(link.sample_s):
             counts = f"{len(link.sample_bytes)} and {len(link.sample_s)}"
             yield f"{path}: sample_bytes and sample_s must be as many (there are {counts}); both may be left out"
@@ -112,19 +112,19 @@ def _model_problems(profile: ClusterProfile) -> Iterator[str]:
     if model.sequence_length < 1:
         yield f"model.sequence_length = {model.sequence_length}: must be at least 1"
     for name, count in (("heads", model.heads), ("experts", model.experts)):
-        if count is not None and not 1 <= count <= MOST_PARTS:
-            yield f"model.{name} = {count}: must be 1 to {MOST_PARTS:,}; leave it out where ranks cannot share them"
+        if count is not None and not 1 <= count <= MAX_PARTS:
+            yield f"model.{name} = {count}: must be 1 to {MAX_PARTS:,}; leave it out where ranks cannot share them"
     if len(model.layers) < 2:
         yield "model.layers: the chain has at least an embedding and a head"
-    for place, layer in enumerate(model.layers):
+    for index, layer in enumerate(model.layers):
         ends = {0: EMBEDDING, len(model.layers) - 1: HEAD}
-        if place in ends and layer.kind != ends[place]:
-            yield f"model.layers[{place}].kind = {layer.kind!r}: must be {ends[place]!r}, which begins or ends the chain"
-        for part, whole in PARTS.items():
-            own, of = getattr(layer, part), getattr(layer, whole) if isinstance(whole, str) else whole
-            if own > of:
-                told = f"its {whole} = {of}" if isinstance(whole, str) else f"{of}, as a share is"
-                yield f"model.layers[{place}].{part} = {own}: more than {told}"
+        if index in ends and layer.kind != ends[index]:
+            yield f"model.layers[{index}].kind = {layer.kind!r}: must be {ends[index]!r}, which begins or ends the chain"
+        for part, total in PARTS.items():
+            value, limit = getattr(layer, part), getattr(layer, total) if isinstance(total, str) else total
+            if value > limit:
+                limit_text = f"its {total} = {limit}" if isinstance(total, str) else f"{limit}, as a share is"
+                yield f"model.layers[{index}].{part} = {value}: more than {limit_text}"
 
 
 def _device_problems(device: DeviceProfile, trained: dict[str, int], path: str) -> Iterator[str]:
@@ -171,8 +171,8 @@ def _times_problems(times: LayerTimes, trained: bool, path: str) -> Iterator[str
                 f"{path}.{field.name} = {list(curve.seconds)} with {list(curve.tokens)} tokens: more tokens do not take half the "
                 f"time; correct it, or measure again"
             )
-        if curve is not None and max(curve.seconds) > LONGEST_S:
-            yield f"{path}.{field.name} = {list(curve.seconds)}: no layer takes more than {LONGEST_S:,.0f} s; correct it"
+        if curve is not None and max(curve.seconds) > MAX_LAYER_S:
+            yield f"{path}.{field.name} = {list(curve.seconds)}: no layer takes more than {MAX_LAYER_S:,.0f} s; correct it"
 
 
 def _sample_problems(curve: Curve, path: str) -> Iterator[str]:
@@ -195,11 +195,11 @@ def _host_problems(profile: ClusterProfile) -> Iterator[str]:
             yield f"hosts.name = {name!r}: given {times} times"
         if name not in used:
             yield f"hosts.name = {name!r}: no device is on it; devices are on {', '.join(used)}"
-    for place, host in enumerate(profile.hosts):
+    for index, host in enumerate(profile.hosts):
         if host.cores is not None and not host.cores > 0:
-            yield f"hosts[{place}].cores = {host.cores}: must be above zero"
+            yield f"hosts[{index}].cores = {host.cores}: must be above zero"
         if not host.other_threads >= 0:
-            yield f"hosts[{place}].other_threads = {host.other_threads}: must not be negative"
+            yield f"hosts[{index}].other_threads = {host.other_threads}: must not be negative"
     listed = {host.name for host in profile.hosts}
     for device in profile.devices:
         if device.shares_host_memory and device.host not in listed:

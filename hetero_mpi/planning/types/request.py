@@ -62,11 +62,11 @@ Resource = tuple[str, str | int, int]
 
 def with_shared_nics(profile: ClusterProfile) -> ClusterProfile:
     """The same cluster, its messages between hosts passing through one NIC per host."""
-    known = {host.name: host for host in profile.hosts}
-    used_bytes = dict.fromkeys(known, 0)
+    listed = {host.name: host for host in profile.hosts}
+    used_bytes = dict.fromkeys(listed, 0)
     for device in profile.devices:
         used_bytes[device.host] = used_bytes.get(device.host, 0) + device.memory_bytes
-    hosts = [known.get(name, HostProfile(name, n, "not known: that of its ranks")) for name, n in used_bytes.items()]
+    hosts = [listed.get(name, HostProfile(name, n, "not known: that of its ranks")) for name, n in used_bytes.items()]
     return replace(profile, hosts=tuple(replace(host, shared_nic=True) for host in hosts))
 
 
@@ -78,10 +78,10 @@ def shares_nics(profile: ClusterProfile) -> bool:
 
 def resources(profile: ClusterProfile, source: int, destination: int) -> tuple[Resource, ...]:
     """The resources that a message from rank ``source`` to rank ``destination`` occupies from its start to its end."""
-    found: list[Resource] = [("link", source, destination)]
+    occupied: list[Resource] = [("link", source, destination)]
     if profile.devices[source].host != profile.devices[destination].host:
-        for rank, way in ((source, "out"), (destination, "in")):
+        for rank, direction in ((source, "out"), (destination, "in")):
             host = profile.host(rank)
             if host is not None and host.shared_nic:
-                found.append((way, host.name, 0))
-    return tuple(found)
+                occupied.append((direction, host.name, 0))
+    return tuple(occupied)

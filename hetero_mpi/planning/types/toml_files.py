@@ -41,8 +41,8 @@ PLAN_HEADING = """\
 # Plan of a run. Stages hold the layers [first, last) of the chain embedding = 0, blocks = 1 to layers - 2, head = last.
 # Edit it and give it back with --plan: what [report] says of it is worked out again, and may be left out.
 """
-INLINE_COLUMNS = 120
-MOST_ITEMS = 10_000
+MAX_INLINE_COLUMNS = 120
+MAX_ITEMS = 10_000
 _OWN_KEYS = ("rank", "host")
 
 
@@ -55,7 +55,7 @@ def profile_from_dict(data: dict[str, Any], where: str = "profile") -> ClusterPr
     """Inverse of ``profile_to_dict``. Raises ``UserError`` with all problems."""
     _check_version(data, profile_types.SCHEMA_VERSION, "profile", where)
     problems = number_problems(data)
-    data = _expanded(data, where)
+    data = _expand_shorthand(data, where)
     try:
         profile = decode(ClusterProfile, data, where)
     except UserError as error:
@@ -67,63 +67,63 @@ def profile_from_dict(data: dict[str, Any], where: str = "profile") -> ClusterPr
     return profile
 
 
-def _shortened(data: dict[str, Any]) -> dict[str, Any]:
+def _with_shorthand(data: dict[str, Any]) -> dict[str, Any]:
     """The same profile in shorthand. ``data`` stays as it is."""
     runs = [(layer, len([*equal])) for layer, equal in itertools.groupby(data["model"]["layers"])]
     layers = [layer if n == 1 else {"kind": layer["kind"], "count": n, **layer} for layer, n in runs]
-    return {**data, "model": {**data["model"], "layers": layers}, "devices": _alike(data["devices"])}
+    return {**data, "model": {**data["model"], "layers": layers}, "devices": _with_likes(data["devices"])}
 
 
-def _alike(devices: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _with_likes(devices: list[dict[str, Any]]) -> list[dict[str, Any]]:
     first: dict[str, int] = {}
-    found = []
+    shortened = []
     for device in devices:
         content = repr({key: value for key, value in device.items() if key not in _OWN_KEYS})
         earlier = first.setdefault(content, device["rank"])
-        own = {key: device[key] for key in _OWN_KEYS}
-        found.append(device if earlier == device["rank"] else {**own, "like": earlier})
-    return found
+        identity = {key: device[key] for key in _OWN_KEYS}
+        shortened.append(device if earlier == device["rank"] else {**identity, "like": earlier})
+    return shortened
 
 
-def _expanded(data: Any, where: str) -> Any:
+def _expand_shorthand(data: Any, where: str) -> Any:
     """Without shorthand; whatever is not a profile is left to those who read it. Raises ``UserError`` with all problems."""
     problems: list[str] = []
     if not isinstance(data, dict):
         return data
     data, model = dict(data), data.get("model")
     if isinstance(model, dict) and isinstance(model.get("layers"), list):
-        data["model"] = {**model, "layers": _repeated(model["layers"], problems)}
+        data["model"] = {**model, "layers": _expand_counts(model["layers"], problems)}
     if isinstance(data.get("devices"), list):
-        data["devices"] = _filled(data["devices"], problems)
+        data["devices"] = _expand_likes(data["devices"], problems)
     raise_all(where, problems)
     return data
 
 
-def _repeated(layers: list[Any], problems: list[str]) -> list[Any]:
-    found: list[Any] = []
-    for place, layer in enumerate(layers):
+def _expand_counts(layers: list[Any], problems: list[str]) -> list[Any]:
+    expanded: list[Any] = []
+    for index, layer in enumerate(layers):
         count = layer.get("count", 1) if isinstance(layer, dict) else 1
-        if type(count) is not int or not 1 <= count <= MOST_ITEMS:
-            problems.append(f"model.layers[{place}].count = {count!r}: must be a whole number from 1 to {MOST_ITEMS:,}")
+        if type(count) is not int or not 1 <= count <= MAX_ITEMS:
+            problems.append(f"model.layers[{index}].count = {count!r}: must be a whole number from 1 to {MAX_ITEMS:,}")
         elif isinstance(layer, dict):
-            found += [{key: value for key, value in layer.items() if key != "count"}] * count
+            expanded += [{key: value for key, value in layer.items() if key != "count"}] * count
         else:
-            found.append(layer)
-    return found
+            expanded.append(layer)
+    return expanded
 
 
-def _filled(devices: list[Any], problems: list[str]) -> list[Any]:
-    found: list[Any] = []
-    for place, device in enumerate(devices):
+def _expand_likes(devices: list[Any], problems: list[str]) -> list[Any]:
+    expanded: list[Any] = []
+    for index, device in enumerate(devices):
         if isinstance(device, dict) and "like" in device:
             like = device["like"]
-            if type(like) is not int or not 0 <= like < place or not isinstance(found[like], dict):
-                problems.append(f"devices[{place}].like = {like!r}: must be the rank of an earlier device")
+            if type(like) is not int or not 0 <= like < index or not isinstance(expanded[like], dict):
+                problems.append(f"devices[{index}].like = {like!r}: must be the rank of an earlier device")
                 like = None
-            earlier = {} if like is None else found[like]
+            earlier = {} if like is None else expanded[like]
             device = {**earlier, **{key: value for key, value in device.items() if key != "like"}}
-        found.append(device)
-    return found
+        expanded.append(device)
+    return expanded
 
 
 def plan_to_dict(plan: Plan | PlanReport, infinity_as_text: bool = True) -> dict[str, Any]:
@@ -169,9 +169,9 @@ def _plan_file(data: dict[str, Any], where: str) -> tuple[Plan, PlanReport | Non
         problems.append("pipelines = []: a plan has a pipeline")
     report: PlanReport | None = None
     if "report" in data:
-        told = data["report"]
-        whole = {**told, "plan": plan or Plan((), 0, 0, 0)} if isinstance(told, dict) else told
-        report = decoded(PlanReport, whole, "report", problems)
+        table = data["report"]
+        fields = {**table, "plan": plan or Plan((), 0, 0, 0)} if isinstance(table, dict) else table
+        report = decoded(PlanReport, fields, "report", problems)
     raise_all(where, problems)
     assert plan is not None
     return plan, report
@@ -179,7 +179,7 @@ def _plan_file(data: dict[str, Any], where: str) -> tuple[Plan, PlanReport | Non
 
 def save_profile(profile: ClusterProfile, path: str | os.PathLike[str]) -> None:
     """Writes ``path`` in one step; its folder is made where it is missing."""
-    write_atomic(Path(path), PROFILE_HEADING + to_toml(_shortened(encode(profile))), make_folder=True)
+    write_atomic(Path(path), PROFILE_HEADING + to_toml(_with_shorthand(encode(profile))), make_folder=True)
 
 
 def load_profile(path: str | os.PathLike[str]) -> ClusterProfile:
@@ -223,7 +223,7 @@ def _table_lines(table: dict[str, Any], prefix: str) -> list[str]:
         name = f"{prefix}.{_key(key)}" if prefix else _key(key)
         if isinstance(value, dict):
             line = f"{_key(key)} = {_value(value)}"
-            if prefix and value and _is_leaf(value) and len(line) <= INLINE_COLUMNS:
+            if prefix and value and _is_leaf(value) and len(line) <= MAX_INLINE_COLUMNS:
                 lines.append(line)
             else:
                 inner = _table_lines(value, name)
@@ -276,11 +276,11 @@ def _read(path: Path) -> dict[str, Any]:
         raise UserError("file.toml", f"{path}: not a TOML file ({error}); correct it at that place") from error
 
 
-def _check_version(data: Any, expected: int, what: str, where: str) -> None:
-    found = data.get("schema_version") if isinstance(data, dict) else None
-    if found != expected:
+def _check_version(data: Any, expected: int, file_kind: str, where: str) -> None:
+    version = data.get("schema_version") if isinstance(data, dict) else None
+    if version != expected:
         raise UserError(
             "file.version",
-            f"{where}: schema_version = {'(missing)' if found is None else found}: "
-            f"this program reads {what} files of version {expected}; make the {what} again",
+            f"{where}: schema_version = {'(missing)' if version is None else version}: "
+            f"this program reads {file_kind} files of version {expected}; make the {file_kind} again",
         )
