@@ -1,16 +1,13 @@
-"""Lower bounds on the step time: of an instance, of so many pipelines, and of one pipeline.
+"""Lower bounds on step time: of an instance, by number of replicas, and of one pipeline.
 
-An instance cannot take less than its total work over its total speed (``fluid_bound_s``). Pipelines wait until they are filled, and
-for the sums of their gradients (``filling_bounds_s``): that says of a cluster with groups, before it is searched, which numbers of
-pipelines are worth it.
+An instance takes at least its total work over its total speed (``fluid_bound_s``). Replicas also fill their pipelines and
+reduce gradients (``filling_bounds_s``), which prunes the number of replicas before a search.
 
-The bound of one pipeline (``cycle_bound_s``) is near to its simulation: what its stages make one another wait for.
-Once its warm-up is over a stage does forwards and backwards in turn. With k_i micro-batches in flight at stage i, and no more than
-as many behind it, that ties every two stages i <= j together in a cycle: the forward of a micro-batch passes from i to j; after
-it, j does the backward of the one k_j - 1 earlier, which passes back to i; and after that i does the forward of the one k_i -
-k_j + 1 later. So many micro-batches take as long as all stages from i to j and their messages do, there and back. (The cycles of
-a timed event graph, whose largest mean is its period: Baccelli, Cohen, Olsder & Quadrat, Synchronization and Linearity, 1992,
-chapter 2.)
+``cycle_bound_s`` is close to a pipeline's simulation. In steady state a stage alternates forwards and backwards. With k_i
+micro-batches in flight at stage i, never more at later stages, stages i <= j form a cycle: a forward passes from i to j, j
+then does the backward of the micro-batch k_j - 1 earlier, which passes back to i, and i then does the forward k_i - k_j + 1
+later. These micro-batches take one round trip through the stages and messages from i to j (the mean of a cycle of a timed
+event graph; the maximum is its period: Baccelli, Cohen, Olsder & Quadrat, Synchronization and Linearity, 1992, chapter 2).
 """
 
 from __future__ import annotations
@@ -29,24 +26,24 @@ from hetero_mpi.planning.types.sizes import GRADIENT_BYTES
 
 Seconds = Sequence[float]
 SHORTEST_S = 1e-30
-"""No work is taken to be shorter: what takes no time has no speed."""
+"""Minimum work, so that every speed is finite."""
 
 
 def usable_devices(profile: ClusterProfile) -> list[DeviceProfile]:
-    """The devices that offer the model's compute dtype."""
+    """Devices that support the model's compute dtype."""
     return [device for device in profile.devices if profile.model.dtype in device.dtypes]
 
 
 def fluid_bound_s(profile: ClusterProfile, request: PlanRequest) -> float:
-    """Total work over total speed: no plan over these ranks is faster. Infinite: no rank offers the model's dtype.
+    """Total work over total speed: a lower bound for every plan. Infinite: no rank supports the model's dtype.
 
-    Layers are taken to be divisible at will among the ranks; memory, messages and the filling of the pipeline to cost
-    nothing; every rank computes each kind of layer at whichever micro-batch size suits it best.
+    Relaxation: layers are divisible; memory, messages and pipeline fill are free; every rank uses its best micro-batch size
+    for each kind of layer.
 
-    For any prices y >= 0 of the ranks' time with sum(y) = 1, all ranks' time up to T is worth T, and a layer of kind k costs at
-    least ``min over r of y_r work_rk``: so T is no less than the sum of these over all layers. The best of a few prices is taken:
-    by the ranks' speeds at the whole model, and at each kind of layer. Where ranks differ alike at all kinds, that is exact.
-    Ranks that share cores have no more time together than the cores.
+    For prices y >= 0 of the ranks' time with sum(y) = 1, all ranks' time up to T is worth T, and a layer of kind k costs at
+    least ``min over r of y_r work_rk``, so T is at least the sum over layers. The bound is the best of several prices: by
+    speed on the full model and on each kind of layer (exact for proportional ranks). Ranks sharing cores are limited by the
+    cores.
     """
     devices, layers = usable_devices(profile), profile.model.layers
     if not devices:
@@ -73,12 +70,12 @@ def fluid_bound_s(profile: ClusterProfile, request: PlanRequest) -> float:
 
 
 def _least_s(times: LayerTimes, request: PlanRequest) -> float:
-    """Seconds of one sequence, at the best micro-batch size."""
+    """Seconds of one sequence at the best micro-batch size."""
     return min(least_s(times, n * request.sequence_length, request) / n for n in set(request.micro_batch_choices))
 
 
 def least_s(times: LayerTimes, tokens: int, request: PlanRequest) -> float:
-    """Forward and backward of one micro-batch, in whichever way the request leaves to choose from."""
+    """Seconds of forward and backward of one micro-batch, split where the request allows it and it is faster."""
     backward = times.backward_s.at(tokens)
     may_split = request.schedule == "split" or (request.schedule == "auto" and True in request.split_choices)
     if may_split and times.input_s is not None and times.weight_s is not None:
@@ -87,15 +84,14 @@ def least_s(times: LayerTimes, tokens: int, request: PlanRequest) -> float:
 
 
 def filling_bounds_s(profile: ClusterProfile, request: PlanRequest) -> dict[int, float]:
-    """Number of pipelines -> no plan of so many, whose micro-batches are alike, takes less, were layers divisible at will and
-    messages from stage to stage free.
+    """Number of replicas -> lower bound in seconds for plans with equal micro-batches, if layers were divisible and stage
+    messages free.
 
-    A stage has its first micro-batch when all stages before it have computed it forward, and these go on for as long as it takes
-    them backward after its last one. So with M micro-batches in a step of T seconds the first stage computes T / M of each at the
-    most, and every further one 1 - 1 / M times as much as the one before. There are as many first stages as pipelines.
-
-    Each has a micro-batch at least. Several sum gradients when a stage's last backward has begun: it has T less these seconds for
-    all but one of M. They pass between hosts where no host has a rank for each.
+    A stage starts after all earlier stages have computed their first forward, and these continue for as long as their
+    backwards take after its last one. So with M micro-batches in a step of T seconds a first stage computes at most T / M of
+    each, and every further stage 1 - 1 / M times the previous one. Each replica has at least one micro-batch and one first
+    stage. Gradient all-reduces start with a stage's last backward, and cross hosts unless one host has a rank for each
+    replica.
     """
     model, devices, min_micro_batch = profile.model, usable_devices(profile), min(request.micro_batch_choices)
     max_count = min(request.max_pipelines, len(devices), request.global_batch // min_micro_batch)
@@ -132,15 +128,15 @@ def cycle_bound_s(
     warm_up: Sequence[int],
     micro_batches: int,
 ) -> float:
-    """``simulator.spans_s`` of these (its arguments; backward whole) has no end before this; ``warm_up`` does not grow.
+    """Lower bound on the end of ``outline.spans_s`` with unsplit backward, for a ``warm_up`` that does not grow.
 
-    The largest, over stages i < j (A: forward, backward and messages of one micro-batch through all stages before i; R: the same
-    through i and all behind it; M: micro-batches), of
+    The maximum over stages i < j (A: forward, backward and messages of a micro-batch before stage i; R: from i on; M:
+    micro-batches) of
 
-    * ``A + M (F_i + B_i)``: i computes them all;
-    * ``A + (M - 1) message + R``: they all pass the link behind i, in either direction;
-    * ``A + (k_j - 1) F_i + n C + r F_i + R``: the cycle of i and j (C its seconds) is passed n times as soon as k_j - 1 forwards
-      are done, r are left then, and the last one must still pass to the end and back.
+    * ``A + M (F_i + B_i)``: i computes all micro-batches;
+    * ``A + (M - 1) message + R``: all cross the link behind i, in either direction;
+    * ``A + (k_j - 1) F_i + n C + r F_i + R``: n cycles of i and j (C seconds each) after k_j - 1 forwards, r forwards
+    left, then the last micro-batch passes to the end and back.
     """
     stages = len(forward_s)
     compute_s = [f + b for f, b in zip(forward_s, backward_s, strict=True)]

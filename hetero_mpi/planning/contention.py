@@ -1,8 +1,7 @@
-"""Ranks of one host that all work at once: they share its cores, and the paths between its memory and its devices.
+"""Contention among ranks of one host: for its cores, and for the paths between its memory and its devices.
 
-A profile has the work of each rank: seconds in which its threads compute, with cores of their own. Where the CPU ranks of a
-plan have more threads on a host than it has cores, other programs' threads included, each takes longer by that ratio. So no plan
-does more work per second than the cores can. Devices that copy at once get no more together than the host's paths carry.
+A profile holds each rank's time with dedicated cores. Where a host's CPU ranks and other programs have more threads than it
+has cores, ranks take longer by that ratio. Concurrent copies share the host's bandwidth.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile, Hos
 
 
 def while_running(profile: ClusterProfile, plan: Plan) -> ClusterProfile:
-    """The cluster as ``plan`` finds it: all its ranks compute, and its streamed stages copy throughout the step, or read."""
+    """The cluster under ``plan``: all its ranks compute, its offloaded stages copy or read throughout the step."""
     streaming = [stage.ranks[0] for _, _, stage in plan.numbered if stage.streamed]
     reading = Counter(profile.devices[stage.ranks[0]].host for _, _, stage in plan.numbered if stage.on_disk)
     running = with_copying(while_computing(profile, plan.ranks), streaming)
@@ -31,8 +30,8 @@ def while_running(profile: ClusterProfile, plan: Plan) -> ClusterProfile:
 
 
 def while_computing(profile: ClusterProfile, ranks: Collection[int]) -> ClusterProfile:
-    """``profile`` with the times that ``ranks`` take while all of them, and no other ranks, compute; its hosts then have a core for
-    every thread. The same object where none share cores."""
+    """``profile`` with times while all of ``ranks`` compute; a core per thread from then on. The same object without
+    contention."""
     slower = slowness(profile, ranks)
     if not slower:
         return profile
@@ -41,7 +40,7 @@ def while_computing(profile: ClusterProfile, ranks: Collection[int]) -> ClusterP
 
 
 def slowness(profile: ClusterProfile, ranks: Collection[int]) -> dict[int, float]:
-    """Rank -> how many times as long it takes while all of ``ranks`` compute, for those that have less than a core a thread."""
+    """Rank -> slowdown while all of ``ranks`` compute, for ranks with less than a core per thread."""
     ratio_by_rank: dict[int, float] = {}
     for host, cores, members in _sharing(profile, ranks):
         ratio = (sum(device.threads for device in members) + host.other_threads) / cores
@@ -50,8 +49,7 @@ def slowness(profile: ClusterProfile, ranks: Collection[int]) -> dict[int, float
 
 
 def spread_out(profile: ClusterProfile) -> list[int]:
-    """The ranks that are left where of each host's CPU ranks only the first ones compute, as many as it has cores for, at least
-    one."""
+    """Ranks that remain if each host runs only as many CPU ranks as it has cores for, at least one."""
     computing = set(range(len(profile.devices)))
     for _, cores, members in _sharing(profile, computing):
         threads = itertools.accumulate(device.threads for device in members)
@@ -60,7 +58,7 @@ def spread_out(profile: ClusterProfile) -> list[int]:
 
 
 def worth_of_all(profile: ClusterProfile, worth: Mapping[int, float]) -> float:
-    """The most that a second of all ranks is worth, where one of a rank with cores of its own is worth ``worth[rank]``."""
+    """Maximum worth of a second of all ranks, given the ``worth`` of a second of each rank with dedicated cores."""
     total = sum(worth.values())
     for _, cores, members in _sharing(profile, worth):
         values = [worth[device.rank] for device in members]
@@ -72,7 +70,7 @@ def worth_of_all(profile: ClusterProfile, worth: Mapping[int, float]) -> float:
 def _sharing(
     profile: ClusterProfile, ranks: Collection[int]
 ) -> Iterator[tuple[HostProfile, float, list[DeviceProfile]]]:
-    """Every host with its cores that has a number of them, and those of ``ranks`` that compute on them: a GPU's rank does not."""
+    """Yield every host with a core limit, its cores and those of ``ranks`` that compute on them (CPU ranks)."""
     limited = [(host, host.cores) for host in profile.hosts if host.cores is not None]
     by_host: dict[str, list[DeviceProfile]] = {}
     for rank in ranks if limited else ():  # searches ask of every plan, mostly where nothing is limited
@@ -85,8 +83,8 @@ def _sharing(
 
 
 def copying_at_once(profile: ClusterProfile, ranks: Iterable[int]) -> dict[int, DeviceProfile]:
-    """Rank -> its device as it copies while the others of ``ranks`` do; what their host carries is shared in proportion to what
-    each would copy by itself."""
+    """Rank -> device with its copy bandwidth while all of ``ranks`` copy, sharing the host's bandwidth in proportion to their
+    own."""
     devices = {rank: profile.devices[rank] for rank in ranks}
     demand: dict[str, float] = {}
     for device in devices.values():
@@ -105,7 +103,7 @@ def copying_at_once(profile: ClusterProfile, ranks: Iterable[int]) -> dict[int, 
 
 
 def with_copying(profile: ClusterProfile, ranks: Iterable[int]) -> ClusterProfile:
-    """The cluster with these devices as fast as they copy all at once."""
+    """The cluster while the devices of ``ranks`` copy concurrently."""
     if all(math.isinf(host.copies_bytes_per_s) for host in profile.hosts):
         return profile
     changed = copying_at_once(profile, ranks)

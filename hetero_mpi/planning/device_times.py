@@ -1,4 +1,4 @@
-"""Seconds of what one device does, as its profile says: layers, steps of the optimizer, copies, reads."""
+"""Seconds of one device's layers, optimizer steps, copies and reads, from its profile."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hetero_mpi.planning.types.cost import ModelCost
 from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile, LayerTimes
 
 STEP_BYTES = 46
-"""Bytes of memory that a step reads and writes per parameter: norm 4, clipping 8, AdamW 28, rounding 6."""
+"""Bytes read and written per parameter in a step: norm 4, clipping 8, AdamW 28, rounding 6."""
 
 
 def compute_s(profile: ClusterProfile, device: DeviceProfile, first: int, last: int, tokens: int, op: Op) -> float:
@@ -20,13 +20,13 @@ def compute_s(profile: ClusterProfile, device: DeviceProfile, first: int, last: 
 
 
 def whole_model_s(profile: ClusterProfile, device: DeviceProfile, tokens: int | None = None) -> float:
-    """Seconds of forward and backward of so many tokens (one sequence) through the whole chain on ``device``: how fast it is."""
+    """Seconds of forward and backward of ``tokens`` (default: one sequence) through the full chain on ``device``."""
     tokens = profile.model.sequence_length if tokens is None else tokens
     return sum(compute_s(profile, device, 0, len(profile.model.layers), tokens, op) for op in (Op.F, Op.B))
 
 
 def layer_s(times: LayerTimes, op: Op, tokens: int) -> float:
-    """Seconds of one layer. Without a measured split, I stands for the whole backward and W for nothing."""
+    """Seconds of one layer. Without a measured split, I takes the full backward and W nothing."""
     if op is Op.F:
         return times.forward_s.at(tokens)
     if op is Op.W:
@@ -36,55 +36,55 @@ def layer_s(times: LayerTimes, op: Op, tokens: int) -> float:
 
 
 def overhead_s(device: DeviceProfile, op: Op) -> float:
-    """Seconds that a call takes whatever it computes."""
+    """Fixed seconds of a call."""
     if op is Op.F:
         return device.forward_overhead_s
     return 0.0 if op is Op.W else device.backward_overhead_s
 
 
 def repeated_s(times: LayerTimes, tokens: int) -> float:
-    """Seconds that backward takes longer when it repeats a layer's forward: as measured, or as long as the forward."""
+    """Seconds that recomputation adds to a layer's backward: measured, or else its forward."""
     if times.recompute_s is None:
         return times.forward_s.at(tokens)
     return max(0.0, times.recompute_s.at(tokens) - times.backward_s.at(tokens))
 
 
 def recompute_s(profile: ClusterProfile, device: DeviceProfile, first: int, last: int, tokens: int) -> float:
-    """Seconds of the forward that backward repeats: of the blocks among the layers [first, last)."""
+    """Seconds of recomputation in a stage's backward: of the blocks among the layers [first, last)."""
     layers = profile.model.layers
     of_kind = {kind: repeated_s(times, tokens) for kind, times in device.layers.items()}
     return reduce(add, (of_kind[layer.kind] for layer in layers[max(1, first) : min(last, len(layers) - 1)]), 0.0)
 
 
 def optimizer_s(profile: ClusterProfile, device: DeviceProfile, parameters: float, streamed: bool = False) -> float:
-    """Seconds of one optimizer step over so many parameters: in host memory, where they are streamed and trained whole."""
+    """Seconds of one optimizer step over ``parameters``; in host memory where they are offloaded and fully fine-tuned."""
     in_host_memory = streamed and profile.model.trained_whole and not device.shares_host_memory
     each_s = host_optimizer_s(device) if in_host_memory else device.optimizer_s_per_parameter
     return device.optimizer_fixed_s + each_s * parameters
 
 
 def host_optimizer_s(device: DeviceProfile) -> float:
-    """Seconds of the optimizer in host memory per parameter: as measured, else as fast as the device copies from that memory."""
+    """Seconds per parameter of the optimizer in host memory: measured, or else bound by the copy bandwidth."""
     if device.host_optimizer_s_per_parameter is not None:
         return device.host_optimizer_s_per_parameter
     return STEP_BYTES / device.host_to_device_bytes_per_s
 
 
 def disk_s(profile: ClusterProfile, device: DeviceProfile, size_bytes: int) -> float:
-    """Seconds to read so many bytes from the disk of the device's host; 0 where that was not measured."""
+    """Seconds to read from the disk of the device's host; 0 if not measured."""
     host = profile.host(device.rank)
     return size_bytes / host.disk_bytes_per_s if host is not None and host.disk_bytes_per_s else 0.0
 
 
 def offload_s(device: DeviceProfile, model: ModelCost, layer: int) -> float:
-    """Seconds in which the gradients of a layer of a streamed stage leave the device, where all weights are trained."""
+    """Seconds to copy an offloaded layer's gradients off the device (full fine-tuning)."""
     if device.shares_host_memory or not model.trained_whole:
         return 0.0
     return device.copy_latency_s + model.gradient_bytes(layer) / device.device_to_host_bytes_per_s
 
 
 def weights_s(device: DeviceProfile, size_bytes: int) -> float:
-    """Seconds to bring so many bytes of weights from host memory to the device; 0 on a rank that computes there."""
+    """Seconds to copy weights from host memory to the device; 0 on a rank that computes there."""
     if device.shares_host_memory or not size_bytes:
         return 0.0
     return device.copy_latency_s + size_bytes / device.host_to_device_bytes_per_s

@@ -1,8 +1,7 @@
-"""Few parameters from many noisy samples: lines through the times of a layer, and one set of them for all ranks that are alike.
+"""Robust fits of layer times: a line per curve, pooled over ranks with the same hardware.
 
-A micro-batch takes ``a + b * tokens`` seconds: calls, and work. Samples scatter around that line, partly by what repetitions show
-and partly by what they have in common (a burst of load, a clock that rises), so a planner that believes every point finds
-plans for the luckiest ones.
+A micro-batch takes ``a + b * tokens`` seconds: calls, and work. Samples scatter around that line independently and in common
+(bursts of load, rising clocks), so a planner that trusted every point would select plans for the luckiest ones.
 """
 
 from __future__ import annotations
@@ -20,21 +19,20 @@ from hetero_mpi.planning.types.cluster_changes import SECONDS, STEP_SECONDS
 from hetero_mpi.planning.types.profile import TABLES, ClusterProfile, Curve, DeviceProfile, LayerTimes
 
 MIN_NOISE = 0.03
-"""No point is trusted to better than this share."""
+"""Minimum relative error of a point."""
 OUTLIER_NOISE_RATIO = 4.0
-"""A point that is so many times the noise away from the line is left out ..."""
+"""Points further from the line than this multiple of the noise are outliers ..."""
 MIN_OUTLIER_POINTS = 4
-"""... where there are so many; of them at most every fourth."""
+"""... given at least this many points; at most one in four is an outlier."""
 MIN_BENT_POINTS = 3
-"""A line bends where so many points are further from it than ``BENT_NOISE_RATIO`` times the noise; the bent one is within that, and at most
-half as far."""
+"""A line bends if at least this many points are off by ``BENT_NOISE_RATIO`` times the noise, and bending halves the error."""
 BENT_NOISE_RATIO = 2.0
 MIN_DIFFERENCE = 0.08
-"""Ranks whose times differ by less are alike, however exactly they were timed: so much a room's temperature does."""
+"""Ranks whose times differ by less are pooled, however small the error: room temperature alone causes as much."""
 MAX_STANDARD_ERRORS = 3.0
-"""Ranks agree that differ by less than so many standard errors of what was seen ..."""
+"""Ranks are pooled up to this many standard errors of difference ..."""
 MAX_DIFFERENCE = 0.5
-"""... and by no more than this share."""
+"""... and up to this relative difference."""
 POOLED_FIGURES = (
     *SECONDS,
     *STEP_SECONDS,
@@ -43,33 +41,32 @@ POOLED_FIGURES = (
     "device_to_host_bytes_per_s",
     "host_to_device_bytes_per_s",
 )
-"""Figures of a device that like ranks share besides their tables, where they agree within ``MAX_DIFFERENCE``."""
+"""Device figures that are pooled besides the tables, where they agree within ``MAX_DIFFERENCE``."""
 
 
 class _Point(NamedTuple):
-    """The median of repetitions."""
+    """Median of repetitions."""
 
     tokens: int
     seconds: float
 
 
 def sigma_of(deviations: Iterable[float]) -> float:
-    """Standard deviation by absolute deviations, half of which lie within 0.674 sigma where values are normal: a few far ones do
-    not count. 0 of none."""
+    """Robust standard deviation from absolute deviations (median / 0.674); 0 without values."""
     values = list(deviations)
     return statistics.median(values) / 0.674 if values else 0.0
 
 
 def median_error(sigma: float, count: float) -> float:
-    """Standard error of the median of so many normal values."""
+    """Standard error of the median of ``count`` normal values."""
     return 1.25 * sigma / math.sqrt(count)
 
 
 def fitted_curve(samples: Mapping[int, Sequence[float]], noise: float = 0.0) -> Curve:
-    """The line through the medians of the repetitions, which it keeps as its samples: tokens -> seconds.
+    """Fit a curve to the medians of the repetitions (tokens -> seconds), which it keeps as its samples.
 
     Args:
-        noise: relative scatter of a point besides what its repetitions show, where it is known from elsewhere.
+        noise: lower bound on the relative error of a point.
     """
     counts = sorted(samples)
     points = [_Point(count, statistics.median(samples[count])) for count in counts]
@@ -79,7 +76,7 @@ def fitted_curve(samples: Mapping[int, Sequence[float]], noise: float = 0.0) -> 
 
 
 def _noise_of(samples: Iterable[Sequence[float]]) -> float:
-    """Relative standard error of the medians, by the scatter of the repetitions; ``MIN_NOISE`` at least."""
+    """Relative standard error of the medians from the scatter of repetitions; at least ``MIN_NOISE``."""
     errors = []
     for times in samples:
         middle = statistics.median(times)
@@ -89,8 +86,8 @@ def _noise_of(samples: Iterable[Sequence[float]]) -> float:
 
 
 def _knots(points: Sequence[_Point], noise: float, certain: Collection[int] = ()) -> list[_Point]:
-    """The ends of the line, or the knots of the bent line, through ``points`` in order of their tokens, which repeat where several
-    ranks were timed. ``certain``: counts at which that is no chance."""
+    """Fit a straight or bent line to ``points`` (sorted by tokens, which repeat for pooled ranks) and return its knots.
+    ``certain``: token counts at which deviations are significant."""
     counts = sorted({point.tokens for point in points})
     if len(counts) == 1:
         return [_Point(counts[0], statistics.median(point.seconds for point in points))]
@@ -113,14 +110,14 @@ def _knots(points: Sequence[_Point], noise: float, certain: Collection[int] = ()
 
 
 def _middles(points: Sequence[_Point]) -> list[_Point]:
-    """The median at each count of ``points`` in order of their tokens."""
+    """Median of the sorted ``points`` at each token count."""
     groups = itertools.groupby(points, key=lambda point: point.tokens)
     return [_Point(count, statistics.median(seconds for _, seconds in same)) for count, same in groups]
 
 
 def _line(points: Sequence[_Point], knots: Sequence[int]) -> list[_Point]:
-    """Least squares of relative errors, by lines between ``knots``. Between two they neither fall nor begin under zero; between
-    three they do not fall, or there are none ([])."""
+    """Least-squares fit of relative errors, linear between ``knots``. With two knots neither slope nor intercept is negative;
+    with three the line must not fall, else []."""
     x = np.array([point.tokens for point in points], dtype=float)
     y = np.array([point.seconds for point in points])
     if len(knots) == 2:
@@ -144,7 +141,7 @@ def _line(points: Sequence[_Point], knots: Sequence[int]) -> list[_Point]:
 
 
 def _outliers(points: Sequence[_Point], noise: float) -> list[_Point]:
-    """Those of ``points`` in order of their tokens that are far from the line that most are near."""
+    """Return the outliers of the sorted ``points``, relative to the line that most are near."""
     middles = _middles(points)
     if len(points) < MIN_OUTLIER_POINTS or len(middles) < 2:
         return []
@@ -175,10 +172,10 @@ def _count_far(line: Sequence[_Point], points: Sequence[_Point], noise: float) -
 
 
 def pooled(profile: ClusterProfile) -> ClusterProfile:
-    """``profile`` with its curves fitted anew to their samples, and one curve for like ranks that agree within the noise seen.
+    """Refit the curves to their samples, with one curve for same-hardware ranks that agree within the noise.
 
-    Like: the same device and dtypes on hosts whose ranks are the same devices. Curves without samples are exact by construction;
-    they stay, and so do the samples. What else is measured of a device is the median of such ranks, where they agree.
+    Same hardware: equal device and dtypes, on hosts with equal devices. Curves without samples are exact and stay. Other
+    measured figures become the median of the pooled ranks.
     """
     device_by_rank: dict[int, DeviceProfile] = {}
     for like in like_ranks(profile):
@@ -190,7 +187,7 @@ def pooled(profile: ClusterProfile) -> ClusterProfile:
 
 
 def like_ranks(profile: ClusterProfile) -> list[list[int]]:
-    """Ranks with the same device on like hosts: those whose ranks are the same devices."""
+    """Classes of ranks with the same device on hosts with the same devices."""
     names: dict[str, list[str]] = {}
     for device in profile.devices:
         names.setdefault(device.host, []).append(f"{device.backend} {device.name}")
@@ -206,7 +203,7 @@ _CurveKey = tuple[str, str, str]
 
 
 def _sampled_curves(device: DeviceProfile) -> dict[_CurveKey, Curve]:
-    """All that have samples."""
+    """Curves that have samples."""
     keys = (
         (table, kind, part.name) for table in TABLES for kind in getattr(device, table) for part in fields(LayerTimes)
     )
@@ -219,7 +216,7 @@ def _points(curve: Curve) -> list[_Point]:
 
 
 def _agreeing(like: Sequence[DeviceProfile]) -> list[list[DeviceProfile]]:
-    """Like devices in order of their speed, apart where they differ by more than was seen of noise."""
+    """Group devices, sorted by speed, splitting where they differ by more than the noise."""
     curves_by_device = [_sampled_curves(device) for device in like]
     keys = [key for key in curves_by_device[0] if all(key in curves for curves in curves_by_device)]
     if len(like) == 1 or not keys:
@@ -243,20 +240,19 @@ def _agreeing(like: Sequence[DeviceProfile]) -> list[list[DeviceProfile]]:
 
 
 def _error(levels: Any) -> float:
-    """Standard error of the difference of two ranks, by how far levels [rank, one of several] are from their rank's median; 0 of
-    one."""
+    """Standard error of the difference of two ranks, from the scatter of ``levels`` [rank, curve] around each rank's median."""
     ranks, count = levels.shape
     rest = np.abs(levels - np.median(levels, axis=1, keepdims=True)) * math.sqrt(ranks / (ranks - 1))
     return math.sqrt(2) * median_error(sigma_of(rest.ravel()), count)
 
 
 def _level(curve: Curve) -> float:
-    """The logarithm of its times."""
+    """Median logarithm of a curve's times."""
     return statistics.median(math.log(max(1e-12, seconds)) for _, seconds in _points(curve))
 
 
 def _common_figures(agreeing: Sequence[DeviceProfile]) -> tuple[dict[_CurveKey, Sequence[_Point]], dict[str, float]]:
-    """All that such devices have in common: knots of their curves, and figures."""
+    """Knots of the curves and figures, pooled over devices."""
     points: dict[_CurveKey, list[_Point]] = {}
     for device in agreeing:
         for key, curve in _sampled_curves(device).items():
@@ -273,7 +269,7 @@ def _common_figures(agreeing: Sequence[DeviceProfile]) -> tuple[dict[_CurveKey, 
 
 
 def _significant_counts(curves: Sequence[Sequence[_Point]], noise: float) -> set[int]:
-    """Counts of tokens at which all of the curves are on one side of their lines, by more than noise makes them be."""
+    """Token counts at which the curves jointly deviate from their lines by more than noise."""
     errors: dict[int, list[float]] = {}
     for points in curves:
         middles = _middles(points)
@@ -286,8 +282,7 @@ def _significant_counts(curves: Sequence[Sequence[_Point]], noise: float) -> set
 
 
 def _scatter_of(curves: Sequence[Curve]) -> float:
-    """Relative noise of a point: how far it is from the line through its curve, beyond what all curves have in common at that count
-    of tokens, which is their shape."""
+    """Relative noise of a point: distance from its curve's line, less the deviation common to curves of the same token counts."""
     errors_by_tokens: dict[tuple[int, ...], list[list[float]]] = {}
     for curve in curves:
         points = _points(curve)

@@ -1,8 +1,8 @@
-"""The costs of a group of ranks of one host that hold a stage together: as one device, and of what its members exchange.
+"""Costs of a tensor-parallel group on one host: as one device, and of its exchanges.
 
-A member computes its share of what a layer divides, and all of the rest. In every block the members wait for each other twice
-forward and twice backward. So each layer takes as long as its slowest member, then the sums; where it has experts, as the slowest
-one before them and the slowest one at them, which may be two.
+A member computes its shard of divided layers and all of the rest. Members synchronise twice per block in forward and in
+backward. So a layer takes as long as its slowest member plus the all-reduces; with experts, the slowest member before them
+plus the slowest at them.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from hetero_mpi.planning.types.profile import ClusterProfile, Curve, DeviceProfi
 from hetero_mpi.planning.types.sizes import EMBEDDING, GRADIENT_BYTES, HEAD
 
 DIVIDED_TIME_SHARE = 0.9
-"""The share of the time of blocks and head that is divided, where it was not measured: all but norms, residuals and calls."""
+"""Default share of the time of blocks and head that is divided: all but norms, residuals and calls."""
 BUSIEST_SPREAD_RATIO = 1.5
-"""Half of the 8 experts of an untrained Mixtral, those that are chosen more, have 54 to 94 % of the choices in its layers, 77 % on
-average: 1.5 times their share (``benchmarks/RESULTS.md``). Which half, each layer and text decides anew."""
+"""The busier half of an untrained Mixtral's 8 experts gets 54 to 94 % of the choices, 77 % on average: 1.5 times its share
+(``docs/measurements.md``). Which half varies by layer and text."""
 
 
 def device_of(profile: ClusterProfile, stage: StagePlan) -> DeviceProfile:
-    """The device that computes a stage: its rank's, or that of a group."""
+    """Device that computes a stage: its rank's, or the group's."""
     return group_device(profile, stage) if stage.grouped else profile.devices[stage.ranks[0]]
 
 
 def group_device(profile: ClusterProfile, group: StagePlan, alone: int | None = None) -> DeviceProfile:
-    """The ranks that hold a stage as one device, as fast as they are together, with their memory left out. Backward comes in one
-    part. Its number is the first rank's. ``alone``: one of the ranks with its share, without sums and without the others."""
+    """The group as one device, without its memory and without split backward, numbered as the leader. ``alone``: one of its
+    ranks with its shard, without exchanges."""
     ranks = group.ranks if alone is None else (alone,)
     device_by_key, key = profile.group_devices, (group.ranks, group.shares, group.experts, ranks)
     if key not in device_by_key:
@@ -72,24 +72,23 @@ def _group_as_device(profile: ClusterProfile, group: StagePlan, ranks: Sequence[
 
 
 def busiest(share: float, experts: int | None) -> float:
-    """The share of the choices that a member with this share of the experts has where it is the one that has most to do: what
-    experts have by chance evens out, the more so the more of them it has."""
+    """Upper share of expert choices for a member with this share of the experts: fluctuations average out over more experts."""
     return min(1.0, share + BUSIEST_SPREAD_RATIO * math.sqrt(share * (1 - share) / (experts or 1)))
 
 
 class MemberTimes(NamedTuple):
-    """Times of a kind of layer on a member, without sums."""
+    """Times of a layer kind on a member, without all-reduces."""
 
     experts: LayerTimes
     rest: LayerTimes
-    """Before the sum that all wait for before the experts begin."""
+    """Before the all-reduce that precedes the experts."""
 
 
 def member_times(
     profile: ClusterProfile, device: DeviceProfile, kind: str, share: float, experts: float
 ) -> MemberTimes:
-    """A member with this share of heads and this one of what the experts compute: on the lines between half of them and all, where
-    that was measured. More of them take no less time, and a share no less than its part of the whole."""
+    """Times of a member with given shares of heads and experts, interpolated between half and all where half was measured. Times
+    never fall with the share, nor below the share of the full time."""
     full_times, half, without = device.layers[kind], device.halved.get(kind), device.without_experts.get(kind)
     half_share = _half_share(profile.model.heads)
     half_experts = _half_share(profile.model.experts)
@@ -121,18 +120,18 @@ def member_times(
 
 
 def _half_share(parts: int | None) -> float:
-    """Half of so many heads or experts, as the profiler halves them: a share."""
+    """Share of half the heads or experts, as the profiler halves them."""
     return (parts // 2) / parts if parts is not None and parts > 1 else 0.5
 
 
 def _slowest(
     profile: ClusterProfile, ranks: Sequence[int], layer: LayerCost, parts: Sequence[MemberTimes]
 ) -> LayerTimes:
-    """The times of a layer that all members compute, with their sums."""
+    """Times of a layer computed by all members, all-reduces included."""
     forward, backward = layer.group_sums * (layer.kind != HEAD), layer.group_sums * (layer.kind != EMBEDDING)
 
     def slowest_curve(pairs: Sequence[tuple[Curve, Curve]], sums: int) -> Curve:
-        """``pairs``: of each member the seconds of its experts and of the rest."""
+        """``pairs``: curves of each member's experts and rest."""
         tokens = sorted({count for pair in pairs for curve in pair for count in curve.tokens})
         seconds = (
             sum(max(curve.at(count) for curve in curves) for curves in zip(*pairs, strict=True))
@@ -152,8 +151,7 @@ def _slowest(
 
 
 def hidden_sum_s(profile: ClusterProfile, ranks: Sequence[int], tokens: int) -> float:
-    """Seconds in which a group adds up the hidden states of so many tokens, or their gradients: out of the devices, in host memory,
-    back to the devices."""
+    """Seconds of a group's all-reduce of hidden states or their gradients, copies to and from host memory included."""
     size_bytes = tokens * profile.model.layers[0].boundary_bytes_per_token
     members = copying_at_once(profile, ranks).values()
     copies_s = max(
@@ -164,8 +162,8 @@ def hidden_sum_s(profile: ClusterProfile, ranks: Sequence[int], tokens: int) -> 
 
 
 def sum_s(profile: ClusterProfile, ranks: Sequence[int], size_bytes: float) -> float:
-    """Seconds in which ranks of one host add up so many bytes in its memory: around a ring, 2 (n - 1) hops of 1/n of the bytes, as
-    long as was measured of two ranks, or as the slowest link takes."""
+    """Seconds of a ring all-reduce in host memory among ranks of one host: 2 (n - 1) hops of 1/n of the bytes, as measured
+    between two ranks or over the slowest link."""
     hops, each = 2 * (len(ranks) - 1), size_bytes / len(ranks)
     host = profile.host(ranks[0])
     if host is not None and host.sum_bytes_per_s is not None:
@@ -175,8 +173,8 @@ def sum_s(profile: ClusterProfile, ranks: Sequence[int], size_bytes: float) -> f
 
 
 def broadcast_s(profile: ClusterProfile, stage: StagePlan, tokens: int, is_backward: bool) -> float:
-    """Seconds in which the leader of a group gives the others what a stage's forward begins with, or its backward: the tensor that
-    came from another stage. 0 at the ends of the chain, and of one rank."""
+    """Seconds in which the leader broadcasts a stage's received input (``is_backward``: output gradient); 0 at the ends of the
+    chain and without a group."""
     layers = profile.model.layers
     if not stage.grouped or (stage.last == len(layers) if is_backward else stage.first == 0):
         return 0.0
@@ -192,13 +190,13 @@ def broadcast_s(profile: ClusterProfile, stage: StagePlan, tokens: int, is_backw
 
 
 def member_trained(model: ModelCost, stage: StagePlan, member: int) -> int:
-    """Trained parameters of a stage that a member of a group holds."""
+    """Trained parameters of a stage on one member."""
     member_model = model.part(stage.share(member), stage.expert_share(member))
     return sum(layer.trainable_parameters for layer in member_model.layers[stage.first : stage.last])
 
 
 def whole_sums_s(profile: ClusterProfile, stage: StagePlan) -> float:
-    """Seconds, once a step, in which the gradients are added up of what every member of a group holds."""
+    """Seconds per step to all-reduce the gradients of parameters that every member holds."""
     if not stage.grouped:
         return 0.0
     replicated_parameters = [layer.trainable_parameters - layer.divided_trainable for layer in profile.model.layers]
@@ -207,17 +205,17 @@ def whole_sums_s(profile: ClusterProfile, stage: StagePlan) -> float:
 
 
 class ChainSeconds(NamedTuple):
-    """Seconds of the whole chain there and back on a member."""
+    """Seconds of forward and backward through the chain on a member."""
 
     replicated: float
-    """Whatever its share."""
+    """Independent of its share."""
     divided: float
     """Divided by heads."""
     experts: float
-    """All of them; 0 where that was not measured."""
+    """Of all experts; 0: not measured."""
 
     def with_heads(self, share: float) -> float:
-        """Seconds of all but experts with this share of the heads."""
+        """Seconds without experts, with this share of the heads."""
         return self.replicated + share * self.divided
 
 
@@ -238,8 +236,8 @@ def member_chain_s(profile: ClusterProfile, device: DeviceProfile, tokens: int) 
 
 
 def contracted(profile: ClusterProfile, groups: Sequence[StagePlan], tokens: int, part: float = 1.0) -> ClusterProfile:
-    """The cluster in which each group is one rank, numbered anew in the order of first ranks: as fast as the group, with memory for
-    what its members hold together (``part`` of it), and reached by messages that its leader has handed on."""
+    """The cluster with each group as one rank, renumbered by first rank: the group's speed, ``part`` of its joint memory, and
+    inbound links that include the leader's broadcast."""
     followers = {rank for group in groups for rank in group.ranks[1:]}
     kept_ranks = [rank for rank in range(len(profile.devices)) if rank not in followers]
     number = {rank: index for index, rank in enumerate(kept_ranks)}
@@ -262,7 +260,7 @@ def contracted(profile: ClusterProfile, groups: Sequence[StagePlan], tokens: int
 
 
 def _memory_bytes(profile: ClusterProfile, group: StagePlan, tokens: int) -> float:
-    """How large a stage may be, as one rank would hold it, that a group can hold."""
+    """Largest single-rank stage, in bytes, that the group can hold."""
     layers = len(profile.model.layers)
     model = profile.model.sliced(tokens)
     full_bytes = float(stage_memory(model, 0, layers, tokens, 1).total)

@@ -1,6 +1,6 @@
 """Bytes of a stage on its rank and on its host.
 
-One computation serves a single stage and a table of all of them: first and last layers are integers, or arrays of them.
+Layer bounds are integers, or arrays of them: one computation serves a single stage and a table of all stages.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from hetero_mpi.planning.types.profile import ClusterProfile, HostProfile
 from hetero_mpi.planning.types.sizes import GRADIENT_BYTES, STREAMED_LAYERS
 
 STAGING_BUFFERS = 2
-"""Host buffers per boundary and direction: one in transfer while the other is filled or read."""
+"""Host buffers per boundary and direction: one in transfer, one being filled or read."""
 Layer = int | NDArray[np.int64]
-"""A layer's number, or that of each of several stages."""
+"""A layer index, or an array of them, one per stage."""
 Bytes = Any
-"""An integer, or an array of them: one for each stage."""
+"""An integer, or an array of them, one per stage."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class StageMemory:
     state: Bytes
     """Gradients, optimizer moments, master weights."""
     activations: Bytes
-    """Kept by all micro-batches in flight together, and of those whose weight gradients are put off."""
+    """Of all micro-batches in flight, and of those with deferred weight gradients."""
     workspace: Bytes
-    """The largest of any one layer (logits, for a head), and what recomputing brings back at once."""
+    """Maximum over layers (logits, for a head) plus activations recomputed at once."""
     staging: Bytes
 
     @property
@@ -45,7 +45,7 @@ class StageMemory:
 
 
 class StageMode(NamedTuple):
-    """How a rank holds a stage: see ``StagePlan``."""
+    """A rank's memory strategy for a stage; see ``StagePlan``."""
 
     recompute: bool = False
     streamed: bool = False
@@ -54,16 +54,16 @@ class StageMode(NamedTuple):
 
 
 RESIDENT = StageMode()
-"""All of it on its device, and each micro-batch at once."""
+"""Everything on the device, without recomputation or slices."""
 
 
 def usable_bytes(memory_bytes: int, reserve: float) -> int:
-    """Bytes of a rank's memory that a plan may use when the share ``reserve`` is kept free."""
+    """Bytes of a rank's memory that a plan may use, the fraction ``reserve`` being kept free."""
     return int(memory_bytes * (1 - reserve))
 
 
 def rank_usable_bytes(profile: ClusterProfile, rank: int, reserve: float) -> int:
-    """Bytes that a plan may use on ``rank``; no more than its host has, where it alone computes in that memory."""
+    """Memory budget of ``rank`` in bytes, capped by its host's if it alone computes in host memory."""
     device, host = profile.devices[rank], profile.host(rank)
     device_bytes = usable_bytes(device.memory_bytes, reserve)
     if host is None or not device.shares_host_memory:
@@ -73,7 +73,7 @@ def rank_usable_bytes(profile: ClusterProfile, rank: int, reserve: float) -> int
 
 
 def shared_memories(profile: ClusterProfile) -> list[tuple[HostProfile, tuple[int, ...]]]:
-    """The hosts in whose memory more than one rank computes, and these ranks."""
+    """Hosts in whose memory several ranks compute, with these ranks."""
     ranks_by_host = []
     for host in profile.hosts:
         ranks = tuple(d.rank for d in profile.devices if d.host == host.name and d.shares_host_memory)
@@ -83,13 +83,13 @@ def shared_memories(profile: ClusterProfile) -> list[tuple[HostProfile, tuple[in
 
 
 def shared_parameters(model: ModelCost, first: Layer, last: Layer) -> Any:
-    """Parameters that the chain counts twice but a holder of both tied ends keeps once."""
+    """Parameters that the chain counts twice but a rank holding both tied ends stores once."""
     both_ends = (first == 0) & (last == len(model.layers))
     return model.tied_bytes // GRADIENT_BYTES * both_ends if model.tied else 0
 
 
 def shared_bytes(model: ModelCost, first: Layer, last: Layer) -> Bytes:
-    """Bytes of these: both ends on one rank share the values of a tied matrix; the head keeps a gradient of its own."""
+    """Bytes of ``shared_parameters``: the values are shared, but the head keeps its own gradient."""
     matrix, both_ends = model.layers[0], (first == 0) & (last == len(model.layers))
     # Python's integers, which do not overflow, until the last product.
     matrix_bytes = shared_parameters(model, 0, len(model.layers)) * matrix.parameter_bytes // max(1, matrix.parameters)
@@ -111,13 +111,17 @@ def stage_memory(
     sequence_length: int = 1,
     in_host_memory: bool = False,
 ) -> StageMemory:
-    """Bytes on the device for the layers [first, last), with ``in_flight`` micro-batches of ``tokens`` tokens kept for backward and
-    ``deferred`` ones for their weight gradients.
+    """Bytes on the device for the layers [first, last).
 
-    Of a streamed stage these are the weights of ``STREAMED_LAYERS`` layers, every layer's input of each micro-batch in flight (of
-    slices that are kept all activations), and one layer's activations of a slice. Adapters and their state; or of what is trained
-    whole the gradients of ``STREAMED_LAYERS`` layers. Where the device computes in host memory, frozen weights lie in mapped files,
-    of which the system keeps what there is room for; what is trained whole is all there.
+    An offloaded stage holds the weights of ``STREAMED_LAYERS`` layers, the inputs of every layer per micro-batch in flight
+    (all activations of kept slices), one layer's activations of a slice, and the adapters' state or, in full fine-tuning,
+    ``STREAMED_LAYERS`` layers of gradients. Where the device computes in host memory, frozen weights are memory-mapped files,
+    and full fine-tuning keeps everything.
+
+    Args:
+        tokens: per micro-batch.
+        in_flight: micro-batches kept for backward.
+        deferred: micro-batches kept for their weight gradients.
     """
     slice_tokens = min(tokens, (mode.slice_sequences or tokens) * sequence_length)
     model = model.sliced(slice_tokens)
@@ -157,7 +161,7 @@ def memory_of(
     holding: tuple[int, int],
     member: int = 0,
 ) -> StageMemory:
-    """Bytes of a stage of a plan that holds so many micro-batches: (in flight, deferred). Of a group: of one of its members."""
+    """Bytes of a plan's stage on one ``member`` of its ranks; ``holding``: micro-batches (in flight, deferred)."""
     rank, (in_flight, deferred), tokens = stage.ranks[member], holding, pipeline.size(0) * sequence_length
     model, shares = profile.model_on(rank), profile.devices[rank].shares_host_memory
     model = model.sliced(tokens_at_once(pipeline, stage, sequence_length))
@@ -175,13 +179,13 @@ def tokens_at_once(pipeline: PipelinePlan, stage: StagePlan, sequence_length: in
 
 
 def slices_head(model: ModelCost, pipeline: PipelinePlan, stage: StagePlan, sequence_length: int) -> bool:
-    """Whether a stage of a plan computes logits in slices."""
+    """True where a stage computes logits in slices."""
     tokens = tokens_at_once(pipeline, stage, sequence_length)
     return stage.last == len(model.layers) and model.sliced(tokens) is not model
 
 
 def stage_holdings(pipeline: PipelinePlan, stage: StagePlan, model: ModelCost) -> tuple[tuple[int, int], ...]:
-    """``holdings`` of one stage of a plan: known without its list, unless its weight gradients are put off."""
+    """``holdings`` of one stage; needs its action list only where weight gradients are deferred."""
     if pipeline.order == WARM_UP and (not pipeline.split_backward or stage is pipeline.stages[0]):
         return ((min(stage.warm_up + 1, pipeline.micro_batches), 0),)
     alone = Plan((pipeline,), pipeline.sequences, 1, len(model.layers))
@@ -197,13 +201,13 @@ def peak_bytes(
 
 
 def streamed_bytes(model: ModelCost, first: Layer, last: Layer) -> Bytes:
-    """Bytes of the weights that a streamed stage brings to its device, layer by layer."""
+    """Bytes of the weights that an offloaded stage copies to its device, layer by layer."""
     return model.stage_tables.streamed[first, last]
 
 
 def host_state_bytes(model: ModelCost, first: Layer, last: Layer, on_disk: Collection[int] = ()) -> Bytes:
-    """Bytes in host memory of a streamed stage whose device has memory of its own: the weights (of layers ``on_disk`` buffers),
-    and of what is trained whole its state."""
+    """Bytes of an offloaded stage in host memory: weights (buffers only for layers ``on_disk``) and, in full fine-tuning,
+    state."""
     disk_bytes = [model.streamed_bytes(layer) for layer in on_disk]
     weights = streamed_bytes(model, first, last) - sum(disk_bytes) + STREAMED_LAYERS * max(disk_bytes, default=0)
     if not model.trained_whole:
@@ -212,6 +216,6 @@ def host_state_bytes(model: ModelCost, first: Layer, last: Layer, on_disk: Colle
 
 
 def state_on_device(profile: ClusterProfile, stage: StagePlan) -> bool:
-    """True where masters and moments of what its rank owns are in the memory of its device."""
+    """True where the owned master weights and moments are in device memory."""
     streamed = stage.streamed and profile.model.trained_whole
     return not streamed or profile.devices[stage.ranks[0]].shares_host_memory

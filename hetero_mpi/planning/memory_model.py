@@ -1,7 +1,4 @@
-"""Whether stages and plans fit: the micro-batches a stage may have in flight, and the predicted peak memory of every rank and host.
-
-``MemoryModel`` answers for one profile and request. Peaks of a plan are counted from the schedule that will run.
-"""
+"""Memory budgets: feasible micro-batches in flight of a stage, and predicted peak memory of every rank and host."""
 
 from __future__ import annotations
 
@@ -38,22 +35,22 @@ from hetero_mpi.planning.types.sizes import GRADIENT_BYTES
 
 
 class MemoryBudget(NamedTuple):
-    """The memory for a stage."""
+    """Memory available to a stage."""
 
     usable: float
     """Bytes."""
     ratio: float
-    """So many times the model's activation bytes are kept."""
+    """Ratio of kept activation bytes to the model's."""
     relief: float
-    """Bytes of its part of the state that others have room for."""
+    """Bytes of its state that other ranks have memory for."""
     in_host_memory: bool
-    """Does it compute there?"""
+    """True where the rank computes in host memory."""
     of_host: float
-    """Bytes of its host's memory for what is kept there; infinite: what does not fit there goes to a disk, or is not asked."""
+    """Bytes of host memory for offloaded state; infinite: unlimited, or spilled to disk."""
 
 
 class MemoryModel:
-    """The memory of stages on the ranks of one profile, under one request."""
+    """Memory of stages on the ranks of one profile, under one request."""
 
     def __init__(self, profile: ClusterProfile, request: PlanRequest) -> None:
         self.profile, self.request, self.model = profile, request, profile.model
@@ -67,7 +64,7 @@ class MemoryModel:
         self._peaks: dict[tuple[object, ...], int] = {}
 
     def budgets(self, devices: Sequence[DeviceProfile]) -> list[MemoryBudget]:
-        """Memory budgets for the stages of the ranks that a plan may use."""
+        """Memory budgets for stages on the given devices."""
         mean, budgets = sum(float(self.usable[d.rank]) for d in devices) / len(devices), []
         limited = self.model.trained_whole or self.request.without_files
         for device in devices:
@@ -89,13 +86,11 @@ class MemoryModel:
         ratio: float = 1.0,
         in_host_memory: bool = False,
     ) -> tuple[Bytes, Bytes]:
-        """(bytes whatever the depth, bytes of every micro-batch in flight) of the layers [first, last); without layers infinite.
+        """(fixed bytes, bytes per micro-batch in flight) of the layers [first, last); infinite without layers.
 
         Args:
-            pipelines: number that own as much each of the state; infinite: others own all of it. (That of adapters is too small
-                to matter.)
-            ratio: times the model's activation bytes that the rank keeps.
-            in_host_memory: the rank computes in its host's memory.
+            pipelines: data-parallel replicas over which optimizer state is sharded; infinite: other ranks own all of it.
+            ratio: ratio of the rank's kept activation bytes to the model's.
         """
         key = micro_batch, mode, ratio, in_host_memory
         if key not in self._tables:
@@ -110,7 +105,7 @@ class MemoryModel:
     def max_in_flight(
         self, first: Layer, last: Layer, micro_batch: int, mode: StageMode, budget: MemoryBudget, pipelines: float = 1
     ) -> Any:
-        """Most micro-batches in flight with which a stage fits into ``budget``; negative: it does not at all."""
+        """Maximum micro-batches in flight within ``budget``; negative: the stage does not fit."""
         ratio, in_host_memory = budget.ratio, budget.in_host_memory
         fixed, per_micro_batch = self.stage_bytes(first, last, micro_batch, mode, pipelines, ratio, in_host_memory)
         state_in_host, relief = mode.streamed and not in_host_memory, 0.0
@@ -123,12 +118,12 @@ class MemoryModel:
         return max_count
 
     def _unowned_bytes(self, first: Layer, last: Layer, pipelines: float) -> Any:
-        """Bytes of a stage's state that other pipelines own."""
+        """Bytes of a stage's state that other replicas own."""
         shared = 1 - 1 / pipelines if self.model.trained_whole else 0.0
         return shared * (self._owned[last] - self._owned[first])
 
     def peak(self, pipeline: PipelinePlan, stage: StagePlan) -> int:
-        """Peak bytes of a stage that one rank holds, with all the state of its layers."""
+        """Peak bytes of a stage on one rank that owns all the state of its layers."""
         split = pipeline.split_backward and stage is not pipeline.stages[0]
         lag = weight_lag(pipeline, stage) if split else 0
         lists = (split, lag, min(stage.warm_up, pipeline.micro_batches - 1), pipeline.micro_batches)
@@ -141,18 +136,18 @@ class MemoryModel:
         return self._peaks[key]
 
     def check(self, plan: Plan) -> bool:
-        """True where all ranks have the memory that the plan takes, and all hosts."""
+        """True where every rank and every host has the memory that the plan needs."""
         ranks = predict_memory(plan, self.profile, self.request.memory_reserve)
         return all(memory.peak_bytes <= memory.usable_bytes for memory in ranks) and self.check_hosts(plan)
 
     def check_hosts(self, plan: Plan) -> bool:
-        """True where every host holds what the plan asks of its memory. (That each rank's own suffices is another question.)"""
+        """True where every host has the memory that the plan needs; ranks are not checked."""
         hosts = predict_hosts(plan, self.profile, self.request.memory_reserve)
         return all(memory.peak_bytes <= memory.usable_bytes for memory in hosts)
 
 
 def predict_memory(plan: Plan, profile: ClusterProfile, reserve: float = 0.0) -> tuple[RankMemory, ...]:
-    """Peak against usable bytes of every rank that holds a stage, in rank order."""
+    """Peak and usable bytes of every rank that holds a stage, in rank order."""
     peaks: dict[int, int] = {}
     owned: dict[Hashable, dict[int, float]] = {}
     for pipeline in plan.pipelines:
@@ -173,8 +168,8 @@ def predict_memory(plan: Plan, profile: ClusterProfile, reserve: float = 0.0) ->
 
 
 def _multi_stage_bytes(profile: ClusterProfile, pipeline: PipelinePlan, rank: int, sequence_length: int) -> int:
-    """Peak bytes of a rank that holds several stages of a pipeline: activations at the worst place of its list, of all of them;
-    the workspace of one. Between two neighbours nothing is staged, and tied ends share their values."""
+    """Peak bytes of a rank with several stages: summed activations at the worst position of its list, and one workspace.
+    Adjacent stages need no staging, and tied ends share their values."""
     indices, model = pipeline.held[rank], profile.model_on(rank)
 
     def memory_at(index: int, in_flight: int, deferred: int) -> StageMemory:
@@ -207,8 +202,8 @@ def _multi_stage_bytes(profile: ClusterProfile, pipeline: PipelinePlan, rank: in
 def _elsewhere_bytes(
     plan: Plan, profile: ClusterProfile, held: Sequence[StagePlan], member: int, owned: dict[Hashable, dict[int, float]]
 ) -> int:
-    """Bytes of masters and moments of a rank's stages that other pipelines' ranks own, where they would be in its device's memory.
-    What the leader of a group owns, each member keeps for its own part. ``owned``: ``owned_state_bytes`` by a member's share."""
+    """Bytes of state in device memory that other replicas' ranks own instead. Each member of a tensor-parallel group keeps its
+    shard of what the leader owns. ``owned``: cache of ``owned_state_bytes`` by shares."""
     if len(plan.pipelines) == 1 or not state_on_device(profile, held[0]):
         return 0
     model, leader = profile.model, held[0].ranks[0]
@@ -220,7 +215,7 @@ def _elsewhere_bytes(
 
 
 def _regrouped_bytes(plan: Plan, model: ModelCost, stage: StagePlan, member: int) -> int:
-    """Bytes of the buffers in which a rank exchanges the gradients of layers that another pipeline divides otherwise."""
+    """Bytes of buffers to exchange gradients of layers that another replica shards differently."""
     if not plan.leader_of:
         return 0
     peers = [peer for _, _, peer in plan.numbered if (peer.shares, peer.experts) != (stage.shares, stage.experts)]
@@ -230,10 +225,10 @@ def _regrouped_bytes(plan: Plan, model: ModelCost, stage: StagePlan, member: int
 
 
 def predict_hosts(plan: Plan, profile: ClusterProfile, reserve: float = 0.0) -> tuple[HostMemory, ...]:
-    """Peak against usable bytes of every host that has a limit, in the profile's order.
+    """Peak and usable bytes of every host with a limit, in the profile's order.
 
-    Ranks that compute in the host's own memory (CPU, integrated GPUs) take all they need from it; of the others, what streamed
-    stages keep lies there (``host_state_bytes``). Their staging buffers are small enough to leave out.
+    Ranks that compute in host memory (CPU, integrated GPUs) count in full, others by their offloaded state
+    (``host_state_bytes``); their staging buffers are negligible.
     """
     if not profile.hosts:
         return ()

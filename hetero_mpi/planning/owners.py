@@ -1,7 +1,7 @@
-"""The owners of the optimizer's state (fp32 masters and moments) of each trained parameter that several pipelines hold.
+"""Owners of the sharded optimizer state (fp32 master weights and moments) of parameters that several replicas hold.
 
-Whole parameters are dealt, the largest first, to the holder that is furthest from its share: that of its weight among the holders
-of each layer. A function of the plan and of the parameters' sizes, so every rank, a checkpoint and a later start deal alike.
+Parameters go, largest first, to the holder furthest below its weighted share. The result depends only on the plan and the
+parameter sizes, so all ranks, checkpoints and later starts agree.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from hetero_mpi.planning.types.plan import Plan, StagePlan
 
 Key = TypeVar("Key")
 _UNITS_PER_BLOCK = 8
-"""Where only a layer's trained numbers are known, a block counts as so many parameters; embedding and head are one each."""
+"""Equal units that stand for a block's parameters where their sizes are unknown; embedding and head are one each."""
 _MIN_STATE_WEIGHT = 0.01
-"""Least share of the optimizer's state that a rank owns, against the largest one."""
+"""Minimum share of optimizer state relative to the largest one."""
 
 
 def owners(plan: Plan, sizes: Mapping[Key, tuple[int, int]]) -> dict[Key, int]:
-    """The rank that owns each parameter, in the order of ``sizes``.
+    """Owner rank of each parameter, in the order of ``sizes``.
 
     Args:
-        sizes: parameter -> (its layer, how many numbers it has).
+        sizes: parameter -> (its layer, number of elements).
     """
     return _owners(plan.holders, plan.state_weights, sizes)
 
@@ -34,7 +34,7 @@ def owners(plan: Plan, sizes: Mapping[Key, tuple[int, int]]) -> dict[Key, int]:
 def _owners(
     holders: Sequence[tuple[int, ...]], weight: Mapping[int, float], sizes: Mapping[Key, tuple[int, int]]
 ) -> dict[Key, int]:
-    """``owners``. ``holders``: the ranks of each layer; ``weight``: of each rank."""
+    """``owners`` by the ranks of each layer and the weight of each rank."""
     deficits = dict.fromkeys(weight, 0.0)
     layer_weights = [sum(weight[rank] for rank in ranks) for ranks in holders]
     for layer, size in sizes.values():
@@ -48,7 +48,7 @@ def _owners(
 
 
 def owned_share(plan: Plan, model: ModelCost, number: int) -> float:
-    """Trained numbers of a stage that its rank owns, if parameters could be divided: what it takes to step them."""
+    """Trained elements of a stage that its rank owns, were parameters divisible: for the time of its optimizer step."""
     stage, weight, owned = plan.numbered[number][2], plan.state_weights, 0.0
     for layer in range(stage.first, stage.last):
         layer_weight = sum(weight[rank] for rank in held_by(plan, layer))
@@ -57,8 +57,8 @@ def owned_share(plan: Plan, model: ModelCost, number: int) -> float:
 
 
 def owned_state_bytes(plan: Plan, model: ModelCost, part: ModelCost | None = None) -> dict[int, float]:
-    """Rank -> bytes of moments and masters that it owns, of whole parameters as far as a model's cost tells their sizes; or of a
-    ``part`` of them, which a member of a group holds."""
+    """Rank -> bytes of owned moments and master weights, of the full model or of the ``part`` that a tensor-parallel rank
+    holds."""
     owned, cost = dict.fromkeys(plan.state_weights, 0.0), part or model
     ratios = [cost.owned_bytes(i, i + 1) / max(1, layer.trainable_parameters) for i, layer in enumerate(model.layers)]
     for (layer, _), (rank, count) in owned_units(plan, model).items():
@@ -67,14 +67,13 @@ def owned_state_bytes(plan: Plan, model: ModelCost, part: ModelCost | None = Non
 
 
 def owned_units(plan: Plan, model: ModelCost) -> Mapping[tuple[int, int], tuple[int, int]]:
-    """(layer, unit) -> the rank that owns its state, and its trained numbers. A model's cost tells no sizes of parameters: units
-    stand for them."""
+    """(layer, unit) -> (owner rank, trained elements); units stand for parameters, whose sizes a model's cost lacks."""
     trained = tuple(layer.trainable_parameters for layer in model.layers)
     return _owned_units(plan.holders, tuple(plan.state_weights.items()), trained)
 
 
 def weighted(plan: Plan, free: Mapping[int, float]) -> Plan:
-    """The plan with ranks owning optimizer state by the bytes that it leaves ``free`` when they own none."""
+    """Weight optimizer state ownership by the bytes that ranks have ``free`` when they own none."""
     max_free = max(1.0, *free.values())
 
     def reweighted(stage: StagePlan) -> StagePlan:
@@ -87,7 +86,7 @@ def weighted(plan: Plan, free: Mapping[int, float]) -> Plan:
 def _owned_units(
     holders: tuple[tuple[int, ...], ...], weights: tuple[tuple[int, float], ...], trained: tuple[int, ...]
 ) -> Mapping[tuple[int, int], tuple[int, int]]:
-    """``owned_units`` by what decides it: plans that differ in depths or recompute share the answer."""
+    """``owned_units`` cached by its inputs: plans that differ in depths or recomputation share the result."""
     sizes = {}
     for layer, count in enumerate(trained):
         units = _UNITS_PER_BLOCK if 0 < layer < len(trained) - 1 else 1

@@ -1,7 +1,4 @@
-"""Which ranks are interchangeable, and the times of layers and links between ranks as tables.
-
-Ranks that can be exchanged without changing anything form a *class*.
-"""
+"""Classes of interchangeable ranks, and times of layers and links as tables."""
 
 from __future__ import annotations
 
@@ -26,16 +23,16 @@ Floats = NDArray[np.float64]
 Indices = NDArray[np.int64]
 Item = TypeVar("Item")
 MAX_LEVEL_DIFFERENCE = 0.12
-"""Figures that differ by no more than this share are taken to be the same: measured within 5 % either way."""
+"""Relative difference up to which figures count as equal: each is measured within 5 %."""
 FEW = 128
-"""Up to so many ranks every pair of ranks has its own link; beyond, every pair of hosts."""
+"""Maximum number of ranks with a link per pair of ranks; beyond, a link per pair of hosts."""
 
 
 def rank_classes(profile: ClusterProfile) -> list[list[int]]:
-    """The usable ranks in classes of interchangeable ranks.
+    """Partition the usable ranks into classes of interchangeable ranks.
 
-    Two ranks are interchangeable when their devices are equal, swapping them leaves every link as it is, and their hosts
-    set them the same limits: ranks of one host, or each the only one of a host of the same kind.
+    Two ranks are interchangeable if their devices are equal, swapping them preserves every link, and their hosts' limits are
+    equal: ranks of one host, or single ranks of equal hosts.
     """
     contents, hosts = rank_contents(profile), [device.host for device in profile.devices]
     ordered = sorted(contents, key=lambda rank: (contents[rank], rank))
@@ -63,7 +60,7 @@ def rank_classes(profile: ClusterProfile) -> list[list[int]]:
 
 
 def in_classes(items: Iterable[Item], alike: Callable[[Item, Item], bool]) -> list[list[Item]]:
-    """Each item with the first class to whose first member it is ``alike``."""
+    """Group each item with the first class whose first member is ``alike``."""
     classes: list[list[Item]] = []
     for item in items:
         fitting = next((members for members in classes if alike(members[0], item)), None)
@@ -75,7 +72,7 @@ def in_classes(items: Iterable[Item], alike: Callable[[Item, Item], bool]) -> li
 
 
 def rank_contents(profile: ClusterProfile) -> dict[int, str]:
-    """All that a usable rank is, its number and its host's name aside."""
+    """Usable rank -> text of all its properties except its number and host name."""
     counts = Counter(device.host for device in profile.devices)
     text_by_table: dict[int, str] = {}
     """Texts of the tables of times, which many devices of a large profile are one object or equal ones."""
@@ -91,7 +88,7 @@ def rank_contents(profile: ClusterProfile) -> dict[int, str]:
 
 
 def may_split(profile: ClusterProfile, rank: int) -> bool:
-    """True where a split backward was measured on ``rank``, for all kinds of layers but the embedding (which has no input)."""
+    """True where split backward was measured on ``rank`` for all layer kinds except the embedding, which has no input."""
     layers = profile.devices[rank].layers
     times = [layers[kind] for kind in {layer.kind for layer in profile.model.layers[1:]}]
     return all(t.input_s is not None and t.weight_s is not None for t in times)
@@ -106,7 +103,7 @@ class StageGrid:
         self.count = np.maximum(1, self.last - first)
 
     def over(self, seconds: Floats) -> Floats:
-        """Sums of ``seconds`` [I] over every stage."""
+        """Sums of ``seconds`` [layer] over every stage."""
         total = np.concatenate([[0.0], np.cumsum(seconds)])
         return np.asarray(total[self.last] - total[self.first])
 
@@ -114,7 +111,7 @@ class StageGrid:
 def seconds_by_mode(
     model: ModelCost, request: PlanRequest, devices: list[DeviceProfile], micro_batch: int, slices: Sequence[int]
 ) -> tuple[list[StageMode], Floats, Floats, Floats, Floats]:
-    """The modes to hold a stage in, the quickest first, and by mode what ``_mode_s`` says."""
+    """Memory strategies, fastest first, with the tables of ``_mode_s`` by strategy."""
     modes = _modes(request, micro_batch, slices)
     seconds = [_mode_s(model, devices, mode, micro_batch, request.sequence_length) for mode in modes]
     forward_s, backward_s, overhead_s, step_s = map(np.array, zip(*seconds, strict=True))
@@ -123,7 +120,7 @@ def seconds_by_mode(
 
 
 def _modes(request: PlanRequest, micro_batch: int, slices: Sequence[int]) -> list[StageMode]:
-    """``slices``: sequences of a slice, where stages may be streamed: in any of these or at once; resident ones in the smallest."""
+    """Candidate strategies: offloaded with any of ``slices`` (sequences) or none, resident with the smallest or none."""
     parts = [None, *sorted({size for size in slices if size < micro_batch})]
     resident = [StageMode(again, False, part) for part in parts[:2] for again in sorted(set(request.recompute_choices))]
     streamed = parts if slices else []
@@ -136,9 +133,10 @@ def _modes(request: PlanRequest, micro_batch: int, slices: Sequence[int]) -> lis
 def _mode_s(
     model: ModelCost, devices: list[DeviceProfile], mode: StageMode, micro_batch: int, sequence_length: int
 ) -> tuple[list[list[float]], list[list[float]], list[tuple[float, float]], list[float]]:
-    """Seconds of a micro-batch: [rank][layer] of forward and backward, [rank] of what comes on top; of a trained parameter's step.
+    """Seconds per micro-batch: [rank][layer] of forward and backward, [rank] overhead; [rank] optimizer seconds per parameter.
 
-    A streamed layer is called by itself, repeats its forward of slices that are not kept, and takes no less than its copies do."""
+    An offloaded layer is a call of its own, recomputes slices that are not kept, and takes at least as long as its copies.
+    """
     part, ends = mode.slice_sequences or micro_batch, len(model.layers) - 1
     parts = [min(part, micro_batch - begin) * sequence_length for begin in range(0, micro_batch, part)]
     kinds = {layer.kind: index for index, layer in enumerate(model.layers)}
@@ -166,13 +164,13 @@ def _mode_s(
 
 
 def _copies_s(device: DeviceProfile, model: ModelCost, layer: int) -> tuple[float, float]:
-    """Seconds of copies that a streamed layer's forward and its backward cannot be faster than."""
+    """Seconds of copies that bound an offloaded layer's forward and backward from below."""
     weight_s, coming = weights_s(device, model.streamed_bytes(layer)), model.trained_whole * model.gradient_bytes(layer)
     return weight_s, max(weight_s, offload_s(device, model, layer) + weights_s(device, coming))
 
 
 def links_of(profile: ClusterProfile, devices: list[DeviceProfile]) -> tuple[Indices, Floats, Floats]:
-    """(place of every rank; latency, seconds per byte of the way from place to place, copies at both ends included)."""
+    """(place of every rank; latency and seconds per byte between places, copies at both ends included)."""
     hosts = list(dict.fromkeys(device.host for device in devices))
     positions = np.array([i if len(devices) <= FEW else hosts.index(device.host) for i, device in enumerate(devices)])
     members: list[list[int]] = [[] for _ in range(int(positions.max()) + 1)]
@@ -192,8 +190,8 @@ def links_of(profile: ClusterProfile, devices: list[DeviceProfile]) -> tuple[Ind
 
 
 def in_own_order(profile: ClusterProfile, tokens: int) -> list[DeviceProfile]:
-    """The usable devices in an order that does not depend on how ranks and hosts are numbered and named, but where they are
-    alike in all that is looked at; ranks of a host together."""
+    """Usable devices, grouped by host, in an order that is independent of the numbering and naming of ranks and hosts (except
+    for ties)."""
     devices = usable_devices(profile)
     hosts: dict[str, list[DeviceProfile]] = {}
     for device in devices:
@@ -221,7 +219,7 @@ def in_own_order(profile: ClusterProfile, tokens: int) -> list[DeviceProfile]:
 
 
 def levels(values: Floats) -> Floats:
-    """``values`` such that those within ``MAX_LEVEL_DIFFERENCE`` of the largest of them are equal to it."""
+    """Replace values within ``MAX_LEVEL_DIFFERENCE`` of a larger one by it."""
     result, top = np.empty(len(values)), math.inf
     for index in np.argsort(-values, kind="stable").tolist():
         if values[index] * (1 + MAX_LEVEL_DIFFERENCE) < top:

@@ -1,8 +1,8 @@
-"""The orders in which a stage computes the micro-batches of a step, a file each.
+"""Orders in which a stage computes the micro-batches of a step, one per file.
 
-The first line of a file's docstring says what the order is, ``SPLITS`` whether backward is computed in two parts, and
-``computing`` yields what a stage computes; ``schedule`` adds the messages. ``[plan] schedule`` takes the name of any file here.
-An order for ranks that hold several stages has ``interleaving`` instead, which yields what a rank computes.
+A file's docstring begins with its description; ``SPLITS`` tells whether backward is split; ``computing`` yields a stage's
+operations, to which ``schedule`` adds the messages. ``[plan] schedule`` takes the name of any file here. An order for ranks
+with several stages has ``interleaving`` instead, which yields a rank's operations.
 """
 
 from __future__ import annotations
@@ -15,43 +15,42 @@ from hetero_mpi.util.plug_ins import plug_in, plug_in_names
 
 
 class Order(Protocol):
-    """The contents of a file here."""
+    """Interface of a file here."""
 
     __doc__: str | None
     SPLITS: bool
 
     def computing(self, pipeline: PipelinePlan, index: int) -> Iterable[tuple[str, int]]:
-        """(``F``, ``B``, ``I`` or ``W``, micro-batch) one after the other, for stage number ``index`` of the pipeline.
+        """Yield (``F``, ``B``, ``I`` or ``W``, micro-batch) in order, for stage ``index`` of the pipeline.
 
-        Backwards come in the order of the micro-batches on all stages, as gradients are added up in it.
+        Backwards come in micro-batch order on all stages, as gradients accumulate in it.
         """
         ...
 
 
 class Interleaving(Protocol):
-    """The contents of a file for ranks that hold several stages."""
+    """Interface of a file for ranks that hold several stages."""
 
     __doc__: str | None
     SPLITS: bool
 
     def interleaving(self, pipeline: PipelinePlan) -> Mapping[int, Iterable[tuple[str, int, int]]]:
-        """Rank -> (``F``, ``B``, ``I`` or ``W``, place of the stage in the pipeline, micro-batch) one after the other.
+        """Rank -> (``F``, ``B``, ``I`` or ``W``, index of the stage in the pipeline, micro-batch) in order.
 
-        Backwards come in the order of the micro-batches on every stage. A rank's later stage does its last backward (or weight
-        gradients) before an earlier one does.
+        Backwards come in micro-batch order on every stage. A rank's later stages end before its earlier ones.
         """
         ...
 
 
 ORDERS: dict[str, Order | Interleaving] = {name: plug_in(__name__, name) for name in plug_in_names(__name__)}
 OTHER_ORDERS = {name: order for name, order in ORDERS.items() if name != WARM_UP}
-"""All others."""
+"""Orders except ``warm_up``."""
 INTERLEAVINGS = {name for name, order in ORDERS.items() if hasattr(order, "interleaving")}
-"""Those for ranks that hold several stages."""
+"""Orders for ranks that hold several stages."""
 
 
 def computed_by_rank(pipeline: PipelinePlan) -> Mapping[int, Iterable[tuple[str, int, int]]]:
-    """Rank -> (operation, place of the stage in the pipeline, micro-batch) one after the other, in the pipeline's order."""
+    """Rank -> (operation, index of the stage in the pipeline, micro-batch) in the pipeline's order."""
     order = ORDERS[pipeline.order]
     if pipeline.order in INTERLEAVINGS:
         return cast(Interleaving, order).interleaving(pipeline)

@@ -23,14 +23,13 @@ from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 SPLITS = False
 ROUNDING_TOLERANCE = 1e-9
 MIN_PERIOD_S = 1e-12
-"""No period is shorter."""
 
 
 def weight_lag(pipeline: PipelinePlan, stage: StagePlan) -> int:
     """Micro-batches by which a stage's weight gradients trail its input gradients where backward is split.
 
-    Deep in the pipeline few micro-batches are in flight; as many more wait there for their weight gradients as bring every
-    stage to the first one's memory (ZB-H1 of Qi et al. 2023, arXiv:2401.10241, section 3).
+    Later stages have fewer micro-batches in flight and defer as many more as bring them to the first stage's memory (ZB-H1 of
+    Qi et al. 2023, arXiv:2401.10241, section 3).
     """
     deepest = pipeline.micro_batches - 1
     return max(0, min(pipeline.stages[0].warm_up, deepest) - min(stage.warm_up, deepest))
@@ -53,12 +52,12 @@ def computing(pipeline: PipelinePlan, index: int) -> Iterator[tuple[str, int]]:
 
 
 def classic_depths(stages: int, micro_batches: int) -> tuple[int, ...]:
-    """1F1B's own warm-up depths: as many micro-batches ahead as stages follow, and never more than there are."""
+    """Warm-up depths of 1F1B: the number of later stages, at most the number of micro-batches."""
     return tuple(min(stages - 1 - i, micro_batches) for i in range(stages))
 
 
 def with_classic_depths(plan: Plan) -> Plan:
-    """Every stage as many micro-batches ahead as stages follow it."""
+    """``plan`` with the warm-up depths of 1F1B."""
 
     def changed(pipeline: PipelinePlan) -> PipelinePlan:
         depths = classic_depths(len(pipeline.stages), pipeline.micro_batches - 1)
@@ -69,23 +68,26 @@ def with_classic_depths(plan: Plan) -> Plan:
 
 
 def scheduled_depths(schedule: str, stages: int, micro_batches: int) -> tuple[int, ...]:
-    """The warm-up that a schedule given by name asks for: all micro-batches for GPipe, 1F1B's own for the others."""
+    """Warm-up depths of a schedule given by name: all micro-batches for GPipe, those of 1F1B for the others."""
     return (micro_batches,) * stages if schedule == "gpipe" else classic_depths(stages, micro_batches)
 
 
 def period_s(compute_s: Sequence[float], hops_s: Sequence[float]) -> float:
-    """Seconds of a micro-batch on the slowest stage, or on a link with its messages out and back at once."""
+    """Seconds per micro-batch of the slowest stage, or of a link with messages in both directions at once."""
     return max(*compute_s, *(hop_s / 2 for hop_s in hops_s), MIN_PERIOD_S)
 
 
 def paced_each(compute_s: Sequence[float], hops_s: Sequence[float], period: float, allowance: float) -> list[int]:
-    """Depths at which gradients are back in time at this pace: the warm-up of every stage, the last one's 0.
+    """Smallest warm-up depths at which gradients return in time at this pace; 0 for the last stage.
 
-    A stage that is d micro-batches deeper than the next needs, after forward x, a gradient that the next computes after forward x -
-    d: the next has d periods for both and the messages, 1F1B's d = 1 where it is quick. Each stage has ``allowance`` periods more.
+    A stage that is d micro-batches deeper than the next has d periods for the next stage's forward and backward and for the
+    messages (1F1B: d = 1).
 
-    ``compute_s``: forward and backward of a micro-batch by stage; ``hops_s``: its messages, out and back, by link;
-    ``period``: seconds.
+    Args:
+        compute_s: forward and backward of a micro-batch, by stage.
+        hops_s: its messages in both directions, by link.
+        period: seconds.
+        allowance: extra periods for each stage.
     """
     depths = [0]
     for behind_s, hop_s in zip(reversed(compute_s[1:]), reversed(hops_s), strict=True):

@@ -25,12 +25,12 @@ from hetero_mpi.planning.types.plan import PipelinePlan
 
 SPLITS = True
 Computed = tuple[str, int, int]
-"""``F``, ``B``, ``I`` or ``W``; the stage's place in its pipeline; the micro-batch."""
+"""(``F``, ``B``, ``I`` or ``W``; index of the stage in its pipeline; micro-batch)"""
 _UNITS = {"F": 1, "B": 2, "I": 1, "W": 1}
 
 
 class _Candidate(NamedTuple):
-    """Compared in this order."""
+    """An operation that could be next; the smallest comes first."""
 
     begin: int
     kind: int
@@ -46,14 +46,14 @@ def interleaving(pipeline: PipelinePlan) -> dict[int, list[Computed]]:
 
 
 def list_scheduled(pipeline: PipelinePlan, sparing: bool = False) -> dict[int, list[Computed]]:
-    """Rank -> what it computes, in order.
+    """Rank -> its operations, in order.
 
-    A stage has at most ``warm_up + 1`` micro-batches in flight. Where backward is split, a rank holds no more micro-batches, in
-    flight or with weight gradients put off, than that over all its stages. ``sparing``: backward is split only where the stage
-    before would else wait for its gradient.
+    A stage has at most ``warm_up + 1`` micro-batches in flight. Where backward is split, a rank holds at most that many over
+    all its stages, in flight or deferred. ``sparing``: split a backward only if the previous stage would otherwise wait for
+    it.
 
-    Free of deadlock, whatever the depths: the micro-batch that is furthest can always go on. On every stage forwards, backwards
-    and weight gradients come in the order of the micro-batches; a rank's later stages end before its earlier ones.
+    Free of deadlock at any depths: the most advanced micro-batch can always proceed. Forwards, backwards and weight gradients
+    come in micro-batch order on every stage; a rank's later stages end before its earlier ones.
     """
     ranks = tuple(stage.ranks[0] for stage in pipeline.stages)
     limits = tuple(min(stage.warm_up + 1, pipeline.micro_batches) for stage in pipeline.stages)
@@ -69,13 +69,13 @@ def _cached_lists(
 
 
 class _ListScheduler:
-    """The lists as far as they are made.
+    """State of the list scheduling.
 
     Attributes:
-        clock: rank -> when it is free.
-        inputs, gradients: of every stage by micro-batch, when they are there; absent: not yet.
-        forwards, backwards: of every stage, how many have begun.
-        put_off: rank -> (place, micro-batch) whose weight gradients it owes.
+        clock: rank -> time at which it is free.
+        inputs, gradients: by stage: micro-batch -> time of arrival.
+        forwards, backwards: number begun, by stage.
+        deferred: rank -> (stage, micro-batch) with weight gradients due.
     """
 
     def __init__(self, ranks: tuple[int, ...], limits: tuple[int, ...], count: int, split: bool, sparing: bool) -> None:
@@ -99,7 +99,7 @@ class _ListScheduler:
         return self.lists
 
     def _next_candidate(self, rank: int) -> _Candidate | None:
-        """The action that ``rank`` would take up; None: it must wait for others, or has done."""
+        """Next operation of ``rank``; None: it must wait, or has ended."""
         now, options = self.clock[rank], []
         owed = self.deferred[rank]
         held_count = len(owed) + sum(self._in_flight(index) for index in self.held[rank])
@@ -141,9 +141,8 @@ class _ListScheduler:
                 self.gradients[index - 1][micro_batch] = end
 
     def _splits(self, index: int, micro_batch: int, begin: int) -> bool:
-        """True where the holder of the stage before would wait for a backward that comes in one part, having nothing else to
-        compute. None comes so before what its stage owes, since gradients are added in the order of the micro-batches, nor the last
-        one before what its rank owes."""
+        """True where the previous stage's rank would idle until an unsplit backward ends. Deferred weight gradients force a
+        split: a stage's gradients accumulate in micro-batch order, and a rank's last backward comes last."""
         previous = self.ranks[index - 1]
         following = self._next_candidate(previous)
         busy = following is not None and following.kind < 2 and following.begin + _UNITS["F"] >= begin + _UNITS["B"]

@@ -1,7 +1,5 @@
-"""Clusters a little different from the one that was measured: fewer ranks, more, other links, more memory.
-
-And estimated costs of its model in another dtype, with adapters, or with another optimizer.
-"""
+"""Variants of a measured cluster (ranks, links, memory), and estimated costs of its model in another dtype, with adapters or
+with another optimizer."""
 
 from __future__ import annotations
 
@@ -29,17 +27,17 @@ from hetero_mpi.planning.types.sizes import COPY_BYTES, DTYPE_BYTES, EIGHT_BIT_S
 AnyLink = TypeVar("AnyLink", LinkProfile, HostLinkProfile)
 
 SECONDS = "forward_overhead_s", "backward_overhead_s"
-"""Figures of a device: what else its computing takes, per micro-batch."""
+"""Device figures in seconds per micro-batch."""
 STEP_SECONDS = "optimizer_fixed_s", "optimizer_s_per_parameter"
-"""The same of a step."""
+"""Device figures in seconds per step."""
 UNLIMITED_BYTES = 2**50
 """More memory than any model needs."""
 NF4_BYTES = 0.5625
-"""Bytes per packed weight, scales without double quantisation included."""
+"""Bytes per packed weight, with scales that are not double-quantised."""
 ADAPTER_PARAMETER_SHARE = 0.01
-"""Parameters of rank-16 adapters on all matrices of a block, in parts of the block's own (0.3 to 1 % in models of 1B and more)."""
+"""Parameters of rank-16 adapters on all matrices of a block, relative to the block (0.3 to 1 % from 1B parameters)."""
 SAVED_BYTES = {"adamw_8bit": EIGHT_BIT_SAVING, "adafactor": 8.0, "muon": 4.0}
-"""Bytes of a parameter that an optimizer keeps less than AdamW."""
+"""Bytes per parameter of optimizer state saved relative to AdamW."""
 
 
 def with_faster_links(
@@ -49,10 +47,8 @@ def with_faster_links(
     latency: bool = True,
     where: Callable[[LinkProfile | HostLinkProfile], bool] = lambda link: True,
 ) -> ClusterProfile:
-    """Both directions of ``pairs`` (all by default) with ``times`` the bandwidth and, if ``latency``, 1 / ``times`` of that.
-
-    ``where``: only links of which this is true.
-    """
+    """Both directions of ``pairs`` (default: all) with ``times`` the bandwidth and, if ``latency``, 1 / ``times`` the latency,
+    on links for which ``where`` is true."""
 
     def faster(link: AnyLink) -> AnyLink:
         if not where(link):
@@ -71,12 +67,12 @@ def with_faster_links(
 
 
 def with_wire(profile: ClusterProfile, wire: str | None) -> ClusterProfile:
-    """Stages exchange ``int8``; or all else: what they compute."""
+    """``int8`` messages between stages; any other ``wire``: the compute dtype."""
     return replace(profile, model=replace(profile.model, wire=wire if wire == INT8 else None))
 
 
 def with_free_links(profile: ClusterProfile) -> ClusterProfile:
-    """Messages take no time: neither on links nor on NICs nor between devices and their hosts."""
+    """Messages take no time on links, NICs or between devices and their hosts."""
     devices = tuple(
         replace(device, copy_latency_s=0.0, device_to_host_bytes_per_s=math.inf, host_to_device_bytes_per_s=math.inf)
         for device in profile.devices
@@ -89,14 +85,14 @@ def with_free_links(profile: ClusterProfile) -> ClusterProfile:
 
 
 def with_plenty_of_memory(profile: ClusterProfile) -> ClusterProfile:
-    """Nothing is short of memory."""
+    """Unlimited memory everywhere."""
     devices = tuple(replace(device, memory_bytes=UNLIMITED_BYTES) for device in profile.devices)
     hosts = tuple(replace(host, memory_bytes=UNLIMITED_BYTES) for host in profile.hosts)
     return replace(profile, devices=devices, hosts=hosts)
 
 
 def restricted(profile: ClusterProfile, ranks: Sequence[int]) -> ClusterProfile:
-    """The cluster of ``ranks`` alone, numbered anew in this order."""
+    """The cluster of ``ranks`` alone, renumbered in this order."""
     new = {rank: number for number, rank in enumerate(ranks)}
     devices = tuple(replace(profile.devices[rank], rank=new[rank]) for rank in ranks)
     links = tuple(
@@ -112,7 +108,7 @@ def restricted(profile: ClusterProfile, ranks: Sequence[int]) -> ClusterProfile:
 
 
 def renumbered(plan: Plan, ranks: Sequence[int]) -> Plan:
-    """A plan of the cluster that was ``restricted`` to ``ranks``, in the numbers of the whole one."""
+    """A plan for the cluster ``restricted`` to ``ranks``, in the rank numbers of the full cluster."""
 
     def changed(stage: StagePlan) -> StagePlan:
         return replace(stage, ranks=tuple(ranks[rank] for rank in stage.ranks))
@@ -121,7 +117,7 @@ def renumbered(plan: Plan, ranks: Sequence[int]) -> Plan:
 
 
 def with_copy_of(profile: ClusterProfile, rank: int) -> ClusterProfile:
-    """One more rank like ``rank``, linked to the others as that one is, and to that one by its fastest link."""
+    """One more rank like ``rank``, with the same links, and linked to ``rank`` by its fastest link."""
     new, host = len(profile.devices), profile.devices[rank].host
     more = replace(profile, devices=(*profile.devices, replace(profile.devices[rank], rank=new)))
     other_ranks = [peer for peer in range(new) if peer != rank]
@@ -142,9 +138,8 @@ def with_copy_of(profile: ClusterProfile, rank: int) -> ClusterProfile:
 def with_slowness(
     profile: ClusterProfile, ratios: Mapping[int, float], of_optimizer: Mapping[int, float] | None = None
 ) -> ClusterProfile:
-    """Ranks whose computing lasts ``ratios[rank]`` times as long as profiled; ranks that are not named stay as they are.
-    ``of_optimizer``: likewise of optimizer steps, where these differ from forwards and backwards.
-    """
+    """Ranks whose computing takes ``ratios[rank]`` times as long as profiled, and optimizer steps ``of_optimizer[rank]`` times
+    (default: ``ratios``)."""
     optimizer = of_optimizer or {}
 
     def slower(device: DeviceProfile) -> DeviceProfile:
@@ -168,11 +163,10 @@ def with_slowness(
 
 
 def with_copies(profile: ClusterProfile, request: PlanRequest) -> ClusterProfile:
-    """The profile with a model whose trained parameters take the copies' memory as well, where ranks compute in host memory.
+    """The profile with memory for copies of trained parameters, where ranks compute in host memory.
 
-    A rank keeps its own copies and, as a peer, others', which are counted as if they were as large as its own. Where some rank
-    has a GPU, whose copies lie in the host's memory too, that memory is planned without what copies may take of it, if ranks
-    compute or may keep what they train there.
+    A rank keeps its own copies and, as a peer, others', counted as equally large. If any rank has a GPU, whose copies also
+    lie in host memory, host memory in which ranks compute or may offload trained parameters is reduced by the copies.
     """
     copy_bytes = request.copy_bytes_per_trainable_parameter
     computing = [device.shares_host_memory for device in profile.devices]
@@ -189,8 +183,8 @@ def with_copies(profile: ClusterProfile, request: PlanRequest) -> ClusterProfile
 
 
 def _without_copy_memory(profile: ClusterProfile, copy_bytes: float, everywhere: bool) -> ClusterProfile:
-    """The profile with less memory of hosts that ranks compute in, or ``everywhere``: without copies of ``copy_bytes`` bytes for each
-    parameter that the host's ranks may train, which are no more than fit into their memory."""
+    """Reduce the memory of hosts in which ranks compute (``everywhere``: of all hosts) by ``copy_bytes`` for each parameter that
+    the host's ranks may train."""
     model = profile.model
     trained = sum(layer.trainable_parameters for layer in model.layers)
     model_bytes = sum(layer.parameter_bytes for layer in model.layers) + model.state_bytes(0, len(model.layers))
@@ -218,7 +212,7 @@ def is_packed(model: ModelCost) -> bool:
 
 
 def with_adapters(model: ModelCost, packed: bool) -> ModelCost:
-    """Estimated costs with LoRA on all blocks, which are packed in NF4 if ``packed``; embedding and head are frozen."""
+    """Estimated costs with LoRA on all blocks, packed in NF4 if ``packed``; embedding and head are frozen."""
     size = DTYPE_BYTES[model.dtype]
 
     def frozen(index: int, layer: LayerCost) -> LayerCost:
@@ -243,7 +237,7 @@ def with_adapters(model: ModelCost, packed: bool) -> ModelCost:
 
 
 def in_bf16(model: ModelCost) -> ModelCost:
-    """The fp32 model's costs with 2 bytes per value and an fp32 master weight; workspaces (fp32 logits) stay."""
+    """Costs of the fp32 model with 2 bytes per value and an fp32 master weight; workspaces (fp32 logits) stay."""
     layers = tuple(
         replace(
             layer,
@@ -259,7 +253,7 @@ def in_bf16(model: ModelCost) -> ModelCost:
 
 
 def with_optimizer(model: ModelCost, optimizer: str) -> ModelCost:
-    """The costs with another optimizer than AdamW, as if it kept the same of every parameter behind the embedding."""
+    """Costs with another optimizer, as if it kept equal state for every parameter after the embedding."""
     embedding, *later_layers = model.layers
     saving = (replace(x, moments_saving_bytes=SAVED_BYTES[optimizer] * x.trainable_parameters) for x in later_layers)
     return replace(model, layers=(embedding, *saving), optimizer=optimizer)

@@ -1,8 +1,7 @@
-"""Dataclasses of plain values <-> dictionaries, driven by their type hints; all problems are collected, not the first.
+"""Convert dataclasses of plain values to and from dictionaries by their type hints, collecting all problems.
 
-Knows ``str``, ``int``, ``float``, ``bool``, ``tuple[X, ...]`` (or a sequence), ``dict[str, X]`` and ``dict[int, X]`` (or a mapping,
-also of tuples of whole numbers), ``X | None`` and dataclasses of these: all that a profile or a plan is made of. Nothing is coerced
-except an integer given where a float is wanted.
+Supports ``str``, ``int``, ``float``, ``bool``, ``tuple[X, ...]`` (or a sequence), ``dict[str, X]`` and ``dict[int, X]`` (or a
+mapping, also keyed by tuples of integers), ``X | None`` and dataclasses of these. Only integers are coerced, to floats.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ T = TypeVar("T")
 
 
 def encode(value: Any, infinity_as_text: bool = False) -> Any:
-    """``value`` as dictionaries, lists and scalars. ``infinity_as_text``: ``"inf"``, since JSON has no infinity."""
+    """``value`` as dictionaries, lists and scalars. ``infinity_as_text``: write ``"inf"``, as JSON has no infinity."""
     if dataclasses.is_dataclass(value):
         values = {field: getattr(value, field.name) for field in dataclasses.fields(value)}
         # TOML has no null: what is not known is left out; so are remarks (what no comparison looks at) that there are none of.
@@ -38,7 +37,11 @@ def encode(value: Any, infinity_as_text: bool = False) -> Any:
 
 
 def decode(kind: type[T], data: Any, where: str) -> T:
-    """A ``kind`` from plain values. Raises one ``UserError`` with all problems; ``where`` names the source (a file)."""
+    """Decode plain values into a ``kind``.
+
+    Raises:
+        UserError: with all problems; ``where`` names the source (a file).
+    """
     problems: list[str] = []
     value = decoded(kind, data, "", problems)
     raise_all(where, problems)
@@ -46,18 +49,18 @@ def decode(kind: type[T], data: Any, where: str) -> T:
 
 
 def decoded(kind: type[T], data: Any, path: str, problems: list[str]) -> T | None:
-    """A ``kind`` from plain values; None after adding to ``problems``, by their place below ``path``."""
+    """Decode plain values into a ``kind``; None after adding to ``problems``, with their keys below ``path``."""
     return typing.cast(T | None, _decode(kind, data, path, problems))
 
 
 def raise_all(where: str, problems: list[str]) -> None:
-    """Raises a ``UserError`` with all ``problems``, each on a line that starts with ``where``; none: does nothing."""
+    """Raise a ``UserError`` with all ``problems``, one per line after ``where``; without problems do nothing."""
     if problems:
         raise UserError("file.invalid", "\n".join(f"{where}: {problem}" for problem in problems))
 
 
 def _decode(kind: Any, data: Any, path: str, problems: list[str]) -> Any:
-    """The decoded value, or None after adding to ``problems``."""
+    """Decoded value, or None after adding to ``problems``."""
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
         if isinstance(data, kind):
             return data
@@ -130,7 +133,7 @@ def _decode_record(kind: type, data: Any, path: str, problems: list[str]) -> Any
 
 @functools.cache
 def _hints(kind: type) -> dict[str, Any]:
-    """Worked out once: a large cluster's profile has tens of thousands of links."""
+    """Cached: a large cluster's profile has tens of thousands of links."""
     return typing.get_type_hints(kind)
 
 

@@ -1,7 +1,7 @@
-"""The costs of a model, layer by layer, as plain numbers: everything planning knows of a model.
+"""Costs of a model, layer by layer, as plain numbers: all that planning knows of a model.
 
-The chain of *layers* is ``embedding, block 0, ..., block L-1, head`` (head = final norm + output projection), indexed
-0 .. L+1. A stage holds the layers ``[first, last)``.
+The chain of *layers* is ``embedding, block 0, ..., block L-1, head`` (head = final norm + output projection), indexed 0 ..
+L+1. A stage holds the layers ``[first, last)``.
 """
 
 from __future__ import annotations
@@ -34,51 +34,49 @@ class LayerCost:
     kind: str
     """``"embedding"``, ``"head"`` or a block kind (blocks with equal shapes and attention type share one kind)."""
     parameters: int
-    """Number of parameters. A tied head counts its matrix here too, since its rank must hold it."""
+    """Number of parameters, a tied head's matrix included, as its rank must hold it."""
     trainable_parameters: int
-    """Number of parameters that receive gradients and optimizer state on the rank that holds this layer. A tied head's matrix is
-    not among them: the embedding's rank trains it."""
+    """Parameters with gradients and optimizer state on the layer's rank; a tied head's matrix is trained by the embedding's
+    rank."""
     parameter_bytes: int
     """Bytes of the parameters as held for computing (compute dtype), and of the gradient of a tied head's matrix."""
     activation_bytes_per_token: float
-    """Bytes kept from forward until backward, per token of the micro-batch, where the fewest are kept
+    """Bytes kept from forward until backward per token, on the device that keeps the fewest
     (``DeviceProfile.activation_ratio``)."""
     workspace_bytes_per_token: float
     """Bytes used only while this layer runs (logits and their gradient, for the head), per token of the micro-batch."""
     boundary_bytes_per_token: int
-    """Bytes of this layer's output per token, were it sent on; the gradient coming back is as large. 0: head."""
+    """Bytes of this layer's output per token when sent, and of its gradient; 0: head."""
     deferred_bytes_per_token: float = 0.0
-    """Bytes kept from a split backward's input part until its weight part, per token of the micro-batch: inputs and
-    output gradients of the matrices."""
+    """Bytes per token kept from a split backward's input part until its weight part: the matrices' inputs and output gradients."""
     workspace_bytes: int = 0
-    """Bytes used only while this layer runs, whatever the tokens (one matrix unpacked from 4 bits, or all experts)."""
+    """Bytes used only while this layer runs, independent of tokens (one matrix unpacked from 4 bits, or all experts)."""
     matrix_bytes: int = 0
-    """Those of ``workspace_bytes`` that are used where the layer has none of its experts."""
+    """Part of ``workspace_bytes`` used by a layer without any of its experts."""
     moments_saving_bytes: float = 0.0
-    """Bytes by which what the optimizer keeps is smaller than AdamW's moments in fp32."""
+    """Bytes of optimizer state saved relative to AdamW's fp32 moments."""
     divided_parameters: int = 0
-    """Those of ``parameters`` that the members of a group divide; the others each of them holds."""
+    """Part of ``parameters`` sharded by tensor parallelism; the rest is replicated."""
     divided_trainable: int = 0
-    """The same of ``trainable_parameters``."""
+    """Sharded part of ``trainable_parameters``."""
     expert_parameters: int = 0
-    """Those of ``divided_parameters`` that are experts', which the members may divide otherwise than heads."""
+    """Part of ``divided_parameters`` in experts, which may be sharded in other proportions than heads."""
     expert_trainable: int = 0
-    """The same of ``divided_trainable``."""
+    """Part of ``divided_trainable`` in experts."""
     divided_activations: float = 0.0
-    """The share that is divided likewise of what is kept from forward until backward."""
+    """Sharded fraction of activations kept from forward until backward."""
     divided_workspace: float = 0.0
-    """The same of what is used only while the layer runs."""
+    """Sharded fraction of the workspace."""
     divided_scale_bytes: int = 0
-    """Bytes by which the members' parts of NF4 weights, all together, are larger than the whole: they keep in fp32 the scales that
-    double quantisation left."""
+    """Bytes by which sharded NF4 weights exceed the full ones: shards keep fp32 scales instead of double quantisation."""
     logits_bytes_per_token: float = 0.0
-    """Of a head: its logits, as counted in ``activation_bytes_per_token``; 0: not known, as of layers of one's own."""
+    """A head's logits, included in ``activation_bytes_per_token``; 0: unknown, as for custom layers."""
     group_sums: int = 0
-    """How often a group adds up as many numbers as the layer's hidden states have, in forward and in backward each; an embedding's
-    in forward only, a head's in backward only."""
+    """All-reduces of hidden states per forward and per backward in a tensor-parallel group (embedding: forward only; head:
+    backward only)."""
 
     def part(self, share: float, experts: float) -> LayerCost:
-        """The layer on a member of a group that has this share of what is divided, and this one of the experts."""
+        """The layer on a tensor-parallel rank with these shares of heads and experts."""
         stored = _held_share(self.parameters, self.divided_parameters, self.expert_parameters, share, experts)
         trained = _held_share(self.trainable_parameters, self.divided_trainable, self.expert_trainable, share, experts)
         saved, used = (1 - (1 - share) * divided for divided in (self.divided_activations, self.divided_workspace))
@@ -119,13 +117,13 @@ class ModelCost:
     tied_bytes: int = 0
     """Bytes of the fp32 gradient exchanged between both ends when tied, else 0."""
     heads: int | None = None
-    """Key/value heads of every block, by whose whole numbers a group of ranks shares its layers; None: it cannot."""
+    """Key/value heads of every block, sharded in whole heads; None: no tensor parallelism."""
     experts: int | None = None
-    """Experts of each layer that has some, where a group of ranks can share them; None: there are none."""
+    """Experts of each layer with experts, where they can be sharded; None: none."""
     optimizer: str = "adamw"
     """As ``[train] optimizer`` names it."""
     wire: str | None = None
-    """``int8``: so activations and gradients travel from stage to stage; None: as they are computed."""
+    """``int8``: dtype of messages between stages; None: the compute dtype."""
 
     @cached_property
     def stage_tables(self) -> StageTables:
@@ -133,7 +131,7 @@ class ModelCost:
 
     @cached_property
     def trained_whole(self) -> bool:
-        """True where layers are trained themselves, rather than adapters over them."""
+        """True for full fine-tuning, False for adapters."""
         inner = [layer for layer in self.layers if layer.kind not in (EMBEDDING, HEAD) and layer.parameters]
         return any(2 * layer.trainable_parameters > layer.parameters for layer in inner or self.layers)
 
@@ -143,7 +141,7 @@ class ModelCost:
         return sum(each * layer.trainable_parameters - layer.moments_saving_bytes for layer in self.layers[first:last])
 
     def owned_bytes(self, first: int, last: int) -> float:
-        """The moments and master weights of these, which one of the ranks that hold a parameter keeps."""
+        """Moments and master weights of the layers [first, last), which one of a parameter's holders owns."""
         if (first, last) not in self._owned_bytes:
             gradients = GRADIENT_BYTES * sum(layer.trainable_parameters for layer in self.layers[first:last])
             self._owned_bytes[first, last] = max(0.0, self.state_bytes(first, last) - gradients)
@@ -155,22 +153,22 @@ class ModelCost:
 
     @property
     def copy_bytes_per_trainable_parameter(self) -> float:
-        """Bytes of a copy of the trained state, on average."""
+        """Mean bytes of a copy of the trained state."""
         trained = sum(layer.trainable_parameters for layer in self.layers)
         saved = sum(layer.moments_saving_bytes for layer in self.layers) / max(1, trained)
         return COPY_BYTES - saved
 
     def sent_bytes_per_token(self, layer: int) -> int:
-        """Bytes of a layer's output per token on its way to another rank; the gradient coming back is as large."""
+        """Bytes of a layer's output per token as sent, and of its gradient."""
         return sent_bytes(self.layers[layer].boundary_bytes_per_token, self.dtype, self.wire)
 
     @property
     def most_sent_bytes_per_token(self) -> int:
-        """The same of the layer whose output is the longest message."""
+        """Maximum of ``sent_bytes_per_token`` over layers."""
         return max(self.sent_bytes_per_token(layer) for layer in range(len(self.layers)))
 
     def streamed_bytes(self, index: int) -> int:
-        """Bytes of a layer's parameters that come to the device where it is streamed: all, or what is frozen beside adapters."""
+        """Bytes of an offloaded layer's parameters copied to the device: all, or the frozen ones under adapters."""
         layer = self.layers[index]
         stays = self._tied_bytes(index) if self.trained_whole else layer.trainable_parameters * DTYPE_BYTES[self.dtype]
         return max(0, layer.parameter_bytes - stays)
@@ -183,11 +181,11 @@ class ModelCost:
         return self.tied_bytes if layer == len(self.layers) - 1 else 0
 
     def keeping(self, ratio: float) -> ModelCost:
-        """The costs on a device whose blocks keep so many times as much from forward to backward."""
+        """Costs on a device whose blocks keep ``ratio`` times the activations."""
         return self if ratio == 1.0 else _keeping(self, ratio)
 
     def sliced(self, tokens: int) -> ModelCost:
-        """The costs of so many tokens: of a head whose logits are computed in slices, those of a slice in place of all."""
+        """Costs of ``tokens`` tokens: a head that computes logits in slices needs memory for one slice."""
         return self._sliced if in_slices(self.layers[-1].logits_bytes_per_token, tokens) else self
 
     @cached_property
@@ -205,14 +203,14 @@ class ModelCost:
         return replace(self, layers=(*self.layers[:-1], sliced))
 
     def part(self, share: float, experts: float) -> ModelCost:
-        """The costs on a member of a group that has this share of what is divided, and this one of the experts."""
+        """Costs on a tensor-parallel rank with these shares of heads and experts."""
         return self if share == experts == 1.0 else _part(self, share, experts)
 
 
 class StageTables:
-    """Sums and maxima over the layers of every stage, indexed [first, last]; bytes, of what a micro-batch keeps per token.
+    """Sums and maxima over the layers of every stage, indexed [first, last], in bytes (per token where activations).
 
-    Layers are added up from the first one on, as ``sum`` does: the same floats to the last bit.
+    Layers are added from the first on, as ``sum`` does: bit-identical floats.
     """
 
     def __init__(self, model: ModelCost) -> None:
@@ -249,7 +247,7 @@ def _over(values: Sequence[float], combine: np.ufunc = np.add) -> NDArray[Any]:
 
 
 def _held_share(parameters: int, divided: int, of_experts: int, share: float, experts: float) -> float:
-    """The part of ``parameters`` parameters that a member of a group holds."""
+    """Fraction of ``parameters`` that a tensor-parallel rank holds."""
     return 1 - ((1 - share) * (divided - of_experts) + (1 - experts) * of_experts) / max(1, parameters)
 
 

@@ -1,4 +1,4 @@
-"""The tensors that an optimizer keeps of a parameter from step to step."""
+"""Tensors of optimizer state per parameter."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hetero_mpi.planning.types.sizes import MOMENT_BLOCK
 TWO, EIGHT_BIT, FACTORED, ONE = "two", "eight_bit", "factored", "one"
 """AdamW's moments in fp32; in blocks of 8 bits; Adafactor's means of squares over rows and columns; Muon's moving mean."""
 OF_OPTIMIZER = {"adamw": (TWO,), "adamw_8bit": (TWO, EIGHT_BIT), "adafactor": (FACTORED,), "muon": (TWO, ONE)}
-"""``[train] optimizer`` -> what it keeps of its parameters; the last one of a matrix inside of a block."""
+"""``[train] optimizer`` -> state of its parameters; the last entry is of matrices in blocks."""
 
 _FP32_BYTES = 4
 Kept = dict[str, tuple[tuple[int, ...], str]]
@@ -17,7 +17,7 @@ Kept = dict[str, tuple[tuple[int, ...], str]]
 
 
 def kept(moments: str, shape: tuple[int, ...]) -> Kept:
-    """The tensors that are kept of a parameter of this shape."""
+    """State tensors of a parameter of this shape."""
     if moments == EIGHT_BIT:
         scales = (-(-math.prod(shape) // MOMENT_BLOCK),), "float32"
         codes = shape, "uint8"
@@ -31,7 +31,7 @@ def kept(moments: str, shape: tuple[int, ...]) -> Kept:
 
 
 def saved_bytes(moments: str, shape: tuple[int, ...]) -> float:
-    """Bytes by which that is smaller than AdamW's moments in fp32."""
+    """Bytes saved relative to AdamW's fp32 moments."""
     sizes = kept(moments, shape).values()
     return 2 * _FP32_BYTES * math.prod(shape) - sum(
         math.prod(tensor_shape) * (1 if dtype == "uint8" else _FP32_BYTES) for tensor_shape, dtype in sizes

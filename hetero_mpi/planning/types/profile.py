@@ -1,4 +1,4 @@
-"""A cluster as it was measured: devices, links, and the model they were measured with."""
+"""A measured cluster: devices, links, and the model they were measured with."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from hetero_mpi.util.errors import UserError
 
 SCHEMA_VERSION = 3
 MEASURED = "measured"
-"""The ``source`` of a profile that the program has made of the cluster as it is."""
+"""``source`` of a profile measured on the cluster."""
 EMULATED = "emulated"
-"""How the ``source`` of a profile begins whose devices and links ranks only imitate."""
+"""Prefix of the ``source`` of a profile whose devices and links are emulated."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds over token counts: piecewise linear between its knots, extended by the nearest segment's line outside them.
+    """Seconds over token counts: piecewise linear, extrapolated by the nearest segment.
 
-    ``tokens`` is strictly increasing. With one knot the line runs through the origin. Outside the knots noise must not make work
-    free: more tokens take no less than the last knot, fewer no less than their share of the first.
+    ``tokens`` is strictly increasing. With one knot the line runs through the origin. Extrapolation is bounded against noise:
+    more tokens take at least the last knot, fewer at least their share of the first.
     """
 
     tokens: tuple[int, ...]
     seconds: tuple[float, ...]
     sample_tokens: tuple[int, ...] = field(default=(), compare=False, repr=False)
-    """Tokens that ``samples`` were timed with; strictly increasing."""
+    """Token counts of ``samples``; strictly increasing."""
     samples: tuple[tuple[float, ...], ...] = field(default=(), compare=False, repr=False)
-    """Seconds of the repetitions at each of ``sample_tokens``, which the curve was fitted to (``planning.fit``). Empty: derived or
-    written by hand. They are the measurement: curves with the same line are equal, and planning does not look at them."""
+    """Seconds of the repetitions at each of ``sample_tokens``, to which the curve was fitted (``planning.fit``); empty: derived
+    or written by hand. Ignored by comparisons and planning."""
 
     def __post_init__(self) -> None:
         if not self.tokens or len(self.tokens) != len(self.seconds):
@@ -52,12 +52,11 @@ class Curve:
 
     @property
     def spread(self) -> tuple[float, ...]:
-        """Relative spread of the repetitions at each of ``sample_tokens``: (p75 - p25) / median; 0 of fewer than three, which have
-        no quartiles."""
+        """Relative spread (p75 - p25) / median of the repetitions at each of ``sample_tokens``; 0 for fewer than three."""
         return tuple(_spread(times) for times in self.samples)
 
     def at(self, tokens: float) -> float:
-        """Seconds for a micro-batch of ``tokens`` tokens; a knot's own to the last bit."""
+        """Seconds for a micro-batch of ``tokens`` tokens; exact at knots."""
         index = bisect.bisect_left(self.tokens, tokens)
         if index < len(self.tokens) and self.tokens[index] == tokens:
             return self.seconds[index]
@@ -86,10 +85,9 @@ class LayerTimes:
     forward_s: Curve
     backward_s: Curve
     recompute_s: Curve | None = None
-    """Backward that first repeats the forward, in all; None: not measured, the sum of both stands for it."""
+    """Backward with recomputation, in total; None: not measured, forward + backward is used."""
     input_s: Curve | None = None
-    """First part of a split backward: the gradient of the input (and of what is not a matrix). None: not measured, so
-    that splitting is not offered."""
+    """First part of a split backward: gradients of the input and of non-matrices. None: not measured, backward is not split."""
     weight_s: Curve | None = None
     """Second part: the gradients of the matrices."""
 
@@ -106,11 +104,11 @@ class DeviceProfile:
     memory_bytes: int
     """Usable memory for this rank (weights, state, activations, buffers)."""
     memory_reason: str
-    """How ``memory_bytes`` came about, in words."""
+    """Origin of ``memory_bytes``, in words."""
     dtypes: tuple[str, ...]
     """Compute dtypes this device can use: ``fp32``, ``bf16``, ``fp16``."""
     layers: dict[str, LayerTimes]
-    """Layer kind -> times, as a rank takes whose threads have cores of their own."""
+    """Layer kind -> times with dedicated cores."""
     optimizer_fixed_s: float
     optimizer_s_per_parameter: float
     """Seconds of one optimizer step = fixed + this * trainable parameters."""
@@ -119,21 +117,20 @@ class DeviceProfile:
     device_to_host_bytes_per_s: float = float("inf")
     host_to_device_bytes_per_s: float = float("inf")
     threads: int = 1
-    """CPU threads on which it computes; those of a GPU's rank do not count."""
+    """CPU threads of a CPU rank."""
     forward_overhead_s: float = 0.0
-    """Seconds every forward of a micro-batch costs a stage besides its layers (masks, rotary tables, calls)."""
+    """Seconds per forward of a micro-batch in addition to the layers (masks, rotary tables, calls)."""
     backward_overhead_s: float = 0.0
     shares_host_memory: bool = False
-    """``memory_bytes`` are the host's own (CPU ranks, integrated GPUs): ranks that share it fit together or not at all."""
+    """``memory_bytes`` are the host's (CPU ranks, integrated GPUs), shared by its ranks."""
     host_optimizer_s_per_parameter: float | None = None
-    """The same in host memory, where a streamed stage keeps what is trained whole; None: not measured (always on CPU ranks)."""
+    """The same in host memory, for offloaded full fine-tuning; None: not measured (always on CPU ranks)."""
     activation_ratio: float = 1.0
-    """A block keeps so many times the model's activation bytes here: more than 1 where attention has no fused kernel."""
+    """Ratio of a block's kept activation bytes to the model's: above 1 where attention has no fused kernel."""
     halved: dict[str, LayerTimes] = field(default_factory=dict)
-    """The times of a member of a group that has half of the heads (of an odd number the smaller half) and of the experts, where
-    that was measured; without the group's sums."""
+    """Times with half of the heads (rounded down) and experts, if measured; without all-reduces."""
     without_experts: dict[str, LayerTimes] = field(default_factory=dict)
-    """The same of a member that has none of the experts, where layers have some."""
+    """Times with half of the heads and no experts, where layers have experts."""
 
 
 TABLES = "layers", "halved", "without_experts"
@@ -142,29 +139,29 @@ TABLES = "layers", "halved", "without_experts"
 
 @dataclass(frozen=True)
 class HostProfile:
-    """All that the ranks of one host have in common."""
+    """Figures that the ranks of one host share."""
 
     name: str
     memory_bytes: int
     """Usable memory of the host itself, for all its ranks together."""
     memory_reason: str
     shared_nic: bool = False
-    """All messages to and from other hosts pass through one NIC: they queue for it. Found by sending all at once."""
+    """All messages to and from other hosts queue for one NIC, as found by sending all at once."""
     flows_bytes_per_s: float = float("inf")
-    """All flows that leave the host, at once, together."""
+    """Total over all concurrent flows that leave the host."""
     copies_bytes_per_s: float = float("inf")
-    """From the host's memory to all its devices with memory of their own, at once, together; it is taken to hold of the way back as
-    well. Infinite: nothing limits them together, or there is one at most."""
+    """Total over concurrent copies from host memory to devices with their own memory, and assumed for the reverse direction.
+    Infinite: unlimited, or at most one such device."""
     sum_latency_s: float = 0.0
-    """Two ranks of the host add up n bytes in host memory in ``sum_latency_s + n / sum_bytes_per_s``."""
+    """Two ranks of the host add n bytes in host memory in ``sum_latency_s + n / sum_bytes_per_s``."""
     sum_bytes_per_s: float | None = None
     """None: not measured."""
     cores: float | None = None
-    """Cores on which its CPU ranks compute, together; None: one for each of their threads."""
+    """Cores for its CPU ranks together; None: one per thread."""
     other_threads: float = 0.0
-    """Threads of other programs that want these cores, too: not of the machine, but of the hour."""
+    """Threads of other programs on these cores at the time of measurement."""
     disk_bytes_per_s: float | None = None
-    """Reads of frozen weights that its memory has no room for, from files; None: not measured, so that no plan has such files."""
+    """Reads of frozen weights from files; None: not measured, so that no plan reads them from disk."""
 
 
 @dataclass(frozen=True)
@@ -186,13 +183,12 @@ ITSELF = "itself"
 
 @dataclass(frozen=True)
 class HostLinkProfile:
-    """Every link from a rank of one host to another rank of another host, or of the same: for clusters of hundreds of ranks,
-    whose hosts have thousands of pairs and whose ranks have a million."""
+    """All links between ranks of two hosts or within one host: large clusters have millions of pairs of ranks."""
 
     source: str
-    """A host, or ``ANY_HOST`` for all pairs that are not told otherwise."""
+    """A host, or ``ANY_HOST`` as the default."""
     destination: str
-    """A host, or beside ``ANY_HOST`` again ``ANY_HOST`` (two hosts) or ``ITSELF`` (two ranks of one host)."""
+    """A host; for ``ANY_HOST``: ``ANY_HOST`` (two hosts) or ``ITSELF`` (two ranks of one host)."""
     latency_s: float
     bytes_per_s: float
 
@@ -207,13 +203,13 @@ _Pairs = tuple[NDArray[np.int64], _Floats, _Floats, _Floats, _Floats]
 
 @dataclass(frozen=True)
 class ClusterProfile:
-    """Everything planning knows. A TOML file in ``profiles/`` or the run directory that a person can read and edit."""
+    """All that planning knows: an editable TOML file in ``profiles/`` or the run directory."""
 
     source: str
-    """Where the figures come from: ``measured``, ``derived from ...``, ``emulated``."""
+    """Origin of the figures: ``measured``, ``derived from ...``, ``emulated``."""
     date: str
     key: str
-    """Equal keys mean: measured with the same devices, dtype, model shape, sequence length and versions."""
+    """Profiles with equal keys have equal devices, dtype, model shape, sequence length and versions."""
     mpi_library: str
     versions: dict[str, str]
     model: ModelCost
@@ -222,15 +218,15 @@ class ClusterProfile:
     links: tuple[LinkProfile, ...]
     schema_version: int = SCHEMA_VERSION
     hosts: tuple[HostProfile, ...] = ()
-    """Hosts with a limit or a NIC that their ranks share; a host that is not listed has neither."""
+    """Hosts with a memory limit or shared NIC."""
     host_links: tuple[HostLinkProfile, ...] = ()
-    """Pairs of hosts whose ranks' links are all alike. A pair of ranks in ``links`` counts for itself."""
+    """Links by pair of hosts; ``links`` takes precedence."""
     notes: tuple[str, ...] = field(default=())
-    """Remarks for a reader, such as "3 ranks share 2 cores: timed all at once"."""
+    """Remarks for the reader, such as "3 ranks share 2 cores: timed all at once"."""
 
     @property
     def emulated(self) -> bool:
-        """True where ranks only imitate these devices and links."""
+        """True where the devices and links are emulated."""
         return self.source.startswith(EMULATED)
 
     def model_on(self, rank: int) -> ModelCost:
@@ -254,16 +250,16 @@ class ClusterProfile:
 
     @cached_property
     def _link_of(self) -> dict[tuple[int, int], LinkProfile]:
-        """(source, destination) -> link: thousands of links are looked up thousands of times."""
+        """(source, destination) -> link, indexed for speed."""
         return {(link.source, link.destination): link for link in reversed(self.links)}
 
     def host_link(self, source: str, destination: str) -> HostLinkProfile | None:
-        """The link that stands for all from a host to another, or to itself."""
+        """Link by hosts, from a host to another or to itself."""
         link_by_hosts, any_other = self._host_link_of, ITSELF if source == destination else ANY_HOST
         return link_by_hosts.get((source, destination)) or link_by_hosts.get((ANY_HOST, any_other))
 
     def told_links(self) -> tuple[LinkProfile, ...]:
-        """``links``, or where there are none, one link for every pair of hosts: enough for a table or the least of all."""
+        """``links``, or without them one link per pair of hosts."""
         if self.links:
             return self.links
         ranks: dict[str, list[int]] = {}
@@ -277,7 +273,7 @@ class ClusterProfile:
         return {(link.source, link.destination): link for link in reversed(self.host_links)}
 
     def host(self, rank: int) -> HostProfile | None:
-        """The host of ``rank``; None: nothing is known of it."""
+        """The host of ``rank``; None: not listed."""
         return self._host_of.get(self.devices[rank].host)
 
     @cached_property
@@ -295,7 +291,7 @@ class ClusterProfile:
         )
 
     def messages_s(self, ranks: Sequence[int], message_bytes: float) -> _Floats:
-        """Seconds [source, destination] of a message between any two of ``ranks``, as ``transfer_s`` says; 0 to oneself."""
+        """Seconds [source, destination] of a message between ``ranks``, as ``transfer_s``; 0 on the diagonal."""
         places, latency_s, per_byte_s, out, into = self._pairs
         at = np.array(ranks)
         pairs = np.ix_(places[at], places[at])
@@ -308,14 +304,13 @@ class ClusterProfile:
 
     @cached_property
     def group_devices(self) -> dict[tuple[tuple[int, ...] | None, ...], DeviceProfile]:
-        """(ranks, shares, experts, those looked at) -> the group, or one of it, as a device (``group_costs``), remembered."""
+        """Cache: (ranks, shares, experts, ranks considered) -> tensor-parallel group as a device (``group_costs``)."""
         return {}
 
     @cached_property
     def _pairs(self) -> _Pairs:
-        """(place of each rank; latency, seconds per byte of the link from place to place, NaN where there is none; latency and
-        seconds per byte [rank, 2] of copies out of and into its device). A place is a rank, or a host where only hosts have
-        links: of pairs of ranks there may be a million."""
+        """(place of each rank; latency and seconds per byte between places, NaN without a link; latency and seconds per byte
+        [rank, 2] of copies out of and into its device). Places are hosts where there are only host links, else ranks."""
         names = [device.host for device in self.devices]
         hosts = list(dict.fromkeys(names))
         by_host = not self.links

@@ -1,7 +1,4 @@
-"""The rules that make a profile's values a cluster, as far as types cannot say them.
-
-Profiles are edited by hand, so every problem is told, and by its key.
-"""
+"""Consistency rules of profiles beyond types. Profiles are edited by hand, so all problems are reported, with their keys."""
 
 from __future__ import annotations
 
@@ -19,13 +16,13 @@ from hetero_mpi.util.plug_ins import plug_in_names
 
 DTYPES = tuple(DTYPE_BYTES)
 MAX_LAYER_S = 1e6
-"""Seconds of a micro-batch in one layer (eleven days): what takes longer is a slip of the pen."""
+"""Seconds of a micro-batch in one layer (eleven days); more is a typing error."""
 MIN_SPEED = 1e-9
 """Bytes per second."""
 MAX_NUMBER = 1e18
-"""Bytes, parameters or anything else that is counted (but speeds): what is more is one, too."""
+"""Maximum of all figures except speeds."""
 MAX_PARTS = 10_000
-"""Of heads and experts, which are dealt to ranks one by one."""
+"""Maximum number of heads or experts, which are assigned to ranks one by one."""
 PARTS: dict[str, str | int] = {
     "trainable_parameters": "parameters",
     "divided_parameters": "parameters",
@@ -36,12 +33,12 @@ PARTS: dict[str, str | int] = {
     "divided_activations": 1,
     "divided_workspace": 1,
 }
-"""Figures of a layer, and those (or the number) that they are no more than."""
+"""Layer figure -> figure (or number) that it must not exceed."""
 BACKENDS = ("cpu", *plug_in_names("hetero_mpi.device.backends"))
 
 
 def profile_problems(profile: ClusterProfile) -> list[str]:
-    """Ranks in order, a link for every pair, times for every kind, hosts that exist. All problems, each with its key."""
+    """All problems of a profile with their keys: rank order, missing links and times, unknown hosts."""
     ranks = [device.rank for device in profile.devices]
     problems = [*_link_problems(profile), *_model_problems(profile)]
     if ranks != list(range(len(ranks))) or not ranks:
@@ -59,7 +56,7 @@ def profile_problems(profile: ClusterProfile) -> list[str]:
 
 
 def number_problems(value: Any, path: str = "") -> list[str]:
-    """Problems of plain values: no figure is negative or without end but speeds, which are above zero."""
+    """Problems of plain values: negative or infinite figures, and speeds that are not positive."""
     if isinstance(value, dict):
         return [p for key, item in value.items() for p in number_problems(item, f"{path}.{key}" if path else key)]
     if isinstance(value, list):
@@ -128,7 +125,7 @@ def _model_problems(profile: ClusterProfile) -> Iterator[str]:
 
 
 def _device_problems(device: DeviceProfile, trained: dict[str, int], path: str) -> Iterator[str]:
-    """``trained``: of every kind of layer the model has, how many parameters are trained."""
+    """``trained``: layer kind -> trained parameters."""
     if device.backend not in BACKENDS:
         yield f"{path}.backend = {device.backend!r}: must be {_either(BACKENDS)}"
     for dtype in device.dtypes:
@@ -153,8 +150,8 @@ def _device_problems(device: DeviceProfile, trained: dict[str, int], path: str) 
 
 
 def _times_problems(times: LayerTimes, trained: bool, path: str) -> Iterator[str]:
-    """A curve is above zero throughout, or zero throughout where there is nothing to do: no gradient reaches frozen layers before
-    the first trained one, and a layer without matrices has no weight part."""
+    """A curve is positive, or zero throughout where nothing is computed: backward of frozen layers before the first trained one,
+    and weight parts without matrices."""
     if (times.input_s is None) != (times.weight_s is None):
         yield f"{path}: input_s and weight_s are the two parts of one backward: give both or neither"
     for field in fields(times):

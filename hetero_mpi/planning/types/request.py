@@ -1,4 +1,4 @@
-"""All that planning needs to know of a job, as plain values (planning never sees ``Job``), and options of simulation."""
+"""The planner's view of a job, as plain values (planning never sees ``Job``), and options of simulation."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from hetero_mpi.planning.types.profile import ClusterProfile, HostProfile
 
 MEMORY_GIVEN = "given as [cluster] memory_bytes"
-"""Why a device may use so much memory, when the job says so."""
+"""``memory_reason`` of a budget set by the job."""
 
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """The decisions left to the planner, as finite sets, and what the job fixes."""
+    """Choices left to the planner, as finite sets, and what the job fixes."""
 
     global_batch: int
     """Sequences per optimizer step."""
@@ -21,47 +21,46 @@ class PlanRequest:
     micro_batch_choices: tuple[int, ...]
     """Sequences per micro-batch the planner may choose from; each divides ``global_batch``."""
     alone_micro_batch_choices: tuple[int, ...] = ()
-    """The same for a rank by itself, which may take larger ones than a rank of many; empty: ``micro_batch_choices``."""
+    """Choices for a rank training alone, which may use larger micro-batches; empty: ``micro_batch_choices``."""
     mask_sequences: int | None = None
-    """Sequences whose dropout masks are drawn together, which a given plan keeps; None: there is no dropout."""
+    """Sequences that share a draw of dropout masks, preserved from a given plan; None: no dropout."""
     max_pipelines: int = 1
-    """How many pipelines may hold the model side by side."""
+    """Maximum number of data-parallel replicas."""
     recompute_choices: tuple[bool, ...] = (False,)
     split_choices: tuple[bool, ...] = (False,)
-    """Choices for splitting a pipeline's backward; full training only."""
+    """Choices for split backward; full fine-tuning only."""
     streaming: str = "never"
-    """Where stages may be streamed: ``never``, where nothing fits otherwise or a step gets clearly shorter (``auto``), or wherever
-    it gets ``shorter``?"""
+    """Offloading: ``never``; ``auto``: where nothing else fits or the step gets clearly shorter; ``shorter``: where the step
+    gets shorter."""
     without_files: bool = False
-    """Frozen weights that are streamed stay in the memory of hosts, for each device in its part of it, and none on their disks."""
+    """Offloaded frozen weights stay in host memory, divided among the host's devices, never on disk."""
     schedule: str = "auto"
-    """``auto`` leaves depth and splitting to the planner; a name of ``orders.SCHEDULES`` fixes them."""
+    """``auto`` leaves depth and splitting to the planner; a name in ``orders.SCHEDULES`` fixes them."""
     stages_per_rank: int = 1
-    """Stages of its pipeline that a rank may hold, at most."""
+    """Maximum stages per rank in its pipeline."""
     groups: bool = False
-    """Ranks of one host may hold a stage together, each a share of its layers."""
+    """Allow tensor parallelism among ranks of one host."""
     allow_idle: bool = True
-    """Ranks may be left out when that is faster (or when there are more ranks than layers)."""
+    """Allow idle ranks when that is faster (or when there are more ranks than layers)."""
     indifference: float = 0.0
-    """Plans within this share of the fastest are as good: of these, the one whose ranks follow one another is taken."""
+    """Plans within this fraction of the fastest count as equal; among them the planner prefers consecutive ranks."""
     thorough: bool = False
-    """Look longer for the fastest plan: several times as long (``search``)."""
+    """Search several times as long (``search``)."""
     brief: bool = False
-    """Look at few numbers of pipelines, and neither anneal nor give ranks several stages: for what is told beside a plan, not for a
-    plan to be run."""
+    """Search few replica counts, without annealing or interleaved stages: for comparisons, not for plans to run."""
     memory_reserve: float = 0.05
-    """Share of every device's usable memory that is kept free."""
+    """Fraction of every device's usable memory that is kept free."""
     copy_bytes_per_trainable_parameter: float = 0.0
-    """Host memory for copies of the trained state (snapshots of checkpoints, copies for and of peers) that the run makes where
-    there is room."""
+    """Host memory for copies of the trained state (checkpoint snapshots, peer copies) where there is memory."""
 
 
 Resource = tuple[str, str | int, int]
-"""A resource that carries one message at a time: ``("link", source, destination)``, ``("out", host, 0)`` or ``("in", host, 0)``."""
+"""A resource that carries one message at a time: ``("link", source, destination)``, ``("out", host, 0)`` or ``("in", host,
+0)``."""
 
 
 def with_shared_nics(profile: ClusterProfile) -> ClusterProfile:
-    """The same cluster, its messages between hosts passing through one NIC per host."""
+    """The cluster with one NIC per host for messages between hosts."""
     listed = {host.name: host for host in profile.hosts}
     used_bytes = dict.fromkeys(listed, 0)
     for device in profile.devices:
@@ -77,7 +76,7 @@ def shares_nics(profile: ClusterProfile) -> bool:
 
 
 def resources(profile: ClusterProfile, source: int, destination: int) -> tuple[Resource, ...]:
-    """The resources that a message from rank ``source`` to rank ``destination`` occupies from its start to its end."""
+    """Resources that a message from rank ``source`` to rank ``destination`` occupies."""
     occupied: list[Resource] = [("link", source, destination)]
     if profile.devices[source].host != profile.devices[destination].host:
         for rank, direction in ((source, "out"), (destination, "in")):

@@ -1,10 +1,8 @@
-"""Profiles and plans as TOML files that a person reads and edits, and as plain values for JSON messages.
+"""Profiles and plans as editable TOML files, and as plain values for JSON messages. Reading reports all problems of a file.
 
-Reading lists all problems of a file at once.
-
-Profiles have a shorthand, for a model of eighty equal blocks and a cluster of hundreds of equal GPUs. ``count = 32`` in a
-``[[model.layers]]`` table: so many equal layers follow each other. ``like = 4`` in a ``[[devices]]`` table: what it does not say
-itself is as that rank, an earlier one, says. Files are written so where it says the same.
+Profiles have a shorthand for models of equal blocks and clusters of equal GPUs: ``count = 32`` in a ``[[model.layers]]``
+table repeats the layer; ``like = 4`` in a ``[[devices]]`` table copies missing keys from that earlier rank. Files are written
+in shorthand.
 """
 
 from __future__ import annotations
@@ -47,12 +45,16 @@ _OWN_KEYS = ("rank", "host")
 
 
 def profile_to_dict(profile: ClusterProfile) -> dict[str, Any]:
-    """Plain values that survive JSON (infinity as ``"inf"``)."""
+    """Plain values for JSON (infinity as ``"inf"``)."""
     return encode(profile, infinity_as_text=True)
 
 
 def profile_from_dict(data: dict[str, Any], where: str = "profile") -> ClusterProfile:
-    """Inverse of ``profile_to_dict``. Raises ``UserError`` with all problems."""
+    """Inverse of ``profile_to_dict``.
+
+    Raises:
+        UserError: with all problems.
+    """
     _check_version(data, profile_types.SCHEMA_VERSION, "profile", where)
     problems = number_problems(data)
     data = _expand_shorthand(data, where)
@@ -68,7 +70,7 @@ def profile_from_dict(data: dict[str, Any], where: str = "profile") -> ClusterPr
 
 
 def _with_shorthand(data: dict[str, Any]) -> dict[str, Any]:
-    """The same profile in shorthand. ``data`` stays as it is."""
+    """The profile in shorthand; ``data`` is not modified."""
     runs = [(layer, len([*equal])) for layer, equal in itertools.groupby(data["model"]["layers"])]
     layers = [layer if n == 1 else {"kind": layer["kind"], "count": n, **layer} for layer, n in runs]
     return {**data, "model": {**data["model"], "layers": layers}, "devices": _with_likes(data["devices"])}
@@ -86,7 +88,11 @@ def _with_likes(devices: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _expand_shorthand(data: Any, where: str) -> Any:
-    """Without shorthand; whatever is not a profile is left to those who read it. Raises ``UserError`` with all problems."""
+    """Expand the shorthand; leave other data to the decoder.
+
+    Raises:
+        UserError: with all problems.
+    """
     problems: list[str] = []
     if not isinstance(data, dict):
         return data
@@ -127,10 +133,8 @@ def _expand_likes(devices: list[Any], problems: list[str]) -> list[Any]:
 
 
 def plan_to_dict(plan: Plan | PlanReport, infinity_as_text: bool = True) -> dict[str, Any]:
-    """Plain values, with the layout's version: the decision, and under ``report`` what is predicted of it, where it is given.
-
-    They survive JSON with ``infinity_as_text``.
-    """
+    """Plain values: schema version, the decision and, of a report, its prediction under ``report``; JSON with
+    ``infinity_as_text``."""
     version = {"schema_version": plan_types.SCHEMA_VERSION}
     if isinstance(plan, Plan):
         return {**version, **encode(plan, infinity_as_text)}
@@ -139,12 +143,20 @@ def plan_to_dict(plan: Plan | PlanReport, infinity_as_text: bool = True) -> dict
 
 
 def plan_from_dict(data: dict[str, Any], where: str = "plan") -> Plan:
-    """Inverse of ``plan_to_dict``: the decision. Raises ``UserError`` with all problems."""
+    """The decision in ``plan_to_dict``'s values.
+
+    Raises:
+        UserError: with all problems.
+    """
     return _plan_file(data, where)[0]
 
 
 def report_from_dict(data: dict[str, Any], where: str = "plan") -> PlanReport:
-    """Inverse of ``plan_to_dict``: the decision with what is predicted of it. Raises ``UserError`` with all problems."""
+    """The decision and prediction in ``plan_to_dict``'s values.
+
+    Raises:
+        UserError: with all problems.
+    """
     report = _plan_file(data, where)[1]
     if report is None:
         raise UserError(
@@ -178,35 +190,46 @@ def _plan_file(data: dict[str, Any], where: str) -> tuple[Plan, PlanReport | Non
 
 
 def save_profile(profile: ClusterProfile, path: str | os.PathLike[str]) -> None:
-    """Writes ``path`` in one step; its folder is made where it is missing."""
+    """Write ``path`` atomically, creating its folder."""
     write_atomic(Path(path), PROFILE_HEADING + to_toml(_with_shorthand(encode(profile))), make_folder=True)
 
 
 def load_profile(path: str | os.PathLike[str]) -> ClusterProfile:
-    """The profile at a path, or the shipped one of that name. Raises ``UserError`` when it cannot be read or is not valid."""
+    """Load the profile at a path, or the shipped one of that name.
+
+    Raises:
+        UserError: it cannot be read or is invalid.
+    """
     file = profile_file(path)
     return profile_from_dict(_read(file), str(file))
 
 
 def save_plan(plan: Plan | PlanReport, path: str | os.PathLike[str]) -> None:
-    """Writes ``path`` in one step; its folder is made where it is missing. Of a report, the plan and what is predicted of it."""
+    """Write a plan, or a report with its prediction, to ``path`` atomically, creating its folder."""
     write_atomic(Path(path), PLAN_HEADING + to_toml(plan_to_dict(plan, infinity_as_text=False)), make_folder=True)
 
 
 def load_plan_file(path: str | os.PathLike[str]) -> tuple[Plan, PlanReport | None]:
-    """The plan at a path, or of a run directory, and what the file says besides. Raises ``UserError`` when the file is not a plan;
-    whether it fits a model is for ``planner.complete_plan``."""
+    """Load the plan at a path or in a run directory, and the file's report. ``planner.complete_plan`` checks it against a model.
+
+    Raises:
+        UserError: the file is not a plan.
+    """
     file = file_of_run(Path(path), "plan.toml") if Path(path).is_dir() else Path(path)
     return _plan_file(_read(file), str(file))
 
 
 def load_plan(path: str | os.PathLike[str]) -> Plan:
-    """The decision alone; otherwise as ``load_plan_file``."""
+    """Load the decision alone; see ``load_plan_file``."""
     return load_plan_file(path)[0]
 
 
 def load_report(path: str | os.PathLike[str]) -> PlanReport:
-    """The decision with what was predicted of it. Raises ``UserError`` when the file is not a plan, or does not say that."""
+    """Load the decision with its prediction.
+
+    Raises:
+        UserError: the file is not a plan or has no report.
+    """
     return report_from_dict(_read(Path(path)), str(path))
 
 
@@ -216,7 +239,7 @@ def to_toml(table: dict[str, Any]) -> str:
 
 
 def _table_lines(table: dict[str, Any], prefix: str) -> list[str]:
-    """The lines of one table whose dotted name is ``prefix``; nested tables follow their parent's own keys."""
+    """Lines of the table with dotted name ``prefix``; nested tables follow their parent's own keys."""
     lines: list[str] = []
     below: list[str] = []
     for key, value in table.items():
@@ -240,7 +263,7 @@ def _table_lines(table: dict[str, Any], prefix: str) -> list[str]:
 
 
 def _is_leaf(table: dict[str, Any]) -> bool:
-    """No tables inside."""
+    """True without tables inside."""
     inside = [item for value in table.values() for item in (value if isinstance(value, list) else [value])]
     return not any(isinstance(item, dict) for item in inside)
 
