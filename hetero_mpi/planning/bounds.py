@@ -1,13 +1,13 @@
 """Lower bounds on step time: of an instance, by number of replicas, and of one pipeline.
 
-An instance takes at least its total work over its total speed (``fluid_bound_s``). Replicas also fill their pipelines and
-reduce gradients (``filling_bounds_s``), which prunes the number of replicas before a search.
+An instance takes at least its total work over its total speed (``fluid_bound_s``). Replicas also fill their pipelines and reduce
+gradients (``filling_bounds_s``), which prunes the number of replicas before a search.
 
 ``cycle_bound_s`` is close to a pipeline's simulation. In steady state a stage alternates forwards and backwards. With k_i
-micro-batches in flight at stage i, never more at later stages, stages i <= j form a cycle: a forward passes from i to j, j
-then does the backward of the micro-batch k_j - 1 earlier, which passes back to i, and i then does the forward k_i - k_j + 1
-later. These micro-batches take one round trip through the stages and messages from i to j (the mean of a cycle of a timed
-event graph; the maximum is its period: Baccelli, Cohen, Olsder & Quadrat, Synchronization and Linearity, 1992, chapter 2).
+micro-batches in flight at stage i, never more at later stages, stages i <= j form a cycle: a forward passes from i to j, j then
+does the backward of the micro-batch k_j - 1 earlier, which passes back to i, and i then does the forward k_i - k_j + 1 later.
+These micro-batches take one round trip through the stages and messages from i to j (the mean of a cycle of a timed event graph;
+the maximum is its period: Baccelli, Cohen, Olsder & Quadrat, Synchronization and Linearity, 1992, chapter 2).
 """
 
 from __future__ import annotations
@@ -37,13 +37,12 @@ def usable_devices(profile: ClusterProfile) -> list[DeviceProfile]:
 def fluid_bound_s(profile: ClusterProfile, request: PlanRequest) -> float:
     """Total work over total speed: a lower bound for every plan. Infinite: no rank supports the model's dtype.
 
-    Relaxation: layers are divisible; memory, messages and pipeline fill are free; every rank uses its best micro-batch size
-    for each kind of layer.
+    Relaxation: layers are divisible; memory, messages and pipeline fill are free; every rank uses its best micro-batch size for
+    each kind of layer.
 
-    For prices y >= 0 of the ranks' time with sum(y) = 1, all ranks' time up to T is worth T, and a layer of kind k costs at
-    least ``min over r of y_r work_rk``, so T is at least the sum over layers. The bound is the best of several prices: by
-    speed on the full model and on each kind of layer (exact for proportional ranks). Ranks sharing cores are limited by the
-    cores.
+    For prices y >= 0 of the ranks' time with sum(y) = 1, all ranks' time up to T is worth T, and a layer of kind k costs at least
+    ``min over r of y_r work_rk``, so T is at least the sum over layers. The bound is the best of several prices: by speed on the
+    full model and on each kind of layer (exact for proportional ranks). Ranks sharing cores are limited by the cores.
     """
     devices, layers = usable_devices(profile), profile.model.layers
     if not devices:
@@ -84,14 +83,13 @@ def least_s(times: LayerTimes, tokens: int, request: PlanRequest) -> float:
 
 
 def filling_bounds_s(profile: ClusterProfile, request: PlanRequest) -> dict[int, float]:
-    """Number of replicas -> lower bound in seconds for plans with equal micro-batches, if layers were divisible and stage
-    messages free.
+    """Number of replicas -> lower bound in seconds for plans with equal micro-batches, if layers were divisible and stage messages
+    free.
 
-    A stage starts after all earlier stages have computed their first forward, and these continue for as long as their
-    backwards take after its last one. So with M micro-batches in a step of T seconds a first stage computes at most T / M of
-    each, and every further stage 1 - 1 / M times the previous one. Each replica has at least one micro-batch and one first
-    stage. Gradient all-reduces start with a stage's last backward, and cross hosts unless one host has a rank for each
-    replica.
+    A stage starts after all earlier stages have computed their first forward, and these continue for as long as their backwards
+    take after its last one. So with M micro-batches in a step of T seconds a first stage computes at most T / M of each, and every
+    further stage 1 - 1 / M times the previous one. Each replica has at least one micro-batch and one first stage. Gradient
+    all-reduces start with a stage's last backward, and cross hosts unless one host has a rank for each replica.
     """
     model, devices, min_micro_batch = profile.model, usable_devices(profile), min(request.micro_batch_choices)
     max_count = min(request.max_pipelines, len(devices), request.global_batch // min_micro_batch)

@@ -1,7 +1,7 @@
 """Contention among ranks of one host: for its cores, and for the paths between its memory and its devices.
 
-A profile holds each rank's time with dedicated cores. Where a host's CPU ranks and other programs have more threads than it
-has cores, ranks take longer by that ratio. Concurrent copies share the host's bandwidth.
+A profile holds each rank's time with dedicated cores. Where a host's CPU ranks and other programs have more threads than it has
+cores, ranks take longer by that ratio. Concurrent copies share the host's bandwidth.
 """
 
 from __future__ import annotations

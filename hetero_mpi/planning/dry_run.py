@@ -73,9 +73,8 @@ def validate(schedule: Schedule, plan: Plan, model: ModelCost) -> None:
     """Check that the schedule runs the plan.
 
     Checked: ranks run only their own stages; every micro-batch has one forward and then one backward (in one part or two) per
-    stage, inputs before and outputs after; gradients accumulate in micro-batch order; of a rank's stages later ones end
-    first; sends match receives; shared gradients are reduced once, by their holders; every rank ends with one STEP; no
-    deadlock.
+    stage, inputs before and outputs after; gradients accumulate in micro-batch order; of a rank's stages later ones end first;
+    sends match receives; shared gradients are reduced once, by their holders; every rank ends with one STEP; no deadlock.
 
     Raises:
         UserError: a rule is violated; the text shows the ranks' lists and the positions at which they are stuck.
@@ -136,8 +135,8 @@ def _rank_problems(rank: int, actions: Sequence[Action], expected: Sequence[Acti
 
 
 def _order_problems(rank: int, actions: Sequence[Action]) -> Iterator[Problem]:
-    """Gradients accumulate in micro-batch order, for the same bits in every schedule; a rank's later stages end first, as
-    gradients are reduced from the last layer to the first."""
+    """Gradients accumulate in micro-batch order, for the same bits in every schedule; a rank's later stages end first, as gradients
+    are reduced from the last layer to the first."""
     latest, ends = dict[int, int](), dict[int, int]()
     for position, action in enumerate(actions):
         if action.op in (Op.B, Op.W) and action.micro_batch is not None:
@@ -184,8 +183,8 @@ def _reduce_problems(rank: int, actions: Sequence[Action], expected_layers: set[
 
 
 def _format_lists(schedule: Schedule, stuck: dict[int, int]) -> str:
-    """Format the ranks' lists around their positions, ``>`` marking those in ``stuck`` (rank -> position), which come first if
-    there are too many."""
+    """Format the ranks' lists around their positions, ``>`` marking those in ``stuck`` (rank -> position), which come first if there
+    are too many."""
     middle = min(stuck.values())
     ranks = sorted(schedule.keys() | stuck.keys())
     shown_ranks = sorted(sorted(ranks, key=lambda rank: (rank not in stuck, rank))[:MAX_SHOWN_RANKS])

@@ -63,11 +63,8 @@ def median_error(sigma: float, count: float) -> float:
 
 
 def fitted_curve(samples: Mapping[int, Sequence[float]], noise: float = 0.0) -> Curve:
-    """Fit a curve to the medians of the repetitions (tokens -> seconds), which it keeps as its samples.
-
-    Args:
-        noise: lower bound on the relative error of a point.
-    """
+    """Fit a curve (tokens -> seconds) to the medians of the repetitions; ``noise``: lower bound on the relative error of a
+    point."""
     counts = sorted(samples)
     points = [_Point(count, statistics.median(samples[count])) for count in counts]
     knots = _knots(points, max(noise, _noise_of(samples.values())))
@@ -86,8 +83,8 @@ def _noise_of(samples: Iterable[Sequence[float]]) -> float:
 
 
 def _knots(points: Sequence[_Point], noise: float, certain: Collection[int] = ()) -> list[_Point]:
-    """Fit a straight or bent line to ``points`` (sorted by tokens, which repeat for pooled ranks) and return its knots.
-    ``certain``: token counts at which deviations are significant."""
+    """Fit a straight or bent line to ``points`` (sorted by tokens, which repeat for pooled ranks) and return its knots. ``certain``:
+    token counts at which deviations are significant."""
     counts = sorted({point.tokens for point in points})
     if len(counts) == 1:
         return [_Point(counts[0], statistics.median(point.seconds for point in points))]
@@ -116,8 +113,8 @@ def _middles(points: Sequence[_Point]) -> list[_Point]:
 
 
 def _line(points: Sequence[_Point], knots: Sequence[int]) -> list[_Point]:
-    """Least-squares fit of relative errors, linear between ``knots``. With two knots neither slope nor intercept is negative;
-    with three the line must not fall, else []."""
+    """Least-squares fit of relative errors, linear between ``knots``. With two knots neither slope nor intercept is negative; with
+    three the line must not fall, else []."""
     x = np.array([point.tokens for point in points], dtype=float)
     y = np.array([point.seconds for point in points])
     if len(knots) == 2:
@@ -174,8 +171,8 @@ def _count_far(line: Sequence[_Point], points: Sequence[_Point], noise: float) -
 def pooled(profile: ClusterProfile) -> ClusterProfile:
     """Refit the curves to their samples, with one curve for same-hardware ranks that agree within the noise.
 
-    Same hardware: equal device and dtypes, on hosts with equal devices. Curves without samples are exact and stay. Other
-    measured figures become the median of the pooled ranks.
+    Same hardware: equal device and dtypes, on hosts with equal devices. Curves without samples are exact and stay. Other measured
+    figures become the median of the pooled ranks.
     """
     device_by_rank: dict[int, DeviceProfile] = {}
     for like in like_ranks(profile):
@@ -223,7 +220,7 @@ def _agreeing(like: Sequence[DeviceProfile]) -> list[list[DeviceProfile]]:
         return [[device] for device in like]
     levels = np.array([[_level(curves[key]) for key in keys] for curves in curves_by_device])
     levels -= np.median(levels, axis=0)
-    # Of a curve, and of a table that was timed by itself, points may have noise in common.
+    # Points of a curve, and of a separately timed table, may share noise.
     names = list(dict.fromkeys(table for table, _, _ in keys))
     tables = [np.median(levels[:, [key[0] == name for key in keys]], axis=1) for name in names]
     device_levels = np.mean(tables, axis=0)

@@ -1,8 +1,8 @@
 """Costs of a tensor-parallel group on one host: as one device, and of its exchanges.
 
-A member computes its shard of divided layers and all of the rest. Members synchronise twice per block in forward and in
-backward. So a layer takes as long as its slowest member plus the all-reduces; with experts, the slowest member before them
-plus the slowest at them.
+A member computes its shard of divided layers and all of the rest. Members synchronise twice per block in forward and in backward.
+So a layer takes as long as its slowest member plus the all-reduces; with experts, the slowest member before them plus the slowest
+at them.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def device_of(profile: ClusterProfile, stage: StagePlan) -> DeviceProfile:
 
 
 def group_device(profile: ClusterProfile, group: StagePlan, alone: int | None = None) -> DeviceProfile:
-    """The group as one device, without its memory and without split backward, numbered as the leader. ``alone``: one of its
-    ranks with its shard, without exchanges."""
+    """The group as one device, without its memory and without split backward, numbered as the leader. ``alone``: one of its ranks
+    with its shard, without exchanges."""
     ranks = group.ranks if alone is None else (alone,)
     device_by_key, key = profile.group_devices, (group.ranks, group.shares, group.experts, ranks)
     if key not in device_by_key:
@@ -102,7 +102,7 @@ def member_times(
             divided_s = default * all_s
             if measured is not None and (share < 1 or experts < 1):
                 half_s = measured.at(count)
-                all_s = max(all_s, half_s)  # what is cut may take longer than what is not
+                all_s = max(all_s, half_s)  # a shard may take longer than the full layer
                 if without_experts_curve is not None:
                     experts_s = min(all_s, max(0.0, half_s - without_experts_curve.at(count)) / half_experts)
                 divided_s = (all_s - half_s - (1 - half_experts) * experts_s) / (1 - half_share)
@@ -162,8 +162,8 @@ def hidden_sum_s(profile: ClusterProfile, ranks: Sequence[int], tokens: int) -> 
 
 
 def sum_s(profile: ClusterProfile, ranks: Sequence[int], size_bytes: float) -> float:
-    """Seconds of a ring all-reduce in host memory among ranks of one host: 2 (n - 1) hops of 1/n of the bytes, as measured
-    between two ranks or over the slowest link."""
+    """Seconds of a ring all-reduce in host memory among ranks of one host: 2 (n - 1) hops of 1/n of the bytes, as measured between
+    two ranks or over the slowest link."""
     hops, each = 2 * (len(ranks) - 1), size_bytes / len(ranks)
     host = profile.host(ranks[0])
     if host is not None and host.sum_bytes_per_s is not None:
@@ -230,7 +230,7 @@ def member_chain_s(profile: ClusterProfile, device: DeviceProfile, tokens: int) 
         return of_experts, of_rest
 
     _, replicated_s = chain_s(0.0, 0.0)
-    # Half the experts, as only parts of a layer are told apart.
+    # Half the experts: only sharded layers separate experts from the rest.
     half_s, all_s = chain_s(1.0, 0.5)
     return ChainSeconds(replicated_s, all_s - replicated_s, 2 * half_s)
 

@@ -113,10 +113,10 @@ def stage_memory(
 ) -> StageMemory:
     """Bytes on the device for the layers [first, last).
 
-    An offloaded stage holds the weights of ``STREAMED_LAYERS`` layers, the inputs of every layer per micro-batch in flight
-    (all activations of kept slices), one layer's activations of a slice, and the adapters' state or, in full fine-tuning,
-    ``STREAMED_LAYERS`` layers of gradients. Where the device computes in host memory, frozen weights are memory-mapped files,
-    and full fine-tuning keeps everything.
+    An offloaded stage holds the weights of ``STREAMED_LAYERS`` layers, the inputs of every layer per micro-batch in flight (all
+    activations of kept slices), one layer's activations of a slice, and the adapters' state or, in full fine-tuning,
+    ``STREAMED_LAYERS`` layers of gradients. Where the device computes in host memory, frozen weights are memory-mapped files, and
+    full fine-tuning keeps everything.
 
     Args:
         tokens: per micro-batch.

@@ -38,13 +38,11 @@ class MemoryBudget(NamedTuple):
     """Memory available to a stage."""
 
     usable: float
-    """Bytes."""
     ratio: float
     """Ratio of kept activation bytes to the model's."""
     relief: float
     """Bytes of its state that other ranks have memory for."""
     in_host_memory: bool
-    """True where the rank computes in host memory."""
     of_host: float
     """Bytes of host memory for offloaded state; infinite: unlimited, or spilled to disk."""
 
@@ -168,8 +166,8 @@ def predict_memory(plan: Plan, profile: ClusterProfile, reserve: float = 0.0) ->
 
 
 def _multi_stage_bytes(profile: ClusterProfile, pipeline: PipelinePlan, rank: int, sequence_length: int) -> int:
-    """Peak bytes of a rank with several stages: summed activations at the worst position of its list, and one workspace.
-    Adjacent stages need no staging, and tied ends share their values."""
+    """Peak bytes of a rank with several stages: summed activations at the worst position of its list, and one workspace. Adjacent
+    stages need no staging, and tied ends share their values."""
     indices, model = pipeline.held[rank], profile.model_on(rank)
 
     def memory_at(index: int, in_flight: int, deferred: int) -> StageMemory:
@@ -227,8 +225,8 @@ def _regrouped_bytes(plan: Plan, model: ModelCost, stage: StagePlan, member: int
 def predict_hosts(plan: Plan, profile: ClusterProfile, reserve: float = 0.0) -> tuple[HostMemory, ...]:
     """Peak and usable bytes of every host with a limit, in the profile's order.
 
-    Ranks that compute in host memory (CPU, integrated GPUs) count in full, others by their offloaded state
-    (``host_state_bytes``); their staging buffers are negligible.
+    Ranks that compute in host memory (CPU, integrated GPUs) count in full, others by their offloaded state (``host_state_bytes``);
+    their staging buffers are negligible.
     """
     if not profile.hosts:
         return ()

@@ -183,8 +183,8 @@ def queued_spans_s(
 ) -> list[Spans]:
     """``spans_s`` of pipelines whose messages queue for shared NICs: event-free ``simulate``.
 
-    The queue holds messages that are ready to send: (seconds, rank, sender). After its message is sent, a sender computes
-    until its next one is ready or it blocks.
+    The queue holds messages that are ready to send: (seconds, rank, sender). After its message is sent, a sender computes until
+    its next one is ready or it blocks.
 
     Args:
         ranks: ranks of each pipeline's stages.

@@ -23,11 +23,7 @@ _MIN_STATE_WEIGHT = 0.01
 
 
 def owners(plan: Plan, sizes: Mapping[Key, tuple[int, int]]) -> dict[Key, int]:
-    """Owner rank of each parameter, in the order of ``sizes``.
-
-    Args:
-        sizes: parameter -> (its layer, number of elements).
-    """
+    """Owner rank of each parameter, in the order of ``sizes``: parameter -> (its layer, number of elements)."""
     return _owners(plan.holders, plan.state_weights, sizes)
 
 

@@ -19,8 +19,8 @@ from hetero_mpi.util.errors import UserError
 
 class Op(str, enum.Enum):
     """An operation of a rank. F/B compute; a split backward is I (input gradient) and W (weight gradients). SEND_F/RECV_F move
-    activations, SEND_B/RECV_B gradients. REDUCE sums a layer's gradients over its holders (tied ends included); STEP clips by
-    the global norm and runs the optimizer."""
+    activations, SEND_B/RECV_B gradients. REDUCE sums a layer's gradients over its holders (tied ends included); STEP clips by the
+    global norm and runs the optimizer."""
 
     F = "F"
     B = "B"
@@ -48,9 +48,9 @@ WHOLE_STEP = (Op.REDUCE, Op.STEP)
 class Action(NamedTuple):
     """``stage`` is numbered over all pipelines in plan order; ``micro_batch`` within the pipeline.
 
-    ``1SEND_F3``: stage 1 sends its output of micro-batch 3 to stage 2. ``1SEND_B3``: it sends its input's gradient to stage
-    0. ``1RECV_F3``: it receives its input from stage 0. ``1RECV_B3``: it receives its output's gradient from stage 2.
-    ``0STEP`` and ``2REDUCE5`` (stage 2 takes part in reducing layer 5) have no micro-batch.
+    ``1SEND_F3``: stage 1 sends its output of micro-batch 3 to stage 2. ``1SEND_B3``: it sends its input's gradient to stage 0.
+    ``1RECV_F3``: it receives its input from stage 0. ``1RECV_B3``: it receives its output's gradient from stage 2. ``0STEP`` and
+    ``2REDUCE5`` (stage 2 takes part in reducing layer 5) have no micro-batch.
     """
 
     op: Op
@@ -64,11 +64,7 @@ class Action(NamedTuple):
 
 
 def parse_action(text: str) -> Action:
-    """Parse ``"1SEND_B3"`` into ``Action(Op.SEND_B, stage=1, micro_batch=3)``; inverse of ``str``.
-
-    Raises:
-        UserError: ``text`` is not an action.
-    """
+    """Parse ``"1SEND_B3"`` into ``Action(Op.SEND_B, stage=1, micro_batch=3)``, the inverse of ``str``; else ``UserError``."""
     match = re.fullmatch(r"(\d+)([A-Z_]+)(\d*)", text)
     names = {op.value: op for op in Op}
     if match is None or match[2] not in names or (match[3] == "") != (names[match[2]] is Op.STEP):
@@ -160,10 +156,7 @@ def holders(plan: Plan) -> dict[int, tuple[int, ...]]:
 
 
 def reduced_layers(plan: Plan, model: ModelCost) -> dict[int, tuple[int, ...]]:
-    """Layer -> ranks that reduce its gradients, in plan order; absent: layers held once or without trained parameters.
-
-    Layer 0 of a tied model includes the heads' ranks.
-    """
+    """Layer -> ranks that reduce its gradients (of layer 0 of a tied model, the heads' too); absent: held once, or not trained."""
     ranks_by_layer = {}
     for index, layer in enumerate(model.layers):
         ranks = held_by(plan, index)
@@ -177,8 +170,8 @@ def reduced_layers(plan: Plan, model: ModelCost) -> dict[int, tuple[int, ...]]:
 def tied_heads(plan: Plan, model: ModelCost) -> dict[int, int]:
     """Head's stage -> its pipeline's embedding stage, where a trained tied matrix lies on two ranks.
 
-    The head's REDUCE of layer 0 sends its gradient to the embedding, which adds it before the all-reduce; STEP returns the
-    new values.
+    The head's REDUCE of layer 0 sends its gradient to the embedding, which adds it before the all-reduce; STEP returns the new
+    values.
     """
     if not model.tied or model.layers[0].trainable_parameters == 0:
         return {}
@@ -193,8 +186,8 @@ def tied_heads(plan: Plan, model: ModelCost) -> dict[int, int]:
 def schedule_of(plan: Plan, model: ModelCost) -> Schedule:
     """Return each rank's actions: the pipeline's order (``orders``) with the messages that it needs and causes.
 
-    In a tensor-parallel group the leader exchanges the messages and broadcasts what it receives. After its last backward a
-    rank REDUCEs shared layers from last to first, an order that is the same everywhere and so cannot deadlock.
+    In a tensor-parallel group the leader exchanges the messages and broadcasts what it receives. After its last backward a rank
+    REDUCEs shared layers from last to first, an order that is the same everywhere and so cannot deadlock.
     """
     schedule: Schedule = {}
     summed, first = reduced_layers(plan, model), 0

@@ -55,14 +55,8 @@ class _State:
 
 
 def simulate(plan: Plan, profile: ClusterProfile, schedule: Schedule | None = None) -> SimulatedStep:
-    """Simulate one step of ``plan``, deterministically.
-
-    Args:
-        schedule: default: ``schedule_of`` the plan.
-
-    Raises:
-        UserError: the schedule deadlocks or does not run the plan.
-    """
+    """Simulate one step of ``plan`` (default: by ``schedule_of``), deterministically; ``UserError`` on a deadlock or a wrong
+    schedule."""
     full_schedule = schedule if schedule is not None else schedule_of(plan, profile.model)
     if schedule is not None:
         validate(full_schedule, plan, profile.model)
@@ -81,7 +75,7 @@ def _run_micro_batches(state: _State) -> bool:
     sharing a NIC queue in order of arrival."""
     position = dict.fromkeys(state.clock, 0)
     rank_by_message: dict[Action, int] = {}
-    """message -> the rank that cannot go on without it"""
+    """message -> rank blocked on it"""
     ready = [(seconds, rank) for rank, seconds in state.clock.items()]
     while ready:
         _, rank = heapq.heappop(ready)
@@ -125,8 +119,8 @@ def _perform(rank: int, action: Action, message: Action | None, state: _State) -
 
 
 def _run_all_reduces(state: _State) -> None:
-    """Run each gradient all-reduce once all its ranks have final gradients, in parallel with other ranks' last backward.
-    Activations still in transit are neglected."""
+    """Run each gradient all-reduce once its ranks have final gradients, while others' last backward may run. Activations
+    still in transit are neglected."""
     costs = state.costs
     reduces = {
         (rank, action.layer): action
@@ -156,8 +150,8 @@ class GradientSum(NamedTuple):
 def gradient_sums(costs: Durations, final_s: dict[tuple[int, int], float]) -> Iterator[GradientSum]:
     """Yield the gradient all-reduces in order of start; each starts once all its ranks have final gradients.
 
-    A rank runs one all-reduce at a time, from its last layer to its first. All-reduces queue for shared NICs. Each head of a
-    tied matrix first sends its gradient to the embedding's rank, which completes layer 0 there.
+    A rank runs one all-reduce at a time, from its last layer to its first. All-reduces queue for shared NICs. Each head of a tied
+    matrix first sends its gradient to the embedding's rank, which completes layer 0 there.
 
     Args:
         final_s: (rank, layer) -> seconds from the start of the step until the layer's gradients are final.

@@ -36,7 +36,7 @@ def rank_classes(profile: ClusterProfile) -> list[list[int]]:
     """
     contents, hosts = rank_contents(profile), [device.host for device in profile.devices]
     ordered = sorted(contents, key=lambda rank: (contents[rank], rank))
-    # Where links are told by pairs of hosts, equal ranks of one host have equal links: one of them stands for all.
+    # With host links only, equal ranks of one host have equal links: one of them represents all.
     groups = in_classes(ordered, lambda a, b: not profile.links and (hosts[a], contents[a]) == (hosts[b], contents[b]))
     ranks = {group[0]: group for group in groups}
     links = {}
@@ -190,8 +190,8 @@ def links_of(profile: ClusterProfile, devices: list[DeviceProfile]) -> tuple[Ind
 
 
 def in_own_order(profile: ClusterProfile, tokens: int) -> list[DeviceProfile]:
-    """Usable devices, grouped by host, in an order that is independent of the numbering and naming of ranks and hosts (except
-    for ties)."""
+    """Usable devices, grouped by host, in an order that is independent of the numbering and naming of ranks and hosts (except for
+    ties)."""
     devices = usable_devices(profile)
     hosts: dict[str, list[DeviceProfile]] = {}
     for device in devices:

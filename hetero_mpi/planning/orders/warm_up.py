@@ -1,4 +1,4 @@
-"""As many forwards as the stage warms up, then a forward and a backward in turn, then the remaining backwards.
+"""``warm_up`` forwards, then one forward and one backward alternating, then the remaining backwards.
 
 Three stages, four micro-batches, classic depth (2, 1, 0), every forward and backward one clock long::
 
@@ -7,9 +7,9 @@ Three stages, four micro-batches, classic depth (2, 1, 0), every forward and bac
     rank 1       . 1F0 1F1   . 1B0 1F2 1B1 1F3 1B2   . 1B3   .
     rank 2       .   . 2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3   .   .
 
-A stage that warms up deeper than the classic depth keeps more micro-batches in flight, which hides slow links; at a depth of
-all micro-batches this is GPipe. With ``split_backward`` every stage but the first (for whose input gradient nobody waits) does I
-at once and W ``weight_lag`` micro-batches later. Free of deadlock when no stage warms up deeper than the one before it.
+Warming up deeper than the classic depth keeps more micro-batches in flight, which hides slow links; at a depth of all
+micro-batches this is GPipe. With ``split_backward`` every stage but the first (whose input gradient is unused) does I at once
+and W ``weight_lag`` micro-batches later. Free of deadlock if no stage warms up deeper than its predecessor.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ MIN_PERIOD_S = 1e-12
 def weight_lag(pipeline: PipelinePlan, stage: StagePlan) -> int:
     """Micro-batches by which a stage's weight gradients trail its input gradients where backward is split.
 
-    Later stages have fewer micro-batches in flight and defer as many more as bring them to the first stage's memory (ZB-H1 of
-    Qi et al. 2023, arXiv:2401.10241, section 3).
+    Later stages have fewer micro-batches in flight and defer as many more as bring them to the first stage's memory (ZB-H1 of Qi
+    et al. 2023, arXiv:2401.10241, section 3).
     """
     deepest = pipeline.micro_batches - 1
     return max(0, min(pipeline.stages[0].warm_up, deepest) - min(stage.warm_up, deepest))

@@ -48,12 +48,11 @@ def interleaving(pipeline: PipelinePlan) -> dict[int, list[Computed]]:
 def list_scheduled(pipeline: PipelinePlan, sparing: bool = False) -> dict[int, list[Computed]]:
     """Rank -> its operations, in order.
 
-    A stage has at most ``warm_up + 1`` micro-batches in flight. Where backward is split, a rank holds at most that many over
-    all its stages, in flight or deferred. ``sparing``: split a backward only if the previous stage would otherwise wait for
-    it.
+    A stage has at most ``warm_up + 1`` micro-batches in flight. Where backward is split, a rank holds at most that many over all
+    its stages, in flight or deferred. ``sparing``: split a backward only if the previous stage would otherwise wait for it.
 
-    Free of deadlock at any depths: the most advanced micro-batch can always proceed. Forwards, backwards and weight gradients
-    come in micro-batch order on every stage; a rank's later stages end before its earlier ones.
+    Free of deadlock at any depths: the most advanced micro-batch can always proceed. Forwards, backwards and weight gradients come
+    in micro-batch order on every stage; a rank's later stages end before its earlier ones.
     """
     ranks = tuple(stage.ranks[0] for stage in pipeline.stages)
     limits = tuple(min(stage.warm_up + 1, pipeline.micro_batches) for stage in pipeline.stages)
@@ -141,8 +140,8 @@ class _ListScheduler:
                 self.gradients[index - 1][micro_batch] = end
 
     def _splits(self, index: int, micro_batch: int, begin: int) -> bool:
-        """True where the previous stage's rank would idle until an unsplit backward ends. Deferred weight gradients force a
-        split: a stage's gradients accumulate in micro-batch order, and a rank's last backward comes last."""
+        """True where the previous stage's rank would idle until an unsplit backward ends. Deferred weight gradients force a split:
+        a stage's gradients accumulate in micro-batch order, and a rank's last backward comes last."""
         previous = self.ranks[index - 1]
         following = self._next_candidate(previous)
         busy = following is not None and following.kind < 2 and following.begin + _UNITS["F"] >= begin + _UNITS["B"]

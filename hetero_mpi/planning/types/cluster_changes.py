@@ -1,5 +1,5 @@
-"""Variants of a measured cluster (ranks, links, memory), and estimated costs of its model in another dtype, with adapters or
-with another optimizer."""
+"""Variants of a measured cluster (ranks, links, memory), and estimated costs of its model in another dtype, with adapters or with
+another optimizer."""
 
 from __future__ import annotations
 
@@ -27,11 +27,9 @@ from hetero_mpi.planning.types.sizes import COPY_BYTES, DTYPE_BYTES, EIGHT_BIT_S
 AnyLink = TypeVar("AnyLink", LinkProfile, HostLinkProfile)
 
 SECONDS = "forward_overhead_s", "backward_overhead_s"
-"""Device figures in seconds per micro-batch."""
 STEP_SECONDS = "optimizer_fixed_s", "optimizer_s_per_parameter"
-"""Device figures in seconds per step."""
+"""Device figures in seconds per micro-batch, and per step."""
 UNLIMITED_BYTES = 2**50
-"""More memory than any model needs."""
 NF4_BYTES = 0.5625
 """Bytes per packed weight, with scales that are not double-quantised."""
 ADAPTER_PARAMETER_SHARE = 0.01
@@ -47,8 +45,8 @@ def with_faster_links(
     latency: bool = True,
     where: Callable[[LinkProfile | HostLinkProfile], bool] = lambda link: True,
 ) -> ClusterProfile:
-    """Both directions of ``pairs`` (default: all) with ``times`` the bandwidth and, if ``latency``, 1 / ``times`` the latency,
-    on links for which ``where`` is true."""
+    """Both directions of ``pairs`` (default: all) with ``times`` the bandwidth and, if ``latency``, 1 / ``times`` the latency, on
+    links for which ``where`` is true."""
 
     def faster(link: AnyLink) -> AnyLink:
         if not where(link):
@@ -59,7 +57,7 @@ def with_faster_links(
     if pairs is None:
         between = tuple(faster(link) for link in profile.host_links)
         return replace(profile, links=tuple(faster(link) for link in profile.links), host_links=between)
-    # Pairs of a host's ranks that are told by their hosts get a link of their own.
+    # Pairs of ranks that only have host links get a separate link.
     listed = {(link.source, link.destination): link for link in profile.links}
     for pair in ((a, b) for ends in pairs for a, b in (ends, ends[::-1])):
         listed[pair] = faster(profile.link(*pair))
@@ -85,7 +83,6 @@ def with_free_links(profile: ClusterProfile) -> ClusterProfile:
 
 
 def with_plenty_of_memory(profile: ClusterProfile) -> ClusterProfile:
-    """Unlimited memory everywhere."""
     devices = tuple(replace(device, memory_bytes=UNLIMITED_BYTES) for device in profile.devices)
     hosts = tuple(replace(host, memory_bytes=UNLIMITED_BYTES) for host in profile.hosts)
     return replace(profile, devices=devices, hosts=hosts)
@@ -165,8 +162,8 @@ def with_slowness(
 def with_copies(profile: ClusterProfile, request: PlanRequest) -> ClusterProfile:
     """The profile with memory for copies of trained parameters, where ranks compute in host memory.
 
-    A rank keeps its own copies and, as a peer, others', counted as equally large. If any rank has a GPU, whose copies also
-    lie in host memory, host memory in which ranks compute or may offload trained parameters is reduced by the copies.
+    A rank keeps its own copies and, as a peer, others', counted as equally large. If any rank has a GPU, whose copies also lie in
+    host memory, host memory in which ranks compute or may offload trained parameters is reduced by the copies.
     """
     copy_bytes = request.copy_bytes_per_trainable_parameter
     computing = [device.shares_host_memory for device in profile.devices]
@@ -183,8 +180,8 @@ def with_copies(profile: ClusterProfile, request: PlanRequest) -> ClusterProfile
 
 
 def _without_copy_memory(profile: ClusterProfile, copy_bytes: float, everywhere: bool) -> ClusterProfile:
-    """Reduce the memory of hosts in which ranks compute (``everywhere``: of all hosts) by ``copy_bytes`` for each parameter that
-    the host's ranks may train."""
+    """Reduce the memory of hosts in which ranks compute (``everywhere``: all) by ``copy_bytes`` for each parameter that the
+    host's ranks may train."""
     model = profile.model
     trained = sum(layer.trainable_parameters for layer in model.layers)
     model_bytes = sum(layer.parameter_bytes for layer in model.layers) + model.state_bytes(0, len(model.layers))

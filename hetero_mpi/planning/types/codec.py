@@ -37,11 +37,7 @@ def encode(value: Any, infinity_as_text: bool = False) -> Any:
 
 
 def decode(kind: type[T], data: Any, where: str) -> T:
-    """Decode plain values into a ``kind``.
-
-    Raises:
-        UserError: with all problems; ``where`` names the source (a file).
-    """
+    """Decode plain values into a ``kind``; one ``UserError`` lists all problems. ``where`` names the source (a file)."""
     problems: list[str] = []
     value = decoded(kind, data, "", problems)
     raise_all(where, problems)

@@ -20,8 +20,8 @@ WARM_UP = "warm_up"
 
 @dataclass(frozen=True)
 class StagePlan:
-    """Layers ``[first, last)`` of the chain, on one rank or sharded over a tensor-parallel group of ranks on one host. The
-    group's first rank leads: it alone exchanges messages with other stages."""
+    """Layers ``[first, last)`` of the chain, on one rank or sharded over a tensor-parallel group of ranks on one host. The group's
+    first rank leads: it alone exchanges messages with other stages."""
 
     ranks: tuple[int, ...]
     first: int
@@ -30,8 +30,8 @@ class StagePlan:
     """Micro-batches sent forward before the first backward; 1F1B's classic depth is ``stages - 1 - index``."""
     recompute: bool = False
     streamed: bool = False
-    """Offloaded: weights (in full fine-tuning also gradients, master weights and moments) are in host memory or mapped files and
-    on the device only while their layer computes all slices of a micro-batch. Backward recomputes forward."""
+    """Offloaded: weights (in full fine-tuning also gradients, master weights and moments) are in host memory or mapped files and on
+    the device only while their layer computes all slices of a micro-batch. Backward recomputes forward."""
     slice_sequences: int | None = None
     """Sequences per slice of a micro-batch; None: unsliced."""
     kept_slices: int = 0
@@ -48,7 +48,6 @@ class StagePlan:
 
     @property
     def grouped(self) -> bool:
-        """True for tensor parallelism."""
         return len(self.ranks) > 1
 
     def disk_layers(self, layers: int) -> tuple[int, ...]:
@@ -82,8 +81,8 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """Stages in chain order that together hold every layer once. A rank may hold several, given an order for that (``orders``):
-    ranks 0, 1, 0, 1 are looped, 0, 1, 1, 0 V-shaped."""
+    """Stages in chain order that together hold every layer once. A rank may hold several, in a matching order (``orders``): ranks
+    0, 1, 0, 1 are looped, 0, 1, 1, 0 V-shaped."""
 
     stages: tuple[StagePlan, ...]
     micro_batch: int
@@ -107,7 +106,6 @@ class PipelinePlan:
 
     @property
     def interleaved(self) -> bool:
-        """True where some rank holds several stages."""
         return any(len(places) > 1 for places in self.held.values())
 
     def together(self, index: int) -> bool:
@@ -116,7 +114,6 @@ class PipelinePlan:
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches per step."""
         return -(-self.sequences // self.micro_batch)
 
     def size(self, micro_batch: int) -> int:
@@ -128,8 +125,8 @@ class PipelinePlan:
 class Plan:
     """The decision, without its prediction (``PlanReport``).
 
-    Each pipeline is a replica of the full model. They share the global batch: the first takes its first ``sequences`` rows,
-    and so on. A rank takes part in one pipeline. Single-rank pipelines are plain data parallelism.
+    Each pipeline is a replica of the full model. They share the global batch: the first takes its first ``sequences`` rows, and so
+    on. A rank takes part in one pipeline. Single-rank pipelines are plain data parallelism.
     """
 
     pipelines: tuple[PipelinePlan, ...]
@@ -146,7 +143,6 @@ class Plan:
 
     @cached_property
     def state_weights(self) -> dict[int, float]:
-        """Rank -> ``state_weight`` of its stages."""
         return {stage.ranks[0]: stage.state_weight for _, _, stage in self.numbered}
 
     @cached_property
@@ -165,7 +161,6 @@ class Plan:
 
     @property
     def ranks(self) -> list[int]:
-        """Ranks that hold a stage, sorted."""
         return sorted(self._numbers_by_rank)
 
     def of_rank(self, rank: int) -> tuple[int, ...]:

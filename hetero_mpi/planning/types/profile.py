@@ -25,8 +25,8 @@ EMULATED = "emulated"
 class Curve:
     """Seconds over token counts: piecewise linear, extrapolated by the nearest segment.
 
-    ``tokens`` is strictly increasing. With one knot the line runs through the origin. Extrapolation is bounded against noise:
-    more tokens take at least the last knot, fewer at least their share of the first.
+    ``tokens`` is strictly increasing. With one knot the line runs through the origin. Extrapolation is bounded against noise: more
+    tokens take at least the last knot, fewer at least their share of the first.
     """
 
     tokens: tuple[int, ...]
@@ -34,8 +34,8 @@ class Curve:
     sample_tokens: tuple[int, ...] = field(default=(), compare=False, repr=False)
     """Token counts of ``samples``; strictly increasing."""
     samples: tuple[tuple[float, ...], ...] = field(default=(), compare=False, repr=False)
-    """Seconds of the repetitions at each of ``sample_tokens``, to which the curve was fitted (``planning.fit``); empty: derived
-    or written by hand. Ignored by comparisons and planning."""
+    """Seconds of the repetitions at each of ``sample_tokens``, to which the curve was fitted (``planning.fit``); empty: derived or
+    written by hand. Ignored by comparisons and planning."""
 
     def __post_init__(self) -> None:
         if not self.tokens or len(self.tokens) != len(self.seconds):
@@ -155,7 +155,6 @@ class HostProfile:
     sum_latency_s: float = 0.0
     """Two ranks of the host add n bytes in host memory in ``sum_latency_s + n / sum_bytes_per_s``."""
     sum_bytes_per_s: float | None = None
-    """None: not measured."""
     cores: float | None = None
     """Cores for its CPU ranks together; None: one per thread."""
     other_threads: float = 0.0
@@ -226,11 +225,9 @@ class ClusterProfile:
 
     @property
     def emulated(self) -> bool:
-        """True where the devices and links are emulated."""
         return self.source.startswith(EMULATED)
 
     def model_on(self, rank: int) -> ModelCost:
-        """The model's costs on ``rank``."""
         return self.model.keeping(self.devices[rank].activation_ratio)
 
     def link(self, source: int, destination: int) -> LinkProfile:
@@ -250,7 +247,6 @@ class ClusterProfile:
 
     @cached_property
     def _link_of(self) -> dict[tuple[int, int], LinkProfile]:
-        """(source, destination) -> link, indexed for speed."""
         return {(link.source, link.destination): link for link in reversed(self.links)}
 
     def host_link(self, source: str, destination: str) -> HostLinkProfile | None:
@@ -309,8 +305,8 @@ class ClusterProfile:
 
     @cached_property
     def _pairs(self) -> _Pairs:
-        """(place of each rank; latency and seconds per byte between places, NaN without a link; latency and seconds per byte
-        [rank, 2] of copies out of and into its device). Places are hosts where there are only host links, else ranks."""
+        """(place of each rank; latency and seconds per byte between places, NaN without a link; latency and seconds per byte [rank,
+        2] of copies out of and into its device). Places are hosts where there are only host links, else ranks."""
         names = [device.host for device in self.devices]
         hosts = list(dict.fromkeys(names))
         by_host = not self.links

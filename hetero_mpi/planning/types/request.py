@@ -15,7 +15,6 @@ class PlanRequest:
     """Choices left to the planner, as finite sets, and what the job fixes."""
 
     global_batch: int
-    """Sequences per optimizer step."""
     sequence_length: int
     """Tokens per sequence."""
     micro_batch_choices: tuple[int, ...]
@@ -30,8 +29,8 @@ class PlanRequest:
     split_choices: tuple[bool, ...] = (False,)
     """Choices for split backward; full fine-tuning only."""
     streaming: str = "never"
-    """Offloading: ``never``; ``auto``: where nothing else fits or the step gets clearly shorter; ``shorter``: where the step
-    gets shorter."""
+    """Offloading: ``never``; ``auto``: where nothing else fits or the step gets clearly shorter; ``shorter``: where the step gets
+    shorter."""
     without_files: bool = False
     """Offloaded frozen weights stay in host memory, divided among the host's devices, never on disk."""
     schedule: str = "auto"
@@ -70,7 +69,6 @@ def with_shared_nics(profile: ClusterProfile) -> ClusterProfile:
 
 
 def shares_nics(profile: ClusterProfile) -> bool:
-    """True where messages between hosts may queue for a NIC."""
     names = {device.host for device in profile.devices}
     return len(names) > 1 and any(host.shared_nic and host.name in names for host in profile.hosts)
 

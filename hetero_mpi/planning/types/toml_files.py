@@ -1,8 +1,8 @@
 """Profiles and plans as editable TOML files, and as plain values for JSON messages. Reading reports all problems of a file.
 
-Profiles have a shorthand for models of equal blocks and clusters of equal GPUs: ``count = 32`` in a ``[[model.layers]]``
-table repeats the layer; ``like = 4`` in a ``[[devices]]`` table copies missing keys from that earlier rank. Files are written
-in shorthand.
+Profiles have a shorthand for models of equal blocks and clusters of equal GPUs: ``count = 32`` in a ``[[model.layers]]`` table
+repeats the layer; ``like = 4`` in a ``[[devices]]`` table copies missing keys from that earlier rank. Files are written in
+shorthand.
 """
 
 from __future__ import annotations
@@ -50,11 +50,7 @@ def profile_to_dict(profile: ClusterProfile) -> dict[str, Any]:
 
 
 def profile_from_dict(data: dict[str, Any], where: str = "profile") -> ClusterProfile:
-    """Inverse of ``profile_to_dict``.
-
-    Raises:
-        UserError: with all problems.
-    """
+    """Inverse of ``profile_to_dict``; a ``UserError`` lists all problems."""
     _check_version(data, profile_types.SCHEMA_VERSION, "profile", where)
     problems = number_problems(data)
     data = _expand_shorthand(data, where)
@@ -88,11 +84,7 @@ def _with_likes(devices: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _expand_shorthand(data: Any, where: str) -> Any:
-    """Expand the shorthand; leave other data to the decoder.
-
-    Raises:
-        UserError: with all problems.
-    """
+    """Expand the shorthand, leaving other data to the decoder; a ``UserError`` lists all problems."""
     problems: list[str] = []
     if not isinstance(data, dict):
         return data
@@ -143,20 +135,12 @@ def plan_to_dict(plan: Plan | PlanReport, infinity_as_text: bool = True) -> dict
 
 
 def plan_from_dict(data: dict[str, Any], where: str = "plan") -> Plan:
-    """The decision in ``plan_to_dict``'s values.
-
-    Raises:
-        UserError: with all problems.
-    """
+    """The decision in ``plan_to_dict``'s values; a ``UserError`` lists all problems."""
     return _plan_file(data, where)[0]
 
 
 def report_from_dict(data: dict[str, Any], where: str = "plan") -> PlanReport:
-    """The decision and prediction in ``plan_to_dict``'s values.
-
-    Raises:
-        UserError: with all problems.
-    """
+    """The decision and prediction in ``plan_to_dict``'s values; a ``UserError`` lists all problems."""
     report = _plan_file(data, where)[1]
     if report is None:
         raise UserError(
@@ -195,11 +179,7 @@ def save_profile(profile: ClusterProfile, path: str | os.PathLike[str]) -> None:
 
 
 def load_profile(path: str | os.PathLike[str]) -> ClusterProfile:
-    """Load the profile at a path, or the shipped one of that name.
-
-    Raises:
-        UserError: it cannot be read or is invalid.
-    """
+    """Load the profile at a path, or the shipped one of that name; ``UserError`` if unreadable or invalid."""
     file = profile_file(path)
     return profile_from_dict(_read(file), str(file))
 
@@ -210,11 +190,8 @@ def save_plan(plan: Plan | PlanReport, path: str | os.PathLike[str]) -> None:
 
 
 def load_plan_file(path: str | os.PathLike[str]) -> tuple[Plan, PlanReport | None]:
-    """Load the plan at a path or in a run directory, and the file's report. ``planner.complete_plan`` checks it against a model.
-
-    Raises:
-        UserError: the file is not a plan.
-    """
+    """Load the plan at a path or in a run directory, and its report; ``UserError`` if invalid. ``planner.complete_plan`` checks the
+    model."""
     file = file_of_run(Path(path), "plan.toml") if Path(path).is_dir() else Path(path)
     return _plan_file(_read(file), str(file))
 
@@ -225,11 +202,7 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
 
 
 def load_report(path: str | os.PathLike[str]) -> PlanReport:
-    """Load the decision with its prediction.
-
-    Raises:
-        UserError: the file is not a plan or has no report.
-    """
+    """Load the decision with its prediction; ``UserError`` if the file is not a plan or has no report."""
     return report_from_dict(_read(Path(path)), str(path))
 
 
