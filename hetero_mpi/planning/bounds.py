@@ -1,7 +1,7 @@
 """Lower bounds on step time: of an instance, by number of replicas, and of one pipeline.
 
-An instance takes at least its total work over its total speed (``fluid_bound_s``). Replicas also fill their pipelines and reduce
-gradients (``filling_bounds_s``), which prunes the number of replicas before a search.
+An instance takes at least its total work over its total speed (``fluid_bound_s``). Replicas also fill their pipelines and
+reduce gradients (``filling_bounds_s``), which prunes the number of replicas before a search.
 
 ``cycle_bound_s`` is close to a pipeline's simulation. In steady state a stage alternates forwards and backwards. With k_i
 micro-batches in flight at stage i, never more at later stages, stages i <= j form a cycle: a forward passes from i to j, j then
@@ -40,9 +40,9 @@ def fluid_bound_s(profile: ClusterProfile, request: PlanRequest) -> float:
     Relaxation: layers are divisible; memory, messages and pipeline fill are free; every rank uses its best micro-batch size for
     each kind of layer.
 
-    For prices y >= 0 of the ranks' time with sum(y) = 1, all ranks' time up to T is worth T, and a layer of kind k costs at least
-    ``min over r of y_r work_rk``, so T is at least the sum over layers. The bound is the best of several prices: by speed on the
-    full model and on each kind of layer (exact for proportional ranks). Ranks sharing cores are limited by the cores.
+    For prices y >= 0 of the ranks' time with sum(y) = 1, all ranks' time up to T is worth T, and a layer of kind k costs at
+    least ``min over r of y_r work_rk``, so T is at least the sum over layers. The bound is the best of several prices: by speed
+    on the full model and on each kind of layer (exact for proportional ranks). Ranks sharing cores are limited by the cores.
     """
     devices, layers = usable_devices(profile), profile.model.layers
     if not devices:
@@ -87,9 +87,9 @@ def filling_bounds_s(profile: ClusterProfile, request: PlanRequest) -> dict[int,
     free.
 
     A stage starts after all earlier stages have computed their first forward, and these continue for as long as their backwards
-    take after its last one. So with M micro-batches in a step of T seconds a first stage computes at most T / M of each, and every
-    further stage 1 - 1 / M times the previous one. Each replica has at least one micro-batch and one first stage. Gradient
-    all-reduces start with a stage's last backward, and cross hosts unless one host has a rank for each replica.
+    take after its last one. So with M micro-batches in a step of T seconds a first stage computes at most T / M of each, and
+    every further stage 1 - 1 / M times the previous one. Each replica has at least one micro-batch and one first stage.
+    Gradient all-reduces start with a stage's last backward, and cross hosts unless one host has a rank for each replica.
     """
     model, devices, min_micro_batch = profile.model, usable_devices(profile), min(request.micro_batch_choices)
     max_count = min(request.max_pipelines, len(devices), request.global_batch // min_micro_batch)

@@ -83,8 +83,8 @@ def _sharing(
 
 
 def copying_at_once(profile: ClusterProfile, ranks: Iterable[int]) -> dict[int, DeviceProfile]:
-    """Rank -> device with its copy bandwidth while all of ``ranks`` copy, sharing the host's bandwidth in proportion to their
-    own."""
+    """Rank -> device with its copy bandwidth while all of ``ranks`` copy, sharing the host's bandwidth in proportion to
+    their own."""
     devices = {rank: profile.devices[rank] for rank in ranks}
     demand: dict[str, float] = {}
     for device in devices.values():

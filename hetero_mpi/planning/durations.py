@@ -33,8 +33,8 @@ from hetero_mpi.planning.types.sizes import DTYPE_BYTES, GRADIENT_BYTES, STREAME
 
 
 def update_s(number: int, plan: Plan, profile: ClusterProfile) -> float:
-    """Seconds of the optimizer step on a stage's rank, over the parameters whose state it owns. A tensor-parallel group takes as long
-    as its slowest member, after the all-reduce of replicated gradients."""
+    """Seconds of the optimizer step on a stage's rank, over the parameters whose state it owns. A tensor-parallel group takes as
+    long as its slowest member, after the all-reduce of replicated gradients."""
     stage = plan.numbered[number][2]
     if stage.grouped:
         parts = (profile.model.part(stage.share(index), stage.expert_share(index)) for index in range(len(stage.ranks)))
@@ -128,8 +128,8 @@ def value_bytes(model: ModelCost, layer: int) -> int:
 
 
 def _exchange_s(plan: Plan, profile: ClusterProfile, layer: int, size_bytes: int) -> float:
-    """Seconds of an exchange among a layer's holders, scaled by the largest owned share. A tensor-parallel group counts as its leader
-    exchanging everything: its members share their host's NIC."""
+    """Seconds of an exchange among a layer's holders, scaled by the largest owned share. A tensor-parallel group counts as its
+    leader exchanging everything: its members share their host's NIC."""
     weights = [plan.state_weights[rank] for rank in held_by(plan, layer)]
     return exchange_s(profile, held_by(plan, layer), size_bytes) * (len(weights) * max(weights) / sum(weights))
 
@@ -224,8 +224,8 @@ def _passes(pipeline: PipelinePlan, stage: StagePlan, op: Op, trains_all: bool) 
 def _streamed_s(
     profile: ClusterProfile, pipeline: PipelinePlan, stage: StagePlan, slices: Sequence[int], op: Op
 ) -> list[float]:
-    """Seconds until the first layer's weights and gradients are on the device, then of every layer in computing order: the mean over
-    a step's passes."""
+    """Seconds until the first layer's weights and gradients are on the device, then of every layer in computing order: the mean
+    over a step's passes."""
     mean_s = [0.0] * (1 + stage.last - stage.first)
     for begins, share in _passes(pipeline, stage, op, profile.model.trained_whole).items():
         if share > 0:
@@ -240,8 +240,8 @@ def _copying_pass_s(
     """``_streamed_s`` of one pass.
 
     A layer takes the longer of its slices and the concurrent copies: the next layer's weights; in backward of full fine-tuning
-    also the previous layer's outgoing and the next layer's incoming gradients. Each layer is a separate call. Backward recomputes
-    the forward of slices whose activations are not kept.
+    also the previous layer's outgoing and the next layer's incoming gradients. Each layer is a separate call. Backward
+    recomputes the forward of slices whose activations are not kept.
     """
     model, device, is_backward = profile.model, profile.devices[stage.ranks[0]], op is not Op.F
     order = range(stage.last - 1, stage.first - 1, -1) if is_backward else range(stage.first, stage.last)

@@ -83,8 +83,8 @@ def _noise_of(samples: Iterable[Sequence[float]]) -> float:
 
 
 def _knots(points: Sequence[_Point], noise: float, certain: Collection[int] = ()) -> list[_Point]:
-    """Fit a straight or bent line to ``points`` (sorted by tokens, which repeat for pooled ranks) and return its knots. ``certain``:
-    token counts at which deviations are significant."""
+    """Fit a straight or bent line to ``points`` (sorted by tokens, which repeat for pooled ranks) and return its knots.
+    ``certain``: token counts at which deviations are significant."""
     counts = sorted({point.tokens for point in points})
     if len(counts) == 1:
         return [_Point(counts[0], statistics.median(point.seconds for point in points))]
@@ -171,8 +171,8 @@ def _count_far(line: Sequence[_Point], points: Sequence[_Point], noise: float) -
 def pooled(profile: ClusterProfile) -> ClusterProfile:
     """Refit the curves to their samples, with one curve for same-hardware ranks that agree within the noise.
 
-    Same hardware: equal device and dtypes, on hosts with equal devices. Curves without samples are exact and stay. Other measured
-    figures become the median of the pooled ranks.
+    Same hardware: equal device and dtypes, on hosts with equal devices. Curves without samples are exact and stay. Other
+    measured figures become the median of the pooled ranks.
     """
     device_by_rank: dict[int, DeviceProfile] = {}
     for like in like_ranks(profile):

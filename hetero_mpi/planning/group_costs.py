@@ -1,8 +1,8 @@
 """Costs of a tensor-parallel group on one host: as one device, and of its exchanges.
 
-A member computes its shard of divided layers and all of the rest. Members synchronise twice per block in forward and in backward.
-So a layer takes as long as its slowest member plus the all-reduces; with experts, the slowest member before them plus the slowest
-at them.
+A member computes its shard of divided layers and all of the rest. Members synchronise twice per block in forward and in
+backward. So a layer takes as long as its slowest member plus the all-reduces; with experts, the slowest member before them plus
+the slowest at them.
 """
 
 from __future__ import annotations

@@ -115,8 +115,8 @@ def stage_memory(
 
     An offloaded stage holds the weights of ``STREAMED_LAYERS`` layers, the inputs of every layer per micro-batch in flight (all
     activations of kept slices), one layer's activations of a slice, and the adapters' state or, in full fine-tuning,
-    ``STREAMED_LAYERS`` layers of gradients. Where the device computes in host memory, frozen weights are memory-mapped files, and
-    full fine-tuning keeps everything.
+    ``STREAMED_LAYERS`` layers of gradients. Where the device computes in host memory, frozen weights are memory-mapped files,
+    and full fine-tuning keeps everything.
 
     Args:
         tokens: per micro-batch.

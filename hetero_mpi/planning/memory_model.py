@@ -225,8 +225,8 @@ def _regrouped_bytes(plan: Plan, model: ModelCost, stage: StagePlan, member: int
 def predict_hosts(plan: Plan, profile: ClusterProfile, reserve: float = 0.0) -> tuple[HostMemory, ...]:
     """Peak and usable bytes of every host with a limit, in the profile's order.
 
-    Ranks that compute in host memory (CPU, integrated GPUs) count in full, others by their offloaded state (``host_state_bytes``);
-    their staging buffers are negligible.
+    Ranks that compute in host memory (CPU, integrated GPUs) count in full, others by their offloaded state
+    (``host_state_bytes``); their staging buffers are negligible.
     """
     if not profile.hosts:
         return ()

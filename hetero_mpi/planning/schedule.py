@@ -19,8 +19,8 @@ from hetero_mpi.util.errors import UserError
 
 class Op(str, enum.Enum):
     """An operation of a rank. F/B compute; a split backward is I (input gradient) and W (weight gradients). SEND_F/RECV_F move
-    activations, SEND_B/RECV_B gradients. REDUCE sums a layer's gradients over its holders (tied ends included); STEP clips by the
-    global norm and runs the optimizer."""
+    activations, SEND_B/RECV_B gradients. REDUCE sums a layer's gradients over its holders (tied ends included); STEP clips by
+    the global norm and runs the optimizer."""
 
     F = "F"
     B = "B"
@@ -49,8 +49,8 @@ class Action(NamedTuple):
     """``stage`` is numbered over all pipelines in plan order; ``micro_batch`` within the pipeline.
 
     ``1SEND_F3``: stage 1 sends its output of micro-batch 3 to stage 2. ``1SEND_B3``: it sends its input's gradient to stage 0.
-    ``1RECV_F3``: it receives its input from stage 0. ``1RECV_B3``: it receives its output's gradient from stage 2. ``0STEP`` and
-    ``2REDUCE5`` (stage 2 takes part in reducing layer 5) have no micro-batch.
+    ``1RECV_F3``: it receives its input from stage 0. ``1RECV_B3``: it receives its output's gradient from stage 2. ``0STEP``
+    and ``2REDUCE5`` (stage 2 takes part in reducing layer 5) have no micro-batch.
     """
 
     op: Op

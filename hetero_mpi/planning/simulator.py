@@ -119,8 +119,8 @@ def _perform(rank: int, action: Action, message: Action | None, state: _State) -
 
 
 def _run_all_reduces(state: _State) -> None:
-    """Run each gradient all-reduce once its ranks have final gradients, while others' last backward may run. Activations
-    still in transit are neglected."""
+    """Run each gradient all-reduce once all its ranks have final gradients, in parallel with other ranks' last backward.
+    Activations still in transit are neglected."""
     costs = state.costs
     reduces = {
         (rank, action.layer): action
@@ -150,8 +150,8 @@ class GradientSum(NamedTuple):
 def gradient_sums(costs: Durations, final_s: dict[tuple[int, int], float]) -> Iterator[GradientSum]:
     """Yield the gradient all-reduces in order of start; each starts once all its ranks have final gradients.
 
-    A rank runs one all-reduce at a time, from its last layer to its first. All-reduces queue for shared NICs. Each head of a tied
-    matrix first sends its gradient to the embedding's rank, which completes layer 0 there.
+    A rank runs one all-reduce at a time, from its last layer to its first. All-reduces queue for shared NICs. Each head of a
+    tied matrix first sends its gradient to the embedding's rank, which completes layer 0 there.
 
     Args:
         final_s: (rank, layer) -> seconds from the start of the step until the layer's gradients are final.

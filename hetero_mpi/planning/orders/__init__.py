@@ -1,8 +1,8 @@
 """Orders in which a stage computes the micro-batches of a step, one per file.
 
 A file's docstring begins with its description; ``SPLITS`` tells whether backward is split; ``computing`` yields a stage's
-operations, to which ``schedule`` adds the messages. ``[plan] schedule`` takes the name of any file here. An order for ranks with
-several stages has ``interleaving`` instead, which yields a rank's operations.
+operations, to which ``schedule`` adds the messages. ``[plan] schedule`` takes the name of any file here. An order for ranks
+with several stages has ``interleaving`` instead, which yields a rank's operations.
 """
 
 from __future__ import annotations

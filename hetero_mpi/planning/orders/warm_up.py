@@ -28,8 +28,8 @@ MIN_PERIOD_S = 1e-12
 def weight_lag(pipeline: PipelinePlan, stage: StagePlan) -> int:
     """Micro-batches by which a stage's weight gradients trail its input gradients where backward is split.
 
-    Later stages have fewer micro-batches in flight and defer as many more as bring them to the first stage's memory (ZB-H1 of Qi
-    et al. 2023, arXiv:2401.10241, section 3).
+    Later stages have fewer micro-batches in flight and defer as many more as bring them to the first stage's memory (ZB-H1 of
+    Qi et al. 2023, arXiv:2401.10241, section 3).
     """
     deepest = pipeline.micro_batches - 1
     return max(0, min(pipeline.stages[0].warm_up, deepest) - min(stage.warm_up, deepest))

@@ -48,11 +48,11 @@ def interleaving(pipeline: PipelinePlan) -> dict[int, list[Computed]]:
 def list_scheduled(pipeline: PipelinePlan, sparing: bool = False) -> dict[int, list[Computed]]:
     """Rank -> its operations, in order.
 
-    A stage has at most ``warm_up + 1`` micro-batches in flight. Where backward is split, a rank holds at most that many over all
-    its stages, in flight or deferred. ``sparing``: split a backward only if the previous stage would otherwise wait for it.
+    A stage has at most ``warm_up + 1`` micro-batches in flight. Where backward is split, a rank holds at most that many over
+    all its stages, in flight or deferred. ``sparing``: split a backward only if the previous stage would otherwise wait for it.
 
-    Free of deadlock at any depths: the most advanced micro-batch can always proceed. Forwards, backwards and weight gradients come
-    in micro-batch order on every stage; a rank's later stages end before its earlier ones.
+    Free of deadlock at any depths: the most advanced micro-batch can always proceed. Forwards, backwards and weight gradients
+    come in micro-batch order on every stage; a rank's later stages end before its earlier ones.
     """
     ranks = tuple(stage.ranks[0] for stage in pipeline.stages)
     limits = tuple(min(stage.warm_up + 1, pipeline.micro_batches) for stage in pipeline.stages)

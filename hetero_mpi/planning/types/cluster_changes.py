@@ -162,8 +162,8 @@ def with_slowness(
 def with_copies(profile: ClusterProfile, request: PlanRequest) -> ClusterProfile:
     """The profile with memory for copies of trained parameters, where ranks compute in host memory.
 
-    A rank keeps its own copies and, as a peer, others', counted as equally large. If any rank has a GPU, whose copies also lie in
-    host memory, host memory in which ranks compute or may offload trained parameters is reduced by the copies.
+    A rank keeps its own copies and, as a peer, others', counted as equally large. If any rank has a GPU, whose copies also lie
+    in host memory, host memory in which ranks compute or may offload trained parameters is reduced by the copies.
     """
     copy_bytes = request.copy_bytes_per_trainable_parameter
     computing = [device.shares_host_memory for device in profile.devices]
@@ -180,8 +180,8 @@ def with_copies(profile: ClusterProfile, request: PlanRequest) -> ClusterProfile
 
 
 def _without_copy_memory(profile: ClusterProfile, copy_bytes: float, everywhere: bool) -> ClusterProfile:
-    """Reduce the memory of hosts in which ranks compute (``everywhere``: all) by ``copy_bytes`` for each parameter that the
-    host's ranks may train."""
+    """Reduce the memory of hosts in which ranks compute (``everywhere``: of all hosts) by ``copy_bytes`` for each parameter that
+    the host's ranks may train."""
     model = profile.model
     trained = sum(layer.trainable_parameters for layer in model.layers)
     model_bytes = sum(layer.parameter_bytes for layer in model.layers) + model.state_bytes(0, len(model.layers))

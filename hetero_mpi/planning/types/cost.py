@@ -1,7 +1,7 @@
 """Costs of a model, layer by layer, as plain numbers: all that planning knows of a model.
 
-The chain of *layers* is ``embedding, block 0, ..., block L-1, head`` (head = final norm + output projection), indexed 0 .. L+1. A
-stage holds the layers ``[first, last)``.
+The chain of *layers* is ``embedding, block 0, ..., block L-1, head`` (head = final norm + output projection), indexed 0 .. L+1.
+A stage holds the layers ``[first, last)``.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class LayerCost:
     logits_bytes_per_token: float = 0.0
     """A head's logits, included in ``activation_bytes_per_token``; 0: unknown, as for custom layers."""
     group_sums: int = 0
-    """All-reduces of hidden states per forward and per backward in a tensor-parallel group (embedding: forward only; head: backward
-    only)."""
+    """All-reduces of hidden states per forward and per backward in a tensor-parallel group (embedding: forward only; head:
+    backward only)."""
 
     def part(self, share: float, experts: float) -> LayerCost:
         """The layer on a tensor-parallel rank with these shares of heads and experts."""

@@ -30,8 +30,8 @@ class StagePlan:
     """Micro-batches sent forward before the first backward; 1F1B's classic depth is ``stages - 1 - index``."""
     recompute: bool = False
     streamed: bool = False
-    """Offloaded: weights (in full fine-tuning also gradients, master weights and moments) are in host memory or mapped files and on
-    the device only while their layer computes all slices of a micro-batch. Backward recomputes forward."""
+    """Offloaded: weights (in full fine-tuning also gradients, master weights and moments) are in host memory or mapped files and
+    on the device only while their layer computes all slices of a micro-batch. Backward recomputes forward."""
     slice_sequences: int | None = None
     """Sequences per slice of a micro-batch; None: unsliced."""
     kept_slices: int = 0
@@ -81,8 +81,8 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """Stages in chain order that together hold every layer once. A rank may hold several, in a matching order (``orders``): ranks
-    0, 1, 0, 1 are looped, 0, 1, 1, 0 V-shaped."""
+    """Stages in chain order that together hold every layer once. A rank may hold several, given an order for that (``orders``):
+    ranks 0, 1, 0, 1 are looped, 0, 1, 1, 0 V-shaped."""
 
     stages: tuple[StagePlan, ...]
     micro_batch: int
@@ -125,8 +125,8 @@ class PipelinePlan:
 class Plan:
     """The decision, without its prediction (``PlanReport``).
 
-    Each pipeline is a replica of the full model. They share the global batch: the first takes its first ``sequences`` rows, and so
-    on. A rank takes part in one pipeline. Single-rank pipelines are plain data parallelism.
+    Each pipeline is a replica of the full model. They share the global batch: the first takes its first ``sequences`` rows, and
+    so on. A rank takes part in one pipeline. Single-rank pipelines are plain data parallelism.
     """
 
     pipelines: tuple[PipelinePlan, ...]

@@ -25,8 +25,8 @@ EMULATED = "emulated"
 class Curve:
     """Seconds over token counts: piecewise linear, extrapolated by the nearest segment.
 
-    ``tokens`` is strictly increasing. With one knot the line runs through the origin. Extrapolation is bounded against noise: more
-    tokens take at least the last knot, fewer at least their share of the first.
+    ``tokens`` is strictly increasing. With one knot the line runs through the origin. Extrapolation is bounded against noise:
+    more tokens take at least the last knot, fewer at least their share of the first.
     """
 
     tokens: tuple[int, ...]
@@ -305,8 +305,8 @@ class ClusterProfile:
 
     @cached_property
     def _pairs(self) -> _Pairs:
-        """(place of each rank; latency and seconds per byte between places, NaN without a link; latency and seconds per byte [rank,
-        2] of copies out of and into its device). Places are hosts where there are only host links, else ranks."""
+        """(place of each rank; latency and seconds per byte between places, NaN without a link; latency and seconds per byte
+        [rank, 2] of copies out of and into its device). Places are hosts where there are only host links, else ranks."""
         names = [device.host for device in self.devices]
         hosts = list(dict.fromkeys(names))
         by_host = not self.links

@@ -15,11 +15,11 @@ MOMENT_BLOCK = 256
 EIGHT_BIT_SAVING = 8 - 2 - 8 / MOMENT_BLOCK
 """Bytes per parameter saved by 8-bit moments relative to fp32."""
 STREAMED_LAYERS = 2
-"""Buffers of an offloaded stage, in layers: weights on the device for the current and the next layer, gradients for the current one
-and one being copied, layers on disk in host memory for one in use and one being read."""
+"""Buffers of an offloaded stage, in layers: weights on the device for the current and the next layer, gradients for the current
+one and one being copied, layers on disk in host memory for one in use and one being read."""
 LOGITS_BYTES = 500_000_000
-"""A head with more logits bytes per micro-batch computes them in slices in forward and backward. Unsliced logits, gradient and loss
-take three times as much, at most 1.5 GB."""
+"""A head with more logits bytes per micro-batch computes them in slices in forward and backward. Unsliced logits, gradient and
+loss take three times as much, at most 1.5 GB."""
 HEAD_TOKENS = 1024
 """Tokens per slice: logits of a vocabulary of 150,000 stay below a gigabyte, at full device speed."""
 BLOCK_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")

@@ -190,8 +190,8 @@ def save_plan(plan: Plan | PlanReport, path: str | os.PathLike[str]) -> None:
 
 
 def load_plan_file(path: str | os.PathLike[str]) -> tuple[Plan, PlanReport | None]:
-    """Load the plan at a path or in a run directory, and its report; ``UserError`` if invalid. ``planner.complete_plan`` checks the
-    model."""
+    """Load the plan at a path or in a run directory, and its report; ``UserError`` if invalid. ``planner.complete_plan`` checks
+    the model."""
     file = file_of_run(Path(path), "plan.toml") if Path(path).is_dir() else Path(path)
     return _plan_file(_read(file), str(file))
 
