@@ -85,7 +85,7 @@ class LibraryOptimizers:
                 _step_in_pieces(target, self._state_of(target), part.param_groups[number])
 
     def state(self, target: Parameter) -> dict[str, torch.Tensor]:
-        """Kind -> state tensor of a parameter (``moments.kept``), not copied."""
+        """Kind -> state tensor of a parameter (``moments.moment_tensors``), not copied."""
         state = self._state_of(target)
         return {kind: state[name] for kind, name in self._names(target).items() if name in state}
 
@@ -103,7 +103,7 @@ class LibraryOptimizers:
         if not state and self._packs:
             part.init_state(part.param_groups[number], target, number, index)
         elif not state:
-            sizes = kinds.kept(self._moments[target], tuple(target.shape))
+            sizes = kinds.moment_tensors(self._moments[target], tuple(target.shape))
             for kind, name in self._names(target).items():
                 shape = sizes[kind][0]
                 state[name] = torch.zeros_like(target) if shape == target.shape else target.detach().new_zeros(shape)

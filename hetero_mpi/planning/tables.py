@@ -24,7 +24,7 @@ Indices = NDArray[np.int64]
 Item = TypeVar("Item")
 MAX_LEVEL_DIFFERENCE = 0.12
 """Relative difference up to which figures count as equal: each is measured within 5 %."""
-FEW = 128
+MAX_PAIRED_RANKS = 128
 """Maximum number of ranks with a link per pair of ranks; beyond, a link per pair of hosts."""
 
 
@@ -172,7 +172,7 @@ def _copies_s(device: DeviceProfile, model: ModelCost, layer: int) -> tuple[floa
 def links_of(profile: ClusterProfile, devices: list[DeviceProfile]) -> tuple[Indices, Floats, Floats]:
     """(place of every rank; latency and seconds per byte between places, copies at both ends included)."""
     hosts = list(dict.fromkeys(device.host for device in devices))
-    positions = np.array([i if len(devices) <= FEW else hosts.index(device.host) for i, device in enumerate(devices)])
+    positions = np.array([i if len(devices) <= MAX_PAIRED_RANKS else hosts.index(device.host) for i, device in enumerate(devices)])
     members: list[list[int]] = [[] for _ in range(int(positions.max()) + 1)]
     for index, position in enumerate(positions.tolist()):
         members[position].append(devices[index].rank)
@@ -197,7 +197,7 @@ def in_own_order(profile: ClusterProfile, tokens: int) -> list[DeviceProfile]:
     for device in devices:
         hosts.setdefault(device.host, []).append(device)
     # In large clusters one rank of a host says how it is linked to the others.
-    ends = devices if len(devices) <= FEW else [members[0] for members in hosts.values()]
+    ends = devices if len(devices) <= MAX_PAIRED_RANKS else [members[0] for members in hosts.values()]
 
     size = tokens * profile.model.most_sent_bytes_per_token
     numbers = [end.rank for end in ends]

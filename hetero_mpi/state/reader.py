@@ -167,7 +167,7 @@ class CheckpointReader:
                     if bytes_left < 0:
                         raise ValueError("the datasets are larger in total than the file")
                     parameter_shape = datasets["parameters", name].shape
-                    expected = [moments.kept(form, parameter_shape).get(kind, (None, "")) for form in forms]
+                    expected = [moments.moment_tensors(form, parameter_shape).get(kind, (None, "")) for form in forms]
                     if kind != "parameters" and stored.shape not in [shape for shape, _ in expected]:
                         raise ValueError("its shape does not match the parameter")
         for (kind, name), stored in datasets.items():

@@ -70,7 +70,7 @@ def held_as(
         return spec.shape, dtype
     if spec.name not in tuning.trainable or spec.name in tuning.still:
         return None
-    shape, named = moments.kept(tuning.moments.get(spec.name, moments.TWO), spec.shape).get(kind, (None, ""))
+    shape, named = moments.moment_tensors(tuning.moments.get(spec.name, moments.TWO), spec.shape).get(kind, (None, ""))
     return None if shape is None else (shape, getattr(torch, named))
 
 
@@ -271,7 +271,7 @@ def keeper(trainer: Trainer, updates: int) -> Callable[[TensorShard, torch.Tenso
         arrived = pending.setdefault(shard.name, {})
         arrived[shard.kind] = _local_part(trainer, shard, tensor)
         spec = trainer.tuning.trainable[shard.name]
-        if len(arrived) == len(moments.kept(trainer.tuning.moments.get(shard.name, moments.TWO), spec.shape)):
+        if len(arrived) == len(moments.moment_tensors(trainer.tuning.moments.get(shard.name, moments.TWO), spec.shape)):
             trainer.optimizer.restore(shard.name, pending.pop(shard.name), updates)
 
     return store

@@ -16,7 +16,7 @@ from hetero_mpi.model.group.refusals import refusal
 from hetero_mpi.model.library_optimizers import LibraryOptimizers
 from hetero_mpi.model.model_cost import model_cost
 from hetero_mpi.model.tuning import Tuning, full_training
-from hetero_mpi.planning.types.moments import FACTORED, ONE, TWO, kept, saved_bytes
+from hetero_mpi.planning.types.moments import FACTORED, ONE, TWO, moment_tensors, saved_bytes
 from hetero_mpi.state.reader import verify
 from hetero_mpi.state.writer import CheckpointWriter
 from tests.engine.test_trainer import LENGTH
@@ -62,7 +62,7 @@ def test_steps_have_the_bits_of_the_libraries_own(optimizer: str) -> None:
             states = [{kind: tensor.clone() for kind, tensor in ours.state(p).items()} for p in own]
             ours = LibraryOptimizers(train, False, [(p, True, way, 1.0) for p, way in zip(own, ways, strict=True)])
             for p, way, state in zip(own, ways, states, strict=True):
-                expected = kept(way, tuple(p.shape))
+                expected = moment_tensors(way, tuple(p.shape))
                 found = {k: (tuple(t.shape), str(t.dtype).removeprefix("torch.")) for k, t in state.items()}
                 assert found == expected
                 ours.restore(p, state, 2)

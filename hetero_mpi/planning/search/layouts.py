@@ -19,7 +19,7 @@ from hetero_mpi.planning.search.columns import Chains, Column, ColumnOrder, alon
 from hetero_mpi.planning.search.costs import Costs, costs_by_size
 from hetero_mpi.planning.search.pipelines import Fitting, Line
 from hetero_mpi.planning.search.rounds import Clock, LocalSearch
-from hetero_mpi.planning.tables import FEW, Floats, levels
+from hetero_mpi.planning.tables import MAX_PAIRED_RANKS, Floats, levels
 from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
@@ -120,7 +120,7 @@ def _pipeline_counts(costs: Costs) -> list[int]:
     most = min(request.max_pipelines, costs.count, shares)
     while most and not fits_memory(most):
         most -= 1
-    every, ratio = (MAX_DENSE_COUNT, COUNT_RATIO) if costs.count <= FEW else COARSE_COUNTS
+    every, ratio = (EVERY, RATIO) if costs.count <= MAX_PAIRED_RANKS else COARSE
     numbers, number = [], 1.0
     while number <= most:
         numbers.append(int(number))

@@ -16,7 +16,7 @@ Kept = dict[str, tuple[tuple[int, ...], str]]
 """Kind of tensor in a checkpoint -> (shape, dtype)."""
 
 
-def kept(moments: str, shape: tuple[int, ...]) -> Kept:
+def moment_tensors(moments: str, shape: tuple[int, ...]) -> Kept:
     """State tensors of a parameter of this shape."""
     if moments == EIGHT_BIT:
         scales = (-(-math.prod(shape) // MOMENT_BLOCK),), "float32"
@@ -32,7 +32,7 @@ def kept(moments: str, shape: tuple[int, ...]) -> Kept:
 
 def saved_bytes(moments: str, shape: tuple[int, ...]) -> float:
     """Bytes saved relative to AdamW's fp32 moments."""
-    sizes = kept(moments, shape).values()
+    sizes = moment_tensors(moments, shape).values()
     return 2 * _FP32_BYTES * math.prod(shape) - sum(
         math.prod(tensor_shape) * (1 if dtype == "uint8" else _FP32_BYTES) for tensor_shape, dtype in sizes
     )
