@@ -107,5 +107,5 @@ def test_planning_anew_that_fails_is_logged_and_leaves_the_plan(
     question: Any = SimpleNamespace(to_dict=dict)
     replanner = Replanner()
     replanner.ask(question)
-    assert replanner.take() is None and not replanner.ready
+    assert replanner.take_answer() is None and not replanner.ready
     assert [record.message.startswith("planning anew") for record in caplog.records] == [True]

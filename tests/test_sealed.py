@@ -101,7 +101,7 @@ def records(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Kept:
 def device_times(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Kept:
     def use(tell: Callable[[str], object]) -> object:
         if (found := benchmark_spec.load_times("key", tell)) is None:
-            benchmark_spec.save("key", encode(found := kept_times(), infinity_as_text=True))
+            benchmark_spec.store_cached("key", encode(found := kept_times(), infinity_as_text=True))
         return found
 
     return Kept(cache_folder("profiles"), use)

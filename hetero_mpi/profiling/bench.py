@@ -90,15 +90,15 @@ class Bench:
         parameters are not counted, a storage that several layers keep counts for the first. What packed experts compute counts as
         if it was kept and not computed again: it is all there in their backward. So do logits that are computed in slices, which
         planning leaves out again."""
-        kept: dict[int, tuple[int, int]] = {}
+        storages: dict[int, tuple[int, int]] = {}
         """Address of a storage -> (layer, bytes)."""
         model = self.stage.model
-        own = {p.untyped_storage().data_ptr() for p in model.parameters() if p.device.type != "meta"}
+        parameter_addresses = {p.untyped_storage().data_ptr() for p in model.parameters() if p.device.type != "meta"}
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
             storage = tensor.untyped_storage()
-            if storage.data_ptr() not in own:
-                kept.setdefault(storage.data_ptr(), (self.clock.current, storage.nbytes()))
+            if storage.data_ptr() not in parameter_addresses:
+                storages.setdefault(storage.data_ptr(), (self.clock.current, storage.nbytes()))
             return tensor
 
         if self.subject.tuning.nf4:
@@ -108,15 +108,15 @@ class Bench:
             run()
         if self.subject.tuning.nf4:
             self.recompute(False)
-        found = {}
+        layer_bytes = {}
         for layer in range(self.stage.first, self.stage.last):
             unpacked = sum(unpacked_bytes(model.get_submodule(name)) for name in self.stage.chain.module_names(layer))
-            found[layer] = max(0, sum(size for holder, size in kept.values() if holder == layer) - unpacked)
+            layer_bytes[layer] = max(0, sum(size for holder, size in storages.values() if holder == layer) - unpacked)
         logits = (self.subject.chain.logits or 0) * DTYPE_BYTES[self.subject.train.dtype]
         tokens = rows * self.subject.sequence_length
         if self.stage.is_last and in_slices(logits, tokens):
-            found[self.stage.last - 1] += logits * tokens
-        return found
+            layer_bytes[self.stage.last - 1] += logits * tokens
+        return layer_bytes
 
     def deferred_bytes(self, rows: int) -> dict[int, int]:
         """Layer -> bytes kept from the input part of backward to the weight part."""
@@ -128,16 +128,16 @@ class Bench:
         self.backward_weights(0)
         return sizes
 
-    def optimizer_step(self, rows: int, once: bool) -> tuple[int, float]:
+    def optimizer_step(self, rows: int, single_step: bool) -> tuple[int, float]:
         """(parameters, seconds) of norm, clipping and step after a micro-batch: in a run, a whole step lies between two of them, so
-        that the moments come from memory and not from a cache. ``once``: on the gradients that are there, and no more."""
+        that the moments come from memory and not from a cache. ``single_step``: on the gradients that are there, and no more."""
         parameters = sum(target.numel() for target in self.optimizer.targets.values())
-        waste = torch.zeros(CACHE_BYTES, dtype=torch.uint8) if self.backend.name == "cpu" else None
+        cache_filler = torch.zeros(CACHE_BYTES, dtype=torch.uint8) if self.backend.name == "cpu" else None
         seconds = []
-        for step in range((1 if once else _OPTIMIZER_STEPS) if parameters else 0):
-            if waste is not None:
-                waste.add_(1)
-            if not once:
+        for step in range((1 if single_step else _OPTIMIZER_STEPS) if parameters else 0):
+            if cache_filler is not None:
+                cache_filler.add_(1)
+            if not single_step:
                 self.forward(rows)
                 self.backward(rows)
             seconds.append(self._seconds(lambda step=step: self._step(step)))  # type: ignore[misc]
@@ -156,7 +156,7 @@ class Bench:
     def _inputs(self, rows: int) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         stage, length = self.stage, self.subject.sequence_length
         x, *rest = stage.chain.example(stage.first, stage.last, rows, length, DTYPES[self.subject.train.dtype])
-        targets, dy = (None if one is None else one.to(self.backend.device) for one in rest)
+        targets, dy = (None if tensor is None else tensor.to(self.backend.device) for tensor in rest)
         return x.to(self.backend.device), targets, dy
 
 

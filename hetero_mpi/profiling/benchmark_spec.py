@@ -35,7 +35,7 @@ Group = Sequence[tuple[int, int]]
 """Stages ``[first, last)`` that are built at the same time."""
 _MOST, _FEWEST = 5, 4
 """Numbers of sequences to time, where there are so many: a bend of a line shows among five."""
-_LAYOUT = 6
+_CACHE_VERSION = 6
 """Changes with what ``DeviceTimes`` holds or how it is measured."""
 
 
@@ -73,12 +73,12 @@ def sampled_rows(choices: Sequence[int]) -> tuple[int, ...]:
     ordered = sorted(set(choices))
     last = len(ordered) - 1
     few = last < _MOST
-    chosen = set(ordered) if few else {ordered[round(i * last / (_MOST - 1))] for i in range(_MOST)}
+    row_counts = set(ordered) if few else {ordered[round(i * last / (_MOST - 1))] for i in range(_MOST)}
     spaced = [max(1, round(ordered[-1] * i / _FEWEST)) for i in range(1, _FEWEST)]
     for rows in (*spaced, *range(1, ordered[-1])):
-        if len(chosen) < _FEWEST:
-            chosen.add(rows)
-    return tuple(sorted(chosen))
+        if len(row_counts) < _FEWEST:
+            row_counts.add(rows)
+    return tuple(sorted(row_counts))
 
 
 def layer_groups(kinds: Sequence[str], one_by_one: bool) -> list[list[tuple[int, int]]]:
@@ -102,13 +102,13 @@ def layer_groups(kinds: Sequence[str], one_by_one: bool) -> list[list[tuple[int,
     return [[(0, 1 + ends), (layers - 1 - ends, layers)]]
 
 
-def light(subject: BenchmarkSpec, group: Group) -> bool:
+def fits_caches(subject: BenchmarkSpec, group: Group) -> bool:
     """True where the stages of a group are so small that they fit several times beside each other."""
     parameters = (spec.count for layers in group for spec in subject.chain.specs(*layers))
     return not subject.tuning.nf4 and sum(parameters) * DTYPE_BYTES[subject.train.dtype] <= CACHE_BYTES
 
 
-def cold_by_itself(subject: BenchmarkSpec) -> bool:
+def exceeds_caches(subject: BenchmarkSpec) -> bool:
     """True where a block is larger than caches, so that it finds them cold even when it runs over and over, or packing it is
     slow."""
     chain = subject.chain
@@ -171,9 +171,9 @@ def device_key(world: World, backend: Backend, subject: BenchmarkSpec, repeats: 
     products = backend.products(subject.train.dtype)
     device = [world.host, backend.name, backend.index, backend.description(), products]
     device += [subject.threads, round(subject.cores, 3)]
-    place = [world.local_rank, world.local_size]
+    position = [world.local_rank, world.local_size]
     rows = sampled_rows(subject.micro_batches)
-    return key_of([_LAYOUT, device, place, rows, repeats, *subject_content(subject, world.library)])
+    return key_of([_CACHE_VERSION, device, position, rows, repeats, *subject_content(subject, world.library)])
 
 
 def load_times(key: str, tell: Callable[[str], object]) -> DeviceTimes | None:
@@ -183,19 +183,19 @@ def load_times(key: str, tell: Callable[[str], object]) -> DeviceTimes | None:
         raise_all(key, number_problems(data))
         return decode(DeviceTimes, data, key)
 
-    return load_sealed(_place(key), read, tell)
+    return load_sealed(_cache_path(key), read, tell)
 
 
-def is_kept(key: str) -> bool:
+def is_cached(key: str) -> bool:
     """Whether something is kept under ``key``, and whole."""
-    return load_sealed(_place(key), lambda *_: True, lambda _: None) is not None
+    return load_sealed(_cache_path(key), lambda *_: True, lambda _: None) is not None
 
 
-def save(key: str, value: Any) -> None:
+def store_cached(key: str, value: Any) -> None:
     """Keep a value that JSON can express. A cache that cannot be written is no reason to end a run."""
     with contextlib.suppress(OSError):
-        store_value(_place(key), value)
+        store_value(_cache_path(key), value)
 
 
-def _place(key: str) -> Path:
+def _cache_path(key: str) -> Path:
     return cache_folder("profiles") / f"{key}.json"

@@ -30,7 +30,7 @@ from hetero_mpi.profiling.benchmark_spec import (
     key_of,
     load_times,
     sampled_rows,
-    save,
+    store_cached,
     subject_content,
 )
 from hetero_mpi.profiling.device import DeviceBenchmark
@@ -44,8 +44,8 @@ from hetero_mpi.profiling.host_profiles import (
 )
 from hetero_mpi.util import units
 
-_SMALLEST_MESSAGE = 1024
-_GROWTH = 4
+_MIN_MESSAGE_BYTES = 1024
+_SIZE_FACTOR = 4
 Say = Callable[[str], None]
 
 
@@ -81,17 +81,17 @@ def profile_cluster(
     copies = measure_copies(world, backend) if world.size > 1 else {}
     folder = subject.stream_folder
     disks = measure_disks(world, folder) if folder is not None and _exceeds_memory(subject, memories) else {}
-    own = _device_profile(world, backend, subject, times, memories[world.rank], decision_s)
-    gathered = world.all_gather_json([encode(own, infinity_as_text=True), encode(times, infinity_as_text=True)])
+    device = _device_profile(world, backend, subject, times, memories[world.rank], decision_s)
+    gathered = world.all_gather_json([encode(device, infinity_as_text=True), encode(times, infinity_as_text=True)])
     cores = world.all_gather_json(subject.cores if backend.name == "cpu" else 0.0)
-    made = None
+    profile_fields = None
     with world.on_leader("fitting the profile"):
         if world.rank == 0:  # unlike processors fit lines to other last bits
-            tables = [decode(DeviceTimes, known, "profile") for _, known in gathered]
+            tables = [decode(DeviceTimes, times_fields, "profile") for _, times_fields in gathered]
             model, ratios = _model_cost(subject, tables)
             devices = tuple(
-                replace(decode(DeviceProfile, device, "profile"), activation_ratio=ratio)
-                for (device, _), ratio in zip(gathered, ratios, strict=True)
+                replace(decode(DeviceProfile, fields_of_rank, "profile"), activation_ratio=ratio)
+                for (fields_of_rank, _), ratio in zip(gathered, ratios, strict=True)
             )
             hosts = host_profiles(world.hosts, memories, cores, flows, sums, copies, disks)
             profile = ClusterProfile(
@@ -106,15 +106,15 @@ def profile_cluster(
                 hosts=hosts,
                 notes=_notes(devices, hosts, tables, subject),
             )
-            made = profile_to_dict(pooled(with_memory_budget(profile, subject.memory_bytes)))
-    return profile_from_dict(world.broadcast_json(made))
+            profile_fields = profile_to_dict(pooled(with_memory_budget(profile, subject.memory_bytes)))
+    return profile_from_dict(world.broadcast_json(profile_fields))
 
 
 def _exceeds_memory(subject: BenchmarkSpec, memories: Sequence[MeasuredMemory]) -> bool:
     """Might some host have no room for the frozen weights beside all else?"""
-    each = 0.5 if subject.tuning.nf4 else DTYPE_BYTES[subject.train.dtype]
+    bytes_per_parameter = 0.5 if subject.tuning.nf4 else DTYPE_BYTES[subject.train.dtype]
     count = sum(spec.count for spec in subject.chain.specs(0, subject.chain.layer_count))
-    return 2 * count * each > min(memory.host_bytes for memory in memories)
+    return 2 * count * bytes_per_parameter > min(memory.host_bytes for memory in memories)
 
 
 def _now() -> str:
@@ -131,23 +131,23 @@ def _device_times(
     world.current_action = "timing layers"
     key = device_key(world, backend, subject, settings.repeats)
     damaged: list[str] = []
-    known = load_times(key, damaged.append) if use_cache else None
-    gathered = world.all_gather_json([world.host, known is not None, damaged])
-    lacking = {host for host, has, _ in gathered if not has}
+    cached_times = load_times(key, damaged.append) if use_cache else None
+    gathered = world.all_gather_json([world.host, cached_times is not None, damaged])
+    hosts_to_time = {host for host, has, _ in gathered if not has}
     for host, _, lines in gathered:
         for line in lines:
             say(f"{host}: {line}")
-    ranks = [rank for rank, host in enumerate(world.hosts) if host in lacking]
-    kept = world.size - len(ranks)
-    if kept:
-        say(f"Device times of {units.plural(kept, 'rank')} were measured before (--reprofile measures again)")
+    ranks = [rank for rank, host in enumerate(world.hosts) if host in hosts_to_time]
+    cached_count = world.size - len(ranks)
+    if cached_count:
+        say(f"Device times of {units.plural(cached_count, 'rank')} were measured before (--reprofile measures again)")
     if not ranks:
-        assert known is not None
-        return replace(known, kept=True)
+        assert cached_times is not None
+        return replace(cached_times, kept=True)
     measuring = world.subset(ranks)
     counts = ", ".join(map(str, sampled_rows(subject.micro_batches)))
     say(f"Profiling {units.plural(len(ranks), 'rank')}: layers with {counts} sequences, all ranks at once ...")
-    times = known
+    times = cached_times
     if measuring is not None:
         begin = time.perf_counter()
         measuring.sleeping_barrier()
@@ -157,7 +157,7 @@ def _device_times(
         measuring.sleeping_barrier()
         say(f"  layers took {time.perf_counter() - begin:.1f} s")
         if settings.cache:
-            save(key, encode(times, infinity_as_text=True))
+            store_cached(key, encode(times, infinity_as_text=True))
     world.sleeping_barrier()
     assert times is not None
     return replace(times, kept=measuring is None)
@@ -182,9 +182,9 @@ def _messages(
     if world.size == 1:
         return [], []
     world.current_action = "timing links"
-    sizes = [_SMALLEST_MESSAGE]
-    while sizes[-1] * _GROWTH <= settings.largest_message_bytes:
-        sizes.append(sizes[-1] * _GROWTH)
+    sizes = [_MIN_MESSAGE_BYTES]
+    while sizes[-1] * _SIZE_FACTOR <= settings.largest_message_bytes:
+        sizes.append(sizes[-1] * _SIZE_FACTOR)
     pairs = world.size * (world.size - 1)
     say(f"  {pairs} links, messages of {units.size(sizes[0])} to {units.size(sizes[-1])} ...")
     begin = time.perf_counter()

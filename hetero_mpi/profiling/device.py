@@ -26,16 +26,16 @@ from hetero_mpi.profiling.benchmark_spec import (
     BenchmarkSpec,
     DeviceTimes,
     Group,
-    cold_by_itself,
+    exceeds_caches,
+    fits_caches,
     layer_groups,
-    light,
     sampled_rows,
 )
 from hetero_mpi.profiling.timings import (
-    LONGEST_S,
+    MAX_PASS_S,
     Seconds,
     TimedPart,
-    TimedWay,
+    TimedVariant,
     TimingRounds,
     TimingSamples,
     layer_times,
@@ -45,11 +45,11 @@ from hetero_mpi.util.errors import UserError
 
 Pass = Callable[[Sequence[Bench], int, TimingSamples], None]
 """Benches, sequences per micro-batch, where the times go."""
-_FEW = 2
+_MAX_SECONDARY_REPEATS = 2
 """Repetitions of what planning uses less often: backward with recompute and in two parts, and members of groups."""
 _WARM_UP_S = 0.5
 """Accelerators raise their clocks for about so long."""
-_TOO_LONG_S = 20.0
+_MAX_FIRST_PASS_S = 20.0
 """Where the first pass of all takes longer, its times are taken, and nothing else of this group is measured: a device as slow as
 that gets layers only for its memory."""
 
@@ -58,8 +58,8 @@ class DeviceBenchmark:
     def __init__(self, subject: BenchmarkSpec, backend: Backend, repeats: int) -> None:
         self.subject, self.backend, self.chain = subject, backend, subject.chain
         self.rows = sampled_rows(subject.micro_batches)
-        self.repeats, self.few = repeats, min(repeats, _FEW)
-        self.groups = layer_groups(self.chain.kinds, cold_by_itself(subject))
+        self.repeats, self.few = repeats, min(repeats, _MAX_SECONDARY_REPEATS)
+        self.groups = layer_groups(self.chain.kinds, exceeds_caches(subject))
         self._activations: dict[str, float] = {}
         self._deferred: dict[str, float] = {}
         self._slow_s = 0.0
@@ -72,33 +72,33 @@ class DeviceBenchmark:
 
         :raises UserError: the device has no memory for a layer with the smallest micro-batch.
         """
-        whole, halved, without = TimingSamples(), TimingSamples(), TimingSamples()
-        of_members = dict(zip(self._members(), (halved, without), strict=False)) if members else {}
+        full_stages, half_members, expertless_members = TimingSamples(), TimingSamples(), TimingSamples()
+        of_members = dict(zip(self._members(), (half_members, expertless_members), strict=False)) if members else {}
         steps = []
-        with self._shortage_explained():
+        with self._explain_out_of_memory():
             for group in self.groups:
-                steps += self._measure(group, whole, of_members)
+                steps += self._measure(group, full_stages, of_members)
                 self.backend.free_unused()
             latency_s, out, back = copy_speeds(self.backend, self.repeats)
-            in_host_memory = host_optimizer_s(self.backend, self.subject.train) if self.subject.tuning.full else None
+            host_optimizer = host_optimizer_s(self.backend, self.subject.train) if self.subject.tuning.full else None
             self.backend.free_unused()
         parameters = sum(count for count, _ in steps)
         return DeviceTimes(
             measured=today,
-            rows=tuple(rows for rows in self.rows if whole.has(rows)),
-            layers=self._layer_times(whole),
-            forward_overhead_s=whole.overhead_s(TimedPart.FORWARD),
-            backward_overhead_s=whole.overhead_s(TimedPart.BACKWARD),
+            rows=tuple(rows for rows in self.rows if full_stages.has(rows)),
+            layers=self._layer_times(full_stages),
+            forward_overhead_s=full_stages.overhead_s(TimedPart.FORWARD),
+            backward_overhead_s=full_stages.overhead_s(TimedPart.BACKWARD),
             activation_bytes=self._activations,
             deferred_bytes={kind: self._deferred.get(kind, 0.0) for kind in self._activations},
             optimizer_s_per_parameter=sum(seconds for _, seconds in steps) / max(1, parameters),
             copy_latency_s=latency_s,
             device_to_host_bytes_per_s=out,
             host_to_device_bytes_per_s=back,
-            host_optimizer_s_per_parameter=in_host_memory,
+            host_optimizer_s_per_parameter=host_optimizer,
             slow_s=self._slow_s,
-            halved={} if self._slow_s else self._layer_times(halved),
-            without_experts={} if self._slow_s else self._layer_times(without),
+            halved={} if self._slow_s else self._layer_times(half_members),
+            without_experts={} if self._slow_s else self._layer_times(expertless_members),
         )
 
     def _members(self) -> list[StageGroup]:
@@ -108,11 +108,11 @@ class DeviceBenchmark:
             return []
         halves, experts = (heads // 2, heads - heads // 2), experts_to_share(language(self.chain))
         if experts is None or experts < 2:
-            return [StageGroup(halves, _NobodyElse())]
-        return [StageGroup(halves, _NobodyElse(), (own, experts - own)) for own in (experts // 2, 0)]
+            return [StageGroup(halves, _AbsentPeer())]
+        return [StageGroup(halves, _AbsentPeer(), (owned, experts - owned)) for owned in (experts // 2, 0)]
 
     @contextlib.contextmanager
-    def _shortage_explained(self) -> Iterator[None]:
+    def _explain_out_of_memory(self) -> Iterator[None]:
         try:
             yield
         except (RuntimeError, MemoryError) as error:
@@ -131,85 +131,90 @@ class DeviceBenchmark:
         """Fill ``samples`` and those of members; (parameters, seconds of an optimizer step) of each stage."""
         benches = [Bench(self.subject, self.backend, *layers) for layers in group]
         first, first_s = self._first_pass(benches)
-        if first_s > _TOO_LONG_S and self.backend.name != "cpu":  # a GPU's kernels may have been made meanwhile
+        if first_s > _MAX_FIRST_PASS_S and self.backend.name != "cpu":  # a GPU's kernels may have been made meanwhile
             first, first_s = self._first_pass(benches)
-        if first_s > _TOO_LONG_S:
+        if first_s > _MAX_FIRST_PASS_S:
             self._slow_s = max(self._slow_s, first_s)
             samples.update(first)
-            return [bench.optimizer_step(self.rows[0], once=True) for bench in benches]
+            return [bench.optimizer_step(self.rows[0], single_step=True) for bench in benches]
         self._warm_up(benches)
-        self._grow(benches, first_s)
-        given = group, samples, of_members
-        if light(self.subject, group):
-            self._time([*self._whole(benches, samples), *(way for make in self._others(*given) for way in make())])
+        self._allocate_host_memory(benches, first_s)
+        arguments = group, samples, of_members
+        if fits_caches(self.subject, group):
+            self._time(
+                [
+                    *self._stage_variants(benches, samples),
+                    *(way for make in self._secondary_variants(*arguments) for way in make()),
+                ]
+            )
         else:  # one after the other: together they might not fit
-            self._time(self._whole(benches, samples))
-        steps = [bench.optimizer_step(self.rows[0], once=False) for bench in benches]
+            self._time(self._stage_variants(benches, samples))
+        steps = [bench.optimizer_step(self.rows[0], single_step=False) for bench in benches]
         del benches
-        if not light(self.subject, group):
-            for make in self._others(*given):
+        if not fits_caches(self.subject, group):
+            for make in self._secondary_variants(*arguments):
                 self.backend.free_unused()
                 self._time(make())
         return steps
 
-    def _grow(self, benches: Sequence[Bench], first_s: float) -> None:
+    def _allocate_host_memory(self, benches: Sequence[Bench], first_s: float) -> None:
         """Take the host memory that the largest micro-batch needs, which costs time only when a process first has it."""
-        within = [rows for rows in self.rows if first_s * rows / self.rows[0] <= LONGEST_S]
+        timed_rows = [rows for rows in self.rows if first_s * rows / self.rows[0] <= MAX_PASS_S]
         try:
             for bench in benches:
-                if self.backend.name == "cpu" and within:
-                    bench.forward(within[-1])
+                if self.backend.name == "cpu" and timed_rows:
+                    bench.forward(timed_rows[-1])
         except (RuntimeError, MemoryError) as error:  # the rounds will find out how many fit
             if not is_out_of_memory(error):
                 raise
         for bench in benches:
             bench.stage.forget()
 
-    def _time(self, ways: Sequence[TimedWay]) -> None:
-        TimingRounds(self._clock, warms_up=self.backend.name != "cpu").time(ways)
+    def _time(self, variants: Sequence[TimedVariant]) -> None:
+        TimingRounds(self._clock, warms_up=self.backend.name != "cpu").time(variants)
 
     def _clock(self) -> float:
         """Seconds of the processor on a CPU: what it waits for a core is not spent."""
         self.backend.synchronize()
         return time.thread_time() if self.backend.name == "cpu" else time.perf_counter()
 
-    def _whole(self, benches: Sequence[Bench], samples: TimingSamples) -> list[TimedWay]:
+    def _stage_variants(self, benches: Sequence[Bench], samples: TimingSamples) -> list[TimedVariant]:
         """Layers as a stage holds them, without and with recompute."""
         return [
-            self._way(benches, self._pass, samples, self.repeats, ends=False),
-            self._way(benches, self._recomputing_pass, samples, self.few),
+            self._variant(benches, self._pass, samples, self.repeats, ends=False),
+            self._variant(benches, self._recomputing_pass, samples, self.few),
         ]
 
-    def _others(
+    def _secondary_variants(
         self, group: Group, samples: TimingSamples, of_members: Mapping[StageGroup, TimingSamples]
-    ) -> Iterator[Callable[[], list[TimedWay]]]:
+    ) -> Iterator[Callable[[], list[TimedVariant]]]:
         """Ways that take stages of their own: a backward in two parts, which all but the first of a pipeline may do, and members of
         groups."""
 
-        def split() -> list[TimedWay]:
+        def split() -> list[TimedVariant]:
             benches = [Bench(self.subject, self.backend, *layers, split=True) for layers in group if layers[0] > 0]
             for bench in benches:
                 self._note(self._deferred, bench.deferred_bytes(self.rows[0]))
-            return [self._way(benches, self._split_pass, samples, self.few)] if benches else []
+            return [self._variant(benches, self._split_pass, samples, self.few)] if benches else []
 
-        def member(member_of: StageGroup) -> list[TimedWay]:
+        def member(member_of: StageGroup) -> list[TimedVariant]:
             benches = [Bench(self.subject, self.backend, *layers, group=member_of) for layers in group]
-            return [self._way(benches, self._pass, of_members[member_of], self.few)]
+            return [self._variant(benches, self._pass, of_members[member_of], self.few)]
 
         if self.subject.tuning.full:
             yield split
         for member_of in of_members:
             yield partial(member, member_of)
 
-    def _way(
+    def _variant(
         self, benches: Sequence[Bench], run: Pass, samples: TimingSamples, repeats: int, ends: bool = True
-    ) -> TimedWay:
+    ) -> TimedVariant:
         def forget() -> None:
             for bench in benches:
                 bench.stage.forget()
             self.backend.free_unused()
 
-        return TimedWay(partial(run, benches), forget, self.rows, samples, repeats, ends)
+        return TimedVariant(partial(run, benches), forget, self.rows, samples, repeats, ends)
 
     def _first_pass(self, benches: Sequence[Bench]) -> tuple[TimingSamples, float]:
         """The smallest micro-batch once, its activations noted: its times, and the seconds of all."""
@@ -279,7 +284,7 @@ class DeviceBenchmark:
         return {kind: layer_times(samples, kind, self.subject.sequence_length) for kind in kinds}
 
 
-class _NobodyElse:
+class _AbsentPeer:
     """The link of a group's first member, which trains what it holds, to a second one that is not there: sums are its own."""
 
     member, size = 0, 2

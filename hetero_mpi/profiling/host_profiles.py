@@ -43,8 +43,8 @@ def measure_memory(world: World, backend: Backend) -> list[MeasuredMemory]:
     Ranks that share a GPU divide its memory.
     """
     host, shares, sharing = host_memory(), backend.shares_host_memory(), sharing_ranks(world, backend)
-    own = backend.memory(1 if shares else sharing)
-    row = [own.usable_bytes, own.reason, shares, host.usable_bytes, host.reason]
+    rank_memory = backend.memory(1 if shares else sharing)
+    row = [rank_memory.usable_bytes, rank_memory.reason, shares, host.usable_bytes, host.reason]
     return [MeasuredMemory(*values) for values in world.all_gather_json(row)]
 
 
@@ -66,18 +66,18 @@ def host_profiles(
     """Every host, in the order of its first rank. ``hosts``, ``memories`` and ``cores`` (0: an accelerator's rank): of every
     rank."""
     together = {flow.host: (flow.shares_nic, flow.total_rates[0]) for flow in flows}
-    found = []
+    profiles = []
     for name in dict.fromkeys(hosts):
-        own = (memory for host, memory in zip(hosts, memories, strict=True) if host == name)
-        least = min(own, key=lambda memory: memory.host_bytes)
+        host_memories = (memory for host, memory in zip(hosts, memories, strict=True) if host == name)
+        least = min(host_memories, key=lambda memory: memory.host_bytes)
         shared_nic, flows_bytes_per_s = together.get(name, (False, math.inf))
         latency_s, bytes_per_s = (sums or {}).get(name, (0.0, None))
         copied = (copies or {}).get(name, math.inf)
         own_cores = round(sum(count for host, count in zip(hosts, cores, strict=True) if host == name), 3) or None
         figures = shared_nic, flows_bytes_per_s, copied, latency_s, bytes_per_s, own_cores
         host = HostProfile(name, least.host_bytes, least.host_reason, *figures)
-        found.append(replace(host, disk_bytes_per_s=(disks or {}).get(name)))
-    return tuple(found)
+        profiles.append(replace(host, disk_bytes_per_s=(disks or {}).get(name)))
+    return tuple(profiles)
 
 
 _READ_BYTES, _PIECE_BYTES = 256 << 20, 32 << 20
@@ -86,17 +86,21 @@ _READ_BYTES, _PIECE_BYTES = 256 << 20, 32 << 20
 def measure_disks(world: World, folder: Path) -> dict[str, float]:
     """Host -> bytes per second that its first rank reads of a file that is not in memory. ``folder``: of this rank, where streamed
     layers go. Collective; on all hosts at once. Hosts whose folder takes no such file, or is in memory itself, are left out."""
-    own = None
+    bytes_per_s = None
     world.sleeping_barrier()
     if world.local_rank == 0:
         with contextlib.suppress(OSError):
-            own = _read_per_s(next(one for one in (folder, *folder.absolute().parents) if one.exists()))
+            bytes_per_s = _read_per_s(next(path for path in (folder, *folder.absolute().parents) if path.exists()))
     world.sleeping_barrier()
-    return {host: one for host, one in zip(world.hosts, world.all_gather_json(own), strict=True) if one is not None}
+    return {
+        host: rate
+        for host, rate in zip(world.hosts, world.all_gather_json(bytes_per_s), strict=True)
+        if rate is not None
+    }
 
 
 def _read_per_s(folder: Path) -> float | None:
-    kinds = {Path(one.mountpoint): one.fstype for one in psutil.disk_partitions(all=True)}
+    kinds = {Path(partition.mountpoint): partition.fstype for partition in psutil.disk_partitions(all=True)}
     if next((kinds[p] for p in (folder.resolve(), *folder.resolve().parents) if p in kinds), "") in ("tmpfs", "ramfs"):
         return None
     into, at = bytearray(_PIECE_BYTES), 0
@@ -113,10 +117,10 @@ def _read_per_s(folder: Path) -> float | None:
         return at / (time.perf_counter() - begin)
 
 
-_SMALLEST, _GROWTH = 4096, 8
-_TIMES = 5
+_MIN_SUM_BYTES, _SIZE_FACTOR = 4096, 8
+_MAX_REPEATS = 5
 """Repetitions of each size, after one that warms up; fewer where a size takes long."""
-_LONG_ENOUGH_S = 0.2
+_MAX_SIZE_S = 0.2
 
 Sums = dict[str, tuple[float, float]]
 """Host -> (latency_s, bytes_per_s) of a sum between its first two ranks."""
@@ -124,49 +128,49 @@ Sums = dict[str, tuple[float, float]]
 
 def measure_sums(world: World, largest_bytes: int) -> Sums:
     """Sums on every host with several ranks. Collective."""
-    found = _on_hosts(world, [True] * world.size, 2, lambda pair: _timed(pair, largest_bytes))
-    return {host: (lines[-1][0], lines[-1][1]) for host, lines in found.items()}
+    lines_by_host = _measure_per_host(world, [True] * world.size, 2, lambda pair: _timed(pair, largest_bytes))
+    return {host: (lines[-1][0], lines[-1][1]) for host, lines in lines_by_host.items()}
 
 
-def _on_hosts(
-    world: World, able: Sequence[bool], most: int | None, measure: Callable[[World], Any]
+def _measure_per_host(
+    world: World, eligible: Sequence[bool], max_ranks: int | None, measure: Callable[[World], Any]
 ) -> dict[str, list[Any]]:
-    """Host -> what each of its first ``most`` ranks that are ``able`` measured together; of hosts with several of them. Collective;
+    """Host -> what each of its first ``max_ranks`` ranks that are ``eligible`` measured together; of hosts with several of them. Collective;
     on all hosts at once, while other ranks are still."""
-    own: World | None = None
+    local_group: World | None = None
     for host in dict.fromkeys(world.hosts):
-        ranks = [rank for rank, name in enumerate(world.hosts) if name == host and able[rank]][:most]
+        ranks = [rank for rank, name in enumerate(world.hosts) if name == host and eligible[rank]][:max_ranks]
         if len(ranks) > 1:
-            own = world.subset(ranks) or own
+            local_group = world.subset(ranks) or local_group
     world.sleeping_barrier()
-    measured = measure(own) if own is not None else None
+    measured = measure(local_group) if local_group is not None else None
     world.sleeping_barrier()
-    found: dict[str, list[Any]] = {}
-    for host, one in zip(world.hosts, world.all_gather_json(measured), strict=True):
-        if one is not None:
-            found.setdefault(host, []).append(one)
-    return found
+    values_by_host: dict[str, list[Any]] = {}
+    for host, value in zip(world.hosts, world.all_gather_json(measured), strict=True):
+        if value is not None:
+            values_by_host.setdefault(host, []).append(value)
+    return values_by_host
 
 
 def _timed(pair: World, largest_bytes: int) -> tuple[float, float]:
-    sizes = [_SMALLEST]
-    while sizes[-1] * _GROWTH <= largest_bytes:
-        sizes.append(sizes[-1] * _GROWTH)
+    sizes = [_MIN_SUM_BYTES]
+    while sizes[-1] * _SIZE_FACTOR <= largest_bytes:
+        sizes.append(sizes[-1] * _SIZE_FACTOR)
     return fit_line(sizes, [_sum_s(pair, size) for size in sizes])
 
 
 def _sum_s(pair: World, size: int) -> float:
     """Seconds of a sum of fp32 numbers: halves to and fro, added, and together again (``engine.host_group``)."""
-    given, taken, whole = (np.zeros((2, size // 2), np.uint8) for _ in range(3))
+    sent, received, gathered = (np.zeros((2, size // 2), np.uint8) for _ in range(3))
     seconds: list[float] = []
-    for _ in range(_TIMES + 1):
+    for _ in range(_MAX_REPEATS + 1):
         begin = time.perf_counter()
-        pair.all_to_all_bytes(given, taken)
-        halves = taken.view(np.float32)
+        pair.all_to_all_bytes(sent, received)
+        halves = received.view(np.float32)
         total = halves[0] + halves[1]
-        pair.all_gather_bytes(total.view(np.uint8), whole)
+        pair.all_gather_bytes(total.view(np.uint8), gathered)
         seconds.append(time.perf_counter() - begin)
-        if pair.all_gather_json(sum(seconds) > _LONG_ENOUGH_S)[0]:  # one rank says it for both
+        if pair.all_gather_json(sum(seconds) > _MAX_SIZE_S)[0]:  # one rank says it for both
             break
     return max(1e-9, statistics.median(seconds[1:] or seconds))
 
@@ -179,21 +183,21 @@ def measure_copies(world: World, backend: Backend) -> dict[str, float]:
     """Host -> bytes per second that its devices receive from its memory together when all of them copy at once: of hosts with
     several ranks whose devices have memory of their own. Collective."""
     copying = world.all_gather_json(not backend.shares_host_memory())
-    rates = _on_hosts(world, copying, None, lambda own: _copied_per_s(own, backend))
+    rates = _measure_per_host(world, copying, None, lambda rates_of_host: _copied_per_s(rates_of_host, backend))
     backend.free_unused()
-    return {host: sum(own) for host, own in rates.items()}
+    return {host: sum(rates_of_host) for host, rates_of_host in rates.items()}
 
 
-def _copied_per_s(own: World, backend: Backend) -> float:
+def _copied_per_s(group: World, backend: Backend) -> float:
     """Bytes per second that come to this rank's device, one copy waiting while another one runs."""
-    there = torch.empty(_COPIED_BYTES, dtype=torch.uint8, device=backend.device)
-    here, copying, count = backend.host_buffer((_COPIED_BYTES,), torch.uint8), backend.copying(), 0
-    before = copying.copy(there, here)
+    device_buffer = torch.empty(_COPIED_BYTES, dtype=torch.uint8, device=backend.device)
+    host_buffer, copying, count = backend.host_buffer((_COPIED_BYTES,), torch.uint8), backend.copying(), 0
+    before = copying.copy(device_buffer, host_buffer)
     before.wait()
-    own.barrier()
+    group.barrier()
     begin = time.perf_counter()
     while time.perf_counter() - begin < _COPYING_S:
-        now = copying.copy(there, here)
+        now = copying.copy(device_buffer, host_buffer)
         before.wait()
         before, count = now, count + 1
     before.wait()

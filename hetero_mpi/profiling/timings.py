@@ -30,12 +30,12 @@ from hetero_mpi.planning.types.profile import Curve, LayerTimes
 Seconds = dict[int, float]
 """Layer -> seconds."""
 _Marks = dict[int, Mark]
-_DIGITS = 4
+_SAMPLE_DIGITS = 4
 """Digits of a sample in a file: no repetition is as like another."""
-SHARE_S = 0.3
+MAX_TIMING_S = 0.3
 """Most seconds of all repetitions of one way with one number of sequences, after the first. A first one of half of it is long
 enough to count, on devices that need not warm up."""
-LONGEST_S = 5.0
+MAX_PASS_S = 5.0
 """Numbers of sequences but the smallest are left out where one repetition would take longer. Calls are nothing beside work there,
 so that larger micro-batches would gain nothing."""
 
@@ -136,18 +136,18 @@ class TimingSamples:
         self._seconds: dict[tuple[TimedPart, str | int, int], list[float]] = defaultdict(list)
 
     def add(self, part: TimedPart, kind: str | int, rows: int, seconds: float) -> None:
-        self._seconds[part, kind, rows].append(float(f"{seconds:.{_DIGITS}g}"))
+        self._seconds[part, kind, rows].append(float(f"{seconds:.{_SAMPLE_DIGITS}g}"))
 
-    def update(self, others: TimingSamples) -> None:
-        for key, seconds in others._seconds.items():
+    def update(self, other_samples: TimingSamples) -> None:
+        for key, seconds in other_samples._seconds.items():
             self._seconds[key] += seconds
 
     def has(self, rows: int) -> bool:
-        return any(known == rows for _, _, known in self._seconds)
+        return any(timed_rows == rows for _, _, timed_rows in self._seconds)
 
     def curve(self, part: TimedPart, kind: str, sequence_length: int) -> Curve | None:
         """The line through the seconds over tokens, which it keeps; None where nothing was timed."""
-        rows = sorted(known for found, of, known in self._seconds if (found, of) == (part, kind))
+        rows = sorted(timed_rows for timed_part, of, timed_rows in self._seconds if (timed_part, of) == (part, kind))
         if not rows:
             return None
         return fitted_curve({count * sequence_length: self._seconds[part, kind, count] for count in rows})
@@ -172,7 +172,7 @@ def layer_times(samples: TimingSamples, kind: str, sequence_length: int) -> Laye
 
 
 @dataclass(frozen=True)
-class TimedWay:
+class TimedVariant:
     """One way to run layers: whole or as a member of a group, with recompute, with a split backward."""
 
     run: Callable[[int, TimingSamples], None]
@@ -184,13 +184,13 @@ class TimedWay:
     samples: TimingSamples
     repeats: int
     ends: bool = False
-    """Time only the smallest number and the largest that takes no longer than ``SHARE_S``: what is close to another way needs no
+    """Time only the smallest number and the largest that takes no longer than ``MAX_TIMING_S``: what is close to another way needs no
     more."""
 
 
 @dataclass
 class _Lap:
-    way: TimedWay
+    variant: TimedVariant
     rows: int
     pass_s: float
     """Seconds of one repetition."""
@@ -198,12 +198,12 @@ class _Lap:
     spent_s: float = 0.0
 
     def goes_on(self) -> bool:
-        wanted = self.done < self.way.repeats and self.spent_s + self.pass_s <= SHARE_S
-        return self.done == 0 or wanted
+        within_limits = self.done < self.variant.repeats and self.spent_s + self.pass_s <= MAX_TIMING_S
+        return self.done == 0 or within_limits
 
     def count(self, fits: bool) -> None:
         """One more repetition was begun. ``fits``: it had memory enough; else it is the last."""
-        self.done = self.done + 1 if fits else self.way.repeats
+        self.done = self.done + 1 if fits else self.variant.repeats
         self.spent_s += self.pass_s
 
 
@@ -218,49 +218,49 @@ class TimingRounds:
     def __init__(self, clock: Callable[[], float], warms_up: bool) -> None:
         self._clock, self._warms_up = clock, warms_up
 
-    def time(self, ways: Sequence[TimedWay]) -> None:
-        """Fill the samples of ``ways``. Numbers of sequences for which the device has no memory are left out.
+    def time(self, variants: Sequence[TimedVariant]) -> None:
+        """Fill the samples of ``variants``. Numbers of sequences for which the device has no memory are left out.
 
         :raises RuntimeError, MemoryError: there is none for the smallest.
         """
-        laps = [lap for way in ways for lap in self._begun(way)]
+        laps = [lap for variant in variants for lap in self._start_laps(variant)]
         while laps := [lap for lap in laps if lap.goes_on()]:
             for lap in laps:
-                lap.count(self._seconds(lap.way, lap.rows, lap.way.samples) is not None)
+                lap.count(self._seconds(lap.variant, lap.rows, lap.variant.samples) is not None)
 
-    def _begun(self, way: TimedWay) -> list[_Lap]:
+    def _start_laps(self, variant: TimedVariant) -> list[_Lap]:
         """One lap for each number of sequences that is timed, after a repetition that warms up."""
         laps: list[_Lap] = []
-        for rows in way.rows:
+        for rows in variant.rows:
             if laps:
                 expected_s = laps[0].pass_s * rows / laps[0].rows
-                later = [more for more in way.rows if more > rows and expected_s / rows * more <= SHARE_S]
-                if expected_s > (SHARE_S if way.ends else LONGEST_S):
+                later = [more for more in variant.rows if more > rows and expected_s / rows * more <= MAX_TIMING_S]
+                if expected_s > (MAX_TIMING_S if variant.ends else MAX_PASS_S):
                     break
-                if way.ends and later:
+                if variant.ends and later:
                     continue
             unused = TimingSamples()
-            pass_s = self._seconds(way, rows, unused)
+            pass_s = self._seconds(variant, rows, unused)
             if pass_s is None:
                 break
-            counts = pass_s > SHARE_S / 2 and not self._warms_up
+            counts = pass_s > MAX_TIMING_S / 2 and not self._warms_up
             if counts:
-                way.samples.update(unused)
+                variant.samples.update(unused)
             elif not laps:  # what came first of all was slower than the others will be
-                pass_s = self._seconds(way, rows, way.samples) or pass_s
-            laps.append(_Lap(way, rows, pass_s))
+                pass_s = self._seconds(variant, rows, variant.samples) or pass_s
+            laps.append(_Lap(variant, rows, pass_s))
             if counts or len(laps) == 1:
                 laps[-1].count(True)
         return laps
 
-    def _seconds(self, way: TimedWay, rows: int, samples: TimingSamples) -> float | None:
+    def _seconds(self, variant: TimedVariant, rows: int, samples: TimingSamples) -> float | None:
         """Seconds of one repetition; None where memory was short for more than the smallest number of sequences."""
         begin = self._clock()
         try:
-            way.run(rows, samples)
+            variant.run(rows, samples)
             return self._clock() - begin
         except (RuntimeError, MemoryError) as error:
-            if rows == way.rows[0] or not is_out_of_memory(error):
+            if rows == variant.rows[0] or not is_out_of_memory(error):
                 raise
-        way.forget()  # here nothing refers to what the failed repetition had got any more
+        variant.forget()  # here nothing refers to what the failed repetition had got any more
         return None

@@ -6,8 +6,8 @@
     move                layer 3 -> 1   layers 6-8 -> 2                         parameters and moments; the rest stays
     after       the loop goes on with the next step: the same data, the same numbers
 
-A change has three parts, which a recovery combines in another way (there, what is moved comes from copies on other ranks). ``keep``
-copies what this rank brings along. ``build_share`` builds the stages of a plan. ``hand_over`` moves the trained state by a list of
+A change has three parts, which a recovery combines in another way (there, what is moved comes from copies on other ranks). ``copy_trained_state``
+copies what this rank brings along. ``build_share`` builds the stages of a plan. ``move_trained_state`` move_list the trained state by a list of
 transfers. Only one stage is in memory at any time.
 """
 
@@ -67,7 +67,7 @@ from hetero_mpi.training.setup.profile_and_plan import cache_root, stream_folder
 from hetero_mpi.util.errors import UserError
 
 _LOG = logging.getLogger(__name__)
-Own = Callable[[TensorShard], torch.Tensor]
+ReadTensor = Callable[[TensorShard], torch.Tensor]
 """Returns a tensor that this rank has, as a contiguous host tensor."""
 
 
@@ -78,14 +78,14 @@ class StageBuilder:
     setup: RankSetup
     start: Start | None
     """Where weights come from; None: left to be filled from a checkpoint."""
-    kept: Kept | None = None
+    frozen: Kept | None = None
     """Frozen weights that this rank has already."""
     stream_folder: Path | None = None
     """Where a streamed stage keeps frozen weights in files; None: in memory."""
 
     def __call__(
         self,
-        own: StagePlan,
+        stage_plan: StagePlan,
         split_backward: bool,
         shared: Shared,
         foreign: Collection[str],
@@ -94,30 +94,30 @@ class StageBuilder:
         setup = self.setup
         spec = StageSpec(
             setup.chain,
-            own.first,
-            own.last,
+            stage_plan.first,
+            stage_plan.last,
             setup.backend,
             setup.train.dtype,
             setup.train.seed,
             setup.tuning,
-            own.recompute and not own.streamed,  # it repeats each layer anyway, and its backward is one
-            split_backward and not own.streamed,
-            own.slice_sequences,
-            own.kept_slices,
-            own.disk_layers(setup.chain.layer_count),
+            stage_plan.recompute and not stage_plan.streamed,  # it repeats each layer anyway, and its backward is one
+            split_backward and not stage_plan.streamed,
+            stage_plan.slice_sequences,
+            stage_plan.kept_slices,
+            stage_plan.disk_layers(setup.chain.layer_count),
             shared,
             foreign,
         )
-        if own.streamed:
-            return StreamedStage(spec, self.start, self.kept, folder=self.stream_folder)
+        if stage_plan.streamed:
+            return StreamedStage(spec, self.start, self.frozen, folder=self.stream_folder)
         divided = None
         if setup.group is not None:
-            together = StageGroup(own.shares, setup.group, own.experts)
+            together = StageGroup(stage_plan.shares, setup.group, stage_plan.experts)
             divided = DividedLayers(language(setup.chain), setup.tuning, together)
-        return Stage(spec, self.start, self.kept, beginning, divided)
+        return Stage(spec, self.start, self.frozen, beginning, divided)
 
 
-def join(context: RunContext, report: PlanReport) -> Share:
+def join_plan(context: RunContext, report: PlanReport) -> Share:
     """This rank's share of ``report.plan``, without a stage yet. Collective over all ranks of the job."""
     emulation, plan = None, report.plan
     if context.job.cluster.emulate is not None:
@@ -128,27 +128,27 @@ def join(context: RunContext, report: PlanReport) -> Share:
 
 
 def build_share(
-    context: RunContext, report: PlanReport, state: State, kept: Kept | None = None, brought: bool = True
+    context: RunContext, report: PlanReport, state: State, frozen: Kept | None = None, state_moves: bool = True
 ) -> Share:
     """This rank's share of ``report.plan`` with its stage. Collective over all ranks of the job, idle ones included; no rank may be
     asleep. Raises CollectiveUserError: on all ranks, if an active rank cannot build its stage.
 
     Args:
-        kept: frozen weights that this rank already has in memory.
-        brought: the trained state is moved afterwards, so only frozen weights are loaded here. (A factory's model is sent whole.)
+        frozen: frozen weights that this rank already has in memory.
+        state_moves: the trained state is moved afterwards, so only frozen weights are loaded here. (A factory's model is sent whole.)
     """
-    share = join(context, report)
+    share = join_plan(context, report)
     problem: CollectiveUserError | None = None
     if share.members is not None:
         try:
-            share = _build(context, share, brought, state.loss_scale, kept)
+            share = _build(context, share, state_moves, state.loss_scale, frozen)
         except CollectiveUserError as error:
             problem = error
     context.world.share_problem(problem)
     return share
 
 
-def _build(context: RunContext, share: Share, brought: bool, loss_scale: LossScale, kept: Kept | None) -> Share:
+def _build(context: RunContext, share: Share, state_moves: bool, loss_scale: LossScale, frozen: Kept | None) -> Share:
     """A copy of ``share`` that has this rank's trainer; arguments as ``build_share`` takes them. Collective over the active ranks.
     Raises CollectiveUserError: files are missing or do not fit the model, or the memory does not suffice.
     """
@@ -157,14 +157,14 @@ def _build(context: RunContext, share: Share, brought: bool, loss_scale: LossSca
     group = group_of(context, members, plan)  # before files are sent: rank 0 then waits for the others only
     start: Start | None = None
     files: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-    if not (brought and context.tuning.full):  # an adapter's checkpoint does not hold the model
+    if not (state_moves and context.tuning.full):  # an adapter's checkpoint does not hold the model
         directory, seed = model_directory(context.loaded), context.job.train.seed
         cache = _checked_cache_root(context, members) if directory is not None else None
-        given = members, context.world.rank, context.transport, context.chain, plan, directory, seed
-        start, files = open_start(*given, cache, tuple(kept or ()))
+        source_arguments = members, context.world.rank, context.transport, context.chain, plan, directory, seed
+        start, files = open_start(*source_arguments, cache, tuple(frozen or ()))
         start = ReducedStart(start, context.tuning, seed) if context.job.adapter.start != "default" else start
     with members.collective_errors("loading weights"), files:
-        trainer = trainer_of(context, share, start, loss_scale, group, kept)
+        trainer = trainer_of(context, share, start, loss_scale, group, frozen)
     return replace(share, trainer=trainer)
 
 
@@ -187,7 +187,7 @@ def trainer_of(
     start: Start | None,
     loss_scale: LossScale,
     group: HostGroup | None,
-    kept: Kept | None = None,
+    frozen: Kept | None = None,
 ) -> Trainer:
     """This rank's trainer under the plan of ``share``. Local. Raises UserError: as ``Trainer``."""
     assert share.members is not None
@@ -195,7 +195,7 @@ def trainer_of(
     transport = context.transport if emulation is None else emulation.transport
     memory = next((memory for memory in share.report.memory if memory.rank == rank), None)
     setup = RankSetup(rank, transport, context.chain, context.tuning, context.backend, context.job.train, group, memory)
-    build: BuildStage = StageBuilder(setup, start, kept, stream_folder(context))
+    build: BuildStage = StageBuilder(setup, start, frozen, stream_folder(context))
     build = build if emulation is None else emulation.paced(build)
     divided = divided_tensors(share.own_plan, context.chain, context.tuning)
     return Trainer(setup, share.members, share.own_plan, share.schedule, build, divided, loss_scale)
@@ -212,14 +212,14 @@ def divided_tensors(plan: Plan, chain: LayerChain, tuning: Tuning) -> Divided:
 
 def group_of(context: RunContext, members: World, plan: Plan) -> HostGroup | None:
     """The group that holds this rank's stage, if one does. Collective over the active ranks."""
-    found: list[HostGroup | None] = [None]
+    groups: list[HostGroup | None] = [None]
     with members.collective_errors("joining the ranks that hold stages together"):
         require_joinable(members, plan, context.job.cluster.communication_thread)
         require_divisible(context.chain, context.tuning, plan)
     for _, _, stage in plan.numbered:
         if stage.grouped:
-            found.append(host_group(members, stage.ranks, context.backend))
-    return next(filter(None, found), None)
+            groups.append(host_group(members, stage.ranks, context.backend))
+    return next(filter(None, groups), None)
 
 
 # -------------------------------------------------------------------------------------------------- where training begins
@@ -256,59 +256,73 @@ def start_layers(context: RunContext, members: World, trainer: Trainer) -> None:
     layer_of = context.chain.layer_of
     layer = 0
 
-    def given(shard: TensorShard) -> torch.Tensor:
+    def next_value(shard: TensorShard) -> torch.Tensor:
         nonlocal layer
         if layer_of(shard.name) != layer:
             layer = layer_of(shard.name)
             return_freed_memory()  # of the layers before: the model would be there twice
         return values.pop(shard.name).contiguous()
 
-    _send_parameters(trainer, given)
+    _send_parameters(trainer, next_value)
 
 
-def _send_parameters(trainer: Trainer, produce: Own) -> None:
-    """Send parameters, which ``produce`` returns on rank 0, to the ranks that hold them. Collective."""
+def _send_parameters(trainer: Trainer, read: ReadTensor) -> None:
+    """Send parameters, which ``read`` returns on rank 0, to the ranks that hold them. Collective."""
     listed = transfers(tensor_shards(trainer.tuning, trainer.plan, ("parameters",)), lambda shard: (0,))
-    move(trainer.rank, trainer.transport, listed, produce, lambda one, value: set_parameter(trainer, one.name, value))
+    move(
+        trainer.rank,
+        trainer.transport,
+        listed,
+        read,
+        lambda parameter, value: set_parameter(trainer, parameter.name, value),
+    )
     trainer.share_tied_weight()
 
 
 # -------------------------------------------------------------------------------------------------- a change of plan
-def lack_of_room(share: Share) -> str | None:
-    """The hosts without memory for what ``keep`` copies, in words; None: all have it. Collective over the active ranks."""
+def lack_of_snapshot_memory(share: Share) -> str | None:
+    """The hosts without memory for what ``copy_trained_state`` copies, in words; None: all have it. Collective over the active ranks."""
     assert share.members is not None and share.trainer is not None
     members, trainer = share.members, share.trainer
-    held = [shard for shard in tensor_shards(trainer.tuning, trainer.plan, KINDS) if trainer.rank == shard.owner]
-    return lack_of_memory(members, size_bytes(held))
+    owned_shards = [
+        shard for shard in tensor_shards(trainer.tuning, trainer.plan, KINDS) if trainer.rank == shard.owner
+    ]
+    return lack_of_memory(members, size_bytes(owned_shards))
 
 
-def keep(trainer: Trainer, listed: Sequence[Transfer]) -> Snapshot:
+def copy_trained_state(trainer: Trainer, move_list: Sequence[Transfer]) -> Snapshot:
     """Copies in host memory of the tensors that this rank sends or keeps. Local; a group comes together."""
     rank, live = trainer.rank, LiveState(trainer)
-    own = [one.shard for one in listed if rank in one.keepers or (rank == one.source and one.destinations)]
-    snapshot = Snapshot(own, trainer.backend)
+    shards = [
+        transfer.shard
+        for transfer in move_list
+        if rank in transfer.keepers or (rank == transfer.source and transfer.destinations)
+    ]
+    snapshot = Snapshot(shards, trainer.backend)
     snapshot.take(live)
     leader = trainer.plan.leader_of.get(rank)
-    for one in listed:
-        if one.source == leader:
-            live.give(one.shard)
+    for transfer in move_list:
+        if transfer.source == leader:
+            live.give(transfer.shard)
     return snapshot
 
 
-def hand_over(context: RunContext, share: Share, listed: Sequence[Transfer], own: Own, state: State) -> int:
+def move_trained_state(
+    context: RunContext, share: Share, move_list: Sequence[Transfer], read: ReadTensor, state: State
+) -> int:
     """Move trained parameters and moments to the ranks that hold them under the plan of ``share``. Collective over all ranks of the
     job. Returns the bytes that this rank received.
 
     Args:
-        listed: who sends what to whom, the same on all ranks.
-        own: returns a tensor that this rank sends or keeps.
+        move_list: who sends what to whom, the same on all ranks.
+        read: returns a tensor that this rank sends or keeps.
     """
     if share.trainer is None:
-        return move(context.world.rank, context.transport, listed, own, _refuse)
-    return take_over(share.trainer, listed, own, state.updates)
+        return move(context.world.rank, context.transport, move_list, read, _refuse)
+    return take_over(share.trainer, move_list, read, state.updates)
 
 
-def change(context: RunContext, before: Share, report: PlanReport, state: State) -> Share:
+def change_plan(context: RunContext, before: Share, report: PlanReport, state: State) -> Share:
     """Change to ``report.plan``; returns this rank's new share. Collective over all ranks of the job, idle ones included.
 
     No rank may be asleep. Nobody else may hold the trainer of ``before``, as its memory is needed. ``state``: of this rank. Raises
@@ -316,29 +330,29 @@ def change(context: RunContext, before: Share, report: PlanReport, state: State)
     """
     world, rank = context.world, context.world.rank
     world.current_action = "changing to another plan"
-    begin = time.perf_counter()
-    listed = transfers(tensor_shards(context.tuning, report.plan, KINDS), held_under(context.tuning, before.plan))
-    brought: Own = _nothing
-    kept: Kept = {}
+    begin_s = time.perf_counter()
+    move_list = transfers(tensor_shards(context.tuning, report.plan, KINDS), held_under(context.tuning, before.plan))
+    read: ReadTensor = _nothing
+    frozen: Kept = {}
     if before.trainer is not None:
-        brought = keep(before.trainer, listed)
+        read = copy_trained_state(before.trainer, move_list)
         if before.trainer.held is not None:
-            kept = before.trainer.held.frozen_layers(_layers_of(world.rank, report.plan))
+            frozen = before.trainer.held.frozen_layers(_layers_of(world.rank, report.plan))
         if world.rank in [*_grouped(before.own_plan), *_grouped(report.plan)]:
-            kept = {}  # parts of layers, or to be cut
-        before.give_up()
+            frozen = {}  # parts of layers, or to be cut
+        before.release_trainer()
         assert before.members is not None
         before.members.dissolve()  # nothing of the former plan sends or waits any more
         context.backend.free_unused()
         gc.freeze()  # what lives on is not looked through again by the next change
-    copied = time.perf_counter()
-    share = build_share(context, report, state, kept)
+    copied_s = time.perf_counter()
+    share = build_share(context, report, state, frozen)
     if share.emulation is not None and before.emulation is not None:
         share.emulation.pace.go_on_from(before.emulation.pace)
-    built = time.perf_counter()
-    received = hand_over(context, share, listed, brought, state)
-    moved = time.perf_counter()
-    seconds = {"keep": copied - begin, "build": built - copied, "move": moved - built}
+    built_s = time.perf_counter()
+    received = move_trained_state(context, share, move_list, read, state)
+    moved_s = time.perf_counter()
+    seconds = {"keep": copied_s - begin_s, "build": built_s - copied_s, "move": moved_s - built_s}
     _LOG.info("rank %d: %d bytes received; seconds of the change: %s", rank, received, seconds)
     return replace(share, seconds=seconds)
 

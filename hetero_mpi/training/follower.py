@@ -42,30 +42,30 @@ class Follower:
     """Calls the program's callback on every rank. All methods are collective over all ranks of the job.
 
     Attributes:
-        left: the program has left the run, on one rank at least.
+        has_left: the program has left the run, on one rank at least.
     """
 
     def __init__(self, world: World, stop: StopRequest, on_event: OnEvent) -> None:
         self._world, self._stop, self._on_event = world, stop, on_event
-        self.left = False
+        self.has_left = False
 
-    def tell(self, events: Sequence[Event], members: World, idle: Sequence[int]) -> Reply:
+    def report(self, events: Sequence[Event], members: World, idle: Sequence[int]) -> Reply:
         """Tell rank 0's events, which are the same for all; returns the reply that counts. Called by the active ranks."""
-        told = [_encoded(event) for event in events] if members.rank == 0 else None
-        self._world.release(idle, None, {"told": told})
-        return self.hear(members.broadcast_json(told))
+        encoded_events = [_encoded(event) for event in events] if members.rank == 0 else None
+        self._world.release(idle, None, {"told": encoded_events})
+        return self.report_on_idle_rank(members.broadcast_json(encoded_events))
 
-    def hear(self, told: Sequence[Sequence[Any]]) -> Reply:
-        """The same for an idle rank, which was released with ``told``."""
-        reply, before = Reply.GO_ON, self._world.current_action
+    def report_on_idle_rank(self, encoded_events: Sequence[Sequence[Any]]) -> Reply:
+        """The same for an idle rank, which was released with ``encoded_events``."""
+        reply, previous_action = Reply.GO_ON, self._world.current_action
         self._world.current_action = "in the program that follows the run"
-        for kind, value in told:
+        for kind, value in encoded_events:
             # A program may take its time. Where it is alone, Ctrl-C is for it.
             with self._world.busy(), self._stop.aside(self._world.size == 1):
                 reply = max(reply, self._on_event(_decoded(kind, value)))
         with self._world.waiting("the programs of all ranks"):
             reply = Reply(max(self._world.all_gather_json(reply)))
-        self._world.current_action, self.left = before, reply == Reply.LEAVE
+        self._world.current_action, self.has_left = previous_action, reply == Reply.LEAVE
         return reply
 
 

@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     from hetero_mpi.report.progress import ProgressDisplay
     from hetero_mpi.training.rebalance import Rebalancer
 
-_SKIPS_IN_A_ROW = 10
+_MAX_CONSECUTIVE_SKIPS = 10
 """Number of consecutive steps with non-finite gradients after which the run ends."""
 
 
-class After(Enum):
+class NextAction(Enum):
     """The continuation after a step."""
 
     NEXT_STEP = auto()
@@ -52,7 +52,7 @@ class Training:
     context: RunContext
     metadata: dict[str, Any]
     """Metadata of every checkpoint but its plan; used on rank 0."""
-    asked: Callable[[], bool]
+    stop_requested: Callable[[], bool]
     """Has this rank been asked to end the run (``training.signals``)? On rank 0 also: has an idle rank?"""
     rebalancer: Rebalancer | None
     """None: the plan never changes."""
@@ -79,12 +79,7 @@ class Loop:
     """
 
     def __init__(
-        self,
-        training: Training,
-        share: Share,
-        state: State,
-        beside: Callable[[], None],
-        snapshots: Snapshots,
+        self, training: Training, share: Share, state: State, after_step: Callable[[], None], snapshots: Snapshots
     ) -> None:
         assert share.trainer is not None and share.members is not None
         context = training.context
@@ -92,20 +87,21 @@ class Loop:
         self.predicted_step_s = share.report.expected_step_s
         self.trainer, self.world, self.state = share.trainer, share.members, state
         self.metadata = training.described(share)
-        self._asked, self._rebalancer, self._beside = training.asked, training.rebalancer, beside
-        self._metrics, self._display = training.metrics, training.display
+        self._stop_requested, self._after_step = training.stop_requested, after_step
+        self._metrics, self._display, self._rebalancer = training.metrics, training.display, training.rebalancer
         self._follower, self._sample, self._report = training.follower, training.sample, share.report
         active = self.world.numbers or range(self.world.size)
         self._idle, self._reply = [rank for rank in range(context.world.size) if rank not in active], Reply.GO_ON
-        self._told_checkpoint = state.newest_checkpoint
+        self._reported_checkpoint = state.newest_checkpoint
         self._run_dir = context.run_dir
         threaded = self.job.cluster.communication_thread
         directory, newest = context.run_dir / "checkpoints", state.newest_checkpoint
         self.saver = Saver(self.world, snapshots, directory, self.job.checkpoint, threaded, newest)
-        held_out = self._own_held_out()
-        self._held_out, self._held_out_mismatched = self._broadcast(held_out), self._broadcast_mismatched(held_out)
-        named = context.material.further if context.material is not None else {}
-        self._further = {name: self._broadcast(named.get(name)) for name in self.job.data.evaluation_sets or ()}
+        evaluation_batch = self._read_evaluation_batch()
+        self._evaluation_batch = self._broadcast(evaluation_batch)
+        self._mismatched_evaluation_batch = self._broadcast_mismatched(evaluation_batch)
+        extra_sets = context.material.further if context.material is not None else {}
+        self._extra_sets = {name: self._broadcast(extra_sets.get(name)) for name in self.job.data.evaluation_sets or ()}
         self._emulation = share.emulation
         steps, scale = (state.step, self.job.train.steps), share.emulation.time_scale if share.emulation else 1.0
         self._recorder = Recorder(self.trainer, context.transport, context.run_dir, steps, scale)
@@ -118,54 +114,54 @@ class Loop:
             UserError: the loss is not a number, or too many steps in a row had non-finite gradients.
             CollectiveUserError: with ``ExitCode.STOPPED``: the run was asked to end, and has written a checkpoint.
         """
-        train, outcome = self.job.train, After.DONE
+        train, action = self.job.train, NextAction.DONE
         with self.saver:
             self._tell(self._report)
             for step in range(self.state.step, train.steps):
-                if self._over():
+                if self._stops_early():
                     break
                 self.world.current_action = f"training step {step + 1}"
                 begin = time.perf_counter()
                 batch = self._batch(step)
                 rebalancing = self._rebalancer.word() if self._rebalancer is not None else np.zeros(0)
-                result = self.trainer.step(step, batch, self._asked, rebalancing)
-                line = self._line(step, result.decision, batch, time.perf_counter() - begin)
-                outcome = self._after(result, line, step + 1 == train.steps)
-                if outcome is not After.NEXT_STEP:
+                result = self.trainer.step(step, batch, self._stop_requested, rebalancing)
+                line = self._step_metrics(step, result.decision, batch, time.perf_counter() - begin)
+                action = self._finish_step(result, line, step + 1 == train.steps)
+                if action is not NextAction.NEXT_STEP:
                     break
             self.trainer.settle()
         self._tell()
-        return self._ended(outcome is not After.CHANGE_PLAN)
+        return self._report_end(action is not NextAction.CHANGE_PLAN)
 
-    def _after(self, result: StepResult, line: StepMetrics, last: bool) -> After:
+    def _finish_step(self, result: StepResult, line: StepMetrics, is_last: bool) -> NextAction:
         """Record a step, evaluate, save and tell what is due after it; returns what follows, the same on all ranks."""
         train, decision = self.job.train, result.decision
         self._record(result, line)
-        evaluated, best = len(self.state.evaluations), False
-        if len(self._held_out.tokens) and (last or _due(line.step, train.evaluate_every)):
+        evaluated, is_best = len(self.state.evaluations), False
+        if len(self._evaluation_batch.tokens) and (is_last or _due(line.step, train.evaluate_every)):
             self._evaluate()
-            best = self.state.higher_in_a_row == 0 and train.early_stopping_patience > 0
-            last = last or self._over()
-        saved = last or decision.stop or best or _due(line.step, self.job.checkpoint.every)
-        if saved:
+            is_best = self.state.higher_in_a_row == 0 and train.patience > 0
+            is_last = is_last or self._stops_early()
+        saves = is_last or decision.stop or is_best or _due(line.step, self.job.checkpoint.every)
+        if saves:
             self._save()
         self._tell(*self.state.evaluations[evaluated:], line)
-        if last:
-            return After.DONE
+        if is_last:
+            return NextAction.DONE
         if self._reply == Reply.SAMPLE:
             self._reply = Reply.GO_ON
             self._sample(self.trainer)
-        ended = self._reply >= Reply.END
-        if ended and not saved:
+        ends = self._reply >= Reply.END
+        if ends and not saves:
             self._save()
         if decision.stop or self._reply == Reply.LEAVE:
             self._stop("the program has left it" if self._reply == Reply.LEAVE else "a signal asked for")
-        if ended:
+        if ends:
             say(f"step {line.step}: training ends, as the program asked for")
-            return After.DONE
-        self._beside()
+            return NextAction.DONE
+        self._after_step()
         due = self._rebalancer is not None and self._rebalancer.due(line.step - 1, result)
-        return After.CHANGE_PLAN if due else After.NEXT_STEP
+        return NextAction.CHANGE_PLAN if due else NextAction.NEXT_STEP
 
     def _record(self, result: StepResult, line: StepMetrics) -> None:
         if self._metrics is not None and self._display is not None:
@@ -174,11 +170,11 @@ class Loop:
         self._recorder(line, result)
         self.state.add_step(line, result.decision.finite)
         if not result.decision.finite:
-            self._skipped(line.step - 1, result.decision)
+            self._report_skip(line.step - 1, result.decision)
 
-    def _ended(self, done: bool) -> bool:
+    def _report_end(self, done: bool) -> bool:
         """Report the end of the steps under this plan; ``done``: of the run."""
-        if done and self._over():
+        if done and self._stops_early():
             waited, lowest = self.state.higher_in_a_row, self.state.lowest_loss
             say(
                 f"step {self.state.step}: training ends, as {waited} evaluations in a row were not below {lowest:.4f}; "
@@ -191,7 +187,7 @@ class Loop:
             self.state.set_newest_checkpoint(self.saver.newest)  # the writing of the last one may have failed
         return done
 
-    def _over(self) -> bool:
+    def _stops_early(self) -> bool:
         """Has the held-out loss not become lower for as long as the job has patience? The same on all ranks."""
         return 0 < self.job.train.early_stopping_patience <= self.state.higher_in_a_row
 
@@ -202,30 +198,30 @@ class Loop:
             batch = self.dataset.batch(step, train.global_batch, train.last_batch == "smaller")
         with self.world.waiting("rank 0 and the batch" if self.world.rank else "the others to take the batch"):
             shared, mismatched = self._broadcast(batch), self._broadcast_mismatched(batch)
-        return self._with_point(shared, mismatched)
+        return self._with_reference_point(shared, mismatched)
 
     def _tell(self, *events: Event) -> None:
         """Tell the program, if one follows, what has happened, a checkpoint once it is whole. Its reply counts after the step."""
         if self._follower is None:
             return
         newest: list[Event] = []
-        if self.world.rank == 0 and self.saver.newest not in (None, self._told_checkpoint):
-            self._told_checkpoint = self.saver.newest
+        if self.world.rank == 0 and self.saver.newest not in (None, self._reported_checkpoint):
+            self._reported_checkpoint = self.saver.newest
             newest = [self.saver.newest]
-        reply = self._follower.tell([*newest, *events], self.world, self._idle)
+        reply = self._follower.report([*newest, *events], self.world, self._idle)
         self._reply = max(reply, self._reply)
 
-    def _stop(self, why: str) -> NoReturn:
+    def _stop(self, reason: str) -> NoReturn:
         self.saver.finish()
         newest = self.saver.newest if self.world.rank == 0 else self.state.newest_checkpoint
-        left = f"{newest} is whole" if newest is not None else "no checkpoint could be written"
+        checkpoint_text = f"{newest} is whole" if newest is not None else "no checkpoint could be written"
         raise CollectiveUserError(
             "run.stopped",
-            f"Stopped after step {self.state.step}, as {why}: {left}; go on with --resume",
+            f"Stopped after step {self.state.step}, as {reason}: {checkpoint_text}; go on with --resume",
             exit_code=ExitCode.STOPPED,
         )
 
-    def _line(self, step: int, decision: StepDecision, batch: Batch, seconds: float) -> StepMetrics:
+    def _step_metrics(self, step: int, decision: StepDecision, batch: Batch, seconds: float) -> StepMetrics:
         emulation, tokens = self._emulation, float(batch.target_tokens)
         if emulation is not None:
             seconds, tokens = emulation.step_s(seconds), emulation.tokens(batch.target_tokens)
@@ -243,21 +239,21 @@ class Loop:
             **_rewards(batch, decision.rewards),
         )
 
-    def _skipped(self, step: int, decision: StepDecision) -> None:
+    def _report_skip(self, step: int, decision: StepDecision) -> None:
         """Report a step without an update. Too many in a row end the run, on all ranks by the same decision."""
         in_a_row = self.state.skips_in_a_row
         if not math.isfinite(decision.loss):
             text = f"step {step + 1}: the loss is {decision.loss}; {self._remedy()}"
             self.world.agree(UserError("loss.not_finite", text, step=step + 1))
-        if in_a_row == _SKIPS_IN_A_ROW:
-            text = f"step {step + 1}: gradients were not finite in {in_a_row} steps in a row, {self._where_first(decision)}"
+        if in_a_row == _MAX_CONSECUTIVE_SKIPS:
+            text = f"step {step + 1}: gradients were not finite in {in_a_row} steps in a row, {self._origin_text(decision)}"
             self.world.agree(UserError("gradients.not_finite", f"{text}; {self._remedy()}", step=step + 1))
         scale = self.trainer.loss_scale.value
-        then = "" if scale == 1.0 else f", and the loss is scaled by {scale:g} from now on"
-        where_first = self._where_first(decision)
-        say(f"step {step + 1}: gradients are not finite; the step is skipped on every rank ({where_first}){then}")
+        scale_text = "" if scale == 1.0 else f", and the loss is scaled by {scale:g} from now on"
+        where_first = self._origin_text(decision)
+        say(f"step {step + 1}: gradients are not finite; the step is skipped on every rank ({where_first}){scale_text}")
 
-    def _where_first(self, decision: StepDecision) -> str:
+    def _origin_text(self, decision: StepDecision) -> str:
         """Where gradients were not finite first, in words; in backward all earlier layers follow."""
         if decision.first_non_finite is None:
             return "each is, but not the sum of their squares"
@@ -279,18 +275,20 @@ class Loop:
 
     def _evaluate(self) -> None:
         self.world.current_action = "evaluating"
-        batch = self._with_point(self._held_out, self._held_out_mismatched)
+        batch = self._with_reference_point(self._evaluation_batch, self._mismatched_evaluation_batch)
         summed, *sums = self.trainer.evaluate(batch)
         loss, chain = summed / batch.divisor, self.trainer.chain
-        beside: dict[str, Any] = dict(_rewards(batch, sums))
+        metrics: dict[str, Any] = dict(_rewards(batch, sums))
         if batch.compared is None and chain.logits is not None:
-            beside = {"perplexity": math.exp(min(loss, 100.0))} if chain.routers is None else {}
-            beside |= {"token_accuracy": sums[0] / max(1, batch.target_tokens)}
-        if self._further:
-            beside["sets"] = {name: self.trainer.evaluate(one)[0] / one.divisor for name, one in self._further.items()}
-        self.state.add_evaluation(loss, **beside)
+            metrics = {"perplexity": math.exp(min(loss, 100.0))} if chain.routers is None else {}
+            metrics |= {"token_accuracy": sums[0] / max(1, batch.target_tokens)}
+        if self._extra_sets:
+            metrics["sets"] = {
+                name: self.trainer.evaluate(further)[0] / further.divisor for name, further in self._extra_sets.items()
+            }
+        self.state.add_evaluation(loss, **metrics)
         if self._metrics is not None:
-            self._metrics.evaluation(self.state.step, loss, **beside)
+            self._metrics.evaluation(self.state.step, loss, **metrics)
         say(f"step {self.state.step}: held-out loss {loss:.4f}{self.state.evaluations[-1].beside()}")
 
     def _save(self) -> None:
@@ -302,33 +300,33 @@ class Loop:
             metadata["held_out_loss"] = held_out_loss
         self.state.set_newest_checkpoint(self.saver.save(metadata))
 
-    def _broadcast(self, own: Batch | None) -> Batch:
+    def _broadcast(self, batch: Batch | None) -> Batch:
         """Rank 0's batch, padded as the job says; other ranks have none."""
-        if own is not None and own.compared is not None and self.state.reference is not None:
-            assert own.numbers is not None
-            own = replace(own, compared=replace(own.compared, reference=self.state.reference[own.numbers]))
-        return self.trainer.shared_batch(own, self.job.data.pad == "longest")
+        if batch is not None and batch.compared is not None and self.state.reference is not None:
+            assert batch.numbers is not None
+            batch = replace(batch, compared=replace(batch.compared, reference=self.state.reference[batch.numbers]))
+        return self.trainer.shared_batch(batch, self.job.data.pad == "longest")
 
-    def _broadcast_mismatched(self, own: Batch | None) -> Batch | None:
+    def _broadcast_mismatched(self, batch: Batch | None) -> Batch | None:
         """The batch's prompts with answers of other records, where single answers are learned from (KTO)."""
         if learns_from(self.job.train.preference) != "labels":
             return None
-        if own is None or own.numbers is None:
-            return self._broadcast(own)
+        if batch is None or batch.numbers is None:
+            return self._broadcast(batch)
         assert isinstance(self.dataset, Dataset)
-        return self._broadcast(self.dataset.gather(own.numbers + 1))
+        return self._broadcast(self.dataset.gather(batch.numbers + 1))
 
-    def _with_point(self, batch: Batch, mismatched: Batch | None) -> Batch:
+    def _with_reference_point(self, batch: Batch, mismatched: Batch | None) -> Batch:
         """The batch with KTO's reference point by the model as it is now. A mean over the whole batch, it takes a pass of its own
         through the pipeline before any answer is learnt. Collective."""
         if mismatched is None or mismatched.compared is None or batch.compared is None:
             return batch
-        found, reference = self.trainer.likelihoods(mismatched), mismatched.compared.reference
-        there = np.arange(reference.shape[1]) < answer_counts(mismatched.compared.answers)[:, None]
-        point = max(0.0, float((found - reference)[there].mean()))
-        return replace(batch, compared=replace(batch.compared, point=point))
+        logprobs, reference = self.trainer.likelihoods(mismatched), mismatched.compared.reference
+        is_answer_token = np.arange(reference.shape[1]) < answer_counts(mismatched.compared.answers)[:, None]
+        reference_point = max(0.0, float((logprobs - reference)[is_answer_token].mean()))
+        return replace(batch, compared=replace(batch.compared, point=reference_point))
 
-    def _own_held_out(self) -> Batch | None:
+    def _read_evaluation_batch(self) -> Batch | None:
         """The held-out sequences that are evaluated, on rank 0; there may be none."""
         if self.dataset is None:
             return None
@@ -341,10 +339,11 @@ def _rewards(batch: Batch, sums: Sequence[float]) -> dict[str, float]:
     if (compared := batch.compared) is None:
         return {}
     chosen, rejected = sums[0] / max(1, compared.chosen), sums[1] / max(1, compared.rejected)
-    found = {"chosen_reward": chosen} if compared.chosen else {}
-    found |= {"rejected_reward": rejected} if compared.rejected else {}
-    found |= {"reward_margin": chosen - rejected} if len(found) == 2 else {}
-    return found | ({"reward_accuracy": sums[2] / compared.count} if compared.point is None else {"kl": compared.point})
+    rewards = {"chosen_reward": chosen} if compared.chosen else {}
+    rewards |= {"rejected_reward": rejected} if compared.rejected else {}
+    rewards |= {"reward_margin": chosen - rejected} if len(rewards) == 2 else {}
+    rewards |= {"reward_accuracy": sums[2] / compared.count} if compared.point is None else {"kl": compared.point}
+    return rewards
 
 
 def _due(steps: int, every: float) -> bool:

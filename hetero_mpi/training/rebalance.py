@@ -41,7 +41,7 @@ from hetero_mpi.planning.types.plan import Plan, PlanReport
 from hetero_mpi.rundir.logs import say
 from hetero_mpi.rundir.run_directory import append_event
 from hetero_mpi.state.saving import MEMORY_SHARE
-from hetero_mpi.training.build import lack_of_room
+from hetero_mpi.training.build import lack_of_snapshot_memory
 from hetero_mpi.training.setup.context import RunContext, Share
 from hetero_mpi.training.setup.profile_and_plan import planning_request
 from hetero_mpi.util import units
@@ -50,23 +50,23 @@ from hetero_mpi.util.background import Background, BestEffort, start_module
 if TYPE_CHECKING:
     from hetero_mpi.planning.analysis.replan import Prospect, ReplanAnswer, ReplanQuestion
 
-BAND = 0.15
+MIN_BAND = 0.15
 """A part is as fast as it was while its ratio stays within this share of the one that was planned with ..."""
-SPREADS = 4.0
+BAND_STANDARD_ERRORS = 4.0
 """... or within this many standard errors of the median, where steps scatter more."""
-WINDOW = 8
+MAX_MEDIAN_STEPS = 8
 """Steps of which the median counts."""
-FEWEST = 5
+MIN_MEDIAN_STEPS = 5
 """Steps after which there is a median at all."""
-PATIENCE = 3
+MIN_MEDIANS_OUTSIDE = 3
 """Medians in a row outside the band, on one side, that make a change."""
-LIMIT_S = 300.0
+MAX_ANSWER_S = 300.0
 """Time limit for an answer of the planning process, seconds."""
 _LOG = logging.getLogger(__name__)
 
 
 class Rebalancer:
-    """A rank's part in rebalancing, over all plans of a run. Active ranks make the same calls, ``begin`` before a plan's steps."""
+    """A rank's part in rebalancing, over all plans of a run. Active ranks make the same calls, ``start_plan`` before a plan's steps."""
 
     def __init__(self, context: RunContext) -> None:
         self._context, self._profile = context, context.profile
@@ -76,53 +76,53 @@ class Rebalancer:
         self._decider, self._replanner = Decider(range(len(self._hosts))), Replanner()
         self._answer: ReplanAnswer | None = None
         self._rebuild_s: float | None = None
-        self._ready, self._room = False, True
+        self._ready, self._has_memory = False, True
         self._share: Share | None = None
         self._word: StepExchange | None = None
         self._latest: StepResult | None = None
         self._watch = BestEffort("comparing the speed of ranks with the profile", self._consider)
 
-    def begin(self, share: Share) -> None:
+    def start_plan(self, share: Share) -> None:
         """Prepare for the steps of a plan. Collective over the active ranks."""
         assert share.trainer is not None
         self._share, self._ready, self._latest = share, False, None
         self._word = StepExchange(share.trainer.rank, share.plan, self._profile, share.schedule, self._scale)
         if self._rebuild_s is None or share.seconds:
             self._rebuild_s = (share.seconds.get("keep", 0.0) + share.seconds.get("build", 0.0)) / self._scale
-        lack = lack_of_room(share)
-        if lack is not None and self._room:
+        lack = lack_of_snapshot_memory(share)
+        if lack is not None and self._has_memory:
             say(
                 f"Layers stay where they are, however fast the ranks are: what is trained may take {units.percent(MEMORY_SHARE)} "
                 f"of the free host memory while layers move; {lack}"
             )
-        self._room = lack is None
+        self._has_memory = lack is None
 
-    def end(self) -> None:
+    def end_plan(self) -> None:
         """Forget the plan's trainer. No step follows under this plan."""
         self._share = None
 
     def close(self) -> None:
-        self.end()
+        self.end_plan()
         self._replanner.close()
 
     def word(self) -> NDArray[np.float64]:
         """Numbers that travel with the step decision: 1 on rank 0 when the plan is to be changed, then the numbers of the last
         step."""
         assert self._word is not None and self._share is not None
-        own, length, latest = None, 0, self._latest
+        measurement, length, latest = None, 0, self._latest
         if latest is not None:
-            own = RankMeasurement.from_events(self._context.world.rank, latest.events, latest.began_s)
+            measurement = RankMeasurement.of(self._context.world.rank, latest.events, latest.began_s)
             length = latest.length if self._share.emulation is None else self._share.plan.sequence_length
-        return np.append(float(self._ready), self._word.numbers(own, length))
+        return np.append(float(self._ready), self._word.numbers(measurement, length))
 
     def due(self, step: int, result: StepResult) -> bool:
         """After step number ``step``, when ``result.heard`` is the sum of all ranks' words: is the plan to be changed now? The same
         answer on all ranks.
         """
-        heard, self._latest = result.heard, result
-        if self._context.world.rank == 0 and self._room and not self._ready:
-            self._watch(heard[1:], self._context.job.train.steps - step - 1)
-        return bool(heard[0] > 0)
+        sums, self._latest = result.heard, result
+        if self._context.world.rank == 0 and self._has_memory and not self._ready:
+            self._watch(sums[1:], self._context.job.train.steps - step - 1)
+        return bool(sums[0] > 0)
 
     def chosen(self) -> PlanReport | None:
         """The plan to change to, on rank 0."""
@@ -130,13 +130,13 @@ class Rebalancer:
 
     def changed(self, step: int, old: Plan, new: Plan, stall_s: float) -> None:
         """Report on rank 0 that layers have moved, and that training stood still for ``stall_s`` (wall clock)."""
-        assert self._answer is not None and self._decider.asked is not None
-        prospect, moves, ratios = self._answer.prospect, moved_layers(old, new), self._decider.asked
+        assert self._answer is not None and self._decider.requested_ratios is not None
+        prospect, moves, ratios = self._answer.prospect, moved_layers(old, new), self._decider.requested_ratios
         before, after = units.seconds(prospect.now_s), units.seconds(prospect.then_s)
-        moved = _moves_text(moves, new.layers) or "no layer moves, but warm-up depths change"
-        text = f"{self._decider.sentence(self._hosts)}: {moved}; a step {before} -> {after}"
+        moves_text = _moves_text(moves, new.layers) or "no layer moves, but warm-up depths change"
+        text = f"{self._decider.sentence(self._hosts)}: {moves_text}; a step {before} -> {after}"
         text = f"{text}; training stood still for {units.seconds(stall_s)}"
-        self._decider.moved()
+        self._decider.record_move()
         say(f"step {step}: {text}")
         append_event(
             self._context.run_dir,
@@ -151,66 +151,66 @@ class Rebalancer:
             stall_s=stall_s,
         )
 
-    def _consider(self, heard: NDArray[np.float64], remaining: int) -> None:
+    def _consider(self, sums: NDArray[np.float64], remaining_steps: int) -> None:
         """Take an answer that has come, and decide what to do. On rank 0, after every step."""
         assert self._word is not None
-        self._decider.observe(self._word.ratios(heard))
-        if self._decider.asked is not None and self._replanner.ready:
-            self._answer = self._replanner.take()
+        self._decider.observe(self._word.ratios(sums))
+        if self._decider.requested_ratios is not None and self._replanner.ready:
+            self._answer = self._replanner.take_answer()
             prospect = self._answer.prospect if self._answer is not None else None
             self._decider.answered(prospect)
             _LOG.info("planned anew: %s", prospect or "nothing was found")
-        move = self._decider.decide(remaining)
+        move = self._decider.decide(remaining_steps)
         if move is Move.ASK:
-            self._ask(remaining)
+            self._ask(remaining_steps)
         self._ready = move is Move.GO
 
-    def _ask(self, remaining: int) -> None:
+    def _ask(self, remaining_steps: int) -> None:
         from hetero_mpi.planning.analysis.replan import ReplanQuestion  # brings the planner, which few runs need again
 
-        assert self._share is not None and self._rebuild_s is not None and self._decider.asked is not None
+        assert self._share is not None and self._rebuild_s is not None and self._decider.requested_ratios is not None
         _LOG.info("%s: planning anew", self._decider.sentence(self._hosts))
         report, request = self._share.report, planning_request(self._context, self._profile)
-        profile = drifted_profile(self._profile, report.plan, self._decider.asked)
-        self._replanner.ask(ReplanQuestion(profile, request, report, remaining, self._rebuild_s))
+        profile = drifted_profile(self._profile, report.plan, self._decider.requested_ratios)
+        self._replanner.ask(ReplanQuestion(profile, request, report, remaining_steps, self._rebuild_s))
 
 
 def rebalancer_of(context: RunContext, plan_given: bool) -> Rebalancer | None:
     """The rebalancer of a run; None where the plan is fixed: there is one rank, the user gave the plan, or the job says so."""
-    alone = len(context.profile.devices) == 1
-    return None if alone or plan_given or not context.job.plan.rebalance else Rebalancer(context)
+    single_rank = len(context.profile.devices) == 1
+    return None if single_rank or plan_given or not context.job.plan.rebalance else Rebalancer(context)
 
 
 def moved_layers(old: Plan, new: Plan) -> dict[Pair, list[int]]:
     """(from rank, to rank) -> layers that the second did not hold and gets from the first, or a share of them; of a group its
     first rank sends."""
-    before, after, found = holders(old), holders(new), dict[Pair, list[int]]()
+    before, after, layers_by_pair = holders(old), holders(new), dict[Pair, list[int]]()
     for layer in range(new.layers):
         for rank in after[layer]:
             if rank not in before[layer]:
-                found.setdefault((before[layer][0], rank), []).append(layer)
-    return found
+                layers_by_pair.setdefault((before[layer][0], rank), []).append(layer)
+    return layers_by_pair
 
 
 def _moves_text(moves: Mapping[Pair, Sequence[int]], layers: int) -> str:
     """``blocks 9-11 move from rank 1 to rank 0``"""
     texts = []
-    for (a, b), moved in sorted(moves.items()):
-        firsts = [layer for layer in moved if layer - 1 not in moved]
-        ends = [layer + 1 for layer in moved if layer + 1 not in moved]
+    for (a, b), moved_layers_of_pair in sorted(moves.items()):
+        firsts = [layer for layer in moved_layers_of_pair if layer - 1 not in moved_layers_of_pair]
+        ends = [layer + 1 for layer in moved_layers_of_pair if layer + 1 not in moved_layers_of_pair]
         names = ", ".join(units.layers(*pair, layers) for pair in zip(firsts, ends, strict=True))
         texts.append(f"{names} move from rank {a} to rank {b}")
     return "; ".join(texts)
 
 
 @dataclass
-class _Speed:
+class _SpeedHistory:
     """All that is known of one speed."""
 
     planned: float = 1.0
     """The ratio that the plan was made with."""
-    recent: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
-    jumps: deque[float] = field(default_factory=lambda: deque(maxlen=4 * WINDOW))
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_MEDIAN_STEPS))
+    jumps: deque[float] = field(default_factory=lambda: deque(maxlen=4 * MAX_MEDIAN_STEPS))
     """Between neighbouring steps, as logarithms: a change of speed is one of them, noise is all of them."""
     side: int = 0
     """1: the newest medians were over the band, -1: under it."""
@@ -222,21 +222,21 @@ class _Speed:
     @property
     def median(self) -> float:
         """The median of the last steps; what was planned with, while there are too few."""
-        return statistics.median(self.recent) if len(self.recent) >= FEWEST else self.planned
+        return statistics.median(self.recent) if len(self.recent) >= MIN_MEDIAN_STEPS else self.planned
 
     @property
     def band(self) -> float:
         """As a logarithm."""
         if not self.jumps or not self.recent:
-            return math.log1p(BAND)
+            return math.log1p(MIN_BAND)
         sigma = statistics.median(self.jumps) / 0.954  # of normal values
-        return max(math.log1p(BAND), SPREADS * median_error(sigma, len(self.recent)))
+        return max(math.log1p(MIN_BAND), BAND_STANDARD_ERRORS * median_error(sigma, len(self.recent)))
 
     def observe(self, ratio: float) -> None:
         if self.recent:
             self.jumps.append(abs(math.log(ratio / self.recent[-1])))
         self.recent.append(ratio)
-        if len(self.recent) < FEWEST:
+        if len(self.recent) < MIN_MEDIAN_STEPS:
             return
         away = math.log(self.median / self.planned)
         side = 0 if abs(away) <= self.band else int(math.copysign(1, away))
@@ -244,7 +244,7 @@ class _Speed:
             self.medians, self.steps = self.medians + 1, self.steps + 1
         else:
             # The newest steps, one after the other, that were themselves outside on this side.
-            beyond = (side * math.log(value / self.planned) > math.log1p(BAND) for value in reversed(self.recent))
+            beyond = (side * math.log(value / self.planned) > math.log1p(MIN_BAND) for value in reversed(self.recent))
             self.medians, self.steps = abs(side), sum(1 for _ in itertools.takewhile(bool, beyond))
         self.side = side
 
@@ -252,11 +252,11 @@ class _Speed:
         """Whether it has moved on by more than its band from ``ratio``, which a plan is being made with."""
         return abs(math.log(self.median / (self.planned if ratio is None else ratio))) > self.band
 
-    def look_again(self) -> None:
-        """A change must show itself ``PATIENCE`` times once more."""
+    def restart_count(self) -> None:
+        """A change must show itself ``MIN_MEDIANS_OUTSIDE`` times once more."""
         self.medians = 0
 
-    def settle(self, ratio: float | None) -> None:
+    def set_planned(self, ratio: float | None) -> None:
         """A plan was made with ``ratio`` (None: as before): the band is around it from now on."""
         self.planned = self.planned if ratio is None else ratio
         self.side = self.medians = self.steps = 0
@@ -267,7 +267,7 @@ class Move(enum.Enum):
 
     STAY = "stay"
     ASK = "ask"
-    """Ask for a plan for ``Decider.asked``."""
+    """Ask for a plan for ``Decider.requested_ratios``."""
     GO = "go"
     """Change to the plan that was found."""
 
@@ -278,19 +278,19 @@ class Decider:
     """
 
     def __init__(self, ranks: Iterable[int]) -> None:
-        self.asked: dict[WatchedPart, float] | None = None
+        self.requested_ratios: dict[WatchedPart, float] | None = None
         """The ratios that a plan was asked for; None: no question is open."""
         self._prospect: Prospect | None = None
-        self._speeds: dict[WatchedPart, _Speed] = {rank: _Speed() for rank in ranks}
+        self._speeds: dict[WatchedPart, _SpeedHistory] = {rank: _SpeedHistory() for rank in ranks}
 
     def observe(self, ratios: Mapping[WatchedPart, float]) -> None:
         """One step: the ratios of what was measured in it."""
         for part, ratio in ratios.items():
-            self._speeds.setdefault(part, _Speed()).observe(ratio)
+            self._speeds.setdefault(part, _SpeedHistory()).observe(ratio)
 
     def changed(self) -> dict[WatchedPart, int]:
         """Speeds that have left their bands for good enough reasons -> for how many steps now."""
-        return {part: speed.steps for part, speed in self._speeds.items() if speed.medians >= PATIENCE}
+        return {part: speed.steps for part, speed in self._speeds.items() if speed.medians >= MIN_MEDIANS_OUTSIDE}
 
     def ratios(self) -> dict[WatchedPart, float]:
         """Every ratio as far as is known: the median of the last steps, else what was planned with."""
@@ -300,32 +300,34 @@ class Decider:
         """A plan was found that would bring this; None: none was, and the same question would have the same fate."""
         self._prospect = prospect
         if prospect is None:
-            self._settle()
+            self._accept_requested()
 
     def decide(self, remaining_steps: int) -> Move:
         """The decision now, with ``remaining_steps`` to come."""
         changed = self.changed()
-        if self.asked is None:
+        if self.requested_ratios is None:
             if not changed or remaining_steps == 0:
                 return Move.STAY
-            self.asked = self.ratios()
+            self.requested_ratios = self.ratios()
             return Move.ASK
         if self._prospect is None:
             return Move.STAY
-        if not changed or any(speed.is_far_from(self.asked.get(part)) for part, speed in self._speeds.items()):
+        if not changed or any(
+            speed.is_far_from(self.requested_ratios.get(part)) for part, speed in self._speeds.items()
+        ):
             # The plan is for speeds that are over. While speeds never rest, planning does.
-            self.asked = self._prospect = None
+            self.requested_ratios = self._prospect = None
             for speed in self._speeds.values():
-                speed.look_again()
+                speed.restart_count()
         elif self._prospect.hopeless(remaining_steps):
-            self._settle()
+            self._accept_requested()
         elif self._prospect.pays(max(changed.values()), remaining_steps):
             return Move.GO
         return Move.STAY
 
-    def moved(self) -> None:
+    def record_move(self) -> None:
         """Layers have moved, after ``Move.GO``: what was measured before says nothing of the steps to come."""
-        self._settle()
+        self._accept_requested()
         for speed in self._speeds.values():
             speed.recent.clear()
 
@@ -338,12 +340,12 @@ class Decider:
             for part, steps in self.changed().items()
         )
 
-    def _settle(self) -> None:
+    def _accept_requested(self) -> None:
         """The ratios that were asked about have been planned with: bands are around them from now on."""
-        assert self.asked is not None
+        assert self.requested_ratios is not None
         for part, speed in self._speeds.items():
-            speed.settle(self.asked.get(part))
-        self.asked = self._prospect = None
+            speed.set_planned(self.requested_ratios.get(part))
+        self.requested_ratios = self._prospect = None
 
 
 class Replanner:
@@ -367,7 +369,7 @@ class Replanner:
         assert self._answering is None
         self._answering = Background("planning anew", lambda: self._answer(question))
 
-    def take(self) -> ReplanAnswer | None:
+    def take_answer(self) -> ReplanAnswer | None:
         """Wait for the answer, once, and return it; None where there is none."""
         answering, self._answering = self._answering, None
         return answering.finish() if answering is not None else None
@@ -377,22 +379,22 @@ class Replanner:
         self._closed = True
         if self._process is not None:
             self._process.kill()
-        self.take()
+        self.take_answer()
 
     def _answer(self, question: ReplanQuestion) -> ReplanAnswer | None:
         try:
             from hetero_mpi.planning.analysis import replan  # brings the planner, which few runs need again
 
-            asked = json.dumps(encode(question, infinity_as_text=True))
+            question_json = json.dumps(encode(question, infinity_as_text=True))
             process = self._process = start_module(replan.__name__, stderr=subprocess.PIPE, text=True)
             try:
-                answer, complaint = process.communicate(asked, 0.0 if self._closed else LIMIT_S)
+                answer, error_text = process.communicate(question_json, 0.0 if self._closed else MAX_ANSWER_S)
             finally:
                 process.kill()
                 process.wait()
             if process.returncode == 0:
                 return decode(replan.ReplanAnswer, json.loads(answer), "answer")
-            raise ChildProcessError(f"exit code {process.returncode}: {complaint}")
+            raise ChildProcessError(f"exit code {process.returncode}: {error_text}")
         except Exception as error:
             if not self._closed:
                 _LOG.warning("planning anew failed: %s: %s", type(error).__name__, error)

@@ -51,7 +51,7 @@ _T = TypeVar("_T")
 
 @dataclass
 class RunHistory:
-    """The memory of this process of earlier attempts. What only some ranks have is not used (``shared``)."""
+    """The memory of this process of earlier attempts. What only some ranks have is not used (``all_ranks_have``)."""
 
     losses: list[LostRanks] = field(default_factory=list)
     noticed_s: float = 0.0
@@ -63,7 +63,7 @@ class RunHistory:
     """Fingerprint of the data that the first attempt read."""
     token: str | None = None
     """A random id in all checkpoints of this run; None without fault tolerance."""
-    begun: str | None = None
+    run_id: str | None = None
     """Id of this run over all its starts (``state.state.new_run_id``); only some ranks know it."""
     kept_version: str | None = None
     """Id of the version on disk that stays until a newer one is whole."""
@@ -75,9 +75,9 @@ class RunHistory:
     """The training state, which the steps update."""
     versions: list[State] = field(default_factory=list)
     """Copies of the trained state in this process's memory, oldest first. They outlive plans, transports and other ranks."""
-    told: bool = True
+    recovery_reported: bool = True
     """Has the first step since the last death been reported?"""
-    gone: str = ""
+    lost_ranks_text: str = ""
     """The ranks that died last, in words."""
     memory_kills: int = field(default_factory=memory_kills)
     """Processes that this machine's kernel had killed for lack of memory, by the last count."""
@@ -92,39 +92,39 @@ class RunHistory:
             f"`train --resume any` continues from the newest state in {self.job[1]}, or from the beginning without one"
         )
 
-    def shared(self, world: World, thing: object) -> bool:
-        """Whether all ranks have ``thing`` from an earlier attempt. Collective."""
-        return bool(self.losses) and all(world.all_gather_json(thing is not None))
+    def all_ranks_have(self, world: World, value: object) -> bool:
+        """Whether all ranks have ``value`` from an earlier attempt. Collective."""
+        return bool(self.losses) and all(world.all_gather_json(value is not None))
 
     def record_loss(self, loss: LostRanks, noticed_s: float) -> None:
         """Record that ranks have died, noticed at ``noticed_s`` (``time.perf_counter``)."""
         self.launched_as = self.launched_as or tuple(range(len(loss.old_ranks) + len(loss.gone)))
-        self.gone = ", ".join(
-            f"rank {rank} on {host}{_aside(rank, self.launched_as[rank], 'launched as')}" for rank, host in loss.gone
+        self.lost_ranks_text = ", ".join(
+            f"rank {rank} on {host}{_numbered(rank, self.launched_as[rank], 'launched as')}" for rank, host in loss.gone
         )
         self.launched_as = tuple(self.launched_as[old] for old in loss.old_ranks)
         self.losses.append(loss)
-        self.noticed_s, self.told = noticed_s, False
+        self.noticed_s, self.recovery_reported = noticed_s, False
         if self.profile is not None:
             self.profile = restricted(self.profile, loss.old_ranks)
 
     def job_of(self, world: World, read: Callable[[], tuple[LoadedJob, Path]]) -> tuple[LoadedJob, Path]:
         """The job and the run directory, from an earlier attempt or read now. Collective."""
-        known = self.shared(world, self.job)
-        self.job = self.job if known and self.job is not None else read()
+        from_earlier = self.all_ranks_have(world, self.job)
+        self.job = self.job if from_earlier and self.job is not None else read()
         return self.job
 
     def context_of(self, world: World, transport: Transport, make: Callable[[], RunContext]) -> RunContext:
         """The context of an earlier attempt, adapted to the ranks that are left; or a new one. Collective. Raises
         CollectiveUserError: as ``make``; or the new rank 0 cannot read the data, or finds other data.
         """
-        if self.shared(world, self.context) and self.context is not None:
+        if self.all_ranks_have(world, self.context) and self.context is not None:
             return self._renewed(self.context, world, transport)
         context = make()
         if ulfm.active():
             material = context.material
-            own = [material.dataset.fingerprint(), secrets.token_hex(8)] if material is not None else None
-            self.fingerprint, self.token = world.broadcast_json(own)
+            identity = [material.dataset.fingerprint(), secrets.token_hex(8)] if material is not None else None
+            self.fingerprint, self.token = world.broadcast_json(identity)
         self.context = context
         return context
 
@@ -132,11 +132,11 @@ class RunHistory:
         """The profile of an earlier attempt, if any rank has it. Collective."""
         if not self.losses:
             return None
-        having = [rank for rank, has in enumerate(world.all_gather_json(self.profile is not None)) if has]
-        if not having:
+        holders = [rank for rank, has in enumerate(world.all_gather_json(self.profile is not None)) if has]
+        if not holders:
             return None
-        own = [profile_to_dict(self.profile), self.profiled_ranks] if self.profile is not None else None
-        shared = world.broadcast_json(own, root=having[0])
+        profile_and_ranks = [profile_to_dict(self.profile), self.profiled_ranks] if self.profile is not None else None
+        shared = world.broadcast_json(profile_and_ranks, root=holders[0])
         self.profile, self.profiled_ranks = profile_from_dict(shared[0]), int(shared[1])
         return self.profile
 
@@ -146,22 +146,22 @@ class RunHistory:
             now = memory_kills()
             killed = dict(zip(world.hosts, world.all_gather_json(now - self.memory_kills), strict=True))
             self.memory_kills = now
-            where = memory_kills_text({host: killed.get(host, 0) for _, host in loss.gone})
-            going = ", ".join(f"{new}{_aside(new, old, 'was')}" for new, old in enumerate(loss.old_ranks))
-            left = f"{units.plural(world.size, 'rank')}, numbered {going}"
-            text = f"Died: {self.gone}. Going on without: {left}"
-            if not self.gone:
-                text = f"MPI's connections broke, though no rank has died. Beginning again with all: {left}"
-            if where:
-                text += f". {where[0].upper()}{where[1:]}"
+            kills_text = memory_kills_text({host: killed.get(host, 0) for _, host in loss.gone})
+            numbering = ", ".join(f"{new}{_numbered(new, old, 'was')}" for new, old in enumerate(loss.old_ranks))
+            ranks_text = f"{units.plural(world.size, 'rank')}, numbered {numbering}"
+            text = f"Died: {self.lost_ranks_text}. Going on without: {ranks_text}"
+            if not self.lost_ranks_text:
+                text = f"MPI's connections broke, though no rank has died. Beginning again with all: {ranks_text}"
+            if kills_text:
+                text += f". {kills_text[0].upper()}{kills_text[1:]}"
             say(text)
             if world.rank == 0:
                 append_event(run_dir, "ranks-lost", text, ranks=[rank for rank, _ in loss.gone], left=world.size)
 
     def tell_first_step(self, context: RunContext, step: int) -> None:
         """Report how long the run stood still, if this is the first step since a death."""
-        if not self.told:
-            self.told = True
+        if not self.recovery_reported:
+            self.recovery_reported = True
             seconds = time.perf_counter() - self.noticed_s
             text = f"step {step}: the first one since the death, {units.seconds(seconds)} after it was noticed"
             say(text)
@@ -206,24 +206,24 @@ def run_with_recovery(world: World, attempt: Callable[[RunHistory], _T]) -> _T:
 def _attempts(world: World, attempt: Callable[[RunHistory], _T], history: RunHistory) -> _T:
     while True:
         problem: CollectiveUserError | None = None
-        ended: list[_T] = []
-        well, noticed_s = True, 0.0
+        results: list[_T] = []
+        succeeded, noticed_s = True, 0.0
         try:
-            ended.append(attempt(history))
+            results.append(attempt(history))
         except CollectiveUserError as error:
             problem = error
         except ulfm.RankLost as error:
-            well = False
+            succeeded = False
             _LOG.warning("while %s: %s", world.current_action, error)
         noticed_s = time.perf_counter()
-        if all_ranks_succeeded(world, well):
+        if all_ranks_succeeded(world, succeeded):
             break
         world.current_action = "recovering from a death"
         gc.collect()  # modules and hooks of the attempt refer to each other
         history.record_loss(shrink_to_survivors(world, _may_lead(history)), noticed_s)
     if problem is not None:
         raise problem
-    return ended[0]
+    return results[0]
 
 
 def _may_lead(history: RunHistory) -> bool:
@@ -243,11 +243,11 @@ def _may_lead(history: RunHistory) -> bool:
     return os.access(existing, os.W_OK) and all(path.exists() or is_hub_id(text, path) for text, path in named)
 
 
-def _aside(number: int, other: int, word: str) -> str:
-    return f" ({word} {other})" if number != other else ""
+def _numbered(number: int, old_number: int, word: str) -> str:
+    return f" ({word} {old_number})" if number != old_number else ""
 
 
-def plan_again(context: RunContext, history: RunHistory, profiled: Profiled, pending: Pending) -> Planned:
+def plan_for_remaining_ranks(context: RunContext, history: RunHistory, profiled: Profiled, pending: Pending) -> Planned:
     """A plan for the remaining ranks. Collective. Raises CollectiveUserError: the model exceeds their memory."""
     profile, begin = profiled.profile, time.perf_counter()
     # Every rank waits for it.
@@ -257,35 +257,35 @@ def plan_again(context: RunContext, history: RunHistory, profiled: Profiled, pen
 
 
 @contextlib.contextmanager
-def beside_steps(
+def replicate_state(
     context: RunContext,
     history: RunHistory,
     world: World,
     snapshots: Snapshots,
     state: State,
-    described: dict[str, Any],
+    checkpoint_metadata: dict[str, Any],
 ) -> Iterator[Callable[[], None]]:
     """A context that keeps copies of the trained state during a run that may lose ranks or machines. Collective over the active
     ranks.
 
-    Yields a function to be called after each step. ``world``: the active ranks. ``described``: what every checkpoint carries
+    Yields a function to be called after each step. ``world``: the active ranks. ``checkpoint_metadata``: what every checkpoint carries
     besides tensors; used on rank 0.
     """
-    every = context.job.checkpoint.replicate_every
-    if not (ulfm.active() or supervised()) or every == 0:
+    interval = context.job.checkpoint.replicate_every
+    if not (ulfm.active() or supervised()) or interval == 0:
         yield lambda: history.tell_first_step(context, state.step)
         return
     local: ShardWriter | None = None
     if supervised():
-        said = {key: value for key, value in described.items() if key != "profile"}
-        local = ShardWriter(world, context.run_dir, world.broadcast_json(said), history.kept_version)
+        metadata = {key: value for key, value in checkpoint_metadata.items() if key != "profile"}
+        local = ShardWriter(world, context.run_dir, world.broadcast_json(metadata), history.kept_version)
     threaded = context.job.cluster.communication_thread and world.thread_level == "multiple"
-    fixed = every if isinstance(every, int) else None
-    with PeerReplicas(world, snapshots, history.versions, fixed, threaded, local) as peers:
+    fixed_interval = interval if isinstance(interval, int) else None
+    with PeerReplicas(world, snapshots, history.versions, fixed_interval, threaded, local) as peers:
         peers.begin(state)
 
-        def after() -> None:
+        def after_step() -> None:
             history.tell_first_step(context, state.step)
             peers.after(state)
 
-        yield after
+        yield after_step

@@ -22,19 +22,19 @@ from hetero_mpi.state.state import State
 from hetero_mpi.training.setup.context import RunContext
 from hetero_mpi.util.errors import UserError
 
-_TELL_S = 30.0
+_REPORT_INTERVAL_S = 30.0
 """Seconds between words on how far the reference is."""
 
 
-def check_reference(train: TrainTable, dataset: DataSource, known: NDArray[np.float32] | None) -> None:
-    """Refuse to resume a run whose state does not hold all likelihoods that it needs. ``known``: those of its state; None: it
+def check_reference(train: TrainTable, dataset: DataSource, reference: NDArray[np.float32] | None) -> None:
+    """Refuse to resume a run whose state does not hold all likelihoods that it needs. ``reference``: those of its state; None: it
     has none, or other data. Raises UserError: with what to do.
     """
     if not _has_reference(train):
         return
-    missing = _needed(train, dataset)
-    if known is not None:
-        missing = missing[np.isnan(known[missing]).any(axis=1)]
+    missing = _needed_rows(train, dataset)
+    if reference is not None:
+        missing = missing[np.isnan(reference[missing]).any(axis=1)]
     if len(missing):
         raise UserError(
             "resume.no_reference",
@@ -51,22 +51,22 @@ def find_reference(context: RunContext, members: World, trainer: Trainer, state:
     if not _has_reference(train) or state.reference is not None:
         return
     members.current_action = "computing the reference of the preferences"
-    needed = _needed(train, dataset) if dataset is not None else np.zeros(0, np.int64)
-    count = int(members.broadcast_json(len(needed)))
+    needed_rows = _needed_rows(train, dataset) if dataset is not None else np.zeros(0, np.int64)
+    count = int(members.broadcast_json(len(needed_rows)))
     say(f"Reference of the preferences: {count:,} rows through the model that the run begins with")
-    found, told_s = [], time.monotonic()
+    logprobs_by_batch, reported_s = [], time.monotonic()
     for first in range(0, count, trainer.plan.global_batch):
-        chosen = needed[first : first + trainer.plan.global_batch]
-        own = dataset.gather(chosen) if isinstance(dataset, Dataset) else None
-        found.append(trainer.likelihoods(trainer.shared_batch(own, context.job.data.pad == "longest")))
-        if time.monotonic() > told_s + _TELL_S:
-            told_s = time.monotonic()
-            say(f"  {first + len(chosen):,} of {count:,} rows")
-    whole: list[NDArray[np.float32]] | None = None
+        batch_rows = needed_rows[first : first + trainer.plan.global_batch]
+        batch = dataset.gather(batch_rows) if isinstance(dataset, Dataset) else None
+        logprobs_by_batch.append(trainer.likelihoods(trainer.shared_batch(batch, context.job.data.pad == "longest")))
+        if time.monotonic() > reported_s + _REPORT_INTERVAL_S:
+            reported_s = time.monotonic()
+            say(f"  {first + len(batch_rows):,} of {count:,} rows")
+    full_reference: list[NDArray[np.float32]] | None = None
     if isinstance(dataset, Dataset):
-        whole = [np.full((len(dataset.tokens), dataset.records_per_row), np.nan, np.float32)]
-        whole[0][needed] = np.concatenate(found)
-    state.set_reference(members.broadcast_arrays(whole)[0])
+        full_reference = [np.full((len(dataset.tokens), dataset.records_per_row), np.nan, np.float32)]
+        full_reference[0][needed_rows] = np.concatenate(logprobs_by_batch)
+    state.set_reference(members.broadcast_arrays(full_reference)[0])
 
 
 def _has_reference(train: TrainTable) -> bool:
@@ -75,10 +75,10 @@ def _has_reference(train: TrainTable) -> bool:
     return compared_by is not None and compared_by.reference
 
 
-def _needed(train: TrainTable, dataset: DataSource) -> Indices:
+def _needed_rows(train: TrainTable, dataset: DataSource) -> Indices:
     """The rows of the dataset that a run compares, ascending. On rank 0."""
     assert isinstance(dataset, Dataset)
     steps = train.steps if dataset.parts else min(train.steps, -(-len(dataset.train) // train.global_batch))
     rows = [dataset.numbers(step, train.global_batch, train.last_batch == "smaller") for step in range(steps)]
-    needed = np.concatenate([*rows, dataset.held_out[: train.evaluate_sequences]])
-    return np.unique([needed, needed + (learns_from(train.preference) == "labels")])
+    needed_rows = np.concatenate([*rows, dataset.held_out[: train.evaluate_sequences]])
+    return np.unique([needed_rows, needed_rows + (learns_from(train.preference) == "labels")])

@@ -62,15 +62,15 @@ class TrainResult:
     """Steps without an update, because gradients were not finite."""
 
 
-def finished(metadata: Mapping[str, Any], path: Path, job: JobConfig, run_dir: Path) -> TrainResult | None:
+def past_result(metadata: Mapping[str, Any], path: Path, job: JobConfig, run_dir: Path) -> TrainResult | None:
     """The result of the run in ``run_dir``, if its last step is that of the checkpoint ``path`` and its result was written; None:
     something is left to do. On rank 0.
     """
-    step, patience = metadata["step"], job.train.early_stopping_patience
-    over = step == job.train.steps or 0 < patience <= (metadata.get("higher_in_a_row") or 0)
+    step, patience = metadata["step"], job.train.patience
+    is_over = step == job.train.steps or 0 < patience <= (metadata.get("higher_in_a_row") or 0)
     result = run_dir / ("model" if job.adapter.method == "none" else "adapter")
-    own = path.resolve().is_relative_to(run_dir.resolve())
-    if not (over and own and result_step(run_dir) == step and result.is_dir()):
+    in_run_dir = path.resolve().is_relative_to(run_dir.resolve())
+    if not (is_over and in_run_dir and result_step(run_dir) == step and result.is_dir()):
         return None
     run = read_run(run_dir)
     if run.report is None or run.profile is None:
@@ -88,15 +88,15 @@ def finished(metadata: Mapping[str, Any], path: Path, job: JobConfig, run_dir: P
     )
 
 
-def shared(world: World, result: TrainResult | None) -> TrainResult | None:
+def share_past_result(world: World, result: TrainResult | None) -> TrainResult | None:
     """Rank 0's result of a finished run, on all ranks; rank 0 says that there is nothing to do. Collective."""
-    found = share_result(world, result)
-    if found is not None:
+    result_of_rank0 = share_result(world, result)
+    if result_of_rank0 is not None:
         say(
-            f"finished already: nothing to do. All {len(found.losses):,} steps are done, and the result is in {found.result}. "
+            f"finished already: nothing to do. All {len(result_of_rank0.losses):,} steps are done, and the result is in {result_of_rank0.result}. "
             f"More steps: raise [train] steps. Anew: leave --resume out, or choose another --run-dir"
         )
-    return found
+    return result_of_rank0
 
 
 def share_result(world: World, result: TrainResult | None) -> TrainResult | None:
@@ -153,10 +153,10 @@ def save_adapter(
     coming = collect(trainer.rank, trainer.transport, listed, LiveState(trainer))
     state = {shard.name: tensor.clone() for shard, tensor in coming}
     if trainer.rank == 0:
-        with adapter_directory(directory) as whole:
-            write_adapter(whole.path, trainer.tuning, state, base)
+        with adapter_directory(directory) as output:
+            write_adapter(output.path, trainer.tuning, state, base)
             if tokenizer is not None:
-                save_tokenizer(tokenizer, whole.path)
+                save_tokenizer(tokenizer, output.path)
 
 
 class ResultWriter(Protocol):

@@ -62,7 +62,7 @@ def draw_plan(context: RunContext, report: PlanReport) -> None:
             save(figure, context.run_dir / f"architecture.{kind}", f"architecture: {context.loaded.name}")
 
 
-def keep_profile(context: RunContext) -> None:
+def save_used_profile(context: RunContext) -> None:
     """Save the profile that the plans are made for, where it is not the one in ``profile.toml``. On rank 0.
 
     It may have been given by name, or lack ranks that have died. It has a name of its own so that no later run reuses it as a
@@ -102,8 +102,8 @@ def open_display(
     train, per_epoch = context.job.train, None
     if train.epochs is not None and context.dataset is not None:
         per_epoch = steps_per_epoch(len(context.dataset.train), train.global_batch, train.last_batch == "smaller")
-    shown = ProgressDisplay(train.steps, state.step, unit=unit, steps_per_epoch=per_epoch, screen=screen)
-    display = stack.enter_context(shown)
+    progress = ProgressDisplay(train.steps, state.step, unit=unit, steps_per_epoch=per_epoch, screen=screen)
+    display = stack.enter_context(progress)
     return metrics, display
 
 
@@ -116,8 +116,8 @@ def show_plan(display: ProgressDisplay | None, context: RunContext, plan: Plan, 
         display.show(overview(plan, context.profile, context.loaded.name), standings)
 
 
-TELL_S = 0.5
-_PATIENCE_S = 5.0
+WRITE_INTERVAL_S = 0.5
+_MAX_PAGE_EXIT_S = 5.0
 """For the page's process, which shows the end to who watches."""
 
 
@@ -131,46 +131,46 @@ class LiveView:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._asked, self._run_dir = ReportTable(), Path()
+        self._report_table, self._run_dir = ReportTable(), Path()
         self._display: ProgressDisplay | None = None
         self._page: subprocess.Popen[bytes] | None = None
         self._stop = threading.Event()
-        self._telling: Background[None] | None = None
+        self._writing: Background[None] | None = None
         self._write = BestEffort("writing now.json", self._write_present)
 
-    def begin(self, asked: ReportTable, run_dir: Path, display: ProgressDisplay | None) -> None:
+    def show_run(self, report_table: ReportTable, run_dir: Path, display: ProgressDisplay | None) -> None:
         """The start is accepted: show the run from now on. ``display`` knows what the ranks do; other ranks than 0 have none."""
         if display is None:
             return
-        self._asked, self._run_dir, self._display = asked, run_dir, display
-        if asked.watch is not False and self._page is None:
-            port = [str(asked.watch)] if asked.watch is not True else []
+        self._report_table, self._run_dir, self._display = report_table, run_dir, display
+        if report_table.watch is not False and self._page is None:
+            port = [str(report_table.watch)] if report_table.watch is not True else []
             with warn_on_failure("starting the live page"):  # an interrupt of the terminal is not for it
-                apart: dict[str, Any] = {"stderr": subprocess.DEVNULL, "start_new_session": True}
-                self._page = start_module("hetero_mpi.serve.live_page", str(run_dir), *port, **apart)
-                start_unattended("passing on the page's address", self._pass_on)
-        if self._telling is None and (asked.write or self._page is not None):
+                process_options: dict[str, Any] = {"stderr": subprocess.DEVNULL, "start_new_session": True}
+                self._page = start_module("hetero_mpi.serve.live_page", str(run_dir), *port, **process_options)
+                start_unattended("passing on the page's address", self._print_page_output)
+        if self._writing is None and (report_table.write or self._page is not None):
             with warn_on_failure("telling what the ranks do"):
-                self._telling = Background("telling what the ranks do", self._tell)
+                self._writing = Background("telling what the ranks do", self._write_until_stopped)
 
     def __enter__(self) -> LiveView:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        if self._telling is not None:
+        if self._writing is not None:
             self._stop.set()
-            self._telling.finish()
-            known = isinstance(error, CollectiveUserError)
-            self._write(str(error) if known else f"{kind.__name__}: {error}" if kind is not None else "")
-            if known:
-                write_files(self._run_dir, self._asked)
+            self._writing.finish()
+            is_shared_error = isinstance(error, CollectiveUserError)
+            self._write(str(error) if is_shared_error else f"{kind.__name__}: {error}" if kind is not None else "")
+            if is_shared_error:
+                write_files(self._run_dir, self._report_table)
         if self._page is not None and self._page.stdin is not None:
             with contextlib.suppress(subprocess.TimeoutExpired), warn_on_failure("ending the live page"):
                 self._page.stdin.close()
-                self._page.wait(_PATIENCE_S)
+                self._page.wait(_MAX_PAGE_EXIT_S)
 
-    def _tell(self) -> None:
-        while not self._stop.wait(TELL_S):
+    def _write_until_stopped(self) -> None:
+        while not self._stop.wait(WRITE_INTERVAL_S):
             self._write(None)
 
     def _write_present(self, ended: str | None) -> None:
@@ -178,16 +178,16 @@ class LiveView:
         ranks = {str(rank): now for rank, now in self._display.standings().items()}
         write_present(self._run_dir, Present(time.time(), self._world.current_action, ended, ranks))
 
-    def _pass_on(self) -> None:
+    def _print_page_output(self) -> None:
         """Print what the page's process says. A log would keep the token."""
         assert self._page is not None and self._page.stdout is not None
         for line in self._page.stdout:
             write_line(line.decode(errors="replace").rstrip())
 
 
-def write_files(run_dir: Path, asked: ReportTable) -> None:
+def write_files(run_dir: Path, report_table: ReportTable) -> None:
     """``report.html`` and ``trace.json``, on rank 0."""
-    if asked.write:
+    if report_table.write:
         with warn_on_failure("writing the report"):
             from hetero_mpi.report.page.document import write_report  # loads matplotlib
 
@@ -202,31 +202,31 @@ def files_of(context: RunContext) -> dict[str, Path]:
     return {what: context.run_dir / name for what, name in files.items() if (context.run_dir / name).exists()}
 
 
-def leave_result(context: RunContext, share: Share, state: State, others: OtherPrograms) -> None:
+def write_result(context: RunContext, share: Share, state: State, other_programs: OtherPrograms) -> None:
     """Write the result and print the summary. Collective over the active ranks.
 
     Args:
-        others: watched while steps were taken.
+        other_programs: watched while steps were taken.
 
     Raises:
         UserError: rank 0 cannot write it; with the newest checkpoint.
     """
     try:
-        _leave_result(context, share, state, others)
+        _write_and_summarize(context, share, state, other_programs)
     except CollectiveUserError:
         raise
     except (UserError, OSError) as error:
         newest = state.newest_checkpoint
-        left = f"{newest} is whole: `--resume` goes on from it" if newest else "there is no checkpoint"
-        why = (
+        checkpoint_text = f"{newest} is whole: `--resume` goes on from it" if newest else "there is no checkpoint"
+        reason = (
             str(error) if isinstance(error, UserError) else f"the result cannot be written ({error.strerror or error})"
         )
-        raise UserError("run.result_unwritable", f"{why}; {left}") from error
+        raise UserError("run.result_unwritable", f"{reason}; {checkpoint_text}") from error
 
 
-def _leave_result(context: RunContext, share: Share, state: State, others: OtherPrograms) -> None:
+def _write_and_summarize(context: RunContext, share: Share, state: State, other_programs: OtherPrograms) -> None:
     assert share.members is not None and share.trainer is not None
-    taken = others.told(share.members)
+    other_programs_text = other_programs.summary(share.members)
     if share.emulation is not None:
         say(*punctuality_lines(share.members, share.emulation))
     share.members.current_action = "writing the result"
@@ -236,10 +236,10 @@ def _leave_result(context: RunContext, share: Share, state: State, others: Other
             note_result(context.run_dir, state.step)
         write_files(context.run_dir, context.job.report)
         with warn_on_failure("printing the summary"):
-            _say_end(context, share.report, state, result_directory, taken)
+            _print_summary(context, share.report, state, result_directory, other_programs_text)
 
 
-def outcome(context: RunContext, report: PlanReport, state: State) -> TrainResult:
+def final_result(context: RunContext, report: PlanReport, state: State) -> TrainResult:
     """The run's ``TrainResult``, broadcast from rank 0. Collective over all ranks of the job."""
     result = TrainResult(
         run_dir=context.run_dir,
@@ -252,9 +252,9 @@ def outcome(context: RunContext, report: PlanReport, state: State) -> TrainResul
         checkpoint=state.newest_checkpoint,
         skipped=state.skipped,
     )
-    found = share_result(context.world, result if context.world.rank == 0 else None)
-    assert found is not None
-    return found
+    shared_result = share_result(context.world, result if context.world.rank == 0 else None)
+    assert shared_result is not None
+    return shared_result
 
 
 def _write_result(context: RunContext, trainer: Trainer) -> Path:
@@ -274,10 +274,10 @@ def _result_directory(context: RunContext) -> Path:
     return context.run_dir / ("model" if context.tuning.full else "adapter")
 
 
-_POINT = "KTO's reference point takes a forward pass in each step, which no prediction counts"
+_REFERENCE_POINT_NOTE = "KTO's reference point takes a forward pass in each step, which no prediction counts"
 
 
-def _say_end(context: RunContext, report: PlanReport, state: State, result_directory: Path, others: str) -> None:
+def _print_summary(context: RunContext, report: PlanReport, state: State, result_directory: Path, notes: str) -> None:
     assert context.dataset is not None
     written = {result_directory.name: result_directory}
     if state.newest_checkpoint is not None:
@@ -285,10 +285,10 @@ def _say_end(context: RunContext, report: PlanReport, state: State, result_direc
     written |= files_of(context) | {"metrics": context.run_dir / "metrics.jsonl", "logs": context.run_dir / "logs"}
     entropy = context.dataset.unigram_entropy()
     changes, records = context.job.cluster.speed_changes(), learns_from(context.job.train.preference)
-    others = "; ".join(filter(None, [others, _POINT if records == "labels" else ""]))
-    compared = {None: "", "labels": "answer", "pairs": "pair"}[records]
-    shown = state.metrics, state.evaluations, entropy, written, changes, compared, others
-    say(*final_lines(report, context.profile, *shown))
+    notes = "; ".join(filter(None, [notes, _REFERENCE_POINT_NOTE if records == "labels" else ""]))
+    compared_unit = {None: "", "labels": "answer", "pairs": "pair"}[records]
+    figures = state.metrics, state.evaluations, entropy, written, changes, compared_unit, notes
+    say(*final_lines(report, context.profile, *figures))
     if context.material is not None and context.material.skipped_records:
         say(
             f"{context.material.skipped_records} bad records were skipped (data.skip_bad); the start of the log names them"
@@ -297,9 +297,9 @@ def _say_end(context: RunContext, report: PlanReport, state: State, result_direc
         say(f"{state.skipped} steps were skipped, since their gradients were not finite")
 
 
-NOTABLE = 0.25
+MIN_OTHER_CORES = 0.25
 """Cores; less is what a quiet machine does beside a run."""
-BUSY = 0.85
+MIN_BUSY_SHARE = 0.85
 """Share of the cores' time: where less of it is used, nobody waits for a core."""
 
 _NOT_BUSY = ("idle", "iowait", "guest", "guest_nice")
@@ -313,25 +313,25 @@ class OtherPrograms:
         self._now = BestEffort("measuring other programs", _cpu_seconds)
         self._began = self._now()
 
-    def told(self, world: World) -> str:
+    def summary(self, world: World) -> str:
         """``other programs took about 0.8 of 2 cores``, of each host where ranks waited for them; "": hardly. Collective."""
-        ended, own = self._now(), None
+        ended, host_row = self._now(), None
         if ended is not None and self._began is not None:
             passed_s, own_s, *cores_s = (now - then for now, then in zip(ended, self._began, strict=False))
-            own = [world.host, allowed_cores(), passed_s, own_s, cores_s]
-        rows, found = [row for row in world.all_gather_json(own) if row is not None], []
+            host_row = [world.host, allowed_cores(), passed_s, own_s, cores_s]
+        rows, texts = [row for row in world.all_gather_json(host_row) if row is not None], []
         for host in dict.fromkeys(row[0] for row in rows):
-            here = [row for row in rows if row[0] == host]
-            usable = {core for row in here for core in row[1]}
-            _, _, passed_s, _, busy_s = here[0]
+            host_rows = [row for row in rows if row[0] == host]
+            usable = {core for row in host_rows for core in row[1]}
+            _, _, passed_s, _, busy_s = host_rows[0]
             if not passed_s > 0 or max(usable) >= len(busy_s):
                 continue
-            taken = sum(busy_s[core] for core in usable) / passed_s
-            others = taken - sum(row[3] for row in here) / passed_s
-            if others > NOTABLE and taken > BUSY * len(usable):
-                on = f" on {host}" if len(set(world.hosts)) > 1 else ""
-                found.append(f"about {others:.1f} of {len(usable)} cores{on}")
-        return f"other programs took {', '.join(found)}" if found else ""
+            used_cores = sum(busy_s[core] for core in usable) / passed_s
+            other_cores = used_cores - sum(row[3] for row in host_rows) / passed_s
+            if other_cores > MIN_OTHER_CORES and used_cores > MIN_BUSY_SHARE * len(usable):
+                host_text = f" on {host}" if len(set(world.hosts)) > 1 else ""
+                texts.append(f"about {other_cores:.1f} of {len(usable)} cores{host_text}")
+        return f"other programs took {', '.join(texts)}" if texts else ""
 
 
 def _cpu_seconds() -> list[float]:

@@ -25,12 +25,12 @@ ECHO_S = 1.0
 """A signal within this time of the first counts as the same request by another way. A terminal signals every process of its group,
 and the launcher passes it on; SLURM signals a step and its tasks.
 """
-_BEFORE = "before the first step, so nothing of this start is saved" + (
+_BEFORE_STEPS = "before the first step, so nothing of this start is saved" + (
     ". Under SLURM: raise --time, which must hold the start (imports, profile, plan, weights), some steps, and --signal's seconds"
     if "SLURM_JOB_ID" in os.environ
     else ""
 )
-_AFTER = "after the last step, before the result was written"
+_AFTER_STEPS = "after the last step, before the result was written"
 REQUESTS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name))
 
 
@@ -44,7 +44,7 @@ class StopRequest:
     def __init__(self) -> None:
         self.asked_by: signal.Signals | None = None
         self._noting = self._aside = False
-        self._saved = _BEFORE
+        self._saved = _BEFORE_STEPS
         self._first_s = 0.0
         self._before: dict[int, Any] = {}
 
@@ -67,12 +67,12 @@ class StopRequest:
         """
         self._noting = True
         yield
-        self._noting, self._saved = False, _AFTER
+        self._noting, self._saved = False, _AFTER_STEPS
 
     @contextmanager
-    def aside(self, wanted: bool) -> Iterator[None]:
-        """A block in which SIGINT goes to the handler that was there before, if ``wanted``."""
-        self._aside = wanted
+    def aside(self, defer: bool) -> Iterator[None]:
+        """A block in which SIGINT goes to the handler that was there before, if ``defer``."""
+        self._aside = defer
         yield
         self._aside = False
 

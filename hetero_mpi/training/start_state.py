@@ -64,10 +64,10 @@ from hetero_mpi.state.resume_checks import (
     step_change,
 )
 from hetero_mpi.state.state import State, StateReader, gather_sources, new_run_id, newest_version, share_state
-from hetero_mpi.training.build import build_share, hand_over, start_adapter, start_layers, start_magnitudes
+from hetero_mpi.training.build import build_share, move_trained_state, start_adapter, start_layers, start_magnitudes
 from hetero_mpi.training.recovery import RunHistory
 from hetero_mpi.training.reference_likelihoods import check_reference
-from hetero_mpi.training.result import TrainResult, finished, shared
+from hetero_mpi.training.result import TrainResult, past_result, share_past_result
 from hetero_mpi.training.setup.context import Pending, RunContext, Share, TrainOptions
 from hetero_mpi.util.errors import UserError
 
@@ -93,11 +93,11 @@ def check_header(world: World, loaded: LoadedJob, run_dir: Path, resume: str | N
             with contextlib.suppress(CheckpointError):  # a damaged one is told, or passed over, when all of it is read
                 if path is not None:
                     with CheckpointReader(path) as reader:
-                        past = _look(reader, path, loaded, run_dir)
-    return shared(world, past)
+                        past = _read_past_result(reader, path, loaded, run_dir)
+    return share_past_result(world, past)
 
 
-def _look(reader: CheckpointReader, path: Path, loaded: LoadedJob, run_dir: Path) -> TrainResult | None:
+def _read_past_result(reader: CheckpointReader, path: Path, loaded: LoadedJob, run_dir: Path) -> TrainResult | None:
     train, step = loaded.job.train, reader.metadata["step"]
     check_train(reader, path, train)
     check_length(reader, path, loaded.job.data.sequence_length)
@@ -106,13 +106,13 @@ def _look(reader: CheckpointReader, path: Path, loaded: LoadedJob, run_dir: Path
     check_steps(path, step, train)
     if _described(reader.metadata["job"]) != _described(job_to_dict(loaded.job)):
         return None  # whether it is the same run shows when model and data are there
-    return finished(reader.metadata, path, loaded.job, run_dir)
+    return past_result(reader.metadata, path, loaded.job, run_dir)
 
 
 def _described(job: Mapping[str, Any]) -> dict[str, Any]:
     """The tables of a job that decide what is trained, on what and how; but for the dtype, which may have to be settled yet."""
-    told = {table: job.get(table) for table in ("model", "adapter", "tokenizer", "data", "train")}
-    return {**told, "train": {**(told["train"] or {}), "dtype": None}}
+    tables = {table: job.get(table) for table in ("model", "adapter", "tokenizer", "data", "train")}
+    return {**tables, "train": {**(tables["train"] or {}), "dtype": None}}
 
 
 def find_start(
@@ -122,55 +122,55 @@ def find_start(
     ranks; nobody may be writing shards. Raises CollectiveUserError: there is no such state, or this run would not continue it.
     """
     world, resume, run_dir = context.world, options.resume, context.run_dir
-    begun, kept, newest = None, None, resume in (LATEST, ANY)
+    run_id, version, newest = None, None, resume in (LATEST, ANY)
     if history.losses:
-        begun = next((one for one in world.all_gather_json(history.begun) if one is not None), None)
-    with_shards = newest or (begun is not None and supervised())
-    sources = _sources(context, history, resume, begun, with_shards)
+        run_id = next((value for value in world.all_gather_json(history.run_id) if value is not None), None)
+    with_shards = newest or (run_id is not None and supervised())
+    sources = _sources(context, history, resume, run_id, with_shards)
     if with_shards:
-        latest = begun or max((source.begun for source in sources), default="")
+        latest = run_id or max((source.begun for source in sources), default="")
         version_ids = {source.version_id for source in sources if source.is_shard}
         usable = [source for source in sources if not source.is_shard or source.begun == latest]
-        sources, kept = _undamaged(context, usable)
+        sources, version = _undamaged(context, usable)
         if world.local_rank == 0 and version_ids:
             # Nobody's work is removed where nothing fits: a mistake in the job may be the reason.
-            pending.add(partial(keep_versions, run_dir, version_ids if kept is None else {kept}, sweep=True))
+            pending.add(partial(keep_versions, run_dir, version_ids if version is None else {version}, sweep=True))
     elif not history.losses:
         pending.add(partial(remove_shards, run_dir))  # of a run that this one does not continue
-    chosen = newest_version(sources, _needed(context))
-    start, past = _accepted(context, history, chosen, pending) if chosen else (None, None)
-    if past is None and not history.shared(world, history.state):
-        _make_room(context, options, bool(chosen), pending)
-    if begun is None:
-        begun = chosen[0].begun if chosen and newest else ""
-        begun = world.broadcast_json(begun or new_run_id(_earlier_runs(world, run_dir)))
-    history.begun, history.kept_version = begun, kept
+    newest_sources = newest_version(sources, _needed_names(context))
+    start, past = _accepted(context, history, newest_sources, pending) if newest_sources else (None, None)
+    if past is None and not history.all_ranks_have(world, history.state):
+        _archive_earlier_run(context, options, bool(newest_sources), pending)
+    if run_id is None:
+        run_id = newest_sources[0].begun if newest_sources and newest else ""
+        run_id = world.broadcast_json(run_id or new_run_id(_earlier_runs(world, run_dir)))
+    history.run_id, history.kept_version = run_id, version
     return start, past
 
 
-def _needed(context: RunContext) -> frozenset[str]:
+def _needed_names(context: RunContext) -> frozenset[str]:
     return frozenset({*context.tuning.trainable, *context.tuning.constants})
 
 
 def _sources(
-    context: RunContext, history: RunHistory, resume: str | None, begun: str | None, with_shards: bool
+    context: RunContext, history: RunHistory, resume: str | None, run_id: str | None, with_shards: bool
 ) -> list[Source]:
     """The sources of all ranks. Collective. Raises CollectiveUserError: a checkpoint that is named is not there, or damaged."""
     world = context.world
-    own = [version.source(world.rank, begun or "") for version in history.versions]
+    local_sources = [version.source(world.rank, run_id or "") for version in history.versions]
     with world.on_leader("opening the checkpoint"):
         if world.rank == 0:
-            own += _checkpoint(context, history, resume, begun)
+            local_sources += _checkpoint(context, history, resume, run_id)
     if with_shards:
         shards, skipped = shards_on_disk(context.run_dir, world.rank) if world.local_rank == 0 else ([], [])
-        own += shards
-        _tell_skipped(world, skipped)
-    return gather_sources(world, own)
+        local_sources += shards
+        _report_skipped(world, skipped)
+    return gather_sources(world, local_sources)
 
 
-def _checkpoint(context: RunContext, history: RunHistory, resume: str | None, begun: str | None) -> list[Source]:
+def _checkpoint(context: RunContext, history: RunHistory, resume: str | None, run_id: str | None) -> list[Source]:
     """Rank 0's checkpoint: the one that is named, or the newest whole one; after deaths the newest of this run. Raises UserError:
-    the one that is named is not there, or damaged. ``begun``: of the run, after deaths: a new rank 0 may find checkpoints of
+    the one that is named is not there, or damaged. ``run_id``: of the run, after deaths: a new rank 0 may find checkpoints of
     another run on its disk.
     """
     newest, after_loss = resume in (LATEST, ANY), bool(history.losses) and history.token is not None
@@ -182,10 +182,10 @@ def _checkpoint(context: RunContext, history: RunHistory, resume: str | None, be
             path = find_checkpoint(context.run_dir, resume) if resume is not None else None
     if path is None:
         return []
-    said = _metadata(path)
-    if begun is not None and newest and said.get("begun") not in (None, begun):
+    metadata = _metadata(path)
+    if run_id is not None and newest and metadata.get("begun") not in (None, run_id):
         return []
-    return [Source(0, path, "", said["step"], said.get("begun") or "", 0, _needed(context))]
+    return [Source(0, path, "", metadata["step"], metadata.get("begun") or "", 0, _needed_names(context))]
 
 
 def _metadata(path: Path) -> dict[str, Any]:
@@ -193,9 +193,9 @@ def _metadata(path: Path) -> dict[str, Any]:
         return reader.metadata
 
 
-def _tell_skipped(world: World, own: Sequence[tuple[Path, str]]) -> set[tuple[int, str]]:
+def _report_skipped(world: World, local_skips: Sequence[tuple[Path, str]]) -> set[tuple[int, str]]:
     """Report all ranks' files that are passed over, each with the reason; returns (rank, path) of each. Collective."""
-    rows = world.all_gather_json([[str(path), reason] for path, reason in own])
+    rows = world.all_gather_json([[str(path), reason] for path, reason in local_skips])
     for host, of_rank in zip(world.hosts, rows, strict=True):
         say(*(f"{host}: passed over {path}: {reason}" for path, reason in of_rank))
     return {(rank, path) for rank, of_rank in enumerate(rows) for path, _ in of_rank}
@@ -203,29 +203,29 @@ def _tell_skipped(world: World, own: Sequence[tuple[Path, str]]) -> set[tuple[in
 
 def _earlier_runs(world: World, run_dir: Path) -> list[str]:
     """Ids of the runs of which there is a trace on any host. Collective."""
-    own = [shard.begun for shard in shards_on_disk(run_dir)[0]] if world.local_rank == 0 else []
+    local_run_ids = [shard.begun for shard in shards_on_disk(run_dir)[0]] if world.local_rank == 0 else []
     if world.rank == 0:
-        own.append(str(run_json(run_dir / RUN_NAME).get("run_id")))
-    return [run_id for of_rank in world.all_gather_json(own) for run_id in of_rank]
+        local_run_ids.append(str(run_json(run_dir / RUN_NAME).get("run_id")))
+    return [run_id for of_rank in world.all_gather_json(local_run_ids) for run_id in of_rank]
 
 
 def _undamaged(context: RunContext, sources: list[Source]) -> tuple[list[Source], str | None]:
     """(the sources but for shards of the newest version that cannot be used, the id of the newest whole version on disks).
     Collective.
     """
-    world, needed = context.world, _needed(context)
+    world, names = context.world, _needed_names(context)
     while True:
-        own = [source for source in newest_version(sources, needed) if source.is_shard and source.rank == world.rank]
+        local = [source for source in newest_version(sources, names) if source.is_shard and source.rank == world.rank]
         damaged = [
             (shard.path, reason)
-            for shard in own
+            for shard in local
             if shard.path and (reason := _damage(context, shard.path, shard.names))
         ]
-        bad = _tell_skipped(world, damaged)
-        if not bad:
-            on_disk = newest_version([source for source in sources if source.is_shard], needed)
+        unusable = _report_skipped(world, damaged)
+        if not unusable:
+            on_disk = newest_version([source for source in sources if source.is_shard], names)
             return sources, on_disk[0].version_id if on_disk else None
-        sources = [source for source in sources if (source.rank, str(source.path)) not in bad]
+        sources = [source for source in sources if (source.rank, str(source.path)) not in unusable]
 
 
 def _damage(context: RunContext, path: Path, names: frozenset[str]) -> str | None:
@@ -246,13 +246,13 @@ def _check_fits(context: RunContext, path: Path, names: frozenset[str] | None = 
 
 
 def _accepted(
-    context: RunContext, history: RunHistory, chosen: list[Source], pending: Pending
+    context: RunContext, history: RunHistory, sources: list[Source], pending: Pending
 ) -> tuple[State, TrainResult | None]:
     """(the state of a version, after that was compared with the job; the result of a run that is finished). Collective. Raises
     CollectiveUserError: this run would not continue the version.
     """
-    world, first, past = context.world, chosen[0], None
-    with StateReader(world.rank, chosen, history.versions) as reader:
+    world, first, past = context.world, sources[0], None
+    with StateReader(world.rank, sources, history.versions) as reader:
         reads = world.rank == first.rank
         state = share_state(world, reader.state() if reads else None, first.rank)
         origin = world.broadcast_json(reader.origin() if reads else None, root=first.rank)
@@ -263,26 +263,26 @@ def _accepted(
                 if not first.is_shard:
                     _check_fits(context, first.path)
                 same_data = _same_data(context, where, state, origin)
-                good = _newest_named(context, chosen, pending) if first.is_shard else None
+                good = _report_resume_from_shards(context, sources, pending) if first.is_shard else None
                 newest = good if first.is_shard else first.path
                 if not first.is_shard:
-                    past = finished(_metadata(first.path), first.path, context.job, context.run_dir)
+                    past = past_result(_metadata(first.path), first.path, context.job, context.run_dir)
                     if past is None:
                         say(f"Resuming from {first.path}, after step {first.step}")
                 reference = state.reference if same_data else None
                 state = replace(state, reference=reference, newest_checkpoint=newest, good_checkpoint=good)
                 pending.add(partial(set_later_aside, context.run_dir, first.step))
-        state, past = share_state(world, state if world.rank == 0 else None), shared(world, past)
-    return replace(state.after(history.state), sources=tuple(chosen)), past
+        state, past = share_state(world, state if world.rank == 0 else None), share_past_result(world, past)
+    return replace(state.after(history.state), sources=tuple(sources)), past
 
 
-def _newest_named(context: RunContext, chosen: list[Source], pending: Pending) -> Path | None:
+def _report_resume_from_shards(context: RunContext, sources: list[Source], pending: Pending) -> Path | None:
     """Report that the run goes on from shards; returns the newest whole checkpoint. On rank 0."""
-    world, step = context.world, chosen[0].step
+    world, step = context.world, sources[0].step
     good, _ = newest_good(context.run_dir / "checkpoints")
-    hosts = list(dict.fromkeys(world.hosts[source.rank] for source in chosen))
-    other = f"the newest checkpoint here is {good}" if good is not None else "there is no checkpoint here"
-    text = f"Going on after step {step}, from copies on the disks of {', '.join(hosts)}; {other}"
+    hosts = list(dict.fromkeys(world.hosts[source.rank] for source in sources))
+    newest = f"the newest checkpoint here is {good}" if good is not None else "there is no checkpoint here"
+    text = f"Going on after step {step}, from copies on the disks of {', '.join(hosts)}; {newest}"
     say(text)
     pending.add(partial(append_event, context.run_dir, "copies", text, step=step, hosts=hosts))
     return good
@@ -303,46 +303,48 @@ def _same_data(context: RunContext, path: Path, state: State, origin: Mapping[st
     check_reference(job.train, context.dataset, state.reference if then == now else None)
     check_steps(path, step, job.train)
     with damage_named(path, "metadata/job"):
-        changes = [told(origin["job"]["train"], job.train, step) for told in (rate_change, step_change)]
+        changes = [describe(origin["job"]["train"], job.train, step) for describe in (rate_change, step_change)]
         changes.append(other_change(origin["job"], job, context.tuning, context.chain, step))
     say(*filter(None, changes))
     return then == now
 
 
-def _make_room(context: RunContext, options: TrainOptions, found: bool, pending: Pending) -> None:
+def _archive_earlier_run(context: RunContext, options: TrainOptions, has_state: bool, pending: Pending) -> None:
     """Move an earlier run in the run directory aside, once this start is accepted, unless this one continues it. Collective.
-    ``found``: there is a state to go on from. Raises CollectiveUserError: there is none, but there must be; or this run reads files
+    ``has_state``: there is a state to go on from. Raises CollectiveUserError: there is none, but there must be; or this run reads files
     of the earlier one.
     """
     resume, run_dir, job = options.resume, context.run_dir, context.job
     with context.world.on_leader("looking at the run directory"):
         if context.world.rank != 0:
             return
-        if resume == LATEST and not found:
+        if resume == LATEST and not has_state:
             find_checkpoint(run_dir, resume)  # says what is there instead
-        if resume == ANY and not found:
+        if resume == ANY and not has_state:
             say("There is no checkpoint, and no whole copy of the trained state: beginning anew")
-        named = Path(resume) if resume not in (None, LATEST, ANY) else None
-        if found and (named is None or named.resolve().is_relative_to(run_dir.resolve())):
+        named_path = Path(resume) if resume not in (None, LATEST, ANY) else None
+        if has_state and (named_path is None or named_path.resolve().is_relative_to(run_dir.resolve())):
             return
-        own = [job.model.path, job.adapter.path, job.tokenizer.path]
-        read = [context.loaded.resolve(text) for text in own if text is not None]
-        read += [path for path in (options.plan, options.profile) if isinstance(path, Path)]
+        start_paths = [job.model.path, job.adapter.path, job.tokenizer.path]
+        input_paths = [context.loaded.resolve(text) for text in start_paths if text is not None]
+        input_paths += [path for path in (options.plan, options.profile) if isinstance(path, Path)]
         if holds_run(run_dir):
-            refuse_files_of_run(run_dir, read)
+            refuse_files_of_run(run_dir, input_paths)
             pending.add_first(
                 lambda: say(f"The earlier run in {run_dir} is in {set_run_aside(run_dir, own_event)} now, whole")
             )
 
 
 # ------------------------------------------------------------------------------------------------------------- under the plan
-def begin(context: RunContext, history: RunHistory, report: PlanReport, start: State | None) -> tuple[Share, State]:
+def load_start(
+    context: RunContext, history: RunHistory, report: PlanReport, start: State | None
+) -> tuple[Share, State]:
     """This rank's share of the plan, with the state to begin with. Collective over all ranks. Raises CollectiveUserError: a rank
     cannot build its stage, or start weights cannot be read.
     """
     world, job, begun_s = context.world, context.job, time.perf_counter()
     state = start or State.initial(job.train.dtype)
-    share = build_share(context, report, state, brought=start is not None or context.chain.start_is_sent)
+    share = build_share(context, report, state, state_moves=start is not None or context.chain.start_is_sent)
     share = replace(share, seconds={"build": time.perf_counter() - begun_s})
     if start is None:
         problem: CollectiveUserError | None = None
@@ -362,7 +364,7 @@ def begin(context: RunContext, history: RunHistory, report: PlanReport, start: S
     readers = start.readers()
     listed = transfers(tensor_shards(context.tuning, report.plan, KINDS), lambda shard: readers[shard.name])
     with StateReader(world.rank, start.sources, history.versions) as reader:
-        received = hand_over(context, share, listed, reader.tensor, state)
+        received = move_trained_state(context, share, listed, reader.tensor, state)
     _LOG.info("the state after step %d is back; %d bytes received", state.step, received)
     if start.sources[0].path is None:
         say(f"Going on after step {state.step}, from copies in memory")

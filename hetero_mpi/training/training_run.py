@@ -27,22 +27,22 @@ from hetero_mpi.rundir.run_directory import holds_run, is_used
 from hetero_mpi.state.directory import remove_shards
 from hetero_mpi.state.saving import Snapshots
 from hetero_mpi.state.state import State
-from hetero_mpi.training.build import change
+from hetero_mpi.training.build import change_plan
 from hetero_mpi.training.follower import Follower, OnEvent
 from hetero_mpi.training.loop import Loop, Training
 from hetero_mpi.training.rebalance import rebalancer_of
-from hetero_mpi.training.recovery import RunHistory, beside_steps, plan_again, run_with_recovery
+from hetero_mpi.training.recovery import RunHistory, plan_for_remaining_ranks, replicate_state, run_with_recovery
 from hetero_mpi.training.reference_likelihoods import find_reference
 from hetero_mpi.training.result import TrainResult
 from hetero_mpi.training.run_report import (
     LiveView,
     OtherPrograms,
     draw_plan,
-    keep_profile,
-    leave_result,
+    final_result,
     open_display,
-    outcome,
+    save_used_profile,
     show_plan,
+    write_result,
 )
 from hetero_mpi.training.setup.context import Pending, RunContext, Share, TrainOptions
 from hetero_mpi.training.setup.data_setup import base_name
@@ -54,9 +54,9 @@ from hetero_mpi.training.setup.profile_and_plan import (
     plan_for,
     say_plan,
 )
-from hetero_mpi.training.setup.setup import claimed, look_around, read_job, set_up
+from hetero_mpi.training.setup.setup import lock_run_directory, look_around, read_job, set_up
 from hetero_mpi.training.signals import StopRequest
-from hetero_mpi.training.start_state import begin, check_header, find_start
+from hetero_mpi.training.start_state import check_header, find_start, load_start
 from hetero_mpi.training.trial import try_plan
 from hetero_mpi.training.watchdog import watched
 from hetero_mpi.util.background import warn_on_failure
@@ -83,7 +83,7 @@ def train(
             with LiveView(world) as live:
                 return run_with_recovery(world, TrainingRun(world, options, stop, live, follower).run)
         except CollectiveUserError as error:
-            if follower is None or not follower.left or error.exit_code != ExitCode.STOPPED:
+            if follower is None or not follower.has_left or error.exit_code != ExitCode.STOPPED:
                 raise
             say(str(error))
             return None
@@ -148,12 +148,12 @@ class TrainingRun:
     def run(self, history: RunHistory) -> TrainResult | None:
         """All phases; returns the run's result (None for a dry run)."""
         pending = Pending()
-        with contextlib.ExitStack() as held:
-            job = self.resolve_job(history, held)
+        with contextlib.ExitStack() as resources:
+            job = self.resolve_job(history, resources)
             past = None if history.losses else check_header(self.world, job.loaded, job.run_dir, self.options.resume)
             if past is not None:
                 return past
-            transport = self.connect(job, held)
+            transport = self.connect(job, resources)
             context = self.load_data_and_model(history, job, transport)
             found = FoundState() if self.options.dry_run else self.find_state(context, history, pending)
             if found.past is not None:
@@ -168,17 +168,17 @@ class TrainingRun:
             built = self.build(context, history, calibrated.report, found.start)
             with self.world.collective_errors("beginning in the run directory"):
                 pending.carry_out()  # the start is accepted
-            keep_profile(context)
-            others = OtherPrograms()
+            save_used_profile(context)
+            other_programs = OtherPrograms()
             built = self.train(context, history, built)
-            return self.finish(context, built, others)
+            return self.finish(context, built, other_programs)
 
-    def resolve_job(self, history: RunHistory, held: contextlib.ExitStack) -> JobToRun:
+    def resolve_job(self, history: RunHistory, resources: contextlib.ExitStack) -> JobToRun:
         """Read the job, lock the run directory, and begin the logs."""
         world = self.world
         loaded, run_dir = history.job_of(world, lambda: read_job(world, self.options))
-        held.enter_context(claimed(world, run_dir))
-        continues = history.shared(world, history.state)
+        resources.enter_context(lock_run_directory(world, run_dir))
+        continues = history.all_ranks_have(world, history.state)
         look_around(world, run_dir, waits=world.broadcast_json(world.rank == 0 and is_used(run_dir)) and not continues)
         _LOG.info("process %d on %s", os.getpid(), world.host)  # some launchers name a dead rank by its process only
         history.tell_loss(world, run_dir)
@@ -187,10 +187,10 @@ class TrainingRun:
                 named_profile(loaded, self.options)
         return JobToRun(loaded, run_dir)
 
-    def connect(self, job: JobToRun, held: contextlib.ExitStack) -> MpiTransport:
+    def connect(self, job: JobToRun, resources: contextlib.ExitStack) -> MpiTransport:
         """Open the transport between the ranks."""
         threaded = job.loaded.job.cluster.communication_thread
-        return held.enter_context(MpiTransport(self.world.comm, threaded=threaded, hosts=self.world.hosts))
+        return resources.enter_context(MpiTransport(self.world.comm, threaded=threaded, hosts=self.world.hosts))
 
     def load_data_and_model(self, history: RunHistory, job: JobToRun, transport: MpiTransport) -> RunContext:
         """Open the devices, read the data (rank 0), and build the model's chain without weights."""
@@ -213,7 +213,7 @@ class TrainingRun:
     def plan(self, context: RunContext, history: RunHistory, profiled: Profiled, pending: Pending) -> Planned:
         """The given plan, checked, or the planner's. Its schedule has passed a dry run."""
         if history.losses:
-            return plan_again(context, history, profiled, pending)
+            return plan_for_remaining_ranks(context, history, profiled, pending)
         return plan_for(context, self.options.plan, profiled, pending)
 
     def calibrate(self, context: RunContext, history: RunHistory, planned: Planned, pending: Pending) -> Calibrated:
@@ -225,17 +225,17 @@ class TrainingRun:
         calibrated = Calibrated(*try_plan(context, self.options, planned, pending))
         history.profile = calibrated.profile
         say_plan(context, self.options, calibrated.profile, calibrated.report, planned.micro_batches)
-        drawn_for = replace(context, planned_for=calibrated.profile)
-        pending.add(partial(draw_plan, drawn_for, calibrated.report))
+        calibrated_context = replace(context, planned_for=calibrated.profile)
+        pending.add(partial(draw_plan, calibrated_context, calibrated.report))
         return calibrated
 
     def build(self, context: RunContext, history: RunHistory, report: PlanReport, start: State | None) -> Built:
         """Build this rank's stage, and bring the trained state to the ranks that hold it. Idle ranks wait."""
         world = self.world
         world.current_action = "building the stages"
-        share, state = begin(context, history, report, start)
+        share, state = load_start(context, history, report, start)
         if share.members is not None:
-            with _passed_on(world, share):
+            with _errors_reach_idle_ranks(world, share):
                 assert share.trainer is not None
                 find_reference(context, share.members, share.trainer, state)
             world.release(_idle_ranks(world, share), None)
@@ -255,21 +255,21 @@ class TrainingRun:
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._stop.noting())
             training = self._training(context, history, state, stack)
-            while (word := self._until_change(training, history, share, state)) is not None:
+            while (message := self._until_change(training, history, share, state)) is not None:
                 if share.members is None:
-                    history.state = state = State.from_dict(word["state"])
-                share = _changed(training, share, report_from_dict(word["plan"]), state)
+                    history.state = state = State.from_dict(message["state"])
+                share = _change_plan_and_report(training, share, report_from_dict(message["plan"]), state)
         return Built(share, state)
 
-    def finish(self, context: RunContext, built: Built, others: OtherPrograms) -> TrainResult:
+    def finish(self, context: RunContext, built: Built, other_programs: OtherPrograms) -> TrainResult:
         """Write the result, and print the summary."""
         share, state = built.share, built.state
         if share.members is not None:
-            with _passed_on(self.world, share):
-                leave_result(context, share, state, others)
+            with _errors_reach_idle_ranks(self.world, share):
+                write_result(context, share, state, other_programs)
             self.world.release(_idle_ranks(self.world, share), None)
         remove_shards(context.run_dir)  # the last checkpoint holds everything
-        return outcome(context, share.report, state)
+        return final_result(context, share.report, state)
 
     def _training(
         self, context: RunContext, history: RunHistory, state: State, stack: contextlib.ExitStack
@@ -278,8 +278,8 @@ class TrainingRun:
         rebalancer = rebalancer_of(context, self.options.plan is not None)
         if rebalancer is not None:
             stack.callback(rebalancer.close)
-        metrics, display = open_display(context, state, history.begun or "", stack, screen=self._follower is None)
-        self._live.begin(context.job.report, context.run_dir, display)
+        metrics, display = open_display(context, state, history.run_id or "", stack, screen=self._follower is None)
+        self._live.show_run(context.job.report, context.run_dir, display)
         tokenizer = context.material.tokenizer if context.material else None
         sample = partial(write_sample, loaded=context.loaded, tokenizer=tokenizer, run_dir=context.run_dir)
         metadata = _metadata(context, history) if self.world.rank == 0 else {}
@@ -305,34 +305,34 @@ class TrainingRun:
             return self._sleep(training)
         assert share.trainer is not None
         if rebalancer is not None:
-            rebalancer.begin(share)
-        with _passed_on(world, share):
+            rebalancer.start_plan(share)
+        with _errors_reach_idle_ranks(world, share):
             snapshots = Snapshots.of(share.trainer)
-            described = training.described(share)
-            with beside_steps(context, history, share.members, snapshots, state, described) as beside:
-                loop = Loop(training, share, state, beside, snapshots)
+            checkpoint_metadata = training.described(share)
+            with replicate_state(context, history, share.members, snapshots, state, checkpoint_metadata) as after_step:
+                loop = Loop(training, share, state, after_step, snapshots)
                 with watched(context, share) as watchdog:
                     show_plan(training.display, context, share.plan, watchdog)
                     done = loop.run()
             if rebalancer is not None:
-                rebalancer.end()
+                rebalancer.end_plan()
             if done:
                 return None
-            chosen = rebalancer.chosen() if rebalancer is not None else None
-            word = {"plan": plan_to_dict(chosen), "state": state.to_dict()} if chosen is not None else None
-            word = share.members.broadcast_json(word)
-        world.release(_idle_ranks(world, share), None, word)
-        return word
+            new_report = rebalancer.chosen() if rebalancer is not None else None
+            message = {"plan": plan_to_dict(new_report), "state": state.to_dict()} if new_report is not None else None
+            message = share.members.broadcast_json(message)
+        world.release(_idle_ranks(world, share), None, message)
+        return message
 
     def _sleep(self, training: Training) -> dict[str, Any] | None:
         """An idle rank's part in ``_until_change``."""
         self.world.current_action = "idle, by the plan"
         while True:
-            word: dict[str, Any] | None = self.world.sleep_until_released(training.asked)
-            if word is None or "told" not in word:
-                return word
+            message: dict[str, Any] | None = self.world.sleep_until_released(training.stop_requested)
+            if message is None or "told" not in message:
+                return message
             assert training.follower is not None
-            training.follower.hear(word["told"])
+            training.follower.report_on_idle_rank(message["told"])
 
 
 def _end_dry_run(context: RunContext, pending: Pending) -> None:
@@ -357,14 +357,14 @@ def _metadata(context: RunContext, history: RunHistory) -> dict[str, Any]:
         "seed": context.job.train.seed,
         "versions": own_versions(context.world.library),
         "run": history.token,
-        "begun": history.begun,
+        "begun": history.run_id,
     }
 
 
-def _changed(training: Training, before: Share, report: PlanReport, state: State) -> Share:
+def _change_plan_and_report(training: Training, before: Share, report: PlanReport, state: State) -> Share:
     """Change to another plan, and report it. Collective over all ranks of the job."""
     begin_s, context = time.perf_counter(), training.context
-    share = change(context, before, report, state)
+    share = change_plan(context, before, report, state)
     if context.world.rank == 0:
         with warn_on_failure("writing plan.toml"):
             save_plan(report, context.run_dir / "plan.toml")
@@ -374,7 +374,7 @@ def _changed(training: Training, before: Share, report: PlanReport, state: State
 
 
 @contextlib.contextmanager
-def _passed_on(world: World, share: Share) -> Iterator[None]:
+def _errors_reach_idle_ranks(world: World, share: Share) -> Iterator[None]:
     """A block of the active ranks. An error that they all end with is raised on the sleeping ranks too."""
     try:
         yield

@@ -51,7 +51,7 @@ from hetero_mpi.planning.types.toml_files import (
 )
 from hetero_mpi.profiling.bench import ProfilingStart
 from hetero_mpi.rundir.logs import say
-from hetero_mpi.training.build import group_of, join, trainer_of
+from hetero_mpi.training.build import group_of, join_plan, trainer_of
 from hetero_mpi.training.setup.context import Pending, RunContext, Share, TrainOptions
 from hetero_mpi.training.setup.profile_and_plan import (
     Planned,
@@ -65,16 +65,16 @@ from hetero_mpi.util import units
 from hetero_mpi.util.errors import UserError
 from hetero_mpi.util.shipped import profile_file
 
-LATE = 2.0
+MAX_SLOWDOWN = 2.0
 """Steps that take so many times what was said are enough, as soon as one counts."""
-ATTEMPTS = 3
+MAX_ATTEMPTS = 3
 """So many plans are tried until one fits."""
 _NOTE = "corrected by"
-NARROWER = 0.95
+RETRY_MEMORY_SHARE = 0.95
 """Where a plan did not fit, the rank has at most this share of what the plan was to take there."""
 
 
-class _Lack(NamedTuple):
+class _Shortage(NamedTuple):
     """A rank whose memory did not suffice."""
 
     rank: int
@@ -89,18 +89,18 @@ def try_plan(
     Collective. Raises CollectiveUserError: the plan does not fit, and no other one does.
     """
     profile, report = planned.profile, planned.report
-    tried_step_s = _tried_before(context, options, planned)
+    tried_step_s = _earlier_step_s(context, options, planned)
     if tried_step_s is not None:
         report = replace(report, tried_step_s=tried_step_s)
         keep_plan(context, pending, report)
         return profile, report
-    afford = _affordable(context, options, planned)
-    if afford.counted == 0:
+    allowed = _calibration_allowance(context, options, planned)
+    if allowed.counted == 0:
         return profile, report
-    most = f", with another one {units.seconds(afford.most_s)} at most" if afford.most_s < math.inf else ""
-    say(f"Trying the plan: about {units.seconds(afford.seconds)}{most if options.plan is None else ''}")
-    trial = _Trial(context, afford, planned.planning_s, options.plan is not None, pending)
-    profile, report = trial.best(*trial.fitting(profile, report))
+    limit_text = f", with another one {units.seconds(allowed.most_s)} at most" if allowed.most_s < math.inf else ""
+    say(f"Trying the plan: about {units.seconds(allowed.seconds)}{limit_text if options.plan is None else ''}")
+    calibration_run = _CalibrationRun(context, allowed, planned.planning_s, options.plan is not None, pending)
+    profile, report = calibration_run.best(*calibration_run.fitting(profile, report))
     keep_plan(context, pending, report)
     if options.profile is None and context.job.profile.path is None:
         # Without what is of this hour or of this job: other programs, and how boundaries travel.
@@ -109,7 +109,7 @@ def try_plan(
     return profile, report
 
 
-def _tried_before(context: RunContext, options: TrainOptions, planned: Planned) -> float | None:
+def _earlier_step_s(context: RunContext, options: TrainOptions, planned: Planned) -> float | None:
     """Seconds of a step of this plan, where the resumed run has tried it on these machines. Collective."""
     tried_step_s: float | None = None
     if context.world.rank == 0 and options.resume is not None and context.job.profile.calibrate == "auto":
@@ -121,211 +121,215 @@ def _tried_before(context: RunContext, options: TrainOptions, planned: Planned) 
     return context.world.broadcast_json(tried_step_s)
 
 
-def _affordable(context: RunContext, options: TrainOptions, planned: Planned) -> Allowance:
-    wanted, nothing = context.job.profile.calibrate, Allowance(0, 0.0)
-    if wanted is False or context.job.cluster.emulate is not None:
-        return nothing
-    if wanted == "auto":
+def _calibration_allowance(context: RunContext, options: TrainOptions, planned: Planned) -> Allowance:
+    setting, no_steps = context.job.profile.trial, Allowance(0, 0.0)
+    if setting is False or context.job.cluster.emulate is not None:
+        return no_steps
+    if setting == "auto":
         if options.dry_run or context.world.size == 1:
-            return nothing
+            return no_steps
         if not planned.own:
-            say("The plan is not tried, as its profile is of another machine ([profile] calibrate = true tries it)")
-            return nothing
-    return allowance(planned.report, planned.profile, context.job.train.steps, wanted is True)
+            say("The plan is not tried, as its profile is of another machine ([profile] trial = true tries it)")
+            return no_steps
+    return allowance(planned.report, planned.profile, context.job.train.steps, setting is True)
 
 
-class _Trial:
+class _CalibrationRun:
     """Tries plans. All methods are collective. ``planning_s``: what planning took before. ``given``: the user's plan, which is kept
     whatever comes."""
 
     def __init__(
-        self, context: RunContext, afford: Allowance, planning_s: float, given: bool, pending: Pending
+        self, context: RunContext, allowed: Allowance, planning_s: float, given: bool, pending: Pending
     ) -> None:
-        self._context, self._afford, self._planning_s, self._given = context, afford, planning_s, given
-        self._pending = pending
-        self._world, self._ends_s = context.world, time.perf_counter() + afford.most_s
+        self._context, self._allowed, self._pending = context, allowed, pending
+        self._planning_s, self._given = planning_s, given
+        self._world, self._ends_s = context.world, time.perf_counter() + allowed.most_s
 
     def fitting(
         self, profile: ClusterProfile, report: PlanReport
     ) -> tuple[ClusterProfile, PlanReport, StepComparison | None]:
         """A plan that fits (the given one, or one that is made for as much memory as there was), and its steps, on rank 0."""
-        for attempt in range(ATTEMPTS):
-            steps, lacks = self._run(profile, report)
-            if not lacks:
+        for attempt in range(MAX_ATTEMPTS):
+            steps, short = self._run(profile, report)
+            if not short:
                 return profile, report, steps
-            told = "; ".join(f"rank {lack.rank} on {self._world.hosts[lack.rank]} {lack.text}" for lack in lacks)
-            if self._given or attempt + 1 == ATTEMPTS:
+            problem = "; ".join(f"rank {lack.rank} on {self._world.hosts[lack.rank]} {lack.text}" for lack in short)
+            if self._given or attempt + 1 == MAX_ATTEMPTS:
                 break
-            profile = _with_less_memory(profile, report, lacks)
-            there = "; ".join(
-                f"rank {lack.rank} with {units.size(profile.devices[lack.rank].memory_bytes)}" for lack in lacks
+            profile = _with_less_memory(profile, report, short)
+            budgets_text = "; ".join(
+                f"rank {lack.rank} with {units.size(profile.devices[lack.rank].memory_bytes)}" for lack in short
             )
-            say(f"Tried: {told}", f"Planning anew: {there}")
+            say(f"Tried: {problem}", f"Planning anew: {budgets_text}")
             try:
                 report = self._planned(profile)
             except CollectiveUserError as error:
-                told, code = f"{told}\n{error}", error.exit_code
-                raise CollectiveUserError("memory.exceeded", f"The plan was tried: {told}", exit_code=code) from None
-        raise CollectiveUserError("memory.exceeded", f"The plan was tried: {told}")
+                problem, code = f"{problem}\n{error}", error.exit_code
+                raise CollectiveUserError("memory.exceeded", f"The plan was tried: {problem}", exit_code=code) from None
+        raise CollectiveUserError("memory.exceeded", f"The plan was tried: {problem}")
 
     def best(
         self, profile: ClusterProfile, report: PlanReport, steps: StepComparison | None
     ) -> tuple[ClusterProfile, PlanReport]:
-        """The profile that the steps of ``report`` have calibrated, and that plan or one that is faster by it, and was."""
-        believed, first = self._believed(profile, report, steps)
+        """The profile that the steps of ``report`` have better, and that plan or one that is faster by it, and was."""
+        better, first = self._calibrated(profile, report, steps)
         if self._given:
-            return believed, first
-        if not self._in_time("Planning once more", self._planning_s + self._seconds(believed, first)):
-            return believed, with_reasons(first, "there was no time to plan once more")
-        second = self._planned(believed)
+            return better, first
+        if not self._in_time("Planning once more", self._planning_s + self._seconds(better, first)):
+            return better, explained(first, "there was no time to plan once more")
+        second = self._planned(better)
         if second.plan == first.plan:
-            return believed, replace(second, tried_step_s=first.tried_step_s)
-        stays = partial(with_reasons, first, reports=(report, second))
-        takes = f"takes {units.seconds(second.predicted_step_s)} per step"
-        if second.predicted_step_s > (1 - MIN_GAIN_RATIO) * first.predicted_step_s:
-            return believed, stays(f"by the measured times another plan {takes}", rejected=second)
-        say(f"By these times another plan {takes}: trying it")
-        if not self._in_time("  That", self._seconds(believed, second)):
-            return believed, stays(
-                f"there was no time to try another plan, which {takes} by these times", rejected=second
+            return better, replace(second, tried_step_s=first.tried_step_s)
+        keep = partial(explained, first, said=(report, second))
+        takes_text = f"takes {units.seconds(second.predicted_step_s)} per step"
+        if second.predicted_step_s > (1 - LEAST_GAIN) * first.predicted_step_s:
+            return better, keep(f"by the measured times another plan {takes_text}", other=second)
+        say(f"By these times another plan {takes_text}: trying it")
+        if not self._in_time("  That", self._seconds(better, second)):
+            return better, keep(
+                f"there was no time to try another plan, which {takes_text} by these times", other=second
             )
-        found, lacks = self._run(believed, second)
+        timed, lacks = self._run(better, second)
         if lacks:
             say("  it does not fit: the first plan stays")
-            return believed, stays("another plan was tried and does not fit", rejected=second)
-        faster = found is not None and steps is not None and found.clearly_below(steps)
+            return better, keep("another plan was tried and does not fit", other=second)
+        faster = timed is not None and steps is not None and timed.clearly_below(steps)
         faster = self._world.broadcast_json(faster)
-        again, other = self._believed(believed, second, found, "it is taken" if faster else "the first plan stays")
+        profile_then, tried = self._calibrated(
+            better, second, timed, "it is taken" if faster else "the first plan stays"
+        )
         if faster:
-            return again, with_reasons(other, f"the first plan took {_tried(first)}", (report, second), first)
-        return believed, stays(f"another plan was tried and took {_tried(other)}", rejected=other)
+            return profile_then, explained(
+                tried, f"the first plan took {_measured_text(first)}", (report, second), first
+            )
+        return better, keep(f"another plan was tried and took {_measured_text(tried)}", other=tried)
 
     def _seconds(self, profile: ClusterProfile, report: PlanReport) -> float:
         """Seconds that trying a plan takes, about."""
-        return trial_s(report, profile, self._afford.counted)
+        return trial_s(report, profile, self._allowed.counted)
 
-    def _in_time(self, what: str, seconds: float) -> bool:
-        """Whether ``what``, which takes about so long, ends before the time for trials does. Says so where it does not."""
+    def _in_time(self, action: str, seconds: float) -> bool:
+        """Whether ``action``, which takes about so long, ends before the time for trials does. Says so where it does not."""
         fits = bool(self._world.broadcast_json(seconds <= self._ends_s - time.perf_counter()))
         if not fits:
-            say(f"{what} would take about {units.seconds(seconds)}, too long for this run: the first plan stays")
+            say(f"{action} would take about {units.seconds(seconds)}, too long for this run: the first plan stays")
         return fits
 
-    def _believed(
-        self, profile: ClusterProfile, report: PlanReport, steps: StepComparison | None, then: str = ""
+    def _calibrated(
+        self, profile: ClusterProfile, report: PlanReport, steps: StepComparison | None, decision_text: str = ""
     ) -> tuple[ClusterProfile, PlanReport]:
-        """The profile as the steps of a plan (on rank 0) have calibrated it, and that plan with its figures by it."""
-        shared = None
+        """The profile as the steps of a plan (on rank 0) have better it, and that plan with its figures by it."""
+        values = None
         with self._world.on_leader("comparing steps with their prediction"):
             if steps is not None:
                 from hetero_mpi.planning.decision.planner import complete_plan
 
-                tried, predicted = units.seconds(steps.step_s), units.seconds(steps.predicted_s)
-                others = [
+                measured_s, predicted_s = units.seconds(steps.step_s), units.seconds(steps.predicted_s)
+                other_programs = [
                     f"{host.name}: about {host.other_threads:.1f} threads of other programs want its {host.cores:g} cores, too"
                     for host in steps.prediction.profile.hosts
                     if host.other_threads
                 ]
                 say(
-                    f"Tried: {tried} per step ({predicted} predicted){'; ' + then if then else ''}",
-                    *(f"  {text}" for text in [*steps.deviations(), *others]),
+                    f"Tried: {measured_s} per step ({predicted_s} predicted){'; ' + decision_text if decision_text else ''}",
+                    *(f"  {text}" for text in [*steps.deviations(), *other_programs]),
                 )
                 notes = [note for note in profile.notes if not note.startswith(_NOTE)]
                 notes.append(f"{_NOTE} {units.plural(len(steps.steps_s), 'step')} of a plan that was tried")
                 noted = replace(steps.calibrated_profile(), notes=tuple(notes))
-                full = complete_plan(report.plan, noted, planning_request(self._context, noted))
-                shared = [profile_to_dict(noted), plan_to_dict(replace(full, tried_step_s=steps.step_s))]
-        told = self._world.broadcast_json(shared)
-        return profile_from_dict(told[0]), report_from_dict(told[1])
+                completed = complete_plan(report.plan, noted, planning_request(self._context, noted))
+                values = [profile_to_dict(noted), plan_to_dict(replace(completed, tried_step_s=steps.step_s))]
+        values = self._world.broadcast_json(values)
+        return profile_from_dict(values[0]), report_from_dict(values[1])
 
     def _planned(self, profile: ClusterProfile) -> PlanReport:
         """The planner's plan. Raises CollectiveUserError: none fits."""
         return obtain_plan(self._context, profile, planning_request(self._context, profile), self._pending)
 
-    def _run(self, profile: ClusterProfile, report: PlanReport) -> tuple[StepComparison | None, list[_Lack]]:
+    def _run(self, profile: ClusterProfile, report: PlanReport) -> tuple[StepComparison | None, list[_Shortage]]:
         """(its steps beside their prediction, on rank 0; the ranks that it does not fit, on all)."""
         context = replace(self._context, planned_for=profile)
-        share = join(context, report)
-        steps: list[StepByRank] = []
-        lacks: list[_Lack] = []
+        share = join_plan(context, report)
+        steps: list[Together] = []
+        short: list[_Shortage] = []
         problem: CollectiveUserError | None = None
         self._world.current_action = "idle while the plan is tried"
         if share.members is not None:
             try:
-                steps, lacks = _steps(context, share, self._afford)
+                steps, short = _steps(context, share, self._allowed)
             except CollectiveUserError as error:
                 problem = error
             share.members.dissolve()
         self._world.sleeping_barrier()
         self._world.share_problem(problem)
-        lacks = [_Lack(*told) for told in self._world.broadcast_json(lacks)]
-        if self._world.rank > 0 or lacks:
-            return None, lacks
+        short = [_Shortage(*fields) for fields in self._world.broadcast_json(short)]
+        if self._world.rank > 0 or short:
+            return None, short
         crowded = with_other_programs(profile, report.plan, steps)
         prediction = StepPrediction(report.plan, crowded, share.schedule)
-        return StepComparison.from_steps(prediction, steps, report.predicted_step_s), lacks
+        return StepComparison.of(prediction, steps, report.predicted_step_s), short
 
 
-def _steps(context: RunContext, share: Share, afford: Allowance) -> tuple[list[StepByRank], list[_Lack]]:
+def _steps(context: RunContext, share: Share, allowed: Allowance) -> tuple[list[Together], list[_Shortage]]:
     """(the steps that count, on rank 0; the ranks that had no memory for them). Collective over the active ranks; all that it took
     is given back."""
     members, rank = share.members, context.world.rank
     assert members is not None
     group = group_of(context, members, share.plan)
-    own = _batch(context, share.plan)
+    batch = _batch(context, share.plan)
     built: list[Trainer] = []
     steps: list[StepByRank] = []
     with torch.random.fork_rng(devices=[]):
         start = ProfilingStart(), LossScale(1.0), group
-        lacks = _lacking(members, rank, "", lambda: built.append(trainer_of(context, share, *start)))
+        short = _ranks_out_of_memory(members, rank, "", lambda: built.append(trainer_of(context, share, *start)))
         share = replace(share, trainer=built.pop() if built else None)
-        if not lacks and share.trainer is not None:
-            rehearse = partial(share.trainer.rehearse, share.trainer.shared_batch(own, False))
-            lacks = _lacking(members, rank, ", each rank by itself", rehearse)
-            steps = _taken(context, share, share.trainer, own, afford) if not lacks else []
+        if not short and share.trainer is not None:
+            rehearse = partial(share.trainer.rehearse, share.trainer.shared_batch(batch, False))
+            short = _ranks_out_of_memory(members, rank, ", each rank by itself", rehearse)
+            steps = _timed_steps(context, share, share.trainer, batch, allowed) if not short else []
             del rehearse
-        share.give_up()
+        share.release_trainer()
     context.backend.free_unused()
-    return steps, lacks
+    return steps, short
 
 
-def _lacking(members: World, rank: int, how: str, work: Callable[[], object]) -> list[_Lack]:
+def _ranks_out_of_memory(members: World, rank: int, how: str, work: Callable[[], object]) -> list[_Shortage]:
     """The active ranks that have no memory for ``work``."""
     lack = None
     with members.collective_errors(f"trying the plan{how}"):
         try:
             work()
         except OutOfMemory as error:
-            lack = _Lack(rank, str(error), error.used_bytes)
-    return [_Lack(*one) for one in members.all_gather_json(lack) if one]
+            lack = _Shortage(rank, str(error), error.used_bytes)
+    return [_Shortage(*fields) for fields in members.all_gather_json(lack) if fields]
 
 
-def _taken(
-    context: RunContext, share: Share, trainer: Trainer, own: Batch | None, afford: Allowance
-) -> list[StepByRank]:
+def _timed_steps(
+    context: RunContext, share: Share, trainer: Trainer, batch: Batch | None, allowed: Allowance
+) -> list[Together]:
     """The steps that count, on rank 0."""
     members = trainer.world
     clock_s = clock_offset_s(members, context.transport)
-    found: list[RankMeasurement] = []
+    measurements: list[RankMeasurement] = []
     with watched(context, share):
-        begun_s = ended_s = time.perf_counter()
-        for number in range(1 + afford.counted):
+        first_step_s = ended_s = time.perf_counter()
+        for number in range(1 + allowed.counted):
             members.current_action = f"trying the plan, step {number + 1}"
-            late = bool(found) and trainer.rank == 0 and ended_s - begun_s > LATE * afford.seconds
-            result = trainer.step(number, trainer.shared_batch(own, False), partial(bool, late))
+            late = bool(measurements) and trainer.rank == 0 and ended_s - first_step_s > MAX_SLOWDOWN * allowed.seconds
+            result = trainer.step(number, trainer.shared_batch(batch, False), partial(bool, late))
             begin_s, ended_s = ended_s, time.perf_counter()
-            found.append(_measured(trainer.rank, result, ended_s - begin_s, clock_s))
+            measurements.append(_measured(trainer.rank, result, ended_s - begin_s, clock_s))
             if result.decision.stop:
                 break
         trainer.settle()
-    gathered = members.gather_json([vars(step) for step in found[1:]]) or []
-    return [{own["rank"]: RankMeasurement(**own) for own in together} for together in zip(*gathered, strict=True)]
+    gathered = members.gather_json([vars(step) for step in measurements[1:]]) or []
+    return [{batch["rank"]: RankMeasurement(**batch) for batch in together} for together in zip(*gathered, strict=True)]
 
 
 def _measured(rank: int, result: StepResult, wall_s: float, clock_s: float) -> RankMeasurement:
     """``clock_s``: this rank's clock minus the common one. Of a skipped step the optimizer's part is left out."""
-    events = [one for one in result.events if one.action.op is not Op.STEP or result.decision.finite]
-    return RankMeasurement.from_events(rank, events, result.began_s - clock_s, wall_s, result.worked_s)
+    events = [event for event in result.events if event.action.op is not Op.STEP or result.decision.finite]
+    return RankMeasurement.of(rank, events, result.began_s - clock_s, wall_s, result.worked_s)
 
 
 def _batch(context: RunContext, plan: Plan) -> Batch | None:
@@ -341,19 +345,21 @@ def _batch(context: RunContext, plan: Plan) -> Batch | None:
     return Batch(x.numpy(), targets.numpy(), chain.counted(targets.numpy()))
 
 
-def _with_less_memory(profile: ClusterProfile, report: PlanReport, lacks: Sequence[_Lack]) -> ClusterProfile:
+def _with_less_memory(profile: ClusterProfile, report: PlanReport, short: Sequence[_Shortage]) -> ClusterProfile:
     """Ranks whose memory did not suffice have what they used, and less than the plan was to take there."""
-    planned = {one.rank: one.peak_bytes for one in report.memory}
+    planned = {memory.rank: memory.peak_bytes for memory in report.memory}
     devices = list(profile.devices)
-    for lack in lacks:
+    for lack in short:
         device = devices[lack.rank]
         least = min(device.memory_bytes, lack.used_bytes, planned.get(lack.rank, device.memory_bytes))
         devices[lack.rank] = replace(
-            device, memory_bytes=math.floor(NARROWER * least), memory_reason="what there was when the plan was tried"
+            device,
+            memory_bytes=math.floor(RETRY_MEMORY_SHARE * least),
+            memory_reason="what there was when the plan was tried",
         )
     return replace(profile, devices=tuple(devices))
 
 
-def _tried(report: PlanReport) -> str:
+def _measured_text(report: PlanReport) -> str:
     assert report.tried_step_s is not None
     return f"{units.seconds(report.tried_step_s)} per step"

@@ -65,17 +65,17 @@ class Heartbeat:
         self._sending: dict[int, tuple[Any, Any]] = {}
         """Peer -> (MPI request, the bytes it sends)."""
 
-    def beat(self, word: Any) -> None:
-        """Receive what has come, and send ``word`` to rank 0 (rank 0: all reports to everybody). A peer that has not yet taken the
+    def beat(self, report: Any) -> None:
+        """Receive what has come, and send ``report`` to rank 0 (rank 0: all reports to everybody). A peer that has not yet taken the
         last message is left out. Raises RankLost: some rank has died.
         """
         with ulfm.translate_losses():
             self._take_all()
-            self.words[self.rank] = word
-            message = encode(sorted(self.words.items()) if self.rank == 0 else word)
+            self.words[self.rank] = report
+            message = encode(sorted(self.words.items()) if self.rank == 0 else report)
             for peer in self.heard_s:
-                under_way = self._sending.get(peer)
-                if under_way is None or under_way[0].Test():
+                sending = self._sending.get(peer)
+                if sending is None or sending[0].Test():
                     self._sending[peer] = self._comm.Isend(message, dest=peer, tag=_TAG), message
                     self._sent[peer] += 1
 
@@ -91,9 +91,9 @@ class Heartbeat:
     def close(self) -> None:
         """Complete or cancel all messages. No ``beat`` follows."""
         sent = Collectives(self._comm, self.rank, self.size).all_gather_json(sorted(self._sent.items()))
-        coming = {peer: dict(map(tuple, sent[peer])).get(self.rank, 0) for peer in self.heard_s}
+        expected = {peer: dict(map(tuple, sent[peer])).get(self.rank, 0) for peer in self.heard_s}
         pause = Pause()
-        while self._received != coming or not all(request.Test() for request, _ in self._sending.values()):
+        while self._received != expected or not all(request.Test() for request, _ in self._sending.values()):
             self._take_all()
             pause.rest()
 
@@ -107,29 +107,29 @@ class Heartbeat:
                 self._comm.Recv(payload, source=peer, tag=_TAG)
                 self._received[peer] += 1
                 self.heard_s[peer] = time.monotonic()
-                said = decode(payload)
-                self.words.update({int(rank): word for rank, word in said} if peer == 0 else {peer: said})
+                report = decode(payload)
+                self.words.update({int(rank): word for rank, word in report} if peer == 0 else {peer: report})
 
 
-SHORTEST_S = 60.0
-STEPS = 20
-"""The limit in predicted steps, unless the job sets it; at least ``SHORTEST_S``."""
-_LOOK_S = 0.5
-_ASLEEP_S = 2.0
+MIN_LIMIT_S = 60.0
+LIMIT_STEPS = 20
+"""The limit in predicted steps, unless the job sets it; at least ``MIN_LIMIT_S``."""
+_POLL_INTERVAL_S = 0.5
+_MIN_SUSPENSION_S = 2.0
 """A look this much too late means that the process, or its machine, was stopped."""
-_GRACE_S = 1.0
+_LOG_GRACE_S = 1.0
 """Seconds between noticing a hang and ending the job, in which every rank logs where it is stuck."""
 _LOG = logging.getLogger(__name__)
 
 
-def limit_s(wanted: float | str, predicted_step_s: float) -> float:
+def limit_s(setting: float | str, predicted_step_s: float) -> float:
     """The limit: seconds without progress that count as a hang; 0: none.
 
     Args:
-        wanted: [cluster] watchdog_s: "auto" or seconds.
+        setting: [cluster] watchdog_s: "auto" or seconds.
         predicted_step_s: of a step on this machine, or as it was when tried (with the time scale of an emulation).
     """
-    return max(SHORTEST_S, STEPS * predicted_step_s) if isinstance(wanted, str) else float(wanted)
+    return max(MIN_LIMIT_S, LIMIT_STEPS * predicted_step_s) if isinstance(setting, str) else float(setting)
 
 
 def watched(context: RunContext, share: Share) -> contextlib.AbstractContextManager[Watchdog | None]:
@@ -144,7 +144,7 @@ def watched(context: RunContext, share: Share) -> contextlib.AbstractContextMana
     return Watchdog(world, limit, share.trainer, context.transport)
 
 
-class Lookout:
+class StandingReader:
     """Reads this rank's standing from another thread, so that the rank's own work is not slowed."""
 
     def __init__(self, world: World, trainer: Trainer, transport: MpiTransport) -> None:
@@ -153,20 +153,20 @@ class Lookout:
         """Of the rank's device; whoever makes the lookout keeps them new."""
         self._seen: Any = None
         self._since_s = time.monotonic()
-        self._figures = BestEffort("looking at memory, messages and computing", Lookout._read_figures)
+        self._figures = BestEffort("looking at memory, messages and computing", StandingReader._read_figures)
 
-    def look(self) -> Standing:
+    def read_standing(self) -> Standing:
         """The standing now; ``still_s`` counts from the look that first saw it."""
         now, activity, executor = time.monotonic(), self._world.activity, self._trainer.executor
         current = executor.current if executor is not None else None
         action = str(current) if current is not None else None
         evaluated = executor.evaluated if executor is not None else 0
-        seen = activity.text, activity.marks, activity.busy, action, evaluated, self._transport.progress_count
-        if seen != self._seen:
-            self._seen, self._since_s = seen, now
-        at = f"{activity.text}, {action}" if action else activity.text
+        progress = activity.text, activity.marks, activity.busy, action, evaluated, self._transport.progress_count
+        if progress != self._seen:
+            self._seen, self._since_s = progress, now
+        text = f"{activity.text}, {action}" if action else activity.text
         figures = self._figures(self) or ()  # a bound function would keep the trainer's memory
-        return Standing(at, round(now - self._since_s, 1), self._waits_for(), activity.busy > 0, *figures)
+        return Standing(text, round(now - self._since_s, 1), self._waits_for(), activity.busy > 0, *figures)
 
     def forgive(self, pause_s: float) -> None:
         """Do not count ``pause_s``, for which this process was stopped."""
@@ -199,17 +199,17 @@ class Watchdog:
 
     def __init__(self, world: World, limit_s: float, trainer: Trainer, transport: MpiTransport) -> None:
         self.world, self.limit_s = world, limit_s
-        self._lookout = Lookout(world, trainer, transport)
+        self._standing_reader = StandingReader(world, trainer, transport)
         self._backend, self._heartbeat = trainer.backend, Heartbeat(world)
         self._stop = threading.Event()
         self._watching: Background[None] | None = None
         self._main = threading.main_thread().ident
-        self._noted = False
+        self._stack_logged = False
 
     def __enter__(self) -> Watchdog:
         self._watching = Background("watching for a hang", self._run)
         start_unattended(
-            "reading the device's sensors", partial(_sense, self._backend, self._lookout.sensors, self._stop)
+            "reading the device's sensors", partial(_sense, self._backend, self._standing_reader.sensors, self._stop)
         )
         return self
 
@@ -219,7 +219,7 @@ class Watchdog:
         if together or isinstance(error, RankLost):
             assert self._watching is not None
             self._watching.finish()
-            del self._lookout  # it knows the trainer, whose memory is needed
+            del self._standing_reader  # it knows the trainer, whose memory is needed
         if together:
             self._heartbeat.close()
 
@@ -240,43 +240,43 @@ class Watchdog:
 
     def _watch(self) -> None:
         last = time.monotonic()
-        while not self._stop.wait(_LOOK_S):
+        while not self._stop.wait(_POLL_INTERVAL_S):
             now = time.monotonic()
-            pause_s, last = now - last - _LOOK_S, now
-            if pause_s > _ASLEEP_S:
-                self._lookout.forgive(pause_s)
+            pause_s, last = now - last - _POLL_INTERVAL_S, now
+            if pause_s > _MIN_SUSPENSION_S:
+                self._standing_reader.forgive(pause_s)
                 self._heartbeat.forgive(pause_s)
                 _LOG.warning("this process, or its machine, stood still for %.1f s", pause_s)
-            own = self._lookout.look()
-            self._heartbeat.beat(asdict(own))
-            if own.still_s > self.limit_s and not self._noted:
-                self._note_where()
-            if self._hangs(own):
+            standing = self._standing_reader.read_standing()
+            self._heartbeat.beat(asdict(standing))
+            if standing.still_s > self.limit_s and not self._stack_logged:
+                self._log_stack()
+            if self._hangs(standing):
                 self._end()
 
-    def _hangs(self, own: Standing) -> bool:
-        if own.busy or own.still_s <= self.limit_s:
+    def _hangs(self, standing: Standing) -> bool:
+        if standing.busy or standing.still_s <= self.limit_s:
             return False
         return all(self._still_s(peer) > self.limit_s for peer in self._heartbeat.heard_s)
 
     def _still_s(self, peer: int) -> float:
         """Seconds without a change of ``peer``, as far as known here; on other ranks than 0: seconds of silence."""
         silent_s = self._heartbeat.silent_s(peer)
-        word = self._heartbeat.words.get(peer)
-        if self.world.rank != 0 or word is None or word["busy"]:
+        report = self._heartbeat.words.get(peer)
+        if self.world.rank != 0 or report is None or report["busy"]:
             return silent_s
-        return silent_s + float(word["still_s"])
+        return silent_s + float(report["still_s"])
 
-    def _note_where(self) -> None:
+    def _log_stack(self) -> None:
         """Log the Python lines at which this rank's main thread is stuck."""
-        self._noted = True
+        self._stack_logged = True
         frame = sys._current_frames().get(self._main or 0)
         lines = "".join(traceback.format_stack(frame)) if frame is not None else "unknown"
         _LOG.error("no progress for %.0f s; the main thread is at:\n%s", self.limit_s, lines)
 
     def _end(self) -> None:
-        time.sleep(_GRACE_S)
-        if self._lookout.look().still_s <= self.limit_s:
+        time.sleep(_LOG_GRACE_S)
+        if self._standing_reader.read_standing().still_s <= self.limit_s:
             return  # just in time
         text = report(self.world, self.limit_s, self._heartbeat)
         _LOG.error("%s", text)
@@ -285,23 +285,23 @@ class Watchdog:
 
 def _sense(backend: Backend, figures: dict[str, float], stop: threading.Event) -> None:
     """Keep ``figures`` new, on a thread of its own: a driver that hangs may never answer, and that is what the watchdog is for."""
-    while not stop.wait(_LOOK_S):
+    while not stop.wait(_POLL_INTERVAL_S):
         figures.update(backend.sensors())
 
 
 def report(world: World, limit: float, heartbeat: Heartbeat) -> str:
     """The message about a hang: every rank's position, and whom it waits for."""
     lines = []
-    unheard = []
+    silent_ranks = []
     for rank in range(world.size):
         silent_s = heartbeat.silent_s(rank) if rank in (*heartbeat.heard_s, heartbeat.rank) else 0.0
-        word = heartbeat.words.get(rank)
-        line = Standing(**word).line() if word is not None else "no word yet"
-        if silent_s > min(limit, 2 * _LOOK_S + _ASLEEP_S):
-            unheard.append(rank)
+        newest = heartbeat.words.get(rank)
+        line = Standing(**newest).line() if newest is not None else "no word yet"
+        if silent_s > min(limit, 2 * _POLL_INTERVAL_S + _MIN_SUSPENSION_S):
+            silent_ranks.append(rank)
             line = f"not heard of for {units.seconds(silent_s)}; before that: {line}"
         lines.append(f"  {_name(world, rank)}: {line}")
-    lines.append(_cause(world, unheard))
+    lines.append(_cause(world, silent_ranks))
     return "\n".join(
         [
             f"No rank has made progress for {units.seconds(limit)} ([cluster] watchdog_s): the watchdog ends the job with "
@@ -311,9 +311,9 @@ def report(world: World, limit: float, heartbeat: Heartbeat) -> str:
     )
 
 
-def _cause(world: World, unheard: Sequence[int]) -> str:
-    if unheard:
-        names = ", ".join(_name(world, rank) for rank in unheard)
+def _cause(world: World, silent_ranks: Sequence[int]) -> str:
+    if silent_ranks:
+        names = ", ".join(_name(world, rank) for rank in silent_ranks)
         return f"Stopped, or cut off from the others: {names}. Look at it."
     return "All ranks answer: a device, a driver or a disk is stuck, or the program waits for itself. The ranks' logs show where."
 

@@ -31,7 +31,7 @@ from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.state.hdf5 import KINDS
 from hetero_mpi.state.redistribute import held_under, tensor_shards, transfers
 from hetero_mpi.training.build import divided_tensors
-from hetero_mpi.training.rebalance import FEWEST, Decider, Move, moved_layers
+from hetero_mpi.training.rebalance import MIN_MEDIAN_STEPS, Decider, Move, moved_layers
 from tests.support.planning_samples import SEQUENCE, make_model, make_plan_of, make_profile, reported
 
 PROFILE = make_profile([1.0] * 3, model=make_model(8), bytes_per_s=1e6)
@@ -99,14 +99,14 @@ def play(told: Speeds, true: Speeds, steps: int = 100, cost_s: float = 5.0, reba
         remaining = steps - step - 1
         move = decider.decide(remaining) if rebalance else Move.STAY
         if move is Move.ASK:
-            assert decider.asked is not None
+            assert decider.requested_ratios is not None
             story.questions += 1
-            drifted = drifted_profile(PROFILE, report.plan, decider.asked)
+            drifted = drifted_profile(PROFILE, report.plan, decider.requested_ratios)
             under_way = step + 2, answer(ReplanQuestion(drifted, REQUEST, report, remaining, cost_s))
         elif move is Move.GO:
             assert reply is not None
             report = reply.report
-            decider.moved()
+            decider.record_move()
             story.seconds += reply.prospect.cost_s
             story.moved_at.append(step)
             story.plans.append(report.plan)
@@ -121,7 +121,7 @@ def loads(plan: Plan) -> dict[int, int]:
 def test_layers_leave_a_slow_rank_and_come_back() -> None:
     story = play(drop_and_recovery, drop_and_recovery)
     first, second = story.moved_at
-    assert 20 + FEWEST <= first < 35 and 60 + FEWEST <= second < 80
+    assert 20 + MIN_MEDIAN_STEPS <= first < 35 and 60 + MIN_MEDIAN_STEPS <= second < 80
     before, slow, after = (loads(plan) for plan in story.plans)
     assert slow[1] < before[1] and 1 in slow, "the slow rank keeps something, so that its recovery is seen"
     assert after == before
@@ -198,16 +198,17 @@ def test_a_link_that_has_become_slow_is_noticed_and_left() -> None:
     first, second, *_ = (stage.ranks[0] for _, _, stage in report.plan.numbered)
     slow = LinkBetween((min(first, second), max(first, second)))
     decider = Decider(range(3))
-    for _ in range(FEWEST + 3):
+    for _ in range(MIN_MEDIAN_STEPS + 3):
         decider.observe({0: 1.0, 1: 1.0, 2: 1.0, slow: 1e4})
         if decider.decide(1000) is Move.ASK:
             break
-    assert decider.asked == {0: 1.0, 1: 1.0, 2: 1.0, slow: 1e4}
+    assert decider.requested_ratios == {0: 1.0, 1: 1.0, 2: 1.0, slow: 1e4}
     told = decider.sentence(["a", "b", "c"])
     assert re.match(
         r"the link from rank \d \(\w\) to rank \d \(\w\) and back at 0.0001 of the profiled speed for \d steps$", told
     )
-    reply = answer(ReplanQuestion(drifted_profile(PROFILE, report.plan, decider.asked), REQUEST, report, 1000, 1.0))
+    slowed = drifted_profile(PROFILE, report.plan, decider.requested_ratios)
+    reply = answer(ReplanQuestion(slowed, REQUEST, report, 1000, 1.0))
     for pipeline in reply.report.plan.pipelines:
         for before, after in itertools.pairwise(pipeline.stages):
             assert {before.ranks[0], after.ranks[0]} != {first, second}

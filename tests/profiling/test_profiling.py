@@ -23,7 +23,7 @@ from hetero_mpi.planning.types.codec import encode
 from hetero_mpi.planning.types.profile import LayerTimes
 from hetero_mpi.profiling import bench, benchmark_spec, device
 from hetero_mpi.profiling.bench import Bench
-from hetero_mpi.profiling.benchmark_spec import BenchmarkSpec, DeviceTimes, cold_by_itself, layer_groups, sampled_rows
+from hetero_mpi.profiling.benchmark_spec import BenchmarkSpec, DeviceTimes, exceeds_caches, layer_groups, sampled_rows
 from hetero_mpi.profiling.cluster import _model_cost
 from hetero_mpi.profiling.device import DeviceBenchmark
 from hetero_mpi.profiling.host_profiles import MeasuredMemory, _read_per_s, host_profiles
@@ -97,13 +97,13 @@ def test_stages_that_are_timed_show_every_kind(
 
 
 def test_blocks_larger_than_caches_are_timed_one_by_one(subject: BenchmarkSpec) -> None:
-    assert not cold_by_itself(subject)
+    assert not exceeds_caches(subject)
     wide = TransformersChain(
         AutoConfig.for_model(
             "llama", hidden_size=2048, intermediate_size=8192, num_hidden_layers=2, num_attention_heads=2, vocab_size=64
         )
     )
-    assert cold_by_itself(replace(subject, chain=wide, tuning=full_training(wide)))
+    assert exceeds_caches(replace(subject, chain=wide, tuning=full_training(wide)))
 
 
 def test_no_two_pairs_of_a_round_use_one_network_card() -> None:
@@ -313,7 +313,7 @@ def test_a_device_whose_first_pass_takes_too_long_is_timed_once(
         return forward(self, rows, index)
 
     monkeypatch.setattr(bench.Bench, "forward", counted)
-    monkeypatch.setattr(device, "_TOO_LONG_S", 0.0)
+    monkeypatch.setattr(device, "_MAX_FIRST_PASS_S", 0.0)
     times = DeviceBenchmark(replace(subject, groups=True), Backend(), 5).run("today", members=True)
     assert passes == [1, 1], "the front and the back of the chain, once each"
     assert times.slow_s > 0 == whole.slow_s and times.rows == (1,) and times.halved == {}
@@ -335,13 +335,13 @@ def test_device_tables_are_kept_in_the_users_cache(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     told: list[str] = []
     assert benchmark_spec.load_times("key", told.append) is None and not told
-    benchmark_spec.save("key", {**encode(kept_times(), infinity_as_text=True), "lines": 3})
+    benchmark_spec.store_cached("key", {**encode(kept_times(), infinity_as_text=True), "lines": 3})
     assert benchmark_spec.load_times("key", told.append) is None and len(told) == 1, "another layout is measured again"
-    benchmark_spec.save("key", encode(kept_times(), infinity_as_text=True))
+    benchmark_spec.store_cached("key", encode(kept_times(), infinity_as_text=True))
     assert benchmark_spec.load_times("key", told.append) == kept_times() and len(told) == 1
     (file,) = (tmp_path / "hetero_mpi" / "profiles").iterdir()
     monkeypatch.setenv("XDG_CACHE_HOME", str(file))  # a file stands where the folder should: no cache, no error
-    benchmark_spec.save("key", encode(kept_times(), infinity_as_text=True))
+    benchmark_spec.store_cached("key", encode(kept_times(), infinity_as_text=True))
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert cache_folder("profiles") == tmp_path / ".cache" / "hetero_mpi" / "profiles"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hetero_mpi.profiling.timings import TimedPart, TimedWay, TimingRounds, TimingSamples
+from hetero_mpi.profiling.timings import TimedPart, TimedVariant, TimingRounds, TimingSamples
 
 
 class Machine:
@@ -22,7 +22,7 @@ class Machine:
     def clock(self) -> float:
         return self.now
 
-    def way(self, name: str, rows: tuple[int, ...], repeats: int, **options: Any) -> TimedWay:
+    def way(self, name: str, rows: tuple[int, ...], repeats: int, **options: Any) -> TimedVariant:
         def run(count: int, samples: TimingSamples) -> None:
             if count > self.most_rows:
                 raise torch.OutOfMemoryError
@@ -33,10 +33,10 @@ class Machine:
         def forget() -> None:
             self.forgotten += 1
 
-        return TimedWay(run, forget, rows, TimingSamples(), repeats, **options)
+        return TimedVariant(run, forget, rows, TimingSamples(), repeats, **options)
 
 
-def times_of(way: TimedWay, name: str) -> dict[int, int]:
+def times_of(way: TimedVariant, name: str) -> dict[int, int]:
     """Sequences -> repetitions that count."""
     curve = way.samples.curve(TimedPart.FORWARD, name, 1)
     assert curve is not None

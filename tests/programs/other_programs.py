@@ -24,7 +24,7 @@ def main(world: World) -> int:
     end = time.monotonic() + WATCHED_S
     while time.monotonic() < end:
         pass
-    told = watch.told(world)
+    told = watch.summary(world)
     for process in others:
         process.kill()
         process.wait()

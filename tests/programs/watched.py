@@ -20,7 +20,7 @@ from hetero_mpi.comm.mpi_transport import MpiTransport
 from hetero_mpi.comm.ranks.mpi_start import run_guarded
 from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.device.backend import Backend
-from hetero_mpi.training.watchdog import Lookout, Watchdog
+from hetero_mpi.training.watchdog import StandingReader, Watchdog
 
 LIMIT_S = 3.0
 
@@ -77,7 +77,7 @@ def main(world: World) -> int:
     trainer: Any = SimpleNamespace(executor=None, latest=None, backend=Backend())
     with MpiTransport(world.comm) as transport:
         broken = sys.argv[1] == "unwatched" and world.rank == 1
-        failing = mock.patch.object(Lookout, "look", side_effect=ZeroDivisionError)
+        failing = mock.patch.object(StandingReader, "read_standing", side_effect=ZeroDivisionError)
         with failing if broken else contextlib.nullcontext(), Watchdog(world, LIMIT_S, trainer, transport):
             WAYS[sys.argv[1]](world, transport)
     return 0

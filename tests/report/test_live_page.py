@@ -266,7 +266,7 @@ def test_the_address_has_the_token_behind_the_hash(run: Path, monkeypatch: pytes
 
 
 def test_rank_0_writes_what_the_ranks_do_and_how_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_report, "TELL_S", 0.01)
+    monkeypatch.setattr(run_report, "WRITE_INTERVAL_S", 0.01)
     world: Any = SimpleNamespace(current_action="training step 3")
     display = ProgressDisplay(10)
     display.standings = lambda: {0: Standing("training step 3, 0F1", computed=0.5)}
@@ -279,20 +279,20 @@ def test_rank_0_writes_what_the_ranks_do_and_how_it_ended(tmp_path: Path, monkey
         return found
 
     with pytest.raises(ZeroDivisionError), LiveView(world) as live:
-        live.begin(ReportTable(), tmp_path, None)
+        live.show_run(ReportTable(), tmp_path, None)
         assert not list(tmp_path.iterdir()), "on another rank"
-        live.begin(ReportTable(), tmp_path, display)
+        live.show_run(ReportTable(), tmp_path, display)
         told = shown(False)
         assert told.alive and told.doing == "training step 3" and told.ranks["0"].text == "forward 1"
         raise ZeroDivisionError("of a test")
     assert shown(True).ended == "ZeroDivisionError: of a test" and not shown(True).alive
     with pytest.raises(CollectiveUserError), LiveView(world) as live:
-        live.begin(ReportTable(), tmp_path, display)
+        live.show_run(ReportTable(), tmp_path, display)
         shown(False)
         raise CollectiveUserError("run.not_finite", "step 3: the loss is nan")
     assert shown(True).ended == "step 3: the loss is nan"
     with LiveView(world) as live:
-        live.begin(ReportTable(), tmp_path, display)
+        live.show_run(ReportTable(), tmp_path, display)
     assert shown(True).ended == ""
 
 
@@ -305,7 +305,7 @@ from hetero_mpi.report.progress import ProgressDisplay
 from hetero_mpi.training.run_report import LiveView
 
 with LiveView(SimpleNamespace(current_action="training step 61")) as live:
-    live.begin(ReportTable(watch=0), Path(sys.argv[1]), ProgressDisplay(100))
+    live.show_run(ReportTable(watch=0), Path(sys.argv[1]), ProgressDisplay(100))
     time.sleep(600)
 """
 

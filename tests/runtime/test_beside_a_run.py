@@ -24,7 +24,7 @@ FAILING: dict[str, tuple[dict[str, dict[str, Any]], list[str]]] = {
     "architecture.png": (WRITTEN, [f"{REPORT}.figures.architecture:architecture"]),
     "the device's sensors": ({}, ["hetero_mpi.device.backend:Backend.sensors"]),
     "figures of a rank": ({}, ["hetero_mpi.comm.mpi_transport:MpiTransport.sending"]),
-    "the watchdog": ({}, [f"{RUNTIME}.watchdog:Lookout.look"]),
+    "the watchdog": ({}, [f"{RUNTIME}.watchdog:StandingReader.read_standing"]),
     "steps.jsonl": ({}, ["hetero_mpi.engine.recording:rank_step_to_dict", "hetero_mpi.engine.recording:keep_until"]),
     "metrics.jsonl of before": ({}, ["hetero_mpi.rundir.metrics:keep_until"]),
     "a line of a step": ({}, [f"{REPORT}.progress:ProgressDisplay._line"]),

@@ -17,7 +17,7 @@ from hetero_mpi.planning.types.toml_files import load_profile, load_report, save
 from hetero_mpi.rundir.metrics import read_metrics
 from hetero_mpi.training.setup.context import TrainOptions
 from hetero_mpi.training.setup.profile_and_plan import Planned
-from hetero_mpi.training.trial import _tried_before
+from hetero_mpi.training.trial import _earlier_step_s
 from hetero_mpi.util import units
 from hetero_mpi.util.shipped import USED_PROFILE
 from tests.stand_in_gpu import THROUGH, build
@@ -97,7 +97,7 @@ def test_the_tried_time_of_a_resumed_run_is_that_of_these_machines(
     )
     report = reported(PLANS["two" if other_plan else "line"])
     planned = Planned(profile, True, "", report, 0.0)
-    assert _tried_before(context, TrainOptions(Path("job.toml"), resume="latest"), planned) == tried_step_s
+    assert _earlier_step_s(context, TrainOptions(Path("job.toml"), resume="latest"), planned) == tried_step_s
 
 
 @pytest.fixture(scope="module")

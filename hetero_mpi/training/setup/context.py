@@ -106,7 +106,7 @@ class Share:
     def own_plan(self) -> Plan:
         return self.emulation.stand_in_plan if self.emulation is not None else self.plan
 
-    def give_up(self) -> None:
+    def release_trainer(self) -> None:
         """Free the trainer's memory. No step follows under this plan."""
         if self.trainer is not None:
             self.trainer.close()

@@ -48,7 +48,7 @@ def read_factory(loaded: LoadedJob) -> tuple[dict[str, Any], Samples]:
     """(JSON-able description of the model, its data). On rank 0. Raises UserError: the module is missing, returns something else,
     or breaks a rule.
     """
-    model, digest = _called(loaded)
+    model, digest = _call_factory(loaded)
     job = loaded.job
     data = _data(loaded, "data", model.data)
     evaluation = _data(loaded, "evaluation", model.evaluation) if model.evaluation is not None else None
@@ -70,10 +70,10 @@ def custom_chain(world: World, loaded: LoadedJob, keys: Mapping[str, Any], sampl
     """
     sample = world.broadcast_arrays(samples.first() if samples is not None else None)
     with world.collective_errors("importing the model's factory"):
-        model, digest = _called(loaded)
+        model, digest = _call_factory(loaded)
         shapes = tuple(LayerShape.from_dict(shape) for shape in keys["layers"])
-        own = digest, model.existing, list(model.named_layers())
-        if own != (keys["digest"], keys["existing"], [shape.name for shape in shapes]):
+        local_model = digest, model.existing, list(model.named_layers())
+        if local_model != (keys["digest"], keys["existing"], [shape.name for shape in shapes]):
             raise UserError(
                 "custom.module_differs",
                 f"{_key(loaded)}: the module here is not the one on rank 0: bring the same file to all machines",
@@ -85,7 +85,7 @@ def custom_chain(world: World, loaded: LoadedJob, keys: Mapping[str, Any], sampl
 
 def start_values(loaded: LoadedJob) -> dict[str, torch.Tensor]:
     """The start weights of a factory's existing model, by name. On rank 0. The caller holds the only references."""
-    model, _ = _called(loaded)
+    model, _ = _call_factory(loaded)
     return {
         f"{name}.{inner}": parameter.detach()
         for name, layer in model.modules().items()
@@ -107,11 +107,13 @@ def _existing(
                     f"{_key(loaded)}: layer {shape.name!r} {difference} on rank 0: the model has the same shapes everywhere",
                 )
     outlines = {name: outline(layer) for name, layer in modules.items()}
-    own = [buffer for layer in modules.values() for _, buffer in layer.named_buffers()]
-    if not own:
+    buffers = [buffer for layer in modules.values() for _, buffer in layer.named_buffers()]
+    if not buffers:
         return {name: builder_of(layer, {}) for name, layer in outlines.items()}
-    given = world.broadcast_arrays([host_bytes(buffer.contiguous()) for buffer in own] if world.rank == 0 else None)
-    values = iter(given)
+    received = world.broadcast_arrays(
+        [host_bytes(buffer.contiguous()) for buffer in buffers] if world.rank == 0 else None
+    )
+    values = iter(received)
     return {
         name: builder_of(
             layer,
@@ -124,17 +126,17 @@ def _existing(
     }
 
 
-def _called(loaded: LoadedJob) -> tuple[LayeredModel, str]:
+def _call_factory(loaded: LoadedJob) -> tuple[LayeredModel, str]:
     """The factory's return value, and a digest of its file."""
     text = loaded.job.model.factory
     assert text is not None
     name, _, function = text.partition(":")
-    module = _imported(loaded, name)
+    module = _import_module(loaded, name)
     factory = getattr(module, function, None)
     if not callable(factory):
         raise UserError("custom.factory", f"{_key(loaded)}: {module.__file__} has no function {function}")
     with seeded(loaded.job.train.seed, "factory"):
-        model = _own_code(loaded, factory)
+        model = _call_user_code(loaded, factory)
     if not isinstance(model, LayeredModel):
         raise UserError(
             "custom.factory",
@@ -144,7 +146,7 @@ def _called(loaded: LoadedJob) -> tuple[LayeredModel, str]:
     return model, hashlib.sha256(source.read_bytes()).hexdigest() if source is not None else ""
 
 
-def _imported(loaded: LoadedJob, name: str) -> ModuleType:
+def _import_module(loaded: LoadedJob, name: str) -> ModuleType:
     """The module, from the job's folder or the Python path."""
     folder = str(loaded.directory)
     if folder not in sys.path:
@@ -152,7 +154,7 @@ def _imported(loaded: LoadedJob, name: str) -> ModuleType:
     top = name.partition(".")[0]
     try:
         with seeded(loaded.job.train.seed, "module"):
-            module = _own_code(loaded, lambda: importlib.import_module(name))
+            module = _call_user_code(loaded, lambda: importlib.import_module(name))
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise UserError("custom.import", f"{_key(loaded)}: {error}; install it on every machine") from error
@@ -161,11 +163,12 @@ def _imported(loaded: LoadedJob, name: str) -> ModuleType:
             f"{_key(loaded)}: there is no module {error.name} in {folder} nor on the Python path: "
             f"put the file beside the job file, on every machine, or set PYTHONPATH",
         ) from None
-    own = [path for path in (loaded.directory / f"{top}.py", loaded.directory / top / "__init__.py") if path.exists()]
+    local = [path for path in (loaded.directory / f"{top}.py", loaded.directory / top / "__init__.py") if path.exists()]
     loaded_from = getattr(sys.modules[top], "__file__", None)
-    if own and loaded_from is not None and Path(loaded_from).resolve() != own[0].resolve():
+    if local and loaded_from is not None and Path(loaded_from).resolve() != local[0].resolve():
         raise UserError(
-            "custom.import", f"{_key(loaded)}: Python has another module {top} already, {loaded_from}: rename {own[0]}"
+            "custom.import",
+            f"{_key(loaded)}: Python has another module {top} already, {loaded_from}: rename {local[0]}",
         )
     return module
 
@@ -176,7 +179,7 @@ def _data(loaded: LoadedJob, what: str, give: Any) -> Any:
             "samples.factory",
             f"LayeredModel.{what} is a {type(give).__name__}: give a function that returns the samples",
         )
-    data = _own_code(loaded, give)
+    data = _call_user_code(loaded, give)
     if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
         raise UserError(
             "samples.factory",
@@ -186,7 +189,7 @@ def _data(loaded: LoadedJob, what: str, give: Any) -> Any:
     return data
 
 
-def _own_code(loaded: LoadedJob, call: Any) -> Any:
+def _call_user_code(loaded: LoadedJob, call: Any) -> Any:
     """Call the user's code. Its exceptions are reported as the user's, with the line."""
     try:
         return call()
@@ -204,7 +207,7 @@ def _key(loaded: LoadedJob) -> str:
     return f'[model] factory = "{loaded.job.model.factory}"'
 
 
-_ALIKE = 1e-4
+_TOLERANCE = 1e-4
 """Relative difference below which two ways to compute the same count as equal."""
 Pair = tuple[NDArray[Any], NDArray[Any]]
 
@@ -223,7 +226,7 @@ def checked_layers(model: LayeredModel, pairs: tuple[Pair, Pair], seed: int) -> 
     for name, builder in model.named_layers().items():
         if not model.existing:
             _check_built_inside(name, model, seed)
-        shape, x = _look(name, builder, x, seed, last=name == names[-1])
+        shape, x = _inspect(name, builder, x, seed, last=name == names[-1])
         if model.existing:  # builders have the buffers' values only
             shape = replace(shape, start={inner: shape.start[inner] for inner in shape.buffers})
         shapes.append(shape)
@@ -238,9 +241,9 @@ def _check_names(model: LayeredModel) -> None:
             "custom.too_few_layers",
             f"LayeredModel.layers has {len(layers)} layer(s): a chain that can be cut has at least two",
         )
-    taken = nn.Sequential()
+    reserved_names = nn.Sequential()
     for name, builder in layers.items():
-        if not isinstance(name, str) or not name or "." in name or hasattr(taken, name):
+        if not isinstance(name, str) or not name or "." in name or hasattr(reserved_names, name):
             raise UserError(
                 "custom.layer_name",
                 f"LayeredModel.layers: {name!r} cannot be the name of a layer: choose a word without dots",
@@ -257,9 +260,11 @@ def _check_names(model: LayeredModel) -> None:
 def _check_built_inside(name: str, model: LayeredModel, seed: int) -> None:
     """Every call of the builder must make the layer anew, and with the same start values."""
     builders = model.named_layers()
-    one, other = (build_layer(name, builders[name], seed) for _ in range(2))
-    addresses = {parameter.data_ptr() for parameter in one.parameters() if parameter.numel()}
-    outside = next((inner for inner, parameter in other.named_parameters() if parameter.data_ptr() in addresses), None)
+    built, second_build = (build_layer(name, builders[name], seed) for _ in range(2))
+    addresses = {parameter.data_ptr() for parameter in built.parameters() if parameter.numel()}
+    outside = next(
+        (inner for inner, parameter in second_build.named_parameters() if parameter.data_ptr() in addresses), None
+    )
     if outside is not None:
         for second in builders.keys() - {name}:
             for inner, parameter in build_layer(second, builders[second], seed).named_parameters():
@@ -270,7 +275,7 @@ def _check_built_inside(name: str, model: LayeredModel, seed: int) -> None:
             f"layer {name!r} was built outside its builder: parameter {outside} is the same tensor at every call, so each process "
             f"would start from weights of its own. {REMEDY}",
         )
-    drawn = unlike(sampled(one), sampled(other))
+    drawn = unlike(sampled(built), sampled(second_build))
     if drawn is not None:
         raise UserError(
             "custom.builder_repeats",
@@ -279,7 +284,7 @@ def _check_built_inside(name: str, model: LayeredModel, seed: int) -> None:
         )
 
 
-def _look(name: str, builder: Builder, x: torch.Tensor, seed: int, last: bool) -> tuple[LayerShape, torch.Tensor]:
+def _inspect(name: str, builder: Builder, x: torch.Tensor, seed: int, last: bool) -> tuple[LayerShape, torch.Tensor]:
     """The layer's shape, and what it makes of two samples ``x``."""
     layer = build_layer(name, builder, seed)
     if any(isinstance(module, _BatchNorm) for module in layer.modules()):
@@ -289,10 +294,10 @@ def _look(name: str, builder: Builder, x: torch.Tensor, seed: int, last: bool) -
             f"plan decides. Use torch.nn.GroupNorm, LayerNorm or InstanceNorm2d instead",
         )
     buffers = {inner: buffer.clone() for inner, buffer in layer.named_buffers()}
-    given = x.clone()
-    version = given._version
-    y, draws = _run(name, layer, given, seed)
-    if given._version != version:
+    layer_input = x.clone()
+    version = layer_input._version
+    y, draws = _run(name, layer, layer_input, seed)
+    if layer_input._version != version:
         raise UserError(
             "custom.in_place",
             f"layer {name!r} changes its input in place: the tensor may have come from another rank. Its first operation must "
@@ -309,7 +314,7 @@ def _look(name: str, builder: Builder, x: torch.Tensor, seed: int, last: bool) -
         layer.eval()
         y, _ = _run(name, layer, x.clone(), seed)
     alone, _ = _run(name, layer, x[:1].clone(), seed)
-    if not _alike(alone, y[:1]):
+    if not _all_close(alone, y[:1]):
         raise UserError(
             "custom.batch_dependent",
             f"layer {name!r} makes something else of a sample when another one is beside it: its result would depend on the size "
@@ -377,7 +382,7 @@ def _check_loss(model: LayeredModel, outputs: torch.Tensor, targets: torch.Tenso
             "custom.loss",
             'LayeredModel.loss must give a scalar tensor: the sum of the samples\' losses (reduction="sum")',
         )
-    if not _alike(total, single[0] + single[1]):
+    if not _all_close(total, single[0] + single[1]):
         raise UserError(
             "custom.loss",
             f"LayeredModel.loss must be the sum of the samples' losses: it is {float(total):.6g} for two samples and "
@@ -385,6 +390,6 @@ def _check_loss(model: LayeredModel, outputs: torch.Tensor, targets: torch.Tenso
         )
 
 
-def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    scale = max(float(one.abs().max()), float(other.abs().max())) if one.numel() else 0.0
-    return one.shape == other.shape and bool(((one - other).abs() <= _ALIKE * scale + 1e-7).all())
+def _all_close(first: torch.Tensor, second: torch.Tensor) -> bool:
+    scale = max(float(first.abs().max()), float(second.abs().max())) if first.numel() else 0.0
+    return first.shape == second.shape and bool(((first - second).abs() <= _TOLERANCE * scale + 1e-7).all())

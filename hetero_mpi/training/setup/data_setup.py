@@ -94,10 +94,10 @@ def _from_text(loaded: LoadedJob) -> Material:
     corpus, evaluation = read(loaded.patterns("text"), max_bytes=data.max_bytes), None
     if data.evaluation is not None:
         evaluation = read(loaded.patterns("evaluation"), key="data.evaluation")
-    for one in (corpus, evaluation):
-        next(iter(one.blocks() if one else ("",)))  # there is some text
-    config, generation, told = _model_keys(loaded)
-    files = [file_marks(one.paths) if one else None for one in (corpus, evaluation)]
+    for source in (corpus, evaluation):
+        next(iter(source.blocks() if source else ("",)))  # there is some text
+    config, generation, model_notes = _model_keys(loaded)
+    files = [file_marks(source.paths) if source else None for source in (corpus, evaluation)]
     key = ["text", *files, data.documents, data.max_bytes, data.keys, data.skip_bad]
     tokenizer, notes = _tokenizer(
         loaded, config, key, lambda: (piece.text for piece in pieces_of(corpus.blocks(), bpe_split))
@@ -108,36 +108,36 @@ def _from_text(loaded: LoadedJob) -> Material:
         dataset = build_sequences(corpus, tokenizer, settings, evaluation, folder, _progress(corpus.paths))
         lines = [
             f"{name}: {line}"
-            for name, one in (("corpus", corpus), ("evaluation", evaluation))
-            for line in (one.report.lines() if one is not None else ())
+            for name, source in (("corpus", corpus), ("evaluation", evaluation))
+            for line in (source.report.lines() if source is not None else ())
         ]
-        skipped = sum(len(one.report.bad.problems) for one in (corpus, evaluation) if one is not None)
+        skipped = sum(len(source.report.bad.problems) for source in (corpus, evaluation) if source is not None)
         return write_dataset(folder, dataset, {"notes": [*lines, *dataset.notes], "skipped": skipped})
 
-    dataset, found, reused = _dataset(loaded, [*key, _mark(tokenizer), data.packing], fill, tokenizer)
+    dataset, description, reused = _dataset(loaded, [*key, _mark(tokenizer), data.packing], fill, tokenizer)
     dataset, remarks = _placed(dataset, config)
     generation = _with_end(config, generation, tokenizer)
-    lines = (*told, *notes, *found["notes"], *reused, *remarks)
-    return Material(config, tokenizer, dataset, lines, None, found["skipped"], generation)
+    lines = (*model_notes, *notes, *description["notes"], *reused, *remarks)
+    return Material(config, tokenizer, dataset, lines, None, description["skipped"], generation)
 
 
 def _from_records(loaded: LoadedJob) -> Material:
     data = loaded.job.data
     preference, bad = learns_from(loaded.job.train.preference), BadRecords(data.skip_bad)
-    named = _named_patterns(loaded)
-    files = [file_marks(matching_files(key, patterns, say)) for key, patterns in named]
-    key = ["records", files, [name for name, _ in named], data.skip_bad, preference, data.keys]
+    named_patterns = _named_patterns(loaded)
+    files = [file_marks(matching_files(key, patterns, say)) for key, patterns in named_patterns]
+    key = ["records", files, [name for name, _ in named_patterns], data.skip_bad, preference, data.keys]
 
     @functools.cache
     def read() -> list[Records]:
         keys = OwnKeys(data.keys or {})
-        found = [read_records(patterns, name, bad, preference, say, keys) for name, patterns in named]
+        sources = [read_records(patterns, name, bad, preference, say, keys) for name, patterns in named_patterns]
         keys.check()
-        return found
+        return sources
 
     def records() -> Iterator[Record]:
         """Those to be learnt from."""
-        sources = zip(named, read(), strict=True)
+        sources = zip(named_patterns, read(), strict=True)
         return (record for (name, _), source in sources if name != _EVALUATION for record in source.records)
 
     def check(_: Path) -> None:
@@ -145,47 +145,49 @@ def _from_records(loaded: LoadedJob) -> Material:
 
     # Broken records are told before a model is fetched, which may take an hour.
     kept(["read", *key] if data.cache else None, check, lambda *_: True, say)
-    config, generation, told = _model_keys(loaded)
+    config, generation, model_notes = _model_keys(loaded)
     tokenizer, notes = _tokenizer(loaded, config, key, lambda: plain_texts(records()))
     packing, isolate, note = _packing(loaded, str(config["model_type"]))
     stops = model_stops(config, generation)
 
     def fill(folder: Path) -> dict[str, Any]:
-        every = [record for source in read() for record in source.records]
-        chosen = choose_template(tokenizer, data.template, every)
+        every_record = [record for source in read() for record in source.records]
+        template = choose_template(tokenizer, data.template, every_record)
         # What the template refuses is told as early as a broken line, if it is no rare exception.
-        sample = every[:: len(every) // _SAMPLED] if len(every) > _SAMPLED else ()  # few are all read soon
-        for _ in tokenize_records(tokenizer, chosen, sample, BadRecords(data.skip_bad)):
+        sample = (
+            every_record[:: len(every_record) // _MAX_CHECKED] if len(every_record) > _MAX_CHECKED else ()
+        )  # few are all read soon
+        for _ in tokenize_records(tokenizer, template, sample, BadRecords(data.skip_bad)):
             pass
-        sources = {name: source for (name, _), source in zip(named, read(), strict=True)}
+        sources = {name: source for (name, _), source in zip(named_patterns, read(), strict=True)}
         evaluation = sources.pop(_EVALUATION, None)
         lines = [
             line if data.weights is None else f"{name}: {line}"
             for name, source in sources.items()
-            for line in source.lines(chosen.source)
+            for line in source.lines(template.source)
         ]
-        lines.extend(f"evaluation: {line}" for line in (evaluation.lines(chosen.source) if evaluation else ()))
+        lines.extend(f"evaluation: {line}" for line in (evaluation.lines(template.source) if evaluation else ()))
         settings = _settings(loaded, packing)
         dataset = build_record_sequences(
             [(name, source.records) for name, source in sources.items()],
-            RecordSequences(tokenizer, chosen, settings, data.train_on_prompt, isolate, preference, stops),
+            RecordSequences(tokenizer, template, settings, data.train_on_prompt, isolate, preference, stops),
             None if evaluation is None else evaluation.records,
             bad,
             data.weights,
         )
-        lines += ["records become text by " + _FORMS[chosen.kind], *note, *bad.lines(), *dataset.notes]
-        values = {"notes": lines, "kind": chosen.kind, "source": chosen.source, "skipped": len(bad.problems)}
+        lines += ["records become text by " + _FORMS[template.kind], *note, *bad.lines(), *dataset.notes]
+        values = {"notes": lines, "kind": template.kind, "source": template.source, "skipped": len(bad.problems)}
         return write_dataset(folder, dataset, values)
 
-    more = [_mark(tokenizer), data.template, packing, isolate, data.train_on_prompt, data.weights, stops]
-    dataset, found, reused = _dataset(loaded, [*key, *more], fill, tokenizer)
-    if found["kind"] == "plain":
+    settings_key = [_mark(tokenizer), data.template, packing, isolate, data.train_on_prompt, data.weights, stops]
+    dataset, description, reused = _dataset(loaded, [*key, *settings_key], fill, tokenizer)
+    if description["kind"] == "plain":
         # So that whoever loads the result can ask it in the words it was taught in.
-        tokenizer.chat_template = found["source"]
+        tokenizer.chat_template = description["source"]
     dataset, remarks = _placed(dataset, config)
     generation = _with_end(config, generation, tokenizer)
-    lines = (*told, *notes, *found["notes"], *reused, *remarks)
-    return Material(config, tokenizer, dataset, lines, found["kind"], found["skipped"], generation)
+    lines = (*model_notes, *notes, *description["notes"], *reused, *remarks)
+    return Material(config, tokenizer, dataset, lines, description["kind"], description["skipped"], generation)
 
 
 def _settings(loaded: LoadedJob, packing: bool) -> SequenceSettings:
@@ -194,7 +196,7 @@ def _settings(loaded: LoadedJob, packing: bool) -> SequenceSettings:
 
 
 _EVALUATION = "data.evaluation"
-_SAMPLED = 256
+_MAX_CHECKED = 256
 """Records that are tried first."""
 
 
@@ -213,10 +215,10 @@ def _dataset(
 ) -> tuple[Dataset, dict[str, Any], list[str]]:
     """(the data, what else is told of it, a remark where an earlier start has made it). ``fill``: makes it, into a folder."""
     data = loaded.job.data
-    whole = [*key, data.sequence_length, data.evaluation_fraction, loaded.job.train.seed] if data.cache else None
+    cache_key = [*key, data.sequence_length, data.held_out, loaded.job.train.seed] if data.cache else None
     read = functools.partial(read_dataset, ids=largest_id(tokenizer) + 1)
-    (dataset, found), there = kept(whole, fill, read, say)
-    return dataset, found, ["token ids: those of an earlier start"] if there else []
+    (dataset, description), is_cached = kept(cache_key, fill, read, say)
+    return dataset, description, ["token ids: those of an earlier start"] if is_cached else []
 
 
 def _mark(tokenizer: PreTrainedTokenizerFast) -> list[Any]:
@@ -226,8 +228,8 @@ def _mark(tokenizer: PreTrainedTokenizerFast) -> list[Any]:
 
 
 def _progress(paths: Sequence[Path]) -> Callable[[int], None]:
-    whole = sum(path.stat().st_size for path in paths) / 1e6
-    return lambda done: say(f"{done / 1e6:,.0f} million characters are tokenised, of {whole:,.0f} MB of text")
+    total_mb = sum(path.stat().st_size for path in paths) / 1e6
+    return lambda done: say(f"{done / 1e6:,.0f} million characters are tokenised, of {total_mb:,.0f} MB of text")
 
 
 def _packing(loaded: LoadedJob, family: str) -> tuple[bool, bool, list[str]]:
@@ -275,8 +277,8 @@ def _tokenizer(
         def fill(folder: Path) -> None:
             save_tokenizer(train_bpe(texts(), size, length), folder)
 
-        whole = ["tokenizer", size, length, *key] if job.data.cache else None
-        tokenizer, _ = kept(whole, fill, lambda folder, _: load_tokenizer(folder), say)
+        cache_key = ["tokenizer", size, length, *key] if job.data.cache else None
+        tokenizer, _ = kept(cache_key, fill, lambda folder, _: load_tokenizer(folder), say)
         note = vocabulary_note(tokenizer, size)
         notes.extend([note] if note else [])
     else:
@@ -322,13 +324,13 @@ def _with_end(
 def _placed(dataset: Dataset, config: dict[str, Any]) -> tuple[Dataset, list[str]]:
     """The data with positions that tell texts from padding, where the model computes a text by its length; and a remark where
     padding counts all the same."""
-    told, family = [], str(config["model_type"])
+    notes, family = [], str(config["model_type"])
     if family in PADDING_FAMILIES and dataset.padded:
-        told.append(
+        notes.append(
             f"padding counts: which tokens a {family} model looks at depends on how many there are, so a padded text's loss is not "
             f"quite what it has alone"
         )
-    return dataset.placed() if depends_on_length(read_config(config)) else dataset, told
+    return dataset.placed() if depends_on_length(read_config(config)) else dataset, notes
 
 
 def _check_model(loaded: LoadedJob, config: dict[str, Any]) -> None:
@@ -390,7 +392,7 @@ def base_name(loaded: LoadedJob) -> str | None:
 
 
 def _tokenizer_directory(loaded: LoadedJob) -> Path:
-    own = loaded.job.tokenizer.path
-    directory = loaded.resolve(own) if own is not None else model_directory(loaded)
+    tokenizer_path = loaded.job.tokenizer.path
+    directory = loaded.resolve(tokenizer_path) if tokenizer_path is not None else model_directory(loaded)
     assert directory is not None  # the job has one or the other
     return directory

@@ -38,20 +38,20 @@ def read_set(
         return build_sequences(corpus, tokenizer, settings)
     bad = BadRecords(data.skip_bad)
     records = read_records(patterns, key, bad, None, say, OwnKeys(data.keys or {})).records[:limit]
-    chosen = choose_template(tokenizer, data.template, records)
-    rows = RecordSequences(tokenizer, chosen, settings, data.train_on_prompt, ends=ends).rows(records, key, bad)
+    template = choose_template(tokenizer, data.template, records)
+    rows = RecordSequences(tokenizer, template, settings, data.train_on_prompt, ends=ends).rows(records, key, bad)
     return share_out(rows, settings, f"the records of {key}", "Add records.")
 
 
 def evaluation_sets(
-    loaded: LoadedJob, tokenizer: PreTrainedTokenizerFast, ends: Collection[int], placed: bool
+    loaded: LoadedJob, tokenizer: PreTrainedTokenizerFast, ends: Collection[int], with_positions: bool
 ) -> dict[str, Batch]:
-    """Name -> the sequences of ``data.evaluation_sets``. ``placed``: with positions that tell texts from padding."""
-    limit, found = loaded.job.train.evaluate_sequences, {}
+    """Name -> the sequences of ``data.evaluation_sets``. ``with_positions``: with positions that tell texts from padding."""
+    limit, batches = loaded.job.train.evaluate_sequences, {}
     for name, patterns in loaded.evaluation_sets().items():
         key = f"data.evaluation_sets.{name}"
         dataset = read_set(list(patterns), key, loaded.job.data, tokenizer, ends, limit)
-        dataset = dataset.placed() if placed else dataset
-        found[name] = dataset.gather(np.arange(min(limit, len(dataset.tokens))))
+        dataset = dataset.placed() if with_positions else dataset
+        batches[name] = dataset.gather(np.arange(min(limit, len(dataset.tokens))))
         say(*(f"{key}: {note}" for note in dataset.notes))
-    return found
+    return batches

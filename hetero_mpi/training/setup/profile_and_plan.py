@@ -52,19 +52,19 @@ from hetero_mpi.util.shipped import profile_file
 def subject_of(context: RunContext) -> tuple[BenchmarkSpec, str]:
     """The subject of the profile, and the reason in words for the micro-batch sizes that the planner may choose from."""
     job = context.job
-    given = (
+    micro_batch_settings = (
         job.train.global_batch,
         job.train.micro_batch,
         context.world.size,
         context.tuning.uses_dropout(context.chain),
     )
-    reason = micro_batch_choices(*given)[1]
+    reason = micro_batch_choices(*micro_batch_settings)[1]
     subject = BenchmarkSpec(
         context.chain,
         context.tuning,
         job.train,
         job.data.sequence_length,
-        timed_micro_batches(*given),
+        timed_micro_batches(*micro_batch_settings),
         context.cores,
         context.threads,
         job.cluster.memory_bytes,
@@ -133,14 +133,14 @@ def obtain_profile(context: RunContext, options: TrainOptions, pending: Pending)
         profile = _profile_of_cluster(context, subject, options, pending)
     profile = with_wire(profile, context.job.train.wire)
     say(*(profile_lines if options.verbose or options.dry_run else measured_lines)(profile))
-    own = profile.source == MEASURED and profile.key == profile_key(world, context.backend, subject)
-    return Profiled(profile, own, reason)
+    measured_here = profile.source == MEASURED and profile.key == profile_key(world, context.backend, subject)
+    return Profiled(profile, measured_here, reason)
 
 
-def plan_for(context: RunContext, given: Path | Plan | None, profiled: Profiled, pending: Pending) -> Planned:
+def plan_for(context: RunContext, user_plan: Path | Plan | None, profiled: Profiled, pending: Pending) -> Planned:
     """The plan for a profile: the given one, completed, or the planner's. Its schedule has passed a dry run. Collective."""
     begin = time.perf_counter()
-    report = obtain_plan(context, profiled.profile, planning_request(context, profiled.profile), pending, given)
+    report = obtain_plan(context, profiled.profile, planning_request(context, profiled.profile), pending, user_plan)
     return Planned(**vars(profiled), report=report, planning_s=time.perf_counter() - begin)
 
 
@@ -155,12 +155,14 @@ def say_plan(
         note(*profile_lines(profile), *plan_lines(report, profile), micro_batches)
 
 
-def _keep(context: RunContext, pending: Pending, save: Callable[[Any, Path], None], what: Any, *paths: Path) -> None:
+def _save_later(
+    context: RunContext, pending: Pending, save: Callable[[Any, Path], None], value: Any, *paths: Path
+) -> None:
     """Save it on rank 0, once the start is accepted: the last one at a path stays."""
 
     def write(path: Path) -> None:
         with warn_on_failure(f"writing {path}"):
-            save(what, path)
+            save(value, path)
 
     for path in paths if context.world.rank == 0 else ():
         pending.add(partial(write, path))
@@ -168,14 +170,14 @@ def _keep(context: RunContext, pending: Pending, save: Callable[[Any, Path], Non
 
 def keep_plan(context: RunContext, pending: Pending, report: PlanReport) -> None:
     """Save a plan in the run directory, once the start is accepted. On rank 0."""
-    _keep(context, pending, save_plan, report, context.run_dir / "plan.toml")
+    _save_later(context, pending, save_plan, report, context.run_dir / "plan.toml")
 
 
 def keep_run_profile(context: RunContext, pending: Pending, profile: ClusterProfile) -> None:
     """Save a profile in the run directory, and where the job wants it, once the start is accepted. On rank 0."""
     elsewhere = context.job.profile.save_as
     paths = [context.loaded.resolve(elsewhere)] if elsewhere else []
-    _keep(context, pending, save_profile, profile, context.run_dir / "profile.toml", *paths)
+    _save_later(context, pending, save_profile, profile, context.run_dir / "profile.toml", *paths)
 
 
 def named_profile(loaded: LoadedJob, options: TrainOptions) -> Path | ClusterProfile | None:
@@ -186,12 +188,16 @@ def named_profile(loaded: LoadedJob, options: TrainOptions) -> Path | ClusterPro
         named = loaded.profile_file(settings.path)
     elif isinstance(named, Path):
         named = profile_file(named)
-    others = (options.reprofile, "--reprofile"), (settings.save_as, "save_as"), (loaded.job.cluster.emulate, "emulate")
-    other = next((name for given, name in others if given), None)
-    if named is not None and other is not None:
+    conflicts = (
+        (options.reprofile, "--reprofile"),
+        (settings.save_as, "save_as"),
+        (loaded.job.cluster.emulate, "emulate"),
+    )
+    setting = next((name for is_set, name in conflicts if is_set), None)
+    if named is not None and setting is not None:
         which = named if isinstance(named, Path) else "the given one"
         raise UserError(
-            "profile.two_named", f"a profile is named ({which}), and {other} wants another one: leave one of them out"
+            "profile.two_named", f"a profile is named ({which}), and {setting} wants another one: leave one of them out"
         )
     return named
 
@@ -207,13 +213,13 @@ def _profile_of_cluster(
     world, settings = context.world, context.job.profile
     key = profile_key(world, context.backend, subject)
     with world.on_leader("reading the profile"):
-        found = _known_profile(context, subject, options, key) if world.rank == 0 else None
-    known = world.broadcast_json(profile_to_dict(found) if found is not None else None)
-    if known is None:
+        known_profile = _known_profile(context, subject, options, key) if world.rank == 0 else None
+    profile_fields = world.broadcast_json(profile_to_dict(known_profile) if known_profile is not None else None)
+    if profile_fields is None:
         profile = profile_cluster(world, context.transport, context.backend, subject, settings, say, options.reprofile)
     else:
-        profile = profile_from_dict(known)
-    if known is None or settings.save_as:  # with a named one there is no save_as
+        profile = profile_from_dict(profile_fields)
+    if profile_fields is None or settings.save_as:  # with a named one there is no save_as
         keep_run_profile(context, pending, profile)
     return profile
 
@@ -225,22 +231,22 @@ def _known_profile(
     named, of_run = named_profile(context.loaded, options), context.run_dir / "profile.toml"
     if named is None and (options.reprofile or not context.job.profile.reuse or not of_run.exists()):
         return None
-    place = "the given profile" if isinstance(named, ClusterProfile) else str(named or of_run)
+    label = "the given profile" if isinstance(named, ClusterProfile) else str(named or of_run)
     try:
-        profile = named if isinstance(named, ClusterProfile) else load_profile(place)
+        profile = named if isinstance(named, ClusterProfile) else load_profile(label)
     except UserError as error:
         if named is not None:
             raise
         say(f"{str(error).splitlines()[0]}; measuring again")
         return None
     if named is not None:  # the key of one that was edited says nothing of what it holds now
-        _check_fits(profile, place, subject, context.world.size)
+        _check_fits(profile, label, subject, context.world.size)
     if profile.key == key:
-        say(f"Profile: {place} (measured {profile.date}, same devices, model and versions)")
+        say(f"Profile: {label} (measured {profile.date}, same devices, model and versions)")
         return profile
     if named is None:
         return None
-    say(f"Profile: {place} ({profile.source}, {profile.date}; not measured on exactly these ranks, used as you asked)")
+    say(f"Profile: {label} ({profile.source}, {profile.date}; not measured on exactly these ranks, used as you asked)")
     return with_memory_budget(profile, subject.memory_bytes)
 
 
@@ -249,9 +255,9 @@ def obtain_plan(
     profile: ClusterProfile,
     request: PlanRequest,
     pending: Pending,
-    given: Path | Plan | None = None,
+    user_plan: Path | Plan | None = None,
 ) -> PlanReport:
-    """The user's plan ``given`` (rank 0's view), completed; or the planner's. Its schedule has passed a dry run. Collective. Raises
+    """The user's plan ``user_plan`` (rank 0's view), completed; or the planner's. Its schedule has passed a dry run. Collective. Raises
     UserError: no plan fits the memory, or the given plan does not.
     """
     report: PlanReport | None = None
@@ -260,8 +266,8 @@ def obtain_plan(
         if world.rank == 0:
             from hetero_mpi.planning.decision.planner import make_plan  # 50 modules that no other rank needs
 
-            if given is not None:
-                report = _given_plan(context, given, profile, request)
+            if user_plan is not None:
+                report = _given_plan(context, user_plan, profile, request)
             else:
                 report = make_plan(profile, request)
             validate(schedule_of(report.plan, profile.model), report.plan, profile.model)
@@ -269,16 +275,18 @@ def obtain_plan(
     return report_from_dict(world.broadcast_json(plan_to_dict(report) if report is not None else None))
 
 
-def _given_plan(context: RunContext, given: Path | Plan, profile: ClusterProfile, request: PlanRequest) -> PlanReport:
+def _given_plan(
+    context: RunContext, user_plan: Path | Plan, profile: ClusterProfile, request: PlanRequest
+) -> PlanReport:
     from hetero_mpi.planning.decision.planner import complete_plan
 
-    plan = given if isinstance(given, Plan) else load_plan(given)
+    plan = user_plan if isinstance(user_plan, Plan) else load_plan(user_plan)
     try:
         if profile.model.heads is None:  # no shares would do: the reason is a setting of the job, or the model
             require_divisible(context.chain, context.tuning, plan)
         return complete_plan(plan, profile, request)
     except UserError as error:
-        which = "the given plan" if isinstance(given, Plan) else given
+        which = "the given plan" if isinstance(user_plan, Plan) else user_plan
         raise UserError(
             "plan.other_job",
             f"{which} does not fit this job on these ranks:\n{error}\nCorrect it, or leave --plan out to plan anew",
@@ -295,11 +303,11 @@ def _check_fits(profile: ClusterProfile, path: str, subject: BenchmarkSpec, rank
         )
     kinds = tuple(layer.kind for layer in profile.model.layers)
     parameters = sum(layer.trainable_parameters for layer in profile.model.layers)
-    own = sum(spec.count for spec in subject.tuning.specs(0, subject.chain.layer_count))
-    if kinds != subject.chain.kinds or parameters != own:
+    trained_parameters = sum(spec.count for spec in subject.tuning.specs(0, subject.chain.layer_count))
+    if kinds != subject.chain.kinds or parameters != trained_parameters:
         raise UserError(
             "profile.other_model",
-            f"{path} was made for {parameters:,} trained parameters in {len(kinds)} layers, this job trains {own:,} in "
+            f"{path} was made for {parameters:,} trained parameters in {len(kinds)} layers, this job trains {trained_parameters:,} in "
             f"{subject.chain.layer_count}: use a profile of this model and adapter, or leave it out to measure",
         )
     if (profile.model.dtype, profile.model.sequence_length) != (subject.train.dtype, subject.sequence_length):

@@ -76,7 +76,7 @@ def read_job(world: World, options: TrainOptions) -> tuple[LoadedJob, Path]:
 
 
 @contextlib.contextmanager
-def claimed(world: World, run_dir: Path) -> Iterator[None]:
+def lock_run_directory(world: World, run_dir: Path) -> Iterator[None]:
     """A context in which rank 0 holds the lock of the run directory. If another run holds it, all ranks raise the error.
     Collective.
     """
@@ -105,8 +105,8 @@ def set_up(world: World, transport: Transport, loaded: LoadedJob, run_dir: Path)
     keys = world.broadcast_json(material.config if material is not None else None)
     chain: LayerChain
     if job.model.factory is not None:
-        own = material.dataset if material is not None else None
-        chain = custom_chain(world, loaded, keys, own if isinstance(own, Samples) else None)
+        dataset_of_rank = material.dataset if material is not None else None
+        chain = custom_chain(world, loaded, keys, dataset_of_rank if isinstance(dataset_of_rank, Samples) else None)
     else:
         with world.collective_errors("reading the model's configuration"):
             chain = TransformersChain(read_config(keys), job.train.dropout)
@@ -164,12 +164,14 @@ def _with_adapter(world: World, loaded: LoadedJob, tokenizer: PreTrainedTokenize
     adapter = loaded.job.adapter
     if adapter.method == "none":
         return loaded
-    found: dict[str, Any] | None = None
+    fields: dict[str, Any] | None = None
     with world.on_leader("reading the adapter"):
         if world.rank == 0:
-            own = adapter if adapter.path is None else with_patterns_of(loaded.resolve(adapter.path), adapter)
-            found = own.model_copy(update={"tokens": _token_ids(own, loaded.job.tokenizer, tokenizer)}).model_dump()
-    table = AdapterTable(**world.broadcast_json(found))
+            table = adapter if adapter.path is None else with_patterns_of(loaded.resolve(adapter.path), adapter)
+            fields = table.model_copy(
+                update={"tokens": _token_ids(table, loaded.job.tokenizer, tokenizer)}
+            ).model_dump()
+    table = AdapterTable(**world.broadcast_json(fields))
     return replace(loaded, job=loaded.job.model_copy(update={"adapter": table}))
 
 
@@ -177,29 +179,29 @@ def _token_ids(
     adapter: AdapterTable, table: TokenizerTable, tokenizer: PreTrainedTokenizerFast | None
 ) -> list[int] | None:
     """``adapter.tokens`` as ids, ascending; of a job that names none those that its tokenizer is given. None: there are none."""
-    wanted = [*table.add, *table.add_special] if adapter.tokens is None else adapter.tokens
+    tokens = [*table.add, *table.add_special] if adapter.tokens is None else adapter.tokens
     vocabulary = tokenizer.get_vocab() if tokenizer is not None else {}
-    unknown = [one for one in wanted if isinstance(one, str) and one not in vocabulary]
+    unknown = [token for token in tokens if isinstance(token, str) and token not in vocabulary]
     if unknown:
         raise UserError(
             "adapter.tokens",
             f"[adapter] tokens: {as_toml(unknown[0])} is no token of the tokenizer: name one, or let [tokenizer] add it",
         )
-    return sorted({one if isinstance(one, int) else vocabulary[one] for one in wanted}) or None
+    return sorted({token if isinstance(token, int) else vocabulary[token] for token in tokens}) or None
 
 
 def _with_dtype(world: World, loaded: LoadedJob, backend: Backend) -> LoadedJob:
     """The job with its compute dtype settled; it is the same on all ranks. Collective."""
     ranks = [(name, dtypes) for name, dtypes in world.all_gather_json([backend.name, list(backend.dtypes())])]
-    wanted: str = loaded.job.train.dtype
-    if wanted == "auto":
-        wanted, reason = best_dtype(ranks)
-        say(f"dtype {wanted}: {reason}")
-    lacking = [f"rank {rank} ({name})" for rank, (name, dtypes) in enumerate(ranks) if wanted not in dtypes]
-    if lacking:
-        say(f"{', '.join(lacking)} cannot compute in {wanted} and will idle")
-    settle_products(world, backend, wanted)
-    table = loaded.job.train.model_copy(update={"dtype": wanted})
+    dtype: str = loaded.job.train.dtype
+    if dtype == "auto":
+        dtype, reason = best_dtype(ranks)
+        say(f"dtype {dtype}: {reason}")
+    idle_ranks = [f"rank {rank} ({name})" for rank, (name, dtypes) in enumerate(ranks) if dtype not in dtypes]
+    if idle_ranks:
+        say(f"{', '.join(idle_ranks)} cannot compute in {dtype} and will idle")
+    settle_products(world, backend, dtype)
+    table = loaded.job.train.model_copy(update={"dtype": dtype})
     return replace(loaded, job=loaded.job.model_copy(update={"train": table}))
 
 
@@ -210,9 +212,9 @@ def settle_products(world: World, backend: Backend, dtype: str) -> None:
     products = backend.products(dtype)
     if products != dtype:
         widen_products(dtype)
-    others = [str(rank) for rank, used in enumerate(world.all_gather_json(products)) if used != dtype]
-    if others:
-        say(f"rank {', '.join(others)}: products are computed in fp32, since the processor has none in {dtype}")
+    fp32_ranks = [str(rank) for rank, used in enumerate(world.all_gather_json(products)) if used != dtype]
+    if fp32_ranks:
+        say(f"rank {', '.join(fp32_ranks)}: products are computed in fp32, since the processor has none in {dtype}")
 
 
 def open_device(world: World, job_device: str) -> Backend:
@@ -222,26 +224,26 @@ def open_device(world: World, job_device: str) -> Backend:
     ``job_device``: ``[cluster] device``.
     """
     with world.collective_errors("looking for the device"):
-        wanted = wish(job_device, os.environ)
-        name, devices = visible_devices(wanted.name)
+        requested = wish(job_device, os.environ)
+        name, devices = visible_devices(requested.name)
         refused = BACKENDS[name].unusable()
-    seen = world.all_gather_json([world.host, name, list(devices.items()), wanted.gpu])
+    devices_by_rank = world.all_gather_json([world.host, name, list(devices.items()), requested.gpu])
     places = [
         VisibleDevices(host, backend, tuple((index, identity) for index, identity in devices), gpu)
-        for host, backend, devices, gpu in seen
+        for host, backend, devices, gpu in devices_by_rank
     ]
     for host, reasons in dict(world.all_gather_json([world.host, list(refused.values())])).items():
         say(*(f"{host}: {reason}" for reason in reasons))
     index = device_of(world.rank, places)
     with world.collective_errors("opening the device"):
-        backend = open_backend(wanted.name, index)
+        backend = open_backend(requested.name, index)
         problem = _wrong_product(world, backend)
-        if problem and wanted.name != "auto":
+        if problem and requested.name != "auto":
             raise UserError("device.failed", f'{problem}; device = "cpu" or "auto" leaves it alone')
         backend = open_backend("cpu") if problem else backend
         backend.free_unused()  # an earlier run of this process may have left its stage there
-    for other in filter(None, world.all_gather_json(problem)):
-        say(f"{other}; the rank computes on the CPU instead")
+    for problem_text in filter(None, world.all_gather_json(problem)):
+        say(f"{problem_text}; the rank computes on the CPU instead")
     return backend
 
 
@@ -252,8 +254,8 @@ def _wrong_product(world: World, backend: Backend) -> str:
         return ""
     device = f"{backend.name}:{backend.index} of rank {world.rank} on {world.host} ({backend.description()})"
     remedy = SelfTest(backend.name, backend.index, results=(result,)).remedy()
-    told = f"{device} does not compute what the CPU does: {result.check}: {result.problem}. Remedy: {remedy}"
-    return f"{told}. All checks: python -m hetero_mpi doctor --selftest"
+    text = f"{device} does not compute what the CPU does: {result.check}: {result.problem}. Remedy: {remedy}"
+    return f"{text}. All checks: python -m hetero_mpi doctor --selftest"
 
 
 def share_of_cores(world: World, backend: Backend) -> float:
@@ -264,8 +266,8 @@ def share_of_cores(world: World, backend: Backend) -> float:
 
 def default_threads(cores: float) -> int:
     """Threads under "auto": ``OMP_NUM_THREADS`` if set (of a list, one for each level, the first), else one per whole core."""
-    wanted = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
-    return int(wanted) if wanted.isdigit() and int(wanted) > 0 else max(1, int(cores))
+    setting = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    return int(setting) if setting.isdigit() and int(setting) > 0 else max(1, int(cores))
 
 
 def _say_ranks(world: World, backend: Backend, threads: int) -> None:
@@ -284,17 +286,17 @@ def check_optimizer(train: TrainTable, backend: Backend, who: str) -> None:
     """
     tensor = Parameter(torch.zeros(64, 64, device=backend.device))
     tensor.grad = torch.ones_like(tensor)
-    own = OF_OPTIMIZER[train.optimizer][-1]
+    state_kind = OF_OPTIMIZER[train.optimizer][-1]
     try:
-        LibraryOptimizers(train, False, [(tensor, False, own, 1.0)]).step(1.0)
-        moved = bool((tensor < 0).all())
+        LibraryOptimizers(train, False, [(tensor, False, state_kind, 1.0)]).step(1.0)
+        stepped = bool((tensor < 0).all())
         reason = "its step changed nothing"
     except Exception as error:  # whatever it raises where it has no kernel, or where it is not installed
-        moved, reason = False, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-    if not moved:
-        needed = {EIGHT_BIT: "bitsandbytes 0.50", "muon": "torch 2.9"}.get(train.optimizer, "another transformers")
+        stepped, reason = False, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    if not stepped:
+        library = {EIGHT_BIT: "bitsandbytes 0.50", "muon": "torch 2.9"}.get(train.optimizer, "another transformers")
         raise UserError(
             "optimizer.unsupported",
             f'[train] optimizer = "{train.optimizer}" does not step on {who}, {backend.description()} ({reason}); install '
-            f'{needed} or later there, leave that rank out, or set optimizer = "adamw"',
+            f'{library} or later there, leave that rank out, or set optimizer = "adamw"',
         )
