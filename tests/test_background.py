@@ -108,4 +108,4 @@ def test_planning_anew_that_fails_is_logged_and_leaves_the_plan(
     replanner = Replanner()
     replanner.ask(question)
     assert replanner.take_answer() is None and not replanner.ready
-    assert [record.message.startswith("planning anew") for record in caplog.records] == [True]
+    assert [record.message.startswith("replanning") for record in caplog.records] == [True]

@@ -1,4 +1,4 @@
-"""A stage on the bench: built as in a run, with made-up weights and inputs, and a clock inside."""
+"""A benchmark stage: built as in training, with random weights and inputs, and timed by layer."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class ProfilingStart:
 
 
 class Bench:
-    """The layers ``[first, last)`` with their optimizer, which takes part in backward where the compute dtype is narrow."""
+    """Layers ``[first, last)`` with their optimizer, which accumulates gradients in backward for narrow dtypes."""
 
     def __init__(
         self,
@@ -69,27 +69,25 @@ class Bench:
         return self.clock.forward(lambda: self.stage.forward(position, x, targets))
 
     def backward(self, rows: int) -> tuple[Seconds, float]:
-        """The backward of micro-batch 0, likewise."""
+        """Time the backward of micro-batch 0, as ``forward``."""
         dy = self._inputs(rows)[2]
         return self.clock.backward(lambda: self.stage.backward(0, dy))
 
     def backward_input(self, rows: int, index: int) -> tuple[Seconds, float]:
-        """The input part of a split backward, likewise."""
+        """Time the input part of a split backward, as ``forward``."""
         dy = self._inputs(rows)[2]
         return self.clock.backward(lambda: self.stage.backward_input(index, dy))
 
     def backward_weights(self, index: int) -> Seconds:
-        """The weight part: seconds of every layer."""
+        """Time the weight part of a split backward: seconds of every layer."""
         return self.clock.weights(lambda finished: self.stage.backward_weights(index, finished))
 
     def recompute(self, enabled: bool) -> None:
         self.subject.chain.recompute(self.stage.model, enabled)
 
     def activation_bytes(self, rows: int, run: Callable[[], object]) -> dict[int, int]:
-        """Layer -> bytes that autograd keeps from forward to backward of the micro-batch of ``rows`` sequences that ``run`` passes;
-        parameters are not counted, a storage that several layers keep counts for the first. What packed experts compute counts as
-        if it was kept and not computed again: it is all there in their backward. So do logits that are computed in slices, which
-        planning leaves out again."""
+        """Layer -> bytes saved by autograd in ``run``, a forward of ``rows`` sequences, without parameters. Shared storages count
+        for their first layer; values recomputed by packed experts and sliced logits count as saved."""
         storages: dict[int, tuple[int, int]] = {}
         """Address of a storage -> (layer, bytes)."""
         model = self.stage.model
@@ -119,7 +117,7 @@ class Bench:
         return layer_bytes
 
     def deferred_bytes(self, rows: int) -> dict[int, int]:
-        """Layer -> bytes kept from the input part of backward to the weight part."""
+        """Layer -> bytes saved from the input part of backward to the weight part."""
         deferred = self.stage.deferred
         assert deferred is not None
         self.forward(rows)
@@ -129,8 +127,7 @@ class Bench:
         return sizes
 
     def optimizer_step(self, rows: int, single_step: bool) -> tuple[int, float]:
-        """(parameters, seconds) of norm, clipping and step after a micro-batch: in a run, a whole step lies between two of them, so
-        that the moments come from memory and not from a cache. ``single_step``: on the gradients that are there, and no more."""
+        """(parameters, seconds) of norm, clipping and optimizer step, with cold caches unless ``single_step``."""
         parameters = sum(target.numel() for target in self.optimizer.targets.values())
         cache_filler = torch.zeros(CACHE_BYTES, dtype=torch.uint8) if self.backend.name == "cpu" else None
         seconds = []
@@ -161,7 +158,7 @@ class Bench:
 
 
 def host_optimizer_s(backend: Backend, train: TrainTable) -> float | None:
-    """Seconds per parameter of a streamed stage's step in host memory: norm, clipping, optimizer, rounding. None on CPU ranks."""
+    """Seconds per parameter of an offloaded stage's optimizer step in host memory. None on CPU ranks."""
     if backend.name == "cpu":
         return None
     count, seconds = 1 << 23, []
@@ -180,8 +177,7 @@ def host_optimizer_s(backend: Backend, train: TrainTable) -> float | None:
 
 
 def copy_speeds(backend: Backend, repeats: int) -> tuple[float, float, float]:
-    """(latency_s, device_to_host_bytes_per_s, host_to_device_bytes_per_s) with the buffers that messages use; free on CPU ranks,
-    which copy nothing."""
+    """(latency_s, device_to_host_bytes_per_s, host_to_device_bytes_per_s) of message buffers; CPU ranks copy nothing."""
     if backend.name == "cpu":
         return 0.0, math.inf, math.inf
     small, large = 4096, 16 << 20

@@ -1,9 +1,8 @@
-"""The subject of a profile and its pieces: token counts, and stages that show every kind of layer; what was measured, and where it
-is kept, so that a rank that joins makes nobody measure again.
+"""The benchmark's specification: micro-batch sizes and stages to time, and the cache of measured device times.
 
-One sealed file per key in ``$XDG_CACHE_HOME/hetero_mpi/profiles`` (``~/.cache`` without the variable); may be deleted at any
-time. Memory and links are never kept: they depend on who else uses the machine, and a link has no name by which to find it
-again.
+The cache has one sealed file per key in ``$XDG_CACHE_HOME/hetero_mpi/profiles`` (default: ``~/.cache``), and may be deleted at any
+time. Memory and links are not cached, as they depend on other users of the machine.
+
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ from hetero_mpi.util.disk import cache_folder
 from hetero_mpi.util.sealed import load_sealed, store_value
 
 CACHE_BYTES = 64 << 20
-"""More than a processor's caches hold for one of its cores."""
+"""Bytes that exceed the caches of one core."""
 Group = Sequence[tuple[int, int]]
-"""Stages ``[first, last)`` that are built at the same time."""
+"""Stages ``[first, last)`` built at the same time."""
 _MOST, _FEWEST = 5, 4
-"""Numbers of sequences to time, where there are so many: a bend of a line shows among five."""
+"""Maximum and minimum number of micro-batch sizes to time; five show a bend in a curve."""
 _CACHE_VERSION = 6
-"""Changes with what ``DeviceTimes`` holds or how it is measured."""
+"""Changes with the fields of ``DeviceTimes`` or their measurement."""
 
 
 @dataclass(frozen=True)
@@ -48,24 +47,22 @@ class BenchmarkSpec:
     train: TrainTable
     sequence_length: int
     micro_batches: tuple[int, ...]
-    """Sequences per micro-batch the planner may choose from, increasing."""
+    """Sequences per micro-batch, ascending."""
     cores: float
     """CPU cores this rank can count on."""
     threads: int
     """CPU threads of this rank."""
     memory_bytes: int | None
-    """Usable memory given by the user instead of the measured one."""
+    """Memory budget set by the user, in place of the measured memory."""
     groups: bool = False
-    """Ranks of one host may hold a stage together: what half the heads take is timed as well."""
+    """Whether to time tensor-parallel shards too (half of the heads)."""
     stream_folder: Path | None = None
-    """Where this rank's files go of frozen weights for which there is no memory; None: there are none."""
+    """Folder for offloaded frozen weights of this rank; None: no offloading."""
 
 
 def sampled_rows(choices: Sequence[int]) -> tuple[int, ...]:
-    """Sequences per micro-batch to time.
+    """Sequences per micro-batch to time: at most five of the choices, filled up to four for a shorter last micro-batch.
 
-    Of the choices at most five, smallest and largest included; then others up to the largest until there are four, since the last
-    micro-batch of a step may be shorter than the rest.
 
     >>> sampled_rows((1, 2, 4)), sampled_rows((8,)), sampled_rows((1, 2, 3, 4, 6, 8, 12))
     ((1, 2, 3, 4), (2, 4, 6, 8), (1, 3, 4, 6, 12))
@@ -82,10 +79,8 @@ def sampled_rows(choices: Sequence[int]) -> tuple[int, ...]:
 
 
 def layer_groups(kinds: Sequence[str], one_by_one: bool) -> list[list[tuple[int, int]]]:
-    """Groups of stages to build, one after the other; every kind of the chain is in one.
+    """Groups of stages to build in turn, with every layer kind: each kind alone (``one_by_one``), or both ends of the chain.
 
-    ``one_by_one``: each kind in a stage of its own; else the front and the back of the chain, each with two blocks, or as many
-    as it takes to show every kind.
 
     >>> layer_groups(("embedding", "a", "a", "a", "a", "a", "head"), False)
     [[(0, 3), (4, 7)]]
@@ -103,14 +98,13 @@ def layer_groups(kinds: Sequence[str], one_by_one: bool) -> list[list[tuple[int,
 
 
 def fits_caches(subject: BenchmarkSpec, group: Group) -> bool:
-    """True where the stages of a group are so small that they fit several times beside each other."""
+    """Whether the stages of a group are so small that several copies fit in memory."""
     parameters = (spec.count for layers in group for spec in subject.chain.specs(*layers))
     return not subject.tuning.nf4 and sum(parameters) * DTYPE_BYTES[subject.train.dtype] <= CACHE_BYTES
 
 
 def exceeds_caches(subject: BenchmarkSpec) -> bool:
-    """True where a block is larger than caches, so that it finds them cold even when it runs over and over, or packing it is
-    slow."""
+    """Whether a block exceeds the caches, and so finds them cold even if repeated, or is slow to pack."""
     chain = subject.chain
     blocks = (sum(spec.count for spec in chain.specs(layer, layer + 1)) for layer in range(1, chain.layer_count - 1))
     largest = max(blocks, default=0)
@@ -119,36 +113,36 @@ def exceeds_caches(subject: BenchmarkSpec) -> bool:
 
 @dataclass(frozen=True)
 class DeviceTimes:
-    """All that one rank measured of itself; seconds, bytes per second, bytes. All of it depends on the device alone."""
+    """Device measurements of one rank, in seconds, bytes and bytes per second."""
 
     measured: str
-    """When."""
+    """Date of the measurement."""
     rows: tuple[int, ...]
     """Sequences per micro-batch that were timed."""
     layers: dict[str, LayerTimes]
     forward_overhead_s: float
     backward_overhead_s: float
     activation_bytes: dict[str, float]
-    """kind -> bytes kept from forward to backward per token."""
+    """Layer kind -> activation bytes per token."""
     deferred_bytes: dict[str, float]
-    """kind -> bytes kept between both parts of a split backward per token."""
+    """Layer kind -> bytes per token saved between both parts of a split backward."""
     optimizer_s_per_parameter: float
     copy_latency_s: float
     device_to_host_bytes_per_s: float
     host_to_device_bytes_per_s: float
     host_optimizer_s_per_parameter: float | None = None
     slow_s: float = 0.0
-    """The longest first pass, where it was too long to time more; else 0."""
+    """Duration of the first pass if it was too slow to measure more; else 0."""
     halved: dict[str, LayerTimes] = field(default_factory=dict)
-    """Times of a member of a group with half of the heads and of the experts, without sums; empty: not timed."""
+    """Times of a tensor-parallel rank with half of the heads and experts, without all-reduces; empty: not timed."""
     without_experts: dict[str, LayerTimes] = field(default_factory=dict)
-    """The same with none of the experts."""
+    """Times of a tensor-parallel rank without experts."""
     kept: bool = False
-    """From an earlier run?"""
+    """Whether the times come from the cache."""
 
 
 def subject_content(subject: BenchmarkSpec, mpi_library: str) -> list[Any]:
-    """All of a subject, and of the programs that run it, that decides what a device takes for it."""
+    """Everything in the specification and the library versions that affects device times."""
     return [
         {name: list(spec.shape) for name, spec in subject.chain.parameters.items()},
         list(subject.chain.kinds),
@@ -161,13 +155,12 @@ def subject_content(subject: BenchmarkSpec, mpi_library: str) -> list[Any]:
 
 
 def key_of(content: Sequence[Any]) -> str:
-    """A short name for content that JSON can express."""
+    """Hash of JSON-serializable content."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def device_key(world: World, backend: Backend, subject: BenchmarkSpec, repeats: int) -> str:
-    """Equal keys mean: the same device of the same host, beside as many other ranks, measured for the same model shape, dtype,
-    token counts and versions."""
+    """Cache key of device times: host, device, local ranks, model shape, dtype, token counts and versions."""
     products = backend.products(subject.train.dtype)
     device = [world.host, backend.name, backend.index, backend.description(), products]
     device += [subject.threads, round(subject.cores, 3)]
@@ -177,7 +170,7 @@ def device_key(world: World, backend: Backend, subject: BenchmarkSpec, repeats: 
 
 
 def load_times(key: str, tell: Callable[[str], object]) -> DeviceTimes | None:
-    """The times that are kept under ``key``; None when none are. ``tell``: gets a sentence about damaged ones."""
+    """Cached times under ``key``, or None. ``tell``: reports damaged files."""
 
     def read(_: Path, data: Any) -> DeviceTimes:
         raise_all(key, number_problems(data))
@@ -187,12 +180,12 @@ def load_times(key: str, tell: Callable[[str], object]) -> DeviceTimes | None:
 
 
 def is_cached(key: str) -> bool:
-    """Whether something is kept under ``key``, and whole."""
+    """Whether the cache has an intact entry under ``key``."""
     return load_sealed(_cache_path(key), lambda *_: True, lambda _: None) is not None
 
 
 def store_cached(key: str, value: Any) -> None:
-    """Keep a value that JSON can express. A cache that cannot be written is no reason to end a run."""
+    """Cache a JSON-serializable value. A cache that cannot be written is ignored."""
     with contextlib.suppress(OSError):
         store_value(_cache_path(key), value)
 

@@ -66,11 +66,10 @@ def profile_cluster(
     say: Say,
     fresh: bool = False,
 ) -> ClusterProfile:
-    """Measure all ranks and links. Collective; every rank gets the same profile.
+    """Measure all ranks and links; return the same profile on every rank. Collective. ``fresh``: ignore cached device times.
 
-    ``fresh``: do not take device tables from the cache.
-
-    :raises UserError: a device has no memory for a single layer.
+    Raises:
+        UserError: a device is out of memory for a single layer.
     """
     key = profile_key(world, backend, subject)
     memories = measure_memory(world, backend)
@@ -111,7 +110,7 @@ def profile_cluster(
 
 
 def _exceeds_memory(subject: BenchmarkSpec, memories: Sequence[MeasuredMemory]) -> bool:
-    """Might some host have no room for the frozen weights beside all else?"""
+    """Whether frozen weights may exceed a host's memory."""
     bytes_per_parameter = 0.5 if subject.tuning.nf4 else DTYPE_BYTES[subject.train.dtype]
     count = sum(spec.count for spec in subject.chain.specs(0, subject.chain.layer_count))
     return 2 * count * bytes_per_parameter > min(memory.host_bytes for memory in memories)
@@ -124,10 +123,7 @@ def _now() -> str:
 def _device_times(
     world: World, backend: Backend, subject: BenchmarkSpec, settings: ProfileTable, say: Say, use_cache: bool
 ) -> DeviceTimes:
-    """This rank's times: kept ones, or measured together with the other ranks of its host. Collective.
-
-    Ranks of one host are timed all at once, so they are measured anew together. What other hosts do changes nothing.
-    """
+    """This rank's times, from the cache or measured simultaneously with all other ranks of its host. Collective."""
     world.current_action = "timing layers"
     key = device_key(world, backend, subject, settings.repeats)
     damaged: list[str] = []
@@ -164,7 +160,7 @@ def _device_times(
 
 
 def _decision_s(world: World, subject: BenchmarkSpec) -> float:
-    """Seconds in which all ranks agree on a step when none has to wait for another: part of every optimizer step. Collective."""
+    """Seconds of a step decision's all-reduce without waiting, part of every optimizer step. Collective."""
     decider = StepDecider(list(subject.tuning.trainable), subject.train.clip_norm)
     seconds = []
     for _ in range(7):
@@ -178,7 +174,7 @@ def _decision_s(world: World, subject: BenchmarkSpec) -> float:
 def _messages(
     world: World, transport: Transport, settings: ProfileTable, say: Say
 ) -> tuple[list[LinkSamples], list[HostFlows]]:
-    """Every pair of ranks by itself, then what hosts with several ranks send and receive all at once. Collective."""
+    """Measure each link alone, then the simultaneous traffic of hosts with several ranks. Collective."""
     if world.size == 1:
         return [], []
     world.current_action = "timing links"
@@ -219,8 +215,7 @@ def _device_profile(
 
 
 def _model_cost(subject: BenchmarkSpec, tables: Sequence[DeviceTimes]) -> tuple[ModelCost, list[float]]:
-    """The model's costs, and of every rank how many times their activation bytes its blocks keep. Costs are those of the rank
-    whose blocks keep the fewest; embedding, head and what is put off cost what the largest rank saw."""
+    """The model's costs with the smallest block activations of any rank, and each rank's ratio to them."""
     kinds, blocks = dict.fromkeys(subject.chain.kinds), dict.fromkeys(subject.chain.kinds[1:-1])
     largest = {kind: max(times.activation_bytes[kind] for times in tables) for kind in kinds}
     least = {kind: min(times.activation_bytes[kind] for times in tables) for kind in blocks}
@@ -245,7 +240,7 @@ def _notes(
     tables: Sequence[DeviceTimes],
     subject: BenchmarkSpec,
 ) -> tuple[str, ...]:
-    """How the figures came about, for a reader."""
+    """Remarks on the measurement."""
     rows = sorted({count for table in tables for count in table.rows})
     notes = [f"layers were timed with {', '.join(map(str, rows))} {units.rows_of(subject.sequence_length)}"]
     for host in hosts:

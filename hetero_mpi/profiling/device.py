@@ -1,8 +1,8 @@
-"""One rank's part of the benchmark: seconds of every layer kind as they are in a real step, of the optimizer and of host copies.
+"""The benchmark of one rank: seconds of every layer kind under training conditions, of the optimizer and of host copies.
 
-Small models are timed as two short stages, the front and the back of the chain, which pass a micro-batch on as neighbours in a
-pipeline do: each layer runs after others, on cold caches. A layer that is larger than any cache finds it cold anyway and is
-timed in a stage of its own, which needs the least memory.
+Small models are timed as two short stages, the front and the back of the chain, so that each layer runs after others on cold
+caches. Layers larger than the caches are timed in separate stages, which need the least memory.
+
 """
 
 from __future__ import annotations
@@ -44,14 +44,13 @@ from hetero_mpi.util import units
 from hetero_mpi.util.errors import UserError
 
 Pass = Callable[[Sequence[Bench], int, TimingSamples], None]
-"""Benches, sequences per micro-batch, where the times go."""
+"""Times a micro-batch: benches, sequences per micro-batch, samples to fill."""
 _MAX_SECONDARY_REPEATS = 2
-"""Repetitions of what planning uses less often: backward with recompute and in two parts, and members of groups."""
+"""Maximum repetitions of recompute, split backward and tensor-parallel shards."""
 _WARM_UP_S = 0.5
-"""Accelerators raise their clocks for about so long."""
+"""Duration of the ramp-up of an accelerator's clock rate."""
 _MAX_FIRST_PASS_S = 20.0
-"""Where the first pass of all takes longer, its times are taken, and nothing else of this group is measured: a device as slow as
-that gets layers only for its memory."""
+"""Maximum duration of the first pass; on slower devices nothing else of the group is measured."""
 
 
 class DeviceBenchmark:
@@ -65,12 +64,10 @@ class DeviceBenchmark:
         self._slow_s = 0.0
 
     def run(self, today: str, members: bool = False) -> DeviceTimes:
-        """Measure everything; a few seconds for small models.
+        """Run the benchmark. ``members``: time tensor-parallel shards too.
 
-        Args:
-            members: also what a member of a group takes, as far as there could be a group.
-
-        :raises UserError: the device has no memory for a layer with the smallest micro-batch.
+        Raises:
+            UserError: the device is out of memory for a layer with the smallest micro-batch.
         """
         full_stages, half_members, expertless_members = TimingSamples(), TimingSamples(), TimingSamples()
         of_members = dict(zip(self._members(), (half_members, expertless_members), strict=False)) if members else {}
@@ -102,7 +99,7 @@ class DeviceBenchmark:
         )
 
     def _members(self) -> list[StageGroup]:
-        """The first members of groups that are timed: with half of the heads and of the experts, with none of the experts."""
+        """Tensor-parallel shards to time: half of the heads and experts, and half of the heads without experts."""
         heads = shareable_heads(self.chain, self.subject.tuning) if self.subject.groups else None
         if heads is None or heads < 2:
             return []
@@ -128,10 +125,10 @@ class DeviceBenchmark:
     def _measure(
         self, group: Group, samples: TimingSamples, of_members: Mapping[StageGroup, TimingSamples]
     ) -> list[tuple[int, float]]:
-        """Fill ``samples`` and those of members; (parameters, seconds of an optimizer step) of each stage."""
+        """Fill the samples; return (parameters, seconds of an optimizer step) of each stage."""
         benches = [Bench(self.subject, self.backend, *layers) for layers in group]
         first, first_s = self._first_pass(benches)
-        if first_s > _MAX_FIRST_PASS_S and self.backend.name != "cpu":  # a GPU's kernels may have been made meanwhile
+        if first_s > _MAX_FIRST_PASS_S and self.backend.name != "cpu":  # the first pass may have compiled GPU kernels
             first, first_s = self._first_pass(benches)
         if first_s > _MAX_FIRST_PASS_S:
             self._slow_s = max(self._slow_s, first_s)
@@ -158,7 +155,7 @@ class DeviceBenchmark:
         return steps
 
     def _allocate_host_memory(self, benches: Sequence[Bench], first_s: float) -> None:
-        """Take the host memory that the largest micro-batch needs, which costs time only when a process first has it."""
+        """Run the largest micro-batch once to fault in its host memory."""
         timed_rows = [rows for rows in self.rows if first_s * rows / self.rows[0] <= MAX_PASS_S]
         try:
             for bench in benches:
@@ -174,12 +171,12 @@ class DeviceBenchmark:
         TimingRounds(self._clock, warms_up=self.backend.name != "cpu").time(variants)
 
     def _clock(self) -> float:
-        """Seconds of the processor on a CPU: what it waits for a core is not spent."""
+        """Clock in seconds: CPU time on a CPU, without waiting for a core."""
         self.backend.synchronize()
         return time.thread_time() if self.backend.name == "cpu" else time.perf_counter()
 
     def _stage_variants(self, benches: Sequence[Bench], samples: TimingSamples) -> list[TimedVariant]:
-        """Layers as a stage holds them, without and with recompute."""
+        """Complete layers, without and with recompute."""
         return [
             self._variant(benches, self._pass, samples, self.repeats, ends=False),
             self._variant(benches, self._recomputing_pass, samples, self.few),
@@ -188,8 +185,7 @@ class DeviceBenchmark:
     def _secondary_variants(
         self, group: Group, samples: TimingSamples, of_members: Mapping[StageGroup, TimingSamples]
     ) -> Iterator[Callable[[], list[TimedVariant]]]:
-        """Ways that take stages of their own: a backward in two parts, which all but the first of a pipeline may do, and members of
-        groups."""
+        """Variants that need separate stages: split backward (not on the first stage), and tensor-parallel shards."""
 
         def split() -> list[TimedVariant]:
             benches = [Bench(self.subject, self.backend, *layers, split=True) for layers in group if layers[0] > 0]
@@ -217,7 +213,7 @@ class DeviceBenchmark:
         return TimedVariant(partial(run, benches), forget, self.rows, samples, repeats, ends)
 
     def _first_pass(self, benches: Sequence[Bench]) -> tuple[TimingSamples, float]:
-        """The smallest micro-batch once, its activations noted: its times, and the seconds of all."""
+        """Run the smallest micro-batch and record activation sizes; return its times and total seconds."""
         first, begin = TimingSamples(), time.perf_counter()
         for bench in benches:
             self._note(
@@ -271,13 +267,13 @@ class DeviceBenchmark:
             samples.add(part, self.chain.kinds[layer], rows, seconds)
 
     def _note(self, largest: dict[str, float], sizes: dict[int, int]) -> None:
-        """Keep the largest bytes per token of every kind; ``sizes``: bytes of layers with the smallest micro-batch."""
+        """Update the largest bytes per token of every kind; ``sizes``: bytes of layers with the smallest micro-batch."""
         for layer, size in sizes.items():
             kind = self.chain.kinds[layer]
             largest[kind] = max(largest.get(kind, 0.0), size / (self.rows[0] * self.subject.sequence_length))
 
     def _layer_times(self, samples: TimingSamples) -> dict[str, LayerTimes]:
-        """Nothing where nothing was timed."""
+        """Layer kind -> times; empty if nothing was timed."""
         if not any(map(samples.has, self.rows)):
             return {}
         kinds = dict.fromkeys(self.chain.kinds)
@@ -285,7 +281,7 @@ class DeviceBenchmark:
 
 
 class _AbsentPeer:
-    """The link of a group's first member, which trains what it holds, to a second one that is not there: sums are its own."""
+    """Stands for the other rank of a tensor-parallel group of two; all-reduces return the local tensor."""
 
     member, size = 0, 2
 

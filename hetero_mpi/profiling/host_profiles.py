@@ -1,6 +1,4 @@
-"""The figures that the ranks of a host have in common: its memory, counted once, its NIC, its disk, how fast all their devices copy
-from its memory at once, and how fast two of them add up a tensor in it, as a group does that holds a stage together.
-"""
+"""Properties of a host: memory, NIC, disk, simultaneous host-to-device copies, and all-reduces in host memory."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ from hetero_mpi.planning.types.profile import HostProfile
 
 @dataclass(frozen=True)
 class MeasuredMemory:
-    """The memory that a rank may use, and that its host has."""
+    """Memory of a rank and of its host."""
 
     usable_bytes: int
     reason: str
@@ -37,11 +35,8 @@ class MeasuredMemory:
 
 
 def measure_memory(world: World, backend: Backend) -> list[MeasuredMemory]:
-    """Memory of every rank, before any of them has taken some. Collective.
-
-    A CPU rank may use all of its host's memory, as every other one there may: that they fit together is for the host's own limit.
-    Ranks that share a GPU divide its memory.
-    """
+    """Memory of every rank, before any allocation. Collective. Ranks sharing a GPU divide its memory; each CPU rank has all of
+    its host's memory, with a common limit per host."""
     host, shares, sharing = host_memory(), backend.shares_host_memory(), sharing_ranks(world, backend)
     rank_memory = backend.memory(1 if shares else sharing)
     row = [rank_memory.usable_bytes, rank_memory.reason, shares, host.usable_bytes, host.reason]
@@ -49,7 +44,7 @@ def measure_memory(world: World, backend: Backend) -> list[MeasuredMemory]:
 
 
 def sharing_ranks(world: World, backend: Backend) -> int:
-    """Ranks of this host that compute on this rank's device, itself included. Collective."""
+    """Number of ranks on this rank's device. Collective."""
     everyone = world.all_gather_json([world.host, backend.identity()])
     return everyone.count([world.host, backend.identity()])
 
@@ -63,8 +58,7 @@ def host_profiles(
     copies: Mapping[str, float] | None = None,
     disks: Mapping[str, float] | None = None,
 ) -> tuple[HostProfile, ...]:
-    """Every host, in the order of its first rank. ``hosts``, ``memories`` and ``cores`` (0: an accelerator's rank): of every
-    rank."""
+    """Profiles of all hosts by first rank. ``hosts``, ``memories``, ``cores`` (0: accelerator): per rank."""
     together = {flow.host: (flow.shares_nic, flow.total_rates[0]) for flow in flows}
     profiles = []
     for name in dict.fromkeys(hosts):
@@ -84,8 +78,8 @@ _READ_BYTES, _PIECE_BYTES = 256 << 20, 32 << 20
 
 
 def measure_disks(world: World, folder: Path) -> dict[str, float]:
-    """Host -> bytes per second that its first rank reads of a file that is not in memory. ``folder``: of this rank, where streamed
-    layers go. Collective; on all hosts at once. Hosts whose folder takes no such file, or is in memory itself, are left out."""
+    """Host -> uncached read rate in bytes per second of ``folder``, for offloaded layers; without hosts where it is unwritable or
+    in memory. Collective; all hosts at once."""
     bytes_per_s = None
     world.sleeping_barrier()
     if world.local_rank == 0:
@@ -109,7 +103,7 @@ def _read_per_s(folder: Path) -> float | None:
             file.write(os.urandom(_PIECE_BYTES))
         os.fsync(file.fileno())
         file.seek(0)
-        if hasattr(os, "posix_fadvise"):  # only what is on the disk leaves memory
+        if hasattr(os, "posix_fadvise"):  # only pages that are on disk can be dropped
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         begin = time.perf_counter()
         while count := file.readinto(into):
@@ -119,15 +113,15 @@ def _read_per_s(folder: Path) -> float | None:
 
 _MIN_SUM_BYTES, _SIZE_FACTOR = 4096, 8
 _MAX_REPEATS = 5
-"""Repetitions of each size, after one that warms up; fewer where a size takes long."""
+"""Maximum repetitions of each size, after a warm-up."""
 _MAX_SIZE_S = 0.2
 
 Sums = dict[str, tuple[float, float]]
-"""Host -> (latency_s, bytes_per_s) of a sum between its first two ranks."""
+"""Host -> (latency_s, bytes_per_s) of an all-reduce between its first two ranks."""
 
 
 def measure_sums(world: World, largest_bytes: int) -> Sums:
-    """Sums on every host with several ranks. Collective."""
+    """Measure all-reduces on every host with several ranks. Collective."""
     lines_by_host = _measure_per_host(world, [True] * world.size, 2, lambda pair: _timed(pair, largest_bytes))
     return {host: (lines[-1][0], lines[-1][1]) for host, lines in lines_by_host.items()}
 
@@ -135,8 +129,7 @@ def measure_sums(world: World, largest_bytes: int) -> Sums:
 def _measure_per_host(
     world: World, eligible: Sequence[bool], max_ranks: int | None, measure: Callable[[World], Any]
 ) -> dict[str, list[Any]]:
-    """Host -> what each of its first ``max_ranks`` ranks that are ``eligible`` measured together; of hosts with several of them. Collective;
-    on all hosts at once, while other ranks are still."""
+    """Host -> values of ``measure`` on its first ``max_ranks`` eligible ranks, if several. Collective; all hosts at once."""
     local_group: World | None = None
     for host in dict.fromkeys(world.hosts):
         ranks = [rank for rank, name in enumerate(world.hosts) if name == host and eligible[rank]][:max_ranks]
@@ -160,7 +153,7 @@ def _timed(pair: World, largest_bytes: int) -> tuple[float, float]:
 
 
 def _sum_s(pair: World, size: int) -> float:
-    """Seconds of a sum of fp32 numbers: halves to and fro, added, and together again (``engine.host_group``)."""
+    """Seconds of an fp32 all-reduce: exchange of halves, sum, all-gather (``engine.host_group``)."""
     sent, received, gathered = (np.zeros((2, size // 2), np.uint8) for _ in range(3))
     seconds: list[float] = []
     for _ in range(_MAX_REPEATS + 1):
@@ -176,12 +169,11 @@ def _sum_s(pair: World, size: int) -> float:
 
 
 _COPIED_BYTES, _COPYING_S = 64 << 20, 0.1
-"""Copies of so many bytes, more than caches hold between them, follow one another for so many seconds."""
+"""Bytes per copy, more than the caches hold, and seconds of repeated copying."""
 
 
 def measure_copies(world: World, backend: Backend) -> dict[str, float]:
-    """Host -> bytes per second that its devices receive from its memory together when all of them copy at once: of hosts with
-    several ranks whose devices have memory of their own. Collective."""
+    """Host -> total bytes per second of simultaneous host-to-device copies, for hosts with several discrete devices. Collective."""
     copying = world.all_gather_json(not backend.shares_host_memory())
     rates = _measure_per_host(world, copying, None, lambda rates_of_host: _copied_per_s(rates_of_host, backend))
     backend.free_unused()
@@ -189,7 +181,7 @@ def measure_copies(world: World, backend: Backend) -> dict[str, float]:
 
 
 def _copied_per_s(group: World, backend: Backend) -> float:
-    """Bytes per second that come to this rank's device, one copy waiting while another one runs."""
+    """Bytes per second to this rank's device, with one copy queued behind the running one."""
     device_buffer = torch.empty(_COPIED_BYTES, dtype=torch.uint8, device=backend.device)
     host_buffer, copying, count = backend.host_buffer((_COPIED_BYTES,), torch.uint8), backend.copying(), 0
     before = copying.copy(device_buffer, host_buffer)

@@ -1,11 +1,8 @@
-"""When each layer of a stage begins and ends, seen from inside real forwards and backwards, repeated in turns, and the curves that
-planning reads.
+"""Layer times inside real forwards and backwards, and the curves fitted to them for planning.
 
-A layer is timed where it stands in a real step: behind others that have taken the caches, on tensors that the layer before
-it has just made. What a stage spends outside of its layers (masks, rotary tables, the walk over foreign layers) is left over.
+A layer is timed as in a real step, after other layers and on their output. Overhead outside of layers (masks, rotary tables) is
+reported separately. Each round runs every variant once with every micro-batch size, so that load and temperature affect all alike.
 
-Each round of repetitions runs layers once in every way, with every number of sequences that is timed. What else a machine does for
-a moment, and how warm it is, then falls on all of them alike, and not on one point of one curve.
 """
 
 from __future__ import annotations
@@ -31,17 +28,15 @@ Seconds = dict[int, float]
 """Layer -> seconds."""
 _Marks = dict[int, Mark]
 _SAMPLE_DIGITS = 4
-"""Digits of a sample in a file: no repetition is as like another."""
+"""Significant digits of a sample in a file."""
 MAX_TIMING_S = 0.3
-"""Most seconds of all repetitions of one way with one number of sequences, after the first. A first one of half of it is long
-enough to count, on devices that need not warm up."""
+"""Maximum seconds of all repetitions at one point of a curve. Without warm-up, a first pass of half of it counts."""
 MAX_PASS_S = 5.0
-"""Numbers of sequences but the smallest are left out where one repetition would take longer. Calls are nothing beside work there,
-so that larger micro-batches would gain nothing."""
+"""Maximum seconds of a repetition; larger micro-batches would show no less overhead."""
 
 
 class LayerClock:
-    """Times the layers of one stage, by marks in the device's queue, which never runs dry between layers.
+    """Times the layers of one stage by device events, without synchronizing between layers.
 
     Attributes:
         current: the layer whose forward runs, or ran last.
@@ -54,7 +49,7 @@ class LayerClock:
         self._left: _Marks = {}
         self._outputs: dict[int, torch.Tensor] = {}
         self._reached: _Marks = {}
-        """Layer -> when backward had the gradient of its output."""
+        """Layer -> event when backward has its output gradient."""
         self.current = stage.first
         for layer in range(stage.first, stage.last):
             for name in stage.chain.module_names(layer):
@@ -63,7 +58,7 @@ class LayerClock:
                 module.register_forward_hook(partial(self._leave, layer))
 
     def forward(self, run: Callable[[], object]) -> tuple[Seconds, float]:
-        """Run a forward: seconds of every layer, seconds outside of the layers."""
+        """Run a forward; return (seconds of every layer, seconds outside layers)."""
         self._entered, self._left, self._outputs = {}, {}, {}
         self._forward_runs = True
         begin = self._now()
@@ -80,7 +75,7 @@ class LayerClock:
         return layers, max(0.0, end.seconds_since(begin) - sum(layers.values()))
 
     def backward(self, run: Callable[[], object]) -> tuple[Seconds, float]:
-        """Run the backward (or its input part) of the last forward: likewise. A layer without gradients takes 0 s."""
+        """Run a backward (or its input part), as ``forward``. A layer without gradients takes 0 s."""
         self._reached = {}
         begin = self._now()
         run()
@@ -88,13 +83,13 @@ class LayerClock:
         if self._stage.is_last:
             self._reached[self._stage.last - 1] = begin
         layers = dict.fromkeys(range(self._stage.first, self._stage.last), 0.0)
-        for layer in sorted(self._reached):  # backward comes to the first layer last
+        for layer in sorted(self._reached):  # backward reaches the first layer last
             layers[layer] = until.seconds_since(self._reached[layer])
             until = self._reached[layer]
         return layers, max(0.0, until.seconds_since(begin))
 
     def weights(self, run: Callable[[Callable[[int], None]], None]) -> Seconds:
-        """Run the weight part of a split backward, which is given what to call after each layer."""
+        """Run the weight part of a split backward; ``run`` gets a callback to call after each layer."""
         begin, ends = self._now(), list[tuple[int, Mark]]()
         run(lambda layer: ends.append((layer, self._now())))
         begins = [begin, *(end for _, end in ends)]
@@ -129,8 +124,7 @@ class TimedPart(Enum):
 
 
 class TimingSamples:
-    """Seconds by part, layer kind and sequences per micro-batch; those outside of layers by the stage (its first layer) in place
-    of a kind."""
+    """Seconds by part, layer kind (or first layer of a stage, for overhead) and sequences per micro-batch."""
 
     def __init__(self) -> None:
         self._seconds: dict[tuple[TimedPart, str | int, int], list[float]] = defaultdict(list)
@@ -146,14 +140,14 @@ class TimingSamples:
         return any(timed_rows == rows for _, _, timed_rows in self._seconds)
 
     def curve(self, part: TimedPart, kind: str, sequence_length: int) -> Curve | None:
-        """The line through the seconds over tokens, which it keeps; None where nothing was timed."""
+        """Fitted curve of seconds over tokens; None if nothing was timed."""
         rows = sorted(timed_rows for timed_part, of, timed_rows in self._seconds if (timed_part, of) == (part, kind))
         if not rows:
             return None
         return fitted_curve({count * sequence_length: self._seconds[part, kind, count] for count in rows})
 
     def overhead_s(self, part: TimedPart) -> float:
-        """Seconds that a stage spends besides its layers with the fewest sequences: it hardly depends on their number."""
+        """Seconds of a stage outside its layers, with the smallest micro-batch."""
         outside = {key: times for key, times in self._seconds.items() if key[0] is part and isinstance(key[1], int)}
         fewest = min((rows for _, _, rows in outside), default=0)
         stages = [times for (_, _, rows), times in outside.items() if rows == fewest]
@@ -161,31 +155,30 @@ class TimingSamples:
 
 
 def layer_times(samples: TimingSamples, kind: str, sequence_length: int) -> LayerTimes:
-    """The curves of one kind. Parts of a split backward come together or not at all."""
+    """Curves of one layer kind, with both parts of a split backward or neither."""
     curves = {part: samples.curve(part, kind, sequence_length) for part in TimedPart}
     forward, backward, input_part = curves[TimedPart.FORWARD], curves[TimedPart.BACKWARD], curves[TimedPart.INPUT]
     assert forward is not None and backward is not None, f"{kind} was not timed"
     weight_part = curves[TimedPart.WEIGHT]
-    if input_part is not None and weight_part is None:  # a kind without matrices puts nothing off
+    if input_part is not None and weight_part is None:  # a layer without matrices defers no weight gradients
         weight_part = Curve(input_part.tokens, (0.0,) * len(input_part.tokens))
     return LayerTimes(forward, backward, curves[TimedPart.RECOMPUTE], input_part, weight_part)
 
 
 @dataclass(frozen=True)
 class TimedVariant:
-    """One way to run layers: whole or as a member of a group, with recompute, with a split backward."""
+    """One way to run layers: complete, as a tensor-parallel shard, with recompute, or with a split backward."""
 
     run: Callable[[int, TimingSamples], None]
-    """One repetition with so many sequences."""
+    """Run one repetition with a number of sequences."""
     forget: Callable[[], None]
-    """Gives up what a repetition that failed for want of memory has left."""
+    """Release the memory of a repetition that ran out of memory."""
     rows: tuple[int, ...]
     """Sequences per micro-batch to time, increasing."""
     samples: TimingSamples
     repeats: int
     ends: bool = False
-    """Time only the smallest number and the largest that takes no longer than ``MAX_TIMING_S``: what is close to another way needs no
-    more."""
+    """Time only the smallest size and the largest within ``MAX_TIMING_S``, for variants close to another one."""
 
 
 @dataclass
@@ -202,26 +195,22 @@ class _Lap:
         return self.done == 0 or within_limits
 
     def count(self, fits: bool) -> None:
-        """One more repetition was begun. ``fits``: it had memory enough; else it is the last."""
+        """Count a repetition; without ``fits`` (out of memory) it is the last."""
         self.done = self.done + 1 if fits else self.variant.repeats
         self.spent_s += self.pass_s
 
 
 class TimingRounds:
-    """Times layers on one device.
-
-    Args:
-        clock: seconds.
-        warms_up: must the device run a shape once before it runs it as fast as later, however long that takes?
-    """
+    """Times layers on one device. ``clock``: seconds. ``warms_up``: the first run of every shape is slower."""
 
     def __init__(self, clock: Callable[[], float], warms_up: bool) -> None:
         self._clock, self._warms_up = clock, warms_up
 
     def time(self, variants: Sequence[TimedVariant]) -> None:
-        """Fill the samples of ``variants``. Numbers of sequences for which the device has no memory are left out.
+        """Fill the samples of ``variants``, without sizes that exceed the memory.
 
-        :raises RuntimeError, MemoryError: there is none for the smallest.
+        Raises:
+            RuntimeError, MemoryError: the smallest size exceeds the memory.
         """
         laps = [lap for variant in variants for lap in self._start_laps(variant)]
         while laps := [lap for lap in laps if lap.goes_on()]:
@@ -229,7 +218,7 @@ class TimingRounds:
                 lap.count(self._seconds(lap.variant, lap.rows, lap.variant.samples) is not None)
 
     def _start_laps(self, variant: TimedVariant) -> list[_Lap]:
-        """One lap for each number of sequences that is timed, after a repetition that warms up."""
+        """Return a lap for each micro-batch size to time, after a warm-up."""
         laps: list[_Lap] = []
         for rows in variant.rows:
             if laps:
@@ -246,7 +235,7 @@ class TimingRounds:
             counts = pass_s > MAX_TIMING_S / 2 and not self._warms_up
             if counts:
                 variant.samples.update(unused)
-            elif not laps:  # what came first of all was slower than the others will be
+            elif not laps:  # the very first repetition is slower
                 pass_s = self._seconds(variant, rows, variant.samples) or pass_s
             laps.append(_Lap(variant, rows, pass_s))
             if counts or len(laps) == 1:
@@ -254,7 +243,7 @@ class TimingRounds:
         return laps
 
     def _seconds(self, variant: TimedVariant, rows: int, samples: TimingSamples) -> float | None:
-        """Seconds of one repetition; None where memory was short for more than the smallest number of sequences."""
+        """Seconds of one repetition; None if a size above the smallest is out of memory."""
         begin = self._clock()
         try:
             variant.run(rows, samples)
@@ -262,5 +251,5 @@ class TimingRounds:
         except (RuntimeError, MemoryError) as error:
             if rows == variant.rows[0] or not is_out_of_memory(error):
                 raise
-        variant.forget()  # here nothing refers to what the failed repetition had got any more
+        variant.forget()  # outside of the handler, whose traceback refers to the tensors
         return None

@@ -1,14 +1,13 @@
-"""Builds a rank's stage under a plan, and changes the plan inside the running processes, between two steps.
+"""Build a rank's stage under a plan, and change the plan between two steps in the running processes.
 
     before      rank 0: layers 0-3     rank 1: layers 4-8     rank 2: idle
-    keep        copies what it trains  copies what it trains                   in host memory; stages are given up
-    build       layers 0-2             layers 3-5             layers 6-8       frozen weights new here: own files, or sent
-    move                layer 3 -> 1   layers 6-8 -> 2                         parameters and moments; the rest stays
-    after       the loop goes on with the next step: the same data, the same numbers
+    copy        trained state          trained state                           to host memory; stages are released
+    build       layers 0-2             layers 3-5             layers 6-8       load missing frozen weights
+    move                layer 3 -> 1   layers 6-8 -> 2                         parameters and optimizer state
+    after       training continues with the next step, on the same data and with the same bits
 
-A change has three parts, which a recovery combines in another way (there, what is moved comes from copies on other ranks). ``copy_trained_state``
-copies what this rank brings along. ``build_share`` builds the stages of a plan. ``move_trained_state`` move_list the trained state by a list of
-transfers. Only one stage is in memory at any time.
+
+Recovery uses the same parts, with the moved state read from copies on other ranks. Only one stage is in memory at any time.
 """
 
 from __future__ import annotations
@@ -68,20 +67,20 @@ from hetero_mpi.util.errors import UserError
 
 _LOG = logging.getLogger(__name__)
 ReadTensor = Callable[[TensorShard], torch.Tensor]
-"""Returns a tensor that this rank has, as a contiguous host tensor."""
+"""Reads a local tensor as a contiguous host tensor."""
 
 
 @dataclass(frozen=True)
 class StageBuilder:
-    """A ``BuildStage`` from weights that are read or kept."""
+    """A ``BuildStage`` that reads weights or reuses those in memory."""
 
     setup: RankSetup
     start: Start | None
-    """Where weights come from; None: left to be filled from a checkpoint."""
+    """Source of weights; None: a checkpoint fills them later."""
     frozen: Kept | None = None
-    """Frozen weights that this rank has already."""
+    """Frozen weights already on this rank."""
     stream_folder: Path | None = None
-    """Where a streamed stage keeps frozen weights in files; None: in memory."""
+    """Folder for an offloaded stage's frozen weights; None: host memory."""
 
     def __call__(
         self,
@@ -118,7 +117,7 @@ class StageBuilder:
 
 
 def join_plan(context: RunContext, report: PlanReport) -> Share:
-    """This rank's share of ``report.plan``, without a stage yet. Collective over all ranks of the job."""
+    """Return this rank's share of ``report.plan``, without a stage. Collective over all ranks."""
     emulation, plan = None, report.plan
     if context.job.cluster.emulate is not None:
         chain, profile = language(context.chain), context.profile
@@ -135,7 +134,7 @@ def build_share(
 
     Args:
         frozen: frozen weights that this rank already has in memory.
-        state_moves: the trained state is moved afterwards, so only frozen weights are loaded here. (A factory's model is sent whole.)
+        state_moves: the trained state is moved afterwards, so that only frozen weights are loaded here.
     """
     share = join_plan(context, report)
     problem: CollectiveUserError | None = None
@@ -281,7 +280,7 @@ def _send_parameters(trainer: Trainer, read: ReadTensor) -> None:
 
 # -------------------------------------------------------------------------------------------------- a change of plan
 def lack_of_snapshot_memory(share: Share) -> str | None:
-    """The hosts without memory for what ``copy_trained_state`` copies, in words; None: all have it. Collective over the active ranks."""
+    """Describe hosts without memory for ``copy_trained_state``; None: all have it. Collective over the active ranks."""
     assert share.members is not None and share.trainer is not None
     members, trainer = share.members, share.trainer
     owned_shards = [

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from hetero_mpi.training.signals import StopRequest
 
 Event = PlanReport | Evaluation | Path | StepMetrics
-"""A plan under which steps begin, an evaluation, a checkpoint that is whole, a step. A step comes after what it has brought."""
+"""A new plan, an evaluation, a completed checkpoint, or a step. A step comes after its evaluation and checkpoint."""
 
 
 class Reply(IntEnum):
-    """How the run is to go on. The highest of all ranks' counts."""
+    """How the run continues. The highest reply of all ranks applies."""
 
     GO_ON = 0
     SAMPLE = 1
@@ -50,13 +50,13 @@ class Follower:
         self.has_left = False
 
     def report(self, events: Sequence[Event], members: World, idle: Sequence[int]) -> Reply:
-        """Tell rank 0's events, which are the same for all; returns the reply that counts. Called by the active ranks."""
+        """Broadcast rank 0's events to all callbacks, and return the combined reply. Called by the active ranks."""
         encoded_events = [_encoded(event) for event in events] if members.rank == 0 else None
         self._world.release(idle, None, {"told": encoded_events})
         return self.report_on_idle_rank(members.broadcast_json(encoded_events))
 
     def report_on_idle_rank(self, encoded_events: Sequence[Sequence[Any]]) -> Reply:
-        """The same for an idle rank, which was released with ``encoded_events``."""
+        """Counterpart of ``report`` on an idle rank, released with ``encoded_events``."""
         reply, previous_action = Reply.GO_ON, self._world.current_action
         self._world.current_action = "in the program that follows the run"
         for kind, value in encoded_events:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from hetero_mpi.training.rebalance import Rebalancer
 
 _MAX_CONSECUTIVE_SKIPS = 10
-"""Number of consecutive steps with non-finite gradients after which the run ends."""
+"""Maximum number of consecutive steps with non-finite gradients."""
 
 
 class NextAction(Enum):
@@ -74,7 +74,7 @@ class Loop:
 
     Args:
         state: the training state (resumed runs start later); it is updated.
-        beside: called after every step but the last, by every active rank.
+        after_step: called after every step but the last, by every active rank.
         snapshots: of the trainer.
     """
 
@@ -134,7 +134,7 @@ class Loop:
         return self._report_end(action is not NextAction.CHANGE_PLAN)
 
     def _finish_step(self, result: StepResult, line: StepMetrics, is_last: bool) -> NextAction:
-        """Record a step, evaluate, save and tell what is due after it; returns what follows, the same on all ranks."""
+        """Record a step, then evaluate, save and report as due. Return the next action, the same on all ranks."""
         train, decision = self.job.train, result.decision
         self._record(result, line)
         evaluated, is_best = len(self.state.evaluations), False
@@ -157,7 +157,7 @@ class Loop:
         if decision.stop or self._reply == Reply.LEAVE:
             self._stop("the program has left it" if self._reply == Reply.LEAVE else "a signal asked for")
         if ends:
-            say(f"step {line.step}: training ends, as the program asked for")
+            say(f"step {line.step}: training ends at the program's request")
             return NextAction.DONE
         self._after_step()
         due = self._rebalancer is not None and self._rebalancer.due(line.step - 1, result)
@@ -173,12 +173,12 @@ class Loop:
             self._report_skip(line.step - 1, result.decision)
 
     def _report_end(self, done: bool) -> bool:
-        """Report the end of the steps under this plan; ``done``: of the run."""
+        """Report the end of the steps under this plan, or of the run if ``done``."""
         if done and self._stops_early():
             waited, lowest = self.state.higher_in_a_row, self.state.lowest_loss
             say(
-                f"step {self.state.step}: training ends, as {waited} evaluations in a row were not below {lowest:.4f}; "
-                f"`python -m hetero_mpi export {self._run_dir} OUT --best` writes the model of then"
+                f"step {self.state.step}: early stopping: the evaluation loss has not improved for {waited} evaluations "
+                f"(best: {lowest:.4f}); `python -m hetero_mpi export {self._run_dir} OUT --best` writes the best model"
             )
         if self.world.rank == 0:
             if done:
@@ -188,8 +188,8 @@ class Loop:
         return done
 
     def _stops_early(self) -> bool:
-        """Has the held-out loss not become lower for as long as the job has patience? The same on all ranks."""
-        return 0 < self.job.train.early_stopping_patience <= self.state.higher_in_a_row
+        """Whether early stopping applies ([train] patience). The same on all ranks."""
+        return 0 < self.job.train.patience <= self.state.higher_in_a_row
 
     def _batch(self, step: int) -> Batch:
         """The batch of a step, which rank 0 reads."""
@@ -201,7 +201,7 @@ class Loop:
         return self._with_reference_point(shared, mismatched)
 
     def _tell(self, *events: Event) -> None:
-        """Tell the program, if one follows, what has happened, a checkpoint once it is whole. Its reply counts after the step."""
+        """Report events, and a completed checkpoint, to the following program; its reply applies after the step."""
         if self._follower is None:
             return
         newest: list[Event] = []
@@ -240,7 +240,7 @@ class Loop:
         )
 
     def _report_skip(self, step: int, decision: StepDecision) -> None:
-        """Report a step without an update. Too many in a row end the run, on all ranks by the same decision."""
+        """Report a step without an update; abort on all ranks after too many in a row."""
         in_a_row = self.state.skips_in_a_row
         if not math.isfinite(decision.loss):
             text = f"step {step + 1}: the loss is {decision.loss}; {self._remedy()}"
@@ -254,7 +254,7 @@ class Loop:
         say(f"step {step + 1}: gradients are not finite; the step is skipped on every rank ({where_first}){scale_text}")
 
     def _origin_text(self, decision: StepDecision) -> str:
-        """Where gradients were not finite first, in words; in backward all earlier layers follow."""
+        """Describe where gradients were first non-finite in backward order."""
         if decision.first_non_finite is None:
             return "each is, but not the sum of their squares"
         rank = self.trainer.owner[decision.first_non_finite]
@@ -262,7 +262,7 @@ class Loop:
         return f"first in {decision.first_non_finite} on rank {rank} ({self.world.hosts[list(numbers).index(rank)]})"
 
     def _remedy(self) -> str:
-        """The remedy when the loss has diverged. Collective, as only rank 0 sees whether a checkpoint is still there."""
+        """Describe the remedy for a diverged loss. Collective, as only rank 0 sees its checkpoints."""
         self.saver.finish()
         good = self.state.good_checkpoint
         checkpoint = self.world.broadcast_json(str(good) if good is not None and good.exists() else None)
@@ -289,7 +289,7 @@ class Loop:
         self.state.add_evaluation(loss, **metrics)
         if self._metrics is not None:
             self._metrics.evaluation(self.state.step, loss, **metrics)
-        say(f"step {self.state.step}: held-out loss {loss:.4f}{self.state.evaluations[-1].beside()}")
+        say(f"step {self.state.step}: evaluation loss {loss:.4f}{self.state.evaluations[-1].beside()}")
 
     def _save(self) -> None:
         self.world.current_action = "taking a snapshot for a checkpoint"
@@ -301,14 +301,14 @@ class Loop:
         self.state.set_newest_checkpoint(self.saver.save(metadata))
 
     def _broadcast(self, batch: Batch | None) -> Batch:
-        """Rank 0's batch, padded as the job says; other ranks have none."""
+        """Broadcast rank 0's batch, padded as configured."""
         if batch is not None and batch.compared is not None and self.state.reference is not None:
             assert batch.numbers is not None
             batch = replace(batch, compared=replace(batch.compared, reference=self.state.reference[batch.numbers]))
         return self.trainer.shared_batch(batch, self.job.data.pad == "longest")
 
     def _broadcast_mismatched(self, batch: Batch | None) -> Batch | None:
-        """The batch's prompts with answers of other records, where single answers are learned from (KTO)."""
+        """Broadcast the batch's prompts with answers of other records (KTO)."""
         if learns_from(self.job.train.preference) != "labels":
             return None
         if batch is None or batch.numbers is None:
@@ -317,8 +317,7 @@ class Loop:
         return self._broadcast(self.dataset.gather(batch.numbers + 1))
 
     def _with_reference_point(self, batch: Batch, mismatched: Batch | None) -> Batch:
-        """The batch with KTO's reference point by the model as it is now. A mean over the whole batch, it takes a pass of its own
-        through the pipeline before any answer is learnt. Collective."""
+        """Add KTO's reference point under the current model, a mean over the batch from a separate forward pass. Collective."""
         if mismatched is None or mismatched.compared is None or batch.compared is None:
             return batch
         logprobs, reference = self.trainer.likelihoods(mismatched), mismatched.compared.reference
@@ -327,7 +326,7 @@ class Loop:
         return replace(batch, compared=replace(batch.compared, point=reference_point))
 
     def _read_evaluation_batch(self) -> Batch | None:
-        """The held-out sequences that are evaluated, on rank 0; there may be none."""
+        """The evaluation batch, on rank 0; it may be empty."""
         if self.dataset is None:
             return None
         limit, empty = self.job.train.evaluate_sequences, np.empty((0, self.plan.sequence_length), np.int32)
@@ -335,7 +334,7 @@ class Loop:
 
 
 def _rewards(batch: Batch, sums: Sequence[float]) -> dict[str, float]:
-    """Fields of ``Rewards``, of what a comparison sums beside its loss."""
+    """Fields of ``Rewards`` from the sums of a comparison."""
     if (compared := batch.compared) is None:
         return {}
     chosen, rejected = sums[0] / max(1, compared.chosen), sums[1] / max(1, compared.rejected)
@@ -347,5 +346,5 @@ def _rewards(batch: Batch, sums: Sequence[float]) -> dict[str, float]:
 
 
 def _due(steps: int, every: float) -> bool:
-    """Whether something is due after ``steps`` steps that happens every ``every`` steps (0: never)."""
+    """Whether ``steps`` is a multiple of ``every`` (0: never)."""
     return every > 0 and steps % every == 0

@@ -1,17 +1,14 @@
-"""Moves layers when machines change their speed during a run: a laptop throttles, or somebody else uses a GPU.
+"""Rebalancing: moves layers away from stragglers during a run (a laptop throttles, another user occupies a GPU).
 
-Each rank adds its measurements of a step to the next step's decision (``StepExchange``), so it costs no message. Rank 0 compares
-the sum with the prediction (``planning.analysis.step_comparison``), watches the ratios (``Decider``) and asks a separate process
-for another plan (``Replanner``). If the change pays, it says so in its own decision, so all ranks change after the same step.
+Every rank adds its measurements of a step to the next step's all-reduced decision (``StepWord``), without an extra message. Rank 0
+compares the sum with the prediction, watches the ratios (``Decider``) and requests a new plan from a separate process
+(``Replanner``). All ranks change after the same step, which rank 0 announces in its own part of the decision.
 
-Two questions are asked apart:
+* A speed has changed when the median of its last steps leaves a band around the planned speed for several steps in a row. The band
+  widens with the noise.
+* Layers move once the steps since the change have lost as much time as moving costs, since the new speed may not last. The loss is
+  then little more than twice the optimum (ski rental; Karlin, Manasse, Rudolph, Sleator 1988, "Competitive snoopy caching").
 
-* Has a speed left the band around the one that the plan was made with? By the median of the last steps, with a band that widens
-  with the noise, for several steps in a row: one slow step, or many that merely scatter, is no change of speed.
-* Is the plan for the new speeds enough faster (``Prospect``)? The new speed may not last, so the layers move once the steps since
-  the change have lost as much as moving costs. Whatever the machine does next, little more than twice the time is lost that
-  somebody who knew the future would lose (the ski-rental argument; Karlin, Manasse, Rudolph, Sleator 1988, "Competitive snoopy
-  caching").
 """
 
 from __future__ import annotations
@@ -51,22 +48,22 @@ if TYPE_CHECKING:
     from hetero_mpi.planning.analysis.replan import Prospect, ReplanAnswer, ReplanQuestion
 
 MIN_BAND = 0.15
-"""A part is as fast as it was while its ratio stays within this share of the one that was planned with ..."""
+"""Relative deviation from the planned ratio below which a part counts as unchanged."""
 BAND_STANDARD_ERRORS = 4.0
-"""... or within this many standard errors of the median, where steps scatter more."""
+"""Half-width of the band in standard errors of the median, where this is wider than ``MIN_BAND``."""
 MAX_MEDIAN_STEPS = 8
-"""Steps of which the median counts."""
+"""Number of recent steps in the median."""
 MIN_MEDIAN_STEPS = 5
-"""Steps after which there is a median at all."""
+"""Number of steps before the first median."""
 MIN_MEDIANS_OUTSIDE = 3
-"""Medians in a row outside the band, on one side, that make a change."""
+"""Consecutive medians on one side of the band that count as a change of speed."""
 MAX_ANSWER_S = 300.0
 """Time limit for an answer of the planning process, seconds."""
 _LOG = logging.getLogger(__name__)
 
 
 class Rebalancer:
-    """A rank's part in rebalancing, over all plans of a run. Active ranks make the same calls, ``start_plan`` before a plan's steps."""
+    """Rebalancing on one rank, over all plans of a run. Active ranks make the same calls; ``start_plan`` comes first."""
 
     def __init__(self, context: RunContext) -> None:
         self._context, self._profile = context, context.profile
@@ -92,13 +89,12 @@ class Rebalancer:
         lack = lack_of_snapshot_memory(share)
         if lack is not None and self._has_memory:
             say(
-                f"Layers stay where they are, however fast the ranks are: what is trained may take {units.percent(MEMORY_SHARE)} "
-                f"of the free host memory while layers move; {lack}"
+                f"Rebalancing is off: moving layers may use {units.percent(MEMORY_SHARE)} of the free host memory; {lack}"
             )
         self._has_memory = lack is None
 
     def end_plan(self) -> None:
-        """Forget the plan's trainer. No step follows under this plan."""
+        """Drop the reference to the plan's trainer, after its last step."""
         self._share = None
 
     def close(self) -> None:
@@ -106,8 +102,7 @@ class Rebalancer:
         self._replanner.close()
 
     def word(self) -> NDArray[np.float64]:
-        """Numbers that travel with the step decision: 1 on rank 0 when the plan is to be changed, then the numbers of the last
-        step."""
+        """Values all-reduced with the step decision: 1 on rank 0 to change the plan, then the last step's measurements."""
         assert self._word is not None and self._share is not None
         measurement, length, latest = None, 0, self._latest
         if latest is not None:
@@ -116,9 +111,7 @@ class Rebalancer:
         return np.append(float(self._ready), self._word.numbers(measurement, length))
 
     def due(self, step: int, result: StepResult) -> bool:
-        """After step number ``step``, when ``result.heard`` is the sum of all ranks' words: is the plan to be changed now? The same
-        answer on all ranks.
-        """
+        """Return whether the plan changes after step ``step``, from the all-reduced ``result.heard``; same on all ranks."""
         sums, self._latest = result.heard, result
         if self._context.world.rank == 0 and self._has_memory and not self._ready:
             self._watch(sums[1:], self._context.job.train.steps - step - 1)
@@ -129,13 +122,13 @@ class Rebalancer:
         return self._answer.report if self._answer is not None else None
 
     def changed(self, step: int, old: Plan, new: Plan, stall_s: float) -> None:
-        """Report on rank 0 that layers have moved, and that training stood still for ``stall_s`` (wall clock)."""
+        """Report on rank 0 which layers moved, and that training paused for ``stall_s`` seconds of wall-clock time."""
         assert self._answer is not None and self._decider.requested_ratios is not None
         prospect, moves, ratios = self._answer.prospect, moved_layers(old, new), self._decider.requested_ratios
         before, after = units.seconds(prospect.now_s), units.seconds(prospect.then_s)
-        moves_text = _moves_text(moves, new.layers) or "no layer moves, but warm-up depths change"
+        moves_text = _moves_text(moves, new.layers) or "only warm-up depths change"
         text = f"{self._decider.sentence(self._hosts)}: {moves_text}; a step {before} -> {after}"
-        text = f"{text}; training stood still for {units.seconds(stall_s)}"
+        text = f"{text}; training paused for {units.seconds(stall_s)}"
         self._decider.record_move()
         say(f"step {step}: {text}")
         append_event(
@@ -152,14 +145,14 @@ class Rebalancer:
         )
 
     def _consider(self, sums: NDArray[np.float64], remaining_steps: int) -> None:
-        """Take an answer that has come, and decide what to do. On rank 0, after every step."""
+        """Collect a finished replanning answer and decide on the next move. On rank 0, after every step."""
         assert self._word is not None
         self._decider.observe(self._word.ratios(sums))
         if self._decider.requested_ratios is not None and self._replanner.ready:
             self._answer = self._replanner.take_answer()
             prospect = self._answer.prospect if self._answer is not None else None
             self._decider.answered(prospect)
-            _LOG.info("planned anew: %s", prospect or "nothing was found")
+            _LOG.info("replanned: %s", prospect or "no better plan")
         move = self._decider.decide(remaining_steps)
         if move is Move.ASK:
             self._ask(remaining_steps)
@@ -169,21 +162,20 @@ class Rebalancer:
         from hetero_mpi.planning.analysis.replan import ReplanQuestion  # brings the planner, which few runs need again
 
         assert self._share is not None and self._rebuild_s is not None and self._decider.requested_ratios is not None
-        _LOG.info("%s: planning anew", self._decider.sentence(self._hosts))
+        _LOG.info("%s: replanning", self._decider.sentence(self._hosts))
         report, request = self._share.report, planning_request(self._context, self._profile)
         profile = drifted_profile(self._profile, report.plan, self._decider.requested_ratios)
         self._replanner.ask(ReplanQuestion(profile, request, report, remaining_steps, self._rebuild_s))
 
 
 def rebalancer_of(context: RunContext, plan_given: bool) -> Rebalancer | None:
-    """The rebalancer of a run; None where the plan is fixed: there is one rank, the user gave the plan, or the job says so."""
+    """The rebalancer of a run; None if the plan is fixed: one rank, a user's plan, or ``[plan] rebalance = false``."""
     single_rank = len(context.profile.devices) == 1
     return None if single_rank or plan_given or not context.job.plan.rebalance else Rebalancer(context)
 
 
 def moved_layers(old: Plan, new: Plan) -> dict[Pair, list[int]]:
-    """(from rank, to rank) -> layers that the second did not hold and gets from the first, or a share of them; of a group its
-    first rank sends."""
+    """(sending rank, receiving rank) -> layers, or shards of layers, that move; of a tensor-parallel group the first rank sends."""
     before, after, layers_by_pair = holders(old), holders(new), dict[Pair, list[int]]()
     for layer in range(new.layers):
         for rank in after[layer]:
@@ -205,28 +197,28 @@ def _moves_text(moves: Mapping[Pair, Sequence[int]], layers: int) -> str:
 
 @dataclass
 class _SpeedHistory:
-    """All that is known of one speed."""
+    """Measured ratios of one part, and its state relative to the band."""
 
     planned: float = 1.0
-    """The ratio that the plan was made with."""
+    """Ratio assumed by the plan."""
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_MEDIAN_STEPS))
     jumps: deque[float] = field(default_factory=lambda: deque(maxlen=4 * MAX_MEDIAN_STEPS))
-    """Between neighbouring steps, as logarithms: a change of speed is one of them, noise is all of them."""
+    """Absolute log differences of successive steps, from which noise is estimated."""
     side: int = 0
-    """1: the newest medians were over the band, -1: under it."""
+    """1: the latest medians are above the band; -1: below; 0: inside."""
     medians: int = 0
-    """The number of these in a row."""
+    """Number of consecutive medians on that side."""
     steps: int = 0
-    """Steps since the speed went to that side."""
+    """Number of steps on that side."""
 
     @property
     def median(self) -> float:
-        """The median of the last steps; what was planned with, while there are too few."""
+        """Median of the last steps; the planned ratio while there are fewer than ``MIN_MEDIAN_STEPS``."""
         return statistics.median(self.recent) if len(self.recent) >= MIN_MEDIAN_STEPS else self.planned
 
     @property
     def band(self) -> float:
-        """As a logarithm."""
+        """Half-width of the band, as a logarithm."""
         if not self.jumps or not self.recent:
             return math.log1p(MIN_BAND)
         sigma = statistics.median(self.jumps) / 0.954  # of normal values
@@ -243,21 +235,21 @@ class _SpeedHistory:
         if side and side == self.side:
             self.medians, self.steps = self.medians + 1, self.steps + 1
         else:
-            # The newest steps, one after the other, that were themselves outside on this side.
+            # Count the latest consecutive steps that are themselves outside the band on this side.
             beyond = (side * math.log(value / self.planned) > math.log1p(MIN_BAND) for value in reversed(self.recent))
             self.medians, self.steps = abs(side), sum(1 for _ in itertools.takewhile(bool, beyond))
         self.side = side
 
     def is_far_from(self, ratio: float | None) -> bool:
-        """Whether it has moved on by more than its band from ``ratio``, which a plan is being made with."""
+        """Whether the median is outside the band around ``ratio`` (None: the planned ratio)."""
         return abs(math.log(self.median / (self.planned if ratio is None else ratio))) > self.band
 
     def restart_count(self) -> None:
-        """A change must show itself ``MIN_MEDIANS_OUTSIDE`` times once more."""
+        """Require ``MIN_MEDIANS_OUTSIDE`` medians outside the band again."""
         self.medians = 0
 
     def set_planned(self, ratio: float | None) -> None:
-        """A plan was made with ``ratio`` (None: as before): the band is around it from now on."""
+        """Center the band on ``ratio`` (None: keep the planned ratio)."""
         self.planned = self.planned if ratio is None else ratio
         self.side = self.medians = self.steps = 0
 
@@ -267,43 +259,44 @@ class Move(enum.Enum):
 
     STAY = "stay"
     ASK = "ask"
-    """Ask for a plan for ``Decider.requested_ratios``."""
+    """Request a plan for ``Decider.requested_ratios``."""
     GO = "go"
-    """Change to the plan that was found."""
+    """Change to the new plan."""
 
 
 class Decider:
-    """Watches speeds as ratios, measured over profiled seconds, and says when to ask for another plan and when to change to it.
-    After every step comes ``observe``, then ``decide``; in between, once, ``answered`` when the plan that was asked for is there.
+    """Decides when to request a new plan and when to change to it, from ratios of measured to profiled seconds.
+
+    Call ``observe`` and ``decide`` after every step, and ``answered`` between them when the requested plan is ready.
     """
 
     def __init__(self, ranks: Iterable[int]) -> None:
         self.requested_ratios: dict[WatchedPart, float] | None = None
-        """The ratios that a plan was asked for; None: no question is open."""
+        """Ratios of the pending request; None: no request is pending."""
         self._prospect: Prospect | None = None
         self._speeds: dict[WatchedPart, _SpeedHistory] = {rank: _SpeedHistory() for rank in ranks}
 
     def observe(self, ratios: Mapping[WatchedPart, float]) -> None:
-        """One step: the ratios of what was measured in it."""
+        """Record the ratios measured in one step."""
         for part, ratio in ratios.items():
             self._speeds.setdefault(part, _SpeedHistory()).observe(ratio)
 
     def changed(self) -> dict[WatchedPart, int]:
-        """Speeds that have left their bands for good enough reasons -> for how many steps now."""
+        """Parts whose speed has changed -> number of steps since."""
         return {part: speed.steps for part, speed in self._speeds.items() if speed.medians >= MIN_MEDIANS_OUTSIDE}
 
     def ratios(self) -> dict[WatchedPart, float]:
-        """Every ratio as far as is known: the median of the last steps, else what was planned with."""
+        """Current ratio of every part."""
         return {part: speed.median for part, speed in self._speeds.items()}
 
     def answered(self, prospect: Prospect | None) -> None:
-        """A plan was found that would bring this; None: none was, and the same question would have the same fate."""
+        """Record the replanner's answer; None: no better plan exists for the requested ratios."""
         self._prospect = prospect
         if prospect is None:
             self._accept_requested()
 
     def decide(self, remaining_steps: int) -> Move:
-        """The decision now, with ``remaining_steps`` to come."""
+        """Return the next move, with ``remaining_steps`` to run."""
         changed = self.changed()
         if self.requested_ratios is None:
             if not changed or remaining_steps == 0:
@@ -315,7 +308,7 @@ class Decider:
         if not changed or any(
             speed.is_far_from(self.requested_ratios.get(part)) for part, speed in self._speeds.items()
         ):
-            # The plan is for speeds that are over. While speeds never rest, planning does.
+            # The plan is for outdated speeds; replanning waits until speeds settle.
             self.requested_ratios = self._prospect = None
             for speed in self._speeds.values():
                 speed.restart_count()
@@ -326,13 +319,13 @@ class Decider:
         return Move.STAY
 
     def record_move(self) -> None:
-        """Layers have moved, after ``Move.GO``: what was measured before says nothing of the steps to come."""
+        """Discard earlier measurements after layers have moved (``Move.GO``)."""
         self._accept_requested()
         for speed in self._speeds.values():
             speed.recent.clear()
 
     def sentence(self, hosts: Sequence[str]) -> str:
-        """A sentence about the speeds that have changed. ``hosts``: of the ranks."""
+        """Describe the changed speeds. ``hosts``: host name of each rank."""
         ratios = self.ratios()
         return ", ".join(
             f"{part_text(part, hosts)}{' and back' if isinstance(part, LinkBetween) else ''} at {1 / ratios[part]:.2g} of the "
@@ -341,7 +334,7 @@ class Decider:
         )
 
     def _accept_requested(self) -> None:
-        """The ratios that were asked about have been planned with: bands are around them from now on."""
+        """Center the bands on the requested ratios, and close the request."""
         assert self.requested_ratios is not None
         for part, speed in self._speeds.items():
             speed.set_planned(self.requested_ratios.get(part))
@@ -349,10 +342,7 @@ class Decider:
 
 
 class Replanner:
-    """Answers one ``ReplanQuestion`` at a time in a separate process.
-
-    Errors are written to the log and give no answer: a run does not fail because no better plan was found.
-    """
+    """Answers one ``ReplanQuestion`` at a time in a separate process. Errors are logged and count as no answer."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
@@ -361,21 +351,21 @@ class Replanner:
 
     @property
     def ready(self) -> bool:
-        """Whether there is an answer that has not been taken."""
+        """Whether an answer is waiting."""
         return self._answering is not None and not self._answering.running
 
     def ask(self, question: ReplanQuestion) -> None:
-        """Begin to answer a question. Returns at once."""
+        """Start answering a question, and return immediately."""
         assert self._answering is None
-        self._answering = Background("planning anew", lambda: self._answer(question))
+        self._answering = Background("replanning", lambda: self._answer(question))
 
     def take_answer(self) -> ReplanAnswer | None:
-        """Wait for the answer, once, and return it; None where there is none."""
+        """Wait for the answer and return it; None: no answer."""
         answering, self._answering = self._answering, None
         return answering.finish() if answering is not None else None
 
     def close(self) -> None:
-        """End the process that is still planning, if any; one that is about to start ends at once."""
+        """Kill the planning process, including one that is just starting."""
         self._closed = True
         if self._process is not None:
             self._process.kill()
@@ -397,5 +387,5 @@ class Replanner:
             raise ChildProcessError(f"exit code {process.returncode}: {error_text}")
         except Exception as error:
             if not self._closed:
-                _LOG.warning("planning anew failed: %s: %s", type(error).__name__, error)
+                _LOG.warning("replanning failed: %s: %s", type(error).__name__, error)
             return None

@@ -1,12 +1,12 @@
-"""Recovery from the death of ranks: where the launcher allows it (``comm.ranks.ulfm``), the survivors go on in the same processes.
+"""Recovery from lost ranks: where the launcher supports it (``comm.ranks.ulfm``), the remaining processes continue.
 
-    attempt 1    set up | profile | plan | build | steps ...        rank 2 dies
-    all others   give up what they do | meet | are numbered anew | restrict the profile to themselves
-    attempt 2                       plan | build | bring the state from copies in memory | steps ...
+    attempt 1    set up | profile | plan | build | steps ...        rank 2 is lost
+    remaining    abort the attempt | shrink the communicator | renumber ranks | restrict the profile
+    attempt 2                       plan | build | load the state from copies in memory | steps ...
 
-An *attempt* is the whole run from its start. ``RunHistory`` is what a process takes from one attempt to the next, so that it can
-skip work already done. Communicators, transports, trainers and threads are made anew. So deaths while profiling, saving or
-recovering need no code of their own.
+An *attempt* is the whole run from its start. ``RunHistory`` carries finished work to the next attempt; communicators, transports,
+trainers and threads are recreated. Losses during profiling, saving or recovery therefore need no special code.
+
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ _T = TypeVar("_T")
 
 @dataclass
 class RunHistory:
-    """The memory of this process of earlier attempts. What only some ranks have is not used (``all_ranks_have``)."""
+    """Results of earlier attempts in this process, used only where all ranks have them (``all_ranks_have``)."""
 
     losses: list[LostRanks] = field(default_factory=list)
     noticed_s: float = 0.0
-    """``time.perf_counter`` when the last death was noticed."""
+    """``time.perf_counter`` at the detection of the last loss."""
     job: tuple[LoadedJob, Path] | None = None
     """The job and the run directory."""
     context: RunContext | None = None
@@ -64,28 +64,28 @@ class RunHistory:
     token: str | None = None
     """A random id in all checkpoints of this run; None without fault tolerance."""
     run_id: str | None = None
-    """Id of this run over all its starts (``state.state.new_run_id``); only some ranks know it."""
+    """Id of this run over all its starts (``state.state.new_run_id``); None on some ranks."""
     kept_version: str | None = None
-    """Id of the version on disk that stays until a newer one is whole."""
+    """Id of the version on disk to keep until a newer one is complete."""
     profile: ClusterProfile | None = None
-    """The profile of the present ranks, in their present numbering."""
+    """Profile of the current ranks, by their current numbers."""
     profiled_ranks: int = 0
-    """Number of ranks when it was made. The measured micro-batch sizes follow from it."""
+    """Number of ranks at the time of profiling, which determines the measured micro-batch sizes."""
     state: State | None = None
     """The training state, which the steps update."""
     versions: list[State] = field(default_factory=list)
-    """Copies of the trained state in this process's memory, oldest first. They outlive plans, transports and other ranks."""
+    """Copies of the trained state in this process's memory, oldest first."""
     recovery_reported: bool = True
-    """Has the first step since the last death been reported?"""
+    """Whether the first step since the last loss has been reported."""
     lost_ranks_text: str = ""
-    """The ranks that died last, in words."""
+    """Description of the last lost ranks."""
     memory_kills: int = field(default_factory=memory_kills)
-    """Processes that this machine's kernel had killed for lack of memory, by the last count."""
+    """Last count of out-of-memory kills by this machine's kernel."""
     launched_as: tuple[int, ...] = ()
-    """Each rank's number at the start of the job."""
+    """Original number of each rank."""
 
     def resume_text(self) -> str:
-        """The one text of all ends of a run before its last step: what to type; "": no step could be taken yet."""
+        """How to continue a run that ends before its last step; "": it cannot have taken a step."""
         if self.state is None or self.job is None:
             return ""
         return (
@@ -97,7 +97,7 @@ class RunHistory:
         return bool(self.losses) and all(world.all_gather_json(value is not None))
 
     def record_loss(self, loss: LostRanks, noticed_s: float) -> None:
-        """Record that ranks have died, noticed at ``noticed_s`` (``time.perf_counter``)."""
+        """Record lost ranks, detected at ``noticed_s`` (``time.perf_counter``)."""
         self.launched_as = self.launched_as or tuple(range(len(loss.old_ranks) + len(loss.gone)))
         self.lost_ranks_text = ", ".join(
             f"rank {rank} on {host}{_numbered(rank, self.launched_as[rank], 'launched as')}" for rank, host in loss.gone
@@ -115,8 +115,10 @@ class RunHistory:
         return self.job
 
     def context_of(self, world: World, transport: Transport, make: Callable[[], RunContext]) -> RunContext:
-        """The context of an earlier attempt, adapted to the ranks that are left; or a new one. Collective. Raises
-        CollectiveUserError: as ``make``; or the new rank 0 cannot read the data, or finds other data.
+        """Adapt the context of an earlier attempt to the remaining ranks, or make a new one. Collective.
+
+        Raises:
+            CollectiveUserError: as ``make``; or the new rank 0 cannot read the data, or finds other data.
         """
         if self.all_ranks_have(world, self.context) and self.context is not None:
             return self._renewed(self.context, world, transport)
@@ -129,7 +131,7 @@ class RunHistory:
         return context
 
     def known_profile(self, world: World) -> ClusterProfile | None:
-        """The profile of an earlier attempt, if any rank has it. Collective."""
+        """Return the profile of an earlier attempt, if any rank has it. Collective."""
         if not self.losses:
             return None
         holders = [rank for rank, has in enumerate(world.all_gather_json(self.profile is not None)) if has]
@@ -141,7 +143,7 @@ class RunHistory:
         return self.profile
 
     def tell_loss(self, world: World, run_dir: Path) -> None:
-        """Report who has died, whether the kernel has killed processes for lack of memory, and who goes on. Collective."""
+        """Report the lost ranks, out-of-memory kills, and the remaining ranks. Collective."""
         for loss in self.losses[-1:]:
             now = memory_kills()
             killed = dict(zip(world.hosts, world.all_gather_json(now - self.memory_kills), strict=True))
@@ -149,9 +151,9 @@ class RunHistory:
             kills_text = memory_kills_text({host: killed.get(host, 0) for _, host in loss.gone})
             numbering = ", ".join(f"{new}{_numbered(new, old, 'was')}" for new, old in enumerate(loss.old_ranks))
             ranks_text = f"{units.plural(world.size, 'rank')}, numbered {numbering}"
-            text = f"Died: {self.lost_ranks_text}. Going on without: {ranks_text}"
+            text = f"Lost {self.lost_ranks_text}. Continuing with {ranks_text}"
             if not self.lost_ranks_text:
-                text = f"MPI's connections broke, though no rank has died. Beginning again with all: {ranks_text}"
+                text = f"MPI connections failed, but no rank was lost. Restarting with all {ranks_text}"
             if kills_text:
                 text += f". {kills_text[0].upper()}{kills_text[1:]}"
             say(text)
@@ -159,11 +161,11 @@ class RunHistory:
                 append_event(run_dir, "ranks-lost", text, ranks=[rank for rank, _ in loss.gone], left=world.size)
 
     def tell_first_step(self, context: RunContext, step: int) -> None:
-        """Report how long the run stood still, if this is the first step since a death."""
+        """Report the length of the interruption, if this is the first step since a loss."""
         if not self.recovery_reported:
             self.recovery_reported = True
             seconds = time.perf_counter() - self.noticed_s
-            text = f"step {step}: the first one since the death, {units.seconds(seconds)} after it was noticed"
+            text = f"step {step}: first step after the loss, {units.seconds(seconds)} after its detection"
             say(text)
             if context.world.rank == 0:
                 append_event(context.run_dir, "recovered", text, step=step, seconds=round(seconds, 3))
@@ -188,9 +190,7 @@ class RunHistory:
 
 
 def run_with_recovery(world: World, attempt: Callable[[RunHistory], _T]) -> _T:
-    """Make attempts until one ends on every rank that is left, normally or with an error that all share. Collective; returns the
-    result of that attempt. Raises CollectiveUserError: the error of that attempt, on all ranks.
-    """
+    """Repeat attempts until one ends on every remaining rank, and return its result or raise its shared error. Collective."""
     history = RunHistory()
     world.activity.resume_text = history.resume_text
     try:
@@ -227,7 +227,7 @@ def _attempts(world: World, attempt: Callable[[RunHistory], _T], history: RunHis
 
 
 def _may_lead(history: RunHistory) -> bool:
-    """Can this rank probably read the data and write the run directory? Looks at names and permissions only."""
+    """Whether this rank can probably read the data and write the run directory, by names and permissions."""
     if history.job is None or (history.context is not None and history.context.material is not None):
         return True
     loaded, run_dir = history.job
@@ -248,9 +248,9 @@ def _numbered(number: int, old_number: int, word: str) -> str:
 
 
 def plan_for_remaining_ranks(context: RunContext, history: RunHistory, profiled: Profiled, pending: Pending) -> Planned:
-    """A plan for the remaining ranks. Collective. Raises CollectiveUserError: the model exceeds their memory."""
+    """Plan for the remaining ranks. Collective. Raises CollectiveUserError: the model exceeds their memory budget."""
     profile, begin = profiled.profile, time.perf_counter()
-    # Every rank waits for it.
+    # All ranks wait for the plan, so the search is short.
     request = replace(planning_request(context, profile, history.profiled_ranks), thorough=False)
     report = obtain_plan(context, profile, request, pending)
     return Planned(**vars(profiled), report=report, planning_s=time.perf_counter() - begin)
@@ -265,11 +265,9 @@ def replicate_state(
     state: State,
     checkpoint_metadata: dict[str, Any],
 ) -> Iterator[Callable[[], None]]:
-    """A context that keeps copies of the trained state during a run that may lose ranks or machines. Collective over the active
-    ranks.
+    """Replicate the trained state in a run that may lose ranks or machines. Collective over the active ranks ``world``.
 
-    Yields a function to be called after each step. ``world``: the active ranks. ``checkpoint_metadata``: what every checkpoint carries
-    besides tensors; used on rank 0.
+    Yields a function to call after each step. ``checkpoint_metadata`` is used on rank 0.
     """
     interval = context.job.checkpoint.replicate_every
     if not (ulfm.active() or supervised()) or interval == 0:

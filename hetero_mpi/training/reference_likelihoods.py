@@ -1,7 +1,7 @@
-"""The reference of a run that learns preferences by DPO, IPO or KTO: how likely the model that it begins with finds each answer.
+"""Reference log-probabilities for preference learning (DPO, IPO, KTO): those of each answer under the initial model.
 
-Before the first step the rows that the run will need go once through the pipeline. Their likelihoods are part of the training
-state: checkpoints hold them, and a resumed run does not have the first model any more.
+They are computed before the first step and stored in checkpoints, as a resumed run no longer has the initial model.
+
 """
 
 from __future__ import annotations
@@ -23,13 +23,11 @@ from hetero_mpi.training.setup.context import RunContext
 from hetero_mpi.util.errors import UserError
 
 _REPORT_INTERVAL_S = 30.0
-"""Seconds between words on how far the reference is."""
+"""Interval of progress reports."""
 
 
 def check_reference(train: TrainTable, dataset: DataSource, reference: NDArray[np.float32] | None) -> None:
-    """Refuse to resume a run whose state does not hold all likelihoods that it needs. ``reference``: those of its state; None: it
-    has none, or other data. Raises UserError: with what to do.
-    """
+    """Raise UserError if the ``reference`` of a resumed state (None: none, or other data) lacks rows that the run needs."""
     if not _has_reference(train):
         return
     missing = _needed_rows(train, dataset)
@@ -46,7 +44,7 @@ def check_reference(train: TrainTable, dataset: DataSource, reference: NDArray[n
 
 
 def find_reference(context: RunContext, members: World, trainer: Trainer, state: State) -> None:
-    """Compute the likelihoods by the first model, if the run has a reference and begins now. Collective over the active ranks."""
+    """Compute reference log-probabilities if a starting run needs them. Collective over the active ranks."""
     train, dataset = context.job.train, context.dataset
     if not _has_reference(train) or state.reference is not None:
         return
@@ -70,13 +68,13 @@ def find_reference(context: RunContext, members: World, trainer: Trainer, state:
 
 
 def _has_reference(train: TrainTable) -> bool:
-    """Whether the answers are compared with the model that the run begins with."""
+    """Whether the objective needs reference log-probabilities."""
     compared_by = objective(train.preference)
     return compared_by is not None and compared_by.reference
 
 
 def _needed_rows(train: TrainTable, dataset: DataSource) -> Indices:
-    """The rows of the dataset that a run compares, ascending. On rank 0."""
+    """Rows of the dataset that a run compares, ascending. On rank 0."""
     assert isinstance(dataset, Dataset)
     steps = train.steps if dataset.parts else min(train.steps, -(-len(dataset.train) // train.global_batch))
     rows = [dataset.numbers(step, train.global_batch, train.last_batch == "smaller") for step in range(steps)]

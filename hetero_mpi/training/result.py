@@ -1,6 +1,4 @@
-"""The result of a run, as every rank gets it at the end; that of a run which came to its end before; and the model or adapter
-directory, written through rank 0.
-"""
+"""The result of a finished run, shared with all ranks, and the model or adapter directory, written by rank 0."""
 
 from __future__ import annotations
 
@@ -43,11 +41,9 @@ class TrainResult:
 
     run_dir: Path
     losses: tuple[float, ...]
-    """Loss of every step from the first on, those before a resumed checkpoint included: nats, mean over the step's target tokens,
-    or over its samples.
-    """
+    """Loss of every step, including those before a resumed checkpoint: nats, mean over target tokens or samples."""
     evaluations: tuple[Evaluation, ...]
-    """Held-out losses of this process's steps, each with the number of steps taken by then."""
+    """Evaluation losses of this process's steps, each with its step number."""
     step_s: float | None
     """Measured seconds per step: the median without the first two; None: too few steps."""
     report: PlanReport
@@ -55,7 +51,7 @@ class TrainResult:
     profile: ClusterProfile
     """The profile that the plan was made for."""
     result: Path
-    """Directory of what was trained: ``model`` or ``adapter``."""
+    """Output directory: ``model`` or ``adapter``."""
     checkpoint: Path | None
     """The newest checkpoint; None: none could be written."""
     skipped: int
@@ -63,9 +59,7 @@ class TrainResult:
 
 
 def past_result(metadata: Mapping[str, Any], path: Path, job: JobConfig, run_dir: Path) -> TrainResult | None:
-    """The result of the run in ``run_dir``, if its last step is that of the checkpoint ``path`` and its result was written; None:
-    something is left to do. On rank 0.
-    """
+    """Return the result of a finished run whose last checkpoint is ``path``; None: the run is unfinished. On rank 0."""
     step, patience = metadata["step"], job.train.patience
     is_over = step == job.train.steps or 0 < patience <= (metadata.get("higher_in_a_row") or 0)
     result = run_dir / ("model" if job.adapter.method == "none" else "adapter")
@@ -89,14 +83,14 @@ def past_result(metadata: Mapping[str, Any], path: Path, job: JobConfig, run_dir
 
 
 def share_past_result(world: World, result: TrainResult | None) -> TrainResult | None:
-    """Rank 0's result of a finished run, on all ranks; rank 0 says that there is nothing to do. Collective."""
-    result_of_rank0 = share_result(world, result)
-    if result_of_rank0 is not None:
+    """Broadcast rank 0's result of a finished run, and report it. Collective."""
+    shared = share_result(world, result)
+    if shared is not None:
         say(
-            f"finished already: nothing to do. All {len(result_of_rank0.losses):,} steps are done, and the result is in {result_of_rank0.result}. "
+            f"finished already: nothing to do. All {len(shared.losses):,} steps are done, and the result is in {shared.result}. "
             f"More steps: raise [train] steps. Anew: leave --resume out, or choose another --run-dir"
         )
-    return result_of_rank0
+    return shared
 
 
 def share_result(world: World, result: TrainResult | None) -> TrainResult | None:
@@ -129,9 +123,7 @@ def save_model(
     tokenizer: PreTrainedTokenizerFast | None,
     generation: Mapping[str, Any] | None,
 ) -> None:
-    """Write the model on rank 0, layer by layer: a Hugging Face directory with its tokenizer, or what else the chain writes.
-    Collective. ``generation``: as ``result_writer`` takes it.
-    """
+    """Write the model and its tokenizer on rank 0, layer by layer. Collective. ``generation``: as in ``result_writer``."""
     listed = tensor_shards(trainer.tuning, trainer.plan, ("parameters",), trainer.dtype)
     coming = collect(trainer.rank, trainer.transport, listed, LiveState(trainer, rounded=True))
     if trainer.rank != 0:
@@ -160,10 +152,10 @@ def save_adapter(
 
 
 class ResultWriter(Protocol):
-    """Takes a trained model layer by layer and writes it to a directory, which appears whole at the end."""
+    """Writes a trained model layer by layer to a directory, which appears complete at the end."""
 
     path: Path
-    """Where other files that belong to it may be put."""
+    """Temporary directory, for further files of the model."""
 
     def add(self, state: dict[str, torch.Tensor]) -> None:
         """One layer's parameters and constants, in host memory; the layers come in order."""
@@ -173,11 +165,10 @@ class ResultWriter(Protocol):
 def result_writer(
     chain: LayerChain, directory: Path, shard_bytes: int, generation: Mapping[str, Any] | None
 ) -> AbstractContextManager[ResultWriter]:
-    """The writer of a chain's trained model.
+    """Return the writer of a chain's trained model.
 
-    Of a language model in files of at most ``shard_bytes``, with ``generation``, the keys of its ``generation_config.json``, where
-    its base has one. Of layers of one's own ``model.safetensors`` with the full state dict of ``torch.nn.Sequential`` of the
-    layers, in one file of any size.
+    A language model is written in files of at most ``shard_bytes``, with ``generation`` as ``generation_config.json``; a custom
+    model as ``model.safetensors``, the state dict of ``torch.nn.Sequential`` of its layers.
     """
     if not isinstance(chain, CustomChain):
         return ModelDirectoryWriter(language(chain).model, directory, shard_bytes, generation)

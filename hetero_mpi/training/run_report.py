@@ -1,8 +1,6 @@
-"""Show a run on rank 0: the screen, ``run.json``, ``now.json``, ``architecture.png``, the live page; at the end ``report.html`` and
-``trace.json``. Failures there do not end a run: they are reported, and training continues.
+"""Present a run on rank 0: screen, ``run.json``, ``now.json``, ``architecture.png``, live page; at the end ``report.html`` and
+``trace.json``, the model or adapter, a sample and the summary. Failures of reports are logged, and training continues.
 
-After the last step: the model or adapter is written, a sample is generated, and the summary is printed. What other programs took
-of the cores is measured while the run computes, as it is no part of a profile.
 """
 
 from __future__ import annotations
@@ -63,11 +61,7 @@ def draw_plan(context: RunContext, report: PlanReport) -> None:
 
 
 def save_used_profile(context: RunContext) -> None:
-    """Save the profile that the plans are made for, where it is not the one in ``profile.toml``. On rank 0.
-
-    It may have been given by name, or lack ranks that have died. It has a name of its own so that no later run reuses it as a
-    measurement.
-    """
+    """Save the profile used for planning if it differs from ``profile.toml``, in a file that no later run reuses. On rank 0."""
     if context.world.rank != 0:
         return
     used, measured = context.run_dir / USED_PROFILE, None
@@ -108,7 +102,7 @@ def open_display(
 
 
 def show_plan(display: ProgressDisplay | None, context: RunContext, plan: Plan, watchdog: Watchdog | None) -> None:
-    """Show a plan on the screen before it is run, and what each rank does (where there is a watchdog)."""
+    """Show a plan on the screen before its steps, with the ranks' standings (if there is a watchdog)."""
     if display is None:
         return
     with warn_on_failure("showing the plan"):
@@ -118,15 +112,13 @@ def show_plan(display: ProgressDisplay | None, context: RunContext, plan: Plan, 
 
 WRITE_INTERVAL_S = 0.5
 _MAX_PAGE_EXIT_S = 5.0
-"""For the page's process, which shows the end to who watches."""
+"""Maximum wait for the page's process, which shows the end of the run."""
 
 
 class LiveView:
-    """A run as rank 0 shows it, around all its attempts: ``now.json``, and the live page where the job asks for it;
-    after an error on all ranks, the report. On other ranks it does nothing.
+    """Writes ``now.json``, and the report after an error on all ranks, over all attempts. On rank 0.
 
-    A process of its own draws the page, at a low priority and off the step's path. It ends with its pipe, so with rank 0, however
-    that ends.
+    A separate low-priority process serves the live page, if requested. It ends when its pipe closes, however rank 0 ends.
     """
 
     def __init__(self, world: World) -> None:
@@ -139,7 +131,7 @@ class LiveView:
         self._write = BestEffort("writing now.json", self._write_present)
 
     def show_run(self, report_table: ReportTable, run_dir: Path, display: ProgressDisplay | None) -> None:
-        """The start is accepted: show the run from now on. ``display`` knows what the ranks do; other ranks than 0 have none."""
+        """Show the run once its start is accepted. ``display``: on rank 0 only."""
         if display is None:
             return
         self._report_table, self._run_dir, self._display = report_table, run_dir, display
@@ -179,7 +171,7 @@ class LiveView:
         write_present(self._run_dir, Present(time.time(), self._world.current_action, ended, ranks))
 
     def _print_page_output(self) -> None:
-        """Print what the page's process says. A log would keep the token."""
+        """Print the output of the page's process. It is not logged, as it contains the access token."""
         assert self._page is not None and self._page.stdout is not None
         for line in self._page.stdout:
             write_line(line.decode(errors="replace").rstrip())
@@ -197,7 +189,7 @@ def write_files(run_dir: Path, report_table: ReportTable) -> None:
 
 
 def files_of(context: RunContext) -> dict[str, Path]:
-    """The files to look at: what -> path."""
+    """Report files: kind -> path."""
     files = {"report": REPORT_NAME, "trace": TRACE_NAME} if context.job.report.write else {}
     return {what: context.run_dir / name for what, name in files.items() if (context.run_dir / name).exists()}
 
@@ -205,11 +197,8 @@ def files_of(context: RunContext) -> dict[str, Path]:
 def write_result(context: RunContext, share: Share, state: State, other_programs: OtherPrograms) -> None:
     """Write the result and print the summary. Collective over the active ranks.
 
-    Args:
-        other_programs: watched while steps were taken.
-
     Raises:
-        UserError: rank 0 cannot write it; with the newest checkpoint.
+        UserError: rank 0 cannot write the result; names the newest checkpoint.
     """
     try:
         _write_and_summarize(context, share, state, other_programs)
@@ -217,7 +206,7 @@ def write_result(context: RunContext, share: Share, state: State, other_programs
         raise
     except (UserError, OSError) as error:
         newest = state.newest_checkpoint
-        checkpoint_text = f"{newest} is whole: `--resume` goes on from it" if newest else "there is no checkpoint"
+        checkpoint_text = f"{newest} is complete: `--resume` continues from it" if newest else "there is no checkpoint"
         reason = (
             str(error) if isinstance(error, UserError) else f"the result cannot be written ({error.strerror or error})"
         )
@@ -298,23 +287,23 @@ def _print_summary(context: RunContext, report: PlanReport, state: State, result
 
 
 MIN_OTHER_CORES = 0.25
-"""Cores; less is what a quiet machine does beside a run."""
+"""Minimum load by other programs to report, in cores."""
 MIN_BUSY_SHARE = 0.85
-"""Share of the cores' time: where less of it is used, nobody waits for a core."""
+"""Minimum utilization at which processes wait for a core."""
 
 _NOT_BUSY = ("idle", "iowait", "guest", "guest_nice")
-"""Guests' time is part of others; what a hypervisor took of a core is not free either."""
+"""Guest time is included in other times; time stolen by a hypervisor counts as busy."""
 
 
 class OtherPrograms:
-    """Watches the cores of this rank's host from now on."""
+    """Measures the load by other programs on this rank's host since construction."""
 
     def __init__(self) -> None:
         self._now = BestEffort("measuring other programs", _cpu_seconds)
         self._began = self._now()
 
     def summary(self, world: World) -> str:
-        """``other programs took about 0.8 of 2 cores``, of each host where ranks waited for them; "": hardly. Collective."""
+        """Describe the load: ``other programs took about 0.8 of 2 cores``, for each slowed host; "": none. Collective."""
         ended, host_row = self._now(), None
         if ended is not None and self._began is not None:
             passed_s, own_s, *cores_s = (now - then for now, then in zip(ended, self._began, strict=False))

@@ -22,9 +22,7 @@ from hetero_mpi.comm.ranks.leave import Interrupted
 from hetero_mpi.util.errors import ABORT_SIGNALS
 
 ECHO_S = 1.0
-"""A signal within this time of the first counts as the same request by another way. A terminal signals every process of its group,
-and the launcher passes it on; SLURM signals a step and its tasks.
-"""
+"""Maximum delay of a duplicate of the first signal: terminals signal whole process groups, and launchers forward signals."""
 _BEFORE_STEPS = "before the first step, so nothing of this start is saved" + (
     ". Under SLURM: raise --time, which must hold the start (imports, profile, plan, weights), some steps, and --signal's seconds"
     if "SLURM_JOB_ID" in os.environ
@@ -62,9 +60,7 @@ class StopRequest:
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """A block in which the first signal is noted instead of ending the process. If an error ends it, signals are noted after it
-        too: the run recovers from a death, or ends.
-        """
+        """Note the first signal instead of ending the process; after an error of the block too, as the run recovers or ends."""
         self._noting = True
         yield
         self._noting, self._saved = False, _AFTER_STEPS

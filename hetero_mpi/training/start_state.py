@@ -1,15 +1,14 @@
-"""Where a start begins: with the job's own weights, from a checkpoint, from shards on hosts' disks, or from copies in memory.
+"""The start of a run: from the job's weights, a checkpoint, shards on the hosts' disks, or copies in memory.
 
-All but the first are versions of the trained state with sources at one rank or several (``directory.Source``): rank 0 has
-checkpoints, the first rank of every host the shards on its disk, and after a loss the remaining ranks have copies in memory. The
-newest version that is whole is taken, and reported:
+A version of the trained state has sources on one or more ranks (``directory.Source``): rank 0 reads checkpoints, the first rank of
+each host its shards, and after a loss the remaining ranks have copies in memory. A run resumes from the newest complete version:
 
-    check_header  compares the header of the checkpoint with the job, before devices are opened and data are read
-    find_start    finds the newest whole version; its readers compare checksums and job: a damaged shard is reported and left out,
-                  and all choose again. Then the job's data are compared. Nothing has been measured yet
-    begin         builds the stages of the plan, and moves the state from its readers to its holders (``redistribute.move``)
+    check_header  compares the checkpoint header with the job, before devices are opened and data are read
+    find_start    finds the newest complete version, without damaged shards, and compares it with the job and its data
+    load_start    builds the stages of the plan, and moves the state from its readers to its holders (``redistribute.move``)
 
-What a start writes, or moves aside, waits until it is accepted (``Pending``).
+Writes and archiving wait until the start is accepted (``Pending``).
+
 """
 
 from __future__ import annotations
@@ -76,9 +75,10 @@ _LOG = logging.getLogger(__name__)
 
 # -------------------------------------------------------------------------------------------------- before anything is measured
 def check_header(world: World, loaded: LoadedJob, run_dir: Path, resume: str | None) -> TrainResult | None:
-    """Look at the header of the checkpoint before anything is read or measured; the result of a run that is finished, and None
-    where there is something to do. Collective. Raises CollectiveUserError: what the header says does not fit the job, or there is
-    no checkpoint.
+    """Check the checkpoint header before data are read; return the result of a finished run, else None. Collective.
+
+    Raises:
+        CollectiveUserError: the header does not match the job, or there is no checkpoint.
     """
     if resume is None:
         return None
@@ -89,8 +89,8 @@ def check_header(world: World, loaded: LoadedJob, run_dir: Path, resume: str | N
             newest = resume in (LATEST, ANY)
             path = newest_readable(run_dir / "checkpoints") if newest else Path(resume)
             if (path is None and resume == LATEST and not shards) or (path is not None and not path.exists()):
-                find_checkpoint(run_dir, resume)  # says what is there instead
-            with contextlib.suppress(CheckpointError):  # a damaged one is told, or passed over, when all of it is read
+                find_checkpoint(run_dir, resume)  # its error lists the existing checkpoints
+            with contextlib.suppress(CheckpointError):  # a full read reports or skips a damaged checkpoint
                 if path is not None:
                     with CheckpointReader(path) as reader:
                         past = _read_past_result(reader, path, loaded, run_dir)
@@ -102,15 +102,15 @@ def _read_past_result(reader: CheckpointReader, path: Path, loaded: LoadedJob, r
     check_train(reader, path, train)
     check_length(reader, path, loaded.job.data.sequence_length)
     if train.epochs is not None:
-        return None  # how many steps they are is not known before the data are read
+        return None  # the number of steps depends on the data
     check_steps(path, step, train)
     if _described(reader.metadata["job"]) != _described(job_to_dict(loaded.job)):
-        return None  # whether it is the same run shows when model and data are there
+        return None  # compared once model and data are available
     return past_result(reader.metadata, path, loaded.job, run_dir)
 
 
 def _described(job: Mapping[str, Any]) -> dict[str, Any]:
-    """The tables of a job that decide what is trained, on what and how; but for the dtype, which may have to be settled yet."""
+    """Tables of a job that define model, data and training, without the dtype, which may be unresolved."""
     tables = {table: job.get(table) for table in ("model", "adapter", "tokenizer", "data", "train")}
     return {**tables, "train": {**(tables["train"] or {}), "dtype": None}}
 
@@ -118,8 +118,10 @@ def _described(job: Mapping[str, Any]) -> dict[str, Any]:
 def find_start(
     context: RunContext, history: RunHistory, options: TrainOptions, pending: Pending
 ) -> tuple[State | None, TrainResult | None]:
-    """(the state that this start goes on from, None: it begins anew; the result of a run that is finished). Collective over all
-    ranks; nobody may be writing shards. Raises CollectiveUserError: there is no such state, or this run would not continue it.
+    """Return (the state to resume from, or None; the result of a finished run, or None). Collective; no rank may be writing shards.
+
+    Raises:
+        CollectiveUserError: there is no state to resume from, or this run would not continue it.
     """
     world, resume, run_dir = context.world, options.resume, context.run_dir
     run_id, version, newest = None, None, resume in (LATEST, ANY)
@@ -133,10 +135,10 @@ def find_start(
         usable = [source for source in sources if not source.is_shard or source.begun == latest]
         sources, version = _undamaged(context, usable)
         if world.local_rank == 0 and version_ids:
-            # Nobody's work is removed where nothing fits: a mistake in the job may be the reason.
+            # If no version fits, all stay: the job may contain a mistake.
             pending.add(partial(keep_versions, run_dir, version_ids if version is None else {version}, sweep=True))
     elif not history.losses:
-        pending.add(partial(remove_shards, run_dir))  # of a run that this one does not continue
+        pending.add(partial(remove_shards, run_dir))  # of another run
     newest_sources = newest_version(sources, _needed_names(context))
     start, past = _accepted(context, history, newest_sources, pending) if newest_sources else (None, None)
     if past is None and not history.all_ranks_have(world, history.state):
@@ -155,7 +157,7 @@ def _needed_names(context: RunContext) -> frozenset[str]:
 def _sources(
     context: RunContext, history: RunHistory, resume: str | None, run_id: str | None, with_shards: bool
 ) -> list[Source]:
-    """The sources of all ranks. Collective. Raises CollectiveUserError: a checkpoint that is named is not there, or damaged."""
+    """Sources of all ranks. Collective. Raises CollectiveUserError: the named checkpoint is missing or damaged."""
     world = context.world
     local_sources = [version.source(world.rank, run_id or "") for version in history.versions]
     with world.on_leader("opening the checkpoint"):
@@ -169,10 +171,8 @@ def _sources(
 
 
 def _checkpoint(context: RunContext, history: RunHistory, resume: str | None, run_id: str | None) -> list[Source]:
-    """Rank 0's checkpoint: the one that is named, or the newest whole one; after deaths the newest of this run. Raises UserError:
-    the one that is named is not there, or damaged. ``run_id``: of the run, after deaths: a new rank 0 may find checkpoints of
-    another run on its disk.
-    """
+    """Rank 0's checkpoint: the named one, or the newest complete one; after a loss the newest of run ``run_id``, as a new
+    rank 0 may have checkpoints of another run. Raises UserError: the named checkpoint is missing or damaged."""
     newest, after_loss = resume in (LATEST, ANY), bool(history.losses) and history.token is not None
     path, skipped = newest_good(context.run_dir / "checkpoints") if newest or after_loss else (None, [])
     if not (after_loss and path is not None and _metadata(path).get("run") == history.token):
@@ -194,7 +194,7 @@ def _metadata(path: Path) -> dict[str, Any]:
 
 
 def _report_skipped(world: World, local_skips: Sequence[tuple[Path, str]]) -> set[tuple[int, str]]:
-    """Report all ranks' files that are passed over, each with the reason; returns (rank, path) of each. Collective."""
+    """Report skipped files of all ranks with reasons; return their (rank, path). Collective."""
     rows = world.all_gather_json([[str(path), reason] for path, reason in local_skips])
     for host, of_rank in zip(world.hosts, rows, strict=True):
         say(*(f"{host}: passed over {path}: {reason}" for path, reason in of_rank))
@@ -202,7 +202,7 @@ def _report_skipped(world: World, local_skips: Sequence[tuple[Path, str]]) -> se
 
 
 def _earlier_runs(world: World, run_dir: Path) -> list[str]:
-    """Ids of the runs of which there is a trace on any host. Collective."""
+    """Ids of earlier runs found on any host. Collective."""
     local_run_ids = [shard.begun for shard in shards_on_disk(run_dir)[0]] if world.local_rank == 0 else []
     if world.rank == 0:
         local_run_ids.append(str(run_json(run_dir / RUN_NAME).get("run_id")))
@@ -210,9 +210,7 @@ def _earlier_runs(world: World, run_dir: Path) -> list[str]:
 
 
 def _undamaged(context: RunContext, sources: list[Source]) -> tuple[list[Source], str | None]:
-    """(the sources but for shards of the newest version that cannot be used, the id of the newest whole version on disks).
-    Collective.
-    """
+    """Return (sources without unusable shards, id of the newest complete version on disks). Collective."""
     world, names = context.world, _needed_names(context)
     while True:
         local = [source for source in newest_version(sources, names) if source.is_shard and source.rank == world.rank]
@@ -229,7 +227,7 @@ def _undamaged(context: RunContext, sources: list[Source]) -> tuple[list[Source]
 
 
 def _damage(context: RunContext, path: Path, names: frozenset[str]) -> str | None:
-    """Why a shard cannot be used; None: it can. Reads every byte, and compares the job."""
+    """Reason why a shard is unusable, or None. Reads every byte, and compares the job."""
     reason = verify(path)
     if reason is None:
         try:
@@ -248,9 +246,7 @@ def _check_fits(context: RunContext, path: Path, names: frozenset[str] | None = 
 def _accepted(
     context: RunContext, history: RunHistory, sources: list[Source], pending: Pending
 ) -> tuple[State, TrainResult | None]:
-    """(the state of a version, after that was compared with the job; the result of a run that is finished). Collective. Raises
-    CollectiveUserError: this run would not continue the version.
-    """
+    """Compare a version with the job; return (its state, result of a finished run or None). Collective."""
     world, first, past = context.world, sources[0], None
     with StateReader(world.rank, sources, history.versions) as reader:
         reads = world.rank == first.rank
@@ -277,24 +273,21 @@ def _accepted(
 
 
 def _report_resume_from_shards(context: RunContext, sources: list[Source], pending: Pending) -> Path | None:
-    """Report that the run goes on from shards; returns the newest whole checkpoint. On rank 0."""
+    """Report that the run resumes from shards; return the newest complete checkpoint. On rank 0."""
     world, step = context.world, sources[0].step
     good, _ = newest_good(context.run_dir / "checkpoints")
     hosts = list(dict.fromkeys(world.hosts[source.rank] for source in sources))
     newest = f"the newest checkpoint here is {good}" if good is not None else "there is no checkpoint here"
-    text = f"Going on after step {step}, from copies on the disks of {', '.join(hosts)}; {newest}"
+    text = f"Continuing after step {step}, from copies on the disks of {', '.join(hosts)}; {newest}"
     say(text)
     pending.add(partial(append_event, context.run_dir, "copies", text, step=step, hosts=hosts))
     return good
 
 
 def _same_data(context: RunContext, path: Path, state: State, origin: Mapping[str, Any]) -> bool:
-    """Refuse a stored state that this run would not continue; else report what is other than then, and return whether the data are
-    the same. On rank 0.
+    """Reject a stored state that this run would not continue; report differences, and return whether the data are the same.
 
-    Args:
-        path: where the state is.
-        origin: as ``StateReader.origin`` returns it.
+    On rank 0. ``path``: of the state. ``origin``: as returned by ``StateReader.origin``.
     """
     job, step = context.job, state.step
     assert context.dataset is not None
@@ -310,10 +303,8 @@ def _same_data(context: RunContext, path: Path, state: State, origin: Mapping[st
 
 
 def _archive_earlier_run(context: RunContext, options: TrainOptions, has_state: bool, pending: Pending) -> None:
-    """Move an earlier run in the run directory aside, once this start is accepted, unless this one continues it. Collective.
-    ``has_state``: there is a state to go on from. Raises CollectiveUserError: there is none, but there must be; or this run reads files
-    of the earlier one.
-    """
+    """Archive an earlier run in the run directory on acceptance, unless this run continues it. Collective. Raises
+    CollectiveUserError: the state to resume from is missing, or this run reads files of the earlier one."""
     resume, run_dir, job = options.resume, context.run_dir, context.job
     with context.world.on_leader("looking at the run directory"):
         if context.world.rank != 0:
@@ -321,7 +312,7 @@ def _archive_earlier_run(context: RunContext, options: TrainOptions, has_state: 
         if resume == LATEST and not has_state:
             find_checkpoint(run_dir, resume)  # says what is there instead
         if resume == ANY and not has_state:
-            say("There is no checkpoint, and no whole copy of the trained state: beginning anew")
+            say("No checkpoint and no complete copy of the trained state: starting from the beginning")
         named_path = Path(resume) if resume not in (None, LATEST, ANY) else None
         if has_state and (named_path is None or named_path.resolve().is_relative_to(run_dir.resolve())):
             return
@@ -339,9 +330,8 @@ def _archive_earlier_run(context: RunContext, options: TrainOptions, has_state: 
 def load_start(
     context: RunContext, history: RunHistory, report: PlanReport, start: State | None
 ) -> tuple[Share, State]:
-    """This rank's share of the plan, with the state to begin with. Collective over all ranks. Raises CollectiveUserError: a rank
-    cannot build its stage, or start weights cannot be read.
-    """
+    """Return this rank's share of the plan and the initial state. Collective over all ranks. Raises CollectiveUserError: a rank
+    cannot build its stage or read its weights."""
     world, job, begun_s = context.world, context.job, time.perf_counter()
     state = start or State.initial(job.train.dtype)
     share = build_share(context, report, state, state_moves=start is not None or context.chain.start_is_sent)
@@ -367,5 +357,5 @@ def load_start(
         received = move_trained_state(context, share, listed, reader.tensor, state)
     _LOG.info("the state after step %d is back; %d bytes received", state.step, received)
     if start.sources[0].path is None:
-        say(f"Going on after step {state.step}, from copies in memory")
+        say(f"Continuing after step {state.step}, from copies in memory")
     return share, state

@@ -68,7 +68,7 @@ _LOG = logging.getLogger(__name__)
 def train(
     world: World, options: TrainOptions, on_event: OnEvent | None = None, stop: StopRequest | None = None
 ) -> TrainResult | None:
-    """Run a job and return its result on every rank (None for a dry run, and for a run that its program has left). Collective.
+    """Run a job and return its result on every rank (None: a dry run, or its program has left the run). Collective.
 
     Args:
         on_event: called on every rank between the steps with each event of the run; its reply says how to continue.
@@ -217,8 +217,7 @@ class TrainingRun:
         return plan_for(context, self.options.plan, profiled, pending)
 
     def calibrate(self, context: RunContext, history: RunHistory, planned: Planned, pending: Pending) -> Calibrated:
-        """Take a few steps of the plan with random weights, and correct the profile by them; after a loss all ranks wait for the
-        plan, and nothing is tried."""
+        """Run the plan for a few steps with random weights, and calibrate the profile; skipped after a loss."""
         if history.losses:
             say(*planned_lines(planned.report, planned.profile, context.run_dir))
             return Calibrated(planned.profile, planned.report)
@@ -246,10 +245,9 @@ class TrainingRun:
         return Built(share, state)
 
     def train(self, context: RunContext, history: RunHistory, built: Built) -> Built:
-        """Take the steps, under one plan after another; returns the share that took the last one, and the state after it.
+        """Train under one or more plans; return the last share and state. All ranks change plans together.
 
-        Active ranks train until rank 0 wants another plan. Idle ranks sleep until then. All ranks change together. Nothing else may
-        refer to the trainer of a share: a change of plan needs its memory.
+        Only the share may refer to its trainer, whose memory a change of plan needs.
         """
         share, state = built.share, built.state
         with contextlib.ExitStack() as stack:
@@ -297,9 +295,7 @@ class TrainingRun:
     def _until_change(
         self, training: Training, history: RunHistory, share: Share, state: State
     ) -> dict[str, Any] | None:
-        """Train, or sleep on an idle rank, until another plan is due; returns that plan and the state, on all ranks. None: the run
-        is over. Collective over all ranks of the job.
-        """
+        """Train, or sleep on an idle rank, until the plan changes; return {plan, state}; None: the run is over. Collective."""
         context, rebalancer, world = training.context, training.rebalancer, self.world
         if share.members is None:
             return self._sleep(training)
@@ -336,7 +332,7 @@ class TrainingRun:
 
 
 def _end_dry_run(context: RunContext, pending: Pending) -> None:
-    """Keep profile, plan and picture for a look, in a directory that holds no run. Collective."""
+    """Write profile, plan and figure, unless the directory holds a run. Collective."""
     say("Dry run: stopping before any weight is read")
     if context.world.broadcast_json(context.world.rank == 0 and holds_run(context.run_dir)):
         say(f"{context.run_dir} holds a run and stays as it is: --run-dir DIR keeps profile and plan of a dry run")
@@ -375,7 +371,7 @@ def _change_plan_and_report(training: Training, before: Share, report: PlanRepor
 
 @contextlib.contextmanager
 def _errors_reach_idle_ranks(world: World, share: Share) -> Iterator[None]:
-    """A block of the active ranks. An error that they all end with is raised on the sleeping ranks too."""
+    """Pass a shared error of the active ranks on to the idle ranks."""
     try:
         yield
     except CollectiveUserError as error:

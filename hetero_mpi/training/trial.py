@@ -1,12 +1,12 @@
-"""The trial of a plan: a few steps with made-up weights on the real ranks and links, before any weight is read.
+"""Calibration run of a plan: a few steps with randomly initialised weights on the real ranks and links, before weights are read.
 
-    rehearsal    every rank by itself: what does not fit is found, and nobody waits for it
-    steps        all together, as in a run; the first one is not counted
-    correction   ranks, groups and links become as fast in the profile as they were
-    once more    another plan by these times? It is tried too, and the one that was faster is taken
+    rehearsal    each rank alone: finds ranks that run out of memory
+    steps        all ranks together, as in training; the first step is a warm-up
+    calibration  the measured times of ranks, groups and links replace the profiled ones
+    replanning   if the calibrated profile suggests another plan, it is run too, and the faster plan is used
 
-Nothing stays of it: stages, buffers and communicators are given back, no file is written, and no random number of the training is
-drawn.
+All stages, buffers and communicators are released, no file is written, and the random state of the training is unchanged.
+
 """
 
 from __future__ import annotations
@@ -66,16 +66,16 @@ from hetero_mpi.util.errors import UserError
 from hetero_mpi.util.shipped import profile_file
 
 MAX_SLOWDOWN = 2.0
-"""Steps that take so many times what was said are enough, as soon as one counts."""
+"""Stop the calibration early once its steps are this many times slower than predicted."""
 MAX_ATTEMPTS = 3
-"""So many plans are tried until one fits."""
+"""Maximum number of plans to run until one fits."""
 _NOTE = "corrected by"
 RETRY_MEMORY_SHARE = 0.95
-"""Where a plan did not fit, the rank has at most this share of what the plan was to take there."""
+"""Share of the planned memory that a rank's budget keeps after running out of memory."""
 
 
 class _Shortage(NamedTuple):
-    """A rank whose memory did not suffice."""
+    """A rank that ran out of memory."""
 
     rank: int
     text: str
@@ -85,8 +85,10 @@ class _Shortage(NamedTuple):
 def try_plan(
     context: RunContext, options: TrainOptions, planned: Planned, pending: Pending
 ) -> tuple[ClusterProfile, PlanReport]:
-    """The profile as steps have corrected it, and the plan that was fastest in them; both as they are where nothing is tried.
-    Collective. Raises CollectiveUserError: the plan does not fit, and no other one does.
+    """Return the calibrated profile and the fastest plan, or both unchanged without a calibration run. Collective.
+
+    Raises:
+        CollectiveUserError: no plan fits the memory budgets.
     """
     profile, report = planned.profile, planned.report
     tried_step_s = _earlier_step_s(context, options, planned)
@@ -98,19 +100,21 @@ def try_plan(
     if allowed.counted == 0:
         return profile, report
     limit_text = f", with another one {units.seconds(allowed.most_s)} at most" if allowed.most_s < math.inf else ""
-    say(f"Trying the plan: about {units.seconds(allowed.seconds)}{limit_text if options.plan is None else ''}")
+    say(
+        f"Calibration run of the plan: about {units.seconds(allowed.seconds)}{limit_text if options.plan is None else ''}"
+    )
     calibration_run = _CalibrationRun(context, allowed, planned.planning_s, options.plan is not None, pending)
     profile, report = calibration_run.best(*calibration_run.fitting(profile, report))
     keep_plan(context, pending, report)
     if options.profile is None and context.job.profile.path is None:
-        # Without what is of this hour or of this job: other programs, and how boundaries travel.
+        # Without values of this moment or job: the load by other programs, and the wire dtype.
         hosts = tuple(replace(host, other_threads=0.0) for host in profile.hosts)
         keep_run_profile(context, pending, replace(profile, hosts=hosts, model=replace(profile.model, wire=None)))
     return profile, report
 
 
 def _earlier_step_s(context: RunContext, options: TrainOptions, planned: Planned) -> float | None:
-    """Seconds of a step of this plan, where the resumed run has tried it on these machines. Collective."""
+    """Measured step time of this plan in the resumed run, if the machines are the same. Collective."""
     tried_step_s: float | None = None
     if context.world.rank == 0 and options.resume is not None and context.job.profile.calibrate == "auto":
         with contextlib.suppress(UserError):  # no such file, or a damaged one
@@ -129,14 +133,13 @@ def _calibration_allowance(context: RunContext, options: TrainOptions, planned: 
         if options.dry_run or context.world.size == 1:
             return no_steps
         if not planned.own:
-            say("The plan is not tried, as its profile is of another machine ([profile] trial = true tries it)")
+            say("No calibration run, as the profile is of another machine ([profile] trial = true forces one)")
             return no_steps
     return allowance(planned.report, planned.profile, context.job.train.steps, setting is True)
 
 
 class _CalibrationRun:
-    """Tries plans. All methods are collective. ``planning_s``: what planning took before. ``given``: the user's plan, which is kept
-    whatever comes."""
+    """Runs plans. All methods are collective. ``planning_s``: duration of planning. ``given``: keep the user's plan."""
 
     def __init__(
         self, context: RunContext, allowed: Allowance, planning_s: float, given: bool, pending: Pending
@@ -148,7 +151,7 @@ class _CalibrationRun:
     def fitting(
         self, profile: ClusterProfile, report: PlanReport
     ) -> tuple[ClusterProfile, PlanReport, StepComparison | None]:
-        """A plan that fits (the given one, or one that is made for as much memory as there was), and its steps, on rank 0."""
+        """Return a plan that fits (the first, or one for the available memory), and its measured steps on rank 0."""
         for attempt in range(MAX_ATTEMPTS):
             steps, short = self._run(profile, report)
             if not short:
@@ -171,7 +174,7 @@ class _CalibrationRun:
     def best(
         self, profile: ClusterProfile, report: PlanReport, steps: StepComparison | None
     ) -> tuple[ClusterProfile, PlanReport]:
-        """The profile that the steps of ``report`` have better, and that plan or one that is faster by it, and was."""
+        """Return the calibrated profile, and the faster of ``report`` and a plan made with that profile."""
         better, first = self._calibrated(profile, report, steps)
         if self._given:
             return better, first
@@ -205,11 +208,11 @@ class _CalibrationRun:
         return better, keep(f"another plan was tried and took {_measured_text(tried)}", other=tried)
 
     def _seconds(self, profile: ClusterProfile, report: PlanReport) -> float:
-        """Seconds that trying a plan takes, about."""
+        """Estimated seconds of the calibration run of a plan."""
         return trial_s(report, profile, self._allowed.counted)
 
     def _in_time(self, action: str, seconds: float) -> bool:
-        """Whether ``action``, which takes about so long, ends before the time for trials does. Says so where it does not."""
+        """Whether ``action`` of about ``seconds`` ends within the time limit; reports if it does not."""
         fits = bool(self._world.broadcast_json(seconds <= self._ends_s - time.perf_counter()))
         if not fits:
             say(f"{action} would take about {units.seconds(seconds)}, too long for this run: the first plan stays")
@@ -218,7 +221,7 @@ class _CalibrationRun:
     def _calibrated(
         self, profile: ClusterProfile, report: PlanReport, steps: StepComparison | None, decision_text: str = ""
     ) -> tuple[ClusterProfile, PlanReport]:
-        """The profile as the steps of a plan (on rank 0) have better it, and that plan with its figures by it."""
+        """Return the profile calibrated by the steps of a plan (on rank 0), and that plan with new predictions."""
         values = None
         with self._world.on_leader("comparing steps with their prediction"):
             if steps is not None:
@@ -247,7 +250,7 @@ class _CalibrationRun:
         return obtain_plan(self._context, profile, planning_request(self._context, profile), self._pending)
 
     def _run(self, profile: ClusterProfile, report: PlanReport) -> tuple[StepComparison | None, list[_Shortage]]:
-        """(its steps beside their prediction, on rank 0; the ranks that it does not fit, on all)."""
+        """Run a plan: (comparison of its steps with their prediction, on rank 0; ranks out of memory, on all ranks)."""
         context = replace(self._context, planned_for=profile)
         share = join_plan(context, report)
         steps: list[Together] = []
@@ -271,8 +274,7 @@ class _CalibrationRun:
 
 
 def _steps(context: RunContext, share: Share, allowed: Allowance) -> tuple[list[Together], list[_Shortage]]:
-    """(the steps that count, on rank 0; the ranks that had no memory for them). Collective over the active ranks; all that it took
-    is given back."""
+    """Return (measured steps, on rank 0; ranks out of memory), and free all memory. Collective over the active ranks."""
     members, rank = share.members, context.world.rank
     assert members is not None
     group = group_of(context, members, share.plan)
@@ -294,7 +296,7 @@ def _steps(context: RunContext, share: Share, allowed: Allowance) -> tuple[list[
 
 
 def _ranks_out_of_memory(members: World, rank: int, how: str, work: Callable[[], object]) -> list[_Shortage]:
-    """The active ranks that have no memory for ``work``."""
+    """Return the active ranks that run out of memory in ``work``."""
     lack = None
     with members.collective_errors(f"trying the plan{how}"):
         try:
@@ -307,7 +309,7 @@ def _ranks_out_of_memory(members: World, rank: int, how: str, work: Callable[[],
 def _timed_steps(
     context: RunContext, share: Share, trainer: Trainer, batch: Batch | None, allowed: Allowance
 ) -> list[Together]:
-    """The steps that count, on rank 0."""
+    """Take the steps and return those after the warm-up, on rank 0."""
     members = trainer.world
     clock_s = clock_offset_s(members, context.transport)
     measurements: list[RankMeasurement] = []
@@ -327,13 +329,13 @@ def _timed_steps(
 
 
 def _measured(rank: int, result: StepResult, wall_s: float, clock_s: float) -> RankMeasurement:
-    """``clock_s``: this rank's clock minus the common one. Of a skipped step the optimizer's part is left out."""
+    """``clock_s``: this rank's clock minus the common clock. The optimizer part of a skipped step is dropped."""
     events = [event for event in result.events if event.action.op is not Op.STEP or result.decision.finite]
     return RankMeasurement.of(rank, events, result.began_s - clock_s, wall_s, result.worked_s)
 
 
 def _batch(context: RunContext, plan: Plan) -> Batch | None:
-    """On rank 0, what the trial computes on: the first sequences, or of a model of the user's own one sample again and again."""
+    """Batch of the calibration run, on rank 0: the first sequences, or one repeated sample of a custom model."""
     dataset, chain = context.dataset, context.chain
     if dataset is None:
         return None
@@ -346,7 +348,7 @@ def _batch(context: RunContext, plan: Plan) -> Batch | None:
 
 
 def _with_less_memory(profile: ClusterProfile, report: PlanReport, short: Sequence[_Shortage]) -> ClusterProfile:
-    """Ranks whose memory did not suffice have what they used, and less than the plan was to take there."""
+    """Reduce the memory budgets of ranks that ran out of memory to their used or planned bytes."""
     planned = {memory.rank: memory.peak_bytes for memory in report.memory}
     devices = list(profile.devices)
     for lack in short:

@@ -1,16 +1,14 @@
-"""The watchdog: notices a run that makes no progress, prints where every rank is and whom it waits for, and ends the job.
+"""The watchdog: detects a run without progress, prints the position of every rank, and aborts the job.
 
-A thread on every rank looks twice a second where its rank is (step, action, messages so far) and since when. A hang is what all
-ranks agree on: no rank has moved for the limit. So a rank that waits while another works causes no alarm. Rank 0 decides; if rank 0
-itself is silent, the others do.
+A thread on every rank records twice a second its rank's position (step, action, message count) and for how long it is unchanged.
+A hang means that no rank has made progress for the limit. Rank 0 decides; if rank 0 is silent, the other ranks do.
 
-* A rank that was stopped (a laptop's lid, SIGSTOP) sees that by the gap between two looks of its own thread. Such gaps do not count
-  as time. If all ranks have stood still for less than the limit without them, the run goes on.
-* What one rank does alone for long, such as closing a large checkpoint, is marked with ``World.busy`` and counts as progress.
+* Time in which a process was suspended (a closed laptop, SIGSTOP) does not count; the thread sees it as a gap between two polls.
+* Long work of a single rank, such as closing a large checkpoint, is marked with ``World.busy`` and counts as progress.
 
-Ranks tell each other where they stand by heartbeats: small JSON messages on a communicator of their own, sent by a thread that
-does nothing else. So there is an answer when the main threads are stuck. Nobody waits for anybody there. MPI is used because it is
-the one channel known to work between these machines; it must allow calls from several threads (``THREAD_MULTIPLE``).
+Ranks exchange positions by non-blocking heartbeats: small JSON messages on a separate communicator, sent by a separate thread, so
+they arrive even if the main threads hang. MPI must support calls from several threads (``THREAD_MULTIPLE``).
+
 """
 
 from __future__ import annotations
@@ -66,9 +64,8 @@ class Heartbeat:
         """Peer -> (MPI request, the bytes it sends)."""
 
     def beat(self, report: Any) -> None:
-        """Receive what has come, and send ``report`` to rank 0 (rank 0: all reports to everybody). A peer that has not yet taken the
-        last message is left out. Raises RankLost: some rank has died.
-        """
+        """Receive pending messages, and send ``report`` to rank 0 (rank 0: all reports to all ranks), except to
+        peers with a pending send. Raises RankLost."""
         with ulfm.translate_losses():
             self._take_all()
             self.words[self.rank] = report
@@ -84,7 +81,7 @@ class Heartbeat:
         return time.monotonic() - self.heard_s[peer] if peer != self.rank else 0.0
 
     def forgive(self, pause_s: float) -> None:
-        """This process was stopped for ``pause_s``: do not count that time as silence of the others."""
+        """Do not count ``pause_s`` seconds of suspension of this process as silence of its peers."""
         for peer in self.heard_s:
             self.heard_s[peer] += pause_s
 
@@ -113,27 +110,22 @@ class Heartbeat:
 
 MIN_LIMIT_S = 60.0
 LIMIT_STEPS = 20
-"""The limit in predicted steps, unless the job sets it; at least ``MIN_LIMIT_S``."""
+"""Default limit in predicted steps; at least ``MIN_LIMIT_S``."""
 _POLL_INTERVAL_S = 0.5
 _MIN_SUSPENSION_S = 2.0
-"""A look this much too late means that the process, or its machine, was stopped."""
+"""Delay of a poll above which the process or its machine was suspended."""
 _LOG_GRACE_S = 1.0
-"""Seconds between noticing a hang and ending the job, in which every rank logs where it is stuck."""
+"""Delay between detection and abort, in which every rank logs its stack."""
 _LOG = logging.getLogger(__name__)
 
 
 def limit_s(setting: float | str, predicted_step_s: float) -> float:
-    """The limit: seconds without progress that count as a hang; 0: none.
-
-    Args:
-        setting: [cluster] watchdog_s: "auto" or seconds.
-        predicted_step_s: of a step on this machine, or as it was when tried (with the time scale of an emulation).
-    """
+    """Seconds without progress that count as a hang; 0: never. ``setting``: [cluster] watchdog_s, "auto" or seconds."""
     return max(MIN_LIMIT_S, LIMIT_STEPS * predicted_step_s) if isinstance(setting, str) else float(setting)
 
 
 def watched(context: RunContext, share: Share) -> contextlib.AbstractContextManager[Watchdog | None]:
-    """The watchdog of steps under a plan; none where the job or the MPI library has it so. Made by every active rank."""
+    """The watchdog of steps under a plan; none if the job or the MPI library rules it out. On every active rank."""
     assert share.members is not None and share.trainer is not None
     cluster, world = context.job.cluster, share.members
     scale = cluster.time_scale if cluster.emulate is not None else 1.0
@@ -145,18 +137,18 @@ def watched(context: RunContext, share: Share) -> contextlib.AbstractContextMana
 
 
 class StandingReader:
-    """Reads this rank's standing from another thread, so that the rank's own work is not slowed."""
+    """Reads this rank's standing from another thread, without slowing its main thread."""
 
     def __init__(self, world: World, trainer: Trainer, transport: MpiTransport) -> None:
         self._world, self._trainer, self._transport = world, trainer, transport
         self.sensors: dict[str, float] = {}
-        """Of the rank's device; whoever makes the lookout keeps them new."""
+        """Readings of the rank's device, updated by the watchdog."""
         self._seen: Any = None
         self._since_s = time.monotonic()
         self._figures = BestEffort("looking at memory, messages and computing", StandingReader._read_figures)
 
     def read_standing(self) -> Standing:
-        """The standing now; ``still_s`` counts from the look that first saw it."""
+        """Return the current standing; ``still_s`` counts from its first poll."""
         now, activity, executor = time.monotonic(), self._world.activity, self._trainer.executor
         current = executor.current if executor is not None else None
         action = str(current) if current is not None else None
@@ -193,9 +185,7 @@ class StandingReader:
 
 
 class Watchdog:
-    """Watches a block. A context manager: entering and leaving it (normally, or on all ranks by the same error) are collective over
-    ``world``. ``limit_s``: seconds without progress of any rank that count as a hang.
-    """
+    """Context manager that watches a block. Entry and exit (normal, or by a shared error) are collective over ``world``."""
 
     def __init__(self, world: World, limit_s: float, trainer: Trainer, transport: MpiTransport) -> None:
         self.world, self.limit_s = world, limit_s
@@ -234,7 +224,7 @@ class Watchdog:
         }
 
     def _run(self) -> None:
-        # The main thread hears of a death too, and whoever survives it begins with another watchdog.
+        # The main thread detects a lost rank too, and recovery starts another watchdog.
         with warn_on_failure("watching for a hang"), contextlib.suppress(RankLost):
             self._watch()
 
@@ -260,7 +250,7 @@ class Watchdog:
         return all(self._still_s(peer) > self.limit_s for peer in self._heartbeat.heard_s)
 
     def _still_s(self, peer: int) -> float:
-        """Seconds without a change of ``peer``, as far as known here; on other ranks than 0: seconds of silence."""
+        """Seconds without progress of ``peer`` as known on this rank; on ranks other than 0: seconds of silence."""
         silent_s = self._heartbeat.silent_s(peer)
         report = self._heartbeat.words.get(peer)
         if self.world.rank != 0 or report is None or report["busy"]:
@@ -284,7 +274,7 @@ class Watchdog:
 
 
 def _sense(backend: Backend, figures: dict[str, float], stop: threading.Event) -> None:
-    """Keep ``figures`` new, on a thread of its own: a driver that hangs may never answer, and that is what the watchdog is for."""
+    """Update ``figures`` on a separate thread, as a hanging driver may never answer."""
     while not stop.wait(_POLL_INTERVAL_S):
         figures.update(backend.sensors())
 
@@ -305,7 +295,7 @@ def report(world: World, limit: float, heartbeat: Heartbeat) -> str:
     return "\n".join(
         [
             f"No rank has made progress for {units.seconds(limit)} ([cluster] watchdog_s): the watchdog ends the job with "
-            f"exit code {ExitCode.HUNG}. Where the ranks stand:",
+            f"exit code {ExitCode.HUNG}. Positions of the ranks:",
             *lines,
         ]
     )

@@ -109,7 +109,7 @@ def test_a_rank_that_the_kernel_kills_is_named_with_the_reason_np2(
     assert "--set plan.memory_reserve=0.2" in text
     if recover:
         assert code == 0, text
-        assert f"Died: rank 1 on {host}. Going on without: 1 rank, numbered 0. The kernel" in text, text
+        assert f"Lost rank 1 on {host}. Continuing with 1 rank, numbered 0. The kernel" in text, text
         assert [step.step for step in read_metrics(run / "metrics.jsonl").steps] == list(range(1, 201))
     else:
         assert code != 0

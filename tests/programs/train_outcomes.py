@@ -320,7 +320,7 @@ def something_beside_fails(world: World, entry: dict[str, Any]) -> Iterator[None
     """Calling any of ``entry["names"]`` ("module:object.attribute") fails on every rank."""
     with contextlib.ExitStack() as patches:
         patches.enter_context(mock.patch.object(run_report, "WRITE_INTERVAL_S", 0.01))
-        patches.enter_context(mock.patch.object(watchdog, "_LOOK_S", 0.05))
+        patches.enter_context(mock.patch.object(watchdog, "_POLL_INTERVAL_S", 0.05))
         for name in entry["names"]:
             module, _, path = name.partition(":")
             importlib.import_module(module)

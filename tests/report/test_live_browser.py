@@ -147,16 +147,16 @@ def test_it_shows_a_death_the_recovery_and_the_end(watched: Watched) -> None:
     page, running = watched.browser, watched.running
     running.find_ranks()
     kill(running, 2)
-    page.wait_for("the death", lambda: "Died: rank 2 on " in page.text())
+    page.wait_for("the death", lambda: "Lost rank 2 on " in page.text())
     page.wait_for("the ranks that are left", lambda: watched.ranks().keys() <= {"0", "1"} and watched.ranks())
-    page.wait_for("the recovery", lambda: "the first one since the death" in page.text())
+    page.wait_for("the recovery", lambda: "first step after the loss" in page.text())
     before = watched.step()
     page.wait_for("further steps", lambda: watched.step() > before + 5)
     running.find_ranks()
     running.ranks[0].send_signal(signal.SIGTERM)
     page.wait_for("the end", lambda: "The run ended after " in page.text() and "as a signal asked for" in page.text())
     page.wait_for("the word that nobody answers", lambda: "No answer since " in page.text())
-    assert "Died: rank 2 on " in page.text(), "what was last heard stays"
+    assert "Lost rank 2 on " in page.text(), "what was last heard stays"
     running.end()
     assert "as a signal asked for" in (running.run / "report.html").read_text()
 

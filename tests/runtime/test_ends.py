@@ -89,7 +89,7 @@ def test_a_signal_while_the_run_recovers_is_noted_np2(tmp_path: Path) -> None:
     with job.started(arguments, job.environment(), run) as running:
         running.wait_for_steps(6)
         running.ranks[1].kill()
-        running.wait_for("the word of the death", lambda: "Died: " in running.text())
+        running.wait_for("the word of the death", lambda: "Lost rank " in running.text())
         running.process.send_signal(signal.SIGINT)
         step = stopped(running)
     assert "after the last step" not in running.text() and step >= 4

@@ -101,7 +101,7 @@ def test_a_run_ends_when_the_held_out_loss_does_not_fall(on: Any, ranks: int) ->
     losses = [one.loss for one in metrics.evaluations]
     best = losses.index(min(losses))
     assert end < 60 and len(losses) == end // EVERY == best + 1 + PATIENCE
-    assert "training ends, as 2 evaluations in a row were not below" in outcomes["patient"].printed
+    assert "early stopping: the evaluation loss has not improved for 2 evaluations" in outcomes["patient"].printed
     assert json.loads((runs.run("patient") / "run.json").read_text())["last_step"] == end
     assert ended_after(runs.run("again")) == ended_after(runs.run("sparing")) == end
     assert_same_run(runs.run("again"), runs.run("patient"), step=end)

@@ -194,9 +194,7 @@ def emulated_entries(shop: Workshop, entries: dict[str, dict[str, Any]]) -> None
 
 def test_a_run_without_the_memory_for_changes_says_so(runs: Runs) -> None:
     assert len(runs.lines("narrow")) == 2
-    lines = [
-        line for line in runs.outcomes["narrow"].printed.splitlines() if line.startswith("Layers stay where they are")
-    ]
+    lines = [line for line in runs.outcomes["narrow"].printed.splitlines() if line.startswith("Rebalancing is off")]
     assert len(lines) == 1 and " needs " in lines[0] and lines[0].endswith(" and has 1.00 kB free")
 
 

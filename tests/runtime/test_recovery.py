@@ -167,7 +167,7 @@ def test_the_leader_dies_and_the_other_rank_goes_on_np2(tmp_path: Path) -> None:
         assert running.end() == 0, running.text()
         told = running.text()
     assert losses(run) == expected
-    assert "Died: rank 0 on " in told and told.count("from copies in memory") == 1, told
+    assert "Lost rank 0 on " in told and told.count("from copies in memory") == 1, told
     assert checkpoint_path(run / "checkpoints", STEPS).exists() and (run / "model" / "model.safetensors").exists()
 
 
@@ -186,7 +186,7 @@ def test_state_that_only_the_dead_rank_owned_comes_from_its_peer_np2(tmp_path: P
         kill(running, 1)
         assert running.end() == 0, running.text()
         told = running.text()
-    version = re.search(r"Going on after step (\d+), from copies in memory", told)
+    version = re.search(r"Continuing after step (\d+), from copies in memory", told)
     assert version is not None and ("streamed" in told) == streams, told
     entry = {"job": job.file, "run_dir": resumed, "set": sets}
     until = {"plan": job.plan, "profile": job.made_up(*sets), "set": [*sets, f"train.steps={version[1]}"]}
@@ -212,7 +212,7 @@ def goes_on_without(directory: Path, victim: int, *pipelines: PipelinePlan) -> N
         assert running.end() == 0, running.text()
         told = running.text()
     np.testing.assert_allclose(losses(run), expected, rtol=1e-3)
-    assert f"Died: rank {victim} on " in told and told.count("from copies in memory") == 1, told
+    assert f"Lost rank {victim} on " in told and told.count("from copies in memory") == 1, told
 
 
 @pytest.mark.long
@@ -241,9 +241,9 @@ def test_two_deaths_in_one_run_one_of_them_the_leader_np4(job: LongRun, undistur
         assert running.end() == 0, running.text()
         told = running.text()
     assert losses(run) == undisturbed
-    assert "Died: rank 1 on " in told and "Died: rank 0 on " in told, told
+    assert "Lost rank 1 on " in told and "Lost rank 0 on " in told, told
     assert told.count("from copies in memory") == 2, told
-    assert told.count("the first one since the death") == 2
+    assert told.count("first step after the loss") == 2
     assert "3 ranks, numbered 0, 1 (was 2), 2 (was 3)" in told
     assert checkpoint_path(run / "checkpoints", STEPS).exists() and (run / "model" / "model.safetensors").exists()
     assert not [p for p in psutil.process_iter() if p.pid in {r.pid for r in running.ranks.values()}]
@@ -286,7 +286,7 @@ def test_with_nothing_left_the_run_begins_anew_np4(job: LongRun, undisturbed: li
         kill(running, 1)
         assert running.end() == 0, running.text()
         told = running.text()
-    assert "Copies of" not in told and "Going on after" not in told and "Resuming" not in told, told
+    assert "Copies of" not in told and "Continuing after" not in told and "Resuming" not in told, told
     assert losses(run) == undisturbed
 
 
@@ -297,12 +297,12 @@ def test_a_death_while_a_plan_is_tried_np2(tmp_path: Path, victim: int) -> None:
     job, run = LongRun(tmp_path, 2, module="tests.programs.stuck_trial"), tmp_path / "run"
     arguments, environment = start(job, run, "--set", "profile.calibrate=true")
     with job.started(arguments, environment, run) as running:
-        running.wait_for("the trial", lambda: "Trying the plan" in running.text())
+        running.wait_for("the trial", lambda: "Calibration run of the plan" in running.text())
         running.find_ranks()
         running.ranks[victim].send_signal(signal.SIGKILL)
         assert running.end() == 0, running.text()
         told = running.text()
-    assert f"Died: rank {victim} on " in told and "Tried: " not in told and told.count("Trying the plan") == 1, told
+    assert f"Lost rank {victim} on " in told and "Tried: " not in told and told.count("Calibration run") == 1, told
     np.testing.assert_allclose(losses(run), alone(job), rtol=1e-4)
 
 
@@ -319,7 +319,7 @@ def test_a_death_while_profiling_np4(job: LongRun, undisturbed: list[float], see
         running.ranks[chance.randrange(4)].send_signal(signal.SIGKILL)
         assert running.end() == 0, running.text()
         told = running.text()
-    assert told.count("Died: ") == 1, told
+    assert told.count("Lost rank ") == 1, told
     assert losses(run) == undisturbed
 
 

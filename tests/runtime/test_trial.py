@@ -121,7 +121,7 @@ def test_a_trial_changes_no_bit_of_the_training_np3(shop: Shop, given: dict[str,
     assert shop.losses(f"{name}-True") == shop.losses(f"{name}-False")
     assert "Tried: " not in given[f"{name}-False"].printed
     told = re.findall(
-        r"^Trying the plan: about .*\nTried: .* per step \(.* predicted\)$", given[f"{name}-True"].printed, re.M
+        r"^Calibration run .*: about .*\nTried: .* per step \(.* predicted\)$", given[f"{name}-True"].printed, re.M
     )
     assert len(told) == 1, given[f"{name}-True"].printed
 
@@ -185,7 +185,7 @@ def test_another_plan_is_taken_where_it_was_faster_np3(shop: Shop, chosen: dict[
 def test_no_other_plan_is_looked_for_where_there_is_no_time_np3(shop: Shop, chosen: dict[str, Outcome]) -> None:
     printed = chosen["hurried"].printed
     assert re.search(
-        r"^Trying the plan: about 100 ms, with another one 0 s at most\nTried: .*\n(  .*\n)*"
+        r"^Calibration run .*: about 100 ms, with another one 0 s at most\nTried: .*\n(  .*\n)*"
         r"Planning once more would take about .*, too long for this run: the first plan stays$",
         printed,
         re.M,
@@ -221,7 +221,7 @@ def test_when_a_plan_is_not_tried_np3(shop: Shop, chosen: dict[str, Outcome]) ->
     for name in ("dry-auto", "short", "other", "goes-on"):
         assert chosen[name].raised == ("",) * RANKS, chosen[name].texts
         assert "Trying" not in chosen[name].printed
-    assert "The plan is not tried, as its profile is of another machine" in chosen["other"].printed
+    assert "No calibration run, as the profile is of another machine" in chosen["other"].printed
     assert load_report(shop.directory / "line-True" / "plan.toml").tried_step_s is not None, (
         "kept by the run that goes on"
     )

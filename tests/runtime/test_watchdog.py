@@ -95,7 +95,7 @@ def test_a_trial_that_hangs_ends_the_job_and_everybody_is_named_np2(tmp_path: Pa
 def test_a_death_in_a_trial_ends_all_and_leaves_the_run_directory_as_it_was_np2(tmp_path: Path) -> None:
     job, run = LongRun(tmp_path, 2, module="tests.programs.stuck_trial"), tmp_path / "run"
     with job.started(*job.command(run, *TRIED), run) as running:
-        running.wait_for("the trial", lambda: "Trying the plan" in running.text())
+        running.wait_for("the trial", lambda: "Calibration run of the plan" in running.text())
         running.find_ranks()
         running.ranks[1].send_signal(signal.SIGKILL)
         assert running.end() in (signal.SIGKILL, 128 + signal.SIGKILL), running.text()

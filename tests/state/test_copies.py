@@ -174,23 +174,23 @@ def left(tmp_path_factory: pytest.TempPathFactory) -> Left:
 def test_a_run_goes_on_from_the_copies_alone_np2(left: Left) -> None:
     outcome = left.outcomes["whole"]
     assert outcome.codes == (0,), outcome.texts
-    assert f"Going on after step {left.step}, from copies on the disks of " in outcome.printed, outcome.printed
+    assert f"Continuing after step {left.step}, from copies on the disks of " in outcome.printed, outcome.printed
     straight = left.losses("straight")
     assert left.losses("whole")[-4:] == straight[-4:] and len(straight) == left.step + 4
     assert newest_copy_step(left.job.directory / "whole") == 0, "what a finished run needs no more"
     assert newest_copy_step(left.run) == left.step
-    assert left.losses("anew") == straight and "Going on" not in left.outcomes["anew"].printed
+    assert left.losses("anew") == straight and "Continuing" not in left.outcomes["anew"].printed
 
 
 def test_damaged_shards_are_named_and_passed_over_np2(left: Left) -> None:
     one, both, anew = (left.outcomes[name] for name in ("one-damaged", "both-damaged", "both-damaged-any"))
-    assert one.codes == (0,) and f"Going on after step {left.step}, from copies" in one.printed, one.printed
+    assert one.codes == (0,) and f"Continuing after step {left.step}, from copies" in one.printed, one.printed
     named = [line for line in one.printed.splitlines() if "passed over" in line]
     assert len(named) == 1 and "rank-0000" in named[0] and "model.norm.weight: damaged" in named[0], named
     assert left.losses("one-damaged")[-4:] == left.losses("straight")[-4:]
     assert both.codes == (2,) and "no valid checkpoint to resume from" in both.texts[0]
     assert "rank-0000" in both.printed and "rank-0001" in both.printed and "not an HDF5 file" in both.printed
-    assert anew.codes == (0,) and "no whole copy of the trained state: beginning anew" in anew.printed
+    assert anew.codes == (0,) and "no complete copy of the trained state: starting from" in anew.printed
     assert left.losses("both-damaged-any") == left.losses("straight")
 
 
@@ -221,7 +221,7 @@ def assert_goes_on(job: LongRun, run: Path, steps: int, apart: float = 0.0) -> N
     common = {"job": job.file, "set": more}
     resumed = {**common, "run_dir": run, "resume": "latest"}
     outcomes = job.finish_entries(1, {"straight": {**common, "run_dir": straight}, "on": resumed}, 400)
-    assert f"Going on after step {steps}, from copies on the disks of " in outcomes["on"].printed, outcomes[
+    assert f"Continuing after step {steps}, from copies on the disks of " in outcomes["on"].printed, outcomes[
         "on"
     ].printed
     found, expected = losses(run), losses(straight)

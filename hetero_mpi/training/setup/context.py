@@ -1,8 +1,4 @@
-"""The objects that the parts of a run hand to each other: its options, what every rank knows, a rank's share under one plan, and
-what a start has to write.
-
-Plain data: nothing that it names is imported with it.
-"""
+"""Data shared by the parts of a run: options, context, a rank's share of one plan, and pending writes. No heavy imports."""
 
 from __future__ import annotations
 
@@ -85,7 +81,7 @@ class Share:
     """A rank's part of the run while one plan lasts: the plan, its schedule, the active ranks, and the trainer."""
 
     report: PlanReport
-    """The plan, with what was predicted of it."""
+    """The plan with its predictions."""
     schedule: Schedule
     emulation: Emulation | None
     members: World | None
@@ -93,9 +89,7 @@ class Share:
     trainer: Trainer | None = None
     """None on an idle rank, before its stage is built, and once the plan has been given up."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """Seconds that the change to this plan took on this rank, by part: ``keep``, ``build``, ``move``. At the start only
-    ``build``.
-    """
+    """Seconds of the change to this plan, by part: ``keep``, ``build``, ``move``; at the start only ``build``."""
 
     @property
     def plan(self) -> Plan:

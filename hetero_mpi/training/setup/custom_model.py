@@ -208,15 +208,12 @@ def _key(loaded: LoadedJob) -> str:
 
 
 _TOLERANCE = 1e-4
-"""Relative difference below which two ways to compute the same count as equal."""
+"""Maximum relative difference of results that count as equal."""
 Pair = tuple[NDArray[Any], NDArray[Any]]
 
 
 def checked_layers(model: LayeredModel, pairs: tuple[Pair, Pair], seed: int) -> tuple[LayerShape, ...]:
-    """Each layer's description.
-
-    :raises UserError: with the layer, the rule it breaks and what to do.
-    """
+    """Return the description of each layer. Raises UserError: a layer breaks a rule."""
     _check_names(model)
     if model.existing:
         check_not_shared(model)
@@ -258,7 +255,7 @@ def _check_names(model: LayeredModel) -> None:
 
 
 def _check_built_inside(name: str, model: LayeredModel, seed: int) -> None:
-    """Every call of the builder must make the layer anew, and with the same start values."""
+    """Check that every call of the builder makes a new layer with the same initial values."""
     builders = model.named_layers()
     built, second_build = (build_layer(name, builders[name], seed) for _ in range(2))
     addresses = {parameter.data_ptr() for parameter in built.parameters() if parameter.numel()}
@@ -285,7 +282,7 @@ def _check_built_inside(name: str, model: LayeredModel, seed: int) -> None:
 
 
 def _inspect(name: str, builder: Builder, x: torch.Tensor, seed: int, last: bool) -> tuple[LayerShape, torch.Tensor]:
-    """The layer's shape, and what it makes of two samples ``x``."""
+    """Return the layer's shape, and its output for two samples ``x``."""
     layer = build_layer(name, builder, seed)
     if any(isinstance(module, _BatchNorm) for module in layer.modules()):
         raise UserError(

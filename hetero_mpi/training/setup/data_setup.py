@@ -182,7 +182,7 @@ def _from_records(loaded: LoadedJob) -> Material:
     settings_key = [_mark(tokenizer), data.template, packing, isolate, data.train_on_prompt, data.weights, stops]
     dataset, description, reused = _dataset(loaded, [*key, *settings_key], fill, tokenizer)
     if description["kind"] == "plain":
-        # So that whoever loads the result can ask it in the words it was taught in.
+        # The result carries the template that it was trained with.
         tokenizer.chat_template = description["source"]
     dataset, remarks = _placed(dataset, config)
     generation = _with_end(config, generation, tokenizer)
@@ -197,7 +197,7 @@ def _settings(loaded: LoadedJob, packing: bool) -> SequenceSettings:
 
 _EVALUATION = "data.evaluation"
 _MAX_CHECKED = 256
-"""Records that are tried first."""
+"""Number of records rendered before the model is loaded."""
 
 
 def _named_patterns(loaded: LoadedJob) -> list[tuple[str, list[str]]]:

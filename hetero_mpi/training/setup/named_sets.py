@@ -28,10 +28,7 @@ def read_set(
     ends: Collection[int],
     limit: int,
 ) -> Dataset:
-    """The sequences of files that match patterns, read as ``data`` says; of records the first ``limit``.
-
-    :raises UserError: they cannot be read, or give no sequence. It names ``key``.
-    """
+    """Read the sequences of matching files; at most ``limit`` records. Raises UserError: unreadable, or no sequence."""
     settings = SequenceSettings(data.sequence_length, data.packing and data.text is not None, held_out=0, seed=0)
     if data.text is not None:
         corpus = Corpus(patterns, data.documents, None, key, data.keys, data.skip_bad, say)

@@ -257,8 +257,8 @@ def obtain_plan(
     pending: Pending,
     user_plan: Path | Plan | None = None,
 ) -> PlanReport:
-    """The user's plan ``user_plan`` (rank 0's view), completed; or the planner's. Its schedule has passed a dry run. Collective. Raises
-    UserError: no plan fits the memory, or the given plan does not.
+    """Return ``user_plan`` (on rank 0), completed, or the planner's plan, after a dry run of its schedule. Collective. Raises
+    UserError: no plan, or not this plan, fits the memory budgets.
     """
     report: PlanReport | None = None
     world = context.world
@@ -307,8 +307,8 @@ def _check_fits(profile: ClusterProfile, path: str, subject: BenchmarkSpec, rank
     if kinds != subject.chain.kinds or parameters != trained_parameters:
         raise UserError(
             "profile.other_model",
-            f"{path} was made for {parameters:,} trained parameters in {len(kinds)} layers, this job trains {trained_parameters:,} in "
-            f"{subject.chain.layer_count}: use a profile of this model and adapter, or leave it out to measure",
+            f"{path} was made for {parameters:,} trained parameters in {len(kinds)} layers, this job trains "
+            f"{trained_parameters:,} in {subject.chain.layer_count}: use another profile, or omit it to measure",
         )
     if (profile.model.dtype, profile.model.sequence_length) != (subject.train.dtype, subject.sequence_length):
         raise UserError(

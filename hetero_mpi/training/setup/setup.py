@@ -146,8 +146,7 @@ def open_rank(world: World, cluster: ClusterTable) -> tuple[Backend, float, int]
 
 
 def _with_steps(world: World, loaded: LoadedJob, samples: int | None) -> LoadedJob:
-    """The job with its number of steps settled, where it counts epochs of ``samples`` (known to rank 0), and the steps that are
-    shares of it. Collective."""
+    """Resolve epochs of ``samples`` (on rank 0) and relative intervals to numbers of steps. Collective."""
     train, checkpoint, steps = loaded.job.train, loaded.job.checkpoint, loaded.job.train.steps
     if train.epochs is not None:
         per_epoch = steps_per_epoch(samples or 0, train.global_batch, train.last_batch == "smaller")
@@ -160,7 +159,7 @@ def _with_steps(world: World, loaded: LoadedJob, samples: int | None) -> LoadedJ
 
 
 def _with_adapter(world: World, loaded: LoadedJob, tokenizer: PreTrainedTokenizerFast | None) -> LoadedJob:
-    """The job with what it leaves to the adapter that it starts from, which rank 0 has, and tokens by their ids. Collective."""
+    """Complete the job from rank 0's initial adapter, with token ids. Collective."""
     adapter = loaded.job.adapter
     if adapter.method == "none":
         return loaded
@@ -206,9 +205,7 @@ def _with_dtype(world: World, loaded: LoadedJob, backend: Backend) -> LoadedJob:
 
 
 def settle_products(world: World, backend: Backend, dtype: str) -> None:
-    """Choose the dtype of matrix products: ``dtype``, or fp32 where the processor has no units for it. Rank 0 prints who does.
-    Collective.
-    """
+    """Choose the dtype of matrix products: ``dtype``, or fp32 without hardware support, which rank 0 reports. Collective."""
     products = backend.products(dtype)
     if products != dtype:
         widen_products(dtype)
@@ -280,10 +277,7 @@ def _say_ranks(world: World, backend: Backend, threads: int) -> None:
 
 
 def check_optimizer(train: TrainTable, backend: Backend, who: str) -> None:
-    """Let the job's optimizer step on this rank's device.
-
-    :raises UserError: it cannot, with the reason and the name ``who`` of the rank.
-    """
+    """Run a step of the job's optimizer on the device of rank ``who``. Raises UserError: it fails."""
     tensor = Parameter(torch.zeros(64, 64, device=backend.device))
     tensor.grad = torch.ones_like(tensor)
     state_kind = OF_OPTIMIZER[train.optimizer][-1]
