@@ -172,7 +172,9 @@ def _copies_s(device: DeviceProfile, model: ModelCost, layer: int) -> tuple[floa
 def links_of(profile: ClusterProfile, devices: list[DeviceProfile]) -> tuple[Indices, Floats, Floats]:
     """(place of every rank; latency and seconds per byte between places, copies at both ends included)."""
     hosts = list(dict.fromkeys(device.host for device in devices))
-    positions = np.array([i if len(devices) <= MAX_PAIRED_RANKS else hosts.index(device.host) for i, device in enumerate(devices)])
+    positions = np.array(
+        [i if len(devices) <= MAX_PAIRED_RANKS else hosts.index(device.host) for i, device in enumerate(devices)]
+    )
     members: list[list[int]] = [[] for _ in range(int(positions.max()) + 1)]
     for index, position in enumerate(positions.tolist()):
         members[position].append(devices[index].rank)

@@ -140,7 +140,7 @@ class Loop:
         evaluated, is_best = len(self.state.evaluations), False
         if len(self._evaluation_batch.tokens) and (is_last or _due(line.step, train.evaluate_every)):
             self._evaluate()
-            is_best = self.state.higher_in_a_row == 0 and train.patience > 0
+            is_best = self.state.higher_in_a_row == 0 and train.early_stopping_patience > 0
             is_last = is_last or self._stops_early()
         saves = is_last or decision.stop or is_best or _due(line.step, self.job.checkpoint.every)
         if saves:
@@ -188,8 +188,8 @@ class Loop:
         return done
 
     def _stops_early(self) -> bool:
-        """Whether early stopping applies ([train] patience). The same on all ranks."""
-        return 0 < self.job.train.patience <= self.state.higher_in_a_row
+        """Whether early stopping applies ([train] early_stopping_patience). The same on all ranks."""
+        return 0 < self.job.train.early_stopping_patience <= self.state.higher_in_a_row
 
     def _batch(self, step: int) -> Batch:
         """The batch of a step, which rank 0 reads."""

@@ -1,7 +1,7 @@
 """Rebalancing: moves layers away from stragglers during a run (a laptop throttles, another user occupies a GPU).
 
-Every rank adds its measurements of a step to the next step's all-reduced decision (``StepWord``), without an extra message. Rank 0
-compares the sum with the prediction, watches the ratios (``Decider``) and requests a new plan from a separate process
+Every rank adds its measurements of a step to the next step's all-reduced decision (``StepExchange``), without an extra message. Rank
+0 compares the sum with the prediction, watches the ratios (``Decider``) and requests a new plan from a separate process
 (``Replanner``). All ranks change after the same step, which rank 0 announces in its own part of the decision.
 
 * A speed has changed when the median of its last steps leaves a band around the planned speed for several steps in a row. The band
@@ -106,7 +106,7 @@ class Rebalancer:
         assert self._word is not None and self._share is not None
         measurement, length, latest = None, 0, self._latest
         if latest is not None:
-            measurement = RankMeasurement.of(self._context.world.rank, latest.events, latest.began_s)
+            measurement = RankMeasurement.from_events(self._context.world.rank, latest.events, latest.began_s)
             length = latest.length if self._share.emulation is None else self._share.plan.sequence_length
         return np.append(float(self._ready), self._word.numbers(measurement, length))
 

@@ -60,7 +60,7 @@ class TrainResult:
 
 def past_result(metadata: Mapping[str, Any], path: Path, job: JobConfig, run_dir: Path) -> TrainResult | None:
     """Return the result of a finished run whose last checkpoint is ``path``; None: the run is unfinished. On rank 0."""
-    step, patience = metadata["step"], job.train.patience
+    step, patience = metadata["step"], job.train.early_stopping_patience
     is_over = step == job.train.steps or 0 < patience <= (metadata.get("higher_in_a_row") or 0)
     result = run_dir / ("model" if job.adapter.method == "none" else "adapter")
     in_run_dir = path.resolve().is_relative_to(run_dir.resolve())

@@ -126,14 +126,14 @@ def _earlier_step_s(context: RunContext, options: TrainOptions, planned: Planned
 
 
 def _calibration_allowance(context: RunContext, options: TrainOptions, planned: Planned) -> Allowance:
-    setting, no_steps = context.job.profile.trial, Allowance(0, 0.0)
+    setting, no_steps = context.job.profile.calibrate, Allowance(0, 0.0)
     if setting is False or context.job.cluster.emulate is not None:
         return no_steps
     if setting == "auto":
         if options.dry_run or context.world.size == 1:
             return no_steps
         if not planned.own:
-            say("No calibration run, as the profile is of another machine ([profile] trial = true forces one)")
+            say("No calibration run, as the profile is of another machine ([profile] calibrate = true forces one)")
             return no_steps
     return allowance(planned.report, planned.profile, context.job.train.steps, setting is True)
 
@@ -179,33 +179,33 @@ class _CalibrationRun:
         if self._given:
             return better, first
         if not self._in_time("Planning once more", self._planning_s + self._seconds(better, first)):
-            return better, explained(first, "there was no time to plan once more")
+            return better, with_reasons(first, "there was no time to plan once more")
         second = self._planned(better)
         if second.plan == first.plan:
             return better, replace(second, tried_step_s=first.tried_step_s)
-        keep = partial(explained, first, said=(report, second))
+        keep = partial(with_reasons, first, reports=(report, second))
         takes_text = f"takes {units.seconds(second.predicted_step_s)} per step"
-        if second.predicted_step_s > (1 - LEAST_GAIN) * first.predicted_step_s:
-            return better, keep(f"by the measured times another plan {takes_text}", other=second)
+        if second.predicted_step_s > (1 - MIN_GAIN_RATIO) * first.predicted_step_s:
+            return better, keep(f"by the measured times another plan {takes_text}", rejected=second)
         say(f"By these times another plan {takes_text}: trying it")
         if not self._in_time("  That", self._seconds(better, second)):
             return better, keep(
-                f"there was no time to try another plan, which {takes_text} by these times", other=second
+                f"there was no time to try another plan, which {takes_text} by these times", rejected=second
             )
         timed, lacks = self._run(better, second)
         if lacks:
             say("  it does not fit: the first plan stays")
-            return better, keep("another plan was tried and does not fit", other=second)
+            return better, keep("another plan was tried and does not fit", rejected=second)
         faster = timed is not None and steps is not None and timed.clearly_below(steps)
         faster = self._world.broadcast_json(faster)
         profile_then, tried = self._calibrated(
             better, second, timed, "it is taken" if faster else "the first plan stays"
         )
         if faster:
-            return profile_then, explained(
+            return profile_then, with_reasons(
                 tried, f"the first plan took {_measured_text(first)}", (report, second), first
             )
-        return better, keep(f"another plan was tried and took {_measured_text(tried)}", other=tried)
+        return better, keep(f"another plan was tried and took {_measured_text(tried)}", rejected=tried)
 
     def _seconds(self, profile: ClusterProfile, report: PlanReport) -> float:
         """Estimated seconds of the calibration run of a plan."""
@@ -253,7 +253,7 @@ class _CalibrationRun:
         """Run a plan: (comparison of its steps with their prediction, on rank 0; ranks out of memory, on all ranks)."""
         context = replace(self._context, planned_for=profile)
         share = join_plan(context, report)
-        steps: list[Together] = []
+        steps: list[StepByRank] = []
         short: list[_Shortage] = []
         problem: CollectiveUserError | None = None
         self._world.current_action = "idle while the plan is tried"
@@ -270,10 +270,10 @@ class _CalibrationRun:
             return None, short
         crowded = with_other_programs(profile, report.plan, steps)
         prediction = StepPrediction(report.plan, crowded, share.schedule)
-        return StepComparison.of(prediction, steps, report.predicted_step_s), short
+        return StepComparison.from_steps(prediction, steps, report.predicted_step_s), short
 
 
-def _steps(context: RunContext, share: Share, allowed: Allowance) -> tuple[list[Together], list[_Shortage]]:
+def _steps(context: RunContext, share: Share, allowed: Allowance) -> tuple[list[StepByRank], list[_Shortage]]:
     """Return (measured steps, on rank 0; ranks out of memory), and free all memory. Collective over the active ranks."""
     members, rank = share.members, context.world.rank
     assert members is not None
@@ -308,7 +308,7 @@ def _ranks_out_of_memory(members: World, rank: int, how: str, work: Callable[[],
 
 def _timed_steps(
     context: RunContext, share: Share, trainer: Trainer, batch: Batch | None, allowed: Allowance
-) -> list[Together]:
+) -> list[StepByRank]:
     """Take the steps and return those after the warm-up, on rank 0."""
     members = trainer.world
     clock_s = clock_offset_s(members, context.transport)
@@ -331,7 +331,7 @@ def _timed_steps(
 def _measured(rank: int, result: StepResult, wall_s: float, clock_s: float) -> RankMeasurement:
     """``clock_s``: this rank's clock minus the common clock. The optimizer part of a skipped step is dropped."""
     events = [event for event in result.events if event.action.op is not Op.STEP or result.decision.finite]
-    return RankMeasurement.of(rank, events, result.began_s - clock_s, wall_s, result.worked_s)
+    return RankMeasurement.from_events(rank, events, result.began_s - clock_s, wall_s, result.worked_s)
 
 
 def _batch(context: RunContext, plan: Plan) -> Batch | None:

@@ -81,8 +81,8 @@ def test_a_second_start_has_the_same_data_and_reads_nothing(
 
 def test_what_changes_the_tokens_is_another_entry(job: Path) -> None:
     prepared(job, TEXT)
-    for override in ("data.sequence_length=8", "data.evaluation_fraction=0.2", "train.seed=3", "data.documents=line", "data.packing=false",
-                     "data.max_bytes=900", "tokenizer.train_vocab_size=290"):  # fmt: skip
+    for override in ("data.sequence_length=8", "data.evaluation_fraction=0.2", "train.seed=3", "data.documents=line",
+                     "data.packing=false", "data.max_bytes=900", "tokenizer.train_vocab_size=290"):  # fmt: skip
         assert not prepared(job, TEXT, override)[1], override
     (job / "b.txt").write_text("seven grey birds follow the goat\n" * 50)
     assert not prepared(job, TEXT)[1], "another text of the same size"

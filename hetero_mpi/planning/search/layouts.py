@@ -120,7 +120,7 @@ def _pipeline_counts(costs: Costs) -> list[int]:
     most = min(request.max_pipelines, costs.count, shares)
     while most and not fits_memory(most):
         most -= 1
-    every, ratio = (EVERY, RATIO) if costs.count <= MAX_PAIRED_RANKS else COARSE
+    every, ratio = (MAX_DENSE_COUNT, COUNT_RATIO) if costs.count <= MAX_PAIRED_RANKS else COARSE_COUNTS
     numbers, number = [], 1.0
     while number <= most:
         numbers.append(int(number))

@@ -215,7 +215,7 @@ def _dataset(
 ) -> tuple[Dataset, dict[str, Any], list[str]]:
     """(the data, what else is told of it, a remark where an earlier start has made it). ``fill``: makes it, into a folder."""
     data = loaded.job.data
-    cache_key = [*key, data.sequence_length, data.held_out, loaded.job.train.seed] if data.cache else None
+    cache_key = [*key, data.sequence_length, data.evaluation_fraction, loaded.job.train.seed] if data.cache else None
     read = functools.partial(read_dataset, ids=largest_id(tokenizer) + 1)
     (dataset, description), is_cached = kept(cache_key, fill, read, say)
     return dataset, description, ["token ids: those of an earlier start"] if is_cached else []
