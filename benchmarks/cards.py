@@ -76,7 +76,7 @@ def main() -> int:
 
 def _cards() -> list[Backend]:
     every = (BACKENDS[name](index) for name in available() for index in usable(name))
-    return [backend for backend in every if backend.copying().beside]
+    return [backend for backend in every if backend.copying().overlaps]
 
 
 def _hidden(copies_s: float, messages_s: float, channel_s: float) -> float:

@@ -26,38 +26,38 @@ def usable(name: str) -> tuple[int, ...]:
     return tuple(index for index in range(kind.count()) if index not in left_out)
 
 
-def visible_devices(wanted: str) -> tuple[str, dict[int, str]]:
-    """Resolve ``wanted`` to a backend, and map the index of each of its usable GPUs to the GPU's identity on this host."""
-    name = available()[0] if wanted == "auto" else wanted
+def visible_devices(device: str) -> tuple[str, dict[int, str]]:
+    """Resolve ``device`` to a backend, and map the index of each of its usable GPUs to the GPU's identity on this host."""
+    name = available()[0] if device == "auto" else device
     if name == "cpu":
         return name, {}
     return name, {index: BACKENDS[name](index).identity() for index in usable(name)}
 
 
-def open_backend(wanted: str, index: int | None = None) -> Backend:
+def open_backend(name: str, index: int | None = None) -> Backend:
     """Open the backend of this rank and make its device current in this thread.
 
-    ``index``: number of the GPU (``choice.device_of``); None if there is no GPU for this rank.
+    ``index``: number of the GPU (``choice.gpu_of``); None if there is no GPU for this rank.
 
-    Raises UserError: ``wanted`` is not available on this host.
+    Raises UserError: ``name`` is not available on this host.
     """
-    if wanted == "auto":
-        wanted = available()[0] if index is not None else "cpu"
-    kind, index = BACKENDS[wanted], 0 if wanted == "cpu" else index
+    if name == "auto":
+        name = available()[0] if index is not None else "cpu"
+    kind, index = BACKENDS[name], 0 if name == "cpu" else index
     reasons = kind.unusable()
     if kind.count() == 0:
         raise UserError(
             "device.unavailable",
-            f"device {wanted!r} is not available: torch {torch.__version__} on this host supports {', '.join(available())}; "
+            f"device {name!r} is not available: torch {torch.__version__} on this host supports {', '.join(available())}; "
             f'install the torch build for that device, or set device = "auto" (in [cluster], or in hosts.toml)',
         )
-    if index in reasons or (index is None and not usable(wanted)):
-        raise UserError("device.unusable", f"device {wanted!r} cannot be used: {'; '.join(reasons.values())}")
+    if index in reasons or (index is None and not usable(name)):
+        raise UserError("device.unusable", f"device {name!r} cannot be used: {'; '.join(reasons.values())}")
     if index is None or index >= kind.count():
-        named = f"A {wanted} device" if index is None else f"{wanted}:{index}"
+        named = f"A {name} device" if index is None else f"{name}:{index}"
         raise UserError(
             "device.too_few",
-            f"{named} is to be this rank's, but of {wanted} it sees {kind.count()}: start fewer ranks on this host, "
+            f"{named} is to be this rank's, but of {name} it sees {kind.count()}: start fewer ranks on this host, "
             f'or set device = "auto" so that further ranks use the CPU',
         )
     backend = kind(index)

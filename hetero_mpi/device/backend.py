@@ -76,7 +76,7 @@ class Copying:
     device.
     """
 
-    beside = False
+    overlaps = False
     """Whether any thread may start copies that overlap with computation."""
 
     def after_compute(self) -> None:
@@ -91,7 +91,7 @@ class Copying:
 class StreamCopying(Copying):
     """Copies on a separate stream (CUDA, ROCm, XPU), by the GPU's copy engines with pinned host memory."""
 
-    beside = True
+    overlaps = True
 
     def __init__(self, module: Any, device: torch.device) -> None:
         self._module, self._device = module, device

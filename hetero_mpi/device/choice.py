@@ -24,7 +24,7 @@ DEVICE_RULE = ", ".join(f'"{name}"' for name in ("auto", "cpu", *_GPUS)) + ', or
 
 
 @dataclass(frozen=True)
-class Wish:
+class DeviceSpec:
     """A requested device."""
 
     name: str
@@ -45,7 +45,7 @@ class VisibleDevices:
     """Number of the explicitly requested GPU."""
 
 
-def wish(job_device: str, environment: Mapping[str, str]) -> Wish:
+def device_spec(job_device: str, environment: Mapping[str, str]) -> DeviceSpec:
     """Requested device of this rank: ``DEVICE_VARIABLE`` of its environment, else the job's ``[cluster] device``.
 
     Raises UserError: the value of the variable is not a device.
@@ -56,16 +56,16 @@ def wish(job_device: str, environment: Mapping[str, str]) -> Wish:
             "device.environment", f"The environment variable {DEVICE_VARIABLE} must be {DEVICE_RULE}; got {text!r}."
         )
     name, _, gpu = text.partition(":")
-    return Wish(name, int(gpu) if gpu else None)
+    return DeviceSpec(name, int(gpu) if gpu else None)
 
 
-def device_of(rank: int, places: Sequence[VisibleDevices]) -> int | None:
+def gpu_of(rank: int, devices: Sequence[VisibleDevices]) -> int | None:
     """Number of the GPU for ``rank``, given the visible GPUs of all ranks; None if lower ranks use all of them."""
-    own = places[rank]
-    if own.gpu is not None:
-        return own.gpu
-    lower = sum(place == own for place in places[:rank])
-    return own.devices[lower][0] if lower < len(own.devices) else None
+    device = devices[rank]
+    if device.gpu is not None:
+        return device.gpu
+    lower = sum(other == device for other in devices[:rank])
+    return device.devices[lower][0] if lower < len(device.devices) else None
 
 
 @dataclass(frozen=True)
@@ -86,13 +86,13 @@ def cores_of(rank: int, ranks: Sequence[Cores]) -> float:
 
     A GPU rank leaves its cores beyond ``CORES_PER_GPU`` to the CPU ranks on the same cores.
     """
-    own = ranks[rank]
-    users = Counter(core for one in ranks if one.host == own.host for core in one.numbers)
-    allowed = 1.0 if own.quota is None else min(1.0, own.quota / len(users))
-    alike = [one for one in ranks if (one.host, one.numbers) == (own.host, own.numbers)]
-    computing = sum(one.computes for one in alike)
-    equal = allowed * sum(1 / users[core] for core in own.numbers)
+    cores = ranks[rank]
+    users = Counter(core for entry in ranks if entry.host == cores.host for core in entry.numbers)
+    allowed = 1.0 if cores.quota is None else min(1.0, cores.quota / len(users))
+    sharers = [entry for entry in ranks if (entry.host, entry.numbers) == (cores.host, cores.numbers)]
+    computing = sum(entry.computes for entry in sharers)
+    equal = allowed * sum(1 / users[core] for core in cores.numbers)
     if computing == 0:
         return equal
     spared = max(0.0, equal - CORES_PER_GPU)
-    return equal + spared * (len(alike) - computing) / computing if own.computes else equal - spared
+    return equal + spared * (len(sharers) - computing) / computing if cores.computes else equal - spared

@@ -33,17 +33,17 @@ def devices_seen() -> dict[str, Any]:
     for name in available():
         for index in usable(name):
             try:  # a device that is full, or used by another program, must not hide other devices
-                devices.append(_seen(BACKENDS[name](index)))
+                devices.append(_describe(BACKENDS[name](index)))
             except Exception as error:
                 errors[f"{name}:{index}"] = " ".join(str(error).split())
     for name, kind in BACKENDS.items():
         errors |= {f"{name}:{index}": reason for index, reason in kind.unusable().items()}
-    found = {device["backend"] for device in devices}
-    errors |= {name: _error(name) for name in builds if name not in found}
+    working = {device["backend"] for device in devices}
+    errors |= {name: _error(name) for name in builds if name not in working}
     return {"version": torch.__version__, "builds": builds, "devices": devices, "errors": errors}
 
 
-def _seen(backend: Backend) -> dict[str, Any]:
+def _describe(backend: Backend) -> dict[str, Any]:
     memory = backend.memory()
     return {
         "backend": backend.name,
@@ -70,18 +70,18 @@ def _error(name: str) -> str:
 
 def drivers() -> dict[str, str]:
     """Version (or "yes") of the loaded kernel drivers ``nvidia``, ``amdgpu``, ``intel``, without torch."""
-    found = {}
+    versions = {}
     for name, file in (("nvidia", "/sys/module/nvidia/version"), ("amdgpu", "/sys/module/amdgpu/version")):
         try:
-            found[name] = Path(file).read_text().strip()
+            versions[name] = Path(file).read_text().strip()
         except OSError:
             if Path(file).parent.is_dir():
-                found[name] = "yes"
+                versions[name] = "yes"
     if any(Path("/sys/module", name).is_dir() for name in ("xe", "i915")) and Path("/dev/dri").is_dir():
-        found["intel"] = "yes"
-    if "nvidia" not in found and _WSL_CUDA.exists():
-        found["nvidia"] = "of WSL"
-    return found
+        versions["intel"] = "yes"
+    if "nvidia" not in versions and _WSL_CUDA.exists():
+        versions["nvidia"] = "of WSL"
+    return versions
 
 
 def main() -> int:

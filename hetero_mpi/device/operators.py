@@ -1,8 +1,7 @@
 """``python -m hetero_mpi.device.operators cuda 1``: compare six operators on a device with fp64 on the CPU.
 
-Runs as a subprocess of ``self_test``, because a driver or a kernel may crash its process.
-Outputs and gradients of what training computes with are compared, and bytes that were copied to the device and back. The start of a
-run calls ``product_on`` only.
+Runs as a subprocess of ``self_test``, because a driver or a kernel may crash its process. Also checks copies to the device and
+back. The start of a run calls ``product_on`` only.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ def _random(*shape: int) -> Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=_GENERATOR)
 
 
-def _both_ways(
+def _output_and_gradients(
     backend: Backend, leaves: Mapping[str, Tensor], function: Callable[..., Tensor], exact: Callable[..., Tensor]
 ) -> Compared:
     """Compare output and gradients of ``function`` on the device with ``exact`` in fp64."""
@@ -65,14 +64,14 @@ def _both_ways(
         output.backward(gradient.to(output.device, output.dtype))
         sides.append([output, *(argument.grad for argument in arguments)])
     names = ["output", *(f"gradient of {name}" for name in leaves)]
-    for name, found, expected in zip(names, *sides, strict=True):
-        assert found is not None and expected is not None
-        yield name, found, expected
+    for name, actual, expected in zip(names, *sides, strict=True):
+        assert actual is not None and expected is not None
+        yield name, actual, expected
 
 
 def _product(backend: Backend, dtype: torch.dtype) -> Compared:
     leaves = {"inputs": _random(_TOKENS, _WIDTH).to(dtype), "weights": _random(_INNER, _WIDTH).to(dtype)}
-    yield from _both_ways(backend, leaves, F.linear, F.linear)
+    yield from _output_and_gradients(backend, leaves, F.linear, F.linear)
 
 
 def _loss(backend: Backend, dtype: torch.dtype) -> Compared:
@@ -83,18 +82,16 @@ def _loss(backend: Backend, dtype: torch.dtype) -> Compared:
         wide = logits if logits.dtype is torch.float64 else logits.float()
         return F.cross_entropy(wide, targets, reduction="sum")
 
-    yield from _both_ways(backend, {"logits": _random(_TOKENS, _INNER).to(dtype)}, summed, summed)
+    yield from _output_and_gradients(backend, {"logits": _random(_TOKENS, _INNER).to(dtype)}, summed, summed)
 
 
 def _attention(masked: bool, backend: Backend, dtype: torch.dtype) -> Compared:
-    """Causal by flag or by a mask (then of a window, as some families have); twice.
-
-    The second time every logit lies about -120, as in some heads of trained models: gradients that are no numbers then.
-    """
+    """Causal attention by flag, or with a sliding window by mask; then with all logits near -120, as in some heads of trained
+    models, for which some kernels produce NaN gradients."""
     mask = torch.ones(_TOKENS, _TOKENS, dtype=torch.bool).tril()
     if masked:
         mask &= ~mask.tril(-_TOKENS // 2)
-    own = backend.from_host(mask[None, None]) if masked else None
+    device_mask = backend.from_host(mask[None, None]) if masked else None
     repeats = masked or not backend.shares_keys(dtype)  # as in training
 
     def repeated(tensor: Tensor) -> Tensor:
@@ -102,7 +99,7 @@ def _attention(masked: bool, backend: Backend, dtype: torch.dtype) -> Compared:
 
     def on_device(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         k, v = (repeated(k), repeated(v)) if repeats else (k, v)
-        return F.scaled_dot_product_attention(q, k, v, own, is_causal=not masked, enable_gqa=not repeats)
+        return F.scaled_dot_product_attention(q, k, v, device_mask, is_causal=not masked, enable_gqa=not repeats)
 
     def exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         logits = (q @ repeated(k).transpose(-1, -2) / math.sqrt(_HEAD_WIDTH)).masked_fill(~mask, -math.inf)
@@ -110,13 +107,13 @@ def _attention(masked: bool, backend: Backend, dtype: torch.dtype) -> Compared:
 
     queries, keys, values = (_random(1, heads, _TOKENS, _HEAD_WIDTH) for heads in (_HEADS, _GROUPS, _GROUPS))
     leaves = {"queries": queries.to(dtype), "keys": keys.to(dtype), "values": values.to(dtype)}
-    yield from _both_ways(backend, leaves, on_device, exact)
+    yield from _output_and_gradients(backend, leaves, on_device, exact)
     queries, keys = queries * 0.1, keys * 0.1
     queries[..., 0], keys[..., 0] = 1.0, -120 * math.sqrt(_HEAD_WIDTH)
     leaves |= {"queries": queries.to(dtype), "keys": keys.to(dtype)}
-    for name, found, _ in _both_ways(backend, leaves, on_device, exact):
+    for name, actual, _ in _output_and_gradients(backend, leaves, on_device, exact):
         # Rounding of values near -120 is not tested.
-        yield f"{name}, logits of -120", torch.isfinite(found).all().float(), torch.ones(())
+        yield f"{name}, logits of -120", torch.isfinite(actual).all().float(), torch.ones(())
 
 
 def _adamw(backend: Backend, _: torch.dtype) -> Compared:
@@ -143,15 +140,15 @@ def _nf4(backend: Backend, dtype: torch.dtype) -> Compared:
     packed, state = quantize_4bit(weights, blocksize=64, compress_statistics=True, quant_type="nf4")
     exact = dequantize_4bit(packed, state).double()
     state.to(backend.device)
-    there = backend.from_host(packed)
-    yield "unpacked weights", dequantize_4bit(there, state), exact
+    nf4 = backend.from_host(packed)
+    yield "unpacked weights", dequantize_4bit(nf4, state), exact
     rows = _random(_TOKENS, _WIDTH).to(dtype)
-    yield from _both_ways(
-        backend, {"inputs": rows}, lambda x: matmul_4bit(x, there.t(), quant_state=state), lambda x: x @ exact.T
+    yield from _output_and_gradients(
+        backend, {"inputs": rows}, lambda x: matmul_4bit(x, nf4.t(), quant_state=state), lambda x: x @ exact.T
     )
     with torch.no_grad():
-        one = matmul_4bit(backend.from_host(rows[:1]), there.t(), quant_state=state)
-    yield "output of one row", one, rows[:1].double() @ exact.T
+        row_output = matmul_4bit(backend.from_host(rows[:1]), nf4.t(), quant_state=state)
+    yield "output of one row", row_output, rows[:1].double() @ exact.T
 
 
 def _checks(backend: Backend) -> dict[str, Callable[[Backend], Result]]:
@@ -177,9 +174,9 @@ def product_on(backend: Backend) -> Result:
 def _compare(check: str, operator: Operator, dtype: str, backend: Backend) -> Result:
     _GENERATOR.manual_seed(0)
     begin, worst, what = time.perf_counter(), 0.0, ""
-    for name, found, expected in operator(backend, DTYPES[dtype]):
+    for name, actual, expected in operator(backend, DTYPES[dtype]):
         expected = expected.detach().double()
-        difference = float((backend.to_host(found).double() - expected).norm() / expected.norm())
+        difference = float((backend.to_host(actual).double() - expected).norm() / expected.norm())
         if not difference <= worst:
             worst, what = difference, name
         if not math.isfinite(difference):
@@ -190,23 +187,23 @@ def _compare(check: str, operator: Operator, dtype: str, backend: Backend) -> Re
 def copies(backend: Backend) -> Result:
     """Check a round trip of bytes to the device, and measure bytes per second by direction and kind of host memory."""
     begin = time.perf_counter()
-    there, back = (torch.empty(_COPY_BYTES, dtype=torch.uint8, device=backend.device) for _ in range(2))
+    received, sent = (torch.empty(_COPY_BYTES, dtype=torch.uint8, device=backend.device) for _ in range(2))
     pinned = [backend.host_buffer((_COPY_BYTES,), torch.uint8) for _ in range(2)]
     pageable = [torch.zeros(_COPY_BYTES, dtype=torch.uint8) for _ in range(2)]
     pinned[0].copy_(torch.arange(_COPY_BYTES, dtype=torch.int32).to(torch.uint8))
-    there.copy_(pinned[0])
-    pinned[1].copy_(there)
+    received.copy_(pinned[0])
+    pinned[1].copy_(received)
     differ = float((pinned[0] != pinned[1]).sum())
     queues = [backend.copying(), backend.copying()]
-    begun: dict[str, Callable[[], list[Copied]]] = {}
+    copies_by_kind: dict[str, Callable[[], list[Copied]]] = {}
     for kind, (source, target) in (("pinned", pinned), ("pageable", pageable)):
-        begun[f"to the device, {kind}"] = lambda source=source: [queues[0].copy(there, source)]  # type: ignore[misc]
-        begun[f"from the device, {kind}"] = lambda target=target: [queues[0].copy(target, back)]  # type: ignore[misc]
-    if queues[0].beside:
-        both = lambda: [queues[0].copy(there, pinned[0]), queues[1].copy(pinned[1], back)]  # noqa: E731
-        begun["both at once, pinned, each"] = both
+        copies_by_kind[f"to the device, {kind}"] = lambda source=source: [queues[0].copy(received, source)]  # type: ignore[misc]
+        copies_by_kind[f"from the device, {kind}"] = lambda target=target: [queues[0].copy(target, sent)]  # type: ignore[misc]
+    if queues[0].overlaps:
+        both = lambda: [queues[0].copy(received, pinned[0]), queues[1].copy(pinned[1], sent)]  # noqa: E731
+        copies_by_kind["both at once, pinned, each"] = both
     speeds = {}
-    for name, copy in begun.items():
+    for name, copy in copies_by_kind.items():
         seconds = []
         for _ in range(_COPIES):
             backend.synchronize()
@@ -238,7 +235,7 @@ def _end_with_the_parent() -> None:
     os._exit(1)
 
 
-def _tell(value: object) -> None:
+def _print_marked(value: object) -> None:
     print(MARK + json.dumps(value), flush=True)
 
 
@@ -254,15 +251,15 @@ def main(name: str, index: str) -> int:
         backend = BACKENDS[name](int(index))
         backend.make_current()
         checks = _checks(backend)
-        _tell({"about": about(backend), "checks": list(checks)})
+        _print_marked({"about": about(backend), "checks": list(checks)})
     except Exception as error:
         checks = {}
-        _tell(asdict(_failed(OPENING, error)))
+        _print_marked(asdict(_failed(OPENING, error)))
     for check, compare in checks.items():
         try:
-            _tell(asdict(compare(backend)))
+            _print_marked(asdict(compare(backend)))
         except Exception as error:  # whatever a driver may say
-            _tell(asdict(_failed(check, error)))
+            _print_marked(asdict(_failed(check, error)))
     return 0
 
 

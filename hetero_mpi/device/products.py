@@ -1,11 +1,10 @@
 """Matrix products in 16-bit dtypes on CPUs without hardware support: computed in fp32, rounded once.
 
-torch multiplies bf16 and fp16 one by one where oneDNN has no kernel for the processor, some 30 times slower than fp32. Here its
-operators are replaced for such tensors, below autograd, so that forward and backward of every model go through them; tensors stay
-narrow in memory and in messages.
+Without a oneDNN kernel for the processor, torch's bf16 and fp16 products are about 30 times slower than fp32. This module replaces
+the operators below autograd, for forward and backward of every model; tensors keep their 16-bit dtype in memory and in messages.
 
-``torch.library.get_kernel`` would give the replaced operators back, but they then hold the interpreter's lock while they compute,
-and no message moves. So the ``out`` variants, which are not replaced, compute; what has none is replaced one level higher.
+The replacements call the ``out`` variants, which are not replaced: kernels from ``torch.library.get_kernel`` hold the GIL while
+they compute, which blocks communication. Operators without an ``out`` variant are replaced one level higher.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from typing import Any
 import torch
 
 _NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
-_SIDE = 2048
+_BLOCK_ROWS = 2048
 """Rows and columns copied to fp32 at once (16 MB), since the matrix of an LM head would take gigabytes."""
 _widened: set[torch.dtype] = set()
-_kept: list[torch.library.Library] = []
-"""Libraries of replaced operators, which must stay alive."""
+_libraries: list[torch.library.Library] = []
+"""Libraries of replaced operators, kept alive."""
 
 
 def has_products(dtype: str) -> bool:
@@ -37,10 +36,10 @@ def has_products(dtype: str) -> bool:
 def widen_products(dtype: str) -> None:
     """Let this process compute CPU products of ``dtype`` in fp32."""
     _widened.add(_NARROW[dtype])
-    if _kept:
+    if _libraries:
         return
     library = torch.library.Library("aten", "IMPL")
-    _kept.append(library)
+    _libraries.append(library)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Warning only once for all operators")
         for name, product in {"mm": _mm, "mm.out": _mm_out, "addmm": _addmm, "bmm": _bmm, "baddbmm": _baddbmm}.items():
@@ -49,7 +48,7 @@ def widen_products(dtype: str) -> None:
         library.impl("convolution", _Convolution.apply, "AutogradCPU")
 
 
-def _up(value: Any) -> Any:
+def _to_fp32(value: Any) -> Any:
     return value.float() if isinstance(value, torch.Tensor) and value.dtype in _widened else value
 
 
@@ -74,10 +73,10 @@ def _matrices(
     if single or a.dtype not in _widened or b.dtype is not a.dtype:
         return torch.addmm(added, a, b, beta=beta, alpha=alpha, out=out)
     added = added.expand(out.shape)
-    for rows in _parts(a.shape[0], _SIDE):
-        for columns in _parts(b.shape[1], _SIDE):
+    for rows in _parts(a.shape[0], _BLOCK_ROWS):
+        for columns in _parts(b.shape[1], _BLOCK_ROWS):
             total = added[rows, columns].float()
-            for i, inner in enumerate(_parts(a.shape[1], _SIDE)):
+            for i, inner in enumerate(_parts(a.shape[1], _BLOCK_ROWS)):
                 factors = a[rows, inner].float(), b[inner, columns].float()
                 torch.addmm(total, *factors, beta=beta if i == 0 else 1, alpha=alpha, out=total)
             out[rows, columns] = total
@@ -109,7 +108,7 @@ def _baddbmm(
 def _batches(a: torch.Tensor, b: torch.Tensor) -> Iterator[slice]:
     """Split a batch of products ``a @ b`` into parts."""
     (batch, rows, inner), columns = a.shape, b.shape[2]
-    return _parts(batch, max(1, _SIDE * _SIDE // max(1, rows * inner, inner * columns, rows * columns)))
+    return _parts(batch, max(1, _BLOCK_ROWS * _BLOCK_ROWS // max(1, rows * inner, inner * columns, rows * columns)))
 
 
 def _parts(length: int, size: int) -> Iterator[slice]:
@@ -133,24 +132,24 @@ def _attention(
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        *given, ctx.mask, ctx.scale = arguments
+        *inputs, ctx.mask, ctx.scale = arguments
         with torch._C._AutoDispatchBelowAutograd():
             out, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                *map(_up, given), attn_mask=_up(ctx.mask), scale=ctx.scale
+                *map(_to_fp32, inputs), attn_mask=_to_fp32(ctx.mask), scale=ctx.scale
             )
-        out = out.to(given[0].dtype)
-        ctx.save_for_backward(*given[:3], out, log_sum)
-        ctx.options = given[3:]
+        out = out.to(inputs[0].dtype)
+        ctx.save_for_backward(*inputs[:3], out, log_sum)
+        ctx.options = inputs[3:]
         ctx.mark_non_differentiable(log_sum)
         return out, log_sum
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
-        tensors = [_up(tensor) for tensor in (gradient, *ctx.saved_tensors)]
+        tensors = [_to_fp32(tensor) for tensor in (gradient, *ctx.saved_tensors)]
         gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *tensors, *ctx.options, attn_mask=_up(ctx.mask), scale=ctx.scale
+            *tensors, *ctx.options, attn_mask=_to_fp32(ctx.mask), scale=ctx.scale
         )
-        return *(each.to(gradient.dtype) for each in gradients), None, None, None, None
+        return *(grad.to(gradient.dtype) for grad in gradients), None, None, None, None
 
 
 class _Convolution(torch.autograd.Function):
@@ -159,11 +158,11 @@ class _Convolution(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.bias_sizes, ctx.how = None if bias is None else list(bias.shape), how
         with torch._C._AutoDispatchBelowAutograd():
-            return torch.convolution(_up(x), _up(weight), _up(bias), *how).to(x.dtype)
+            return torch.convolution(_to_fp32(x), _to_fp32(weight), _to_fp32(bias), *how).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        tensors = [_up(tensor) for tensor in (gradient, *ctx.saved_tensors)]
-        wanted = list(ctx.needs_input_grad[:3])
-        gradients = torch.ops.aten.convolution_backward(*tensors, ctx.bias_sizes, *ctx.how, wanted)
-        return *(each if each is None else each.to(gradient.dtype) for each in gradients), *(None for _ in ctx.how)
+        tensors = [_to_fp32(tensor) for tensor in (gradient, *ctx.saved_tensors)]
+        needed = list(ctx.needs_input_grad[:3])
+        gradients = torch.ops.aten.convolution_backward(*tensors, ctx.bias_sizes, *ctx.how, needed)
+        return *(grad if grad is None else grad.to(gradient.dtype) for grad in gradients), *(None for _ in ctx.how)

@@ -24,7 +24,7 @@ PATIENCE_S = 120.0
 OPENING = "opening the device"
 MARK = "self-test: "
 """Prefix of output lines: first ``{"about": ..., "checks": [names]}``, then a ``Result`` per check."""
-_ENDING_S = 10.0
+_EXIT_TIMEOUT_S = 10.0
 _PATH = re.compile(r"(?<![\w:/])/(?:[^\s/'\":,]+/)+")
 _REMEDIES = {
     "NF4": "install bitsandbytes 0.50 or later, which must know this GPU and this torch build, or set [model] "
@@ -98,8 +98,8 @@ class SelfTest:
             return text + (OTHER_KERNELS if self.backend == "rocm" else "")
         texts = [remedy for part, remedy in _REMEDIES.items() if part in failed.check][:1]
         if failed.check.endswith(("bf16", "fp16")) and "NF4" not in failed.check:
-            other = "fp16" if failed.check.endswith("bf16") else "fp32"
-            texts.append(f"[train] dtype = {other!r} does without it")
+            alternative = "fp16" if failed.check.endswith("bf16") else "fp32"
+            texts.append(f"[train] dtype = {alternative!r} does without it")
         text = "update its driver, or install another torch build (docs/devices.md, Which torch for which GPU)"
         return "; ".join(texts) or text
 
@@ -123,9 +123,9 @@ def self_test(backend: str, index: int, patience_s: float = PATIENCE_S) -> SelfT
     """
     command = [sys.executable, "-m", "hetero_mpi.device.operators", backend, str(index)]
     test, waiting, error = SelfTest(backend, index), [OPENING], ""
-    with tempfile.TemporaryFile("w+", errors="replace") as complaints:
+    with tempfile.TemporaryFile("w+", errors="replace") as stderr:
         process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=complaints, text=True, errors="replace"
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True, errors="replace"
         )
         assert process.stdout is not None
         lines = lines_of(process.stdout)
@@ -138,7 +138,7 @@ def self_test(backend: str, index: int, patience_s: float = PATIENCE_S) -> SelfT
                     test, waiting = replace(test, about=value["about"]), value["checks"]
                 else:
                     test, waiting = test.with_result(Result(**value)), waiting[1:]
-            error = _end(process, complaints) if waiting else ""
+            error = _describe_exit(process, stderr) if waiting else ""
         except queue.Empty:
             error = f"no result within {patience_s:g} s; its process was killed"
         finally:
@@ -146,16 +146,16 @@ def self_test(backend: str, index: int, patience_s: float = PATIENCE_S) -> SelfT
     return test.with_result(Result(waiting[0], error=error)) if waiting else test
 
 
-def _end(process: subprocess.Popen[str], complaints: IO[str]) -> str:
+def _describe_exit(process: subprocess.Popen[str], stderr: IO[str]) -> str:
     """Describe how a process ended early."""
     with contextlib.suppress(subprocess.TimeoutExpired):  # a driver may block it
-        process.wait(_ENDING_S)
+        process.wait(_EXIT_TIMEOUT_S)
     code = process.returncode or 0
     if code < 0:
         return f"its process was ended by {signal.Signals(-code).name}"
-    complaints.seek(0)
-    said = [line.strip() for line in complaints if line.strip()]
-    return f"its process ended with exit code {code}" + (f": {said[-1][:300]}" if said else "")
+    stderr.seek(0)
+    stderr_lines = [line.strip() for line in stderr if line.strip()]
+    return f"its process ended with exit code {code}" + (f": {stderr_lines[-1][:300]}" if stderr_lines else "")
 
 
 def text_of(test: SelfTest, driver: str) -> list[str]:

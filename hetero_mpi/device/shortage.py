@@ -8,28 +8,27 @@ from hetero_mpi.util.host_limits import read_counter
 
 
 def memory_kills(counters: Path = Path("/proc/vmstat")) -> int:
-    """Processes that this machine's kernel has killed for lack of memory since it started, by the limit of a control group or for
-    the whole machine; 0 where it does not count them (before Linux 4.13, other systems)."""
+    """Processes that this host's OOM killer has killed since boot; 0 without such a counter (before Linux 4.13, other systems)."""
     return read_counter(counters, "oom_kill")
 
 
 def memory_kills_text(kills: dict[str, int]) -> str:
     """Describe OOM kills. ``kills``: host -> number of killed processes; returns "" without kills."""
-    told = [
+    lines = [
         f"the kernel of {host} killed {count} process{'es' if count > 1 else ''} because it ran out of memory"
         for host, count in kills.items()
         if count > 0
     ]
-    if not told:
+    if not lines:
         return ""
     return (
-        f"{', '.join(told)} meanwhile (`oom_kill` in /proc/vmstat). Raise the limit of the control group (SLURM: --mem; Docker: "
+        f"{', '.join(lines)} meanwhile (`oom_kill` in /proc/vmstat). Raise the limit of the control group (SLURM: --mem; Docker: "
         "--memory), stop other programs on that host, or lower the planner's memory budget: --set plan.memory_reserve=0.2, or "
         "--set cluster.memory_bytes=8000000000 per rank"
     )
 
 
-_SIGNS = (
+_OOM_PHRASES = (
     "not enough memory",
     "can't allocate memory",
     "Cannot allocate memory",
@@ -51,4 +50,4 @@ def is_out_of_memory(error: BaseException) -> bool:
 
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _OOM_PHRASES)

@@ -98,7 +98,7 @@ class Arrival:
             copying.after_compute()  # the device may still read the memory's previous content
         self.requests = []
         for piece in _byte_slices(content.nbytes, transport.piece_bytes):
-            arrived = partial(self._copy, piece) if self._copies and copying.beside else None
+            arrived = partial(self._copy, piece) if self._copies and copying.overlaps else None
             self.requests.append(transport.post_receive(source, tag, content[piece], arrived))
 
     def wait(self) -> None:
@@ -107,7 +107,7 @@ class Arrival:
             self._transport.wait(request)
         self.arrived_s, begin = self.requests[-1].ended_s, time.perf_counter()
         if self._copies:
-            if not self._copying.beside:
+            if not self._copying.overlaps:
                 self._copy(slice(None))
             self._copied[-1].hold_compute()  # copies complete in order
             self.copied_s = time.perf_counter() - begin

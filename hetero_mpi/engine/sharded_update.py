@@ -222,12 +222,12 @@ class _ExchangedPart:
             return None, None
         self._to_host.after_compute()
         ready = self._to_host.copy(self._host[part], self._flat.gradients[part]).done
-        return ready, copy_back if self._to_device.beside else None
+        return ready, copy_back if self._to_device.overlaps else None
 
     def _await(self, request: Request, transport: Transport, copy_back: Arrived) -> None:
         transport.wait(request)
         if self._copies:
-            if not self._to_device.beside:
+            if not self._to_device.overlaps:
                 copy_back()
             for copied in self._copied:
                 copied.hold_compute()

@@ -20,7 +20,7 @@ from types import NoneType
 from typing import Any
 
 from hetero_mpi.api import Job, collective, steps, train
-from hetero_mpi.interop.other_tools import PEFT, arguments
+from hetero_mpi.interop.other_tools import PEFT, convert_arguments
 from hetero_mpi.rundir.logs import write_line
 from hetero_mpi.rundir.metrics import Evaluation
 from hetero_mpi.step_iterator import Steps
@@ -37,9 +37,9 @@ _OBJECTIVES = {
     "ORPOConfig": "orpo",
 }
 """Class of arguments -> TRL's name of the objective."""
-_RECORDS = ("messages", "conversations", "prompt", "instruction", "chosen")
+_RECORD_KEYS = ("messages", "conversations", "prompt", "instruction", "chosen")
 """Keys that identify a row as a record; other rows are texts."""
-_ELSEWHERE = "set XDG_CACHE_HOME to a directory that you can write to"
+_CACHE_HINT = "set XDG_CACHE_HOME to a directory that you can write to"
 
 
 class DatasetTrainer:
@@ -56,7 +56,7 @@ class DatasetTrainer:
         set: overrides of job keys, such as ``{"model.quantization": "nf4"}``.
 
     Attributes:
-        told: a line per reason for arguments without effect; ``train`` prints them.
+        notes: a line per reason for arguments without effect; ``train`` prints them.
 
     Raises:
         UserError: Lists each unsupported argument with the reason and an alternative.
@@ -85,29 +85,29 @@ class DatasetTrainer:
         self._rows, first = _rows_of(dataset, "dataset")
         self._test_rows = _rows_of(eval_dataset, "eval_dataset")[0] if eval_dataset is not None else None
         self._tokenizer = processing_class
-        given, changed, title = _given(args)
-        column = given.pop("dataset_text_field", "text")
-        self._texts = not any(key in first for key in _RECORDS)
-        self._run_dir = Path(given.pop("output_dir", None) or "trainer_output")
-        evaluation = {key: given.pop(key, None) for key in ("eval_strategy", "eval_steps")}
+        values_by_name, changed, title = _arguments_of(args)
+        column = values_by_name.pop("dataset_text_field", "text")
+        self._texts = not any(key in first for key in _RECORD_KEYS)
+        self._run_dir = Path(values_by_name.pop("output_dir", None) or "trainer_output")
+        evaluation = {key: values_by_name.pop(key, None) for key in ("eval_strategy", "eval_steps")}
         rows = {"path": "./rows.jsonl"} | ({"type": "completion", "text_column": column} if self._texts else {})
-        given |= {"model_name_or_path": str(model), "datasets": [rows], "use_peft": peft_config is not None}
-        if given.get("save_strategy") == "epoch":
-            given |= {"save_strategy": "steps", "save_steps": self._per_epoch(given)}
-        values, refused, told = arguments(title, given, changed)
-        self.told = [
-            f"{title}: {', '.join(key for key, why in told if why == reason)} has no effect here: {reason}"
-            for reason in dict.fromkeys(why for _, why in told)
+        values_by_name |= {"model_name_or_path": str(model), "datasets": [rows], "use_peft": peft_config is not None}
+        if values_by_name.get("save_strategy") == "epoch":
+            values_by_name |= {"save_strategy": "steps", "save_steps": self._per_epoch(values_by_name)}
+        values, refused, ignored = convert_arguments(title, values_by_name, changed)
+        self.notes = [
+            f"{title}: {', '.join(key for key, why in ignored if why == reason)} has no effect here: {reason}"
+            for reason in dict.fromkeys(why for _, why in ignored)
         ]
-        refused += _adapter(values, model, peft_config)
+        refused += _convert_lora(values, model, peft_config)
         if refused:
             raise UserError(
                 "trainer.argument", "\n".join(f"{title}: {key} is not supported: {reason}" for key, reason in refused)
             )
         if self._test_rows is not None:
-            every = {"no": 0, "steps": evaluation["eval_steps"] or given.get("logging_steps") or 500}
-            due = every.get(str(evaluation["eval_strategy"] or "no"))
-            values["train.evaluate_every"] = self._per_epoch(given) if due is None else due
+            intervals = {"no": 0, "steps": evaluation["eval_steps"] or values_by_name.get("logging_steps") or 500}
+            interval = intervals.get(str(evaluation["eval_strategy"] or "no"))
+            values["train.evaluate_every"] = self._per_epoch(values_by_name) if interval is None else interval
             values["train.evaluate_sequences"] = len(list(self._test_rows))
         values |= {"data.evaluation_fraction": 0.0, "output.run_dir": self._run_dir.absolute(), "model.path": model}
         if isinstance(first.get("prompt"), str):
@@ -148,16 +148,16 @@ class DatasetTrainer:
                 with write_errors(Path(output_dir), "name another directory"):
                     shutil.copytree(self._result.result, output_dir, dirs_exist_ok=True)
 
-    def _per_epoch(self, given: Mapping[str, Any]) -> int:
+    def _per_epoch(self, options: Mapping[str, Any]) -> int:
         """Steps per epoch of unpacked rows."""
-        if given.get("packing"):
+        if options.get("packing"):
             raise UserError(
                 "trainer.steps_per_epoch",
                 "with packing, steps per epoch are unknown in advance: set save_strategy and eval_strategy to steps",
             )
         keys = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
-        batch = [given.get(key, default) for key, default in keys.items()]
-        if not all(isinstance(one, int) and one > 0 for one in batch):
+        batch = [options.get(key, default) for key, default in keys.items()]
+        if not all(isinstance(size, int) and size > 0 for size in batch):
             raise UserError("trainer.value", f"{' and '.join(keys)}: must be whole numbers above 0")
         return math.ceil(len(list(self._rows)) / math.prod(batch))
 
@@ -166,7 +166,7 @@ class DatasetTrainer:
         with collective() as world, world.on_leader("writing the data set"):
             if world.rank != 0:
                 return self._job(Path("rows.jsonl"), None, None)  # rank 0's value counts
-            for line in self.told:
+            for line in self.notes:
                 write_line(line)
             test = _rows_file(self._test_rows) if self._test_rows is not None else None
             return self._job(_rows_file(self._rows), test, _tokenizer_directory(self._tokenizer))
@@ -181,76 +181,72 @@ class DatasetTrainer:
 Trainer = DatasetTrainer
 
 
-def _given(args: Any) -> tuple[dict[str, Any], set[str], str]:
+def _arguments_of(args: Any) -> tuple[dict[str, Any], set[str], str]:
     """Return the arguments as values, the names of non-default arguments, and the class name."""
     if args is None or isinstance(args, Mapping):
-        given = dict(args or {})
-        if odd := [key for key in given if not isinstance(key, str)]:
+        named = dict(args or {})
+        if odd := [key for key in named if not isinstance(key, str)]:
             raise UserError("trainer.argument", f"args: argument name {odd[0]!r} must be a string")
-        return given, {key for key, value in given.items() if value not in (None, False, "no", "none", [], {})}, "args"
+        return named, {key for key, value in named.items() if value not in (None, False, "no", "none", [], {})}, "args"
     title = type(args).__name__
     if title not in _OBJECTIVES:
         raise UserError(
             "trainer.argument",
             f"args: {title} is not supported; use {', '.join(_OBJECTIVES)}, or a dict of their arguments",
         )
-    alike = {key: getattr(args, key) for key in ("output_dir", "use_cpu", "bf16", "fp16")}
+    basics = {key: getattr(args, key) for key in ("output_dir", "use_cpu", "bf16", "fp16")}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about arguments that the user did not set
-        values, defaults = args.to_dict(), type(args)(**alike).to_dict()
+        values, defaults = args.to_dict(), type(args)(**basics).to_dict()
     changed = {key for key, value in values.items() if value != defaults.get(key)} - {"do_eval", "do_train"}
     changed -= {"save_strategy"} if values["save_strategy"] == "no" else set()
     return values | {"trainer": _OBJECTIVES[title]}, changed, title
 
 
-def _adapter(values: dict[str, Any], model: str | Path, config: Any) -> list[tuple[str, str]]:
+def _convert_lora(values: dict[str, Any], model: str | Path, config: Any) -> list[tuple[str, str]]:
     """Convert peft's arguments into ``values``; returns unsupported arguments with reasons."""
     if config is None:
         return []
     if type(config).__name__ != "LoraConfig":
         return [(f"peft_config: {type(config).__name__}", "only LoRA is supported: pass a LoraConfig")]
-    given, defaults = config.to_dict(), type(config)().to_dict()
-    targets, layers = given["target_modules"], given["layers_to_transform"]
+    lora, defaults = config.to_dict(), type(config)().to_dict()
+    targets, layers = lora["target_modules"], lora["layers_to_transform"]
     if isinstance(targets, str) and targets != "all-linear":
         return [("target_modules", 'name the layers, ["q_proj", "v_proj"], or use "all-linear", but no pattern')]
-    given["target_modules"] = sorted(targets) if isinstance(targets, (list, set)) else targets or "family"
+    lora["target_modules"] = sorted(targets) if isinstance(targets, (list, set)) else targets or "family"
     if values.get("train.dropout") is False:
-        given["lora_dropout"] = 0.0
-    given["layers_to_transform"] = [layers] if isinstance(layers, int) else layers
-    refused = _beside(values, model, given)
-    values |= {ours: given[key] for key, ours in PEFT["keys"].items() if given[key] not in (None, {})}
-    changed = {key for key, value in given.items() if value != defaults.get(key)} - PEFT["keys"].keys()
+        lora["lora_dropout"] = 0.0
+    lora["layers_to_transform"] = [layers] if isinstance(layers, int) else layers
+    refused = _convert_extras(values, model, lora)
+    values |= {ours: lora[key] for key, ours in PEFT["keys"].items() if lora[key] not in (None, {})}
+    changed = {key for key, value in lora.items() if value != defaults.get(key)} - PEFT["keys"].keys()
     return refused + [(f"peft_config.{key}", PEFT["reason"]) for key in sorted(changed - set(PEFT["aside"]))]
 
 
-_ENDS = {"embed_tokens": "embedding", "lm_head": "head"}
+_TOKEN_MODULES = {"embed_tokens": "embedding", "lm_head": "head"}
 """Module with trainable token rows -> ``adapter.tokens_in``."""
 
 
-def _beside(values: dict[str, Any], model: str | Path, given: dict[str, Any]) -> list[tuple[str, str]]:
+def _convert_extras(values: dict[str, Any], model: str | Path, lora: dict[str, Any]) -> list[tuple[str, str]]:
     """Convert initialisation, fully trained modules and trained token rows; returns unsupported arguments with reasons."""
     refused = []
-    start, saved, rows = (given[key] for key in ("init_lora_weights", "modules_to_save", "trainable_token_indices"))
-    given["init_lora_weights"] = start if isinstance(start, str) else None
+    start, saved, rows = (lora[key] for key in ("init_lora_weights", "modules_to_save", "trainable_token_indices"))
+    lora["init_lora_weights"] = start if isinstance(start, str) else None
     if start is not True and not str(start).startswith(("pissa", "olora")):
         refused.append(("peft_config.init_lora_weights", 'must be True, "pissa", "pissa_niter_4" or "olora"'))
-    given["modules_to_save"] = sorted(saved) if saved else None
+    lora["modules_to_save"] = sorted(saved) if saved else None
     description = Path(model) / "config.json"
     keys = json.loads(description.read_text(encoding="utf-8")) if saved and description.is_file() else {}
-    torn = keys.get("tie_word_embeddings") and not given["ensure_weight_tying"]
-    if torn and any(name.endswith(tuple(_ENDS)) for name in saved):
+    untied = keys.get("tie_word_embeddings") and not lora["ensure_weight_tying"]
+    if untied and any(name.endswith(tuple(_TOKEN_MODULES)) for name in saved):
         reason = "must be True, as this model ties embedding and LM head"
         refused.append(("peft_config.ensure_weight_tying", reason))
     by_end = rows if isinstance(rows, dict) else {"embed_tokens": rows}
-    ends = {_ENDS.get(name.rpartition(".")[2]) for name in by_end}
-    given["trainable_token_indices"] = next(iter(by_end.values()), None) or None
-    if None in ends or len({tuple(sorted(some or ())) for some in by_end.values()}) > 1:
-        refused.append(
-            (
-                "peft_config.trainable_token_indices",
-                "must list the same rows for embed_tokens and lm_head, or for one of them",
-            )
-        )
+    ends = {_TOKEN_MODULES.get(name.rpartition(".")[2]) for name in by_end}
+    lora["trainable_token_indices"] = next(iter(by_end.values()), None) or None
+    if None in ends or len({tuple(sorted(indices or ())) for indices in by_end.values()}) > 1:
+        reason = "must list the same rows for embed_tokens and lm_head, or for one of them"
+        refused.append(("peft_config.trainable_token_indices", reason))
     elif rows:
         values["adapter.tokens_in"] = "both" if len(ends) == 2 else ends.pop()
     return refused
@@ -259,10 +255,10 @@ def _beside(values: dict[str, Any], model: str | Path, given: dict[str, Any]) ->
 def _rows_of(dataset: Any, name: str) -> tuple[Iterable[Mapping[str, Any]], dict[str, Any]]:
     """Return the rows, readable repeatedly, and the first row. Raises UserError: unsupported or empty rows."""
     if isinstance(dataset, (str, bytes, Mapping)) or not isinstance(dataset, Iterable):
-        some = ": pass one of its splits" if isinstance(dataset, Mapping) else ""
+        hint = ": pass one of its splits" if isinstance(dataset, Mapping) else ""
         raise UserError(
             "trainer.dataset",
-            f"{name}: must be a datasets.Dataset, or a list of dicts, not a {type(dataset).__name__}{some}",
+            f"{name}: must be a datasets.Dataset, or a list of dicts, not a {type(dataset).__name__}{hint}",
         )
     rows = list(dataset) if isinstance(dataset, Iterator) else dataset
     first = next(iter(rows), None)
@@ -282,11 +278,11 @@ def _rows_of(dataset: Any, name: str) -> tuple[Iterable[Mapping[str, Any]], dict
 def _rows_file(rows: Iterable[Mapping[str, Any]]) -> Path:
     """Write the rows as JSON Lines to the user's cache, where equal rows share a file."""
     folder, digest = cache_folder("datasets"), hashlib.sha256()
-    made = folder / f".{secrets.token_hex(8)}"
-    with write_errors(folder, _ELSEWHERE):
+    temporary = folder / f".{secrets.token_hex(8)}"
+    with write_errors(folder, _CACHE_HINT):
         folder.mkdir(parents=True, exist_ok=True)
         try:
-            with made.open("wb") as file:
+            with temporary.open("wb") as file:
                 for number, row in enumerate(rows):
                     try:
                         line = json.dumps(dict(row), ensure_ascii=False).encode() + b"\n"
@@ -296,13 +292,13 @@ def _rows_file(rows: Iterable[Mapping[str, Any]]) -> Path:
                         ) from None
                     digest.update(line)
                     file.write(line)
-            sync(made)
-            place = folder / f"{digest.hexdigest()[:32]}.jsonl"
-            if not place.is_file():
-                discard(place)
-            return made.rename(place)
+            sync(temporary)
+            path = folder / f"{digest.hexdigest()[:32]}.jsonl"
+            if not path.is_file():
+                discard(path)
+            return temporary.rename(path)
         finally:
-            made.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
 
 
 def _tokenizer_directory(tokenizer: Any) -> str | None:
@@ -313,7 +309,7 @@ def _tokenizer_directory(tokenizer: Any) -> str | None:
         tokenizer.save_pretrained(folder)
         files = sorted(file for file in Path(folder).rglob("*") if file.is_file())
         digest = hashlib.sha256(b"".join(file.name.encode() + file.read_bytes() for file in files)).hexdigest()[:32]
-        place = cache_folder("datasets") / f"tokenizer-{digest}"
-        if load_sealed(place, lambda *_: True, write_line) is None:
-            store_folder(place, tokenizer.save_pretrained, _ELSEWHERE)
-    return str(place)
+        path = cache_folder("datasets") / f"tokenizer-{digest}"
+        if load_sealed(path, lambda *_: True, write_line) is None:
+            store_folder(path, tokenizer.save_pretrained, _CACHE_HINT)
+    return str(path)

@@ -1,10 +1,7 @@
-"""The command ``export``: a checkpoint, or the newest one of a run, becomes a Hugging Face or PEFT directory, and an upload
-to the hub. One process, no MPI.
+"""The command ``export``: convert a checkpoint to a Hugging Face or PEFT directory, and upload it. One process, no MPI.
 
-Tensors pass one layer at a time, so a model larger than memory can be exported.
-
-Also here: weights with what an adapter adds to them, and the model card: base, data, method, hyperparameters, losses, devices and
-plan, versions, licence. The card may be shown to anybody: hosts have numbers for names, and of paths only the last part is told.
+Tensors are converted one layer at a time, so a model larger than memory can be exported. The model card is safe to publish: host
+names become numbers, and paths their last component.
 """
 
 from __future__ import annotations
@@ -57,7 +54,7 @@ _RESULTS = ("model", "adapter")
 
 @dataclass(frozen=True)
 class ExportSource:
-    """An open checkpoint and what it says of itself."""
+    """An open checkpoint and its metadata."""
 
     reader: CheckpointReader
     path: Path
@@ -72,14 +69,14 @@ def export(source: Path, target: Path, merge: bool, best: bool = False, gguf: bo
     """Write ``target`` from a run directory or a checkpoint file; returns a summary.
 
     Args:
-        merge: add the adapter to its base weights and write a whole model; without it an adapter is written as such.
-        best: of a run directory, take the checkpoint with the lowest held-out loss.
-        gguf: a GGUF file is to be made of it.
+        merge: merge the adapter into its base weights and write a full model.
+        best: of a run directory, use the checkpoint with the lowest evaluation loss.
+        gguf: refuse a model that cannot be converted to GGUF.
 
     Raises:
-        UserError: no whole checkpoint, nothing to merge, the base weights are not there, or no GGUF file can be made.
+        UserError: No complete checkpoint, no adapter to merge, missing base weights, or no GGUF support.
     """
-    transformers_logging.disable_progress_bar()  # one for each layer would say nothing
+    transformers_logging.disable_progress_bar()  # a bar per layer has no use
     path = _checkpoint(source, best)
     with CheckpointReader(path) as reader:
         opened = _open(reader, path)
@@ -118,8 +115,8 @@ def _checkpoint(source: Path, best: bool) -> Path:
             "export.source", f"{source} is neither a checkpoint file nor a run directory (it has no checkpoints/)"
         )
     if best:
-        if found := lowest_held_out(directory):
-            return found[0]
+        if lowest := lowest_held_out(directory):
+            return lowest[0]
         raise UserError(
             "export.no_evaluated_checkpoint",
             f"{directory}: no checkpoint has an evaluation loss; set [checkpoint] every to a multiple of [train] evaluate_every, "
@@ -158,24 +155,24 @@ def _write_model(source: ExportSource, target: Path, layers: Iterator[dict[str, 
     with ModelDirectoryWriter(source.chain.model, target, source.job.output.shard_bytes, generation) as writer:
         for state in layers:
             writer.add(state)
-        lacking = _copy_tokenizer(source, writer.path)
+        tokenizer_note = _copy_tokenizer(source, writer.path)
         kind = "model" if source.tuning.full else "merged"
         with warn_on_failure("writing the model card"):
             write_card(writer.path, target, source.path, source.reader.metadata, source.base, kind)
     base = source.reader.told("base_model")
     added = "" if source.tuning.full else f": the weights of {base}, not quantised, with the adapter merged"
-    return f"a model in {ModelFiles(target).config['dtype']}{added}{lacking}"
+    return f"a model in {ModelFiles(target).config['dtype']}{added}{tokenizer_note}"
 
 
 def _write_adapter(source: ExportSource, target: Path) -> str:
     state = {name: _read(source, name) for name in (*source.tuning.trainable, *source.tuning.constants)}
     base = source.reader.told("base_model")
-    with adapter_directory(target) as whole:
-        write_adapter(whole.path, source.tuning, state, base)
-        lacking = _copy_tokenizer(source, whole.path)
+    with adapter_directory(target) as output:
+        write_adapter(output.path, source.tuning, state, base)
+        tokenizer_note = _copy_tokenizer(source, output.path)
         with warn_on_failure("writing the model card"):
-            write_card(whole.path, target, source.path, source.reader.metadata, source.base, "adapter")
-    return f"a PEFT adapter{lacking}"
+            write_card(output.path, target, source.path, source.reader.metadata, source.base, "adapter")
+    return f"a PEFT adapter{tokenizer_note}"
 
 
 def _trained_layers(source: ExportSource) -> Iterator[dict[str, torch.Tensor]]:
@@ -197,10 +194,10 @@ def _merged_layers(source: ExportSource) -> Iterator[dict[str, torch.Tensor]]:
         state = {spec.name: model.get_parameter(spec.name).detach() for spec in specs}
         for name, module in source.tuning.adapted_tensors(chain, layer, layer + 1).items():
             names = [f"{module}.lora_{side}.weight" for side in "AB"]
-            a, b = (_read(source, one) for one in names)
+            a, b = (_read(source, lora_name) for lora_name in names)
             delta = expert_delta(model, name, a, b) if name in source.tuning.parameters else b @ a
             if source.tuning.constants:
-                first_a, first_b = (_read(source, began_with(one)) for one in names)
+                first_a, first_b = (_read(source, began_with(lora_name)) for lora_name in names)
                 delta = delta - first_b @ first_a
             magnitude = _read(source, f"{module}{MAGNITUDE}") if adapter.dora else None
             state[name] = merged(adapter, name.removesuffix(".weight"), state[name], delta, magnitude)
@@ -219,7 +216,7 @@ def _read(source: ExportSource, name: str) -> torch.Tensor:
 
 
 def _copy_tokenizer(source: ExportSource, target: Path) -> str:
-    """The tokenizer of the run's own result, or of the base weights; returns what is told where neither is there."""
+    """Copy the tokenizer of the run's result or of the base weights; returns a note if neither has one."""
     run = source.path.parent.parent
     for directory in (*(run / name for name in _RESULTS), source.base):
         if directory is not None and (directory / "tokenizer.json").is_file():
@@ -229,9 +226,9 @@ def _copy_tokenizer(source: ExportSource, target: Path) -> str:
 
 
 def push_directory(directory: Path, name: str) -> str:
-    """Upload a directory to the Hugging Face hub as the model ``name`` ("org/name"), which is made, private, if it is not there.
+    """Upload a directory to the Hugging Face Hub as the model ``name`` ("org/name"), created as private if necessary.
 
-    :raises UserError: no network, no right to write, or no such name.
+    Raises UserError: no network, no write access, or an invalid name.
     """
     import huggingface_hub
     from huggingface_hub import constants
@@ -244,7 +241,7 @@ def push_directory(directory: Path, name: str) -> str:
             api = huggingface_hub.HfApi()
             api.create_repo(name, private=True, exist_ok=True)
             api.upload_folder(repo_id=name, folder_path=directory)
-        except Exception as error:  # network libraries raise many kinds; none of them is a defect of this program
+        except Exception as error:  # network libraries raise many types; none is a defect of this program
             rule = (str(error) or type(error).__name__).strip().splitlines()[0]
     if rule is not None:
         raise UserError(
@@ -255,13 +252,12 @@ def push_directory(directory: Path, name: str) -> str:
     return f"{constants.ENDPOINT}/{name}"
 
 
-def expert_delta(whole: PreTrainedModel, name: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """The product that an adapter's matrices ``a`` (experts x r, in) and ``b`` (out, r x experts) add to the parameter ``name`` of
-    fused experts, but for alpha / r."""
+def expert_delta(model: PreTrainedModel, name: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Unscaled product of an adapter's ``a`` (experts x r, in) and ``b`` (out, r x experts) for fused experts ``name``."""
     holder, _, _ = name.rpartition(".")
-    experts = whole.get_parameter(name).shape[0]
+    experts = model.get_parameter(name).shape[0]
     first, second = a.view(experts, -1, a.shape[-1]), b.view(b.shape[0], -1, experts)
-    transposed = getattr(whole.get_submodule(holder), "is_transposed", False)
+    transposed = getattr(model.get_submodule(holder), "is_transposed", False)
     return torch.einsum("ore,eri->eio" if transposed else "ore,eri->eoi", second, first)
 
 
@@ -280,65 +276,65 @@ def merged(
 
 
 CARD = "README.md"
-_OURS = "<!-- Written by `hetero_mpi export`, which replaces this file while this line is in it. -->"
-_LICENCE = ("license", "license_name", "license_link")
-"""Keys of the base's card that hold for what is made of it."""
+_MARK = "<!-- Written by `hetero_mpi export`, which replaces this file while this line is in it. -->"
+_LICENCE_KEYS = ("license", "license_name", "license_link")
+"""Keys that the card copies from the base model's card."""
 
 
 def write_card(
-    target: Path, former: Path, checkpoint: Path, told: Mapping[str, Any], base: Path | None, kind: str
+    target: Path, replaced: Path, checkpoint: Path, metadata: Mapping[str, Any], base: Path | None, kind: str
 ) -> None:
-    """Write the card into ``target``, unless ``former``, the directory that it replaces, has one of somebody else's.
+    """Write the card into ``target``, unless ``replaced``, the directory that it replaces, has a card of another author.
 
     Args:
-        checkpoint: file that was exported; losses are in its run's directory, if that is still around it.
-        told: the checkpoint's metadata.
-        base: directory of the weights that were tuned.
-        kind: ``model``, ``adapter``, or ``merged``: an adapter that was added to its base.
+        checkpoint: exported file, whose run directory has the losses.
+        metadata: the checkpoint's metadata.
+        base: directory of the base weights.
+        kind: ``model``, ``adapter`` or ``merged``.
     """
     from huggingface_hub import ModelCard, ModelCardData
 
-    if (former / CARD).is_file() and _OURS not in (former / CARD).read_text(encoding="utf-8", errors="replace"):
+    if (replaced / CARD).is_file() and _MARK not in (replaced / CARD).read_text(encoding="utf-8", errors="replace"):
         return
-    name, library = told["base_model"], "peft" if kind == "adapter" else "transformers"
-    known: dict[str, Any] = {"library_name": library, "pipeline_tag": "text-generation", "tags": ["hetero_mpi"]}
+    name, library = metadata["base_model"], "peft" if kind == "adapter" else "transformers"
+    data: dict[str, Any] = {"library_name": library, "pipeline_tag": "text-generation", "tags": ["hetero_mpi"]}
     if name and is_hub_id(name, Path(name)):
-        known |= {"base_model": name, "base_model_relation": "adapter" if kind == "adapter" else "finetune"}
+        data |= {"base_model": name, "base_model_relation": "adapter" if kind == "adapter" else "finetune"}
     unclear = False
     if base is not None and (base / CARD).is_file():
-        with contextlib.suppress(Exception):  # somebody else's file, of any form
-            said = ModelCard.load(base / CARD).data.to_dict()
-            known |= {key: said[key] for key in _LICENCE if said.get(key) and _is_text(said[key])}
-            unclear = bool(said.get("license")) and "license" not in known
+        with contextlib.suppress(Exception):  # a foreign file of any form
+            keys = ModelCard.load(base / CARD).data.to_dict()
+            data |= {key: keys[key] for key in _LICENCE_KEYS if keys.get(key) and _is_text(keys[key])}
+            unclear = bool(keys.get("license")) and "license" not in data
     facts = {
-        "base": known.get("base_model") or (Path(name).name if name else "none: trained from scratch"),
-        "licence of the base": _licence(known.get("license"), unclear) if name else "",
+        "base": data.get("base_model") or (Path(name).name if name else "none: trained from scratch"),
+        "licence of the base": _licence(data.get("license"), unclear) if name else "",
         "adapter": "added to the weights of the base" if kind == "merged" else "",
     }
-    lines = [f"---\n{ModelCardData(**known).to_yaml()}\n---", _OURS, f"# {_cell(former.name)}"]
-    ModelCard("\n\n".join([*lines, *_body(_run_of(checkpoint, told), facts)]) + "\n").save(target / CARD)
+    lines = [f"---\n{ModelCardData(**data).to_yaml()}\n---", _MARK, f"# {_cell(replaced.name)}"]
+    ModelCard("\n\n".join([*lines, *_body(_run_of(checkpoint, metadata), facts)]) + "\n").save(target / CARD)
 
 
 def _is_text(value: Any) -> bool:
-    """A text, or some, as the hub takes them for a licence, without characters that no card shows."""
+    """Whether a licence value is printable text, or a list of printable texts."""
     texts = value if isinstance(value, list) else [value]
-    return all(isinstance(one, str) and printable(one) == one for one in texts)
+    return all(isinstance(text, str) and printable(text) == text for text in texts)
 
 
-def _licence(found: Any, unclear: bool) -> str:
+def _licence(licence: Any, unclear: bool) -> str:
     if unclear:
         return "unrecognised: see the card of the base model"
-    return ", ".join(found) if isinstance(found, list) else found or "unknown"
+    return ", ".join(licence) if isinstance(licence, list) else licence or "unknown"
 
 
-def _run_of(checkpoint: Path, told: Mapping[str, Any]) -> PastRun:
-    """The anonymous run up to the checkpoint."""
-    folder, step = checkpoint.absolute().parent.parent, told["step"]
-    found = read_metrics(folder / METRICS_NAME)
-    evaluations = tuple(one for one in found.evaluations if one.step <= step)
-    metrics = Metrics(tuple(one for one in found.steps if one.step <= step), evaluations)
-    report, profile = PlanReport(plan_from_dict(told["plan"]), 0.0, 0.0), profile_from_dict(told["profile"])
-    return anonymous(PastRun(folder, "", told["job"], told["versions"], report, profile, metrics))
+def _run_of(checkpoint: Path, metadata: Mapping[str, Any]) -> PastRun:
+    """Anonymised run up to the checkpoint."""
+    folder, step = checkpoint.absolute().parent.parent, metadata["step"]
+    history = read_metrics(folder / METRICS_NAME)
+    evaluations = tuple(entry for entry in history.evaluations if entry.step <= step)
+    metrics = Metrics(tuple(entry for entry in history.steps if entry.step <= step), evaluations)
+    report, profile = PlanReport(plan_from_dict(metadata["plan"]), 0.0, 0.0), profile_from_dict(metadata["profile"])
+    return anonymous(PastRun(folder, "", metadata["job"], metadata["versions"], report, profile, metrics))
 
 
 def _body(run: PastRun, facts: dict[str, str]) -> list[str]:
@@ -359,8 +355,8 @@ def _body(run: PastRun, facts: dict[str, str]) -> list[str]:
 
 
 def _table(headings: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
-    first, *others = (f"| {' | '.join(map(_cell, row))} |" for row in ([*headings], *rows))
-    return "\n".join([first, "|" + " --- |" * (first.count(" | ") + 1), *others])
+    first, *body = (f"| {' | '.join(map(_cell, row))} |" for row in ([*headings], *rows))
+    return "\n".join([first, "|" + " --- |" * (first.count(" | ") + 1), *body])
 
 
 def _cell(text: str) -> str:

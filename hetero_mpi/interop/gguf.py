@@ -1,10 +1,10 @@
 """``export --gguf``: convert an exported directory to GGUF with llama.cpp's converter, and write a Modelfile for Ollama.
 
-* The converter knows one ``lora_alpha``, which llama.cpp divides by each layer's rank: it is handed the one that gives the
-  adapter's own factors. What cannot be said so is refused.
-* A Modelfile has where the model is, its chat template in Go's language, the texts that end an answer, and sampling. A template
-  is a program, of which Ollama cannot run every one. It is rendered for a conversation of known texts; what it puts between these
-  makes the Go template, which is kept if it gives the chat template's own text for every conversation tried.
+* llama.cpp divides a single ``lora_alpha`` by each layer's rank: the converter gets the alpha with the adapter's own factors.
+  Adapters without such an alpha are refused.
+* A Modelfile has the model's path, a chat template in Go, stop texts and sampling parameters. Ollama cannot run every Jinja
+  template, so the Go template is built from the texts that the chat template adds around known messages, and used only if it
+  renders all test conversations as the chat template does.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ _PARAMETERS = {
 """Key of ``generation_config.json`` -> Ollama's name."""
 
 
-def write_gguf(directory: Path, kind: str, again: str) -> str:
+def write_gguf(directory: Path, kind: str, command: str) -> str:
     """Write ``directory``/NAME.gguf with llama.cpp's converter, and a ``Modelfile``; returns a summary.
 
-    The converter is looked for on the PATH, in ``$LLAMA_CPP`` and in ``~/llama.cpp``. The Modelfile is written without it, too.
+    The converter is searched on the PATH, in ``$LLAMA_CPP`` and in ``~/llama.cpp``. The Modelfile does not need it.
 
     Args:
-        kind: the converter's type.
-        again: the command that calls this.
+        kind: the converter's ``--outtype``.
+        command: the command line that calls this function, for messages.
 
-    :raises UserError: an adapter that llama.cpp cannot compute, no converter (with the two commands that mend it), or it fails.
+    Raises UserError: unsupported adapter, or a missing or failing converter.
     """
     name = directory.resolve().name
     target = directory / f"{name}.gguf"
@@ -63,17 +63,17 @@ def write_gguf(directory: Path, kind: str, again: str) -> str:
     else:
         script, alpha, base = "convert_hf_to_gguf.py", None, None
     target.unlink(missing_ok=True)  # of another export
-    places = [Path(shutil.which(script) or "")]
-    places += [Path(folder) / script for folder in (os.environ.get("LLAMA_CPP"), Path.home() / "llama.cpp") if folder]
-    converter = next((place for place in places if place.is_file()), None)
+    paths = [Path(shutil.which(script) or "")]
+    paths += [Path(folder) / script for folder in (os.environ.get("LLAMA_CPP"), Path.home() / "llama.cpp") if folder]
+    converter = next((path for path in paths if path.is_file()), None)
     problem = (
         f"{directory} is written, with a Modelfile, but no GGUF file: llama.cpp's {script} is neither on the PATH nor in "
         f"$LLAMA_CPP nor in ~/llama.cpp. These two commands make it:\n  git clone https://github.com/ggml-org/llama.cpp\n"
-        f"  LLAMA_CPP=llama.cpp {again}"
+        f"  LLAMA_CPP=llama.cpp {command}"
     )
     if converter is not None:
-        problem = _converted(converter, directory, target, kind, alpha, base)
-        problem = problem and f"{problem}, and run this again: {again}"
+        problem = _convert(converter, directory, target, kind, alpha, base)
+        problem = problem and f"{problem}, and run this again: {command}"
     notes = write_modelfile(directory, target, base)
     if problem:
         raise UserError("gguf.unsupported", problem)
@@ -81,7 +81,7 @@ def write_gguf(directory: Path, kind: str, again: str) -> str:
     return "; ".join([f"{target}, by {converter}", f"for Ollama: {ollama}", *notes])
 
 
-def _converted(converter: Path, directory: Path, target: Path, kind: str, alpha: float | None, base: str | None) -> str:
+def _convert(converter: Path, directory: Path, target: Path, kind: str, alpha: float | None, base: str | None) -> str:
     """Run the converter; returns an error message, or ""."""
     with tempfile.TemporaryDirectory() as folder:
         source = directory if alpha is None else _with_alpha(directory, Path(folder) / directory.resolve().name, alpha)
@@ -101,7 +101,7 @@ def _converted(converter: Path, directory: Path, target: Path, kind: str, alpha:
 
 
 def _alpha_and_base(directory: Path) -> tuple[float, str]:
-    """The ``lora_alpha`` with which alpha / rank, llama.cpp's factor, is the adapter's own in every layer; and the base model."""
+    """The ``lora_alpha`` for which alpha / rank (llama.cpp's factor) is right in every layer, and the base model."""
     adapter, base = adapter_of(directory)
     reason = None
     ranks = {name: of_pattern(adapter.rank_pattern or {}, name, adapter.rank) for name in adapter.targets}
@@ -140,16 +140,15 @@ def _with_alpha(directory: Path, copy: Path, alpha: float) -> Path:
 
 
 def write_modelfile(directory: Path, gguf: Path, base: str | None) -> list[str]:
-    """Write ``directory``/Modelfile; returns remarks on what it lacks. ``base``: the model that the adapter in the directory is of;
-    None: it holds a model.
+    """Write ``directory``/Modelfile; returns notes on missing parts. ``base``: base model of an adapter; None for a model.
 
     Raises UserError: the tokenizer or ``generation_config.json`` cannot be read.
     """
     lines, notes = _origin(directory, gguf, base), []
-    places = [directory, *([hub.directory_of(base)] if base is not None else [])]
-    home = next((place for place in places if (place / "tokenizer.json").is_file()), None)
+    folders = [directory, *([hub.directory_of(base)] if base is not None else [])]
+    home = next((folder for folder in folders if (folder / "tokenizer.json").is_file()), None)
     tokenizer = load_tokenizer(home) if home is not None else None
-    settings = next((found for place in places if (found := read_generation(place)) is not None), {})
+    settings = next((generation for folder in folders if (generation := read_generation(folder)) is not None), {})
     layout = None
     if tokenizer is not None:
         try:
@@ -208,8 +207,8 @@ class Layout:
             text += "" if self.folded else system + self.system_end
         for index, turn in enumerate(turns):
             if turn["role"] == "user":
-                behind = self.last if index == len(turns) - 1 else self.answer
-                text += self.user + (folded if index == 0 else "") + turn["content"] + behind
+                suffix = self.last if index == len(turns) - 1 else self.answer
+                text += self.user + (folded if index == 0 else "") + turn["content"] + suffix
             else:
                 text += turn["content"] + self.end
         return text
@@ -220,19 +219,19 @@ class Layout:
         system = "" if self.folded else "{{ .System }}" + _literal(self.system_end)
         head = _literal(self.head)
         if self.system_head is not None:
-            other = f"{{{{ else }}}}{head}" if head else ""
-            head = f"{{{{ if .System }}}}{_literal(self.system_head)}{system}{other}{{{{ end }}}}"
+            alternative = f"{{{{ else }}}}{head}" if head else ""
+            head = f"{{{{ if .System }}}}{_literal(self.system_head)}{system}{alternative}{{{{ end }}}}"
         inner = (
             f"{{{{ if and $.System (eq $i 1) }}}}{{{{ $.System }}}}{_literal(self.system_end)}{{{{ end }}}}"
             if self.folded
             else ""
         )
-        behind = _literal(self.last)
+        suffix = _literal(self.last)
         if self.answer != self.last:
-            behind = f"{{{{ if {_LAST} }}}}{behind}{{{{ else }}}}{_literal(self.answer)}{{{{ end }}}}"
+            suffix = f"{{{{ if {_LAST} }}}}{suffix}{{{{ else }}}}{_literal(self.answer)}{{{{ end }}}}"
         return (
             f"{head}{{{{ range $i, $_ := .Messages }}}}"
-            f'{{{{ if eq .Role "user" }}}}{_literal(self.user)}{inner}{{{{ .Content }}}}{behind}'
+            f'{{{{ if eq .Role "user" }}}}{_literal(self.user)}{inner}{{{{ .Content }}}}{suffix}'
             f'{{{{ else if eq .Role "assistant" }}}}{{{{ .Content }}}}{{{{ if not ({_LAST}) }}}}{_literal(self.end)}{{{{ end }}}}'
             f"{{{{ end }}}}{{{{ end }}}}"
         )
@@ -241,7 +240,7 @@ class Layout:
 def layout_of(tokenizer: PreTrainedTokenizerFast) -> Layout | None:
     """Layout of the tokenizer's chat template; None without a template.
 
-    Raises ValueError: it cannot be said in a Modelfile.
+    Raises ValueError: a Modelfile cannot express the template.
     """
     source = tokenizer.chat_template
     if not source:
@@ -250,26 +249,26 @@ def layout_of(tokenizer: PreTrainedTokenizerFast) -> Layout | None:
         raise ValueError("there are several")
     if "strftime_now" in source:
         raise ValueError("it prints the date")
-    plain, long = _render(tokenizer, _talk(1)), _render(tokenizer, _talk(2))
+    short, long = _render(tokenizer, _conversation(1)), _render(tokenizer, _conversation(2))
     head, end = _between(long, None, _USERS[0]), _between(long, _ANSWERS[0], _USERS[1])
     user = next(head[first:] for first in range(len(head) + 1) if end.endswith(head[first:]))
-    answer, last = _between(long, _USERS[0], _ANSWERS[0]), _between(plain, _USERS[0], None)
+    answer, last = _between(long, _USERS[0], _ANSWERS[0]), _between(short, _USERS[0], None)
     system_head, system_end, folded = _system(tokenizer, user)
-    found = Layout(head.removesuffix(user), system_head, system_end, folded, user, answer, last, end.removesuffix(user))
+    texts = Layout(head.removesuffix(user), system_head, system_end, folded, user, answer, last, end.removesuffix(user))
     for turns in (1, 2, 3):
         for system in (False, True) if system_head is not None else (False,):
-            talk = _talk(turns, system)
-            if found.render(talk) != _render(tokenizer, talk):
+            messages = _conversation(turns, system)
+            if texts.render(messages) != _render(tokenizer, messages):
                 raise ValueError("text around a message depends on more than its role")
-    if '"""' in found.template:
+    if '"""' in texts.template:
         raise ValueError('it has """ in it')
-    return found
+    return texts
 
 
 def _system(tokenizer: PreTrainedTokenizerFast, user: str) -> tuple[str | None, str, bool]:
-    """(before the system message, behind it, does it stand in the first user's turn?)."""
+    """Texts before and after the system message, and whether it is inside the first user turn."""
     try:
-        text = _render(tokenizer, _talk(1, True))
+        text = _render(tokenizer, _conversation(1, True))
         before, behind = _between(text, None, _SYSTEM), _between(text, _SYSTEM, _USERS[0])
     except ValueError:  # refused, or left out
         return None, "", False
@@ -280,27 +279,27 @@ def _system(tokenizer: PreTrainedTokenizerFast, user: str) -> tuple[str | None, 
     raise ValueError("the position of the system message depends on more than the text before it")
 
 
-def _talk(turns: int, system: bool = False) -> list[dict[str, str]]:
-    talk = [{"role": "system", "content": _SYSTEM}] if system else []
+def _conversation(turns: int, system: bool = False) -> list[dict[str, str]]:
+    messages = [{"role": "system", "content": _SYSTEM}] if system else []
     for turn in range(turns):
-        talk.append({"role": "user", "content": _USERS[turn]})
-        talk += [{"role": "assistant", "content": _ANSWERS[turn]}] if turn < turns - 1 else []
-    return talk
+        messages.append({"role": "user", "content": _USERS[turn]})
+        messages += [{"role": "assistant", "content": _ANSWERS[turn]}] if turn < turns - 1 else []
+    return messages
 
 
-def _render(tokenizer: PreTrainedTokenizerFast, talk: Sequence[Mapping[str, str]]) -> str:
+def _render(tokenizer: PreTrainedTokenizerFast, messages: Sequence[Mapping[str, str]]) -> str:
     """Render the chat template without the BOS token that the tokenizer adds, as Ollama does."""
     begin = str(tokenizer.bos_token) if tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id] else ""
     template = ChatTemplate("chat", str(tokenizer.chat_template), None, tokenizer.special_tokens_map)
     try:
-        return rendered_prompt(template, talk).removeprefix(begin)
+        return rendered_prompt(template, messages).removeprefix(begin)
     except BadRecord as error:
         raise ValueError(f"it refuses a conversation ({str(error).splitlines()[0]})") from None
 
 
 def _between(text: str, first: str | None, second: str | None) -> str:
-    """The text between two known ones, of which each is there once; None: from the beginning, to the end."""
-    if any(known is not None and text.count(known) != 1 for known in (first, second)):
+    """Text between two markers, each of which must occur once; None for the beginning or the end."""
+    if any(marker is not None and text.count(marker) != 1 for marker in (first, second)):
         raise ValueError("it leaves a message out")
     after = text.split(first)[1] if first is not None else text
     return after.split(second)[0] if second is not None else after
@@ -327,7 +326,7 @@ def _sampling(settings: Mapping[str, Any]) -> list[tuple[str, float]]:
     """Sampling parameters of ``generation_config.json`` by Ollama's names."""
     if settings.get("do_sample") is False:
         return [("temperature", 0)]
-    found = []
+    parameters = []
     for key, name in _PARAMETERS.items():
         value = settings.get(key)
         if value is None:
@@ -336,5 +335,5 @@ def _sampling(settings: Mapping[str, Any]) -> list[tuple[str, float]]:
             raise UserError(
                 "generation.value", f"{GENERATION}: {key} = {value!r} is not a number; correct or remove it"
             )
-        found.append((name, value))
-    return found
+        parameters.append((name, value))
+    return parameters

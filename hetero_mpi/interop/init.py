@@ -19,7 +19,7 @@ REFERENCE = "reference.toml"
 """File that is not an example job; ``reference`` prints it."""
 
 
-def _listed() -> list[str]:
+def _example_list() -> list[str]:
     """List the example jobs, one per line."""
     width = max(map(len, _names()))
     return [
@@ -31,42 +31,41 @@ def _listed() -> list[str]:
 
 
 def init(name: str | None, directory: Path, source: Path | None = None, gpus: int | None = None) -> list[str]:
-    """Copy the files of a job into ``directory``/jobs, where their paths lead to each other and to ``directory``/runs. A file that
-    is there already stays as it is. Returns the lines to print. Without a name: what there is. With a ``source``, a file of another
-    tool that ran on so many ``gpus``, ``name`` is the directory or the job file to write.
+    """Copy an example job into ``directory``/jobs without overwriting files; returns the lines to print.
 
-    Raises UserError: no job has this name, one of it is there already, or the directory cannot be written.
+    Without ``name``, list the jobs. With ``source``, convert another tool's file (used with ``gpus`` GPUs) to the directory or job
+    file ``name``. Raises UserError: unknown job, existing job file, or unwritable directory.
     """
     if source is not None:
-        from hetero_mpi.interop.other_tools import job_from
+        from hetero_mpi.interop.other_tools import convert_file
 
-        wanted = Path(name or ".")
-        return job_from(source, wanted if wanted.suffix == ".toml" else wanted / "job.toml", gpus)
+        destination = Path(name or ".")
+        return convert_file(source, destination if destination.suffix == ".toml" else destination / "job.toml", gpus)
     if name is None:
-        return _listed()
-    own, others = _files(name)
-    taken = [directory / "jobs" / path for path in own if (directory / "jobs" / path).exists()]
-    if taken:
+        return _example_list()
+    job_files, inputs = _files(name)
+    existing = [directory / "jobs" / path for path in job_files if (directory / "jobs" / path).exists()]
+    if existing:
         raise UserError(
             "init.exists",
-            f"{', '.join(map(str, taken))}: already exists, and init does not overwrite files; choose another directory "
+            f"{', '.join(map(str, existing))}: already exists, and init does not overwrite files; choose another directory "
             f"(init {name} DIR), or move it away",
         )
     lines = []
-    for path in [*own, *others]:
+    for path in [*job_files, *inputs]:
         target = directory / "jobs" / path
         with write_errors(target, f"name another directory: init {name} DIR"):
-            if not (there := target.exists()):
+            if not (exists := target.exists()):
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(shipped_folder("jobs") / path, target)
-        lines.append(f"  {target}{' (already exists, unchanged)' if there else ''}")
-    place = [] if directory == Path() else [f"  cd {shlex.quote(str(directory))}"]
-    return [_purpose(name), "Copied:", *lines, "Then:", *place, *(f"  {line}" for line in _next(name, others))]
+        lines.append(f"  {target}{' (already exists, unchanged)' if exists else ''}")
+    cd = [] if directory == Path() else [f"  cd {shlex.quote(str(directory))}"]
+    return [_purpose(name), "Copied:", *lines, "Then:", *cd, *(f"  {line}" for line in _commands(name, inputs))]
 
 
 def _names() -> list[str]:
-    found = sorted(path.stem for path in shipped_folder("jobs").glob("*.toml") if path.name != REFERENCE)
-    return [*sorted(found, key=lambda name: name != "quickstart"), SLURM]
+    stems = sorted(path.stem for path in shipped_folder("jobs").glob("*.toml") if path.name != REFERENCE)
+    return [*sorted(stems, key=lambda name: name != "quickstart"), SLURM]
 
 
 def _purpose(name: str) -> str:
@@ -86,25 +85,25 @@ def _files(name: str) -> tuple[list[Path], list[Path]]:
         raise UserError("init.unknown_job", f"there is no example job {name!r}; {hint}Available: {', '.join(_names())}")
     if name == SLURM:
         return [path.relative_to(jobs) for path in sorted([*jobs.glob("*.sbatch"), *jobs.glob("*.sh")])], []
-    return [Path(f"{name}.toml")], [path.relative_to(jobs) for path in _needed(load_job(jobs / f"{name}.toml"))]
+    return [Path(f"{name}.toml")], [path.relative_to(jobs) for path in _needed_files(load_job(jobs / f"{name}.toml"))]
 
 
-def _needed(loaded: LoadedJob) -> list[Path]:
+def _needed_files(loaded: LoadedJob) -> list[Path]:
     """Files that the job file needs: data, the module of its layers, the job whose run it continues."""
     jobs, model = loaded.directory, loaded.job.model
     patterns = (*loaded.patterns("text"), *loaded.patterns("records"), *loaded.patterns("evaluation"))
-    found = [Path(path) for pattern in patterns for path in sorted(glob.glob(pattern))]
+    files = [Path(path) for pattern in patterns for path in sorted(glob.glob(pattern))]
     if model.factory is not None:
-        found.append(jobs / f"{model.factory.partition(':')[0]}.py")
+        files.append(jobs / f"{model.factory.partition(':')[0]}.py")
     if model.path is not None and model.path.startswith("../runs/"):
-        found.append(jobs / f"{Path(model.path).parts[2]}.toml")
-    return [path for path in dict.fromkeys(found) if jobs in path.parents]
+        files.append(jobs / f"{Path(model.path).parts[2]}.toml")
+    return [path for path in dict.fromkeys(files) if jobs in path.parents]
 
 
-def _next(name: str, needed: list[Path]) -> list[str]:
+def _commands(name: str, inputs: list[Path]) -> list[str]:
     if name == SLURM:
         return ["sbatch jobs/one_node.sbatch JOB"]
-    first = [path for path in needed if path.suffix == ".toml"]
+    first = [path for path in inputs if path.suffix == ".toml"]
     is_on_path = Path(shutil.which("hetero-mpi") or "").parent == Path(sys.executable).parent
     program = "hetero-mpi" if is_on_path else f"{shlex.quote(sys.executable)} -m hetero_mpi"
     return [f"{program} launch -np 3 -- train jobs/{path}" for path in [*first, Path(f"{name}.toml")]]

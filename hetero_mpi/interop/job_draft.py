@@ -28,45 +28,45 @@ NOT_UNDERSTOOD = "not understood"
 _LISTS = ("adapter.modules_to_save", "tokenizer.add", "tokenizer.add_special")
 """Keys whose value may be one comma-separated text."""
 FILE_PATTERN = re.compile(r"[./~]|.*\.(jsonl?|parquet|csv|txt|gz|zst)$")
-_OFF = r"^(false|no|none|null)$"
-_MANY = ("=datasets", "=texts", "=test_sets", "=weights", "=targets", "=report_to", "=kwargs", "=unfrozen")
+_OFF_VALUES = r"^(false|no|none|null)$"
+_LIST_PARTS = ("=datasets", "=texts", "=test_sets", "=weights", "=targets", "=report_to", "=kwargs", "=unfrozen")
 """Parts that may have several values."""
 
 
 def tables_of(tool: str) -> list[dict[str, Any]]:
-    """A tool's tables, and behind them those of transformers' arguments where it takes them."""
+    """A tool's tables, followed by the table of transformers' arguments if the tool accepts them."""
     return [TABLE[tool], *([TABLE["trainer"]] if tool != "axolotl" else [])]
 
 
-def keys_of(tool: str, of: str = "keys") -> dict[str, Any]:
-    """Its keys -> ours, or of them the ``defaults``."""
-    return {key: value for table in tables_of(tool) for key, value in table[of].items()}
+def keys_of(tool: str, column: str = "keys") -> dict[str, Any]:
+    """The tool's keys -> job keys; or another ``column``, such as ``defaults``."""
+    return {key: value for table in tables_of(tool) for key, value in table[column].items()}
 
 
 class JobDraft:
-    """The keys of a job, and those of a file of another tool that are not in it."""
+    """The keys of a job, and the source keys without counterpart."""
 
-    def __init__(self, file: Path, given: Mapping[str, Any], directory: Path, tool: str | None = None) -> None:
+    def __init__(self, file: Path, source: Mapping[str, Any], directory: Path, tool: str | None = None) -> None:
         self.file, self.directory = file, directory
-        if not given.keys() & {"base_model", "model_name_or_path"}:
+        if not source.keys() & {"base_model", "model_name_or_path"}:
             tools = "axolotl (base_model), LLaMA-Factory and TRL (model_name_or_path)"
             raise UserError("convert.no_model", f"{file}: has no model key: init supports files of {tools}")
-        self.tool = tool or max(TOOLS, key=lambda tool: len(given.keys() & keys_of(tool).keys()))
+        self.tool = tool or max(TOOLS, key=lambda tool: len(source.keys() & keys_of(tool).keys()))
         self.title = str(TABLE[self.tool]["title"])
         self.values: dict[str, tuple[Any, str]] = {}
         """Job key -> its value, and the source keys."""
-        self.left: dict[str, list[str]] = {}
+        self.omitted: dict[str, list[str]] = {}
         """Reason -> omitted source keys with values."""
         self.stops: list[tuple[str, str, str]] = []
         """(source key, value, reason why the file cannot be converted)."""
         self._parts: dict[str, tuple[str, Any]] = {}
         """Part of ``other_tools.toml`` -> source key and value."""
         self._used: set[str] = set()
-        self._steps_of_logging = given.get("logging_steps", TABLE[self.tool].get("logging_steps"))
+        self._steps_of_logging = source.get("logging_steps", TABLE[self.tool].get("logging_steps"))
         """Default interval of evaluations."""
         self._keys = keys_of(self.tool)
-        inner = given["trl"] if isinstance(given.get("trl"), Mapping) else {}
-        for key, value in {**given, **{f"trl.{key}": value for key, value in inner.items()}}.items():
+        inner = source["trl"] if isinstance(source.get("trl"), Mapping) else {}
+        for key, value in {**source, **{f"trl.{key}": value for key, value in inner.items()}}.items():
             self._take(key, value)
 
     def text(self) -> str:
@@ -74,24 +74,24 @@ class JobDraft:
         name = printable(" ".join(self.file.name.split()))
         lines = [f"# Made by `init --from` of {name}, a file of {self.title}; comments show the source keys."]
         for table in TABLES:
-            keys = {key.partition(".")[2]: found for key, found in self.values.items() if key.startswith(f"{table}.")}
+            keys = {key.partition(".")[2]: entry for key, entry in self.values.items() if key.startswith(f"{table}.")}
             lines += ["", f"[{table}]"] if keys else []
             for key, (value, source) in keys.items():
                 lines.append(f"{key} = {_written(value)}" + (f"  # {source}" if source else ""))
         lines += ["", "# Not in the job, and why:"]
-        for reason, names in sorted((reason, names) for reason, names in self.left.items() if names):
+        for reason, names in sorted((reason, names) for reason, names in self.omitted.items() if names):
             lines += textwrap.wrap(f"# * {reason}: {', '.join(sorted(names))}", 120, subsequent_indent="#   ")
         return "\n".join(lines) + "\n"
 
     def _take(self, key: str, value: Any, by: str = "") -> None:
         ours = self._keys.get(key)
-        words, single = TABLE["values"].get(ours), (ours or "").startswith("=") and ours not in _MANY
+        words, single = TABLE["values"].get(ours), (ours or "").startswith("=") and ours not in _LIST_PARTS
         if single and isinstance(value, list) and len(value) == 1:
             (value,) = value
         if value is None and ours == "=length" and self.tool == "trl":
             self._stop(key, value, "rows of unlimited length are not supported: set the maximum number of tokens")
         elif value is None or value in ("", [], {}):
-            self.left.setdefault("empty there", []).append(printable(key))
+            self.omitted.setdefault("empty there", []).append(printable(key))
         elif ours is None:
             self._leave_group(key, value, tables_of(self.tool))
         elif ours.startswith("="):
@@ -101,10 +101,10 @@ class JobDraft:
                     f"{self.file}: {key} = {as_toml(value)}: must be a single value; no job was written",
                 )
             first = self._parts.get(ours[1:], (key, None))
-            kept, other = (first, (key, value)) if first[1] else ((key + by, value), first)
-            self._parts[ours[1:]] = kept
-            if kept[0] != other[0] and other[1] is not None:
-                self._leave(*other, f"{kept[0]} says it")
+            chosen, dropped = (first, (key, value)) if first[1] else ((key + by, value), first)
+            self._parts[ours[1:]] = chosen
+            if chosen[0] != dropped[0] and dropped[1] is not None:
+                self._leave(*dropped, f"{chosen[0]} says it")
         elif ours in _LISTS and isinstance(value, str):
             self.values[ours] = re.split(r"\s*,\s*", value.strip()), key + by
         elif words is None:
@@ -115,19 +115,19 @@ class JobDraft:
             self._leave(key, value, f"no {ours} of that name here, so it keeps its default")
 
     def _leave_group(self, key: str, value: Any, tables: Sequence[Mapping[str, Any]], where: str = "") -> None:
-        """Leave a key for the reason of the first pattern that fits. ``where``: what it stands in."""
+        """Omit a key for the reason of the first matching pattern. ``where``: prefix of its parent key."""
         groups = (group for table in tables for group in table["left"])
-        fitting = (group for group in groups if any(fnmatch.fnmatchcase(key, one) for one in group["keys"]))
+        fitting = (group for group in groups if any(fnmatch.fnmatchcase(key, pattern) for pattern in group["keys"]))
         group = next(fitting, {"reason": NOT_UNDERSTOOD})
-        values = {str(one) for one in (value if isinstance(value, list) else [value]) if one}
-        asked = [one for one in values if not re.search(group.get("unless", _OFF), one, re.IGNORECASE)]
-        (self._stop if group.get("stop") and asked else self._leave)(where + key, value, group["reason"])
+        values = {str(text) for text in (value if isinstance(value, list) else [value]) if text}
+        enabled = [text for text in values if not re.search(group.get("unless", _OFF_VALUES), text, re.IGNORECASE)]
+        (self._stop if group.get("stop") and enabled else self._leave)(where + key, value, group["reason"])
 
     def _stop(self, key: str, value: Any, reason: str) -> None:
         self.stops.append((printable(" ".join(key.split())), printable(as_toml(value)), reason))
 
     def _leave(self, key: str, value: Any, reason: str) -> None:
-        names = self.left.setdefault(reason, [])
+        names = self.omitted.setdefault(reason, [])
         text = f"{printable(' '.join(key.split()))} = {printable(as_toml(value))}"
         if not key.endswith(" by default") and text not in names:
             names.append(text)
@@ -145,12 +145,12 @@ class JobDraft:
         )
 
     def _word(self, part: str) -> str:
-        """Our word for the value of a part; "" where it is not given. Raises UserError: there is none."""
+        """Job value for the value of a part; "" if the part is missing. Raises UserError: unsupported value."""
         words, value = TABLE["values"][f"={part}"], self._of(part, "")
         value = str(value).lower()
         if value and value not in words:
-            known = f"not supported, so no job was written; supported: {', '.join(words)}"
-            raise UserError("convert.value", f"{self.file}: {self._parts[part][0]} = {value}: {known}")
+            reason = f"not supported, so no job was written; supported: {', '.join(words)}"
+            raise UserError("convert.value", f"{self.file}: {self._parts[part][0]} = {value}: {reason}")
         return words.get(value, "")
 
     def _put(self, ours: str, value: Any, *parts: str) -> None:
@@ -164,7 +164,7 @@ class JobDraft:
             self._leave(key, value, reason)
 
     def _path(self, text: str) -> str:
-        """A path of theirs, which begins at the working directory, as it is seen from the job; a name of the hub as it is."""
+        """Convert a path relative to the working directory to one relative to the job; Hub names are unchanged."""
         is_path = (FILE_PATTERN.match(text) or os.path.exists(text)) and not text.startswith("~")
         return os.path.relpath(Path(text).absolute(), self.directory) if is_path else text
 

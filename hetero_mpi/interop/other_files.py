@@ -17,8 +17,8 @@ from hetero_mpi.util.disk import require_regular
 from hetero_mpi.util.errors import UserError
 from hetero_mpi.util.toml import MAX_NESTING_DEPTH
 
-MOST_BYTES, MOST_VALUES = 1 << 20, 100_000
-"""Of a file, and of what its aliases make of it."""
+_MAX_FILE_BYTES, _MAX_VALUES = 1 << 20, 100_000
+"""Limits of a file, and of its values after expanding YAML aliases."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -38,12 +38,12 @@ def read_keys(file: Path) -> dict[str, Any]:
     """
     require_regular(file)
     try:
-        if file.stat().st_size > MOST_BYTES:
-            raise ValueError(f"it has more than {MOST_BYTES:,} bytes")
+        if file.stat().st_size > _MAX_FILE_BYTES:
+            raise ValueError(f"it has more than {_MAX_FILE_BYTES:,} bytes")
         text = file.read_text(encoding="utf-8-sig")
         if re.search(r"^(?!\s*#).*\s--\w", text, re.MULTILINE) and not _has_keys(text):
             return _command_line(file, text)
-        values = _plain(_loaded(text), iter(range(MOST_VALUES)))
+        values = _plain(_loaded(text), iter(range(_MAX_VALUES)))
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise UserError(
             "convert.format", f"{file}: must be YAML, or a command line: {' '.join(str(error).split())}"
@@ -54,12 +54,12 @@ def read_keys(file: Path) -> dict[str, Any]:
 
 
 def _loaded(text: str) -> Any:
-    """The value of a text in JSON, whose tabs and pairs of surrogates are none of YAML's, or in YAML."""
+    """Parse JSON (whose tabs and surrogate pairs YAML rejects), else YAML."""
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        if len(found := dict(pairs)) < len(pairs):
+        if len(values := dict(pairs)) < len(pairs):
             raise ValueError("duplicate key")  # YAML names the key
-        return found
+        return values
 
     with contextlib.suppress(ValueError):
         return json.loads(text, object_pairs_hook=once)
@@ -67,7 +67,7 @@ def _loaded(text: str) -> Any:
 
 
 def _has_keys(text: str) -> bool:
-    """Whether a text that has ``--`` somewhere is YAML all the same: in a comment, or within a value."""
+    """Whether a text with ``--`` is YAML, with ``--`` in a comment or a value."""
     try:
         values = _loaded(text)
     except yaml.YAMLError:
@@ -75,19 +75,19 @@ def _has_keys(text: str) -> bool:
     return isinstance(values, dict) and not any(" --" in str(key) for key in values)
 
 
-def _plain(value: Any, left: Iterator[int], depth: int = 0) -> Any:
-    """A value as JSON has it; a date, a set and the like as their text. Raises ValueError: no file of ours can hold it."""
-    if depth > MAX_NESTING_DEPTH or next(left, None) is None:
-        raise ValueError(f"it has more than {MOST_VALUES:,} values, or more than {MAX_NESTING_DEPTH} levels of nesting")
+def _plain(value: Any, budget: Iterator[int], depth: int = 0) -> Any:
+    """Convert to JSON types, other types to text. Raises ValueError: a job file cannot hold the value."""
+    if depth > MAX_NESTING_DEPTH or next(budget, None) is None:
+        raise ValueError(f"it has more than {_MAX_VALUES:,} values, or more than {MAX_NESTING_DEPTH} levels of nesting")
     if isinstance(value, dict):
-        return {_plain(str(key), left): _plain(inner, left, depth + 1) for key, inner in value.items()}
+        return {_plain(str(key), budget): _plain(inner, budget, depth + 1) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(inner, left, depth + 1) for inner in value]
+        return [_plain(inner, budget, depth + 1) for inner in value]
     if value is None or isinstance(value, (bool, int, float)):
         return value
     text = str(value)
-    if found := re.search("[\\x00\ud800-\udfff]", text):
-        raise ValueError(f"it holds the character {found[0]!a}, which no name or text has")
+    if match := re.search("[\\x00\ud800-\udfff]", text):
+        raise ValueError(f"it holds the character {match[0]!a}, which no name or text has")
     return text
 
 
@@ -101,8 +101,8 @@ def _command_line(file: Path, text: str) -> dict[str, Any]:
     ]
     unset = [f"; {word} has none" for word in words if "$" in word]
     if len(programs) != 1 or unset:
-        wanted = "one command that names its trainer, such as `trl sft --model_name_or_path ...`, with its values"
-        raise UserError("convert.command", f"{file}: must be {wanted}{''.join(unset[:1])}")
+        expected = "one command that names its trainer, such as `trl sft --model_name_or_path ...`, with its values"
+        raise UserError("convert.command", f"{file}: must be {expected}{''.join(unset[:1])}")
     (at,) = programs
     values = dict(_options(words[:at])) | dict(_options(words[at + 1 :]))
     if (config := values.pop("config", None)) is not None:
@@ -113,15 +113,15 @@ def _command_line(file: Path, text: str) -> dict[str, Any]:
 
 def _options(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
     """``--key``, ``--key value ...``, ``--key=value`` and ``--no_key``."""
-    found: dict[str, list[str]] = {}
+    texts_by_key: dict[str, list[str]] = {}
     key = ""
     for word in words:
         if word.startswith("--"):
             key, equals, value = word[2:].partition("=")
             key = key.replace("-", "_")
-            found[key] = [value] if equals else []
+            texts_by_key[key] = [value] if equals else []
         elif key:
-            found[key].append(word)
-    for key, given in found.items():
-        values = [yaml.safe_load(word) if re.fullmatch(r"[\w.+-]+", word) else word for word in given]
+            texts_by_key[key].append(word)
+    for key, texts in texts_by_key.items():
+        values = [yaml.safe_load(word) if re.fullmatch(r"[\w.+-]+", word) else word for word in texts]
         yield key.removeprefix("no_"), values if len(values) > 1 else values[0] if values else not key.startswith("no_")

@@ -1,7 +1,7 @@
 """Conversion of other tools' files to jobs: YAML of axolotl and LLaMA-Factory, YAML or command line of TRL.
 
-``other_tools.toml`` holds their keys, what is meant where their files are silent, and why some keys have no counterpart. Here is
-what needs several keys at once. Every key of the file gets into the job, or into a comment below it.
+``other_tools.toml`` holds their keys and defaults, and why some keys have no counterpart; this module has the rules that involve
+several keys. Every key of the file gets into the job, or into a comment below it.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _COLUMNS = ("field", "text_column", "columns")
 """Keys of a data set for the name of its text column."""
 
 
-def job_from(file: Path, target: Path, gpus: int | None) -> list[str]:
-    """Write the job that ``file`` asks for to ``target``. ``gpus``: how many the tool ran on. Returns the lines to print.
+def convert_file(file: Path, target: Path, gpus: int | None) -> list[str]:
+    """Convert ``file`` to the job ``target``; returns the lines to print. ``gpus``: number of GPUs that the tool used.
 
-    Raises UserError: the file is none of theirs, or asks for training that is not here; or ``target`` is there already.
+    Raises UserError: unknown format, unsupported training, or existing ``target``.
     """
     if target.exists():
         raise UserError(
@@ -58,47 +58,49 @@ def job_from(file: Path, target: Path, gpus: int | None) -> list[str]:
     with write_errors(target, "name another directory or FILE.toml"):
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text, encoding="utf-8")
-    unknown = [f"{NOT_UNDERSTOOD}: {', '.join(draft.left[NOT_UNDERSTOOD])}"] if NOT_UNDERSTOOD in draft.left else []
+    unknown = [f"{NOT_UNDERSTOOD}: {', '.join(names)}"] if (names := draft.omitted.get(NOT_UNDERSTOOD)) else []
     counted = f"{len(draft.values)} keys, made of a file of {draft.title}; below them those that are not in the job"
     program = f"hetero-mpi launch -np 3 -- train {shlex.quote(str(target))} --dry-run"
-    return [f"{target}: {counted}, and why ({sum(map(len, draft.left.values()))})", *unknown, "Then:", f"  {program}"]
+    count = sum(map(len, draft.omitted.values()))
+    return [f"{target}: {counted}, and why ({count})", *unknown, "Then:", f"  {program}"]
 
 
 Reasons = list[tuple[str, str]]
 """(source key, reason why it is not supported)."""
 
 
-def arguments(title: str, given: Mapping[str, Any], changed: Set[str]) -> tuple[dict[str, Any], Reasons, Reasons]:
-    """(our key -> value, refused, told) of the arguments of TRL's trainers. ``changed``: those that are not at their default; among
-    them are all that have no counterpart here. Told are those on which no number depends.
+def convert_arguments(
+    title: str, args: Mapping[str, Any], changed: Set[str]
+) -> tuple[dict[str, Any], Reasons, Reasons]:
+    """Convert arguments of TRL's trainers. ``changed``: names of non-default arguments. Raises UserError as ``convert_file``.
 
-    Raises UserError: as ``job_from``.
+    Returns job key -> value, unsupported arguments, and ignored arguments without effect on the training result.
     """
-    draft = _Draft(Path(title), given, Path.cwd(), None, "trl")
+    draft = _Draft(Path(title), args, Path.cwd(), None, "trl")
     harmless = {group["reason"] for table in tables_of("trl") for group in table["left"] if group.get("told")}
     harmless |= {TABLE["parts"][part].replace("`", "") for part in TABLE["without_effect"]}
-    left = [(text.partition(" = ")[0], why) for why, names in draft.left.items() for text in names]
+    omitted = [(text.partition(" = ")[0], why) for why, names in draft.omitted.items() for text in names]
     stops = {(key, why) for key, _, why in draft.stops}
-    left = sorted({(key, why) for key, why in left if key in changed} | stops)
+    omitted = sorted({(key, why) for key, why in omitted if key in changed} | stops)
     values = {ours: value for ours, (value, _) in draft.values.items()}
-    return values, [one for one in left if one[1] not in harmless], [one for one in left if one[1] in harmless]
+    return values, [row for row in omitted if row[1] not in harmless], [row for row in omitted if row[1] in harmless]
 
 
-_SILENT_WARM_UP = 100
-"""Steps, at most, of axolotl's warm-up where its file has none."""
+_MAX_DEFAULT_WARMUP_STEPS = 100
+"""axolotl's limit of warm-up steps by default."""
 
 
 class _Draft(JobDraft):
     """Draft with the conversion rules that involve several keys."""
 
     def __init__(
-        self, file: Path, given: Mapping[str, Any], directory: Path, gpus: int | None, tool: str | None = None
+        self, file: Path, source: Mapping[str, Any], directory: Path, gpus: int | None, tool: str | None = None
     ) -> None:
-        super().__init__(file, given, directory, tool)
+        super().__init__(file, source, directory, tool)
         for count in [count for count in ("gpus", "nodes") if gpus is not None and count in self._parts]:
             self._leave(*self._parts.pop(count), "init --gpus says it")
         self._parts.setdefault("gpus", (f"{gpus or 1} GPU (init --gpus)", gpus or 1))
-        self.compared = self._preference(given)
+        self.compared = self._preference(source)
         self.pairs = self.compared not in ("none", "kto")
         defaults = keys_of(self.tool, "defaults")
         defaults |= TABLE[self.tool]["preferences"] if self.compared != "none" else {}
@@ -111,23 +113,23 @@ class _Draft(JobDraft):
             self._leave(*self._parts[part], TABLE["parts"][part].replace("`", ""))
 
     def _put_interval(self, ours: str, strategy: str, every: str, times: str) -> None:
-        """Steps, in steps or as a share of all, from what is said of them (``every``) or of their ``times`` in an epoch."""
+        """Convert an interval (``every``, in steps or as a share) or the number of ``times`` per epoch."""
         when, steps = self._word(strategy), self.values.get("train.steps", (0, ""))[0]
         if every in self._parts and (when == "steps" or self.tool == "axolotl"):
             part, value = every, self._count(every)
         elif self._count(times) or (when == "epoch" and not steps):
             part, value = times, 1 / (self._count(times) or 1) / (self._count("epochs", 1) or 1)
-            value = math.floor(value * 1e12) / 1e12 if value < 1 else 0  # rounded up it might be a step more
+            value = math.floor(value * 1e12) / 1e12 if value < 1 else 0  # rounding up might add a step
         else:
             return
         self._put(ours, int(value) if value >= 1 else math.ceil(value * steps) if steps else value, part, strategy)
 
-    def _preference(self, given: Mapping[str, Any]) -> str:
-        """The method by which answers are compared; "none": they are learnt."""
-        telling = [key for key in TABLE["trl"]["tells"] if key in given]
-        if self.tool == "trl" and telling and "objective" not in self._parts:  # its YAML does not name the trainer
-            kind = TABLE["trl"]["tells"][telling[0]]
-            self._parts["objective"] = f"{telling[0]}, a key of {kind.upper()}", kind
+    def _preference(self, source: Mapping[str, Any]) -> str:
+        """Preference objective; "none" for supervised training."""
+        hints = [key for key in TABLE["trl"]["tells"] if key in source]
+        if self.tool == "trl" and hints and "objective" not in self._parts:  # its YAML does not name the trainer
+            kind = TABLE["trl"]["tells"][hints[0]]
+            self._parts["objective"] = f"{hints[0]}, a key of {kind.upper()}", kind
         kind = self._word("objective") or "none"
         if kind == "cpo":
             kind = "simpo" if self.tool == "axolotl" else self._word("loss")
@@ -143,8 +145,8 @@ class _Draft(JobDraft):
             self._put("train.preference", kind, "objective", *loss, *(["likelihood"] if kind == "simpo" else []))
         if compared and "beta" in self._parts:
             self._put("train.preference_beta", self._of("beta"), "beta")
-        if kind == "dpo" and given.get("label_smoothing"):
-            self._stop("label_smoothing", given["label_smoothing"], "TRL's sigmoid loss does not read it: take it out")
+        if kind == "dpo" and source.get("label_smoothing"):
+            self._stop("label_smoothing", source["label_smoothing"], "TRL's sigmoid loss does not read it: take it out")
         for key, methods in objectives_by_key().items():
             if kind not in methods:
                 self._drop(f"train.{key}", f"is for {' and '.join(methods)}")
@@ -200,7 +202,7 @@ class _Draft(JobDraft):
         if "weights" in self._parts:
             shares = str(self._of("weights")).strip("[]").split(",")
             self._put("data.weights", [number_of(share) for share in shares], "weights")
-        tokens = int(self._count("length", 2)) * (2 if self.pairs else 1)  # the last of them is learnt, and not read
+        tokens = int(self._count("length", 2)) * (2 if self.pairs else 1)  # the last token is a target only
         self._put("data.sequence_length", tokens - 1, "length")
         compared = self.compared != "none"
         packing = not compared and bool(self._of("neat") or self._of("packing", texts))
@@ -216,7 +218,7 @@ class _Draft(JobDraft):
             self._put("data.train_on_prompt", prompts, "everything", "answers", "completions")
 
     def _sets(self, part: str, split: str = "train") -> list[tuple[str, str | None]]:
-        """Data sets: how ``data.records`` names them, and of texts their column."""
+        """Data sets as (name for ``data.records``, text column or None)."""
         key, value = self._parts.get(part, ("", []))
         if self.tool == "llamafactory" and value and not isinstance(value, Mapping):
             names = value if isinstance(value, list) else re.split(r"\s*,\s*", str(value))
@@ -224,50 +226,50 @@ class _Draft(JobDraft):
         elif isinstance(value, str):
             which = self._of("split" if split == "train" else "test_split")
             value = [{"path": value, "name": self._of("config_name"), "split": which}]
-        elif isinstance(value, Mapping):  # of the alignment handbook: a mixture
+        elif isinstance(value, Mapping):  # a mixture of the alignment handbook
             for inner in value.keys() - {"datasets"}:
                 self._leave_group(inner, value[inner], [TABLE["entries"]], f"{key}.")
             value = value.get("datasets")
         if not isinstance(value, list) or not all(
-            isinstance(one, Mapping) and (one.get("path") or one.get("id")) for one in value
+            isinstance(listed, Mapping) and (listed.get("path") or listed.get("id")) for listed in value
         ):
             raise UserError(
                 "convert.data_sets",
                 f"{self.file}: {key} = {as_toml(value)}: must be a list of data sets, each with a path",
             )
         columns = [self._column(part, entry) for entry in value]
-        told = () if None in columns else ("type", *_COLUMNS)
-        names = [self._records(f"{key}[{at}]", one, split, told) for at, one in enumerate(value)]
+        converted_keys = () if None in columns else ("type", *_COLUMNS)
+        names = [self._records(f"{key}[{at}]", listed, split, converted_keys) for at, listed in enumerate(value)]
         return list(zip(names, columns, strict=True))
 
     def _column(self, part: str, entry: Mapping[str, Any]) -> str | None:
-        """The column of a data set of texts; None: it holds records."""
+        """Text column of a data set; None for records."""
         if part != "texts" and self._of("objective") != "pt" and entry.get("type") not in ("completion", "pretrain"):
             return None
-        found = [entry[key] for key in _COLUMNS if entry.get(key)]
-        column = (found[0].get("prompt") if isinstance(found[0], Mapping) else found[0]) if found else None
+        columns = [entry[key] for key in _COLUMNS if entry.get(key)]
+        column = (columns[0].get("prompt") if isinstance(columns[0], Mapping) else columns[0]) if columns else None
         return str(column or "text")
 
-    def _records(self, where: str, entry: Mapping[str, Any], otherwise: str, told: Sequence[str]) -> str:
+    def _records(self, where: str, entry: Mapping[str, Any], default_split: str, converted_keys: Sequence[str]) -> str:
         path, name = str(entry.get("path") or entry.get("id")), entry.get("name") or entry.get("config")
         files = entry.get("data_files")
-        split = str(entry.get("split") or otherwise)
-        whole = re.split(r"[\[+]", split)[0]
+        split = str(entry.get("split") or default_split)
+        base_split = re.split(r"[\[+]", split)[0]
         is_file = FILE_PATTERN.match(path) is not None or os.path.exists(path)
-        if isinstance(files, Mapping):  # by split: the one that is learnt goes first
-            files = [files[one] for one in sorted(files, key=lambda one: one != whole)]
+        if isinstance(files, Mapping):  # by split, the training split first
+            files = [files[split_name] for split_name in sorted(files, key=lambda split_name: split_name != base_split)]
         if files and (is_file or path in ("json", "csv", "parquet", "text")):
             path, files, is_file = (files, None, True) if not isinstance(files, list) else (files[0], files[1:], True)
             path = str(path)
-        for key, value in {**entry, "data_files": files, "split": split if split != whole else None}.items():
-            if key not in ("path", "id", "name", "config", *told) and value:
+        for key, value in {**entry, "data_files": files, "split": split if split != base_split else None}.items():
+            if key not in ("path", "id", "name", "config", *converted_keys) and value:
                 self._leave_group(key, value, [TABLE["entries"]], f"{where}.")
         if is_file:
             return self._path(path) + ("/*" if os.path.isdir(path) else "")
-        return f"hf:{path}" + (f"/{name}" if name else "") + (f":{whole}" if whole != "train" else "")
+        return f"hf:{path}" + (f"/{name}" if name else "") + (f":{base_split}" if base_split != "train" else "")
 
     def _listed(self, name: str) -> dict[str, Any]:
-        """A data set of LLaMA-Factory, by its entry in ``dataset_info.json``."""
+        """Entry of a LLaMA-Factory data set in ``dataset_info.json``."""
         folder = str(self._of("folder", "data"))
         listed = Path(folder) / "dataset_info.json"
         entries = read_keys(listed) if os.path.exists(listed) else {}
@@ -306,21 +308,21 @@ class _Draft(JobDraft):
         self._put("train.dtype", dtype, "fp16", "bf16")
 
     def _warm_up(self) -> None:
-        """axolotl rounds down, makes 2 of 1, and where its file is silent has no more than 100 steps; others take a count first."""
+        """Convert the warm-up: axolotl rounds down, at least to 2, by default at most to 100 steps; others prefer a count."""
         by_axolotl, steps = self.tool == "axolotl", self.values.get("train.steps", (0, ""))[0]
         part = "warmup" if self._count("warmup") or (by_axolotl and "warmup" in self._parts) else "ratio"
         value, is_silent = self._count(part), self._parts.get(part, ("",))[0].endswith(" by default")
         if by_axolotl and steps and value < 1:
-            value = min(int(value * steps), _SILENT_WARM_UP if is_silent else steps)
+            value = min(int(value * steps), _MAX_DEFAULT_WARMUP_STEPS if is_silent else steps)
         elif is_silent:
-            self._put("train.max_warmup_steps", _SILENT_WARM_UP, part)
+            self._put("train.max_warmup_steps", _MAX_DEFAULT_WARMUP_STEPS, part)
         value = 2 if by_axolotl and value == 1 else value
         if value:
             self._put("train.warmup_steps", int(value) if value >= 1 else value, part)
 
     def _schedule(self) -> None:
         named = self._of("schedule")
-        if named != "constant":  # that one has no warm-up there
+        if named != "constant":  # has no warm-up in the other tools
             self._warm_up()
         schedule = TABLE["values"]["=schedule"].get(named)
         if self.values.get("train.min_learning_rate_ratio", (0, ""))[0] == 1:
@@ -329,13 +331,13 @@ class _Draft(JobDraft):
             self._put("train.schedule", schedule, "schedule")
         if schedule not in (None, "cosine"):
             self._drop("train.min_learning_rate_ratio", "is for the schedule cosine there")
-        given, words = self._of("kwargs", {}), TABLE["schedules"].get(named, {})
-        if isinstance(given, str):
+        options, words = self._of("kwargs", {}), TABLE["schedules"].get(named, {})
+        if isinstance(options, str):
             with contextlib.suppress(ValueError):
-                given = json.loads(given)
-        if not isinstance(given, dict) or not given.keys() <= words.keys():
+                options = json.loads(options)
+        if not isinstance(options, dict) or not options.keys() <= words.keys():
             return
-        for key, value in ((key, number_of(value)) for key, value in given.items()):
+        for key, value in ((key, number_of(value)) for key, value in options.items()):
             rate = self.values.get("train.learning_rate", (0, ""))[0]
             if key != "min_lr" or rate:
                 self._put(words[key], value / rate if key == "min_lr" else value, "kwargs")
@@ -344,8 +346,8 @@ class _Draft(JobDraft):
         when, share = self._word("evaluation"), self._count("held_out")
         sets = self._sets("test_sets", "test")
         if self.tool == "trl" and when in ("steps", "epoch"):
-            learnt = self._sets("datasets")  # files, and data sets that name their split, have none for tests
-            sets = [one for one in self._sets("datasets", "test") if one not in learnt]
+            train_sets = self._sets("datasets")  # without a test split: files, and data sets with a split
+            sets = [entry for entry in self._sets("datasets", "test") if entry not in train_sets]
         if sets:
             self._put("data.evaluation", [name for name, _ in sets], "test_sets", "test_split")
         elif share < 1:
@@ -363,7 +365,7 @@ class _Draft(JobDraft):
         if re.fullmatch(r"[^./~{}][^{}]*", run_dir):
             self._put("output.run_dir", run_dir, "run_dir")
         named = self._of("report_to", [])
-        wanted = {str(one) for one in (named if isinstance(named, list) else [named])}
-        wanted |= {name for name in trackers.NAMES if self._of(name)}
-        if known := [name for name in trackers.NAMES if name in wanted]:
-            self._put("report.trackers", known, *known, *(["report_to"] if wanted == set(known) else []))
+        requested = {str(tracker) for tracker in (named if isinstance(named, list) else [named])}
+        requested |= {name for name in trackers.NAMES if self._of(name)}
+        if supported := [name for name in trackers.NAMES if name in requested]:
+            self._put("report.trackers", supported, *supported, *(["report_to"] if requested == set(supported) else []))

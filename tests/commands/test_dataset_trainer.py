@@ -78,7 +78,7 @@ def test_each_argument_that_is_not_taken_is_named_with_the_reason() -> None:
     trainer = hetero_mpi.Trainer(
         "model", ROWS, {"gradient_checkpointing": True, "logging_steps": 3, "run_name": "mine"}
     )
-    about = "\n".join(trainer.told)
+    about = "\n".join(trainer.notes)
     assert "gradient_checkpointing" in about and "logging_steps, run_name" in about
 
 

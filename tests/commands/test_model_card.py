@@ -72,7 +72,7 @@ def test_a_merged_model_and_one_from_scratch(tmp_path: Path, run: tuple[Path, di
     merged = card_of(tmp_path, run, "merged")
     assert said(merged)["library_name"] == "transformers" and said(merged)["base_model_relation"] == "finetune"
     assert "| adapter | added to the weights of the base |" in merged.text
-    assert "| licence of the base | not known |" in merged.text and "license" not in said(merged)
+    assert "| licence of the base | unknown |" in merged.text and "license" not in said(merged)
     scratch = card_of(tmp_path, run, "model", base_model=None)
     assert "base_model" not in said(scratch) and "| base | none: trained from scratch |" in scratch.text
     assert "licence of the base" not in scratch.text
@@ -94,7 +94,7 @@ def test_without_its_run_a_checkpoint_tells_what_it_knows(tmp_path: Path, run: t
             for odd in ("3", "true", "{a: 1}", "2020-01-01", r'"\ud800"')
         ),
         ('"a|b <i>: #"', "a|b <i>: #", "a\\|b &lt;i&gt;: #"),
-        ("null", None, "not known"),
+        ("null", None, "unknown"),
     ],
 )
 def test_a_licence_of_any_form(

@@ -13,7 +13,7 @@ import pytest
 from hetero_mpi.cli import main
 from hetero_mpi.interop.job_draft import NOT_UNDERSTOOD, TABLE, TOOLS, keys_of, tables_of
 from hetero_mpi.interop.other_files import read_keys
-from hetero_mpi.interop.other_tools import job_from
+from hetero_mpi.interop.other_tools import convert_file
 from hetero_mpi.job.load import LoadedJob, load_job
 from hetero_mpi.job.schema import TABLES
 from hetero_mpi.util.errors import UserError
@@ -188,7 +188,7 @@ def test_gpus_and_the_place() -> None:
     file = FILES / "axolotl-local-files.yml"
     assert made(file, "--gpus", "3").job.train.global_batch == 24
     with refuses("init.exists", "job.toml"):
-        job_from(file, Path("job.toml"), None)
+        convert_file(file, Path("job.toml"), None)
     assert main(["init", "--from", str(file), "below/mine.toml"]) == 0
     assert load_job("below/mine.toml").job.data.records == ["../data/chats.jsonl", "../data/more.jsonl"]
     assert main(["init", "--from", str(file), "other"]) == 0 and Path("other/job.toml").exists()
@@ -431,7 +431,7 @@ REFUSED = [
 def test_what_is_not_here_is_refused_and_writes_nothing(tool: str, text: str, kind: str, value: str) -> None:
     Path("theirs").write_text(f"{THEIRS[tool]}{text}\n")
     with refuses(kind, value):
-        job_from(Path("theirs"), Path("job.toml"), None)
+        convert_file(Path("theirs"), Path("job.toml"), None)
     assert main(["init", "--from", "theirs"]) == 2
     assert [path.name for path in Path().iterdir()] == ["theirs"]
 
@@ -443,7 +443,7 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     Path("data/dataset_info.json").write_text("[1")
     Path("odd.yml").write_text("model_name_or_path: a/b\nstage: sft\ndataset: one\ncutoff_len: 64\n")
     with refuses("convert.format", "dataset_info.json"):
-        job_from(Path("odd.yml"), Path("job.toml"), None)
+        convert_file(Path("odd.yml"), Path("job.toml"), None)
 
 
 BASE = "base_model: a/b\nadapter: lora\n"
@@ -462,7 +462,7 @@ DATA = "datasets:\n  - path: x.jsonl\n    type: alpaca\n"
 def test_values_of_any_kind_make_a_job_or_a_refusal(key: str, value: str) -> None:
     Path("odd.yml").write_text(BASE + ("" if key == "datasets" else DATA) + f"{key}: {value}\n", encoding="utf-8")
     try:
-        job_from(Path("odd.yml"), Path("job.toml"), None)
+        convert_file(Path("odd.yml"), Path("job.toml"), None)
     except UserError as error:
         assert "odd.yml: " in str(error) and not Path("job.toml").exists()
     else:

@@ -36,7 +36,7 @@ def test_products_in_fp32() -> None:
 @pytest.mark.skipif(not products.has_products("bf16"), reason="this processor has no products in bf16")
 def test_nothing_is_replaced_where_the_processor_has_them() -> None:
     settle_products(ALONE, Backend(), "bf16")
-    assert not products._kept
+    assert not products._libraries
 
 
 @pytest.mark.parametrize("kind", [CudaBackend, RocmBackend])

@@ -13,7 +13,7 @@ import pytest
 
 from hetero_mpi.comm.ranks.library import MpiLibrary
 from hetero_mpi.commands.options import parser
-from hetero_mpi.device.choice import DEVICE_VARIABLE, Cores, VisibleDevices, Wish, cores_of, device_of, wish
+from hetero_mpi.device.choice import DEVICE_VARIABLE, Cores, DeviceSpec, VisibleDevices, cores_of, device_spec, gpu_of
 from hetero_mpi.launch import launch
 from hetero_mpi.launch.hosts.agent import launch_agent
 from hetero_mpi.launch.hosts.hostfile import HostEntry
@@ -212,7 +212,7 @@ def test_ranks_that_see_the_same_cards_take_different_ones() -> None:
         VisibleDevices("node", "cuda", ((0, card),), None) for card in ("u0", "u1")
     ]  # as SLURM gives each task its own
     everyone = [nvidia, amd, nvidia, told, *bound, VisibleDevices("other", "cuda", both, None), nvidia]
-    assert [device_of(rank, everyone) for rank in range(8)] == [0, 0, 1, 1, 0, 0, 0, None]
+    assert [gpu_of(rank, everyone) for rank in range(8)] == [0, 0, 1, 1, 0, 0, 0, None]
 
 
 def test_cores_of_ranks_that_feed_gpus_go_to_those_that_compute() -> None:
@@ -237,10 +237,10 @@ def test_a_quota_is_shared_among_the_ranks_of_its_host() -> None:
 
 
 def test_a_hosts_device_goes_before_the_jobs() -> None:
-    assert wish("auto", {}) == Wish("auto")
-    assert wish("cpu", {DEVICE_VARIABLE: "cuda:1"}) == Wish("cuda", 1)
+    assert device_spec("auto", {}) == DeviceSpec("auto")
+    assert device_spec("cpu", {DEVICE_VARIABLE: "cuda:1"}) == DeviceSpec("cuda", 1)
     with refuses("device.environment"):
-        wish("auto", {DEVICE_VARIABLE: "gpu"})
+        device_spec("auto", {DEVICE_VARIABLE: "gpu"})
 
 
 def test_without_ranks_and_hosts_launch_asks() -> None:

@@ -72,7 +72,7 @@ def both(
 
 def test_nothing_is_replaced_where_no_job_needs_it() -> None:
     settle_products(ALONE, Backend(), "fp32")
-    assert not products._kept and Backend().products("fp32") == "fp32"
+    assert not products._libraries and Backend().products("fp32") == "fp32"
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
@@ -97,7 +97,7 @@ def test_attention_keeps_its_result_narrow_for_backward(name: str, dtype: str) -
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_large_matrices_are_copied_in_parts(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     settle_products(ALONE, Backend(), dtype)
-    monkeypatch.setattr(products, "_SIDE", 7)
+    monkeypatch.setattr(products, "_BLOCK_ROWS", 7)
     precision = torch.finfo(DTYPES[dtype]).eps
     for name in ("added", "batched"):
         shapes = ((30, 20), (17, 20), (17,)) if name == "added" else ((9, 5, 6), (9, 6, 4))

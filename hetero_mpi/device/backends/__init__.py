@@ -1,8 +1,8 @@
-"""GPUs behind the interface of ``Backend``, a module for each kind: ``[cluster] device`` takes the name of any file in this folder.
+"""GPU backends, one module per vendor; ``[cluster] device`` accepts the name of any module in this folder.
 
-A module holds ``BACKEND``, a class of a ``Backend`` that is named as the module, mostly of an ``Accelerator``. It is imported on
-every rank, whatever torch is installed: what its torch lacks may be asked for in methods alone, and ``count`` is 0 then.
-"auto" takes the kind of the lowest ``PREFERENCE`` that has a device; the CPU, which is ``Backend`` itself, comes last.
+A module defines ``BACKEND``, a ``Backend`` class named like the module, usually an ``Accelerator``. Every rank imports it with any
+torch build, so only methods may use vendor-specific parts of torch, and ``count`` is 0 without them. "auto" chooses the backend
+with the lowest ``PREFERENCE`` that has a device; the CPU (``Backend`` itself) comes last.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ _FILES = {
     "watts": ("hwmon/hwmon*/power1_[ai]*", 1e-6),
     "celsius": ("hwmon/hwmon*/temp1_input", 1e-3),
 }
-"""Figure -> the driver's file below the device (amdgpu, and what of it others have), and its unit."""
+"""Reading -> file of the driver (amdgpu; partly of others) in the device's folder, and its unit."""
 
 
 class Accelerator(Backend):
-    """Devices behind a ``torch.<type>`` module with the functions of ``torch.cuda``, most of them with memory of their own."""
+    """Devices of a ``torch.<type>`` module with the functions of ``torch.cuda``."""
 
     visibility: tuple[str, ...] = ()
-    """Environment variables that choose which devices a process sees."""
+    """Environment variables with the visible devices of a process."""
     other_kernels = ""
-    """Words about another way to kernels for such a device."""
+    """Hint on other kernels for such a device."""
     _refused = False
-    """True once the driver has refused to pin memory, which is told once."""
+    """Whether a failure to pin memory has been reported."""
 
     @classmethod
     def module(cls) -> Any:
-        """``torch.cuda`` or its like."""
+        """``torch.cuda`` or its counterpart."""
         return getattr(torch, cls.torch_type)
 
     @classmethod
@@ -75,7 +75,7 @@ class Accelerator(Backend):
         }
 
     def _without_kernels(self) -> str | None:
-        """Which device it is, where torch has no kernels for it."""
+        """Description of a device without kernels in this torch build; else None."""
         return None
 
     def _properties(self) -> Any:
@@ -89,43 +89,43 @@ class Accelerator(Backend):
         properties = self._properties()
         uuid, bus = (str(getattr(properties, name, "")) for name in ("uuid", "pci_bus_id"))
         hidden = [f"{name}={os.environ[name]}" for name in self.visibility if name in os.environ]
-        # Slices of one GPU may share the GPU's uuid, some GPUs have none (GPU-XX): what the process was shown tells them apart.
+        # MIG slices may share the GPU's uuid, and some GPUs have none (GPU-XX): visibility distinguishes them.
         doubtful = not uuid or "XX" in uuid or any("MIG" in text for text in hidden)
-        own = [str(self.index), *hidden] if doubtful else []
-        return " ".join(filter(None, [self.name, uuid, bus, *own]))
+        visibility = [str(self.index), *hidden] if doubtful else []
+        return " ".join(filter(None, [self.name, uuid, bus, *visibility]))
 
     def description(self) -> str:
         return str(self.module().get_device_name(self.device))
 
     def architecture(self) -> str:
         properties = self._properties()
-        names = ("gcnArchName", "architecture", "driver_version")  # of AMD's; of Intel's
+        names = ("gcnArchName", "architecture", "driver_version")  # AMD; Intel
         return ", ".join(str(getattr(properties, name)) for name in names if hasattr(properties, name))
 
     def _total_and_free(self) -> tuple[int, int]:
         total = int(self._properties().total_memory)
         try:
             free, total = self.module().mem_get_info(self.device)
-        except RuntimeError:  # Intel's integrated GPUs cannot be asked (torch 2.7 to 2.14: pytorch#159728)
+        except RuntimeError:  # Intel's integrated GPUs (torch 2.7 to 2.14: pytorch#159728)
             free = total - self.module().memory_reserved(self.device)
         return int(total), int(free)
 
     def _free_memory(self) -> Memory:
-        (total, free), own = self._total_and_free(), int(self.module().memory_reserved(self.device))
+        (total, free), reserved = self._total_and_free(), int(self.module().memory_reserved(self.device))
         if self.shares_host_memory():
             host = host_memory()  # the driver counts the system's file cache as used (vllm#40295); the system does not
             return host if host.usable_bytes < total else Memory(total, f"{gigabytes(total)} on the device")
-        others = max(0, total - free - own)
-        reason = f"{gigabytes(free + own)} free of {gigabytes(total)} on the device"
-        if others > total // 100:
-            reason += f", {gigabytes(others)} taken by its runtime and by other programs"
-        return Memory(free + own, reason)
+        foreign = max(0, total - free - reserved)
+        reason = f"{gigabytes(free + reserved)} free of {gigabytes(total)} on the device"
+        if foreign > total // 100:
+            reason += f", {gigabytes(foreign)} taken by its runtime and by other programs"
+        return Memory(free + reserved, reason)
 
     def _integrated(self) -> bool:
         return bool(getattr(self._properties(), "is_integrated", False))
 
     def shares_host_memory(self) -> bool:
-        # An integrated GPU with more memory than the system sees was given it for good (by the firmware), beside the system's own.
+        # An integrated GPU with more memory than the system has dedicated memory, reserved by the firmware.
         return self._integrated() and self._total_and_free()[0] <= psutil.virtual_memory().total
 
     def synchronize(self) -> None:
@@ -152,19 +152,19 @@ class Accelerator(Backend):
         return int(self.module().memory_allocated(self.device))
 
     def sensors(self) -> dict[str, float]:
-        # The vendor's library is asked, by torch's own calls (pynvml, amdsmi), and where that tells nothing the driver's files.
-        # Neither is required, and either may take long: nobody reads them on the path of a step.
-        module, found = self.module(), dict[str, float]()
+        # From the vendor's library through torch (pynvml, amdsmi), else from the driver's files. Both are optional and may be slow,
+        # so they are not read in the critical path of a step.
+        module, readings = self.module(), dict[str, float]()
         units = {"busy": 0.01, "watts": 1e-3 if self.name == "cuda" else 1.0, "celsius": 1.0}
         for figure, function in _LIBRARY.items():
             with contextlib.suppress(Exception):  # no library, no such function of this vendor, a slice of a GPU
-                found[figure] = units[figure] * getattr(module, function)(self.device)
-        if len(found) < len(_FILES):
-            with contextlib.suppress(Exception):  # no PCI device, or torch does not tell which
+                readings[figure] = units[figure] * getattr(module, function)(self.device)
+        if len(readings) < len(_FILES):
+            with contextlib.suppress(Exception):  # no PCI device, or torch does not know its address
                 of = module.get_device_properties(self.device)
-                place = PCI_DEVICES / f"{of.pci_domain_id:04x}:{of.pci_bus_id:02x}:{of.pci_device_id:02x}.0"
-                found = _from_files(place) | found
-        return found
+                folder = PCI_DEVICES / f"{of.pci_domain_id:04x}:{of.pci_bus_id:02x}:{of.pci_device_id:02x}.0"
+                readings = _read_sensor_files(folder) | readings
+        return readings
 
     def free_unused(self) -> None:
         super().free_unused()
@@ -178,12 +178,12 @@ class Accelerator(Backend):
 
     def _pin(self, memory: np.ndarray) -> None:
         address = memory.ctypes.data
-        with self.module().device(self.device):  # without a device of its own the call would open a context on device 0
+        with self.module().device(self.device):  # else the call would open a context on device 0
             error = int(self.module().cudart().cudaHostRegister(address, memory.nbytes, 0))
             if error == 0:
                 weakref.finalize(memory, self._unpin, address).atexit = False
                 return
-            # The error waits for the next kernel of this thread, which would raise it.
+            # The next kernel of this thread raises the pending error.
             with contextlib.suppress(RuntimeError):
                 torch.ones(1, device=self.device)
         if not self._refused:
@@ -196,8 +196,8 @@ class Accelerator(Backend):
             self.module().cudart().cudaHostUnregister(address)
 
     def shares_keys(self, dtype: torch.dtype) -> bool:
-        # Without flash attention (CUDA below 8.0, fp32 everywhere, many of AMD's GPUs) torch has a kernel that keeps no scores of
-        # all pairs of tokens for as many heads of keys as of queries only (torch 2.13). It says itself which kernel it would take.
+        # Without flash attention (CUDA below 8.0, fp32, many AMD GPUs) torch 2.13 has a memory-efficient kernel only for equal
+        # numbers of query and key heads. torch itself reports which kernel it would use.
         queries, shared = (torch.empty((1, heads, 128, 64), dtype=dtype, device=self.device) for heads in (2, 1))
         fused, fused_repeated = (
             torch._fused_sdp_choice(queries, keys, keys, None, 0.0, True, enable_gqa=keys is shared)
@@ -213,8 +213,7 @@ class Accelerator(Backend):
 
 
 def _set_precision() -> None:
-    """fp32 means fp32, and sums of narrow products are in fp32, in parts too: so a GPU differs from a CPU by rounding alone. By
-    default torch convolves fp32 in TF32 (10 bits of mantissa) and lets cuBLAS add parts of a narrow product in its own dtype."""
+    """Disable TF32 and reduced-precision accumulation, so that GPUs differ from CPUs by rounding only."""
     torch.backends.cudnn.allow_tf32 = False
     products = torch.backends.cuda.matmul
     products.allow_tf32 = False
@@ -222,11 +221,11 @@ def _set_precision() -> None:
     products.allow_fp16_reduced_precision_reduction = False
 
 
-def _from_files(place: Path) -> dict[str, float]:
-    """Figures by the driver's files below ``place``."""
-    found = dict[str, float]()
+def _read_sensor_files(folder: Path) -> dict[str, float]:
+    """Read the driver's files in ``folder``."""
+    readings = dict[str, float]()
     for figure, (pattern, unit) in _FILES.items():
-        for path in sorted(place.glob(pattern)):
+        for path in sorted(folder.glob(pattern)):
             with contextlib.suppress(OSError, ValueError):
-                found.setdefault(figure, unit * int(path.read_text()))
-    return found
+                readings.setdefault(figure, unit * int(path.read_text()))
+    return readings

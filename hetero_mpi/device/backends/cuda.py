@@ -12,7 +12,7 @@ import torch
 from hetero_mpi.device.backends import Accelerator
 
 PREFERENCE = 1
-os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # CUDA's own order is by speed; nvidia-smi numbers them so
+os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # the order of nvidia-smi; CUDA's default is by speed
 
 
 class CudaBackend(Accelerator):
@@ -26,14 +26,14 @@ class CudaBackend(Accelerator):
 
     def make_current(self) -> None:
         super().make_current()
-        # With a mask its backward gives gradients that are no numbers, from torch 2.11 on (pytorch#196678).
+        # From torch 2.11 on, cuDNN's masked attention produces NaN gradients (pytorch#196678).
         torch.backends.cuda.enable_cudnn_sdp(False)
         settled = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys()  # the second before torch 2.9
         if sys.platform == "linux" and not settled:
             self._expand_segments()
 
     def _expand_segments(self) -> None:
-        """Let blocks of memory grow: batches of changing length leave pieces else, which fit no later one."""
+        """Enable expandable segments, as batches of varying length fragment the memory."""
         settings = getattr(torch._C, "_accelerator_setAllocatorSettings", None)  # from torch 2.9 on
         settings = settings or torch.cuda.memory._set_allocator_settings
         settings("expandable_segments:True")
@@ -59,7 +59,7 @@ class CudaBackend(Accelerator):
 
 
 def has_kernels(capability: tuple[int, int], built: Sequence[str]) -> bool:
-    """True where a CUDA build for the architectures ``built`` computes on a GPU of this compute capability.
+    """Whether a CUDA build for the architectures ``built`` supports a GPU of this compute capability.
 
     Machine code runs on GPUs of the same major and at least the minor number; intermediate code (``compute_``) on all later ones.
 

@@ -13,7 +13,7 @@ PREFERENCE = 4
 
 
 class MpsBackend(Backend):
-    """They share the host's memory."""
+    """Apple GPUs, which share the host's memory."""
 
     name = "mps"
     torch_type = "mps"
@@ -24,7 +24,7 @@ class MpsBackend(Backend):
         return int(torch.backends.mps.is_available())
 
     def make_current(self) -> None:
-        # Before macOS 26 bitsandbytes unpacks NF4 by plain torch functions, which would be compiled anew for every shape.
+        # Before macOS 26 bitsandbytes unpacks NF4 by plain torch functions, which would be recompiled for every shape.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
     def description(self) -> str:
@@ -51,7 +51,7 @@ class MpsBackend(Backend):
         return self._peak_bytes
 
     def _look(self) -> None:
-        """Metal tells what is in use now only; every action of a step ends with ``synchronize``."""
+        """Update the peak: Metal reports current usage only; every action of a step ends with ``synchronize``."""
         self._peak_bytes = max(self._peak_bytes, self.used_bytes())
 
     def used_bytes(self) -> int:

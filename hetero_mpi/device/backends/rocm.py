@@ -13,7 +13,7 @@ PREFERENCE = 2
 
 
 class RocmBackend(Accelerator):
-    """torch's HIP build presents them under the name ``cuda``."""
+    """AMD GPUs, which torch's HIP build names ``cuda``."""
 
     name = "rocm"
     torch_type = "cuda"
@@ -25,24 +25,24 @@ class RocmBackend(Accelerator):
         return super().count() if torch.version.hip else 0
 
     def chip(self) -> str:
-        """Such as ``gfx1100``; "" where torch does not tell."""
+        """Architecture such as ``gfx1100``; "" if unknown."""
         return str(getattr(self._properties(), "gcnArchName", "")).split(":")[0]
 
     def dtypes(self) -> tuple[str, ...]:
-        # Older ones have no bf16 products; torch says that all have.
+        # Older GPUs have no bf16 matrix products, although torch claims support.
         native = re.match(r"gfx(908|90a|94|950|11|12)", self.chip())
         return ("fp32", "bf16", "fp16") if native else ("fp32", "fp16")
 
     def _without_kernels(self) -> str | None:
-        built, own = torch.cuda.get_arch_list(), self.chip()
-        return f"{self.description()} is a {own}" if built and own and own not in built else None
+        built, chip = torch.cuda.get_arch_list(), self.chip()
+        return f"{self.description()} is a {chip}" if built and chip and chip not in built else None
 
     def architecture(self) -> str:
         return f"{super().architecture()}, HIP {torch.version.hip}"
 
     @classmethod
     def only_by_name(cls) -> set[int]:
-        """The processor's own GPU beside a discrete one: too slow to take a rank that could have the processor."""
+        """Integrated GPUs next to a discrete GPU: slower than the CPU as a rank."""
         integrated = {index for index in range(cls.count()) if cls(index)._integrated()}
         return integrated if len(integrated) < cls.count() else set()
 

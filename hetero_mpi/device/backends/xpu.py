@@ -23,7 +23,7 @@ class XpuBackend(Accelerator):
         for name in ("is_integrated", "is_integrated_gpu"):
             if hasattr(properties, name):
                 return bool(getattr(properties, name))
-        # Before torch 2.13 only the name tells: "Arc(TM) A770 Graphics" has memory of its own, "Arc(TM) Graphics" has not.
+        # Before torch 2.13 only the name tells: "Arc(TM) A770 Graphics" has dedicated memory, "Arc(TM) Graphics" does not.
         name = self.description()
         return "Graphics" in name and re.search(r"\b[AB]\d{2,3}", name) is None
 

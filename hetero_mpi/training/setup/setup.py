@@ -27,7 +27,7 @@ from hetero_mpi.data.batch import steps_per_epoch
 from hetero_mpi.data.dataset import Samples
 from hetero_mpi.device.accelerators import BACKENDS, open_backend, visible_devices
 from hetero_mpi.device.backend import HOST, Backend, best_dtype
-from hetero_mpi.device.choice import Cores, VisibleDevices, cores_of, device_of, wish
+from hetero_mpi.device.choice import Cores, VisibleDevices, cores_of, device_spec, gpu_of
 from hetero_mpi.device.operators import product_on
 from hetero_mpi.device.products import widen_products
 from hetero_mpi.device.self_test import SelfTest
@@ -221,8 +221,8 @@ def open_device(world: World, job_device: str) -> Backend:
     ``job_device``: ``[cluster] device``.
     """
     with world.collective_errors("looking for the device"):
-        requested = wish(job_device, os.environ)
-        name, devices = visible_devices(requested.name)
+        wanted = device_spec(job_device, os.environ)
+        name, devices = visible_devices(wanted.name)
         refused = BACKENDS[name].unusable()
     devices_by_rank = world.all_gather_json([world.host, name, list(devices.items()), requested.gpu])
     places = [
@@ -231,7 +231,7 @@ def open_device(world: World, job_device: str) -> Backend:
     ]
     for host, reasons in dict(world.all_gather_json([world.host, list(refused.values())])).items():
         say(*(f"{host}: {reason}" for reason in reasons))
-    index = device_of(world.rank, places)
+    index = gpu_of(world.rank, places)
     with world.collective_errors("opening the device"):
         backend = open_backend(requested.name, index)
         problem = _wrong_product(world, backend)
