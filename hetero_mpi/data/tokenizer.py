@@ -96,7 +96,7 @@ def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerFast:
     if not directory.is_dir():
         raise UserError(
             "tokenizer.missing",
-            f"a tokenizer must be a local directory with tokenizer.json; there is no directory {directory}",
+            f"tokenizer directory {directory} not found; it must contain tokenizer.json",
         )
     if not any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json")):
         raise UserError(

@@ -95,8 +95,8 @@ def task_of(opened: Opened, options: GenerateOptions) -> Task:
     if new_tokens > room:
         raise UserError(
             "generate.too_long",
-            f"the model has positions for {positions} tokens (max_position_embeddings); the prompt has {len(prompt)}, and "
-            f"{new_tokens} new ones are requested: shorten the prompt, or set --max-new-tokens {max(room, 0)} or less",
+            f"the context length is {positions} tokens (max_position_embeddings), but the prompt has {len(prompt)} tokens and "
+            f"{new_tokens} new tokens are requested: shorten the prompt, or set --max-new-tokens to at most {max(room, 0)}",
         )
     return Task(prompt, opened.stops, new_tokens, Sampling(options.temperature, options.top_p, options.seed))
 

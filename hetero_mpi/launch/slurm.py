@@ -113,9 +113,8 @@ def check_slurm_job(environment: Mapping[str, str]) -> None:
     if state is not None and state not in _RUNNING:
         raise UserError(
             "slurm.no_such_job",
-            f"this shell has the variables of SLURM job {job}, but SLURM has no such running job{state and f' (it is {state})'}: "
-            'the shell outlived the job, or was copied from it. Remove them, in bash by `unset "${!SLURM_@}"`, or start in a new '
-            "allocation (salloc, sbatch)",
+            f"this shell has the variables of SLURM job {job}, which is not running{state and f' (it is {state})'}. Unset them "
+            '(in bash: `unset "${!SLURM_@}"`), or start in a new allocation (salloc, sbatch)',
         )
 
 

@@ -71,7 +71,7 @@ class _NotYet(ModuleType):
 def _compile_late(compile_now: Callable[..., Any]) -> Callable[..., Any]:
     """Defer torch's ``compile`` of a function, and with it the compiler's import, to the function's first call.
 
-    bitsandbytes compiles kernels on import, most of which no device uses.
+    bitsandbytes compiles kernels on import, and devices use few of them.
     """
 
     @functools.wraps(compile_now)

@@ -25,7 +25,7 @@ from hetero_mpi.model.layer.gradients import Beginnings, Finished, GradientReady
 from hetero_mpi.model.layer.interface import Start, seed_from
 from hetero_mpi.model.layer.loss import likeliest, target_losses
 from hetero_mpi.model.layer.micro_batch import MicroBatch as MicroBatch
-from hetero_mpi.model.layer.micro_batch import Slices, joined, parts
+from hetero_mpi.model.layer.micro_batch import Slices, joined, split_rows
 from hetero_mpi.model.layer.quantize import set_training
 from hetero_mpi.model.offloaded_gradients import OffloadedGradients
 from hetero_mpi.model.stage_layers import HeadLosses, LayerShare, StageLayers
@@ -151,7 +151,7 @@ class Stage(StageLayers):
     ) -> torch.Tensor | None:
         slices = self._kept.pop(index)
         report, dxs = GradientReadyHooks(self.trained_layers, finished), []
-        for entry, own_dy in zip(slices, parts(dy, [len(s.y) if s.y.dim() else 1 for s in slices]), strict=True):
+        for entry, own_dy in zip(slices, split_rows(dy, [len(s.y) if s.y.dim() else 1 for s in slices]), strict=True):
             # Recomputing has the same input and draws the same random numbers again.
             self._position, self._input = entry.position, entry.entered
             if self.deferred is not None:

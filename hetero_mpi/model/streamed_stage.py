@@ -26,7 +26,7 @@ from hetero_mpi.model.held_layers import Kept
 from hetero_mpi.model.host_weights import HostLayer, HostWeights
 from hetero_mpi.model.layer.gradients import Finished, GradientReadyHooks
 from hetero_mpi.model.layer.interface import PassThrough, Start
-from hetero_mpi.model.layer.micro_batch import MicroBatch, Slices, joined, parts
+from hetero_mpi.model.layer.micro_batch import MicroBatch, Slices, joined, split_rows
 from hetero_mpi.model.layer.quantize import refer_to_packed, unpack_experts
 from hetero_mpi.model.offloaded_gradients import OffloadedGradients
 from hetero_mpi.model.stage import Stage, StageSpec
@@ -181,7 +181,7 @@ class StreamedStage(Stage):
     ) -> torch.Tensor | None:
         slices, inputs = self._layer_inputs.pop(index)
         report = GradientReadyHooks(self.trained_layers, finished)
-        gradients = list(parts(dy, [rows.stop - rows.start for _, rows in slices]))
+        gradients = list(split_rows(dy, [rows.stop - rows.start for _, rows in slices]))
         self._in_backward = True
         for layer in self._activate_each(reversed(range(self.first, self.last))):
             self._await_weights(layer)

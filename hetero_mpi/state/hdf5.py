@@ -221,7 +221,7 @@ def open_file(path: Path) -> Any:
         mode = path.stat().st_mode
     except FileNotFoundError:
         raise CheckpointError(
-            "checkpoint.missing", f"{path}: there is no such checkpoint. Name one with --resume PATH."
+            "checkpoint.missing", f"{path}: checkpoint not found. Pass an existing one with --resume PATH."
         ) from None
     except OSError as error:
         raise CheckpointError(

@@ -83,7 +83,7 @@ def test_a_shell_that_outlived_its_slurm_job_and_too_few_tasks(lab: SlurmLab, tm
     kept = dict(line.split("=", 1) for line in variables.read_text().splitlines() if line.startswith("SLURM"))
     answer = launched("-np", "1", *CACHE, **kept)
     assert answer.returncode == 2, answer.stdout + answer.stderr
-    assert f"SLURM job {job}, but SLURM has no such running job" in answer.stderr
+    assert f"SLURM job {job}, which is not running" in answer.stderr
     assert 'unset "${!SLURM_@}"' in answer.stderr
 
 

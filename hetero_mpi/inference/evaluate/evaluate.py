@@ -333,7 +333,7 @@ def _groups(tasks: Sequence[Task], room: Sequence[CacheBudget], parallel: int) -
         if any(entry.needed_bytes(lengths[-1:]) > entry.free_bytes for entry in full):
             raise CollectiveUserError(
                 "memory.exceeded",
-                f"rank {full[0].rank} has no memory for a sequence of {lengths[-1]:,} tokens in addition to the model",
+                f"out of memory: rank {full[0].rank} cannot hold the model and a sequence of {lengths[-1]:,} tokens",
             )
         group[number] = task
     if group:

@@ -234,13 +234,13 @@ def build_layer(name: str, builder: Builder, seed: int) -> nn.Module:
                 f"layer {name!r}: parameter {inner} is {tensor.dtype} on {tensor.device}: build layers in fp32 on the CPU; "
                 f"they are brought to each rank's device",
             )
-    shared = {inner for inner, _ in layer.named_parameters(remove_duplicate=False)} - {
+    shared_parameter_error = {inner for inner, _ in layer.named_parameters(remove_duplicate=False)} - {
         inner for inner, _ in layer.named_parameters()
     }
-    if shared:
+    if shared_parameter_error:
         raise UserError(
             "custom.shared_parameter",
-            f"layer {name!r} has one parameter under two names ({sorted(shared)[0]}): give it one name",
+            f"layer {name!r} has one parameter under two names ({sorted(shared_parameter_error)[0]}): give it one name",
         )
     return layer
 
@@ -280,8 +280,8 @@ class LayeredModel:
     """
 
     layers: Sequence[Builder] | Mapping[str, Builder] | nn.Sequential
-    """At least two functions without arguments, each of which builds one layer. A rank calls those of its layers; their random
-    numbers are functions of ``train.seed`` and the layer's name. Names are keys, or 0, 1, 2 ...: parameters are named as in
+    """At least two functions without arguments that build one layer each. A rank builds only its own layers; random
+    numbers depend on ``train.seed`` and the layer's name. Names are keys, or 0, 1, 2 ...: parameters are named as in
     ``torch.nn.Sequential`` of the layers.
 
     Or an existing model as ``torch.nn.Sequential``: its modules are the layers, and rank 0 sends its weights to the other ranks as
@@ -344,10 +344,10 @@ def check_not_shared(model: LayeredModel) -> None:
         for inner, parameter in layer.named_parameters():
             first_use = places.setdefault(parameter.data_ptr(), (name, inner))
             if first_use[0] != name and parameter.numel():
-                raise shared(first_use[0], name, inner)
+                raise shared_parameter_error(first_use[0], name, inner)
 
 
-def shared(layer: str, other_layer: str, parameter: str) -> UserError:
+def shared_parameter_error(layer: str, other_layer: str, parameter: str) -> UserError:
     return UserError(
         "custom.shared_parameter",
         f"layers {layer!r} and {other_layer!r} share a parameter ({parameter} of {other_layer!r}): each would train a copy. "

@@ -95,8 +95,8 @@ class WholeDirectory:
     def _error(self, error: Exception) -> UserError:
         return UserError(
             "directory.unwritable",
-            f"the {self._kind} {self.directory} could not be written ({error}), and what was there before is untouched: make room "
-            "there, or choose another place",
+            f"the {self._kind} {self.directory} could not be written ({error}), and its previous content is unchanged: free "
+            "disk space, or choose another directory",
         )
 
     def _complete(self) -> None:
@@ -147,7 +147,7 @@ class ModelDirectoryWriter(WholeDirectory):
     """Writes a model directory; other files (a tokenizer's) may be added to ``path``.
 
     ``model`` gives class, configuration, generation configuration and names; its parameters may be on the meta device.
-    ``shard_bytes`` bounds the size of each safetensors file (a single larger tensor gets a file of its own).
+    ``shard_bytes`` bounds the size of each safetensors file (a larger tensor gets a separate file).
     ``generation``: keys of ``generation_config.json``; None: those that follow from the configuration.
     Host memory: at most ``shard_bytes`` plus one layer and its converted copy.
     """

@@ -54,8 +54,8 @@ class StageLink(GroupLink, Protocol):
     def apart(self) -> AbstractContextManager[None]:
         """Context in which this member computes alone: sums use their usual memory but exchange nothing."""
 
-    def assembled(self, own: Tensor | None, division: Division, shape: tuple[int, ...], dtype: DType) -> Tensor:
-        """Gather a sharded tensor in the leader's host memory. ``own``: the leader's shard; None if it has none."""
+    def assembled(self, shard: Tensor | None, division: Division, shape: tuple[int, ...], dtype: DType) -> Tensor:
+        """Gather a sharded tensor in the leader's host memory. ``shard``: the leader's shard; None if it has none."""
 
     def give(self, part: Tensor) -> None:
         """Send this member's shard to the leader, which calls ``assembled``."""

@@ -172,7 +172,7 @@ class DividedLayers:
         block.register_forward_hook(entrance.forget, always_call=True)
 
     def _skip_empty_shards(self, name: str, block: nn.Module) -> None:
-        """Replace attention and MLPs of which this rank has no shard by zeros."""
+        """Replace attention and MLPs without a shard on this rank by zeros."""
         for local in rowwise(self._chain):
             if f"{name}.{local}.weight" in self._divisions and not self.exists(f"{name}.{local}.weight"):
                 inner = local.rpartition(".")[0]

@@ -66,7 +66,7 @@ def _row_lengths(
 
 
 def norm_over_members(norm: Any, width: int, link: GroupLink, narrow: bool, x: torch.Tensor) -> torch.Tensor:
-    """Forward of an RMSNorm over ``width`` elements, of which ``x`` has this rank's shard in its last dimension.
+    """Forward of an RMSNorm over ``width`` elements; the last dimension of ``x`` has this rank's shard.
 
     Args:
         narrow: apply the weight in the dtype of ``x`` (as Llama), else in fp32 (as OLMo 2).

@@ -138,7 +138,7 @@ def joined(slices: Sequence[torch.Tensor]) -> torch.Tensor:
     return slices[0] if len(slices) == 1 else torch.cat(list(slices))
 
 
-def parts(dy: torch.Tensor | None, sizes: Sequence[int]) -> Sequence[torch.Tensor | None]:
+def split_rows(dy: torch.Tensor | None, sizes: Sequence[int]) -> Sequence[torch.Tensor | None]:
     """Split ``dy`` into slices of the given numbers of rows; a loss factor (or None) is repeated."""
     return [dy] * len(sizes) if dy is None or not dy.dim() or len(sizes) == 1 else dy.split(list(sizes))
 

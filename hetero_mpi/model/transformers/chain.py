@@ -35,14 +35,14 @@ _NOT_DECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:
 
 
 def build_on_meta(config: PreTrainedConfig) -> PreTrainedModel:
-    """transformers' own model class, whole, fp32, without memory. Its constants are parameters without a gradient.
+    """Build the full model of transformers in fp32 on the meta device; constants become parameters without a gradient.
 
-    :raises UserError: sizes of the configuration contradict each other.
+    Raises UserError: contradictory sizes in the configuration.
     """
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    except Exception as error:  # what is raised depends on where in the model the values meet
+    except Exception as error:  # the type depends on the failing part of the model
         raise UserError(
             "model.configuration",
             f"transformers builds no {config.model_type} model of this configuration ({type(error).__name__}: {error}); correct "
@@ -177,8 +177,7 @@ class TransformersChain(LayerChain):
         restore_buffers(model, device)
 
     def recompute(self, model: nn.Module, enabled: bool) -> None:
-        """Uses transformers' own checkpointing, of blocks; later versions call it that of activations. States of random numbers are
-        kept only where some are drawn. Packed experts are repeated with their block, or by themselves."""
+        """Switch transformers' activation checkpointing of blocks. Random states are saved only for models with dropout."""
         kind = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
         draws = bool(random_rates(model))
         unpack_experts(model, not enabled, draws)
@@ -262,7 +261,7 @@ class TransformersChain(LayerChain):
         return next(iter(pairs.items()))
 
     def _refuse_strays(self) -> None:
-        """Parameters outside every layer would be trained by nobody."""
+        """Reject parameters outside every layer, which no rank would train."""
         prefixes = tuple(f"{name}." for name in (*self.before_names, self.blocks_name, *self.after_names))
         strays = [name for name in (*self.parameters, *self.constants) if not name.startswith(prefixes)]
         if strays:

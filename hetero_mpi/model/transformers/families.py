@@ -38,10 +38,9 @@ _GENERAL_KEYS = ("model_type", "transformers_version", "architectures", "torch_d
 
 
 def read_config(source: dict[str, Any] | str | Path) -> PreTrainedConfig:
-    """The configuration of a causal language model. ``source``: the keys of a ``config.json``, or the path of one.
+    """Configuration of a causal language model. ``source``: the keys or the path of a ``config.json``.
 
-    :raises UserError: no such file, not JSON, no or unknown ``model_type``, a value transformers refuses, a family not proven,
-        a setting that splitting cannot keep.
+    Raises UserError: unreadable file, unknown or untested ``model_type``, or an invalid or unsupported value.
     """
     remedy = "Give a config.json or its keys inline as [model.config]."
     keys = source if isinstance(source, dict) else read_json(Path(source), remedy)
@@ -75,18 +74,15 @@ def block_key(config: PreTrainedConfig, blocks: int) -> str:
 
 
 def is_mxfp4(scheme: Any) -> bool:
-    """Whether a ``quantization_config`` is that of gpt-oss as it is published: experts in MXFP4 (OCP Microscaling, 4 bits)."""
+    """Whether a ``quantization_config`` is gpt-oss's published one: experts in MXFP4 (OCP Microscaling, 4 bits)."""
     return isinstance(scheme, dict) and scheme.get("quant_method") == "mxfp4"
 
 
 def check_keys(keys: Mapping[str, Any]) -> None:
-    """Refuse a key of a configuration written by hand that its family does not know: transformers would keep it and not read it.
-
-    :raises UserError: with the nearest key.
-    """
+    """Reject unknown keys, which transformers would silently ignore; the UserError suggests the nearest key."""
     family = str(keys.get("model_type"))
     if family not in CONFIG_MAPPING:
-        return  # who reads it refuses the family
+        return  # ``read_config`` rejects the family
     default_config = CONFIG_MAPPING[family]()
     # What a model reads with a default need not be a key of its configuration (head_dim of qwen3_moe).
     code = Path(inspect.getfile(AutoModelForCausalLM._model_mapping[type(default_config)])).read_text(encoding="utf-8")
@@ -114,7 +110,7 @@ def require_proven(family: str) -> None:
         hint = f"; did you mean {near[0]!r}?" if near else "."
         raise UserError(
             "model.family_unknown",
-            f"model_type {family!r} is no causal language model that transformers knows{hint} Proven are: {_names()}",
+            f"model_type {family!r} is not a causal language model of transformers{hint} Tested families: {_names()}",
         )
     if family not in REFUSED_FAMILIES and getattr(CONFIG_MAPPING[family], "base_model_pp_plan", None):
         raise UserError(

@@ -30,10 +30,7 @@ _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
 
 
 def read_generation(directory: Path | None) -> dict[str, Any] | None:
-    """The keys of a model directory's ``generation_config.json``; None: it has none.
-
-    :raises UserError: it cannot be read, or a value has another type than it must have.
-    """
+    """Keys of a model directory's ``generation_config.json``; None without one. Raises UserError: unreadable or invalid."""
     path = directory / GENERATION if directory is not None else None
     if path is None or not path.exists():
         return None
@@ -49,10 +46,7 @@ def read_generation(directory: Path | None) -> dict[str, Any] | None:
 
 
 def end_tokens(keys: Mapping[str, Any], path: Path | str) -> list[int]:
-    """The tokens of ``eos_token_id``, which may be one, several or none. ``path``: of the file that holds the keys, for messages.
-
-    :raises UserError: it is something else.
-    """
+    """Tokens of ``eos_token_id``: one, several or none. ``path``: file of the keys, for messages. Raises UserError: invalid."""
     value = keys.get("eos_token_id")
     tokens: Sequence[Any] = value if isinstance(value, list) else [] if value is None else [value]
     if any(type(token) is not int for token in tokens):
@@ -64,10 +58,7 @@ def end_tokens(keys: Mapping[str, Any], path: Path | str) -> list[int]:
 
 
 def model_stops(config: Mapping[str, Any], generation: Mapping[str, Any] | None) -> list[int]:
-    """The tokens at which a model stops: those of ``generation_config.json``, else of ``config.json``, given as keys.
-
-    :raises UserError: they are no tokens.
-    """
+    """End tokens of ``generation_config.json``, else of ``config.json``. Raises UserError: invalid tokens."""
     if generation is not None and "eos_token_id" in generation:
         return end_tokens(generation, GENERATION)
     return end_tokens(config, "config.json")

@@ -38,7 +38,7 @@ class HeadSlices:
         self._chain, self._model, self._divided, self._bytes = chain, model, divided, bytes_per_token
 
     def slices(self, targets: torch.Tensor) -> bool:
-        """Whether the logits for so many targets are computed in slices."""
+        """Whether the logits of ``targets`` are computed in slices."""
         return sizes.in_slices(self._bytes, targets.numel())
 
     def loss(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -1,12 +1,11 @@
-"""Records packed into one sequence, which do not see each other: attention and rotary tables, record by record.
+"""Attention and rotary tables of packed sequences, computed separately for each record.
 
-Attention: transformers makes one mask of a packed sequence, and then computes every pair of its tokens, also those that are
-masked. Here each record is a call of its own, of the causal kernel where the mask says no more than that. The numbers are those
-of the mask.
+Attention: transformers masks a packed sequence, but computes all pairs of its tokens. This module calls attention per record, with
+the causal kernel if the mask is causal; results equal those of the mask.
 
-Rotary tables that depend on a text's length (longrope, dynamic): transformers chooses one table for all that it computes at once,
-by the largest position in it, and keeps the table of the longest text so far. So a record would be computed by the length of what
-stands beside it: other records, padding, or an earlier text. Here each record has the table that it has by itself.
+Rotary tables that depend on the length (longrope, dynamic): transformers chooses one table per call by the largest position, and
+keeps the table of the longest text seen, so other records, padding and earlier texts would change a record's result. Here each
+record gets the table of its own length.
 """
 
 from __future__ import annotations
@@ -159,14 +158,14 @@ class _Rotary:
         return embeddings
 
     def _reset(self, prefix: str) -> None:
-        """Forget the longest text so far."""
+        """Reset the table to that of the original length."""
         module = self._module
         module.register_buffer(f"{prefix}inv_freq", getattr(module, f"{prefix}original_inv_freq"), persistent=False)
         setattr(module, f"{prefix}max_seq_len_cached", module.original_max_seq_len)
 
 
 def record_lengths(positions: torch.Tensor) -> torch.Tensor:
-    """For each token (..., T) the length of its record, of which positions go up one by one."""
+    """Length of each token's record (..., T); positions within a record are consecutive."""
     count = positions.shape[-1]
     places = torch.arange(count, device=positions.device).expand_as(positions)
     ends = torch.ones_like(positions, dtype=torch.bool)

@@ -1,7 +1,7 @@
-"""The configuration of the model that a directory's files hold: where ``config.json`` and the tensors disagree, the tensors count.
+"""Configuration of a stored model: where ``config.json`` and the tensors disagree, the tensors win.
 
-Headers answer nearly everything (names, shapes, dtypes); two matrices are read where they may be one. What does not follow from
-the tensors is refused, and what nobody reads is refused where it would change the model, else counted aloud.
+File headers (names, shapes, dtypes) suffice, except for two matrices that may be tied. Contradictions that the tensors do not
+resolve are rejected; unread tensors are rejected if they would change the model, else reported.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from hetero_mpi.model.transformers.weights import HALVES, names_in_model
 from hetero_mpi.util.errors import UserError
 
 _COMPUTED = re.compile(r"rotary_emb\.\w*(inv_freq|cos_cached|sin_cached)$|(^|\.)masked_bias$|(^|\.)position_ids$")
-"""Buffers in old files that every model computes by itself."""
+"""Buffers in old files that every model recomputes."""
 _CAUSAL_MASK = re.compile(r"\.(attn|attention|self_attn)\.(bias|causal_mask)$")
-"""Such a buffer, too, where it has four dimensions."""
+"""A buffer that every model recomputes, if it has four dimensions."""
 _MAX_LISTED_NAMES = 3
 
 
@@ -74,7 +74,7 @@ class _Fit:
         blocks = _module(model, self.blocks)
         self.count = len(blocks) if isinstance(blocks, torch.nn.ModuleList) else model.config.num_hidden_layers
         self.unread: dict[str, str] = {}
-        """Name in the files -> what it would be called in the model."""
+        """Name in the files -> name in the model."""
         self.keys: dict[str, list[str]] = {}
         """Name in the model -> those in the files."""
         self.shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
@@ -105,7 +105,7 @@ class _Fit:
     @classmethod
     def build(cls, files: ModelFiles, keys: dict[str, Any]) -> _Fit:
         config = read_config(keys)
-        if config.num_hidden_layers > len(files.names):  # building so many would take long, too
+        if config.num_hidden_layers > len(files.names):  # also avoids a slow build
             raise UserError(
                 "model.blocks_differ",
                 f"{files.directory}: by config.json the model has {config.num_hidden_layers} blocks (num_hidden_layers), and the "
@@ -119,7 +119,7 @@ class _Fit:
         return [*self.missing, *self.shapes, *self.foreign.values()]
 
     def rows(self, name: str) -> int | None:
-        """Rows of a matrix in the files; None: it is not there, or not as it is in the model."""
+        """Rows of a matrix in the files; None if it is missing or stored differently."""
         file_keys = self.keys.get(name, [])
         shape = self.files.names[file_keys[0]].shape if len(file_keys) == 1 else ()
         return shape[0] if len(shape) == 2 else None
@@ -149,8 +149,8 @@ class _Fit:
         if self.foreign:
             raise UserError(
                 "model.foreign_tensors",
-                f"{directory}: the files hold {_some(self.foreign)}, which a {config.model_type} model lacks by config.json, and "
-                f"it would compute something else without: correct config.json, merge adapters, or unpack quantised weights",
+                f"{directory}: {_some(self.foreign)} in the files do not belong to a {config.model_type} model by config.json; "
+                f"fix config.json, merge adapters, or dequantise the weights",
             )
 
     def unread_notes(self) -> list[str]:
@@ -211,7 +211,7 @@ def _settle_vocabulary(fit: _Fit, keys: dict[str, Any]) -> str | None:
 
 
 def _settle_head(fit: _Fit, keys: dict[str, Any]) -> str | None:
-    """Untie an output projection that the files have beside the embedding, and that is another matrix."""
+    """Untie an LM head that differs from the embedding in the files."""
     for head, embedding in fit.tied.items():
         head_keys, embedding_keys = fit.keys.get(head, []), fit.keys.get(embedding, [])
         if (

@@ -17,7 +17,7 @@ DIVIDED_FAMILIES = (
     *("qwen3_next", "sarvam_mla", "sarvam_moe", "seed_oss", "smollm3", "solar_open", "starcoder2", "vaultgemma"),
     *("youtu",),
 )
-"""Proven families of which a group of ranks may divide every layer: ``tests/model/test_group.py`` tries them."""
+"""Families with tensor parallelism in every layer, tested by ``tests/model/test_group.py``."""
 
 _INDEXED = "has an indexer, which looks at all heads"
 _ONE_NAME = "has linear attention and attention by one name"
@@ -50,7 +50,7 @@ ROUTER_LOSS_FAMILIES = (
     *("ernie4_5_moe", "flex_olmo", "flint", "gpt_oss", "laguna", "lara_mini", "mellum", "minimax", "minimax_m2"),
     *("minimax_m3_vl_text", "mixtral", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next"),
 )
-"""Proven families of which transformers computes a loss of the routers by ``load_balancing_loss_func``, all in the same way."""
+"""Families whose router loss is transformers' ``load_balancing_loss_func``."""
 
 _STATE = "carries a state from token to token (linear attention)"
 _INDEXER = "chooses by an indexer which tokens are seen, and the indexer sees all records of a sequence"

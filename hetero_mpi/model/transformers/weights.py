@@ -156,8 +156,7 @@ def weight_mapping(model: PreTrainedModel) -> list[Any]:
 
 
 def with_mean_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
-    """A matrix of an embedding or a head, or a bias, in fp32, grown to so many ``rows``, each of which is the mean of the old ones:
-    that of ``resize_token_embeddings``, which draws around it. Summed in fp64, so that no number of threads changes it."""
+    """Extend an embedding, head or bias to ``rows`` by the mean row, in fp32. fp64 sums are independent of the thread count."""
     wide = tensor.float()
     mean = torch.stack([piece.double().sum(0) for piece in wide.split(_ROWS_PER_SUM)]).sum(0) / len(wide)
     return torch.cat([wide, mean.float().expand(rows - len(wide), *wide.shape[1:])])

@@ -37,7 +37,7 @@ from hetero_mpi.model.custom.custom_chain import (
     outline,
     sampled,
     shapes_of,
-    shared,
+    shared_parameter_error,
     unlike,
 )
 from hetero_mpi.model.layer.interface import as_input, embedding_matrices, seeded
@@ -266,7 +266,7 @@ def _check_built_inside(name: str, model: LayeredModel, seed: int) -> None:
         for second in builders.keys() - {name}:
             for inner, parameter in build_layer(second, builders[second], seed).named_parameters():
                 if parameter.data_ptr() in addresses:
-                    raise shared(name, second, inner)
+                    raise shared_parameter_error(name, second, inner)
         raise UserError(
             "custom.builder_repeats",
             f"layer {name!r} was built outside its builder: parameter {outside} is the same tensor at every call, so each process "
