@@ -1,6 +1,6 @@
 """Rebalancing: moves layers away from stragglers during a run (a laptop throttles, another user occupies a GPU).
 
-Every rank adds its measurements of a step to the next step's all-reduced decision (``StepExchange``), without an extra message. Rank
+Every rank adds its measurements of a step to the next step's all-reduced decision (``StepExchange``), with no extra message. Rank
 0 compares the sum with the prediction, watches the ratios (``Decider``) and requests a new plan from a separate process
 (``Replanner``). All ranks change after the same step, which rank 0 announces in its own part of the decision.
 
