@@ -90,7 +90,7 @@ def test_a_checkpoint_of_another_run_is_not_taken_after_a_death(
     path = write_checkpoint(checkpoint_path(tmp_path / "checkpoints", 3), told(3, begun="run2", run="t2"), {"a": (2,)})
     tuning = SimpleNamespace(trainable={"a": None}, constants={})
     context: Any = SimpleNamespace(run_dir=tmp_path, tuning=tuning)
-    history = RunHistory(losses=[LostRanks(gone=((1, "box"),), before=(0,))] * lost, token="t1")
+    history = RunHistory(losses=[LostRanks(gone=((1, "box"),), old_ranks=(0,))] * lost, token="t1")
     sources = start_state._checkpoint(context, history, resume, begun)
     assert sources == [Source(0, path, "", 3, "run2", 0, frozenset("a"))] * found
     if lost:
