@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 
 from hetero_mpi.data.dataset import SequenceSettings
 from hetero_mpi.data.text_sequences import build_sequences
-from hetero_mpi.data.token_cache import kept, read_dataset, write_dataset
+from hetero_mpi.data.token_cache import cached_or_build, read_dataset, write_dataset
 from hetero_mpi.data.tokenizer import train_bpe
 from hetero_mpi.interop import dataset_trainer
 from hetero_mpi.job.load import load_job
@@ -84,7 +84,7 @@ def sequences(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Kept:
         )
 
     def use(tell: Callable[[str], object]) -> object:
-        (dataset, _), _ = kept(["key"], fill, partial(read_dataset, ids=270), tell)
+        (dataset, _), _ = cached_or_build(["key"], fill, partial(read_dataset, ids=270), tell)
         return dataset.tokens.tolist(), dataset.targets.tolist(), dataset.train.tolist(), dataset.held_out.tolist()
 
     return Kept(cache_folder("tokens"), use)

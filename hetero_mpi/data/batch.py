@@ -41,7 +41,7 @@ class Compared:
     """KTO's reference point: mean log-ratio of model to reference for answers to other prompts, at least 0."""
 
     @classmethod
-    def of(cls, batch: Batch, answers: npt.NDArray[np.uint8], reference: npt.NDArray[np.float32]) -> Compared:
+    def from_batch(cls, batch: Batch, answers: npt.NDArray[np.uint8], reference: npt.NDArray[np.float32]) -> Compared:
         """The compared answers of a complete batch with positions."""
         assert batch.positions is not None
         of_chosen = ((batch.positions == 0).cumsum(axis=1) % 2 == 1) & (batch.targets != IGNORED)
@@ -64,7 +64,7 @@ class Weighed:
     """Sum of the weights over the targets of the batch that are not ignored."""
 
     @classmethod
-    def of(cls, targets: Tokens, weights: npt.NDArray[np.float32]) -> Weighed:
+    def from_batch(cls, targets: Tokens, weights: npt.NDArray[np.float32]) -> Weighed:
         """Weights of a complete batch with these ``targets``."""
         return cls(weights, float(weights.sum(where=targets != IGNORED, dtype=np.float64)))
 

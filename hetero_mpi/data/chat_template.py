@@ -28,7 +28,15 @@ from hetero_mpi.data.messages import ChatMessage
 from hetero_mpi.data.record_shapes import BadRecord, BadRecords
 from hetero_mpi.data.records import Record
 from hetero_mpi.data.template_process import rendered_prompt, rendered_records
-from hetero_mpi.data.tokenizer import beginning, begun, encoded, end_token, faults_named, in_batches, own_tokens_only
+from hetero_mpi.data.tokenizer import (
+    beginning,
+    document_token_ids,
+    encoded,
+    end_token,
+    faults_named,
+    in_batches,
+    own_tokens_only,
+)
 from hetero_mpi.util.errors import UserError
 
 Template = Literal["auto", "chat", "plain", "none"]
@@ -163,7 +171,7 @@ def render_prompt(tokenizer: PreTrainedTokenizerFast, prompt: str, template: Tem
     """
     backend = own_tokens_only(tokenizer)
     if template is None:
-        return begun(backend, [prompt])[0] or [end_token(tokenizer)]
+        return document_token_ids(backend, [prompt])[0] or [end_token(tokenizer)]
     conversation = [{"role": "user", "content": prompt}]
     return encoded(backend, [messages_text(choose_template(tokenizer, template), conversation, "the prompt")])[0]
 

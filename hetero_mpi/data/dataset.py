@@ -155,13 +155,13 @@ class Dataset(Rows):
         """The rows with these numbers."""
         targets = self.targets[numbers]
         positions = None if self.positions is None else self.positions[numbers]
-        weights = None if self.weights is None else Weighed.of(targets, self.weights[numbers])
+        weights = None if self.weights is None else Weighed.from_batch(targets, self.weights[numbers])
         count = int(np.count_nonzero(targets != IGNORED))
         batch = Batch(self.tokens[numbers], targets, count, positions, weighed=weights)
         if self.answers is None:
             return batch
         reference = np.zeros((len(numbers), self.records_per_row), np.float32)
-        return replace(batch, compared=Compared.of(batch, self.answers[numbers], reference), numbers=numbers)
+        return replace(batch, compared=Compared.from_batch(batch, self.answers[numbers], reference), numbers=numbers)
 
 
 def share_out(rows: Rows, settings: SequenceSettings, what: str, advice: str) -> Dataset:

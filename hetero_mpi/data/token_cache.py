@@ -63,7 +63,7 @@ def _mark_of(path: Path) -> tuple[int, int, str]:
     return stat.st_size, stat.st_mtime_ns, digest.hexdigest()
 
 
-def kept(
+def cached_or_build(
     key: Sequence[Any] | None,
     fill: Callable[[Path], Any],
     read: Callable[[Path, Any], T],

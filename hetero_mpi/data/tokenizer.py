@@ -163,7 +163,7 @@ def beginning(engine: Tokenizer) -> list[int]:
     return next((full[:end] for end in range(len(full)) if full[end : end + len(bare)] == bare), [])
 
 
-def begun(engine: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
+def document_token_ids(engine: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
     """Token ids of each text as the start of a document, with ``beginning`` prepended exactly once."""
     begin = beginning(engine)
     return [ids if ids[: len(begin)] == begin else [*begin, *ids] for ids in encoded(engine, texts)]

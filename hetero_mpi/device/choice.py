@@ -16,7 +16,7 @@ from hetero_mpi.util.plug_ins import plug_in_names
 
 DEVICE_VARIABLE = "HETERO_MPI_DEVICE"
 """Environment variable with the device of a host's ranks; overrides ``[cluster] device``, which applies to all hosts."""
-CORES_PER_GPU = 2.0
+MIN_CORES_PER_GPU = 2.0
 """Cores of a GPU rank's two threads: one submits work to the GPU, the other communicates."""
 _GPUS = plug_in_names("hetero_mpi.device.backends")
 DEVICE = re.compile(rf"auto|cpu|({'|'.join(_GPUS)})(:\d+)?")
@@ -84,7 +84,7 @@ class Cores:
 def cores_of(rank: int, ranks: Sequence[Cores]) -> float:
     """Number of cores for ``rank``: each core counts 1 / (ranks that may run on it), scaled down by a quota.
 
-    A GPU rank leaves its cores beyond ``CORES_PER_GPU`` to the CPU ranks on the same cores.
+    A GPU rank leaves its cores beyond ``MIN_CORES_PER_GPU`` to the CPU ranks on the same cores.
     """
     cores = ranks[rank]
     users = Counter(core for entry in ranks if entry.host == cores.host for core in entry.numbers)
@@ -94,5 +94,5 @@ def cores_of(rank: int, ranks: Sequence[Cores]) -> float:
     equal = allowed * sum(1 / users[core] for core in cores.numbers)
     if computing == 0:
         return equal
-    spared = max(0.0, equal - CORES_PER_GPU)
+    spared = max(0.0, equal - MIN_CORES_PER_GPU)
     return equal + spared * (len(sharers) - computing) / computing if cores.computes else equal - spared

@@ -113,7 +113,7 @@ class Trainer:
         self.places = places_of(self.rank, plan)
         self.pipeline = self.places[0].pipeline if self.places else None
         self.dtype = setup.dtype
-        self.loss_scale = loss_scale or LossScale.of(self.dtype)
+        self.loss_scale = loss_scale or LossScale.for_dtype(self.dtype)
         self.latest: StepResult | None = None
         self.stages: list[Stage] = []
         self.held: HeldLayers | None = None
@@ -229,10 +229,12 @@ class Trainer:
             arrays += [source.compared.answers, source.compared.reference] if source.compared is not None else []
             arrays += [source.weighed.weights] if source.weighed is not None else []
         tokens, targets, *extra = self.world.broadcast_arrays(arrays)
-        weighed = Weighed.of(targets, extra.pop()) if len(extra) in (1, 2) and extra[-1].dtype.kind == "f" else None
+        weighed = (
+            Weighed.from_batch(targets, extra.pop()) if len(extra) in (1, 2) and extra[-1].dtype.kind == "f" else None
+        )
         positions = extra[0] if extra else None
         batch = Batch(tokens, targets, self.chain.counted(targets), positions, weighed=weighed)
-        return replace(batch, compared=Compared.of(batch, *extra[1:])) if extra[1:] else batch
+        return replace(batch, compared=Compared.from_batch(batch, *extra[1:])) if extra[1:] else batch
 
     def likelihoods(self, batch: Batch) -> NDArray[np.float64]:
         """Log-likelihoods of all answers under the present model, [B, R]; see ``Compared``. Collective."""

@@ -33,7 +33,7 @@ from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.tuning import Tuning, nothing_trained
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, RankMemory, StagePlan
-from hetero_mpi.planning.types.sizes import STREAMED_LAYERS
+from hetero_mpi.planning.types.sizes import OFFLOADED_LAYER_COUNT
 from hetero_mpi.profiling.host_profiles import sharing_ranks
 from hetero_mpi.rundir.logs import say
 from hetero_mpi.state.file_supply import open_start
@@ -164,14 +164,14 @@ def _plan(
     rank_bytes = [sum(sizes[first:last]) for first, last in shares]
     streamed = any(bytes_ > limit for bytes_, limit in zip(rank_bytes, usable, strict=True))
     if streamed:  # each rank holds a few layers at a time
-        at_once = STREAMED_LAYERS * max(sizes)
+        at_once = OFFLOADED_LAYER_COUNT * max(sizes)
         shares = share_out(sizes, [limit if limit >= at_once else 0 for limit in usable])
         rank_bytes = [at_once if first < last else 0 for first, last in shares]
     if any(bytes_ > limit for bytes_, limit in zip(rank_bytes, usable, strict=True)):
         has = ", ".join(f"rank {rank} {units.size(limit)}" for rank, limit in enumerate(usable))
         raise CollectiveUserError(
             "memory.exceeded",
-            f"the model's parameters need {units.size(sum(sizes))} in {dtype}, and even {STREAMED_LAYERS} layers at a time do not "
+            f"the model's parameters need {units.size(sum(sizes))} in {dtype}, and even {OFFLOADED_LAYER_COUNT} layers at a time don't "
             f"fit the usable memory ({has}; 0 B: cannot compute in {dtype}): use ranks with more memory",
         )
     stages = tuple(

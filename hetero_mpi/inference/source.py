@@ -220,8 +220,8 @@ def _newest_metadata(directory: Path) -> tuple[JobConfig, dict[str, Any]] | None
     for path in sorted(directory.glob("step-*.h5"), reverse=True):
         try:
             with CheckpointReader(path) as reader:
-                reader.told("model_config")
-                return job_from_dict(reader.told("job")), reader.metadata
+                reader.required("model_config")
+                return job_from_dict(reader.required("job")), reader.metadata
         except (CheckpointError, ValidationError):
             continue  # damaged, or written by a program with other keys
     return None

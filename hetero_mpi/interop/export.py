@@ -131,7 +131,7 @@ def _checkpoint(source: Path, best: bool) -> Path:
 
 def _open(reader: CheckpointReader, path: Path) -> ExportSource:
     try:
-        job = job_from_dict(reader.told("job"))
+        job = job_from_dict(reader.required("job"))
     except ValidationError as error:
         raise UserError(
             "export.job_version",
@@ -143,15 +143,15 @@ def _open(reader: CheckpointReader, path: Path) -> ExportSource:
             f"{path} is of a custom model ({job.model.factory}), which has no Hugging Face format: its run wrote "
             f"model/model.safetensors, and docs/checkpoint.md shows how to read the checkpoint itself",
         )
-    chain = TransformersChain(read_config(reader.told("model_config")))
-    name, tuning = reader.told("base_model"), tuning_of(job, chain)
+    chain = TransformersChain(read_config(reader.required("model_config")))
+    name, tuning = reader.required("base_model"), tuning_of(job, chain)
     check_tensors(reader, path, tuning)
     base = hub.directory_of(name) if name else None
     return ExportSource(reader, path, job, chain, tuning, base)
 
 
 def _write_model(source: ExportSource, target: Path, layers: Iterator[dict[str, torch.Tensor]]) -> str:
-    generation = source.reader.told("generation_config") or None
+    generation = source.reader.required("generation_config") or None
     with ModelDirectoryWriter(source.chain.model, target, source.job.output.shard_bytes, generation) as writer:
         for state in layers:
             writer.add(state)
@@ -159,14 +159,14 @@ def _write_model(source: ExportSource, target: Path, layers: Iterator[dict[str, 
         kind = "model" if source.tuning.full else "merged"
         with warn_on_failure("writing the model card"):
             write_card(writer.path, target, source.path, source.reader.metadata, source.base, kind)
-    base = source.reader.told("base_model")
+    base = source.reader.required("base_model")
     added = "" if source.tuning.full else f": the weights of {base}, not quantised, with the adapter merged"
     return f"a model in {ModelFiles(target).config['dtype']}{added}{tokenizer_note}"
 
 
 def _write_adapter(source: ExportSource, target: Path) -> str:
     state = {name: _read(source, name) for name in (*source.tuning.trainable, *source.tuning.constants)}
-    base = source.reader.told("base_model")
+    base = source.reader.required("base_model")
     with adapter_directory(target) as output:
         write_adapter(output.path, source.tuning, state, base)
         tokenizer_note = _copy_tokenizer(source, output.path)

@@ -22,7 +22,7 @@ from torch import nn
 
 from hetero_mpi.device.backend import HOST, Backend, Copied, Copying
 from hetero_mpi.model.layer.quantize import is_empty
-from hetero_mpi.planning.types.sizes import STREAMED_LAYERS
+from hetero_mpi.planning.types.sizes import OFFLOADED_LAYER_COUNT
 from hetero_mpi.util.background import Background
 from hetero_mpi.util.disk import SPARE_BYTES, free_bytes
 from hetero_mpi.util.errors import UserError
@@ -147,7 +147,7 @@ class ReadAhead:
     def __init__(self, layers: Mapping[int, HostLayer], backend: Backend) -> None:
         self.layers, longest = layers, max(layer.bytes for layer in layers.values())
         self._free: list[tuple[torch.Tensor, _CopyStart]] = [
-            (backend.host_buffer((longest,), torch.uint8), Copied) for _ in range(STREAMED_LAYERS)
+            (backend.host_buffer((longest,), torch.uint8), Copied) for _ in range(OFFLOADED_LAYER_COUNT)
         ]
         """(buffer, last copy from it)."""
         self._read: dict[int, tuple[torch.Tensor, Background[None]]] = {}
@@ -193,15 +193,15 @@ class HostWeights:
         self.layers = layers
         self._copying = backend.copying() if backend.device != HOST and layers else None
         self._slots: list[torch.Tensor] = []
-        self._in_slot: list[int | None] = [None] * STREAMED_LAYERS
+        self._in_slot: list[int | None] = [None] * OFFLOADED_LAYER_COUNT
         self._started_copies: dict[int, _CopyStart] = {}
-        self._copied = [Copied()] * STREAMED_LAYERS
+        self._copied = [Copied()] * OFFLOADED_LAYER_COUNT
         """The last copy of every slot."""
         self._computing: int | None = None
         if self._copying is not None:
             largest = max(layer.bytes for layer in layers.values())
             self._slots = [
-                torch.empty(largest, dtype=torch.uint8, device=backend.device) for _ in range(STREAMED_LAYERS)
+                torch.empty(largest, dtype=torch.uint8, device=backend.device) for _ in range(OFFLOADED_LAYER_COUNT)
             ]
         layers_on_disk = {layer: layers[layer] for layer in on_disk if self._copying is not None}
         self._reading = ReadAhead(layers_on_disk, backend) if layers_on_disk else None
@@ -229,7 +229,10 @@ class HostWeights:
         if self._reading is not None:
             layer_order = range(min(self.layers), 1 + max(self.layers))[:: layer - keeping]
             # Most passes run in the opposite direction of the previous pass and find its last layers on the device.
-            for later_layer in (*layer_order[1 + layer_order.index(keeping) :], *layer_order[::-1][STREAMED_LAYERS:]):
+            for later_layer in (
+                *layer_order[1 + layer_order.index(keeping) :],
+                *layer_order[::-1][OFFLOADED_LAYER_COUNT:],
+            ):
                 if later_layer not in self._in_slot:
                     self._reading.start_read(later_layer)
 
@@ -262,7 +265,7 @@ class HostWeights:
             if layer is not None:
                 self.layers[layer].attach(self.layers[layer].block)
                 copied.wait()
-        self._in_slot, self._started_copies, self._computing = [None] * STREAMED_LAYERS, {}, None
+        self._in_slot, self._started_copies, self._computing = [None] * OFFLOADED_LAYER_COUNT, {}, None
 
     def _start_copy(self, layer: int, keeping: int | None) -> None:
         assert self._copying is not None

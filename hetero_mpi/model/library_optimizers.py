@@ -16,7 +16,7 @@ from hetero_mpi.job.rules import EIGHT_BIT
 from hetero_mpi.job.training_tables import TrainTable
 from hetero_mpi.model.tuning import imported_peft
 from hetero_mpi.planning.types import moments as kinds
-from hetero_mpi.planning.types.sizes import MOMENT_BLOCK
+from hetero_mpi.planning.types.sizes import MOMENT_BLOCK_SIZE
 
 _TORCH = {
     kinds.TWO: {"moments1": "exp_avg", "moments2": "exp_avg_sq"},
@@ -136,7 +136,7 @@ def _step_in_pieces(target: Parameter, state: dict[str, Any], group: Mapping[str
     for begin in range(0, target.numel(), _PIECE_ELEMENTS):
         gradient, values, first, second = (tensor[begin : begin + _PIECE_ELEMENTS] for tensor in tensors)
         if "absmax1" in state:
-            blocks = slice(begin // MOMENT_BLOCK, (begin + _PIECE_ELEMENTS) // MOMENT_BLOCK)
+            blocks = slice(begin // MOMENT_BLOCK_SIZE, (begin + _PIECE_ELEMENTS) // MOMENT_BLOCK_SIZE)
             maps, scales = ([state[f"{name}{i}"] for i in (1, 2)] for name in ("qmap", "absmax"))
             settings = (beta1, beta2, *zeros, group["eps"], state["step"], group["lr"])
             further: tuple[Any, ...] = (*maps, *(scale[blocks] for scale in scales), group["weight_decay"])

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from hetero_mpi.device.backend import Backend, Copied
-from hetero_mpi.planning.types.sizes import STREAMED_LAYERS
+from hetero_mpi.planning.types.sizes import OFFLOADED_LAYER_COUNT
 
 _ALIGNMENT_FLOATS = 16
 """Gradients in a flat buffer start at a cache line."""
@@ -60,9 +60,11 @@ class OffloadedGradients:
             self._parts[last].append(self.tied.view(-1))
         self._copying = backend.copying()  # one stream: a slot is copied out before it is overwritten
         longest = max((sum(map(len, parts)) for parts in self._parts.values()), default=0)
-        self._slots = [torch.zeros(longest, dtype=torch.float32, device=backend.device) for _ in range(STREAMED_LAYERS)]
-        self._in_slot: list[int | None] = [None] * STREAMED_LAYERS
-        self._copied = [Copied()] * STREAMED_LAYERS
+        self._slots = [
+            torch.zeros(longest, dtype=torch.float32, device=backend.device) for _ in range(OFFLOADED_LAYER_COUNT)
+        ]
+        self._in_slot: list[int | None] = [None] * OFFLOADED_LAYER_COUNT
+        self._copied = [Copied()] * OFFLOADED_LAYER_COUNT
         """Last copy from or to each slot."""
         self._computing = 0
         self._layers_without_gradients = set(self._parts)
@@ -97,7 +99,7 @@ class OffloadedGradients:
                 copied.wait()
 
     def _fetch(self, layer: int) -> None:
-        slot = (self._computing + 1) % STREAMED_LAYERS
+        slot = (self._computing + 1) % OFFLOADED_LAYER_COUNT
         self._in_slot[slot] = layer
         if layer not in self._layers_without_gradients:
             self._copy(layer, slot, leaves=False)

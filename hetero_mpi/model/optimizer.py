@@ -386,7 +386,7 @@ class LossScale:
     START = 2.0**16
 
     @classmethod
-    def of(cls, dtype: torch.dtype) -> LossScale:
+    def for_dtype(cls, dtype: torch.dtype) -> LossScale:
         return cls(cls.START if dtype == torch.float16 else 1.0)
 
     def update(self, finite: bool) -> None:

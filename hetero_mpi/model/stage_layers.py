@@ -51,7 +51,7 @@ class LayerShare(HeadLosses, Protocol):
     def leads(self) -> bool:
         """Whether this is the group's first rank."""
 
-    def own(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+    def shard(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         """This rank's shard of a tensor."""
 
     def exists(self, name: str) -> bool:
@@ -347,7 +347,7 @@ class StageLayers(HeldLayers):
         full_tensor = values.get(name)
         if full_tensor is None:
             full_tensor = start_value(name, self.tuning.trainable[name].shape, self.seed)
-        return full_tensor if self.divided is None else self.divided.own(name, full_tensor)
+        return full_tensor if self.divided is None else self.divided.shard(name, full_tensor)
 
     def _router_loss(self) -> RouterLoss | None:
         routers = self.chain.routers

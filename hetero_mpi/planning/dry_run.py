@@ -18,7 +18,7 @@ SENDER_OF = {Op.RECV_F: (Op.SEND_F, -1), Op.RECV_B: (Op.SEND_B, +1)}
 """Receive -> the send that it waits for, and its stage relative to the receiver."""
 BACKWARDS = (Op.B, Op.I)
 """An unsplit backward, or the part on which another stage waits."""
-CONTEXT_ACTIONS = 5
+MAX_CONTEXT_ACTIONS = 5
 """Actions shown before and after the position at which a rank is stuck."""
 MAX_SHOWN_RANKS = 16
 Problem = tuple[int, int, str]
@@ -193,7 +193,7 @@ def _format_lists(schedule: Schedule, stuck: dict[int, int]) -> str:
         position, cells = stuck.get(rank, middle), [*map(str, schedule.get(rank, ())), "(end)"]
         if rank in stuck:
             cells[position] = f"[{cells[position]}]"
-        begin, end = max(0, position - CONTEXT_ACTIONS), position + CONTEXT_ACTIONS + 1
+        begin, end = max(0, position - MAX_CONTEXT_ACTIONS), position + MAX_CONTEXT_ACTIONS + 1
         around = ["..."] * (begin > 0) + cells[begin:end] + ["..."] * (end < len(cells))
         rows.append(f"{'>' if rank in stuck else ' '} rank {rank}  {' '.join(around)}")
     hidden_count = len(ranks) - len(shown_ranks)

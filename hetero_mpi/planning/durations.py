@@ -29,7 +29,7 @@ from hetero_mpi.planning.schedule import COMPUTE, Action, Op, held_by, reduced_l
 from hetero_mpi.planning.types.cost import ModelCost
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile
-from hetero_mpi.planning.types.sizes import DTYPE_BYTES, GRADIENT_BYTES, STREAMED_LAYERS
+from hetero_mpi.planning.types.sizes import DTYPE_BYTES, GRADIENT_BYTES, OFFLOADED_LAYER_COUNT
 
 
 def update_s(number: int, plan: Plan, profile: ClusterProfile) -> float:
@@ -212,7 +212,7 @@ _Pass = tuple[bool, bool]
 def _passes(pipeline: PipelinePlan, stage: StagePlan, op: Op, trains_all: bool) -> dict[_Pass, float]:
     """Kinds of passes in a step -> their share. ``trains_all``: full fine-tuning, whose weights leave the device when updated.
     Warm-up forwards follow one another, as do the backwards at a step's end; in between they alternate."""
-    count, fits_buffers = pipeline.micro_batches, stage.last - stage.first <= STREAMED_LAYERS
+    count, fits_buffers = pipeline.micro_batches, stage.last - stage.first <= OFFLOADED_LAYER_COUNT
     cold_passes = 0 if fits_buffers else min(stage.warm_up, count - 1)
     if op is Op.F:
         cold_passes += trains_all
@@ -252,7 +252,7 @@ def _copying_pass_s(
         repeats_s = sum(device.forward_overhead_s + repeated_s(times, tokens) for tokens in repeated_slices)
         return sum(calls_s + layer_s(times, op, tokens) for tokens in slices) + repeats_s
 
-    ready = STREAMED_LAYERS * weights_there
+    ready = OFFLOADED_LAYER_COUNT * weights_there
     copies = [
         0.0 if index < ready else weights_s(device, model.streamed_bytes(layer)) for index, layer in enumerate(order)
     ]

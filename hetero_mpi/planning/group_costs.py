@@ -20,7 +20,7 @@ from hetero_mpi.planning.types.plan import StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve, DeviceProfile, LayerTimes
 from hetero_mpi.planning.types.sizes import EMBEDDING, GRADIENT_BYTES, HEAD
 
-DIVIDED_TIME_SHARE = 0.9
+DIVIDED_TIME_RATIO = 0.9
 """Default share of the time of blocks and head that is divided: all but norms, residuals and calls."""
 BUSIEST_SPREAD_RATIO = 1.5
 """The busier half of an untrained Mixtral's 8 experts gets 54 to 94 % of the choices, 77 % on average: 1.5 times its share
@@ -92,7 +92,7 @@ def member_times(
     full_times, half, without = device.layers[kind], device.halved.get(kind), device.without_experts.get(kind)
     half_share = _half_share(profile.model.heads)
     half_experts = _half_share(profile.model.experts)
-    default = 0.0 if kind == EMBEDDING else DIVIDED_TIME_SHARE
+    default = 0.0 if kind == EMBEDDING else DIVIDED_TIME_RATIO
 
     def part(full_curve: Curve, measured: Curve | None, without_experts_curve: Curve | None) -> tuple[Curve, Curve]:
         """Curves of the experts and of the rest."""

@@ -16,9 +16,9 @@ from hetero_mpi.planning.schedule import holdings, schedule_of
 from hetero_mpi.planning.types.cost import ModelCost
 from hetero_mpi.planning.types.plan import WARM_UP, PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, HostProfile
-from hetero_mpi.planning.types.sizes import GRADIENT_BYTES, STREAMED_LAYERS
+from hetero_mpi.planning.types.sizes import GRADIENT_BYTES, OFFLOADED_LAYER_COUNT
 
-STAGING_BUFFERS = 2
+STAGING_BUFFER_COUNT = 2
 """Host buffers per boundary and direction: one in transfer, one being filled or read."""
 Layer = int | NDArray[np.int64]
 """A layer index, or an array of them, one per stage."""
@@ -113,9 +113,9 @@ def stage_memory(
 ) -> StageMemory:
     """Bytes on the device for the layers [first, last).
 
-    An offloaded stage holds the weights of ``STREAMED_LAYERS`` layers, the inputs of every layer per micro-batch in flight (all
+    An offloaded stage holds weights of ``OFFLOADED_LAYER_COUNT`` layers, the inputs of every layer per micro-batch in flight (all
     activations of kept slices), one layer's activations of a slice, and the adapters' state or, in full fine-tuning,
-    ``STREAMED_LAYERS`` layers of gradients. Where the device computes in host memory, frozen weights are memory-mapped files,
+    ``OFFLOADED_LAYER_COUNT`` layers of gradients. Where the device computes in host memory, frozen weights are memory-mapped files,
     and full fine-tuning keeps everything.
 
     Args:
@@ -133,11 +133,11 @@ def stage_memory(
     deferred_bytes = deferred * _ceil(tables.deferred[first, last] * tokens)
     activations = in_flight * _ceil(kept_table[first, last] * tokens) + deferred_bytes
     if mode.streamed:
-        streamed = STREAMED_LAYERS * tables.most_streamed[first, last]
+        streamed = OFFLOADED_LAYER_COUNT * tables.most_streamed[first, last]
         if not model.trained_whole:
             parameters = parameters - tables.streamed[first, last] + streamed
         elif not in_host_memory:
-            parameters, state = streamed, STREAMED_LAYERS * tables.most_gradients[first, last]
+            parameters, state = streamed, OFFLOADED_LAYER_COUNT * tables.most_gradients[first, last]
         before, kept_tokens = np.maximum(0, np.subtract(first, 1)), min(tokens, mode.kept_slices * slice_tokens)
         inputs = tables.outputs[before, np.subtract(last, 1)] * (tokens - kept_tokens)
         activations = in_flight * (inputs + _ceil(kept_table[first, last] * kept_tokens))
@@ -149,7 +149,7 @@ def stage_memory(
         state=state,
         activations=activations,
         workspace=tables.workspace(slice_tokens)[first, last] + _ceil(recomputed * slice_tokens) + outputs,
-        staging=2 * STAGING_BUFFERS * tokens * (tables.crossing[first] + tables.crossing[last]),
+        staging=2 * STAGING_BUFFER_COUNT * tokens * (tables.crossing[first] + tables.crossing[last]),
     )
 
 
@@ -209,7 +209,7 @@ def host_state_bytes(model: ModelCost, first: Layer, last: Layer, on_disk: Colle
     """Bytes of an offloaded stage in host memory: weights (buffers only for layers ``on_disk``) and, in full fine-tuning,
     state."""
     disk_bytes = [model.streamed_bytes(layer) for layer in on_disk]
-    weights = streamed_bytes(model, first, last) - sum(disk_bytes) + STREAMED_LAYERS * max(disk_bytes, default=0)
+    weights = streamed_bytes(model, first, last) - sum(disk_bytes) + OFFLOADED_LAYER_COUNT * max(disk_bytes, default=0)
     if not model.trained_whole:
         return weights
     return weights + _ceil(model.stage_tables.state[first, last]) + model.tied_bytes * (last == len(model.layers))

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hetero_mpi.planning.memory import (
-    STAGING_BUFFERS,
+    STAGING_BUFFER_COUNT,
     Bytes,
     Layer,
     StageMemory,
@@ -192,7 +192,7 @@ def _multi_stage_bytes(profile: ClusterProfile, pipeline: PipelinePlan, rank: in
         sum(memory.parameters + memory.state + memory.staging for memory in empty.values())
         + max(memory.workspace for memory in empty.values())
         + peak_held_bytes
-        - 4 * STAGING_BUFFERS * between
+        - 4 * STAGING_BUFFER_COUNT * between
         - shared
     )
 

@@ -308,7 +308,7 @@ class EventLog:
         self._waits, self._run = is_used(run_dir), run_dir / RUN_NAME
         self._before = _changed_ns(self._run)
 
-    def tell(self, event: str, text: str, **values: Any) -> None:
+    def report(self, event: str, text: str, **values: Any) -> None:
         _print(text)
         self._waiting.append(as_event(event, text, {**values, "supervisor": self._supervisor}))
         if not self._waits or event not in _ROUTINE_EVENTS or _changed_ns(self._run) != self._before:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from hetero_mpi.data.chat_template import messages_text
 from hetero_mpi.data.messages import ROLES, ChatMessage
 from hetero_mpi.data.printed_parts import unprinted
-from hetero_mpi.data.tokenizer import begun, encoded, starts_of
+from hetero_mpi.data.tokenizer import document_token_ids, encoded, starts_of
 from hetero_mpi.inference.source import Opened
 from hetero_mpi.inference.writer import Spelling, Task
 from hetero_mpi.serve.api_requests import ApiRequest, ChatRequest
@@ -213,7 +213,7 @@ class Service:
             if count > self.context.tokens + _MAX_EXCESS_TOKENS:
                 raise self._too_long(f"more than {self.context.tokens:,}")
             end *= 2
-        return (begun if begins else encoded)(model.engine, [text])[0]
+        return (document_token_ids if begins else encoded)(model.engine, [text])[0]
 
     def _stops(self, model: ServedModel, request: ApiRequest) -> list[int]:
         """Stop tokens. Answers do not contain special tokens, so a stop string that equals a special token stands for the

@@ -34,7 +34,7 @@ from hetero_mpi.rundir.logs import say
 from hetero_mpi.state.directory import supervised
 from hetero_mpi.state.hdf5 import cut
 from hetero_mpi.state.saving import (
-    MEMORY_SHARE,
+    MAX_MEMORY_RATIO,
     BesideTraining,
     Snapshots,
     lack_of_memory,
@@ -49,11 +49,11 @@ from hetero_mpi.util.disk import free_bytes
 
 VERSIONS = 2
 """Versions in memory if ranks can survive the loss of others: the newest complete one, and one in transfer. Otherwise one."""
-DISK_SHARE = 0.5
+MAX_DISK_RATIO = 0.5
 """Maximum share of a host's free disk space, at the start of training, for copies."""
 _VERSIONS_ON_DISK = 2
 """One complete version and one being written."""
-COST_SHARE = 0.02
+MAX_COST_RATIO = 0.02
 """Maximum share of the run time for copies."""
 _TAG = 1
 _WARMUP_STEPS = 4
@@ -86,8 +86,8 @@ def peers(sizes: Sequence[int], hosts: Sequence[str]) -> dict[int, int]:
 
 
 def steps_between(cost_s: float, step_s: float) -> int:
-    """Minimum number of steps of ``step_s`` between copies of ``cost_s`` each that keeps their cost within ``COST_SHARE``."""
-    return max(1, math.ceil(cost_s / (COST_SHARE * step_s)))
+    """Minimum number of steps of ``step_s`` between copies of ``cost_s`` each that keeps their cost within ``MAX_COST_RATIO``."""
+    return max(1, math.ceil(cost_s / (MAX_COST_RATIO * step_s)))
 
 
 class CopyCosts:
@@ -152,7 +152,7 @@ class PeerReplicas(BesideTraining):
 
     Args:
         kept: list of stored versions; older ones, including other plans', stay until the first new one is complete.
-        every: steps between versions; None: the fewest that ``COST_SHARE`` allows, by measurement.
+        every: steps between versions; None: the fewest that ``MAX_COST_RATIO`` allows, by measurement.
         threaded: whether several threads may call MPI; otherwise training stops while copies are sent and written.
         local: writes versions to the hosts' disks; None: memory only.
     """
@@ -183,14 +183,14 @@ class PeerReplicas(BesideTraining):
         self.enabled, self._local = world.size > 1 or local is not None, local
         if self.enabled:
             lacking_hosts = lack_of_memory(world, self._versions * held_bytes)
-            allowed = f"{units.percent(MEMORY_SHARE)} of the free host memory"
+            allowed = f"{units.percent(MAX_MEMORY_RATIO)} of the free host memory"
             self.enabled = _has_space(lacking_hosts, "by other ranks", "a lost rank", allowed)
         if self.enabled and local is not None:
-            allowed = f"{units.percent(DISK_SHARE)} of the free space"
+            allowed = f"{units.percent(MAX_DISK_RATIO)} of the free space"
             free = 0
             with contextlib.suppress(OSError):
                 free = free_bytes(local.run_dir)
-            lacking_hosts = lack_of_space(world, _VERSIONS_ON_DISK * held_bytes, free, DISK_SHARE)
+            lacking_hosts = lack_of_space(world, _VERSIONS_ON_DISK * held_bytes, free, MAX_DISK_RATIO)
             self._local = local if _has_space(lacking_hosts, "on hosts' disks", "a lost machine", allowed) else None
         self.enabled = self.enabled and (self._local is not None or (self._in_memory and world.size > 1))
         super().__init__(world, MpiTransport(world.comm, threaded=False) if self.enabled else None)

@@ -111,7 +111,7 @@ class CheckpointReader:
             self._metadata = values
         return self._metadata
 
-    def told(self, key: str) -> Any:
+    def required(self, key: str) -> Any:
         """An entry of the metadata. Raises CheckpointError if it is missing."""
         if key not in self.metadata:
             raise CheckpointError(

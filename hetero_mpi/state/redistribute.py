@@ -47,7 +47,7 @@ class TensorShard:
     """The tensor-parallel ranks of the owner's stage, each possibly with a shard: they send their shards to the owner when it
     assembles the tensor, and need the complete tensor to cut theirs."""
 
-    def among(self, ranks: Sequence[int]) -> TensorShard:
+    def renumbered(self, ranks: Sequence[int]) -> TensorShard:
         """The same shard with ranks renumbered by their positions in ``ranks``."""
         owner, group = ranks.index(self.owner), tuple(map(ranks.index, self.group))
         return replace(self, owner=owner, others=(), group=group)

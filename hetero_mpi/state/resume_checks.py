@@ -52,7 +52,7 @@ def check_fits(
     _check_adapter(reader, path, tuning)
     check_tensors(reader, path, tuning, names)
     check_length(reader, path, sequence_length)
-    described = reader.told("model_config")
+    described = reader.required("model_config")
     with damage_named(path, "metadata/model_config"):
         changed = chain.changed_since(described)
     if changed is not None:

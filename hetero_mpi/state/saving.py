@@ -50,7 +50,7 @@ _TAG, _ALIGNED = 1, 4
 MAX_PIECES = 4
 """Maximum number of other ranks' pieces in rank 0's memory: enough to keep links busy while one is being written."""
 _LONG_WAIT_S = 0.5
-MEMORY_SHARE = 0.5
+MAX_MEMORY_RATIO = 0.5
 """Maximum share of a host's free memory that its ranks may use for copies."""
 
 Live = Callable[[TensorShard], torch.Tensor]
@@ -98,10 +98,10 @@ class Snapshots:
         self._newest: tuple[int, Snapshot] | None = None
 
     @classmethod
-    def of(cls, trainer: Trainer) -> Snapshots:
+    def for_trainer(cls, trainer: Trainer) -> Snapshots:
         # Savers and replicas use transports of the active ranks only, which are renumbered there.
         active = list(trainer.world.numbers or range(trainer.world.size))
-        listed = [shard.among(active) for shard in tensor_shards(trainer.tuning, trainer.plan, KINDS)]
+        listed = [shard.renumbered(active) for shard in tensor_shards(trainer.tuning, trainer.plan, KINDS)]
         return cls(trainer.world.rank, trainer.backend, listed, LiveState(trainer))
 
     def holder(self, most: int) -> deque[Snapshot]:
@@ -225,7 +225,7 @@ class Saver(BesideTraining):
         if lacking_hosts is not None:
             self._may_thread = False
             say(
-                f"Training waits while checkpoints are written: snapshots may use {units.percent(MEMORY_SHARE)} of the free "
+                f"Training waits while checkpoints are written: snapshots may use {units.percent(MAX_MEMORY_RATIO)} of the free "
                 f"host memory; {lacking_hosts}"
             )
 
@@ -287,7 +287,7 @@ class Saver(BesideTraining):
 
 def lack_of_memory(world: World, needed_bytes: int) -> str | None:
     """Describe the hosts without enough memory for their ranks' copies; None if there are none. Collective."""
-    return lack_of_space(world, needed_bytes, host_memory().usable_bytes, MEMORY_SHARE)
+    return lack_of_space(world, needed_bytes, host_memory().usable_bytes, MAX_MEMORY_RATIO)
 
 
 def lack_of_space(world: World, needed_bytes: int, free_bytes: int, allowed: float) -> str | None:

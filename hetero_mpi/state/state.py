@@ -91,7 +91,7 @@ class State:
     @classmethod
     def initial(cls, dtype: str) -> State:
         """The state before the first step of a run with compute dtype ``dtype``."""
-        return cls(LossScale.of(DTYPES[dtype]))
+        return cls(LossScale.for_dtype(DTYPES[dtype]))
 
     def add_step(self, line: StepMetrics, finite: bool) -> None:
         """Record a step. ``finite``: it updated the parameters."""

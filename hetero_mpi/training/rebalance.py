@@ -37,7 +37,7 @@ from hetero_mpi.planning.types.codec import decode, encode
 from hetero_mpi.planning.types.plan import Plan, PlanReport
 from hetero_mpi.rundir.logs import say
 from hetero_mpi.rundir.run_directory import append_event
-from hetero_mpi.state.saving import MEMORY_SHARE
+from hetero_mpi.state.saving import MAX_MEMORY_RATIO
 from hetero_mpi.training.build import lack_of_snapshot_memory
 from hetero_mpi.training.setup.context import RunContext, Share
 from hetero_mpi.training.setup.profile_and_plan import planning_request
@@ -89,7 +89,7 @@ class Rebalancer:
         lack = lack_of_snapshot_memory(share)
         if lack is not None and self._has_memory:
             say(
-                f"Rebalancing is off: moving layers may use {units.percent(MEMORY_SHARE)} of the free host memory; {lack}"
+                f"Rebalancing is off: moving layers may use {units.percent(MAX_MEMORY_RATIO)} of the free host memory; {lack}"
             )
         self._has_memory = lack is None
 

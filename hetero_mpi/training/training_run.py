@@ -303,7 +303,7 @@ class TrainingRun:
         if rebalancer is not None:
             rebalancer.start_plan(share)
         with _errors_reach_idle_ranks(world, share):
-            snapshots = Snapshots.of(share.trainer)
+            snapshots = Snapshots.for_trainer(share.trainer)
             checkpoint_metadata = training.described(share)
             with replicate_state(context, history, share.members, snapshots, state, checkpoint_metadata) as after_step:
                 loop = Loop(training, share, state, after_step, snapshots)

@@ -70,7 +70,7 @@ MAX_SLOWDOWN = 2.0
 MAX_ATTEMPTS = 3
 """Maximum number of plans to run until one fits."""
 _NOTE = "corrected by"
-RETRY_MEMORY_SHARE = 0.95
+RETRY_MEMORY_RATIO = 0.95
 """Share of the planned memory that a rank's budget keeps after running out of memory."""
 
 
@@ -356,7 +356,7 @@ def _with_less_memory(profile: ClusterProfile, report: PlanReport, short: Sequen
         least = min(device.memory_bytes, lack.used_bytes, planned.get(lack.rank, device.memory_bytes))
         devices[lack.rank] = replace(
             device,
-            memory_bytes=math.floor(RETRY_MEMORY_SHARE * least),
+            memory_bytes=math.floor(RETRY_MEMORY_RATIO * least),
             memory_reason="what there was when the plan was tried",
         )
     return replace(profile, devices=tuple(devices))

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from hetero_mpi.data.chat_template import render_prompt
 from hetero_mpi.data.tokenizer import load_tokenizer, save_tokenizer
 from hetero_mpi.inference.evaluate import evaluate
-from hetero_mpi.inference.evaluate.evaluate import RESULT, EvaluateOptions, _check, named
+from hetero_mpi.inference.evaluate.evaluate import RESULT, EvaluateOptions, _check, patterns_by_name
 from hetero_mpi.model.layer.quantize import set_training
 from hetero_mpi.rundir.metrics import read_metrics
 from tests.commands.test_generate import model_with_tokenizer, written
@@ -128,10 +128,10 @@ def test_losses_are_those_of_the_run_and_of_transformers(run: Path, base: Path, 
 
 
 def test_sets_have_names_of_their_own() -> None:
-    assert named(["a=x/*.jsonl", "data/b.jsonl"]) == {"a": "x/*.jsonl", "b": "data/b.jsonl"}
+    assert patterns_by_name(["a=x/*.jsonl", "data/b.jsonl"]) == {"a": "x/*.jsonl", "b": "data/b.jsonl"}
     for words in (["b=x", "c/b.jsonl"], ["=x"], ["a="], [""]):
         with refuses("evaluate.set", words[-1]):
-            named(words)
+            patterns_by_name(words)
 
 
 def test_a_place_that_cannot_be_written_is_known_before_the_weights(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 from hetero_mpi.cli import main
 from hetero_mpi.data import text_sequences, token_cache
 from hetero_mpi.data.dataset import mapped, parts_of_rows
-from hetero_mpi.data.token_cache import file_marks, kept
+from hetero_mpi.data.token_cache import cached_or_build, file_marks
 from hetero_mpi.job.load import load_job
 from hetero_mpi.training.setup.data_setup import Material, prepare
 from hetero_mpi.util.disk import cache_folder
@@ -109,7 +109,7 @@ def test_large_files_are_told_apart_by_samples(tmp_path: Path) -> None:
 
 def entry(key: object, fill: Callable[[Path], object]) -> tuple[str, bool]:
     """(the text of the file "x" of an entry, was it there?)."""
-    return kept([key], fill, lambda folder, _: (folder / "x").read_text(), print)
+    return cached_or_build([key], fill, lambda folder, _: (folder / "x").read_text(), print)
 
 
 def test_runs_at_once_and_what_dead_ones_left(job: Path) -> None:

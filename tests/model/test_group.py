@@ -357,7 +357,7 @@ def test_scales_that_share_scales_are_those_of_whole_tensors(
     whole = whole_stages(chain, tuning, "bf16", cuts, 0.02)
     group = ThreadGroup(chain, cuts, (2, 1), NamedStart(0.02), "bf16", tuning, experts=experts)
     expected, found = unpacked(whole), group.whole([unpacked(own) for own in group.members], False)
-    assert any(value.numel() // quantize.BLOCK % 256 for value in expected.values())
+    assert any(value.numel() // quantize.BLOCK_SIZE % 256 for value in expected.values())
     assert expected.keys() == found.keys() and all(torch.equal(found[name], value) for name, value in expected.items())
 
 

@@ -56,7 +56,7 @@ def test_scaled_gradients_give_the_same_decision() -> None:
 
 
 def test_loss_scale_halves_on_overflow_and_doubles_after_patience() -> None:
-    scale = LossScale.of(torch.float16)
+    scale = LossScale.for_dtype(torch.float16)
     assert scale.value == 65536.0
     scale.update(finite=False)
     assert (scale.value, scale.good_steps) == (32768.0, 0)
@@ -66,7 +66,7 @@ def test_loss_scale_halves_on_overflow_and_doubles_after_patience() -> None:
     scale.update(finite=True)
     assert (scale.value, scale.good_steps) == (65536.0, 0)
     for dtype in (torch.float32, torch.bfloat16):
-        wide = LossScale.of(dtype)
+        wide = LossScale.for_dtype(dtype)
         wide.update(finite=False)
         assert wide.value == 1.0, "wide exponents need no scale"
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hetero_mpi.planning.group_costs import DIVIDED_TIME_SHARE, group_device
+from hetero_mpi.planning.group_costs import DIVIDED_TIME_RATIO, group_device
 from hetero_mpi.planning.types.cost import LayerCost, ModelCost
 from hetero_mpi.planning.types.plan import StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve, DeviceProfile, LayerTimes, LinkProfile
@@ -68,7 +68,7 @@ def predicted_s(profile: ClusterProfile, gpus: int, sequences: int) -> float:
 
 def fitted(known: Measured, gpus: int) -> float:
     """The speed of a hop that explains the times of one sequence on so many GPUs: four sums of 2 (n - 1) hops of 1/n each."""
-    left_s = sum(known[gpus, 1]) - (1 - DIVIDED_TIME_SHARE * (1 - 1 / gpus)) * sum(known[1, 1])
+    left_s = sum(known[gpus, 1]) - (1 - DIVIDED_TIME_RATIO * (1 - 1 / gpus)) * sum(known[1, 1])
     return 4 * 2 * (gpus - 1) / gpus * TOKENS * HIDDEN * 4 / left_s
 
 

@@ -188,7 +188,7 @@ def _text(tokens: Tokens, targets: Tokens, weights: npt.NDArray[np.float32] | No
         yield ScoredText(task, [w if used else None for w, used in zip(all_weights, target_mask[:length], strict=True)])
 
 
-def named(words: Sequence[str]) -> dict[str, str]:
+def patterns_by_name(words: Sequence[str]) -> dict[str, str]:
     """Name -> file pattern, from ``NAME=FILES``, or ``FILES`` named by the file. Raises UserError for a repeated name."""
     pattern_by_name: dict[str, str] = {}
     for word in words:
@@ -289,7 +289,9 @@ def _sets(opened: Opened, options: EvaluateOptions) -> dict[str, list[ScoredText
     source, limit = options.source.expanduser(), options.limit or _MAX_SEQUENCES
     loaded = job_of_run(source)
     if options.data:
-        sets = {name: set_of_files(opened, loaded, files, limit) for name, files in named(options.data).items()}
+        sets = {
+            name: set_of_files(opened, loaded, files, limit) for name, files in patterns_by_name(options.data).items()
+        }
         if empty := [name for name, texts in sets.items() if not texts]:
             raise UserError(
                 "evaluate.nothing_to_score",

@@ -9,7 +9,7 @@ from lm_eval.__main__ import cli_evaluate
 from lm_eval.api.registry import register_model
 from lm_eval.models.openai_completions import LocalCompletionsAPI
 
-from hetero_mpi.data.tokenizer import beginning, begun, encoded, own_tokens_only
+from hetero_mpi.data.tokenizer import beginning, document_token_ids, encoded, own_tokens_only
 
 
 @register_model("hetero_mpi")
@@ -30,7 +30,7 @@ class HarnessModel(LocalCompletionsAPI):
 
     def tok_encode(self, string: str | Sequence[str], *_: Any, add_special_tokens: bool = True, **__: Any) -> Any:
         """``add_special_tokens``: False if lm-eval itself prepends a token."""
-        encode = begun if add_special_tokens and not self._templated else encoded
+        encode = document_token_ids if add_special_tokens and not self._templated else encoded
         ids = encode(self._engine, [string] if isinstance(string, str) else list(string))
         return ids[0] if isinstance(string, str) else ids
 

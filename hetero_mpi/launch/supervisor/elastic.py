@@ -112,7 +112,7 @@ class Supervisor:
             fruitless = fruitless if same else 0
             if self._ranks(watched) < self.options.min_ranks:
                 text = f"{self._ranks(watched)} ranks fit on the hosts that answer, but --min-ranks is {self.options.min_ranks}"
-                self.events.tell("too-few", text, hosts=previous_names)
+                self.events.report("too-few", text, hosts=previous_names)
                 silent, fruitless = [], fruitless + 1
             else:
                 outcome, progressed = self._start(watched, scratch)
@@ -120,7 +120,7 @@ class Supervisor:
                     silent = []
                     continue
                 if outcome.code is not None and (outcome.code in _FINAL_CODES or self.signals):
-                    self.events.tell("end", f"the job ended with exit code {outcome.code}", code=outcome.code)
+                    self.events.report("end", f"the job ended with exit code {outcome.code}", code=outcome.code)
                     return outcome.code
                 silent, fruitless = outcome.silent, 0 if progressed else fruitless + 1
                 if fruitless >= _MAX_FRUITLESS_STARTS:
@@ -132,7 +132,7 @@ class Supervisor:
             self._pause(fruitless)
 
     def _stop_restarting(self, text: str) -> int:
-        self.events.tell("given-up", f"{text} (exit code {GIVEN_UP})", code=GIVEN_UP)
+        self.events.report("given-up", f"{text} (exit code {GIVEN_UP})", code=GIVEN_UP)
         return GIVEN_UP
 
     def _probe(self, silent: Sequence[WatchedHost]) -> list[WatchedHost]:
@@ -151,7 +151,7 @@ class Supervisor:
             raise UserError(
                 "elastic.no_room", f"{text}: free some space there; TMPDIR sets the folder for temporary files"
             )
-        self.events.tell("hosts", text, present=names, missing=missing)
+        self.events.report("hosts", text, present=names, missing=missing)
         return watched
 
     def _ranks(self, watched: Sequence[WatchedHost]) -> int:
@@ -168,7 +168,7 @@ class Supervisor:
         if self.stepped:
             text += f", {_state_text(resume, copies)}"
         hosts = [host.name for host in watched]
-        self.events.tell("start", text, start=self.starts, ranks=ranks, hosts=hosts, resume=resume, copies=copies)
+        self.events.report("start", text, start=self.starts, ranks=ranks, hosts=hosts, resume=resume, copies=copies)
         if self.options.verbose or self.starts == 1:
             announce(command, self.options.verbose)
         self.watching.spare_start(start)
@@ -181,7 +181,7 @@ class Supervisor:
             unreachable = self._end_start(process, watched)
         killed = {host.name: host.memory_kills - kills[host.number] for host in watched}
         if outcome.code != 0 and (text := memory_kills_text(killed)):
-            self.events.tell("memory", text, hosts=[name for name, count in killed.items() if count > 0])
+            self.events.report("memory", text, hosts=[name for name, count in killed.items() if count > 0])
         errors.finish(ExitCode.FAILED if outcome.code is None else outcome.code)
         if outcome.code == 0:
             outcome = self._verified_outcome(outcome, watched, unreachable)
@@ -237,13 +237,13 @@ class Supervisor:
         candidates = [host.name for host in watched if host.name not in self._unfit_leaders]
         text = f"{leader} cannot lead in place of {self._leader_name} (see the error above)"
         if candidates:
-            self.events.tell("unfit", f"{text}: trying {candidates[0]}", host=leader)
+            self.events.report("unfit", f"{text}: trying {candidates[0]}", host=leader)
             return True
         text += (
             "; nor could any other remaining host. The first rank must be able to read the job, its data and its model under "
             f"the same paths as on {self._leader_name}: copy them, and continue with `train --resume`"
         )
-        self.events.tell("unfit", text, host=leader)
+        self.events.report("unfit", text, host=leader)
         return False
 
     def _verified_outcome(
@@ -257,7 +257,7 @@ class Supervisor:
             return outcome
         text = f"the launcher ended with exit code 0, but after step {step} of {last}; "
         text += f"no word from {', '.join(host.name for host in unreachable)}" if unreachable else "every host answers"
-        self.events.tell("broken", text, code=0)
+        self.events.report("broken", text, code=0)
         return StartOutcome(None)
 
     def _watch_start(
@@ -272,20 +272,20 @@ class Supervisor:
                 self._noticed_s = time.monotonic()
                 code = code if code >= 0 else 128 - code  # a shell's code for a signal
                 if code not in _FINAL_CODES and not self.signals:
-                    self.events.tell("broken", f"the job ended with exit code {code}", code=code)
+                    self.events.report("broken", f"the job ended with exit code {code}", code=code)
                 return StartOutcome(code)
             if silent := self.watching.silent(watched):
                 self._noticed_s = time.monotonic()
                 names = [host.name for host in silent]
                 text = f"{', '.join(names)} silent for {self.options.heartbeat_timeout_s:g} s: treated as lost"
-                self.events.tell("silent", text, hosts=names)
+                self.events.report("silent", text, hosts=names)
                 return StartOutcome(128 + self.signals[0] if self.signals else None, silent)
             if len(self.signals) > passed_on:
                 name = signal.Signals(self.signals[-1]).name
                 if passed_on:
-                    self.events.tell("signal", f"{name}: {ABORT_TEXT}")
+                    self.events.report("signal", f"{name}: {ABORT_TEXT}")
                     return StartOutcome(128 + self.signals[-1])
-                self.events.tell("signal", f"{name}: {STOP_TEXT}")
+                self.events.report("signal", f"{name}: {STOP_TEXT}")
                 request_stop(process, again=False)
                 passed_on = len(self.signals)
             time.sleep(_POLL_S)
@@ -303,7 +303,7 @@ class Supervisor:
             text = (
                 f"start {self.starts} is ended here; no word of it from {', '.join(host.name for host in unreachable)}"
             )
-        self.events.tell("ended", text, start=self.starts)
+        self.events.report("ended", text, start=self.starts)
         return unreachable
 
     def _report_first_step(self, step: int) -> None:
@@ -312,7 +312,7 @@ class Supervisor:
         if self._noticed_s is not None:
             values["after_s"] = round(time.monotonic() - self._noticed_s, 3)
             text += f", {values['after_s']:.1f} s after the previous start was found to have ended"
-        self.events.tell("first-step", text, start=self.starts, step=step, **values)
+        self.events.report("first-step", text, start=self.starts, step=step, **values)
 
     def _state(self, watched: list[WatchedHost]) -> tuple[int, int]:
         """Return (step of the newest checkpoint, step of the newest copies on disk) to resume from, 0 for none.
@@ -332,7 +332,7 @@ class Supervisor:
         reported, deadline = False, time.monotonic() + _LOCK_TIMEOUT_S
         while self.starts > 1 and not self.signals and time.monotonic() < deadline and self.watching.locked(leader):
             if not reported:
-                self.events.tell("locked", "a lost rank still holds the run directory: waiting for its end")
+                self.events.report("locked", "a lost rank still holds the run directory: waiting for its end")
                 reported = True
             time.sleep(_POLL_S)
 
@@ -341,7 +341,7 @@ class Supervisor:
         if fruitless == 0:
             return
         pause_s = min(_MAX_PAUSE_S, 2.0 ** (fruitless - 1))
-        self.events.tell("pause", f"trying again in {pause_s:g} s", seconds=pause_s)
+        self.events.report("pause", f"trying again in {pause_s:g} s", seconds=pause_s)
         until = time.monotonic() + pause_s
         while time.monotonic() < until and not self.signals:
             time.sleep(_POLL_S)

@@ -20,10 +20,10 @@ from torch import nn
 from hetero_mpi.job.training_tables import AdapterTable
 from hetero_mpi.model.group.tensor_division import Division, Holding
 from hetero_mpi.model.layer.interface import WRAPPED, ParameterSpec
-from hetero_mpi.model.layer.quantize import BLOCK
+from hetero_mpi.model.layer.quantize import BLOCK_SIZE
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.planning.types.moments import EIGHT_BIT
-from hetero_mpi.planning.types.sizes import MOMENT_BLOCK
+from hetero_mpi.planning.types.sizes import MOMENT_BLOCK_SIZE
 
 _COLWISE, _ROWWISE, _EXPERTS = "colwise", "rowwise", "moe_tp_experts"
 _HEAD_NORM = "norm over heads"
@@ -125,7 +125,7 @@ class _Rules:
         self, chain: TransformersChain, tuning: Trained, shares: Sequence[int], experts: Sequence[int] | None
     ) -> None:
         self._chain, self._shares, self._experts = chain, shares, experts
-        self._unit = BLOCK if tuning.nf4 else None
+        self._unit = BLOCK_SIZE if tuning.nf4 else None
         self._of_moments = EIGHT_BIT in tuning.moments.values()
         self._styles = styles(chain)
         self._containers = containers(chain)
@@ -167,8 +167,8 @@ class _Rules:
 
     def _inner_bounds(self, container: str, width: int) -> tuple[int, ...]:
         if not is_attention(container):
-            whole_blocks = self._of_moments and width % MOMENT_BLOCK == 0
-            return self._in_proportion(width, self._unit or (MOMENT_BLOCK if whole_blocks else _unit(width)))
+            whole_blocks = self._of_moments and width % MOMENT_BLOCK_SIZE == 0
+            return self._in_proportion(width, self._unit or (MOMENT_BLOCK_SIZE if whole_blocks else _unit(width)))
         of_a_head = width // sum(self._shares)
         return tuple(of_a_head * heads for heads in (0, *accumulate(self._shares)))
 

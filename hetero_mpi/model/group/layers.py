@@ -60,7 +60,7 @@ class DividedLayers:
     def leads(self) -> bool:
         return self._link.member == 0
 
-    def own(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def shard(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """This rank's shard of a tensor."""
         return self._divisions[name].part(tensor, self._link.member)
 
@@ -93,7 +93,7 @@ class DividedLayers:
                 for name, parameter in list(module.named_parameters(recurse=False)):
                     full = f"{path}.{name}"
                     if full in self._divisions and parameter.device.type != "meta":
-                        part = self.own(full, parameter.detach())
+                        part = self.shard(full, parameter.detach())
                         setattr(module, name, nn.Parameter(part, parameter.requires_grad))
         self.fit(model, layer)
 

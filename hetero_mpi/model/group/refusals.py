@@ -19,12 +19,12 @@ from hetero_mpi.model.group.division import (
 )
 from hetero_mpi.model.group.tensor_division import Division
 from hetero_mpi.model.layer.interface import LayerChain
-from hetero_mpi.model.layer.quantize import BLOCK
+from hetero_mpi.model.layer.quantize import BLOCK_SIZE
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.supported import DIVIDED_FAMILIES, UNDIVIDED_FAMILIES
 from hetero_mpi.planning.types.moments import EIGHT_BIT
 from hetero_mpi.planning.types.plan import Plan
-from hetero_mpi.planning.types.sizes import MOMENT_BLOCK
+from hetero_mpi.planning.types.sizes import MOMENT_BLOCK_SIZE
 from hetero_mpi.util.errors import UserError
 
 
@@ -151,12 +151,14 @@ def _refused_cuts(
         size = chain.parameters[name].shape[division.dim] if name in chain.parameters else None
         if division.cut and size is not None and division.pieces * division.bounds[-1] != size:
             return (
-                f"NF4 packs {BLOCK} weights at a time, and {name} has {size} columns or rows to shard, not a multiple: give "
+                f"NF4 packs {BLOCK_SIZE} weights at a time, and {name} has {size} columns or rows to shard, not a multiple: give "
                 f'each rank its own stage, or set [model] quantization to "none"'
             )
-        if tuning.moments.get(name) == EIGHT_BIT and division.cuts_blocks(tuning.trainable[name].shape, MOMENT_BLOCK):
+        if tuning.moments.get(name) == EIGHT_BIT and division.cuts_blocks(
+            tuning.trainable[name].shape, MOMENT_BLOCK_SIZE
+        ):
             return (
-                f"8-bit optimizer states have blocks of {MOMENT_BLOCK}, and a shard bound lies within a block of {name}, "
+                f"8-bit optimizer states have blocks of {MOMENT_BLOCK_SIZE}, and a shard bound lies within a block of {name}, "
                 f"{' x '.join(map(str, tuning.trainable[name].shape))}, at {', '.join(map(str, division.bounds))}: choose other "
                 f'shares, or set [train] optimizer to "adamw"'
             )
@@ -183,10 +185,10 @@ def _refused_packing(chain: TransformersChain, name: str, division: Division, of
     shape = chain.parameters[name].shape
     row = math.prod(shape[1:])
     ends = [bound * (row if division.dim == 0 else 1) for bound in division.bounds]
-    if any(end % BLOCK for end in (*ends, row)):
+    if any(end % BLOCK_SIZE for end in (*ends, row)):
         unit = "experts" if of_experts else "columns" if division.dim else "rows"
         return (
-            f"NF4 packs {BLOCK} weights at a time, and blocks cross the shard bounds of {name}, {' x '.join(map(str, shape))}, at "
+            f"NF4 packs {BLOCK_SIZE} weights at a time, and blocks cross shards of {name}, {' x '.join(map(str, shape))}, at "
             f'the {unit} {", ".join(map(str, division.bounds))}: choose other shares, or set [model] quantization to "none"'
         )
     return None

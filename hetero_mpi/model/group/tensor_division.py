@@ -9,8 +9,8 @@ from enum import Enum
 
 import torch
 
-from hetero_mpi.model.layer.quantize import BLOCK
-from hetero_mpi.planning.types.sizes import MOMENT_BLOCK
+from hetero_mpi.model.layer.quantize import BLOCK_SIZE
+from hetero_mpi.planning.types.sizes import MOMENT_BLOCK_SIZE
 
 
 class Holding(Enum):
@@ -68,15 +68,15 @@ class Division:
     @property
     def of_blocks(self) -> Division:
         """Sharding of the tensor of this tensor's NF4 scales, (rows, blocks of a row)."""
-        return self if self.dim == 0 else replace(self, bounds=tuple(bound // BLOCK for bound in self.bounds))
+        return self if self.dim == 0 else replace(self, bounds=tuple(bound // BLOCK_SIZE for bound in self.bounds))
 
     def of_moments(self, shape: Sequence[int]) -> tuple[Division, tuple[int, int]]:
         """Sharding and shape of the scales of 8-bit moments of this tensor, of ``shape``; shard bounds lie between blocks."""
         outer = math.prod(shape[: self.dim]) * self.pieces
         inner = math.prod(shape) // outer
         inner_size = math.prod(shape[self.dim + 1 :])
-        ends = tuple(-(-bound * inner_size // MOMENT_BLOCK) for bound in self.bounds)
-        return Division(self.held, 1, ends), (outer, -(-inner // MOMENT_BLOCK))
+        ends = tuple(-(-bound * inner_size // MOMENT_BLOCK_SIZE) for bound in self.bounds)
+        return Division(self.held, 1, ends), (outer, -(-inner // MOMENT_BLOCK_SIZE))
 
     def cuts_blocks(self, shape: Sequence[int], block: int) -> bool:
         """Whether a shard bound of a tensor of ``shape`` lies within a block of ``block`` contiguous elements."""

@@ -102,7 +102,7 @@ class WeightGradients:
         buffers = {tensor.untyped_storage().data_ptr() for tensor in borrowed if tensor is not None}
         copies: dict[tuple[int, torch.Size, tuple[int, ...]], torch.Tensor] = {}
 
-        def own(tensor: torch.Tensor) -> torch.Tensor:
+        def with_own_buffer(tensor: torch.Tensor) -> torch.Tensor:
             if tensor.untyped_storage().data_ptr() not in buffers:
                 return tensor
             key = (tensor.data_ptr(), tensor.shape, tensor.stride())
@@ -111,7 +111,7 @@ class WeightGradients:
             return copies[key]
 
         for entries in self._running.values():
-            entries[:] = [(weight, own(x), own(dy)) for weight, x, dy in entries]
+            entries[:] = [(weight, with_own_buffer(x), with_own_buffer(dy)) for weight, x, dy in entries]
 
     def forget(self) -> None:
         """Drop the entries of weight parts that will not run."""

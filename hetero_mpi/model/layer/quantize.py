@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from bitsandbytes.functional import QuantState
     from bitsandbytes.nn import Linear4bit
 
-BLOCK = 64
+BLOCK_SIZE = 64
 """Weights that share one scale."""
-_SCALE_BLOCK = 256
+_SCALE_BLOCK_SIZE = 256
 """Scales that share one scale of scales (double quantization)."""
 _PIECE = 1 << 24
 """Weights quantized at a time; bitsandbytes needs ten bytes of workspace for each."""
@@ -65,7 +65,7 @@ def double_scales(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """
     from bitsandbytes.functional import dequantize_blockwise
 
-    largest = [piece.view(-1, BLOCK).abs().amax(1).float() for piece in _rounded(weight, dtype)]
+    largest = [piece.view(-1, BLOCK_SIZE).abs().amax(1).float() for piece in _rounded(weight, dtype)]
     codes, offset, second = _quantized_twice(torch.cat(largest))
     return (dequantize_blockwise(codes, second) + offset).view(len(weight), -1)
 
@@ -188,8 +188,8 @@ def _product(layer: Any, x: torch.Tensor) -> torch.Tensor:
 
 def packed_bytes(parameters: int, double: bool) -> int:
     """Size in bytes of ``parameters`` weights in NF4, including scales."""
-    blocks = -(-parameters // BLOCK)
-    scales = blocks + 4 * -(-blocks // _SCALE_BLOCK) if double else 4 * blocks
+    blocks = -(-parameters // BLOCK_SIZE)
+    scales = blocks + 4 * -(-blocks // _SCALE_BLOCK_SIZE) if double else 4 * blocks
     return -(-parameters // 2) + scales
 
 
@@ -214,7 +214,7 @@ def _quantized_twice(absmax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, 
 
     with one_thread():  # the last bit of a mean depends on the number of threads
         offset = absmax.mean()
-    codes, second = quantize_blockwise(absmax - offset, blocksize=_SCALE_BLOCK)
+    codes, second = quantize_blockwise(absmax - offset, blocksize=_SCALE_BLOCK_SIZE)
     return codes, offset, second
 
 
@@ -224,7 +224,7 @@ def _packed(
     """Quantize a tensor piece by piece, with the bits of one ``quantize_4bit``. ``scales``: given scales of its blocks."""
     from bitsandbytes.functional import QuantState, quantize_4bit
 
-    pieces = [quantize_4bit(piece, blocksize=BLOCK, quant_type="nf4") for piece in _rounded(weight, dtype)]
+    pieces = [quantize_4bit(piece, blocksize=BLOCK_SIZE, quant_type="nf4") for piece in _rounded(weight, dtype)]
     offset, second = None, None
     if scales is not None:
         absmax = scales.flatten()
@@ -233,7 +233,7 @@ def _packed(
         if double:
             absmax, offset, second = _quantized_twice(absmax)
     code = pieces[0][1].code
-    state = QuantState(absmax, weight.shape, code, BLOCK, "nf4", dtype, offset, second)
+    state = QuantState(absmax, weight.shape, code, BLOCK_SIZE, "nf4", dtype, offset, second)
     state.to(device)
     return torch.cat([packed for packed, _ in pieces]).to(device), state
 
@@ -248,7 +248,13 @@ def _quantized(
     format_keywords: dict[str, Any] = {"compress_statistics": state.nested, "quant_type": "nf4"}
     sizes = layer.in_features, layer.out_features
     new = Linear4bit(*sizes, bias=layer.bias is not None, compute_dtype=dtype, device="meta", **format_keywords)
-    state_keywords = {"quant_state": state, "blocksize": BLOCK, "module": new, "bnb_quantized": True, **format_keywords}
+    state_keywords = {
+        "quant_state": state,
+        "blocksize": BLOCK_SIZE,
+        "module": new,
+        "bnb_quantized": True,
+        **format_keywords,
+    }
     new.weight = Params4bit(packed, requires_grad=False, **state_keywords)
     new.quant_state = state
     if layer.bias is not None:

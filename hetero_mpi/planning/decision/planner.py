@@ -47,7 +47,7 @@ from hetero_mpi.planning.types.cluster_changes import (
 from hetero_mpi.planning.types.plan import HostMemory, IdleRank, PipelinePlan, Plan, PlanReport, RankMemory
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
-from hetero_mpi.planning.types.sizes import COPY_BYTES, HEAD_TOKENS, STREAMED_LAYERS
+from hetero_mpi.planning.types.sizes import COPY_BYTES, HEAD_TOKENS, OFFLOADED_LAYER_COUNT
 from hetero_mpi.util import units
 from hetero_mpi.util.errors import UserError
 
@@ -296,7 +296,7 @@ def _host_shortage(profile: ClusterProfile, request: PlanRequest) -> Iterator[st
             f"{needed_bytes - available_bytes} bytes; that much more host memory {remedy}"
         )
     elif full:
-        yield f"{text}, and the devices' is too small for {STREAMED_LAYERS} layers at a time, or no way was found to divide it"
+        yield f"{text}, and the devices' is too small for {OFFLOADED_LAYER_COUNT} layers at a time, or no split was found"
 
 
 def _short_ranks(pipeline: PipelinePlan, profile: ClusterProfile, request: PlanRequest) -> list[tuple[int, str]]:

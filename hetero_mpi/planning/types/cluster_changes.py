@@ -32,7 +32,7 @@ STEP_SECONDS = "optimizer_fixed_s", "optimizer_s_per_parameter"
 UNLIMITED_BYTES = 2**50
 NF4_BYTES = 0.5625
 """Bytes per packed weight, with scales that are not double-quantised."""
-ADAPTER_PARAMETER_SHARE = 0.01
+ADAPTER_PARAMETER_RATIO = 0.01
 """Parameters of rank-16 adapters on all matrices of a block, relative to the block (0.3 to 1 % from 1B parameters)."""
 SAVED_BYTES = {"adamw_8bit": EIGHT_BIT_SAVING, "adafactor": 8.0, "muon": 4.0}
 """Bytes per parameter of optimizer state saved relative to AdamW."""
@@ -216,7 +216,7 @@ def with_adapters(model: ModelCost, packed: bool) -> ModelCost:
         if not 0 < index < len(model.layers) - 1:
             return replace(layer, trainable_parameters=0, moments_saving_bytes=0.0)
         base = layer.parameters - (0 if model.trained_whole else layer.trainable_parameters)
-        adapters = math.ceil(ADAPTER_PARAMETER_SHARE * base) if model.trained_whole else layer.trainable_parameters
+        adapters = math.ceil(ADAPTER_PARAMETER_RATIO * base) if model.trained_whole else layer.trainable_parameters
         parameter_bytes = math.ceil(base * (NF4_BYTES if packed else size)) + size * adapters
         # One matrix at a time is unpacked: a third of a block at most.
         unpacked = math.ceil(size * base / 3) if packed else layer.workspace_bytes

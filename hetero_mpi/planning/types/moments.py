@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from hetero_mpi.planning.types.sizes import MOMENT_BLOCK
+from hetero_mpi.planning.types.sizes import MOMENT_BLOCK_SIZE
 
 TWO, EIGHT_BIT, FACTORED, ONE = "two", "eight_bit", "factored", "one"
 """AdamW's moments in fp32; in blocks of 8 bits; Adafactor's means of squares over rows and columns; Muon's moving mean."""
@@ -19,7 +19,7 @@ Kept = dict[str, tuple[tuple[int, ...], str]]
 def moment_tensors(moments: str, shape: tuple[int, ...]) -> Kept:
     """State tensors of a parameter of this shape."""
     if moments == EIGHT_BIT:
-        scales = (-(-math.prod(shape) // MOMENT_BLOCK),), "float32"
+        scales = (-(-math.prod(shape) // MOMENT_BLOCK_SIZE),), "float32"
         codes = shape, "uint8"
         return {"moments1": codes, "moments2": codes, "absmax1": scales, "absmax2": scales}
     tensors = {"moments1": (shape, "float32"), "moments2": (shape, "float32")}

@@ -10,11 +10,11 @@ GRADIENT_BYTES = 4
 INT8 = "int8"
 COPY_BYTES = 12
 """Bytes per trained parameter of a copy: fp32 value and AdamW's two moments."""
-MOMENT_BLOCK = 256
+MOMENT_BLOCK_SIZE = 256
 """8-bit moments that share an fp32 scale."""
-EIGHT_BIT_SAVING = 8 - 2 - 8 / MOMENT_BLOCK
+EIGHT_BIT_SAVING = 8 - 2 - 8 / MOMENT_BLOCK_SIZE
 """Bytes per parameter saved by 8-bit moments relative to fp32."""
-STREAMED_LAYERS = 2
+OFFLOADED_LAYER_COUNT = 2
 """Buffers of an offloaded stage, in layers: weights on the device for the current and the next layer, gradients for the current
 one and one being copied, layers on disk in host memory for one in use and one being read."""
 LOGITS_BYTES = 500_000_000

@@ -32,16 +32,16 @@ from hetero_mpi.util import units
 MAX_ROW_WIDTH = 1080.0
 """Maximum width of a row in pixels, the width of the report page."""
 _BOX_WIDTH, _BOX_HEIGHT = 172.0, 104.0
-_MEMBER_WIDTH = 240.0
+_MEMBER_SIZE = 240.0
 """Pixels per tensor-parallel rank in the box of its stage, if it fits."""
-_GAP = 74.0
+_GAP_SIZE = 74.0
 """Pixels between two boxes, for an arrow and its labels."""
-_PADDING = 10.0
+_PADDING_SIZE = 10.0
 """Pixels between a host's box and its inner boxes."""
-_HEADER = 20.0
+_HEADER_SIZE = 20.0
 """Pixels at the top of a host's box for its name."""
-_MARGIN = 24.0
-_ROW = _BOX_HEIGHT + _HEADER + 2 * _PADDING
+_MARGIN_SIZE = 24.0
+_ROW = _BOX_HEIGHT + _HEADER_SIZE + 2 * _PADDING_SIZE
 _IDLE_WIDTH, _IDLE_HEIGHT = 412.0, 60.0
 _MAX_DIRECTION_RATIO = 0.1
 """Relative difference above which the two directions of a link are labelled separately."""
@@ -59,7 +59,7 @@ class _StageBox:
     @property
     def width(self) -> float:
         count = len(self.stage.ranks)
-        return min(count * _MEMBER_WIDTH, MAX_ROW_WIDTH - 2 * _MARGIN - 60) if count > 1 else _BOX_WIDTH
+        return min(count * _MEMBER_SIZE, MAX_ROW_WIDTH - 2 * _MARGIN_SIZE - 60) if count > 1 else _BOX_WIDTH
 
 
 @drawn
@@ -71,7 +71,7 @@ def architecture(
     y = _heading(sheet, report, profile, title)
     colours = host_colours([device.host for device in profile.devices])
     painter = _Painter(sheet, report, profile, colours, busy or {})
-    x, widest, row_bottom = _MARGIN, 0.0, y
+    x, widest, row_bottom = _MARGIN_SIZE, 0.0, y
     for index, pipeline in enumerate(plan.pipelines):
         rows = _rows([
             _StageBox(number, stage, stage.ranks[0], profile.devices[stage.ranks[0]].host)
@@ -80,19 +80,19 @@ def architecture(
         ])  # fmt: skip
         label = _pipeline_label(index, pipeline, plan)
         width = max(max(_row_width(row) for row in rows), width_of(label, 12))
-        if x > _MARGIN and x + width > MAX_ROW_WIDTH - _MARGIN:
-            x, y = _MARGIN, row_bottom
+        if x > _MARGIN_SIZE and x + width > MAX_ROW_WIDTH - _MARGIN_SIZE:
+            x, y = _MARGIN_SIZE, row_bottom
         if label:
             sheet.text(x, y + 12, label, 12, "soft")
         bottom = painter.strip(rows, x, y + (20 if label else 0))
-        row_bottom = max(row_bottom, bottom + 14) if x > _MARGIN else bottom + 14
+        row_bottom = max(row_bottom, bottom + 14) if x > _MARGIN_SIZE else bottom + 14
         x += width + 36
         widest = max(widest, x - 36)
     y = row_bottom
     if report.idle:
         y, right = painter.idle(y + 4)
         widest = max(widest, right)
-    width = max(widest, 640.0) + _MARGIN
+    width = max(widest, 640.0) + _MARGIN_SIZE
     return sheet.finished(width, _footer(sheet, plan, profile, y, width))
 
 
@@ -100,10 +100,10 @@ def _heading(sheet: Sheet, report: PlanReport, profile: ClusterProfile, title: s
     hosts = len({device.host for device in profile.devices})
     facts = f"{len(report.plan.ranks)} of {len(profile.devices)} ranks on {hosts} host{'s' if hosts > 1 else ''}"
     facts += f", {report.plan.global_batch} sequences per step, {units.seconds(report.predicted_step_s)} predicted"
-    sheet.text(_MARGIN, 34, title, 17, bold=True, width=MAX_ROW_WIDTH / 2)
-    sheet.text(_MARGIN, 54, facts, 12, "soft")
+    sheet.text(_MARGIN_SIZE, 34, title, 17, bold=True, width=MAX_ROW_WIDTH / 2)
+    sheet.text(_MARGIN_SIZE, 54, facts, 12, "soft")
     if profile.emulated:
-        sheet.text(_MARGIN, 72, "EMULATED: devices and links of a profile, imitated by other machines", 12, "warm")
+        sheet.text(_MARGIN_SIZE, 72, "EMULATED: devices and links of a profile, imitated by other machines", 12, "warm")
     return 92.0 if profile.emulated else 74.0
 
 
@@ -119,8 +119,8 @@ def _footer(sheet: Sheet, plan: Plan, profile: ClusterProfile, y: float, width: 
     if sums and len(plan.pipelines) > 1:
         lines.append(f"a step ends with a gradient all-reduce of {sums} layers over {len(plan.pipelines)} pipelines")
     for line in lines:
-        for part in textwrap.wrap(line, int((width - 2 * _MARGIN) / (0.55 * 11))):
-            sheet.text(_MARGIN, y + 14, part, 11, "soft")
+        for part in textwrap.wrap(line, int((width - 2 * _MARGIN_SIZE) / (0.55 * 11))):
+            sheet.text(_MARGIN_SIZE, y + 14, part, 11, "soft")
             y += 16
     return y + 18
 
@@ -135,7 +135,7 @@ def _rows(boxes: Sequence[_StageBox]) -> list[list[_StageBox]]:
     """Divide the boxes of a strip into rows that fit the page."""
     rows: list[list[_StageBox]] = [[]]
     for box in boxes:
-        if rows[-1] and _row_width([*rows[-1], box]) > MAX_ROW_WIDTH - 2 * _MARGIN - 40:
+        if rows[-1] and _row_width([*rows[-1], box]) > MAX_ROW_WIDTH - 2 * _MARGIN_SIZE - 40:
             rows.append([])
         rows[-1].append(box)
     return rows
@@ -143,7 +143,7 @@ def _rows(boxes: Sequence[_StageBox]) -> list[list[_StageBox]]:
 
 def _row_width(row: Sequence[_StageBox]) -> float:
     changes = sum(a.host != b.host for a, b in pairwise(row))
-    return sum(box.width for box in row) + (len(row) - 1) * _GAP + 2 * _PADDING * (changes + 1)
+    return sum(box.width for box in row) + (len(row) - 1) * _GAP_SIZE + 2 * _PADDING_SIZE * (changes + 1)
 
 
 @dataclass
@@ -162,30 +162,30 @@ class _Painter:
         below = x, y
         for row in rows:
             box_x = x
-            middle = y + _HEADER + _PADDING + _BOX_HEIGHT / 2
+            middle = y + _HEADER_SIZE + _PADDING_SIZE + _BOX_HEIGHT / 2
             for host, group in groupby(row, key=lambda box: box.host):
                 boxes = list(group)
                 width = _row_width(boxes)
                 self._host(host, box_x, y, width)
-                inner_x = box_x + _PADDING
+                inner_x = box_x + _PADDING_SIZE
                 for box in boxes:
                     if before is not None:
-                        begin = inner_x - _GAP - (0 if before.host == box.host else 2 * _PADDING)
+                        begin = inner_x - _GAP_SIZE - (0 if before.host == box.host else 2 * _PADDING_SIZE)
                         self._link(before, box, begin, inner_x, middle, below if before not in row else None)
-                    self._box(box, inner_x, y + _HEADER + _PADDING)
+                    self._box(box, inner_x, y + _HEADER_SIZE + _PADDING_SIZE)
                     before, below = box, (inner_x + box.width / 2, middle + _BOX_HEIGHT / 2)
-                    inner_x += box.width + _GAP
-                box_x += width + _GAP
+                    inner_x += box.width + _GAP_SIZE
+                box_x += width + _GAP_SIZE
             y += _ROW + (24 if len(rows) > 1 else 0)
         return y - (24 if len(rows) > 1 else 0)
 
     def idle(self, y: float) -> tuple[float, float]:
         """Draw the idle ranks, and return (lower edge, right edge)."""
-        self.sheet.text(_MARGIN, y + 12, "idle, by the plan", 12, "soft")
-        y, x, right = y + 20, _MARGIN, _MARGIN
+        self.sheet.text(_MARGIN_SIZE, y + 12, "idle, by the plan", 12, "soft")
+        y, x, right = y + 20, _MARGIN_SIZE, _MARGIN_SIZE
         for reason, ranks in idle_ranks_by_reason(self.report.idle).items():
-            if x + _IDLE_WIDTH > MAX_ROW_WIDTH - _MARGIN:
-                x, y = _MARGIN, y + _IDLE_HEIGHT + 8
+            if x + _IDLE_WIDTH > MAX_ROW_WIDTH - _MARGIN_SIZE:
+                x, y = _MARGIN_SIZE, y + _IDLE_HEIGHT + 8
             name = f"{units.ranks(ranks)}  {units.join_with_counts((place_text(self.profile, rank) for rank in ranks), '; ')}"
             self.sheet.box(x, y, _IDLE_WIDTH, _IDLE_HEIGHT, "paper", "faint", dashed=True, title=f"{name}: {reason}")
             self.sheet.text(x + 10, y + 18, name, 12, "soft", bold=True, width=_IDLE_WIDTH - 20)
@@ -197,7 +197,7 @@ class _Painter:
 
     def _host(self, host: str, x: float, y: float, width: float) -> None:
         self.sheet.box(x, y, width, _ROW, self.colours[host], "faint", radius=10)
-        self.sheet.text(x + _PADDING, y + 18, host, 11.5, "soft", bold=True, width=width - 2 * _PADDING)
+        self.sheet.text(x + _PADDING_SIZE, y + 18, host, 11.5, "soft", bold=True, width=width - 2 * _PADDING_SIZE)
 
     def _box(self, box: _StageBox, x: float, y: float) -> None:
         stage, sheet, inside = box.stage, self.sheet, box.width - 20
@@ -250,7 +250,7 @@ class _Painter:
         """Draw the arrow into ``box``. An arrow from the row above starts ``below`` its box and runs between the rows."""
         speed, delay, unlike = self._speed(before.rank, box.rank)
         if below is not None:
-            top = y - _BOX_HEIGHT / 2 - _HEADER - _PADDING - 14
+            top = y - _BOX_HEIGHT / 2 - _HEADER_SIZE - _PADDING_SIZE - 14
             mid_x = end + box.width / 2
             self.sheet.arrow(below, (below[0], top - 4), (mid_x, top - 4), (mid_x, y - _BOX_HEIGHT / 2))
             self.sheet.text(mid_x + 8, top + 9, f"from rank {before.rank}: {speed}{delay and ', '}{delay}", 10, "ink")

@@ -100,7 +100,7 @@ PNG_SCALE_FACTOR = 2
 """Pixels of a PNG per pixel of a figure."""
 _MAX_AXIS_RATIO = 3.0
 """Ratio of values above which they are drawn on separate axes."""
-_MARGIN = 10
+_MARGIN_SIZE = 10
 """Pixels around the figure in a file."""
 FONTS = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif"
 
@@ -224,7 +224,7 @@ def svg(figure: Figure, label: str, page: bool = False) -> str:
         page: use the CSS variables of a page (``palette_css``) as colours, instead of colours for a light background.
     """
     out = io.StringIO()
-    _render(figure, out, "svg", label, 0 if page else _MARGIN)
+    _render(figure, out, "svg", label, 0 if page else _MARGIN_SIZE)
     text = re.sub(r"<(metadata|style|clipPath).*?</\1>|<\?xml.*?\?>|<!DOCTYPE.*?>", "", out.getvalue(), flags=re.S)
     text = re.sub(
         r' clip-path="[^"]*"| id="(?!m[0-9a-f]{10}")[^"]*"|font-family: [^;"]*;? ?|<defs>\s*</defs>', "", text
@@ -250,7 +250,7 @@ def save(figure: Figure, path: Path, label: str) -> Path:
         if path.suffix == ".svg":
             path.write_text(svg(figure, label), encoding="utf-8")
         else:
-            _render(figure, path, None, label, _MARGIN)
+            _render(figure, path, None, label, _MARGIN_SIZE)
     return path
 
 

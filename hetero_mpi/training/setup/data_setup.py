@@ -20,7 +20,7 @@ from hetero_mpi.data.record_shapes import BadRecords
 from hetero_mpi.data.records import Record, Records, read_records
 from hetero_mpi.data.source_files import matching_files
 from hetero_mpi.data.text_sequences import Corpus, build_sequences, pieces_of
-from hetero_mpi.data.token_cache import file_marks, kept, read_dataset, write_dataset
+from hetero_mpi.data.token_cache import cached_or_build, file_marks, read_dataset, write_dataset
 from hetero_mpi.data.tokenizer import (
     add_tokens,
     bpe_split,
@@ -144,7 +144,7 @@ def _from_records(loaded: LoadedJob) -> Material:
         read()
 
     # Broken records are told before a model is fetched, which may take an hour.
-    kept(["read", *key] if data.cache else None, check, lambda *_: True, say)
+    cached_or_build(["read", *key] if data.cache else None, check, lambda *_: True, say)
     config, generation, model_notes = _model_keys(loaded)
     tokenizer, notes = _tokenizer(loaded, config, key, lambda: plain_texts(records()))
     packing, isolate, note = _packing(loaded, str(config["model_type"]))
@@ -217,7 +217,7 @@ def _dataset(
     data = loaded.job.data
     cache_key = [*key, data.sequence_length, data.evaluation_fraction, loaded.job.train.seed] if data.cache else None
     read = functools.partial(read_dataset, ids=largest_id(tokenizer) + 1)
-    (dataset, description), is_cached = kept(cache_key, fill, read, say)
+    (dataset, description), is_cached = cached_or_build(cache_key, fill, read, say)
     return dataset, description, ["token ids: those of an earlier start"] if is_cached else []
 
 
@@ -278,7 +278,7 @@ def _tokenizer(
             save_tokenizer(train_bpe(texts(), size, length), folder)
 
         cache_key = ["tokenizer", size, length, *key] if job.data.cache else None
-        tokenizer, _ = kept(cache_key, fill, lambda folder, _: load_tokenizer(folder), say)
+        tokenizer, _ = cached_or_build(cache_key, fill, lambda folder, _: load_tokenizer(folder), say)
         note = vocabulary_note(tokenizer, size)
         notes.extend([note] if note else [])
     else:
