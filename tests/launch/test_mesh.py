@@ -344,7 +344,7 @@ def test_a_cable_with_the_address_of_the_mesh_is_none(tunnelled: Tunnelled) -> N
         assert tunnelled.on(name, f"ip address add {address}/24 dev cable0").returncode == 0
     result = tunnelled.verify(tunnelled.inner)
     assert result.returncode == 1, result.stdout + result.stderr
-    assert "first, second: cable0 has the address in 10.86.0.0/24 and is no tunnel" in flat(result.stdout)
+    assert "first, second: cable0 has the address in 10.86.0.0/24 but is not a tunnel" in flat(result.stdout)
 
 
 def flat(text: str) -> str:

@@ -78,7 +78,7 @@ def test_a_shell_that_outlived_its_slurm_job_and_too_few_tasks(lab: SlurmLab, tm
     )
     job = lab.submit("--nodes=1", "--ntasks=1", "--mem=0", f"--output={output}", str(script), env={})
     lab.wait_for(job, ("COMPLETED", "FAILED"), 90.0, lambda: output.read_text() + lab.logs())
-    assert "this SLURM job has 1: ask for --ntasks=3" in output.read_text(), output.read_text()
+    assert "this SLURM job has 1: request --ntasks=3" in output.read_text(), output.read_text()
     assert "has no such" not in (tmp_path / "one.txt").read_text(), "the job is running"
     kept = dict(line.split("=", 1) for line in variables.read_text().splitlines() if line.startswith("SLURM"))
     answer = launched("-np", "1", *CACHE, **kept)

@@ -17,7 +17,7 @@ from hetero_mpi.planning.decision import decide
 from hetero_mpi.planning.decision.explain import offload_texts
 from hetero_mpi.planning.decision.planner import complete_plan, make_plan
 from hetero_mpi.planning.durations import Durations, duration, finished_layers_s
-from hetero_mpi.planning.memory import STREAMED_LAYERS, StageMode, host_state_bytes, stage_memory
+from hetero_mpi.planning.memory import OFFLOADED_LAYER_COUNT, StageMode, host_state_bytes, stage_memory
 from hetero_mpi.planning.memory_model import predict_hosts, predict_memory
 from hetero_mpi.planning.schedule import Action, Op
 from hetero_mpi.planning.simulator import simulate
@@ -181,7 +181,7 @@ def test_frozen_weights_of_few_layers_count() -> None:
     model, tokens = profile.model, 40
     sliced = StageMode(streamed=True, slice_sequences=10)
     resident, streamed = (stage_memory(model, 1, 9, tokens, 2, mode) for mode in (StageMode(), sliced))
-    assert resident.parameters - streamed.parameters == (8 - STREAMED_LAYERS) * 1440
+    assert resident.parameters - streamed.parameters == (8 - OFFLOADED_LAYER_COUNT) * 1440
     assert streamed.state == resident.state
     assert streamed.activations == 2 * 8 * 100 * tokens
     # One layer's activations and workspace of a slice, and outputs of all slices.
@@ -404,7 +404,7 @@ def test_what_is_trained_whole_is_kept_by_the_host() -> None:
     model, tokens = profile.model, 10
     mode = StageMode(streamed=True)
     streamed = stage_memory(model, 1, 9, tokens, 2, mode)
-    assert (streamed.parameters, streamed.state) == (STREAMED_LAYERS * 1600, STREAMED_LAYERS * 1600)
+    assert (streamed.parameters, streamed.state) == (OFFLOADED_LAYER_COUNT * 1600, OFFLOADED_LAYER_COUNT * 1600)
     assert stage_memory(model, 1, 9, tokens, 2, mode, in_host_memory=True).state == 8 * 400 * 12
     report = make_plan(profile, request(micro_batch_choices=(1,)))
     assert streamed_in(report.plan) > 0

@@ -55,7 +55,7 @@ def measured(start: Any) -> Any:
 
 
 if __name__ == "__main__":
-    training_run.begin = measured(training_run.begin)
+    training_run.load_start = measured(training_run.load_start)
     values = {
         "model": {"factory": "tests.programs.existing_memory:model"},
         "train": {"steps": 1, "global_batch": 2, "micro_batch": 1},

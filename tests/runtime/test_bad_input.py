@@ -213,7 +213,7 @@ CASES: dict[str, tuple[Make, tuple[str, ...]]] = {
     ),
     "profile-of-other-model": (
         lambda s, n: named_profile(s, n, 2, 1),
-        ("in 3 layers", "this job trains", "in 4: use a profile", "leave it out to measure"),
+        ("in 3 layers", "this job trains", "in 4: use another profile", "omit it to measure"),
     ),
     "missing-profile": ({"profile_file": "{here}/absent.profile.toml"},
                         ("absent.profile.toml: no such file", "no shipped profile of this name; shipped profiles:")),
@@ -225,10 +225,10 @@ CASES: dict[str, tuple[Make, tuple[str, ...]]] = {
         lambda s, n: s.resumed(n, model={"path": str(s.model("deeper", blocks=3))}, profile={"path": ""}),
         ("checkpoint of another model", "it lacks 'model.layers.2.", "resume with the job that wrote it"),
     ),
-    "resume-other-seed": (lambda s, n: s.resumed(n, train={"seed": 8}), ("[train] seed = 7", "says 8", "set it back")),
+    "resume-other-seed": (lambda s, n: s.resumed(n, train={"seed": 8}), ("[train] seed = 7", "has 8", "set it back")),
     "resume-other-batch": (
         lambda s, n: s.resumed(n, train={"global_batch": 2}),
-        ("[train] global_batch = 4", "says 2", "set it back"),
+        ("[train] global_batch = 4", "has 2", "set it back"),
     ),
     "resume-beyond-the-end": (
         lambda s, n: s.resumed(n, train={"steps": 2}),
@@ -240,7 +240,7 @@ CASES: dict[str, tuple[Make, tuple[str, ...]]] = {
     ),
     "run-directory-link": (
         linked_run,
-        ("run directory", "checkpoints is a link that leads out of it, to", "Remove the link"),
+        ("own directory", "checkpoints is a link that leads out of it, to", "Remove the link"),
     ),
     "shard-cache-link": (
         linked_cache,

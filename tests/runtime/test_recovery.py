@@ -137,7 +137,7 @@ def test_launch_says_what_it_adds_and_what_cannot_be(capfd: pytest.CaptureFixtur
     outliving_or_skip()
     assert main(["launch", "-np", "2", "--recover", "--verbose", "--print", "--", "train", "job.toml"]) == 0
     shown = capfd.readouterr()
-    assert " --with-ft ulfm " in shown.out and "ranks may die" in shown.err
+    assert " --with-ft ulfm " in shown.out and "loss of ranks" in shown.err
     other = Launcher(Path("mpiexec"), MPICH, MpiLibrary(MPICH, MPICH, "5.0.2"))
     with refuses("launch.recovery_unsupported"):
         recovery_options(other)

@@ -30,7 +30,7 @@ from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.transformers.weights import SeededStart
 from hetero_mpi.model.tuning import Tuning, full_training
 from hetero_mpi.planning.durations import duration
-from hetero_mpi.planning.memory import STREAMED_LAYERS
+from hetero_mpi.planning.memory import OFFLOADED_LAYER_COUNT
 from hetero_mpi.planning.schedule import Op, schedule_of
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import Curve, LayerTimes
@@ -134,7 +134,7 @@ def test_of_full_training_few_layers_are_on_the_device(chain: TransformersChain,
     optimizer = Optimizer(stage, TrainTable(steps=1))
     gc.collect()
     block = max(sum(spec.count for spec in chain.specs(layer, layer + 1)) for layer in range(chain.layer_count))
-    slots = STREAMED_LAYERS * (2 + GRADIENT_BYTES) * block
+    slots = OFFLOADED_LAYER_COUNT * (2 + GRADIENT_BYTES) * block
     assert module.device.used(1) - before <= slots + (1 << 16)
     assert slots < sum(value.nbytes for value in stage.masters.values()) / 2
     optimizer.zero()
@@ -243,7 +243,7 @@ def test_layers_on_disk_give_the_bits_of_resident_ones(
     streamed = streamed_stage_of(*given, slice_sequences=SLICE, kept_slices=kept, on_disk=on_disk, folder=tmp_path)
     check_waits_for_copies(resident, streamed, gpu, 2, copy_s)
     # Two steps of two forwards and backwards, and an evaluation, some of which begin with layers that are there.
-    assert 6 * len(on_disk) <= len(read) <= 9 * len(on_disk) + STREAMED_LAYERS
+    assert 6 * len(on_disk) <= len(read) <= 9 * len(on_disk) + OFFLOADED_LAYER_COUNT
     assert not list(tmp_path.iterdir()), "the files have no names"
 
 
@@ -256,7 +256,7 @@ def test_layers_on_disk_take_no_host_memory_but_what_is_staged(
     given: Any = chain, 0, chain.layer_count, gpu, "bf16", SeededStart(0), 7, tuning(chain, False)
     stage = streamed_stage_of(*given, on_disk=(1, 2, 4, 5), folder=tmp_path)
     layers = stage.weights.layers
-    pinned = sum(layers[layer].bytes for layer in (0, 3, 6, 7)) + STREAMED_LAYERS * layers[1].bytes
+    pinned = sum(layers[layer].bytes for layer in (0, 3, 6, 7)) + OFFLOADED_LAYER_COUNT * layers[1].bytes
     assert sum(taken) == pinned
 
 
@@ -268,7 +268,7 @@ def test_layers_are_read_ahead_and_a_file_that_fails_ends_the_pass(
     weights, tokens = stage.weights, torch.ones((ROWS, TOKENS), dtype=torch.int64).to(gpu.device)
     weights.need(0)
     weights.prefetch(1, keeping=0)
-    wait_until(lambda: len(read) == STREAMED_LAYERS)  # 1, which leaves, and 3
+    wait_until(lambda: len(read) == OFFLOADED_LAYER_COUNT)  # 1, which leaves, and 3
     weights.need(1)
     weights.prefetch(2, keeping=1)
     wait_until(lambda: len(read) == 3)
@@ -304,7 +304,7 @@ def test_few_layers_are_on_the_device(chain: TransformersChain, gpu: Backend) ->
     gc.collect()
     layers = stage.weights.layers.values()
     trained = sum(value.nbytes for value in (*stage.parameters.values(), *stage.masters.values()))
-    slots = STREAMED_LAYERS * max(layer.bytes for layer in layers)
+    slots = OFFLOADED_LAYER_COUNT * max(layer.bytes for layer in layers)
     assert slots < stage.weights.bytes / 2
     assert module.device.used(1) - before <= slots + trained + (1 << 16)
 
@@ -325,7 +325,7 @@ def test_weights_are_copied_once_for_all_slices(
     assert sum(begun) == stage.weights.bytes
     stage.backward(0)
     # The last layers are there from the forward.
-    assert len(begun) == 2 * chain.layer_count - STREAMED_LAYERS
+    assert len(begun) == 2 * chain.layer_count - OFFLOADED_LAYER_COUNT
 
 
 @pytest.mark.parametrize("whole", [False, True])

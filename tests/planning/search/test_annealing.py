@@ -171,7 +171,7 @@ def test_a_number_of_pipelines_that_begins_slowly_is_searched_too(seed: int, mon
     profile, request = random_instance(seed, 5, 8)
     request = replace(request, max_pipelines=5, recompute_choices=(False, True))
     found = decide(profile, request)
-    monkeypatch.setattr(search, "SLOWER", math.inf)
+    monkeypatch.setattr(search, "MAX_SLOWDOWN_RATIO", math.inf)
     best = decide(profile, request)
     assert found is not None and best is not None and found.step_s <= 1.005 * best.step_s
 
