@@ -157,14 +157,14 @@ def test_gradients_leave_for_their_sum_beside_what_the_device_computes(standin: 
     values = torch.rand(flat.shape)
     with MpiTransport(MPI.COMM_SELF) as transport:
         sums = ShardedUpdate(0, model.layer_count - 1, [part], None, optimizer, transport)
-        sums.begin()
+        sums.start_step()
         flat.copy_(values)
         with standing_still(standin, standin.current_stream(1)):
             sums.finished(2)
             time.sleep(0.02)
             assert transport.pending() == 1
         sums.reduce(2)
-        sums.end()
+        sums.finish_step()
         assert transport.pending() == 0
     assert torch.equal(flat.cpu(), values)
 
