@@ -162,5 +162,5 @@ def _noise(steps: int) -> int:
                 decider.answered(answer(question).prospect)
             elif move is Move.GO:
                 changes += 1
-                decider.moved()
+                decider.record_move()
     return changes

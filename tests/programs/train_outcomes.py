@@ -270,14 +270,14 @@ class Forced:
         self._stage: weakref.ref[Stage] | None = None
         self._next = ""
 
-    def begin(self, share: Share) -> None:
+    def start_plan(self, share: Share) -> None:
         gone = self._stage is None or self._stage() is None
         assert gone, "two stages are in memory"
         stage = share.trainer.held if share.trainer is not None else None
         self._stage = weakref.ref(stage) if stage is not None else None
         print(f"begin with {len(share.plan.numbered)} stages")
 
-    def end(self) -> None:
+    def end_plan(self) -> None:
         print("end")
 
     def word(self) -> NDArray[np.float64]:

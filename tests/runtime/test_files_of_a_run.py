@@ -261,7 +261,7 @@ def test_an_adapter_names_its_base_as_the_job_does_np3(
         assert open_source(directory).source.base == str(hub.cached("tiny/qwen3"))
     assert open_source(run).source.base == str(hub.cached("tiny/qwen3"))
     with CheckpointReader(checkpoint_path(run / "checkpoints", 2)) as reader:
-        assert reader.told("base_model") == "tiny/qwen3"
+        assert reader.required("base_model") == "tiny/qwen3"
     export(run, scene.directory / "merged", merge=True)
     told = [path.read_text() for path in scene.directory.glob("exported/*.json")]
     assert not any(str(home) in text for text in told)
