@@ -156,8 +156,8 @@ def _noise(steps: int) -> int:
             decider.observe(dict(enumerate(ratios.tolist())))
             move = decider.decide(steps - step)
             if move is Move.ASK:
-                assert decider.asked is not None
-                drifted = drifted_profile(profile, plan.plan, decider.asked)
+                assert decider.requested_ratios is not None
+                drifted = drifted_profile(profile, plan.plan, decider.requested_ratios)
                 question = ReplanQuestion(drifted, request, plan, steps - step, 0.1)
                 decider.answered(answer(question).prospect)
             elif move is Move.GO:

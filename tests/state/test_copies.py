@@ -201,7 +201,7 @@ def test_copies_of_another_job_or_other_data_are_refused_np2(left: Left) -> None
     kept = [newest_copy_step(left.job.directory / name) for name in ("named", "other-seed", "other-data", "too-late")]
     assert kept == [left.step] * 4, "a mistake in the job costs nothing"
     assert data.codes == (2,) and "was written with other data" in data.texts[0]
-    assert late.codes == (2,) and f"written after step {left.step}, and the job ends at" in late.texts[0]
+    assert late.codes == (2,) and f"written after step {left.step}, but the job ends at" in late.texts[0]
 
 
 def test_what_a_shard_says_of_itself_np2(left: Left) -> None:
