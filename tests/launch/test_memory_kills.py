@@ -105,7 +105,7 @@ def test_a_rank_that_the_kernel_kills_is_named_with_the_reason_np2(
     code, text = kill_rank_1(job, run, group, *options)
     assert memory_kills() > before, text
     host = socket.gethostname()
-    assert re.search(rf"he kernel of {host} killed \d+ process(es)? for lack of memory meanwhile", text), text
+    assert re.search(rf"he kernel of {host} killed \d+ process(es)? because it ran out of memory", text), text
     assert "--set plan.memory_reserve=0.2" in text
     if recover:
         assert code == 0, text
@@ -123,5 +123,5 @@ def test_the_count_of_the_kernel_and_its_words(tmp_path: Path) -> None:
     assert memory_kills_text({"a": 0, "b": 0}) == ""
     text = memory_kills_text({"a": 2, "b": 0, "c": 1})
     assert text.startswith(
-        "the kernel of a killed 2 processes for lack of memory, the kernel of c killed 1 process for"
+        "the kernel of a killed 2 processes because it ran out of memory, the kernel of c killed 1 process because"
     )
