@@ -134,7 +134,7 @@ def test_hosts_with_real_defects(tmp_path: Path) -> None:
     cut = [finding["text"] for finding in report["findings"] if finding["subject"] == "connections"]
     assert any("hA cannot open a TCP connection to hB: timed out" in text for text in cut), cut
     assert f"`sudo ufw allow from {NETWORK}.0/24`" in failed["connections",]["remedy"]
-    assert "to older" in failed["hetero_mpi",]["remedy"]
+    assert "on older" in failed["hetero_mpi",]["remedy"]
     assert not any("older" in text for text in cut), "it may know no such requests"
     (links,) = [finding for finding in report["findings"] if finding["subject"] == "links"]
     assert links["remedy"] == f"python -m hetero_mpi launch --hosts {hosts} -- doctor"
