@@ -171,8 +171,8 @@ def _plan(
         has = ", ".join(f"rank {rank} {units.size(limit)}" for rank, limit in enumerate(usable))
         raise CollectiveUserError(
             "memory.exceeded",
-            f"the model's parameters need {units.size(sum(sizes))} in {dtype}, and even {OFFLOADED_LAYER_COUNT} layers at a time don't "
-            f"fit the usable memory ({has}; 0 B: cannot compute in {dtype}): use ranks with more memory",
+            f"the model's parameters need {units.size(sum(sizes))} in {dtype}, and even {OFFLOADED_LAYER_COUNT} layers at a "
+            f"time do not fit the usable memory ({has}; 0 B: cannot compute in {dtype}): use ranks with more memory",
         )
     stages = tuple(
         StagePlan((rank,), first, last, 0, streamed=streamed)

@@ -24,7 +24,7 @@ DIVIDED_TIME_RATIO = 0.9
 """Default share of the time of blocks and head that is divided: all but norms, residuals and calls."""
 BUSIEST_SPREAD_RATIO = 1.5
 """The busier half of an untrained Mixtral's 8 experts gets 54 to 94 % of the choices, 77 % on average: 1.5 times its share
-(``docs/measurements.md``). Which half varies by layer and text."""
+(``benchmarks/RESULTS.md``). Which half varies by layer and text."""
 
 
 def device_of(profile: ClusterProfile, stage: StagePlan) -> DeviceProfile:

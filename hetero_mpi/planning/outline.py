@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import heapq
 import itertools
 import math
@@ -11,6 +10,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from hetero_mpi.planning.durations import Durations, finished_layers_s
+from hetero_mpi.planning.orders.warm_up import computing
 from hetero_mpi.planning.schedule import Action, Op
 from hetero_mpi.planning.simulator import SimulatedStep, gradient_sums, simulate
 from hetero_mpi.planning.types.plan import WARM_UP, PipelinePlan, Plan
@@ -56,8 +56,7 @@ def _simulate_without_events(plan: Plan, profile: ClusterProfile) -> SimulatedSt
     starts = itertools.accumulate((len(pipeline.stages) for pipeline in plan.pipelines), initial=0)
     times = [_times(costs, pipeline, number) for pipeline, number in zip(plan.pipelines, starts, strict=False)]
     if shares_nics(profile):
-        ranks = [[stage.ranks[0] for stage in pipeline.stages] for pipeline in plan.pipelines]
-        spans = queued_spans_s(times, ranks, costs.profile)
+        spans = queued_spans_s(times, plan.pipelines, costs.profile)
     else:
         spans_by_timing = {timing: spans_s(*timing) for timing in dict.fromkeys(times)}
         spans = [spans_by_timing[timing] for timing in times]
@@ -179,23 +178,20 @@ def _defer_weights(
 
 
 def queued_spans_s(
-    times: Sequence[PipelineTimes], ranks: Sequence[Sequence[int]], profile: ClusterProfile
+    times: Sequence[PipelineTimes], pipelines: Sequence[PipelinePlan], profile: ClusterProfile
 ) -> list[Spans]:
     """``spans_s`` of pipelines whose messages queue for shared NICs: event-free ``simulate``.
 
     The queue holds messages that are ready to send: (seconds, rank, sender). After its message is sent, a sender computes until
     its next one is ready or it blocks.
 
-    Args:
-        ranks: ranks of each pipeline's stages.
-
     Returns:
         Spans of each pipeline; infinite on a deadlock.
     """
     queue: list[tuple[float, int, _Sender]] = []
     senders = [
-        [_Sender(timing, stage, rank) for stage, rank in enumerate(stage_ranks)]
-        for timing, stage_ranks in zip(times, ranks, strict=True)
+        [_Sender(timing, pipeline, stage) for stage in range(len(pipeline.stages))]
+        for timing, pipeline in zip(times, pipelines, strict=True)
     ]
     free: dict[Resource, float] = {}
     for row in senders:
@@ -232,6 +228,7 @@ def queued_spans_s(
 
 
 FORWARD, BACKWARD, WEIGHTS = range(3)
+_KINDS = {"F": FORWARD, "B": BACKWARD, "I": BACKWARD, "W": WEIGHTS}
 
 
 class _Sender:
@@ -240,8 +237,9 @@ class _Sender:
     behind: _Sender
     before: _Sender
 
-    def __init__(self, times: PipelineTimes, stage: int, rank: int) -> None:
-        self.rank, self.is_first, self.is_last = rank, stage == 0, stage == len(times.forward) - 1
+    def __init__(self, times: PipelineTimes, pipeline: PipelinePlan, stage: int) -> None:
+        self.rank, self.is_first = pipeline.stages[stage].ranks[0], stage == 0
+        self.is_last = stage == len(pipeline.stages) - 1
         self.clock = self.begin_s = 0.0
         self.done, self.is_blocked = 0, False
         self.out: tuple[Resource, ...] = ()
@@ -252,9 +250,7 @@ class _Sender:
         self.arrived: list[float] = []
         self.returned: list[float] = []
         self.forwards = self.backwards = 0
-        split = times.weights is not None and stage > 0
-        lag = min(times.depths[0], times.micro_batches - 1) - min(times.depths[stage], times.micro_batches - 1)
-        self.program = _program(times.depths[stage], times.micro_batches, max(0, lag) if split else None)
+        self.program = [_KINDS[name] for name, _ in computing(pipeline, stage)]
 
     @property
     def is_done(self) -> bool:
@@ -293,14 +289,3 @@ class _Sender:
             position = len(program)
         self.clock, self.done, self.is_blocked = now, position, position < len(program)
         return False
-
-
-@functools.lru_cache(4096)
-def _program(depth: int, micro_batches: int, lag: int | None) -> tuple[int, ...]:
-    """The stage's operations, as ``orders.warm_up.computing`` yields them; ``lag``: of weight gradients, None: unsplit
-    backward."""
-    program = [FORWARD] * depth
-    for m in range(micro_batches):
-        program += [FORWARD] * (depth + m < micro_batches) + [BACKWARD]
-        program += [WEIGHTS] * (lag is not None and m >= lag)
-    return tuple(program + [WEIGHTS] * min(lag or 0, micro_batches))

@@ -139,7 +139,9 @@ def test_a_host_whose_temporary_folder_is_full_takes_no_part(tmp_path: Path) -> 
         assert running.end() == 0, running.output.read_text()[-6000:]
         assert hosts_of_starts(run, rack) == [["hA", "hC"]]
         (found,) = events(run, "hosts")
-        assert list(found["missing"]) == [rack.addresses["hB"]] and "free space" in found["missing"][rack.addresses["hB"]]
+        assert (
+            list(found["missing"]) == [rack.addresses["hB"]] and "free space" in found["missing"][rack.addresses["hB"]]
+        )
 
 
 def test_hosts_that_all_lack_room_are_refused_before_a_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -289,9 +289,7 @@ def test_a_disk_too_small_for_all_layers_is_refused_before_one_is_written(
     monkeypatch.setattr(host_weights, "free_bytes", lambda _: (room - len(written)) * each + SPARE_BYTES)
     for count in (3, 4, 5):
         written.clear()
-        refused = pytest.raises(
-            UserError, match=f"{count * each:,} bytes .*{room * each + SPARE_BYTES:,} bytes"
-        )
+        refused = pytest.raises(UserError, match=f"{count * each:,} bytes .*{room * each + SPARE_BYTES:,} bytes")
         with refused if count > room else contextlib.nullcontext():
             streamed_stage_of(*given, on_disk=range(1, 1 + count), folder=tmp_path)
         assert len(written) == (0 if count > room else count)

@@ -305,19 +305,19 @@ def losses(plan: PlanReport, planned: PlanReport, profile: ClusterProfile, reque
     roomy = with_plenty_of_memory(free)
     # A hand-written plan may be faster than the planner's.
     plans = [report.plan for report in (plan, planned) if report.predicted_step_s <= planned.predicted_step_s]
-    free_s, roomy_s = ([outlined(p, cluster).step_s for p in plans] for cluster in (free, roomy))
+    free_s = [outlined(p, free).step_s for p in plans]
     if len(profile.devices) > MAX_RANKS_WITHOUT_LAYOUTS:  # planning again would take too long
-        roomy_s.append(outlined(with_recompute(plans[-1], min(request.recompute_choices)), roomy).step_s)
+        roomy_s = outlined(with_recompute(plans[-1], min(request.recompute_choices)), roomy).step_s
     else:
         roomy_decision = _fastest(roomy, request)
         if roomy_decision is None:
             raise UserError("memory.exceeded", DOES_NOT_FIT)
         fits = MemoryModel(free, request).check(roomy_decision.plan)
         free_decision = roomy_decision if fits else _fastest(free, request)
-        roomy_s.append(roomy_decision.step_s)
+        roomy_s = roomy_decision.step_s
         free_s += [free_decision.step_s] if free_decision is not None else []
     without_links = min(free_s)
-    without_links_and_memory, own_s = min(without_links, *roomy_s), min(planned.predicted_step_s, step_s)
+    without_links_and_memory, own_s = min(without_links, roomy_s), min(planned.predicted_step_s, step_s)
     bound_s = fluid_bound_s(roomy, request)
 
     def share(more_s: float, less_s: float) -> float:

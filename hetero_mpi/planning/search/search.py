@@ -174,8 +174,7 @@ class Search:
         """Improve starts and further candidates by descent, then annealing unless brief."""
         _, state, depth = self._begun(number)
         candidates, _ = self.orders(number).improved(state, self.long, depth, np.random.default_rng(0), MAX_CANDIDATES)
-        starts = [*starts, *self._priced(candidates, rounds, depth)]
-        starts = best_of(starts)
+        starts = best_of([*starts, *self._priced(candidates, rounds, depth)])
         fewer_hosts = list(self._without_a_host(starts[0], rounds, depth))
         self._good_starts += best_of(fewer_hosts)[:1]
         alive = best_of([*starts, *fewer_hosts])[:MAX_DESCENTS]
