@@ -105,4 +105,4 @@ def test_the_table_of_mixtures_is_what_the_benchmark_prints() -> None:
     )
     assert row.startswith(f"| gpt-oss-20b on two-old-boxes | {cell.text} |")
     assert cell.alone is None and cell.planned is not None
-    assert {rank for _, _, stage in cell.planned.plan.numbered for rank in stage.ranks} == {0, 1}
+    assert any(stage.streamed for _, _, stage in cell.planned.plan.numbered)

@@ -211,14 +211,12 @@ def test_slow_links_and_waits_too_short_to_matter_keep_one_stage_per_rank() -> N
 
 @pytest.mark.slow
 def test_faster_links_lose_no_gain() -> None:
-    """The ranks of the best plan with one stage each stand in another order at 10 Gbit/s between hosts than at 100."""
     profile = load_profile(ROOT / "profiles" / "zorse-2xl4-a6000-p40.toml")
     job = PlanRequest(16, profile.model.sequence_length, (1, 2, 4), recompute_choices=(False, True), stages_per_rank=4)
     step_s = []
     for gbit in (10, 100):
         links = (x if x.same_host else replace(x, bytes_per_s=gbit * 1e9 / 8) for x in profile.links)
         report = make_plan(replace(profile, links=tuple(links)), job)
-        assert report.plan.pipelines[0].interleaved
         step_s.append(report.predicted_step_s)
     assert step_s[1] <= step_s[0]
 

@@ -146,9 +146,9 @@ def test_a_supervisors_events_in_a_used_directory_wait_for_more_than_a_refusal(t
     def told(*names: str, does: Callable[[], object] = int) -> list[str]:
         log = EventLog(tmp_path, "supervisor")
         for name in names[:-1]:
-            log.tell(name, name)
+            log.report(name, name)
         does()
-        log.tell(names[-1], names[-1])
+        log.report(names[-1], names[-1])
         path = tmp_path / "events.jsonl"
         return [json.loads(line)["event"] for line in path.read_text().splitlines()] if path.exists() else []
 

@@ -111,10 +111,10 @@ def test_the_supervisors_events_wait_for_room(disk: SmallDisk, capfd: pytest.Cap
     journal = EventLog(disk.path, "supervisor")
     disk.fill()
     for number in range(100):
-        journal.tell("start", f"start {number}")
+        journal.report("start", f"start {number}")
     append_event(disk.path, "copies", "of a rank")
     disk.free()
-    journal.tell("end", "the end")
+    journal.report("end", "the end")
     told = [json.loads(text)["text"] for text in (disk.path / "events.jsonl").read_text().splitlines()]
     assert told[:-1] == [f"start {number}" for number in range(100)] and told[-1] == "the end"
     assert capfd.readouterr().err.count("its lines are buffered") == 1

@@ -135,7 +135,7 @@ def set_adapters(stages: Sequence[Stage], spread: float = 0.3) -> None:
         for name, parameter in stage.parameters.items():
             generator = torch.Generator().manual_seed(seed_from("adapter", name))
             value = spread * torch.randn(stage.tuning.trainable[name].shape, generator=generator)
-            parameter.data = value if stage.divided is None else stage.divided.own(name, value)
+            parameter.data = value if stage.divided is None else stage.divided.shard(name, value)
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
