@@ -38,7 +38,7 @@ FAILING: dict[str, tuple[dict[str, dict[str, Any]], list[str]]] = {
     "processors' times": ({}, ["psutil:cpu_times"]),
     "the sample's prompt": (SAMPLED, ["hetero_mpi.inference.generate:render_prompt"]),
     "the sample's text": (SAMPLED, ["hetero_mpi.inference.generate:Spelling.add"]),
-    "stragglers": ({"plan": {"rebalance": True}}, [f"{RUNTIME}.rebalance:StepWord.ratios"]),
+    "stragglers": ({"plan": {"rebalance": True}}, [f"{RUNTIME}.rebalance:StepExchange.ratios"]),
     "a tracker": (
         {"report": {"write": False, "trackers": ["tensorboard"]}},
         ["hetero_mpi.rundir.trackers.tensorboard:TensorBoard.log"],
