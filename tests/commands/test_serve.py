@@ -242,11 +242,11 @@ def test_log_likelihoods_of_completions_are_those_of_transformers(served: Served
             picked = [int(expected[-1].argmax())] * most
             assert told.token_logprobs[0] is None and told.top_logprobs[0] is None
             own = [float(row[token]) for row, token in zip(expected, [*prompt[1:], *picked], strict=False)]
-            assert told.token_logprobs[1:] == pytest.approx(own, abs=1e-5) and len(own) == len(prompt) - 1 + most
+            assert told.token_logprobs[1:] == pytest.approx(own, abs=1e-4) and len(own) == len(prompt) - 1 + most
             for row, two, one in zip(expected, told.top_logprobs[1:], own, strict=False):
                 best = row.topk(2).values.tolist()
-                assert max(two.values()) == pytest.approx(best[0], abs=1e-5) and 1 <= len(two) <= 3
-                assert any(value == pytest.approx(one, abs=1e-5) for value in two.values())
+                assert max(two.values()) == pytest.approx(best[0], abs=1e-4) and 1 <= len(two) <= 3
+                assert any(value == pytest.approx(one, abs=1e-4) for value in two.values())
             text = served.tokenizer.decode([*prompt, *picked], skip_special_tokens=True)
             assert choice.text == text == "".join(told.tokens)
             assert told.text_offset == [len("".join(told.tokens[:n])) for n in range(len(told.tokens))]
@@ -267,9 +267,9 @@ def test_log_likelihoods_of_a_chat_are_those_of_transformers(served: Served) -> 
     for one in choice.logprobs.content:
         row = likelihoods(served, known)[-1]
         best = row.topk(3)
-        assert [top.logprob for top in one.top_logprobs] == pytest.approx(best.values.tolist(), abs=1e-5)
+        assert [top.logprob for top in one.top_logprobs] == pytest.approx(best.values.tolist(), abs=1e-4)
         token = int((row - one.logprob).abs().argmin())
-        assert float(row[token]) == pytest.approx(one.logprob, rel=1e-5)  # fp32, of logits with wide weights
+        assert float(row[token]) == pytest.approx(one.logprob, rel=1e-4)  # fp32, of logits with wide weights
         assert one.token == served.tokenizer.decode([token]) and one.bytes is not None
         assert bytes(one.bytes).decode(errors="replace") == one.token
         known.append(token)

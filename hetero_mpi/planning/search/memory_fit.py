@@ -211,21 +211,19 @@ class Fitter:
     def _pipeline(self, pipeline: PipelinePlan, owned: Owned | None, sparing: frozenset[int]) -> PipelinePlan | None:
         choices, number = sorted(set(self.request.recompute_choices)), 0
         while number < len(pipeline.stages):
-            allowed = choices[-1:] if pipeline.stages[number].ranks[0] in sparing else choices
-            ways = (_with_stage(pipeline, number, recompute=again) for again in allowed)
+            stage, first_warm_up = pipeline.stages[number], pipeline.stages[0].warm_up
+            allowed = choices[-1:] if stage.ranks[0] in sparing else choices
+            depths = range(stage.warm_up, -1, -1) if self.request.schedule == "auto" else (stage.warm_up,)
+            changes = ({"warm_up": depth, "recompute": again} for depth, again in itertools.product(depths, allowed))
+            ways = (_with_stage(pipeline, number, **changed) for changed in changes)
             fitting = next((way for way in ways if self.fits(way, way.stages[number], owned)), None)
             if fitting is not None:
-                pipeline, number = fitting, number + 1
-                continue
-            if pipeline.split_backward and pipeline.stages[number].warm_up == 0:
-                number = 0  # a deeper first stage makes later ones defer more weight gradients
-            most = pipeline.stages[number].warm_up - 1
-            if most < 0 or self.request.schedule != "auto":
+                pipeline, number = _at_most(fitting, number, fitting.stages[number].warm_up), number + 1
+            elif pipeline.split_backward and number and first_warm_up and self.request.schedule == "auto":
+                # A deeper first stage makes later ones defer more weight gradients.
+                pipeline, number = _at_most(_at_most(pipeline, number, 0), 0, first_warm_up - 1), 0
+            else:
                 return None
-            shallower = tuple(
-                replace(s, warm_up=min(s.warm_up, most)) if i >= number else s for i, s in enumerate(pipeline.stages)
-            )
-            pipeline = replace(pipeline, stages=shallower)
         return pipeline
 
     def _suffices(self, pipelines: Sequence[PipelinePlan]) -> bool:
@@ -253,8 +251,20 @@ def _with_pipeline(plan: Plan, index: int, pipeline: PipelinePlan) -> Plan:
 
 
 def _with_stage(pipeline: PipelinePlan, number: int, **changed: Any) -> PipelinePlan:
-    stage = replace(pipeline.stages[number], **changed)
-    return replace(pipeline, stages=(*pipeline.stages[:number], stage, *pipeline.stages[number + 1 :]))
+    stage = pipeline.stages[number]
+    if all(getattr(stage, name) == value for name, value in changed.items()):
+        return pipeline
+    stages = (*pipeline.stages[:number], replace(stage, **changed), *pipeline.stages[number + 1 :])
+    return replace(pipeline, stages=stages)
+
+
+def _at_most(pipeline: PipelinePlan, number: int, warm_up: int) -> PipelinePlan:
+    """Limit the warm-up of the stages from ``number`` on."""
+    rest = pipeline.stages[number:]
+    if all(stage.warm_up <= warm_up for stage in rest):
+        return pipeline
+    limited = (replace(stage, warm_up=min(stage.warm_up, warm_up)) for stage in rest)
+    return replace(pipeline, stages=(*pipeline.stages[:number], *limited))
 
 
 def _with_files(plan: Plan, layers: Mapping[int, int]) -> Plan:
