@@ -279,6 +279,8 @@ class GroupSearch:
         plans = [plan, with_recompute(plan, True)] if True in self.request.recompute_choices else [plan]
         if self.fitter.holds(plan):
             return plan
+        if self.profile.model.experts:  # a head moved alone may not fit where a head and experts moved do
+            plans += [changed for each in plans for changed in _with_shares_moved(each, experts=False)]
         return self._shortest(_with_shares_that_fit(candidate, self.fitter) for candidate in plans)
 
     def _shortest(self, plans: Iterable[Plan | None]) -> Plan | None:
@@ -321,14 +323,15 @@ def _deal(count: int, least: Sequence[int], cost: MemberCost) -> tuple[int, ...]
     return tuple(counts)
 
 
-def _with_shares_moved(plan: Plan) -> Iterator[Plan]:
-    """Move a head or experts in one stage, or in all stages of the same layers and shares."""
+def _with_shares_moved(plan: Plan, experts: bool = True) -> Iterator[Plan]:
+    """Move a head or, with ``experts``, experts in one stage, or in all stages of the same layers and shares."""
     stages = [stage for _, _, stage in plan.numbered]
     alike = [(stage.first, stage.last, stage.shares, stage.experts) for stage in stages]
     for number, stage in enumerate(stages):
         changes = [replace(stage, shares=shares) for shares in _transfers(stage.shares, 1)]
-        for step in dict.fromkeys((sum(stage.experts or ()) // EXPERT_MOVE_DIVISOR, 1)):
-            changes += [replace(stage, experts=experts) for experts in _transfers(stage.experts or (), step) if step]
+        counts = stage.experts or () if experts else ()
+        for step in dict.fromkeys((sum(counts) // EXPERT_MOVE_DIVISOR, 1)):
+            changes += [replace(stage, experts=changed) for changed in _transfers(counts, step) if step]
         twins = [twin for twin in range(len(stages)) if alike[twin] == alike[number]]
         for changed in changes:
             if changed.idles:
