@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import random
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -26,6 +27,7 @@ from transformers.generation.logits_process import (
 
 from hetero_mpi.data.tokenizer import load_tokenizer
 from hetero_mpi.device.accelerators import open_backend
+from hetero_mpi.inference import decoding
 from hetero_mpi.inference.decoding import NOT_A_NUMBER, OWN_CACHE, Decoder, Sampling, cache_keyword, pick, takes_pieces
 from hetero_mpi.inference.writer import Round, Spelling, Task, TextChanges, Writer
 from hetero_mpi.model.files.model_files import ModelFiles
@@ -98,10 +100,55 @@ def test_picks_are_those_of_the_steps_of_transformers(sampling: Sampling) -> Non
             changed += picked != int(logits.argmax())
             continue
         likely, tokens = torch.softmax(scores[0].double(), 0).sort(descending=True, stable=True)
-        draw = torch.Generator().manual_seed(seed_from(sampling.seed, "token", position))
-        assert picked == int(tokens[torch.multinomial(likely, 1, generator=draw)])
+        assert picked == int(tokens[torch.searchsorted(likely.cumsum(0), share(sampling, position), right=True)])
         changed += picked != pick(logits, Sampling(sampling.temperature, 1.0, sampling.seed), position)
     assert changed, "the settings do something"
+
+
+def share(sampling: Sampling, position: int) -> torch.Tensor:
+    """The random number of a position."""
+    generator = torch.Generator().manual_seed(seed_from(sampling.seed, "token", position))
+    return torch.rand((), dtype=torch.float64, generator=generator)
+
+
+def picked_by_sort(logits: torch.Tensor, sampling: Sampling, position: int) -> int:
+    """The token that sampling from all sorted tokens gives."""
+    weights = torch.exp((logits.double() - logits.max()) / sampling.temperature)
+    likely, tokens = weights.sort(descending=True, stable=True)
+    if 0 < sampling.top_k < len(likely):
+        likely = likely.masked_fill(likely < likely[sampling.top_k - 1], 0.0)
+    before = torch.cat([torch.zeros(1), likely.cumsum(0)[:-1]])
+    excluded = (before >= sampling.top_p * likely.sum()) & (sampling.top_p < 1)
+    sums = likely.masked_fill(excluded | (likely < sampling.min_p * likely[0]), 0.0).cumsum(0)
+    return int(tokens[torch.searchsorted(sums, share(sampling, position) * sums[-1], right=True)])
+
+
+def test_picks_are_those_of_sorting_all_tokens() -> None:
+    """With flat and peaked logits, equal and forbidden ones, and filters that keep fewer or more tokens than are sorted first."""
+    numbers = random.Random(2)
+    reached = []
+    with mock.patch.object(decoding, "_drawn", wraps=decoding._drawn) as drawn:
+        for position in range(250):
+            generator = torch.Generator().manual_seed(position)
+            logits = torch.randn(numbers.choice([40, 5000, 9000]), generator=generator) * numbers.choice(
+                [0.01, 1, 3, 9]
+            )
+            if numbers.random() < 0.4:
+                logits = (logits * numbers.choice([0.5, 2.0])).round()
+            if numbers.random() < 0.3:
+                logits[numbers.randrange(20) :: 7] = -torch.inf
+            sampling = Sampling(
+                numbers.choice([0.3, 0.8, 1.0, 4.0]),
+                numbers.choice([1.0, 1.0, 0.95, 0.3, 0.9999]),
+                numbers.randrange(99),
+                numbers.choice([0, 0, 1, 50, 4096, 4500]),
+                numbers.choice([0.0, 0.0, 0.05, 1e-5]),
+            )
+            drawn.reset_mock()
+            assert pick(logits, sampling, position) == picked_by_sort(logits, sampling, position), sampling
+            if len(logits) > 40:
+                reached.append(drawn.call_count)
+    assert reached.count(1) > 60 and reached.count(2) > 15, "both ways are tried"
 
 
 def test_characters_of_several_tokens_appear_whole(tmp_path: Path) -> None:
