@@ -1,4 +1,4 @@
-"""Decoding on one stage: a KV cache for each of its layers, and sampling of a token from the last stage's logits.
+"""Decoding on one stage: a KV cache for each text and layer.
 
 transformers sizes its attention masks by one cache layer, the first of each kind of attention. On a later stage that layer belongs
 to another rank and is empty; so the cache layers of other stages count the tokens that have passed, without storing them.
@@ -8,155 +8,33 @@ Also here: several adapters on one stage, one active at a time, in addition to t
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, cast
+from collections.abc import Iterator, Sequence
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from hetero_mpi.device.backend import HOST
-from hetero_mpi.model.layer.interface import ADAPTER_NAME, seed_from
+from hetero_mpi.model.layer.interface import ADAPTER_NAME
 from hetero_mpi.model.layer.quantize import set_training
 from hetero_mpi.model.stage import Stage
 from hetero_mpi.model.transformers.chain import language
-from hetero_mpi.model.transformers.packed_records import depends_on_length
+from hetero_mpi.model.transformers.packed_records import Rows, depends_on_length, hand_rows
 from hetero_mpi.model.tuning import Tuning, inject
 from hetero_mpi.util.errors import UserError
 
 OPENED = ADAPTER_NAME
 """Name of the adapter that the stage was built with, if any. Other adapters have other names; "" is no adapter."""
-NOT_A_NUMBER = -1
-"""Returned by ``pick`` instead of a token when the model's output is not a number."""
 OWN_CACHE = ("minimax",)
 """Families with their own cache class, whose layers cannot be told which of them are on other stages."""
 _SWITCHING_ROTARY = ("phi3", "phimoe")
 """Families whose rotary embedding switches at a length, where their ``generate`` recomputes the whole text."""
-_CANDIDATES = 4096
-"""Number of most likely tokens that are sorted for sampling; all are only where these do not decide."""
 _SELECTING_KEYS = ("doge",)
 """Families that select keys by score, in addition to those with an indexer (``index_topk``)."""
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """Sampling settings."""
-
-    temperature: float = 0.0
-    """0: the most likely token (greedy)."""
-    top_p: float = 1.0
-    """Sample from the smallest set of tokens with this total probability (nucleus sampling, arXiv:1904.09751)."""
-    seed: int = 0
-    top_k: int = 0
-    """Sample from this many most likely tokens, and those as likely as the last of them; 0: from all."""
-    min_p: float = 0.0
-    """Sample from tokens with at least this share of the most likely token's probability (arXiv:2407.01082)."""
-    repetition_penalty: float = 1.0
-    """Divides the positive logits of all tokens in the text, and multiplies the negative ones (arXiv:1909.05858)."""
-
-
-def pick(
-    logits: torch.Tensor,
-    sampling: Sampling,
-    position: int,
-    text_tokens: Sequence[int] = (),
-    forbidden: Sequence[int] = (),
-) -> int:
-    """Sample the token at ``position`` of the text; ``NOT_A_NUMBER`` if the logits are invalid.
-
-    The candidates are those of transformers' ``generate``, filtered by the same steps in the same order. Random numbers are drawn
-    on the host from (seed, position), so they depend neither on the device nor on the partition.
-
-    ``logits``: (V,) fp32, on any device. ``text_tokens``: the text's tokens, for the penalty. ``forbidden``: excluded tokens.
-    """
-    if sampling.repetition_penalty != 1 and text_tokens:
-        used = torch.tensor(sorted(set(text_tokens)), device=logits.device)
-        used_logits, penalty = logits[used], sampling.repetition_penalty
-        logits = logits.index_copy(0, used, torch.where(used_logits < 0, used_logits * penalty, used_logits / penalty))
-    if forbidden:
-        logits = logits.index_fill(0, torch.tensor(forbidden, device=logits.device), -torch.inf)
-    if not torch.isfinite(logits.max()):  # NaN, an overflow, or -inf everywhere; a single -inf only forbids a token
-        return NOT_A_NUMBER
-    if sampling.temperature == 0:
-        return int(torch.argmax(logits))
-    host_logits = logits.to(HOST)
-    weights = host_logits.double().sub_(host_logits.max()).div_(sampling.temperature).exp_()
-    generator = torch.Generator().manual_seed(seed_from(sampling.seed, "token", position))
-    share = torch.rand((), dtype=torch.float64, generator=generator).item()
-    drawn = partial(_drawn, host_logits.numpy(), weights.numpy(), sampling, share)
-    token = drawn(_CANDIDATES)
-    return token if token is not None else cast(int, drawn(len(weights)))
-
-
-def _drawn(
-    logits: npt.NDArray[np.float32], weights: npt.NDArray[np.float64], sampling: Sampling, share: float, count: int
-) -> int | None:
-    """The token at which the weights, added up from the most likely token on, exceed ``share`` of the sum of the kept ones.
-
-    Only the ``count`` most likely tokens are sorted, and those as likely as the last of them. None if these do not decide.
-    Equally likely tokens are in the order of their numbers.
-
-    Args:
-        weights: (V,), proportional to the probabilities; the largest is 1.
-        share: the random number, in [0, 1).
-    """
-    words = len(logits)
-    whole = count >= words
-    if whole:
-        bits = (logits + 0.0).view(np.int32)  # without -0.0; as integers numpy sorts ten times as fast
-        keys = np.where(bits < 0, bits & 0x7FFFFFFF, ~bits).astype(np.int64)
-        tokens = np.sort(keys << 32 | np.arange(words)) & 0xFFFFFFFF
-    else:
-        tokens = np.flatnonzero(logits >= np.partition(logits, words - count)[words - count])
-        tokens = tokens[np.argsort(-logits[tokens], kind="stable")]
-    likely, total = weights[tokens], weights.sum()
-    if 0 < sampling.top_k < words:
-        if sampling.top_k > len(tokens):
-            return None
-        likely = likely[: np.searchsorted(-likely, -likely[sampling.top_k - 1], side="right")]
-        whole, total = True, likely.sum()
-    sums = likely.cumsum()
-    kept = len(likely)
-    if sampling.top_p < 1:  # the token that reaches top_p is kept
-        kept = min(kept, 1 + int(np.searchsorted(sums, sampling.top_p * total)))
-    kept = min(kept, int(np.searchsorted(-likely, -sampling.min_p, side="right")))
-    if kept < len(likely):
-        total = sums[kept - 1]
-    elif not whole and (sampling.top_p < 1 or sampling.min_p > 0):
-        return None
-    place = int(np.searchsorted(sums[:kept], share * total, side="right"))
-    if place == kept:
-        if not whole:
-            return None
-        place = min(kept, int(np.count_nonzero(likely))) - 1  # ``total`` is rounded
-    return int(tokens[place])
-
-
-@dataclass(frozen=True)
-class Scored:
-    """A token of a text with its log-probability given the preceding tokens, before temperature, penalties and filters."""
-
-    token: int
-    likelihood: float
-    likeliest: tuple[tuple[int, float], ...] = ()
-    """The most likely tokens at its position with their log-probabilities, in descending order."""
-
-
-def scored(logits: torch.Tensor, tokens: Sequence[int], count: int) -> torch.Tensor:
-    """Log-probabilities of tokens as (K, 1 + 2 ``count``) fp64 on the host: the token's, then the most likely tokens, then theirs.
-
-    ``logits``: (K, V) fp32, one row per token.
-    """
-    likelihoods = torch.log_softmax(logits, dim=1)
-    token_scores = likelihoods.gather(1, torch.tensor(tokens, device=logits.device).unsqueeze(1))
-    most, words = likelihoods.topk(min(count, logits.shape[1]), dim=1)
-    return torch.cat([part.to(HOST).double() for part in (token_scores, words, most)], dim=1)
 
 
 def require_decodable(config: PreTrainedConfig) -> None:
@@ -188,6 +66,22 @@ def takes_pieces(config: PreTrainedConfig) -> bool:
     return not depends_on_length(config)
 
 
+def takes_batches(config: PreTrainedConfig, model: nn.Module) -> bool:
+    """Whether single tokens of several texts can be computed in a batch, each row with the keys and values of its text.
+
+    Not with other states than keys and values, nor if attention does not call transformers' ``sdpa`` with all cached keys (latent
+    attention computes them from the cache). Not with experts: the rows that an expert computes at once depend on the other rows.
+    """
+    if config._attn_implementation != "sdpa" or config.model_type in (*OWN_CACHE, *_SELECTING_KEYS):
+        return False
+    if hasattr(config, "kv_lora_rank"):
+        return False
+    kinds = {type(layer) for layer in DynamicCache(config=config).layers}
+    return kinds <= {DynamicLayer, DynamicSlidingWindowLayer} and not any(
+        "expert" in name for name, _ in model.named_modules()
+    )
+
+
 def cache_keyword(model: PreTrainedModel) -> str:
     """The cache argument of the model's ``forward``: another name would be silently ignored as a model option.
 
@@ -205,16 +99,22 @@ class Decoder:
     def __init__(self, stage: Stage) -> None:
         self.stage = stage
         self._caches: dict[int, _Cache] = {}
+        self._batch_cache = _BatchCache(stage.model.config)
         self._cache_keyword = cache_keyword(stage.model)
         self._adapters = AdapterSwitch(stage)
+        self._head_hook: RemovableHandle | None = None
 
     def __enter__(self) -> Decoder:
         set_training(self.stage.model, False)
+        if self.stage.is_last:
+            self._head_hook = self.stage.model.get_output_embeddings().register_forward_pre_hook(_flatten_rows)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._adapters.turn_to(OPENED)
         set_training(self.stage.model, True)
+        if self._head_hook is not None:
+            self._head_hook.remove()
         self._caches.clear()
 
     def forget(self, text: int = 0) -> None:
@@ -238,12 +138,61 @@ class Decoder:
         if text not in self._caches:
             self._caches[text] = _Cache(self.stage)
         cache = self._caches[text]
+        first = cache.pass_on(x.shape[1])
+        y = self._apply(x, [range(first, first + x.shape[1])], cache.layers, rows, adapter)
+        return y[-rows:].float() if self.stage.is_last else y
+
+    @torch.no_grad()
+    def step_batch(self, x: torch.Tensor, texts: Sequence[int], adapter: str = OPENED) -> torch.Tensor:
+        """Process the next tokens of several texts that have begun, one each, in a batch of W rows.
+
+        Args:
+            x: token ids (W, 1) int64 on the first stage, else (W, 1, D); the rows after those of ``texts`` are dummies.
+
+        Returns (W, 1, D), or on the last stage fp32 logits (W, V).
+        """
+        caches = [self._caches[text] for text in texts]
+        positions = [[cache.pass_on(1)] for cache in caches] + [[0]] * (len(x) - len(texts))
+        with self._batch_cache.serving([cache.layers for cache in caches]):
+            y = self._apply(x, positions, self._batch_cache, 1, adapter)
+        return y.float() if self.stage.is_last else y
+
+    def _apply(
+        self, x: torch.Tensor, positions: Sequence[Sequence[int]], cache: DynamicCache, rows: int, adapter: str
+    ) -> torch.Tensor:
         self._adapters.turn_to(adapter)
-        positions = cache.pass_on(x.shape[1], x.device)
         last: dict[str, Any] = {"logits_to_keep": rows} if self.stage.is_last else {}
-        past = {self._cache_keyword: cache.layers}
-        y = self.stage.apply(x, position_ids=positions, use_cache=True, **past, **last)
-        return y[0, -rows:].float() if self.stage.is_last else y
+        position_ids = torch.tensor(positions, device=x.device)
+        return self.stage.apply(x, position_ids=position_ids, use_cache=True, **{self._cache_keyword: cache}, **last)
+
+    def rows_are_alike(self, width: int) -> bool:
+        """Whether a row's bits depend neither on its place in a batch nor on the other rows, as tried with random inputs.
+
+        They may: some kernels compute the last elements of a tensor, or of a thread's share, in another way.
+        """
+        stage, generator = self.stage, torch.Generator().manual_seed(0)
+        config = stage.model.config
+
+        def inputs(rows: int) -> torch.Tensor:
+            if stage.first == 0:
+                return torch.randint(config.vocab_size, (rows, 1), generator=generator)
+            return torch.randn((rows, 1, config.hidden_size), generator=generator).to(stage.dtype)
+
+        first, row, others = (inputs(rows).to(stage.backend.device) for rows in (1, 1, width))
+        outputs = []
+        with self:
+            for batch in (row.expand_as(others), torch.cat([row, others[1:]])):
+                for text in range(width):
+                    self.forget(text)
+                    self.step(first, text)
+                outputs.append(self.step_batch(batch.contiguous(), range(width)))
+        alike, mixed = outputs
+        return all(torch.equal(alike[0], other) for other in (*alike, mixed[0]))
+
+
+def _flatten_rows(_: nn.Module, inputs: tuple[torch.Tensor]) -> torch.Tensor:
+    """Hidden states as (rows, D): of the last ones of (1, T, D) torch's product would copy the head's matrix on CPUs."""
+    return inputs[0].flatten(0, 1)
 
 
 class _CountingLayer(DynamicLayer):
@@ -272,12 +221,42 @@ class _Cache:
                 layer = self.layers.layers[index] = _CountingLayer()
             self._counting.append(layer)
 
-    def pass_on(self, length: int, device: torch.device) -> torch.Tensor:
-        """Positions (1, T) of the next ``length`` tokens; counts them."""
+    def pass_on(self, length: int) -> int:
+        """Position of the first of the next ``length`` tokens; counts them."""
         for layer in self._counting:
             layer.cumulative_length = self._passed
         self._passed += length
-        return torch.arange(self._passed - length, self._passed, device=device).unsqueeze(0)
+        return self._passed - length
+
+
+class _BatchCache(DynamicCache):
+    """The cache of a batch: passes each row's keys and values to the cache of its text.
+
+    Its own layers stay empty, so that transformers makes no mask: each row attends to all that its text's cache returns.
+    """
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__(config=config)
+        self._texts: Sequence[DynamicCache] = ()
+        self._handed: list[Rows] = []
+
+    @contextlib.contextmanager
+    def serving(self, texts: Sequence[DynamicCache]) -> Iterator[None]:
+        """A block in which row ``i`` is of ``texts[i]``; attention must use the keys and values of every layer."""
+        self._texts, self._handed = texts, []
+        yield
+        assert not any(self._handed)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **keywords: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = key_states.split(1), value_states.split(1)
+        rows = [
+            text.update(key, value, layer_idx, *args, **keywords)
+            for text, key, value in zip(self._texts, keys, values, strict=False)
+        ]
+        self._handed.append(rows)
+        return hand_rows(key_states, rows), value_states
 
 
 def _tensor_bytes(value: Any) -> int:

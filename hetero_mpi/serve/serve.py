@@ -7,6 +7,7 @@ every 50 ms.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import shlex
@@ -38,6 +39,7 @@ TOKEN_VARIABLE = "HETERO_MPI_TOKEN"
 _TOKEN_CLIENT = "token"
 """The client name of --token in metrics and logs."""
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_ROWS = 8
 _STOP_TIMEOUT_S = 1.0
 """Time to notify clients of the end of the service."""
 
@@ -134,6 +136,7 @@ def serve(world: World, options: ServeOptions, client: Client | None = None) -> 
         def work(members: World, writer: Writer) -> None:
             members.current_action = "measuring the memory of a text"
             room = cache_budgets(members, setup.memory, writer)
+            settle_width(members, writer, options.parallel)
             members.current_action = "serving"
             if not models or bound is None:
                 for _ in writer.written(partial(_follow_round, world, members, stop)):
@@ -145,7 +148,7 @@ def serve(world: World, options: ServeOptions, client: Client | None = None) -> 
             service = Service(models, context, scheduler, stop)
             servers.append(ApiServer(bound, keys, service, names, client is not None))
             if client is None:
-                _print_address(servers[0], options)
+                _print_address(servers[0], options, writer.width)
             else:
                 client.on_ready(servers[0])
             should_stop = lambda: stop() or (client is not None and client.has_ended())  # noqa: E731
@@ -238,6 +241,18 @@ def _follow_round(world: World, members: World, stop: StopRequest, idle: bool) -
     return TextChanges(begin, message["end"], message["rest"])
 
 
+def settle_width(members: World, writer: Writer, parallel: int) -> None:
+    """Let texts be decoded in batches of rank 0's ``parallel`` rows, or somewhat more, if a row's bits do not depend on the others.
+
+    Collective. A multiple of ``_ROWS`` leaves no rest that kernels would compute in another way.
+    """
+    count = int(members.broadcast_json(parallel))
+    for width in (count, math.ceil(count / _ROWS) * _ROWS):
+        if count > 1 and all(members.all_gather_json(writer.rows_are_alike(width))):
+            writer.width = width
+            return
+
+
 def cache_budgets(members: World, memory: tuple[RankMemory, ...], writer: Writer) -> list[CacheBudget]:
     """The memory that texts need, and may use, on each rank with a stage, by a text's measured bytes. Collective."""
     bytes_by_rank = dict(zip(members.numbers, members.all_gather_json(writer.cache_bytes()), strict=True))
@@ -261,11 +276,12 @@ def _default_sampling(defaults: SamplingDefaults) -> str:
     return f"default sampling: {values} ({source}); temperature 0 is greedy"
 
 
-def _print_address(server: ApiServer, options: ServeOptions) -> None:
+def _print_address(server: ApiServer, options: ServeOptions, width: int) -> None:
     service, context = server.service, server.service.context
     say(
         f"a request may have {context.tokens:,} tokens: {context.reason}",
-        f"up to {options.parallel} answers are generated concurrently",
+        f"up to {options.parallel} answers are generated concurrently, "
+        + (f"in batches of {width} rows" if width > 1 else "each by itself"),
         _default_sampling(service.model.defaults),
     )
     variable = TOKEN_VARIABLE if os.environ.get(TOKEN_VARIABLE, "").strip() in server.keys.values() else "TOKEN"

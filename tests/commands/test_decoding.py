@@ -27,9 +27,11 @@ from transformers.generation.logits_process import (
 
 from hetero_mpi.data.tokenizer import load_tokenizer
 from hetero_mpi.device.accelerators import open_backend
-from hetero_mpi.inference import decoding
-from hetero_mpi.inference.decoding import NOT_A_NUMBER, OWN_CACHE, Decoder, Sampling, cache_keyword, pick, takes_pieces
-from hetero_mpi.inference.writer import Round, Spelling, Task, TextChanges, Writer
+from hetero_mpi.inference import sampling as sampling_module
+from hetero_mpi.inference.decoding import OWN_CACHE, Decoder, cache_keyword, takes_batches, takes_pieces
+from hetero_mpi.inference.sampling import NOT_A_NUMBER, Sampling, pick
+from hetero_mpi.inference.spelling import Spelling
+from hetero_mpi.inference.writer import Round, Task, TextChanges, Writer
 from hetero_mpi.model.files.model_files import ModelFiles
 from hetero_mpi.model.layer.interface import seed_from
 from hetero_mpi.model.layer.quantize import set_training
@@ -127,7 +129,7 @@ def test_picks_are_those_of_sorting_all_tokens() -> None:
     """With flat and peaked logits, equal and forbidden ones, and filters that keep fewer or more tokens than are sorted first."""
     numbers = random.Random(2)
     reached = []
-    with mock.patch.object(decoding, "_drawn", wraps=decoding._drawn) as drawn:
+    with mock.patch.object(sampling_module, "_drawn", wraps=sampling_module._drawn) as drawn:
         for position in range(250):
             generator = torch.Generator().manual_seed(position)
             logits = torch.randn(numbers.choice([40, 5000, 9000]), generator=generator) * numbers.choice(
@@ -307,6 +309,7 @@ def rounds_by(
     tasks: dict[int, Task],
     piece_tokens: int,
     rests: Sequence[tuple[int, ...]] = (),
+    width: int = 1,
 ) -> tuple[list[Round], list[int]]:
     """What a thread per rank writes round by round, and the tokens that each stage got at once.
 
@@ -321,10 +324,13 @@ def rounds_by(
             [*(TextChanges(rest=numbers) for numbers in reversed(rests)), TextChanges(tasks)],
         )
         writer = Writer(rank, ranks, active, network.transports[rank], own[0].chain, own, piece_tokens)
+        if width > 1:
+            assert writer.rows_are_alike(width)
+            writer.width = width
         return list(writer.written(lambda idle: begun.pop() if begun else None if idle else TextChanges()))
 
     def counted(stage: Stage, x: torch.Tensor, **keywords: Any) -> torch.Tensor:
-        lengths.append(x.shape[1])
+        lengths.append(x.shape[1] if len(x) == 1 else -len(x))
         return apply(stage, x, **keywords)
 
     apply = Stage.apply
@@ -333,6 +339,30 @@ def rounds_by(
     tokens = [[found.tokens for found in result] for result in results]
     assert all(own == tokens[0] for own in tokens) and not any(found.scores for own in results[1:] for found in own)
     return results[0], lengths
+
+
+@pytest.mark.parametrize(
+    ("cuts", "ranks"), [((), (0,)), ((2, 3, 4), (1, 0, 0, 1))], ids=["one stage", "V"]
+)  # fmt: skip
+@pytest.mark.parametrize("family", CHANGES)
+def test_a_text_in_a_batch_has_the_bits_of_the_text_alone(
+    family: str, cuts: tuple[int, ...], ranks: tuple[int, ...], tmp_path: Path
+) -> None:
+    """At the same width, whoever begins, rests and ends; the tokens are those of transformers' ``generate``."""
+    path = changed_model(tmp_path, family, CHANGES[family])
+    generator = torch.Generator().manual_seed(6)
+    prompts = [torch.randint(1, 300, (length,), generator=generator).tolist() for length in (21, 3, 1, 9, 12, 5)]
+    tasks = {n: Task(prompt, [], 6 + 2 * n, Sampling(), likeliest=2) for n, prompt in enumerate(prompts)}
+    rests = [(), (), (0, 3), (1,), (), (2, 4, 5), (2, 3)]
+    together, lengths = rounds_by(path, cuts, ranks, tasks, PIECE, rests, width=4)
+    assert lengths.count(-4) > 20, "single tokens are computed in batches"
+    model = AutoModelForCausalLM.from_pretrained(path)
+    set_training(model, False)
+    for number, task in tasks.items():
+        alone, _ = rounds_by(path, cuts, ranks, {number: task}, PIECE, width=4)
+        of_text = [[o for o in (one.scores.get(number) for one in found) if o] for found in (together, alone)]
+        assert of_text[0] == of_text[1] and len(of_text[0]) >= task.limit
+        assert [one.tokens[number] for one in together if number in one.tokens] == generated(model, task)
 
 
 @pytest.mark.parametrize("family", CHANGES)
@@ -410,7 +440,7 @@ def decoded_families() -> list[Any]:
 @pytest.mark.parametrize("family", decoded_families())
 def test_every_proven_family_decodes_over_three_stages(family: str, tmp_path: Path) -> None:
     """The logits after a prompt of random tokens, after some more, and after single ones, are the whole model's; and those of
-    the whole text at once, if the family ``takes_pieces``."""
+    the whole text at once, if the family ``takes_pieces``. In a batch they are those of each text."""
     torch.manual_seed(3)
     keys = tiny_keys(family)
     config = AutoConfig.for_model(keys.pop("model_type"), **keys)
@@ -431,3 +461,18 @@ def test_every_proven_family_decodes_over_three_stages(family: str, tmp_path: Pa
             torch.testing.assert_close(x[-1], expected.logits[0, -1], rtol=1e-4, atol=1e-4)
             if takes_pieces(config):
                 torch.testing.assert_close(x[-1], at_once[last - 1], rtol=1e-4, atol=1e-4)
+        if not takes_batches(config, whole):
+            assert family not in ("llama", "qwen3", "gemma3_text", "mistral", "phi3")
+            return
+        lengths = {1: 12, 2: 3}
+        for text, length in lengths.items():
+            x = tokens[:, :length]
+            for decoder in decoders:
+                x = decoder.step(x, text)
+        for step in range(20):
+            x = torch.tensor([[int(tokens[0, length + step])] for length in lengths.values()] + [[0]] * 2)
+            for decoder in decoders:
+                x = decoder.step_batch(x, [*lengths])
+            for row, length in zip(x, lengths.values(), strict=False):
+                expected = whole(input_ids=tokens[:, : length + step + 1]).logits[0, -1]
+                torch.testing.assert_close(row, expected, rtol=1e-4, atol=1e-4)

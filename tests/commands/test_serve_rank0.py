@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from hetero_mpi.data.tokenizer import encoded
-from hetero_mpi.inference.decoding import NOT_A_NUMBER, Sampling
+from hetero_mpi.inference.sampling import NOT_A_NUMBER, Sampling
 from hetero_mpi.inference.source import open_source
 from hetero_mpi.inference.writer import Round, Task, TextChanges
 from hetero_mpi.serve.api_requests import ChatRequest, CompletionRequest, parse
