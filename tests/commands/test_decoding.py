@@ -15,6 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.generation.logits_process import (
     MinNewTokensLengthLogitsProcessor,
@@ -230,6 +231,26 @@ def test_texts_side_by_side_are_computed_as_if_alone(tmp_path: Path) -> None:
     alone, together = logits([*long, *short]), logits([*long[:5], *short[:3], *long[5:9], *short[3:], *long[9:]])
     for text in tokens:
         assert all(torch.equal(one, other) for one, other in zip(alone[text], together[text], strict=True))
+
+
+def test_the_heads_matrix_is_not_copied(tmp_path: Path) -> None:
+    """Neither for a piece of a prompt nor for a batch: torch would, for the last rows of a larger tensor, in ``bmm``."""
+    (stage,) = stages_of(model_directory(tmp_path, Case("llama-even", "llama", False, 0.0, True, 2, "even")), ())
+
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = operator(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor) and result.shape[-1] == stage.chain.config.vocab_size:
+                made.append(operator.overloadpacket._qualified_op_name)
+            return result
+
+    batch = torch.ones(4, 1, dtype=torch.long)
+    with Decoder(stage) as decoder:
+        for step in (lambda: decoder.step(torch.ones(1, 8, dtype=torch.long)), lambda: decoder.step_batch(batch, [0])):
+            made = list[str]()
+            with Products():
+                step()
+            assert "aten::mm" in made and not {"aten::bmm", "aten::clone"} & {*made}
 
 
 def changed_model(directory: Path, family: str, changes: dict[str, Any]) -> Path:
