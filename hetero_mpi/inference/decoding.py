@@ -8,14 +8,13 @@ Also here: several adapters on one stage, one active at a time, in addition to t
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
@@ -72,14 +71,15 @@ def takes_batches(config: PreTrainedConfig, model: nn.Module) -> bool:
     Not with other states than keys and values, nor if attention does not call transformers' ``sdpa`` with all cached keys (latent
     attention computes them from the cache). Not with experts: the rows that an expert computes at once depend on the other rows.
     """
-    if config._attn_implementation != "sdpa" or config.model_type in (*OWN_CACHE, *_SELECTING_KEYS):
-        return False
-    if hasattr(config, "kv_lora_rank"):
+    if (
+        config._attn_implementation != "sdpa"
+        or config.model_type in _SELECTING_KEYS
+        or "kv_lora_rank" in config.to_dict()
+    ):
         return False
     kinds = {type(layer) for layer in DynamicCache(config=config).layers}
-    return kinds <= {DynamicLayer, DynamicSlidingWindowLayer} and not any(
-        "expert" in name for name, _ in model.named_modules()
-    )
+    has_experts = any("expert" in name for name, _ in model.named_modules())
+    return kinds <= {DynamicLayer, DynamicSlidingWindowLayer} and not has_experts
 
 
 def cache_keyword(model: PreTrainedModel) -> str:
@@ -99,22 +99,21 @@ class Decoder:
     def __init__(self, stage: Stage) -> None:
         self.stage = stage
         self._caches: dict[int, _Cache] = {}
-        self._batch_cache = _BatchCache(stage.model.config)
         self._cache_keyword = cache_keyword(stage.model)
         self._adapters = AdapterSwitch(stage)
-        self._head_hook: RemovableHandle | None = None
+        self._hooks = ExitStack()
 
     def __enter__(self) -> Decoder:
         set_training(self.stage.model, False)
         if self.stage.is_last:
-            self._head_hook = self.stage.model.get_output_embeddings().register_forward_pre_hook(_flatten_rows)
+            head = self.stage.model.get_output_embeddings()
+            self._hooks.enter_context(head.register_forward_pre_hook(_flatten_rows))
         return self
 
     def __exit__(self, *_: object) -> None:
         self._adapters.turn_to(OPENED)
         set_training(self.stage.model, True)
-        if self._head_hook is not None:
-            self._head_hook.remove()
+        self._hooks.close()
         self._caches.clear()
 
     def forget(self, text: int = 0) -> None:
@@ -153,8 +152,9 @@ class Decoder:
         """
         caches = [self._caches[text] for text in texts]
         positions = [[cache.pass_on(1)] for cache in caches] + [[0]] * (len(x) - len(texts))
-        with self._batch_cache.serving([cache.layers for cache in caches]):
-            y = self._apply(x, positions, self._batch_cache, 1, adapter)
+        batch_cache = _BatchCache([cache.layers for cache in caches])
+        y = self._apply(x, positions, batch_cache, 1, adapter)
+        assert not any(batch_cache.handed)
         return y.float() if self.stage.is_last else y
 
     def _apply(
@@ -178,16 +178,16 @@ class Decoder:
                 return torch.randint(config.vocab_size, (rows, 1), generator=generator)
             return torch.randn((rows, 1, config.hidden_size), generator=generator).to(stage.dtype)
 
-        first, row, others = (inputs(rows).to(stage.backend.device) for rows in (1, 1, width))
+        first, row, neighbours = (inputs(rows).to(stage.backend.device) for rows in (1, 1, width))
         outputs = []
         with self:
-            for batch in (row.expand_as(others), torch.cat([row, others[1:]])):
+            for batch in (row.expand_as(neighbours), torch.cat([row, neighbours[1:]])):
                 for text in range(width):
                     self.forget(text)
                     self.step(first, text)
                 outputs.append(self.step_batch(batch.contiguous(), range(width)))
         alike, mixed = outputs
-        return all(torch.equal(alike[0], other) for other in (*alike, mixed[0]))
+        return all(torch.equal(alike[0], output) for output in (*alike, mixed[0]))
 
 
 def _flatten_rows(_: nn.Module, inputs: tuple[torch.Tensor]) -> torch.Tensor:
@@ -235,27 +235,19 @@ class _BatchCache(DynamicCache):
     Its own layers stay empty, so that transformers makes no mask: each row attends to all that its text's cache returns.
     """
 
-    def __init__(self, config: PreTrainedConfig) -> None:
-        super().__init__(config=config)
-        self._texts: Sequence[DynamicCache] = ()
-        self._handed: list[Rows] = []
-
-    @contextlib.contextmanager
-    def serving(self, texts: Sequence[DynamicCache]) -> Iterator[None]:
-        """A block in which row ``i`` is of ``texts[i]``; attention must use the keys and values of every layer."""
-        self._texts, self._handed = texts, []
-        yield
-        assert not any(self._handed)
+    def __init__(self, texts: Sequence[DynamicCache]) -> None:
+        super().__init__()
+        self._texts = texts
+        self.handed: list[Rows] = []
+        """Keys and values of each layer; emptied by its attention."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **keywords: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         keys, values = key_states.split(1), value_states.split(1)
-        rows = [
-            text.update(key, value, layer_idx, *args, **keywords)
-            for text, key, value in zip(self._texts, keys, values, strict=False)
-        ]
-        self._handed.append(rows)
+        states = zip(self._texts, keys, values, strict=False)
+        rows = [text.update(key, value, layer_idx, *args, **keywords) for text, key, value in states]
+        self.handed.append(rows)
         return hand_rows(key_states, rows), value_states
 
 

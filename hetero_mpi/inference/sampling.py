@@ -16,7 +16,7 @@ from hetero_mpi.model.layer.interface import seed_from
 
 NOT_A_NUMBER = -1
 """Returned by ``pick`` instead of a token when the model's output is not a number."""
-_CANDIDATES = 4096
+_CANDIDATE_COUNT = 4096
 """Number of most likely tokens that are sorted for sampling; all are only where these do not decide."""
 
 
@@ -66,7 +66,7 @@ def pick(
     generator = torch.Generator().manual_seed(seed_from(sampling.seed, "token", position))
     share = torch.rand((), dtype=torch.float64, generator=generator).item()
     drawn = partial(_drawn, host_logits.numpy(), weights.numpy(), sampling, share)
-    token = drawn(_CANDIDATES)
+    token = drawn(_CANDIDATE_COUNT)
     return token if token is not None else cast(int, drawn(len(weights)))
 
 
@@ -83,8 +83,8 @@ def _drawn(
         share: the random number, in [0, 1).
     """
     words = len(logits)
-    whole = count >= words
-    if whole:
+    is_complete = count >= words
+    if is_complete:
         bits = (logits + 0.0).view(np.int32)  # without -0.0; as integers numpy sorts ten times as fast
         keys = np.where(bits < 0, bits & 0x7FFFFFFF, ~bits).astype(np.int64)
         tokens = np.sort(keys << 32 | np.arange(words)) & 0xFFFFFFFF
@@ -96,22 +96,22 @@ def _drawn(
         if sampling.top_k > len(tokens):
             return None
         likely = likely[: np.searchsorted(-likely, -likely[sampling.top_k - 1], side="right")]
-        whole, total = True, likely.sum()
+        is_complete, total = True, likely.sum()
     sums = likely.cumsum()
-    kept = len(likely)
-    if sampling.top_p < 1:  # the token that reaches top_p is kept
-        kept = min(kept, 1 + int(np.searchsorted(sums, sampling.top_p * total)))
-    kept = min(kept, int(np.searchsorted(-likely, -sampling.min_p, side="right")))
-    if kept < len(likely):
-        total = sums[kept - 1]
-    elif not whole and (sampling.top_p < 1 or sampling.min_p > 0):
+    end = len(likely)
+    if sampling.top_p < 1:  # the token that reaches top_p is included
+        end = min(end, 1 + int(np.searchsorted(sums, sampling.top_p * total)))
+    end = min(end, int(np.searchsorted(-likely, -sampling.min_p, side="right")))
+    if end < len(likely):
+        total = sums[end - 1]
+    elif not is_complete and (sampling.top_p < 1 or sampling.min_p > 0):
         return None
-    place = int(np.searchsorted(sums[:kept], share * total, side="right"))
-    if place == kept:
-        if not whole:
+    index = int(np.searchsorted(sums[:end], share * total, side="right"))
+    if index == end:
+        if not is_complete:
             return None
-        place = min(kept, int(np.count_nonzero(likely))) - 1  # ``total`` is rounded
-    return int(tokens[place])
+        index = min(end, int(np.count_nonzero(likely))) - 1  # ``total`` is rounded
+    return int(tokens[index])
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from hetero_mpi.comm.ranks.world import CollectiveUserError
+from hetero_mpi.comm.ranks.world import CollectiveUserError, World
 from hetero_mpi.comm.transport import Request, Transport
 from hetero_mpi.device.backend import host_bytes
 from hetero_mpi.inference.decoding import OPENED, Decoder, begins_anew_at, takes_batches, takes_pieces
@@ -135,13 +135,13 @@ class _Text:
 
 @dataclass(frozen=True)
 class _Pass:
-    """What a stage computes at once: a piece of a text, or the next tokens of several texts with an adapter."""
+    """Input of a stage: a piece of a text, or the next tokens of several texts with the same adapter."""
 
     texts: Sequence[int]
     """Their numbers; the further rows are dummies."""
     tokens: Sequence[Sequence[int]]
     adapter: str
-    kept: int = 1
+    rows: int = 1
     """Number of last tokens whose logits are needed."""
 
 
@@ -165,7 +165,7 @@ class Writer:
         piece_tokens: maximum tokens of a prompt per piece, the same on every rank; ignored if the model does not support pieces.
 
     Attributes:
-        width: rows of a batch of single tokens, the same on every rank (``settle_width``); 1: every text by itself.
+        width: rows of a batch of single tokens, the same on every rank (``settle_width``); 1: no batches.
     """
 
     width = 1
@@ -235,11 +235,12 @@ class Writer:
                         self._forget(number)
                 self._end(texts, [number for number in result.tokens if texts[number].has_ended])
 
-    def rows_are_alike(self, width: int) -> bool:
-        """Whether this rank's stages can compute batches in which a row's bits do not depend on the other rows."""
-        return takes_batches(self.chain.config, self.chain.model) and all(
-            stage.decoder.rows_are_alike(width) for stage in self._stages
-        )
+    def settle_width(self, members: World, width: int) -> None:
+        """Compute batches of ``width`` rows if a row's bits do not depend on the other rows on any rank. Collective."""
+        alike = width > 1 and takes_batches(self.chain.config, self.chain.model)
+        alike = alike and all(stage.decoder.rows_are_alike(width) for stage in self._stages)
+        if all(members.all_gather_json(alike)):
+            self.width = width
 
     def cache_bytes(self) -> tuple[int, int]:
         """Memory of a text on this rank: fixed bytes, and bytes per token. Measured; collective.
@@ -346,7 +347,7 @@ class Writer:
             if len(part.tokens) > 1:
                 y = stage.decoder.step_batch(x, part.texts, part.adapter)
             else:
-                y = stage.decoder.step(x, part.texts[0], part.kept, part.adapter)
+                y = stage.decoder.step(x, part.texts[0], part.rows, part.adapter)
             if stage.next is None or stage.next == self.rank:
                 outputs.append(y)
             else:

@@ -7,7 +7,6 @@ every 50 ms.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import re
 import shlex
@@ -39,7 +38,6 @@ TOKEN_VARIABLE = "HETERO_MPI_TOKEN"
 _TOKEN_CLIENT = "token"
 """The client name of --token in metrics and logs."""
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
-_ROWS = 8
 _STOP_TIMEOUT_S = 1.0
 """Time to notify clients of the end of the service."""
 
@@ -136,7 +134,7 @@ def serve(world: World, options: ServeOptions, client: Client | None = None) -> 
         def work(members: World, writer: Writer) -> None:
             members.current_action = "measuring the memory of a text"
             room = cache_budgets(members, setup.memory, writer)
-            settle_width(members, writer, options.parallel)
+            writer.settle_width(members, int(members.broadcast_json(options.parallel)))
             members.current_action = "serving"
             if not models or bound is None:
                 for _ in writer.written(partial(_follow_round, world, members, stop)):
@@ -239,18 +237,6 @@ def _follow_round(world: World, members: World, stop: StopRequest, idle: bool) -
         return None
     begin = {int(number): Task.from_dict(task) for number, task in message["begin"].items()}
     return TextChanges(begin, message["end"], message["rest"])
-
-
-def settle_width(members: World, writer: Writer, parallel: int) -> None:
-    """Let texts be decoded in batches of rank 0's ``parallel`` rows, or somewhat more, if a row's bits do not depend on the others.
-
-    Collective. A multiple of ``_ROWS`` leaves no rest that kernels would compute in another way.
-    """
-    count = int(members.broadcast_json(parallel))
-    for width in (count, math.ceil(count / _ROWS) * _ROWS):
-        if count > 1 and all(members.all_gather_json(writer.rows_are_alike(width))):
-            writer.width = width
-            return
 
 
 def cache_budgets(members: World, memory: tuple[RankMemory, ...], writer: Writer) -> list[CacheBudget]:

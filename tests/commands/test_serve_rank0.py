@@ -326,7 +326,7 @@ def test_the_line_at_the_start_names_the_variable_that_has_the_token(
 ) -> None:
     monkeypatch.setenv("HETERO_MPI_TOKEN", given)
     with caplog.at_level(logging.INFO):
-        _print_address(server, ServeOptions(Path()))
+        _print_address(server, ServeOptions(Path()), 8)
     assert f' -H "Authorization: Bearer ${named}"' in caplog.text
 
 

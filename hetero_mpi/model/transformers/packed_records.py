@@ -30,6 +30,8 @@ Record = tuple[int, int, bool]
 
 Rows = list[tuple[torch.Tensor, torch.Tensor]]
 """Keys and values (1, H, T, D) of texts of different lengths."""
+_rows_by_key = WeakTensorKeyDictionary()
+"""Keys of a batch's new tokens -> the keys and values of its texts."""
 
 _records_by_mask = WeakTensorKeyDictionary()
 """Mask -> the records of each of its sequences: one serves all layers of a micro-batch, and finding them waits for the device."""
@@ -66,8 +68,8 @@ def _attend(
     attention_mask: torch.Tensor | None,
     **keywords: Any,
 ) -> tuple[torch.Tensor, None]:
-    if (texts := getattr(key, "rows", None)) is not None:
-        return _attend_rows(module, query, texts, **keywords), None
+    if key in _rows_by_key:
+        return _attend_rows(module, query, _rows_by_key[key], **keywords), None
     positions = keywords.get("position_ids")
     if attention_mask is None or not _packed(query, key, attention_mask, positions) or "position_bias" in keywords:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **keywords)
@@ -86,7 +88,7 @@ def _attend(
 
 def hand_rows(key: torch.Tensor, rows: Rows) -> torch.Tensor:
     """Let the attention of ``key`` (W, H, 1, D) use these keys and values for its first rows; other rows are dummies."""
-    key.rows = rows  # type: ignore[attr-defined]
+    _rows_by_key[key] = rows
     return key
 
 
