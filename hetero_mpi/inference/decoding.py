@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from contextlib import ExitStack
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -181,10 +182,10 @@ class Decoder:
         first, row, neighbours = (inputs(rows).to(stage.backend.device) for rows in (1, 1, width))
         outputs = []
         with self:
+            self.step(first)
+            cache = self._caches[0]
             for batch in (row.expand_as(neighbours), torch.cat([row, neighbours[1:]])):
-                for text in range(width):
-                    self.forget(text)
-                    self.step(first, text)
+                self._caches.update((text, deepcopy(cache)) for text in range(width))
                 outputs.append(self.step_batch(batch.contiguous(), range(width)))
         alike, mixed = outputs
         return all(torch.equal(alike[0], output) for output in (*alike, mixed[0]))
