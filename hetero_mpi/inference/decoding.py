@@ -1,4 +1,4 @@
-"""Decoding on one stage: a KV cache for each of its layers, and sampling of a token from the last stage's logits.
+"""Decoding on one stage: a KV cache for each text and layer.
 
 transformers sizes its attention masks by one cache layer, the first of each kind of attention. On a later stage that layer belongs
 to another rank and is empty; so the cache layers of other stages count the tokens that have passed, without storing them.
@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -18,100 +19,22 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from hetero_mpi.device.backend import HOST
-from hetero_mpi.model.layer.interface import ADAPTER_NAME, seed_from
+from hetero_mpi.model.layer.interface import ADAPTER_NAME
 from hetero_mpi.model.layer.quantize import set_training
 from hetero_mpi.model.stage import Stage
 from hetero_mpi.model.transformers.chain import language
-from hetero_mpi.model.transformers.packed_records import depends_on_length
+from hetero_mpi.model.transformers.packed_records import Rows, depends_on_length, hand_rows
 from hetero_mpi.model.tuning import Tuning, inject
 from hetero_mpi.util.errors import UserError
 
 OPENED = ADAPTER_NAME
 """Name of the adapter that the stage was built with, if any. Other adapters have other names; "" is no adapter."""
-NOT_A_NUMBER = -1
-"""Returned by ``pick`` instead of a token when the model's output is not a number."""
 OWN_CACHE = ("minimax",)
 """Families with their own cache class, whose layers cannot be told which of them are on other stages."""
 _SWITCHING_ROTARY = ("phi3", "phimoe")
 """Families whose rotary embedding switches at a length, where their ``generate`` recomputes the whole text."""
 _SELECTING_KEYS = ("doge",)
 """Families that select keys by score, in addition to those with an indexer (``index_topk``)."""
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """Sampling settings."""
-
-    temperature: float = 0.0
-    """0: the most likely token (greedy)."""
-    top_p: float = 1.0
-    """Sample from the smallest set of tokens with this total probability (nucleus sampling, arXiv:1904.09751)."""
-    seed: int = 0
-    top_k: int = 0
-    """Sample from this many most likely tokens, and those as likely as the last of them; 0: from all."""
-    min_p: float = 0.0
-    """Sample from tokens with at least this share of the most likely token's probability (arXiv:2407.01082)."""
-    repetition_penalty: float = 1.0
-    """Divides the positive logits of all tokens in the text, and multiplies the negative ones (arXiv:1909.05858)."""
-
-
-def pick(
-    logits: torch.Tensor,
-    sampling: Sampling,
-    position: int,
-    text_tokens: Sequence[int] = (),
-    forbidden: Sequence[int] = (),
-) -> int:
-    """Sample the token at ``position`` of the text; ``NOT_A_NUMBER`` if the logits are invalid.
-
-    The candidates are those of transformers' ``generate``, filtered by the same steps in the same order. Random numbers are drawn
-    on the host from (seed, position), so they depend neither on the device nor on the partition.
-
-    ``logits``: (V,) fp32, on any device. ``text_tokens``: the text's tokens, for the penalty. ``forbidden``: excluded tokens.
-    """
-    if sampling.repetition_penalty != 1 and text_tokens:
-        used = torch.tensor(sorted(set(text_tokens)), device=logits.device)
-        used_logits, penalty = logits[used], sampling.repetition_penalty
-        logits = logits.index_copy(0, used, torch.where(used_logits < 0, used_logits * penalty, used_logits / penalty))
-    if forbidden:
-        logits = logits.index_fill(0, torch.tensor(forbidden, device=logits.device), -torch.inf)
-    if not torch.isfinite(logits.max()):  # NaN, an overflow, or -inf everywhere; a single -inf only forbids a token
-        return NOT_A_NUMBER
-    if sampling.temperature == 0:
-        return int(torch.argmax(logits))
-    scaled = logits.to(HOST).double()
-    scaled = (scaled - scaled.max()) / sampling.temperature
-    likely, tokens = torch.softmax(scaled, 0).sort(descending=True, stable=True)
-    if 0 < sampling.top_k < len(likely):
-        likely = likely.masked_fill(likely < likely[sampling.top_k - 1], 0.0)
-        likely = likely / likely.sum()
-    before = likely.cumsum(0) - likely  # of more likely tokens: the first token is always kept
-    excluded = (before >= sampling.top_p) | (likely < sampling.min_p * likely[0])
-    generator = torch.Generator().manual_seed(seed_from(sampling.seed, "token", position))
-    sampled = torch.multinomial(likely.masked_fill(excluded, 0.0), 1, generator=generator)
-    return int(tokens[sampled])
-
-
-@dataclass(frozen=True)
-class Scored:
-    """A token of a text with its log-probability given the preceding tokens, before temperature, penalties and filters."""
-
-    token: int
-    likelihood: float
-    likeliest: tuple[tuple[int, float], ...] = ()
-    """The most likely tokens at its position with their log-probabilities, in descending order."""
-
-
-def scored(logits: torch.Tensor, tokens: Sequence[int], count: int) -> torch.Tensor:
-    """Log-probabilities of tokens as (K, 1 + 2 ``count``) fp64 on the host: the token's, then the most likely tokens, then theirs.
-
-    ``logits``: (K, V) fp32, one row per token.
-    """
-    likelihoods = torch.log_softmax(logits, dim=1)
-    token_scores = likelihoods.gather(1, torch.tensor(tokens, device=logits.device).unsqueeze(1))
-    most, words = likelihoods.topk(min(count, logits.shape[1]), dim=1)
-    return torch.cat([part.to(HOST).double() for part in (token_scores, words, most)], dim=1)
 
 
 def require_decodable(config: PreTrainedConfig) -> None:
@@ -143,6 +66,23 @@ def takes_pieces(config: PreTrainedConfig) -> bool:
     return not depends_on_length(config)
 
 
+def takes_batches(config: PreTrainedConfig, model: nn.Module) -> bool:
+    """Whether single tokens of several texts can be computed in a batch, each row with the keys and values of its text.
+
+    Not with other states than keys and values, nor if attention does not call transformers' ``sdpa`` with all cached keys (latent
+    attention computes them from the cache). Not with experts: the rows that an expert computes at once depend on the other rows.
+    """
+    if (
+        config._attn_implementation != "sdpa"
+        or config.model_type in _SELECTING_KEYS
+        or "kv_lora_rank" in config.to_dict()
+    ):
+        return False
+    kinds = {type(layer) for layer in DynamicCache(config=config).layers}
+    has_experts = any("expert" in name for name, _ in model.named_modules())
+    return kinds <= {DynamicLayer, DynamicSlidingWindowLayer} and not has_experts
+
+
 def cache_keyword(model: PreTrainedModel) -> str:
     """The cache argument of the model's ``forward``: another name would be silently ignored as a model option.
 
@@ -162,14 +102,19 @@ class Decoder:
         self._caches: dict[int, _Cache] = {}
         self._cache_keyword = cache_keyword(stage.model)
         self._adapters = AdapterSwitch(stage)
+        self._hooks = ExitStack()
 
     def __enter__(self) -> Decoder:
         set_training(self.stage.model, False)
+        if self.stage.is_last:
+            head = self.stage.model.get_output_embeddings()
+            self._hooks.enter_context(head.register_forward_pre_hook(_flatten_rows))
         return self
 
     def __exit__(self, *_: object) -> None:
         self._adapters.turn_to(OPENED)
         set_training(self.stage.model, True)
+        self._hooks.close()
         self._caches.clear()
 
     def forget(self, text: int = 0) -> None:
@@ -193,12 +138,62 @@ class Decoder:
         if text not in self._caches:
             self._caches[text] = _Cache(self.stage)
         cache = self._caches[text]
+        first = cache.pass_on(x.shape[1])
+        y = self._apply(x, [range(first, first + x.shape[1])], cache.layers, rows, adapter)
+        return y[-rows:].float() if self.stage.is_last else y
+
+    @torch.no_grad()
+    def step_batch(self, x: torch.Tensor, texts: Sequence[int], adapter: str = OPENED) -> torch.Tensor:
+        """Process the next tokens of several texts that have begun, one each, in a batch of W rows.
+
+        Args:
+            x: token ids (W, 1) int64 on the first stage, else (W, 1, D); the rows after those of ``texts`` are dummies.
+
+        Returns (W, 1, D), or on the last stage fp32 logits (W, V).
+        """
+        caches = [self._caches[text] for text in texts]
+        positions = [[cache.pass_on(1)] for cache in caches] + [[0]] * (len(x) - len(texts))
+        batch_cache = _BatchCache([cache.layers for cache in caches])
+        y = self._apply(x, positions, batch_cache, 1, adapter)
+        assert not any(batch_cache.handed)
+        return y.float() if self.stage.is_last else y
+
+    def _apply(
+        self, x: torch.Tensor, positions: Sequence[Sequence[int]], cache: DynamicCache, rows: int, adapter: str
+    ) -> torch.Tensor:
         self._adapters.turn_to(adapter)
-        positions = cache.pass_on(x.shape[1], x.device)
         last: dict[str, Any] = {"logits_to_keep": rows} if self.stage.is_last else {}
-        past = {self._cache_keyword: cache.layers}
-        y = self.stage.apply(x, position_ids=positions, use_cache=True, **past, **last)
-        return y[0, -rows:].float() if self.stage.is_last else y
+        position_ids = torch.tensor(positions, device=x.device)
+        return self.stage.apply(x, position_ids=position_ids, use_cache=True, **{self._cache_keyword: cache}, **last)
+
+    def rows_are_alike(self, width: int) -> bool:
+        """Whether a row's bits depend neither on its place in a batch nor on the other rows, as tried with random inputs.
+
+        They may: some kernels compute the last elements of a tensor, or of a thread's share, in another way.
+        """
+        stage, generator = self.stage, torch.Generator().manual_seed(0)
+        config = stage.model.config
+
+        def inputs(rows: int) -> torch.Tensor:
+            if stage.first == 0:
+                return torch.randint(config.vocab_size, (rows, 1), generator=generator)
+            return torch.randn((rows, 1, config.hidden_size), generator=generator).to(stage.dtype)
+
+        first, row, neighbours = (inputs(rows).to(stage.backend.device) for rows in (1, 1, width))
+        outputs = []
+        with self:
+            self.step(first)
+            cache = self._caches[0]
+            for batch in (row.expand_as(neighbours), torch.cat([row, neighbours[1:]])):
+                self._caches.update((text, deepcopy(cache)) for text in range(width))
+                outputs.append(self.step_batch(batch.contiguous(), range(width)))
+        alike, mixed = outputs
+        return all(torch.equal(alike[0], output) for output in (*alike, mixed[0]))
+
+
+def _flatten_rows(_: nn.Module, inputs: tuple[torch.Tensor]) -> torch.Tensor:
+    """Hidden states as (rows, D): of the last ones of (1, T, D) torch's product would copy the head's matrix on CPUs."""
+    return inputs[0].flatten(0, 1)
 
 
 class _CountingLayer(DynamicLayer):
@@ -227,12 +222,34 @@ class _Cache:
                 layer = self.layers.layers[index] = _CountingLayer()
             self._counting.append(layer)
 
-    def pass_on(self, length: int, device: torch.device) -> torch.Tensor:
-        """Positions (1, T) of the next ``length`` tokens; counts them."""
+    def pass_on(self, length: int) -> int:
+        """Position of the first of the next ``length`` tokens; counts them."""
         for layer in self._counting:
             layer.cumulative_length = self._passed
         self._passed += length
-        return torch.arange(self._passed - length, self._passed, device=device).unsqueeze(0)
+        return self._passed - length
+
+
+class _BatchCache(DynamicCache):
+    """The cache of a batch: passes each row's keys and values to the cache of its text.
+
+    Its own layers stay empty, so that transformers makes no mask: each row attends to all that its text's cache returns.
+    """
+
+    def __init__(self, texts: Sequence[DynamicCache]) -> None:
+        super().__init__()
+        self._texts = texts
+        self.handed: list[Rows] = []
+        """Keys and values of each layer; emptied by its attention."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **keywords: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = key_states.split(1), value_states.split(1)
+        states = zip(self._texts, keys, values, strict=False)
+        rows = [text.update(key, value, layer_idx, *args, **keywords) for text, key, value in states]
+        self.handed.append(rows)
+        return hand_rows(key_states, rows), value_states
 
 
 def _tensor_bytes(value: Any) -> int:

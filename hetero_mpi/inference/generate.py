@@ -19,10 +19,12 @@ from hetero_mpi.comm.ranks.world import CollectiveUserError, World
 from hetero_mpi.data.chat_template import render_prompt
 from hetero_mpi.engine.placement import active_ranks
 from hetero_mpi.engine.trainer import Trainer
-from hetero_mpi.inference.decoding import Sampling, require_decodable
+from hetero_mpi.inference.decoding import require_decodable
 from hetero_mpi.inference.layer_split import GenerateSetup, set_up, with_writer
+from hetero_mpi.inference.sampling import Sampling
 from hetero_mpi.inference.source import Opened, open_source, stop_tokens
-from hetero_mpi.inference.writer import Spelling, Task, Writer
+from hetero_mpi.inference.spelling import Spelling
+from hetero_mpi.inference.writer import Task, Writer
 from hetero_mpi.job.load import LoadedJob
 from hetero_mpi.model.transformers.chain import language
 from hetero_mpi.rundir.logs import say

@@ -4,9 +4,9 @@ prefill   every stage passes the prompt on in pieces (1, T, D), each after the K
           activation memory does not grow with the square of the prompt
 then      per token (1, 1, D) from stage to stage, and 8 bytes from the last stage to every active rank
 
-Several texts are generated concurrently: in every round each gets one token, unless it is paused, and a stage computes one text
-while the next stage computes the previous text or piece. Every text is computed separately, so its bits do not depend on the
-others.
+Several texts are generated concurrently: in every round each gets one token, unless it is paused. Pieces are computed one by one,
+a stage the next while the following stage computes the previous one; single tokens in batches (W, 1, D) of ``width`` rows,
+filled up with dummies. So a text's bits depend on the width, but not on the other texts.
 """
 
 from __future__ import annotations
@@ -14,33 +14,22 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerFast
 
-from hetero_mpi.comm.ranks.world import CollectiveUserError
+from hetero_mpi.comm.ranks.world import CollectiveUserError, World
 from hetero_mpi.comm.transport import Request, Transport
 from hetero_mpi.device.backend import host_bytes
-from hetero_mpi.inference.decoding import (
-    NOT_A_NUMBER,
-    OPENED,
-    Decoder,
-    Sampling,
-    Scored,
-    begins_anew_at,
-    pick,
-    scored,
-    takes_pieces,
-)
+from hetero_mpi.inference.decoding import OPENED, Decoder, begins_anew_at, takes_batches, takes_pieces
+from hetero_mpi.inference.sampling import NOT_A_NUMBER, Sampling, Scored, pick, scored
 from hetero_mpi.model.stage import Stage
 from hetero_mpi.model.transformers.chain import TransformersChain
 
 _HIDDEN, _TOKENS, _SCORES = (1 << 13) + 16, (1 << 13) + 17, (1 << 13) + 18
 _SCORES_RANK = 0
 """The rank that receives log-probabilities."""
-_CONTEXT_TOKENS = 6
-"""Preceding tokens that a new token's text may depend on (spaces, parts of a character)."""
 _MEASURED_TOKENS = 8
 PIECE_TOKENS = 512
 """Maximum tokens of a text that a stage computes at once, if the model supports pieces."""
@@ -145,6 +134,18 @@ class _Text:
 
 
 @dataclass(frozen=True)
+class _Pass:
+    """Input of a stage: a piece of a text, or the next tokens of several texts with the same adapter."""
+
+    texts: Sequence[int]
+    """Their numbers; the further rows are dummies."""
+    tokens: Sequence[Sequence[int]]
+    adapter: str
+    rows: int = 1
+    """Number of last tokens whose logits are needed."""
+
+
+@dataclass(frozen=True)
 class _OwnStage:
     """One of the rank's stages, and the ranks of the previous and next stages in the chain (or None)."""
 
@@ -162,7 +163,12 @@ class Writer:
         active: the ranks that receive the tokens: those with a stage, and rank 0.
         stages: this rank's stages, in chain order.
         piece_tokens: maximum tokens of a prompt per piece, the same on every rank; ignored if the model does not support pieces.
+
+    Attributes:
+        width: rows of a batch of single tokens, the same on every rank (``settle_width``); 1: no batches.
     """
+
+    width = 1
 
     def __init__(
         self,
@@ -229,6 +235,13 @@ class Writer:
                         self._forget(number)
                 self._end(texts, [number for number in result.tokens if texts[number].has_ended])
 
+    def settle_width(self, members: World, width: int) -> None:
+        """Compute batches of ``width`` rows if a row's bits do not depend on the other rows on any rank. Collective."""
+        alike = width > 1 and takes_batches(self.chain.config, self.chain.model)
+        alike = alike and all(stage.decoder.rows_are_alike(width) for stage in self._stages)
+        if all(members.all_gather_json(alike)):
+            self.width = width
+
     def cache_bytes(self) -> tuple[int, int]:
         """Memory of a text on this rank: fixed bytes, and bytes per token. Measured; collective.
 
@@ -250,16 +263,17 @@ class Writer:
 
     def _round(self, texts: Mapping[int, _Text]) -> Round:
         """Pass the next piece of every text through the pipeline."""
-        texts = dict(sorted(texts.items(), key=lambda item: item[1].task.adapter))  # activates each adapter once
-        pieces = {number: text.next_piece(self._piece_tokens) for number, text in texts.items()}
-        complete = [number for number, text in texts.items() if text.is_complete]
+        passes = self._passes(texts)
+        complete = [number for part in passes for number in part.texts if texts[number].is_complete]
         # All texts pass one stage of the rank, then the next, so messages between two ranks have the same order on both.
         passed: list[torch.Tensor] = []
         sent: list[Request] = []
         for stage in self._stages:
-            passed = self._pass_on(stage, texts, pieces, passed, sent)
+            passed = self._pass_on(stage, passes, passed, sent)
         tokens: Sequence[int] = []
-        logits = dict(zip(pieces, passed, strict=True)) if self.rank == self.last_rank else {}
+        logits: dict[int, torch.Tensor] = {}
+        for part, output in zip(passes, passed if self.rank == self.last_rank else (), strict=False):
+            logits.update(zip(part.texts, output.tensor_split(len(part.tokens)), strict=False))
         if complete and logits:
             tokens = self._send_tokens([texts[n].pick(logits[n][-1]) for n in complete])
         elif complete:
@@ -270,6 +284,23 @@ class Writer:
         for request in sent:
             self.transport.wait(request)
         return Round(written, scores if self.rank == _SCORES_RANK else {})
+
+    def _passes(self, texts: Mapping[int, _Text]) -> list[_Pass]:
+        """The passes of a round: the next pieces of the texts, and batches of single tokens that follow cached ones."""
+        passes = []
+        by_adapter = sorted(texts.items(), key=lambda item: item[1].task.adapter)  # activates each adapter once
+        for adapter, group in groupby(by_adapter, lambda item: item[1].task.adapter):
+            singles: list[tuple[int, Sequence[int]]] = []
+            for number, text in group:
+                piece = text.next_piece(self._piece_tokens)
+                if self.width > 1 and len(piece) == 1 < text.cached:
+                    singles.append((number, piece))
+                else:
+                    passes.append(_Pass([number], [piece], adapter, max(1, text.rows)))
+            for first in range(0, len(singles), self.width):
+                numbers, pieces = zip(*singles[first : first + self.width], strict=True)
+                passes.append(_Pass(numbers, [*pieces, *[[0]] * (self.width - len(pieces))], adapter))
+        return passes
 
     def _scores(
         self, text: _Text, tokens: Sequence[int], logits: torch.Tensor | None, sent: list[Request]
@@ -294,37 +325,40 @@ class Writer:
     def _pass_on(
         self,
         stage: _OwnStage,
-        texts: Mapping[int, _Text],
-        pieces: Mapping[int, Sequence[int]],
+        passes: Sequence[_Pass],
         before: Sequence[torch.Tensor],
         sent: list[Request],
     ) -> list[torch.Tensor]:
-        """Compute a stage on the pieces; returns the outputs, unless they are sent to another rank.
+        """Compute a stage; returns the outputs, unless they are sent to another rank.
 
         Args:
             before: outputs of this rank's previous stage.
             sent: list to append the sends to.
         """
         receives = stage.previous is not None and stage.previous != self.rank
-        coming = [self._post_receive(stage, len(piece)) for piece in pieces.values()] if receives else []
+        coming = [self._post_receive(stage, part) for part in passes] if receives else []
         backend, outputs = stage.decoder.stage.backend, []
-        for index, (number, piece) in enumerate(pieces.items()):
+        for index, part in enumerate(passes):
             if receives:
                 self.transport.wait(coming[index][0])
                 x = backend.from_host(coming[index][1])
             else:
-                x = torch.tensor([list(piece)], device=backend.device) if stage.previous is None else before[index]
-            y = stage.decoder.step(x, number, max(1, texts[number].rows), texts[number].task.adapter)
+                x = torch.tensor(part.tokens, device=backend.device) if stage.previous is None else before[index]
+            if len(part.tokens) > 1:
+                y = stage.decoder.step_batch(x, part.texts, part.adapter)
+            else:
+                y = stage.decoder.step(x, part.texts[0], part.rows, part.adapter)
             if stage.next is None or stage.next == self.rank:
                 outputs.append(y)
             else:
                 sent.append(self.transport.send(stage.next, _HIDDEN, host_bytes(backend.to_host(y))))
         return outputs
 
-    def _post_receive(self, stage: _OwnStage, length: int) -> tuple[Request, torch.Tensor]:
-        """Post the receive of ``length`` tokens' hidden states; returns the request and its buffer."""
+    def _post_receive(self, stage: _OwnStage, part: _Pass) -> tuple[Request, torch.Tensor]:
+        """Post the receive of the tokens' hidden states; returns the request and its buffer."""
         assert stage.previous is not None
-        buffer = torch.empty((1, length, self.chain.config.hidden_size), dtype=stage.decoder.stage.dtype)
+        shape = len(part.tokens), len(part.tokens[0]), self.chain.config.hidden_size
+        buffer = torch.empty(shape, dtype=stage.decoder.stage.dtype)
         return self.transport.post_receive(stage.previous, _HIDDEN, host_bytes(buffer)), buffer
 
     def _send_tokens(self, tokens: Sequence[int]) -> Sequence[int]:
@@ -338,54 +372,3 @@ class Writer:
         words = torch.empty(count, dtype=torch.int64)
         self.transport.wait(self.transport.post_receive(self.last_rank, _TOKENS, host_bytes(words)))
         return [int(word) for word in words]
-
-
-class Spelling:
-    """Converts tokens into text as they are produced. A character of several tokens appears with the last of them.
-
-    Attributes:
-        starts: character positions at which the tokens of the final text begin.
-        length: characters of the final text.
-    """
-
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerFast, prompt: Sequence[int], visible: Mapping[int, str] | None = None
-    ) -> None:
-        """``visible``: special tokens that are included in the text."""
-        self._tokenizer, self._visible = tokenizer, visible or {}
-        self._tokens = list(prompt[-_CONTEXT_TOKENS:])
-        self._begin, self._final = 0, len(self._tokens)
-        self.starts, self.length = list[int](), 0
-
-    def add(self, token: int) -> str:
-        """The text that is final after this token; may be empty."""
-        visible = self._visible.get(token, "")
-        text = self.end() if visible else ""
-        self._tokens.append(token)
-        return text + (self._finalize(visible) if visible else self._new(final=False))
-
-    def end(self) -> str:
-        """The remaining text."""
-        return self._new(final=True)
-
-    def _new(self, final: bool) -> str:
-        before = self._text(self._tokens[self._begin : self._final])
-        now = self._text(self._tokens[self._begin :])
-        if (len(now) <= len(before) or now.endswith("\N{REPLACEMENT CHARACTER}")) and not final:
-            return ""
-        return self._finalize(now[len(before) :])
-
-    def _finalize(self, text: str) -> str:
-        """Mark the text of the pending tokens as final."""
-        behind = len(self._text(self._tokens[self._begin : self._final])) if len(self._tokens) > self._final + 1 else 0
-        for end in range(self._final, len(self._tokens)):
-            parts = self._text(self._tokens[self._begin : end])[behind:] if end > self._final else ""
-            alike = (n for n, pair in enumerate(zip(parts, text, strict=False)) if pair[0] != pair[1])
-            self.starts.append(self.length + next(alike, min(len(parts), len(text))))
-        # The last final tokens are the context of the next ones.
-        self._begin, self._final = max(self._begin, self._final - _CONTEXT_TOKENS), len(self._tokens)
-        self.length += len(text)
-        return text
-
-    def _text(self, tokens: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))

@@ -194,7 +194,7 @@ class Stage(StageLayers):
     def apply(self, x: torch.Tensor, **keywords: Any) -> torch.Tensor:
         """Run this stage's layers on ``x`` with the model's ``keywords``; the last stage returns the loss function's input."""
         self._input = x
-        with self.chain.attention(False, self._repeats_keys):
+        with self.chain.attention(len(x) > 1, self._repeats_keys):
             return self.chain.run(self.model, self.first, self.last, x, **keywords)
 
     def _compute(self, first: int, last: int, part: MicroBatch, x: torch.Tensor) -> torch.Tensor:

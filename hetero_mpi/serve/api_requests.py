@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, field_validator, model_validator
 
-from hetero_mpi.inference.decoding import Sampling
+from hetero_mpi.inference.sampling import Sampling
 from hetero_mpi.serve.request_fields import refused_fields
 from hetero_mpi.serve.web.server import HttpError
 from hetero_mpi.serve.wording import parse_json

@@ -10,7 +10,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 
 from hetero_mpi.data.tokenizer import token_bytes
-from hetero_mpi.inference.decoding import Scored
+from hetero_mpi.inference.sampling import Scored
 from hetero_mpi.serve.api_requests import ApiRequest, ChatRequest
 from hetero_mpi.serve.wording import Choice, StopStringFilter
 

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from hetero_mpi.inference.decoding import NOT_A_NUMBER, Scored
+from hetero_mpi.inference.sampling import NOT_A_NUMBER, Scored
 from hetero_mpi.inference.writer import NOT_A_NUMBER_TEXT, Round, Task, TextChanges
 from hetero_mpi.serve.web.server import HttpError
 

@@ -134,6 +134,7 @@ def serve(world: World, options: ServeOptions, client: Client | None = None) -> 
         def work(members: World, writer: Writer) -> None:
             members.current_action = "measuring the memory of a text"
             room = cache_budgets(members, setup.memory, writer)
+            writer.settle_width(members, int(members.broadcast_json(options.parallel)))
             members.current_action = "serving"
             if not models or bound is None:
                 for _ in writer.written(partial(_follow_round, world, members, stop)):
@@ -145,7 +146,7 @@ def serve(world: World, options: ServeOptions, client: Client | None = None) -> 
             service = Service(models, context, scheduler, stop)
             servers.append(ApiServer(bound, keys, service, names, client is not None))
             if client is None:
-                _print_address(servers[0], options)
+                _print_address(servers[0], options, writer.width)
             else:
                 client.on_ready(servers[0])
             should_stop = lambda: stop() or (client is not None and client.has_ended())  # noqa: E731
@@ -261,11 +262,12 @@ def _default_sampling(defaults: SamplingDefaults) -> str:
     return f"default sampling: {values} ({source}); temperature 0 is greedy"
 
 
-def _print_address(server: ApiServer, options: ServeOptions) -> None:
+def _print_address(server: ApiServer, options: ServeOptions, width: int) -> None:
     service, context = server.service, server.service.context
     say(
         f"a request may have {context.tokens:,} tokens: {context.reason}",
-        f"up to {options.parallel} answers are generated concurrently",
+        f"up to {options.parallel} answers are generated concurrently, "
+        + (f"in batches of {width} rows" if width > 1 else "each by itself"),
         _default_sampling(service.model.defaults),
     )
     variable = TOKEN_VARIABLE if os.environ.get(TOKEN_VARIABLE, "").strip() in server.keys.values() else "TOKEN"

@@ -13,7 +13,8 @@ from hetero_mpi.data.messages import ROLES, ChatMessage
 from hetero_mpi.data.printed_parts import unprinted
 from hetero_mpi.data.tokenizer import document_token_ids, encoded, starts_of
 from hetero_mpi.inference.source import Opened
-from hetero_mpi.inference.writer import Spelling, Task
+from hetero_mpi.inference.spelling import Spelling
+from hetero_mpi.inference.writer import Task
 from hetero_mpi.serve.api_requests import ApiRequest, ChatRequest
 from hetero_mpi.serve.bodies import LogprobFormatter, ResponseBuilder
 from hetero_mpi.serve.scheduler import Answer, CacheBudget, Scheduler

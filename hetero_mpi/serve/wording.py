@@ -15,8 +15,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from hetero_mpi.inference.decoding import Scored
-from hetero_mpi.inference.writer import Spelling, Task
+from hetero_mpi.inference.sampling import Scored
+from hetero_mpi.inference.spelling import Spelling
+from hetero_mpi.inference.writer import Task
 from hetero_mpi.serve.scheduler import TokenEvent
 
 _DECODER = json.JSONDecoder()

@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import random
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 from unittest import mock
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.generation.logits_process import (
     MinNewTokensLengthLogitsProcessor,
@@ -26,8 +29,11 @@ from transformers.generation.logits_process import (
 
 from hetero_mpi.data.tokenizer import load_tokenizer
 from hetero_mpi.device.accelerators import open_backend
-from hetero_mpi.inference.decoding import NOT_A_NUMBER, OWN_CACHE, Decoder, Sampling, cache_keyword, pick, takes_pieces
-from hetero_mpi.inference.writer import Round, Spelling, Task, TextChanges, Writer
+from hetero_mpi.inference import sampling as sampling_module
+from hetero_mpi.inference.decoding import OWN_CACHE, Decoder, cache_keyword, takes_batches, takes_pieces
+from hetero_mpi.inference.sampling import NOT_A_NUMBER, Sampling, pick
+from hetero_mpi.inference.spelling import Spelling
+from hetero_mpi.inference.writer import Round, Task, TextChanges, Writer
 from hetero_mpi.model.files.model_files import ModelFiles
 from hetero_mpi.model.layer.interface import seed_from
 from hetero_mpi.model.layer.quantize import set_training
@@ -98,10 +104,55 @@ def test_picks_are_those_of_the_steps_of_transformers(sampling: Sampling) -> Non
             changed += picked != int(logits.argmax())
             continue
         likely, tokens = torch.softmax(scores[0].double(), 0).sort(descending=True, stable=True)
-        draw = torch.Generator().manual_seed(seed_from(sampling.seed, "token", position))
-        assert picked == int(tokens[torch.multinomial(likely, 1, generator=draw)])
+        assert picked == int(tokens[torch.searchsorted(likely.cumsum(0), share(sampling, position), right=True)])
         changed += picked != pick(logits, Sampling(sampling.temperature, 1.0, sampling.seed), position)
     assert changed, "the settings do something"
+
+
+def share(sampling: Sampling, position: int) -> torch.Tensor:
+    """The random number of a position."""
+    generator = torch.Generator().manual_seed(seed_from(sampling.seed, "token", position))
+    return torch.rand((), dtype=torch.float64, generator=generator)
+
+
+def picked_by_sort(logits: torch.Tensor, sampling: Sampling, position: int) -> int:
+    """The token that sampling from all sorted tokens gives."""
+    weights = torch.exp((logits.double() - logits.max()) / sampling.temperature)
+    likely, tokens = weights.sort(descending=True, stable=True)
+    if 0 < sampling.top_k < len(likely):
+        likely = likely.masked_fill(likely < likely[sampling.top_k - 1], 0.0)
+    before = torch.cat([torch.zeros(1), likely.cumsum(0)[:-1]])
+    excluded = (before >= sampling.top_p * likely.sum()) & (sampling.top_p < 1)
+    sums = likely.masked_fill(excluded | (likely < sampling.min_p * likely[0]), 0.0).cumsum(0)
+    return int(tokens[torch.searchsorted(sums, share(sampling, position) * sums[-1], right=True)])
+
+
+def test_picks_are_those_of_sorting_all_tokens() -> None:
+    """With flat and peaked logits, equal and forbidden ones, and filters that keep fewer or more tokens than are sorted first."""
+    numbers = random.Random(2)
+    reached = []
+    with mock.patch.object(sampling_module, "_drawn", wraps=sampling_module._drawn) as drawn:
+        for position in range(250):
+            generator = torch.Generator().manual_seed(position)
+            logits = torch.randn(numbers.choice([40, 5000, 9000]), generator=generator) * numbers.choice(
+                [0.01, 1, 3, 9]
+            )
+            if numbers.random() < 0.4:
+                logits = (logits * numbers.choice([0.5, 2.0])).round()
+            if numbers.random() < 0.3:
+                logits[numbers.randrange(20) :: 7] = -torch.inf
+            sampling = Sampling(
+                numbers.choice([0.3, 0.8, 1.0, 4.0]),
+                numbers.choice([1.0, 1.0, 0.95, 0.3, 0.9999]),
+                numbers.randrange(99),
+                numbers.choice([0, 0, 1, 50, 4096, 4500]),
+                numbers.choice([0.0, 0.0, 0.05, 1e-5]),
+            )
+            drawn.reset_mock()
+            assert pick(logits, sampling, position) == picked_by_sort(logits, sampling, position), sampling
+            if len(logits) > 40:
+                reached.append(drawn.call_count)
+    assert reached.count(1) > 60 and reached.count(2) > 15, "both ways are tried"
 
 
 def test_characters_of_several_tokens_appear_whole(tmp_path: Path) -> None:
@@ -183,6 +234,26 @@ def test_texts_side_by_side_are_computed_as_if_alone(tmp_path: Path) -> None:
         assert all(torch.equal(one, other) for one, other in zip(alone[text], together[text], strict=True))
 
 
+def test_the_heads_matrix_is_not_copied(tmp_path: Path) -> None:
+    """Neither for a piece of a prompt nor for a batch: torch would, for the last rows of a larger tensor, in ``bmm``."""
+    (stage,) = stages_of(model_directory(tmp_path, Case("llama-even", "llama", False, 0.0, True, 2, "even")), ())
+
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = operator(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor) and result.shape[-1] == stage.chain.config.vocab_size:
+                made.append(operator.overloadpacket._qualified_op_name)
+            return result
+
+    batch = torch.ones(4, 1, dtype=torch.long)
+    with Decoder(stage) as decoder:
+        for step in (lambda: decoder.step(torch.ones(1, 8, dtype=torch.long)), lambda: decoder.step_batch(batch, [0])):
+            made = list[str]()
+            with Products():
+                step()
+            assert "aten::mm" in made and not {"aten::bmm", "aten::clone"} & {*made}
+
+
 def changed_model(directory: Path, family: str, changes: dict[str, Any]) -> Path:
     path = model_directory(directory, Case("changed", family, False, 0.0, True, 2, "even"))
     config = json.loads((path / "config.json").read_text())
@@ -260,6 +331,7 @@ def rounds_by(
     tasks: dict[int, Task],
     piece_tokens: int,
     rests: Sequence[tuple[int, ...]] = (),
+    width: int = 1,
 ) -> tuple[list[Round], list[int]]:
     """What a thread per rank writes round by round, and the tokens that each stage got at once.
 
@@ -274,10 +346,12 @@ def rounds_by(
             [*(TextChanges(rest=numbers) for numbers in reversed(rests)), TextChanges(tasks)],
         )
         writer = Writer(rank, ranks, active, network.transports[rank], own[0].chain, own, piece_tokens)
+        writer.settle_width(cast(Any, SimpleNamespace(all_gather_json=lambda alike: [alike])), width)
+        assert writer.width == width
         return list(writer.written(lambda idle: begun.pop() if begun else None if idle else TextChanges()))
 
     def counted(stage: Stage, x: torch.Tensor, **keywords: Any) -> torch.Tensor:
-        lengths.append(x.shape[1])
+        lengths.append(x.shape[1] if len(x) == 1 else -len(x))
         return apply(stage, x, **keywords)
 
     apply = Stage.apply
@@ -286,6 +360,30 @@ def rounds_by(
     tokens = [[found.tokens for found in result] for result in results]
     assert all(own == tokens[0] for own in tokens) and not any(found.scores for own in results[1:] for found in own)
     return results[0], lengths
+
+
+@pytest.mark.parametrize(
+    ("cuts", "ranks"), [((), (0,)), ((2, 3, 4), (1, 0, 0, 1))], ids=["one stage", "V"]
+)  # fmt: skip
+@pytest.mark.parametrize("family", CHANGES)
+def test_a_text_in_a_batch_has_the_bits_of_the_text_alone(
+    family: str, cuts: tuple[int, ...], ranks: tuple[int, ...], tmp_path: Path
+) -> None:
+    """At the same width, whoever begins, rests and ends; the tokens are those of transformers' ``generate``."""
+    path = changed_model(tmp_path, family, CHANGES[family])
+    generator = torch.Generator().manual_seed(6)
+    prompts = [torch.randint(1, 300, (length,), generator=generator).tolist() for length in (21, 3, 1, 9, 12, 5)]
+    tasks = {n: Task(prompt, [], 6 + 2 * n, Sampling(), likeliest=2) for n, prompt in enumerate(prompts)}
+    rests = [(), (), (0, 3), (1,), (), (2, 4, 5), (2, 3)]
+    together, lengths = rounds_by(path, cuts, ranks, tasks, PIECE, rests, width=4)
+    assert lengths.count(-4) > 20, "single tokens are computed in batches"
+    model = AutoModelForCausalLM.from_pretrained(path)
+    set_training(model, False)
+    for number, task in tasks.items():
+        alone, _ = rounds_by(path, cuts, ranks, {number: task}, PIECE, width=4)
+        of_text = [[o for o in (one.scores.get(number) for one in found) if o] for found in (together, alone)]
+        assert of_text[0] == of_text[1] and len(of_text[0]) >= task.limit
+        assert [one.tokens[number] for one in together if number in one.tokens] == generated(model, task)
 
 
 @pytest.mark.parametrize("family", CHANGES)
@@ -363,7 +461,7 @@ def decoded_families() -> list[Any]:
 @pytest.mark.parametrize("family", decoded_families())
 def test_every_proven_family_decodes_over_three_stages(family: str, tmp_path: Path) -> None:
     """The logits after a prompt of random tokens, after some more, and after single ones, are the whole model's; and those of
-    the whole text at once, if the family ``takes_pieces``."""
+    the whole text at once, if the family ``takes_pieces``. In a batch they are those of each text."""
     torch.manual_seed(3)
     keys = tiny_keys(family)
     config = AutoConfig.for_model(keys.pop("model_type"), **keys)
@@ -384,3 +482,18 @@ def test_every_proven_family_decodes_over_three_stages(family: str, tmp_path: Pa
             torch.testing.assert_close(x[-1], expected.logits[0, -1], rtol=1e-4, atol=1e-4)
             if takes_pieces(config):
                 torch.testing.assert_close(x[-1], at_once[last - 1], rtol=1e-4, atol=1e-4)
+        if not takes_batches(config, whole):
+            assert family not in ("llama", "qwen3", "gemma3_text", "mistral", "phi3")
+            return
+        lengths = {1: 12, 2: 3}
+        for text, length in lengths.items():
+            x = tokens[:, :length]
+            for decoder in decoders:
+                x = decoder.step(x, text)
+        for step in range(20):
+            x = torch.tensor([[int(tokens[0, length + step])] for length in lengths.values()] + [[0]] * 2)
+            for decoder in decoders:
+                x = decoder.step_batch(x, [*lengths])
+            for row, length in zip(x, lengths.values(), strict=False):
+                expected = whole(input_ids=tokens[:, : length + step + 1]).logits[0, -1]
+                torch.testing.assert_close(row, expected, rtol=1e-4, atol=1e-4)

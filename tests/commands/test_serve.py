@@ -174,10 +174,19 @@ def test_fields_of_other_servers_are_honoured_as_transformers_would(served: Serv
 
 @pytest.mark.slow
 def test_answers_written_side_by_side_are_those_written_in_turn(served: Served) -> None:
-    prompts = [("abc defgh ab cab" * 2)[: 5 + 3 * n] for n in range(6)]
-    in_turn = [served.completed(prompt, max_tokens=30).text for prompt in prompts]
-    with ThreadPoolExecutor(len(prompts)) as pool:
-        assert list(pool.map(lambda prompt: served.completed(prompt, max_tokens=30).text, prompts)) == in_turn
+    """To the last bit of their log-probabilities, though the answers that are alone are computed beside empty rows."""
+    prompts = [("abc defgh ab cab" * 2)[: 5 + 3 * n] for n in range(8)]
+
+    def answer(number: int) -> tuple[str, list[float]]:
+        asked = {"max_tokens": 20 + number, "temperature": 1.0, "seed": number, "logprobs": 1}
+        choice = served.completed(prompts[number], **asked)
+        return choice.text, choice.logprobs.token_logprobs
+
+    in_turn = [answer(number) for number in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(answer, range(8))) == in_turn
+    printed = re.search(r"\b(\d+) rows", served.running.text())
+    assert printed is not None and int(printed[1]) >= 3
 
 
 def posted(served: Served, path: str, body: bytes, token: str = TOKEN) -> tuple[int, dict[str, Any]]:

@@ -12,7 +12,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from hetero_mpi.data.tokenizer import load_tokenizer, save_tokenizer
-from hetero_mpi.inference.decoding import Scored
+from hetero_mpi.inference.sampling import Scored
 from hetero_mpi.serve.api_requests import ApiRequest, ChatRequest, CompletionRequest, parse
 from hetero_mpi.serve.scheduler import Scheduler, TokenEvent
 from hetero_mpi.serve.served_models import ServedModel, served_models

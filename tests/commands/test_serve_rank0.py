@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from hetero_mpi.data.tokenizer import encoded
-from hetero_mpi.inference.decoding import NOT_A_NUMBER, Sampling
+from hetero_mpi.inference.sampling import NOT_A_NUMBER, Sampling
 from hetero_mpi.inference.source import open_source
 from hetero_mpi.inference.writer import Round, Task, TextChanges
 from hetero_mpi.serve.api_requests import ChatRequest, CompletionRequest, parse
@@ -326,7 +326,7 @@ def test_the_line_at_the_start_names_the_variable_that_has_the_token(
 ) -> None:
     monkeypatch.setenv("HETERO_MPI_TOKEN", given)
     with caplog.at_level(logging.INFO):
-        _print_address(server, ServeOptions(Path()))
+        _print_address(server, ServeOptions(Path()), 8)
     assert f' -H "Authorization: Bearer ${named}"' in caplog.text
 
 

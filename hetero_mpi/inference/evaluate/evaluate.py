@@ -28,8 +28,8 @@ from hetero_mpi.comm.ranks.world import CollectiveUserError, World
 from hetero_mpi.data.batch import IGNORED, Tokens
 from hetero_mpi.data.dataset import Rows
 from hetero_mpi.data.tokenizer import save_tokenizer
-from hetero_mpi.inference.decoding import Sampling, Scored
 from hetero_mpi.inference.layer_split import set_up, with_writer
+from hetero_mpi.inference.sampling import Sampling, Scored
 from hetero_mpi.inference.source import Opened, open_source
 from hetero_mpi.inference.writer import NOT_A_NUMBER_TEXT, Task, TextChanges, Writer
 from hetero_mpi.job.load import LoadedJob, job_from_tables

@@ -1,4 +1,4 @@
-"""Attention and rotary tables of packed sequences, computed separately for each record.
+"""Attention and rotary tables of packed sequences, computed separately for each record; attention of texts in a batch, for each.
 
 Attention: transformers masks a packed sequence, but computes all pairs of its tokens. This module calls attention per record, with
 the causal kernel if the mask is causal; results equal those of the mask.
@@ -14,6 +14,7 @@ import contextlib
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 Record = tuple[int, int, bool]
 """[first, last) within a sequence, and whether its mask is just causal."""
+
+Rows = list[tuple[torch.Tensor, torch.Tensor]]
+"""Keys and values (1, H, T, D) of texts of different lengths."""
+_rows_by_key = WeakTensorKeyDictionary()
+"""Keys of a batch's new tokens -> the keys and values of its texts."""
 
 _records_by_mask = WeakTensorKeyDictionary()
 """Mask -> the records of each of its sequences: one serves all layers of a micro-batch, and finding them waits for the device."""
@@ -62,6 +68,8 @@ def _attend(
     attention_mask: torch.Tensor | None,
     **keywords: Any,
 ) -> tuple[torch.Tensor, None]:
+    if key in _rows_by_key:
+        return _attend_rows(module, query, _rows_by_key[key], **keywords), None
     positions = keywords.get("position_ids")
     if attention_mask is None or not _packed(query, key, attention_mask, positions) or "position_bias" in keywords:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **keywords)
@@ -76,6 +84,29 @@ def _attend(
             outputs.append(sdpa_attention_forward(module, *record_tensors, mask, **keywords)[0])
         rows.append(torch.cat(outputs, dim=1))
     return torch.cat(rows), None
+
+
+def hand_rows(key: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """Let the attention of ``key`` (W, H, 1, D) use these keys and values for its first rows; other rows are dummies."""
+    _rows_by_key[key] = rows
+    return key
+
+
+def _attend_rows(
+    module: torch.nn.Module, query: torch.Tensor, rows: Rows, scaling: float | None = None, **keywords: Any
+) -> torch.Tensor:
+    """Attention (W, 1, H, D) of each row to all of its keys. Empties ``rows``: they have been used."""
+    shared = getattr(module, "num_key_value_groups", 1) > 1
+    pairs = list(zip(query.split(1), rows, strict=False))
+    if shared and not sdpa_attention.use_gqa_in_sdpa(None, *rows[0]):
+        attend = partial(sdpa_attention_forward, module, attention_mask=None, scaling=scaling, **keywords)
+        outputs = [attend(row, key, value)[0].transpose(1, 2) for row, (key, value) in pairs]
+    else:  # without transformers' work for masks, which takes as long as the attention of a short text
+        attend = partial(nn.functional.scaled_dot_product_attention, scale=scaling, enable_gqa=shared)
+        outputs = [attend(row, key, value) for row, (key, value) in pairs]
+    rows.clear()
+    outputs += [torch.zeros_like(outputs[0])] * (len(query) - len(outputs))
+    return torch.cat(outputs).transpose(1, 2).contiguous()
 
 
 def _packed(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor | None) -> bool:
