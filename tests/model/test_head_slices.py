@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.job.training_tables import TrainTable
@@ -23,6 +23,7 @@ from tests.model.test_all_families import UNLIKE
 from tests.model.test_group import check_group, require_equal
 from tests.support.family_configs import VOCABULARY, tiny_keys
 from tests.support.group_cases import NamedStart, batch, group_chain, lora, set_adapters, whole_stages
+from tests.support.operations import Operations
 from tests.support.stages import slice_heads, stage_of, streamed_stage_of
 from tests.support.thread_group import ThreadGroup, gradients_of
 
@@ -131,31 +132,19 @@ def test_a_split_backward_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch, d
     assert all(torch.equal(gradient, gradients[1][name]) for name, gradient in gradients[0].items())
 
 
-class _Largest(TorchDispatchMode):
-    """Numbers of the largest tensor that is made, of those with a place for every word but the head's matrix."""
-
-    numbers = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        for one in made if isinstance(made, tuple) else (made,):
-            if isinstance(one, torch.Tensor) and one.shape[-1:] == (VOCABULARY,) and one.shape[:-1].numel() != WIDTH:
-                self.numbers = max(self.numbers, one.numel())
-        return made
-
-
 def test_logits_of_all_tokens_never_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     chain = group_chain("llama", hidden_size=WIDTH)
     tokens, targets = batch()
     seen = {}
     for head_tokens in (TOKENS, 48):
         slice_heads(monkeypatch, head_tokens)
-        stage, largest = alone(chain, tuning=lora(chain)), _Largest()
-        with largest:
+        stage = alone(chain, tuning=lora(chain))
+        with Operations() as operations:
             stage.forward(MicroBatch(0, 0, 0, 33), tokens, targets)
             stage.backward(0)
             stage.evaluate(tokens, targets)
-        seen[head_tokens] = largest.numbers
+        shapes = [shape for _, shape, _ in operations.calls if shape[-1:] == (VOCABULARY,)]
+        seen[head_tokens] = max(math.prod(shape) for shape in shapes if math.prod(shape[:-1]) != WIDTH)
     assert seen == {TOKENS: TOKENS * VOCABULARY, 48: targets.numel() * VOCABULARY}
 
 
