@@ -188,14 +188,16 @@ class Decoder:
             x: token ids (1, T) int64 on the first stage, else the previous stage's output (1, T, D).
             adapter: the active adapter, the same in every call for a text.
 
-        Returns (1, T, D), or on the last stage fp32 logits (``rows``, V) after each of the last ``rows`` tokens.
+        Returns (1, T, D), or on the last stage fp32 logits (``rows``, V) of the last tokens: for 0 rows the head is skipped.
         """
         if text not in self._caches:
             self._caches[text] = _Cache(self.stage)
         cache = self._caches[text]
         self._adapters.turn_to(adapter)
         positions = cache.pass_on(x.shape[1], x.device)
-        last: dict[str, Any] = {"logits_to_keep": rows} if self.stage.is_last else {}
+        last: dict[str, Any] = (
+            {"logits_to_keep": rows or torch.arange(0, device=x.device)} if self.stage.is_last else {}
+        )
         past = {self._cache_keyword: cache.layers}
         y = self.stage.apply(x, position_ids=positions, use_cache=True, **past, **last)
         return y[0, -rows:].float() if self.stage.is_last else y

@@ -314,7 +314,8 @@ class Writer:
                 x = backend.from_host(coming[index][1])
             else:
                 x = torch.tensor([list(piece)], device=backend.device) if stage.previous is None else before[index]
-            y = stage.decoder.step(x, number, max(1, texts[number].rows), texts[number].task.adapter)
+            rows = max(texts[number].rows, texts[number].is_complete)  # only the last piece's logits choose a token
+            y = stage.decoder.step(x, number, rows, texts[number].task.adapter)
             if stage.next is None or stage.next == self.rank:
                 outputs.append(y)
             else:

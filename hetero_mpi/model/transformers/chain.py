@@ -163,6 +163,7 @@ class TransformersChain(LayerChain):
     def frame(self) -> PreTrainedModel:
         model = self._build()
         packed_records.install_rotary(model)
+        model.get_output_embeddings().register_forward_pre_hook(_align_rows)
         return model
 
     def vacate(self, model: nn.Module, layer: int) -> None:
@@ -316,6 +317,12 @@ class TransformersChain(LayerChain):
                 signatures[signature] = layer_types[index] + (f"_{same_type + 1}" if same_type else "")
             kinds.append(signatures[signature])
         return (EMBEDDING, *kinds, HEAD)
+
+
+def _align_rows(head: nn.Module, arguments: tuple[torch.Tensor]) -> torch.Tensor:
+    """Give the head's input (B, T, D) the strides of consecutive rows. With those of a slice of a sequence, torch multiplies a
+    batch of matrices, for which a CPU copies a frozen head's weight; a forward pre-hook."""
+    return arguments[0].reshape(-1, arguments[0].shape[-1]).view(arguments[0].shape)
 
 
 def language(chain: LayerChain) -> TransformersChain:
