@@ -14,10 +14,7 @@ from tests.support.mpi import ROOT
 SCRIPTS = sorted(
     path.name for path in (ROOT / "benchmarks").glob("*.py") if '__name__ == "__main__"' in path.read_text()
 )
-NEEDED = {
-    "make_profiles.py": ("--to", "."),
-    "reference_runs.py": ("--freeze", "reference.json"),
-}
+NEEDED = {"make_profiles.py": ("--to", "."), "reference_runs.py": ("--freeze", "reference.json")}
 """What a script cannot do without, beside ``--smallest``."""
 FURTHER = (
     ("shard_memory.py", "--streamed", "--only", "8bit"),
@@ -33,6 +30,7 @@ LONG = {
     "groups.py": "four ranks start and measure their profile",
     "memory_limit.py": "a rank trains in a control group",
     "methods.py": "three ranks start; its cells are those of tests/runtime/test_equality.py",
+    "one_device.py": "every contender is a process",
     "peers.py": "a model is written and trained in one process",
     "prediction.py": "two ranks start and measure their profile",
     "quickstart.py": "two runs measure their profile",

@@ -22,9 +22,6 @@ def test_a_job_trains_without_the_leaves(tmp_path: Path) -> None:
         f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from hetero_mpi.cli import main; sys.exit(main())",
     ]
     result = run_mpi(
-        2,
-        [*program, "train", str(job), *short, "--run-dir", str(tmp_path / "run")],
-        300,
-        {"PYTHONPATH": str(tmp_path)},
+        2, [*program, "train", str(job), *short, "--run-dir", str(tmp_path / "run")], 300, {"PYTHONPATH": str(tmp_path)}
     )
     assert result.returncode == 0 and (tmp_path / "run" / "model").is_dir(), result.stdout + result.stderr

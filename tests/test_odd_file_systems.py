@@ -80,8 +80,7 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("call", "number"),
-    [("all", errno.ENOLCK), *(pytest.param(*one, marks=pytest.mark.long) for one in ABILITIES)],
+    ("call", "number"), [("all", errno.ENOLCK), *(pytest.param(*one, marks=pytest.mark.long) for one in ABILITIES)]
 )
 def test_a_run_goes_on_and_resumes_without_an_ability(tmp_path: Path, shim: Path, call: str, number: int) -> None:
     (tmp_path / "job.toml").write_text(JOB)

@@ -312,6 +312,7 @@ class Trainer:
             self.loss_scale.value,
             comparison,
             weights=place(batch.weighed.weights) if last and batch.weighed is not None else None,
+            host_positions=None if batch.positions is None else as_input(batch.positions),
         )
 
     def _routed(self, share: Batch, global_batch: Batch, divisor: float) -> Routed | None:

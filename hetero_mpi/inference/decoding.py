@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from contextlib import ExitStack
 from copy import deepcopy
 from typing import Any
 
@@ -102,19 +101,14 @@ class Decoder:
         self._caches: dict[int, _Cache] = {}
         self._cache_keyword = cache_keyword(stage.model)
         self._adapters = AdapterSwitch(stage)
-        self._hooks = ExitStack()
 
     def __enter__(self) -> Decoder:
         set_training(self.stage.model, False)
-        if self.stage.is_last:
-            head = self.stage.model.get_output_embeddings()
-            self._hooks.enter_context(head.register_forward_pre_hook(_flatten_rows))
         return self
 
     def __exit__(self, *_: object) -> None:
         self._adapters.turn_to(OPENED)
         set_training(self.stage.model, True)
-        self._hooks.close()
         self._caches.clear()
 
     def forget(self, text: int = 0) -> None:
@@ -133,14 +127,14 @@ class Decoder:
             x: token ids (1, T) int64 on the first stage, else the previous stage's output (1, T, D).
             adapter: the active adapter, the same in every call for a text.
 
-        Returns (1, T, D), or on the last stage fp32 logits (``rows``, V) after each of the last ``rows`` tokens.
+        Returns (1, T, D), or on the last stage fp32 logits (``rows``, V) of the last tokens: for 0 rows the head is skipped.
         """
         if text not in self._caches:
             self._caches[text] = _Cache(self.stage)
         cache = self._caches[text]
         first = cache.pass_on(x.shape[1])
         y = self._apply(x, [range(first, first + x.shape[1])], cache.layers, rows, adapter)
-        return y[-rows:].float() if self.stage.is_last else y
+        return y[0, -rows:].float() if self.stage.is_last else y
 
     @torch.no_grad()
     def step_batch(self, x: torch.Tensor, texts: Sequence[int], adapter: str = OPENED) -> torch.Tensor:
@@ -156,13 +150,14 @@ class Decoder:
         batch_cache = _BatchCache([cache.layers for cache in caches])
         y = self._apply(x, positions, batch_cache, 1, adapter)
         assert not any(batch_cache.handed)
-        return y.float() if self.stage.is_last else y
+        return y[:, 0].float() if self.stage.is_last else y
 
     def _apply(
         self, x: torch.Tensor, positions: Sequence[Sequence[int]], cache: DynamicCache, rows: int, adapter: str
     ) -> torch.Tensor:
         self._adapters.turn_to(adapter)
-        last: dict[str, Any] = {"logits_to_keep": rows} if self.stage.is_last else {}
+        kept = rows or torch.arange(0, device=x.device)
+        last: dict[str, Any] = {"logits_to_keep": kept} if self.stage.is_last else {}
         position_ids = torch.tensor(positions, device=x.device)
         return self.stage.apply(x, position_ids=position_ids, use_cache=True, **{self._cache_keyword: cache}, **last)
 
@@ -189,11 +184,6 @@ class Decoder:
                 outputs.append(self.step_batch(batch.contiguous(), range(width)))
         alike, mixed = outputs
         return all(torch.equal(alike[0], output) for output in (*alike, mixed[0]))
-
-
-def _flatten_rows(_: nn.Module, inputs: tuple[torch.Tensor]) -> torch.Tensor:
-    """Hidden states as (rows, D): of the last ones of (1, T, D) torch's product would copy the head's matrix on CPUs."""
-    return inputs[0].flatten(0, 1)
 
 
 class _CountingLayer(DynamicLayer):

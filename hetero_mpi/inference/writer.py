@@ -296,7 +296,8 @@ class Writer:
                 if self.width > 1 and len(piece) == 1 < text.cached:
                     singles.append((number, piece))
                 else:
-                    passes.append(_Pass([number], [piece], adapter, max(1, text.rows)))
+                    rows = max(text.rows, text.is_complete)  # only the last piece's logits choose a token
+                    passes.append(_Pass([number], [piece], adapter, rows))
             for first in range(0, len(singles), self.width):
                 numbers, pieces = zip(*singles[first : first + self.width], strict=True)
                 passes.append(_Pass(numbers, [*pieces, *[[0]] * (self.width - len(pieces))], adapter))

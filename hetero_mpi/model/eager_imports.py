@@ -59,9 +59,8 @@ class _NotYet(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name in _MARKS:
             return _unmarked
-        if (
-            name.startswith("__") and name != "__path__"
-        ):  # asked of all modules by inspection; ``__path__`` by imports of submodules
+        # Inspection asks all modules for such names; imports of submodules ask for ``__path__``.
+        if name.startswith("__") and name != "__path__":
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         if sys.modules.get(self.__name__) is self:
             del sys.modules[self.__name__]

@@ -159,8 +159,7 @@ class Stage(StageLayers):
             if entry is slices[-1]:
                 report.follow(entry.beginnings)
             if entry.y.requires_grad:  # not where a first stage holds nothing that is trained
-                packed = entry.position.positions is not None
-                with self.chain.attention(packed, self._repeats_keys):  # forward may be repeated here
+                with self.chain.attention(entry.position.records, self._repeats_keys):  # forward may be repeated here
                     torch.autograd.backward(entry.y, own_dy)
             if self.deferred is not None and borrowed:
                 self.deferred.detach_from((entry.x, own_dy))
@@ -194,7 +193,7 @@ class Stage(StageLayers):
     def apply(self, x: torch.Tensor, **keywords: Any) -> torch.Tensor:
         """Run this stage's layers on ``x`` with the model's ``keywords``; the last stage returns the loss function's input."""
         self._input = x
-        with self.chain.attention(len(x) > 1, self._repeats_keys):
+        with self.chain.attention([] if len(x) > 1 else None, self._repeats_keys):
             return self.chain.run(self.model, self.first, self.last, x, **keywords)
 
     def _compute(self, first: int, last: int, part: MicroBatch, x: torch.Tensor) -> torch.Tensor:
@@ -203,10 +202,9 @@ class Stage(StageLayers):
         self._input = x = x if self.routers is None else self.routers.enter(x)
         ends = last == self.chain.layer_count
         head = self._head if ends and self._head is not None and self._head.slices(part.targets) else None
-        with self.chain.attention(part.positions is not None, self._repeats_keys):
-            y = self.chain.run(
-                self.model, first, last - (head is not None), x, **self.chain.isolation(x, part.positions)
-            )
+        with self.chain.attention(part.records, self._repeats_keys):
+            keywords = self.chain.isolation(x, part.positions)
+            y = self.chain.run(self.model, first, last - (head is not None), x, **keywords)
         if ends:
             return self._loss(part, y, head or self.divided)
         return y if self.routers is None else self.routers.leave(y)

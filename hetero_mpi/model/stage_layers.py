@@ -306,9 +306,7 @@ class StageLayers(HeldLayers):
         start_value_of = partial(self._adapter_start, values)
         adapters = inject(self.model, self.tuning.adapter, modules, experts, self.backend.device, start_value_of)
         for name in (name for name in local if name in adapters):
-            if self.divided is not None and not self.divided.trains(
-                name
-            ):  # every rank computes the gradient; only the leader's is used
+            if self.divided is not None and not self.divided.trains(name):  # all compute it; only the leader's is used
                 adapters[name].register_hook(torch.zeros_like)
         for parameter in retrained:
             parameter.requires_grad_(True)

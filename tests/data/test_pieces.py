@@ -70,9 +70,7 @@ TOKENIZERS: dict[str, Callable[[], Tokenizer]] = {
     "T5": lambda: of_pieces(models.Unigram(), METASPACE(prepend_scheme="always"), normalizers.NFKC()),
     "Unigram": lambda: of_pieces(models.Unigram(), METASPACE(prepend_scheme="first")),
     "Llama 2": lambda: of_pieces(
-        models.BPE(unk_token="<unk>", fuse_unk=True),
-        METASPACE(prepend_scheme="never"),
-        without_split=True,
+        models.BPE(unk_token="<unk>", fuse_unk=True), METASPACE(prepend_scheme="never"), without_split=True
     ),
     "Gemma": lambda: of_pieces(models.BPE(unk_token="<unk>", fuse_unk=True), METASPACE(prepend_scheme="never")),
     "BERT": lambda: of_pieces(

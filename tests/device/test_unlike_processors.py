@@ -87,10 +87,9 @@ def test_unlike_processors_train_one_model(pair: Pair, tmp_path: Path, python: s
     """Losses and the written model are those of one process on x86-64, wherever the other machine has its environment."""
     launcher = launcher_or_skip()
     assert pair.on(pair.arm, f"{python} -c 'import os; print(os.uname().machine)'").stdout == "aarch64\n"
-    agent = {
-        "Open MPI": f"--mca plm_rsh_agent {pair.agent}",
-        "MPICH": f"-launcher ssh -launcher-exec {pair.agent}",
-    }[launcher.family]
+    agent = {"Open MPI": f"--mca plm_rsh_agent {pair.agent}", "MPICH": f"-launcher ssh -launcher-exec {pair.agent}"}[
+        launcher.family
+    ]
     workshop = Workshop(tmp_path)
     job = workshop.job("job", workshop.values(workshop.model()), train={"steps": STEPS})
     save_plan(half_each(), tmp_path / "plan.toml")

@@ -17,13 +17,7 @@ import pytest
 
 from hetero_mpi.comm.ranks.library import MpiLibrary
 from hetero_mpi.commands.options import add_launch_options, parser
-from hetero_mpi.launch.hosts.hostfile import (
-    HostEntry,
-    check_slots,
-    format_hostfile,
-    read_by_launcher,
-    read_hostfile,
-)
+from hetero_mpi.launch.hosts.hostfile import HostEntry, check_slots, format_hostfile, read_by_launcher, read_hostfile
 from hetero_mpi.launch.hosts.interface import LocalAddress, choose_interface, resolve
 from hetero_mpi.launch.launch import main
 from hetero_mpi.launch.launcher import command_line as building

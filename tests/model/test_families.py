@@ -19,12 +19,15 @@ from hetero_mpi.model.adapters.adapter_tuning import adapter_tuning
 from hetero_mpi.model.files.model_files import ModelFiles
 from hetero_mpi.model.layer.interface import Start
 from hetero_mpi.model.layer.loss import IGNORED
+from hetero_mpi.model.layer.micro_batch import StepData
 from hetero_mpi.model.stage import MicroBatch, Stage
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.transformers.packed_records import attention
 from hetero_mpi.model.transformers.weights import FileStart, SeededStart
 from tests.support.errors import refuses
+from tests.support.group_cases import batch
+from tests.support.operations import Operations
 from tests.support.stages import stage_of
 
 BLOCKS = 4
@@ -61,15 +64,6 @@ def cut(chain: TransformersChain, start: Start, cuts: tuple[int, ...] = CUTS) ->
 
 def chain_of(family: str, tied: bool) -> TransformersChain:
     return TransformersChain(read_config(keys(family, tied)))
-
-
-def batch() -> tuple[torch.Tensor, torch.Tensor]:
-    """Two sequences of 24 tokens; the second one's last 15 targets do not count."""
-    generator = torch.Generator().manual_seed(9)
-    tokens = torch.randint(1, 320, (2, 24), generator=generator)
-    targets = torch.randint(1, 320, (2, 24), generator=generator)
-    targets[1, 9:] = IGNORED
-    return tokens, targets
 
 
 def run_stages(stages: list[Stage]) -> float:
@@ -163,7 +157,7 @@ def test_transformers_attention_is_its_own_again_however_passes_overlap() -> Non
     def now() -> tuple[Any, Any]:
         return sdpa_attention.use_gqa_in_sdpa, ALL_ATTENTION_FUNCTIONS["sdpa"]
 
-    before, first, second = now(), attention(True, True), attention(False, True)
+    before, first, second = now(), attention([[24]], True), attention(None, True)
     first.__enter__()
     second.__enter__()
     assert now()[0] is not before[0] and now()[1] is not before[1]
@@ -171,6 +165,44 @@ def test_transformers_attention_is_its_own_again_however_passes_overlap() -> Non
     assert now()[0] is not before[0] and now()[1] is before[1]
     second.__exit__(None, None, None)
     assert now() == before
+
+
+def positions_of(*records: list[int]) -> torch.Tensor:
+    return torch.stack([torch.cat([torch.arange(length) for length in lengths]) for lengths in records])
+
+
+@pytest.mark.parametrize("records", [None, [7, 9, 8]], ids=["one text", "packed"])
+@pytest.mark.parametrize("family", ["gemma2", "llama", "mistral", "qwen3"])
+def test_forward_does_not_wait_for_the_device(family: str, records: list[int] | None) -> None:
+    """transformers' own does: it looks whether records are packed."""
+    tokens, targets = batch()
+    positions = None if records is None else positions_of(records, [24])
+    with Operations() as operations:
+        whole_model(family, False)(input_ids=tokens, position_ids=positions, use_cache=False)
+    assert operations.count("_local_scalar_dense") > 0
+    for stage in cut(chain_of(family, False), SeededStart(0)):
+        with Operations() as operations:
+            tokens = stage.forward(MicroBatch(0, 0, 0, 33, positions), tokens, targets if stage.is_last else None)
+        assert operations.calls and operations.count("_local_scalar_dense") == 0
+
+
+def test_packed_records_move_hardly_more_bytes_than_joined_ones() -> None:
+    tokens, chain = torch.arange(8 * 256).view(8, 256) % 320, chain_of("llama", False)
+    moved = []
+    for positions in (None, positions_of(*[[16] * 16] * 8)):
+        (stage,) = cut(chain, SeededStart(0), (0, LAYERS))
+        stage.forward(MicroBatch(0, 0, 0, 2048, positions), tokens, tokens)
+        with Operations() as operations:
+            stage.backward(0)
+        moved.append(operations.moved_bytes)
+    assert 0 < moved[1] <= 1.2 * moved[0]
+
+
+def test_records_are_read_from_host_memory() -> None:
+    records = [[24], [7, 9, 8], [20, 4]]
+    on_device = torch.empty((3, 24), dtype=torch.int64, device="meta")
+    data = StepData(0, (1, 2), (0, 1), 24, None, None, on_device, 1.0, host_positions=positions_of(*records))
+    assert [data.micro_batch(index).records for index in range(2)] == [records[:1], records[1:]]
 
 
 @pytest.mark.parametrize("dropout, adapter_dropout", [(0.0, None), (0.1, None), (0.0, 0.0), (0.0, 0.1)])

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hetero_mpi.device.backend import Backend
+from hetero_mpi.inference.decoding import Decoder, Sampling
+from hetero_mpi.inference.writer import Task, Writer
 from hetero_mpi.job.training_tables import TrainTable
 from hetero_mpi.model.layer.loss import Routed
 from hetero_mpi.model.layer.micro_batch import Comparison
@@ -17,12 +19,14 @@ from hetero_mpi.model.stage import MicroBatch, Stage
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.transformers.supported import PROVEN_FAMILIES
-from hetero_mpi.model.tuning import Tuning
+from hetero_mpi.model.tuning import Tuning, nothing_trained
 from hetero_mpi.planning.types import sizes
 from tests.model.test_all_families import UNLIKE
 from tests.model.test_group import check_group, require_equal
 from tests.support.family_configs import VOCABULARY, tiny_keys
 from tests.support.group_cases import NamedStart, batch, group_chain, lora, set_adapters, whole_stages
+from tests.support.operations import Operations
+from tests.support.ranks import LoopbackNetwork
 from tests.support.stages import slice_heads, stage_of, streamed_stage_of
 from tests.support.thread_group import ThreadGroup, gradients_of
 
@@ -131,32 +135,42 @@ def test_a_split_backward_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch, d
     assert all(torch.equal(gradient, gradients[1][name]) for name, gradient in gradients[0].items())
 
 
-class _Largest(TorchDispatchMode):
-    """Numbers of the largest tensor that is made, of those with a place for every word but the head's matrix."""
-
-    numbers = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        for one in made if isinstance(made, tuple) else (made,):
-            if isinstance(one, torch.Tensor) and one.shape[-1:] == (VOCABULARY,) and one.shape[:-1].numel() != WIDTH:
-                self.numbers = max(self.numbers, one.numel())
-        return made
-
-
 def test_logits_of_all_tokens_never_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     chain = group_chain("llama", hidden_size=WIDTH)
     tokens, targets = batch()
     seen = {}
     for head_tokens in (TOKENS, 48):
         slice_heads(monkeypatch, head_tokens)
-        stage, largest = alone(chain, tuning=lora(chain)), _Largest()
-        with largest:
+        stage = alone(chain, tuning=lora(chain))
+        with Operations() as operations:
             stage.forward(MicroBatch(0, 0, 0, 33), tokens, targets)
             stage.backward(0)
             stage.evaluate(tokens, targets)
-        seen[head_tokens] = largest.numbers
+        shapes = [shape for _, shape, _ in operations.calls if shape[-1:] == (VOCABULARY,)]
+        seen[head_tokens] = max(math.prod(shape) for shape in shapes if math.prod(shape[:-1]) != WIDTH)
     assert seen == {TOKENS: TOKENS * VOCABULARY, 48: targets.numel() * VOCABULARY}
+
+
+def test_products_of_a_frozen_head_are_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of sequences of one slice each, a CPU would copy the head's matrix."""
+    chain = group_chain("llama")
+    slice_heads(monkeypatch, TOKENS)
+    stage = alone(chain, tuning=lora(chain), dtype="bf16")
+    with Operations() as operations:
+        trained(stage)
+        with Decoder(stage) as decoder:
+            decoder.step(batch()[0][:1], rows=2)
+    products = {name for name, shape, _ in operations.calls if shape[-1:] == (VOCABULARY,)}
+    assert "mm" in products and "bmm" not in products
+
+
+def test_the_head_computes_for_the_last_piece_of_a_prompt_alone() -> None:
+    stage = alone(group_chain("llama"), tuning=nothing_trained())
+    rows: list[int] = []
+    stage.model.get_output_embeddings().register_forward_hook(lambda _, given, made: rows.append(made.shape[1]))
+    writer = Writer(0, [0], [0], LoopbackNetwork(1).transports[0], stage.chain, [stage], 4)
+    assert len(list(writer.tokens(Task(list(range(1, 11)), [], 2, Sampling())))) == 2
+    assert rows == [0, 0, 1, 1]
 
 
 def test_logits_are_sliced_beyond_500_megabytes() -> None:

@@ -193,13 +193,7 @@ def test_direct_exchange_is_as_slow_as_its_busiest_rank() -> None:
 
 @pytest.mark.parametrize(
     ("hosts", "ring"),
-    [
-        ("abc", None),
-        ("aaa", None),
-        ("aab", (0, 1, 2)),
-        ("aba", (0, 2, 1)),
-        ("abbac", (0, 3, 1, 2, 4)),
-    ],
+    [("abc", None), ("aaa", None), ("aab", (0, 1, 2)), ("aba", (0, 2, 1)), ("abbac", (0, 3, 1, 2, 4))],
 )
 def test_ranks_that_share_hosts_with_some_of_the_others_sum_in_a_ring(hosts: str, ring: tuple[int, ...] | None) -> None:
     ranks = range(len(hosts))

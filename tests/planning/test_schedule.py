@@ -166,10 +166,7 @@ def test_every_plan_with_depths_that_do_not_grow_passes_the_dry_run(seed: int) -
     validate(schedule_of(plan, profile.model), plan, profile.model)
 
 
-GOOD = {
-    0: "0F0 0SEND_F0 0RECV_B0 0B0 0REDUCE0 0STEP",
-    1: "1RECV_F0 1F0 1B0 1SEND_B0 1REDUCE0 1STEP",
-}
+GOOD = {0: "0F0 0SEND_F0 0RECV_B0 0B0 0REDUCE0 0STEP", 1: "1RECV_F0 1F0 1B0 1SEND_B0 1REDUCE0 1STEP"}
 
 
 @pytest.mark.parametrize(

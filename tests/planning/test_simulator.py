@@ -12,16 +12,7 @@ from hetero_mpi.planning.analysis.idle_time import Idling, idling
 from hetero_mpi.planning.device_times import compute_s, recompute_s
 from hetero_mpi.planning.durations import duration
 from hetero_mpi.planning.outline import spans_s
-from hetero_mpi.planning.schedule import (
-    Action,
-    Event,
-    Op,
-    busy,
-    parse_action,
-    reduced_layers,
-    schedule_of,
-    tied_heads,
-)
+from hetero_mpi.planning.schedule import Action, Event, Op, busy, parse_action, reduced_layers, schedule_of, tied_heads
 from hetero_mpi.planning.simulator import SimulatedStep, simulate
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve

@@ -16,11 +16,7 @@ COLUMNS = (
     Column("memory", itemgetter(3), units.size),
     Column("reason", itemgetter(4)),
 )
-ROWS = [
-    (0, "cuda A100", 0.001, 8e9, "free"),
-    (1, "cuda A100", 0.002, 8e9, "asked for"),
-    (2, "cpu", None, 4e9, None),
-]
+ROWS = [(0, "cuda A100", 0.001, 8e9, "free"), (1, "cuda A100", 0.002, 8e9, "asked for"), (2, "cpu", None, 4e9, None)]
 
 
 def test_both_forms_show_the_same() -> None:

@@ -44,11 +44,7 @@ SEVERAL = {
 }
 """Of four ranks: one pipeline without groups; and two with groups of unlike shares, of unlike sizes, and of some layers only."""
 LORA = {"method": "lora", "rank": 4, "alpha": 8}
-ADAPTED_EXPERTS = {
-    **LORA,
-    "targets": ["q_proj", "o_proj"],
-    "parameters": ["experts.gate_up_proj", "experts.down_proj"],
-}
+ADAPTED_EXPERTS = {**LORA, "targets": ["q_proj", "o_proj"], "parameters": ["experts.gate_up_proj", "experts.down_proj"]}
 MIXTRAL = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
 ROUTERS = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
 BLOCKS = {"model_type": "glm", "pad_token_id": 0, "attention_bias": False, "hidden_size": 128, "intermediate_size": 768}

@@ -364,10 +364,7 @@ def test_a_rank_on_another_host_and_then_a_whole_host(tmp_path: Path) -> None:
     """``--recover`` and ``--elastic`` together: the first death costs no start, the second one does."""
     outliving_or_skip()
     job, run = Elastic(tmp_path, steps=200), tmp_path / "run"
-    with (
-        Cluster(tmp_path / "rack") as rack,
-        rack.start(job, run, "--recover", "--heartbeat-timeout", "4") as running,
-    ):
+    with Cluster(tmp_path / "rack") as rack, rack.start(job, run, "--recover", "--heartbeat-timeout", "4") as running:
         running.until_step(5, start=1)
         began = time.monotonic()
         rack.ranks("hB")[0].kill()

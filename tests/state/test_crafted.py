@@ -157,10 +157,7 @@ def test_resuming_takes_the_newest_that_is_whole_and_of_this_model(tmp_path: Pat
             for kind in KINDS:
                 numbers(file[kind], name, np.ones(shape, dtype))
         assert verify(good) is None
-        with (
-            CheckpointReader(good) as reader,
-            refuses("resume.other_model"),
-        ):
+        with CheckpointReader(good) as reader, refuses("resume.other_model"):
             check_tensors(reader, good, tuning)
 
 

@@ -208,8 +208,7 @@ def test_other_data_is_refused_unless_allowed_and_the_best_checkpoint_stays_np2(
     run = {"run_dir": tmp_path / "run", "profile": runs.profile}
     allowed = {"job": second, **run, "resume": "latest", "set": ["checkpoint.allow_other_data=true"]}
     outcomes = runs.run_entries(
-        2,
-        {"first": {"job": first, **run}, "refused": {"job": second, **run, "resume": "latest"}, "allowed": allowed},
+        2, {"first": {"job": first, **run}, "refused": {"job": second, **run, "resume": "latest"}, "allowed": allowed}
     )
     assert outcomes["first"].raised == ("", ""), outcomes["first"]
     refused = outcomes["refused"]

@@ -103,9 +103,7 @@ def abort_job(world: World, cause: BaseException | str, code: int = ExitCode.FAI
     if interrupted:
         code = 128 + (cause.number if isinstance(cause, Interrupted) else signal.SIGINT)
     text = f"{heading} while {world.current_action}:\n{_cause_text(cause)}"
-    if (
-        isinstance(cause, Exception) and logging.getLogger().handlers
-    ):  # without one logging would print it on stderr, too
+    if isinstance(cause, Exception) and logging.getLogger().handlers:  # else logging would print it on stderr, too
         _LOG.error(text)
     _abort(world, text, code)
 

@@ -171,9 +171,9 @@ class LayerChain(ABC):
     def run(self, model: nn.Module, first: int, last: int, x: torch.Tensor, **keywords: Any) -> torch.Tensor:
         """Run the layers ``[first, last)`` on ``x``; ``keywords`` are passed to the model."""
 
-    def attention(self, packed: bool, repeats: bool) -> contextlib.AbstractContextManager[None]:
-        """Context of ``run`` and its backward. ``packed``: sequences hold several records; ``repeats``: repeat keys and values for
-        the query heads that share them."""
+    def attention(self, records: list[list[int]] | None, repeats: bool) -> contextlib.AbstractContextManager[None]:
+        """Context of ``run`` and its backward. ``records``: see ``MicroBatch``; ``repeats``: repeat keys and values for the query
+        heads that share them."""
         return contextlib.nullcontext()
 
     def isolation(self, x: torch.Tensor, positions: torch.Tensor | None) -> dict[str, Any]:

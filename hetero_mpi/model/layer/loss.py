@@ -40,8 +40,11 @@ def summed_loss(logits: torch.Tensor, targets: torch.Tensor, piece: int | None =
     piece = piece or piece_size(rows.numel(), rows.is_cpu)
     if rows.numel() <= piece:
         return _cross_entropy(rows, words, "sum")
-    losses = _InPieces.apply(rows, words, max(1, piece // rows.shape[1]))
-    # Adds in the order of torch's sum over targets: each row is a vocabulary of one token.
+    return added_losses(_InPieces.apply(rows, words, max(1, piece // rows.shape[1])), words)
+
+
+def added_losses(losses: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+    """Add losses (N) in the order of torch's sum over targets (N): each row is a vocabulary of one token."""
     return F.nll_loss(-losses.unsqueeze(1), words.clamp(max=0), ignore_index=IGNORED, reduction="sum")
 
 

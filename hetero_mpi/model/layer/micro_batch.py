@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 
@@ -111,17 +112,28 @@ class MicroBatch:
     """On the last stage."""
     weights: torch.Tensor | None = None
     """(B, T) fp32, weights of the targets, on the last stage; None for equal weights."""
+    host_positions: torch.Tensor | None = None
+    """``positions`` in host memory; None if the device is the CPU."""
+
+    @cached_property
+    def records(self) -> list[list[int]] | None:
+        """Number of tokens of each record of each sequence; None if a sequence is one text."""
+        positions = self.positions if self.host_positions is None else self.host_positions
+        if positions is None:
+            return None
+        assert positions.is_cpu, "reading positions waits for the device"
+        sizes = []
+        for row in positions:
+            starts = (torch.nonzero(row.diff() != 1).flatten() + 1).tolist()
+            sizes.append([last - first for first, last in pairwise([0, *starts, len(row)])])
+        return sizes
 
     def of_rows(self, rows: slice) -> MicroBatch:
         """The micro-batch with the data of some of its sequences."""
-        return replace(
-            self,
-            positions=None if self.positions is None else self.positions[rows],
-            comparison=None if self.comparison is None else self.comparison.of_rows(rows),
-            routed=None if self.routed is None else self.routed.of_rows(rows),
-            targets=None if self.targets is None else self.targets[rows],
-            weights=None if self.weights is None else self.weights[rows],
-        )
+        values = vars(self).items()
+        sliced: dict[str, Any] = {name: value[rows] for name, value in values if isinstance(value, torch.Tensor)}
+        sliced |= {name: value.of_rows(rows) for name, value in values if isinstance(value, Comparison | Routed)}
+        return replace(self, **sliced)
 
     def slices(self, rows: int, size: int | None) -> Slices:
         """Slices of at most ``size`` of the micro-batch's ``rows`` sequences (None for one slice), with the rows of each."""
@@ -169,6 +181,8 @@ class StepData:
     """Data of router losses, on every stage."""
     weights: torch.Tensor | None = None
     """fp32 weights of the targets, on the last stage; None for equal weights."""
+    host_positions: torch.Tensor | None = None
+    """See ``MicroBatch``."""
 
     @cached_property
     def rows(self) -> tuple[slice, ...]:
@@ -184,6 +198,6 @@ class StepData:
         return None if self.targets is None else self.targets[self.rows[index]]
 
     def micro_batch(self, index: int) -> MicroBatch:
-        data = self.positions, self.comparison, self.routed
-        share = MicroBatch(index, self.step, self.first_samples[index], self.divisor, *data, weights=self.weights)
+        data = self.positions, self.comparison, self.routed, None, self.weights, self.host_positions
+        share = MicroBatch(index, self.step, self.first_samples[index], self.divisor, *data)
         return share.of_rows(self.rows[index])

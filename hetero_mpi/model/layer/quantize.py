@@ -51,9 +51,7 @@ def packed_weights(module: nn.Module) -> dict[str, nn.Parameter]:
 
 def _linear_layers(module: nn.Module) -> list[tuple[str, nn.Linear]]:
     layers = ((name, layer) for name, layer in module.named_modules() if type(layer) is nn.Linear)
-    return [
-        (name, layer) for name, layer in layers if layer.weight.numel()
-    ]  # a member of a group may have nothing of it
+    return [(name, layer) for name, layer in layers if layer.weight.numel()]  # a member's shard may be empty
 
 
 def double_scales(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

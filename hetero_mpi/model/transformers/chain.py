@@ -163,6 +163,7 @@ class TransformersChain(LayerChain):
     def frame(self) -> PreTrainedModel:
         model = self._build()
         packed_records.install_rotary(model)
+        model.get_output_embeddings().register_forward_pre_hook(_align_rows)
         return model
 
     def vacate(self, model: nn.Module, layer: int) -> None:
@@ -170,11 +171,44 @@ class TransformersChain(LayerChain):
             for module in model.get_submodule(name).modules():
                 materialize(module)
 
-    def initialise(self, model: nn.Module, layer: int, seed: int) -> None:
-        initialise(self, model, layer, seed)
+    def initialise(self, model: Any, layer: int, seed: int) -> None:
+        """Give the meta parameters of ``layer`` their start values (fp32, host): every module is initialised by its family's
+        own rule from a generator seeded by (seed, module name)."""
+        for root in self.module_names(layer):
+            for name, module in model.get_submodule(root).named_modules(prefix=root):
+                names = [f"{name}.{parameter}" for parameter, _ in module.named_parameters(recurse=False)]
+                if not names or (self.tied is not None and names == [self.tied[0]]):
+                    continue  # a tied head takes the embedding's values
+                materialize(module)
+                _fill_with_nan(module.named_parameters(recurse=False))
+                with seeded(seed, name), torch.no_grad():
+                    model._init_weights(module)
+                for leaf, parameter in module.named_parameters(recurse=False):
+                    message = (
+                        f"{name}.{leaf}: transformers gives the {self.name} family no rule that initialises it; start "
+                        f"from a model directory instead ([model] path; transformers' from_config and save_pretrained write one)"
+                    )
+                    _require_value(parameter, message)
 
-    def restore_buffers(self, model: nn.Module, device: torch.device) -> None:
-        restore_buffers(model, device)
+    def restore_buffers(self, model: Any, device: torch.device) -> None:
+        """Compute the buffers that are in no file (rotary frequencies, embedding scale) by the family's own rule."""
+        for module in model.modules():
+            buffers = [(name, b) for name, b in module.named_buffers(recurse=False) if b is not None and b.is_meta]
+            if not buffers:
+                continue
+            for name, buffer in buffers:
+                module.register_buffer(name, torch.empty(buffer.shape, dtype=buffer.dtype), persistent=False)
+            _fill_with_nan(module.named_buffers(recurse=False))
+            # Parameters of this module hold their start already: transformers' initialisers leave flagged tensors alone.
+            flagged = list(module.parameters(recurse=False))
+            for parameter in flagged:
+                parameter._is_hf_initialized = True
+            with torch.no_grad():
+                model._init_weights(module)
+            for name, _ in buffers:
+                message = f"transformers gives the {self.name} family no rule that computes its buffer {name}"
+                _require_value(getattr(module, name), message)
+                module.register_buffer(name, getattr(module, name).to(device), persistent=False)
 
     def recompute(self, model: nn.Module, enabled: bool) -> None:
         """Switch transformers' activation checkpointing of blocks. Random states are saved only for models with dropout."""
@@ -196,8 +230,8 @@ class TransformersChain(LayerChain):
             return model.base_model(**inputs, **keywords).last_hidden_state
         return model(**inputs, **keywords).logits
 
-    def attention(self, packed: bool, repeats: bool) -> contextlib.AbstractContextManager[None]:
-        return packed_records.attention(packed, repeats)
+    def attention(self, records: list[list[int]] | None, repeats: bool) -> contextlib.AbstractContextManager[None]:
+        return packed_records.attention(records, repeats)
 
     def isolation(self, x: torch.Tensor, positions: torch.Tensor | None) -> dict[str, Any]:
         if positions is None:
@@ -285,31 +319,16 @@ class TransformersChain(LayerChain):
         return (EMBEDDING, *kinds, HEAD)
 
 
+def _align_rows(head: nn.Module, arguments: tuple[torch.Tensor]) -> torch.Tensor:
+    """Give the head's input (B, T, D) the strides of consecutive rows. With those of a slice of a sequence, torch multiplies a
+    batch of matrices, for which a CPU copies a frozen head's weight; a forward pre-hook."""
+    return arguments[0].reshape(-1, arguments[0].shape[-1]).view(arguments[0].shape)
+
+
 def language(chain: LayerChain) -> TransformersChain:
     """The chain of what only language models can do: adapters, emulation, writing text. Jobs ask for it of no other."""
     assert isinstance(chain, TransformersChain), f"{chain.name} is no language model"
     return chain
-
-
-def initialise(chain: LayerChain, model: PreTrainedModel, layer: int, seed: int) -> None:
-    """Give the meta parameters of ``layer`` of a language model their start values (fp32, host): every module is initialised by
-    its family's own rule from a generator seeded by (seed, module name).
-    """
-    for root in chain.module_names(layer):
-        for name, module in model.get_submodule(root).named_modules(prefix=root):
-            names = [f"{name}.{parameter}" for parameter, _ in module.named_parameters(recurse=False)]
-            if not names or (chain.tied is not None and names == [chain.tied[0]]):
-                continue  # a tied head takes the embedding's values
-            materialize(module)
-            _fill_with_nan(module.named_parameters(recurse=False))
-            with seeded(seed, name), torch.no_grad():
-                model._init_weights(module)
-            for leaf, parameter in module.named_parameters(recurse=False):
-                message = (
-                    f"{name}.{leaf}: transformers gives the {model.config.model_type} family no rule that initialises it; start "
-                    f"from a model directory instead ([model] path; transformers' from_config and save_pretrained write one)"
-                )
-                _require_value(parameter, message)
 
 
 def materialize(module: nn.Module) -> None:
@@ -330,27 +349,3 @@ def _fill_with_nan(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
 def _require_value(tensor: torch.Tensor, message: str) -> None:
     if tensor.is_floating_point() and math.isnan(tensor.detach().sum().item()):
         raise UserError("model.no_initial_value", message)
-
-
-def restore_buffers(model: PreTrainedModel, device: torch.device) -> None:
-    """Compute the buffers that are in no file (rotary frequencies, embedding scale) by the family's own rule."""
-    for module in model.modules():
-        buffers = [
-            (name, b) for name, b in module.named_buffers(recurse=False) if b is not None and b.device.type == "meta"
-        ]
-        if not buffers:
-            continue
-        for name, buffer in buffers:
-            module.register_buffer(name, torch.empty(buffer.shape, dtype=buffer.dtype), persistent=False)
-        _fill_with_nan(module.named_buffers(recurse=False))
-        # Parameters of this module hold their start already: transformers' initialisers leave flagged tensors alone.
-        flagged = list(module.parameters(recurse=False))
-        for parameter in flagged:
-            parameter._is_hf_initialized = True
-        with torch.no_grad():
-            model._init_weights(module)
-        for name, _ in buffers:
-            family = model.config.model_type
-            message = f"transformers gives the {family} family no rule that computes its buffer {name}"
-            _require_value(getattr(module, name), message)
-            module.register_buffer(name, getattr(module, name).to(device), persistent=False)

@@ -10,11 +10,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from hetero_mpi.model.layer.loss import IGNORED, likeliest, target_losses
+from hetero_mpi.model.layer.loss import added_losses, likeliest, target_losses
 from hetero_mpi.planning.types import sizes
 
 if TYPE_CHECKING:
@@ -43,9 +42,7 @@ class HeadSlices:
 
     def loss(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Sum of the losses of all targets that are not ``IGNORED``, a scalar (fp32), differentiable."""
-        losses, words = self.target_losses(hidden, targets).flatten(), targets.flatten()
-        # The order of additions of ``summed_loss``: each row is a vocabulary of one word.
-        return F.nll_loss(-losses.unsqueeze(1), words.clamp(max=0), ignore_index=IGNORED, reduction="sum")
+        return added_losses(self.target_losses(hidden, targets).flatten(), targets.flatten())
 
     def target_losses(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Loss of each target, (B, T) in fp32, differentiable; 0 where it is ``IGNORED``."""

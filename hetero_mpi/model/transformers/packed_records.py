@@ -1,7 +1,7 @@
 """Attention and rotary tables of packed sequences, computed separately for each record; attention of texts in a batch, for each.
 
 Attention: transformers masks a packed sequence, but computes all pairs of its tokens. This module calls attention per record, with
-the causal kernel if the mask is causal; results equal those of the mask.
+the causal kernel if the mask is causal; results equal those of the mask. Where records begin is known on the host.
 
 Rotary tables that depend on the length (longrope, dynamic): transformers chooses one table per call by the largest position, and
 keeps the table of the longest text seen, so other records, padding and earlier texts would change a record's result. Here each
@@ -14,50 +14,77 @@ import contextlib
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, masking_utils
 from transformers.integrations import sdpa_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-Record = tuple[int, int, bool]
-"""[first, last) within a sequence, and whether its mask is just causal."""
 
 Rows = list[tuple[torch.Tensor, torch.Tensor]]
 """Keys and values (1, H, T, D) of texts of different lengths."""
 _rows_by_key = WeakTensorKeyDictionary()
 """Keys of a batch's new tokens -> the keys and values of its texts."""
 
+_UNKNOWN: Any = object()
 _records_by_mask = WeakTensorKeyDictionary()
-"""Mask -> the records of each of its sequences: one serves all layers of a micro-batch, and finding them waits for the device."""
-
+"""Mask -> (``MicroBatch.records``, size of the window or chunk that it lets a token see, or None). Recomputation in backward finds
+it too, on whichever thread it runs."""
 
 _PLAIN, _SHARES_KEYS = ALL_ATTENTION_FUNCTIONS["sdpa"], sdpa_attention.use_gqa_in_sdpa
+_PLAIN_MASK, _PLAIN_INDICES = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"], masking_utils.find_packed_sequence_indices
 _lock, _active = threading.Lock(), Counter[str]()
 """The blocks of ``attention`` that are under way, on all threads, by their arguments."""
+_records: ContextVar[list[list[int]] | None] = ContextVar("records", default=_UNKNOWN)
+"""The records of this thread's block."""
 
 
 @contextlib.contextmanager
-def attention(packed: bool, repeats: bool) -> Iterator[None]:
-    """A block in which transformers' ``sdpa`` attention computes ``packed`` records one by one, and ``repeats`` keys and values
-    that heads share, as it does itself where a mask is given. After the last such block it is transformers' own again."""
-    _count(packed, repeats)
+def attention(records: list[list[int]] | None, repeats: bool) -> Iterator[None]:
+    """A block in which transformers' ``sdpa`` attention computes the ``records`` of packed sequences one by one (an empty list: the
+    rows of ``hand_rows``), and ``repeats`` keys and values that heads share, as it does itself where a mask is given. transformers
+    does not search positions for records there, which would wait for the device. After the last such block it is transformers' own
+    again."""
+    token = _records.set(records)
+    _count(1, records is not None, repeats)
     try:
         yield
     finally:
-        _count(-packed, -repeats)
+        _count(-1, -(records is not None), -repeats)
+        _records.reset(token)
 
 
-def _count(packed: int, repeats: int) -> None:
+def _count(blocks: int, packed: int, repeats: int) -> None:
     with _lock:
-        _active.update(packed=packed, repeats=repeats)
+        _active.update(blocks=blocks, packed=packed, repeats=repeats)
         ALL_ATTENTION_FUNCTIONS.register("sdpa", _attend if _active["packed"] else _PLAIN)
+        ALL_MASK_ATTENTION_FUNCTIONS.register("sdpa", _mask if _active["packed"] else _PLAIN_MASK)
         sdpa_attention.use_gqa_in_sdpa = (lambda *_: False) if _active["repeats"] else _SHARES_KEYS
+        masking_utils.find_packed_sequence_indices = _record_indices if _active["blocks"] else _PLAIN_INDICES
+
+
+def _record_indices(positions: torch.Tensor) -> torch.Tensor | None:
+    """Number of each token's record in its sequence, (B, T); None if every sequence is one record."""
+    records = _records.get()
+    if records is _UNKNOWN:
+        return _PLAIN_INDICES(positions)
+    if records is None or all(len(sizes) == 1 for sizes in records):
+        return None
+    return (positions.diff(dim=-1, prepend=positions[:, :1] - 1) != 1).cumsum(-1)
+
+
+def _mask(**keywords: Any) -> torch.Tensor | None:
+    mask, records = _PLAIN_MASK(**keywords), _records.get()
+    if mask is not None and records and records is not _UNKNOWN:
+        _records_by_mask[mask] = records, 0 if keywords.get("use_vmap") else keywords.get("local_size")
+    return mask
 
 
 def _attend(
@@ -70,20 +97,17 @@ def _attend(
 ) -> tuple[torch.Tensor, None]:
     if key in _rows_by_key:
         return _attend_rows(module, query, _rows_by_key[key], **keywords), None
-    positions = keywords.get("position_ids")
-    if attention_mask is None or not _packed(query, key, attention_mask, positions) or "position_bias" in keywords:
+    if attention_mask is None or attention_mask not in _records_by_mask or "position_bias" in keywords:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **keywords)
-    if attention_mask not in _records_by_mask:
-        _records_by_mask[attention_mask] = _records(attention_mask, positions)
-    rows = []
-    for row, records in enumerate(_records_by_mask[attention_mask]):
-        outputs = []
-        for first, last, causal in records:
-            record_tensors = [tensor[row : row + 1, :, first:last] for tensor in (query, key, value)]
-            mask = None if causal else attention_mask[row : row + 1, :, first:last, first:last]
-            outputs.append(sdpa_attention_forward(module, *record_tensors, mask, **keywords)[0])
-        rows.append(torch.cat(outputs, dim=1))
-    return torch.cat(rows), None
+    (records, window), outputs = _records_by_mask[attention_mask], []
+    # Splits, not slices: the gradient of a slice is a tensor as large as all records.
+    for sizes, mask, *row in zip(records, *(t.split(1) for t in (attention_mask, query, key, value)), strict=True):
+        for last, *record in zip(accumulate(sizes), *(tensor.split(sizes, 2) for tensor in row), strict=True):
+            span = slice(last - record[0].shape[2], last)
+            record_mask = None if window is None or last - span.start <= window else mask[:, :, span, span]
+            outputs.append(sdpa_attention_forward(module, *record, record_mask, **keywords)[0])
+    output = torch.cat(outputs, dim=1)  # (1, B T, heads, D)
+    return output.view(len(records), -1, *output.shape[2:]), None
 
 
 def hand_rows(key: torch.Tensor, rows: Rows) -> torch.Tensor:
@@ -109,33 +133,7 @@ def _attend_rows(
     return torch.cat(outputs).transpose(1, 2).contiguous()
 
 
-def _packed(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor | None) -> bool:
-    """Whether there are positions of every token, and a mask of every pair of tokens that all heads share."""
-    rows, length = query.shape[0], query.shape[2]
-    return (
-        positions is not None
-        and positions.shape == (rows, length)
-        and key.shape[2] == length
-        and mask.dtype == torch.bool
-        and mask.shape == (rows, 1, length, length)
-    )
-
-
-def _records(mask: torch.Tensor, positions: torch.Tensor) -> list[list[Record]]:
-    length = mask.shape[-1]
-    row_positions = positions.cpu()
-    visible = mask[:, 0].cpu()
-    causal = torch.ones((length, length), dtype=torch.bool).tril()
-    records_by_row = []
-    for row in range(len(row_positions)):
-        starts = [0, *(torch.nonzero(row_positions[row].diff() != 1).flatten() + 1).tolist()]
-        bounds = zip(starts, [*starts[1:], length], strict=True)
-        records_by_row.append([(a, b, torch.equal(visible[row, a:b, a:b], causal[a:b, a:b])) for a, b in bounds])
-    return records_by_row
-
-
-_LONG = "longrope"
-_DYNAMIC = "dynamic"
+_LONG, _DYNAMIC = "longrope", "dynamic"
 
 
 def depends_on_length(config: PreTrainedConfig) -> bool:
@@ -182,9 +180,8 @@ class _Rotary:
                 self._reset(prefix)
             uses_table = tables == table
             table_embeddings = self._original_forward(x, torch.where(uses_table, position_ids, 0), **keywords)
-            of_tokens = (
-                uses_table if uses_table.ndim == 2 else uses_table[0]
-            )  # texts have the same positions in all three dimensions of a picture
+            # Texts have the same positions in all three dimensions of a picture.
+            of_tokens = uses_table if uses_table.ndim == 2 else uses_table[0]
             embeddings = table_embeddings if embeddings is None else _where(of_tokens, table_embeddings, embeddings)
         return embeddings
 

@@ -18,14 +18,7 @@ from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, HostProfile
 from hetero_mpi.planning.types.request import PlanRequest
-from tests.support.planning_samples import (
-    SEQUENCE,
-    make_model,
-    make_plan_of,
-    make_profile,
-    random_instance,
-    with_split,
-)
+from tests.support.planning_samples import SEQUENCE, make_model, make_plan_of, make_profile, random_instance, with_split
 
 EQUAL = 1 + 1e-9
 REQUEST = PlanRequest(24, SEQUENCE, (1, 2), max_pipelines=3, recompute_choices=(False, True), memory_reserve=0.0)

@@ -352,12 +352,7 @@ def test_layers_move_from_a_group_that_has_become_slow_and_no_group_is_formed_wh
 
 @pytest.mark.parametrize(
     ("change", "request_changes"),
-    [
-        ({"heads": None}, {}),
-        ({"heads": 1}, {}),
-        ({}, {"groups": False}),
-        ({}, {"schedule": "1f1b"}),
-    ],
+    [({"heads": None}, {}), ({"heads": 1}, {}), ({}, {"groups": False}), ({}, {"schedule": "1f1b"})],
 )
 def test_no_group_where_there_can_be_none(change: dict[str, object], request_changes: dict[str, object]) -> None:
     profile = boxes("aa", (1.0, 1.0))

@@ -23,11 +23,7 @@ from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.planning.types.toml_files import load_profile, save_profile
 from hetero_mpi.util.errors import UserError
 from tests.support.errors import refuses
-from tests.support.planning_samples import (
-    SEQUENCE,
-    make_model,
-    make_profile,
-)
+from tests.support.planning_samples import SEQUENCE, make_model, make_profile
 
 EQUAL = 1 + 1e-9
 

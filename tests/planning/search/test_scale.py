@@ -19,7 +19,7 @@ from hetero_mpi.planning.types.profile import ClusterProfile, Curve, LayerTimes
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.util.errors import UserError
 from tests.planning.search.pipeline_bound import pipeline_bound_s
-from tests.support.planning_samples import SEQUENCE, make_model, make_profile
+from tests.support.planning_samples import SEQUENCE, make_model, make_profile, renumbered
 from tests.support.seeds import seeds
 
 pytestmark = pytest.mark.slow  # plans of many ranks
@@ -81,13 +81,7 @@ def test_a_plan_for_many_noisy_ranks_is_simulated_with_their_own_figures_and_rep
 @pytest.mark.slow
 def test_many_noisy_ranks_numbered_anew_give_the_same_plan() -> None:
     profile, request = many(1)
-    order = random.Random(1).sample(range(24), 24)
-    new = {old: rank for rank, old in enumerate(order)}
-    other = replace(
-        profile,
-        devices=tuple(replace(profile.devices[old], rank=rank) for rank, old in enumerate(order)),
-        links=tuple(replace(k, source=new[k.source], destination=new[k.destination]) for k in profile.links),
-    )
+    other = renumbered(profile, random.Random(1).sample(range(24), 24))
     # Which of several alike ranks is used depends on their numbers; what the plan costs, within their noise only.
     assert make_plan(other, request).predicted_step_s == pytest.approx(
         make_plan(profile, request).predicted_step_s, 0.05

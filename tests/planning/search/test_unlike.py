@@ -14,7 +14,7 @@ from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.tables import rank_classes
 from hetero_mpi.planning.types.profile import ClusterProfile, HostLinkProfile
 from hetero_mpi.planning.types.request import PlanRequest
-from tests.support.planning_samples import SEQUENCE, make_model, make_profile, random_plan
+from tests.support.planning_samples import SEQUENCE, make_model, make_profile, random_plan, renumbered
 
 EQUAL = 1 + 1e-9
 
@@ -65,14 +65,7 @@ def test_several_is_no_slower_than_alike_pipelines_and_indifferent_to_numbers() 
     ((step_s, plan), *others) = best_layouts(profile, REQUEST)
     assert all(other_s >= step_s for other_s, _ in others)
     assert step_s == pytest.approx(simulate(plan, profile).step_s, rel=1e-9)
-    order = [5, 2, 7, 0, 3, 6, 1, 4]
-    new = {old: rank for rank, old in enumerate(order)}
-    other = replace(
-        profile,
-        devices=tuple(replace(profile.devices[old], rank=rank) for rank, old in enumerate(order)),
-        links=tuple(replace(k, source=new[k.source], destination=new[k.destination]) for k in profile.links),
-    )
-    again_s, _ = best_layouts(other, REQUEST)[0]
+    again_s, _ = best_layouts(renumbered(profile, [5, 2, 7, 0, 3, 6, 1, 4]), REQUEST)[0]
     assert again_s == pytest.approx(step_s, rel=1e-9)
     ((alone_s, _),) = best_layouts(profile, replace(REQUEST, max_pipelines=1))
     assert step_s <= alone_s * EQUAL
