@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from hetero_mpi.device.backend import Backend
-from hetero_mpi.inference.decoding import Decoder, Sampling
+from hetero_mpi.inference.decoding import Decoder
+from hetero_mpi.inference.sampling import Sampling
 from hetero_mpi.inference.writer import Task, Writer
 from hetero_mpi.job.training_tables import TrainTable
 from hetero_mpi.model.layer.loss import Routed
