@@ -33,6 +33,11 @@ def has_products(dtype: str) -> bool:
         return False
 
 
+def is_faster_in_bf16() -> bool:
+    """Whether this CPU multiplies matrices in bf16 faster than in fp32 (x86 with AVX512-BF16 or AMX)."""
+    return has_products("bf16") and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
 def widen_products(dtype: str) -> None:
     """Let this process compute CPU products of ``dtype`` in fp32."""
     _widened.add(_NARROW[dtype])
