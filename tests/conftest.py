@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 
 from tests.support.rank_pool import close_pools
 from tests.support.tiers import Tiers, pytest_addoption  # noqa: F401
@@ -72,3 +73,20 @@ def ranks_leave(cache_of_its_own: None, sessions_of_their_own: None) -> Iterator
     """Ranks that stay between tests leave at the end."""
     yield
     close_pools()
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty Hugging Face cache and no network."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    return tmp_path / "hub"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current directory, with a job and a profile."""
+    from tests.support.planning_folder import fill
+
+    monkeypatch.chdir(tmp_path)
+    return fill(tmp_path)

@@ -33,6 +33,11 @@ def has_products(dtype: str) -> bool:
         return False
 
 
+def is_faster_in_bf16() -> bool:
+    """Whether this CPU multiplies matrices in bf16 faster than in fp32 (x86 with AVX512-BF16 or AMX)."""
+    return has_products("bf16") and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
 def widen_products(dtype: str) -> None:
     """Let this process compute CPU products of ``dtype`` in fp32."""
     _widened.add(_NARROW[dtype])
@@ -44,6 +49,7 @@ def widen_products(dtype: str) -> None:
         warnings.filterwarnings("ignore", "Warning only once for all operators")
         for name, product in {"mm": _mm, "mm.out": _mm_out, "addmm": _addmm, "bmm": _bmm, "baddbmm": _baddbmm}.items():
             library.impl(name, product, "CPU")
+        library.impl("addmm_", _addmm_, "CPU")
         library.impl("_scaled_dot_product_flash_attention_for_cpu", _attention, "AutogradCPU")
         library.impl("convolution", _Convolution.apply, "AutogradCPU")
 
@@ -63,6 +69,12 @@ def _mm_out(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor) -> torch.Ten
 
 def _addmm(added: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: float = 1, alpha: float = 1) -> torch.Tensor:
     return _matrices(added, a, b, beta, alpha, a.new_empty(a.shape[0], b.shape[1]))
+
+
+def _addmm_(
+    added: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: float = 1, alpha: float = 1
+) -> torch.Tensor:
+    return _matrices(added, a, b, beta, alpha, added)
 
 
 def _matrices(

@@ -163,8 +163,8 @@ class TrainTable(JobTable):
     seed: Annotated[Seed, SAME] = 0
     """Random seed of initial weights, sample order and dropout."""
     dtype: Annotated[Literal["auto", "fp32", "bf16", "fp16"], SAME] = "auto"
-    """Compute dtype of all ranks (mixed precision). "auto": the best dtype that all ranks support. With bf16 and fp16, master
-    weights, gradients and optimizer states stay in fp32."""
+    """Compute dtype of all ranks (mixed precision). "auto": with GPUs bf16, or fp16 where one of them lacks bf16; with CPUs
+    alone fp32. With bf16 and fp16, master weights, gradients and optimizer states stay in fp32."""
     wire: Annotated[Literal["exact", "int8"], LANGUAGE] = "exact"
     """Encoding of activations and gradients sent between stages. "exact": in the compute dtype; "int8": quantised to one byte per
     value; the loss then depends on the stage boundaries and differs from a single process (docs/design.md)."""

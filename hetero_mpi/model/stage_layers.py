@@ -25,6 +25,7 @@ from torch import nn
 from hetero_mpi.device.backend import DTYPES, Backend, return_freed_memory
 from hetero_mpi.model.held_layers import HeldLayers, Kept, Shared, frozen_layers, take_over
 from hetero_mpi.model.layer.interface import LayerChain, PassThrough, Start
+from hetero_mpi.model.layer.lora import join_products
 from hetero_mpi.model.layer.loss import RouterLoss
 from hetero_mpi.model.layer.micro_batch import MicroBatch
 from hetero_mpi.model.layer.quantize import is_empty, quantize
@@ -305,6 +306,7 @@ class StageLayers(HeldLayers):
                 self._initial[name] = values[name].clone() if name in values else torch.zeros(spec.shape)
         start_value_of = partial(self._adapter_start, values)
         adapters = inject(self.model, self.tuning.adapter, modules, experts, self.backend.device, start_value_of)
+        join_products(self.model)
         for name in (name for name in local if name in adapters):
             if self.divided is not None and not self.divided.trains(name):  # all compute it; only the leader's is used
                 adapters[name].register_hook(torch.zeros_like)

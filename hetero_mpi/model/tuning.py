@@ -1,8 +1,9 @@
 """The trained part of a model: all weights (full fine-tuning), or LoRA adapters over frozen weights, which may be in NF4.
 
-peft implements LoRA (Hu et al. 2021, arXiv:2106.09685). It chooses the targets once, on the whole model (``adapter_tuning``), and
-each stage injects those in its layers, so that names, shapes and initial values do not depend on the partition. peft is imported
-where it is used, since the import takes seconds. Which modules an adapter reaches, its rank and alpha follow peft's rules.
+LoRA (Hu et al. 2021, arXiv:2106.09685) is peft's, except the products of plain adapters (``layer.lora``). peft chooses the targets
+once, on the whole model (``adapter_tuning``), and each stage injects those in its layers, so that names, shapes and initial values
+do not depend on the partition. peft is imported where it is used, since the import takes seconds. Which modules an adapter reaches,
+its rank and alpha follow peft's rules.
 """
 
 from __future__ import annotations

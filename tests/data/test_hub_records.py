@@ -39,14 +39,6 @@ configs:
 """
 
 
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty Hugging Face cache and no network."""
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    return tmp_path / "hub"
-
-
 def put(home: Path, name: str, files: dict[str, str | bytes]) -> Path:
     """A data set in the cache's layout: files are links to blobs named by their hashes."""
     folder = home / f"datasets--{name.replace('/', '--')}"

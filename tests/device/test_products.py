@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hetero_mpi.device import products
-from hetero_mpi.device.backend import Backend
+from hetero_mpi.device.backend import Backend, best_dtype
 from hetero_mpi.device.backends import Accelerator
 from hetero_mpi.device.backends.cuda import CudaBackend
 from hetero_mpi.device.backends.rocm import RocmBackend
@@ -37,6 +37,21 @@ def test_products_in_fp32() -> None:
 def test_nothing_is_replaced_where_the_processor_has_them() -> None:
     settle_products(ALONE, Backend(), "bf16")
     assert not products._libraries
+
+
+def test_cpus_alone_compute_in_fp32_and_are_offered_bf16_where_it_is_faster() -> None:
+    cpus, setting = [("cpu", ["fp32", "bf16", "fp16"])] * 2, 'dtype = "bf16"'
+    (dtype, reason), (faster_dtype, offer) = best_dtype(cpus), best_dtype(cpus, faster_in_bf16=True)
+    assert dtype == faster_dtype == "fp32" and setting in offer and setting not in reason
+    assert best_dtype([*cpus, ("cuda", ["fp32", "bf16"])], faster_in_bf16=True) == best_dtype([("mps", ["bf16"])])
+
+
+@pytest.mark.skipif(sys.platform != "linux" or platform.machine() != "x86_64", reason="reads the flags of Linux on x86")
+def test_bf16_is_faster_where_the_processor_has_units_for_it() -> None:
+    flags = set(Path("/proc/cpuinfo").read_text().split()) & {"avx512_bf16", "amx_bf16"}
+    assert products.is_faster_in_bf16() is bool(flags)
+    code = "from hetero_mpi.device import products; print(products.is_faster_in_bf16())"
+    assert run_bounded([sys.executable, "-c", code], {**os.environ, **AVX2}, 120).stdout.split() == ["False"]
 
 
 @pytest.mark.parametrize("kind", [CudaBackend, RocmBackend])

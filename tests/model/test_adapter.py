@@ -20,7 +20,7 @@ from hetero_mpi.model.adapters.adapter_tuning import tuning_of
 from hetero_mpi.model.layer.quantize import packed_bytes
 from hetero_mpi.model.model_cost import model_cost
 from hetero_mpi.model.optimizer import Optimizer
-from hetero_mpi.model.stage import MicroBatch, Stage
+from hetero_mpi.model.stage import MicroBatch, Stage, StageSpec
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.transformers.weights import SeededStart
@@ -165,6 +165,31 @@ def test_adapters_compute_in_the_models_dtype_and_step_fp32_masters(quantization
     after = optimizer.targets[name].detach()
     assert after.dtype == torch.float32 and not torch.equal(after, before)
     assert torch.equal(narrow.parameters[name], after.bfloat16())
+
+
+@pytest.mark.parametrize("quantization", ["none", "nf4"])
+@pytest.mark.parametrize(
+    "adapter", [{}, {"dropout": 0.1, "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"q_proj": 2.5}}, {"dora": True}]
+)
+def test_plain_adapters_are_one_function_and_equal_pefts(quantization: str, adapter: dict[str, object]) -> None:
+    tuning = tuning_of(job(quantization, targets="all-linear", **adapter), chain())
+    tokens, found = torch.arange(24).view(2, 12), []
+    for of_peft, recompute in ((False, False), (False, True), (True, False)):
+        spec = StageSpec(chain(), 0, chain().layer_count, Backend(), "fp32", 7, tuning, recompute)
+        made = Stage(spec, SeededStart(1))
+        for name, parameter in made.parameters.items():
+            parameter.data.normal_(0, 0.05, generator=torch.Generator().manual_seed(len(name)))
+        layers = [layer for layer in made.model.modules() if hasattr(layer, "lora_A")]
+        assert {"forward" in vars(layer) for layer in layers} == {"dora" not in adapter}
+        for layer in layers if of_peft else ():
+            vars(layer).pop("forward", None)
+        loss = made.forward(MicroBatch(0, 0, 0, 24), tokens, tokens)
+        made.backward(0)
+        gradients = [parameter.grad.flatten() for parameter in made.parameters.values() if parameter.grad is not None]
+        assert len(gradients) == len(tuning.trainable)
+        found.append((loss, torch.cat(gradients)))
+    for ours, recomputed, pefts in zip(*found, strict=True):
+        assert torch.equal(ours, recomputed) and (ours - pefts).norm() <= 1e-6 * pefts.norm()
 
 
 def test_adapter_directories_round_trip_and_are_checked(tmp_path: Path) -> None:

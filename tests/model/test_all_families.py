@@ -44,12 +44,6 @@ UNLIKE = (
 """Families that differ in structure, tried in the normal suite; the long one tries all."""
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-    transformers.logging.disable_progress_bar()
-
-
 def lines() -> list[str]:
     return DOCUMENT.read_text(encoding="utf-8").splitlines()
 

@@ -121,14 +121,6 @@ def test_a_cache_that_cannot_be_used_is_a_clear_error(contents: DirectoryContent
             refused()
 
 
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty Hugging Face cache and no network."""
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    return tmp_path / "hub"
-
-
 def put(home: Path, name: str) -> Path:
     """A model in the cache's layout."""
     folder = home / f"models--{name.replace('/', '--')}"

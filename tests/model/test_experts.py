@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from bitsandbytes.nn.parametrize import replace_parameter_4bit
 from peft import PeftModel, get_peft_model
@@ -39,12 +38,6 @@ WIDE = {"hidden_size": 64, "moe_intermediate_size": 64, "tie_word_embeddings": F
 """On the CPU bitsandbytes' own unpacking needs rows of 64 weights."""
 ATTENTION = AdapterTable(method="lora", rank=4, targets=["o_proj"])
 PACKED = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-    transformers.logging.disable_progress_bar()
 
 
 def chain_of(family: str) -> TransformersChain:
@@ -218,13 +211,10 @@ def test_pieces_are_packed_as_the_whole(monkeypatch: pytest.MonkeyPatch) -> None
 def test_scales_of_scales_do_not_depend_on_threads() -> None:
     """Of a tensor of 59 million weights; torch adds up so many numbers in as many parts as it has threads."""
     absmax, offsets = torch.rand(917_504, generator=torch.Generator().manual_seed(0)), set()
-    try:
-        for threads in (1, 2, 3, 5, 8):
-            torch.set_num_threads(threads)
-            offsets.add(quantize._quantized_twice(absmax)[1].item())
-            assert torch.get_num_threads() == threads
-    finally:
-        torch.set_num_threads(1)
+    for threads in (1, 2, 3, 5, 8):
+        torch.set_num_threads(threads)
+        offsets.add(quantize._quantized_twice(absmax)[1].item())
+        assert torch.get_num_threads() == threads
     assert len(offsets) == 1
 
 

@@ -93,7 +93,6 @@ def gradients(stages: list[Stage], chain: TransformersChain) -> dict[str, torch.
 @TIED
 @EVERY_FAMILY
 def test_three_stages_equal_the_whole_model(family: str, tied: bool, tmp_path: Path) -> None:
-    torch.set_num_threads(1)
     model, chain = whole_model(family, tied), chain_of(family, tied)
     assert chain.layer_count == LAYERS and (chain.tied is not None) is tied
     model.save_pretrained(tmp_path, max_shard_size="20KB")

@@ -15,7 +15,6 @@ from hetero_mpi.planning.types.sizes import DTYPE_BYTES
 @pytest.mark.parametrize("rows", [1, 7, 32, 120])
 def test_pieces_change_no_bit(rows: int, dtype: torch.dtype, factor: float) -> None:
     """Pieces of one row, of a number that does not divide the rows, of one that does, and two unlike ones; the loss is scaled."""
-    torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(0)
     vocabulary = 1003
     values = torch.randn((2, 64, vocabulary), generator=generator).mul_(4).to(dtype)

@@ -117,6 +117,16 @@ def test_a_line_may_end_above_zero_and_a_decay_has_no_more_steps_than_warm_up_le
     assert [learning_rate(decay, step) for step in (3, 6, 8, 10)] == [0.5, 1.0, 0.5, 0.0]
 
 
+def test_norms_of_all_parameters_are_added_by_one_call() -> None:
+    chain = TransformersChain(read_config(tiny_keys("llama")))
+    optimizer = Optimizer(stage_of(chain, 1, 3, Backend(), "fp32", SeededStart(1)), TrainTable(steps=1))
+    exact = {name: float(optimizer.gradient(name).normal_().double().square().sum()) for name in optimizer.targets}
+    with torch.profiler.profile() as profile:
+        assert optimizer.squared_norms() == pytest.approx(exact, rel=1e-6)
+    large = [name for name in exact if optimizer.targets[name].numel() > 4096]
+    assert [event.name for event in profile.events()].count("aten::linalg_vector_norm") == len(large) < len(exact)
+
+
 @pytest.mark.parametrize("shape", [(7,), (4096,), (4097,), (513, 1001), (1100, 1000)])
 def test_a_short_vector_has_the_norm_of_a_long_one(shape: tuple[int, ...]) -> None:
     gradient = torch.randn(shape, generator=torch.Generator().manual_seed(1)) + 0.5

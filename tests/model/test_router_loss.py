@@ -28,11 +28,6 @@ LENGTHS, TOKENS = (24, 9, 0, 16), 24
 ROUTED: dict[str, Any] = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(scope="module")
 def chain() -> TransformersChain:
     return chain_of("mixtral", **ROUTED)

@@ -46,11 +46,6 @@ class NormalStart:
                             parameter.normal_(mean, deviation, generator=generator)
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def chain_of(family: str, **changes: Any) -> TransformersChain:
     return TransformersChain(read_config({**tiny_keys(family), **changes}))
 

@@ -33,11 +33,6 @@ ROWS, SLICE, TOKENS = (4, 4, 3), 2, 24
 LORA = AdapterTable(method="lora", rank=4, alpha=8.0)
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def build(
     chain: TransformersChain,
     streamed: tuple[bool, ...],

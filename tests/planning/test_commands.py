@@ -34,16 +34,10 @@ from hetero_mpi.planning.types.toml_files import (
     save_profile,
 )
 from hetero_mpi.util import units
-from tests.support.planning_folder import REQUEST, cluster, fill, run
+from tests.support.planning_folder import REQUEST, cluster, run
 from tests.support.planning_samples import SEQUENCE, make_model, make_plan_of, make_profile, random_instance
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return fill(tmp_path)
 
 
 # plan

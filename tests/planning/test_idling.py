@@ -19,15 +19,9 @@ from hetero_mpi.planning.types.request import with_shared_nics
 from hetero_mpi.planning.types.toml_files import load_plan, save_plan, save_profile
 from hetero_mpi.util import units
 from hetero_mpi.util.errors import UserError
-from tests.support.planning_folder import REQUEST, cluster, fill, run
+from tests.support.planning_folder import REQUEST, cluster, run
 from tests.support.planning_samples import make_model, make_plan_of, make_profile, random_instance
 from tests.support.seeds import seeds
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return fill(tmp_path)
 
 
 def test_causes_of_idling_are_those_of_a_pipeline_drawn_by_hand() -> None:

@@ -20,7 +20,7 @@ from hetero_mpi.report.profile_text import residuals
 from tests.support import past_runs
 from tests.support.checkpoint_samples import told, write_checkpoint
 from tests.support.mpi import run_mpi
-from tests.support.planning_folder import JOB, REQUEST, cluster, fill, run
+from tests.support.planning_folder import JOB, REQUEST, cluster, run
 
 ROOT = Path(__file__).parents[2]
 TINY = """
@@ -40,12 +40,6 @@ sequence_length = 32
 global_batch = 4
 dtype = "fp32"
 """
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return fill(tmp_path)
 
 
 # profile

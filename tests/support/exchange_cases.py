@@ -20,7 +20,7 @@ def numbers(size: int, seed: int) -> Numbers:
     return np.random.default_rng(seed).normal(0, 1e3, size).astype(np.float32)
 
 
-def in_order(parts: list[Numbers]) -> Numbers:
+def in_order(parts: Sequence[Numbers]) -> Numbers:
     """((r0 + r1) + r2) + ..."""
     total: Numbers = parts[0].copy()
     for part in parts[1:]:

@@ -25,7 +25,6 @@ from hetero_mpi.comm.transport import (
     Exchange,
     Group,
     Message,
-    Numbers,
     Ready,
     Request,
     Transport,
@@ -46,19 +45,12 @@ from hetero_mpi.planning.types.cost import ModelCost
 from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.training.build import StageBuilder, divided_tensors
 from tests.support import plans
+from tests.support.exchange_cases import in_order
 from tests.support.planning_samples import make_model
 from tests.support.plans import pipeline
 
 Route = tuple[int, int, int]
 """(source, destination, tag)"""
-
-
-def in_order(parts: Sequence[Numbers]) -> Numbers:
-    """((r0 + r1) + r2) + ..."""
-    total: Numbers = parts[0].copy()
-    for part in parts[1:]:
-        total += part
-    return total
 
 
 class LoopbackNetwork:

@@ -165,10 +165,14 @@ class _PackedProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        from bitsandbytes.functional import dequantize_4bit
+        return torch.matmul(dy, unpacked(ctx.layer.weight, dy.dtype)), None
 
-        weight = ctx.layer.weight
-        return torch.matmul(dy, dequantize_4bit(weight.data.view(-1, 1), weight.quant_state).to(dy.dtype)), None
+
+def unpacked(weight: Any, dtype: torch.dtype) -> torch.Tensor:
+    """Matrix of a packed linear layer, (out, in)."""
+    from bitsandbytes.functional import dequantize_4bit
+
+    return cast(torch.Tensor, dequantize_4bit(weight.data.view(-1, 1), weight.quant_state).to(dtype))
 
 
 def refer_to_packed(model: nn.Module) -> None:

@@ -29,7 +29,7 @@ from hetero_mpi.device.accelerators import BACKENDS, open_backend, visible_devic
 from hetero_mpi.device.backend import HOST, Backend, best_dtype
 from hetero_mpi.device.choice import Cores, VisibleDevices, cores_of, device_spec, gpu_of
 from hetero_mpi.device.operators import product_on
-from hetero_mpi.device.products import widen_products
+from hetero_mpi.device.products import is_faster_in_bf16, widen_products
 from hetero_mpi.device.self_test import SelfTest
 from hetero_mpi.job.load import LoadedJob, job_from_dict, job_to_dict, load_job, run_directory
 from hetero_mpi.job.rules import EIGHT_BIT, as_toml
@@ -194,7 +194,7 @@ def _with_dtype(world: World, loaded: LoadedJob, backend: Backend) -> LoadedJob:
     ranks = [(name, dtypes) for name, dtypes in world.all_gather_json([backend.name, list(backend.dtypes())])]
     dtype: str = loaded.job.train.dtype
     if dtype == "auto":
-        dtype, reason = best_dtype(ranks)
+        dtype, reason = best_dtype(ranks, all(world.all_gather_json(is_faster_in_bf16())))
         say(f"dtype {dtype}: {reason}")
     idle_ranks = [f"rank {rank} ({name})" for rank, (name, dtypes) in enumerate(ranks) if dtype not in dtypes]
     if idle_ranks:
