@@ -123,7 +123,6 @@ def profile(job: Job | str | Path, *, reprofile: bool = False) -> ClusterProfile
     Raises:
         UserError: Raised on all ranks.
     """
-
     with collective() as world:
         from hetero_mpi.commands.profile_command import measure
 
@@ -168,8 +167,9 @@ def simulate(job: Job | str | Path, plan: Plan | str | Path, profile: ClusterPro
 
 
 def load_run(directory: str | Path) -> PastRun:
-    """Read a run directory, during the run, after it or after a crash: job, plan, profile, steps, evaluations, events and
-    checkpoints. Needs neither MPI nor torch.
+    """Read the directory of a running, finished or crashed run: job, plan, profile, steps, evaluations, events, checkpoints.
+
+    Needs neither MPI nor torch.
 
     Raises:
         UserError: The directory is not a run directory, or one of its files is corrupted.
@@ -243,11 +243,10 @@ def steps(
     run_dir: str | Path | None = None,
     reprofile: bool = False,
 ) -> Steps:
-    """Iterate over the steps of a run on all ranks: ``for step in hetero_mpi.steps(job): ...``. Arguments, errors and metrics are
-    those of ``train``. Requesting the first step starts the run.
+    """Iterate over the steps of a run on all ranks: ``for step in hetero_mpi.steps(job): ...``. The first one starts it.
 
-    The loop body runs on every rank between steps. Leaving the loop on any rank ends the run on all ranks with a checkpoint, like a
-    signal; continue with ``resume``.
+    Arguments, errors and metrics are those of ``train``. The loop body runs on every rank between steps. Leaving the loop on any
+    rank ends the run on all ranks with a checkpoint, like a signal; continue with ``resume``.
     """
 
     def run(on_event: OnEvent, stop: StopRequest) -> TrainResult | None:

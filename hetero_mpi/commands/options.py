@@ -1,5 +1,4 @@
-"""Commands and options of the command line; modules of ``commands.plug_ins`` add commands. A command names its function
-without importing it."""
+"""Commands and options of the command line, naming functions without importing them; ``commands.plug_ins`` adds to them."""
 
 from __future__ import annotations
 
@@ -87,8 +86,7 @@ class _Key(argparse._AppendAction):
 
 
 def parser() -> argparse.ArgumentParser:
-    """Build the parser of all commands. The namespace has ``run``, ``MODULE:FUNCTION`` of the package, and that function's
-    arguments."""
+    """Build the parser of all commands. Its namespace has ``run`` (``MODULE:FUNCTION``) and that function's arguments."""
     description = "Train and fine-tune language models on mixed GPUs, CPUs and machines in one MPI job."
     root = _Parser(prog="hetero-mpi", description=description, epilog=ORDER_OF_USE)
     root.add_argument("--version", action="version", version=f"hetero_mpi {__version__}")

@@ -1,4 +1,5 @@
-"""Training data, on rank 0 only: token sequences with targets, or samples of a user's own data; split for training and evaluation.
+"""Training data on rank 0: token sequences with targets, or samples of a user's own data; split for training and evaluation.
+
 Arrays may be memory-mapped files, which are processed in blocks of rows.
 """
 
@@ -86,8 +87,7 @@ class Dataset(Rows):
     """Stored fingerprint, if it was computed before."""
 
     def batch(self, step: int, global_batch: int, smaller: bool = False) -> Batch:
-        """The training batch of ``step`` (from 0), a function of the arguments and the seed. ``smaller``: an epoch's last batch
-        holds only the remaining samples."""
+        """The batch of ``step`` (from 0), a function of arguments and seed. ``smaller``: an epoch's last batch may be short."""
         return self.gather(self.numbers(step, global_batch, smaller))
 
     def numbers(self, step: int, global_batch: int, smaller: bool = False) -> Indices:

@@ -62,9 +62,7 @@ _MAX_LISTED_SKIPPED = 100
 
 
 class BadRecord(Exception):
-    """A broken record, with its kind of fault and a message.
-
-    ``rest``: the remainder of the file is unreadable too, so the record is never skipped."""
+    """A broken record, with its kind of fault and a message. ``rest``: the rest of the file is unreadable too; never skipped."""
 
     def __init__(self, kind: str, problem: str, rest: bool = False) -> None:
         super().__init__(problem)

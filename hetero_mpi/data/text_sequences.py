@@ -100,6 +100,7 @@ class Corpus:
         tell: Callable[[str], None] | None = None,
     ) -> None:
         """``documents``: one per file, per non-empty line, or per record (key "text", or as renamed by ``keys``).
+
         ``max_bytes``: maximum text to read. ``skip_bad``: maximum number of malformed records to skip. ``patterns``, ``key`` and
         ``tell`` as in ``matching_files``. Raises UserError if nothing matches.
         """
@@ -109,8 +110,7 @@ class Corpus:
         self.report = CorpusReport()
 
     def blocks(self) -> Iterator[tuple[str, bool]]:
-        """Documents in file order, in parts: (text, whether the document ends with it). Raises UserError at the end if there was no
-        text."""
+        """Documents in file order, in parts: (text, whether it ends the document). Raises UserError if there was no text."""
         report = CorpusReport()
         if self.documents == "record":
             yield from ((text, True) for text in self._records(report))

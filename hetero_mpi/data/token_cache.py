@@ -127,8 +127,10 @@ def _evict(root: Path, protected: Path) -> None:
 
 
 def write_dataset(folder: Path, dataset: Dataset, extra: dict[str, Any]) -> dict[str, Any]:
-    """Write a dataset into a folder that may already hold its token stream; returns the values to store_folder with it, including
-    ``extra`` (further JSON values about the data). Raises UserError if the disk is full."""
+    """Write a dataset into a folder, which may already hold its token stream; return the values for store_folder.
+
+    ``extra``: further JSON values about the data. Raises UserError if the disk is full.
+    """
     stream = (folder / STREAM).exists()
     names = ("train", "held_out") if stream else ("train", "held_out", *_COLUMNS)
     with write_errors(folder.parent, REMEDY):
@@ -141,8 +143,7 @@ def write_dataset(folder: Path, dataset: Dataset, extra: dict[str, Any]) -> dict
 
 
 def read_dataset(folder: Path, values: dict[str, Any], ids: int) -> tuple[Dataset, dict[str, Any]]:
-    """The inverse of ``write_dataset``; sequences are memory-mapped. Raises ValueError, or an error of numpy, if the files
-    are not a dataset with token ids below ``ids``."""
+    """Read what ``write_dataset`` wrote, memory-mapped. Raises ValueError or a numpy error if invalid or with tokens >= ``ids``."""
     if values["stream"] is not None:
         rows = Rows(*overlapping(mapped(folder / STREAM), values["stream"]))
     else:

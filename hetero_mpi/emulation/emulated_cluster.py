@@ -285,8 +285,7 @@ class _PacedExchange(Exchange):
         self.moves += [inner.send(peer, tag, self._own, self.started) for peer in peers]
 
     def started(self) -> bool:
-        """Whether this rank's start time is known, that is, the end of the previous exchange. Called by the thread that moves
-        messages."""
+        """Whether the end of the previous exchange, this rank's start time, is known. Called by the transport thread."""
         before = self._before
         if before is not None and before.all_moved:
             self._own[:] = _encode_time(max(self._called_s, before.moment_s) - self._offset_s)

@@ -205,10 +205,9 @@ class Trainer:
             executor.run(self.step_data(0, batch), UpdateAlone(self.optimizer))
 
     def evaluate(self, batch: Batch) -> list[float]:
-        """Sums over evaluation sequences or samples: the losses, including router losses as in training; then the rewards
-        statistics of preference training, or else the number of correctly predicted targets. Collective.
+        """Sum over evaluation rows: the losses with router losses, then rewards statistics or the number of correct targets.
 
-        Every pipeline evaluates its share of the rows; values are added in fp64 in row order.
+        Collective. Every pipeline evaluates its share of the rows; values are added in fp64 in row order.
         """
         shares = evaluation_shares(self.plan, len(batch.tokens))
         sums_by_slot = np.zeros((1 + (self.decider.rewards or 1), sum(len(sizes) for _, sizes in shares)))

@@ -34,8 +34,7 @@ from hetero_mpi.model.stage_layers import StageSpec as StageSpec
 
 @dataclass(frozen=True)
 class _Saved:
-    """Tensors that the backward of a slice needs: input (None on a first stage), hidden states that entered the layers, output, and
-    the autograd node at which each layer begins."""
+    """Tensors saved for backward: input (None: first stage), the layers' input, output, and each layer's first autograd node."""
 
     position: MicroBatch
     x: torch.Tensor | None
@@ -242,8 +241,10 @@ class Stage(StageLayers):
         return loss + self.routers.loss((part.index, part.first_sample))
 
     def _feed_input(self, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, Any]:
-        """Feed the received tensor to the stage's first module, past what a model does to its embeddings (Granite's multiplier,
-        Starcoder's dropout). ``inputs_embeds`` only gives masks and positions their shape."""
+        """Feed the received tensor to the first module, past what a model does to embeddings (Granite's multiplier, a dropout).
+
+        ``inputs_embeds`` only gives masks and positions their shape.
+        """
         if arguments:
             return (self._input, *arguments[1:]), keywords
         return arguments, {**keywords, "hidden_states": self._input}

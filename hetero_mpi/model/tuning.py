@@ -38,7 +38,7 @@ ROWS = ".token_adapter.trainable_tokens_delta"
 def lora_config(
     adapter: AdapterTable, targets: list[str] | str | None, parameters: list[str], layers: list[int] | None = None
 ) -> LoraConfig:
-    """peft's configuration of the job's adapter.
+    """The ``LoraConfig`` (peft) of the job's adapter.
 
     Args:
         targets: target modules; None for peft's choice for the family.
@@ -109,7 +109,7 @@ def began_with(name: str) -> str:
 
 
 def start_value(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
-    """peft's initial value (A: Kaiming uniform, B: zero), as a function of (seed, name)."""
+    """Initial value as in peft (A: Kaiming uniform, B: zero), as a function of (seed, name)."""
     value = torch.zeros(shape, dtype=torch.float32)
     if ".lora_A." in name:
         with seeded(seed, name):
@@ -228,8 +228,7 @@ def nothing_trained() -> Tuning:
 
 
 def imported_peft(name: str = "peft") -> ModuleType:
-    """Import peft, or a module that imports it, without ``torch.distributed`` unless that is already imported: loading it would
-    import torch's compiler."""
+    """Import peft, or a module that imports it, without loading ``torch.distributed``, which would import torch's compiler."""
     is_available = torch.distributed.is_available
     if "torch.distributed.tensor" not in sys.modules:
         torch.distributed.is_available = lambda: False

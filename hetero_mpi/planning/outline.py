@@ -170,8 +170,7 @@ def spans_of_many_s(
 def _defer_weights(
     s: int, b: int, lag: int, micro_batches: int, weight_s: float, clock: list[float], begin_s: list[float]
 ) -> None:
-    """Compute the weight gradients due on stage ``s`` after backward ``b``: one micro-batch, ``lag`` behind; after the last,
-    all."""
+    """Compute weight gradients due on stage ``s`` after backward ``b``: the micro-batch ``lag`` behind; after the last, all."""
     for _ in range((b >= lag) + (lag if b == micro_batches - 1 else 0)):
         begin_s[s] = clock[s]
         clock[s] += weight_s

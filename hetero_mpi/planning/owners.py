@@ -53,8 +53,7 @@ def owned_share(plan: Plan, model: ModelCost, number: int) -> float:
 
 
 def owned_state_bytes(plan: Plan, model: ModelCost, part: ModelCost | None = None) -> dict[int, float]:
-    """Rank -> bytes of owned moments and master weights, of the full model or of the ``part`` that a tensor-parallel rank
-    holds."""
+    """Rank -> bytes of owned moments and master weights, of the full model or the ``part`` of a tensor-parallel rank."""
     owned, cost = dict.fromkeys(plan.state_weights, 0.0), part or model
     ratios = [cost.owned_bytes(i, i + 1) / max(1, layer.trainable_parameters) for i, layer in enumerate(model.layers)]
     for (layer, _), (rank, count) in owned_units(plan, model).items():

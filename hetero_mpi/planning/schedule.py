@@ -18,9 +18,11 @@ from hetero_mpi.util.errors import UserError
 
 
 class Op(str, enum.Enum):
-    """An operation of a rank. F/B compute; a split backward is I (input gradient) and W (weight gradients). SEND_F/RECV_F move
-    activations, SEND_B/RECV_B gradients. REDUCE sums a layer's gradients over its holders (tied ends included); STEP clips by
-    the global norm and runs the optimizer."""
+    """An operation of a rank: compute (F, B), a message, an all-reduce or the optimizer step.
+
+    A split backward is I (input gradient) and W (weight gradients). SEND_F/RECV_F move activations, SEND_B/RECV_B gradients.
+    REDUCE sums a layer's gradients over its holders (tied ends included); STEP clips by the global norm and runs the optimizer.
+    """
 
     F = "F"
     B = "B"

@@ -55,8 +55,7 @@ class _State:
 
 
 def simulate(plan: Plan, profile: ClusterProfile, schedule: Schedule | None = None) -> SimulatedStep:
-    """Simulate one step of ``plan`` (default: by ``schedule_of``), deterministically; ``UserError`` on a deadlock or a wrong
-    schedule."""
+    """Simulate one step of ``plan`` (default: by ``schedule_of``) deterministically; ``UserError`` on a deadlock or wrong order."""
     full_schedule = schedule if schedule is not None else schedule_of(plan, profile.model)
     if schedule is not None:
         validate(full_schedule, plan, profile.model)
@@ -71,8 +70,10 @@ def simulate(plan: Plan, profile: ClusterProfile, schedule: Schedule | None = No
 
 
 def _run_micro_batches(state: _State) -> bool:
-    """Run all micro-batches; False on a deadlock. The action that can begin first runs first (ties: lower rank), so that senders
-    sharing a NIC queue in order of arrival."""
+    """Run all micro-batches; False on a deadlock.
+
+    The action that can begin first runs first (ties: lower rank), so that senders sharing a NIC queue in order of arrival.
+    """
     position = dict.fromkeys(state.clock, 0)
     rank_by_message: dict[Action, int] = {}
     """message -> rank blocked on it"""
@@ -119,8 +120,7 @@ def _perform(rank: int, action: Action, message: Action | None, state: _State) -
 
 
 def _run_all_reduces(state: _State) -> None:
-    """Run each gradient all-reduce once all its ranks have final gradients, in parallel with other ranks' last backward.
-    Activations still in transit are neglected."""
+    """Run each gradient all-reduce once its ranks have final gradients. Activations still in transit are neglected."""
     costs = state.costs
     reduces = {
         (rank, action.layer): action

@@ -192,8 +192,7 @@ def links_of(profile: ClusterProfile, devices: list[DeviceProfile]) -> tuple[Ind
 
 
 def in_own_order(profile: ClusterProfile, tokens: int) -> list[DeviceProfile]:
-    """Usable devices, grouped by host, in an order that is independent of the numbering and naming of ranks and hosts (except for
-    ties)."""
+    """Usable devices by host, in an order that is independent of numbers and names of ranks and hosts (except for ties)."""
     devices = usable_devices(profile)
     hosts: dict[str, list[DeviceProfile]] = {}
     for device in devices:

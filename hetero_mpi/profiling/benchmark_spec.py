@@ -63,7 +63,6 @@ class BenchmarkSpec:
 def sampled_rows(choices: Sequence[int]) -> tuple[int, ...]:
     """Sequences per micro-batch to time: at most five of the choices, filled up to four for a shorter last micro-batch.
 
-
     >>> sampled_rows((1, 2, 4)), sampled_rows((8,)), sampled_rows((1, 2, 3, 4, 6, 8, 12))
     ((1, 2, 3, 4), (2, 4, 6, 8), (1, 3, 4, 6, 12))
     """
@@ -79,8 +78,7 @@ def sampled_rows(choices: Sequence[int]) -> tuple[int, ...]:
 
 
 def layer_groups(kinds: Sequence[str], one_by_one: bool) -> list[list[tuple[int, int]]]:
-    """Groups of stages to build in turn, with every layer kind: each kind alone (``one_by_one``), or both ends of the chain.
-
+    """Stages to build one after another, with every layer kind: each kind alone (``one_by_one``), or both ends of the chain.
 
     >>> layer_groups(("embedding", "a", "a", "a", "a", "a", "head"), False)
     [[(0, 3), (4, 7)]]

@@ -357,7 +357,7 @@ def idling_lines(step: SimulatedStep, causes: Mapping[int, Idling], memory: Sequ
 
 
 def what_if_lines(answers: Sequence[Outcome], step_s: float) -> list[str]:
-    """``what if link 0 - 1 10x faster: -18 % (410 ms per step)``"""
+    """Format variants as ``what if link 0 - 1 10x faster: -18 % (410 ms per step)``."""
     lines = []
     for answer in answers:
         if answer.step_s is None:

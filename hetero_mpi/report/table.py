@@ -1,6 +1,6 @@
-"""Tables as data, columns and an object per row, rendered as text (``Table.lines``) or on the page of a run (``page.html``)::
+"""Tables as data, columns and an object per row, rendered as text (``Table.lines``) or on the page of a run (``page.html``).
 
-Table([Column("rank", "rank"), Column("memory", "memory_bytes", units.size)], profile.devices).lines()
+Example: ``Table([Column("rank", "rank"), Column("memory", "memory_bytes", units.size)], profile.devices).lines()``.
 """
 
 from __future__ import annotations
@@ -72,8 +72,9 @@ class Table:
         return headings, list(zip(*(texts for _, texts in columns), strict=True))
 
     def lines(self, most: int | None = None) -> list[str]:
-        """Align columns within the width of the terminal, wrapping the wide columns; if single words are too wide, list the
-        cells of each row instead. ``most``: with more rows than this, show only the first rows (at most ``MAX_ROWS``).
+        """Align columns within the terminal, wrapping wide ones; if single words are too wide, list the cells of each row instead.
+
+        ``most``: with more rows than this, show only the first rows (at most ``MAX_ROWS``).
         """
         if most is not None and len(self.rows) > most:
             rows = self.rows[: min(most, MAX_ROWS)]

@@ -60,9 +60,7 @@ def newest_good(directory: Path) -> tuple[Path | None, list[tuple[Path, str]]]:
 
 
 def find_checkpoint(run_dir: Path, choice: str) -> Path:
-    """The checkpoint to resume from. ``choice``: ``LATEST``, ``ANY`` or the path of a checkpoint. Raises UserError if no valid
-    checkpoint exists.
-    """
+    """The checkpoint to resume from. ``choice``: ``LATEST``, ``ANY`` or a path. Raises UserError if no valid checkpoint exists."""
     if choice not in (LATEST, ANY):
         path = Path(choice)
         if not path.exists():

@@ -208,9 +208,7 @@ class ShardCache:
 
 
 class Incoming:
-    """A ``TensorSource`` for a rank without the files: reads its shard cache, else receives from rank 0. A context manager around
-    loading.
-    """
+    """``TensorSource`` of a rank without files: its shard cache, else rank 0. A context manager around loading."""
 
     def __init__(
         self, transport: Transport, contents: DirectoryContents, directory: Path, cache: ShardCache | None

@@ -1,5 +1,4 @@
-"""Peer replicas: copies of the training state on other ranks, so that a lost rank, or a machine lost with its disk, costs few
-steps.
+"""Peer replicas: copies of the training state on other ranks, so that a lost rank or machine costs few steps.
 
     rank 0   step 20 | copy | step 21 | ...        own copy of step 20, and rank 1's
     rank 1   step 20 | copy | step 21 | ...        own copy of step 20, and rank 0's

@@ -97,10 +97,10 @@ def tensor_shards(
 
 
 class LiveState:
-    """A trainer's tensors on the device; tensors sharded over its tensor-parallel group are assembled in host memory. The ranks
-    of the group walk the tensors in one order.
+    """A trainer's tensors on the device; tensors sharded over its tensor-parallel group are assembled in host memory.
 
-    ``rounded``: return parameters in the compute dtype, as for the final model, instead of fp32.
+    The ranks of the group walk the tensors in one order. ``rounded``: return parameters in the compute dtype, as for the final
+    model, instead of fp32.
     """
 
     def __init__(self, trainer: Trainer, rounded: bool = False) -> None:

@@ -217,9 +217,7 @@ class Saver(BesideTraining):
         return path
 
     def _check_memory(self) -> None:
-        """Decide whether there is memory for snapshots. Collective; called at the first checkpoint, when everything else is
-        allocated.
-        """
+        """Decide whether there is memory for snapshots. Collective; called at the first checkpoint, after all other allocations."""
         self._decided = True
         lacking_hosts = lack_of_memory(self.world, size_bytes(self._snapshots.owned))
         if lacking_hosts is not None:

@@ -129,12 +129,14 @@ def join_plan(context: RunContext, report: PlanReport) -> Share:
 def build_share(
     context: RunContext, report: PlanReport, state: State, frozen: Kept | None = None, state_moves: bool = True
 ) -> Share:
-    """This rank's share of ``report.plan`` with its stage. Collective over all ranks of the job, idle ones included; no rank may be
-    asleep. Raises CollectiveUserError: on all ranks, if an active rank cannot build its stage.
+    """This rank's share of ``report.plan`` with its stage. Collective over all ranks, idle ones included; none may be asleep.
 
     Args:
         frozen: frozen weights that this rank already has in memory.
         state_moves: the trained state is moved afterwards, so that only frozen weights are loaded here.
+
+    Raises:
+        CollectiveUserError: An active rank cannot build its stage; on all ranks.
     """
     share = join_plan(context, report)
     problem: CollectiveUserError | None = None
@@ -148,7 +150,8 @@ def build_share(
 
 
 def _build(context: RunContext, share: Share, state_moves: bool, loss_scale: LossScale, frozen: Kept | None) -> Share:
-    """A copy of ``share`` that has this rank's trainer; arguments as ``build_share`` takes them. Collective over the active ranks.
+    """``share`` with this rank's trainer; arguments as for ``build_share``. Collective over the active ranks.
+
     Raises CollectiveUserError: files are missing or do not fit the model, or the memory does not suffice.
     """
     assert share.members is not None
@@ -242,10 +245,9 @@ def start_magnitudes(trainer: Trainer) -> None:
 
 
 def start_layers(context: RunContext, members: World, trainer: Trainer) -> None:
-    """Send the weights of a factory's existing model from rank 0 to the ranks that hold its layers. Collective over the active
-    ranks.
+    """Send the weights of a factory's existing model from rank 0, which frees each, to the ranks that hold its layers.
 
-    Rank 0 frees each tensor when it has been sent.
+    Collective over the active ranks.
     """
     values: dict[str, torch.Tensor] = {}
     with members.on_leader("reading the factory's weights"):
@@ -309,12 +311,14 @@ def copy_trained_state(trainer: Trainer, move_list: Sequence[Transfer]) -> Snaps
 def move_trained_state(
     context: RunContext, share: Share, move_list: Sequence[Transfer], read: ReadTensor, state: State
 ) -> int:
-    """Move trained parameters and moments to the ranks that hold them under the plan of ``share``. Collective over all ranks of the
-    job. Returns the bytes that this rank received.
+    """Move trained parameters and moments to their ranks under the plan of ``share``. Collective over all ranks of the job.
 
     Args:
         move_list: who sends what to whom, the same on all ranks.
         read: returns a tensor that this rank sends or keeps.
+
+    Returns:
+        Bytes received by this rank.
     """
     if share.trainer is None:
         return move(context.world.rank, context.transport, move_list, read, _refuse)

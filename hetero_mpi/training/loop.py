@@ -107,8 +107,7 @@ class Loop:
         self._recorder = Recorder(self.trainer, context.transport, context.run_dir, steps, scale)
 
     def run(self) -> bool:
-        """Train until the last step (returns True), or until the plan is to be changed; the same on all ranks. The last checkpoint
-        is on disk then.
+        """Train until the last step (True) or a change of plan, when the last checkpoint is on disk; the same on all ranks.
 
         Raises:
             UserError: the loss is not a number, or too many steps in a row had non-finite gradients.

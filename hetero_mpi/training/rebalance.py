@@ -185,7 +185,7 @@ def moved_layers(old: Plan, new: Plan) -> dict[Pair, list[int]]:
 
 
 def _moves_text(moves: Mapping[Pair, Sequence[int]], layers: int) -> str:
-    """``blocks 9-11 move from rank 1 to rank 0``"""
+    """Format moves as ``blocks 9-11 move from rank 1 to rank 0``."""
     texts = []
     for (a, b), moved_layers_of_pair in sorted(moves.items()):
         firsts = [layer for layer in moved_layers_of_pair if layer - 1 not in moved_layers_of_pair]

@@ -171,8 +171,10 @@ def _sources(
 
 
 def _checkpoint(context: RunContext, history: RunHistory, resume: str | None, run_id: str | None) -> list[Source]:
-    """Rank 0's checkpoint: the named one, or the newest complete one; after a loss the newest of run ``run_id``, as a new
-    rank 0 may have checkpoints of another run. Raises UserError: the named checkpoint is missing or damaged."""
+    """Rank 0's checkpoint: the named one or the newest complete one; after a loss, the newest of run ``run_id``.
+
+    A new rank 0 may have checkpoints of another run. Raises UserError: the named checkpoint is missing or damaged.
+    """
     newest, after_loss = resume in (LATEST, ANY), bool(history.losses) and history.token is not None
     path, skipped = newest_good(context.run_dir / "checkpoints") if newest or after_loss else (None, [])
     if not (after_loss and path is not None and _metadata(path).get("run") == history.token):
@@ -303,8 +305,10 @@ def _same_data(context: RunContext, path: Path, state: State, origin: Mapping[st
 
 
 def _archive_earlier_run(context: RunContext, options: TrainOptions, has_state: bool, pending: Pending) -> None:
-    """Archive an earlier run in the run directory on acceptance, unless this run continues it. Collective. Raises
-    CollectiveUserError: the state to resume from is missing, or this run reads files of the earlier one."""
+    """Archive an earlier run in the run directory on acceptance, unless this run continues it. Collective.
+
+    Raises CollectiveUserError: the state to resume from is missing, or this run reads files of the earlier one.
+    """
     resume, run_dir, job = options.resume, context.run_dir, context.job
     with context.world.on_leader("looking at the run directory"):
         if context.world.rank != 0:
@@ -330,8 +334,10 @@ def _archive_earlier_run(context: RunContext, options: TrainOptions, has_state: 
 def load_start(
     context: RunContext, history: RunHistory, report: PlanReport, start: State | None
 ) -> tuple[Share, State]:
-    """Return this rank's share of the plan and the initial state. Collective over all ranks. Raises CollectiveUserError: a rank
-    cannot build its stage or read its weights."""
+    """Return this rank's share of the plan and the initial state. Collective over all ranks.
+
+    Raises CollectiveUserError: a rank cannot build its stage or read its weights.
+    """
     world, job, begun_s = context.world, context.job, time.perf_counter()
     state = start or State.initial(job.train.dtype)
     share = build_share(context, report, state, state_moves=start is not None or context.chain.start_is_sent)

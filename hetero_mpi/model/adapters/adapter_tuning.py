@@ -110,8 +110,11 @@ def _named(key: str, pattern: str, tuning: Tuning) -> set[str]:
 
 
 def with_moments(tuning: Tuning, chain: LayerChain, optimizer: str) -> Tuning:
-    """The tuning with kinds of optimizer states. As in bitsandbytes and transformers' Trainer, small tensors and embeddings have no
-    8-bit states. Muon applies to matrices between embedding and head, without biases and norms."""
+    """The tuning with kinds of optimizer states.
+
+    As in bitsandbytes and transformers' Trainer, small tensors and embeddings have no 8-bit states. Muon applies to matrices
+    between embedding and head, without biases and norms.
+    """
 
     def is_compact(spec: ParameterSpec) -> bool:
         if optimizer == EIGHT_BIT:

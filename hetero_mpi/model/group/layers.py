@@ -72,8 +72,9 @@ class DividedLayers:
         return self._divisions[name].trains(self._link.member)
 
     def double_scales(self, block: str, module: nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """Name of each packed and sharded tensor of a block -> NF4 scales of this rank's shard, from double quantization of
-        the full tensor, because shard bounds lie within the 256 blocks that share a scale of scales.
+        """Name of each packed and sharded tensor of a block -> NF4 scales of this rank's shard.
+
+        The full tensor is double-quantized, as shard bounds lie within the 256 blocks that share a scale of scales.
 
         Args:
             block: name of the block in the model.
@@ -198,8 +199,7 @@ class DividedLayers:
 
 
 class _Entrance:
-    """Entry of hidden states to a block's sharded modules. Attention and MLP with the same input (parallel blocks) share one
-    all-reduce of its gradient."""
+    """Entry of hidden states to a block's sharded modules. Parallel attention and MLP share one all-reduce of its gradient."""
 
     def __init__(self, link: GroupLink) -> None:
         self._link = link
@@ -268,7 +268,7 @@ class ExpertShare:
 
 
 def _leader_choices(choices: torch.Tensor, weights: torch.Tensor, link: GroupLink) -> tuple[torch.Tensor, torch.Tensor]:
-    """Broadcast the leader's choices and weights. (Expert indices are exact in fp32.)"""
+    """Broadcast the leader's expert choices and weights. Expert indices are exact in fp32."""
     with torch.no_grad():
         wide = torch.promote_types(weights.dtype, torch.float32)
         packed = torch.stack((choices.to(wide), weights.to(wide)))

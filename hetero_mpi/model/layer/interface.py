@@ -172,8 +172,7 @@ class LayerChain(ABC):
         """Run the layers ``[first, last)`` on ``x``; ``keywords`` are passed to the model."""
 
     def attention(self, packed: bool, repeats: bool) -> contextlib.AbstractContextManager[None]:
-        """Context of ``run`` and its backward. ``packed``: sequences hold several records; ``repeats``: repeat keys and values for
-        the query heads that share them."""
+        """Context of ``run`` and its backward. ``packed``: rows hold several records; ``repeats``: repeat keys and values."""
         return contextlib.nullcontext()
 
     def isolation(self, x: torch.Tensor, positions: torch.Tensor | None) -> dict[str, Any]:

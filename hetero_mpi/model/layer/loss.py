@@ -152,10 +152,12 @@ class RouterLoss:
     def __init__(
         self, routers: Routers, modules: Iterable[nn.Module], routed: Callable[[], Routed | None], trains: bool = True
     ) -> None:
-        """Args:
-        modules: routers of the stage's layers.
-        routed: returns the data of the sequences being computed or recomputed.
-        trains: whether the loss has a gradient here; False on tensor-parallel ranks except the leader.
+        """Hold the stage's routers.
+
+        Args:
+            modules: routers of the stage's layers.
+            routed: returns the data of the sequences being computed or recomputed.
+            trains: whether the loss has a gradient here; False on tensor-parallel ranks except the leader.
         """
         self.routers, self._routed, self._trains = routers, routed, trains
         self.seen: dict[tuple[int, int], torch.Tensor] = {}
@@ -214,8 +216,7 @@ class RouterLoss:
 
 
 class _Split(torch.autograd.Function):
-    """Split a joined tensor into hidden states and sums. In a 16-bit dtype the sums are raw fp32 bits, on which autograd must not
-    compute."""
+    """Split a joined tensor into hidden states and sums; in 16-bit dtypes raw fp32 bits, on which autograd must not compute."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, routers: Routers) -> tuple[torch.Tensor, torch.Tensor]:

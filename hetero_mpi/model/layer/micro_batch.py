@@ -145,8 +145,7 @@ def split_rows(dy: torch.Tensor | None, sizes: Sequence[int]) -> Sequence[torch.
 
 @dataclass(frozen=True)
 class StepData:
-    """Input of a pipeline in a step: tensors (rows, T) int64 on the device, or samples (rows, ...) in the dtypes of
-    ``interface.as_input``; None if this rank does not need them."""
+    """A pipeline's input in a step: int64 tensors (rows, T) on the device, or samples (rows, ...); None: not needed here."""
 
     step: int
     sizes: tuple[int, ...]

@@ -77,8 +77,10 @@ def random_rates(model: nn.Module) -> list[tuple[nn.Module, str]]:
 
 
 class TransformersChain(LayerChain):
-    """A causal language model of transformers; ``model`` is all of it, on the meta device. Blocks with equal shapes and attention
-    type are of one kind. Without ``dropout`` layers have none, whatever ``config`` says."""
+    """A causal language model of transformers; ``model`` is all of it, on the meta device.
+
+    Blocks with equal shapes and attention type are of one kind. Without ``dropout`` layers have none, whatever ``config`` says.
+    """
 
     def __init__(self, config: PreTrainedConfig, dropout: bool = True) -> None:
         self.config, self._dropout = config, dropout
@@ -292,9 +294,7 @@ def language(chain: LayerChain) -> TransformersChain:
 
 
 def initialise(chain: LayerChain, model: PreTrainedModel, layer: int, seed: int) -> None:
-    """Give the meta parameters of ``layer`` of a language model their start values (fp32, host): every module is initialised by
-    its family's own rule from a generator seeded by (seed, module name).
-    """
+    """Initialise meta parameters (fp32, host) by the family's rule, from a generator seeded by (seed, module name)."""
     for root in chain.module_names(layer):
         for name, module in model.get_submodule(root).named_modules(prefix=root):
             names = [f"{name}.{parameter}" for parameter, _ in module.named_parameters(recurse=False)]

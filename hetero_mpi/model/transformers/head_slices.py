@@ -1,8 +1,7 @@
-"""The loss of a head that computes ``HEAD_TOKENS`` tokens at a time where the logits of a micro-batch would take more than
-``LOGITS_BYTES``, so that these never exist all at once.
+"""The loss of a head that computes ``HEAD_TOKENS`` tokens at a time if a micro-batch's logits exceed ``LOGITS_BYTES``.
 
-Backward computes the logits of each slice again: for long sequences and large vocabularies they would take more memory than all
-the blocks, whose forwards are repeated. The rule knows tokens and words alone: which plan it is changes no bit.
+Backward recomputes the logits of each slice: for long sequences and large vocabularies, storing them would take more memory than
+all blocks with activation checkpointing. The rule depends only on tokens and vocabulary, so every plan gives the same bits.
 """
 
 from __future__ import annotations
@@ -31,9 +30,11 @@ class HeadSlices:
     """The losses of hidden states (B, T, D), as the last norm gives them; of logits ``layer.loss`` has the same functions."""
 
     def __init__(self, chain: LayerChain, bytes_per_token: int, model: Any, divided: Any) -> None:
-        """Args:
-        bytes_per_token: of the logits for all words, also where members of a group share them.
-        divided: the part of the head (``LayerShare``) that a member of a group holds, or None.
+        """Prepare the sliced loss.
+
+        Args:
+            bytes_per_token: bytes of one token's logits over the full vocabulary, also with a sharded head.
+            divided: this rank's shard of the head (``LayerShare``) in a tensor-parallel group, or None.
         """
         self._chain, self._model, self._divided, self._bytes = chain, model, divided, bytes_per_token
 

@@ -38,8 +38,10 @@ _lock, _active = threading.Lock(), Counter[str]()
 
 @contextlib.contextmanager
 def attention(packed: bool, repeats: bool) -> Iterator[None]:
-    """A block in which transformers' ``sdpa`` attention computes ``packed`` records one by one, and ``repeats`` keys and values
-    that heads share, as it does itself where a mask is given. After the last such block it is transformers' own again."""
+    """A block whose ``sdpa`` attention computes ``packed`` records separately and ``repeats`` shared keys and values.
+
+    transformers repeats them itself when it gets a mask. After the last such block, its own attention is restored.
+    """
     _count(packed, repeats)
     try:
         yield

@@ -40,8 +40,7 @@ class StoredModel:
 
 
 def stored_model(files: ModelFiles) -> StoredModel:
-    """Hold ``config.json`` against the files. Raises UserError: they do not fit, and which is right does not follow; the files are
-    damaged; or the family is not proven."""
+    """Check ``config.json`` against the files. Raises UserError for contradictions, damaged files or an unproven family."""
     keys, notes = dict(files.config), []
     notes += _settle_dtype(files, keys)
     fit = _Fit.build(files, keys)
@@ -54,7 +53,7 @@ def stored_model(files: ModelFiles) -> StoredModel:
 
 
 def _main_dtype(files: ModelFiles) -> str | None:
-    """torch's name of the dtype in which most of the bytes are stored; None: no number is."""
+    """Name, as in torch, of the dtype of most stored bytes; None without numbers."""
     bytes_of: Counter[str] = Counter()
     for tensor in files.names.values():
         if "float" in tensor.dtype:

@@ -49,9 +49,7 @@ class SeededStart:
 
 
 class TensorSource(Protocol):
-    """The tensors of a Hugging Face directory, under their names in its files, wherever they are: on this rank's disk
-    (``ModelFiles``), or with rank 0.
-    """
+    """Tensors of a Hugging Face directory by their names in its files, on this rank's disk (``ModelFiles``) or with rank 0."""
 
     directory: Path
     """For messages."""
@@ -147,7 +145,7 @@ class UnpackMxfp4(ConversionOps):
 
 
 def weight_mapping(model: PreTrainedModel) -> list[Any]:
-    """transformers' conversion of names and tensors from the files of a model's family to the model."""
+    """The conversion of names and tensors in transformers from a family's files to the model."""
     packed = [
         WeightConverter([name + _BLOCKS, name + _SCALES], name, [UnpackMxfp4()])
         for name in (_MXFP4 if model.config.model_type == "gpt_oss" else ())
@@ -166,8 +164,10 @@ _ROWS_PER_SUM = 4096
 
 
 def names_in_model(model: PreTrainedModel, keys: Iterable[str]) -> dict[str, tuple[list[str], bool]]:
-    """Name in the files -> (names in the model, several of a tensor that is split, or where the model has no such tensor what
-    transformers would call it; is it a part of that tensor, or changed on the way, so that shapes differ?)."""
+    """Name in the files -> (names in the model, whether the tensor is a part or changes its shape on loading).
+
+    A split tensor has several names. A tensor that the model lacks has the name that transformers would give it.
+    """
     mapping = weight_mapping(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]

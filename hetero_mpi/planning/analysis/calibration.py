@@ -1,6 +1,7 @@
 """Profile calibration: correct a profile by measured steps, and limit the length of a calibration run.
 
-Both the calibration run and rebalancing use it. Only ratios beyond the noise of the steps count."""
+Both the calibration run and rebalancing use it. Only ratios beyond the noise of the steps count.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +83,8 @@ def drifted_profile(profile: ClusterProfile, plan: Plan, ratios: Mapping[Watched
 def calibrated_profile(profile: ClusterProfile, plan: Plan, ratios: Mapping[Part, Ratios]) -> ClusterProfile:
     """Calibrate ranks, group all-reduces and links to the measured steps of ``plan``.
 
-    Unmeasured parts follow measured parts of the same kind: the same device on like hosts, or links between the same hosts."""
+    Unmeasured parts follow measured parts of the same kind: the same device on like hosts, or links between the same hosts.
+    """
     computing = {part: values for part, values in ratios.items() if isinstance(part, int)}
     for rank, leader in plan.leader_of.items():
         if leader in computing:

@@ -3,7 +3,8 @@
 The number of pipelines, batch shares and micro-batches stay. With several pipelines each keeps its ranks.
 
 Run as a program, it reads a question from stdin and writes the answer to stdout as JSON, in a process of its own so that
-planning does not hold the training process's interpreter lock."""
+planning does not hold the training process's interpreter lock.
+"""
 
 from __future__ import annotations
 
@@ -201,7 +202,8 @@ def moving_s(profile: ClusterProfile, old: Plan, new: Plan) -> float:
     """Seconds to redistribute the trained state as ``state.redistribute`` does.
 
     Groups first gather at their owner. Owners send values to all holders, and moments to the next owner. Each rank sends and
-    receives one message at a time."""
+    receives one message at a time.
+    """
     model, sent = profile.model, dict[_Transfer, float]()
     after, together = owned_units(new, model), {stage.ranks[0]: stage.ranks for _, _, stage in new.numbered}
     needing = holders(new)

@@ -5,7 +5,8 @@
     StepComparison       ratios over several steps: noise, deviations, the calibrated profile
 
 Calibration compares all its steps at once, rebalancing each step as it ends. Wait time is excluded: a group's all-reduce
-takes its minimum over the members, a message starts when its link is free."""
+takes its minimum over the members, a message starts when its link is free.
+"""
 
 from __future__ import annotations
 

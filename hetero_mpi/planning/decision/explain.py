@@ -128,15 +128,12 @@ def _files_text(number: int, plan: Plan, profile: ClusterProfile) -> str:
 
 
 def _enumeration(numbers: Sequence[int]) -> str:
-    """
-    >>> _listed([0, 1, 2])
-    '0, 1 and 2'
-    """
+    """Join like ``0, 1 and 2``."""
     return " and ".join([", ".join(map(str, numbers[:-1])), str(numbers[-1])])
 
 
 def _least_busy(plan: Plan, profile: ClusterProfile, request: PlanRequest, simulation: SimulatedStep) -> Iterator[str]:
-    """Compare with the best plan without the least busy rank, on small clusters. (``PlanReport.alone`` covers two ranks.)"""
+    """Compare with the best plan without the least busy rank, on small clusters. ``PlanReport.alone`` covers two ranks."""
     used = sorted(simulation.busy_s)
     if len(profile.devices) == 2 or not 2 <= len(used) <= MAX_RANKS_TO_EXPLAIN_LEAST or not request.allow_idle:
         return

@@ -34,9 +34,7 @@ Column = tuple[int, ...]
 
 
 def in_hosts(costs: Costs, pipelines: int, keys: Sequence[Floats]) -> list[Column]:
-    """Columns of like ranks within each host; the remaining ranks form columns across hosts.
-
-    ``keys``: similarity keys as for ``numpy.lexsort``, largest values first."""
+    """Columns of like ranks within each host, then across hosts. ``keys``: as for ``numpy.lexsort``, largest values first."""
     columns: list[Column] = []
     rest: list[int] = []
     for members in _by_host(costs):
@@ -49,7 +47,8 @@ def in_hosts(costs: Costs, pipelines: int, keys: Sequence[Floats]) -> list[Colum
 def along_hosts(costs: Costs, pipelines: int, keys: Sequence[Floats]) -> list[Column]:
     """Columns across hosts, with ranks of a host consecutive in a pipeline.
 
-    Ranks equal in all ``keys`` form K columns: in host order, the first K go to pipeline 0, and so on."""
+    Ranks equal in all ``keys`` form K columns: in host order, the first K go to pipeline 0, and so on.
+    """
     columns: list[Column] = []
     rest: list[int] = []
     groups: dict[tuple[float, ...], list[int]] = {}
@@ -180,7 +179,8 @@ class Chains:
     ) -> tuple[float, tuple[int, ...], tuple[int, ...]]:
         """(estimated seconds, columns, cuts) of the best pipeline along ``line``; infinite: none fits.
 
-        ``period_s``: assumed seconds per micro-batch, from which depths follow; infinite: 1F1B depths."""
+        ``period_s``: assumed seconds per micro-batch, from which depths follow; infinite: 1F1B depths.
+        """
         count = self.columns.layer_count + 1
         nothing = np.full(count, np.inf)
         nothing[self.columns.layer_count] = 0.0

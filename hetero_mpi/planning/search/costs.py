@@ -1,7 +1,8 @@
 """Costs of stages on all usable ranks at one micro-batch size, as arrays and as lists for fast single lookups.
 
 Times are tabulated per rank and layer, links per pair of *places*. A place is a rank in small clusters and a host in large
-ones."""
+ones.
+"""
 
 from __future__ import annotations
 

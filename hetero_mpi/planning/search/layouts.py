@@ -1,7 +1,8 @@
 """Data-parallel pipelines over many ranks: their number, members and batch shares.
 
 For each promising number of pipelines, dynamic programming estimates the best line of columns (``columns``). The best are
-simulated, and batch shares are balanced. Effort is counted in candidates, not seconds, so plans are deterministic."""
+simulated, and batch shares are balanced. Effort is counted in candidates, not seconds, so plans are deterministic.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +79,8 @@ class _SimulatedLayout:
 def best_layouts(profile: ClusterProfile, request: PlanRequest, slices: Sequence[int] = ()) -> list[tuple[float, Plan]]:
     """Plans for each promising number of pipelines with their step times, best first. Deterministic.
 
-    Step times are those of ``simulate``, or a little longer for columns of unlike ranks."""
+    Step times are those of ``simulate``, or a little longer for columns of unlike ranks.
+    """
     by_size = costs_by_size(profile, request, slices)
     clock, best_by_count = Clock(by_size), dict[int, _SimulatedLayout]()
     for layout in _sized(by_size):

@@ -7,7 +7,8 @@ of one micro-batch through all earlier stages and messages)::
     A + M c + optimizer <= T
 
 Micro-batches in flight cover the round trip through later stages. Stages without layers vanish. All-reduces are left out; the
-caller simulates the best candidates."""
+caller simulates the best candidates.
+"""
 
 from __future__ import annotations
 
@@ -108,7 +109,8 @@ class Orders:
         ``depth`` scales the micro-batches in flight.
 
         Returns:
-            Unplaced layers [N], layers of every rank [K, N], micro-batches in flight [K, N]."""
+            Unplaced layers [N], layers of every rank [K, N], micro-batches in flight [K, N].
+        """
         (K, N), P, n = these.who.shape, len(these.size) - 1, self.count
         who, column = these.who, np.arange(N)
         size = these.size[these.pipeline, column]
@@ -289,7 +291,8 @@ class Orders:
         """Improve candidates by ``rounds`` of random moves.
 
         Returns:
-            The best diverse candidates, best first (empty: none fits), and the final population."""
+            The best diverse candidates, best first (empty: none fits), and the final population.
+        """
         time = self.least(these, depth)
         best = {candidate[1:]: candidate for candidate in self._sorted(these, time, 4 * max_candidates)}
         if not best:

@@ -1,7 +1,8 @@
 """Search for plans with one stage per rank: estimate candidates, simulate the best, then improve them locally.
 
 Each number of pipelines starts with its own candidates (``orders``), independent of larger numbers and of rank numbering. The
-best are simulated and descended from; one is annealed."""
+best are simulated and descended from; one is annealed.
+"""
 
 from __future__ import annotations
 
@@ -229,7 +230,8 @@ class Search:
 
         Noise of measured links would otherwise decide the order of equal devices. Preferred are the lowest-numbered alike
         ranks in ascending order (one pipeline), the same in ascending order within classes, then both for the ranks already
-        chosen."""
+        chosen.
+        """
         lines, limit_s = self.lines(plan), step_s * (1 + max(self.request.indifference, ROUNDING_RATIO))
         devices = self.profile.devices
         usable = [[rank for rank in like if rank in self.ranks] for like in like_ranks(self.profile)]

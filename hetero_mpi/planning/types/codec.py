@@ -79,10 +79,7 @@ def _decode(kind: Any, data: Any, path: str, problems: list[str]) -> Any:
 
 
 def _key_text(key: object) -> str:
-    """
-    >>> _key_text((0, 1))
-    '0,1'
-    """
+    """Format ``(0, 1)`` as ``0,1``."""
     return ",".join(map(str, key)) if isinstance(key, tuple) else str(key)
 
 

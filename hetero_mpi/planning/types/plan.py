@@ -20,8 +20,10 @@ WARM_UP = "warm_up"
 
 @dataclass(frozen=True)
 class StagePlan:
-    """Layers ``[first, last)`` of the chain, on one rank or sharded over a tensor-parallel group of ranks on one host. The group's
-    first rank leads: it alone exchanges messages with other stages."""
+    """Layers ``[first, last)`` of the chain, on one rank or sharded over a tensor-parallel group of ranks on one host.
+
+    The group's first rank leads: it alone exchanges messages with other stages.
+    """
 
     ranks: tuple[int, ...]
     first: int
@@ -81,8 +83,10 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """Stages in chain order that together hold every layer once. A rank may hold several, given an order for that (``orders``):
-    ranks 0, 1, 0, 1 are looped, 0, 1, 1, 0 V-shaped."""
+    """Stages in chain order that together hold every layer once.
+
+    A rank may hold several, given an order for that (``orders``): ranks 0, 1, 0, 1 are looped, 0, 1, 1, 0 V-shaped.
+    """
 
     stages: tuple[StagePlan, ...]
     micro_batch: int

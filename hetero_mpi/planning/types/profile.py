@@ -305,8 +305,10 @@ class ClusterProfile:
 
     @cached_property
     def _pairs(self) -> _Pairs:
-        """(place of each rank; latency and seconds per byte between places, NaN without a link; latency and seconds per byte
-        [rank, 2] of copies out of and into its device). Places are hosts where there are only host links, else ranks."""
+        """(place of each rank; latency and seconds per byte between places, NaN without a link; both of device copies [rank, 2]).
+
+        Places are hosts where there are only host links, else ranks. Copies go out of and into the device.
+        """
         names = [device.host for device in self.devices]
         hosts = list(dict.fromkeys(names))
         by_host = not self.links

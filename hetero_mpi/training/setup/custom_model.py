@@ -45,9 +45,7 @@ from hetero_mpi.util.errors import UserError
 
 
 def read_factory(loaded: LoadedJob) -> tuple[dict[str, Any], Samples]:
-    """(JSON-able description of the model, its data). On rank 0. Raises UserError: the module is missing, returns something else,
-    or breaks a rule.
-    """
+    """(JSON description of the model, its data), on rank 0. Raises UserError: module missing, wrong return type or broken rule."""
     model, digest = _call_factory(loaded)
     job = loaded.job
     data = _data(loaded, "data", model.data)
@@ -61,12 +59,14 @@ def read_factory(loaded: LoadedJob) -> tuple[dict[str, Any], Samples]:
 
 
 def custom_chain(world: World, loaded: LoadedJob, keys: Mapping[str, Any], samples: Samples | None) -> CustomChain:
-    """The chain of a factory's layers on every rank. Collective. Raises CollectiveUserError: a rank cannot import the module, or
-    has another one.
+    """The chain of a factory's layers on every rank. Collective.
 
     Args:
-        keys: as ``read_factory`` gave them to rank 0.
+        keys: rank 0's result of ``read_factory``.
         samples: the data, on rank 0.
+
+    Raises:
+        CollectiveUserError: A rank cannot import the module, or has a different one.
     """
     sample = world.broadcast_arrays(samples.first() if samples is not None else None)
     with world.collective_errors("importing the model's factory"):

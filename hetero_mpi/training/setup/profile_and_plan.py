@@ -86,9 +86,7 @@ def cache_root(context: RunContext) -> Path | None:
 
 
 def planning_request(context: RunContext, profile: ClusterProfile, ranks: int = 0) -> PlanRequest:
-    """The planner's request. Local. ``ranks``: number of ranks that the measured micro-batch sizes were chosen for; 0: the present
-    ones.
-    """
+    """The planner's request. Local. ``ranks``: number of ranks for which micro-batch sizes were measured; 0: the present ranks."""
     versions = versions_in_memory(context.job.checkpoint.replicate_every)
     dropout = context.tuning.uses_dropout(context.chain)
     request = build_plan_request(context.loaded, ranks or context.world.size, dropout, versions)
@@ -181,8 +179,7 @@ def keep_run_profile(context: RunContext, pending: Pending, profile: ClusterProf
 
 
 def named_profile(loaded: LoadedJob, options: TrainOptions) -> Path | ClusterProfile | None:
-    """The profile to use instead of measuring, of the command line or the job; None: there is none. On rank 0. Raises UserError: it
-    does not exist, or contradicts another setting."""
+    """Profile named by the command line or the job, on rank 0; None: measure. Raises UserError: missing or contradictory."""
     settings, named = loaded.job.profile, options.profile
     if named is None and settings.path:
         named = loaded.profile_file(settings.path)
@@ -257,8 +254,9 @@ def obtain_plan(
     pending: Pending,
     user_plan: Path | Plan | None = None,
 ) -> PlanReport:
-    """Return ``user_plan`` (on rank 0), completed, or the planner's plan, after a dry run of its schedule. Collective. Raises
-    UserError: no plan, or not this plan, fits the memory budgets.
+    """Return the completed ``user_plan`` (rank 0) or the planner's plan, after a dry run of its schedule. Collective.
+
+    Raises UserError: no plan, or not this plan, fits the memory budgets.
     """
     report: PlanReport | None = None
     world = context.world

@@ -54,9 +54,7 @@ from hetero_mpi.util.host_limits import allowed_cores, core_quota
 
 
 def look_around(world: World, run_dir: Path | None = None, waits: bool = False) -> None:
-    """The beginning of every command. Collective. ``run_dir``: where logs are written; None: nowhere. ``waits``: as for
-    ``setup_logging``.
-    """
+    """Begin a command. Collective. ``run_dir``: directory for logs, or None; ``waits``: as for ``setup_logging``."""
     setup_logging(run_dir, world.rank, world.size, waits)
     transformers_logging.disable_progress_bar()  # rank 0 alone talks, and says what it loads
     check_versions(world, own_versions(world.library))
@@ -77,9 +75,7 @@ def read_job(world: World, options: TrainOptions) -> tuple[LoadedJob, Path]:
 
 @contextlib.contextmanager
 def lock_run_directory(world: World, run_dir: Path) -> Iterator[None]:
-    """A context in which rank 0 holds the lock of the run directory. If another run holds it, all ranks raise the error.
-    Collective.
-    """
+    """A context in which rank 0 locks the run directory. If another run holds the lock, all ranks raise the error. Collective."""
     with contextlib.ExitStack() as stack:
         with world.on_leader("claiming the run directory"):
             if world.rank == 0:
