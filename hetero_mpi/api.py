@@ -123,7 +123,6 @@ def profile(job: Job | str | Path, *, reprofile: bool = False) -> ClusterProfile
     Raises:
         UserError: Raised on all ranks.
     """
-
     with collective() as world:
         from hetero_mpi.commands.profile_command import measure
 
@@ -131,16 +130,16 @@ def profile(job: Job | str | Path, *, reprofile: bool = False) -> ClusterProfile
 
 
 def plan(
-    job: Job | str | Path, profile: ClusterProfile | str | Path, given: Plan | str | Path | None = None
+    job: Job | str | Path, profile: ClusterProfile | str | Path, user_plan: Plan | str | Path | None = None
 ) -> PlanReport:
-    """Plan a job for the cluster of a profile, or check the plan ``given``, with its prediction and reasons.
+    """Plan a job for the cluster of a profile, or check ``user_plan``, with its prediction and reasons.
 
     Pass ``report.plan`` to ``simulate`` and ``train``. Needs neither MPI nor torch, and is not collective.
 
     Raises:
         UserError: No plan fits, the profile was made for another job, or the given plan does not match.
     """
-    return chosen_plan(_question(job, profile), given)
+    return chosen_plan(_question(job, profile), user_plan)
 
 
 def simulate(job: Job | str | Path, plan: Plan | str | Path, profile: ClusterProfile | str | Path) -> Simulation:
@@ -168,8 +167,9 @@ def simulate(job: Job | str | Path, plan: Plan | str | Path, profile: ClusterPro
 
 
 def load_run(directory: str | Path) -> PastRun:
-    """Read a run directory, during the run, after it or after a crash: job, plan, profile, steps, evaluations, events and
-    checkpoints. Needs neither MPI nor torch.
+    """Read the directory of a running, finished or crashed run: job, plan, profile, steps, evaluations, events, checkpoints.
+
+    Needs neither MPI nor torch.
 
     Raises:
         UserError: The directory is not a run directory, or one of its files is corrupted.
@@ -243,11 +243,10 @@ def steps(
     run_dir: str | Path | None = None,
     reprofile: bool = False,
 ) -> Steps:
-    """Iterate over the steps of a run on all ranks: ``for step in hetero_mpi.steps(job): ...``. Arguments, errors and metrics are
-    those of ``train``. Requesting the first step starts the run.
+    """Iterate over the steps of a run on all ranks: ``for step in hetero_mpi.steps(job): ...``. The first one starts it.
 
-    The loop body runs on every rank between steps. Leaving the loop on any rank ends the run on all ranks with a checkpoint, like a
-    signal; continue with ``resume``.
+    Arguments, errors and metrics are those of ``train``. The loop body runs on every rank between steps. Leaving the loop on any
+    rank ends the run on all ranks with a checkpoint, like a signal; continue with ``resume``.
     """
 
     def run(on_event: OnEvent, stop: StopRequest) -> TrainResult | None:

@@ -109,8 +109,7 @@ def measure_links(world: World, transport: Transport, sizes_bytes: Sequence[int]
 
 
 def representative_pairs_of(pairs: Sequence[Pair]) -> list[Pair]:
-    """Select up to ``MAX_REPRESENTATIVE_PAIRS`` evenly spaced pairs, first and last included: distant ranks may sit on other
-    sockets."""
+    """Select up to ``MAX_REPRESENTATIVE_PAIRS`` evenly spaced pairs with both ends: distant ranks may sit on other sockets."""
     last, count = len(pairs) - 1, min(len(pairs), MAX_REPRESENTATIVE_PAIRS)
     return [pairs[last * number // max(1, count - 1)] for number in range(count)]
 
@@ -223,8 +222,7 @@ def _round_trip_s(transport: Transport, peer: int, size: int, repeats: int) -> f
 
 
 def _announce(transport: Transport, peer: int, size: int, trips: int) -> None:
-    """Send the peer the size and number of messages and wait until it has posted its first receive. Zero messages end the
-    measurement."""
+    """Send the peer the size and number of messages (0 ends the measurement) and wait until its first receive is posted."""
     header = np.array([size, trips], np.int64).view(np.uint8)
     ready = transport.post_receive(peer, _READY, np.zeros(_TINY_BYTES, np.uint8))
     transport.wait(transport.send(peer, _HEADER, header))

@@ -48,8 +48,7 @@ _ALIGNMENT_BYTES = 64
 
 
 class GroupExchange:
-    """The exchanges of one group, in the order of their starts. ``comm`` is reserved for them; ``hosts`` are those of the group's
-    ranks."""
+    """Exchanges of one group, in the order of their starts, on a dedicated ``comm``; ``hosts``: host of each rank of the group."""
 
     def __init__(self, progress: MpiProgress, comm: Any, rank: int, group: Group, hosts: Sequence[str]) -> None:
         assert 0 <= group.number < MAX_GROUPS, f"group numbers go up to {MAX_GROUPS - 1}"
@@ -105,8 +104,7 @@ class GroupExchange:
         self._start_pieces()
 
     def take_scratch(self, size: int) -> Numbers:
-        """Return scratch space for ``size`` numbers, reused from earlier pieces. All arrays have the largest requested size, so
-        that any piece can use any of them."""
+        """Return scratch space for ``size`` numbers. All arrays have the largest requested size; any piece can reuse any."""
         self._scratch_size = max(self._scratch_size, size)
         while self._scratch:
             array = self._scratch.pop()

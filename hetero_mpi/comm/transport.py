@@ -153,8 +153,7 @@ class Exchange(Request):
 
 
 class Transport(Protocol):
-    """Moves messages and sums between ranks; the module's docstring is the contract. A context manager that closes the
-    transport."""
+    """Moves messages and sums between ranks, as the module's docstring specifies. A context manager that closes the transport."""
 
     idle: bool = False
     """Set by the rank's thread while it waits for its device: frequent polling then costs no computation."""
@@ -215,8 +214,7 @@ class Transport(Protocol):
         return self.exchange(Exchange(group, parts, False, ready, arrived, number))
 
     def wait(self, request: Request) -> None:
-        """Return when the request is complete. Raises TransportError on a wrong message length, an MPI failure or a closed
-        transport."""
+        """Wait for completion. Raises TransportError on a wrong message length, an MPI failure or a closed transport."""
         ...
 
     def pending(self) -> int:
@@ -287,8 +285,10 @@ def send_in_order(transport: Transport, messages: Iterable[tuple[int, int, Buffe
 def receive_in_order(
     transport: Transport, messages: Iterable[tuple[int, int, Buffer]], max_in_flight: int = MAX_MESSAGES_IN_FLIGHT
 ) -> Iterator[Buffer]:
-    """Receive (source, tag, buffer) messages, posting ``max_in_flight`` receives at once. Each buffer is valid until the next one
-    is yielded: buffer ``i + max_in_flight`` may be buffer ``i`` again."""
+    """Receive (source, tag, buffer) messages, posting ``max_in_flight`` receives at once.
+
+    Each buffer is valid until the next one is yielded: buffer ``i + max_in_flight`` may be buffer ``i`` again.
+    """
     under_way: deque[Request] = deque()
     for message in messages:
         under_way.append(transport.post_receive(*message))

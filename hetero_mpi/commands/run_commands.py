@@ -27,8 +27,7 @@ SHARED_NAME = "report-shared.html"
 
 
 def report(run_dir: Path, output: Path | None, share: bool = False) -> list[str]:
-    """Write a run's report, by default into its directory, and return the lines to print. ``share``: omit host names, user names
-    and absolute paths."""
+    """Write a run's report, by default into its directory; return the lines to print. ``share``: omit names and absolute paths."""
     from hetero_mpi.report.page.document import write_report  # loads matplotlib
 
     run = read_run(run_dir)

@@ -95,8 +95,7 @@ class Batch:
 
     @property
     def lengths(self) -> Indices:
-        """[B]: length of each row up to its last target, 0 without targets. In preference training the answer's last token is
-        included, as TRL passes it to the routers too."""
+        """[B]: length of each row up to its last target, 0 without targets. Preference rows count the last token, as in TRL."""
         learnt = self.targets[:, ::-1] != IGNORED
         ends = learnt.shape[1] - learnt.argmax(axis=1) + (self.compared is not None)
         return np.where(learnt.any(axis=1), np.minimum(ends, learnt.shape[1]), 0)

@@ -1,4 +1,5 @@
-"""Training data, on rank 0 only: token sequences with targets, or samples of a user's own data; split for training and evaluation.
+"""Training data on rank 0: token sequences with targets, or samples of a user's own data; split for training and evaluation.
+
 Arrays may be memory-mapped files, which are processed in blocks of rows.
 """
 
@@ -57,7 +58,7 @@ class Rows:
 
     tokens: Tokens
     targets: Tokens
-    found: str = ""
+    source_counts: str = ""
     """Source counts for messages: ``812 tokens in 4 documents``."""
     notes: tuple[str, ...] = ()
     """Notes for the user, such as the number of dropped documents."""
@@ -86,8 +87,7 @@ class Dataset(Rows):
     """Stored fingerprint, if it was computed before."""
 
     def batch(self, step: int, global_batch: int, smaller: bool = False) -> Batch:
-        """The training batch of ``step`` (from 0), a function of the arguments and the seed. ``smaller``: an epoch's last batch
-        holds only the remaining samples."""
+        """The batch of ``step`` (from 0), a function of arguments and seed. ``smaller``: an epoch's last batch may be short."""
         return self.gather(self.numbers(step, global_batch, smaller))
 
     def numbers(self, step: int, global_batch: int, smaller: bool = False) -> Indices:
@@ -248,7 +248,7 @@ def _require_sequences(rows: Rows, min_sequences: int, what: str, share: str, ad
         raise UserError(
             "data.too_few_sequences",
             f"{what} must give at least {min_sequences} sequence(s) of {length} tokens{share}; it gives {count}, from "
-            f"{rows.found}. {advice}",
+            f"{rows.source_counts}. {advice}",
         )
 
 

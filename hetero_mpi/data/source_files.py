@@ -153,8 +153,7 @@ def why_not(name: str, kind: str, key: str, error: Exception) -> str:
 
 
 def cached(name: str, kind: str, file: str) -> Path | None:
-    """Cached snapshot of a hub repository of a kind ("model", "dataset"), possibly incomplete, to search for ``file``; None if not
-    cached."""
+    """Cached, possibly incomplete snapshot of a hub repository ("model" or "dataset") to search for ``file``; None: not cached."""
     try:
         return Path(
             huggingface_hub.snapshot_download(name, repo_type=kind, local_files_only=True, allow_patterns=[file])

@@ -198,8 +198,7 @@ class Backend:
         self.synchronize()
 
     def mark(self) -> Mark:
-        """Mark the point, usually in the future, at which the device finishes this thread's submitted work. On the CPU: the
-        thread's CPU time, which excludes waiting for a core."""
+        """Mark when the device finishes this thread's submitted work. CPU: the thread's CPU time, without waits for a core."""
         self.finish_compute()
         # Also with several threads: this thread does its share of each parallel region and all serial work, which the mean over all
         # threads would undercount. Its CPU time stays within 10 % with 0 to 3 other busy processes.

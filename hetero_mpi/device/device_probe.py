@@ -19,8 +19,7 @@ _WSL_CUDA = Path("/usr/lib/wsl/lib/libcuda.so.1")
 
 
 def devices_seen() -> dict[str, Any]:
-    """``version``; ``builds``: backends this torch was built for; ``devices``; ``errors``: backend, or one device of it such as
-    ``cuda:1`` -> why it does not start."""
+    """``version``; ``builds``: torch's backends; ``devices``; ``errors``: backend or device (``cuda:1``) -> reason of failure."""
     import torch
 
     from hetero_mpi.device.accelerators import BACKENDS, available, usable

@@ -86,8 +86,7 @@ def _loss(backend: Backend, dtype: torch.dtype) -> Compared:
 
 
 def _attention(masked: bool, backend: Backend, dtype: torch.dtype) -> Compared:
-    """Causal attention by flag, or with a sliding window by mask; then with all logits near -120, as in some heads of trained
-    models, for which some kernels produce NaN gradients."""
+    """Causal attention by flag and by sliding-window mask; then with logits near -120, where some kernels give NaN gradients."""
     mask = torch.ones(_TOKENS, _TOKENS, dtype=torch.bool).tril()
     if masked:
         mask &= ~mask.tril(-_TOKENS // 2)

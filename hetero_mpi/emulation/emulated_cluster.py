@@ -145,7 +145,7 @@ def _notes(profile: ClusterProfile, chain: TransformersChain, loaded: LoadedJob)
     return (
         f"{EMULATED}: times and messages are those of {loaded.job.cluster.emulate}, for {model.model_type} in {model.dtype} with "
         f"{units.rows_of(model.sequence_length)}; a {chain.config.model_type} of {units.count(parameters)} parameters "
-        f"with sequences of {loaded.job.data.sequence_length} is what is computed.{scale}{nic_note}",
+        f"with sequences of {loaded.job.data.sequence_length} is computed.{scale}{nic_note}",
     )
 
 
@@ -285,8 +285,7 @@ class _PacedExchange(Exchange):
         self.moves += [inner.send(peer, tag, self._own, self.started) for peer in peers]
 
     def started(self) -> bool:
-        """Whether this rank's start time is known, that is, the end of the previous exchange. Called by the thread that moves
-        messages."""
+        """Whether the end of the previous exchange, this rank's start time, is known. Called by the transport thread."""
         before = self._before
         if before is not None and before.all_moved:
             self._own[:] = _encode_time(max(self._called_s, before.moment_s) - self._offset_s)
@@ -352,7 +351,7 @@ class PacedTransport(Transport):
         return _PacedMessage(request, stamp, moment, self._offsets_s[self.rank] - self._offsets_s.get(source, 0.0))
 
     def send(self, destination: int, tag: int, buffer: Buffer, ready: Ready | None = None) -> Request:
-        """The message leaves now, or when the previous ones have arrived."""
+        """Send the message now, or once the previous ones have arrived."""
         request, delay_s = self.inner.send(destination, tag, buffer, ready), self._delay_of(tag)
         if delay_s is None:
             return request

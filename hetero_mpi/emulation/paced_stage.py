@@ -88,7 +88,7 @@ class ActionPacer:
         scale = self._scale_now(action)
         if action.op is Op.STEP:
             return scale * update_s(action.stage, self._plan, self._profile)
-        return scale * self._durations.of(action)[0]
+        return scale * self._durations.cost_of(action)[0]
 
     def _scale_now(self, action: Action) -> float:
         """Wall-clock seconds per second of the device of ``action``, at its speed in this step."""
@@ -106,8 +106,7 @@ class ActionPacer:
         self.actions, self.late, self.late_s = before.actions, before.late, before.late_s
 
     def exchange_s(self, layer: int, sums: bool) -> float:
-        """Wall-clock seconds of a layer's exchange: its gradient sum, or the distribution of new values. The stand-in's bytes do
-        not matter; frozen parameters of the emulated model take no time."""
+        """Seconds to sum a layer's gradient or distribute new values, by the emulated model's trained parameters."""
         seconds = sum_s if sums else values_s
         return self._scale * seconds(self._plan, self._profile, layer)
 

@@ -1,7 +1,6 @@
-"""The command ``generate``: continue a prompt with a model that may exceed any one rank's memory. Also the sample at the end of a
-run: the job's prompt, continued by the stages that have just been trained.
+"""The command ``generate``: continue a prompt with a model that may exceed any one rank's memory; also a run's final sample.
 
-``layer_split.py`` splits and loads the model, ``writer.py`` produces the tokens.
+``layer_split.py`` splits and loads the model, ``writer.py`` produces the tokens. The sample comes from the trained stages.
 """
 
 from __future__ import annotations

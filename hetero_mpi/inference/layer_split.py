@@ -149,7 +149,7 @@ def _plan(
 ) -> tuple[Plan, tuple[RankMemory, ...]]:
     """Plan one pipeline with a stage per active rank; returns the plan and each rank's memory. Collective.
 
-    The KV cache is ignored, as it is small compared with the parameters. Raises UserError if the model exceeds the memory.
+    The KV cache, which is small compared with the parameters, is ignored. Raises UserError if the model exceeds the memory.
     """
     sharing = sharing_ranks(world, backend)
     configured_bytes = ClusterTable(**source.cluster).memory_bytes
@@ -241,5 +241,5 @@ def _load_adapter(
                 parameter.data.copy_(value)
 
     listed = tensor_shards(tuning, setup.plan, ("parameters",))
-    listed = [replace(s, others=(last,)) if s.name == tied and s.owner != last else s for s in listed]
+    listed = [replace(s, receivers=(last,)) if s.name == tied and s.owner != last else s for s in listed]
     move(setup.world.rank, transport, transfers(listed, lambda _: (0,)), lambda shard: stored[shard.name], store)

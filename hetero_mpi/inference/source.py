@@ -97,9 +97,7 @@ class Opened:
 
 
 def open_source(path: Path) -> Opened:
-    """Inspect ``path`` without reading weights. Raises UserError if it is none of the three kinds, incomplete, or of an unsupported
-    family.
-    """
+    """Inspect ``path`` without reading weights. Raises UserError for an unknown kind, incomplete files or an unsupported family."""
     path = path.expanduser()
     if not path.exists():
         siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []

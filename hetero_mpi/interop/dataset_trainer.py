@@ -43,8 +43,9 @@ _CACHE_HINT = "set XDG_CACHE_HOME to a directory that you can write to"
 
 
 class DatasetTrainer:
-    """Train a model on a data set (``hetero_mpi.Trainer``). Under mpirun, create one on every rank with equal arguments; rank 0's
-    data count.
+    """Train a model on a data set (``hetero_mpi.Trainer``).
+
+    Under mpirun, create a trainer on every rank with equal arguments; rank 0's data count.
 
     Args:
         model: model directory, or name of a model on the Hugging Face Hub.

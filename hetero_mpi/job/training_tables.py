@@ -41,13 +41,17 @@ class Example(str):
 
 
 class OnlyIf(str):
-    """Field metadata: a condition without which the key has no effect and any value but the default is rejected:
-    ``KEY is set``, ``KEY is empty``, ``KEY = "a" or "b"``, ``KEY is not 0``, or several of these joined by "or" or "and"."""
+    """Field metadata: a condition without which the key has no effect and any value but the default is rejected.
+
+    ``KEY is set``, ``KEY is empty``, ``KEY = "a" or "b"``, ``KEY is not 0``, or several of these joined by "or" or "and".
+    """
 
 
 class OnResume(str):
-    """Field metadata: how a resumed run handles a changed value. "same": rejects it; "reported": logs the change; "rate": warns
-    if the learning rate jumps; "rates": warns if the learning rate of some parameters jumps."""
+    """Field metadata: how a resumed run handles a changed value.
+
+    "same": rejects it; "reported": logs the change; "rate", "rates": warn if the learning rate jumps, of all or of some parameters.
+    """
 
 
 LANGUAGE = OnlyIf("model.factory is empty")

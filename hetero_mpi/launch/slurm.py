@@ -106,8 +106,7 @@ def _expand(nodes: str) -> tuple[str, ...]:
 
 
 def check_slurm_job(environment: Mapping[str, str]) -> None:
-    """Reject variables of an ended SLURM job, as left in a tmux or Jupyter shell. Raises UserError if SLURM has no such running
-    job."""
+    """Reject variables of an ended SLURM job, as left in a tmux or Jupyter shell. Raises UserError if the job is not running."""
     job = environment.get("SLURM_JOB_ID")
     state = None if job is None else _job_state(job)
     if state is not None and state not in _RUNNING:
@@ -143,7 +142,7 @@ def _job_state(job: str) -> str | None:
 def entries(job_components: Sequence[Component], pythons: Sequence[str]) -> tuple[Host, ...]:
     """The nodes of a heterogeneous job as entries of a hosts file.
 
-    ``pythons``: one per component; the last serves all further components; default: this Python.
+    ``pythons``: one per component; the last serves all remaining components; default: this Python.
     """
     from hetero_mpi.launch.hosts.hosts_toml import Host
 

@@ -1,6 +1,9 @@
-"""Optimizers of other libraries: torch's AdamW; bitsandbytes' 8-bit AdamW (Dettmers et al. 2022, arXiv:2110.02861); transformers'
-Adafactor with factored moments (Shazeer and Stern 2018, arXiv:1804.04235); torch's Muon for matrices of blocks (Liu et al. 2025,
-arXiv:2502.16982), with AdamW for other parameters."""
+"""Optimizers of other libraries: AdamW, 8-bit AdamW, Adafactor and Muon.
+
+torch's AdamW; bitsandbytes' 8-bit AdamW (Dettmers et al. 2022, arXiv:2110.02861); transformers' Adafactor with factored moments
+(Shazeer and Stern 2018, arXiv:1804.04235); torch's Muon for matrices of blocks (Liu et al. 2025, arXiv:2502.16982), with AdamW
+for other parameters.
+"""
 
 from __future__ import annotations
 
@@ -125,8 +128,10 @@ class LibraryOptimizers:
 
 @torch.no_grad()
 def _step_in_pieces(target: Parameter, state: dict[str, Any], group: Mapping[str, Any]) -> None:
-    """Run ``update_step`` of bitsandbytes' optimizers piece by piece: its CPU code takes up to 20 bytes of workspace per element
-    and is faster within caches. Results equal those of one call for the whole tensor."""
+    """Run bitsandbytes' ``update_step`` piece by piece, as its CPU code takes up to 20 bytes of workspace per element.
+
+    Pieces are also faster within caches. Results equal those of one call for the whole tensor.
+    """
     from bitsandbytes.functional import optimizer_update_8bit_blockwise, optimizer_update_32bit
 
     assert target.grad is not None

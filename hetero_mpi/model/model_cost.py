@@ -110,8 +110,7 @@ def _dora_elements(chain: LayerChain, tuning: Tuning, layer: int) -> int:
 
 
 def _nf4_elements(chain: TransformersChain, tuning: Tuning, layer: int) -> tuple[int, int, int]:
-    """Elements of a block: (stored in NF4, in the largest matrix, unpacked at a time). The unpacked tensors are one matrix, or all
-    fused experts and their sums with adapters."""
+    """Elements of a block: (in NF4, in the largest matrix, unpacked at a time: one matrix, or fused experts with adapter sums)."""
     matrices, experts, sums = [], 0, 0
     for root in chain.module_names(layer):
         block = chain.model.get_submodule(root)
@@ -197,8 +196,10 @@ def _scale_bytes(chain: TransformersChain, index: int, names: set[str]) -> int:
 
 
 def _sharded_activations(chain: TransformersChain, index: int) -> int:
-    """Lower bound of a layer's sharded activations, in elements per token: for a block the outputs of column-parallel matrices and
-    the inputs of row-parallel matrices, for the head the logits."""
+    """Lower bound of a layer's sharded activations, in elements per token.
+
+    Block: outputs of column-parallel matrices and inputs of row-parallel matrices; head: logits.
+    """
     if index == 0:
         return 0
     if index == chain.layer_count - 1:

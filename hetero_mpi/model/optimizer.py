@@ -111,10 +111,10 @@ _BLOCK_ELEMENTS, _MAX_FP64_ELEMENTS = 1024, 4096
 
 
 def learning_rate(train: TrainTable, step: int) -> float:
-    """Learning rate of optimizer step ``step`` (from 0): linear warmup, then the job's schedule (cosine: Loshchilov and Hutter
-    2017, arXiv:1608.03983; warmup-stable-decay: Hu et al. 2024, arXiv:2404.06395). Stateless.
+    """Learning rate of optimizer step ``step`` (from 0): linear warmup, then the job's schedule. Stateless.
 
-    Values equal those of transformers' schedules, whose import takes two seconds.
+    Cosine: Loshchilov and Hutter 2017, arXiv:1608.03983; warmup-stable-decay: Hu et al. 2024, arXiv:2404.06395. Values equal those
+    of transformers' schedules, whose import takes two seconds.
     """
     warmup_steps, min_ratio = steps_of(train.warmup_steps, train.steps), train.min_learning_rate_ratio
     warmup_steps = min(warmup_steps, train.max_warmup_steps or warmup_steps)

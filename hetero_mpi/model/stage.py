@@ -35,8 +35,7 @@ from hetero_mpi.model.stage_layers import StageSpec as StageSpec
 
 @dataclass(frozen=True)
 class _Saved:
-    """Tensors that the backward of a slice needs: input (None on a first stage), hidden states that entered the layers, output, and
-    the autograd node at which each layer begins."""
+    """Tensors saved for backward: input (None: first stage), the layers' input, output, and each layer's first autograd node."""
 
     position: MicroBatch
     x: torch.Tensor | None
@@ -63,7 +62,7 @@ class Stage(StageLayers):
         first_stage: StageLayers | None = None,
         divided: LayerShare | None = None,
     ) -> None:
-        """Arguments as of ``StageLayers``."""
+        """Build the stage; see ``StageLayers`` for the arguments."""
         super().__init__(spec, start, kept_layers, first_stage, divided)
         chain, first, last = self.chain, self.first, self.last
         self._repeats_keys = not self.backend.shares_keys(self.dtype)
@@ -143,7 +142,7 @@ class Stage(StageLayers):
     def backward_input(self, index: int, dy: torch.Tensor | None = None) -> torch.Tensor | None:
         """Run backward of one micro-batch except the weight gradients of linear layers, which ``backward_weights`` adds.
 
-        Arguments and result as of ``backward``. The buffers of ``dy`` and of the stage's input may be overwritten afterwards.
+        For arguments and result see ``backward``. The buffers of ``dy`` and of the stage's input may be overwritten afterwards.
         """
         return self._backward(index, dy, borrowed=True)
 
@@ -163,7 +162,7 @@ class Stage(StageLayers):
             # Recomputing has the same input and draws the same random numbers again.
             self._position, self._input = entry.position, entry.entered
             if self.deferred is not None:
-                self.deferred.begin(index)
+                self.deferred.start_micro_batch(index)
             if entry is slices[-1]:
                 report.follow(entry.beginnings)
             if entry.y.requires_grad:  # not where a first stage holds nothing that is trained
@@ -248,8 +247,10 @@ class Stage(StageLayers):
         return loss + self.routers.loss((part.index, part.first_sample))
 
     def _feed_input(self, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, Any]:
-        """Feed the received tensor to the stage's first module, past what a model does to its embeddings (Granite's multiplier,
-        Starcoder's dropout). ``inputs_embeds`` only gives masks and positions their shape."""
+        """Feed the received tensor to the first module, past what a model does to embeddings (Granite's multiplier, a dropout).
+
+        ``inputs_embeds`` only gives masks and positions their shape.
+        """
         if arguments:
             return (self._input, *arguments[1:]), keywords
         return arguments, {**keywords, "hidden_states": self._input}

@@ -39,7 +39,7 @@ ROWS = ".token_adapter.trainable_tokens_delta"
 def lora_config(
     adapter: AdapterTable, targets: list[str] | str | None, parameters: list[str], layers: list[int] | None = None
 ) -> LoraConfig:
-    """peft's configuration of the job's adapter.
+    """The ``LoraConfig`` (peft) of the job's adapter.
 
     Args:
         targets: target modules; None for peft's choice for the family.
@@ -110,7 +110,7 @@ def began_with(name: str) -> str:
 
 
 def start_value(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
-    """peft's initial value (A: Kaiming uniform, B: zero), as a function of (seed, name)."""
+    """Initial value as in peft (A: Kaiming uniform, B: zero), as a function of (seed, name)."""
     value = torch.zeros(shape, dtype=torch.float32)
     if ".lora_A." in name:
         with seeded(seed, name):
@@ -211,7 +211,7 @@ class Tuning:
         suffix = f"; {', '.join(other_trained[:4])}{' and more' * (len(other_trained) > 4)}" if other_trained else ""
         return (
             f"adapter: {', '.join(names)} in {blocks} block{'s' * (blocks > 1)}, {adapted} in all{suffix}; {count:,} parameters "
-            f"are trained beside {total:,} ({100 * count / total:.2g} %)"
+            f"are trained in addition to {total:,} ({100 * count / total:.2g} %)"
         )
 
     def uses_dropout(self, chain: LayerChain) -> bool:
@@ -229,8 +229,7 @@ def nothing_trained() -> Tuning:
 
 
 def imported_peft(name: str = "peft") -> ModuleType:
-    """Import peft, or a module that imports it, without ``torch.distributed`` unless that is already imported: loading it would
-    import torch's compiler."""
+    """Import peft, or a module that imports it, without loading ``torch.distributed``, which would import torch's compiler."""
     is_available = torch.distributed.is_available
     if "torch.distributed.tensor" not in sys.modules:
         torch.distributed.is_available = lambda: False

@@ -83,8 +83,7 @@ def least_s(times: LayerTimes, tokens: int, request: PlanRequest) -> float:
 
 
 def filling_bounds_s(profile: ClusterProfile, request: PlanRequest) -> dict[int, float]:
-    """Number of replicas -> lower bound in seconds for plans with equal micro-batches, if layers were divisible and stage messages
-    free.
+    """Number of replicas -> lower bound in seconds for plans with equal micro-batches, divisible layers and free stage messages.
 
     A stage starts after all earlier stages have computed their first forward, and these continue for as long as their backwards
     take after its last one. So with M micro-batches in a step of T seconds a first stage computes at most T / M of each, and

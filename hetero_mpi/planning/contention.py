@@ -30,8 +30,7 @@ def while_running(profile: ClusterProfile, plan: Plan) -> ClusterProfile:
 
 
 def while_computing(profile: ClusterProfile, ranks: Collection[int]) -> ClusterProfile:
-    """``profile`` with times while all of ``ranks`` compute; a core per thread from then on. The same object without
-    contention."""
+    """``profile`` with times while all of ``ranks`` compute, then with one core per thread. The same object without contention."""
     slower = slowness(profile, ranks)
     if not slower:
         return profile
@@ -83,8 +82,7 @@ def _sharing(
 
 
 def copying_at_once(profile: ClusterProfile, ranks: Iterable[int]) -> dict[int, DeviceProfile]:
-    """Rank -> device with its copy bandwidth while all of ``ranks`` copy, sharing the host's bandwidth in proportion to
-    their own."""
+    """Rank -> device with its share of the host's bandwidth, in proportion to its own, while all of ``ranks`` copy."""
     devices = {rank: profile.devices[rank] for rank in ranks}
     demand: dict[str, float] = {}
     for device in devices.values():

@@ -135,8 +135,7 @@ def _rank_problems(rank: int, actions: Sequence[Action], expected: Sequence[Acti
 
 
 def _order_problems(rank: int, actions: Sequence[Action]) -> Iterator[Problem]:
-    """Gradients accumulate in micro-batch order, for the same bits in every schedule; a rank's later stages end first, as
-    gradients are reduced from the last layer to the first."""
+    """Check that gradients accumulate in micro-batch order, for equal bits in every schedule, and that later stages end first."""
     latest, ends = dict[int, int](), dict[int, int]()
     for position, action in enumerate(actions):
         if action.op in (Op.B, Op.W) and action.micro_batch is not None:
@@ -183,8 +182,7 @@ def _reduce_problems(rank: int, actions: Sequence[Action], expected_layers: set[
 
 
 def _format_lists(schedule: Schedule, stuck: dict[int, int]) -> str:
-    """Format the ranks' lists around their positions, ``>`` marking those in ``stuck`` (rank -> position), which come first if
-    there are too many."""
+    """Format the ranks' lists around their positions, ``>`` marking ``stuck`` ones (rank -> position), listed first if too many."""
     middle = min(stuck.values())
     ranks = sorted(schedule.keys() | stuck.keys())
     shown_ranks = sorted(sorted(ranks, key=lambda rank: (rank not in stuck, rank))[:MAX_SHOWN_RANKS])

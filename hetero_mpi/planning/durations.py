@@ -33,8 +33,10 @@ from hetero_mpi.planning.types.sizes import DTYPE_BYTES, GRADIENT_BYTES, OFFLOAD
 
 
 def update_s(number: int, plan: Plan, profile: ClusterProfile) -> float:
-    """Seconds of the optimizer step on a stage's rank, over the parameters whose state it owns. A tensor-parallel group takes as
-    long as its slowest member, after the all-reduce of replicated gradients."""
+    """Seconds of the optimizer step on a stage's rank, for owned state.
+
+    A tensor-parallel group takes as long as its slowest member, after the all-reduce of replicated gradients.
+    """
     stage = plan.numbered[number][2]
     if stage.grouped:
         parts = (profile.model.part(stage.share(index), stage.expert_share(index)) for index in range(len(stage.ranks)))
@@ -128,8 +130,10 @@ def value_bytes(model: ModelCost, layer: int) -> int:
 
 
 def _exchange_s(plan: Plan, profile: ClusterProfile, layer: int, size_bytes: int) -> float:
-    """Seconds of an exchange among a layer's holders, scaled by the largest owned share. A tensor-parallel group counts as its
-    leader exchanging everything: its members share their host's NIC."""
+    """Seconds of an exchange among a layer's holders, scaled by the largest owned share.
+
+    A tensor-parallel group counts as its leader exchanging everything: its members share their host's NIC.
+    """
     weights = [plan.state_weights[rank] for rank in held_by(plan, layer)]
     return exchange_s(profile, held_by(plan, layer), size_bytes) * (len(weights) * max(weights) / sum(weights))
 
@@ -210,8 +214,10 @@ _Pass = tuple[bool, bool]
 
 
 def _passes(pipeline: PipelinePlan, stage: StagePlan, op: Op, trains_all: bool) -> dict[_Pass, float]:
-    """Kinds of passes in a step -> their share. ``trains_all``: full fine-tuning, whose weights leave the device when updated.
-    Warm-up forwards follow one another, as do the backwards at a step's end; in between they alternate."""
+    """Kinds of passes in a step -> their share: warm-up forwards and final backwards in sequence, alternating in between.
+
+    ``trains_all``: full fine-tuning, whose weights leave the device when updated.
+    """
     count, fits_buffers = pipeline.micro_batches, stage.last - stage.first <= OFFLOADED_LAYER_COUNT
     cold_passes = 0 if fits_buffers else min(stage.warm_up, count - 1)
     if op is Op.F:
@@ -224,8 +230,7 @@ def _passes(pipeline: PipelinePlan, stage: StagePlan, op: Op, trains_all: bool) 
 def _streamed_s(
     profile: ClusterProfile, pipeline: PipelinePlan, stage: StagePlan, slices: Sequence[int], op: Op
 ) -> list[float]:
-    """Seconds until the first layer's weights and gradients are on the device, then of every layer in computing order: the mean
-    over a step's passes."""
+    """Seconds until the first layer is on the device, then until each layer in computing order: means over a step's passes."""
     mean_s = [0.0] * (1 + stage.last - stage.first)
     for begins, share in _passes(pipeline, stage, op, profile.model.trained_whole).items():
         if share > 0:
@@ -309,7 +314,7 @@ class Durations:
         }
         """Layer -> the first one that is summed alike: most are, and holders may be many."""
 
-    def of(self, action: Action) -> tuple[float, int]:
+    def cost_of(self, action: Action) -> tuple[float, int]:
         """Seconds and bytes of an action."""
         op, stage, size = action.op, action.stage, action.layer
         if action.micro_batch is not None:
@@ -330,4 +335,4 @@ class Durations:
         device, alone = group_device(self.profile, stage, rank), replace(stage, ranks=(rank,), shares=(), experts=None)
         slices = _slices(stage, pipeline.size(action.micro_batch), self.plan.sequence_length)
         own_s = sum(_slice_s(self.profile, device, alone, tokens, action.op) for tokens in slices)
-        return max(0.0, self.of(action)[0] - own_s)
+        return max(0.0, self.cost_of(action)[0] - own_s)

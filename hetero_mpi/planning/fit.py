@@ -63,8 +63,7 @@ def median_error(sigma: float, count: float) -> float:
 
 
 def fitted_curve(samples: Mapping[int, Sequence[float]], noise: float = 0.0) -> Curve:
-    """Fit a curve (tokens -> seconds) to the medians of the repetitions; ``noise``: lower bound on the relative error of a
-    point."""
+    """Fit tokens -> seconds to the medians of the repetitions; ``noise``: lower bound on the relative error of a point."""
     counts = sorted(samples)
     points = [_Point(count, statistics.median(samples[count])) for count in counts]
     knots = _knots(points, max(noise, _noise_of(samples.values())))
@@ -83,8 +82,7 @@ def _noise_of(samples: Iterable[Sequence[float]]) -> float:
 
 
 def _knots(points: Sequence[_Point], noise: float, certain: Collection[int] = ()) -> list[_Point]:
-    """Fit a straight or bent line to ``points`` (sorted by tokens, which repeat for pooled ranks) and return its knots.
-    ``certain``: token counts at which deviations are significant."""
+    """Knots of a straight or bent line through ``points`` (sorted, tokens repeat). ``certain``: significantly deviating tokens."""
     counts = sorted({point.tokens for point in points})
     if len(counts) == 1:
         return [_Point(counts[0], statistics.median(point.seconds for point in points))]
@@ -113,8 +111,7 @@ def _middles(points: Sequence[_Point]) -> list[_Point]:
 
 
 def _line(points: Sequence[_Point], knots: Sequence[int]) -> list[_Point]:
-    """Least-squares fit of relative errors, linear between ``knots``. With two knots neither slope nor intercept is negative; with
-    three the line must not fall, else []."""
+    """Least-squares fit of relative errors, linear between ``knots``; non-negative for two, and [] if three give a falling line."""
     x = np.array([point.tokens for point in points], dtype=float)
     y = np.array([point.seconds for point in points])
     if len(knots) == 2:

@@ -33,8 +33,7 @@ def device_of(profile: ClusterProfile, stage: StagePlan) -> DeviceProfile:
 
 
 def group_device(profile: ClusterProfile, group: StagePlan, alone: int | None = None) -> DeviceProfile:
-    """The group as one device, without its memory and without split backward, numbered as the leader. ``alone``: one of its ranks
-    with its shard, without exchanges."""
+    """The group as one device, numbered as its leader, without memory and split backward. ``alone``: one rank, no exchanges."""
     ranks = group.ranks if alone is None else (alone,)
     device_by_key, key = profile.group_devices, (group.ranks, group.shares, group.experts, ranks)
     if key not in device_by_key:
@@ -87,8 +86,10 @@ class MemberTimes(NamedTuple):
 def member_times(
     profile: ClusterProfile, device: DeviceProfile, kind: str, share: float, experts: float
 ) -> MemberTimes:
-    """Times of a member with given shares of heads and experts, interpolated between half and all where half was measured. Times
-    never fall with the share, nor below the share of the full time."""
+    """Times of a member by its shares of heads and experts, interpolated between half and all where half was measured.
+
+    Times never fall with the share, nor below the share of the full time.
+    """
     full_times, half, without = device.layers[kind], device.halved.get(kind), device.without_experts.get(kind)
     half_share = _half_share(profile.model.heads)
     half_experts = _half_share(profile.model.experts)
@@ -162,8 +163,7 @@ def hidden_sum_s(profile: ClusterProfile, ranks: Sequence[int], tokens: int) -> 
 
 
 def sum_s(profile: ClusterProfile, ranks: Sequence[int], size_bytes: float) -> float:
-    """Seconds of a ring all-reduce in host memory among ranks of one host: 2 (n - 1) hops of 1/n of the bytes, as measured between
-    two ranks or over the slowest link."""
+    """Seconds of a host-memory ring all-reduce on one host: 2 (n - 1) hops of 1/n of the bytes, as measured or by slowest link."""
     hops, each = 2 * (len(ranks) - 1), size_bytes / len(ranks)
     host = profile.host(ranks[0])
     if host is not None and host.sum_bytes_per_s is not None:
@@ -173,8 +173,7 @@ def sum_s(profile: ClusterProfile, ranks: Sequence[int], size_bytes: float) -> f
 
 
 def broadcast_s(profile: ClusterProfile, stage: StagePlan, tokens: int, is_backward: bool) -> float:
-    """Seconds in which the leader broadcasts a stage's received input (``is_backward``: output gradient); 0 at the ends of the
-    chain and without a group."""
+    """Seconds to broadcast a stage's received input (``is_backward``: output gradient); 0 at chain ends and without a group."""
     layers = profile.model.layers
     if not stage.grouped or (stage.last == len(layers) if is_backward else stage.first == 0):
         return 0.0
@@ -236,8 +235,7 @@ def member_chain_s(profile: ClusterProfile, device: DeviceProfile, tokens: int) 
 
 
 def contracted(profile: ClusterProfile, groups: Sequence[StagePlan], tokens: int, part: float = 1.0) -> ClusterProfile:
-    """The cluster with each group as one rank, renumbered by first rank: the group's speed, ``part`` of its joint memory, and
-    inbound links that include the leader's broadcast."""
+    """The cluster with each group as one rank, with ``part`` of its joint memory; inbound links include the leader's broadcast."""
     followers = {rank for group in groups for rank in group.ranks[1:]}
     kept_ranks = [rank for rank in range(len(profile.devices)) if rank not in followers]
     number = {rank: index for index, rank in enumerate(kept_ranks)}

@@ -206,8 +206,7 @@ def streamed_bytes(model: ModelCost, first: Layer, last: Layer) -> Bytes:
 
 
 def host_state_bytes(model: ModelCost, first: Layer, last: Layer, on_disk: Collection[int] = ()) -> Bytes:
-    """Bytes of an offloaded stage in host memory: weights (buffers only for layers ``on_disk``) and, in full fine-tuning,
-    state."""
+    """Bytes of an offloaded stage in host memory: weights (buffers only if ``on_disk``) and, in full fine-tuning, state."""
     disk_bytes = [model.streamed_bytes(layer) for layer in on_disk]
     weights = streamed_bytes(model, first, last) - sum(disk_bytes) + OFFLOADED_LAYER_COUNT * max(disk_bytes, default=0)
     if not model.trained_whole:

@@ -149,7 +149,7 @@ def predict_memory(plan: Plan, profile: ClusterProfile, reserve: float = 0.0) ->
     peaks: dict[int, int] = {}
     owned: dict[Hashable, dict[int, float]] = {}
     for pipeline in plan.pipelines:
-        for rank, indices in pipeline.held.items():
+        for rank, indices in pipeline.stages_of.items():
             stage = pipeline.stages[indices[0]]
             member = stage.ranks.index(rank)
             if len(indices) == 1:
@@ -166,9 +166,11 @@ def predict_memory(plan: Plan, profile: ClusterProfile, reserve: float = 0.0) ->
 
 
 def _multi_stage_bytes(profile: ClusterProfile, pipeline: PipelinePlan, rank: int, sequence_length: int) -> int:
-    """Peak bytes of a rank with several stages: summed activations at the worst position of its list, and one workspace. Adjacent
-    stages need no staging, and tied ends share their values."""
-    indices, model = pipeline.held[rank], profile.model_on(rank)
+    """Peak bytes of a rank with several stages: summed activations at the worst position of its list, and one workspace.
+
+    Adjacent stages need no staging, and tied ends share their values.
+    """
+    indices, model = pipeline.stages_of[rank], profile.model_on(rank)
 
     def memory_at(index: int, in_flight: int, deferred: int) -> StageMemory:
         return memory_of(profile, pipeline, pipeline.stages[index], sequence_length, (in_flight, deferred))
@@ -200,8 +202,10 @@ def _multi_stage_bytes(profile: ClusterProfile, pipeline: PipelinePlan, rank: in
 def _elsewhere_bytes(
     plan: Plan, profile: ClusterProfile, held: Sequence[StagePlan], member: int, owned: dict[Hashable, dict[int, float]]
 ) -> int:
-    """Bytes of state in device memory that other replicas' ranks own instead. Each member of a tensor-parallel group keeps its
-    shard of what the leader owns. ``owned``: cache of ``owned_state_bytes`` by shares."""
+    """Bytes of state in device memory that other replicas' ranks own instead.
+
+    Each member of a tensor-parallel group keeps its shard of what the leader owns. ``owned``: cache of ``owned_state_bytes``.
+    """
     if len(plan.pipelines) == 1 or not state_on_device(profile, held[0]):
         return 0
     model, leader = profile.model, held[0].ranks[0]

@@ -18,9 +18,11 @@ from hetero_mpi.util.errors import UserError
 
 
 class Op(str, enum.Enum):
-    """An operation of a rank. F/B compute; a split backward is I (input gradient) and W (weight gradients). SEND_F/RECV_F move
-    activations, SEND_B/RECV_B gradients. REDUCE sums a layer's gradients over its holders (tied ends included); STEP clips by
-    the global norm and runs the optimizer."""
+    """An operation of a rank: compute (F, B), a message, an all-reduce or the optimizer step.
+
+    A split backward is I (input gradient) and W (weight gradients). SEND_F/RECV_F move activations, SEND_B/RECV_B gradients.
+    REDUCE sums a layer's gradients over its holders (tied ends included); STEP clips by the global norm and runs the optimizer.
+    """
 
     F = "F"
     B = "B"
@@ -186,14 +188,14 @@ def tied_heads(plan: Plan, model: ModelCost) -> dict[int, int]:
 def schedule_of(plan: Plan, model: ModelCost) -> Schedule:
     """Return each rank's actions: the pipeline's order (``orders``) with the messages that it needs and causes.
 
-    In a tensor-parallel group the leader exchanges the messages and broadcasts what it receives. After its last backward a rank
+    In a tensor-parallel group the leader exchanges the messages and broadcasts the received ones. After its last backward a rank
     REDUCEs shared layers from last to first, an order that is the same everywhere and so cannot deadlock.
     """
     schedule: Schedule = {}
     summed, first = reduced_layers(plan, model), 0
     for pipeline in plan.pipelines:
         computed = computed_by_rank(pipeline)
-        for rank, indices in pipeline.held.items():
+        for rank, indices in pipeline.stages_of.items():
             leads = rank == pipeline.stages[indices[0]].ranks[0]
             actions = [action for operation in computed[rank] for action in _with_messages(*operation, pipeline, first)]
             actions = actions if leads else [action for action in actions if action.op not in (Op.SEND_F, Op.SEND_B)]
@@ -214,8 +216,8 @@ def _stage_index(layer: int, pipeline: PipelinePlan, indices: Sequence[int]) -> 
 def _with_messages(name: str, index: int, m: int, pipeline: PipelinePlan, first: int) -> list[Action]:
     """One operation with the messages it needs and causes. ``first``: number of the pipeline's first stage."""
     op, number, last = Op(name), first + index, len(pipeline.stages) - 1
-    has_previous = index > 0 and not pipeline.together(index - 1)
-    has_next = index < last and not pipeline.together(index)
+    has_previous = index > 0 and not pipeline.is_local_boundary(index - 1)
+    has_next = index < last and not pipeline.is_local_boundary(index)
     if op is Op.F:
         received, sent = [Op.RECV_F] * has_previous, [Op.SEND_F] * has_next
     elif op is Op.W:

@@ -93,8 +93,10 @@ class Bench:
         self.subject.chain.recompute(self.stage.model, enabled)
 
     def activation_bytes(self, rows: int, run: Callable[[], object]) -> dict[int, int]:
-        """Layer -> bytes saved by autograd in ``run``, a forward of ``rows`` sequences, without parameters. Shared storages count
-        for their first layer; values recomputed by packed experts and sliced logits count as saved."""
+        """Layer -> bytes saved by autograd in ``run``, a forward of ``rows`` sequences, without parameters.
+
+        Shared storages count for their first layer; values recomputed by packed experts and sliced logits count as saved.
+        """
         storages: dict[int, tuple[int, int]] = {}
         """Address of a storage -> (layer, bytes)."""
         model = self.stage.model

@@ -34,7 +34,7 @@ Group = Sequence[tuple[int, int]]
 """Stages ``[first, last)`` built at the same time."""
 _MOST, _FEWEST = 5, 4
 """Maximum and minimum number of micro-batch sizes to time; five show a bend in a curve."""
-_CACHE_VERSION = 6
+_CACHE_VERSION = 7
 """Changes with the fields of ``DeviceTimes`` or their measurement."""
 
 
@@ -65,7 +65,6 @@ class BenchmarkSpec:
 def sampled_rows(choices: Sequence[int]) -> tuple[int, ...]:
     """Sequences per micro-batch to time: at most five of the choices, filled up to four for a shorter last micro-batch.
 
-
     >>> sampled_rows((1, 2, 4)), sampled_rows((8,)), sampled_rows((1, 2, 3, 4, 6, 8, 12))
     ((1, 2, 3, 4), (2, 4, 6, 8), (1, 3, 4, 6, 12))
     """
@@ -81,8 +80,7 @@ def sampled_rows(choices: Sequence[int]) -> tuple[int, ...]:
 
 
 def layer_groups(kinds: Sequence[str], one_by_one: bool) -> list[list[tuple[int, int]]]:
-    """Groups of stages to build in turn, with every layer kind: each kind alone (``one_by_one``), or both ends of the chain.
-
+    """Stages to build one after another, with every layer kind: each kind alone (``one_by_one``), or both ends of the chain.
 
     >>> layer_groups(("embedding", "a", "a", "a", "a", "a", "head"), False)
     [[(0, 3), (4, 7)]]
@@ -139,7 +137,7 @@ class DeviceTimes:
     """Times of a tensor-parallel rank with half of the heads and experts, without all-reduces; empty: not timed."""
     without_experts: dict[str, LayerTimes] = field(default_factory=dict)
     """Times of a tensor-parallel rank without experts."""
-    kept: bool = False
+    from_cache: bool = False
     """Whether the times come from the cache."""
 
 

@@ -35,8 +35,10 @@ class MeasuredMemory:
 
 
 def measure_memory(world: World, backend: Backend) -> list[MeasuredMemory]:
-    """Memory of every rank, before any allocation. Collective. Ranks sharing a GPU divide its memory; each CPU rank has all of
-    its host's memory, with a common limit per host."""
+    """Memory of every rank, before any allocation. Collective.
+
+    Ranks sharing a GPU divide its memory; each CPU rank has all of its host's memory, with a common limit per host.
+    """
     host, shares, sharing = host_memory(), backend.shares_host_memory(), sharing_ranks(world, backend)
     rank_memory = backend.memory(1 if shares else sharing)
     row = [rank_memory.usable_bytes, rank_memory.reason, shares, host.usable_bytes, host.reason]
@@ -78,8 +80,7 @@ _READ_BYTES, _PIECE_BYTES = 256 << 20, 32 << 20
 
 
 def measure_disks(world: World, folder: Path) -> dict[str, float]:
-    """Host -> uncached read rate in bytes per second of ``folder``, for offloaded layers; without hosts where it is unwritable or
-    in memory. Collective; all hosts at once."""
+    """Host -> uncached read rate of ``folder`` in bytes/s, on all hosts at once; omitted if unwritable or in memory. Collective."""
     bytes_per_s = None
     world.sleeping_barrier()
     if world.local_rank == 0:

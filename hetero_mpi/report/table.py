@@ -1,6 +1,6 @@
-"""Tables as data, columns and an object per row, rendered as text (``Table.lines``) or on the page of a run (``page.html``)::
+"""Tables as data, columns and an object per row, rendered as text (``Table.lines``) or on the page of a run (``page.html``).
 
-Table([Column("rank", "rank"), Column("memory", "memory_bytes", units.size)], profile.devices).lines()
+Example: ``Table([Column("rank", "rank"), Column("memory", "memory_bytes", units.size)], profile.devices).lines()``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Column:
     value: str | Callable[[Any], Any]
     """Function of the row, or name of its attribute; a value of None is unknown."""
     format: Callable[[Any], str] = str
-    left: bool = False
+    align_left: bool = False
     """Align left; other columns align right if all their texts begin with a digit."""
 
     def text(self, row: Any) -> str:
@@ -72,8 +72,9 @@ class Table:
         return headings, list(zip(*(texts for _, texts in columns), strict=True))
 
     def lines(self, most: int | None = None) -> list[str]:
-        """Align columns within the width of the terminal, wrapping the wide columns; if single words are too wide, list the
-        cells of each row instead. ``most``: with more rows than this, show only the first rows (at most ``MAX_ROWS``).
+        """Align columns within the terminal, wrapping wide ones; if single words are too wide, list the cells of each row instead.
+
+        ``most``: with more rows than this, show only the first rows (at most ``MAX_ROWS``).
         """
         if most is not None and len(self.rows) > most:
             rows = self.rows[: min(most, MAX_ROWS)]
@@ -97,7 +98,7 @@ def unbroken(text: str) -> str:
 
 
 def _at_right(column: Column, texts: Sequence[str]) -> bool:
-    return not column.left and all(not text or text[0].isdigit() for text in texts)
+    return not column.align_left and all(not text or text[0].isdigit() for text in texts)
 
 
 def _lines(row: Sequence[str], widths: Sequence[int], right: Sequence[bool]) -> list[str]:

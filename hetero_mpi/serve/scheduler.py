@@ -156,8 +156,7 @@ class Scheduler:
                     self._remove(number)
 
     def close(self, error: HttpError) -> None:
-        """End all current and future requests with an error. Callable from any thread that knows that the pipeline's has ended or
-        hangs."""
+        """End all requests with an error. Callable from any thread once the pipeline's thread has ended or hangs."""
         with self._arrival:
             self._closed = error
             for answer in self._answers.values():

@@ -116,8 +116,10 @@ class Client(Protocol):
 
 
 def serve(world: World, options: ServeOptions, client: Client | None = None) -> int:
-    """Answer requests until a signal, or until a ``client`` (on rank 0) has ended; return the exit code. Collective. Raises
-    UserError, equal on all ranks, for an error that the user can fix or a lost rank."""
+    """Answer requests until a signal, or until a ``client`` (on rank 0) has ended; return the exit code. Collective.
+
+    Raises UserError, equal on all ranks, for an error that the user can fix or a lost rank.
+    """
     look_around(world)
     models: list[ServedModel] = []
     keys: dict[str, str] = {}

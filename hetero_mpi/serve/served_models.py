@@ -32,12 +32,14 @@ _EXCLUSIVE_KEYS = {
 
 
 class ServedModel:
-    """Rank 0's data about a model, before its weights are loaded. Raises UserError if its template or generation_config.json is
-    invalid.
+    """Rank 0's data about a model, before its weights are loaded.
 
     Args:
         name: The model's name for clients.
         adapter: The adapter that computes it (``Task.adapter``).
+
+    Raises:
+        UserError: The chat template or generation_config.json is invalid.
     """
 
     def __init__(self, name: str, opened: Opened, adapter: str = OPENED) -> None:
@@ -75,8 +77,10 @@ def sampling_defaults(directory: Path | None) -> SamplingDefaults:
 
 
 def served_models(source: Path, adapters: Sequence[str]) -> list[ServedModel]:
-    """The model at ``source`` first; with further adapters (``NAME=DIR``, or DIR) these and the base alone. All know all adapters.
-    Raises UserError for a path that is no adapter, an adapter of another base, or a duplicate name."""
+    """The model at ``source``; with adapters (``NAME=DIR``, or DIR) these, then the base alone. All know all adapters.
+
+    Raises UserError for a path that is not an adapter, an adapter of another base, or a duplicate name.
+    """
     first = open_source(source)
     models = {source.expanduser().resolve().name: (first, OPENED)}
     base = first.source.directory

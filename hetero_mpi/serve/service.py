@@ -1,5 +1,4 @@
-"""The served models on rank 0: converts requests to tasks, and generated tokens to text. Runs on HTTP threads and never
-calls MPI."""
+"""The served models on rank 0: requests become tasks, tokens become text. Runs on HTTP threads and never calls MPI."""
 
 from __future__ import annotations
 
@@ -203,8 +202,7 @@ class Service:
         return ResponseBuilder(request, model.name, sum(len(task.prompt) for task in tasks[:: request.n]), likelihoods)
 
     def _tokens(self, model: ServedModel, text: str, begins: bool) -> list[int]:
-        """A text's tokens, after the begin-of-text token if it ``begins``. Raises HttpError for more tokens than a request may
-        have.
+        """A text's tokens, after the begin-of-text token if it ``begins``. Raises HttpError for too many tokens.
 
         Prefixes are checked first, so that a text that is too long costs hardly more than one that fits.
         """
@@ -217,8 +215,7 @@ class Service:
         return (document_token_ids if begins else encoded)(model.engine, [text])[0]
 
     def _stops(self, model: ServedModel, request: ApiRequest) -> list[int]:
-        """Stop tokens. Answers do not contain special tokens, so a stop string that equals a special token stands for the
-        token."""
+        """Stop tokens, including special tokens that are given as stop strings."""
         special = model.special
         for text in request.stop:
             hidden = next((special_text for special_text in special if special_text and special_text in text), None)

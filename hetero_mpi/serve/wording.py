@@ -211,9 +211,11 @@ class Choice:
     def __init__(
         self, number: int, wording: StopStringFilter, echoed: str | None, form: CallForm | None, tools: Collection[str]
     ) -> None:
-        """Args:
-        echoed: The prompt's text, if the answer begins with it.
-        form: The format of calls of ``tools``; None: no tools, or calls stay text.
+        """Start without text.
+
+        Args:
+            echoed: The prompt's text, if the answer begins with it.
+            form: The format of calls of ``tools``; None: no tools, or calls stay text.
         """
         self.number, self.wording = number, wording
         self._echoed, self._form, self._tools = echoed or "", form, tools

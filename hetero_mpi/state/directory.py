@@ -60,9 +60,7 @@ def newest_good(directory: Path) -> tuple[Path | None, list[tuple[Path, str]]]:
 
 
 def find_checkpoint(run_dir: Path, choice: str) -> Path:
-    """The checkpoint to resume from. ``choice``: ``LATEST``, ``ANY`` or the path of a checkpoint. Raises UserError if no valid
-    checkpoint exists.
-    """
+    """The checkpoint to resume from. ``choice``: ``LATEST``, ``ANY`` or a path. Raises UserError if no valid checkpoint exists."""
     if choice not in (LATEST, ANY):
         path = Path(choice)
         if not path.exists():
@@ -176,7 +174,7 @@ class Source:
     version_id: str
     """Identifies the version; "" for a checkpoint."""
     step: int
-    begun: str
+    run_id: str
     """Id of the run (``new_run_id``); "" if unknown."""
     writer: int
     """The rank that wrote it."""

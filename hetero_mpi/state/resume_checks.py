@@ -175,7 +175,7 @@ def _changes(then: Mapping[str, Any], train: TrainTable, keys: Iterable[str]) ->
 
 
 def step_change(then: Mapping[str, Any], train: TrainTable, step: int) -> str | None:
-    """A note if the job has changed settings other than the learning rate, else None. Arguments as of ``rate_change``."""
+    """A note if the job has changed settings other than the learning rate, else None. Arguments: see ``rate_change``."""
     changed = _changes(then, train, _CHANGEABLE)
     return f"From step {step + 1} on [train] {', '.join(changed.values())}" if changed and step < train.steps else None
 
@@ -207,8 +207,9 @@ def rate_change(then: Mapping[str, Any], train: TrainTable, step: int) -> str | 
 
 
 def other_change(then: Mapping[str, Any], job: JobConfig, tuning: Tuning, chain: LayerChain, step: int) -> str | None:
-    """A note if the job has changed the adapter's dropout, the path of its base model (whose weights are in no checkpoint), or the
-    sequences per dropout mask; else None. ``then``: the job's tables when the state after ``step`` steps was written.
+    """A note if the job has changed the adapter's dropout, the path of its base model or the sequences per mask; else None.
+
+    No checkpoint holds the base model's weights. ``then``: the job's tables when the state after ``step`` steps was written.
     """
     notes = []
     if job.adapter.method != "none":

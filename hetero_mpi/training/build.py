@@ -130,12 +130,14 @@ def join_plan(context: RunContext, report: PlanReport) -> Share:
 def build_share(
     context: RunContext, report: PlanReport, state: State, frozen: Kept | None = None, state_moves: bool = True
 ) -> Share:
-    """This rank's share of ``report.plan`` with its stage. Collective over all ranks of the job, idle ones included; no rank may be
-    asleep. Raises CollectiveUserError: on all ranks, if an active rank cannot build its stage.
+    """This rank's share of ``report.plan`` with its stage. Collective over all ranks, idle ones included; none may be asleep.
 
     Args:
         frozen: frozen weights that this rank already has in memory.
         state_moves: the trained state is moved afterwards, so that only frozen weights are loaded here.
+
+    Raises:
+        CollectiveUserError: An active rank cannot build its stage; on all ranks.
     """
     share = join_plan(context, report)
     problem: CollectiveUserError | None = None
@@ -149,7 +151,8 @@ def build_share(
 
 
 def _build(context: RunContext, share: Share, state_moves: bool, loss_scale: LossScale, frozen: Kept | None) -> Share:
-    """A copy of ``share`` that has this rank's trainer; arguments as ``build_share`` takes them. Collective over the active ranks.
+    """``share`` with this rank's trainer; arguments as for ``build_share``. Collective over the active ranks.
+
     Raises CollectiveUserError: files are missing or do not fit the model, or the memory does not suffice.
     """
     assert share.members is not None
@@ -244,10 +247,9 @@ def start_magnitudes(trainer: Trainer) -> None:
 
 
 def start_layers(context: RunContext, members: World, trainer: Trainer) -> None:
-    """Send the weights of a factory's existing model from rank 0 to the ranks that hold its layers. Collective over the active
-    ranks.
+    """Send the weights of a factory's existing model from rank 0, which frees each, to the ranks that hold its layers.
 
-    Rank 0 frees each tensor when it has been sent.
+    Collective over the active ranks.
     """
     values: dict[str, torch.Tensor] = {}
     with members.on_leader("reading the factory's weights"):
@@ -292,7 +294,7 @@ def lack_of_snapshot_memory(share: Share) -> str | None:
 
 
 def copy_trained_state(trainer: Trainer, move_list: Sequence[Transfer]) -> Snapshot:
-    """Copies in host memory of the tensors that this rank sends or keeps. Local; a group comes together."""
+    """Copies in host memory of the tensors that this rank sends or keeps. Local, but collective in a tensor-parallel group."""
     rank, live = trainer.rank, LiveState(trainer)
     shards = [
         transfer.shard
@@ -300,7 +302,7 @@ def copy_trained_state(trainer: Trainer, move_list: Sequence[Transfer]) -> Snaps
         if rank in transfer.keepers or (rank == transfer.source and transfer.destinations)
     ]
     snapshot = Snapshot(shards, trainer.backend)
-    snapshot.take(live)
+    snapshot.copy_from(live)
     leader = trainer.plan.leader_of.get(rank)
     for transfer in move_list:
         if transfer.source == leader:
@@ -311,12 +313,14 @@ def copy_trained_state(trainer: Trainer, move_list: Sequence[Transfer]) -> Snaps
 def move_trained_state(
     context: RunContext, share: Share, move_list: Sequence[Transfer], read: ReadTensor, state: State
 ) -> int:
-    """Move trained parameters and moments to the ranks that hold them under the plan of ``share``. Collective over all ranks of the
-    job. Returns the bytes that this rank received.
+    """Move trained parameters and moments to their ranks under the plan of ``share``. Collective over all ranks of the job.
 
     Args:
         move_list: who sends what to whom, the same on all ranks.
         read: returns a tensor that this rank sends or keeps.
+
+    Returns:
+        Bytes received by this rank.
     """
     if share.trainer is None:
         return move(context.world.rank, context.transport, move_list, read, _refuse)
@@ -337,8 +341,8 @@ def change_plan(context: RunContext, before: Share, report: PlanReport, state: S
     frozen: Kept = {}
     if before.trainer is not None:
         read = copy_trained_state(before.trainer, move_list)
-        if before.trainer.held is not None:
-            frozen = before.trainer.held.frozen_layers(_layers_of(world.rank, report.plan))
+        if before.trainer.layers is not None:
+            frozen = before.trainer.layers.frozen_layers(_layers_of(world.rank, report.plan))
         if world.rank in [*_grouped(before.own_plan), *_grouped(report.plan)]:
             frozen = {}  # parts of layers, or to be cut
         before.release_trainer()

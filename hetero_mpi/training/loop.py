@@ -107,8 +107,7 @@ class Loop:
         self._recorder = Recorder(self.trainer, context.transport, context.run_dir, steps, scale)
 
     def run(self) -> bool:
-        """Train until the last step (returns True), or until the plan is to be changed; the same on all ranks. The last checkpoint
-        is on disk then.
+        """Train to the last step (True) or a change of plan; equal on all ranks. Returns when the last checkpoint is on disk.
 
         Raises:
             UserError: the loss is not a number, or too many steps in a row had non-finite gradients.
@@ -217,7 +216,7 @@ class Loop:
         checkpoint_text = f"{newest} is whole" if newest is not None else "no checkpoint could be written"
         raise CollectiveUserError(
             "run.stopped",
-            f"Stopped after step {self.state.step}, as {reason}: {checkpoint_text}; go on with --resume",
+            f"Stopped after step {self.state.step}, as {reason}: {checkpoint_text}; continue with --resume",
             exit_code=ExitCode.STOPPED,
         )
 

@@ -38,7 +38,7 @@ def check_reference(train: TrainTable, dataset: DataSource, reference: NDArray[n
             "resume.no_reference",
             f"the checkpoint has no likelihood by the reference model of {len(missing):,} rows of preferences, as its run did not "
             f"need them, and the model which that run began with is gone. Give the same data, and [train] preference, steps, "
-            f"global_batch, seed and evaluate_sequences as they were, or begin a new run from this one's result ([model] path, "
+            f"global_batch, seed and evaluate_sequences unchanged, or begin a new run from this one's result ([model] path, "
             f"or [adapter] path)",
         )
 
@@ -74,7 +74,7 @@ def _has_reference(train: TrainTable) -> bool:
 
 
 def _needed_rows(train: TrainTable, dataset: DataSource) -> Indices:
-    """Rows of the dataset that a run compares, ascending. On rank 0."""
+    """Indices of the dataset's rows that a run compares, ascending; on rank 0."""
     assert isinstance(dataset, Dataset)
     steps = train.steps if dataset.parts else min(train.steps, -(-len(dataset.train) // train.global_batch))
     rows = [dataset.numbers(step, train.global_batch, train.last_batch == "smaller") for step in range(steps)]

@@ -1,6 +1,6 @@
-"""Present a run on rank 0: screen, ``run.json``, ``now.json``, ``architecture.png``, live page; at the end ``report.html`` and
-``trace.json``, the model or adapter, a sample and the summary. Failures of reports are logged, and training continues.
+"""Present a run on rank 0: screen, ``run.json``, ``now.json``, ``architecture.png``, live page, final reports and model.
 
+At the end come ``report.html``, ``trace.json``, the model or adapter, a sample and the summary. Failures of reports are logged.
 """
 
 from __future__ import annotations

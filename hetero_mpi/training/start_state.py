@@ -130,9 +130,9 @@ def find_start(
     with_shards = newest or (run_id is not None and supervised())
     sources = _sources(context, history, resume, run_id, with_shards)
     if with_shards:
-        latest = run_id or max((source.begun for source in sources), default="")
+        latest = run_id or max((source.run_id for source in sources), default="")
         version_ids = {source.version_id for source in sources if source.is_shard}
-        usable = [source for source in sources if not source.is_shard or source.begun == latest]
+        usable = [source for source in sources if not source.is_shard or source.run_id == latest]
         sources, version = _undamaged(context, usable)
         if world.local_rank == 0 and version_ids:
             # If no version fits, all stay: the job may contain a mistake.
@@ -144,7 +144,7 @@ def find_start(
     if past is None and not history.all_ranks_have(world, history.state):
         _archive_earlier_run(context, options, bool(newest_sources), pending)
     if run_id is None:
-        run_id = newest_sources[0].begun if newest_sources and newest else ""
+        run_id = newest_sources[0].run_id if newest_sources and newest else ""
         run_id = world.broadcast_json(run_id or new_run_id(_earlier_runs(world, run_dir)))
     history.run_id, history.kept_version = run_id, version
     return start, past
@@ -171,8 +171,10 @@ def _sources(
 
 
 def _checkpoint(context: RunContext, history: RunHistory, resume: str | None, run_id: str | None) -> list[Source]:
-    """Rank 0's checkpoint: the named one, or the newest complete one; after a loss the newest of run ``run_id``, as a new
-    rank 0 may have checkpoints of another run. Raises UserError: the named checkpoint is missing or damaged."""
+    """Rank 0's checkpoint: the named one or the newest complete one; after a loss, the newest of run ``run_id``.
+
+    A new rank 0 may have checkpoints of another run. Raises UserError: the named checkpoint is missing or damaged.
+    """
     newest, after_loss = resume in (LATEST, ANY), bool(history.losses) and history.token is not None
     path, skipped = newest_good(context.run_dir / "checkpoints") if newest or after_loss else (None, [])
     if not (after_loss and path is not None and _metadata(path).get("run") == history.token):
@@ -203,7 +205,7 @@ def _report_skipped(world: World, local_skips: Sequence[tuple[Path, str]]) -> se
 
 def _earlier_runs(world: World, run_dir: Path) -> list[str]:
     """Ids of earlier runs found on any host. Collective."""
-    local_run_ids = [shard.begun for shard in shards_on_disk(run_dir)[0]] if world.local_rank == 0 else []
+    local_run_ids = [shard.run_id for shard in shards_on_disk(run_dir)[0]] if world.local_rank == 0 else []
     if world.rank == 0:
         local_run_ids.append(str(run_json(run_dir / RUN_NAME).get("run_id")))
     return [run_id for of_rank in world.all_gather_json(local_run_ids) for run_id in of_rank]
@@ -303,14 +305,16 @@ def _same_data(context: RunContext, path: Path, state: State, origin: Mapping[st
 
 
 def _archive_earlier_run(context: RunContext, options: TrainOptions, has_state: bool, pending: Pending) -> None:
-    """Archive an earlier run in the run directory on acceptance, unless this run continues it. Collective. Raises
-    CollectiveUserError: the state to resume from is missing, or this run reads files of the earlier one."""
+    """Archive an earlier run in the run directory on acceptance, unless this run continues it. Collective.
+
+    Raises CollectiveUserError: the state to resume from is missing, or this run reads files of the earlier one.
+    """
     resume, run_dir, job = options.resume, context.run_dir, context.job
     with context.world.on_leader("looking at the run directory"):
         if context.world.rank != 0:
             return
         if resume == LATEST and not has_state:
-            find_checkpoint(run_dir, resume)  # says what is there instead
+            find_checkpoint(run_dir, resume)  # raises an error that names the existing checkpoints
         if resume == ANY and not has_state:
             say("No checkpoint and no complete copy of the trained state: starting from the beginning")
         named_path = Path(resume) if resume not in (None, LATEST, ANY) else None
@@ -330,8 +334,10 @@ def _archive_earlier_run(context: RunContext, options: TrainOptions, has_state: 
 def load_start(
     context: RunContext, history: RunHistory, report: PlanReport, start: State | None
 ) -> tuple[Share, State]:
-    """Return this rank's share of the plan and the initial state. Collective over all ranks. Raises CollectiveUserError: a rank
-    cannot build its stage or read its weights."""
+    """Return this rank's share of the plan and the initial state. Collective over all ranks.
+
+    Raises CollectiveUserError: a rank cannot build its stage or read its weights.
+    """
     world, job, begun_s = context.world, context.job, time.perf_counter()
     state = start or State.initial(job.train.dtype)
     share = build_share(context, report, state, state_moves=start is not None or context.chain.start_is_sent)

@@ -72,7 +72,7 @@ def train(
 
     Args:
         on_event: called on every rank between the steps with each event of the run; its reply says how to continue.
-        stop: the handler of signals, where the caller has installed one; None: installed here, which needs the main thread.
+        stop: signal handler installed by the caller; None: install one, which needs the main thread.
 
     Raises:
         UserError: an error the user can correct; the same on all ranks.
@@ -102,7 +102,7 @@ class FoundState:
     """The result of ``find_state``: where the run continues, or the result of a run that is finished."""
 
     start: State | None = None
-    """None: it begins anew."""
+    """None: training starts from the beginning."""
     past: TrainResult | None = None
 
 
@@ -155,9 +155,9 @@ class TrainingRun:
                 return past
             transport = self.connect(job, resources)
             context = self.load_data_and_model(history, job, transport)
-            found = FoundState() if self.options.dry_run else self.find_state(context, history, pending)
-            if found.past is not None:
-                return found.past
+            found_state = FoundState() if self.options.dry_run else self.find_state(context, history, pending)
+            if found_state.past is not None:
+                return found_state.past
             profiled = self.profile(context, history, pending)
             planned = self.plan(context, history, profiled, pending)
             calibrated = self.calibrate(context, history, planned, pending)
@@ -165,7 +165,7 @@ class TrainingRun:
                 _end_dry_run(context, pending)
                 return None
             context = replace(context, planned_for=calibrated.profile)
-            built = self.build(context, history, calibrated.report, found.start)
+            built = self.build(context, history, calibrated.report, found_state.start)
             with self.world.collective_errors("beginning in the run directory"):
                 pending.carry_out()  # the start is accepted
             save_used_profile(context)

@@ -64,8 +64,7 @@ class Heartbeat:
         """Peer -> (MPI request, the bytes it sends)."""
 
     def beat(self, report: Any) -> None:
-        """Receive pending messages, and send ``report`` to rank 0 (rank 0: all reports to all ranks), except to
-        peers with a pending send. Raises RankLost."""
+        """Receive messages and send ``report`` to rank 0 (rank 0: all to all), unless a send is pending. Raises RankLost."""
         with ulfm.translate_losses():
             self._take_all()
             self.words[self.rank] = report

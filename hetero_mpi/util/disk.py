@@ -1,5 +1,4 @@
-"""Atomic file writes, locks and free space, also on file systems with limited features; rejection of files that would block a
-reader."""
+"""Atomic file writes, locks and free space, on any file system; rejection of files that would block a reader."""
 
 from __future__ import annotations
 
@@ -66,7 +65,7 @@ def write_errors(path: Path, remedy: str = "choose another path with -o") -> Ite
 
 
 def sync(path: Path) -> None:
-    """fsync a file, or a directory to make a rename in it durable where the file system supports that."""
+    """Flush (fsync) a file, or a directory, to make a rename in it durable where the file system supports that."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -95,8 +94,7 @@ def _replace(new: Path, path: Path) -> None:
 
 
 def lock(file: IO[str]) -> bool:
-    """Take an exclusive lock for the life of the process; False: the file system has no locks. BlockingIOError: the lock
-    is taken."""
+    """Take an exclusive lock for the life of the process; False: the file system has no locks. BlockingIOError: already locked."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -138,8 +136,7 @@ def folder_space(path: Path, must_exist: bool = False) -> dict[str, Any]:
 
 
 def require_regular(path: Path) -> None:
-    """Raise UserError for a directory, device, pipe or socket, without opening it: reading a device may never end, a pipe would
-    block.
+    """Raise UserError for a directory, device, pipe or socket without opening it, as reading or opening may never end.
 
     A missing path is left to the code that opens it.
     """

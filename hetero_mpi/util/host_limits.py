@@ -12,10 +12,10 @@ _MIN_UNLIMITED_BYTES = 1 << 60
 
 
 def free_bytes(root: Path = _ROOT, group_file: Path = _OWN) -> int | None:
-    """Bytes left under the memory limits of this process's control group and its ancestors (SLURM jobs, containers, systemd
-    services); None without a limit. Inactive page cache counts as free.
+    """Bytes left under the memory limits of this process's control group and its ancestors; None without a limit.
 
-    ``group_file``: the groups of this process, one line ``NUMBER:CONTROLLERS:PATH`` per hierarchy.
+    Limits come from SLURM jobs, containers and systemd services; inactive page cache counts as free. ``group_file``: the groups of
+    this process, one line ``NUMBER:CONTROLLERS:PATH`` per hierarchy.
     """
     free_by_group = [free for group in _groups("memory", root, group_file) if (free := _free_bytes(group)) is not None]
     return min(free_by_group, default=None)
@@ -75,7 +75,7 @@ def _free_bytes(group: Path) -> int | None:
 
 
 def _cpu_quota(group: Path) -> float | None:
-    """cgroup v2 has one file ``QUOTA PERIOD`` or ``max PERIOD``; v1 has two files, with -1 for no quota. In microseconds."""
+    """CPUs allowed; v2 has one file, ``QUOTA PERIOD`` or ``max PERIOD``; v1 has two files, with -1 for no quota."""
     for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
         try:
             quota, period = " ".join((group / name).read_text() for name in names).split()

@@ -51,8 +51,10 @@ def shipped_profiles() -> dict[str, Path]:
 
 
 def profile_file(name: str | os.PathLike[str], requested_path: Path | None = None) -> Path:
-    """Return ``requested_path`` (default: ``name`` as a path) if it exists, otherwise the shipped profile ``name``; for a run
-    directory, the profile on which its plans are based. Raises UserError if there is none."""
+    """Return ``requested_path`` (default: ``name`` as a path), else the shipped profile ``name``. Raises UserError if missing.
+
+    For a run directory: the profile on which its plans are based.
+    """
     requested_path, shipped = requested_path or Path(name), shipped_profiles()
     if requested_path.is_dir():
         return file_of_run(requested_path, USED_PROFILE, "profile.toml")
@@ -78,8 +80,7 @@ def file_of_run(directory: Path, *names: str) -> Path:
 
 
 def pip_argument() -> str:
-    """Return the ``pip install`` argument with which another machine gets this version from the same source, quoted for a
-    shell."""
+    """Return the shell-quoted ``pip install`` argument with which another machine gets this version from the same source."""
     if (_PACKAGE.parent / "pyproject.toml").is_file():
         return f"-e {shlex.quote(str(_PACKAGE.parent))}"  # a clone
     text = metadata.distribution(DISTRIBUTION).read_text("direct_url.json")

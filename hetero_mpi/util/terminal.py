@@ -18,7 +18,7 @@ _HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u206
 
 
 def printable(text: str) -> str:
-    """Escape the characters of ``_HIDDEN`` (``\\x1b``), which file names may contain; keep line breaks and tabs."""
+    """Escape the control characters of ``_HIDDEN``, which file names may contain; keep line breaks and tabs."""
     return _HIDDEN.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
@@ -37,8 +37,7 @@ _COMMAND = re.compile(r"\s*(launch[\d: ]*: )?(python3? -m|curl|mpirun|mpiexec|pi
 
 
 def columns(stream: TextIO | None = None) -> int | None:
-    """Return the line width: ``COLUMNS``, else the watched terminal's; None for logs. ``stream``: default stdout; for ranks always
-    stdout."""
+    """Return the line width: ``COLUMNS``, else the terminal's; None for logs. ``stream``: default stdout; ranks: always stdout."""
     requested = os.environ.get("COLUMNS", "")
     if requested.isdecimal() and int(requested) > 0:
         return max(int(requested), _MIN_COLUMNS)
@@ -110,8 +109,10 @@ def _has_launcher() -> bool:
 
 
 def write_text(text: str, stream: TextIO, exact: bool = False) -> None:
-    """Write ``printable`` and ``fit_to_terminal`` text to stdout or stderr; ``exact``: unchanged unless a user watches. If the
-    reader is gone (``| head``, a closed terminal), later output is discarded and the work continues."""
+    """Write ``printable`` and ``fit_to_terminal`` text to stdout or stderr; ``exact``: unchanged unless a user watches.
+
+    If the reader is gone (``| head``, a closed terminal), later output is discarded and the work continues.
+    """
     try:
         stream.write(text if exact and not is_terminal(stream) else fit_to_terminal(printable(text), stream))
         stream.flush()

@@ -121,8 +121,7 @@ def shorten(text: str, max_characters: int = 26) -> str:
 
 
 def layers(first: int, last: int, count: int) -> str:
-    """``embedding, blocks 0-3``: layers [first, last) of a chain of ``count``, whose first and last are the embedding and the
-    head."""
+    """``embedding, blocks 0-3``: layers [first, last) of a chain of ``count`` from the embedding to the head."""
     blocks = range(max(first, 1) - 1, min(last, count - 1) - 1)
     parts = ["embedding"] if first == 0 else []
     if len(blocks) == 1:

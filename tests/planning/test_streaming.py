@@ -125,7 +125,7 @@ def test_devices_that_stream_at_once_share_what_their_host_carries(carried: floa
     profile = replace(profile, devices=(profile.devices[0], faster), hosts=hosts)
     stages = StagePlan((0,), 1, 4, 0, streamed=True), StagePlan((1,), 4, 10, 0, streamed=others > 0)
     costs = Durations(plan_of(profile, *stages), profile)
-    assert costs.of(Action(Op.F, 0, 0))[0] == pytest.approx(4 + copy_s + 4)
+    assert costs.cost_of(Action(Op.F, 0, 0))[0] == pytest.approx(4 + copy_s + 4)
 
 
 def test_the_planner_knows_what_a_host_carries_at_once() -> None:
@@ -232,9 +232,9 @@ def test_a_pass_waits_for_its_layers_on_disk() -> None:
         readers = 1 + rest.on_disk
         costs = Durations(plan_of(profile, stage, rest), profile)
         # Each forward follows a backward, after which the first two blocks are there: 8 blocks of 4 s, and 2 reads.
-        assert costs.of(Action(Op.F, 0, 0))[0] == pytest.approx(max(32.0, 2 * readers * disk_s))
+        assert costs.cost_of(Action(Op.F, 0, 0))[0] == pytest.approx(max(32.0, 2 * readers * disk_s))
         # Backward begins with blocks 8 and 7, which are there.
-        assert costs.of(Action(Op.B, 0, 0))[0] == pytest.approx(max(96.0, readers * disk_s))
+        assert costs.cost_of(Action(Op.B, 0, 0))[0] == pytest.approx(max(96.0, readers * disk_s))
     few = replace(profile, hosts=(replace(host, disk_bytes_per_s=144.0 / 4),))
     ends = finished_layers_s(Action(Op.B, 0, 0), plan_of(few, replace(stage, warm_up=1), rest), few)
     assert ends[1] == pytest.approx(duration(Action(Op.B, 0, 0), plan_of(few, replace(stage, warm_up=1), rest), few))
@@ -322,11 +322,11 @@ def test_a_processor_keeps_slices_beside_the_pages_that_it_reads_only(speed: flo
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"on_disk": 5}, "on_disk = 5: is of streamed stages with adapters, 0 to their blocks (4)"),
-        ({"on_disk": -1}, "on_disk = -1: is of streamed stages with adapters, 0 to their blocks (4)"),
-        ({"on_disk": 1, "streamed": False}, "on_disk = 1: is of streamed stages with adapters, 0 to their blocks (0)"),
-        ({"kept_slices": 3, "slice_sequences": 2}, "kept_slices = 3: is of streamed stages, 0 to their slices (2)"),
-        ({"kept_slices": 1, "streamed": False}, "kept_slices = 1: is of streamed stages, 0 to their slices (0)"),
+        ({"on_disk": 5}, "on_disk = 5: only for offloaded stages with adapters, 0 to 4 blocks"),
+        ({"on_disk": -1}, "on_disk = -1: only for offloaded stages with adapters, 0 to 4 blocks"),
+        ({"on_disk": 1, "streamed": False}, "on_disk = 1: only for offloaded stages with adapters, 0 to 0 blocks"),
+        ({"kept_slices": 3, "slice_sequences": 2}, "kept_slices = 3: only for offloaded stages, 0 to 2 slices"),
+        ({"kept_slices": 1, "streamed": False}, "kept_slices = 1: only for offloaded stages, 0 to 0 slices"),
     ],
 )
 def test_layers_on_disk_and_slices_of_a_plan_by_hand(changes: dict[str, object], told: str) -> None:

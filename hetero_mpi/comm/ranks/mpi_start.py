@@ -1,9 +1,7 @@
-"""How a process joins and leaves the job: as a command, which ends with its work (``run_guarded``), or inside a user's program,
-which continues afterwards (``collective_block``); and how the survivors of a lost rank form a new world (``comm.ranks.ulfm``
-describes how they learn of the loss).
+"""Join and leave the job, as a command (``run_guarded``) or within a user's program (``collective_block``); recover from losses.
 
-A wrong launcher or a missing library is detected before MPI starts. After any later failure all ranks end together and the cause
-is printed once (``leave``).
+``comm.ranks.ulfm`` describes how the survivors of a lost rank learn of the loss. A wrong launcher or a missing library is detected
+before MPI starts. After any later failure all ranks end together and the cause is printed once (``leave``).
 """
 
 from __future__ import annotations
@@ -191,8 +189,7 @@ def join() -> World:
 
 
 def _report_joined() -> None:
-    """Report to the launcher's shell that this rank has joined (``launch.launcher.command_line``). From now on the job can survive
-    its loss."""
+    """Report to ``launch.launcher.command_line`` that this rank has joined: the job can now survive its loss."""
     file = os.environ.pop(JOINED_VARIABLE, None)
     if file is not None:
         _OWN_LAUNCHER_PIPES.append(file)
@@ -324,8 +321,7 @@ class LostRanks:
 
 
 def all_ranks_succeeded(world: World, well: bool) -> bool:
-    """Return whether all living ranks have completed their common work successfully; equal on all, collective over them. If False,
-    each of them must call ``shrink_to_survivors``."""
+    """Return whether all living ranks completed their common work; equal on all. Collective. If False: ``shrink_to_survivors``."""
     if not well:
         ulfm.revoke()
     return ulfm.agree(world.comm, well)

@@ -79,8 +79,7 @@ def _supported(mpi: Any) -> bool:
 
 
 def make_communicator(comm: Any, make: Callable[[], Any]) -> Any:
-    """Return the communicator from ``make``, to be revoked after a loss and freed with its parent ``comm``. Collective over
-    ``comm``."""
+    """Return the communicator from ``make``, to be revoked after a loss and freed with its parent. Collective over ``comm``."""
     with translate_losses():
         if active():
             # Open MPI 5.0 crashes ranks that wait inside such a call while another dies; so they wait before it.
@@ -96,8 +95,7 @@ def _register(comm: Any, parent: Any) -> Any:
 
 
 def free(comm: Any, itself: bool = True) -> None:
-    """Free all direct and indirect children of ``comm``, newest first, then ``comm`` if ``itself``. Collective over each; no
-    thread may use them any more."""
+    """Free all descendants of ``comm``, newest first, then ``comm`` if ``itself``. Collective over each; no thread may use them."""
     with _REGISTRY:
         family = {id(comm)}
         family.update(id(child) for child, parent in _COMMUNICATORS if id(parent) in family)
@@ -213,8 +211,7 @@ def agree(comm: Any, well: bool) -> bool:
 
 
 def shrink(comm: Any) -> Any:
-    """Return a communicator of the living ranks of ``comm``, in their order, which replaces all earlier ones. Collective over
-    them."""
+    """Return a communicator of the living ranks of ``comm``, in their order, replacing all earlier ones. Collective over them."""
     smaller = comm.Shrink()
     with _REGISTRY:
         _COMMUNICATORS.clear()

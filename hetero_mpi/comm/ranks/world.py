@@ -1,4 +1,4 @@
-"""The world: all ranks of the job, their collective calls, and errors raised on all of them. (``mpi_start`` joins the processes.)
+"""The world: all ranks of the job, their collective calls, and errors raised on all of them. ``mpi_start`` joins the processes.
 
 Messages are JSON and raw arrays. Nothing is pickled: mpi4py's lower-case methods are never used.
 """
@@ -49,8 +49,11 @@ class Activity:
 
 @dataclass
 class World(Collectives):
-    """All ranks of the job (``MPI.COMM_WORLD``), or some of them. Methods are collective unless documented otherwise: every rank
-    calls them in the same order, from its main thread, with no transport request in flight."""
+    """All ranks of the job (``MPI.COMM_WORLD``), or some of them.
+
+    Methods are collective unless documented otherwise: every rank calls them in the same order, from its main thread, with no
+    transport request in flight.
+    """
 
     hosts: tuple[str, ...]
     """Host of each rank. Equal if name *and* memory are shared; unique even if two machines have one name (then ``name#2``)."""
@@ -137,8 +140,7 @@ class World(Collectives):
         return error is None or isinstance(error, CollectiveUserError) or self.size == 1
 
     def share_problem(self, problem: CollectiveUserError | None) -> None:
-        """Raise an error that some ranks, such as a subset, have raised together, on every rank: that of the first rank
-        with one."""
+        """Raise an error that some ranks have raised together on every rank: the error of the first rank with one."""
         _raise(next(filter(None, self.all_gather_json(_outcome(problem))), None), problem)
 
     def collective_errors(self, action: str) -> AbstractContextManager[None]:
@@ -196,8 +198,7 @@ class World(Collectives):
         ulfm.free(self.comm)
 
     def release(self, ranks: Sequence[int], problem: CollectiveUserError | None, value: Any = None) -> None:
-        """Wake ``ranks`` from ``sleep_until_released`` with a value (JSON) or with the other ranks' error. On ranks other than 0 a
-        no-op."""
+        """Wake ``ranks`` from ``sleep_until_released`` with a JSON value or the other ranks' error. No-op except on rank 0."""
         if self.rank == 0:
             payload = encode([_outcome(problem), value])
             with ulfm.translate_losses():

@@ -1,9 +1,8 @@
-"""The command ``evaluate``: loss, perplexity and token accuracy of a finished model, split over the ranks as for ``generate``,
-or its results in tasks of lm-evaluation-harness.
+"""The command ``evaluate``: a finished model's loss, perplexity and token accuracy, or its results in lm-evaluation-harness.
 
-Evaluation sets are read on rank 0 as texts with known targets, cut and formatted as in training. lm-evaluation-harness runs as
-a client of ``serve``, in a process on rank 0's machine that requests log-probabilities and texts, prints its table and writes
-its results.
+The model is split over the ranks as for ``generate``. Evaluation sets are read on rank 0 as texts with known targets, cut and
+formatted as in training. lm-evaluation-harness runs as a client of ``serve``, in a process on rank 0's machine that requests
+log-probabilities and texts, prints its table and writes its results.
 """
 
 from __future__ import annotations
@@ -219,7 +218,7 @@ class EvaluateOptions:
 
     source: Path
     data: Sequence[str] = ()
-    """``NAME=FILES``, or files; empty: the run's evaluation set."""
+    """``NAME=FILES``, or FILES; empty: the run's evaluation set."""
     tasks: str | None = None
     """Tasks of lm-evaluation-harness, comma-separated; then ``data`` is ignored."""
     limit: int | None = None

@@ -259,8 +259,7 @@ def check_clocks(offsets_s: Mapping[str, float]) -> Iterator[Finding]:
 
 
 def check_disks(targets: Sequence[Target]) -> Iterator[Finding]:
-    """Space for the run directory (mostly on the first host, with rank 0), temporary files and caches; and the ranks'
-    directory."""
+    """Free space of the run directory (mostly on rank 0's host), the ranks' directory, temporary files and caches."""
     for number, (target, facts) in enumerate(answering(targets)):
         work = facts.directories["work"]
         if work["problem"]:

@@ -48,8 +48,7 @@ class HostEntry:
 
 
 def read_hostfile(path: str | Path) -> tuple[HostEntry, ...]:
-    """The entries of a host file, in order. Raises UserError if it is missing or empty, or has an invalid line (with its
-    number)."""
+    """The entries of a host file, in order. Raises UserError if it is missing, empty, or has an invalid line (with its number)."""
     entries = []
     for number, line in enumerate(_text(path).splitlines(), start=1):
         content = re.split("#|//", line)[0].strip()

@@ -179,8 +179,7 @@ def add_open_mpi(
 
 
 def _start_daemons_from_here(command: CommandLine, launcher: Launcher, mpirun_args: list[str]) -> None:
-    """Make the launcher start all daemons itself: in Open MPI 5.0 a daemon crashes if one on another CPU type makes it start
-    others.
+    """Make the launcher start all daemons itself: an Open MPI 5.0 daemon crashes if one on another CPU type makes it start others.
 
     This costs nothing, as Open MPI starts up to 64 hosts directly in any case, and only this machine needs a login to the others.
     """

@@ -87,8 +87,7 @@ def _candidates(library: MpiLibrary) -> Iterator[str]:
 
 
 def loaded_library() -> MpiLibrary:
-    """The MPI library that mpi4py loads, queried in a subprocess, as this process must not load MPI. Raises UserError if
-    missing."""
+    """The MPI library of mpi4py, queried in a subprocess to keep MPI out of this process. Raises UserError if missing."""
     answer = subprocess.run([sys.executable, "-c", _LIBRARY_PROBE], capture_output=True, text=True, timeout=60)
     if answer.returncode != 0:
         last = (answer.stderr.strip().splitlines() or ["no message"])[-1]

@@ -249,8 +249,7 @@ class Supervisor:
     def _verified_outcome(
         self, outcome: StartOutcome, watched: Sequence[WatchedHost], unreachable: Sequence[WatchedHost]
     ) -> StartOutcome:
-        """``outcome`` if the job is complete, otherwise a failed job's: Open MPI may report success after the loss of a
-        machine."""
+        """``outcome`` if the job is complete, else that of a failed job: Open MPI may report success after losing a machine."""
         step = max(host.run.get("step", 0) for host in watched)
         last = max(host.run.get("last", 0) for host in watched)
         if not self.trains or (not unreachable and 0 < last <= step):

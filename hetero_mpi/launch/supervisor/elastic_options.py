@@ -51,8 +51,7 @@ class ElasticOptions:
             )
 
     def hosts(self) -> tuple[HostEntry, ...]:
-        """All hosts that may take part, with their slots. Raises UserError for a missing host file, too few or
-        unspecified slots."""
+        """All hosts that may take part, with slots. Raises UserError for a missing host file and too few or unspecified slots."""
         path = self.hosts_file or self.hostfile
         if path is None:
             return (HostEntry("localhost", self.ranks),)

@@ -96,8 +96,7 @@ _A = ".lora_A.weight"
 
 
 def write_adapter(directory: Path, tuning: Tuning, state: dict[str, torch.Tensor], base: str | None) -> None:
-    """Write an adapter into an existing directory. ``state``: adapter tensor (without peft's prefix) or constant -> fp32 host
-    tensor."""
+    """Write an adapter into an existing directory. ``state``: constant or adapter tensor (no peft prefix) -> fp32 host tensor."""
     assert tuning.adapter is not None
     written = tuning.written
     layers = list(written.layers) if written.layers is not None else None

@@ -110,8 +110,11 @@ def _named(key: str, pattern: str, tuning: Tuning) -> set[str]:
 
 
 def with_moments(tuning: Tuning, chain: LayerChain, optimizer: str) -> Tuning:
-    """The tuning with kinds of optimizer states. As in bitsandbytes and transformers' Trainer, small tensors and embeddings have no
-    8-bit states. Muon applies to matrices between embedding and head, without biases and norms."""
+    """The tuning with kinds of optimizer states.
+
+    As in bitsandbytes and transformers' Trainer, small tensors and embeddings have no 8-bit states. Muon applies to matrices
+    between embedding and head, without biases and norms.
+    """
 
     def is_compact(spec: ParameterSpec) -> bool:
         if optimizer == EIGHT_BIT:
@@ -187,7 +190,7 @@ def adapted(model: PreTrainedModel, adapter: AdapterTable) -> Adapted:
 
 
 def _check_targets(model: PreTrainedModel, targets: list[str], layers: list[int] | None, linears: list[str]) -> None:
-    """Refuse any target that reaches no module, or a module that is no linear layer."""
+    """Reject targets that match no module, or a module that is not a linear layer."""
     reached: dict[str, list[str]] = {target: [] for target in targets}
     indices = set()
     for name, _ in model.named_modules():

@@ -219,8 +219,10 @@ class ModelDirectoryWriter(WholeDirectory):
         (self.path / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
     def _write_configuration(self) -> None:
-        """As save_pretrained, but without its validation, which could fail a finished run for a warning, and without ``use_cache``,
-        which is off in training and would make ``generate()`` recompute every prefix."""
+        """Write config.json as save_pretrained does, without validation, which could fail a finished run for a warning.
+
+        ``use_cache`` is left out: it is off in training and would make ``generate()`` recompute every prefix.
+        """
         config = copy.deepcopy(self._model.config)
         config.architectures = [type(self._model).__name__]
         config.dtype = str(max(self._bytes_of, key=lambda dtype: self._bytes_of[dtype])).removeprefix("torch.")

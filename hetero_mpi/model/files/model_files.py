@@ -316,7 +316,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     """Tensors of a safetensors file, in file order.
 
     Raises:
-        UserError: It is no safetensors file, or its header contradicts itself or the file's length.
+        UserError: It is not a safetensors file, or its header contradicts itself or the file's length.
     """
     require_regular(path)
     try:
@@ -340,8 +340,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def header_of(tensors: Mapping[str, tuple[str, Iterable[int]]]) -> tuple[bytes, dict[str, int]]:
-    """(header of a safetensors file with tensors of the given dtype and shape, offset of each tensor), in an order that aligns all
-    tensors."""
+    """(safetensors header for tensors of a dtype and shape, offset of each tensor), in an order that aligns all tensors."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offsets, end = {}, 0
     for name, (dtype, shape) in sorted(tensors.items(), key=lambda entry: -_ITEM_BYTES[entry[1][0]]):

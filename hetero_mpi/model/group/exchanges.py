@@ -21,8 +21,10 @@ from hetero_mpi.model.group.tensor_division import Division
 
 
 class GroupLink(Protocol):
-    """Collectives of a tensor-parallel group: all members call them in the same order, with equal shapes and dtypes, and get the
-    same bits. Autograd also calls ``sum``, on accelerators from another thread.
+    """Collectives of a tensor-parallel group.
+
+    All members call them in the same order, with equal shapes and dtypes, and get the same bits. Autograd also calls ``sum``, on
+    accelerators from another thread.
 
     Attributes:
         member: this rank's index in the group; 0 is the leader.
@@ -48,7 +50,7 @@ class StageLink(GroupLink, Protocol):
 
     summed_s: float
 
-    def shared(self, tensor: Tensor | None, shape: tuple[int, ...], dtype: DType) -> Tensor:
+    def broadcast(self, tensor: Tensor | None, shape: tuple[int, ...], dtype: DType) -> Tensor:
         """Broadcast the leader's tensor to every member's device; the other members pass None."""
 
     def apart(self) -> AbstractContextManager[None]:
@@ -120,8 +122,10 @@ def replace_forward(module: nn.Module, zeros: Callable[[torch.Tensor], torch.Ten
 
 
 def anchored(output: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
-    """Return ``output``, connected to the graph of ``inputs`` by zero gradients, so that backward reaches the exchanges before
-    ``inputs`` on every rank, even one that computes nothing from them."""
+    """Connect ``output`` to the graph of ``inputs`` by zero gradients.
+
+    So backward reaches the exchanges before ``inputs`` on every rank, even one that computes nothing from them.
+    """
     trained = [tensor for tensor in inputs if tensor.requires_grad]
     result: torch.Tensor = _Anchored.apply(output, *trained)
     return result

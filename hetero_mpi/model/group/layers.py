@@ -72,8 +72,9 @@ class DividedLayers:
         return self._divisions[name].trains(self._link.member)
 
     def double_scales(self, block: str, module: nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """Name of each packed and sharded tensor of a block -> NF4 scales of this rank's shard, from double quantization of
-        the full tensor, because shard bounds lie within the 256 blocks that share a scale of scales.
+        """Name of each packed and sharded tensor of a block -> NF4 scales of this rank's shard.
+
+        The full tensor is double-quantized, as shard bounds lie within the 256 blocks that share a scale of scales.
 
         Args:
             block: name of the block in the model.
@@ -103,7 +104,7 @@ class DividedLayers:
             for path, module in model.get_submodule(root).named_modules(prefix=root):
                 for name, _ in list(module.named_parameters(recurse=False)):
                     division = self._divisions.get(f"{path}.{name}")
-                    if division is not None and division.held is Holding.LEADER and not self.leads:
+                    if division is not None and division.holding is Holding.LEADER and not self.leads:
                         setattr(module, name, None)
                 # Empty modules keep their sizes: they are not computed, and peft rejects adapters of width 0.
                 if type(module) is nn.Linear and module.weight.numel():
@@ -198,8 +199,7 @@ class DividedLayers:
 
 
 class _Entrance:
-    """Entry of hidden states to a block's sharded modules. Attention and MLP with the same input (parallel blocks) share one
-    all-reduce of its gradient."""
+    """Entry of hidden states to a block's sharded modules. Parallel attention and MLP share one all-reduce of its gradient."""
 
     def __init__(self, link: GroupLink) -> None:
         self._link = link
@@ -268,7 +268,7 @@ class ExpertShare:
 
 
 def _leader_choices(choices: torch.Tensor, weights: torch.Tensor, link: GroupLink) -> tuple[torch.Tensor, torch.Tensor]:
-    """Broadcast the leader's choices and weights. (Expert indices are exact in fp32.)"""
+    """Broadcast the leader's expert choices and weights. Expert indices are exact in fp32."""
     with torch.no_grad():
         wide = torch.promote_types(weights.dtype, torch.float32)
         packed = torch.stack((choices.to(wide), weights.to(wide)))
@@ -297,7 +297,7 @@ def divided_summed_loss(logits: torch.Tensor, targets: torch.Tensor, first: int,
 
 
 def divided_target_losses(logits: torch.Tensor, targets: torch.Tensor, first: int, link: GroupLink) -> torch.Tensor:
-    """Loss of each target, (B, T) in fp32, differentiable; 0 for ``IGNORED``. Arguments as of ``divided_summed_loss``."""
+    """Loss of each target, (B, T) in fp32, differentiable; 0 for ``IGNORED``. Arguments: see ``divided_summed_loss``."""
     losses: torch.Tensor = _Losses.apply(logits.flatten(0, 1), targets.flatten(), first, link)
     return losses.view_as(targets)
 

@@ -60,7 +60,7 @@ class _DividedDropout(nn.Module):
 def _row_lengths(
     link: GroupLink, weight: torch.Tensor, lora_weight: torch.Tensor, scaling: float, adapter_name: str | None = None
 ) -> torch.Tensor:
-    """peft's ``get_weight_norm`` of rows that are sharded over the group."""
+    """Row norms as peft's ``get_weight_norm``, of rows that are sharded over the group."""
     squares = (weight + scaling * lora_weight).float().square().sum(1)
     return link.sum(squares).sqrt().to(weight.dtype)
 

@@ -112,7 +112,7 @@ class LayerChain(ABC):
 
     @property
     def appended_rows(self) -> int:
-        """Number of rows at the end of each sequence of a boundary tensor that are no hidden vectors."""
+        """Number of rows at the end of each sequence of a boundary tensor that are not hidden vectors."""
         return self.boundary(0, 1, 0)[1] if self.routers is not None else 0
 
     def specs(self, first: int, last: int) -> list[ParameterSpec]:
@@ -172,8 +172,7 @@ class LayerChain(ABC):
         """Run the layers ``[first, last)`` on ``x``; ``keywords`` are passed to the model."""
 
     def attention(self, records: list[list[int]] | None, repeats: bool) -> contextlib.AbstractContextManager[None]:
-        """Context of ``run`` and its backward. ``records``: see ``MicroBatch``; ``repeats``: repeat keys and values for the query
-        heads that share them."""
+        """Context of ``run`` and its backward; ``records``: see ``MicroBatch``; ``repeats``: repeat shared keys and values."""
         return contextlib.nullcontext()
 
     def isolation(self, x: torch.Tensor, positions: torch.Tensor | None) -> dict[str, Any]:

@@ -49,7 +49,7 @@ def added_losses(losses: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
 
 
 def target_losses(logits: torch.Tensor, targets: torch.Tensor, piece: int | None = None) -> torch.Tensor:
-    """Loss of each target, (B, T) in fp32, differentiable; 0 for ``IGNORED``. Arguments as of ``summed_loss``."""
+    """Loss of each target, (B, T) in fp32, differentiable; 0 for ``IGNORED``. Arguments: see ``summed_loss``."""
     rows, words = logits.flatten(0, 1), targets.flatten()
     piece = piece or piece_size(rows.numel(), rows.is_cpu)
     if rows.numel() <= piece:
@@ -59,7 +59,7 @@ def target_losses(logits: torch.Tensor, targets: torch.Tensor, piece: int | None
 
 
 def likeliest(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Number of targets with the largest logit, a scalar. Arguments as of ``summed_loss``."""
+    """Number of targets with the largest logit, a scalar. Arguments: see ``summed_loss``."""
     return (logits.argmax(-1) == targets).sum()
 
 
@@ -155,10 +155,12 @@ class RouterLoss:
     def __init__(
         self, routers: Routers, modules: Iterable[nn.Module], routed: Callable[[], Routed | None], trains: bool = True
     ) -> None:
-        """Args:
-        modules: routers of the stage's layers.
-        routed: returns the data of the sequences being computed or recomputed.
-        trains: whether the loss has a gradient here; False on tensor-parallel ranks except the leader.
+        """Hold the stage's routers.
+
+        Args:
+            modules: routers of the stage's layers.
+            routed: returns the data of the sequences being computed or recomputed.
+            trains: whether the loss has a gradient here; False on tensor-parallel ranks except the leader.
         """
         self.routers, self._routed, self._trains = routers, routed, trains
         self.seen: dict[tuple[int, int], torch.Tensor] = {}
@@ -217,8 +219,7 @@ class RouterLoss:
 
 
 class _Split(torch.autograd.Function):
-    """Split a joined tensor into hidden states and sums. In a 16-bit dtype the sums are raw fp32 bits, on which autograd must not
-    compute."""
+    """Split a joined tensor into hidden states and sums; in 16-bit dtypes raw fp32 bits, on which autograd must not compute."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, routers: Routers) -> tuple[torch.Tensor, torch.Tensor]:

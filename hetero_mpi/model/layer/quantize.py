@@ -153,8 +153,7 @@ def _with_unpacked(
 
 
 class _PackedProduct(torch.autograd.Function):
-    """bitsandbytes' product with a packed matrix, whose backward reads the weights at their address of that time; bitsandbytes'
-    backward uses the address of the forward."""
+    """bitsandbytes' product with a packed matrix, whose backward uses the weights' current address, not that of the forward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, layer: Any) -> torch.Tensor:

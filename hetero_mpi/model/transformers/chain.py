@@ -77,8 +77,10 @@ def random_rates(model: nn.Module) -> list[tuple[nn.Module, str]]:
 
 
 class TransformersChain(LayerChain):
-    """A causal language model of transformers; ``model`` is all of it, on the meta device. Blocks with equal shapes and attention
-    type are of one kind. Without ``dropout`` layers have none, whatever ``config`` says."""
+    """A causal language model of transformers; ``model`` is all of it, on the meta device.
+
+    Blocks with equal shapes and attention type are of one kind. Without ``dropout`` layers have none, whatever ``config`` says.
+    """
 
     def __init__(self, config: PreTrainedConfig, dropout: bool = True) -> None:
         self.config, self._dropout = config, dropout
@@ -172,8 +174,7 @@ class TransformersChain(LayerChain):
                 materialize(module)
 
     def initialise(self, model: Any, layer: int, seed: int) -> None:
-        """Give the meta parameters of ``layer`` their start values (fp32, host): every module is initialised by its family's
-        own rule from a generator seeded by (seed, module name)."""
+        """Initialise meta parameters (fp32, host) by the family's rule, from a generator seeded by (seed, module name)."""
         for root in self.module_names(layer):
             for name, module in model.get_submodule(root).named_modules(prefix=root):
                 names = [f"{name}.{parameter}" for parameter, _ in module.named_parameters(recurse=False)]
@@ -320,8 +321,10 @@ class TransformersChain(LayerChain):
 
 
 def _align_rows(head: nn.Module, arguments: tuple[torch.Tensor]) -> torch.Tensor:
-    """Give the head's input (B, T, D) the strides of consecutive rows. With those of a slice of a sequence, torch multiplies a
-    batch of matrices, for which a CPU copies a frozen head's weight; a forward pre-hook."""
+    """Give the head's input (B, T, D) the strides of consecutive rows; a forward pre-hook.
+
+    With the strides of a slice of a sequence, torch multiplies a batch of matrices, and a CPU copies a frozen head's weight.
+    """
     return arguments[0].reshape(-1, arguments[0].shape[-1]).view(arguments[0].shape)
 
 

@@ -1,8 +1,7 @@
-"""The loss of a head that computes ``HEAD_TOKENS`` tokens at a time where the logits of a micro-batch would take more than
-``LOGITS_BYTES``, so that these never exist all at once.
+"""The loss of a head that computes ``HEAD_TOKENS`` tokens at a time if a micro-batch's logits exceed ``LOGITS_BYTES``.
 
-Backward computes the logits of each slice again: for long sequences and large vocabularies they would take more memory than all
-the blocks, whose forwards are repeated. The rule knows tokens and words alone: which plan it is changes no bit.
+Backward recomputes the logits of each slice: for long sequences and large vocabularies, storing them would take more memory than
+all blocks with activation checkpointing. The rule depends only on tokens and vocabulary, so every plan gives the same bits.
 """
 
 from __future__ import annotations
@@ -27,12 +26,14 @@ class _LastNormOutput(MoeModelOutputWithPast):
 
 
 class HeadSlices:
-    """The losses of hidden states (B, T, D), as the last norm gives them; of logits ``layer.loss`` has the same functions."""
+    """Losses of hidden states (B, T, D) after the last norm; ``layer.loss`` has the same functions for logits."""
 
     def __init__(self, chain: LayerChain, bytes_per_token: int, model: Any, divided: Any) -> None:
-        """Args:
-        bytes_per_token: of the logits for all words, also where members of a group share them.
-        divided: the part of the head (``LayerShare``) that a member of a group holds, or None.
+        """Prepare the sliced loss.
+
+        Args:
+            bytes_per_token: bytes of one token's logits over the full vocabulary, also with a sharded head.
+            divided: this rank's shard of the head (``LayerShare``) in a tensor-parallel group, or None.
         """
         self._chain, self._model, self._divided, self._bytes = chain, model, divided, bytes_per_token
 
@@ -58,7 +59,7 @@ class HeadSlices:
         return torch.cat(slice_losses, 1).view_as(targets)
 
     def likeliest(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """How many targets have the largest logit, a scalar."""
+        """Number of targets with the largest logit, a scalar."""
         count = likeliest if self._divided is None else self._divided.likeliest
         counts = [count(self._logits(x), words) for x, words in self._slices(hidden, targets)]
         return torch.stack(counts).sum()

@@ -48,10 +48,14 @@ _records: ContextVar[list[list[int]] | None] = ContextVar("records", default=_UN
 
 @contextlib.contextmanager
 def attention(records: list[list[int]] | None, repeats: bool) -> Iterator[None]:
-    """A block in which transformers' ``sdpa`` attention computes the ``records`` of packed sequences one by one (an empty list: the
-    rows of ``hand_rows``), and ``repeats`` keys and values that heads share, as it does itself where a mask is given. transformers
-    does not search positions for records there, which would wait for the device. After the last such block it is transformers' own
-    again."""
+    """A block whose ``sdpa`` attention computes ``records`` separately and ``repeats`` shared keys and values.
+
+    transformers repeats them itself when it gets a mask. In the block it does not search positions for records, which would wait
+    for the device. After the last such block, its own attention is restored.
+
+    Args:
+        records: sizes by sequence; empty: rows of ``hand_rows``; None: every sequence is one record.
+    """
     token = _records.set(records)
     _count(1, records is not None, repeats)
     try:

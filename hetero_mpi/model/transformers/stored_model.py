@@ -40,8 +40,7 @@ class StoredModel:
 
 
 def stored_model(files: ModelFiles) -> StoredModel:
-    """Hold ``config.json`` against the files. Raises UserError: they do not fit, and which is right does not follow; the files are
-    damaged; or the family is not proven."""
+    """Check ``config.json`` against the files. Raises UserError for contradictions, damaged files or an unproven family."""
     keys, notes = dict(files.config), []
     notes += _settle_dtype(files, keys)
     fit = _Fit.build(files, keys)
@@ -54,7 +53,7 @@ def stored_model(files: ModelFiles) -> StoredModel:
 
 
 def _main_dtype(files: ModelFiles) -> str | None:
-    """torch's name of the dtype in which most of the bytes are stored; None: no number is."""
+    """Name, as in torch, of the dtype of most stored bytes; None without numbers."""
     bytes_of: Counter[str] = Counter()
     for tensor in files.names.values():
         if "float" in tensor.dtype:
@@ -125,7 +124,7 @@ class _Fit:
         return shape[0] if len(shape) == 2 else None
 
     def require(self) -> None:
-        """Raise UserError unless every tensor of the model is there, in its shape, and no other one in its layers."""
+        """Raise UserError unless the files hold every tensor of the model's layers in its shape, and no others."""
         directory, config, count = self.files.directory, self.model.config, self._blocks_held()
         if count is not None and count != self.count:
             raise UserError(
@@ -161,7 +160,7 @@ class _Fit:
         return [f"the files hold tensors that are not read, and not written to a result: {_some(unread_keys)}"]
 
     def _blocks_held(self) -> int | None:
-        """How many blocks the files have; None: as many as the model, or it cannot be told."""
+        """Number of blocks in the files; None: as many as in the model, or unknown."""
         pattern = re.compile(rf"{re.escape(self.blocks)}\.(\d+)\.")
         matches = [match for name in (*self.keys, *self.foreign.values()) if (match := pattern.match(name))]
         return 1 + max((int(match[1]) for match in matches), default=-1) if matches else None

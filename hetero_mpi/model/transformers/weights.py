@@ -49,9 +49,7 @@ class SeededStart:
 
 
 class TensorSource(Protocol):
-    """The tensors of a Hugging Face directory, under their names in its files, wherever they are: on this rank's disk
-    (``ModelFiles``), or with rank 0.
-    """
+    """Tensors of a Hugging Face directory by their names in its files, on this rank's disk (``ModelFiles``) or with rank 0."""
 
     directory: Path
     """For messages."""
@@ -72,7 +70,7 @@ class FileStart:
     The names in the files are not always the module's names (Mixtral keeps one fused tensor for all experts); the unit of
     loading is one layer, which holds whole conversion groups.
 
-    :raises UserError: tensors are missing from the files or have another shape than the configuration says.
+    Raises UserError: tensors are missing from the files or have another shape than the configuration says.
     """
 
     def __init__(self, files: TensorSource, chain: TransformersChain) -> None:
@@ -147,7 +145,7 @@ class UnpackMxfp4(ConversionOps):
 
 
 def weight_mapping(model: PreTrainedModel) -> list[Any]:
-    """transformers' conversion of names and tensors from the files of a model's family to the model."""
+    """The conversion of names and tensors in transformers from a family's files to the model."""
     packed = [
         WeightConverter([name + _BLOCKS, name + _SCALES], name, [UnpackMxfp4()])
         for name in (_MXFP4 if model.config.model_type == "gpt_oss" else ())
@@ -158,16 +156,18 @@ def weight_mapping(model: PreTrainedModel) -> list[Any]:
 def with_mean_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
     """Extend an embedding, head or bias to ``rows`` by the mean row, in fp32. fp64 sums are independent of the thread count."""
     wide = tensor.float()
-    mean = torch.stack([piece.double().sum(0) for piece in wide.split(_ROWS_PER_SUM)]).sum(0) / len(wide)
+    mean = torch.stack([piece.double().sum(0) for piece in wide.split(_MAX_SUMMED_ROWS)]).sum(0) / len(wide)
     return torch.cat([wide, mean.float().expand(rows - len(wide), *wide.shape[1:])])
 
 
-_ROWS_PER_SUM = 4096
+_MAX_SUMMED_ROWS = 4096
 
 
 def names_in_model(model: PreTrainedModel, keys: Iterable[str]) -> dict[str, tuple[list[str], bool]]:
-    """Name in the files -> (names in the model, several of a tensor that is split, or where the model has no such tensor what
-    transformers would call it; is it a part of that tensor, or changed on the way, so that shapes differ?)."""
+    """Name in the files -> (names in the model, whether the tensor is a part or changes its shape on loading).
+
+    A split tensor has several names. A tensor that the model lacks has the name that transformers would give it.
+    """
     mapping = weight_mapping(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]

@@ -1,6 +1,7 @@
 """Profile calibration: correct a profile by measured steps, and limit the length of a calibration run.
 
-Both the calibration run and rebalancing use it. Only ratios beyond the noise of the steps count."""
+Both the calibration run and rebalancing use it. Only ratios beyond the noise of the steps count.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +83,8 @@ def drifted_profile(profile: ClusterProfile, plan: Plan, ratios: Mapping[Watched
 def calibrated_profile(profile: ClusterProfile, plan: Plan, ratios: Mapping[Part, Ratios]) -> ClusterProfile:
     """Calibrate ranks, group all-reduces and links to the measured steps of ``plan``.
 
-    Unmeasured parts follow measured parts of the same kind: the same device on like hosts, or links between the same hosts."""
+    Unmeasured parts follow measured parts of the same kind: the same device on like hosts, or links between the same hosts.
+    """
     computing = {part: values for part, values in ratios.items() if isinstance(part, int)}
     for rank, leader in plan.leader_of.items():
         if leader in computing:
@@ -113,7 +115,7 @@ def calibrated_profile(profile: ClusterProfile, plan: Plan, ratios: Mapping[Part
 
 
 def factors(measured: Mapping[Key, Ratios], items: Iterable[Key], kind: Callable[[Key], Hashable]) -> dict[Key, float]:
-    """Calibration factor of each key: the median ratio of its class and of its own steps, as far as beyond the noise."""
+    """Calibration factor of each key: the median ratio of its class and of its steps, as far as beyond the noise."""
     logs = {key: [math.log(ratio) for ratio in ratios if 0 < ratio < math.inf] for key, ratios in measured.items()}
     medians = {key: statistics.median(step_logs) for key, step_logs in logs.items() if step_logs}
     sigma = _step_noise([step_logs for step_logs in logs.values() if step_logs])
@@ -143,7 +145,7 @@ def _step_noise(logs: Sequence[Sequence[float]]) -> float:
     deviations = []
     for run in logs:
         middle, count = statistics.median(run), len(run)
-        off = sorted(abs(log - middle) for log in run)[count % 2 :]  # the median is no deviation
+        off = sorted(abs(log - middle) for log in run)[count % 2 :]  # the median is not a deviation
         deviations += [log * math.sqrt(count / (count - 1)) for log in off]
     return sigma_of(deviations)
 

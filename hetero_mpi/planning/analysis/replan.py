@@ -2,8 +2,9 @@
 
 The number of pipelines, batch shares and micro-batches stay. With several pipelines each keeps its ranks.
 
-Run as a program, it reads a question from stdin and writes the answer to stdout as JSON, in a process of its own so that
-planning does not hold the training process's interpreter lock."""
+Run as a program, it reads a question from stdin and writes the answer to stdout as JSON, in a separate process so that
+planning does not hold the training process's interpreter lock.
+"""
 
 from __future__ import annotations
 
@@ -167,13 +168,16 @@ def _candidates(question: ReplanQuestion) -> Iterator[Plan]:
     if free is None:
         return
     kept_s = min(outlined(p, profile).step_s for p in (plan, recut))
-    if set(pipeline.held) <= set(free.ranks) or outlined(free, profile).step_s < (1 - MIN_IDLING_GAIN_RATIO) * kept_s:
+    if (
+        set(pipeline.stages_of) <= set(free.ranks)
+        or outlined(free, profile).step_s < (1 - MIN_IDLING_GAIN_RATIO) * kept_s
+    ):
         yield free
 
 
 def _recut(pipeline: PipelinePlan, profile: ClusterProfile, request: PlanRequest) -> PipelinePlan:
     """The pipeline with better cuts, rank order and depths, if any."""
-    ranks = sorted(pipeline.held)
+    ranks = sorted(pipeline.stages_of)
     # A short last micro-batch counts as full.
     rounded_sequences = -(-pipeline.sequences // pipeline.micro_batch) * pipeline.micro_batch
     request = replace(
@@ -201,7 +205,8 @@ def moving_s(profile: ClusterProfile, old: Plan, new: Plan) -> float:
     """Seconds to redistribute the trained state as ``state.redistribute`` does.
 
     Groups first gather at their owner. Owners send values to all holders, and moments to the next owner. Each rank sends and
-    receives one message at a time."""
+    receives one message at a time.
+    """
     model, sent = profile.model, dict[_Transfer, float]()
     after, together = owned_units(new, model), {stage.ranks[0]: stage.ranks for _, _, stage in new.numbered}
     needing = holders(new)

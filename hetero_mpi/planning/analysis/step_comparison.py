@@ -5,7 +5,8 @@
     StepComparison       ratios over several steps: noise, deviations, the calibrated profile
 
 Calibration compares all its steps at once, rebalancing each step as it ends. Wait time is excluded: a group's all-reduce
-takes its minimum over the members, a message starts when its link is free."""
+takes its minimum over the members, a message starts when its link is free.
+"""
 
 from __future__ import annotations
 
@@ -165,7 +166,9 @@ class StepPrediction:
                 if action.op in COMPUTING:
                     costs = self._free_of_sums if self._costs.stages[action.stage].grouped else self._costs
                     fixed_s = self._costs.profile.devices[rank].optimizer_fixed_s if action.op is Op.STEP else 0.0
-                    rank_seconds[action.op] = rank_seconds.get(action.op, 0.0) + max(0.0, costs.of(action)[0] - fixed_s)
+                    rank_seconds[action.op] = rank_seconds.get(action.op, 0.0) + max(
+                        0.0, costs.cost_of(action)[0] - fixed_s
+                    )
         return seconds_by_rank
 
     @cached_property
@@ -176,7 +179,7 @@ class StepPrediction:
             if stage.grouped:
                 passes = [action for action in self._schedule[stage.ranks[0]] if action.op in COMPUTE]
                 with_s, without_s = (
-                    sum(costs.of(action)[0] for action in passes) for costs in (self._costs, self._free_of_sums)
+                    sum(costs.cost_of(action)[0] for action in passes) for costs in (self._costs, self._free_of_sums)
                 )
                 seconds_by_group[stage.ranks] = seconds_by_group.get(stage.ranks, 0.0) + with_s - without_s
         return seconds_by_group
@@ -185,7 +188,7 @@ class StepPrediction:
         """(source and destination, matching receive, seconds from device to device) of a send."""
         op, away = _RECEIVE[send.op]
         ends = (self._costs.stages[number].ranks[0] for number in (send.stage, send.stage + away))
-        seconds, _ = self._costs.of(send)
+        seconds, _ = self._costs.cost_of(send)
         return (next(ends), next(ends)), Action(op, send.stage + away, send.micro_batch), seconds
 
     @cached_property
@@ -228,7 +231,7 @@ class StepExchange:
         return np.array([*(part * (rank == self._rank) for part, rank in zip(parts, ranks, strict=True)), *trips])
 
     def ratios(self, summed_numbers: NDArray[np.float64]) -> dict[WatchedPart, float]:
-        """Ratios of the significant parts from the summed numbers of all ranks."""
+        """Measured-to-predicted ratios of the significant parts, from values summed over all ranks."""
         prediction, numbers = self._prediction, iter(map(float, summed_numbers))
         if prediction is None:
             return {}

@@ -1,7 +1,8 @@
 """Alternative plans: plan again with one change and report the simulated step time.
 
 The changes are other plans for the same cluster (reasons), other machines and links (what-if), free links and unlimited
-memory (losses), and changes that make a model fit (``planner.remedies``)."""
+memory (losses), and changes that make a model fit (``planner.remedies``).
+"""
 
 from __future__ import annotations
 
@@ -179,8 +180,10 @@ def _even_split(pipeline: PipelinePlan, layers: int) -> PipelinePlan:
 
 
 def _data_parallel(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> Iterator[list[PipelinePlan]]:
-    """Plans with one single-stage replica per rank: each micro-batch goes to the rank that finishes it first. Tries every
-    micro-batch size and, if ``plan`` offloads a stage, every slice size."""
+    """Plans with one single-stage replica per rank: each micro-batch goes to the rank that finishes it first.
+
+    Tries every micro-batch size and, if ``plan`` offloads a stage, every slice size.
+    """
     ranks = sorted(stage.ranks[0] for _, _, stage in plan.numbered)
     sizes, devices = sorted(set(request.micro_batch_choices)), while_computing(profile, ranks).devices
     streams = any(stage.streamed for _, _, stage in plan.numbered)
@@ -277,7 +280,8 @@ def _cluster_alternatives(plan: Plan, profile: ClusterProfile, request: PlanRequ
 class Losses:
     """Step time lost against fully busy devices, by cause, as shares of the step.
 
-    ``1 - bound_s / step_s = choice + links + memory + granularity``, except for clipping at zero."""
+    ``1 - bound_s / step_s = choice + links + memory + granularity``, except for clipping at zero.
+    """
 
     step_s: float
     bound_s: float

@@ -1,6 +1,4 @@
-"""Choose the plan: compare the results of the searches, and time single ranks.
-
-``planner.make_plan`` adds figures and reasons. Callers that need only a step time use this module."""
+"""Choose the plan: compare the results of the searches, and time single ranks. ``planner.make_plan`` adds figures and reasons."""
 
 from __future__ import annotations
 
@@ -73,7 +71,7 @@ def decide(profile: ClusterProfile, request: PlanRequest) -> Decision | None:
 
 
 def _decide_for_ranks(profile: ClusterProfile, request: PlanRequest) -> Decision | None:
-    """Search with the device times of all ranks computing at once, then time the plan with those of its own ranks."""
+    """Search with the device times of all ranks computing at once, then time the plan with those of the plan's ranks."""
     everyone = range(len(profile.devices))
     busy = while_computing(profile, everyone)
     resident = _with_groups(busy, request, _resident(busy, request), slowness(profile, everyone))
@@ -164,7 +162,7 @@ def _memory_binds(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> 
 
 
 def _resident(profile: ClusterProfile, request: PlanRequest, slices: Sequence[int] = ()) -> Decision | None:
-    """Best plan with one or more stages per rank; none is offloaded without ``slices``."""
+    """Find the best plan with one or more stages per rank; stages are offloaded only with ``slices``."""
     without_layouts = len(profile.devices) <= MAX_RANKS_WITHOUT_LAYOUTS
     starts = [] if without_layouts else list(_starts(profile, request, slices))
     if len(profile.devices) > MAX_SEARCH_RANKS:
@@ -257,8 +255,10 @@ def has_fitting_plan(profile: ClusterProfile, request: PlanRequest) -> bool:
 
 
 def _starts(profile: ClusterProfile, request: PlanRequest, slices: Sequence[int] = ()) -> Iterator[tuple[Plan, float]]:
-    """Fitting plans of the promising layouts with their step times, also with split backward toggled. Only the most promising
-    layout if the search cannot handle the number of ranks; the plan with most free memory if no layout fits."""
+    """Fitting plans of the promising layouts with their step times, also with split backward toggled.
+
+    Only the most promising layout if there are too many ranks to search; the plan with most free memory if no layout fits.
+    """
     fitter, has_fitting_layout = Fitter(profile, request), False
     for _, layout in layouts.best_layouts(profile, request, slices):
         plan = fitter.fitted(_scheduled(layout, request))
@@ -311,8 +311,7 @@ def _scheduled(plan: Plan, request: PlanRequest) -> Plan:
 
 
 def time_alone(profile: ClusterProfile, request: PlanRequest, rank: int) -> Alone:
-    """Time ``rank`` alone, with the best of its micro-batch sizes and recompute choices.
-    Copies of the trained state count as in ``planner.make_plan``."""
+    """Time ``rank`` alone at its best micro-batch size and recompute choice; copies of the trained state as in ``make_plan``."""
     try:
         decision = _decide_alone(profile, request, rank)
     except UserError as error:

@@ -109,7 +109,7 @@ def _streamed_text(number: int, plan: Plan, profile: ClusterProfile) -> str:
 
 
 def _files_text(number: int, plan: Plan, profile: ClusterProfile) -> str:
-    """Describe what each pass reads from disk and how long a step waits for it; empty: nothing."""
+    """Describe each pass's disk reads and the time that a step waits for them; empty without reads."""
     _, index, stage = plan.numbered[number]
     if not stage.on_disk:
         return ""
@@ -128,15 +128,12 @@ def _files_text(number: int, plan: Plan, profile: ClusterProfile) -> str:
 
 
 def _enumeration(numbers: Sequence[int]) -> str:
-    """
-    >>> _listed([0, 1, 2])
-    '0, 1 and 2'
-    """
+    """Join like ``0, 1 and 2``."""
     return " and ".join([", ".join(map(str, numbers[:-1])), str(numbers[-1])])
 
 
 def _least_busy(plan: Plan, profile: ClusterProfile, request: PlanRequest, simulation: SimulatedStep) -> Iterator[str]:
-    """Compare with the best plan without the least busy rank, on small clusters. (``PlanReport.alone`` covers two ranks.)"""
+    """Compare with the best plan without the least busy rank, on small clusters. ``PlanReport.alone`` covers two ranks."""
     used = sorted(simulation.busy_s)
     if len(profile.devices) == 2 or not 2 <= len(used) <= MAX_RANKS_TO_EXPLAIN_LEAST or not request.allow_idle:
         return
@@ -165,7 +162,7 @@ def _layers_text(plan: Plan, rank: int) -> str:
 
 
 def _counts_sentence(plan: Plan, profile: ClusterProfile) -> str:
-    used = sum(len(pipeline.held) for pipeline in plan.pipelines)
+    used = sum(len(pipeline.stages_of) for pipeline in plan.pipelines)
     shares = units.join_with_counts(
         (f"{units.plural(p.micro_batches, 'micro-batch')} of {p.micro_batch}" for p in plan.pipelines), " + "
     )
@@ -184,7 +181,7 @@ def busiest_text(plan: Plan, profile: ClusterProfile, simulation: SimulatedStep)
             continue
         last = plan.pipelines[index].micro_batches - 1
         for op, sender, ends in ((Op.SEND_F, number, (stage, behind)), (Op.SEND_B, number + 1, (behind, stage))):
-            seconds = last * costs.of(Action(op, sender, 0))[0] + costs.of(Action(op, sender, last))[0]
+            seconds = last * costs.cost_of(Action(op, sender, 0))[0] + costs.cost_of(Action(op, sender, last))[0]
             pair = ends[0].ranks[0], ends[1].ranks[0]
             links[pair] = links.get(pair, 0.0) + seconds
     link = max(sorted(links), key=lambda pair_of_ranks: links[pair_of_ranks], default=None)

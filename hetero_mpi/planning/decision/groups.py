@@ -3,7 +3,8 @@
 Groups help when pipelining cannot overlap (a batch of one or two long sequences) or a layer exceeds one device's memory. The
 search runs on a contracted cluster, where each group is one rank (``group_costs.group_device``). Its plans are expanded to
 the full cluster, simulated, and improved by moving heads, experts and layers. Groupings whose lower bounds rule out
-``MIN_GAIN_RATIO`` are never searched."""
+``MIN_GAIN_RATIO`` are never searched.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ TimedPlan = tuple[Plan, float]
 """A plan and its step time in seconds."""
 PlanSearch = Callable[[ClusterProfile, PlanRequest], Plan | None]
 MemberCost = Callable[[int, int], float]
-"""(member, number of its heads or experts) -> cost, of which the maximum is minimised."""
+"""(member, number of its heads or experts) -> cost; the maximum cost is minimised."""
 
 
 Groups = tuple[StagePlan, ...]
@@ -184,7 +185,9 @@ class GroupSearch:
 
     def _quickest(self, ranks: tuple[int, ...]) -> StagePlan:
         """Share heads and experts so that the slowest rank is fastest: each goes to the rank that would finish it first.
-        Without expert times, experts are shared in proportion to heads."""
+
+        Without expert times, experts are shared in proportion to heads.
+        """
         chains = [self.chains[rank] for rank in ranks]
         timed = self._timed_experts(ranks)
         least = [int(len(ranks) > timed)] * len(ranks)
@@ -227,8 +230,7 @@ class GroupSearch:
         return {*self.request.alone_micro_batch_choices, *self._asked(groups).micro_batch_choices}
 
     def _plans(self, groups: Groups, pipelines: Sequence[int]) -> Iterator[Plan]:
-        """Fitting plans: one stage on each group alone, and the search's plan for each pipeline limit, until one with several
-        pipelines fits."""
+        """Fitting plans: one stage on each group alone, and plans by pipeline limit until one with several pipelines fits."""
         alone = len(groups) == 1 and len(groups[0].ranks) == len(self.profile.devices)
         if self.request.allow_idle or alone:
             yield from (plan for group in groups if (plan := self._by_itself(group)) is not None)

@@ -100,7 +100,7 @@ def _make_ordered_plan(profile: ClusterProfile, request: PlanRequest) -> PlanRep
         raise UserError(
             "plan.schedule_impossible",
             f"schedule = {name!r}: the {max_ranks} ranks of a pipeline cannot hold two stages each of the chain's "
-            f"{report.plan.layers} layers in that order and in their memory (streamed stages are not tried); "
+            f"{report.plan.layers} layers in that order and in their memory (offloaded stages are not tried); "
             f"take another schedule, or fewer ranks",
         )
     full = complete_plan(plan, profile, nearest)
@@ -157,7 +157,7 @@ def _shortage_text(who: str, predicted: RankMemory | HostMemory) -> str:
 def _tradeoff_sentences(plan: Plan, profile: ClusterProfile) -> Iterator[str]:
     """Describe accuracy and time traded for speed and memory."""
     model = profile.model
-    if model.wire is not None and any(len(pipeline.held) > 1 for pipeline in plan.pipelines):
+    if model.wire is not None and any(len(pipeline.stages_of) > 1 for pipeline in plan.pipelines):
         yield f"boundaries travel as {model.wire} (train.wire): the loss is no longer equal to that of one process"
     sliced = [
         str(rank)
@@ -292,7 +292,7 @@ def _host_shortage(profile: ClusterProfile, request: PlanRequest) -> Iterator[st
         if not full:
             remedy = "would make it fit, or a disk whose speed is measured: [model] shard_cache, or TMPDIR, on one"
         yield (
-            f"{text}, of which {units.size(available_bytes)} are usable ([[hosts]] memory_bytes): short by "
+            f"{text}, {units.size(available_bytes)} of it usable ([[hosts]] memory_bytes): short by "
             f"{needed_bytes - available_bytes} bytes; that much more host memory {remedy}"
         )
     elif full:

@@ -1,7 +1,8 @@
 """Virtual pipeline stages: plans with several stages per rank, made from plans with one.
 
 Interleaved or V-shaped stages shorten the bubble between similar ranks on fast links, and cost messages on slow links.
-Simulation decides."""
+Simulation decides.
+"""
 
 from __future__ import annotations
 
@@ -186,8 +187,7 @@ def _action_count(plan: Plan) -> int:
 
 
 def _filled_cuts(ranks: Sequence[int], seconds: dict[int, list[float]], layers: int, step_s: float) -> list[int] | None:
-    """Greedy cuts with at most ``step_s`` seconds per rank: of its n stages, a rank's i-th fills it to i/n. None: layers are
-    left."""
+    """Greedy cuts with at most ``step_s`` seconds per rank: the i-th of its n stages fills it to i/n. None: layers are left."""
     stages_of_rank = {rank: list(ranks).count(rank) for rank in ranks}
     stages_seen, busy_s, cuts = dict.fromkeys(ranks, 0), dict.fromkeys(ranks, 0.0), [0]
     for number, rank in enumerate(ranks):

@@ -57,15 +57,15 @@ def computed_by_rank(pipeline: PipelinePlan) -> Mapping[int, Iterable[tuple[str,
     computing = cast(Order, order).computing
     return {
         rank: [(op, index, m) for index in indices for op, m in computing(pipeline, index)]
-        for rank, indices in pipeline.held.items()
+        for rank, indices in pipeline.stages_of.items()
     }
 
 
 SCHEDULES = {
     "auto": "warm-up depths and splitting as the planner finds best",
     "gpipe": "all forwards, then all backwards (Huang et al. 2019, arXiv:1811.06965)",
-    "1f1b": "a forward and a backward in turn after the classic warm-up (Narayanan et al. 2019, PipeDream)",
-    "split": "1f1b with the gradients of the weights put off (zero bubble, Qi et al. 2023, arXiv:2401.10241)",
-    **{name: (order.__doc__ or "").split("\n")[0] for name, order in OTHER_ORDERS.items()},
+    "1f1b": "alternating forwards and backwards after the classic warm-up (Narayanan et al. 2019, PipeDream)",
+    "split": "1f1b with deferred weight gradients (zero bubble, Qi et al. 2023, arXiv:2401.10241)",
+    **{name: (order.__doc__ or "").split("\n")[0].rstrip(".") for name, order in OTHER_ORDERS.items()},
 }
 """Values of a request's ``schedule``; the first four are depths of ``warm_up``."""

@@ -1,7 +1,7 @@
-"""as zbv, with backward in two parts only where another rank would wait for it in one (after DualPipeV, Lian et al. 2025)
+"""as zbv, with backward split only where another rank would wait for an unsplit one (after DualPipeV, Lian et al. 2025).
 
-On many devices a backward in two parts takes longer than in one, so each that stays whole is time won. DualPipeV proper computes a
-forward and a backward at once, which pays where a device has links of its own to hide: one action at a time is computed here.
+On many devices a split backward takes longer, so splitting less saves time. DualPipeV proper overlaps a forward with a backward,
+which pays where a device communicates within a pass; here each rank computes one pass at a time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""several stages per rank, weight gradients put off (ZB-V of Qi et al. 2024, arXiv:2405.15362): V-shaped, or looped
+"""several stages per rank, deferred weight gradients (ZB-V of Qi et al. 2024, arXiv:2405.15362): V-shaped, or looped.
 
 Two ranks that hold two of four stages each, three micro-batches, every forward and every part of a backward one clock long::
 
@@ -6,13 +6,12 @@ Two ranks that hold two of four stages each, three micro-batches, every forward 
     rank 0  0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 0B0   . 0B1   . 3F2 3I2 3W1 3W2 0B2   .   .
     rank 1    . 1F0 2F0 1F1 2F1 2I0 1I0 1F2 2I1 1I1 2W0 2F2 1W0 2W1 2I2 1I2 1W1 2W2 1W2
 
-A V keeps the first and the last stage on one rank, and needs no message where it turns. ``warm_up`` of a stage is how many
-micro-batches it may have in flight beside one. Free of deadlock with any depths.
+A V keeps the first and the last stage on one rank, and needs no message where it turns. A stage has at most ``warm_up`` + 1
+micro-batches in flight. Free of deadlock with any depths.
 
-It is made by list scheduling: each rank always takes up what can begin first.
-All stages count as equally long: a forward takes one unit, a backward two (its halves one each), a message none. Of what could
-begin at the same time a backward comes before a forward and a later stage before an earlier one, as others wait for it longest;
-weight gradients fill what is left.
+List scheduling: each rank runs the pass that can begin first. All stages count as equally long: a forward takes one unit, a
+backward two (its halves one each), a message none. Ties: backward before forward and later stages first, as other ranks wait
+longest for them; weight gradients fill idle time.
 """
 
 from __future__ import annotations
@@ -79,16 +78,16 @@ class _ListScheduler:
 
     def __init__(self, ranks: tuple[int, ...], limits: tuple[int, ...], count: int, split: bool, sparing: bool) -> None:
         self.ranks, self.limits, self.count, self.split, self.sparing = ranks, limits, count, split, sparing
-        self.held = {rank: [index for index, holder in enumerate(ranks) if holder == rank] for rank in ranks}
-        self.clock = dict.fromkeys(self.held, 0)
+        self.stages_of = {rank: [index for index, holder in enumerate(ranks) if holder == rank] for rank in ranks}
+        self.clock = dict.fromkeys(self.stages_of, 0)
         self.inputs: list[dict[int, int]] = [dict.fromkeys(range(count), 0), *({} for _ in ranks[1:])]
         self.gradients: list[dict[int, int]] = [{} for _ in ranks]
         self.forwards, self.backwards = [0] * len(ranks), [0] * len(ranks)
-        self.deferred: dict[int, deque[tuple[int, int]]] = {rank: deque() for rank in self.held}
-        self.lists: dict[int, list[Computed]] = {rank: [] for rank in self.held}
+        self.deferred: dict[int, deque[tuple[int, int]]] = {rank: deque() for rank in self.stages_of}
+        self.lists: dict[int, list[Computed]] = {rank: [] for rank in self.stages_of}
 
     def build(self) -> dict[int, list[Computed]]:
-        nexts = {rank: self._next_candidate(rank) for rank in self.held}
+        nexts = {rank: self._next_candidate(rank) for rank in self.stages_of}
         while any(nexts.values()):
             (candidate, rank) = min((option, rank) for rank, option in nexts.items() if option is not None)
             self._append(rank, candidate)
@@ -101,9 +100,9 @@ class _ListScheduler:
         """Next operation of ``rank``; None: it must wait, or has ended."""
         now, options = self.clock[rank], []
         owed = self.deferred[rank]
-        held_count = len(owed) + sum(self._in_flight(index) for index in self.held[rank])
-        full = bool(owed) and held_count >= sum(self.limits[index] for index in self.held[rank])
-        for index in self.held[rank]:
+        held_count = len(owed) + sum(self._in_flight(index) for index in self.stages_of[rank])
+        full = bool(owed) and held_count >= sum(self.limits[index] for index in self.stages_of[rank])
+        for index in self.stages_of[rank]:
             forward, backward = self.forwards[index], self.backwards[index]
             ends = index == 0 and backward == self.count - 1  # in one part: what later stages owe comes before it
             if backward in self.gradients[index] and not (owed and ends):
@@ -140,8 +139,10 @@ class _ListScheduler:
                 self.gradients[index - 1][micro_batch] = end
 
     def _splits(self, index: int, micro_batch: int, begin: int) -> bool:
-        """True where the previous stage's rank would idle until an unsplit backward ends. Deferred weight gradients force a split:
-        a stage's gradients accumulate in micro-batch order, and a rank's last backward comes last."""
+        """True where the previous stage's rank would idle until an unsplit backward ends.
+
+        Deferred weight gradients force a split: a stage accumulates in micro-batch order, and a rank's last backward comes last.
+        """
         previous = self.ranks[index - 1]
         following = self._next_candidate(previous)
         busy = following is not None and following.kind < 2 and following.begin + _UNITS["F"] >= begin + _UNITS["B"]

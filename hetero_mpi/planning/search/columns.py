@@ -8,7 +8,7 @@ ring. Ranks of one host in a column make that ring fast; ranks of one host in a 
     column 0       host A       host A       host A       <- all-reduce inside host A
     column 1       host B       host C       host D       <- all-reduce across the network
 
-Dynamic programming along an order of the columns, of which any may be left out, finds the best pipeline. Going backward,
+Dynamic programming along an order of the columns, any of them optional, finds the best pipeline. Going backward,
 ``_Best`` holds per layer the minimum time from the arrival of the first micro-batch there to the end of the step:
 
 * ``back_s``: until the last gradient is back: the larger of ``M a`` and ``a + hop + back_s`` of the next stage (M
@@ -34,9 +34,7 @@ Column = tuple[int, ...]
 
 
 def in_hosts(costs: Costs, pipelines: int, keys: Sequence[Floats]) -> list[Column]:
-    """Columns of like ranks within each host; the remaining ranks form columns across hosts.
-
-    ``keys``: similarity keys as for ``numpy.lexsort``, largest values first."""
+    """Columns of like ranks within each host, then across hosts. ``keys``: as for ``numpy.lexsort``, largest values first."""
     columns: list[Column] = []
     rest: list[int] = []
     for members in _by_host(costs):
@@ -49,7 +47,8 @@ def in_hosts(costs: Costs, pipelines: int, keys: Sequence[Floats]) -> list[Colum
 def along_hosts(costs: Costs, pipelines: int, keys: Sequence[Floats]) -> list[Column]:
     """Columns across hosts, with ranks of a host consecutive in a pipeline.
 
-    Ranks equal in all ``keys`` form K columns: in host order, the first K go to pipeline 0, and so on."""
+    Ranks equal in all ``keys`` form K columns: in host order, the first K go to pipeline 0, and so on.
+    """
     columns: list[Column] = []
     rest: list[int] = []
     groups: dict[tuple[float, ...], list[int]] = {}
@@ -90,7 +89,7 @@ def in_columns(costs: Costs, members: Sequence[Column]) -> Costs:
         relief = sum(usable) / pipelines - min(usable)
         return MemoryBudget(min(usable), max(ratio), relief, all(in_host_memory), min(of_host))
 
-    places, count = costs.place[table], len(members)
+    places, count = costs.place_of[table], len(members)
     latency_s, per_byte_s = np.zeros((count, count)), np.zeros((count, count))
     for p in range(pipelines):
         pair = np.ix_(places[:, p], places[:, p])
@@ -103,7 +102,7 @@ def in_columns(costs: Costs, members: Sequence[Column]) -> Costs:
         backward_s=slowest(costs.backward_s),
         overhead_s=slowest(costs.overhead_s),
         step_per_parameter_s=costs.step_per_parameter_s[:, table].max(axis=2) / pipelines,
-        place=np.arange(count),
+        place_of=np.arange(count),
         latency_s=latency_s,
         per_byte_s=per_byte_s,
         members=members,
@@ -180,7 +179,8 @@ class Chains:
     ) -> tuple[float, tuple[int, ...], tuple[int, ...]]:
         """(estimated seconds, columns, cuts) of the best pipeline along ``line``; infinite: none fits.
 
-        ``period_s``: assumed seconds per micro-batch, from which depths follow; infinite: 1F1B depths."""
+        ``period_s``: assumed seconds per micro-batch, from which depths follow; infinite: 1F1B depths.
+        """
         count = self.columns.layer_count + 1
         nothing = np.full(count, np.inf)
         nothing[self.columns.layer_count] = 0.0

@@ -1,7 +1,8 @@
 """Data-parallel pipelines over many ranks: their number, members and batch shares.
 
 For each promising number of pipelines, dynamic programming estimates the best line of columns (``columns``). The best are
-simulated, and batch shares are balanced. Effort is counted in candidates, not seconds, so plans are deterministic."""
+simulated, and batch shares are balanced. Effort is counted in candidates, not seconds, so plans are deterministic.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ MAX_LAYOUTS_PER_COUNT = 2
 MAX_IMPROVED, MAX_SLOWDOWN = 3, 1.1
 """Number of pipeline counts whose batch shares are balanced, and their maximum slowdown against the best."""
 PACES = ((1.0, 0.1), (1.0, 0.5), (1.0, 1.5), (0.9, 0.5))
-"""(fraction of the estimated pace, allowance in periods) from which depths are guessed; with one alone, plans of 32 to 64 ranks are
+"""(fraction of the estimated pace, allowance in periods) from which depths are guessed; with only one, plans of 32 to 64 ranks are
 up to 8 % slower."""
 
 
@@ -64,7 +65,7 @@ class _SimulatedLayout:
         return self.layout.chains
 
     def pipelines(self, sequences: Sequence[int]) -> list[Fitting]:
-        """Its pipelines with these batch shares, timed on their own ranks."""
+        """Pipelines with these batch shares, timed on their ranks."""
         columns, line = self.chains.columns, self.chain.line
         assert columns.base is not None
         return [
@@ -78,7 +79,8 @@ class _SimulatedLayout:
 def best_layouts(profile: ClusterProfile, request: PlanRequest, slices: Sequence[int] = ()) -> list[tuple[float, Plan]]:
     """Plans for each promising number of pipelines with their step times, best first. Deterministic.
 
-    Step times are those of ``simulate``, or a little longer for columns of unlike ranks."""
+    Step times are those of ``simulate``, or a little longer for columns of unlike ranks.
+    """
     by_size = costs_by_size(profile, request, slices)
     clock, best_by_count = Clock(by_size), dict[int, _SimulatedLayout]()
     for layout in _sized(by_size):
@@ -187,7 +189,7 @@ def _lines(chains: Chains, most: int) -> list[ColumnOrder]:
     }
     orders: list[ColumnOrder] = []
     for names in _KEYS[:most]:
-        keys = columns.place, columns.host, *(-worth[name] for name in names.split())
+        keys = columns.place_of, columns.host, *(-worth[name] for name in names.split())
         line = tuple(np.lexsort(keys).tolist())
         orders += [line, line[::-1]]
     return list(dict.fromkeys(orders))

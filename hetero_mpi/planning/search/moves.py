@@ -1,6 +1,4 @@
-"""Local moves: small changes to pipelines.
-
-A move returns new lines, or None if impossible; memory is checked later."""
+"""Local moves: small changes to pipelines, as new lines, or None if impossible; memory is checked later."""
 
 from __future__ import annotations
 
@@ -189,8 +187,7 @@ class Moves:
 
 
 def nearest(lines: Lines, depths: bool) -> Iterator[Lines]:
-    """Smallest changes: a layer across a cut, depth by one, a micro-batch to another pipeline; then one stage deeper and
-    another shallower."""
+    """Smallest changes: a layer across a cut, a depth by one (or two opposite), a micro-batch to another pipeline."""
     for index, line in enumerate(lines):
         for stage, by in itertools.product(range(1, len(line.counts)), (-1, 1)):
             counts = list(line.counts)

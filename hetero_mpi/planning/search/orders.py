@@ -7,7 +7,8 @@ of one micro-batch through all earlier stages and messages)::
     A + M c + optimizer <= T
 
 Micro-batches in flight cover the round trip through later stages. Stages without layers vanish. All-reduces are left out; the
-caller simulates the best candidates."""
+caller simulates the best candidates.
+"""
 
 from __future__ import annotations
 
@@ -108,7 +109,8 @@ class Orders:
         ``depth`` scales the micro-batches in flight.
 
         Returns:
-            Unplaced layers [N], layers of every rank [K, N], micro-batches in flight [K, N]."""
+            Unplaced layers [N], layers of every rank [K, N], micro-batches in flight [K, N].
+        """
         (K, N), P, n = these.who.shape, len(these.size) - 1, self.count
         who, column = these.who, np.arange(N)
         size = these.size[these.pipeline, column]
@@ -289,7 +291,8 @@ class Orders:
         """Improve candidates by ``rounds`` of random moves.
 
         Returns:
-            The best diverse candidates, best first (empty: none fits), and the final population."""
+            The best diverse candidates, best first (empty: none fits), and the final population.
+        """
         time = self.least(these, depth)
         best = {candidate[1:]: candidate for candidate in self._sorted(these, time, 4 * max_candidates)}
         if not best:
@@ -327,7 +330,7 @@ class Orders:
 
 def _hops_s(costs: Costs) -> Floats:
     """[rank, rank] round-trip seconds of a message after the first layer."""
-    away = (costs.latency_s + costs.message_bytes[0] * costs.per_byte_s)[costs.place][:, costs.place]
+    away = (costs.latency_s + costs.message_bytes[0] * costs.per_byte_s)[costs.place_of][:, costs.place_of]
     return np.where(np.eye(costs.count, dtype=bool), 0.0, away + away.T)
 
 

@@ -70,8 +70,7 @@ class Fitting:
         return _spans_s(self.times, self.line.flying, self.line.micro_batches)
 
     def pipeline(self, ranks: Sequence[int], fixed: bool) -> PipelinePlan:
-        """Convert to a plan's pipeline. ``ranks``: job ranks by index; ``fixed``: keep scheduled depths for single stages
-        too."""
+        """Convert to a plan's pipeline. ``ranks``: job ranks by index; ``fixed``: keep scheduled depths for single stages too."""
         line, cuts, several = self.line, self.line.cuts, fixed or len(self.line.ranks) > 1
         warm_up = [depth - 1 if several else 0 for depth in line.flying]
         stages = tuple(

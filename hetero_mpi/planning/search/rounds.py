@@ -1,7 +1,8 @@
 """Local search by step time: descent, and simulated annealing (Kirkpatrick, Gelatt & Vecchi, Science 220, 1983).
 
 Annealing draws the tolerated slowdown first, so a lower bound (``bounds``) drops most changes without simulation. Effort is
-counted in changes, not seconds, so plans are deterministic."""
+counted in changes, not seconds, so plans are deterministic.
+"""
 
 from __future__ import annotations
 
@@ -291,9 +292,7 @@ class Clock:
         ]
 
     def _summed_s(self, lines: Sequence[Fitting], coming: dict[int, float]) -> float:
-        """Time at which the last gradient is reduced: layers in reverse order, each once its gradient is final everywhere.
-
-        Adds each rank's seconds of receiving new values to ``coming``."""
+        """Time at which the last layer's gradient is reduced, in reverse order; adds seconds to receive values to ``coming``."""
         final_s = [max(times_s) for times_s in zip(*map(self._whole_s, lines), strict=True)]
         free: dict[int, float] = {}
         cuts = [line.line.cuts for line in lines]

@@ -1,7 +1,8 @@
 """Search for plans with one stage per rank: estimate candidates, simulate the best, then improve them locally.
 
 Each number of pipelines starts with its own candidates (``orders``), independent of larger numbers and of rank numbering. The
-best are simulated and descended from; one is annealed."""
+best are simulated and descended from; one is annealed.
+"""
 
 from __future__ import annotations
 
@@ -192,9 +193,9 @@ class Search:
         host = self.rounds.costs[lines[0].micro_batch].host.tolist()
         used_hosts = {host[rank] for line in lines for rank in line.ranks}
         for left_out in used_hosts if len(used_hosts) > 1 else ():
-            kept = [tuple(rank for rank in line.ranks if host[rank] != left_out) for line in lines]
-            pairs = list(zip(lines, kept, strict=True))
-            for size in self.costs if all(kept) else ():
+            remaining_ranks = [tuple(rank for rank in line.ranks if host[rank] != left_out) for line in lines]
+            pairs = list(zip(lines, remaining_ranks, strict=True))
+            for size in self.costs if all(remaining_ranks) else ():
                 fewer = (line._replace(ranks=ranks, micro_batch=size) for line, ranks in pairs)
                 cut = None if any(line.sequences % size for line in lines) else orders.cut(tuple(fewer), depth)
                 if cut is not None and (deepened := rounds.with_promising_depths(cut)):
@@ -229,7 +230,8 @@ class Search:
 
         Noise of measured links would otherwise decide the order of equal devices. Preferred are the lowest-numbered alike
         ranks in ascending order (one pipeline), the same in ascending order within classes, then both for the ranks already
-        chosen."""
+        chosen.
+        """
         lines, limit_s = self.lines(plan), step_s * (1 + max(self.request.indifference, ROUNDING_RATIO))
         devices = self.profile.devices
         usable = [[rank for rank in like if rank in self.ranks] for like in like_ranks(self.profile)]

@@ -1,2 +1,1 @@
-"""The values that planning reads and writes: frozen dataclasses of a cluster, a model, a request and a plan, and their TOML
-files."""
+"""Values that planning reads and writes: frozen dataclasses of a cluster, a model, a request and a plan, and their TOML files."""

@@ -1,5 +1,4 @@
-"""Variants of a measured cluster (ranks, links, memory), and estimated costs of its model in another dtype, with adapters or with
-another optimizer."""
+"""Variants of a measured cluster (ranks, links, memory) and of its model's costs (dtype, adapters, optimizer)."""
 
 from __future__ import annotations
 
@@ -45,8 +44,7 @@ def with_faster_links(
     latency: bool = True,
     where: Callable[[LinkProfile | HostLinkProfile], bool] = lambda link: True,
 ) -> ClusterProfile:
-    """Both directions of ``pairs`` (default: all) with ``times`` the bandwidth and, if ``latency``, 1 / ``times`` the latency, on
-    links for which ``where`` is true."""
+    """Multiply bandwidth (and divide ``latency``) by ``times``: of ``pairs`` in both directions (default: all), if ``where``."""
 
     def faster(link: AnyLink) -> AnyLink:
         if not where(link):
@@ -122,7 +120,7 @@ def with_copy_of(profile: ClusterProfile, rank: int) -> ClusterProfile:
         (profile.link(rank, peer) for peer in other_ranks), key=lambda k: (k.bytes_per_s, -k.latency_s), default=None
     )
     speed = (0.0, math.inf) if fastest is None else (fastest.latency_s, fastest.bytes_per_s)
-    if not profile.links:  # all but what the host's own ranks have among themselves is told by the hosts
+    if not profile.links:  # host links describe everything except links within a host
         own_link = () if profile.host_link(host, host) else (HostLinkProfile(host, host, *speed),)
         return replace(more, host_links=(*profile.host_links, *own_link))
     links = [*profile.links, LinkProfile(new, rank, *speed, True), LinkProfile(rank, new, *speed, True)]
@@ -135,8 +133,7 @@ def with_copy_of(profile: ClusterProfile, rank: int) -> ClusterProfile:
 def with_slowness(
     profile: ClusterProfile, ratios: Mapping[int, float], of_optimizer: Mapping[int, float] | None = None
 ) -> ClusterProfile:
-    """Ranks whose computing takes ``ratios[rank]`` times as long as profiled, and optimizer steps ``of_optimizer[rank]`` times
-    (default: ``ratios``)."""
+    """Slow ranks: ``ratios[rank]`` times as long for compute, ``of_optimizer[rank]`` (default: ``ratios``) for optimizer steps."""
     optimizer = of_optimizer or {}
 
     def slower(device: DeviceProfile) -> DeviceProfile:
@@ -180,8 +177,7 @@ def with_copies(profile: ClusterProfile, request: PlanRequest) -> ClusterProfile
 
 
 def _without_copy_memory(profile: ClusterProfile, copy_bytes: float, everywhere: bool) -> ClusterProfile:
-    """Reduce the memory of hosts in which ranks compute (``everywhere``: of all hosts) by ``copy_bytes`` for each parameter that
-    the host's ranks may train."""
+    """Reduce the memory of hosts with CPU ranks (``everywhere``: all hosts) by ``copy_bytes`` per trainable parameter."""
     model = profile.model
     trained = sum(layer.trainable_parameters for layer in model.layers)
     model_bytes = sum(layer.parameter_bytes for layer in model.layers) + model.state_bytes(0, len(model.layers))

@@ -20,8 +20,10 @@ WARM_UP = "warm_up"
 
 @dataclass(frozen=True)
 class StagePlan:
-    """Layers ``[first, last)`` of the chain, on one rank or sharded over a tensor-parallel group of ranks on one host. The group's
-    first rank leads: it alone exchanges messages with other stages."""
+    """Layers ``[first, last)`` of the chain, on one rank or sharded over a tensor-parallel group of ranks on one host.
+
+    The group's first rank leads: it alone exchanges messages with other stages.
+    """
 
     ranks: tuple[int, ...]
     first: int
@@ -81,8 +83,10 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """Stages in chain order that together hold every layer once. A rank may hold several, given an order for that (``orders``):
-    ranks 0, 1, 0, 1 are looped, 0, 1, 1, 0 V-shaped."""
+    """Stages in chain order that together hold every layer once.
+
+    A rank may hold several, given an order for that (``orders``): ranks 0, 1, 0, 1 are looped, 0, 1, 1, 0 V-shaped.
+    """
 
     stages: tuple[StagePlan, ...]
     micro_batch: int
@@ -96,7 +100,7 @@ class PipelinePlan:
     """Order of a stage's operations: a name in ``orders.ORDERS``."""
 
     @cached_property
-    def held(self) -> dict[int, tuple[int, ...]]:
+    def stages_of(self) -> dict[int, tuple[int, ...]]:
         """Rank -> indices of its stages in the pipeline."""
         indices: dict[int, tuple[int, ...]] = {}
         for index, stage in enumerate(self.stages):
@@ -106,9 +110,9 @@ class PipelinePlan:
 
     @property
     def interleaved(self) -> bool:
-        return any(len(places) > 1 for places in self.held.values())
+        return any(len(places) > 1 for places in self.stages_of.values())
 
-    def together(self, index: int) -> bool:
+    def is_local_boundary(self, index: int) -> bool:
         """True where stages ``index`` and ``index + 1`` are on one rank and exchange no message."""
         return self.stages[index].ranks == self.stages[index + 1].ranks
 
@@ -224,7 +228,7 @@ class PlanReport:
     plan: Plan
     predicted_step_s: float
     bound_step_s: float
-    """Lower bound for this instance: the fluid bound (``bounds``), often far below what is possible."""
+    """Lower bound for this instance: the fluid bound (``bounds``), often far below the attainable time."""
     alone: Alone | None = None
     """The fastest single rank; None: unknown."""
     tried_step_s: float | None = None

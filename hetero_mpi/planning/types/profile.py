@@ -256,8 +256,8 @@ class ClusterProfile:
         link_by_hosts, any_other = self._host_link_of, ITSELF if source == destination else ANY_HOST
         return link_by_hosts.get((source, destination)) or link_by_hosts.get((ANY_HOST, any_other))
 
-    def told_links(self) -> tuple[LinkProfile, ...]:
-        """``links``, or without them one link per pair of hosts."""
+    def described_links(self) -> tuple[LinkProfile, ...]:
+        """``links``, or one link per pair of hosts if there are none."""
         if self.links:
             return self.links
         ranks: dict[str, list[int]] = {}
@@ -297,7 +297,7 @@ class ClusterProfile:
         seconds = (latency_s[pairs] + copied[:, :, 0]) + message_bytes * (per_byte_s[pairs] + copied[:, :, 1])
         np.fill_diagonal(seconds, 0.0)
         for a, b in np.argwhere(np.isnan(seconds)):
-            self.link(ranks[a], ranks[b])  # says what is missing
+            self.link(ranks[a], ranks[b])  # raises an error that names the missing link
         return np.asarray(seconds)
 
     @cached_property
@@ -307,8 +307,10 @@ class ClusterProfile:
 
     @cached_property
     def _pairs(self) -> _Pairs:
-        """(place of each rank; latency and seconds per byte between places, NaN without a link; latency and seconds per byte
-        [rank, 2] of copies out of and into its device). Places are hosts where there are only host links, else ranks."""
+        """(place of each rank; latency and seconds per byte between places, NaN without a link; both of device copies [rank, 2]).
+
+        Places are hosts where there are only host links, else ranks. Copies go out of and into the device.
+        """
         names = [device.host for device in self.devices]
         hosts = list(dict.fromkeys(names))
         by_host = not self.links

@@ -149,8 +149,7 @@ def _device_problems(device: DeviceProfile, trained: dict[str, int], path: str) 
 
 
 def _times_problems(times: LayerTimes, trained: bool, path: str) -> Iterator[str]:
-    """A curve is positive, or zero throughout where nothing is computed: backward of frozen layers before the first trained one,
-    and weight parts without matrices."""
+    """Check that curves are positive, or zero where nothing is computed (backward of frozen first layers; no weight gradients)."""
     if (times.input_s is None) != (times.weight_s is None):
         yield f"{path}: input_s and weight_s are the two parts of one backward: give both or neither"
     for field in fields(times):

@@ -29,8 +29,7 @@ HEAD = "head"
 
 
 def in_slices(logits_bytes_per_token: float, tokens: int) -> bool:
-    """True where a head computes the logits of ``tokens`` tokens in slices. This changes bits, so planning and execution both call
-    it."""
+    """True where a head computes logits in slices. This changes bits, so planning and execution both call this function."""
     return tokens > HEAD_TOKENS and tokens * logits_bytes_per_token > LOGITS_BYTES
 
 

@@ -125,8 +125,7 @@ def _expand_likes(devices: list[Any], problems: list[str]) -> list[Any]:
 
 
 def plan_to_dict(plan: Plan | PlanReport, infinity_as_text: bool = True) -> dict[str, Any]:
-    """Plain values: schema version, the decision and, of a report, its prediction under ``report``; JSON with
-    ``infinity_as_text``."""
+    """Plain values: schema version, decision and a report's prediction under ``report``; JSON with ``infinity_as_text``."""
     version = {"schema_version": plan_types.SCHEMA_VERSION}
     if isinstance(plan, Plan):
         return {**version, **encode(plan, infinity_as_text)}
@@ -145,7 +144,7 @@ def report_from_dict(data: dict[str, Any], where: str = "plan") -> PlanReport:
     if report is None:
         raise UserError(
             "plan.no_report",
-            f"{where}: has no table [report], with what is predicted of the plan: `plan --plan` works it out",
+            f"{where}: has no table [report] with the plan's prediction: `plan --plan` computes it",
         )
     return report
 
@@ -190,8 +189,7 @@ def save_plan(plan: Plan | PlanReport, path: str | os.PathLike[str]) -> None:
 
 
 def load_plan_file(path: str | os.PathLike[str]) -> tuple[Plan, PlanReport | None]:
-    """Load the plan at a path or in a run directory, and its report; ``UserError`` if invalid. ``planner.complete_plan`` checks
-    the model."""
+    """Load a plan and its report from a file or run directory; ``UserError`` if invalid. ``complete_plan`` checks the model."""
     file = file_of_run(Path(path), "plan.toml") if Path(path).is_dir() else Path(path)
     return _plan_file(_read(file), str(file))
 
@@ -223,7 +221,7 @@ def _table_lines(table: dict[str, Any], prefix: str) -> list[str]:
                 lines.append(line)
             else:
                 inner = _table_lines(value, name)
-                # A table of nothing but sub-tables needs no heading of its own.
+                # A table of nothing but sub-tables needs no heading.
                 below += inner if inner and not inner[0] else ["", f"[{name}]", *inner]
         elif isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
             for item in value:

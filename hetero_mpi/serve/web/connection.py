@@ -50,8 +50,7 @@ class Connection(BaseHTTPRequestHandler):
     """The response has started and cannot be replaced."""
 
     def answer(self) -> None:
-        """Respond to ``self.command`` (GET, HEAD or POST), ``self.headers``, ``self.route`` and ``self.body``; an HttpError is
-        sent."""
+        """Respond to ``command`` (GET, HEAD or POST), ``headers``, ``route`` and ``body``; an HttpError is sent."""
         raise NotImplementedError
 
     @property

@@ -45,9 +45,7 @@ from hetero_mpi.util.errors import UserError
 
 
 def read_factory(loaded: LoadedJob) -> tuple[dict[str, Any], Samples]:
-    """(JSON-able description of the model, its data). On rank 0. Raises UserError: the module is missing, returns something else,
-    or breaks a rule.
-    """
+    """(JSON description of the model, its data), on rank 0. Raises UserError: module missing, wrong return type or broken rule."""
     model, digest = _call_factory(loaded)
     job = loaded.job
     data = _data(loaded, "data", model.data)
@@ -61,12 +59,14 @@ def read_factory(loaded: LoadedJob) -> tuple[dict[str, Any], Samples]:
 
 
 def custom_chain(world: World, loaded: LoadedJob, keys: Mapping[str, Any], samples: Samples | None) -> CustomChain:
-    """The chain of a factory's layers on every rank. Collective. Raises CollectiveUserError: a rank cannot import the module, or
-    has another one.
+    """The chain of a factory's layers on every rank. Collective.
 
     Args:
-        keys: as ``read_factory`` gave them to rank 0.
+        keys: rank 0's result of ``read_factory``.
         samples: the data, on rank 0.
+
+    Raises:
+        CollectiveUserError: A rank cannot import the module, or has a different one.
     """
     sample = world.broadcast_arrays(samples.first() if samples is not None else None)
     with world.collective_errors("importing the model's factory"):
@@ -161,7 +161,7 @@ def _import_module(loaded: LoadedJob, name: str) -> ModuleType:
         raise UserError(
             "custom.import",
             f"{_key(loaded)}: there is no module {error.name} in {folder} nor on the Python path: "
-            f"put the file beside the job file, on every machine, or set PYTHONPATH",
+            f"put the file next to the job file on every machine, or set PYTHONPATH",
         ) from None
     local = [path for path in (loaded.directory / f"{top}.py", loaded.directory / top / "__init__.py") if path.exists()]
     loaded_from = getattr(sys.modules[top], "__file__", None)
@@ -207,7 +207,7 @@ def _key(loaded: LoadedJob) -> str:
     return f'[model] factory = "{loaded.job.model.factory}"'
 
 
-_TOLERANCE = 1e-4
+_MAX_DIFFERENCE_RATIO = 1e-4
 """Maximum relative difference of results that count as equal."""
 Pair = tuple[NDArray[Any], NDArray[Any]]
 
@@ -270,7 +270,7 @@ def _check_built_inside(name: str, model: LayeredModel, seed: int) -> None:
         raise UserError(
             "custom.builder_repeats",
             f"layer {name!r} was built outside its builder: parameter {outside} is the same tensor at every call, so each process "
-            f"would start from weights of its own. {REMEDY}",
+            f"would start from different weights. {REMEDY}",
         )
     drawn = unlike(sampled(built), sampled(second_build))
     if drawn is not None:
@@ -314,8 +314,8 @@ def _inspect(name: str, builder: Builder, x: torch.Tensor, seed: int, last: bool
     if not _all_close(alone, y[:1]):
         raise UserError(
             "custom.batch_dependent",
-            f"layer {name!r} makes something else of a sample when another one is beside it: its result would depend on the size "
-            f"of the micro-batches, which the plan decides. Each sample must be computed by itself",
+            f"layer {name!r} computes another result for a sample when its micro-batch has a second one: results would depend on "
+            f"the size of the micro-batches, which the plan decides. Each sample must be computed independently",
         )
     shape = LayerShape(
         name,
@@ -389,4 +389,4 @@ def _check_loss(model: LayeredModel, outputs: torch.Tensor, targets: torch.Tenso
 
 def _all_close(first: torch.Tensor, second: torch.Tensor) -> bool:
     scale = max(float(first.abs().max()), float(second.abs().max())) if first.numel() else 0.0
-    return first.shape == second.shape and bool(((first - second).abs() <= _TOLERANCE * scale + 1e-7).all())
+    return first.shape == second.shape and bool(((first - second).abs() <= _MAX_DIFFERENCE_RATIO * scale + 1e-7).all())

@@ -1,4 +1,4 @@
-"""The preparations of rank 0 before any rank builds a layer: the model's configuration, the tokenizer and the sequences."""
+"""Rank 0's preparations before any rank builds a layer: model configuration, tokenizer and sequences."""
 
 from __future__ import annotations
 
@@ -75,9 +75,7 @@ def prompt_template(job: JobConfig) -> Template | None:
 
 
 def prepare(loaded: LoadedJob) -> Material:
-    """Read the job's files. The data come first, since fetching a model from the hub may take an hour. Raises UserError: a file is
-    missing or damaged, or the job contradicts itself.
-    """
+    """Read the job's files, data first, as a model download may take an hour. Raises UserError for bad files or contradictions."""
     if loaded.job.model.factory is not None:
         keys, samples = read_factory(loaded)
         return Material(keys, None, samples, samples.notes)
@@ -143,7 +141,7 @@ def _from_records(loaded: LoadedJob) -> Material:
     def check(_: Path) -> None:
         read()
 
-    # Broken records are told before a model is fetched, which may take an hour.
+    # Report broken records before downloading a model, which may take an hour.
     cached_or_build(["read", *key] if data.cache else None, check, lambda *_: True, say)
     config, generation, model_notes = _model_keys(loaded)
     tokenizer, notes = _tokenizer(loaded, config, key, lambda: plain_texts(records()))
@@ -153,7 +151,7 @@ def _from_records(loaded: LoadedJob) -> Material:
     def fill(folder: Path) -> dict[str, Any]:
         every_record = [record for source in read() for record in source.records]
         template = choose_template(tokenizer, data.template, every_record)
-        # What the template refuses is told as early as a broken line, if it is no rare exception.
+        # Report records that the template rejects as early as broken lines, unless they are rare exceptions.
         sample = (
             every_record[:: len(every_record) // _MAX_CHECKED] if len(every_record) > _MAX_CHECKED else ()
         )  # few are all read soon
@@ -213,7 +211,7 @@ def _named_patterns(loaded: LoadedJob) -> list[tuple[str, list[str]]]:
 def _dataset(
     loaded: LoadedJob, key: Sequence[Any], fill: Callable[[Path], Any], tokenizer: PreTrainedTokenizerFast
 ) -> tuple[Dataset, dict[str, Any], list[str]]:
-    """(the data, what else is told of it, a remark where an earlier start has made it). ``fill``: makes it, into a folder."""
+    """(data, its description, remarks on its origin), cached or built. ``fill``: builds the data in a folder."""
     data = loaded.job.data
     cache_key = [*key, data.sequence_length, data.evaluation_fraction, loaded.job.train.seed] if data.cache else None
     read = functools.partial(read_dataset, ids=largest_id(tokenizer) + 1)
@@ -267,9 +265,7 @@ _FORMS = {
 def _tokenizer(
     loaded: LoadedJob, config: dict[str, Any], key: Sequence[Any], texts: Callable[[], Iterable[str]]
 ) -> tuple[PreTrainedTokenizerFast, list[str]]:
-    """The job's tokenizer (loaded, or trained on the texts, which ``key`` tells from others), and remarks. Adds the tokenizer's
-    keys to the configuration.
-    """
+    """The job's tokenizer (loaded, or trained on texts under ``key``), and remarks. Adds its keys to the configuration."""
     job, notes = loaded.job, []
     size, length = job.tokenizer.train_vocab_size, job.data.sequence_length
     if size is not None:
@@ -290,8 +286,7 @@ def _tokenizer(
 
 
 def _model_keys(loaded: LoadedJob) -> tuple[dict[str, Any], dict[str, Any] | None, tuple[str, ...]]:
-    """Keys of the model's configuration and of its ``generation_config.json``, and remarks; a model of the hub is fetched for them
-    if it is not in the cache."""
+    """Keys of config.json and ``generation_config.json``, and remarks; downloads an uncached hub model's files."""
     model, generation = loaded.job.model, None
     notes: tuple[str, ...] = ()
     if model.path is not None:
@@ -322,8 +317,7 @@ def _with_end(
 
 
 def _placed(dataset: Dataset, config: dict[str, Any]) -> tuple[Dataset, list[str]]:
-    """The data with positions that tell texts from padding, where the model computes a text by its length; and a remark where
-    padding counts all the same."""
+    """Data with positions that mark padding, if the model depends on the text's length; a remark where padding still counts."""
     notes, family = [], str(config["model_type"])
     if family in PADDING_FAMILIES and dataset.padded:
         notes.append(
@@ -383,8 +377,7 @@ def model_directory(loaded: LoadedJob) -> Path | None:
 
 
 def base_name(loaded: LoadedJob) -> str | None:
-    """The start weights as an adapter's files name them: a model of the hub by its name, which means the same everywhere, else its
-    directory. None: they are initialised from the seed."""
+    """Base model in an adapter's files: the hub name, which is valid everywhere, else the directory; None: random weights."""
     text, directory = loaded.job.model.path, model_directory(loaded)
     if text is None or directory is None:
         return None

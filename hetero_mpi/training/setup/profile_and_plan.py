@@ -76,20 +76,18 @@ def subject_of(context: RunContext) -> tuple[BenchmarkSpec, str]:
 
 
 def stream_folder(context: RunContext) -> Path:
-    """Where this rank keeps frozen weights of streamed stages in files."""
+    """Folder of this rank's files with frozen weights of offloaded stages."""
     return cache_root(context) or large_files_folder()
 
 
 def cache_root(context: RunContext) -> Path | None:
-    """The shard cache that the job names."""
+    """Folder of the job's shard cache."""
     cache = context.job.model.shard_cache
     return context.loaded.resolve(cache) if cache is not None else None
 
 
 def planning_request(context: RunContext, profile: ClusterProfile, ranks: int = 0) -> PlanRequest:
-    """The planner's request. Local. ``ranks``: number of ranks that the measured micro-batch sizes were chosen for; 0: the present
-    ones.
-    """
+    """The planner's request. Local. ``ranks``: number of ranks for which micro-batch sizes were measured; 0: the present ranks."""
     versions = versions_in_memory(context.job.checkpoint.replicate_every)
     dropout = context.tuning.uses_dropout(context.chain)
     request = build_plan_request(context.loaded, ranks or context.world.size, dropout, versions)
@@ -108,7 +106,7 @@ class Profiled:
     """The profile that a run plans for."""
 
     profile: ClusterProfile
-    own: bool
+    is_measured_here: bool
     """Whether it was measured on exactly these ranks."""
     micro_batches: str
     """The reason in words for the micro-batch sizes that the planner may choose from."""
@@ -182,8 +180,7 @@ def keep_run_profile(context: RunContext, pending: Pending, profile: ClusterProf
 
 
 def named_profile(loaded: LoadedJob, options: TrainOptions) -> Path | ClusterProfile | None:
-    """The profile to use instead of measuring, of the command line or the job; None: there is none. On rank 0. Raises UserError: it
-    does not exist, or contradicts another setting."""
+    """Profile named by the command line or the job, on rank 0; None: measure. Raises UserError: missing or contradictory."""
     settings, named = loaded.job.profile, options.profile
     if named is None and settings.path:
         named = loaded.profile_file(settings.path)
@@ -240,7 +237,7 @@ def _known_profile(
             raise
         say(f"{str(error).splitlines()[0]}; measuring again")
         return None
-    if named is not None:  # the key of one that was edited says nothing of what it holds now
+    if named is not None:  # the key of an edited profile does not describe its content
         _check_fits(profile, label, subject, context.world.size)
     if profile.key == key:
         say(f"Profile: {label} (measured {profile.date}, same devices, model and versions)")
@@ -258,8 +255,9 @@ def obtain_plan(
     pending: Pending,
     user_plan: Path | Plan | None = None,
 ) -> PlanReport:
-    """Return ``user_plan`` (on rank 0), completed, or the planner's plan, after a dry run of its schedule. Collective. Raises
-    UserError: no plan, or not this plan, fits the memory budgets.
+    """Return the completed ``user_plan`` (rank 0) or the planner's plan, after a dry run of its schedule. Collective.
+
+    Raises UserError: no plan, or not this plan, fits the memory budgets.
     """
     report: PlanReport | None = None
     world = context.world
@@ -290,12 +288,12 @@ def _given_plan(
         which = "the given plan" if isinstance(user_plan, Plan) else user_plan
         raise UserError(
             "plan.other_job",
-            f"{which} does not fit this job on these ranks:\n{error}\nCorrect it, or leave --plan out to plan anew",
+            f"{which} does not fit this job on these ranks:\n{error}\nCorrect it, or leave --plan out to make a new plan",
         ) from None
 
 
 def _check_fits(profile: ClusterProfile, path: str, subject: BenchmarkSpec, ranks: int) -> None:
-    """Raise UserError where a profile that the user names is of another model or number of ranks."""
+    """Raise UserError if the user's profile was made for another model or number of ranks."""
     if len(profile.devices) != ranks:
         raise UserError(
             "profile.ranks",

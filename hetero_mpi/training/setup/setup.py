@@ -55,11 +55,9 @@ from hetero_mpi.util.host_limits import allowed_cores, core_quota
 
 
 def look_around(world: World, run_dir: Path | None = None, waits: bool = False) -> None:
-    """The beginning of every command. Collective. ``run_dir``: where logs are written; None: nowhere. ``waits``: as for
-    ``setup_logging``.
-    """
+    """Begin a command. Collective. ``run_dir``: directory for logs, or None; ``waits``: as for ``setup_logging``."""
     setup_logging(run_dir, world.rank, world.size, waits)
-    transformers_logging.disable_progress_bar()  # rank 0 alone talks, and says what it loads
+    transformers_logging.disable_progress_bar()  # only rank 0 reports progress
     check_versions(world, own_versions(world.library))
 
 
@@ -78,9 +76,7 @@ def read_job(world: World, options: TrainOptions) -> tuple[LoadedJob, Path]:
 
 @contextlib.contextmanager
 def lock_run_directory(world: World, run_dir: Path) -> Iterator[None]:
-    """A context in which rank 0 holds the lock of the run directory. If another run holds it, all ranks raise the error.
-    Collective.
-    """
+    """A context in which rank 0 locks the run directory. If another run holds the lock, all ranks raise the error. Collective."""
     with contextlib.ExitStack() as stack:
         with world.on_leader("claiming the run directory"):
             if world.rank == 0:
@@ -223,10 +219,10 @@ def open_device(world: World, job_device: str) -> Backend:
     ``job_device``: ``[cluster] device``.
     """
     with world.collective_errors("looking for the device"):
-        wanted = device_spec(job_device, os.environ)
-        name, devices = visible_devices(wanted.name)
+        requested_device = device_spec(job_device, os.environ)
+        name, devices = visible_devices(requested_device.name)
         refused = BACKENDS[name].unusable()
-    devices_by_rank = world.all_gather_json([world.host, name, list(devices.items()), wanted.gpu])
+    devices_by_rank = world.all_gather_json([world.host, name, list(devices.items()), requested_device.gpu])
     places = [
         VisibleDevices(host, backend, tuple((index, identity) for index, identity in devices), gpu)
         for host, backend, devices, gpu in devices_by_rank
@@ -235,9 +231,9 @@ def open_device(world: World, job_device: str) -> Backend:
         say(*(f"{host}: {reason}" for reason in reasons))
     index = gpu_of(world.rank, places)
     with world.collective_errors("opening the device"):
-        backend = open_backend(wanted.name, index)
+        backend = open_backend(requested_device.name, index)
         problem = _wrong_product(world, backend)
-        if problem and wanted.name != "auto":
+        if problem and requested_device.name != "auto":
             raise UserError("device.failed", f'{problem}; device = "cpu" or "auto" leaves it alone')
         backend = open_backend("cpu") if problem else backend
         backend.free_unused()  # an earlier run of this process may have left its stage there
