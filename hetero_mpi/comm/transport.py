@@ -167,26 +167,21 @@ class Transport(Protocol):
 
         ``arrived`` is called when the message has arrived, before the request is complete; never after an error.
         """
-        ...
 
     def send(self, destination: int, tag: int, buffer: Buffer, ready: Ready | None = None) -> Request:
         """Send the buffer's bytes once ``ready()`` is true. From then on they must not change until the request is complete."""
-        ...
 
     def group(self, ranks: tuple[int, ...], number: int) -> Group:
         """Create a group of ranks (increasing, this rank included) that can exchange parts.
 
         Every member calls it with equal ranks and number; a number is used once per rank until its group is dissolved.
         """
-        ...
 
     def dissolve(self, group: Group) -> None:
         """Free the group's number. Every member calls it, while no member has an active exchange of the group."""
-        ...
 
     def exchange(self, request: Exchange) -> Request:
         """Start an exchange once its ``ready()`` is true."""
-        ...
 
     def reduce_scatter(
         self,
@@ -217,15 +212,12 @@ class Transport(Protocol):
     def wait(self, request: Request) -> None:
         """Return when the request is complete. Raises TransportError on a wrong message length, an MPI failure or a closed
         transport."""
-        ...
 
     def pending(self) -> int:
         """Number of incomplete requests."""
-        ...
 
     def close(self) -> None:
         """Fail all pending requests (their ``wait`` raises) and release the transport. Idempotent."""
-        ...
 
     def __enter__(self: T) -> T:
         return self

@@ -110,10 +110,6 @@ class CopyCosts:
         self._transfer_steps.clear()
         self._last_s = time.perf_counter()
 
-    def transferred(self, processor_s: float) -> None:
-        """Record the end of a transfer. ``processor_s``: CPU time of its thread."""
-        self.processor_s = processor_s
-
     def step(self, during_transfer: bool) -> None:
         """Record a step. ``during_transfer``: a transfer was active during at least part of it."""
         now = time.perf_counter()
@@ -237,7 +233,7 @@ class PeerReplicas(BesideTraining):
         if not all(row[0] for row in reports):
             self._next = step + max(1, (step - self._newest_step) // 2)
             return
-        self._drop_older()
+        self.kept[:] = self._new = self._new[-1:]  # complete on all ranks: the older ones are not needed
         if self._local is not None:
             self._local.settle([row[4] for row in reports])
         if self._fixed is None:
@@ -284,10 +280,6 @@ class PeerReplicas(BesideTraining):
             action = f"keeping copies of step {version.step} on other ranks and disks"
             self._work = Background(action, lambda: self._exchange(snapshot.flat, buffers, version))
 
-    def _drop_older(self) -> None:
-        """Drop the older versions, as the newest is complete on all ranks."""
-        self.kept[:] = self._new = self._new[-1:]
-
     def _exchange(self, own_bytes: torch.Tensor, buffers: dict[int, torch.Tensor], version: State) -> None:
         """Send this rank's part, receive others' parts, and write the shard if requested. Runs in the background."""
         begin_s = time.thread_time()
@@ -297,7 +289,7 @@ class PeerReplicas(BesideTraining):
         if self._local is not None:
             self._local.write(version)
         if self._threaded:  # otherwise it is part of the stall
-            self._costs.transferred(time.thread_time() - begin_s)
+            self._costs.processor_s = time.thread_time() - begin_s
 
     def _transfer(self, own_bytes: torch.Tensor, buffers: dict[int, torch.Tensor]) -> None:
         assert self._transport is not None

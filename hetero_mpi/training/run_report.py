@@ -18,7 +18,6 @@ from hetero_mpi.comm.ranks.versions import own_versions
 from hetero_mpi.comm.ranks.world import CollectiveUserError, World
 from hetero_mpi.data.batch import steps_per_epoch
 from hetero_mpi.emulation.emulated_cluster import punctuality_lines
-from hetero_mpi.engine.trainer import Trainer
 from hetero_mpi.inference.generate import write_sample
 from hetero_mpi.job.load import job_to_dict
 from hetero_mpi.job.schema import ReportTable
@@ -219,7 +218,14 @@ def _write_and_summarize(context: RunContext, share: Share, state: State, other_
     if share.emulation is not None:
         say(*punctuality_lines(share.members, share.emulation))
     share.members.current_action = "writing the result"
-    result_directory = _write_result(context, share.trainer)
+    job, material = context.job, context.material
+    tokenizer, generation = (material.tokenizer, material.generation) if material is not None else (None, None)
+    result_directory = _result_directory(context)
+    if context.tuning.full:
+        save_model(share.trainer, result_directory, job.output.shard_bytes, tokenizer, generation)
+    else:
+        save_adapter(share.trainer, result_directory, base_name(context.loaded), tokenizer)
+    write_sample(share.trainer, context.loaded, tokenizer, context.run_dir)
     if context.world.rank == 0:
         with warn_on_failure("writing run.json"):
             note_result(context.run_dir, state.step)
@@ -244,19 +250,6 @@ def final_result(context: RunContext, report: PlanReport, state: State) -> Train
     shared_result = share_result(context.world, result if context.world.rank == 0 else None)
     assert shared_result is not None
     return shared_result
-
-
-def _write_result(context: RunContext, trainer: Trainer) -> Path:
-    """Write the model or the adapter, and a sample where the job asks for one. Collective; returns the result's directory."""
-    job, material = context.job, context.material
-    tokenizer, generation = (material.tokenizer, material.generation) if material is not None else (None, None)
-    directory = _result_directory(context)
-    if context.tuning.full:
-        save_model(trainer, directory, job.output.shard_bytes, tokenizer, generation)
-    else:
-        save_adapter(trainer, directory, base_name(context.loaded), tokenizer)
-    write_sample(trainer, context.loaded, tokenizer, context.run_dir)
-    return directory
 
 
 def _result_directory(context: RunContext) -> Path:

@@ -93,7 +93,12 @@ def set_up(world: World, transport: Transport, loaded: LoadedJob, run_dir: Path)
     """Open the devices, read the data (rank 0) and build the model's chain without weights. Collective."""
     job, material = loaded.job, None
     backend, cores, threads = open_rank(world, job.cluster)
-    _say_ranks(world, backend, threads)
+    rows = world.all_gather_json([world.host, backend.name, backend.description(), threads])
+    say(f"hetero_mpi {hetero_mpi.__version__}, {world.library}, {world.size} rank{'s' if world.size > 1 else ''}")
+    alike: dict[str, list[int]] = {}
+    for rank, (host, name, description, count) in enumerate(rows):
+        alike.setdefault(f"{host}, {name} ({description}), {units.plural(count, 'thread')}", []).append(rank)
+    say(*(f"  {units.ranks(ranks)}: {text}{' each' if len(ranks) > 1 else ''}" for text, ranks in alike.items()))
     loaded = _with_dtype(world, loaded, backend)
     job = loaded.job
     with world.on_leader("preparing the data"):
@@ -265,15 +270,6 @@ def default_threads(cores: float) -> int:
     """Threads under "auto": ``OMP_NUM_THREADS`` if set (of a list, one for each level, the first), else one per whole core."""
     setting = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     return int(setting) if setting.isdigit() and int(setting) > 0 else max(1, int(cores))
-
-
-def _say_ranks(world: World, backend: Backend, threads: int) -> None:
-    rows = world.all_gather_json([world.host, backend.name, backend.description(), threads])
-    say(f"hetero_mpi {hetero_mpi.__version__}, {world.library}, {world.size} rank{'s' if world.size > 1 else ''}")
-    alike: dict[str, list[int]] = {}
-    for rank, (host, name, description, count) in enumerate(rows):
-        alike.setdefault(f"{host}, {name} ({description}), {units.plural(count, 'thread')}", []).append(rank)
-    say(*(f"  {units.ranks(ranks)}: {text}{' each' if len(ranks) > 1 else ''}" for text, ranks in alike.items()))
 
 
 def check_optimizer(train: TrainTable, backend: Backend, who: str) -> None:
