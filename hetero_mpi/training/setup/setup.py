@@ -103,7 +103,17 @@ def set_up(world: World, transport: Transport, loaded: LoadedJob, run_dir: Path)
         if world.rank == 0:
             material = prepare(loaded)
     loaded = _with_adapter(world, loaded, material.tokenizer if material is not None else None)
-    loaded = _with_steps(world, loaded, len(material.dataset.train) if material is not None else None)
+    # Epochs and relative intervals become numbers of steps.
+    samples = len(material.dataset.train) if material is not None else None
+    train, checkpoint, steps = loaded.job.train, loaded.job.checkpoint, loaded.job.train.steps
+    if train.epochs is not None:
+        per_epoch = steps_per_epoch(samples or 0, train.global_batch, train.last_batch == "smaller")
+        steps = world.broadcast_json(math.ceil(train.epochs * per_epoch))
+    tables = {
+        "train": train.model_copy(update={"steps": steps, "evaluate_every": steps_of(train.evaluate_every, steps)}),
+        "checkpoint": checkpoint.model_copy(update={"every": steps_of(checkpoint.every, steps)}),
+    }
+    loaded = replace(loaded, job=loaded.job.model_copy(update=tables))
     job = loaded.job
     keys = world.broadcast_json(material.config if material is not None else None)
     chain: LayerChain
@@ -146,19 +156,6 @@ def open_rank(world: World, cluster: ClusterTable) -> tuple[Backend, float, int]
     threads = cluster.threads if isinstance(cluster.threads, int) else default_threads(cores)
     torch.set_num_threads(threads)  # the bits of a matrix product may depend on their number
     return backend, cores, threads
-
-
-def _with_steps(world: World, loaded: LoadedJob, samples: int | None) -> LoadedJob:
-    """Resolve epochs of ``samples`` (on rank 0) and relative intervals to numbers of steps. Collective."""
-    train, checkpoint, steps = loaded.job.train, loaded.job.checkpoint, loaded.job.train.steps
-    if train.epochs is not None:
-        per_epoch = steps_per_epoch(samples or 0, train.global_batch, train.last_batch == "smaller")
-        steps = world.broadcast_json(math.ceil(train.epochs * per_epoch))
-    tables = {
-        "train": train.model_copy(update={"steps": steps, "evaluate_every": steps_of(train.evaluate_every, steps)}),
-        "checkpoint": checkpoint.model_copy(update={"every": steps_of(checkpoint.every, steps)}),
-    }
-    return replace(loaded, job=loaded.job.model_copy(update=tables))
 
 
 def _with_adapter(world: World, loaded: LoadedJob, tokenizer: PreTrainedTokenizerFast | None) -> LoadedJob:
