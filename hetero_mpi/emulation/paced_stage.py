@@ -77,8 +77,7 @@ class ActionPacer:
     ) -> None:
         self._plan, self._scale, self._sleeper = plan, time_scale, sleeper
         self._speeds = sorted(speeds, key=lambda change: change[1])
-        self.step = 0
-        """Number of the current step: devices may change their speed."""
+        self._step = 0
         self._durations = Durations(plan, profile)
         self._profile = self._durations.profile
         self._finished_s: dict[Action, dict[int, float]] = {}
@@ -95,8 +94,12 @@ class ActionPacer:
         """Wall-clock seconds per second of the device of ``action``, at its speed in this step."""
         rank, speed = self._durations.stages[action.stage].ranks[0], 1.0
         for changed_rank, first_step, new_speed in self._speeds:
-            speed = new_speed if changed_rank == rank and first_step <= self.step else speed
+            speed = new_speed if changed_rank == rank and first_step <= self._step else speed
         return self._scale / speed
+
+    def begin_step(self, step: int) -> None:
+        """Set the current step's number: devices may change their speed."""
+        self._step = step
 
     def go_on_from(self, before: ActionPacer) -> None:
         """Continue the counters after a change of plans."""
@@ -142,7 +145,7 @@ class PacedStage:
         return getattr(self.stage, name)
 
     def forward(self, position: MicroBatch, x: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
-        self._pace.step = position.step
+        self._pace.begin_step(position.step)
         with self._paced(Op.F, position.index):
             return self.stage.forward(position, x, targets)
 

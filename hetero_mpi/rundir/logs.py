@@ -45,8 +45,7 @@ def write_waiting_logs() -> None:
     """Write the buffered lines (``setup_logging``); later lines are written immediately."""
     for handler in logging.getLogger().handlers:
         if isinstance(handler, _BufferedLog):
-            handler.capacity = 0
-            handler.flush()
+            handler.write_through()
 
 
 def say(*lines: str) -> None:
@@ -91,6 +90,10 @@ class _BufferedLog(logging.handlers.MemoryHandler):
     def flush(self) -> None:
         if self.capacity == 0:  # before Python 3.12 process exit flushes too
             super().flush()
+
+    def write_through(self) -> None:
+        self.capacity = 0
+        self.flush()
 
     def close(self) -> None:
         super().close()

@@ -108,6 +108,10 @@ class CopyCosts:
         self._transfer_steps.clear()
         self._last_s = time.perf_counter()
 
+    def transferred(self, processor_s: float) -> None:
+        """Record the end of a transfer. ``processor_s``: CPU time of its thread."""
+        self.processor_s = processor_s
+
     def step(self, during_transfer: bool) -> None:
         """Record a step. ``during_transfer``: a transfer was active during at least part of it."""
         now = time.perf_counter()
@@ -287,7 +291,7 @@ class PeerReplicas(BesideTraining):
         if self._local is not None:
             self._local.write(version)
         if self._threaded:  # otherwise it is part of the stall
-            self._costs.processor_s = time.thread_time() - begin_s
+            self._costs.transferred(time.thread_time() - begin_s)
 
     def _transfer(self, own_bytes: torch.Tensor, buffers: dict[int, torch.Tensor]) -> None:
         assert self._transport is not None

@@ -244,6 +244,10 @@ class _SpeedHistory:
         """Whether the median is outside the band around ``ratio`` (None: the planned ratio)."""
         return abs(math.log(self.median / (self.planned if ratio is None else ratio))) > self.band
 
+    def restart_count(self) -> None:
+        """Require ``MIN_MEDIANS_OUTSIDE`` medians outside the band again."""
+        self.medians = 0
+
     def set_planned(self, ratio: float | None) -> None:
         """Center the band on ``ratio`` (None: keep the planned ratio)."""
         self.planned = self.planned if ratio is None else ratio
@@ -307,7 +311,7 @@ class Decider:
             # The plan is for outdated speeds; replanning waits until speeds settle.
             self.requested_ratios = self._prospect = None
             for speed in self._speeds.values():
-                speed.medians = 0
+                speed.restart_count()
         elif self._prospect.hopeless(remaining_steps):
             self._accept_requested()
         elif self._prospect.pays(max(changed.values()), remaining_steps):

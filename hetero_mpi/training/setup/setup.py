@@ -152,7 +152,8 @@ def set_up(world: World, transport: Transport, loaded: LoadedJob, run_dir: Path)
 def open_rank(world: World, cluster: ClusterTable) -> tuple[Backend, float, int]:
     """This rank's device, the CPU cores that it can count on, and the threads it computes with. Collective."""
     backend = open_device(world, cluster.device)
-    cores = share_of_cores(world, backend)
+    everyone = world.all_gather_json([world.host, allowed_cores(), core_quota(), backend.name == "cpu"])
+    cores = cores_of(world.rank, [Cores(host, tuple(allowed), *more) for host, allowed, *more in everyone])
     threads = cluster.threads if isinstance(cluster.threads, int) else default_threads(cores)
     torch.set_num_threads(threads)  # the bits of a matrix product may depend on their number
     return backend, cores, threads
@@ -253,12 +254,6 @@ def _wrong_product(world: World, backend: Backend) -> str:
     remedy = SelfTest(backend.name, backend.index, results=(result,)).remedy()
     text = f"{device} does not compute what the CPU does: {result.check}: {result.problem}. Remedy: {remedy}"
     return f"{text}. All checks: python -m hetero_mpi doctor --selftest"
-
-
-def share_of_cores(world: World, backend: Backend) -> float:
-    """CPU cores this rank can count on, of those it may run on. Collective."""
-    everyone = world.all_gather_json([world.host, allowed_cores(), core_quota(), backend.name == "cpu"])
-    return cores_of(world.rank, [Cores(host, tuple(cores), *more) for host, cores, *more in everyone])
 
 
 def default_threads(cores: float) -> int:
