@@ -22,7 +22,7 @@ def loads(text: str) -> dict[str, Any]:
         raise TomlError(str(error)) from None
     except RecursionError:
         raise TomlError(_TOO_DEEP) from None
-    depth, level = 0, [values]
+    depth, level = 0, list[Any]([values])
     while level:
         depth += 1
         if depth > MAX_NESTING_DEPTH:
