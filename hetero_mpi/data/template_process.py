@@ -6,8 +6,6 @@ at a limit, the record is reported and a new process is started. The process sta
 its pipe closes (so with its parent, however that exits), or when it is idle.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -160,14 +158,10 @@ def _start_timer() -> None:
     signal.setitimer(signal.ITIMER_PROF, LIMIT_S)
 
 
-def _limit_memory() -> None:
+def _main() -> None:
     with contextlib.suppress(OSError, ValueError):
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
-
-
-def _main() -> None:
-    _limit_memory()
     answers = sys.stdout.buffer
     # Requests wait for their answers, so an empty pipe means an empty buffer.
     while select.select([sys.stdin], [], [], IDLE_S)[0] and (line := sys.stdin.buffer.readline()):

@@ -5,8 +5,6 @@ torch's AdamW; bitsandbytes' 8-bit AdamW (Dettmers et al. 2022, arXiv:2110.02861
 for other parameters.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterable, Mapping
 from functools import partial

@@ -1,7 +1,5 @@
 """The result of a finished run, shared with all ranks, and the model or adapter directory, written by rank 0."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
@@ -159,7 +157,6 @@ class ResultWriter(Protocol):
 
     def add(self, state: dict[str, torch.Tensor]) -> None:
         """One layer's parameters and constants, in host memory; the layers come in order."""
-        ...
 
 
 def result_writer(

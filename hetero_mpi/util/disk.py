@@ -1,7 +1,5 @@
 """Atomic file writes, locks and free space, on any file system; rejection of files that would block a reader."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

@@ -5,8 +5,6 @@ linear layers' matrices. The weight part computes the latter at any later time (
 WeightGradStore). Matrices that are used otherwise, such as fused experts, belong to the input part.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial, reduce
 from typing import Any
@@ -128,18 +126,15 @@ class WeightGradients:
             for weight, pairs in uses.items():
                 # The gradients of a layer that is called several times are added before accumulation, as in autograd.
                 gradient = reduce(torch.add, (dy.flatten(0, -2).t().mm(x.flatten(0, -2)) for x, dy in pairs))
-                self._accumulate(weight, gradient)
+                # At once, while the gradient is in the cache.
+                if weight in self.adders:
+                    self.adders[weight](gradient)
+                elif weight.grad is None:
+                    weight.grad = gradient
+                else:
+                    weight.grad.add_(gradient)
             if finished is not None:
                 finished(layer)
-
-    def _accumulate(self, weight: nn.Parameter, gradient: torch.Tensor) -> None:
-        """Accumulate as autograd does, at once, while the gradient is in the cache."""
-        if weight in self.adders:
-            self.adders[weight](gradient)
-        elif weight.grad is None:
-            weight.grad = gradient
-        else:
-            weight.grad.add_(gradient)
 
     def bytes_by_layer(self) -> dict[int, int]:
         """Layer -> bytes of its entries of all micro-batches; a storage shared by several layers counts once."""

@@ -6,8 +6,6 @@ layers. One tensor is passed from layer to layer; its first dimension is sequenc
 Random numbers are functions of names and positions (``seed_from``), so that they do not depend on the partition.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import math
@@ -215,7 +213,6 @@ class Start(Protocol):
 
     def fill(self, chain: Any, model: Any, layer: int) -> None:
         """Fill a layer of a chain's frame, fp32 in host memory. Some implementations support one kind of chain only."""
-        ...
 
 
 def embedding_matrices(module: nn.Module) -> set[str]:

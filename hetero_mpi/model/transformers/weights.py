@@ -4,8 +4,6 @@ Both fill real fp32 host tensors for modules that were on the meta device, one l
 memory is its own shard plus one layer.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -57,11 +55,9 @@ class TensorSource(Protocol):
     @property
     def names(self) -> Mapping[str, Any]:
         """All tensors, in the same order on every rank."""
-        ...
 
     def read_layer(self, layer: int, names: Sequence[str]) -> dict[str, torch.Tensor]:
         """The tensors of one layer of the chain, in their own dtype, in host memory. Layers are asked for in increasing order."""
-        ...
 
 
 class FileStart:

@@ -6,8 +6,6 @@ Run as a program, it reads a question from stdin and writes the answer to stdout
 planning does not hold the training process's interpreter lock.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

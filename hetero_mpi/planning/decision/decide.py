@@ -1,7 +1,5 @@
 """Choose the plan: compare the results of the searches, and time single ranks. ``planner.make_plan`` adds figures and reasons."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace

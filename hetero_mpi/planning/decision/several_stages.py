@@ -4,8 +4,6 @@ Interleaved or V-shaped stages shorten the bubble between similar ranks on fast 
 Simulation decides.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator, Sequence

@@ -5,8 +5,6 @@ operations, to which ``schedule`` adds the messages. ``[plan] schedule`` takes t
 with several stages has ``interleaving`` instead, which yields a rank's operations.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Protocol, cast
 
@@ -25,7 +23,6 @@ class Order(Protocol):
 
         Backwards come in micro-batch order on all stages, as gradients accumulate in it.
         """
-        ...
 
 
 class Interleaving(Protocol):
@@ -39,7 +36,6 @@ class Interleaving(Protocol):
 
         Backwards come in micro-batch order on every stage. A rank's later stages end before its earlier ones.
         """
-        ...
 
 
 ORDERS: dict[str, Order | Interleaving] = {name: plug_in(__name__, name) for name in plug_in_names(__name__)}

@@ -4,8 +4,6 @@ On many devices a split backward takes longer, so splitting less saves time. Dua
 which pays where a device communicates within a pass; here each rank computes one pass at a time.
 """
 
-from __future__ import annotations
-
 from hetero_mpi.planning.orders.zbv import Computed, list_scheduled
 from hetero_mpi.planning.types.plan import PipelinePlan
 

@@ -14,8 +14,6 @@ backward two (its halves one each), a message none. Ties: backward before forwar
 longest for them; weight gradients fill idle time.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from functools import lru_cache
 from typing import NamedTuple

@@ -4,8 +4,6 @@ For each promising number of pipelines, dynamic programming estimates the best l
 simulated, and batch shares are balanced. Effort is counted in candidates, not seconds, so plans are deterministic.
 """
 
-from __future__ import annotations
-
 import heapq
 import itertools
 import math

@@ -1,7 +1,5 @@
 """Local moves: small changes to pipelines, as new lines, or None if impossible; memory is checked later."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

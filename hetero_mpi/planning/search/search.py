@@ -4,8 +4,6 @@ Each number of pipelines starts with its own candidates (``orders``), independen
 best are simulated and descended from; one is annealed.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Variants of a measured cluster (ranks, links, memory) and of its model's costs (dtype, adapters, optimizer)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields, replace

@@ -4,8 +4,6 @@ Supports ``str``, ``int``, ``float``, ``bool``, ``tuple[X, ...]`` (or a sequence
 mapping, also keyed by tuples of integers), ``X | None`` and dataclasses of these. Only integers are coerced, to floats.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import functools
@@ -75,19 +73,6 @@ def _decode(kind: Any, data: Any, path: str, problems: list[str]) -> Any:
         }
     if isinstance(kind, types.UnionType):
         return _decode(next(of for of in arguments if of is not type(None)), data, path, problems)
-    return _decode_scalar(kind, data, path, problems)
-
-
-def _key_text(key: object) -> str:
-    """Format ``(0, 1)`` as ``0,1``."""
-    return ",".join(map(str, key)) if isinstance(key, tuple) else str(key)
-
-
-def _key(kind: Any, text: str) -> Any:
-    return tuple(map(int, text.split(","))) if typing.get_origin(kind) is tuple else kind(text)
-
-
-def _decode_scalar(kind: type, data: Any, path: str, problems: list[str]) -> Any:
     if kind is float:
         if isinstance(data, str) and data in ("inf", "-inf"):
             return float(data)
@@ -98,6 +83,15 @@ def _decode_scalar(kind: type, data: Any, path: str, problems: list[str]) -> Any
         return data
     words = {int: "a whole number without a decimal point", str: "a text in quotes", bool: "true or false"}
     return _refuse(path, data, f"must be {words[kind]}", problems)
+
+
+def _key_text(key: object) -> str:
+    """Format ``(0, 1)`` as ``0,1``."""
+    return ",".join(map(str, key)) if isinstance(key, tuple) else str(key)
+
+
+def _key(kind: Any, text: str) -> Any:
+    return tuple(map(int, text.split(","))) if typing.get_origin(kind) is tuple else kind(text)
 
 
 def _decode_record(kind: type, data: Any, path: str, problems: list[str]) -> Any:
@@ -124,10 +118,8 @@ def _decode_record(kind: type, data: Any, path: str, problems: list[str]) -> Any
         return _refuse(path, data, str(error), problems)
 
 
-@functools.cache
-def _hints(kind: type) -> dict[str, Any]:
-    """Cached: a large cluster's profile has tens of thousands of links."""
-    return typing.get_type_hints(kind)
+_hints = functools.cache(typing.get_type_hints)
+"""Cached: a large cluster's profile has tens of thousands of links."""
 
 
 def _refuse(path: str, data: Any, rule: str, problems: list[str]) -> None:
