@@ -271,13 +271,13 @@ def best_dtype(ranks: list[tuple[str, list[str]]]) -> tuple[str, str]:
     """
     accelerators = [(rank, name, dtypes) for rank, (name, dtypes) in enumerate(ranks) if name != "cpu"]
     if not accelerators:
-        return "fp32", "all ranks are CPUs, most of which are slower in 16-bit types"
+        return "fp32", "all ranks use CPUs, most of which are slower in 16-bit types"
     without = [f"rank {rank} ({name})" for rank, name, dtypes in accelerators if "bf16" not in dtypes]
     if not without:
-        return "bf16", "every rank supports it"
+        return "bf16", "every device supports it"
     if all("fp16" in dtypes for _, _, dtypes in accelerators):
         return "fp16", f"{', '.join(without)} cannot compute in bf16"
-    return "fp32", f"{', '.join(without)} supports neither bf16 nor fp16"
+    return "fp32", "the devices have no 16-bit type in common"
 
 
 def host_bytes(tensor: torch.Tensor) -> np.ndarray:

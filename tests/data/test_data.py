@@ -101,7 +101,7 @@ def test_no_text_is_an_error_that_names_the_patterns(corpus: Path) -> None:
     for pattern in ("none*", "s*b"):
         with refuses("data.no_files", f"{corpus}/{pattern}"):
             Corpus([f"{corpus}/{pattern}"])
-    with refuses("text.no_text", "2 file(s)", "empty.txt", "latin.txt"):
+    with refuses("text.no_text", "2 files", "empty.txt", "latin.txt"):
         whole(Corpus([f"{corpus}/empty.txt", f"{corpus}/latin.txt"]))
 
 

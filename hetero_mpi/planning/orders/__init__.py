@@ -65,7 +65,7 @@ SCHEDULES = {
     "auto": "warm-up depths and splitting as the planner finds best",
     "gpipe": "all forwards, then all backwards (Huang et al. 2019, arXiv:1811.06965)",
     "1f1b": "a forward and a backward in turn after the classic warm-up (Narayanan et al. 2019, PipeDream)",
-    "split": "1f1b with the gradients of the weights put off (zero bubble, Qi et al. 2023, arXiv:2401.10241)",
+    "split": "1f1b with deferred weight gradients (zero bubble, Qi et al. 2023, arXiv:2401.10241)",
     **{name: (order.__doc__ or "").split("\n")[0] for name, order in OTHER_ORDERS.items()},
 }
 """Values of a request's ``schedule``; the first four are depths of ``warm_up``."""

@@ -96,9 +96,7 @@ def test_one_long_sequence_is_computed_by_all_ranks_of_the_fastest_host_in_propo
     shares = " and ".join(map(str, held(report.plan)[0][1]))
     assert f"ranks 0 and 1 hold stage 0 together, {shares} of {HEADS} key/value heads" in report.reasons
     ratio = without.predicted_step_s / report.predicted_step_s
-    assert any(
-        r.startswith(f"the best plan without ranks that hold a stage together: {ratio:.2f}x") for r in report.reasons
-    )
+    assert any(r.startswith(f"the best plan without tensor parallelism: {ratio:.2f}x") for r in report.reasons)
     complete_plan(report.plan, profile, asked(1))  # and it can be run again from its file
 
 
@@ -305,7 +303,7 @@ def test_a_layer_larger_than_every_rank_of_a_host_is_held_by_two_of_them() -> No
     report = make_plan(profile, request)
     assert [ranks for ranks, _ in held(report.plan)] == [(0, 1)]
     assert all(one.peak_bytes <= one.usable_bytes for one in predict_memory(report.plan, profile, 0.05))
-    assert "no plan without ranks that hold a stage together fits in memory" in report.reasons
+    assert "no plan without tensor parallelism fits in memory" in report.reasons
 
 
 @pytest.mark.parametrize("memory", [0, 1])
