@@ -248,7 +248,7 @@ def _require_sequences(rows: Rows, min_sequences: int, what: str, share: str, ad
     if count < min_sequences:
         raise UserError(
             "data.too_few_sequences",
-            f"{what} must fill at least {units.plural(min_sequences, 'sequence')} of {length:,} tokens{share}; there are only "
+            f"{what} must fill at least {units.plural(min_sequences, 'sequence')} of {length} tokens{share}; there are only "
             f"{count}, from {rows.found}. {advice}",
         )
 

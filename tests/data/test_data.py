@@ -182,7 +182,7 @@ def test_a_tokenizer_is_not_blamed_for_the_models_configuration(
 def test_a_small_corpus_gives_a_note_and_a_small_model_an_error(tokenizer: PreTrainedTokenizerFast) -> None:
     assert vocabulary_note(tokenizer, 300) is None
     small = train_bpe(["abc"], 5000)
-    assert "yields 25" in str(vocabulary_note(small, 5000))
+    assert "has 25" in str(vocabulary_note(small, 5000))
     check_vocabulary(tokenizer, 300)
     with refuses("tokenizer.vocabulary_size"):
         check_vocabulary(tokenizer, 299)

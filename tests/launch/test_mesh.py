@@ -315,7 +315,7 @@ def test_messages_go_through_wireguard_or_it_is_told(tunnelled: Tunnelled) -> No
     assert outside.returncode == 1, outside.stdout + outside.stderr
     text = flat(outside.stdout)
     assert re.search(
-        r"FAIL mesh first: with second: of 4\.2 MB each way, hetero0 sent 0\.\d MB and received 0\.\d MB", text
+        r"FAIL mesh first: with second: of 4\.2 MB in each direction, hetero0 sent 0\.\d MB and received 0\.\d MB", text
     ), text
     assert re.search(r"; 4\.\d MB passed cable0", text) and "A run would fail: 2 findings" in text
 

@@ -183,7 +183,7 @@ def test_all_problems_of_a_profile_are_listed_with_file_key_and_value(tmp_path: 
         ("hosts = []", 'hosts = [{ name = "x", memory_bytes = 1, memory_reason = "" }]', "hosts.name = 'x': no device"),
         ('backend = "cpu"', 'backend = "gpu"', "devices[0].backend = 'gpu': must be cpu, cuda, mps, rocm or xpu"),
         ('dtype = "fp32"', 'dtype = "float"', "model.dtype = 'float': must be fp32, bf16 or fp16"),
-        ('kind = "head"', 'kind = "block"', "kind = 'block': must be 'head', at this end of the chain"),
+        ('kind = "head"', 'kind = "block"', "kind = 'block': must be 'head' at this end of the chain"),
         ("notes = []", "notes = [", "not valid TOML"),
     ],
 )

@@ -283,7 +283,7 @@ def test_the_shipped_jobs(on: Any, ranks: int, name: str) -> None:
         "24 pairs of answers from 1 file" in outcomes[f"jobs-{name}"].printed
         and "(per pair)" in outcomes[f"jobs-{name}"].printed
     )
-    told = re.findall(r"evaluation loss .*, reward margin .*, accuracy \d+%", outcomes[f"jobs-{name}"].printed)
+    told = re.findall(r"evaluation loss .*, reward margin .*, accuracy \d+ %", outcomes[f"jobs-{name}"].printed)
     assert told and "(per pair), reward margin" in outcomes[f"jobs-{name}"].printed
     base = AutoModelForCausalLM.from_pretrained(runs.model_path)
     adapted = PeftModel.from_pretrained(base, runs.run(f"jobs-{name}") / "adapter")

@@ -74,7 +74,7 @@ def test_a_stopped_rank_is_waited_for_then_named_np2(job: LongRun, victim: int) 
     assert "training step" in where[f"rank {other}"] and "silent for" not in where[f"rank {other}"], told
     assert "silent for" in where[f"rank {victim}"], told
     assert told.count("No rank has made progress") == 1
-    assert f"Stopped, or cut off from the others: rank {victim} on" in told
+    assert f"Stopped, or disconnected from the other ranks: rank {victim} on" in told
     log = (run / "logs" / f"rank-{other:04d}.log").read_text()
     assert "the main thread is at" in log and "loop.py" in log
 
@@ -86,8 +86,8 @@ def test_a_trial_that_hangs_ends_the_job_and_everybody_is_named_np2(tmp_path: Pa
         assert running.end() == ExitCode.HUNG, running.text()
         told = running.text()
     where = [line.strip() for line in told.splitlines() if line.startswith("  rank ")]
-    assert "trying the plan, step 2" in where[0] and " waits for " in where[0], told
-    assert "trying the plan, step 1" in where[1] and " waits for " not in where[1], told
+    assert "calibration run, step 2" in where[0] and " waits for " in where[0], told
+    assert "calibration run, step 1" in where[1] and " waits for " not in where[1], told
     assert "Measured: " not in told and not (run / "metrics.jsonl").exists()
 
 
