@@ -197,7 +197,7 @@ def _settle_dtype(files: ModelFiles, keys: dict[str, Any]) -> list[str]:
     keys["dtype"] = stored_dtype
     if label in (None, stored_dtype, "auto"):
         return []
-    return [f"config.json says dtype {label!r}, and most of the weights are {stored_dtype}: using {stored_dtype}"]
+    return [f"config.json has dtype {label!r}, but most of the weights are {stored_dtype}: using {stored_dtype}"]
 
 
 def _settle_vocabulary(fit: _Fit, keys: dict[str, Any]) -> str | None:
@@ -207,7 +207,9 @@ def _settle_vocabulary(fit: _Fit, keys: dict[str, Any]) -> str | None:
     if rows in (None, label):
         return None
     keys["vocab_size"] = rows
-    return f"config.json says vocab_size {label:,}, and {embedding} has {rows:,} rows in the files: using the files' number"
+    return (
+        f"config.json has vocab_size {label:,}, but {embedding} has {rows:,} rows in the files: using the files' number"
+    )
 
 
 def _settle_head(fit: _Fit, keys: dict[str, Any]) -> str | None:
@@ -227,7 +229,7 @@ def _settle_head(fit: _Fit, keys: dict[str, Any]) -> str | None:
                     f"model uses one matrix for both",
                 )
             return (
-                f"config.json says tie_word_embeddings = true, and {head} in the files differs from {embedding}: the two are not "
+                f"config.json has tie_word_embeddings = true, but {head} in the files differs from {embedding}: the two are not "
                 f"tied, and the result gets tie_word_embeddings = false"
             )
     return None
@@ -245,7 +247,7 @@ def _settle_bias(fit: _Fit, keys: dict[str, Any]) -> str | None:
             keys[flag] = value
             settled = sorted({*fit.faults} - {*other_fit.faults})
             has = "has" if value else "lacks"
-            label = f"config.json says {flag} = {_toml_bool(not value)}"
+            label = f"config.json has {flag} = {_toml_bool(not value)}"
             return f"{label}, but the model in the files {has} {_some(settled)}: using {_toml_bool(value)}"
     return None
 

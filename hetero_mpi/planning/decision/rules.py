@@ -158,8 +158,8 @@ def _group_problems(stage: StagePlan, plan: Plan, profile: ClusterProfile) -> It
     tied = profile.model.tied and profile.model.layers[0].trainable_parameters > 0
     if tied and len(pipeline.stages) > 1 and any(end.grouped for end in ends):
         yield (
-            "if embedding and head share a trained matrix, a first or last stage of several ranks must be the only stage; make it "
-            "so, or give the ends to one rank each"
+            "if embedding and head share a trained matrix, a first or last stage of several ranks must be the only stage; merge "
+            "the stages, or give each end to one rank"
         )
 
 

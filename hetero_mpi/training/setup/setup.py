@@ -251,7 +251,7 @@ def _wrong_product(world: World, backend: Backend) -> str:
         return ""
     device = f"{backend.name}:{backend.index} of rank {world.rank} on {world.host} ({backend.description()})"
     remedy = SelfTest(backend.name, backend.index, results=(result,)).remedy()
-    text = f"{device} does not match the CPU: {result.check}: {result.problem}. Remedy: {remedy}"
+    text = f"the results of {device} differ from the CPU's: {result.check}: {result.problem}. Remedy: {remedy}"
     return f"{text}. All checks: python -m hetero_mpi doctor --selftest"
 
 
