@@ -64,8 +64,8 @@ def _check_paths(options: Iterable[Any]) -> None:
         except UnicodeEncodeError:
             raise UserError(
                 "cli.path_encoding",
-                f"path {path!r} is not UTF-8, which tokenizers and other libraries require. Rename the folder or file "
-                f"(such as with convmv -f latin1 -t utf8), or use another directory",
+                f"path {path!r} is not UTF-8, which tokenizers and other libraries require. Rename the directory or file (for "
+                f"example, with convmv -f latin1 -t utf8), or use another directory",
             ) from None
 
 

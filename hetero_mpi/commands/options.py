@@ -97,7 +97,7 @@ def parser() -> argparse.ArgumentParser:
     add("name", nargs="?", metavar="NAME", help="name of an example job, such as quickstart")
     where = "write the job to DIR/jobs (default: the working directory)"
     add("directory", nargs="?", type=Path, default=Path(), metavar="DIR", help=where)
-    tools = "convert a config of axolotl, LLaMA-Factory, TRL (docs/coming-from.md): init --from FILE [DIR or JOB.toml]"
+    tools = "convert an axolotl, LLaMA-Factory or TRL config (docs/coming-from.md): init --from FILE [DIR or JOB.toml]"
     add("--from", dest="source", type=Path, metavar="FILE", help=tools)
     add("--gpus", type=int, metavar="N", help="with --from: GPUs used with the other tool (sets the batch)")
 
@@ -211,7 +211,7 @@ def _add_serve(commands: Commands) -> None:
     add("--keys", type=Path, metavar="FILE", help="file with additional API keys: a client name and a key per line")
     adapter = "also serve an adapter of the same base model as the model NAME; may be repeated"
     add("--adapter", dest="adapters", action="append", default=[], metavar="NAME=RUN_OR_DIR", help=adapter)
-    context = "maximum tokens of a request including its answer (default: the model's context length, if memory allows)"
+    context = "maximum number of tokens of a request, including its answer (default: the model's context length, if memory allows)"
     add("--context", type=int, metavar="N", help=context)
     parallel = "maximum number of concurrent requests (default %(default)s)"
     add("--parallel", type=int, default=8, metavar="N", help=parallel)
@@ -236,7 +236,7 @@ def _add_evaluate(commands: Commands) -> None:
 def _add_listening(add: Add, address: str, token: str) -> None:
     add("--host", default="127.0.0.1", metavar="ADDRESS", help=address)
     add("--token", metavar="TEXT", help=token)
-    allowed = "accept requests for this host name too, as behind a proxy; may be repeated"
+    allowed = "also accept requests for this host name, such as behind a proxy; may be repeated"
     add("--allow-host", action="append", default=[], metavar="NAME", help=allowed)
 
 
@@ -246,7 +246,7 @@ def add_launch_options(parser: argparse.ArgumentParser) -> None:
     add("-np", "-n", dest="ranks", type=int, metavar="N", help="number of ranks (--hosts: all slots; SLURM: all tasks)")
     hosts = parser.add_mutually_exclusive_group()
     hosts.add_argument("--hostfile", metavar="FILE", help="machines, one per line: `name slots=2` or `name:2`")
-    hosts_toml = "mixed machines (TOML), each with its own Python, device and directory"
+    hosts_toml = "hosts file (TOML) for mixed machines, each with its own Python, device and directory"
     hosts.add_argument("--hosts", metavar="FILE", help=hosts_toml)
     add("--print", dest="print_only", action="store_true", help="print the command line, run nothing")
     add("--verbose", action="store_true", help="show the command line, and the reasons for its options")

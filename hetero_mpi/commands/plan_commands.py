@@ -75,7 +75,7 @@ def inspect(file: Path, output: Path | None, every: bool = False) -> list[str]:
             return checkpoint_lines(file)
         content = toml.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UserError("inspect.unreadable", f"{file}: cannot read ({error.strerror}); check the path") from error
+        raise UserError("inspect.unreadable", f"{file}: cannot be read ({error.strerror}); check the path") from error
     except (toml.TomlError, UnicodeDecodeError) as error:
         raise UserError(
             "inspect.format", f"{file}: neither HDF5 nor TOML ({error}); pass a profile, a plan or a checkpoint"
@@ -98,7 +98,7 @@ def inspect(file: Path, output: Path | None, every: bool = False) -> list[str]:
 
 def _inspect_run(directory: Path, picture: Path | None, every: bool) -> list[str]:
     if picture is not None:
-        raise UserError("inspect.output", f"-o needs a profile file, not a run: {profile_file(directory)}")
+        raise UserError("inspect.output", f"-o needs a profile file, such as {profile_file(directory)}")
     lines = [str(file := profile_file(directory)), *inspection_lines(load_profile(file), every)]
     newest = max((directory / "checkpoints").glob("step-*.h5"), default=None)
     for file in filter(None, (directory / "plan.toml", newest)):
@@ -147,7 +147,7 @@ def plan(
     lines = costed_plan_lines(report, question.profile, result.use, lost)
     lines += [line for text in plan_differences for line in wrap_text("The given plan differs from the job: ", text)]
     if no_plan_reason:
-        lines += wrap_text("The planner finds no plan: ", no_plan_reason)
+        lines += wrap_text("The planner found no plan: ", no_plan_reason)
     elif plan_source is not None:
         lines.append(f"The planner's plan: {units.seconds(best.predicted_step_s)} per step")
         lines += [line for reason in best.reasons for line in wrap_text("  ", reason)]
@@ -216,9 +216,7 @@ def ask(job: Path | None, overrides: Sequence[str], profile_path: Path) -> PlanQ
     loaded = _job_for_profile(profile, profile_path.stem, overrides)
     question = plan_question(loaded, profile, str(profile_path))
     train, model = loaded.job.train, profile.model
-    remark = (
-        f"No job: plans {train.global_batch} {units.rows_of(model.sequence_length)} per step of the profile's model "
-    )
+    remark = f"No job given: planning {train.global_batch} {units.rows_of(model.sequence_length)} per step of the profile's model "
     remark += (
         f"({model.model_type}, {len(model.layers) - 2} blocks, {model.dtype}); change with --set train.global_batch=N"
     )

@@ -130,7 +130,7 @@ def answer_counts(answers: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
 
 
 Parts = tuple[tuple[int, int], ...]
-"""For each data set: (samples in the data set, samples that an epoch takes from it)."""
+"""For each dataset: (samples in the dataset, samples that an epoch takes from it)."""
 
 
 def steps_per_epoch(samples: int, global_batch: int, smaller: bool) -> float:
@@ -151,7 +151,7 @@ def batch_indices(
         step                               0      1          2
 
     Args:
-        parts: the samples belong to several data sets, stored one after the other; an epoch takes its number from each,
+        parts: the samples belong to several datasets, stored one after the other; an epoch takes its number from each,
             ``samples`` in total.
         stream: key of the first epoch's permutation.
         smaller: batches do not cross epochs; an epoch's last batch holds the remaining samples.
@@ -172,7 +172,7 @@ def batch_indices(
 
 
 def parts_of(sizes: Sequence[int], weights: Sequence[float]) -> Parts:
-    """Samples that an epoch takes from data sets of these sizes: the sizes' sum, distributed by weight.
+    """Samples that an epoch takes from datasets of these sizes: the sizes' sum, distributed by weight.
 
     Shares are rounded down, and the remainder goes to the largest fractions. A share may be 0.
     """
@@ -186,9 +186,9 @@ def parts_of(sizes: Sequence[int], weights: Sequence[float]) -> Parts:
 
 @functools.lru_cache(maxsize=2)
 def _mixed_epoch(parts: Parts, seed: int, epoch: int) -> Indices:
-    """The samples of one mixed epoch. Each data set continues its own endless stream where the previous epoch stopped.
+    """The samples of one mixed epoch. Each dataset continues its own endless stream where the previous epoch stopped.
 
-    A data set that contributes more than its size repeats samples; one that contributes less continues in the next epoch.
+    A dataset that contributes more than its size repeats samples; one that contributes less continues in the next epoch.
     """
     indices_by_set, first = [], 0
     for number, (size, count) in enumerate(parts, start=1):

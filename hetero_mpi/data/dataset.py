@@ -29,6 +29,7 @@ from hetero_mpi.data.batch import (
     parts_of,
     permutation,
 )
+from hetero_mpi.util import units
 from hetero_mpi.util.errors import UserError
 
 HELD_OUT_STREAM = 2**64 - 1
@@ -82,7 +83,7 @@ class Dataset(Rows):
     """Rows of the evaluation set, shuffled: any prefix samples the whole corpus."""
     seed: int
     parts: Parts = ()
-    """With data sets mixed by weight: samples that an epoch takes from each."""
+    """With datasets mixed by weight: samples that an epoch takes from each."""
     known_fingerprint: str = ""
     """Stored fingerprint, if it was computed before."""
 
@@ -212,7 +213,7 @@ def mix(sources: Sequence[tuple[str, Dataset]], weights: Sequence[float], seed: 
             raise UserError(
                 "data.weights",
                 f"data.weights: {name} contributes none of the {count:,} sequences of an epoch with its weight {weight:g} of "
-                f"{sum(weights):g}. Raise the weight, or remove the data set",
+                f"{sum(weights):g}. Raise the weight, or remove the dataset",
             )
         notes.append(
             f"{name}: {take:,} of the {count:,} sequences of an epoch (weight {weight:g} of {sum(weights):g}), from {size:,}: "
@@ -247,8 +248,8 @@ def _require_sequences(rows: Rows, min_sequences: int, what: str, share: str, ad
     if count < min_sequences:
         raise UserError(
             "data.too_few_sequences",
-            f"{what} must give at least {min_sequences} sequence(s) of {length} tokens{share}; it gives {count}, from "
-            f"{rows.source_counts}. {advice}",
+            f"{what} must fill at least {units.plural(min_sequences, 'sequence')} of {length} tokens{share}; there are only "
+            f"{count}, from {rows.source_counts}. {advice}",
         )
 
 

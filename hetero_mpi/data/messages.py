@@ -71,7 +71,7 @@ def tools_of(tools: Any, key: str) -> list[Mapping[str, Any]] | None:
         return None
     parsed = json_of(tools)
     if not isinstance(parsed, list) or not all(isinstance(tool, dict) for tool in parsed):
-        what = "a text that is no JSON" if isinstance(parsed, str) else kind_name(parsed)
+        what = "a text that is not JSON" if isinstance(parsed, str) else kind_name(parsed)
         raise BadRecord("record.tools", f"{key!r} must be a list of objects, or JSON of one; it is {what}")
     _check_characters(parsed, repr(key))
     return parsed
@@ -101,7 +101,7 @@ def json_of(value: Any) -> Any:
 
 def kind_name(value: Any) -> str:
     names = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null"}
-    number = "a number" if isinstance(value, int | float) else f"of the type {type(value).__name__}"
+    number = "a number" if isinstance(value, int | float) else f"of type {type(value).__name__}"
     return names.get(type(value), number)
 
 
@@ -118,7 +118,7 @@ def _parse_message(turn: Any, where: str, spelling: tuple[str, str], unread: set
         has = ", ".join(map(repr, turn)) or "no keys"
         raise BadRecord("record.message", f"{where} must have {spelling[0]!r} and {spelling[1]!r}; it has {has}")
     if not isinstance(role, str) or role not in ROLES:
-        raise BadRecord("record.role", f"{where} has the role {role!r}; accepted are {', '.join(ROLES)}")
+        raise BadRecord("record.role", f"{where} has the role {role!r}; supported roles: {', '.join(ROLES)}")
     text = "" if content is None else _content_text(content, f"{where}.{spelling[1]}")
     for key, check in _VALIDATORS.items():
         if key in values:
@@ -157,10 +157,10 @@ def _content_text(content: Any, where: str) -> str:
     for index, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text":
-            what = f"of the type {kind!r}" if isinstance(part, dict) else kind_name(part)
+            what = f"of type {kind!r}" if isinstance(part, dict) else kind_name(part)
             raise BadRecord(
                 "record.content_part",
-                f"{where}[{index}] must be a part of the type 'text'; it is {what}, which is not supported",
+                f"{where}[{index}] must be a part of type 'text'; it is {what}, which is not supported",
             )
     return "".join(text_of(part.get("text"), f"{where}[{index}].text") for index, part in enumerate(content))
 

@@ -90,12 +90,12 @@ def values_of(path: Path, keys: OwnKeys | None = None, read_keys: Set[str] = _RE
         empty = False
         yield (
             str(path),
-            BadRecord("records.damaged", f"the file is truncated or damaged: {error}. Get it again", rest=True),
+            BadRecord("records.damaged", f"the file is truncated or damaged: {error}. Copy it again", rest=True),
         )
     except OSError as error:
         raise UserError("records.unreadable", f"{path}: the file of records cannot be read: {error.strerror}") from None
     if empty:
-        raise UserError("records.empty", f"{path}: the file of records is empty. Leave it out, or fill it.\n{SHAPES}")
+        raise UserError("records.empty", f"{path}: the file of records is empty. Remove it, or add records.\n{SHAPES}")
 
 
 def _select_format(path: Path) -> Any:
@@ -122,7 +122,7 @@ def kind_of(content: bytes) -> str | None:
     """The kind of a file that is not UTF-8 text, by its magic bytes; None if unknown."""
     if content[:2] in (b"\xff\xfe", b"\xfe\xff"):
         return "text in UTF-16, not UTF-8: convert it"
-    kinds = _OTHER_KINDS | {begin: f"compressed by {name}: unpack it" for begin, (name, _) in _COMPRESSIONS.items()}
+    kinds = _OTHER_KINDS | {begin: f"compressed ({name}): unpack it" for begin, (name, _) in _COMPRESSIONS.items()}
     return next((kind for begin, kind in kinds.items() if content.startswith(begin)), None)
 
 
@@ -159,7 +159,7 @@ def _open_unpacked(path: Path) -> IO[bytes]:
         except ImportError:
             raise UserError(
                 "records.compression",
-                f"{path}: the file is compressed by zstd, which Python reads from 3.14 on: unpack it (zstd -d {path.name})",
+                f"{path}: the file is compressed with zstd, which needs Python 3.14 or later: unpack it (zstd -d {path.name})",
             ) from None
         opener = zstd.open
     unpacked: IO[bytes] = opener(path, "rb")
@@ -170,7 +170,7 @@ def _open_unpacked(path: Path) -> IO[bytes]:
     kind = next((kind for begin, kind in _OTHER_KINDS.items() if head.startswith(begin)), None)
     if kind is not None:
         unpacked.close()
-        suffix = "" if opener is open else " in a compressed one"
+        suffix = "" if opener is open else " inside a compressed file"
         raise UserError(
             "records.format",
             f"{path}: records are read from JSON lines, JSON or parquet; this is {kind}{suffix}. Convert it",

@@ -67,14 +67,13 @@ class RecordSequences:
                 dropped.append(entry[0].source)
         if not entries and not dropped:
             raise UserError(
-                "records.all_skipped",
-                f"{key} must hold records to train on; all were skipped (data.skip_bad).",
+                "records.all_skipped", f"{key} must hold records to train on; all were skipped (data.skip_bad)."
             )
         if not entries:
             raise UserError(
                 "records.all_cut",
-                f"{key} must keep some answers; with data.sequence_length = {width - 1} all {len(dropped):,} {what} are cut "
-                f"off before their first answer, such as {dropped[0]}. Raise data.sequence_length: the longest record has "
+                f"{key} must have answers within data.sequence_length = {width - 1}; all {len(dropped):,} {what} are truncated "
+                f"before their first answer, such as {dropped[0]}. Raise data.sequence_length: the longest record has "
                 f"{max_tokens:,} tokens.",
             )
         rows = self._fill(entries if self.preference != "labels" else _with_mismatched(entries, width, key))
@@ -137,7 +136,7 @@ def build_record_sequences(
     settings, advice = sequences.settings, ADVICE.format("data.records")
     if evaluation is not None:
         settings = replace(settings, held_out=0)
-    advice += " data.evaluation_fraction = 0 holds nothing out." * (settings.held_out > 0)
+    advice += " data.evaluation_fraction = 0 uses all records for training." * (settings.held_out > 0)
     sets = [(name, share_out(sequences.rows(records, name, bad), settings, name, advice)) for name, records in sources]
     if weights is not None:
         noted = [(name, replace(data, notes=tuple(f"{name}: {note}" for note in data.notes))) for name, data in sets]

@@ -8,8 +8,8 @@ from hetero_mpi.util.errors import Problem, UserError
 
 Shape = Literal["chat", "alpaca", "prompt/completion"]
 SHAPES = """\
-A file holds JSON lines, JSON, or the rows of a parquet file: records in these shapes (docs/data.md has their other keys):
-  alpaca             {"instruction": "...", "input": "...", "output": "..."}; input may be left out
+A file holds JSON lines, JSON, or the rows of a parquet file: records in these shapes (docs/data.md has their further keys):
+  alpaca             {"instruction": "...", "input": "...", "output": "..."}; input may be omitted
   chat               {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
   chat (ShareGPT)    {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}
   prompt/completion  {"prompt": "...", "completion": "..."}
@@ -38,7 +38,7 @@ def unrecognised(value: Mapping[str, Any]) -> str:
     for shape, pair in PAIRS.items():
         missing = [keys[0] for keys in pair if not any(key in value for key in keys)]
         if len(missing) == 1:
-            return f"{missing[0]!r} is missing for the {shape} shape; the record has {keys_named(value)}"
+            return f"the {shape} shape needs {missing[0]!r}; the record has {keys_named(value)}"
     return f"no shape has these keys: {keys_named(value)}"
 
 

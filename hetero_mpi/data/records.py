@@ -131,10 +131,7 @@ def read_records(
                 parsed = _preference_pair(fields, source) if preference else [_record(fields, source)]
             weights = {weight, *(m.trained for message in parsed if message for m in message.messages)}
             if preference and not weights <= {0, 1, None}:
-                raise BadRecord(
-                    "record.weight_in_preference",
-                    "preference training supports only the weights 0 and 1",
-                )
+                raise BadRecord("record.weight_in_preference", "preference training supports only the weights 0 and 1")
         except BadRecord as problem:
             bad.add(source, problem)
             continue
@@ -231,7 +228,7 @@ def _preference_pair(fields: _RecordFields, source: str) -> list[Record | None]:
     if missing:
         raise BadRecord(
             "record.preference_key_missing",
-            f"{missing[0]!r} is missing for a preference; the record has {keys_named(fields.values)}",
+            f"a preference needs {missing[0]!r}; the record has {keys_named(fields.values)}",
         )
     question = next((key for key in (*PROMPTS, "instruction") if key in fields.values), None)
     tools, prompt = fields.tools(), _prompt_messages(fields, question) if question is not None else []
@@ -248,7 +245,7 @@ def _preference_pair(fields: _RecordFields, source: str) -> list[Record | None]:
             absent = [entry for entry in prompt if entry.content.strip() not in "".join(turn.content for turn in turns)]
             if absent:
                 raise BadRecord(
-                    "record.prompt_differs", f"{key!r} begins a conversation without the text of {question!r}"
+                    "record.prompt_differs", f"{key!r} must be an answer to {question!r}, or contain its messages"
                 )
         chat = prompt_is_list or not text or question is None
         pair.append(_conversation(turns, "chat" if chat else "prompt/completion", source, tools, key))
@@ -286,7 +283,8 @@ def _parse_dialogue(text: str, key: str) -> list[ChatMessage]:
     if before or rest[:1] != ["Human"] or rest[-2] != "Assistant":
         raise BadRecord(
             "record.prompt_missing",
-            f"'prompt' is missing, and {key!r} is no conversation with a prompt (messages, or a text with Human: and Assistant:)",
+            f"'prompt' is missing, and {key!r} is not a conversation with a prompt (messages, or a text with Human: and "
+            f"Assistant:)",
         )
     return [
         ChatMessage(_SPEAKERS[speaker], words.strip()) for speaker, words in zip(rest[::2], rest[1::2], strict=True)
@@ -348,7 +346,7 @@ def _conversation(
     if messages[0].role in ("assistant", "tool"):
         what = "an answer" if messages[0].role == "assistant" else "a tool's result"
         raise BadRecord(
-            "record.first_role", f"{key}[0] is {what}: a conversation must begin with a user's (or system) message"
+            "record.first_role", f"{key}[0] is {what}: a conversation must begin with a user or system message"
         )
     late_indices = [index for index, message in enumerate(messages) if message.role == "system" and index]
     if late_indices:

@@ -1,6 +1,6 @@
-"""Resolve the job's data keys to files: glob patterns, or data sets of the Hugging Face hub (``hf:org/name/config:split``).
+"""Resolve the job's data keys to files: glob patterns, or datasets of the Hugging Face hub (``hf:org/name/config:split``).
 
-Files are ordered by path. Hub data sets are taken from the local cache, or downloaded into it by huggingface_hub, as models are.
+Files are ordered by path. Hub datasets are taken from the local cache, or downloaded into it by huggingface_hub, as models are.
 The ``datasets`` package would write a second copy in its own format and cache results as pickles. A complete cached copy is used
 without network access, so a job reads the same data tomorrow.
 """
@@ -29,7 +29,7 @@ PREFIX = "hf:"
 FORMATS = "hetero_mpi.data.formats"
 _NAME = re.compile(r"hf:([\w-][\w.-]*/[\w-][\w.-]*)(?:/([\w][\w.-]*))?(?::([\w][\w.-]*))?", re.ASCII)
 _WORDS = {"train": "train|training", "validation": "validation|valid|val|dev", "test": "test|testing|eval|evaluation"}
-"""Split -> words in the names of its files, for a data set whose card lists no files."""
+"""Split -> words in the names of its files, for a dataset whose card lists no files."""
 SILENT_S, SILENT_AT_MOST_S = 5.0, 20.0
 """Time without an answer from the hub until a notice, and until the attempt is given up."""
 _SHARD = re.compile(r"-\d+-of-(\d+)(\.\w+)+$")
@@ -74,7 +74,7 @@ def shown_patterns(patterns: Sequence[str]) -> str:
 
 
 class HubName(NamedTuple):
-    """A data set as named in the job; ``label``: the job's key and text, for messages."""
+    """A dataset as named in the job; ``label``: the job's key and text, for messages."""
 
     label: str
     name: str
@@ -83,14 +83,14 @@ class HubName(NamedTuple):
 
 
 def hub_files(text: str, key: str, tell: Callable[[str], None] | None) -> list[Path]:
-    """Files of a data set's split, ordered by name. ``tell`` is called before a download; with None nothing is downloaded.
+    """Files of a dataset's split, ordered by name. ``tell`` is called before a download; with None nothing is downloaded.
 
-    Raises UserError if the data set is neither cached nor downloadable, or has no such config, split or file.
+    Raises UserError if the dataset is neither cached nor downloadable, or has no such config, split or file.
     """
     match = _NAME.fullmatch(text)
     if match is None:
-        raise UserError("data.hub_name", f'{key}: a hub data set is written "hf:org/name", "hf:org/name:split" or '
-                        f'"hf:org/name/config:split"; this is not: "{text}"')  # fmt: skip
+        forms = '"hf:org/name", "hf:org/name:split" or "hf:org/name/config:split"'
+        raise UserError("data.hub_name", f'{key}: a dataset of the Hugging Face Hub must be {forms}, not "{text}"')
     source = HubName(key if text in key else f'{key} "{text}"', match[1], match[2], match[3] or "train")
     directory = cached(source.name, "dataset", "README.md")
     if directory is not None:
@@ -114,7 +114,7 @@ def hub_files(text: str, key: str, tell: Callable[[str], None] | None) -> list[P
         raise
     except Exception as error:  # network libraries raise many kinds of errors; none is a defect of this program
         raise UserError(
-            "data.hub_missing", _missing_message(source, f"{missing}; {why_not(source.name, 'data set', key, error)}")
+            "data.hub_missing", _missing_message(source, f"{missing}; {why_not(source.name, 'dataset', key, error)}")
         ) from None
     return [fetched / name for name in split_files]
 
@@ -139,7 +139,7 @@ def reach_hub(tell: Callable[[str], None]) -> None:
 
 
 def why_not(name: str, kind: str, key: str, error: Exception) -> str:
-    """Explain why a model or data set (``kind``) under the job's ``key`` could not be downloaded, with a remedy."""
+    """Explain why a model or dataset (``kind``) under the job's ``key`` could not be downloaded, with a remedy."""
     login = "`hf auth login` (formerly `huggingface-cli login`) on rank 0's machine, or set HF_TOKEN"
     if isinstance(error, errors.GatedRepoError):
         base_url = constants.ENDPOINT + ("" if kind == "model" else "/datasets")
@@ -179,16 +179,16 @@ def _files_of_split(source: HubName, names: Sequence[str], directory: Path, comp
     raise UserError(
         "data.hub_split",
         f'{source.label}: {source.name} must have files of the split "{source.split}" in a supported format; '
-        f"{has}. Select another split or config, or convert the data set and list its files",
+        f"{has}. Select another split or config, or convert the dataset and list its files",
     )
 
 
 def _splits_by_card(source: HubName, data: Sequence[str], card: Path) -> dict[str, list[str]] | None:
-    """Split -> files by the data set's card (``configs`` in the metadata of README.md); None if the card lists none."""
+    """Split -> files by the dataset's card (``configs`` in the metadata of README.md); None if the card lists none."""
     try:
         metadata = huggingface_hub.metadata_load(card) if card.is_file() else None
     except Exception as error:  # a card may contain anything
-        raise UserError("data.hub_card", f"{source.label}: its card {card} cannot be read: {error}") from None
+        raise UserError("data.hub_card", f"{source.label}: its dataset card {card} cannot be read: {error}") from None
     configs = [
         item for item in (metadata or {}).get("configs") or () if isinstance(item, dict) and item.get("data_files")
     ]

@@ -25,6 +25,7 @@ from hetero_mpi.data.messages import ChatMessage
 from hetero_mpi.data.printed_parts import Conversation
 from hetero_mpi.data.record_shapes import BadRecord
 from hetero_mpi.data.records import Record
+from hetero_mpi.util import units
 from hetero_mpi.util.background import start_module
 
 LIMIT_S = 5.0
@@ -77,7 +78,7 @@ class _SandboxProcess:
             return results
         if code > 0 and code != _OOM_CODE:
             raise RuntimeError(f"the process that renders chat templates ended with exit code {code}")
-        limits = f"{LIMIT_S:.0f} s of CPU time and {MEMORY >> 20} MiB"
+        limits = f"{LIMIT_S:.0f} s of CPU time and {units.size(MEMORY)} of memory"
         why = {-signal.SIGPROF: "it took longer", _OOM_CODE: "it needed more"}.get(code, f"signal {-code} killed it")
         return [
             *results,

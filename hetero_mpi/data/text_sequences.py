@@ -45,7 +45,7 @@ _TELL_S = 10.0
 _BLOCK_BYTES = 1 << 20
 STREAM = "stream.i32"
 """File of packed text: the tokens of all documents, int32."""
-REMEDY = "make room there, or name another folder: XDG_CACHE_HOME, or TMPDIR with data.cache = false"
+REMEDY = "free disk space there, or set another directory: XDG_CACHE_HOME, or TMPDIR with data.cache = false"
 """Advice for errors in write_errors token ids."""
 Blocks = Iterable[tuple[str, bool]]
 """Texts in blocks: (part of a text, whether it is the text's last part)."""
@@ -134,7 +134,7 @@ class Corpus:
             raise UserError(
                 "text.no_text",
                 f"{self.key} must match files with UTF-8 text; {shown_patterns(self.patterns)} matched "
-                f"{len(self.paths)} file(s) without any ({reasons}). Point it at other files.",
+                f"{units.plural(len(self.paths), 'file')} without any ({reasons}). List other files.",
             )
 
     def _records(self, report: CorpusReport) -> Iterator[str]:

@@ -61,8 +61,8 @@ def vocabulary_note(tokenizer: PreTrainedTokenizerFast, requested: int) -> str |
     if len(tokenizer) >= requested:
         return None
     return (
-        f"the corpus yields {len(tokenizer):,} tokenizer entries of the {requested:,} requested "
-        "(tokenizer.train_vocab_size): no pair of tokens is left to merge"
+        f"the trained tokenizer has {len(tokenizer):,} of the {requested:,} requested tokens (tokenizer.train_vocab_size): the "
+        f"corpus has no more pairs to merge"
     )
 
 
@@ -93,8 +93,7 @@ def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerFast:
     directory = Path(directory)
     if not directory.is_dir():
         raise UserError(
-            "tokenizer.missing",
-            f"tokenizer directory {directory} not found; it must contain tokenizer.json",
+            "tokenizer.missing", f"tokenizer directory {directory} not found; it must contain tokenizer.json"
         )
     if not any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json")):
         raise UserError(
@@ -130,7 +129,7 @@ def _family_of(path: Path) -> PreTrainedConfig | None:
         return family(name_or_path=str(path.parent), tokenizer_class=keys.get("tokenizer_class"))
     except (ValueError, AttributeError, TypeError, RecursionError) as error:
         raise UserError(
-            "model.configuration", f"{path} must hold the keys of a model's configuration as JSON: {error}; correct it"
+            "model.configuration", f"{path} must contain a model configuration as JSON: {error}; correct it"
         ) from None
 
 

@@ -3,6 +3,7 @@
 import torch
 
 from hetero_mpi.device.backend import Backend
+from hetero_mpi.util import units
 from hetero_mpi.util.errors import UserError
 from hetero_mpi.util.plug_ins import plug_in, plug_in_names
 
@@ -52,11 +53,11 @@ def open_backend(name: str, index: int | None = None) -> Backend:
     if index in reasons or (index is None and not usable(name)):
         raise UserError("device.unusable", f"device {name!r} cannot be used: {'; '.join(reasons.values())}")
     if index is None or index >= kind.count():
-        named = f"A {name} device" if index is None else f"{name}:{index}"
+        named = f"a {name} device" if index is None else f"{name}:{index}"
         raise UserError(
             "device.too_few",
-            f"{named} is to be this rank's, but of {name} it sees {kind.count()}: start fewer ranks on this host, "
-            f'or set device = "auto" so that the other ranks use the CPU',
+            f"this rank needs {named}, but {name} has {units.plural(kind.count(), 'device')} on this host: start fewer ranks, "
+            f'or set device = "auto" so that further ranks use the CPU',
         )
     backend = kind(index)
     backend.make_current()

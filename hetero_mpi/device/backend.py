@@ -277,10 +277,10 @@ def best_dtype(ranks: list[tuple[str, list[str]]], faster_in_bf16: bool = False)
         return "fp32", f"all ranks are CPUs{hint * faster_in_bf16}"
     without = [f"rank {rank} ({name})" for rank, name, dtypes in accelerators if "bf16" not in dtypes]
     if not without:
-        return "bf16", "every rank supports it"
+        return "bf16", "every device supports it"
     if all("fp16" in dtypes for _, _, dtypes in accelerators):
         return "fp16", f"{', '.join(without)} cannot compute in bf16"
-    return "fp32", f"{', '.join(without)} supports neither bf16 nor fp16"
+    return "fp32", "the devices have no 16-bit type in common"
 
 
 def host_bytes(tensor: torch.Tensor) -> np.ndarray:

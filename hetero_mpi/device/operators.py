@@ -210,7 +210,7 @@ def copies(backend: Backend) -> Result:
             backend.synchronize()
             seconds.append(time.perf_counter() - start)
         speeds[name] = _COPY_BYTES / statistics.median(seconds)
-    return Result("copies", differ, 0.0, "bytes that differ", time.perf_counter() - begin, speeds=speeds)
+    return Result("copies", differ, 0.0, "differing bytes", time.perf_counter() - begin, speeds=speeds)
 
 
 def about(backend: Backend) -> dict[str, str]:

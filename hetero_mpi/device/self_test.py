@@ -27,16 +27,15 @@ MARK = "self-test: "
 _EXIT_TIMEOUT_S = 10.0
 _PATH = re.compile(r"(?<![\w:/])/(?:[^\s/'\":,]+/)+")
 _REMEDIES = {
-    "NF4": "install bitsandbytes 0.50 or later, which must know this GPU and this torch build, or set [model] "
+    "NF4": "install bitsandbytes 0.50 or later, which must support this GPU and this torch build, or set [model] "
     'quantization = "none"',
-    "attention": "another torch may have another kernel for it (PyTorch's nightly or an earlier version); "
-    "known: pytorch#160787 (Intel Arc), pytorch#196678 (cuDNN)",
-    "copies": "check the GPU's seat and riser, its driver, and the host's memory",
+    "attention": "try another torch version (nightly or earlier); known bugs: pytorch#160787 (Intel Arc), pytorch#196678 (cuDNN)",
+    "copies": "check that the GPU and its riser are seated firmly, its driver, and the host's memory",
 }
 """Part of a check's name -> remedy for a failure."""
 
 OTHER_KERNELS = (
-    "; a processor's own GPU may take its nearest relative's: HSA_OVERRIDE_GFX_VERSION=11.0.0 (10.3.0 before RDNA 3)"
+    "; an integrated GPU may use a related GPU's kernels: set HSA_OVERRIDE_GFX_VERSION=11.0.0 (10.3.0 before RDNA 3)"
 )
 """Additional remedy for an AMD GPU without ROCm kernels."""
 
@@ -68,7 +67,7 @@ class Result:
         if self.worst is None:
             return f"{self.what} is not finite"
         return (
-            f"{self.what} differs by {self.worst:.1e}, {self.allowed:g} is allowed" if self.worst > self.allowed else ""
+            f"{self.what} differs by {self.worst:.1e}, allowed is {self.allowed:g}" if self.worst > self.allowed else ""
         )
 
 
@@ -99,7 +98,7 @@ class SelfTest:
         texts = [remedy for part, remedy in _REMEDIES.items() if part in failed.check][:1]
         if failed.check.endswith(("bf16", "fp16")) and "NF4" not in failed.check:
             alternative = "fp16" if failed.check.endswith("bf16") else "fp32"
-            texts.append(f"[train] dtype = {alternative!r} does without it")
+            texts.append(f"[train] dtype = {alternative!r} avoids it")
         text = "update its driver, or install another torch build (docs/devices.md, Which torch for which GPU)"
         return "; ".join(texts) or text
 
@@ -171,7 +170,7 @@ def text_of(test: SelfTest, driver: str) -> list[str]:
         outcome = "FAIL" if result.problem else "none" if result.short else "ok"
         worst = "nan" if result.worst is None else f"{result.worst:.1e}"
         numbers = "" if result.error else f"{worst:>7} of {result.allowed:g}"
-        text = result.problem or ("no memory left to try it" if result.short else "")
+        text = result.problem or ("no memory left for the test" if result.short else "")
         lines.append(f"  {outcome:<4} {result.check:<22} {numbers:<16} {result.took_s:7.2f} s  {text}".rstrip())
         lines += [f"       {name:<30} {speed / 1e9:6.2f} GB/s" for name, speed in result.speeds.items()]
     return lines

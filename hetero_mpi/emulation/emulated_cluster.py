@@ -122,16 +122,15 @@ def _check_model(profile: ClusterProfile, chain: TransformersChain, tied: bool, 
     if chain.blocks != blocks:
         raise UserError(
             "emulation.blocks",
-            f"a stand-in needs the model's number of blocks: {path} has {blocks}, this job's model has {chain.blocks}. "
-            f"Set {block_key(chain.model.config, chain.blocks)} = {blocks} in [model.config]",
+            f"the stand-in model must have as many blocks as the emulated model: {path} has {blocks}, this job's model has "
+            f"{chain.blocks}. Set {block_key(chain.model.config, chain.blocks)} = {blocks} in [model.config]",
         )
     if tied != profile.model.tied:
-        descriptions = {
-            tie: f"trains {'a' if tie else 'no'} matrix that embedding and head share" for tie in (True, False)
-        }
+        descriptions = {tie: f"trains {'one matrix for both' if tie else 'no shared matrix'}" for tie in (True, False)}
         raise UserError(
             "emulation.tied",
-            f"stand-in and model must agree on tied ends: {path} {descriptions[profile.model.tied]}, the job {descriptions[tied]}. "
+            f"the stand-in model must tie embedding and head if the emulated model does: {path} "
+            f"{descriptions[profile.model.tied]}, the job {descriptions[tied]}. "
             f"Set tie_word_embeddings = {str(profile.model.tied).lower()} in [model.config]",
         )
 
@@ -139,13 +138,13 @@ def _check_model(profile: ClusterProfile, chain: TransformersChain, tied: bool, 
 def _notes(profile: ClusterProfile, chain: TransformersChain, loaded: LoadedJob) -> tuple[str, ...]:
     parameters = sum(spec.count for spec in chain.parameters.values())
     cluster, model = loaded.job.cluster, profile.model
-    scale = "" if cluster.time_scale == 1 else f" One second of it takes {cluster.time_scale:g} s here."
+    scale = "" if cluster.time_scale == 1 else f" One emulated second takes {cluster.time_scale:g} s."
     shares_nic = any(host.shared_nic for host in profile.hosts)
     nic_note = " NICs that its hosts share are not emulated: each pair of ranks has its own link." if shares_nic else ""
     return (
         f"{EMULATED}: times and messages are those of {loaded.job.cluster.emulate}, for {model.model_type} in {model.dtype} with "
-        f"{units.rows_of(model.sequence_length)}; a {chain.config.model_type} of {units.count(parameters)} parameters "
-        f"with sequences of {loaded.job.data.sequence_length} is computed.{scale}{nic_note}",
+        f"{units.rows_of(model.sequence_length)}; the stand-in model is a {chain.config.model_type} of {units.count(parameters)} "
+        f"parameters with sequences of {loaded.job.data.sequence_length} tokens.{scale}{nic_note}",
     )
 
 

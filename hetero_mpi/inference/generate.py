@@ -68,7 +68,7 @@ def generate(world: World, options: GenerateOptions) -> int:
     task = Task.from_dict(world.broadcast_json(asdict(task) if task is not None else None))
     setup = set_up(world, opened)
     if opened is not None:
-        reason = "continued verbatim: --raw" if options.raw else opened.reason
+        reason = "continued verbatim (--raw)" if options.raw else opened.reason
         say(f"prompt: {units.plural(len(task.prompt), 'token')}, {reason}", "")
     run_task(setup, task)
     return 0

@@ -172,7 +172,7 @@ def _plan(
         raise CollectiveUserError(
             "memory.exceeded",
             f"the model's parameters need {units.size(sum(sizes))} in {dtype}, and even {OFFLOADED_LAYER_COUNT} layers at a "
-            f"time do not fit the usable memory ({has}; 0 B: cannot compute in {dtype}): use ranks with more memory",
+            f"time do not fit in the usable memory ({has}; 0 B: cannot compute in {dtype}): use ranks with more memory",
         )
     stages = tuple(
         StagePlan((rank,), first, last, 0, streamed=streamed)

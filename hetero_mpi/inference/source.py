@@ -92,7 +92,7 @@ class Opened:
     def prompt_tokens(self, prompt: str, raw: bool) -> list[int]:
         """Token ids of the prompt in the model's format. Raises UserError if it is empty, or if the template rejects it."""
         if not prompt.strip():
-            raise UserError("generate.empty_prompt", "the prompt is empty: give --prompt some text")
+            raise UserError("generate.empty_prompt", "the prompt is empty: pass a text with --prompt")
         return render_prompt(self.tokenizer, prompt, None if raw else self.template)
 
 
@@ -103,14 +103,14 @@ def open_source(path: Path) -> Opened:
         siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
         near = [str(path.parent / name) for name in difflib.get_close_matches(path.name, siblings, n=3)]
         hint = f"; similar names: {', '.join(near)}" if near else ""
-        raise UserError("generate.source", f"{path} does not exist{hint}. Give {_KINDS}")
+        raise UserError("generate.source", f"{path} does not exist{hint}. Pass {_KINDS}")
     if (path / "config.json").is_file():
         return _without_run(_model(path), path, None)
     if (path / "adapter_config.json").is_file():
         return _without_run(*_adapter(path))
     if any((path / name).is_dir() for name in ("model", "adapter", "checkpoints")):
         return _run(path)
-    raise UserError("generate.source", f"{path} contains no model. Give {_KINDS}")
+    raise UserError("generate.source", f"{path} contains no model. Pass {_KINDS}")
 
 
 def stop_tokens(config: dict[str, Any], directory: Path | None, tokenizer: PreTrainedTokenizerFast) -> list[int]:
@@ -144,7 +144,7 @@ def _adapter(path: Path) -> tuple[GenerateSource, Path, Path]:
     if foreign:
         raise UserError(
             "adapter.base_differs",
-            f"{path}: the adapter belongs to another model: {base} has no {foreign[0]}; correct base_model_name_or_path",
+            f"{path}: the adapter was trained on another model: {base} has no {foreign[0]}; correct base_model_name_or_path",
         )
     check_adapter(path, adapter_tuning(chain, table, False, True))
     return source, path, path
@@ -174,8 +174,8 @@ def _run(path: Path) -> Opened:
     if not result.is_dir():
         raise UserError(
             "generate.unfinished_run",
-            f"{path}: the run has not written {result.name}/ yet; --resume it to its end, or export its newest "
-            f"checkpoint: python -m hetero_mpi export {path} OUT",
+            f"{path}: the run has not written {result.name}/ yet; finish it with --resume, or export its newest checkpoint: "
+            f"python -m hetero_mpi export {path} OUT",
         )
     if job.adapter.method == "none":
         adapter, source = None, replace(_model(result), dtype=job.train.dtype, cluster=job.cluster.model_dump())

@@ -1,4 +1,4 @@
-"""Trainer with the interface of transformers' and TRL's trainers: a data set in memory, and their arguments.
+"""Trainer with the interface of transformers' and TRL's trainers: a dataset in memory, and their arguments.
 
 Arguments become keys of a job by the tables for their files (``interop.other_tools``). A non-default argument without counterpart
 is rejected by name, or only reported if it just affects speed, memory or output.
@@ -144,7 +144,7 @@ class DatasetTrainer:
             if self._result is None:
                 raise UserError("trainer.not_trained", "save_model() copies the result of train(): call train() first")
             if world.rank == 0:
-                with write_errors(Path(output_dir), "name another directory"):
+                with write_errors(Path(output_dir), "choose another directory"):
                     shutil.copytree(self._result.result, output_dir, dirs_exist_ok=True)
 
     def _per_epoch(self, options: Mapping[str, Any]) -> int:
@@ -162,7 +162,7 @@ class DatasetTrainer:
 
     def _ready(self) -> Job:
         """Build the job, with its data in files on rank 0's host. Collective."""
-        with collective() as world, world.on_leader("writing the data set"):
+        with collective() as world, world.on_leader("writing the dataset"):
             if world.rank != 0:
                 return self._job(Path("rows.jsonl"), None, None)  # rank 0's value counts
             for line in self.notes:
@@ -211,7 +211,7 @@ def _convert_lora(values: dict[str, Any], model: str | Path, config: Any) -> lis
     lora, defaults = config.to_dict(), type(config)().to_dict()
     targets, layers = lora["target_modules"], lora["layers_to_transform"]
     if isinstance(targets, str) and targets != "all-linear":
-        return [("target_modules", 'name the layers, ["q_proj", "v_proj"], or use "all-linear", but no pattern')]
+        return [("target_modules", 'patterns are not supported: list layer names, or use "all-linear"')]
     lora["target_modules"] = sorted(targets) if isinstance(targets, (list, set)) else targets or "family"
     if values.get("train.dropout") is False:
         lora["lora_dropout"] = 0.0

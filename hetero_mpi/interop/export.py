@@ -140,12 +140,12 @@ def _open(reader: CheckpointReader, path: Path) -> ExportSource:
     except ValidationError as error:
         raise UserError(
             "export.job_version",
-            f"{path}: its job does not match this version: {error}; export with the version that wrote it",
+            f"{path}: its job is not valid in this version: {error}; export with the version that wrote it",
         ) from error
     if job.model.factory is not None:
         raise UserError(
             "export.custom_model",
-            f"{path} is of a custom model ({job.model.factory}), which has no Hugging Face format: its run wrote "
+            f"{path} belongs to a custom model ({job.model.factory}), which has no Hugging Face format: its run wrote "
             f"model/model.safetensors, and docs/checkpoint.md shows how to read the checkpoint itself",
         )
     chain = TransformersChain(read_config(reader.required("model_config")))

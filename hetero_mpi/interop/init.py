@@ -52,7 +52,7 @@ def init(name: str | None, directory: Path, source: Path | None = None, gpus: in
     lines = []
     for path in [*job_files, *inputs]:
         target = directory / "jobs" / path
-        with write_errors(target, f"name another directory: init {name} DIR"):
+        with write_errors(target, f"choose another directory: init {name} DIR"):
             if not (exists := target.exists()):
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(shipped_folder("jobs") / path, target)

@@ -70,13 +70,13 @@ class JobDraft:
     def text(self) -> str:
         """Render the job file."""
         name = printable(" ".join(self.file.name.split()))
-        lines = [f"# Made by `init --from` of {name}, a file of {self.title}; comments show the source keys."]
+        lines = [f"# Converted from {name} ({self.title}) by `init --from`; comments show the source keys."]
         for table in TABLES:
             keys = {key.partition(".")[2]: entry for key, entry in self.values.items() if key.startswith(f"{table}.")}
             lines += ["", f"[{table}]"] if keys else []
             for key, (value, source) in keys.items():
                 lines.append(f"{key} = {_written(value)}" + (f"  # {source}" if source else ""))
-        lines += ["", "# Not in the job, and why:"]
+        lines += ["", "# Keys that were left out, by reason:"]
         for reason, names in sorted((reason, names) for reason, names in self.omitted.items() if names):
             lines += textwrap.wrap(f"# * {reason}: {', '.join(sorted(names))}", 120, subsequent_indent="#   ")
         return "\n".join(lines) + "\n"
@@ -102,7 +102,7 @@ class JobDraft:
             chosen, dropped = (first, (key, value)) if first[1] else ((key + by, value), first)
             self._parts[ours[1:]] = chosen
             if chosen[0] != dropped[0] and dropped[1] is not None:
-                self._leave(*dropped, f"{chosen[0]} says it")
+                self._leave(*dropped, f"set by {chosen[0]}")
         elif ours in _LISTS and isinstance(value, str):
             self.values[ours] = re.split(r"\s*,\s*", value.strip()), key + by
         elif words is None:
@@ -110,7 +110,7 @@ class JobDraft:
         elif str(value).lower() in words:
             self.values[ours] = words[str(value).lower()], key + by
         else:
-            self._leave(key, value, f"no {ours} of that name here, so it keeps its default")
+            self._leave(key, value, f"{ours} has no such value, so the default applies")
 
     def _leave_group(self, key: str, value: Any, tables: Sequence[Mapping[str, Any]], where: str = "") -> None:
         """Omit a key for the reason of the first matching pattern. ``where``: prefix of its parent key."""

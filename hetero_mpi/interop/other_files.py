@@ -85,7 +85,7 @@ def _plain(value: Any, budget: Iterator[int], depth: int = 0) -> Any:
         return value
     text = str(value)
     if match := re.search("[\\x00\ud800-\udfff]", text):
-        raise ValueError(f"it holds the character {match[0]!a}, which no name or text has")
+        raise ValueError(f"it contains the character {match[0]!a}, which is not allowed")
     return text
 
 

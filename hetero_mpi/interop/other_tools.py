@@ -27,7 +27,7 @@ from hetero_mpi.util.errors import UserError
 PEFT = TABLE["peft"]
 _RECORDS = re.compile(r"\.(jsonl?|parquet)(\.\w+)?$")
 _COLUMNS = ("field", "text_column", "columns")
-"""Keys of a data set for the name of its text column."""
+"""Keys of a dataset for the name of its text column."""
 
 
 def convert_file(file: Path, target: Path, gpus: int | None) -> list[str]:
@@ -43,9 +43,7 @@ def convert_file(file: Path, target: Path, gpus: int | None) -> list[str]:
     draft = _Draft(file, read_keys(file), target.absolute().parent, gpus)
     if draft.stops:
         stops = "".join(f"\n  {key} = {value}: {why}" for key, value, why in draft.stops)
-        raise UserError(
-            "convert.other_objective", f"{file}: no job was written, as it would train something else:{stops}"
-        )
+        raise UserError("convert.other_objective", f"{file}: no job was written, as training would differ:{stops}")
     text = draft.text()
     try:
         job_from_tables(toml.loads(text), target.stem, target.absolute().parent)
@@ -53,14 +51,14 @@ def convert_file(file: Path, target: Path, gpus: int | None) -> list[str]:
         raise UserError(
             "convert.invalid_job", f"{file}: cannot be converted to a valid job; no job was written: {error}"
         ) from None
-    with write_errors(target, "name another directory or FILE.toml"):
+    with write_errors(target, "choose another directory or FILE.toml"):
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text, encoding="utf-8")
     unknown = [f"{NOT_UNDERSTOOD}: {', '.join(names)}"] if (names := draft.omitted.get(NOT_UNDERSTOOD)) else []
-    counted = f"{len(draft.values)} keys, made of a file of {draft.title}; below them those that are not in the job"
+    counted = f"{len(draft.values)} keys converted from a {draft.title} file; comments at its end list the other keys"
     program = f"hetero-mpi launch -np 3 -- train {shlex.quote(str(target))} --dry-run"
     count = sum(map(len, draft.omitted.values()))
-    return [f"{target}: {counted}, and why ({count})", *unknown, "Then:", f"  {program}"]
+    return [f"{target}: {counted}, with reasons ({count})", *unknown, "Then:", f"  {program}"]
 
 
 Reasons = list[tuple[str, str]]
@@ -96,7 +94,7 @@ class _Draft(JobDraft):
     ) -> None:
         super().__init__(file, source, directory, tool)
         for count in [count for count in ("gpus", "nodes") if gpus is not None and count in self._parts]:
-            self._leave(*self._parts.pop(count), "init --gpus says it")
+            self._leave(*self._parts.pop(count), "set by init --gpus")
         self._parts.setdefault("gpus", (f"{gpus or 1} GPU (init --gpus)", gpus or 1))
         self.compared = self._preference(source)
         self.pairs = self.compared not in ("none", "kto")
@@ -133,7 +131,8 @@ class _Draft(JobDraft):
             kind = "simpo" if self.tool == "axolotl" else self._word("loss")
             if kind != "simpo" or self._count("likelihood", 1):
                 self._stop(
-                    *self._parts["objective"], "of CPO there is SimPO: cpo_alpha = 0 (in TRL, and loss_type = simpo)"
+                    *self._parts["objective"],
+                    "of CPO, only SimPO: cpo_alpha = 0 (in TRL, and loss_type = simpo)",
                 )
         elif kind == "dpo" or self.tool == "trl":
             kind = self._word("loss") or kind
@@ -144,10 +143,10 @@ class _Draft(JobDraft):
         if compared and "beta" in self._parts:
             self._put("train.preference_beta", self._of("beta"), "beta")
         if kind == "dpo" and source.get("label_smoothing"):
-            self._stop("label_smoothing", source["label_smoothing"], "TRL's sigmoid loss does not read it: take it out")
+            self._stop("label_smoothing", source["label_smoothing"], "TRL's sigmoid loss ignores it: remove it")
         for key, methods in objectives_by_key().items():
             if kind not in methods:
-                self._drop(f"train.{key}", f"is for {' and '.join(methods)}")
+                self._drop(f"train.{key}", f"applies only to {' and '.join(methods)}")
         return kind
 
     def _adapter(self) -> None:
@@ -158,7 +157,7 @@ class _Draft(JobDraft):
             self._drop(ours, "applies to adapters or 4-bit quantisation, which are off")
         self._put("adapter.method", "lora" if is_lora else "none", "adapter")
         if self.compared != "none" and self._of("still", True):
-            self._drop("adapter.dropout", "preferences are learnt without dropout there")
+            self._drop("adapter.dropout", "preference training has no dropout there")
             self._put("train.dropout", False, "still")
         if not is_lora:
             if "unfrozen" in self._parts:
@@ -185,14 +184,14 @@ class _Draft(JobDraft):
         sets = self._sets("texts") or self._sets("datasets")
         names, columns = [name for name, _ in sets], {column for _, column in sets}
         if not sets:
-            raise UserError("convert.no_data", f"{self.file}: names no data set, so no job was written")
+            raise UserError("convert.no_data", f"{self.file}: has no dataset, so no job was written")
         texts = None not in columns
         if texts:
             self._put("data.text", names, "texts", "datasets", "folder", "config_name", "split")
             if any(name.startswith("hf:") or _RECORDS.search(name) for name in names):
                 self._put("data.documents", "record")
                 if len(columns) > 1:
-                    self._leave("columns", sorted(columns), "one name for all: give the files their texts under one")
+                    self._leave("columns", sorted(columns), "all files must use one text column")
                 elif columns != {"text"}:
                     self._put("data.keys", {"text": columns.pop()})
         else:
@@ -216,7 +215,7 @@ class _Draft(JobDraft):
             self._put("data.train_on_prompt", prompts, "everything", "answers", "completions")
 
     def _sets(self, part: str, split: str = "train") -> list[tuple[str, str | None]]:
-        """Data sets as (name for ``data.records``, text column or None)."""
+        """Datasets as (name for ``data.records``, text column or None)."""
         key, value = self._parts.get(part, ("", []))
         if self.tool == "llamafactory" and value and not isinstance(value, Mapping):
             names = value if isinstance(value, list) else re.split(r"\s*,\s*", str(value))
@@ -233,7 +232,7 @@ class _Draft(JobDraft):
         ):
             raise UserError(
                 "convert.data_sets",
-                f"{self.file}: {key} = {as_toml(value)}: must be a list of data sets, each with a path",
+                f"{self.file}: {key} = {as_toml(value)}: must be a list of datasets, each with a path",
             )
         columns = [self._column(part, entry) for entry in value]
         converted_keys = () if None in columns else ("type", *_COLUMNS)
@@ -241,7 +240,7 @@ class _Draft(JobDraft):
         return list(zip(names, columns, strict=True))
 
     def _column(self, part: str, entry: Mapping[str, Any]) -> str | None:
-        """Text column of a data set; None for records."""
+        """Text column of a dataset; None for records."""
         if part != "texts" and self._of("objective") != "pt" and entry.get("type") not in ("completion", "pretrain"):
             return None
         columns = [entry[key] for key in _COLUMNS if entry.get(key)]
@@ -267,13 +266,13 @@ class _Draft(JobDraft):
         return f"hf:{path}" + (f"/{name}" if name else "") + (f":{base_split}" if base_split != "train" else "")
 
     def _listed(self, name: str) -> dict[str, Any]:
-        """Entry of a LLaMA-Factory data set in ``dataset_info.json``."""
+        """Entry of a LLaMA-Factory dataset in ``dataset_info.json``."""
         folder = str(self._of("folder", "data"))
         listed = Path(folder) / "dataset_info.json"
         entries = read_keys(listed) if os.path.exists(listed) else {}
         entry = entries.get(name)
         if not isinstance(entry, dict):
-            self._leave("dataset", name, f"{folder}/dataset_info.json does not have it: correct data.records")
+            self._leave("dataset", name, f"{folder}/dataset_info.json has no such entry: correct data.records")
             entry = {"file_name": f"{name}.json"}
         path = entry.get("hf_hub_url") or f"./{folder}/{entry.get('file_name', name)}"
         rest = {key: value for key, value in entry.items() if key not in ("hf_hub_url", "file_name", "subset")}
@@ -290,13 +289,13 @@ class _Draft(JobDraft):
         if self._of("drop") is not True and (self.tool != "axolotl" or not self._of("packing")):
             self._put("train.last_batch", "smaller", "drop")
         if not self.values.get("train.neftune_noise_alpha", (1, ""))[0]:
-            self._drop("train.neftune_noise_alpha", "off there, as here")
+            self._drop("train.neftune_noise_alpha", "off in both")
         if self._of("muon") is True:
-            self._drop("train.optimizer", "use_muon says it")
+            self._drop("train.optimizer", "set by use_muon")
             self._put("train.optimizer", "muon", "muon")
         if self.values.get("train.optimizer", ("",))[0] == "adafactor":
             for key in ("beta1", "beta2", "epsilon"):
-                self._drop(f"train.{key}", "AdamW's: Adafactor has none")
+                self._drop(f"train.{key}", "AdamW's; Adafactor has none")
         self._schedule()
         if "clip" in self._parts:
             self._put("train.clip_norm", self._count("clip") or "", "clip")
@@ -328,7 +327,7 @@ class _Draft(JobDraft):
         if schedule:
             self._put("train.schedule", schedule, "schedule")
         if schedule not in (None, "cosine"):
-            self._drop("train.min_learning_rate_ratio", "is for the schedule cosine there")
+            self._drop("train.min_learning_rate_ratio", "applies only to the cosine schedule there")
         options, words = self._of("kwargs", {}), TABLE["schedules"].get(named, {})
         if isinstance(options, str):
             with contextlib.suppress(ValueError):
@@ -344,7 +343,7 @@ class _Draft(JobDraft):
         when, share = self._word("evaluation"), self._count("held_out")
         sets = self._sets("test_sets", "test")
         if self.tool == "trl" and when in ("steps", "epoch"):
-            train_sets = self._sets("datasets")  # without a test split: files, and data sets with a split
+            train_sets = self._sets("datasets")  # without a test split: files, and datasets with a split
             sets = [entry for entry in self._sets("datasets", "test") if entry not in train_sets]
         if sets:
             self._put("data.evaluation", [name for name, _ in sets], "test_sets", "test_split")

@@ -145,7 +145,7 @@ def _data(values: JobValues) -> Problems:
     for key in ("data.text", "data.evaluation") if records is None and values("data.documents") != "record" else ():
         if any(entry.startswith("hf:") for entry in values(key) or ()):
             rule = 'contains records: list it in data.records, or train on their text with data.documents = "record"'
-            yield key, f"a data set of the Hugging Face Hub (hf:...) {rule}"
+            yield key, f"a dataset of the Hugging Face Hub (hf:...) {rule}"
     name_by_key = values("data.keys") or {}
     if len({*name_by_key.values()}) < len(name_by_key):
         yield "data.keys", "two keys map to the same name: map each key to a different name"

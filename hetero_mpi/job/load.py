@@ -51,7 +51,7 @@ class LoadedJob:
         return {name: tuple(map(self._pattern, patterns)) for name, patterns in patterns_by_set.items()}
 
     def _pattern(self, text: str) -> str:
-        if text.startswith("hf:"):  # a data set of the Hugging Face Hub
+        if text.startswith("hf:"):  # a dataset of the Hugging Face Hub
             return text
         expanded = Path(text.removeprefix("!").replace("{stdlib}", glob.escape(_stdlib()))).expanduser()
         return ("!" if text.startswith("!") else "") + str(Path(glob.escape(str(self.directory))) / expanded)

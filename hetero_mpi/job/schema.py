@@ -106,7 +106,7 @@ class DataTable(JobTable):
         None
     )
     """Instruction records (formats in docs/data.md): glob patterns of JSON Lines, JSON or Parquet files; or
-    "hf:org/name/config:split", a data set on the Hugging Face Hub, from the local cache or downloaded by rank 0. Without config and
+    "hf:org/name/config:split", a dataset on the Hugging Face Hub, from the local cache or downloaded by rank 0. Without config and
     split: the default config and "train"."""
     keys: Annotated[
         dict[RecordKey, str] | None, Example('{ prompt = "query", completion = "reply" }'), RECORD_FILES
@@ -115,7 +115,7 @@ class DataTable(JobTable):
     and ``text`` (with ``documents = "record"``)."""
     weights: Annotated[Weights | None, Unit("shares"), Example("[3, 1]"), RECORDS] = None
     """Mixing weights: relative share of an epoch for each entry of ``records``. Small entries are repeated; large entries continue
-    in the next epoch (docs/data.md). ``evaluation_fraction`` applies to each entry separately. Empty: one data set."""
+    in the next epoch (docs/data.md). ``evaluation_fraction`` applies to each entry separately. Empty: one dataset."""
     evaluation: Annotated[Patterns | None, LANGUAGE, Example('["evaluation/*.jsonl"]')] = None
     """Evaluation set: files of the same kind that are never trained on, in place of the share ``evaluation_fraction``."""
     evaluation_sets: Annotated[

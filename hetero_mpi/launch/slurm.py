@@ -63,7 +63,7 @@ def components(environment: Mapping[str, str]) -> tuple[Component, ...]:
         if missing:
             raise UserError(
                 "slurm.variables",
-                f"This is inside SLURM job {environment['SLURM_JOB_ID']}, but {' and '.join(missing)} is not set: run `launch` "
+                f"This is inside SLURM job {environment['SLURM_JOB_ID']}, but without {' and '.join(missing)}: run `launch` "
                 "in the batch script itself (or in `salloc`), not under `srun`.",
             )
         nodes, tasks = _expand(environment[names[0]]), tasks_per_node(environment[names[1]])
@@ -149,7 +149,7 @@ def entries(job_components: Sequence[Component], pythons: Sequence[str]) -> tupl
     if len(pythons) > len(job_components):
         raise UserError(
             "slurm.pythons",
-            f"--slurm-python is given {len(pythons)} times, but the job has {len(job_components)} components.",
+            f"--slurm-python was passed {len(pythons)} times, but the job has {len(job_components)} components.",
         )
     hosts = []
     for number, component in enumerate(job_components):

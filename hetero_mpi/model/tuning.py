@@ -206,12 +206,12 @@ class Tuning:
         count, total = (sum(spec.count for spec in specs.values()) for specs in (self.trainable, chain.parameters))
         blocks = len({spec.layer for name, spec in self.trainable.items() if ".lora_" in name})
         adapted = len(self.modules) + len(self.parameters)
-        other_trained = [f"{name}, whole" for name in self.trainable if name in chain.parameters]
+        other_trained = [f"{name} (full)" for name in self.trainable if name in chain.parameters]
         other_trained += [f"{len(self.tokens)} rows of {name}" for name in self.written.tokens]
         suffix = f"; {', '.join(other_trained[:4])}{' and more' * (len(other_trained) > 4)}" if other_trained else ""
         return (
-            f"adapter: {', '.join(names)} in {blocks} block{'s' * (blocks > 1)}, {adapted} in all{suffix}; {count:,} parameters "
-            f"are trained in addition to {total:,} ({100 * count / total:.2g} %)"
+            f"adapter: {', '.join(names)} in {blocks} block{'s' * (blocks > 1)}, {adapted} in all{suffix}; {count:,} trainable "
+            f"parameters ({100 * count / total:.2g} % of the model's {total:,})"
         )
 
     def uses_dropout(self, chain: LayerChain) -> bool:

@@ -95,8 +95,8 @@ def validate(schedule: Schedule, plan: Plan, model: ModelCost) -> None:
         raise UserError(
             "schedule.deadlock",
             f"the schedule deadlocks: {waits}\n{_format_lists(schedule, stuck)}\n"
-            f"Change the order of the actions: warm_up must not grow from one stage to the next; the order interleaved wants "
-            f"ranks in a loop (zbv takes any).",
+            f"Change the order of the actions: warm_up must not grow from one stage to the next; the order interleaved needs "
+            f"stages in round-robin order over the ranks (zbv accepts any).",
         )
 
 

@@ -244,13 +244,13 @@ def _notes(
     for date in sorted({table.measured for table in tables if table.from_cache}):
         ranks = [rank for rank, table in enumerate(tables) if table.from_cache and table.measured == date]
         notes.append(
-            f"device times of rank {', '.join(map(str, ranks))} were measured {date}; links and memory just now"
+            f"device times of rank {', '.join(map(str, ranks))} were measured {date}; links and memory were measured now"
         )
     for rank, table in enumerate(tables):
         if table.slow_s:
             notes.append(
-                f"rank {rank}: the smallest micro-batch took {units.seconds(table.slow_s)}, so it was timed once and nothing "
-                f"else was; give the rank more cores, lower [data] sequence_length, or leave it out"
+                f"rank {rank}: the smallest micro-batch took {units.seconds(table.slow_s)}, so only it was timed, once; give the "
+                f"rank more cores, lower [data] sequence_length, or exclude the rank"
             )
     short = [rank for rank, table in enumerate(tables) if len(table.rows) < len(rows) and not table.slow_s]
     if short:

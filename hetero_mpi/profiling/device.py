@@ -116,9 +116,9 @@ class DeviceBenchmark:
                 raise
             raise UserError(
                 "memory.exceeded",
-                f"{self.backend.description()} has no memory left for one layer with {self.rows[0]} "
-                f"{units.rows_of(self.subject.sequence_length)}; lower [train] micro_batch or [data] sequence_length, or leave "
-                f"this rank out",
+                f"{self.backend.description()} ran out of memory in one layer with {self.rows[0]} "
+                f"{units.rows_of(self.subject.sequence_length)}; lower [train] micro_batch or [data] sequence_length, or exclude "
+                f"this rank",
             ) from error
 
     def _measure(

@@ -116,7 +116,7 @@ def _difference_reason(profile: ClusterProfile, changes: SpeedChanges, ratio: fl
         return f"the machines are {comparison}"
     if profile.source != MEASURED:
         return f"the profile is from elsewhere ({profile.source}): measure these machines (leave profile.path empty)"
-    return f"the machines are {comparison}: measure again with --reprofile"
+    return f"the machines are {comparison}: to measure again, use --reprofile"
 
 
 def loss_lines(

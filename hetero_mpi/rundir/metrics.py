@@ -76,7 +76,7 @@ class Evaluation(Rewards):
     def beside(self) -> str:
         """The metrics other than the loss, as text."""
         text = f", perplexity {self.perplexity:.4g}" if self.perplexity is not None else ""
-        text += f", token accuracy {self.token_accuracy:.1%}" if self.token_accuracy is not None else ""
+        text += f", token accuracy {100 * self.token_accuracy:.1f} %" if self.token_accuracy is not None else ""
         text += "".join(f", {name} {loss:.4f}" for name, loss in (self.sets or {}).items())
         return text + rewards_text(self)
 
@@ -186,7 +186,7 @@ def rewards_text(line: Rewards) -> str:
     """Rewards as text to follow a loss, "" without rewards."""
     margin, accuracy = line.reward_margin, line.reward_accuracy
     text = f", reward margin {margin:.4f}" if margin is not None else ""
-    return text + (f", accuracy {accuracy:.0%}" if accuracy is not None else "")
+    return text + (f", accuracy {100 * accuracy:.0f} %" if accuracy is not None else "")
 
 
 # Trackers

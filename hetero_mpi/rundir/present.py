@@ -56,7 +56,7 @@ class Standing:
 
     def line(self) -> str:
         waits = f", waits for {self.waits_for}" if self.waits_for else ""
-        return f"{self.at}, {'at work' if self.busy else 'there'} for {units.seconds(self.still_s)}{waits}"
+        return f"{self.at}, {'busy' if self.busy else 'unchanged'} for {units.seconds(self.still_s)}{waits}"
 
     @property
     def text(self) -> str:
@@ -66,7 +66,7 @@ class Standing:
         text = f"{_NAMES.get(action[1], activity)} {action[2]}".rstrip() if action else activity
         text = f"waits for {self.waits_for}" if self.waits_for else text
         if self.silent_s > _MAX_SILENCE_S:
-            return f"not heard of for {units.seconds(self.silent_s)}; before that: {text}"
+            return f"silent for {units.seconds(self.silent_s)}; last report: {text}"
         return f"{text}, for {units.seconds(self.still_s)}" if self.still_s >= _LONG_S else text
 
 

@@ -100,7 +100,7 @@ def opened_in(run_dir: Path, name: str) -> TextIO:
     except OSError as error:
         raise UserError(
             "run.unwritable",
-            f"the run directory must be a writable directory; {run_dir} is not:  {error.strerror}. "
+            f"the run directory must be a writable directory; {run_dir} is not: {error.strerror}. "
             "Choose another with output.run_dir or --run-dir.",
         ) from None
 
@@ -117,8 +117,8 @@ def refuse_links(run_dir: str | Path) -> None:
             if path.is_symlink() and not path.resolve().is_relative_to(home):
                 raise UserError(
                     "run.link",
-                    f"a run writes into its own directory only; {path} is a link that leads out of it, to {path.resolve()}. "
-                    "Remove the link, or set --run-dir to a directory there.",
+                    f"a run writes only into its run directory, but {path} is a link to {path.resolve()}, outside it. Remove the "
+                    f"link, or set --run-dir to a directory there.",
                 )
             if not path.is_dir() or (folder == home and path.name in _FILES):
                 require_regular(path)
@@ -241,8 +241,8 @@ def refuse_files_of_run(run_dir: Path, read: Iterable[Path]) -> None:
     if used is not None:
         raise UserError(
             "run.files_in_use",
-            f"a new run archives the earlier run in its directory, {run_dir}, but this one reads {used} there: "
-            "choose another directory with --run-dir, or continue with --resume.",
+            f"a new run archives the earlier run in its directory, {run_dir}, but this run reads {used} there: choose another "
+            f"directory with --run-dir, or continue with --resume.",
         )
 
 

@@ -88,7 +88,7 @@ class _Request(BaseModel):
     def _stop_texts(cls, stop: Any) -> tuple[str, ...]:
         texts = [stop] if isinstance(stop, str) else [] if stop is None else stop
         if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-            raise ValueError("must be a text or a list of texts")
+            raise ValueError("must be a string or a list of strings")
         if len(texts) > MAX_STOP_TEXTS or not all(1 <= len(text) <= MAX_STOP_CHARACTERS for text in texts):
             raise ValueError(f"at most {MAX_STOP_TEXTS} stop strings, each of 1 to {MAX_STOP_CHARACTERS:,} characters")
         return tuple(texts)
@@ -132,23 +132,23 @@ class CompletionRequest(_Request):
         is_list = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], str | list)
         prompts = prompt if is_list else [prompt]
         if len(prompts) > MAX_CHOICES:
-            raise ValueError(f"at most {MAX_CHOICES} prompts a request, not {len(prompts):,}")
+            raise ValueError(f"at most {MAX_CHOICES} prompts per request, not {len(prompts):,}")
         for text_or_ids in prompts:
             if isinstance(text_or_ids, list):
                 invalid = next((index for index, token in enumerate(text_or_ids) if type(token) is not int), None)
                 if invalid is not None:
                     raise ValueError(
-                        f"must be a text or a list of token ids, or several; entry {invalid} is {_json_type(text_or_ids[invalid])}"
+                        f"must be a string, token ids, or a list of either; entry {invalid} is {_json_type(text_or_ids[invalid])}"
                     )
             elif not isinstance(text_or_ids, str):
-                raise ValueError(f"must be a text or a list of token ids, or several, not {_json_type(text_or_ids)}")
+                raise ValueError(f"must be a string, token ids, or a list of either, not {_json_type(text_or_ids)}")
         return prompts
 
     @model_validator(mode="after")
     def _not_too_many(self) -> CompletionRequest:
         if self.n * len(self.prompt) > MAX_CHOICES:
             raise ValueError(
-                f"at most {MAX_CHOICES} answers a request, not {self.n} of each of {len(self.prompt)} prompts"
+                f"at most {MAX_CHOICES} answers per request, not {self.n} for each of {len(self.prompt)} prompts"
             )
         return self
 
@@ -172,7 +172,7 @@ class _CalledFunction(_StrictObject):
         """Parse arguments into an object, as chat templates expect; OpenAI's API has a JSON string."""
         value = parse_json(arguments) if isinstance(arguments, str) else arguments
         if not isinstance(value, dict):
-            raise ValueError("must be a JSON object, or one in a text")
+            raise ValueError("must be a JSON object, or a string with one")
         return value
 
 
@@ -195,7 +195,7 @@ class _Function(_StrictObject):
     @classmethod
     def _cannot_be_guaranteed(cls, strict: Any) -> Any:
         if strict is True:
-            raise ValueError("true cannot be guaranteed, as generation is unconstrained: leave it out")
+            raise ValueError("true cannot be guaranteed, because generation is unconstrained: omit it")
         return strict
 
 
@@ -237,7 +237,7 @@ class _Message(_StrictObject):
     @model_validator(mode="after")
     def _calls_of_answers_only(self) -> _Message:
         if self.tool_calls and self.role != "assistant":
-            raise ValueError(f"a message of the role {self.role} cannot call tools")
+            raise ValueError(f"a message with role {self.role} cannot call tools")
         return self
 
     def plain(self, as_objects: bool = True) -> dict[str, Any]:
@@ -268,7 +268,7 @@ class ChatRequest(_Request):
     def _told_apart(cls, tools: list[_Tool] | None) -> list[_Tool] | None:
         names = [tool.function.name for tool in tools or []]
         if duplicate := next((name for index, name in enumerate(names) if name in names[:index]), None):
-            raise ValueError(f"two have the name {duplicate[:60]!r}: a call would be ambiguous")
+            raise ValueError(f"two tools have the name {duplicate[:60]!r}: calls would be ambiguous")
         return tools
 
     @field_validator("tool_choice")
@@ -319,7 +319,7 @@ def parse(kind: type[ApiRequest], body: bytes) -> ApiRequest:
     if not isinstance(values, dict):
         raise HttpError(400, f"the body must be a JSON object, not {_json_type(values)}")
     if refused := refused_fields(values, frozenset(kind.model_fields), kind is ChatRequest):
-        raise HttpError(400, f"not supported by this server: {refused}; leave it out", code="unsupported_parameter")
+        raise HttpError(400, f"not supported by this server: {refused}; omit it", code="unsupported_parameter")
     try:
         return kind.model_validate({name: value for name, value in values.items() if value is not None})
     except ValidationError as error:

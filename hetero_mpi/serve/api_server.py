@@ -25,13 +25,13 @@ from hetero_mpi.serve.wording import Choice
 KIND = "text/plain; version=0.0.4; charset=utf-8"
 _BUCKET_LIMITS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 COUNTERS = {
-    "requests": "Requests that have ended, by the status of their answer (499: the client has gone)",
-    "prompt_tokens": "Tokens of prompts",
-    "generated_tokens": "Tokens of answers",
+    "requests": "Finished requests by response status (499: the client disconnected)",
+    "prompt_tokens": "Prompt tokens",
+    "generated_tokens": "Generated tokens",
 }
 TIMES = {
-    "first_token_seconds": "From a request to its first token",
-    "token_seconds": "Mean time from token to token of a request",
+    "first_token_seconds": "Time to first token",
+    "token_seconds": "Mean time per output token of a request, after the first",
 }
 
 
@@ -142,7 +142,7 @@ class _ApiConnection(Connection):
         elif self.route.startswith("/v1/models/") and name in models:
             self.send(models[name])
         elif self.route in _ROUTES:
-            raise HttpError(405, f"{self.route} answers POST", allow="POST")
+            raise HttpError(405, f"{self.route} accepts only POST", allow="POST")
         else:
             raise HttpError(404, f"there is no {self.route[:100]} here", code="not_found")
 

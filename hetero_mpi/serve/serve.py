@@ -98,7 +98,7 @@ def _lines(path: Path | None) -> list[str]:
         return path.expanduser().read_text(encoding="utf-8").splitlines() if path is not None else []
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
-            "serve.keys", f"--keys {path} cannot be read: {error}; it has a name and a key in each line"
+            "serve.keys", f"--keys {path} cannot be read: {error}; each line must have a name and a key"
         ) from None
 
 
@@ -155,7 +155,7 @@ def serve(world: World, options: ServeOptions, client: Client | None = None) -> 
             for results in writer.written(partial(_lead_round, world, members, should_stop, scheduler)):
                 scheduler.distribute(results)
             if stop():
-                say("Serving ends: stopped by a signal")
+                say("Serving ended: stopped by a signal")
 
         try:
             with contextlib.closing(client) if client is not None else contextlib.nullcontext():
@@ -164,7 +164,7 @@ def serve(world: World, options: ServeOptions, client: Client | None = None) -> 
             lost = ", ".join(f"rank {rank} on {host}" for rank, host in shrink_to_survivors(world).gone)
             problem = CollectiveUserError(
                 "serve.rank_lost",
-                f"{lost} lost, with a part of the model: restart the service",
+                f"{lost} lost, with its part of the model: restart the service",
                 exit_code=ExitCode.FAILED,
             )
             _stop(servers, str(problem))
@@ -198,7 +198,7 @@ def check_options(options: ServeOptions) -> dict[str, str]:
     if not keys and options.host not in LOCAL:
         raise UserError(
             "serve.open_address",
-            f"--host {options.host}: anyone who can reach this address could use the model; set an API key with --keys, --token "
+            f"--host {options.host}: anyone who can reach this address can use the model; set an API key with --keys, --token "
             f"or the environment variable {TOKEN_VARIABLE} (on rank 0), or serve on 127.0.0.1",
         )
     for name, value in (("--context", options.context), ("--parallel", options.parallel)):
@@ -267,7 +267,7 @@ def _default_sampling(defaults: SamplingDefaults) -> str:
 def _print_address(server: ApiServer, options: ServeOptions, width: int) -> None:
     service, context = server.service, server.service.context
     say(
-        f"a request may have {context.tokens:,} tokens: {context.reason}",
+        f"a request may have up to {context.tokens:,} tokens: {context.reason}",
         f"up to {options.parallel} answers are generated concurrently, "
         + (f"in batches of {width} rows" if width > 1 else "each by itself"),
         _default_sampling(service.model.defaults),

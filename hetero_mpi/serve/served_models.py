@@ -97,7 +97,7 @@ def served_models(source: Path, adapters: Sequence[str]) -> list[ServedModel]:
         if name in models or not name:
             raise UserError(
                 "serve.adapter",
-                f"--adapter {word}: there is a model {name!r} already; rename it by --adapter NAME={path}",
+                f"--adapter {word}: there is already a model {name!r}; choose another name: --adapter NAME={path}",
             )
         assert opened.source.adapter is not None and opened.adapter is not None
         key = f"beside{number}"
@@ -125,7 +125,7 @@ def _check_compatible(word: str, opened: Opened, first: Opened) -> None:
         if kind is not None:
             raise UserError(
                 "serve.adapter",
-                f"--adapter {word}: {kind} cannot be served together with others; merge it into a model by export --merge",
+                f"--adapter {word}: {kind} cannot be served together with others; merge it into a model with `export --merge`",
             )
     rows, served_rows = (read_config(model.source.config).vocab_size for model in (opened, first))
     if rows > served_rows:

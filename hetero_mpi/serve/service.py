@@ -54,9 +54,7 @@ def context_of(opened: Opened, requested: int | None, room: Sequence[CacheBudget
     for rank in room:
         if (longest := rank.longest()) < sys.maxsize:
             memory_text = f"rank {rank.rank} has {units.size(rank.free_bytes)} for keys and values"
-            limits.append(
-                (int(longest), f"{memory_text}, which is {longest:,.0f} tokens of {units.size(rank.per_token_bytes)}")
-            )
+            limits.append((int(longest), f"{memory_text}: {longest:,.0f} tokens of {units.size(rank.per_token_bytes)}"))
     return Context(*min(limits, key=lambda limit: limit[0]))
 
 
@@ -87,7 +85,7 @@ class Service:
         if request.model not in self.models:
             raise HttpError(
                 404,
-                f"there is no model {request.model[:100]!r} here, but {', '.join(self.models)}",
+                f"there is no model {request.model[:100]!r} here; available: {', '.join(self.models)}",
                 code="model_not_found",
             )
         return self.models[request.model]
@@ -111,7 +109,7 @@ class Service:
 
     def _task(self, model: ServedModel, request: ApiRequest, prompt: list[int], stops: list[int], number: int) -> Task:
         if not prompt or not _are_tokens(model, prompt):
-            raise HttpError(400, f"the prompt must have tokens, with ids from 0 to {model.rows - 1}")
+            raise HttpError(400, f"the prompt must have at least one token, with ids from 0 to {model.rows - 1}")
         room_tokens = self.context.tokens - len(prompt)
         limit = request.limit if request.limit is not None else max(1, room_tokens)
         if max(1, limit) > room_tokens:
@@ -119,7 +117,7 @@ class Service:
         min_tokens = request.min_tokens or 0
         if min_tokens > limit:
             raise HttpError(
-                400, f"min_tokens = {min_tokens:,} must be at most the new tokens, which are {limit:,} here"
+                400, f"min_tokens = {min_tokens:,} must be at most the number of new tokens, {limit:,} here"
             )
         echo, sampling = _echo(request), request.sampling(model.defaults, number)
         # If no new token is requested, one is still generated but not returned.
@@ -138,7 +136,7 @@ class Service:
     def _conversation(self, model: ServedModel, request: ChatRequest) -> str:
         """The text of a conversation. It must contain the tools, their calls and results: templates drop unknown content."""
         if model.form is None:
-            raise HttpError(400, f"{model.name} has no chat template: it continues texts, by /v1/completions")
+            raise HttpError(400, f"{model.name} has no chat template: use /v1/completions")
         messages, tools = [message.plain() for message in request.messages], request.usable_tools
         try:
             text = messages_text(model.form, messages, "messages", tools)
@@ -152,7 +150,7 @@ class Service:
             chat_messages = [ChatMessage(ROLES[message["role"]], message["content"], message) for message in messages]
             missing, _ = unprinted(text, chat_messages, tools)
             if missing is not None:
-                raise HttpError(400, f"the chat template of {model.name} prints nothing of {missing}")
+                raise HttpError(400, f"the chat template of {model.name} omits {missing}")
         return text
 
     def choices(self, request: ApiRequest, tasks: Sequence[Task]) -> list[Choice]:
@@ -253,7 +251,7 @@ class Service:
         """
         while not all(choice.finish for choice in choices):
             if not alive():
-                raise ConnectionError("the client has gone")
+                raise ConnectionError("the client disconnected")
             try:
                 event = answers[0].events.get(timeout=POLL_INTERVAL_S)
             except queue.Empty:

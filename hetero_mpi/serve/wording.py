@@ -42,7 +42,7 @@ def _value_at(text: str, position: int) -> tuple[Any, int]:
         value, end = _DECODER.raw_decode(text, blanks.end())
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError:
-        raise ValueError("half of a surrogate pair is no character") from None
+        raise ValueError("half of a surrogate pair is not a character") from None
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     return value, end
@@ -101,7 +101,7 @@ class CallForm:
         if isinstance(arguments, str):
             arguments = parse_json(arguments)
         if arguments is not None and not isinstance(arguments, dict):
-            raise ValueError("arguments are an object")
+            raise ValueError("arguments must be an object")
         return {"name": value["name"], "arguments": arguments or {}}
 
 

@@ -239,7 +239,7 @@ class Incoming:
         if layer not in self._missing:
             assert self._cache is not None
             return self._cache.read(layer, names)
-        assert layer == self._missing[0], "layers are loaded in the order that rank 0 knows"
+        assert layer == self._missing[0], "layers must be loaded in rank 0's order"
         tensors = {}
         for name, listed in self._listed(names).items():
             tensors[name] = torch.empty(listed.shape, dtype=getattr(torch, listed.dtype))
@@ -339,5 +339,5 @@ def _local_files(directory: Path, contents: DirectoryContents) -> tuple[ModelFil
     except (UserError, OSError) as error:
         return None, f"{error} (not used)"
     if difference is not None:
-        return None, f"its {directory} is not rank 0's model ({difference})"
+        return None, f"its {directory} differs from rank 0's model ({difference})"
     return files, None

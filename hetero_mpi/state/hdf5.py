@@ -225,7 +225,7 @@ def open_file(path: Path) -> Any:
             "checkpoint.not_a_file", f"{path}: not a regular file, so not a checkpoint. Name one with --resume PATH."
         )
     if not os.access(path, os.R_OK):
-        raise CheckpointError("checkpoint.permission", f"{path}: no read permission for this user. Change that.")
+        raise CheckpointError("checkpoint.permission", f"{path}: permission denied. Change the permissions.")
     if not h5py.is_hdf5(path):
         raise CheckpointError(
             "checkpoint.not_hdf5", f"{path}: this is not an HDF5 file. Resume from another checkpoint."

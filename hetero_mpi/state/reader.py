@@ -183,7 +183,7 @@ class CheckpointReader:
         except LookupError:
             raise CheckpointError(
                 "checkpoint.dataset_missing",
-                f"{self.path}: dataset {kind}/{name} is missing: the checkpoint belongs to another model.",
+                f"{self.path}: dataset {kind}/{name} is missing: the checkpoint belongs to another model, or is damaged.",
             ) from None
         if stored.dtype == TEXT:
             raise TypeError("text instead of numbers")

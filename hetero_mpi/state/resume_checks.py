@@ -56,8 +56,8 @@ def check_fits(
     if changed is not None:
         raise UserError(
             "resume.setting",
-            f"{path} was written with other values of {changed}, which no checkpoint contains: the run would not continue where it "
-            f"stopped; restore the values, or start without --resume",
+            f"{path} was written with other values of {changed}, which checkpoints do not contain: the run would not continue "
+            f"where it stopped; restore the values, or start without --resume",
         )
 
 
@@ -175,7 +175,7 @@ def _changes(then: Mapping[str, Any], train: TrainTable, keys: Iterable[str]) ->
 def step_change(then: Mapping[str, Any], train: TrainTable, step: int) -> str | None:
     """A note if the job has changed settings other than the learning rate, else None. Arguments: see ``rate_change``."""
     changed = _changes(then, train, _CHANGEABLE)
-    return f"From step {step + 1} on [train] {', '.join(changed.values())}" if changed and step < train.steps else None
+    return f"From step {step + 1} on, [train] {', '.join(changed.values())}" if changed and step < train.steps else None
 
 
 def rate_change(then: Mapping[str, Any], train: TrainTable, step: int) -> str | None:
@@ -223,4 +223,4 @@ def other_change(then: Mapping[str, Any], job: JobConfig, tuning: Tuning, chain:
         if now != before:
             text = f"dropout masks are drawn for {now} sequences at a time, previously {before}"
             notes.append(f"{text} ([train] micro_batch)")
-    return f"From step {step + 1} on {'; '.join(notes)}" if notes and step < job.train.steps else None
+    return f"From step {step + 1} on, {'; '.join(notes)}" if notes and step < job.train.steps else None

@@ -254,7 +254,7 @@ class Saver(BesideTraining):
                 self.newest = path
                 prune(self.directory, self.table.keep, self.table.keep_best, path)
             seconds = time.perf_counter() - began_s
-            _LOG.info("step %d: checkpoint %s, whole after %.1f s", metadata["step"], path, seconds)
+            _LOG.info("step %d: checkpoint %s, complete after %.1f s", metadata["step"], path, seconds)
         except (CheckpointError, OSError) as error:
             say(f"Training continues, but {error}")
             for shard in self._listed:  # other ranks are still sending, including this rank's group

@@ -172,7 +172,7 @@ def _build(context: RunContext, share: Share, state_moves: bool, loss_scale: Los
 def _checked_cache_root(context: RunContext, members: World) -> Path | None:
     cache, root = context.job.model.shard_cache, cache_root(context)
     if cache is not None and root is not None and not Path(cache).expanduser().is_absolute():
-        with members.collective_errors("looking for the shard cache"):
+        with members.collective_errors("looking up the shard cache"):
             if is_outside(root, context.loaded.directory):
                 raise UserError(
                     "shard_cache.link",
@@ -215,7 +215,7 @@ def divided_tensors(plan: Plan, chain: LayerChain, tuning: Tuning) -> Divided:
 def group_of(context: RunContext, members: World, plan: Plan) -> HostGroup | None:
     """The group that holds this rank's stage, if one does. Collective over the active ranks."""
     groups: list[HostGroup | None] = [None]
-    with members.collective_errors("joining the ranks that hold stages together"):
+    with members.collective_errors("creating tensor-parallel groups"):
         require_joinable(members, plan, context.job.cluster.communication_thread)
         require_divisible(context.chain, context.tuning, plan)
     for _, _, stage in plan.numbered:

@@ -154,9 +154,9 @@ class Loop:
         if ends and not saves:
             self._save()
         if decision.stop or self._reply == Reply.LEAVE:
-            self._stop("the program has left it" if self._reply == Reply.LEAVE else "a signal asked for")
+            self._stop("the program left its loop" if self._reply == Reply.LEAVE else "requested by a signal")
         if ends:
-            say(f"step {line.step}: training ends at the program's request")
+            say(f"step {line.step}: stopped by the program")
             return NextAction.DONE
         self._after_step()
         due = self._rebalancer is not None and self._rebalancer.due(line.step - 1, result)
@@ -195,7 +195,7 @@ class Loop:
         train, batch = self.job.train, None
         if self.dataset is not None:
             batch = self.dataset.batch(step, train.global_batch, train.last_batch == "smaller")
-        with self.world.waiting("rank 0 and the batch" if self.world.rank else "the others to take the batch"):
+        with self.world.waiting("the batch from rank 0" if self.world.rank else "other ranks to receive the batch"):
             shared, mismatched = self._broadcast(batch), self._broadcast_mismatched(batch)
         return self._with_reference_point(shared, mismatched)
 
@@ -213,10 +213,10 @@ class Loop:
     def _stop(self, reason: str) -> NoReturn:
         self.saver.finish()
         newest = self.saver.newest if self.world.rank == 0 else self.state.newest_checkpoint
-        checkpoint_text = f"{newest} is whole" if newest is not None else "no checkpoint could be written"
+        checkpoint_text = f"{newest} is complete" if newest is not None else "no checkpoint could be written"
         raise CollectiveUserError(
             "run.stopped",
-            f"Stopped after step {self.state.step}, as {reason}: {checkpoint_text}; continue with --resume",
+            f"Stopped after step {self.state.step} ({reason}): {checkpoint_text}; continue with --resume",
             exit_code=ExitCode.STOPPED,
         )
 
@@ -250,12 +250,12 @@ class Loop:
         scale = self.trainer.loss_scale.value
         scale_text = "" if scale == 1.0 else f", and the loss is scaled by {scale:g} from now on"
         where_first = self._origin_text(decision)
-        say(f"step {step + 1}: gradients are not finite; the step is skipped on every rank ({where_first}){scale_text}")
+        say(f"step {step + 1}: gradients are not finite; skipping the step on every rank ({where_first}){scale_text}")
 
     def _origin_text(self, decision: StepDecision) -> str:
         """Describe where gradients were first non-finite in backward order."""
         if decision.first_non_finite is None:
-            return "each is, but not the sum of their squares"
+            return "each gradient is finite, but not the sum of their squares"
         rank = self.trainer.owner[decision.first_non_finite]
         numbers = self.world.numbers or range(self.world.size)
         return f"first in {decision.first_non_finite} on rank {rank} ({self.world.hosts[list(numbers).index(rank)]})"
@@ -266,10 +266,10 @@ class Loop:
         good = self.state.good_checkpoint
         checkpoint = self.world.broadcast_json(str(good) if good is not None and good.exists() else None)
         if checkpoint is None:
-            return "there is no good checkpoint to --resume: lower [train] learning_rate, add warmup_steps, or look at the data"
+            return "there is no good checkpoint to --resume: lower [train] learning_rate, add warmup_steps, or check the data"
         return (
-            f"the last good checkpoint is {checkpoint}: lower [train] learning_rate or look at the data, "
-            f"then --resume {checkpoint}"
+            f"the last good checkpoint is {checkpoint}: lower [train] learning_rate or check the data, "
+            f"then use --resume {checkpoint}"
         )
 
     def _evaluate(self) -> None:

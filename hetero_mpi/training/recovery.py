@@ -173,8 +173,8 @@ class RunHistory:
         fingerprint = next((f for f in world.all_gather_json(self.fingerprint) if f is not None), None)
         with world.on_leader("preparing the data"):
             if world.rank == 0 and material is None:
-                who = f"The rank that led has died, and the first of those that are left, on {world.host}, cannot take its place"
-                remedy = "start where the data and the run directory can be read"
+                who = f"Rank 0 was lost, and the first remaining rank, on {world.host}, cannot replace it"
+                remedy = "restart with a rank 0 that can read the data and the run directory"
                 try:
                     material = prepare(context.loaded)
                 except (UserError, OSError) as error:
@@ -216,7 +216,7 @@ def _attempts(world: World, attempt: Callable[[RunHistory], _T], history: RunHis
         noticed_s = time.perf_counter()
         if all_ranks_succeeded(world, succeeded):
             break
-        world.current_action = "recovering from a death"
+        world.current_action = "recovering from a lost rank"
         gc.collect()  # modules and hooks of the attempt refer to each other
         history.record_loss(shrink_to_survivors(world, _may_lead(history)), noticed_s)
     if problem is not None:

@@ -34,9 +34,9 @@ def check_reference(train: TrainTable, dataset: DataSource, reference: NDArray[n
     if len(missing):
         raise UserError(
             "resume.no_reference",
-            f"the checkpoint has no likelihood by the reference model of {len(missing):,} rows of preferences, as its run did not "
-            f"need them, and the model which that run began with is gone. Give the same data, and [train] preference, steps, "
-            f"global_batch, seed and evaluate_sequences unchanged, or begin a new run from this one's result ([model] path, "
+            f"the checkpoint has no reference log-probabilities for {len(missing):,} preference rows, which its run did not need, "
+            f"and the model that the run started from is gone. Use the same data and the same [train] preference, steps, "
+            f"global_batch, seed and evaluate_sequences, or start a new run from this run's result ([model] path, "
             f"or [adapter] path)",
         )
 
@@ -46,10 +46,10 @@ def find_reference(context: RunContext, members: World, trainer: Trainer, state:
     train, dataset = context.job.train, context.dataset
     if not _has_reference(train) or state.reference is not None:
         return
-    members.current_action = "computing the reference of the preferences"
+    members.current_action = "computing reference log-probabilities"
     needed_rows = _needed_rows(train, dataset) if dataset is not None else np.zeros(0, np.int64)
     count = int(members.broadcast_json(len(needed_rows)))
-    say(f"Reference of the preferences: {count:,} rows through the model that the run begins with")
+    say(f"Computing reference log-probabilities: {count:,} rows with the initial model")
     logprobs_by_batch, reported_s = [], time.monotonic()
     for first in range(0, count, trainer.plan.global_batch):
         batch_rows = needed_rows[first : first + trainer.plan.global_batch]

@@ -85,8 +85,8 @@ def share_past_result(world: World, result: TrainResult | None) -> TrainResult |
     shared = share_result(world, result)
     if shared is not None:
         say(
-            f"finished already: nothing to do. All {len(shared.losses):,} steps are done, and the result is in {shared.result}. "
-            f"More steps: raise [train] steps. Anew: leave --resume out, or choose another --run-dir"
+            f"the run is already finished: all {len(shared.losses):,} steps are done, and the result is in {shared.result}. "
+            f"To train further, raise [train] steps; to start again, omit --resume or choose another --run-dir"
         )
     return shared
 

@@ -141,8 +141,8 @@ class LiveView:
                 self._page = start_module("hetero_mpi.serve.live_page", str(run_dir), *port, **process_options)
                 start_unattended("passing on the page's address", self._print_page_output)
         if self._writing is None and (report_table.write or self._page is not None):
-            with warn_on_failure("telling what the ranks do"):
-                self._writing = Background("telling what the ranks do", self._write_until_stopped)
+            with warn_on_failure("reporting what the ranks do"):
+                self._writing = Background("reporting what the ranks do", self._write_until_stopped)
 
     def __enter__(self) -> LiveView:
         return self
@@ -246,7 +246,7 @@ def _result_directory(context: RunContext) -> Path:
     return context.run_dir / ("model" if context.tuning.full else "adapter")
 
 
-_REFERENCE_POINT_NOTE = "KTO's reference point takes a forward pass in each step, which no prediction counts"
+_REFERENCE_POINT_NOTE = "KTO's reference point needs another forward pass per step, which predictions omit"
 
 
 def _print_summary(context: RunContext, report: PlanReport, state: State, result_directory: Path, notes: str) -> None:
@@ -266,10 +266,10 @@ def _print_summary(context: RunContext, report: PlanReport, state: State, result
     say(*final_lines(report, context.profile, *figures))
     if context.material is not None and context.material.skipped_records:
         say(
-            f"{context.material.skipped_records} bad records were skipped (data.skip_bad); the start of the log names them"
+            f"{context.material.skipped_records} bad records were skipped (data.skip_bad); they are listed at the start of the log"
         )
     if state.skipped:
-        say(f"{state.skipped} steps were skipped, since their gradients were not finite")
+        say(f"{state.skipped} steps were skipped because their gradients were not finite")
 
 
 MIN_OTHER_CORES = 0.25

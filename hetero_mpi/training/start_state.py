@@ -82,7 +82,7 @@ def check_header(world: World, loaded: LoadedJob, run_dir: Path, resume: str | N
         return None
     shards = any(world.all_gather_json(world.local_rank == 0 and bool(shards_on_disk(run_dir)[0])))
     past: TrainResult | None = None
-    with world.on_leader("looking at the checkpoint"):
+    with world.on_leader("reading the checkpoint"):
         if world.rank == 0:
             newest = resume in (LATEST, ANY)
             path = newest_readable(run_dir / "checkpoints") if newest else Path(resume)
@@ -177,7 +177,7 @@ def _checkpoint(context: RunContext, history: RunHistory, resume: str | None, ru
     path, skipped = newest_good(context.run_dir / "checkpoints") if newest or after_loss else (None, [])
     if not (after_loss and path is not None and _metadata(path).get("run") == history.token):
         if newest:
-            say(*(f"passed over {damaged}: {reason}" for damaged, reason in skipped))
+            say(*(f"skipped {damaged}: {reason}" for damaged, reason in skipped))
         else:
             path = find_checkpoint(context.run_dir, resume) if resume is not None else None
     if path is None:
@@ -197,7 +197,7 @@ def _report_skipped(world: World, local_skips: Sequence[tuple[Path, str]]) -> se
     """Report skipped files of all ranks with reasons; return their (rank, path). Collective."""
     rows = world.all_gather_json([[str(path), reason] for path, reason in local_skips])
     for host, of_rank in zip(world.hosts, rows, strict=True):
-        say(*(f"{host}: passed over {path}: {reason}" for path, reason in of_rank))
+        say(*(f"{host}: skipped {path}: {reason}" for path, reason in of_rank))
     return {(rank, path) for rank, of_rank in enumerate(rows) for path, _ in of_rank}
 
 
@@ -308,7 +308,7 @@ def _archive_earlier_run(context: RunContext, options: TrainOptions, has_state: 
     Raises CollectiveUserError: the state to resume from is missing, or this run reads files of the earlier one.
     """
     resume, run_dir, job = options.resume, context.run_dir, context.job
-    with context.world.on_leader("looking at the run directory"):
+    with context.world.on_leader("checking the run directory"):
         if context.world.rank != 0:
             return
         if resume == LATEST and not has_state:
@@ -324,7 +324,7 @@ def _archive_earlier_run(context: RunContext, options: TrainOptions, has_state: 
         if holds_run(run_dir):
             refuse_files_of_run(run_dir, input_paths)
             pending.add_first(
-                lambda: say(f"The earlier run in {run_dir} is in {set_run_aside(run_dir, own_event)} now, whole")
+                lambda: say(f"Moved the earlier run from {run_dir} to {set_run_aside(run_dir, own_event)}")
             )
 
 
@@ -354,12 +354,12 @@ def load_start(
                 problem = error
         world.share_problem(problem)
         return share, state
-    world.current_action = "bringing back the trained state"
+    world.current_action = "restoring the trained state"
     readers = start.readers()
     listed = transfers(tensor_shards(context.tuning, report.plan, KINDS), lambda shard: readers[shard.name])
     with StateReader(world.rank, start.sources, history.versions) as reader:
         received = move_trained_state(context, share, listed, reader.tensor, state)
-    _LOG.info("the state after step %d is back; %d bytes received", state.step, received)
+    _LOG.info("restored the state after step %d; %d bytes received", state.step, received)
     if start.sources[0].path is None:
         say(f"Continuing after step {state.step}, from copies in memory")
     return share, state

@@ -164,7 +164,7 @@ class TrainingRun:
                 return None
             context = replace(context, planned_for=calibrated.profile)
             built = self.build(context, history, calibrated.report, found_state.start)
-            with self.world.collective_errors("beginning in the run directory"):
+            with self.world.collective_errors("preparing the run directory"):
                 pending.carry_out()  # the start is accepted
             save_used_profile(context)
             other_programs = OtherPrograms()
@@ -180,7 +180,7 @@ class TrainingRun:
         look_around(world, run_dir, waits=world.broadcast_json(world.rank == 0 and is_used(run_dir)) and not continues)
         _LOG.info("process %d on %s", os.getpid(), world.host)  # some launchers name a dead rank by its process only
         history.tell_loss(world, run_dir)
-        with world.on_leader("looking at the profile"):
+        with world.on_leader("checking the profile"):
             if world.rank == 0 and not history.losses:
                 named_profile(loaded, self.options)
         return JobToRun(loaded, run_dir)
@@ -331,9 +331,9 @@ class TrainingRun:
 
 def _end_dry_run(context: RunContext, pending: Pending) -> None:
     """Write profile, plan and figure, unless the directory holds a run. Collective."""
-    say("Dry run: stopping before any weight is read")
+    say("Dry run: stopping before weights are read")
     if context.world.broadcast_json(context.world.rank == 0 and holds_run(context.run_dir)):
-        say(f"{context.run_dir} holds a run and stays as it is: --run-dir DIR keeps profile and plan of a dry run")
+        say(f"{context.run_dir} holds a run and is unchanged: --run-dir DIR keeps profile and plan of a dry run")
     else:
         pending.carry_out()
 

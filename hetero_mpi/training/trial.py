@@ -97,7 +97,7 @@ def try_plan(
     allowed = _calibration_allowance(context, options, planned)
     if allowed.counted == 0:
         return profile, report
-    limit_text = f", with another one {units.seconds(allowed.most_s)} at most" if allowed.most_s < math.inf else ""
+    limit_text = f", or at most {units.seconds(allowed.most_s)} with a second plan" if allowed.most_s < math.inf else ""
     say(
         f"Calibration run of the plan: about {units.seconds(allowed.seconds)}{limit_text if options.plan is None else ''}"
     )
@@ -131,7 +131,7 @@ def _calibration_allowance(context: RunContext, options: TrainOptions, planned: 
         if options.dry_run or context.world.size == 1:
             return no_steps
         if not planned.is_measured_here:
-            say("No calibration run, as the profile is of another machine ([profile] calibrate = true forces one)")
+            say("No calibration run: the profile was measured elsewhere ([profile] calibrate = true forces one)")
             return no_steps
     return allowance(planned.report, planned.profile, context.job.train.steps, setting is True)
 
@@ -161,13 +161,13 @@ class _CalibrationRun:
             budgets_text = "; ".join(
                 f"rank {lack.rank} with {units.size(profile.devices[lack.rank].memory_bytes)}" for lack in short
             )
-            say(f"Tried: {problem}", f"Planning anew: {budgets_text}")
+            say(f"Calibration failed: {problem}", f"Planning again with less memory: {budgets_text}")
             try:
                 report = self._planned(profile)
             except CollectiveUserError as error:
                 problem, code = f"{problem}\n{error}", error.exit_code
-                raise CollectiveUserError("memory.exceeded", f"The plan was tried: {problem}", exit_code=code) from None
-        raise CollectiveUserError("memory.exceeded", f"The plan was tried: {problem}")
+                raise CollectiveUserError("memory.exceeded", f"Calibration failed: {problem}", exit_code=code) from None
+        raise CollectiveUserError("memory.exceeded", f"Calibration failed: {problem}")
 
     def best(
         self, profile: ClusterProfile, report: PlanReport, steps: StepComparison | None
@@ -176,35 +176,35 @@ class _CalibrationRun:
         better, first = self._calibrated(profile, report, steps)
         if self._has_user_plan:
             return better, first
-        if not self._in_time("Planning once more", self._planning_s + self._seconds(better, first)):
-            return better, with_reasons(first, "there was no time to plan once more")
+        if not self._in_time("Planning again", self._planning_s + self._seconds(better, first)):
+            return better, with_reasons(first, "there was no time to plan again")
         second = self._planned(better)
         if second.plan == first.plan:
             return better, replace(second, tried_step_s=first.tried_step_s)
         keep = partial(with_reasons, first, reports=(report, second))
         takes_text = f"takes {units.seconds(second.predicted_step_s)} per step"
         if second.predicted_step_s > (1 - MIN_GAIN_RATIO) * first.predicted_step_s:
-            return better, keep(f"by the measured times another plan {takes_text}", rejected=second)
-        say(f"By these times another plan {takes_text}: trying it")
-        if not self._in_time("  That", self._seconds(better, second)):
+            return better, keep(f"with the measured times, another plan {takes_text}", rejected=second)
+        say(f"With these times, another plan {takes_text}: running it too")
+        if not self._in_time("  It", self._seconds(better, second)):
             return better, keep(
-                f"there was no time to try another plan, which {takes_text} by these times", rejected=second
+                f"there was no time to run another plan, which {takes_text} with these times", rejected=second
             )
         timed, lacks = self._run(better, second)
         if lacks:
-            say("  it does not fit: the first plan stays")
-            return better, keep("another plan was tried and does not fit", rejected=second)
+            say("  it does not fit in memory: keeping the first plan")
+            return better, keep("another plan was run, but does not fit in memory", rejected=second)
         faster = timed is not None and steps is not None and timed.clearly_below(steps)
         faster = self._world.broadcast_json(faster)
         profile_then, calibrated_report = self._calibrated(
-            better, second, timed, "it is taken" if faster else "the first plan stays"
+            better, second, timed, "using it" if faster else "keeping the first plan"
         )
         if faster:
             return profile_then, with_reasons(
                 calibrated_report, f"the first plan took {_measured_text(first)}", (report, second), first
             )
         return better, keep(
-            f"another plan was tried and took {_measured_text(calibrated_report)}", rejected=calibrated_report
+            f"another plan was run and took {_measured_text(calibrated_report)}", rejected=calibrated_report
         )
 
     def _seconds(self, profile: ClusterProfile, report: PlanReport) -> float:
@@ -215,7 +215,7 @@ class _CalibrationRun:
         """Whether ``action`` of about ``seconds`` ends within the time limit; reports if it does not."""
         fits = bool(self._world.broadcast_json(seconds <= self._ends_s - time.perf_counter()))
         if not fits:
-            say(f"{action} would take about {units.seconds(seconds)}, too long for this run: the first plan stays")
+            say(f"{action} would take about {units.seconds(seconds)}, too long for this run: keeping the first plan")
         return fits
 
     def _calibrated(
@@ -229,16 +229,16 @@ class _CalibrationRun:
 
                 measured_s, predicted_s = units.seconds(steps.step_s), units.seconds(steps.predicted_s)
                 other_programs = [
-                    f"{host.name}: about {host.other_threads:.1f} threads of other programs want its {host.cores:g} cores, too"
+                    f"{host.name}: other programs run about {host.other_threads:.1f} threads on its {host.cores:g} cores"
                     for host in steps.prediction.profile.hosts
                     if host.other_threads
                 ]
                 say(
-                    f"Tried: {measured_s} per step ({predicted_s} predicted){'; ' + decision_text if decision_text else ''}",
+                    f"Measured: {measured_s} per step ({predicted_s} predicted){'; ' + decision_text if decision_text else ''}",
                     *(f"  {text}" for text in [*steps.deviations(), *other_programs]),
                 )
                 notes = [note for note in profile.notes if not note.startswith(_NOTE)]
-                notes.append(f"{_NOTE} {units.plural(len(steps.steps_s), 'step')} of a plan that was tried")
+                notes.append(f"{_NOTE} {units.plural(len(steps.steps_s), 'step')} of a calibration run")
                 noted = replace(steps.calibrated_profile(), notes=tuple(notes))
                 completed = complete_plan(report.plan, noted, planning_request(self._context, noted))
                 values = [profile_to_dict(noted), plan_to_dict(replace(completed, tried_step_s=steps.step_s))]
@@ -256,7 +256,7 @@ class _CalibrationRun:
         steps: list[StepByRank] = []
         short: list[_Shortage] = []
         problem: CollectiveUserError | None = None
-        self._world.current_action = "idle while the plan is tried"
+        self._world.current_action = "idle during the calibration run"
         if share.members is not None:
             try:
                 steps, short = _steps(context, share, self._allowed)
@@ -298,7 +298,7 @@ def _steps(context: RunContext, share: Share, allowed: Allowance) -> tuple[list[
 def _ranks_out_of_memory(members: World, rank: int, how: str, work: Callable[[], object]) -> list[_Shortage]:
     """Return the active ranks that run out of memory in ``work``."""
     lack = None
-    with members.collective_errors(f"trying the plan{how}"):
+    with members.collective_errors(f"running the plan{how}"):
         try:
             work()
         except OutOfMemory as error:
@@ -316,7 +316,7 @@ def _timed_steps(
     with watched(context, share):
         first_step_s = ended_s = time.perf_counter()
         for number in range(1 + allowed.counted):
-            members.current_action = f"trying the plan, step {number + 1}"
+            members.current_action = f"calibration run, step {number + 1}"
             late = bool(measurements) and trainer.rank == 0 and ended_s - first_step_s > MAX_SLOWDOWN * allowed.seconds
             result = trainer.step(number, trainer.shared_batch(batch, False), partial(bool, late))
             begin_s, ended_s = ended_s, time.perf_counter()
@@ -357,7 +357,7 @@ def _with_less_memory(profile: ClusterProfile, report: PlanReport, short: Sequen
         devices[lack.rank] = replace(
             device,
             memory_bytes=math.floor(RETRY_MEMORY_RATIO * least),
-            memory_reason="what there was when the plan was tried",
+            memory_reason="memory available in the calibration run",
         )
     return replace(profile, devices=tuple(devices))
 

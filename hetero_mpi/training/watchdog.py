@@ -144,7 +144,7 @@ class StandingReader:
         """Readings of the rank's device, updated by the watchdog."""
         self._seen: Any = None
         self._since_s = time.monotonic()
-        self._figures = BestEffort("looking at memory, messages and computing", StandingReader._read_figures)
+        self._figures = BestEffort("reading memory, messages and load", StandingReader._read_figures)
 
     def read_standing(self) -> Standing:
         """Return the current standing; ``still_s`` counts from its first poll."""
@@ -176,9 +176,9 @@ class StandingReader:
             return self._world.activity.waits_for
         request = waiting[0]
         if isinstance(request, Message):
-            return f"rank {request.peer} to {'send' if request.kind == 'receive' else 'take a message'}"
+            return f"rank {request.peer} to {'send' if request.kind == 'receive' else 'receive'}"
         if isinstance(request, Exchange):
-            what = "the sums of gradients" if request.sums else "new values"
+            what = "the gradient all-reduce" if request.sums else "updated weights"
             return f"ranks {', '.join(str(rank) for rank in request.group.ranks)} for {what}"
         return None
 
@@ -235,7 +235,7 @@ class Watchdog:
             if pause_s > _MIN_SUSPENSION_S:
                 self._standing_reader.forgive(pause_s)
                 self._heartbeat.forgive(pause_s)
-                _LOG.warning("this process, or its machine, stood still for %.1f s", pause_s)
+                _LOG.warning("this process, or its machine, was suspended for %.1f s", pause_s)
             standing = self._standing_reader.read_standing()
             self._heartbeat.beat(asdict(standing))
             if standing.still_s > self.limit_s and not self._stack_logged:
@@ -281,10 +281,10 @@ def report(world: World, limit: float, heartbeat: Heartbeat) -> str:
     for rank in range(world.size):
         silent_s = heartbeat.silent_s(rank) if rank in (*heartbeat.heard_s, heartbeat.rank) else 0.0
         newest = heartbeat.words.get(rank)
-        line = Standing(**newest).line() if newest is not None else "no word yet"
+        line = Standing(**newest).line() if newest is not None else "no report yet"
         if silent_s > min(limit, 2 * _POLL_INTERVAL_S + _MIN_SUSPENSION_S):
             silent_ranks.append(rank)
-            line = f"not heard of for {units.seconds(silent_s)}; before that: {line}"
+            line = f"silent for {units.seconds(silent_s)}; last report: {line}"
         lines.append(f"  {_name(world, rank)}: {line}")
     lines.append(_cause(world, silent_ranks))
     return "\n".join(
@@ -299,8 +299,8 @@ def report(world: World, limit: float, heartbeat: Heartbeat) -> str:
 def _cause(world: World, silent_ranks: Sequence[int]) -> str:
     if silent_ranks:
         names = ", ".join(_name(world, rank) for rank in silent_ranks)
-        return f"Stopped, or cut off from the others: {names}. Look at it."
-    return "All ranks answer: a device, a driver or a disk is stuck, or the program waits for itself. The ranks' logs show where."
+        return f"Stopped, or disconnected from the other ranks: {names}. Check the process and its host."
+    return "All ranks answer: a device, driver or disk is stuck, or the ranks wait for each other. The ranks' logs show where."
 
 
 def _name(world: World, rank: int) -> str:

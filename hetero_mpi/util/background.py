@@ -62,7 +62,7 @@ def warn_on_failure(action: str) -> Iterator[None]:
     except Exception as error:
         logging.getLogger(__name__).info("failed while %s", action, exc_info=True)
         reason = printable(getattr(error, "strerror", None) or f"{type(error).__name__}: {error}")
-        logging.getLogger(CONSOLE_LOGGER).warning("Warning: %s failed (%s); everything else continues", action, reason)
+        logging.getLogger(CONSOLE_LOGGER).warning("Warning: %s failed (%s); the program continues", action, reason)
 
 
 class BestEffort(Generic[T]):

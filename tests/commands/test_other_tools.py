@@ -156,7 +156,7 @@ def of(job: LoadedJob, dotted: str) -> Any:
 
 
 def left_keys(text: str) -> str:
-    return text.partition("# Not in the job, and why:\n")[2]
+    return text.partition("# Keys that were left out, by reason:\n")[2]
 
 
 def test_there_are_ten_files_of_each() -> None:

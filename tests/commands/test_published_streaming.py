@@ -86,7 +86,7 @@ def test_megatrain_within_its_bar_and_what_has_no_room_is_refused(upstream: bool
     held_out, (refused,) = by_use["held out"], by_use["refused"]
     assert len(held_out) == 4 + upstream and all(abs(one.error) <= streaming.SPARK for one in held_out)
     assert upstream or by_use["fitted"][0].error == pytest.approx(0, abs=1e-9)
-    assert refused.name == "qwen2.5-32b" and refused.predicted_s is None and "128 GB are usable" in refused.refusal
+    assert refused.name == "qwen2.5-32b" and refused.predicted_s is None and "128 GB is usable" in refused.refusal
     assert all(one.predicted_s is not None for one in both[upstream] if one is not refused)
     assert_told(held_out)
 

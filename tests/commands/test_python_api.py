@@ -59,7 +59,7 @@ def followed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     out = tmp_path_factory.mktemp("follow")
     result = run_pooled(3, "python_api", [str(out), "follow"], timeout_s=300)
     assert result.returncode == 0, result.stderr[-4000:]
-    assert "Stopped after step 3, as the program has left it: " in result.stdout
+    assert "Stopped after step 3 (the program left its loop): " in result.stdout
     return [json.loads((out / f"follow{rank}.json").read_text()) for rank in range(3)]
 
 
@@ -150,7 +150,7 @@ def test_a_notebook_trains_with_one_rank_and_no_launcher(tmp_path: Path) -> None
     assert printed.count("KeyError: 'of mine'") == 1 and printed.count("ValueError: half way") == 1
     assert "begins with 3" in printed and "the rest [5, 6] True" in printed and "under way: False" in printed
     assert printed.count("KeyboardInterrupt\n") == 2
-    left = re.findall(r"Stopped after step (\d), as the program has left it: \S+ is whole", printed)
+    left = re.findall(r"Stopped after step (\d) \(the program left its loop\): \S+ is complete", printed)
     assert left == ["2", "4", "1"]
     assert (tmp_path / "open" / "checkpoints" / "step-00000001.h5").is_file()
 
@@ -206,5 +206,5 @@ def test_the_programs_and_commands_of_the_document_run_in_an_empty_folder(tmp_pa
     (taken,) = re.findall(r"^0 (\d+) steps$", printed, re.MULTILINE)
     assert len((tmp_path / "steps.csv").read_text().splitlines()) == int(taken) < 16
     assert printed.count("## Continuation") >= 3 and "[1, 2, 3, 4, 5, 6] " in printed
-    assert "step-00000006.h5 is whole" in printed and "training resumed after step 3 on 2 ranks" in printed
-    assert "4 steps, held-out loss" in printed and (tmp_path / "tuned" / "model.safetensors").is_file()
+    assert "step-00000006.h5 is complete" in printed and "training resumed after step 3 on 2 ranks" in printed
+    assert "4 steps, evaluation loss" in printed and (tmp_path / "tuned" / "model.safetensors").is_file()

@@ -99,7 +99,7 @@ def test_no_text_is_an_error_that_names_the_patterns(corpus: Path) -> None:
     for pattern in ("none*", "s*b"):
         with refuses("data.no_files", f"{corpus}/{pattern}"):
             Corpus([f"{corpus}/{pattern}"])
-    with refuses("text.no_text", "2 file(s)", "empty.txt", "latin.txt"):
+    with refuses("text.no_text", "2 files", "empty.txt", "latin.txt"):
         whole(Corpus([f"{corpus}/empty.txt", f"{corpus}/latin.txt"]))
 
 
@@ -180,7 +180,7 @@ def test_a_tokenizer_is_not_blamed_for_the_models_configuration(
 def test_a_small_corpus_gives_a_note_and_a_small_model_an_error(tokenizer: PreTrainedTokenizerFast) -> None:
     assert vocabulary_note(tokenizer, 300) is None
     small = train_bpe(["abc"], 5000)
-    assert "yields 25" in str(vocabulary_note(small, 5000))
+    assert "has 25" in str(vocabulary_note(small, 5000))
     check_vocabulary(tokenizer, 300)
     with refuses("tokenizer.vocabulary_size"):
         check_vocabulary(tokenizer, 299)

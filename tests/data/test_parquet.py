@@ -84,7 +84,7 @@ def test_a_large_file_is_not_held_in_memory(tmp_path: Path) -> None:
     ("rows", "kind", "shown"),
     [
         ([{"text": "a", "id": 3}], "record.unknown_shape", "a.parquet: "),
-        ([{"instruction": "a"}], "record.unknown_shape", "a.parquet: 'output'"),
+        ([{"instruction": "a"}], "record.unknown_shape", "'output'"),
         ([{"prompt": "a", "completion": 3}], "record.text", "a.parquet, row 1: 'completion'"),
         ([{"prompt": b"a", "completion": "b"}], "record.text", "a.parquet, row 1: 'prompt'"),
         ([{"messages": "a"}], "record.messages", "a.parquet, row 1: 'messages'"),

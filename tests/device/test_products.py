@@ -78,7 +78,7 @@ def test_a_job_in_bf16_says_it_and_learns_the_same(tmp_path: Path, monkeypatch: 
         monkeypatch.setenv(name, value)
     narrow = job.finish(tmp_path / "narrow", 4, "--set", "train.dtype=bf16")
     assert plain.returncode == narrow.returncode == 0, plain.stdout + plain.stderr + narrow.stdout + narrow.stderr
-    told = "rank 0, 1: products are computed in fp32, since the processor has none in bf16"
+    told = "rank 0, 1: matrix products use fp32, because the CPU has no bf16 kernels"
     assert narrow.stdout.count(told) == 1
     assert (told in plain.stdout) is not products.has_products("bf16")
     losses = [

@@ -246,8 +246,8 @@ def test_rates_are_those_of_the_emulated_model(np3: Runs) -> None:
     [
         ("too-few-blocks", ["has 4, this job's model has 2", "Set num_hidden_layers = 4"]),
         ("too-many-ranks", ["like-two.toml describes 2 ranks, this job has 3: start 2 ranks"]),
-        ("tied-differently", ["tied ends", "Set tie_word_embeddings = false"]),
-        ("two-profiles", ["a profile is named", "emulate"]),
+        ("tied-differently", ["tie embedding and head", "Set tie_word_embeddings = false"]),
+        ("two-profiles", ["a profile is given", "emulate"]),
     ],
 )
 def test_what_cannot_be_emulated_is_refused_on_all_ranks(np3: Runs, name: str, texts: list[str]) -> None:

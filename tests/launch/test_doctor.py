@@ -89,7 +89,7 @@ def test_two_good_hosts_pass_every_check() -> None:
     findings += [*check_links([link(0, 1, 1e-4, 1e8), link(1, 0, 1e-4, 1.1e8)], HOSTS)]
     findings += checks.check_clocks({"rtx": 0.0, "mac": 0.01})
     assert {finding.severity for finding in findings} == {Severity.FINE}
-    assert lines_of(merge_same(findings))[-1] == "All is well."
+    assert lines_of(merge_same(findings))[-1] == "No problems found."
     subjects = list(dict.fromkeys(finding.subject for finding in findings))
     assert subjects == [
         "hosts", "packages", "hetero_mpi", "transformers", "peft", "MPI library", "torch", "Python", "threads", "ULFM",
@@ -151,8 +151,8 @@ def test_packages_mpi_threads_and_the_launchers_daemon() -> None:
     assert severity == "FAIL" and "peft, tomli_w" in text and "/e/bin/python -m pip install peft tomli-w" in remedy
     broken = place(mpi={"error": "RuntimeError: cannot load MPI library"})
     assert "cannot load MPI library" in told(checks.check_mpi, broken)[0][1]
-    stuck = place(mpi={"library": OPEN_MPI, "threads": "", "error": "no end within 60 s"})
-    assert "no end within 60 s" in told(checks.check_mpi, stuck)[0][1]
+    stuck = place(mpi={"library": OPEN_MPI, "threads": "", "error": "did not end within 60 s"})
+    assert "did not end within 60 s" in told(checks.check_mpi, stuck)[0][1]
     single = place(mpi={"library": OPEN_MPI, "threads": "single"})
     assert "communication_thread = false" in told(checks.check_mpi, single)[0][2]
     ((severity, text, remedy), _) = told(checks.check_mpi, place(tools={"prted": "/site/mpi/bin/prted"}))
@@ -223,7 +223,7 @@ def test_clocks_and_disks() -> None:
         and "12 bytes" in fails[2]
     )
     shut = {"path": "/h/.cache", "free_bytes": 10**11, "problem": "this user may not write to /h"}
-    gone = {"path": "/srv/it", "free_bytes": 0, "problem": "there is no such directory"}
+    gone = {"path": "/srv/it", "free_bytes": 0, "problem": "no such directory"}
     no_room = {"path": "/tmp", "free_bytes": 0, "problem": "has no room"}
     for directories, expected in (
         ({"cache": last}, ["ok", "warn"]),

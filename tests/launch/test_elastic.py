@@ -95,7 +95,7 @@ def test_nothing_is_written_through_a_link_out_of_the_run_directory(
     (run / name).symlink_to(outside)
     words = ["launch", "-np", "1", "--elastic", "--", "train", str(tmp_path / "job.toml"), "--run-dir", str(run)]
     assert main(words) == 2
-    assert f"{run / name} is a link that leads out of it, to {outside}" in capsys.readouterr().err
+    assert f"{run / name} is a link to {outside}, outside it" in capsys.readouterr().err
     assert [path.name for path in run.iterdir()] == [name]
     assert list(outside.iterdir()) == [] if outside.is_dir() else outside.read_text() == "mine\n"
     assert not RunDirectory(run).locked()

@@ -95,7 +95,7 @@ def test_a_device_that_does_not_open_is_a_result() -> None:
 def test_shortage_of_memory_is_no_fault() -> None:
     test = SelfTest("cuda", 0, results=(Result("product fp32", error="CUDA out of memory", short=True),))
     assert not test.problems
-    assert "no memory left to try it" in text_of(test, "")[1]
+    assert "no memory left for the test" in text_of(test, "")[1]
 
 
 def test_a_gpu_without_kernels_needs_another_torch() -> None:

@@ -176,7 +176,7 @@ class Submitted:
     def stopped_after(self) -> int:
         """Wait until the job is back in the queue; the step after which it stopped, with a checkpoint."""
         self.lab.until(lambda: self.lab.fields(self.number)["Restarts"] == "1", "requeue", self.text, PATIENCE_S)
-        told = re.search(r"^Stopped after step (\d+), as a signal asked for: (\S+) is whole", self.text(), re.M)
+        told = re.search(r"^Stopped after step (\d+) \(requested by a signal\): (\S+) is complete", self.text(), re.M)
         assert told is not None and Path(told[2]).is_file(), self.text()
         return int(told[1])
 

@@ -84,7 +84,7 @@ def test_later_matrices_of_adapters_learn_faster() -> None:
         ({"learning_rates": {"_proj": 1e-3, "q_proj": 1e-4}}, "train.learning_rates", '"q_proj"'),
         ({"learning_rates": {"layers.0": 1e-3}, "freeze": [0]}, "train.learning_rates", '"layers.0"'),
         ({"freeze": ["nothing"]}, "train.pattern", '"nothing"'),
-        ({"freeze": [9]}, "train.freeze", "block 9; the first is 0"),
+        ({"freeze": [9]}, "train.freeze", "block 9; its blocks are 0 to"),
         ({"freeze": ["."]}, "train.freeze", ""),
     ],
 )
@@ -139,7 +139,7 @@ def test_a_resume_with_other_steps_says_so() -> None:
     assert step_change(then, train, 5) is None
     remark = step_change({**then, "preference_smoothing": 0.0, "weight_decay": 0.0, "clip_norm": None}, train, 5)
     expected = 'preference_smoothing is 0.1, was 0.0, weight_decay is 0.2, was 0.0, clip_norm is 1.0, was ""'
-    assert remark == f"From step 6 on [train] {expected}"
+    assert remark == f"From step 6 on, [train] {expected}"
 
 
 def test_going_on_with_another_preference_or_freeze_is_refused(tmp_path: Path) -> None:

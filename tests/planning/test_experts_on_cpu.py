@@ -21,7 +21,7 @@ def test_experts_are_on_a_processor_that_is_faster_at_them_than_copies_are(proce
     profile = cluster.profile_of(cluster.QWEN3_30B, cluster.WIDE, cluster.PROCESSORS[processor])
     report = cluster.planned(profile, 2)
     assert report is not None
-    told = [reason for reason in report.reasons if "the processor of rank 1 computes" in reason]
+    told = [reason for reason in report.reasons if "the CPU of rank 1 computes" in reason]
     stages = [stage for _, _, stage in report.plan.numbered]
     if processor == "AVX2":
         assert any(stage.streamed for stage in stages) and not any(stage.grouped for stage in stages) and not told

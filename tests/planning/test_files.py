@@ -82,7 +82,7 @@ def test_a_plan_that_nobody_can_count_is_refused_with_all_its_problems(tmp_path:
         load_plan(path)
     assert str(caught.value).splitlines() == [
         f"{path}: pipelines[0].micro_batch = 0: must be at least 1",
-        f"{path}: pipelines[0].stages[1].ranks = []: a stage is held by a rank",
+        f"{path}: pipelines[0].stages[1].ranks = []: a stage needs a rank",
         f"{path}: report.bond_step_s = 0.5: unknown key; did you mean bound_step_s?",
         f"{path}: report.bound_step_s: missing key",
     ]
@@ -131,8 +131,8 @@ def test_all_problems_of_a_profile_are_listed_with_file_key_and_value(tmp_path: 
 @pytest.mark.parametrize(
     ("old", "new", "expected"),
     [
-        ("bytes_per_s = 100.0", "bytes_per_s = 0.0", "links[0].bytes_per_s = 0.0: a speed is above zero"),
-        ("bytes_per_s = 100.0", "bytes_per_s = 1e-300", "links[0].bytes_per_s = 1e-300: a speed is above zero"),
+        ("bytes_per_s = 100.0", "bytes_per_s = 0.0", "links[0].bytes_per_s = 0.0: a speed must be at least"),
+        ("bytes_per_s = 100.0", "bytes_per_s = 1e-300", "links[0].bytes_per_s = 1e-300: a speed must be at least"),
         ("memory_bytes = 10000000", "memory_bytes = -1", "devices[0].memory_bytes = -1: must not be negative"),
         ("rank = 1", "rank = 0", "devices.rank = [0, 0]"),
         ("source = 1\n", "source = 0\n", "missing the link 1 -> 0"),
@@ -150,23 +150,23 @@ def test_all_problems_of_a_profile_are_listed_with_file_key_and_value(tmp_path: 
         (
             "divided_trainable = 0",
             "divided_trainable = 1001",
-            "divided_trainable = 1001: more than its trainable_parameters = 1000",
+            "divided_trainable = 1001: must be at most its trainable_parameters = 1000",
         ),
         (
             "divided_activations = 0.0",
             "divided_activations = 1.5",
-            "divided_activations = 1.5: more than 1, as a share is",
+            "divided_activations = 1.5: must be at most 1",
         ),
         ("tied = false", "tied = false\nexperts = 0", "model.experts = 0: must be 1 to 10,000"),
         (
             "seconds = [0.1] }",
             "seconds = [0.1], samples = [[0.1]] }",
-            "as many (there are 0 and 1); both may be left out",
+            "the same length (they have 0 and 1); both may be omitted",
         ),
         (
             "0.1] }",
             "0.1], samples = [[]], sample_tokens = [8] }",
-            "forward_s.samples: at least one repetition is timed",
+            "forward_s.samples: each of sample_tokens needs",
         ),
         (
             "0.1] }",
@@ -178,13 +178,13 @@ def test_all_problems_of_a_profile_are_listed_with_file_key_and_value(tmp_path: 
             "same_host = true",
             "links[0] (0 -> 1).same_host = true: the ranks are on host0 and host1",
         ),
-        ("sample_bytes = []", "sample_bytes = [8]", "links[0] (0 -> 1): sample_bytes and sample_s must be as many"),
-        ("shares_host_memory = false", "shares_host_memory = true", "there is no [[hosts]] table with name = 'host0'"),
+        ("sample_bytes = []", "sample_bytes = [8]", "links[0] (0 -> 1): sample_bytes and sample_s must have the same"),
+        ("shares_host_memory = false", "shares_host_memory = true", "this needs a [[hosts]] table with name = 'host0'"),
         ("hosts = []", 'hosts = [{ name = "x", memory_bytes = 1, memory_reason = "" }]', "hosts.name = 'x': no device"),
         ('backend = "cpu"', 'backend = "gpu"', "devices[0].backend = 'gpu': must be cpu, cuda, mps, rocm or xpu"),
         ('dtype = "fp32"', 'dtype = "float"', "model.dtype = 'float': must be fp32, bf16 or fp16"),
-        ('kind = "head"', 'kind = "block"', "kind = 'block': must be 'head', which begins or ends the chain"),
-        ("notes = []", "notes = [", "not a TOML file"),
+        ('kind = "head"', 'kind = "block"', "kind = 'block': must be 'head' at this end of the chain"),
+        ("notes = []", "notes = [", "not valid TOML"),
     ],
 )
 def test_edits_that_make_no_cluster_are_refused(tmp_path: Path, old: str, new: str, expected: str) -> None:

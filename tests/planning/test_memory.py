@@ -56,12 +56,12 @@ def test_copies_in_host_memory_are_counted_where_ranks_compute_in_it() -> None:
     one = replace(ours, devices=devices[:1], links=())
     fitting = make_plan(replace(one, devices=(replace(devices[0], memory_bytes=200_000),)), copying)
     assert fitting.memory[0].peak_bytes - alone.memory[0].peak_bytes == 24 * 2800
-    assert any("24 bytes a trained parameter) are counted" in reason for reason in fitting.reasons)
+    assert any("24 bytes per trained parameter)" in reason for reason in fitting.reasons)
     assert [len(memory) for memory in (alone.memory, spread.memory)] == [1, 2], "what fitted one rank needs two now"
     assert all(m.peak_bytes <= 100_000 for m in spread.memory)
     # A run that has no room for copies goes without; so does its plan.
     without = make_plan(one, copying)
-    assert without.memory == alone.memory and any("no plan leaves room for copies" in r for r in without.reasons)
+    assert without.memory == alone.memory and any("no plan leaves memory for copies" in r for r in without.reasons)
     assert with_copies(profile, copying) is profile and with_copies(ours, request) is ours
 
 
@@ -76,13 +76,13 @@ def test_copies_of_a_gpu_and_of_a_processor_share_the_hosts_memory(hosts: tuple[
     report = make_plan(ours, copying)
     held = {memory.rank: memory.peak_bytes for memory in report.memory}
     assert 1 in held and held.get(0, 0) + 24 * 2800 <= 100_000, held
-    assert any("24 bytes a trained parameter) are counted" in reason for reason in report.reasons)
+    assert any("24 bytes per trained parameter)" in reason for reason in report.reasons)
     assert make_plan(ours, request).memory[0].peak_bytes + 24 * 2800 > 100_000, "or the test shows nothing"
     # On another host than the GPU's there is room for its own copies beside it; where nothing fits, the run goes without.
     apart = replace(ours, devices=(replace(ours.devices[0], host="other"), gpu), hosts=())
     assert with_copies(apart, copying).devices[0].memory_bytes == 100_000 - math.ceil(24 * 100_000 / (16 + 24))
     tight = replace(ours, devices=(ours.devices[0], replace(gpu, memory_bytes=1000)))
-    assert any("no plan leaves room for copies" in reason for reason in make_plan(tight, copying).reasons)
+    assert any("no plan leaves memory for copies" in reason for reason in make_plan(tight, copying).reasons)
 
 
 def test_what_a_job_asks_for_its_copies(tmp_path: Path) -> None:

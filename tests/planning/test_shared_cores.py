@@ -82,7 +82,7 @@ def test_as_many_ranks_compute_as_there_are_cores() -> None:
     assert report.predicted_step_s == pytest.approx(make_plan(make_profile((1.0, 1.0)), REQUEST).predicted_step_s)
     (idle,) = report.idle
     assert idle.rank == 2 and idle.reason.startswith(("using 3 ranks would take", "using 3 ranks would not shorten"))
-    assert not any("less than a core" in reason for reason in report.reasons)
+    assert not any("less than one core" in reason for reason in report.reasons)
 
 
 def test_more_ranks_than_cores_compute_where_that_is_clearly_faster() -> None:
@@ -188,7 +188,7 @@ def test_ranks_with_less_than_a_core_form_no_group() -> None:
     assert len(everyone.ranks) == 3 and not everyone.leader_of
     given = complete_plan(found, shared, request)
     assert given.predicted_step_s >= work_s(found, shared) / 2
-    remark = "ranks of stage 0 have less than a core a thread: they wait longer for each other than is predicted"
+    remark = "ranks of stage 0 have less than one core per thread: they wait longer for each other than predicted"
     assert remark in given.reasons and remark not in complete_plan(found, roomy, request).reasons
 
 

@@ -149,7 +149,7 @@ def test_copies_are_told_beside_what_ranks_compute_that_share_cores() -> None:
     shares = []
     for one in (profile, crowded):
         (text,) = offload_texts(plan, one)
-        shares.append(int(re.findall(r"(\d+)% of its time", text)[0]))
+        shares.append(int(re.findall(r"(\d+) % of its time", text)[0]))
     assert shares[0] > 2 * shares[1] > 0, shares
 
 
@@ -320,11 +320,11 @@ def test_a_processor_keeps_slices_beside_the_pages_that_it_reads_only(speed: flo
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"on_disk": 5}, "on_disk = 5: only for offloaded stages with adapters, 0 to 4 blocks"),
-        ({"on_disk": -1}, "on_disk = -1: only for offloaded stages with adapters, 0 to 4 blocks"),
-        ({"on_disk": 1, "streamed": False}, "on_disk = 1: only for offloaded stages with adapters, 0 to 0 blocks"),
-        ({"kept_slices": 3, "slice_sequences": 2}, "kept_slices = 3: only for offloaded stages, 0 to 2 slices"),
-        ({"kept_slices": 1, "streamed": False}, "kept_slices = 1: only for offloaded stages, 0 to 0 slices"),
+        ({"on_disk": 5}, "on_disk = 5: must be 0 to 4 (blocks of an offloaded stage with adapters)"),
+        ({"on_disk": -1}, "on_disk = -1: must be 0 to 4 (blocks of an offloaded stage with adapters)"),
+        ({"on_disk": 1, "streamed": False}, "on_disk = 1: must be 0 to 0 (blocks of an offloaded stage with adapters)"),
+        ({"kept_slices": 3, "slice_sequences": 2}, "kept_slices = 3: must be 0 to 2 (slices of an offloaded stage)"),
+        ({"kept_slices": 1, "streamed": False}, "kept_slices = 1: must be 0 to 0 (slices of an offloaded stage)"),
     ],
 )
 def test_layers_on_disk_and_slices_of_a_plan_by_hand(changes: dict[str, object], told: str) -> None:
@@ -413,7 +413,7 @@ def test_what_is_trained_whole_is_kept_by_the_host() -> None:
 
 
 def test_a_host_too_small_for_what_is_trained_is_refused() -> None:
-    with refuses("memory.exceeded", "166 kB", 71400):
+    with refuses("memory.exceeded", "166 kB", "71.4 kB"):
         make_plan(whole(10_000, 100_000), request(micro_batch_choices=(1,)))
     with refuses("memory.exceeded", "plan.offload"):
         make_plan(whole(45_000, 240_000), request(micro_batch_choices=(1,), streaming="never"))

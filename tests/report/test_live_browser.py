@@ -152,11 +152,11 @@ def test_it_shows_a_death_the_recovery_and_the_end(watched: Watched) -> None:
     page.wait_for("further steps", lambda: watched.step() > before + 5)
     running.find_ranks()
     running.ranks[0].send_signal(signal.SIGTERM)
-    page.wait_for("the end", lambda: "The run ended after " in page.text() and "as a signal asked for" in page.text())
+    page.wait_for("the end", lambda: "The run ended after " in page.text() and "requested by a signal" in page.text())
     page.wait_for("the word that nobody answers", lambda: "No answer since " in page.text())
     assert "Lost rank 2 on " in page.text(), "what was last heard stays"
     running.end()
-    assert "as a signal asked for" in (running.run / "report.html").read_text()
+    assert "requested by a signal" in (running.run / "report.html").read_text()
 
 
 def test_the_command_serves_a_run_that_is_over_until_an_interrupt(tmp_path: Path) -> None:

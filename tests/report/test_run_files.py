@@ -54,8 +54,8 @@ def test_rewards_survive_the_file(tmp_path: Path) -> None:
     assert found.evaluations == (Evaluation(2, 0.5, **told),)
     first, second, _ = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     assert list(first)[-4:] == list(told) and list(second)[-2:] == ["chosen_reward", "kl"]
-    assert Evaluation(2, 0.5, 1.65, 0.431).beside() == ", perplexity 1.65, token accuracy 43.1%"
-    assert rewards_text(line) == ", reward margin 0.7500, accuracy 100%" and rewards_text(metrics(1)) == ""
+    assert Evaluation(2, 0.5, 1.65, 0.431).beside() == ", perplexity 1.65, token accuracy 43.1 %"
+    assert rewards_text(line) == ", reward margin 0.7500, accuracy 100 %" and rewards_text(metrics(1)) == ""
 
 
 def test_non_finite_numbers_stay_valid_json(tmp_path: Path) -> None:

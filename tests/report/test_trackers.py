@@ -54,7 +54,7 @@ def test_weights_and_biases_offline(
         trackers.step(line)
     trackers.evaluation(2, 2.5)
     trackers.close()
-    assert "wandb: offline; to upload later: wandb sync " in caplog.text
+    assert "wandb: offline; to upload it later, run: wandb sync " in caplog.text
     (file,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
     until = time.monotonic() + 30
     while b"loss/held out" not in (kept := file.read_bytes()) and time.monotonic() < until:

@@ -172,20 +172,20 @@ CASES: dict[str, tuple[Make, tuple[str, ...]]] = {
     "no-file": ({"data": {"text": ["{here}/absent-*.txt"]}}, ("data.text must match at least one file", "absent-*.txt")),
     "no-usable-text": (empty_text, ("useless-0.txt: is empty", "useless-1.txt: is text in UTF-16, not UTF-8", "other files")),
     "little-text": ({"data": {"text": ["{here}/little.txt"]}},
-                    ("at least 2 sequence(s) of 24 tokens", "Add text", "sequence_length")),
+                    ("at least 2 sequences of 24 tokens", "Add text", "sequence_length")),
     "truncated-weights": (lambda s, n: s.with_model(n, truncate),
          ("truncated-weights-model/model.safetensors", "Download it again")),
     "corrupt-header": (lambda s, n: s.with_model(n, corrupt_header),
          ("corrupt-header-model/model.safetensors", "header", "Download it again")),
     "missing-shard": (lambda s, n: s.with_model(n, lose_shard),
          ("1 of the 1 files", "model-00001-of-00002.safetensors", "Download them")),
-    "unproven-family": (lambda s, n: s.with_model(n, configure(model_type="gpt2")), ("'gpt2'", "refused", "llama")),
+    "unproven-family": (lambda s, n: s.with_model(n, configure(model_type="gpt2")), ("'gpt2'", "not supported", "llama")),
     "other-shapes": (
         lambda s, n: s.with_model(n, configure(intermediate_size=48), profile={"path": ""}),
-        ("other-shapes-model", "mlp", "(32, 64)", "(32, 48)", "of two models"),
+        ("other-shapes-model", "mlp", "(32, 64)", "(32, 48)", "to two models"),
     ),
     "fits-nowhere": ({"cluster": {"memory_bytes": 100_000}},
-                     ("does not fit in memory", "rank 0", "rank 1", "is short by", " bytes: it needs", "more ranks")),
+                     ("does not fit in memory", "rank 0", "rank 1", "is short by", "B: it needs", "more ranks")),
     "plan-of-other-layers": (
         lambda s, n: s.planned(n, two_stages((0, 1, 3))),
         ("ends with layer 2", "the chain's last layer is 3"),
@@ -196,15 +196,15 @@ CASES: dict[str, tuple[Make, tuple[str, ...]]] = {
     ),
     "plan-of-other-batch": (
         lambda s, n: s.planned(n, replace(two_stages((0, 1, 4)), pipelines=(pipeline([0, 1], [0, 1, 4], 1, 3),))),
-        ("plan-of-other-batch.plan.toml does not fit", "shares must add up to global_batch = 4", "leave --plan out"),
+        ("plan-of-other-batch.plan.toml does not fit", "shares must add up to global_batch = 4", "omit --plan"),
     ),
     "plan-of-other-length": (
         lambda s, n: s.planned(n, two_stages((0, 1, 4), sequence_length=16)),
-        (f"sequence_length = 16: the job says {SEQUENCE}", "leave --plan out"),
+        (f"sequence_length = 16: the job has {SEQUENCE}", "omit --plan"),
     ),
     "plan-that-deadlocks": (
         lambda s, n: s.planned(n, deadlocking()),
-        ("the schedule deadlocks", "rank 1 waits at 1RECV_F", "> rank 1", "leave --plan out"),
+        ("the schedule deadlocks", "rank 1 waits at 1RECV_F", "> rank 1", "omit --plan"),
     ),
     "missing-plan": ({"plan": "{here}/absent.plan.toml"}, ("absent.plan.toml",)),
     "profile-of-3-ranks": (
@@ -213,7 +213,7 @@ CASES: dict[str, tuple[Make, tuple[str, ...]]] = {
     ),
     "profile-of-other-model": (
         lambda s, n: named_profile(s, n, 2, 1),
-        ("in 3 layers", "this job trains", "in 4: use another profile", "omit it to measure"),
+        ("in 3 layers", "this job trains", "in 4: use another profile", "omit the profile to measure"),
     ),
     "missing-profile": ({"profile_file": "{here}/absent.profile.toml"},
                         ("absent.profile.toml: no such file", "no shipped profile of this name; shipped profiles:")),
@@ -240,7 +240,7 @@ CASES: dict[str, tuple[Make, tuple[str, ...]]] = {
     ),
     "run-directory-link": (
         linked_run,
-        ("own directory", "checkpoints is a link that leads out of it, to", "Remove the link"),
+        ("its run directory", "checkpoints is a link to", "Remove the link"),
     ),
     "shard-cache-link": (
         linked_cache,
@@ -324,7 +324,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_remark_np2(outcomes: dict[st
     outcome = outcomes["damaged-newest"]
     assert outcome.raised == ("", ""), outcome
     newest, used = (checkpoint_path(scene.good_run / "checkpoints", step) for step in (4, 3))
-    assert f"passed over {newest}" in outcome.printed
+    assert f"skipped {newest}" in outcome.printed
     assert f"Resuming from {used}, after step 3" in outcome.printed
     named = checkpoint_path(scene.good_run / "checkpoints", 2)
     check_ended_together(outcomes["damaged-named"], (str(named), "damaged", "Resume from an older checkpoint"))

@@ -146,7 +146,7 @@ def test_a_run_directory_keeps_its_profile_and_its_place_np3(outcomes: dict[str,
     assert load_report(run / "plan.toml").predicted_step_s > 0
     assert "step 2/2" in outcomes["first"].printed and "step 3/" not in outcomes["first"].printed
     assert "after step 2" in outcomes["resumed"].printed and "step 1/" not in outcomes["resumed"].printed
-    assert outcomes["finished"].printed.startswith("finished already: nothing to do. All 4 steps are done")
+    assert outcomes["finished"].printed.startswith("the run is already finished: all 4 steps are done")
     assert str(run / "model") in outcomes["finished"].printed
     metrics = read_metrics(run / "metrics.jsonl")
     assert [step.step for step in metrics.steps] == [1, 2, 3, 4]
@@ -157,7 +157,7 @@ def test_a_run_directory_keeps_its_profile_and_its_place_np3(outcomes: dict[str,
 def test_a_fresh_start_sets_the_earlier_run_aside_np3(outcomes: dict[str, Outcome], three: Three) -> None:
     run = three.run("used")
     aside = run / "set-aside-1"
-    assert f"The earlier run in {run} is in {aside} now, whole" in outcomes["afresh"].printed
+    assert f"Moved the earlier run from {run} to {aside}" in outcomes["afresh"].printed
     assert [path.name for path in sorted((aside / "checkpoints").iterdir())] == [
         f"step-{step:08d}.h5" for step in (1, 2)
     ]
@@ -186,12 +186,12 @@ def test_metrics_and_logs_np3(outcomes: dict[str, Outcome], three: Three) -> Non
 def test_another_split_and_no_thread_give_the_same_bits_np3(outcomes: dict[str, Outcome], three: Three) -> None:
     for name in ("alone", "no-thread"):
         assert_same_run(three.run(name), three.run("measured"))
-    assert "ranks 0, 2 idle: not named in the given plan" in outcomes["alone"].printed
+    assert "ranks 0, 2 idle: not used by the given plan" in outcomes["alone"].printed
     assert load_plan(three.run("alone") / "plan.toml").pipelines[0].stages[0].ranks == (1,)
 
 
 def test_resuming_after_a_skipped_step_gives_the_same_bits_np3(outcomes: dict[str, Outcome], three: Three) -> None:
-    told = "step 2: gradients are not finite; the step is skipped on every rank (first in model."
+    told = "step 2: gradients are not finite; skipping the step on every rank (first in model."
     assert told in outcomes["skipped"].printed
     assert "1 steps were skipped" in outcomes["skipped"].printed
     straight = three.run("skipped")
@@ -338,7 +338,7 @@ def test_a_true_command_line_np2(tmp_path: Path) -> None:
     command = ["-m", "hetero_mpi", "train", str(job)]
     first = run_mpi(2, [*command, "--dry-run", "--run-dir", str(dry)])
     assert first.returncode == 0, first.stderr
-    assert first.stdout.count("Dry run: stopping before any weight is read") == 1
+    assert first.stdout.count("Dry run: stopping before weights are read") == 1
     assert sorted(path.name for path in dry.iterdir()) == [".lock", "logs", "plan.toml", "profile.toml"]
 
     profile, plan = load_profile(dry / "profile.toml"), load_plan(dry / "plan.toml")
@@ -390,7 +390,7 @@ def test_several_pipelines_and_an_idle_leader(spares: Any, ranks: int) -> None:
     assert_same_run(directory / "several", directory / "one", 1e-6, None)
     assert evaluation(directory / "several") == pytest.approx(evaluation(directory / "one"), rel=1e-6)
     (line,) = idle_lines(load_report(directory / "several" / "plan.toml").idle)
-    assert line in outcomes["several"].printed and re.match(r"ranks? 0\b.* idles?: not named in the given plan", line)
+    assert line in outcomes["several"].printed and re.match(r"ranks? 0\b.* idles?: not used by the given plan", line)
     samples = [(directory / run / "sample.txt").read_text() for run in ("several", "one")]
     assert samples[0] == samples[1] and "## Continuation" in samples[0]
     assert (directory / "several" / "model" / "model.safetensors").exists()

@@ -278,17 +278,17 @@ def test_a_model_that_is_there_already_is_never_there_twice(tmp_path: Path) -> N
 
 
 WRONG = {
-    "nothing": "gives a NoneType: it must return a hetero_mpi.LayeredModel",
+    "nothing": "returns a NoneType: it must return a hetero_mpi.LayeredModel",
     "fails": "RuntimeError: no such luck (",
     "missing": "has no function missing",
     "batch_norm": "layer 'pool' normalises over the batch",
     "in_place": "layer 'pool' changes its input in place",
-    "looks_around": "layer 'flat' computes another result for a sample when its micro-batch has a second one",
+    "looks_around": "layer 'flat' gives another output for a sample if the batch has further samples",
     "mean_loss": 'use reduction="sum"',
-    "built_already": "layer '0' is a Flatten: give a function that builds it",
+    "built_already": "layer '0' is a Flatten: pass a function that builds it",
     "outside": "layer '0' was built outside its builder: parameter 0.weight is the same tensor at every call",
-    "copied": "layer '0' starts from other values here than on rank 0 (0.weight)",
-    "drawn": "layer 'hidden' starts from other values at every call of its builder (weight)",
+    "copied": "layer '0' has other initial values here than on rank 0 (0.weight)",
+    "drawn": "layer 'hidden' has other initial values at every call of its builder (weight)",
     "shared": "layers 'hidden' and 'again' share a parameter (weight of 'again')",
     "shared_inside": "layers 'hidden' and 'again' share a parameter (0.weight of 'again')",
     "shared_existing": "layers 'hidden' and 'again' share a parameter (0.weight of 'again')",
@@ -321,7 +321,7 @@ def test_what_splitting_would_change_is_refused_on_all_ranks(refused: dict[str, 
 
 def test_a_missing_module_is_told_with_the_place(refused: dict[str, Outcome], lab: Lab) -> None:
     text = refused["nowhere"].texts[1]
-    assert f"there is no module no_such_module in {lab.directory} nor on the Python path" in text
+    assert f"there is no module no_such_module in {lab.directory} or on the Python path" in text
 
 
 @pytest.mark.long

@@ -237,7 +237,7 @@ def test_rank_0_says_what_it_sends_and_why_np3(outcomes: dict[str, Outcome], sce
     assert " of the model in " in printed and "/s)" in printed
     assert "sending" not in outcomes["everywhere"].printed
     other = outcomes["other-there"].printed
-    assert "is not rank 0's model (" in other and "has other values); sending" in other and "rank 1 (" in other
+    assert "differs from rank 0's model (" in other and "has other values); sending" in other and "rank 1 (" in other
     assert "damaged/model-00002-" in outcomes["damaged-there"].printed
     second = outcomes["cache-second"].printed
     assert (
@@ -284,7 +284,7 @@ def test_a_spoilt_entry_is_named_and_replaced_np3(outcomes: dict[str, Outcome], 
         ("hub-half", ('path = "tiny/half"', "1 of the ", "model-00002-", "hf download tiny/half", "HF_HUB_OFFLINE")),
         (
             "hub-absent",
-            ('path = "tiny/absent"', "/huggingface/hub: nothing of it is there", "HF_HUB_OFFLINE", "hf download"),
+            ('path = "tiny/absent"', "/huggingface/hub: it is not cached", "HF_HUB_OFFLINE", "hf download"),
         ),
     ],
 )

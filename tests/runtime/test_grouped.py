@@ -187,7 +187,7 @@ def test_a_layer_larger_than_every_rank_is_trained_by_two_of_them_np2(shop: Grou
     shop.finish_entries(2, {"grouped": entry("grouped", LITTLE)})
     report = load_report(shop.directory / "grouped" / "plan.toml")
     assert [stage.ranks for _, _, stage in report.plan.numbered] == [(0, 1)]
-    assert "no plan without ranks that hold a stage together fits in memory" in report.reasons
+    assert "no plan without tensor parallelism fits in memory" in report.reasons
     shop.finish_entries(1, {"alone": entry("alone", ENOUGH)})
     assert_same_run(shop.directory / "grouped", shop.directory / "alone", IN_GROUPS, None)
     for one in read_rank_steps(shop.directory / "grouped" / "steps.jsonl"):

@@ -186,23 +186,23 @@ ALONE = Plan((PipelinePlan((StagePlan((2,), 0, 6, 0),), 1, 4),), 4, SEQUENCE, 6)
 
 def test_the_reasons_of_a_tried_plan_belong_to_its_corrected_figures() -> None:
     """What the planner said by the profile as it was is kept only where it says so of the other plan by the corrected one, too."""
-    odd = IdleRank(1, "its device does not offer bf16")
+    odd = IdleRank(1, "its device does not support bf16")
     before = PlanReport(PLAN, 0.427, 0.4, idle=(IdleRank(2, STALE), odd), reasons=("an even cut: 0.5 s", "copies"))
     taken = complete_plan(PLAN, THREE, PlanRequest(4, SEQUENCE, (1,), max_pipelines=1))
     taken = replace(taken, tried_step_s=1.55, idle=(*taken.idle, IdleRank(1, "made up")), alone=Alone(2, 0.0))
     other = PlanReport(ALONE, 1.2, 1.0, idle=(odd,), reasons=("an even cut: 1.4 s", "copies"), tried_step_s=1.6)
-    told = with_reasons(taken, "another plan was tried and took 1.60 s", (before, other), other)
-    assert told.reasons[0] == "tried: 1.55 s per step; another plan was tried and took 1.60 s"
+    told = with_reasons(taken, "another plan was run and took 1.60 s", (before, other), other)
+    assert told.reasons[0] == "calibration run: 1.55 s per step; another plan was run and took 1.60 s"
     assert told.reasons[1].startswith("busiest: ") and told.reasons[-1] == "copies" and len(told.reasons) == 3
-    assert told.idle == (IdleRank(2, "another plan was tried and took 1.60 s"), odd)
-    assert told.alone == Alone(2, 1.6, "another plan was tried and took 1.60 s" if taken.predicted_step_s > 1.6 else "")
+    assert told.idle == (IdleRank(2, "another plan was run and took 1.60 s"), odd)
+    assert told.alone == Alone(2, 1.6, "another plan was run and took 1.60 s" if taken.predicted_step_s > 1.6 else "")
     untried = with_reasons(taken, "no time")
     assert [one.reason for one in untried.idle] == ["no time"] * 2 and untried.alone == Alone(2, 0.0, "no time")
     same = with_reasons(taken, "a tie", (before, before), replace(other, plan=PLAN))
     assert same.idle[0].reason == STALE, "said by both profiles"
     without = with_reasons(taken, "a tie", (before, replace(other, idle=())), replace(other, plan=PLAN))
     assert {one.reason for one in without.idle} == {
-        "by the times of the trial, the search found no faster plan with it",
+        "with the calibrated times, the search found no faster plan with it",
         "a tie",
     }
 

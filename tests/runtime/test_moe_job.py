@@ -52,7 +52,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Outc
 
 
 def losses(outcome: Outcome) -> list[str]:
-    return re.findall(r"(?:step 2/2  |step 2: held-out )loss [\d.]+", outcome.printed)
+    return re.findall(r"(?:step 2/2  |step 2: evaluation )loss [\d.]+", outcome.printed)
 
 
 def test_streamed_and_resumed_runs_are_the_same_np3(runs: tuple[Path, dict[str, Outcome]]) -> None:

@@ -202,7 +202,7 @@ def test_a_group_whose_sums_have_become_slow_is_left(runs: Runs) -> None:
     straight, left = (np.array(runs.lines(name)) for name in ("slow-sums-straight", "slow-sums"))
     np.testing.assert_allclose(left, straight, rtol=1e-4)
     (event,) = [json.loads(line) for line in (runs.directory / "slow-sums" / "events.jsonl").read_text().splitlines()]
-    assert event["event"] == "rebalanced" and "the sums of ranks 0 and 1 (" in event["text"]
+    assert event["event"] == "rebalanced" and "the all-reduce of ranks 0 and 1 (" in event["text"]
     report = load_report(runs.directory / "slow-sums" / "plan.toml")
     assert not report.plan.leader_of
 

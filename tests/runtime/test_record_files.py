@@ -89,8 +89,8 @@ def test_what_is_said_of_the_data(on: Any, ranks: int) -> None:
         starts = json.loads((runs.run(name) / "run.json").read_text())["starts"]
         assert [start["skipped_records"] for start in starts] == [skipped]
     assert (
-        "a batch is larger than the data: each training sequence is in every step 2.11 times"
+        "the batch is larger than the training data: each sequence occurs in every step 2.11 times"
         in outcomes["large"].printed
     )
-    assert "larger than the data" not in printed
+    assert "larger than the training data" not in printed
     assert outcomes["other"].codes == (2,) * ranks and "other data" in outcomes["other"].texts[0]

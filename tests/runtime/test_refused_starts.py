@@ -103,7 +103,7 @@ REFUSED: dict[str, tuple[Callable[[Scene, str], dict[str, Any]], str]] = {
     "wrong-plan": (lambda s, n: s.changed(n, more={"plan": s.wrong_plan}), "does not fit this job"),
     "no-plan": (lambda s, n: s.changed(n, more={"plan": s.directory / "absent.toml"}), "absent.toml"),
     "wrong-profile": (lambda s, n: s.changed(n, more={"profile": s.narrow}), "8 tokens per sequence"),
-    "its-own-files": (lambda s, n: s.changed(n, model={"path": str(s.run / "model")}), "this one reads"),
+    "its-own-files": (lambda s, n: s.changed(n, model={"path": str(s.run / "model")}), "this run reads"),
     "cannot-load": (lambda s, n: s.changed(n, more={"breaks": "loading_fails", "rank": s.active}), "the shelf is full"),
     "cannot-load-to-resume": (
         lambda s, n: s.changed(n, more={**RESUMED, "breaks": "loading_fails", "rank": s.active}, train={"steps": 6}),
@@ -117,13 +117,13 @@ REFUSED: dict[str, tuple[Callable[[Scene, str], dict[str, Any]], str]] = {
     ),
 }
 UNCHANGED: dict[str, tuple[Callable[[Scene, str], dict[str, Any]], str]] = {
-    "finished": (lambda s, n: s.changed(n, more=RESUMED), "finished already: nothing to do. All 4 steps"),
+    "finished": (lambda s, n: s.changed(n, more=RESUMED), "the run is already finished: all 4 steps"),
     "finished-by-name": (
         lambda s, n: s.changed(n, more={"resume": checkpoint_path(s.run / "checkpoints", 4)}),
-        "finished already: nothing to do",
+        "the run is already finished",
     ),
-    "finished-or-anew": (lambda s, n: s.changed(n, more={"resume": "any"}), "finished already: nothing to do"),
-    "dry": (lambda s, n: s.changed(n, more={"dry_run": True}), "holds a run and stays as it is"),
+    "finished-or-anew": (lambda s, n: s.changed(n, more={"resume": "any"}), "the run is already finished"),
+    "dry": (lambda s, n: s.changed(n, more={"dry_run": True}), "holds a run and is unchanged"),
 }
 
 
@@ -180,7 +180,7 @@ def test_a_supervised_start_with_nothing_to_do_leaves_all_as_it_was(scene: Scene
     words = ["launch", "-np", "2", "--elastic", "--", "train", str(scene.good), "--run-dir", str(scene.run), "--resume"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     result = run_bounded([sys.executable, "-m", "hetero_mpi", *words], environment, 240)
-    assert result.returncode == 0 and "finished already" in result.stdout, result.stdout + result.stderr
+    assert result.returncode == 0 and "already finished" in result.stdout, result.stdout + result.stderr
     assert fingerprint(scene.run) == before
 
 
@@ -189,7 +189,7 @@ def test_a_result_that_is_missing_is_written_all_the_same(scene: Scene, outcomes
     shutil.copytree(scene.run, copy)
     shutil.rmtree(copy / "model")
     outcome = scene.run_entries(RANKS, {"again": {"job": scene.good, "run_dir": copy, "resume": "latest"}})["again"]
-    assert set(outcome.codes) == {0} and "finished already" not in outcome.printed
+    assert set(outcome.codes) == {0} and "already finished" not in outcome.printed
     assert (copy / "model" / "config.json").exists()
 
 
@@ -218,7 +218,7 @@ def test_an_adapter_goes_on_over_its_base_in_the_same_form_and_other_places_are_
     outcomes = scene.run_entries(1, {**entries, "moved": {"job": moved, **resumed}})
     assert outcomes["first"].codes == (0,), outcomes["first"]
     assert '[model] quantization = "none", this job has "nf4"' in outcomes["packed"].texts[0], outcomes["packed"]
-    told = f'From step 3 on [adapter] dropout is 0.5, was 0.0; [model] path is "{other}", was "{scene.model()}"'
+    told = f'From step 3 on, [adapter] dropout is 0.5, was 0.0; [model] path is "{other}", was "{scene.model()}"'
     assert outcomes["moved"].codes == (0,) and told in outcomes["moved"].printed, outcomes["moved"]
     assert "dropout masks are drawn for 2 sequences at a time, previously 1" in outcomes["moved"].printed
     assert outcomes["other-masks"].codes == (2,), outcomes["other-masks"]

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 def stopped(running: Running) -> int:
     """The step after which the job stopped in order; its checkpoint is there."""
     assert running.end() == ExitCode.STOPPED, running.text()
-    told = re.search(r"^Stopped after step (\d+), as a signal asked for: (\S+) is whole", running.text(), re.M)
+    told = re.search(r"^Stopped after step (\d+) \(requested by a signal\): (\S+) is complete", running.text(), re.M)
     assert told is not None and "Traceback" not in running.text(), running.text()
     assert Path(told.group(2)).is_file()
     assert not (running.run / "model").exists(), "a run that has stopped has no result yet"
@@ -112,7 +112,7 @@ def test_a_signal_while_profiling_says_what_to_do_np2(tmp_path: Path) -> None:
         running.process.send_signal(signal.SIGUSR1)
         assert running.end() == 128 + signal.SIGUSR1, running.text()
     told = running.text()
-    assert "SIGUSR1 before the first step, so nothing of this start is saved" in told and "SLURM" not in told, (
+    assert "SIGUSR1 before the first step, so this start saved nothing" in told and "SLURM" not in told, (
         "there is none here"
     )
     assert "MPI_ABORT" not in told and "prterun" not in told

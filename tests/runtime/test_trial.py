@@ -119,9 +119,9 @@ def test_a_trial_changes_no_bit_of_the_training_np3(shop: Shop, given: dict[str,
     for outcome in (given[f"{name}-True"], given[f"{name}-False"]):
         assert outcome.raised == ("",) * RANKS, outcome.texts
     assert shop.losses(f"{name}-True") == shop.losses(f"{name}-False")
-    assert "Tried: " not in given[f"{name}-False"].printed
+    assert "Measured: " not in given[f"{name}-False"].printed
     told = re.findall(
-        r"^Calibration run .*: about .*\nTried: .* per step \(.* predicted\)$", given[f"{name}-True"].printed, re.M
+        r"^Calibration run .*: about .*\nMeasured: .* per step \(.* predicted\)$", given[f"{name}-True"].printed, re.M
     )
     assert len(told) == 1, given[f"{name}-True"].printed
 
@@ -172,56 +172,58 @@ def chosen(shop: Shop, given: dict[str, Outcome]) -> dict[str, Outcome]:
 def test_another_plan_is_taken_where_it_was_faster_np3(shop: Shop, chosen: dict[str, Outcome]) -> None:
     printed, run = chosen["slow"].printed, shop.directory / "slow"
     assert chosen["slow"].raised == ("",) * RANKS, chosen["slow"].texts
-    first, second = re.findall(r"^Tried: (.*)$", printed, re.M)
-    assert " predicted" in first and second.endswith("; it is taken"), printed
+    first, second = re.findall(r"^Measured: (.*)$", printed, re.M)
+    assert " predicted" in first and second.endswith("; using it"), printed
     assert re.search(r"^  rank 2 \(.*\): .*forward .* times as long as predicted$", printed, re.M), printed
     report, used = load_report(run / "plan.toml"), load_profile(run / USED_PROFILE)
     assert sum(2 in ranks for ranks in holders(report.plan).values()) == 1
-    assert re.match(r"tried: .* per step; the first plan took .* per step$", report.reasons[0])
-    assert report.tried_step_s is not None and f"Tried: {units.seconds(report.tried_step_s)} per step" in printed
+    assert re.match(r"calibration run: .* per step; the first plan took .* per step$", report.reasons[0])
+    assert report.tried_step_s is not None and f"Measured: {units.seconds(report.tried_step_s)} per step" in printed
     assert used.devices[2].layers["embedding"].forward_s.seconds > used.devices[0].layers["embedding"].forward_s.seconds
 
 
 def test_no_other_plan_is_looked_for_where_there_is_no_time_np3(shop: Shop, chosen: dict[str, Outcome]) -> None:
     printed = chosen["hurried"].printed
     assert re.search(
-        r"^Calibration run .*: about 100 ms, with another one 0 s at most\nTried: .*\n(  .*\n)*"
-        r"Planning once more would take about .*, too long for this run: the first plan stays$",
+        r"^Calibration run .*: about 100 ms, or at most 0 s with a second plan\nMeasured: .*\n(  .*\n)*"
+        r"Planning again would take about .*, too long for this run: keeping the first plan$",
         printed,
         re.M,
     ), printed
     report = load_report(shop.directory / "hurried" / "plan.toml")
     assert report.tried_step_s is not None
-    assert report.reasons[0].startswith("tried: ") and report.reasons[0].endswith("no time to plan once more")
-    assert {one.reason for one in report.idle} <= {"there was no time to plan once more"}
+    assert report.reasons[0].startswith("calibration run: ") and report.reasons[0].endswith("no time to plan again")
+    assert {one.reason for one in report.idle} <= {"there was no time to plan again"}
 
 
 def test_what_does_not_fit_is_planned_anew_with_what_was_there_np3(shop: Shop, chosen: dict[str, Outcome]) -> None:
     once, always = chosen["lacks-once"], chosen["lacks-always"]
     assert once.raised == ("",) * RANKS, once.texts
     told = re.search(
-        r"^Tried: rank 0 on \S+ ran out of memory in \dF0: (.*)\nPlanning anew: rank 0 with .*$", once.printed, re.M
+        r"^Calibration failed: rank 0 on \S+ ran out .* in \dF0: (.*)\nPlanning again .*: rank 0 with .*$",
+        once.printed,
+        re.M,
     )
     assert told is not None and "predicted of" in told[1] and "HIP out of memory" in told[1], once.printed
     used = load_profile(shop.directory / "lacks-once" / "profile.toml")
-    assert used.devices[0].memory_reason == "what there was when the plan was tried"
+    assert used.devices[0].memory_reason == "memory available in the calibration run"
     assert used.devices[0].memory_bytes < used.devices[1].memory_bytes / 10
     assert set(always.raised) == {"CollectiveUserError"} and len(set(always.texts)) == 1
-    assert always.texts[0].startswith("The plan was tried: rank 0 on ") and "memory" in always.texts[0]
+    assert always.texts[0].startswith("Calibration failed: rank 0 on ") and "memory" in always.texts[0]
 
 
 def test_a_given_plan_that_does_not_fit_is_refused_by_name_np3(shop: Shop, chosen: dict[str, Outcome]) -> None:
     refused = chosen["lacks-given"]
     assert set(refused.codes) == {2} and len(set(refused.texts)) == 1
-    assert re.match(r"The plan was tried: rank 1 on \S+ ran out of memory in \dF0: ", refused.texts[0])
+    assert re.match(r"Calibration failed: rank 1 on \S+ ran out of memory in \dF0: ", refused.texts[0])
 
 
 def test_when_a_plan_is_not_tried_np3(shop: Shop, chosen: dict[str, Outcome]) -> None:
-    assert "Tried: " in chosen["dry"].printed, "true: a dry run, too"
+    assert "Measured: " in chosen["dry"].printed, "true: a dry run, too"
     for name in ("dry-auto", "short", "other", "goes-on"):
         assert chosen[name].raised == ("",) * RANKS, chosen[name].texts
         assert "Trying" not in chosen[name].printed
-    assert "No calibration run, as the profile is of another machine" in chosen["other"].printed
+    assert "No calibration run: the profile was measured elsewhere" in chosen["other"].printed
     assert load_report(shop.directory / "line-True" / "plan.toml").tried_step_s is not None, (
         "kept by the run that goes on"
     )
@@ -250,8 +252,8 @@ def test_on_gpus_beside_a_cpu_np3(tmp_path: Path) -> None:
     assert {outcome.codes for outcome in found.values()} == {(0, 0, 0)}, found
     for name in ("streamed-nf4", "group"):
         assert shop.losses(f"{name}-True") == shop.losses(f"{name}-False")
-        assert "Tried: " in found[f"{name}-True"].printed
+        assert "Measured: " in found[f"{name}-True"].printed
     assert set(refused.codes) == {2} and len(set(refused.texts)) == 1
     assert re.match(
-        r"The plan was tried: rank 1 on \S+ ran out of memory in \d[FB]\d: .* predicted of .*CUDA", refused.texts[0]
+        r"Calibration failed: rank 1 on \S+ ran out of memory in \d[FB]\d: .* predicted of .*CUDA", refused.texts[0]
     )

@@ -38,7 +38,7 @@ def test_a_stuck_rank_ends_the_job_and_everybody_is_named_np3() -> None:
     assert result.returncode == ExitCode.HUNG, result.stdout + result.stderr
     lines = [line.strip() for line in result.stderr.splitlines() if line.startswith("  rank ")]
     assert [line.split(" on ")[0] for line in lines] == ["rank 0", "rank 1", "rank 2"]
-    assert all("training step 7, there for " in line for line in lines)
+    assert all("training step 7, unchanged for " in line for line in lines)
     assert lines[0].endswith("waits for rank 1 to send")
     assert "waits" not in lines[1]
     assert lines[2].endswith("waits for the others")
@@ -71,10 +71,10 @@ def test_a_stopped_rank_is_waited_for_then_named_np2(job: LongRun, victim: int) 
         assert running.end() == ExitCode.HUNG, running.text()
         told = running.text()
     where = {line.strip()[:6]: line for line in told.splitlines() if line.startswith("  rank ")}
-    assert "training step" in where[f"rank {other}"] and "not heard of" not in where[f"rank {other}"], told
-    assert "not heard of" in where[f"rank {victim}"], told
+    assert "training step" in where[f"rank {other}"] and "silent for" not in where[f"rank {other}"], told
+    assert "silent for" in where[f"rank {victim}"], told
     assert told.count("No rank has made progress") == 1
-    assert f"Stopped, or cut off from the others: rank {victim} on" in told
+    assert f"Stopped, or disconnected from the other ranks: rank {victim} on" in told
     log = (run / "logs" / f"rank-{other:04d}.log").read_text()
     assert "the main thread is at" in log and "loop.py" in log
 
@@ -86,9 +86,9 @@ def test_a_trial_that_hangs_ends_the_job_and_everybody_is_named_np2(tmp_path: Pa
         assert running.end() == ExitCode.HUNG, running.text()
         told = running.text()
     where = [line.strip() for line in told.splitlines() if line.startswith("  rank ")]
-    assert "trying the plan, step 2" in where[0] and " waits for " in where[0], told
-    assert "trying the plan, step 1" in where[1] and " waits for " not in where[1], told
-    assert "Tried: " not in told and not (run / "metrics.jsonl").exists()
+    assert "calibration run, step 2" in where[0] and " waits for " in where[0], told
+    assert "calibration run, step 1" in where[1] and " waits for " not in where[1], told
+    assert "Measured: " not in told and not (run / "metrics.jsonl").exists()
 
 
 @pytest.mark.long

@@ -184,4 +184,4 @@ def test_training_outlives_a_full_disk_np2(larger_disk: SmallDisk, tmp_path: Pat
     assert "Traceback" not in told and told.count("metrics.jsonl cannot be written") == 1, told
     steps = [one.step for one in read_metrics(run / "metrics.jsonl").steps]
     assert steps == list(range(1, len(steps) + 1))
-    assert f"{run}/checkpoints/step-{steps[-1]:08d}.h5 is whole" in told
+    assert f"{run}/checkpoints/step-{steps[-1]:08d}.h5 is complete" in told

@@ -46,7 +46,7 @@ _REGISTRY = threading.RLock()
 class RankLost(RuntimeError):
     """A rank is lost. Raised on every surviving rank, once for each communicator it still uses."""
 
-    def __init__(self, text: str = "a rank has died") -> None:
+    def __init__(self, text: str = "a rank was lost") -> None:
         super().__init__(text)
 
 

@@ -79,7 +79,7 @@ def _read_document(path: Path) -> Iterator[tuple[str, Any]]:
             if not value:
                 raise UserError(
                     "records.empty",
-                    f"{path}: the file holds no records: its JSON array is empty. Leave it out, or fill it.",
+                    f"{path}: the file holds no records: its JSON array is empty. Remove it, or add records.",
                 )
             yield from ((f"{path}, record {number}", record) for number, record in enumerate(value, start=1))
             return
@@ -103,7 +103,7 @@ def _decode(text: str, begin: int = 0) -> tuple[Any, int]:
         keys = [key for key, _ in pairs]
         repeated_keys.append(next(key for index, key in enumerate(keys) if key in keys[:index]))
         return BadRecord(
-            "record.repeated_key", f"the key {repeated_keys[-1]!r} stands twice in one object: leave one of the two"
+            "record.repeated_key", f"the key {repeated_keys[-1]!r} occurs twice in one object: remove one of them"
         )
 
     value, end = json.JSONDecoder(object_pairs_hook=with_unique_keys).raw_decode(text, begin)

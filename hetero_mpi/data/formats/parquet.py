@@ -23,7 +23,7 @@ def read_records(path: Path, keys: OwnKeys, read_keys: Set[str]) -> Iterator[tup
     except ImportError:
         raise UserError(
             "records.package_missing",
-            f"{path}: parquet files are read by the package pyarrow, which is not installed on rank 0's machine: run "
+            f"{path}: parquet files require the package pyarrow, which is not installed on rank 0's machine: run "
             f"`pip install pyarrow` (or `pip install 'hetero_mpi[parquet]'`) there",
         ) from None
     try:
@@ -39,7 +39,7 @@ def read_records(path: Path, keys: OwnKeys, read_keys: Set[str]) -> Iterator[tup
                 return
             if not file.metadata.num_rows:
                 raise UserError(
-                    "records.empty", f"{path}: the file holds no records: it has no rows. Leave it out, or fill it."
+                    "records.empty", f"{path}: the file holds no records: it has no rows. Remove it, or add records."
                 )
             unread = {name: True for name, key in read_as.items() if key not in read_keys}  # present, but not read
             rows = file.iter_batches(BATCH_ROWS, columns=[name for name in columns if name not in unread])
@@ -48,7 +48,7 @@ def read_records(path: Path, keys: OwnKeys, read_keys: Set[str]) -> Iterator[tup
                 yield f"{path}, row {number}", {**value, **unread}
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         reason = " ".join(str(error).split()).rstrip(".")
-        yield str(path), BadRecord("records.damaged", f"damaged, or no parquet file: {reason}. Get it again", rest=True)
+        yield str(path), BadRecord("records.damaged", f"damaged or not parquet: {reason}. Copy it again", rest=True)
 
 
 def _without_nulls(value: Any, messages: bool = False) -> Any:

@@ -121,7 +121,7 @@ class Accelerator(Backend):
         foreign = max(0, total - free - reserved)
         reason = f"{gigabytes(free + reserved)} free of {gigabytes(total)} on the device"
         if foreign > total // 100:
-            reason += f", {gigabytes(foreign)} taken by its runtime and by other programs"
+            reason += f", {gigabytes(foreign)} used by its runtime and other programs"
         return Memory(free + reserved, reason)
 
     def _integrated(self) -> bool:

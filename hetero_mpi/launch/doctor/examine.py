@@ -61,9 +61,7 @@ def examine_hosts(options: DoctorOptions) -> tuple[list[Finding], list[Target]]:
     try:
         targets, unknown = targets_of(options, launcher)
     except ImportError as error:
-        raise UserError(
-            "doctor.hosts", f"{error}: examine this machine first (`doctor` without a host file)."
-        ) from None
+        raise UserError("doctor.hosts", f"{error}: check this machine first (`doctor` without a host file).") from None
     agent, _ = launch_agent(launcher.family if launcher else OPEN_MPI, options.mpirun_args, os.environ)
     if not options.json:
         names = ", ".join(target.title for target in targets)

@@ -224,7 +224,7 @@ def _json_of(command: list[str], environment: dict[str, str], patience_s: float)
             error = _error_line(error_output) or f"it ended with exit code {answer.returncode}"
     except subprocess.TimeoutExpired as timeout:
         output = timeout.stdout.decode(errors="replace") if isinstance(timeout.stdout, bytes) else timeout.stdout or ""
-        error = f"no end within {patience_s:g} s"
+        error = f"did not end within {patience_s:g} s"
     except OSError as failure:
         error = str(failure)
     result: dict[str, Any] = {}
@@ -252,5 +252,5 @@ def _tool(name: str, prefix: str = "") -> str:
 
 
 def _work(path: str) -> dict[str, Any]:
-    problem = "" if not path or Path(path).is_dir() else "there is no such directory"
+    problem = "" if not path or Path(path).is_dir() else "no such directory"
     return {"path": path, "free_bytes": 0, "problem": problem}

@@ -82,7 +82,7 @@ def read_hosts(path: str | Path) -> tuple[Host, ...]:
     """
     values = tables_of(Path(path))
     problems = [
-        f"{path}: {name} = {as_toml(value)}: unknown; a hosts file has [[host]] entries, and one [mesh] perhaps"
+        f"{path}: {name} = {as_toml(value)}: unknown; a hosts file has [[host]] entries, and optionally [mesh]"
         for name, value in values.items()
         if name not in ("host", "mesh")
     ]
@@ -141,7 +141,7 @@ def _rules(entry: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     elif ":" in device and slots > 1:
         yield (
             "device",
-            f'names one GPU for {slots} ranks: write slots = 1, or "{device.partition(":")[0]}" for a GPU each',
+            f'names one GPU for {slots} ranks: write slots = 1, or "{device.partition(":")[0]}" for one GPU per rank',
         )
     if not _ENDPOINT.fullmatch(valid.get("endpoint", "none")):
         yield "endpoint", 'must be ADDRESS:PORT, or "none" if other hosts cannot call this machine'

@@ -52,7 +52,7 @@ def resolve(name: str) -> str:
     except (OSError, UnicodeError) as error:
         raise UserError(
             "hosts.no_address",
-            f"The host `{name}` of the host file has no address ({error}): check the name, or write its IP address.",
+            f"The host `{name}` in the host file has no address ({error}): check the name, or write its IPv4 address.",
         ) from error
 
 

@@ -129,13 +129,13 @@ def _problems(machines: Mapping[str, Host], mesh: Mesh) -> Iterator[str]:
     mesh_addresses = [host.mesh_address for host in machines.values() if host.mesh_address is not None]
     for host in machines.values():
         if host.mesh_address is not None and not mesh.holds(host.mesh_address):
-            yield f"mesh_address {host.mesh_address} of {host.title} does not lie in [mesh] network {mesh.network}"
+            yield f"mesh_address {host.mesh_address} of {host.title} is not in [mesh] network {mesh.network}"
         elif mesh_addresses.count(host.mesh_address or "") > 1:
             yield f"mesh_address {host.mesh_address} of {host.title} is also another machine's"
         if host.endpoint is None and (host.address.startswith("127.") or host.address == "localhost"):
             yield f"{host.address} means the local host on every machine: write the address at which the others reach it"
         elif mesh.holds(host.address):
-            yield f"address {host.address} lies in [mesh] network {mesh.network}: give `mesh init` the file with outside addresses"
+            yield f"address {host.address} is in [mesh] network {mesh.network}: pass `mesh init` the file with outside addresses"
     unreachable = [host.title for host in machines.values() if host.endpoint == UNREACHABLE]
     if len(unreachable) > 1:
         yield (

@@ -255,7 +255,9 @@ class Supervisor:
         if not self.trains or (not unreachable and 0 < last <= step):
             return outcome
         text = f"the launcher ended with exit code 0, but after step {step} of {last}; "
-        text += f"no word from {', '.join(host.name for host in unreachable)}" if unreachable else "every host answers"
+        text += (
+            f"no answer from {', '.join(host.name for host in unreachable)}" if unreachable else "every host answers"
+        )
         self.events.report("broken", text, code=0)
         return StartOutcome(None)
 
@@ -299,9 +301,8 @@ class Supervisor:
         unreachable = self.watching.sweep(watched, _SWEEP_TIMEOUT_S)
         text = f"ended start {self.starts} on all reachable hosts ({time.monotonic() - began:.1f} s)"
         if unreachable:
-            text = (
-                f"start {self.starts} is ended here; no word of it from {', '.join(host.name for host in unreachable)}"
-            )
+            names = ", ".join(host.name for host in unreachable)
+            text = f"start {self.starts} was ended on all reachable hosts; no answer from {names}"
         self.events.report("ended", text, start=self.starts)
         return unreachable
 
@@ -331,7 +332,7 @@ class Supervisor:
         reported, deadline = False, time.monotonic() + _LOCK_TIMEOUT_S
         while self.starts > 1 and not self.signals and time.monotonic() < deadline and self.watching.locked(leader):
             if not reported:
-                self.events.report("locked", "a lost rank still holds the run directory: waiting for its end")
+                self.events.report("locked", "a lost rank still holds the run directory: waiting until it ends")
                 reported = True
             time.sleep(_POLL_S)
 

@@ -118,7 +118,7 @@ class HostReports:
                 gone = call_start_s - closed_since > MAX_REFUSED_S
                 if gone or call_start_s - last_answer_s > self.timeout_s + FENCE_DELAY_S:
                     end_starts(self.supervisor)
-                    return "the supervisor has gone" if gone else "the supervisor has not answered for too long"
+                    return "the supervisor has ended" if gone else "the supervisor has not answered for too long"
                 # A closed port fails at once; a timeout has taken its time already.
                 time.sleep(max(0.0, CALL_INTERVAL_S - (time.monotonic() - call_start_s)))
                 continue
@@ -129,7 +129,7 @@ class HostReports:
             elif answer["try_lock"] > self.lock_attempt:
                 self.locked, self.lock_attempt = self._run.locked(), int(answer["try_lock"])
             elif answer["leave"]:
-                return "told to leave"
+                return "asked to leave"
             else:
                 time.sleep(CALL_INTERVAL_S)
 

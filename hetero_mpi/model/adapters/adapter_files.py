@@ -137,8 +137,8 @@ def check_adapter(directory: Path, tuning: Tuning) -> None:
         if not by_tensors and (getattr(adapter, key) or None) != (value or None):
             raise UserError(
                 "adapter.setting_differs",
-                f"{directory}: the adapter has {key} = {as_toml(value)}, the job says [adapter] {key} = "
-                f"{as_toml(getattr(adapter, key))}; make them equal",
+                f"{directory}: the adapter has {key} = {as_toml(value)}, but the job has [adapter] {key} = "
+                f"{as_toml(getattr(adapter, key))}; set the adapter's value in the job",
             )
     shapes = {name: stored.shape for name, stored in stored_adapter.tensors.items()}
     if tuning.written.tied is not None:
@@ -156,14 +156,15 @@ def check_adapter(directory: Path, tuning: Tuning) -> None:
         where = "the adapter but not by this job" if odd in shapes else "this job but not by the adapter"
         raise UserError(
             "adapter.targets_differ",
-            f"{directory}: {odd} is trained by {where}; set [adapter] targets, layers, parameters, modules_to_save and tokens "
-            f"as the adapter has them",
+            f"{directory}: {odd} is trained by {where}; set [adapter] targets, layers, parameters, modules_to_save and tokens to "
+            f"the adapter's values",
         )
     for name, shape in shapes.items():
         if shape != tuning.trainable[name].shape:
             raise UserError(
                 "adapter.shape",
-                f"{directory}: {name} has shape {shape}, this model needs {tuning.trainable[name].shape}: another model's adapter",
+                f"{directory}: {name} has shape {shape}, this model needs {tuning.trainable[name].shape}: the adapter was trained "
+                f"on another model",
             )
 
 
@@ -237,8 +238,8 @@ class _StoredAdapter:
             if not config.reaches(name):
                 raise UserError(
                     "adapter.unreached_tensors",
-                    f"{directory}: there are tensors of {name}, which the targets in {CONFIG} do not reach: peft would leave them "
-                    f"out; correct target_modules there, or save the adapter again",
+                    f"{directory}: {WEIGHTS} has tensors for {name}, which target_modules in {CONFIG} do not match, so peft would "
+                    f"ignore them; correct target_modules, or save the adapter again",
                 )
         adapter = cls(config, modules, tensors, rows)
         adapter._check_whole(directory)
@@ -270,22 +271,22 @@ class _StoredAdapter:
             if ends:
                 raise UserError(
                     "adapter.tensors_missing",
-                    f"{directory}: {CONFIG} has {key} = {as_toml(getattr(self.config, key))}, and {WEIGHTS} no tensors of "
-                    f"{ends[0] or 'them'}: it is damaged, or of another adapter; save the adapter again",
+                    f"{directory}: {CONFIG} has {key} = {as_toml(getattr(self.config, key))}, but {WEIGHTS} has no tensors for "
+                    f"{ends[0] or 'it'}: the file is damaged, or belongs to another adapter; save the adapter again",
                 )
         repeated = next((tokens for tokens in by_end.values() if len({*tokens}) < len(tokens)), None)
         if repeated is not None:
             raise UserError(
                 "adapter.unsupported",
-                f"{directory}: trainable_token_indices = {as_toml(repeated)} name a token twice, {UNKNOWN}",
+                f"{directory}: trainable_token_indices = {as_toml(repeated)} contain a token twice, {UNKNOWN}",
             )
         for name, stored in self.rows.items():
             tokens, shape = self._tokens(name), self.tensors[name].shape
             if stored.shape != (len(tokens), *shape[1:]) or max(tokens, default=0) >= shape[0]:
                 raise UserError(
                     "adapter.shape",
-                    f"{directory}: {name} has shape {shape} and its rows of tokens {stored.shape}, which trainable_token_indices = "
-                    f"{as_toml(tokens)} do not fit; save the adapter again",
+                    f"{directory}: {name} has shape {shape} and its token rows {stored.shape}, which do not match "
+                    f"trainable_token_indices = {as_toml(tokens)}; save the adapter again",
                 )
 
     def tensor(self, name: str) -> torch.Tensor:

@@ -62,10 +62,10 @@ def _shares(train: TrainTable, tuning: Tuning, still: frozenset[str]) -> dict[st
     for pattern, rate in (train.learning_rates or {}).items():
         names = _named("learning_rates", pattern, tuning) - share_by_name.keys()
         if names <= still:
-            problem = "matches no trained parameter that no earlier pattern matches"
+            problem = "matches only parameters that are not trained or that an earlier pattern matches"
             raise UserError(
                 "train.learning_rates",
-                f"[train] learning_rates: {as_toml(pattern)} {problem}: put it first, or leave it out",
+                f"[train] learning_rates: {as_toml(pattern)} {problem}: move it to the front, or remove it",
             )
         share_by_name |= dict.fromkeys(names, rate / train.learning_rate)
     if train.lora_plus_ratio != 1:
@@ -84,16 +84,15 @@ def _still(train: TrainTable, tuning: Tuning, chain: LayerChain) -> frozenset[st
             frozen_names |= {name for name, spec in tuning.trainable.items() if spec.layer == entry + 1}
         else:
             raise UserError(
-                "train.freeze",
-                f"[train] freeze: this model has no block {entry}; the first is 0, the last {blocks - 1}",
+                "train.freeze", f"[train] freeze: this model has no block {entry}; its blocks are 0 to {blocks - 1}"
             )
     if chain.tied is not None and not frozen_names.isdisjoint(chain.tied):
         raise UserError(
             "train.freeze",
-            f"[train] freeze: {chain.tied[1]} is also the head's matrix and must be trained: name other parameters",
+            f"[train] freeze: {chain.tied[1]} is also the head's matrix and must be trained: remove it from the list",
         )
     if frozen_names >= tuning.trainable.keys():
-        raise UserError("train.freeze", "[train] freeze: nothing is left to train; name fewer parameters")
+        raise UserError("train.freeze", "[train] freeze: no parameter is left to train; list fewer parameters")
     return frozenset(frozen_names)
 
 
@@ -104,7 +103,7 @@ def _named(key: str, pattern: str, tuning: Tuning) -> set[str]:
         examples = ", ".join(list(tuning.trainable)[:3])
         raise UserError(
             "train.pattern",
-            f"[train] {key}: {as_toml(pattern)} matches no name of a trained parameter, such as {examples}",
+            f"[train] {key}: {as_toml(pattern)} matches no trained parameter; examples of their names: {examples}",
         )
     return names
 
@@ -166,7 +165,7 @@ def adapted(model: PreTrainedModel, adapter: AdapterTable) -> Adapted:
         raise UserError(
             "adapter.targets",
             f"[adapter] targets = {as_toml(adapter.targets)} cannot be adapted by peft: {error}; the linear layers of this model "
-            f'are {", ".join(linears)}; name some of them, or use "all-linear"',
+            f'are {", ".join(linears)}; use some of them, or "all-linear"',
         ) from error
     shapes = {
         name_in_file(name): tuple(parameter.shape)
@@ -181,8 +180,9 @@ def adapted(model: PreTrainedModel, adapter: AdapterTable) -> Adapted:
     if rest:
         raise UserError(
             "adapter.targets",
-            f"[adapter] targets = {adapter.targets!r} reach {rest[0]}, which is no linear layer: in this family peft adapts the "
-            f'fused experts in place of layers like gate_proj; name others instead, such as ["q_proj", "v_proj"], and the experts '
+            f"[adapter] targets = {as_toml(adapter.targets)} match {rest[0]}, which is not a linear layer: in this family, peft "
+            f"adapts "
+            f'fused experts instead of layers such as gate_proj; use others, such as ["q_proj", "v_proj"], and list the experts '
             f"in [adapter] parameters",
         )
     _check_patterns(adapter, [*modules, *parameters])
@@ -199,12 +199,12 @@ def _check_targets(model: PreTrainedModel, targets: list[str], layers: list[int]
             if target in reached and reaches(name, [target], layers):
                 reached[target].append(name)
         indices |= {int(part) for part in filter(str.isdigit, parts[:3])}
-    offered = f'the linear layers of this model are {", ".join(linears)}; name some of them, or use "all-linear"'
+    offered = f'the linear layers of this model are {", ".join(linears)}; use some of them, or "all-linear"'
     missing = [layer for layer in layers or [] if layer not in indices]
     if missing:
         raise UserError(
             "adapter.layers",
-            f"[adapter] layers: this model has no block {missing[0]}; the first is 0, the last {max(indices)}",
+            f"[adapter] layers: this model has no block {missing[0]}; its blocks are 0 to {max(indices)}",
         )
     for target, names in reached.items():
         where = f" in blocks {as_toml(layers)}" if layers is not None else ""
@@ -217,7 +217,7 @@ def _check_targets(model: PreTrainedModel, targets: list[str], layers: list[int]
                 kind = "an embedding" if isinstance(module, nn.Embedding) else f"a {type(module).__name__}"
                 raise UserError(
                     "adapter.targets",
-                    f"[adapter] targets: {target} is {kind}, and hetero_mpi adapts linear layers only; {offered}",
+                    f"[adapter] targets: {target} is {kind}, but hetero_mpi adapts linear layers only; {offered}",
                 )
 
 
@@ -239,10 +239,10 @@ def _matched_experts(model: PreTrainedModel, adapter: AdapterTable) -> list[str]
     for name_end in adapter.parameters:
         if not any(f".{name}".endswith(f".{name_end}") for name in expert_names):
             offered = sorted({".".join(name.split(".")[-2:]) for name in expert_names})
-            what = f"those of this model are {', '.join(offered)}" if offered else "this model has none"
+            what = f"this model has {', '.join(offered)}" if offered else "this model has no fused experts"
             raise UserError(
                 "adapter.parameters",
-                f"[adapter] parameters: {name_end} matches no parameter of fused experts; {what}; linear layers belong into "
+                f"[adapter] parameters: {name_end} matches no parameter of fused experts; {what}; linear layers belong in "
                 f"[adapter] targets",
             )
     return [
@@ -251,7 +251,7 @@ def _matched_experts(model: PreTrainedModel, adapter: AdapterTable) -> list[str]
 
 
 _UNPACKABLE = {
-    "longcat_flash": "has routers that read the matrix of a linear layer directly, which 4 bits do not allow"
+    "longcat_flash": "has routers that read the matrix of a linear layer directly, which 4-bit weights do not allow"
 }
 """Family -> reason why NF4 does not support it."""
 
@@ -290,16 +290,17 @@ def adapter_tuning(chain: TransformersChain, adapter: AdapterTable, nf4: bool, d
     if outside:
         raise UserError(
             "adapter.targets",
-            f"[adapter] targets = {as_toml(adapter.targets)} match {outside[0]}, which is not inside a block; "
-            f"adapt linear layers of blocks only",
+            f"[adapter] targets = {as_toml(adapter.targets)} match {outside[0]}, which is not inside a block; use linear layers of "
+            f"blocks only",
         )
     for name, shape in targets.shapes.items() if adapter.start != "default" else ():
         rank, width = shape if ".lora_A." in name else reversed(shape)
         if rank > width:
             raise UserError(
                 "adapter.rank",
-                f"[adapter] start = {as_toml(adapter.start)}: an adapter cannot take {rank} singular values or columns of "
-                f"{name.rpartition('.lora_')[0]}, which has {width}: lower the rank, or give such layers another by rank_pattern",
+                f"[adapter] start = {as_toml(adapter.start)}: rank {rank} exceeds the {width} singular values or columns of "
+                f"{name.rpartition('.lora_')[0]}: lower [adapter] rank, or set a lower rank for such layers in [adapter] "
+                f"rank_pattern",
             )
     written, ids = (
         peft_targets(chain.model, adapter, targets),
@@ -341,18 +342,16 @@ def _saved(chain: TransformersChain, adapter: AdapterTable, targets: Adapted, nf
         if not names:
             reason = "matches no module of this model"
         elif adapted:
-            reason = f"reaches {adapted[0]}, which has an adapter: leave it out here, or in [adapter] targets"
+            reason = f"reaches {adapted[0]}, which has an adapter: remove it here, or from [adapter] targets"
         elif not packed.isdisjoint(parameters):
-            reason = (
-                f"reaches {min(packed.intersection(parameters))}, which is held in 4 bits and cannot be trained itself"
-            )
+            reason = f"reaches {min(packed.intersection(parameters))}, which is stored in 4 bits and cannot be trained"
         elif not parameters:
-            reason = f"reaches {names[0]}, which has nothing that is trained"
+            reason = f"reaches {names[0]}, which has no trainable parameters"
         if reason is not None:
             ends = ", ".join(module.rpartition(".")[2] for module in _ends(chain).values())
             raise UserError(
                 "adapter.modules_to_save",
-                f"[adapter] modules_to_save: {module_end} {reason}; such modules are {ends} and norms",
+                f"[adapter] modules_to_save: {module_end} {reason}; supported modules are {ends} and norms",
             )
         saved |= {heads.get(name, name) for name in parameters}
     return saved
@@ -370,7 +369,8 @@ def _with_rows(chain: TransformersChain, adapter: AdapterTable, tokens: list[int
     if max(tokens, default=-1) >= chain.config.vocab_size:
         raise UserError(
             "adapter.tokens",
-            f"[adapter] tokens: {max(tokens)} is no token of this model, which has {chain.config.vocab_size:,} (vocab_size)",
+            f"[adapter] tokens: this model has no token {max(tokens)}; its token ids are below {chain.config.vocab_size:,} "
+            f"(vocab_size)",
         )
     ends, end_kind = _ends(chain), "embedding" if chain.tied is not None else adapter.tokens_in
     return [name for end, name in ends.items() if tokens and end_kind in (None, "both", end)]

@@ -85,8 +85,8 @@ def read_peft_config(directory: Path) -> PeftConfig:
         value = as_toml(keys[key]) if key in keys else "missing"
         raise UserError(
             "adapter.config_value",
-            f"{path}: {key} is {value}: {first['msg']}. hetero_mpi reads LoRA adapters as peft saves them; correct the value, or "
-            f"save the adapter again",
+            f"{path}: {key} is {value}: {first['msg']}. hetero_mpi reads LoRA adapters saved by peft; correct the value, or save "
+            f"the adapter again",
         ) from None
     for key, value in (config.model_extra or {}).items():
         if key not in _IGNORED_KEYS and not any(
@@ -103,4 +103,4 @@ def read_peft_config(directory: Path) -> PeftConfig:
     return config
 
 
-UNKNOWN = "which hetero_mpi does not compute; merge the adapter into its base with peft (merge_and_unload)"
+UNKNOWN = "which hetero_mpi does not support; merge the adapter into its base with peft (merge_and_unload)"

@@ -23,8 +23,8 @@ from hetero_mpi.planning.types.sizes import EMBEDDING, HEAD
 from hetero_mpi.util.errors import UserError
 
 REMEDY = (
-    "Build the layer inside its function, with torch's random numbers only; or hand over a model that is there already as a whole: "
-    "LayeredModel(layers=net, ...) with net a torch.nn.Sequential, whose weights on rank 0 are then the start"
+    "Build the layer inside its function, using torch's random numbers only; or pass an existing model: LayeredModel(layers=net, "
+    "...), where net is a torch.nn.Sequential, whose weights on rank 0 are then the initial weights"
 )
 _SAMPLES, _ALIKE = 8, 1e-3
 """Number of elements compared per tensor, and relative tolerance, because CPUs round differently."""
@@ -68,7 +68,7 @@ class LayerShape:
             ("buffers", self.buffers, shapes_of(layer.named_buffers())),
         ):
             if expected != actual:
-                return f"has the {what} {actual} here and had {expected}"
+                return f"has the {what} {actual} here, but {expected}"
         return None
 
 
@@ -149,15 +149,15 @@ class CustomChain(LayerChain):
         if difference is not None:
             raise UserError(
                 "custom.builder_differs",
-                f"{self.name}: layer {shape.name!r} {difference} when rank 0 looked at it: a builder gives the same layer whenever "
-                f"and wherever it is called",
+                f"{self.name}: layer {shape.name!r} {difference} on rank 0: a builder must return the same layer at every call "
+                f"and on every rank",
             )
         name = unlike(shape.start, sampled(layer))
         if name is not None:
             raise UserError(
                 "custom.builder_differs",
-                f"{self.name}: layer {shape.name!r} starts from other values here than on rank 0 ({name}): a builder gives the "
-                f"same values on every rank. {REMEDY}",
+                f"{self.name}: layer {shape.name!r} has other initial values here than on rank 0 ({name}): a builder must give "
+                f"the same values on every rank. {REMEDY}",
             )
         return layer
 
@@ -225,14 +225,14 @@ def build_layer(name: str, builder: Builder, seed: int) -> nn.Module:
     if not isinstance(layer, nn.Module):
         raise UserError(
             "custom.builder_result",
-            f"the builder of layer {name!r} gives a {type(layer).__name__}: it must give a torch.nn.Module",
+            f"the builder of layer {name!r} returns a {type(layer).__name__}: it must return a torch.nn.Module",
         )
     for inner, tensor in layer.named_parameters():
         if tensor.dtype != torch.float32 or tensor.device.type != "cpu":
             raise UserError(
                 "custom.builder_result",
                 f"layer {name!r}: parameter {inner} is {tensor.dtype} on {tensor.device}: build layers in fp32 on the CPU; "
-                f"they are brought to each rank's device",
+                f"they are moved to each rank's device",
             )
     shared_parameter_error = {inner for inner, _ in layer.named_parameters(remove_duplicate=False)} - {
         inner for inner, _ in layer.named_parameters()

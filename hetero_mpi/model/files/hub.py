@@ -75,13 +75,13 @@ def obtain(name: str, path: Path, download: bool, report: Callable[[str], None])
         UserError: The model is not here and cannot be downloaded.
     """
     directory = cached(name)
-    reason = "nothing of it is there" if directory is None else _damage(directory)
+    reason = "it is not cached" if directory is None else _damage(directory)
     if directory is not None and reason is None:
         return directory
     if not download or constants.HF_HUB_OFFLINE:
-        rule = "[model] download = false" if not download else "HF_HUB_OFFLINE is set, so nothing is fetched"
+        rule = "[model] download = false" if not download else "HF_HUB_OFFLINE is set, so nothing is downloaded"
         raise UserError("model.missing", _not_here(name, path, f"{reason}; {rule}"))
-    report(f"fetching {name} from {constants.ENDPOINT} into {constants.HF_HUB_CACHE}")
+    report(f"downloading {name} from {constants.ENDPOINT} into {constants.HF_HUB_CACHE}")
     try:
         source_files.reach_hub(report)
         allowed, ignored = list(WANTED), list(UNWANTED)
@@ -93,9 +93,7 @@ def obtain(name: str, path: Path, download: bool, report: Callable[[str], None])
         ) from None
     damage = _damage(directory)  # without a network, an incomplete copy may be returned unchanged
     if damage is not None:
-        raise UserError(
-            "model.missing", _not_here(name, path, f"{damage}; nothing better came from {constants.ENDPOINT}")
-        )
+        raise UserError("model.missing", _not_here(name, path, f"{damage}; {constants.ENDPOINT} gave no better copy"))
     return directory
 
 
@@ -109,7 +107,7 @@ def _damage(directory: Path) -> str | None:
 
 def _not_here(name: str, path: Path, reason: str) -> str:
     return (
-        f'[model] path = "{name}" is neither a directory ({path}) nor a whole model in the Hugging Face cache '
+        f'[model] path = "{name}" is neither a directory ({path}) nor a complete model in the Hugging Face cache '
         f"{constants.HF_HUB_CACHE}: {reason}. Correct the path; or, on a machine with a network, run `hf download {name}`, "
-        f"copy the directory that it prints to rank 0's machine, and give that directory as model.path"
+        f"copy the printed directory to rank 0's machine, and set model.path to it"
     )

@@ -112,8 +112,8 @@ class WholeDirectory:
         if filled and not (self.directory / self._marker).is_file():
             raise UserError(
                 "directory.not_replaceable",
-                f"{self.directory} exists and is not a {self._kind} (it has no {self._marker}): it is not replaced. "
-                "Move it away or choose another place.",
+                f"{self.directory} exists and is not a {self._kind} (it has no {self._marker}): it is not overwritten. Move it, "
+                f"or choose another directory.",
             )
 
     def _keep_other_files(self) -> None:
@@ -306,5 +306,5 @@ class LayersWriter:
     def _error(self, error: OSError) -> UserError:
         return UserError(
             "directory.unwritable",
-            f"{self.path / WEIGHTS} could not be written ({error}): make room there, or choose another place",
+            f"{self.path / WEIGHTS} could not be written ({error}): free disk space, or choose another directory",
         )

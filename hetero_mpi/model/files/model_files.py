@@ -164,8 +164,8 @@ class ModelFiles:
         if missing:
             raise UserError(
                 "model.files_missing",
-                f"{self.directory / INDEX}: {len(missing)} of its {len(index or ())} tensors are not in the files that "
-                f"it names, e.g. {', '.join(missing[:3])}. They are of different models: download them again.",
+                f"{self.directory / INDEX}: {len(missing)} of its {len(index or ())} tensors are missing in its files, e.g. "
+                f"{', '.join(missing[:3])}. Index and files belong to different models: download them again.",
             )
         return stored_tensors
 
@@ -225,8 +225,8 @@ class ModelFiles:
     def _no_weights(self) -> str:
         if any(self.directory.glob("pytorch_model*.bin*")):
             return (
-                f"{self.directory}: the weights are pickled (pytorch_model*.bin); a pickle, which can run any code, is "
-                "not read. If you trust it, convert it: AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW)."
+                f"{self.directory}: the weights are pickled (pytorch_model*.bin), and loading a pickle can run any code. If you "
+                f"trust it, convert it: AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW)."
             )
         safetensors = sorted(path.name for path in self.directory.glob("*.safetensors"))
         files_text = f"only {', '.join(safetensors[:5])}" if safetensors else "no *.safetensors at all"
@@ -249,7 +249,7 @@ def read_tensors(stored: Mapping[str, StoredTensor]) -> dict[str, torch.Tensor]:
                     name: opened.get_tensor(tensor.name) for name, tensor in stored.items() if tensor.file == file
                 }
         except (OSError, SafetensorError) as error:
-            raise UserError("model.unreadable", f"{file}: cannot be read any more ({error}). {AGAIN}") from None
+            raise UserError("model.unreadable", f"{file}: can no longer be read ({error}). {AGAIN}") from None
     return {name: tensors[name] for name in stored}
 
 
@@ -290,26 +290,24 @@ def read_json(path: Path, remedy: str) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise UserError("model.json", f"{path} cannot be read as JSON ({error}). {AGAIN}") from None
     if not isinstance(content, dict):
-        raise UserError(
-            "model.json", f"{path} holds {type(content).__name__}, not an object of keys and values. {AGAIN}"
-        )
+        raise UserError("model.json", f"{path} contains a {type(content).__name__}, not a JSON object. {AGAIN}")
     return content
 
 
 def _no_directory(directory: Path) -> str:
     if directory.exists():
-        return f"{directory} is a file; a model is a directory with config.json and *.safetensors. Name the directory."
+        return f"{directory} is a file; a model is a directory with config.json and *.safetensors. Pass the directory."
     parent = directory.parent
     siblings = [entry.name for entry in parent.iterdir() if entry.is_dir()] if parent.is_dir() else []
     near = [str(parent / name) for name in difflib.get_close_matches(directory.name, siblings, n=3)]
     return (
         f"The model directory {directory} (looked for as {directory.absolute()}) does not exist{_or_near(near)}. "
-        "Nothing is downloaded: give a local directory with config.json and *.safetensors."
+        "Nothing is downloaded: pass a local directory with config.json and *.safetensors."
     )
 
 
 def _or_near(near: list[str]) -> str:
-    return f"; near it: {', '.join(near)}" if near else ""
+    return f"; similar names: {', '.join(near)}" if near else ""
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
@@ -329,12 +327,13 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     except SafetensorError as error:
         size, reason = path.stat().st_size, str(error).removeprefix("Error while deserializing header: ")
         raise UserError(
-            "model.damaged", f"{path}: truncated, damaged, or no safetensors file ({reason}; {size} bytes). {AGAIN}"
+            "model.damaged",
+            f"{path}: truncated, damaged, or not a safetensors file ({reason}; {size:,} bytes). {AGAIN}",
         ) from None
     if strange := sorted({dtype for dtype, _ in listed.values()} - _DTYPES.keys()):
         raise UserError(
             "model.dtype",
-            f"{path}: tensors of dtype {', '.join(strange)} are not read here. Take another copy of the model.",
+            f"{path}: tensors of dtype {', '.join(strange)} are not supported. Use another copy of the model.",
         )
     return {name: StoredTensor(path, name, _DTYPES[dtype][0], shape) for name, (dtype, shape) in listed.items()}
 

@@ -37,8 +37,8 @@ def refusal(
         )
     if chain.name not in DIVIDED_FAMILIES:
         return (
-            f"tensor parallelism does not support {chain.name} models: the family {UNDIVIDED_FAMILIES[chain.name]}; give each rank "
-            f"its own stage, or take one of {', '.join(DIVIDED_FAMILIES)}"
+            f"tensor parallelism does not support {chain.name} models: the family {UNDIVIDED_FAMILIES[chain.name]}; give each "
+            f"rank its own stage, or use one of {', '.join(DIVIDED_FAMILIES)}"
         )
     return (
         _refused_tuning(chain, tuning)
@@ -116,13 +116,13 @@ def _refused_shares(chain: TransformersChain, shares: Sequence[int], experts: Se
     if sum(shares) != heads or min(shares, default=0) < 0 or idle:
         experts_text = f"; experts {', '.join(map(str, experts))}" if experts is not None else ""
         return (
-            f"the shares of a group are numbers of key/value heads, at least 1 for each rank without experts, that add up to "
+            f"the shares of a group must be numbers of key/value heads, at least 1 for each rank without experts, that add up to "
             f"the model's {heads}; found {', '.join(map(str, shares))}{experts_text}: choose others"
         )
     for block in range(chain.blocks):
         if heads_of(chain, block) not in (None, heads):
             return (
-                f"tensor parallelism needs as many key/value heads in every block; block {block} has "
+                f"tensor parallelism needs the same number of key/value heads in every block; block {block} has "
                 f"{heads_of(chain, block)}, block 0 has {heads}: give each rank its own stage"
             )
     return None
@@ -136,8 +136,8 @@ def _refused_experts(chain: TransformersChain, shares: Sequence[int], experts: S
         return f"experts = {', '.join(map(str, experts))}: {chain.name} models have no fused experts: remove `experts`"
     if sum(experts) != count or len(experts) != len(shares) or min(experts) < 0:
         return (
-            f"the experts of a group are one number for each of its {len(shares)} ranks that add up to the model's {count}; found "
-            f"{', '.join(map(str, experts))}: choose others"
+            f"the experts of a group must be one number for each of its {len(shares)} ranks, and add up to the model's {count}; "
+            f"found {', '.join(map(str, experts))}: choose others"
         )
     return None
 

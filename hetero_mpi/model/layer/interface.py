@@ -180,7 +180,7 @@ class LayerChain(ABC):
             x: input of ``run``.
             positions: (B, T) int64, each token's position in its record; None if a sequence is one text.
         """
-        assert positions is None, f"{self.name} is no language model"
+        assert positions is None, f"{self.name} is not a language model"
         return {}
 
     @abstractmethod

@@ -43,8 +43,8 @@ def build_on_meta(config: PreTrainedConfig) -> PreTrainedModel:
     except Exception as error:  # the type depends on the failing part of the model
         raise UserError(
             "model.configuration",
-            f"transformers builds no {config.model_type} model of this configuration ({type(error).__name__}: {error}); correct "
-            f"the values in config.json, or in [model.config]",
+            f"transformers cannot build a {config.model_type} model with this configuration ({type(error).__name__}: {error}); "
+            f"correct the values in config.json, or in [model.config]",
         ) from error
     # Buffers in a model's files (a router's correction, a layer's scale) become frozen parameters, as which they are read,
     # placed, kept and written.
@@ -88,7 +88,7 @@ class TransformersChain(LayerChain):
         if len(lists) != 1 or not outer:
             raise UserError(
                 "model.no_pipeline_plan",
-                f"the {self.name} family declares no pipeline plan in transformers that hetero_mpi can follow",
+                f"transformers declares no pipeline plan for the {self.name} family that hetero_mpi can use",
             )
         self._layer_norms = tuple(f"{name}." for name, module in modules.items() if isinstance(module, nn.LayerNorm))
         self.blocks_name = lists[0]
@@ -178,7 +178,7 @@ class TransformersChain(LayerChain):
                     model._init_weights(module)
                 for leaf, parameter in module.named_parameters(recurse=False):
                     message = (
-                        f"{name}.{leaf}: transformers gives the {self.name} family no rule that initialises it; start "
+                        f"{name}.{leaf}: transformers gives the {self.name} family no rule to initialise it; start "
                         f"from a model directory instead ([model] path; transformers' from_config and save_pretrained write one)"
                     )
                     _require_value(parameter, message)
@@ -199,7 +199,7 @@ class TransformersChain(LayerChain):
             with torch.no_grad():
                 model._init_weights(module)
             for name, _ in buffers:
-                message = f"transformers gives the {self.name} family no rule that computes its buffer {name}"
+                message = f"transformers gives the {self.name} family no rule to compute its buffer {name}"
                 _require_value(getattr(module, name), message)
                 module.register_buffer(name, getattr(module, name).to(device), persistent=False)
 
@@ -322,7 +322,7 @@ def _align_rows(head: nn.Module, arguments: tuple[torch.Tensor]) -> torch.Tensor
 
 def language(chain: LayerChain) -> TransformersChain:
     """The chain of what only language models can do: adapters, emulation, writing text. Jobs ask for it of no other."""
-    assert isinstance(chain, TransformersChain), f"{chain.name} is no language model"
+    assert isinstance(chain, TransformersChain), f"{chain.name} is not a language model"
     return chain
 
 

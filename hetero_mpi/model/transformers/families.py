@@ -46,7 +46,7 @@ def read_config(source: dict[str, Any] | str | Path) -> PreTrainedConfig:
     if not isinstance(family, str):
         raise UserError(
             "model.family_missing",
-            f"a model configuration names its family in `model_type`; found {family!r}; proven are: {_names()}",
+            f"a model configuration must name its family in `model_type`; found {family!r}. Supported: {_names()}",
         )
     require_proven(family)
     arguments = {name: value for name, value in keys.items() if name not in ("model_type", "transformers_version")}
@@ -59,7 +59,7 @@ def read_config(source: dict[str, Any] | str | Path) -> PreTrainedConfig:
     except Exception as error:  # transformers raises many kinds, all of them about the values given
         raise UserError(
             "model.configuration",
-            f"transformers refuses this {family} configuration: {error}; correct the value it names",
+            f"transformers rejects this {family} configuration: {error}; correct that value",
         ) from error
     _refuse_settings(config)
     config.use_cache = False
@@ -89,7 +89,7 @@ def check_keys(keys: Mapping[str, Any]) -> None:
             near = difflib.get_close_matches(key, [*default_config.to_dict(), *default_config.attribute_map], n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise UserError(
-                "model.configuration_key", f"[model.config] {key}: no key of the {family} family's configuration{hint}"
+                "model.configuration_key", f"[model.config] {key}: not a configuration key of the {family} family{hint}"
             )
 
 
@@ -100,31 +100,31 @@ def require_proven(family: str) -> None:
     if family in PROVEN_FAMILIES:
         raise UserError(
             "model.family_unknown",
-            f"model_type {family!r} is proven, but transformers {transformers.__version__}, which is installed here, does not know "
-            f"it: install a later version (docs/models.md names the one with which all families were tried)",
+            f"model_type {family!r} is supported, but the installed transformers {transformers.__version__} does not have it: "
+            f"install a later version (docs/models.md names the version used in tests)",
         )
     if family not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         near = difflib.get_close_matches(family, PROVEN_FAMILIES, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else "."
         raise UserError(
             "model.family_unknown",
-            f"model_type {family!r} is not a causal language model of transformers{hint} Tested families: {_names()}",
+            f"model_type {family!r} is not a causal language model of transformers{hint} Supported: {_names()}",
         )
     if family not in REFUSED_FAMILIES and getattr(CONFIG_MAPPING[family], "base_model_pp_plan", None):
         raise UserError(
             "model.family_untried",
-            f"model_type {family!r} has not been tried: transformers {transformers.__version__} has a pipeline plan for it, but "
-            f"its split run has not been compared with the unsplit model, so it is rejected. Try it in a checkout of hetero_mpi by "
-            f"`OMP_NUM_THREADS=1 python -m tests.family_trial {family}`, and open an issue with the line that this prints; or take "
-            f"a proven one: {_names()}",
+            f"model_type {family!r} is untested: transformers {transformers.__version__} has a pipeline plan for it, but its "
+            f"split run has not been compared with the whole model. Test it in a checkout of hetero_mpi with `OMP_NUM_THREADS=1 "
+            f"python -m tests.family_trial {family}`, and open an issue with the line that it prints; or use a supported family: "
+            f"{_names()}",
         )
     reason = (
         f"it {REFUSED_FAMILIES[family]}" if family in REFUSED_FAMILIES else "transformers has no pipeline plan for it"
     )
     raise UserError(
         "model.family_refused",
-        f"model_type {family!r} has not been shown to give the same numbers when split over ranks, so it is refused ({reason}); "
-        f"proven are: {_names()}",
+        f"model_type {family!r} is not supported, because splitting it over ranks may change its results ({reason}). Supported: "
+        f"{_names()}",
     )
 
 
@@ -134,28 +134,28 @@ def _refuse_settings(config: PreTrainedConfig) -> None:
         scheme = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
         raise UserError(
             "model.stored_quantized",
-            f"the model's weights are stored quantised ({scheme}); hetero_mpi packs plain weights itself, the same bits for every "
-            f'device: give the unquantised model, and [model] quantization = "nf4" for 4 bits',
+            f"the model's weights are stored quantised ({scheme}); hetero_mpi quantises weights itself, identically on every "
+            f'device: use the unquantised model, and [model] quantization = "nf4" for 4 bits',
         )
     if getattr(config, "output_router_logits", False) and config.model_type not in ROUTER_LOSS_FAMILIES:
         raise UserError(
             "model.router_loss",
-            f"output_router_logits = true asks for a loss of the routers, which is computed for {', '.join(ROUTER_LOSS_FAMILIES)}, "
-            f"but not for {config.model_type} (docs/models.md): set it to false",
+            f"output_router_logits = true requests a router loss, which is supported for {', '.join(ROUTER_LOSS_FAMILIES)}, but "
+            f"not for {config.model_type} (docs/models.md): set it to false",
         )
     outputs = getattr(config, "output_vocab_size", None)
     if outputs is not None:
         raise UserError(
             "model.output_vocabulary",
             f"output_vocab_size = {outputs}: the output projection has rows for the first {outputs} of {config.vocab_size} tokens "
-            f"only, and hetero_mpi wants one for each: leave the key out, or take weights with all rows",
+            f"only, but hetero_mpi needs one for each: remove the key, or use weights with all rows",
         )
     shared = getattr(config, "num_kv_shared_layers", None) or 0
     if shared > 0:
         raise UserError(
             "model.shared_keys",
-            f"num_kv_shared_layers = {shared}: the last {shared} blocks use keys and values of earlier ones, which other ranks may "
-            f"hold; only {config.model_type} models without shared keys and values can be split",
+            f"num_kv_shared_layers = {shared}: the last {shared} blocks reuse keys and values of earlier blocks, which other "
+            f"ranks may hold; only {config.model_type} models without shared keys and values can be split",
         )
 
 

@@ -50,7 +50,7 @@ def end_tokens(keys: Mapping[str, Any], path: Path | str) -> list[int]:
     if any(type(token) is not int for token in tokens):
         raise UserError(
             "generation.value",
-            f"{path}: eos_token_id = {value!r} must be the number of a token, or a list of them; correct it",
+            f"{path}: eos_token_id = {value!r} must be a token id, or a list of token ids; correct it",
         )
     return list(tokens)
 

@@ -107,8 +107,8 @@ class _Fit:
         if config.num_hidden_layers > len(files.names):  # also avoids a slow build
             raise UserError(
                 "model.blocks_differ",
-                f"{files.directory}: by config.json the model has {config.num_hidden_layers} blocks (num_hidden_layers), and the "
-                f"files hold {len(files.names)} tensors in all: correct config.json, or get the files again",
+                f"{files.directory}: config.json specifies {config.num_hidden_layers} blocks (num_hidden_layers), but the files "
+                f"hold only {len(files.names)} tensors: correct config.json, or download the files again",
             )
         return cls(files, build_on_meta(config))
 
@@ -129,27 +129,27 @@ class _Fit:
         if count is not None and count != self.count:
             raise UserError(
                 "model.blocks_differ",
-                f"{directory}: the files hold {count} blocks ({self.blocks}.0 to .{count - 1}), and by config.json the model has "
-                f"{self.count} ({block_key(config, self.count)}): correct config.json, or get the files again",
+                f"{directory}: the files hold {count} blocks ({self.blocks}.0 to .{count - 1}), but config.json specifies "
+                f"{self.count} ({block_key(config, self.count)}): correct config.json, or download the files again",
             )
         if self.shapes:
             name, (stored, shape) = next(iter(self.shapes.items()))
             raise UserError(
                 "model.shapes_differ",
-                f"{directory}: {name} has shape {stored} in the files but {shape} by config.json, and so for {len(self.shapes)} "
-                f"tensors: correct the sizes in config.json, or get the files again; they are of two models",
+                f"{directory}: {name} has shape {stored} in the files but {shape} by config.json (differing tensors: "
+                f"{len(self.shapes)}): they belong to two models; correct the sizes in config.json, or download the files again",
             )
         if self.missing:
             raise UserError(
                 "model.tensors_missing",
-                f"{directory}: the files lack {_some(self.missing)}, which a {config.model_type} model has by config.json: correct "
-                f"config.json, or get the files again",
+                f"{directory}: the files lack {_some(self.missing)}, which the {config.model_type} model in config.json has: "
+                f"correct config.json, or download the files again",
             )
         if self.foreign:
             raise UserError(
                 "model.foreign_tensors",
-                f"{directory}: {_some(self.foreign)} in the files do not belong to a {config.model_type} model by config.json; "
-                f"fix config.json, merge adapters, or dequantise the weights",
+                f"{directory}: the files hold {_some(self.foreign)}, which the {config.model_type} model in config.json does not "
+                f"have; fix config.json, merge adapters, or dequantise the weights",
             )
 
     def unread_notes(self) -> list[str]:
@@ -157,7 +157,7 @@ class _Fit:
         unread_keys = [key for key, name in self.unread.items() if not self._computed(key, name)]
         if not unread_keys:
             return []
-        return [f"the files hold tensors that are not read, and not written to a result: {_some(unread_keys)}"]
+        return [f"the files hold tensors that are ignored, and missing from the result: {_some(unread_keys)}"]
 
     def _blocks_held(self) -> int | None:
         """Number of blocks in the files; None: as many as in the model, or unknown."""
@@ -196,7 +196,7 @@ def _settle_dtype(files: ModelFiles, keys: dict[str, Any]) -> list[str]:
     keys["dtype"] = stored_dtype
     if label in (None, stored_dtype, "auto"):
         return []
-    return [f"config.json says dtype {label!r}, and most of the weights are {stored_dtype}, which is taken"]
+    return [f"config.json has dtype {label!r}, but most of the weights are {stored_dtype}: using {stored_dtype}"]
 
 
 def _settle_vocabulary(fit: _Fit, keys: dict[str, Any]) -> str | None:
@@ -206,7 +206,9 @@ def _settle_vocabulary(fit: _Fit, keys: dict[str, Any]) -> str | None:
     if rows in (None, label):
         return None
     keys["vocab_size"] = rows
-    return f"config.json says vocab_size {label:,}, and {embedding} has {rows:,} rows in the files, which is taken"
+    return (
+        f"config.json has vocab_size {label:,}, but {embedding} has {rows:,} rows in the files: using the files' number"
+    )
 
 
 def _settle_head(fit: _Fit, keys: dict[str, Any]) -> str | None:
@@ -222,12 +224,12 @@ def _settle_head(fit: _Fit, keys: dict[str, Any]) -> str | None:
             if _Fit.build(fit.files, keys).tied:
                 raise UserError(
                     "model.head_differs",
-                    f"{fit.files.directory}: {head} in the files is another matrix than {embedding}, and a "
-                    f"{fit.model.config.model_type} model has one matrix for both",
+                    f"{fit.files.directory}: {head} in the files differs from {embedding}, but a {fit.model.config.model_type} "
+                    f"model uses one matrix for both",
                 )
             return (
-                f"config.json says tie_word_embeddings = true, and {head} in the files is another matrix than {embedding}: the two "
-                f"are not tied, and a result says tie_word_embeddings = false"
+                f"config.json has tie_word_embeddings = true, but {head} in the files differs from {embedding}: the two are not "
+                f"tied, and the result gets tie_word_embeddings = false"
             )
     return None
 
@@ -244,8 +246,8 @@ def _settle_bias(fit: _Fit, keys: dict[str, Any]) -> str | None:
             keys[flag] = value
             settled = sorted({*fit.faults} - {*other_fit.faults})
             has = "has" if value else "lacks"
-            label = f"config.json says {flag} = {_toml_bool(not value)}"
-            return f"{label}, and the model in the files {has} {_some(settled)}: it is {_toml_bool(value)}"
+            label = f"config.json has {flag} = {_toml_bool(not value)}"
+            return f"{label}, but the model in the files {has} {_some(settled)}: using {_toml_bool(value)}"
     return None
 
 

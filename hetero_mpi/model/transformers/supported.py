@@ -17,24 +17,24 @@ DIVIDED_FAMILIES = (
 )
 """Families with tensor parallelism in every layer, tested by ``tests/model/test_group.py``."""
 
-_INDEXED = "has an indexer, which looks at all heads"
-_ONE_NAME = "has linear attention and attention by one name"
+_INDEXED = "has an indexer, which reads all heads"
+_ONE_NAME = "uses one module name for linear and full attention"
 
 UNDIVIDED_FAMILIES = {
-    "axk1": "has a norm within its MLPs, of what a group would add up behind it",
+    "axk1": "has a norm inside its MLPs, before the point where a group would sum",
     "axk2": _INDEXED,
     "bailing_hybrid": _ONE_NAME,
-    "codegen": "keeps queries, keys and values in one matrix, in four parts",
+    "codegen": "stores queries, keys and values in one matrix, split into four parts",
     "deepseek_v32": _INDEXED,
     "doge": "makes masks from the values of all heads",
     "dots3_note_text": _INDEXED,
-    "gemma4_text": "has experts in its blocks themselves, next to MLPs",
+    "gemma4_text": "has experts directly in its blocks, next to MLPs",
     "inkling_text": "mixes keys and values of neighbouring tokens (short convolutions)",
     "kimi_linear": _ONE_NAME,
     "longcat_flash": "has two attentions and two MLPs in a block",
-    "mimo_v2_flash": "has other numbers of key/value heads in some blocks",
+    "mimo_v2_flash": "has different numbers of key/value heads in some blocks",
     "minimax": _ONE_NAME,
-    "phi3": "keeps queries, keys and values in one matrix, one after the other",
+    "phi3": "stores queries, keys and values one after the other in one matrix",
 }
 """Proven families whose stages are of one rank each -> why, as the end of a sentence that begins with the family's name."""
 
@@ -51,7 +51,7 @@ ROUTER_LOSS_FAMILIES = (
 """Families whose router loss is transformers' ``load_balancing_loss_func``."""
 
 _STATE = "carries a state from token to token (linear attention)"
-_INDEXER = "chooses by an indexer which tokens are seen, and the indexer sees all records of a sequence"
+_INDEXER = "selects the attended tokens with an indexer, which reads all records of a sequence"
 
 LEAKING_FAMILIES = {
     "axk2": _INDEXER,
@@ -73,22 +73,22 @@ LEAKING_FAMILIES = {
 PADDING_FAMILIES = ("axk2", "deepseek_v32", "doge", "dots3_note_text")
 """Proven families that choose which tokens are seen among all that are there, so that padding counts, in transformers as well."""
 
-_COMPOSITE = "is a composite with other inputs than text; only its text part, {}, is a chain of blocks"
-_NO_TEXT_PART = "is a composite with other inputs than text; its text part, {}, is refused too"
+_COMPOSITE = "is multimodal; only its text part, {}, is a chain of blocks"
+_NO_TEXT_PART = "is multimodal, and its text part, {}, is not supported either"
 _STREAMS = "keeps several residual streams (hyper-connections), collapsed by parameters outside its pipeline plan"
 
 REFUSED_FAMILIES = {
-    "deepseek_v4": f"{_STREAMS}, and routes by token ids, which later stages do not see",
+    "deepseek_v4": f"{_STREAMS}, and routes by token ids, which later stages do not have",
     "dots3_note": _COMPOSITE.format("dots3_note_text"),
     "gemma3": _COMPOSITE.format("gemma3_text"),
     "gemma3n": _NO_TEXT_PART.format("gemma3n_text"),
     "gemma3n_text": "feeds per-layer embeddings of the token ids and several residual streams into every block",
     "gemma4": _COMPOSITE.format("gemma4_text"),
     "gemma4_unified": _COMPOSITE.format("gemma4_unified_text"),
-    "glm_moe_dsa": "hands the positions its indexer chose from block to block, in addition to the hidden states",
-    "hrm_text": "runs its blocks in cycles, and its pipeline plan names modules that it does not have",
-    "hy_v4": f"{_STREAMS}, and hands chosen positions from block to block",
-    "phi4_multimodal": "is a composite with vision and audio encoders inside the text model",
+    "glm_moe_dsa": "passes positions selected by its indexer from block to block, in addition to hidden states",
+    "hrm_text": "runs its blocks in cycles, and its pipeline plan lists modules that it does not have",
+    "hy_v4": f"{_STREAMS}, and passes selected positions from block to block",
+    "phi4_multimodal": "has vision and audio encoders inside its text model",
     "qwen3_5": _COMPOSITE.format("qwen3_5_text"),
     "qwen3_5_moe": _COMPOSITE.format("qwen3_5_moe_text"),
 }

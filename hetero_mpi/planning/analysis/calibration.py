@@ -61,7 +61,7 @@ Part = WatchedPart | OptimizerSteps
 def part_text(part: WatchedPart, hosts: Sequence[str]) -> str:
     """Name the part, as ``rank 1 (titan)``. ``hosts``: host of each rank."""
     if isinstance(part, GroupSums):
-        return f"the sums of ranks {' and '.join(map(str, part.ranks))} ({hosts[part.ranks[0]]})"
+        return f"the all-reduce of ranks {' and '.join(map(str, part.ranks))} ({hosts[part.ranks[0]]})"
     if isinstance(part, LinkBetween):
         return "the link from " + " to ".join(f"rank {rank} ({hosts[rank]})" for rank in part.ranks)
     return f"rank {part} ({hosts[part]})"
@@ -203,7 +203,7 @@ MAX_COUNTED_STEPS, MIN_COUNTED_STEPS = 5, 1
 _WARM_UP_STEPS = 2
 _PARAMETERS_PER_S = 1e8
 """Approximate speed of random weight initialisation."""
-_NO_FASTER_PLAN = "by the times of the trial, the search found no faster plan with it"
+_NO_FASTER_PLAN = "with the calibrated times, the search found no faster plan with it"
 
 
 @dataclass(frozen=True)
@@ -255,7 +255,7 @@ def with_reasons(
     for rank in (entry.rank for entry in calibrated.idle):
         reason = outcome if rejected is None or rank in rejected.plan.ranks else _NO_FASTER_PLAN
         idle.setdefault(rank, IdleRank(rank, reason))
-    first = f"tried: {units.seconds(calibrated.expected_step_s)} per step; {outcome}"
+    first = f"calibration run: {units.seconds(calibrated.expected_step_s)} per step; {outcome}"
     return replace(
         calibrated,
         alone=_alone(calibrated, outcome, rejected),

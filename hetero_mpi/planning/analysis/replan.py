@@ -28,9 +28,9 @@ from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.util.errors import UserError
 
-_REPLANNED_REASON = "made while the run went on, for the speeds measured then"
-_TOO_SLOW_REASON = "too slow, or its links are, by the speeds measured while the run went on"
-_NO_FASTER_PLAN_REASON = "the search found no faster plan with it, by the speeds measured while the run went on"
+_REPLANNED_REASON = "made during the run, for the speeds measured then"
+_TOO_SLOW_REASON = "the rank or its links are too slow, by the speeds measured during the run"
+_NO_FASTER_PLAN_REASON = "the search found no faster plan with it, by the speeds measured during the run"
 MIN_IDLING_GAIN_RATIO = 0.2
 """Extra gain required to idle a working rank: an idle rank cannot show that it has recovered."""
 

@@ -199,21 +199,21 @@ def check_request(profile: ClusterProfile, request: PlanRequest) -> None:
         offers = ", ".join(f"rank {device.rank}: {'/'.join(device.dtypes)}" for device in profile.devices)
         raise UserError(
             "plan.dtype",
-            f"no rank's device offers the job's dtype {profile.model.dtype} ({offers}); change train.dtype",
+            f"no rank's device supports the job's dtype {profile.model.dtype} ({offers}); change train.dtype",
         )
     max_ranks = len(profile.model.layers) * min(request.max_pipelines, request.global_batch)
     if not request.allow_idle and len(profile.devices) > min(len(usable), max_ranks):
         raise UserError(
             "plan.idle_ranks",
-            f"plan.allow_idle = false asks for work on all {len(profile.devices)} ranks, but {len(usable)} offer "
-            f"{profile.model.dtype} and {max_ranks} can be given something: a stage holds one of {len(profile.model.layers)} "
-            f"layers of the model; start fewer ranks",
+            f"plan.allow_idle = false requires work on all {len(profile.devices)} ranks, but {len(usable)} support "
+            f"{profile.model.dtype} and at most {max_ranks} can work: a stage holds at least one of the model's "
+            f"{len(profile.model.layers)} layers; start fewer ranks",
         )
     if request.schedule == "split" and not any(may_split(profile, device.rank) for device in profile.devices):
         raise UserError(
             "plan.split_times",
-            'schedule = "split": the profile has no times of a backward in two parts (input_s and weight_s of blocks '
-            "and head), which are measured where all weights are trained; profile again, or use another schedule",
+            'schedule = "split": the profile has no times of a split backward (input_s and weight_s of blocks '
+            "and head), which are measured only if all weights are trained; profile again, or use another schedule",
         )
 
 

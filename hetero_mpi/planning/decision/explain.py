@@ -44,15 +44,15 @@ def group_texts(plan: Plan, profile: ClusterProfile, step_s: float, without_s: f
     for number, index, stage in plan.numbered:
         if stage.grouped:
             where = f"stage {number} of pipeline {index}" if len(plan.pipelines) > 1 else f"stage {number}"
-            text = f"ranks {_enumeration(stage.ranks)} hold {where} together, {_enumeration(stage.shares)} of "
+            text = f"ranks {_enumeration(stage.ranks)} share {where} (tensor parallelism): {_enumeration(stage.shares)} of "
             text += f"{profile.model.heads} key/value heads"
             experts = f", {_enumeration(stage.experts)} of {profile.model.experts} experts" if stage.experts else ""
             yield text + experts
             yield from _cpu_expert_sentences(stage, profile)
         if stage.grouped and slowness(profile, plan.ranks).keys() & {*stage.ranks}:
-            yield f"ranks of stage {number} have less than a core a thread: they wait longer for each other than is predicted"
+            yield f"ranks of stage {number} have less than one core per thread: they wait longer for each other than predicted"
     if plan.leader_of and without_s is not None:
-        without = "without ranks that hold a stage together"
+        without = "without tensor parallelism"
         yield (
             Outcome(f"the best plan {without}", without_s).sentence(step_s)
             if without_s < math.inf
@@ -70,15 +70,15 @@ def _cpu_expert_sentences(stage: StagePlan, profile: ClusterProfile) -> Iterator
     for index, device in enumerate(devices):
         if device.backend == "cpu" and stage.experts[index]:
             size = units.size(held_bytes * stage.expert_share(index))
-            experts = f"{stage.experts[index]} experts of each layer, {size} that no device holds"
-            yield f"the processor of rank {device.rank} computes {experts}"
+            experts = f"{stage.experts[index]} experts of each layer, {size} that no GPU holds"
+            yield f"the CPU of rank {device.rank} computes {experts}"
 
 
 def offload_texts(plan: Plan, profile: ClusterProfile) -> Iterator[str]:
     """Describe each offloaded stage, its copy time, and hosts whose memory size is unknown."""
     profile = while_running(profile, plan)
     if profile.model.trained_whole and (hosts := [host.name for host in profile.hosts if not host.memory_bytes]):
-        yield f"memory of {units.shorten(', '.join(hosts), 60)} is not known: no rank keeps its state in host memory there"
+        yield f"the memory size of {units.shorten(', '.join(hosts), 60)} is unknown: no rank keeps state in host memory there"
     for number, _, stage in plan.numbered:
         if stage.streamed:
             yield f"rank {stage.ranks[0]} {_streamed_text(number, plan, profile)}"
@@ -88,7 +88,7 @@ def _streamed_text(number: int, plan: Plan, profile: ClusterProfile) -> str:
     _, index, stage = plan.numbered[number]
     model, device = profile.model, profile.devices[stage.ranks[0]]
     if model.trained_whole and device.shares_host_memory:
-        return "computes layer by layer; all that it trains stays in its memory"
+        return "computes layer by layer; its trained state stays in its memory"
     size_bytes, files = streamed_bytes(model, stage.first, stage.last), _files_text(number, plan, profile)
     if weights_s(device, size_bytes) == 0.0:
         return f"streams {units.size(size_bytes)} from mapped files, cached as far as memory allows{files}"
@@ -97,13 +97,13 @@ def _streamed_text(number: int, plan: Plan, profile: ClusterProfile) -> str:
     seconds, computing = (pass_s(p, plan.pipelines[index], stage, plan.sequence_length) for p in (profile, without))
     share, cost = 1 - computing / seconds, "copies take"
     if share >= MIN_LIMITING_COPY_RATIO:
-        cost = f"copies limit it: {units.size(device.host_to_device_bytes_per_s)}/s,"
+        cost = f"copies limit it: {units.bandwidth(device.host_to_device_bytes_per_s)},"
     with_state = ""
     if model.trained_whole:
         state_size = units.size(host_state_bytes(model, stage.first, stage.last))
         update_time = f"optimizer {units.seconds(update_s(number, plan, profile))}"
         with_state = f" ({state_size} there with the rest of its trained state; {update_time})"
-    return f"streams {units.size(size_bytes)} from host memory{with_state}, {cost} {share:.0%} of its time{files}"
+    return f"streams {units.size(size_bytes)} from host memory{with_state}, {cost} {units.percent(share)} of its time{files}"
 
 
 def _files_text(number: int, plan: Plan, profile: ClusterProfile) -> str:
@@ -117,7 +117,7 @@ def _files_text(number: int, plan: Plan, profile: ClusterProfile) -> str:
     text = f"; {blocks}, for which its host has no memory, are {FROM_DISK}"
     second_s = disk_s(profile, device, filed)
     if not second_s:
-        return f"{text}, whose speed was not measured: the prediction leaves it out"
+        return f"{text}, whose speed was not measured: the prediction omits it"
     with_s, without_s = (
         pass_s(profile, pipeline, variant, plan.sequence_length) for variant in (stage, replace(stage, on_disk=0))
     )
@@ -145,7 +145,9 @@ def _least_busy(plan: Plan, profile: ClusterProfile, request: PlanRequest, simul
     else:
         change = round(units.ratio(decision.step_s, simulation.step_s) - 1, 3)
         # The search is a heuristic: the plan without the rank may be faster.
-        comparison = f"{abs(change):.1%} {'longer' if change > 0 else 'shorter'}" if change else "as long"
+        comparison = (
+            f"{units.percent(abs(change))} {'longer' if change > 0 else 'shorter'}" if change else "equally long"
+        )
         yield f"{name} the step is {comparison}"
 
 
@@ -172,7 +174,8 @@ def busiest_text(plan: Plan, profile: ClusterProfile, simulation: SimulatedStep)
     """Describe the busiest rank, and the busiest link if it is busier."""
     rank = max(sorted(simulation.busy_s), key=lambda r: simulation.busy_s[r])
     share = units.ratio(simulation.busy_s[rank], simulation.step_s)
-    text = f"busiest: {_stages_text(plan, rank)} (rank {rank}: {_layers_text(plan, rank)}) computes {share:.0%} of the step"
+    stages_text = f"{_stages_text(plan, rank)} (rank {rank}: {_layers_text(plan, rank)})"
+    text = f"busiest: {stages_text} computes {units.percent(share)} of the step"
     costs, links = Durations(plan, profile), dict[tuple[int, int], float]()
     for (number, index, stage), (_, next_index, behind) in pairwise(plan.numbered):
         if index != next_index or stage.ranks == behind.ranks:
@@ -184,7 +187,7 @@ def busiest_text(plan: Plan, profile: ClusterProfile, simulation: SimulatedStep)
             links[pair] = links.get(pair, 0.0) + seconds
     link = max(sorted(links), key=lambda pair_of_ranks: links[pair_of_ranks], default=None)
     if link is not None and links[link] > simulation.busy_s[rank]:
-        text += f"; the link {link[0]} -> {link[1]} is busy {units.ratio(links[link], simulation.step_s):.0%} of it"
+        text += f"; the link {link[0]} -> {link[1]} is busy {units.percent(units.ratio(links[link], simulation.step_s))} of it"
     return text
 
 
@@ -197,7 +200,8 @@ def idle_ranks(decision: Decision, profile: ClusterProfile, request: PlanRequest
     dtype = profile.model.dtype
     return tuple(
         IdleRank(
-            device.rank, reason if dtype in device.dtypes else f"its device does not offer {dtype} (it offers {offers})"
+            device.rank,
+            reason if dtype in device.dtypes else f"its device does not support {dtype} (it supports {offers})",
         )
         for device in profile.devices
         if device.rank not in used

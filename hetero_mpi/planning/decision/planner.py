@@ -67,17 +67,17 @@ def make_plan(profile: ClusterProfile, request: PlanRequest) -> PlanReport:
     remarks: tuple[str, ...] = ()
     if decision is None and profile is not base:
         remarks = (
-            f"memory: no plan leaves room for {_copies(base, request)}; the run logs the copies that it leaves out",
+            f"memory: no plan leaves memory for {_copies(base, request)}; the run logs the copies that it omits",
         )
         profile, decision = base, decide(base, request)
     elif profile is not base:
-        remarks = (f"memory: {_copies(base, request)} are counted",)
+        remarks = (f"memory: the prediction includes {_copies(base, request)}",)
     if decision is None:
         raise UserError("memory.exceeded", explain_shortage(profile, request))
     single = best_alone(base, request)
     decision = faster_single_rank(decision, single, base, request, profile)
     if single is not None and single.step_s is not None and single.step_s < decision.step_s:
-        why = "it has no room for copies of the trained state" if request.allow_idle else "plan.allow_idle = false"
+        why = "it has no memory for copies of the trained state" if request.allow_idle else "plan.allow_idle = false"
         single = replace(single, problem=why)
     plan = decision.plan
     assert not (problems := [*plan_problems(plan, profile)]), problems
@@ -97,9 +97,9 @@ def _make_ordered_plan(profile: ClusterProfile, request: PlanRequest) -> PlanRep
         max_ranks = max(len(pipeline.stages) for pipeline in report.plan.pipelines)
         raise UserError(
             "plan.schedule_impossible",
-            f"schedule = {name!r}: the {max_ranks} ranks of a pipeline cannot hold two stages each of the chain's "
-            f"{report.plan.layers} layers in that order and in their memory (offloaded stages are not tried); "
-            f"take another schedule, or fewer ranks",
+            f"schedule = {name!r}: the {max_ranks} ranks of a pipeline cannot hold two stages each of the model's "
+            f"{report.plan.layers} layers in that order within their memory (without offloading); use another schedule, or fewer "
+            f"ranks",
         )
     full = complete_plan(plan, profile, nearest)
     alike = "ranks" if name in INTERLEAVINGS else "ranks and layers"
@@ -110,7 +110,7 @@ def _make_ordered_plan(profile: ClusterProfile, request: PlanRequest) -> PlanRep
 def _copies(profile: ClusterProfile, request: PlanRequest) -> str:
     copies = request.copy_bytes_per_trainable_parameter / COPY_BYTES
     each = copies * profile.model.copy_bytes_per_trainable_parameter
-    return f"copies of the trained state ({each:.3g} bytes a trained parameter)"
+    return f"copies of the trained state ({each:.3g} bytes per trained parameter)"
 
 
 def complete_plan(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> PlanReport:
@@ -138,7 +138,7 @@ def complete_plan(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> 
     return replace(
         full,
         alone=best_alone(profile, request),
-        idle=tuple(IdleRank(rank, "not named in the given plan") for rank in idle),
+        idle=tuple(IdleRank(rank, "not used by the given plan") for rank in idle),
         reasons=(*sentences, *_tradeoff_sentences(plan, profile)),
     )
 
@@ -148,15 +148,15 @@ def _shortage_text(who: str, predicted: RankMemory | HostMemory) -> str:
     shortage_bytes = predicted.peak_bytes - predicted.usable_bytes
     if shortage_bytes <= 0:
         return ""
-    needs = f"{units.size(predicted.peak_bytes)}, and {units.size(predicted.usable_bytes)} are usable"
-    return f"plan: {who} {needs}: short by {shortage_bytes} bytes; take fewer layers or less warm_up there"
+    needs = f"{units.size(predicted.peak_bytes)}, and {units.size(predicted.usable_bytes)} is usable"
+    return f"plan: {who} {needs}: short by {units.size(shortage_bytes)}; give it fewer layers or a lower warm_up"
 
 
 def _tradeoff_sentences(plan: Plan, profile: ClusterProfile) -> Iterator[str]:
     """Describe accuracy and time traded for speed and memory."""
     model = profile.model
     if model.wire is not None and any(len(pipeline.stages_of) > 1 for pipeline in plan.pipelines):
-        yield f"boundaries travel as {model.wire} (train.wire): the loss is no longer equal to that of one process"
+        yield f"activations and gradients are sent as {model.wire} (train.wire): the loss differs from that of one process"
     sliced = [
         str(rank)
         for _, index, stage in plan.numbered
@@ -168,36 +168,35 @@ def _tradeoff_sentences(plan: Plan, profile: ClusterProfile) -> Iterator[str]:
         yield f"memory: logits and losses are computed {slices_text}"
     saved = math.floor(sum(layer.moments_saving_bytes for layer in model.layers))
     if saved:
-        text = "moments in 8 bits take" if model.optimizer == "adamw_8bit" else f"what {model.optimizer} keeps takes"
-        yield f"memory: {text} {units.size(saved)} less than AdamW's moments in fp32, all owners together"
+        yield f"memory: the states of {model.optimizer} take {units.size(saved)} less than AdamW's moments in fp32, over all ranks"
 
 
 def request_differences(plan: Plan, request: PlanRequest) -> list[str]:
     """Differences between a given plan and the request; none of them prevents running it."""
     sentences = []
     if len(plan.pipelines) > request.max_pipelines:
-        sentences.append(f"{len(plan.pipelines)} pipelines: the planner was to make {request.max_pipelines} at most")
+        sentences.append(f"{len(plan.pipelines)} pipelines: the job allows at most {request.max_pipelines}")
     stages = [stage for _, _, stage in plan.numbered]
     if request.streaming == "never" and any(stage.streamed for stage in stages):
-        sentences.append("stages are streamed: plan.offload of the job is false")
+        sentences.append("stages are streamed: the job has plan.offload = false")
     if not request.groups and plan.leader_of:
-        sentences.append("ranks hold stages together: plan.tensor_parallel of the job is false")
+        sentences.append("ranks share stages: the job has plan.tensor_parallel = false")
     max_stages = max(len(plan.of_rank(rank)) for rank in plan.ranks)
     if max_stages > request.stages_per_rank:
-        sentences.append(f"{max_stages} stages on a rank: the planner was to give it {request.stages_per_rank} at most")
+        sentences.append(f"{max_stages} stages on a rank: the job allows at most {request.stages_per_rank}")
     sizes = _sizes(plan, request)
     for index, pipeline in enumerate(plan.pipelines):
         where, choices = f"pipelines[{index}]", ", ".join(map(str, sizes))
         if pipeline.micro_batch not in sizes:
-            sentences.append(f"{where}: micro_batch = {pipeline.micro_batch}: the job leaves {choices}")
+            sentences.append(f"{where}: micro_batch = {pipeline.micro_batch}: the job allows {choices}")
         if pipeline.split_backward and True not in request.split_choices:
-            sentences.append(f"{where}: split_backward = true: the planner was not to split backward")
+            sentences.append(f"{where}: split_backward = true: the job does not allow it")
         unlike = [i for i, stage in enumerate(pipeline.stages) if stage.recompute not in request.recompute_choices]
         if unlike:
             stages_text = ", ".join(map(str, unlike))
             does = str(pipeline.stages[unlike[0]].recompute).lower()
             sentences.append(
-                f"{where}: recompute = {does} of stages {stages_text}: train.recompute of the job says otherwise"
+                f"{where}: recompute = {does} of stages {stages_text}: this contradicts the job's train.recompute"
             )
     return sentences
 
@@ -237,9 +236,9 @@ COMBINED_PREFIX = "together"
 MIN_SEQUENCE_LENGTH = 32
 LORA = 'adapter.method = "lora"'
 NOTHING_HELPS = (
-    "None of these alone makes it fit, nor all that the job can change together: recompute, the smallest micro-batch, shorter "
-    f"sequences, bf16 where it is offered, LoRA over NF4, no memory reserve, {MAX_ADDED_RANKS} more ranks like the largest. Use a "
-    "smaller model, or ranks with more memory."
+    "None of these changes makes it fit, not even all together: recompute, the smallest micro-batch, shorter "
+    f"sequences, bf16 where supported, LoRA over NF4, no memory reserve, and {MAX_ADDED_RANKS} more ranks like the largest. "
+    f"Use a smaller model, or ranks with more memory."
 )
 
 
@@ -286,15 +285,15 @@ def _host_shortage(profile: ClusterProfile, request: PlanRequest) -> Iterator[st
     text = f"  Streamed, {state_text} take {units.size(needed_bytes)} of the hosts' memory"
     available_bytes = sum(usable_by_host.get(name, needed_bytes) for name in names)
     if needed_bytes > available_bytes:
-        remedy = "would make it fit (trained state is not kept on disk, since each step writes all of it)"
+        remedy = "would make it fit (trained state is not kept on disk, because every step writes all of it)"
         if not full:
             remedy = "would make it fit, or a disk whose speed is measured: [model] shard_cache, or TMPDIR, on one"
         yield (
-            f"{text}, {units.size(available_bytes)} of it usable ([[hosts]] memory_bytes): short by "
-            f"{needed_bytes - available_bytes} bytes; that much more host memory {remedy}"
+            f"{text}, of which {units.size(available_bytes)} is usable ([[hosts]] memory_bytes): short by "
+            f"{units.size(needed_bytes - available_bytes)}; that much more host memory {remedy}"
         )
     elif full:
-        yield f"{text}, and the devices' is too small for {OFFLOADED_LAYER_COUNT} layers at a time, or no split was found"
+        yield f"{text}, but device memory is too small for {OFFLOADED_LAYER_COUNT} layers at a time, or no split was found"
 
 
 def _short_ranks(pipeline: PipelinePlan, profile: ClusterProfile, request: PlanRequest) -> list[tuple[int, str]]:
@@ -309,11 +308,10 @@ def _short_ranks(pipeline: PipelinePlan, profile: ClusterProfile, request: PlanR
             text = (
                 f"  rank {rank} ({profile.devices[rank].name}) with "
                 f"{units.layers(stage.first, stage.last, len(profile.model.layers))} is short by "
-                f"{parts.total - usable} bytes: "
-                f"it needs {units.size(parts.total)} (parameters {units.size(parts.parameters)}, "
-                f"optimizer state and gradients {units.size(parts.state)}, "
-                f"activations {units.size(parts.activations)}, workspace {units.size(parts.workspace)}, "
-                f"buffers {units.size(parts.staging)}) and may use {units.size(usable)}"
+                f"{units.size(parts.total - usable)}: it needs {units.size(parts.total)} (parameters "
+                f"{units.size(parts.parameters)}, optimizer state and gradients {units.size(parts.state)}, activations "
+                f"{units.size(parts.activations)}, workspace {units.size(parts.workspace)}, buffers {units.size(parts.staging)}), "
+                f"and {units.size(usable)} is usable"
             )
             result.append((parts.total - usable, text))
     return result
@@ -346,7 +344,7 @@ def _changes(now: Alternative) -> dict[str, Iterable[Alternative]]:
     streamed = "weights and their state kept in host memory, and streamed" if full else "frozen weights streamed"
     text, choices = "activation checkpointing (recompute)", (False, True)
     eight_bits = full and model.optimizer == "adamw" and all(device.backend != "mps" for device in profile.devices)
-    packed, lora = ("adapters over weights in 4 bits", [LORA]) if full else ("weights in 4 bits", [])
+    packed, lora = ("adapters on 4-bit weights", [LORA]) if full else ("4-bit weights", [])
     largest = max(profile.devices, key=lambda device: (device.memory_bytes, -device.rank))
     larger = enumerate(accumulate([largest.rank] * MAX_ADDED_RANKS, with_copy_of, initial=profile))
     like = f"like rank {largest.rank} ({largest.name})"
@@ -361,12 +359,14 @@ def _changes(now: Alternative) -> dict[str, Iterable[Alternative]]:
         "length": [
             now.changing("shorter sequences", f"data.sequence_length = {n}", sequence_length=n) for n in lengths
         ],
-        "reserve": [now.changing("keeping no memory free", "plan.memory_reserve = 0.0", memory_reserve=0.0)]
+        "reserve": [now.changing("no memory reserve", "plan.memory_reserve = 0.0", memory_reserve=0.0)]
         * (request.memory_reserve > 0),
         "bf16": [now.costing("half the bytes per value", ['train.dtype = "bf16"'], in_bf16(model), "the fp32 figures")]
         * (model.dtype == "fp32"),
         "8 bits": [
-            now.costing("moments in 8 bits", ['train.optimizer = "adamw_8bit"'], with_optimizer(model, "adamw_8bit"))
+            now.costing(
+                "8-bit optimizer states", ['train.optimizer = "adamw_8bit"'], with_optimizer(model, "adamw_8bit")
+            )
         ]
         * eight_bits,
         "adapters": [now.costing("adapters only", [LORA], with_adapters(model, packed=False))] * full,

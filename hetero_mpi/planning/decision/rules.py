@@ -22,10 +22,10 @@ def _chain_problems(plan: Plan, profile: ClusterProfile) -> Iterator[str]:
     if plan.layers != layers:
         yield f"layers = {plan.layers}: the model's chain has {layers} layers (embedding, blocks, head)"
     if not plan.pipelines:
-        yield "no pipelines: at least one holds the model"
+        yield "pipelines = []: a plan needs at least one pipeline"
     for index, pipeline in enumerate(plan.pipelines):
         if pipeline.order not in ORDERS:
-            yield f"pipelines[{index}].order = {pipeline.order!r}: known are {', '.join(ORDERS)}"
+            yield f"pipelines[{index}].order = {pipeline.order!r}: must be one of {', '.join(ORDERS)}"
         expected = 0
         for number, stage in enumerate(pipeline.stages):
             where = f"pipelines[{index}].stages[{number}]"
@@ -39,14 +39,14 @@ def _chain_problems(plan: Plan, profile: ClusterProfile) -> Iterator[str]:
                 yield f"{where}.slice_sequences = {stage.slice_sequences}: must be at least 1"
             slices = stage.slices(pipeline.micro_batch) * stage.streamed
             if not 0 <= stage.kept_slices <= slices:
-                yield f"{where}.kept_slices = {stage.kept_slices}: only for offloaded stages, 0 to {slices} slices"
+                yield f"{where}.kept_slices = {stage.kept_slices}: must be 0 to {slices} (slices of an offloaded stage)"
             max_on_disk = len(stage.blocks(layers)) * (stage.streamed and not profile.model.trained_whole)
             if not 0 <= stage.on_disk <= max_on_disk:
-                yield f"{where}.on_disk = {stage.on_disk}: only for offloaded stages with adapters, 0 to {max_on_disk} blocks"
+                yield f"{where}.on_disk = {stage.on_disk}: must be 0 to {max_on_disk} (blocks of an offloaded stage with adapters)"
             if not 0 < stage.state_weight < math.inf:
-                yield f"{where}.state_weight = {stage.state_weight}: must be a number over 0"
+                yield f"{where}.state_weight = {stage.state_weight}: must be a number above 0"
             if pipeline.split_backward and number > 0 and (stage.streamed or stage.slice_sequences is not None):
-                yield f"{where} is streamed or computed in slices, which goes back in one part: leave out split_backward"
+                yield f"{where} is streamed or computed in slices, so its backward cannot be split: remove split_backward"
             expected = stage.last
         if expected != layers:
             yield f"pipelines[{index}] ends with layer {expected - 1}: the chain's last layer is {layers - 1}"
@@ -63,32 +63,32 @@ def _rank_problems(plan: Plan, profile: ClusterProfile) -> Iterator[str]:
             elif rank in used:
                 yield from _reuse(f"{where} again", plan.pipelines[index], used[rank][0] == index, stage, used[rank][1])
             elif profile.model.dtype not in profile.devices[rank].dtypes:
-                yield f"{where}, whose device does not offer {profile.model.dtype}"
+                yield f"{where}, whose device does not support {profile.model.dtype}"
             used[rank] = index, stage
 
 
 def _reuse(where: str, pipeline: PipelinePlan, same: bool, stage: StagePlan, earlier: StagePlan) -> Iterator[str]:
     """Problems of a rank's second stage. ``same``: both are in one pipeline."""
     if not same:
-        yield f"{where}: a rank takes part in one pipeline"
+        yield f"{where}: a rank can be in one pipeline only"
     elif pipeline.order not in INTERLEAVINGS:
         orders = " or ".join(sorted(INTERLEAVINGS))
         yield (
-            f"{where}, and the pipeline's order is {pipeline.order!r}: where ranks hold several stages it is {orders}"
+            f"{where}, and the pipeline's order is {pipeline.order!r}: for several stages per rank it must be {orders}"
         )
     if stage.streamed or earlier.streamed:
-        yield f"{where}: a rank with an offloaded stage cannot hold another stage"
+        yield f"{where}: a rank with an offloaded stage can hold no other stage"
     if stage.state_weight != earlier.state_weight:
         weights = f"{earlier.state_weight} and {stage.state_weight}"
-        yield f"{where}: state_weight is {weights}, but it is the rank's: make them equal"
+        yield f"{where}: state_weight is {weights}, but a rank has only one: make them equal"
 
 
 def batch_problems(plan: Plan, request: PlanRequest) -> Iterator[str]:
     """Batch sums that are wrong or differ from the job's."""
     if plan.global_batch != request.global_batch:
-        yield f"global_batch = {plan.global_batch}: the job says {request.global_batch}"
+        yield f"global_batch = {plan.global_batch}: the job has {request.global_batch}"
     if plan.sequence_length != request.sequence_length:
-        yield f"sequence_length = {plan.sequence_length}: the job says {request.sequence_length}"
+        yield f"sequence_length = {plan.sequence_length}: the job has {request.sequence_length}"
     for index, pipeline in enumerate(plan.pipelines):
         if not 1 <= pipeline.micro_batch <= pipeline.sequences:
             yield (
@@ -112,9 +112,9 @@ def _mask_problems(plan: Plan, sequences: int) -> Iterator[str]:
         if sequences not in fitting:
             change = f", or change the job: --set train.micro_batch={min(fitting)}" if fitting else ""
             yield (
-                f"pipelines[{index}] computes {' and '.join(map(str, sorted(sizes)))} of its {share} sequences at a time: dropout "
-                f"of this job draws its masks for {sequences} at a time, in every plan. Set micro_batch = {sequences} there, "
-                f"without slice_sequences, and shares that {sequences} divides{change}"
+                f"pipelines[{index}] computes {' and '.join(map(str, sorted(sizes)))} of its {share} sequences at a time: this "
+                f"job draws dropout masks for {sequences} at a time, in every plan. Set micro_batch = {sequences} there, "
+                f"without slice_sequences, and shares that are multiples of {sequences}{change}"
             )
 
 
@@ -130,34 +130,34 @@ def _single_problems(stage: StagePlan, plan: Plan) -> Iterator[str]:
     if stage.streamed and plan.leader_of and len(plan.pipelines) > 1:
         yield f"streamed = true in a plan of {len(plan.pipelines)} pipelines: offloading with tensor parallelism needs one pipeline"
     if stage.shares:
-        yield f"shares = {list(stage.shares)} and one rank: shares are for several ranks; leave them out"
+        yield f"shares = {list(stage.shares)}: only stages of several ranks have shares; remove the key"
     if stage.experts is not None:
-        yield f"experts = {list(stage.experts)} and one rank: experts are for several ranks; leave them out"
+        yield f"experts = {list(stage.experts)}: only stages of several ranks have experts; remove the key"
 
 
 def _group_problems(stage: StagePlan, plan: Plan, profile: ClusterProfile) -> Iterator[str]:
     ranks, pipeline = list(stage.ranks), next(candidate for candidate in plan.pipelines if stage in candidate.stages)
     if profile.emulated:
-        yield "with [cluster] emulate a stage is held by exactly one rank"
+        yield "with [cluster] emulate, a stage must have exactly one rank"
     hosts = list(dict.fromkeys(profile.devices[rank].host for rank in ranks if 0 <= rank < len(profile.devices)))
     if len(hosts) > 1:
-        yield f"of the hosts {', '.join(hosts)}: the ranks of a stage are of one host"
+        yield f"its ranks are on {', '.join(hosts)}: all ranks of a stage must be on one host"
     if ranks != sorted(ranks):
-        yield "the ranks of a stage are listed in increasing order"
+        yield "the ranks of a stage must be listed in increasing order"
     if stage.streamed or stage.slice_sequences is not None:
         setting = "streamed = true" if stage.streamed else f"slice_sequences = {stage.slice_sequences}"
-        yield f"{setting}: only a stage of one rank has it; leave it out"
+        yield f"{setting}: only a stage of one rank can have this; remove it"
     if pipeline.split_backward or pipeline.order != WARM_UP:
         settings = [f'order = "{pipeline.order}"'] * (pipeline.order != WARM_UP)
         settings += ["split_backward = true"] * pipeline.split_backward
-        requirement = f"goes back in one part, in the order {WARM_UP}; leave it out"
+        requirement = f"supports only the order {WARM_UP}, without a split backward; remove these settings"
         yield f"its pipeline has {' and '.join(settings)}: a stage of several ranks {requirement}"
     ends = pipeline.stages[0], pipeline.stages[-1]
     tied = profile.model.tied and profile.model.layers[0].trainable_parameters > 0
     if tied and len(pipeline.stages) > 1 and any(end.grouped for end in ends):
         yield (
-            "where embedding and head share a trained matrix, a first or last stage of several ranks holds the whole chain; make "
-            "it the only stage, or give the ends to one rank each"
+            "if embedding and head share a trained matrix, a first or last stage of several ranks must be the only stage; merge "
+            "the stages, or give each end to one rank"
         )
 
 
@@ -165,17 +165,17 @@ def _share_problems(stage: StagePlan, model: ModelCost) -> Iterator[str]:
     shares, split = list(stage.shares), None if stage.experts is None else list(stage.experts)
     if len(shares) != len(stage.ranks) or min(shares) < 0 or stage.idles:
         experts = f" and experts = {split}" if split is not None else ""
-        yield f"shares = {shares}{experts}: every rank needs its share, a whole number of at least 1, or 0 where it has experts"
+        yield f"shares = {shares}{experts}: every rank needs a share, a whole number of at least 1, or 0 if the rank has experts"
     elif model.heads is None:
         yield (
-            "this model cannot be divided among ranks as the job trains it (in the way are families that no group divides, dropout "
-            "of hidden states or attention, [adapter] tokens, [train] optimizers that step whole matrices, and matrices that NF4 "
-            "or 8-bit moments keep together across a cut; `train --plan` says which); give the stage one rank"
+            "tensor parallelism does not support this model with this job (possible reasons: the family, dropout of hidden states "
+            "or attention, [adapter] tokens, [train] optimizers that step full matrices, and matrices in which NF4 or 8-bit "
+            "optimizer states cross shards; `train --plan` says which); give the stage one rank"
         )
     elif sum(shares) != model.heads:
         heads = f"and the model has {model.heads}; make them add up to {model.heads}"
-        yield f"shares = {shares}, in all {sum(shares)}: shares count key/value heads, {heads}"
+        yield f"shares = {shares}, {sum(shares)} in total: shares count key/value heads, {heads}"
     if split is not None and model.experts is None:
-        yield f"experts = {split}: the model has no experts that ranks can share; leave them out"
+        yield f"experts = {split}: the model has no experts that ranks can share; remove the key"
     elif split is not None and (len(split) != len(stage.ranks) or min(split) < 0 or sum(split) != model.experts):
-        yield f"experts = {split}: each rank has a number of them, perhaps 0, and they add up to the model's {model.experts}"
+        yield f"experts = {split}: must be one number for each rank, at least 0, and add up to the model's {model.experts}"

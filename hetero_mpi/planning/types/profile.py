@@ -45,7 +45,7 @@ class Curve:
         if any(low >= high for low, high in zip((0, *self.tokens), self.tokens, strict=False)):
             raise UserError(
                 "profile.curve",
-                f"the tokens of a curve are positive and strictly increasing (tokens: {list(self.tokens)})",
+                f"the tokens of a curve must be positive and strictly increasing (tokens: {list(self.tokens)})",
             )
 
     @property

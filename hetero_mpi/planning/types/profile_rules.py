@@ -39,7 +39,7 @@ def profile_problems(profile: ClusterProfile) -> list[str]:
     ranks = [device.rank for device in profile.devices]
     problems = [*_link_problems(profile), *_model_problems(profile)]
     if ranks != list(range(len(ranks))) or not ranks:
-        problems.insert(0, f"devices.rank = {ranks}: devices are listed in rank order 0, 1, 2, ...")
+        problems.insert(0, f"devices.rank = {ranks}: devices must be listed in rank order 0, 1, 2, ...")
     trained: dict[str, int] = {}
     for layer in profile.model.layers:
         trained[layer.kind] = trained.get(layer.kind, 0) + layer.trainable_parameters
@@ -61,7 +61,7 @@ def number_problems(value: Any, path: str = "") -> list[str]:
     number = math.inf if value == "inf" else value
     if isinstance(number, (int, float)) and not isinstance(number, bool):
         if path.endswith("bytes_per_s"):
-            return [f"{path} = {value}: a speed is above zero, {MIN_SPEED:g} at least"] if number < MIN_SPEED else []
+            return [f"{path} = {value}: a speed must be at least {MIN_SPEED:g}"] if number < MIN_SPEED else []
         if number < 0:
             return [f"{path} = {value}: must not be negative"]
         if math.isinf(number):
@@ -93,7 +93,7 @@ def _link_problems(profile: ClusterProfile) -> Iterator[str]:
         path = f"links[{index}] ({link.source} -> {link.destination})"
         if len(link.sample_bytes) != len(link.sample_s):
             counts = f"{len(link.sample_bytes)} and {len(link.sample_s)}"
-            yield f"{path}: sample_bytes and sample_s must be as many (there are {counts}); both may be left out"
+            yield f"{path}: sample_bytes and sample_s must have the same length (they have {counts}); both may be omitted"
         a_host, b_host = hosts.get(link.source), hosts.get(link.destination)
         if a_host is not None and b_host is not None and link.same_host != (a_host == b_host):
             yield f"{path}.same_host = {str(link.same_host).lower()}: the ranks are on {a_host} and {b_host}"
@@ -107,18 +107,18 @@ def _model_problems(profile: ClusterProfile) -> Iterator[str]:
         yield f"model.sequence_length = {model.sequence_length}: must be at least 1"
     for name, count in (("heads", model.heads), ("experts", model.experts)):
         if count is not None and not 1 <= count <= MAX_PARTS:
-            yield f"model.{name} = {count}: must be 1 to {MAX_PARTS:,}; leave it out where ranks cannot share them"
+            yield f"model.{name} = {count}: must be 1 to {MAX_PARTS:,}; omit it if ranks cannot share them"
     if len(model.layers) < 2:
-        yield "model.layers: the chain has at least an embedding and a head"
+        yield "model.layers: must have at least an embedding and a head"
     for index, layer in enumerate(model.layers):
         ends = {0: EMBEDDING, len(model.layers) - 1: HEAD}
         if index in ends and layer.kind != ends[index]:
-            yield f"model.layers[{index}].kind = {layer.kind!r}: must be {ends[index]!r}, which begins or ends the chain"
+            yield f"model.layers[{index}].kind = {layer.kind!r}: must be {ends[index]!r} at this end of the chain"
         for part, total in PARTS.items():
             value, limit = getattr(layer, part), getattr(layer, total) if isinstance(total, str) else total
             if value > limit:
-                limit_text = f"its {total} = {limit}" if isinstance(total, str) else f"{limit}, as a share is"
-                yield f"model.layers[{index}].{part} = {value}: more than {limit_text}"
+                limit_text = f"its {total} = {limit}" if isinstance(total, str) else f"{limit}"
+                yield f"model.layers[{index}].{part} = {value}: must be at most {limit_text}"
 
 
 def _device_problems(device: DeviceProfile, trained: dict[str, int], path: str) -> Iterator[str]:
@@ -127,7 +127,7 @@ def _device_problems(device: DeviceProfile, trained: dict[str, int], path: str) 
         yield f"{path}.backend = {device.backend!r}: must be {_either(BACKENDS)}"
     for dtype in device.dtypes:
         if dtype not in DTYPES:
-            yield f"{path}.dtypes: {dtype!r} is not known; {_either(DTYPES)} are"
+            yield f"{path}.dtypes: {dtype!r} is unknown: must be {_either(DTYPES)}"
     if device.threads < 1:
         yield f"{path}.threads = {device.threads}: must be at least 1"
     if not device.activation_ratio >= 1:
@@ -149,36 +149,35 @@ def _device_problems(device: DeviceProfile, trained: dict[str, int], path: str) 
 def _times_problems(times: LayerTimes, trained: bool, path: str) -> Iterator[str]:
     """Check that curves are positive, or zero where nothing is computed (backward of frozen first layers; no weight gradients)."""
     if (times.input_s is None) != (times.weight_s is None):
-        yield f"{path}: input_s and weight_s are the two parts of one backward: give both or neither"
+        yield f"{path}: input_s and weight_s are the two parts of one backward: set both or neither"
     for field in fields(times):
         curve: Curve | None = getattr(times, field.name)
         yield from _sample_problems(curve, f"{path}.{field.name}") if curve is not None else ()
         nothing = field.name == "weight_s" or (field.name in ("backward_s", "input_s") and not trained)
         if curve is not None and min(curve.seconds) == 0 and not (nothing and max(curve.seconds) == 0):
             yield (
-                f"{path}.{field.name} = {list(curve.seconds)}: a layer takes some time: every sample is above zero seconds; "
-                f"correct it, or measure again"
+                f"{path}.{field.name} = {list(curve.seconds)}: times must be above zero; correct them, or measure again"
             )
         if curve is not None and any(2 * more < less for less, more in itertools.pairwise(curve.seconds)):
             yield (
-                f"{path}.{field.name} = {list(curve.seconds)} with {list(curve.tokens)} tokens: more tokens do not take half the "
-                f"time; correct it, or measure again"
+                f"{path}.{field.name} = {list(curve.seconds)} with {list(curve.tokens)} tokens: more tokens cannot take less than "
+                f"half the time; correct them, or measure again"
             )
         if curve is not None and max(curve.seconds) > MAX_LAYER_S:
-            yield f"{path}.{field.name} = {list(curve.seconds)}: no layer takes more than {MAX_LAYER_S:,.0f} s; correct it"
+            yield f"{path}.{field.name} = {list(curve.seconds)}: must be at most {MAX_LAYER_S:,.0f} s; correct it"
 
 
 def _sample_problems(curve: Curve, path: str) -> Iterator[str]:
     counts = curve.sample_tokens
     if len(counts) != len(curve.samples):
         yield (
-            f"{path}: sample_tokens and samples must be as many (there are {len(counts)} and {len(curve.samples)}); both may be "
-            f"left out"
+            f"{path}: sample_tokens and samples must have the same length (they have {len(counts)} and {len(curve.samples)}); "
+            f"both may be omitted"
         )
     if any(low >= high for low, high in itertools.pairwise((0, *counts))):
         yield f"{path}.sample_tokens = {list(counts)}: must be positive and strictly increasing"
     if any(not times for times in curve.samples):
-        yield f"{path}.samples: at least one repetition is timed at each of sample_tokens; leave out those without"
+        yield f"{path}.samples: each of sample_tokens needs at least one repetition; remove those without"
 
 
 def _host_problems(profile: ClusterProfile) -> Iterator[str]:
@@ -197,8 +196,8 @@ def _host_problems(profile: ClusterProfile) -> Iterator[str]:
     for device in profile.devices:
         if device.shares_host_memory and device.host not in listed:
             yield (
-                f"devices[{device.rank}].shares_host_memory = true: there is no [[hosts]] table with name = {device.host!r} "
-                f"that says how much memory the host has"
+                f"devices[{device.rank}].shares_host_memory = true: this needs a [[hosts]] table with name = {device.host!r} and "
+                f"the host's memory"
             )
 
 

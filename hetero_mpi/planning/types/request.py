@@ -62,7 +62,7 @@ def with_shared_nics(profile: ClusterProfile) -> ClusterProfile:
     used_bytes = dict.fromkeys(listed, 0)
     for device in profile.devices:
         used_bytes[device.host] = used_bytes.get(device.host, 0) + device.memory_bytes
-    hosts = [listed.get(name, HostProfile(name, n, "not known: that of its ranks")) for name, n in used_bytes.items()]
+    hosts = [listed.get(name, HostProfile(name, n, "sum over its ranks")) for name, n in used_bytes.items()]
     return replace(profile, hosts=tuple(replace(host, shared_nic=True) for host in hosts))
 
 

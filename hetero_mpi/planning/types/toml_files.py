@@ -24,18 +24,16 @@ from hetero_mpi.util.errors import UserError
 from hetero_mpi.util.shipped import file_of_run, profile_file
 
 PROFILE_HEADING = """\
-# Profile of a cluster: what every rank and every directed link was measured to do, and the model it was measured with.
-# Edit it to ask "what if?". Seconds end in _s, bytes in _bytes, speeds in _per_s; a message of n bytes takes
-# latency_s + n / bytes_per_s on a link. Under a device's layers are seconds per micro-batch of so many tokens: forward_s,
-# backward_s, recompute_s (backward that repeats the forward), input_s and weight_s (backward in two parts), for a rank whose
-# threads have cores of their own; where those of CPU ranks share the cores of their host, planning makes them longer. Samples
-# are for the reader: what was timed before lines were fitted to it. The model's costs are part of the file, so that planning
-# needs nothing else. count = n: so many equal items follow each other; like = r: what a device does not say itself is as rank
-# r says.
+# Profile of a cluster: measured speeds of every rank and every directed link, and the costs of the measured model, so that
+# planning needs no other file. Edit it to ask "what if?". Seconds end in _s, bytes in _bytes, speeds in _per_s; a message of n
+# bytes takes latency_s + n / bytes_per_s on a link. A device's layers have seconds per micro-batch by its number of tokens:
+# forward_s, backward_s, recompute_s (backward with recomputation), input_s and weight_s (split backward), for a rank with a
+# core for each of its threads; planning lengthens the times of CPU ranks that share cores. Samples are only informative: the
+# measurements to which lines were fitted. count = n: n equal items in a row; like = r: keys that a device omits are rank r's.
 """
 PLAN_HEADING = """\
 # Plan of a run. Stages hold the layers [first, last) of the chain embedding = 0, blocks = 1 to layers - 2, head = last.
-# Edit it and give it back with --plan: what [report] says of it is worked out again, and may be left out.
+# Edit it and pass it with --plan: the predictions in [report] are recomputed, and may be omitted.
 """
 MAX_INLINE_COLUMNS = 120
 MAX_ITEMS = 10_000
@@ -142,7 +140,7 @@ def report_from_dict(data: dict[str, Any], where: str = "plan") -> PlanReport:
     if report is None:
         raise UserError(
             "plan.no_report",
-            f"{where}: has no table [report] with the plan's prediction: `plan --plan` computes it",
+            f"{where}: has no [report] table with predictions; to compute them, use `plan --profile PROFILE --plan FILE`",
         )
     return report
 
@@ -155,11 +153,11 @@ def _plan_file(data: dict[str, Any], where: str) -> tuple[Plan, PlanReport | Non
     for p, pipeline in enumerate(plan.pipelines if plan is not None else ()):
         if pipeline.micro_batch < 1:
             problems.append(f"pipelines[{p}].micro_batch = {pipeline.micro_batch}: must be at least 1")
-        problems += [] if pipeline.stages else [f"pipelines[{p}].stages = []: a pipeline has a stage"]
+        problems += [] if pipeline.stages else [f"pipelines[{p}].stages = []: a pipeline needs at least one stage"]
         for s, stage in enumerate(pipeline.stages):
-            problems += [] if stage.ranks else [f"pipelines[{p}].stages[{s}].ranks = []: a stage is held by a rank"]
+            problems += [] if stage.ranks else [f"pipelines[{p}].stages[{s}].ranks = []: a stage needs a rank"]
     if plan is not None and not plan.pipelines:
-        problems.append("pipelines = []: a plan has a pipeline")
+        problems.append("pipelines = []: a plan needs at least one pipeline")
     report: PlanReport | None = None
     if "report" in data:
         table = data["report"]
@@ -265,7 +263,7 @@ def _read(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise UserError("file.unreadable", f"{path}: cannot be read ({error.strerror}); check the path") from error
     except (toml.TomlError, UnicodeDecodeError) as error:
-        raise UserError("file.toml", f"{path}: not a TOML file ({error}); correct it at that place") from error
+        raise UserError("file.toml", f"{path}: not valid TOML ({error}); correct the file") from error
 
 
 def _check_version(data: Any, expected: int, file_kind: str, where: str) -> None:
@@ -274,5 +272,5 @@ def _check_version(data: Any, expected: int, file_kind: str, where: str) -> None
         raise UserError(
             "file.version",
             f"{where}: schema_version = {'(missing)' if version is None else version}: "
-            f"this program reads {file_kind} files of version {expected}; make the {file_kind} again",
+            f"this program reads {file_kind} files of version {expected}; create the {file_kind} again",
         )

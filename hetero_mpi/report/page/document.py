@@ -120,7 +120,7 @@ def key_figures(run: PastRun) -> list[tuple[str, str, str]]:
         perplexity_text = f"{perplexity:.2f}" if perplexity < 100 else units.count(perplexity)
         figures.append(("perplexity", perplexity_text, "per token, on the evaluation set"))
     if evaluations and (accuracy := evaluations[-1].token_accuracy) is not None:
-        figures.append(("token accuracy", f"{accuracy:.1%}", "on the evaluation set"))
+        figures.append(("token accuracy", f"{100 * accuracy:.1f} %", "on the evaluation set"))
     seconds, speed = run.median_step_s(), run.median_tokens_per_s()
     kind = "emulated" if run.emulated else "median"
     if speed is not None:

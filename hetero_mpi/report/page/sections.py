@@ -159,7 +159,9 @@ def learning(run: PastRun) -> Section:
 _REWARDS = {
     "rewards": {"chosen_reward": ("chosen", "good"), "rejected_reward": ("rejected", "alert")},
     "reward margin": {"reward_margin": ("margin", "accent")},
-    "reward accuracy: share of pairs won by the chosen answer": {"reward_accuracy": ("accuracy", "accent")},
+    "reward accuracy: share of pairs whose chosen answer has the higher reward": {
+        "reward_accuracy": ("accuracy", "accent")
+    },
 }
 """Preference charts: label -> metric -> (name, colour)."""
 
@@ -214,7 +216,7 @@ def _bar(shares: Sequence[float], kinds: Sequence[tuple[str, str, str]]) -> Mark
     """Draw a bar of shares of time by activity (of ``SPENT``), with tooltips."""
     part = Markup('<i style="width:{:.1f}%;background:var(--{})" title="{}"></i>')
     pairs = zip(shares, kinds, strict=True)
-    parts = [part.format(100 * share, colour, f"{name}: {share * 100:.1f} %") for share, (_, name, colour) in pairs]
+    parts = [part.format(100 * share, colour, f"{name}: {units.percent(share)}") for share, (_, name, colour) in pairs]
     return Markup('<span class="bar">{}</span>').format(Markup("").join(parts))
 
 

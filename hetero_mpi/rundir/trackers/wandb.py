@@ -17,7 +17,7 @@ def open_tracker(run_dir: Path, job: Mapping[str, Any]) -> Tracker:
     mode: Any = os.environ.get("WANDB_MODE") or ("online" if _has_key() else "offline")
     settings = wandb.Settings(silent=True, init_timeout=30)
     run: Any = wandb.init(dir=str(run_dir), mode=mode, settings=settings, **run_keywords("WANDB_PROJECT", run_dir, job))
-    where = f"offline; to upload later: wandb sync {Path(run.dir).parent}" if mode == "offline" else run.url
+    where = f"offline; to upload it later, run: wandb sync {Path(run.dir).parent}" if mode == "offline" else run.url
     say(f"wandb: {where}")
     return run
 

@@ -71,13 +71,13 @@ class Connection(BaseHTTPRequestHandler):
         """The body, of the type ``kind`` and at most ``max_bytes``. It counts as pending until the block's end."""
         content_type = self.headers.get_content_type() if "Content-Type" in self.headers else "none"
         if content_type != kind:
-            raise HttpError(415, f"the body must be of the type {kind} (Content-Type), not {content_type[:60]}")
+            raise HttpError(415, f"the body must have the type {kind} (Content-Type), not {content_type[:60]}")
         text = ",".join(self.headers.get_all("Content-Length", []))
         if not text.isascii() or not text.isdigit() or "Transfer-Encoding" in self.headers:
             raise HttpError(411, "a request needs one Content-Length, and no Transfer-Encoding")
         length = int(text[:18])
         if len(text) > 18 or length > max_bytes:
-            raise HttpError(413, f"a request may have {max_bytes:,} bytes, this one has {text[:18]}")
+            raise HttpError(413, f"a request may have at most {max_bytes:,} bytes, this one has {text[:18]}")
         with self.server.receiving(length):
             self._deadline = time.monotonic() + RECEIVE_TIMEOUT_S + length / MIN_BYTES_PER_S
             try:
@@ -197,7 +197,7 @@ class Connection(BaseHTTPRequestHandler):
         if not names.has_host(hosts[0]):
             raise HttpError(
                 403,
-                f"this server does not answer to the name {hosts[0][:100]!r} (Host); start it with --allow-host NAME "
+                f"this server does not accept the host name {hosts[0][:100]!r} (Host); start it with --allow-host NAME "
                 f"if that is one of its names",
                 code="foreign_host",
             )

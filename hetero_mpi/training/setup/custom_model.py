@@ -74,7 +74,7 @@ def custom_chain(world: World, loaded: LoadedJob, keys: Mapping[str, Any], sampl
         if local_model != (keys["digest"], keys["existing"], [shape.name for shape in shapes]):
             raise UserError(
                 "custom.module_differs",
-                f"{_key(loaded)}: the module here is not the one on rank 0: bring the same file to all machines",
+                f"{_key(loaded)}: the module here differs from rank 0's: copy the same file to all machines",
             )
     builders = _existing(world, loaded, model, shapes) if model.existing else model.named_layers()
     seed = loaded.job.train.seed
@@ -96,13 +96,13 @@ def _existing(
 ) -> dict[str, Builder]:
     """Builders of the layers of an existing model, with rank 0's buffers and parameters without values. Collective."""
     modules = model.modules()
-    with world.collective_errors("looking at the factory's model"):
+    with world.collective_errors("checking the factory's model"):
         for shape in shapes:
             difference = shape.differences(modules[shape.name])
             if difference is not None:
                 raise UserError(
                     "custom.module_differs",
-                    f"{_key(loaded)}: layer {shape.name!r} {difference} on rank 0: the model has the same shapes everywhere",
+                    f"{_key(loaded)}: layer {shape.name!r} {difference} on rank 0: all ranks must have the same shapes",
                 )
     outlines = {name: outline(layer) for name, layer in modules.items()}
     buffers = [buffer for layer in modules.values() for _, buffer in layer.named_buffers()]
@@ -138,7 +138,7 @@ def _call_factory(loaded: LoadedJob) -> tuple[LayeredModel, str]:
     if not isinstance(model, LayeredModel):
         raise UserError(
             "custom.factory",
-            f"{_key(loaded)} gives a {type(model).__name__}: it must return a hetero_mpi.LayeredModel (docs/python.md)",
+            f"{_key(loaded)} returns a {type(model).__name__}: it must return a hetero_mpi.LayeredModel (docs/python.md)",
         )
     source = Path(module.__file__) if module.__file__ is not None else None
     return model, hashlib.sha256(source.read_bytes()).hexdigest() if source is not None else ""
@@ -158,15 +158,15 @@ def _import_module(loaded: LoadedJob, name: str) -> ModuleType:
             raise UserError("custom.import", f"{_key(loaded)}: {error}; install it on every machine") from error
         raise UserError(
             "custom.import",
-            f"{_key(loaded)}: there is no module {error.name} in {folder} nor on the Python path: "
-            f"put the file next to the job file on every machine, or set PYTHONPATH",
+            f"{_key(loaded)}: there is no module {error.name} in {folder} or on the Python path: put the file next to the job "
+            f"file on every machine, or set PYTHONPATH",
         ) from None
     local = [path for path in (loaded.directory / f"{top}.py", loaded.directory / top / "__init__.py") if path.exists()]
     loaded_from = getattr(sys.modules[top], "__file__", None)
     if local and loaded_from is not None and Path(loaded_from).resolve() != local[0].resolve():
         raise UserError(
             "custom.import",
-            f"{_key(loaded)}: Python has another module {top} already, {loaded_from}: rename {local[0]}",
+            f"{_key(loaded)}: Python has already loaded another module {top}, {loaded_from}: rename {local[0]}",
         )
     return module
 
@@ -175,14 +175,14 @@ def _data(loaded: LoadedJob, what: str, give: Any) -> Any:
     if not callable(give):
         raise UserError(
             "samples.factory",
-            f"LayeredModel.{what} is a {type(give).__name__}: give a function that returns the samples",
+            f"LayeredModel.{what} is a {type(give).__name__}: pass a function that returns the samples",
         )
     data = _call_user_code(loaded, give)
     if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
         raise UserError(
             "samples.factory",
-            f"LayeredModel.{what} gives a {type(data).__name__}: it must have a length and give a pair (input, target) under each "
-            f"number, as a list or a data set of torch does",
+            f"LayeredModel.{what} returns a {type(data).__name__}: it must return a map-style dataset, such as a list or a torch "
+            f"Dataset: a length, and a pair (input, target) for each index",
         )
     return data
 
@@ -253,21 +253,22 @@ def _check_names(model: LayeredModel) -> None:
     if len(layers) < 2:
         raise UserError(
             "custom.too_few_layers",
-            f"LayeredModel.layers has {len(layers)} layer(s): a chain that can be cut has at least two",
+            f"LayeredModel.layers must have at least two layers, so that it can be split; it has {len(layers)}",
         )
     reserved_names = nn.Sequential()
     for name, builder in layers.items():
         if not isinstance(name, str) or not name or "." in name or hasattr(reserved_names, name):
             raise UserError(
                 "custom.layer_name",
-                f"LayeredModel.layers: {name!r} cannot be the name of a layer: choose a word without dots",
+                f"LayeredModel.layers: {name!r} cannot be the name of a layer: dots and attributes of torch.nn.Module are not "
+                f"allowed",
             )
         if isinstance(builder, nn.Module) or not callable(builder):
             raise UserError(
                 "custom.builder_result",
-                f"LayeredModel.layers: layer {name!r} is a {type(builder).__name__}: give a function that builds it, such as "
-                f"lambda: torch.nn.Linear(8, 8), so that each rank builds only its own layers; or hand over a model that is there "
-                f"already as a whole, as one torch.nn.Sequential",
+                f"LayeredModel.layers: layer {name!r} is a {type(builder).__name__}: pass a function that builds it, such as "
+                f"lambda: torch.nn.Linear(8, 8), so that each rank builds only its own layers; or pass an existing model as one "
+                f"torch.nn.Sequential",
             )
 
 
@@ -293,7 +294,7 @@ def _check_built_inside(name: str, model: LayeredModel, seed: int) -> None:
     if drawn is not None:
         raise UserError(
             "custom.builder_repeats",
-            f"layer {name!r} starts from other values at every call of its builder ({drawn}): runs could not be repeated, and "
+            f"layer {name!r} has other initial values at every call of its builder ({drawn}): runs would not be reproducible, and "
             f"ranks would differ. {REMEDY}",
         )
 
@@ -304,8 +305,8 @@ def _inspect(name: str, builder: Builder, x: torch.Tensor, seed: int, last: bool
     if any(isinstance(module, _BatchNorm) for module in layer.modules()):
         raise UserError(
             "custom.batch_dependent",
-            f"layer {name!r} normalises over the batch: its result would depend on the size of the micro-batches, which the "
-            f"plan decides. Use torch.nn.GroupNorm, LayerNorm or InstanceNorm2d instead",
+            f"layer {name!r} normalises over the batch: its result would depend on the micro-batch size, which the plan decides. "
+            f"Use torch.nn.GroupNorm, LayerNorm or InstanceNorm2d instead",
         )
     buffers = {inner: buffer.clone() for inner, buffer in layer.named_buffers()}
     layer_input = x.clone()
@@ -314,8 +315,8 @@ def _inspect(name: str, builder: Builder, x: torch.Tensor, seed: int, last: bool
     if layer_input._version != version:
         raise UserError(
             "custom.in_place",
-            f"layer {name!r} changes its input in place: the tensor may have come from another rank. Its first operation must "
-            f"make a new one (inplace=False)",
+            f"layer {name!r} changes its input in place: the tensor may be a message from another rank. Its first operation must "
+            f"create a new tensor (inplace=False)",
         )
     if not isinstance(y, torch.Tensor):
         raise UserError(
@@ -325,16 +326,16 @@ def _inspect(name: str, builder: Builder, x: torch.Tensor, seed: int, last: bool
     if y.ndim == 0 or len(y) != 2:
         raise UserError(
             "custom.layer_output",
-            f"layer {name!r} makes a tensor of shape {tuple(y.shape)} of two samples: the first dimension must count samples",
+            f"layer {name!r} returns a tensor of shape {tuple(y.shape)} for two samples: the first dimension must be the samples",
         )
     if not last and y.dtype != torch.float32:
         raise UserError(
-            "custom.layer_output", f"layer {name!r} gives {y.dtype}: tensors between layers are torch.float32"
+            "custom.layer_output", f"layer {name!r} returns {y.dtype}: tensors between layers must be torch.float32"
         )
     if any(not torch.equal(buffer, buffers[inner]) for inner, buffer in layer.named_buffers()):
         raise UserError(
             "custom.buffers",
-            f"layer {name!r} changes its buffers in forward: every rank would have its own statistics. Leave them constant "
+            f"layer {name!r} changes its buffers in forward: every rank would have different statistics. Keep them constant "
             f"(track_running_stats=False), or make them parameters",
         )
     if draws:
@@ -344,8 +345,8 @@ def _inspect(name: str, builder: Builder, x: torch.Tensor, seed: int, last: bool
     if not _all_close(alone, y[:1]):
         raise UserError(
             "custom.batch_dependent",
-            f"layer {name!r} computes another result for a sample when its micro-batch has a second one: results would depend on "
-            f"the size of the micro-batches, which the plan decides. Each sample must be computed independently",
+            f"layer {name!r} gives another output for a sample if the batch has further samples: results would depend on the "
+            f"micro-batch size, which the plan decides. Compute each sample independently of the others",
         )
     shape = LayerShape(
         name,

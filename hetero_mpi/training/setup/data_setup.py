@@ -171,7 +171,7 @@ def _from_records(loaded: LoadedJob) -> Material:
             bad,
             data.weights,
         )
-        lines += ["records become text by " + _FORMS[template.kind], *note, *bad.lines(), *dataset.notes]
+        lines += ["record format: " + _FORMS[template.kind], *note, *bad.lines(), *dataset.notes]
         values = {"notes": lines, "kind": template.kind, "source": template.source, "skipped": len(bad.problems)}
         return write_dataset(folder, dataset, values)
 
@@ -214,7 +214,7 @@ def _dataset(
     cache_key = [*key, data.sequence_length, data.evaluation_fraction, loaded.job.train.seed] if data.cache else None
     read = functools.partial(read_dataset, ids=largest_id(tokenizer) + 1)
     (dataset, description), is_cached = cached_or_build(cache_key, fill, read, say)
-    return dataset, description, ["token ids: those of an earlier start"] if is_cached else []
+    return dataset, description, ["token ids: reused from an earlier start"] if is_cached else []
 
 
 def _mark(tokenizer: PreTrainedTokenizerFast) -> list[Any]:
@@ -225,7 +225,7 @@ def _mark(tokenizer: PreTrainedTokenizerFast) -> list[Any]:
 
 def _progress(paths: Sequence[Path]) -> Callable[[int], None]:
     total_mb = sum(path.stat().st_size for path in paths) / 1e6
-    return lambda done: say(f"{done / 1e6:,.0f} million characters are tokenised, of {total_mb:,.0f} MB of text")
+    return lambda done: say(f"tokenised {done / 1e6:,.0f} million characters of {total_mb:,.0f} MB of text")
 
 
 def _packing(loaded: LoadedJob, family: str) -> tuple[bool, bool, list[str]]:
@@ -235,20 +235,20 @@ def _packing(loaded: LoadedJob, family: str) -> tuple[bool, bool, list[str]]:
     if loaded.job.train.preference != "none" and why is not None:
         raise UserError(
             "data.isolation",
-            f"{loaded.path}: [train] preference puts two records into one sequence, which must not see each other, and the "
-            f"{family} family cannot: it {why}. Take a model of another family (docs/models.md)",
+            f"{loaded.path}: [train] preference puts two answers into one sequence, which must be isolated from each other, but "
+            f"the {family} family cannot do that: it {why}. Use a model of another family (docs/models.md)",
         )
     if not data.packing or data.isolate is False or why is None:
         return data.packing, data.isolate is not False, []
     if data.isolate is True:
         raise UserError(
             "data.isolation",
-            f"{loaded.path}: [data] isolate = true keeps packed records from seeing each other, and the {family} family cannot: it "
-            f"{why}. Set packing = false (a sequence for each record), or isolate = false",
+            f"{loaded.path}: [data] isolate = true isolates packed records from each other, which the {family} family cannot do: "
+            f"it {why}. Set packing = false (one record per sequence), or isolate = false",
         )
     note = (
-        f"records are not packed, as packed ones would see each other: the {family} family {why}. "
-        "[data] isolate = false packs them all the same"
+        f"records are not packed, because packed records would affect each other: the {family} family {why}. [data] isolate = "
+        f"false packs them anyway"
     )
     return False, False, [note]
 
@@ -256,7 +256,7 @@ def _packing(loaded: LoadedJob, family: str) -> tuple[bool, bool, list[str]]:
 _FORMS = {
     "chat": "the tokenizer's chat template",
     "plain": "the plain form (## Task, ## Answer), which is saved as the tokenizer's chat template",
-    "none": "no template: a completion stands right behind its prompt",
+    "none": "no template: a completion directly follows its prompt",
 }
 
 
@@ -327,8 +327,8 @@ def _placed(dataset: Dataset, config: dict[str, Any]) -> tuple[Dataset, list[str
     notes, family = [], str(config["model_type"])
     if family in PADDING_FAMILIES and dataset.padded:
         notes.append(
-            f"padding counts: which tokens a {family} model looks at depends on how many there are, so a padded text's loss is not "
-            f"quite what it has alone"
+            f"padding has an effect: the tokens that a {family} model attends to depend on their number, so the loss of a padded "
+            f"text differs slightly"
         )
     return dataset.placed() if depends_on_length(read_config(config)) else dataset, notes
 
@@ -340,7 +340,7 @@ def _grown(config: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> list[s
     if config["vocab_size"] == rows:
         return []
     return [
-        f"embedding and head grow from {rows:,} to {config['vocab_size']:,} rows: the new ones begin as the mean of the others"
+        f"embedding and head grow from {rows:,} to {config['vocab_size']:,} rows: new rows start as the mean of the others"
     ]
 
 

@@ -193,7 +193,7 @@ def named_profile(loaded: LoadedJob, options: TrainOptions) -> Path | ClusterPro
     if named is not None and setting is not None:
         which = named if isinstance(named, Path) else "the given one"
         raise UserError(
-            "profile.two_named", f"a profile is named ({which}), and {setting} wants another one: leave one of them out"
+            "profile.two_named", f"a profile is given ({which}), which {setting} excludes: omit one of the two"
         )
     return named
 
@@ -242,7 +242,7 @@ def _known_profile(
         return profile
     if named is None:
         return None
-    say(f"Profile: {label} ({profile.source}, {profile.date}; not measured on exactly these ranks, used as you asked)")
+    say(f"Profile: {label} ({profile.source}, {profile.date}; not measured on exactly these ranks)")
     return with_memory_budget(profile, subject.memory_bytes)
 
 
@@ -286,7 +286,7 @@ def _given_plan(
         which = "the given plan" if isinstance(user_plan, Plan) else user_plan
         raise UserError(
             "plan.other_job",
-            f"{which} does not fit this job on these ranks:\n{error}\nCorrect it, or leave --plan out to make a new plan",
+            f"{which} does not fit this job on these ranks:\n{error}\nCorrect it, or omit --plan to plan again",
         ) from None
 
 
@@ -296,7 +296,7 @@ def _check_fits(profile: ClusterProfile, path: str, subject: BenchmarkSpec, rank
         raise UserError(
             "profile.ranks",
             f"{path} describes {len(profile.devices)} ranks, this job has {ranks}: start {len(profile.devices)} ranks, or "
-            f"leave the profile out to measure",
+            f"omit the profile to measure again",
         )
     kinds = tuple(layer.kind for layer in profile.model.layers)
     parameters = sum(layer.trainable_parameters for layer in profile.model.layers)
@@ -305,17 +305,17 @@ def _check_fits(profile: ClusterProfile, path: str, subject: BenchmarkSpec, rank
         raise UserError(
             "profile.other_model",
             f"{path} was made for {parameters:,} trained parameters in {len(kinds)} layers, this job trains "
-            f"{trained_parameters:,} in {subject.chain.layer_count}: use another profile, or omit it to measure",
+            f"{trained_parameters:,} in {subject.chain.layer_count}: use another profile, or omit the profile to measure again",
         )
     if (profile.model.dtype, profile.model.sequence_length) != (subject.train.dtype, subject.sequence_length):
         raise UserError(
             "profile.other_model",
             f"{path} was made for {profile.model.dtype} and {profile.model.sequence_length} tokens per sequence, this job has "
-            f"{subject.train.dtype} and {subject.sequence_length}: leave the profile out to measure",
+            f"{subject.train.dtype} and {subject.sequence_length}: omit the profile to measure again",
         )
     if profile.model.optimizer != subject.tuning.optimizer:
         raise UserError(
             "profile.other_model",
-            f"{path} was made for [train] optimizer = {profile.model.optimizer!r}, this job has {subject.train.optimizer!r}: leave "
-            f"the profile out to measure",
+            f"{path} was made for [train] optimizer = {profile.model.optimizer!r}, this job has {subject.train.optimizer!r}: omit "
+            f"the profile to measure again",
         )

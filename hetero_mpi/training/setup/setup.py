@@ -79,7 +79,7 @@ def lock_run_directory(world: World, run_dir: Path) -> Iterator[None]:
         with world.on_leader("claiming the run directory"):
             if world.rank == 0:
                 stack.enter_context(claim(run_dir))
-        with world.collective_errors("looking at the run directory"):
+        with world.collective_errors("checking the run directory"):
             refuse_links(run_dir)
         yield
 
@@ -130,13 +130,13 @@ def set_up(world: World, transport: Transport, loaded: LoadedJob, run_dir: Path)
         smaller = job.train.last_batch == "smaller"
         epochs = job.train.steps / steps_per_epoch(len(dataset.train), job.train.global_batch, smaller)
         say(
-            f"data: {len(dataset.train):,} training and {len(dataset.held_out):,} held-out "
+            f"data: {len(dataset.train):,} training and {len(dataset.held_out):,} evaluation "
             f"{units.rows_of(job.data.sequence_length)}; "
-            f"{job.train.steps:,} steps of {job.train.global_batch} are {epochs:.3g} epochs"
+            f"{job.train.steps:,} steps of {job.train.global_batch} sequences are {epochs:.3g} epochs"
         )
         if job.train.global_batch > len(dataset.train) and not smaller:
             say(
-                f"a batch is larger than the data: each training sequence is in every step "
+                f"the batch is larger than the training data: each sequence occurs in every step "
                 f"{job.train.global_batch / len(dataset.train):.3g} times. Lower train.global_batch, or add data"
             )
     parameters = sum(spec.count for spec in chain.parameters.values())
@@ -183,7 +183,7 @@ def _token_ids(
     if unknown:
         raise UserError(
             "adapter.tokens",
-            f"[adapter] tokens: {as_toml(unknown[0])} is no token of the tokenizer: name one, or let [tokenizer] add it",
+            f"[adapter] tokens: {as_toml(unknown[0])} is not a token of the tokenizer: correct it, or add it with [tokenizer] add",
         )
     return sorted({token if isinstance(token, int) else vocabulary[token] for token in tokens}) or None
 
@@ -210,7 +210,7 @@ def settle_products(world: World, backend: Backend, dtype: str) -> None:
         widen_products(dtype)
     fp32_ranks = [str(rank) for rank, used in enumerate(world.all_gather_json(products)) if used != dtype]
     if fp32_ranks:
-        say(f"rank {', '.join(fp32_ranks)}: products are computed in fp32, since the processor has none in {dtype}")
+        say(f"rank {', '.join(fp32_ranks)}: matrix products use fp32, because the CPU has no {dtype} kernels")
 
 
 def open_device(world: World, job_device: str) -> Backend:
@@ -235,7 +235,7 @@ def open_device(world: World, job_device: str) -> Backend:
         backend = open_backend(requested_device.name, index)
         problem = _wrong_product(world, backend)
         if problem and requested_device.name != "auto":
-            raise UserError("device.failed", f'{problem}; device = "cpu" or "auto" leaves it alone')
+            raise UserError("device.failed", f'{problem}; set device = "cpu", or "auto" to use the CPU instead')
         backend = open_backend("cpu") if problem else backend
         backend.free_unused()  # an earlier run of this process may have left its stage there
     for problem_text in filter(None, world.all_gather_json(problem)):
@@ -250,7 +250,7 @@ def _wrong_product(world: World, backend: Backend) -> str:
         return ""
     device = f"{backend.name}:{backend.index} of rank {world.rank} on {world.host} ({backend.description()})"
     remedy = SelfTest(backend.name, backend.index, results=(result,)).remedy()
-    text = f"{device} does not compute what the CPU does: {result.check}: {result.problem}. Remedy: {remedy}"
+    text = f"the results of {device} differ from the CPU's: {result.check}: {result.problem}. Remedy: {remedy}"
     return f"{text}. All checks: python -m hetero_mpi doctor --selftest"
 
 
@@ -272,9 +272,9 @@ def check_optimizer(train: TrainTable, backend: Backend, who: str) -> None:
     except Exception as error:  # whatever it raises where it has no kernel, or where it is not installed
         stepped, reason = False, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     if not stepped:
-        library = {EIGHT_BIT: "bitsandbytes 0.50", "muon": "torch 2.9"}.get(train.optimizer, "another transformers")
+        library = {EIGHT_BIT: "bitsandbytes>=0.50", "muon": "torch>=2.9"}.get(train.optimizer, "another transformers")
         raise UserError(
             "optimizer.unsupported",
-            f'[train] optimizer = "{train.optimizer}" does not step on {who}, {backend.description()} ({reason}); install '
-            f'{library} or later there, leave that rank out, or set optimizer = "adamw"',
+            f'[train] optimizer = "{train.optimizer}" does not work on {who}, {backend.description()} ({reason}); install '
+            f'{library} there, exclude that rank, or set optimizer = "adamw"',
         )

@@ -153,7 +153,7 @@ def test_a_job_that_does_not_fit_is_told_the_command_that_does(
     command = f"plan --profile {path} --set train.global_batch=16"
     assert "6 blocks: the profile has 32" in refused and refused.endswith(f"python -m hetero_mpi {command}")
     text = run(capsys, *command.split())
-    assert "No job: plans 16 sequences of 1,024 tokens per step of the profile's model (llama, 32 blocks, bf16" in text
+    assert "planning 16 sequences of 1,024 tokens per step of the profile's model (llama, 32 blocks, bf16" in text
     assert "homelab" in run(capsys, "plan", "--profile", path, "--set", "data.sequence_length=5", code=2)
     save_profile(cluster(), tmp_path / "p.toml")
     drawn = run(capsys, "simulate", "--profile", str(tmp_path / "p.toml"), "-o", str(tmp_path / "out"))

@@ -92,11 +92,9 @@ def test_one_long_sequence_is_computed_by_all_ranks_of_the_fastest_host_in_propo
     without = make_plan(profile, replace(asked(1), groups=False))
     assert report.predicted_step_s < (1 - MIN_GAIN_RATIO) * without.predicted_step_s
     shares = " and ".join(map(str, held(report.plan)[0][1]))
-    assert f"ranks 0 and 1 hold stage 0 together, {shares} of {HEADS} key/value heads" in report.reasons
+    assert f"ranks 0 and 1 share stage 0 (tensor parallelism): {shares} of {HEADS} key/value heads" in report.reasons
     ratio = without.predicted_step_s / report.predicted_step_s
-    assert any(
-        r.startswith(f"the best plan without ranks that hold a stage together: {ratio:.2f}x") for r in report.reasons
-    )
+    assert any(r.startswith(f"the best plan without tensor parallelism: {ratio:.2f}x") for r in report.reasons)
     complete_plan(report.plan, profile, asked(1))  # and it can be run again from its file
 
 
@@ -180,8 +178,8 @@ def test_experts_are_shared_by_how_fast_ranks_are_at_them_and_heads_by_how_fast_
     assert report.predicted_step_s == pytest.approx(best_s)
     assert (stage.shares, stage.experts) == (heads, experts)
     assert (
-        f"ranks 0 and 1 hold stage 0 together, {heads[0]} and {heads[1]} of 8 key/value heads, {experts[0]} and {experts[1]} of "
-        f"10 experts"
+        f"ranks 0 and 1 share stage 0 (tensor parallelism): {heads[0]} and {heads[1]} of 8 key/value heads, "
+        f"{experts[0]} and {experts[1]} of 10 experts"
     ) in report.reasons
     complete_plan(report.plan, profile, request)
 
@@ -303,7 +301,7 @@ def test_a_layer_larger_than_every_rank_of_a_host_is_held_by_two_of_them() -> No
     report = make_plan(profile, request)
     assert [ranks for ranks, _ in held(report.plan)] == [(0, 1)]
     assert all(one.peak_bytes <= one.usable_bytes for one in predict_memory(report.plan, profile, 0.05))
-    assert "no plan without ranks that hold a stage together fits in memory" in report.reasons
+    assert "no plan without tensor parallelism fits in memory" in report.reasons
 
 
 @pytest.mark.parametrize("memory", [0, 1])
