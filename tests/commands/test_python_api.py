@@ -206,5 +206,5 @@ def test_the_programs_and_commands_of_the_document_run_in_an_empty_folder(tmp_pa
     (taken,) = re.findall(r"^0 (\d+) steps$", printed, re.MULTILINE)
     assert len((tmp_path / "steps.csv").read_text().splitlines()) == int(taken) < 16
     assert printed.count("## Continuation") >= 3 and "[1, 2, 3, 4, 5, 6] " in printed
-    assert "step-00000006.h5 is whole" in printed and "training resumed after step 3 on 2 ranks" in printed
-    assert "4 steps, held-out loss" in printed and (tmp_path / "tuned" / "model.safetensors").is_file()
+    assert "step-00000006.h5 is complete" in printed and "training resumed after step 3 on 2 ranks" in printed
+    assert "4 steps, evaluation loss" in printed and (tmp_path / "tuned" / "model.safetensors").is_file()

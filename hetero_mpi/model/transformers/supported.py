@@ -19,24 +19,24 @@ DIVIDED_FAMILIES = (
 )
 """Families with tensor parallelism in every layer, tested by ``tests/model/test_group.py``."""
 
-_INDEXED = "has an indexer, which looks at all heads"
-_ONE_NAME = "has linear attention and attention by one name"
+_INDEXED = "has an indexer that uses all heads"
+_ONE_NAME = "has linear and full attention under one name"
 
 UNDIVIDED_FAMILIES = {
-    "axk1": "has a norm within its MLPs, of what a group would add up behind it",
+    "axk1": "has a norm inside its MLPs, before the all-reduce of a group",
     "axk2": _INDEXED,
     "bailing_hybrid": _ONE_NAME,
-    "codegen": "keeps queries, keys and values in one matrix, in four parts",
+    "codegen": "keeps queries, keys and values in one matrix of four parts",
     "deepseek_v32": _INDEXED,
-    "doge": "makes masks from the values of all heads",
+    "doge": "computes masks from the values of all heads",
     "dots3_note_text": _INDEXED,
-    "gemma4_text": "has experts in its blocks themselves, beside MLPs",
+    "gemma4_text": "has experts next to MLPs in its blocks",
     "inkling_text": "mixes keys and values of neighbouring tokens (short convolutions)",
     "kimi_linear": _ONE_NAME,
     "longcat_flash": "has two attentions and two MLPs in a block",
-    "mimo_v2_flash": "has other numbers of key/value heads in some blocks",
+    "mimo_v2_flash": "has different numbers of key/value heads in its blocks",
     "minimax": _ONE_NAME,
-    "phi3": "keeps queries, keys and values in one matrix, one after the other",
+    "phi3": "concatenates queries, keys and values in one matrix",
 }
 """Proven families whose stages are of one rank each -> why, as the end of a sentence that begins with the family's name."""
 
@@ -75,8 +75,8 @@ LEAKING_FAMILIES = {
 PADDING_FAMILIES = ("axk2", "deepseek_v32", "doge", "dots3_note_text")
 """Proven families that choose which tokens are seen among all that are there, so that padding counts, in transformers as well."""
 
-_COMPOSITE = "is a composite with other inputs than text; only its text part, {}, is a chain of blocks"
-_NO_TEXT_PART = "is a composite with other inputs than text; its text part, {}, is refused too"
+_COMPOSITE = "has other inputs than text; use its text part, {}"
+_NO_TEXT_PART = "has other inputs than text; its text part, {}, is rejected too"
 _STREAMS = "keeps several residual streams (hyper-connections), collapsed by parameters outside its pipeline plan"
 
 REFUSED_FAMILIES = {
@@ -87,10 +87,10 @@ REFUSED_FAMILIES = {
     "gemma3n_text": "feeds per-layer embeddings of the token ids and several residual streams into every block",
     "gemma4": _COMPOSITE.format("gemma4_text"),
     "gemma4_unified": _COMPOSITE.format("gemma4_unified_text"),
-    "glm_moe_dsa": "hands the positions its indexer chose from block to block, beside the hidden states",
+    "glm_moe_dsa": "passes positions that its indexer chose from block to block",
     "hrm_text": "runs its blocks in cycles, and its pipeline plan names modules that it does not have",
-    "hy_v4": f"{_STREAMS}, and hands chosen positions from block to block",
-    "phi4_multimodal": "is a composite with vision and audio encoders inside the text model",
+    "hy_v4": f"{_STREAMS}, and passes chosen positions from block to block",
+    "phi4_multimodal": "has vision and audio encoders inside the text model",
     "qwen3_5": _COMPOSITE.format("qwen3_5_text"),
     "qwen3_5_moe": _COMPOSITE.format("qwen3_5_moe_text"),
 }
