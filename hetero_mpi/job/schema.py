@@ -106,7 +106,7 @@ class DataTable(JobTable):
         None
     )
     """Instruction records (docs/data.md): glob patterns of JSON Lines, JSON or Parquet files; or "hf:org/name/config:split", a data
-    set on the Hugging Face Hub, by default its default config and "train"."""
+    set on the Hugging Face Hub (default: its default config, split "train")."""
     keys: Annotated[
         dict[RecordKey, str] | None, Example('{ prompt = "query", completion = "reply" }'), RECORD_FILES
     ] = None
