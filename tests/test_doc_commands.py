@@ -50,7 +50,7 @@ FOLLOWED = {
 NOT_FOLLOWED = re.compile("installs|several machines")
 OURS = "python -m hetero_mpi "
 LIGHT = (
-    f"{OURS}(cache|init (quickstart|letters|lora_nf4|llama8b_alpaca|slurm)|init --from axolotl.yml --gpus 2)",
+    f"{OURS}(cache|init (quickstart|letters|dpo|lora_nf4|llama8b_alpaca|slurm)|init --from axolotl.yml --gpus 2)",
     f"{OURS}inspect (step-00000120.h5|runs/first/profile.toml)",
     f"{OURS}launch --hosts hosts.toml --print -- train job.toml",
     f"{OURS}mesh init hosts.toml -o mesh",
@@ -79,6 +79,7 @@ RUN_BY = {
     "test_the_small_mixture_of_experts_runs_np2",
     f"{OURS}launch --hosts mesh/hosts.toml -- .*": "tests/launch/test_mesh.py::"
     "test_messages_go_through_wireguard_or_it_is_told",
+    f"{OURS}launch -np 3 -- train jobs/dpo.toml": "tests/runtime/test_preference.py::test_the_shipped_jobs",
     f"{OURS}export runs/tuned OUT .*": "tests/commands/test_publish.py::test_a_directory_is_pushed_as_a_private_model",
     f"{OURS}reference --(commands|markdown)": "tests/test_docs.py::test_pages_of_reference_are_the_code",
     "python -m tests.written_docs": "tests/test_docs.py::test_pages_of_reference_are_the_code",

@@ -81,50 +81,51 @@ python -m hetero_mpi init --from axolotl.yml --gpus 2      # writes job.toml; in
 python -m hetero_mpi launch -np 3 -- train job.toml --dry-run
 ```
 
-The input is axolotl's or LLaMA-Factory's YAML, the YAML of `trl sft --config`, or a text file with the training command.
-You do not need the other tool; nothing is run or downloaded.
-The job file names the source of each key, and lists each key without equivalent with its value and the reason.
-Keys listed below as stopping the conversion do so unless they are off (`false`, 0, empty).
-Keys that a tool shares with transformers' trainers are in the last section only.
-Unsupported training also stops it: PPO, GRPO, reward models, diffusion, images and sound, other losses.
+`init --from` reads axolotl's or LLaMA-Factory's YAML, the YAML of `trl sft --config`, or a text file with the training command.
+It runs and downloads nothing, and does not need the other tool.
+The job file names the source of each key, and lists each key without an equivalent with its value and the reason.
 
-* The job also states the other tool's defaults (axolotl 0.18, LLaMA-Factory 0.9.6, TRL 1.16): no dropout in preference training,
-  axolotl's warm-up of 3 % of the steps (at most 100), TRL's training on the prompts of chats.
 * Set `--gpus` to the other run's number of GPUs: the batch of a step is micro-batch x accumulation x GPUs.
+* The job states the other tool's defaults (axolotl 0.18, LLaMA-Factory 0.9.6, TRL 1.16) where they differ from those here.
 * Paths stay relative to the working directory.
-* `data.sequence_length` is the tool's limit minus one, because the last token is only a target; pairs share twice the limit,
-  minus one.
+* `data.sequence_length` is the tool's limit minus one, because the last token is only a target.
 * axolotl drops rows that are too long; here they are truncated and counted.
 * Data order, the prompt template (here the tokenizer's chat template) and rounding differ, so losses are similar, not equal.
 """
+COMING_FROM_TABLES = {
+    "Converted keys": "The last column has arguments of transformers' trainers, which several tools accept.",
+    "Keys that stop the conversion": "No job is written unless these keys are off (`false`, 0, empty).\n"
+    "PPO, GRPO, reward models, diffusion, images and sound stop the conversion too.",
+    "Keys that are left out": "The comments of the job file list those that your file sets.",
+}
 
 
 def coming_from_page() -> str:
-    """The tables of ``init --from``; what a tool shares with transformers' trainers stands there only."""
-    titles = {**{tool: TABLE[tool]["title"] for tool in TOOLS}, "trainer": "transformers' arguments, of all tools"}
-    text, shared = COMING_FROM, {row for rows in _rows("trainer").values() for row in rows}
-    for part, title in titles.items():
-        text += f"\n## {title[0].upper()}{title[1:]}\n"
-        for column, rows in _rows(part).items():
-            keys_by_meaning: dict[str, list[str]] = {}
-            for key, meaning in rows:
+    """The tables of ``init --from``; a key that a tool shares with transformers' trainers is in their column only."""
+    titles, text = {**{tool: TABLE[tool]["title"] for tool in TOOLS}, "trainer": "transformers"}, COMING_FROM
+    shared = {row for rows in _rows("trainer").values() for row in rows}
+    for section, introduction in COMING_FROM_TABLES.items():
+        keys_by_meaning: dict[str, dict[str, list[str]]] = {}
+        for part in titles:
+            for key, meaning in _rows(part)[section]:
                 if part == "trainer" or (key, meaning) not in shared:
-                    keys_by_meaning.setdefault(meaning, []).append(f"`{key}`")
-            text += f"\n| other tool's key | {column} |\n| --- | --- |\n" if keys_by_meaning else ""
-            text += "".join(f"| {', '.join(keys)} | {meaning} |\n" for meaning, keys in keys_by_meaning.items())
+                    keys_by_meaning.setdefault(meaning, {}).setdefault(part, []).append(f"`{key}`")
+        text += f"\n## {section}\n\n{introduction}\n\n| meaning | {' | '.join(titles.values())} |\n|{' --- |' * 5}\n"
+        for meaning, keys in sorted(keys_by_meaning.items()):
+            text += f"| {meaning} | {' | '.join(', '.join(keys.get(part, [])) for part in titles)} |\n"
     return text
 
 
 def _rows(part: str) -> dict[str, list[tuple[str, str]]]:
-    """Title of the second column -> (key of the other tool, its meaning here)."""
+    """Section of the page -> (key of the other tool, its meaning here)."""
     left = [(key, group) for group in TABLE[part]["left"] for key in group["keys"]]
     return {
-        "job key": [
+        "Converted keys": [
             (key, TABLE["parts"][ours[1:]] if ours.startswith("=") else f"`{ours}`")
             for key, ours in TABLE[part]["keys"].items()
         ],
-        "why it stops the conversion": [(key, group["reason"]) for key, group in left if group.get("stop")],
-        "why it is not in the job": [(key, group["reason"]) for key, group in left if not group.get("stop")],
+        "Keys that stop the conversion": [(key, group["reason"]) for key, group in left if group.get("stop")],
+        "Keys that are left out": [(key, group["reason"]) for key, group in left if not group.get("stop")],
     }
 
 

@@ -153,7 +153,7 @@ def _add_set(add: Add) -> None:
 def _add_schedule(add: Add) -> None:
     from hetero_mpi.planning.orders import SCHEDULES
 
-    text = f"instead of [plan] schedule: {', '.join(SCHEDULES)}"
+    text = f"pipeline schedule: {', '.join(SCHEDULES)}"
     add("--schedule", action=_Key, key="plan.schedule", choices=list(SCHEDULES), metavar="NAME", help=text)
 
 
@@ -170,11 +170,11 @@ def _add_train(commands: Commands) -> None:
         metavar="latest|any|PATH",
         help="resume from a checkpoint; any: start from the beginning if there is none",
     )
-    plan = "use this plan file, or the plan of a run, instead of planning"
+    plan = "plan file, or run whose plan to use, instead of planning"
     add("--plan", type=Path, metavar="FILE|RUN", help=plan)
-    profile = "use this profile, the profile of a run, or a shipped profile, instead of measuring"
+    profile = "profile file, shipped profile, or run whose profile to use, instead of measuring"
     add("--profile", type=Path, metavar="FILE|NAME|RUN", help=profile)
-    add("--reprofile", action="store_true", help="measure again and ignore earlier measurements")
+    add("--reprofile", action="store_true", help="ignore earlier measurements")
     add("--dry-run", action="store_true", help="validate, profile, plan and predict, then stop")
     add("--verbose", action="store_true", help="show the full profile and plan, with reasons")
     page = "serve a live page of the run on rank 0's machine (put after JOB; default port: 8642)"
@@ -211,7 +211,7 @@ def _add_serve(commands: Commands) -> None:
     add("--keys", type=Path, metavar="FILE", help="file with additional API keys: a client name and a key per line")
     adapter = "also serve an adapter of the same base model as the model NAME; may be repeated"
     add("--adapter", dest="adapters", action="append", default=[], metavar="NAME=RUN_OR_DIR", help=adapter)
-    context = "maximum number of tokens of a request, including its answer (default: the model's context length, if memory allows)"
+    context = "maximum tokens of a request with its answer (default: the model's context length, if memory allows)"
     add("--context", type=int, metavar="N", help=context)
     parallel = "maximum number of concurrent requests (default %(default)s)"
     add("--parallel", type=int, default=8, metavar="N", help=parallel)
@@ -309,7 +309,7 @@ def _add_offline_commands(commands: Commands) -> None:
     add = _command(commands, "profile", "cli:profile", text).add_argument
     add("job", type=Path, metavar="JOB", help="job file (TOML)")
     add("-o", "--output", type=Path, required=True, metavar="FILE", help="profile to write (TOML)")
-    add("--reprofile", action="store_true", help="measure again and ignore earlier measurements")
+    add("--reprofile", action="store_true", help="ignore earlier measurements")
     _add_set(add)
 
     add = _command(
@@ -339,9 +339,9 @@ def _add_offline_commands(commands: Commands) -> None:
 def _add_question(add: Add) -> None:
     """Declare the options of ``plan`` and ``simulate``: job, profile and planning options."""
     add("job", type=Path, nargs="?", metavar="JOB", help="job file (TOML); default: a job for the profile's model")
-    profile = "profile of cluster and model: a file, a run, or the name of a shipped profile"
+    profile = "profile file, shipped profile, or run whose profile to use"
     add("--profile", type=Path, required=True, metavar="FILE|NAME|RUN", help=profile)
-    plan = "use this plan file, or the plan of a run, instead of the planner's plan"
+    plan = "plan file, or run whose plan to use, instead of planning"
     add("--plan", dest="plan_source", type=Path, metavar="FILE|RUN", help=plan)
     _add_schedule(add)
     _add_set(add)

@@ -32,16 +32,19 @@ JOB_HEADER = """\
 
 <!-- Generated from hetero_mpi/job/schema.py by `python -m hetero_mpi reference --markdown > docs/job.md`. -->
 
-A job file is a TOML file that sets the model, the data and the training options. It needs only the keys that differ from their
-defaults. [jobs/quickstart.toml](../jobs/quickstart.toml) is a complete example; [jobs/reference.toml](../jobs/reference.toml) lists
-the keys of this page.
+A job file is a TOML file that sets the model, the data and the training options, as far as they differ from the defaults below.
+[jobs/quickstart.toml](../jobs/quickstart.toml) is a complete example; this command prints a job file that documents every key:
+
+```sh
+python -m hetero_mpi reference
+```
 
 * Paths are relative to the job file; `[output] run_dir` is relative to the working directory; `~` is your home directory.
 * A key with the default *empty* is optional; to leave it empty, omit it or set it to `""`.
 * Write *text* in quotes. Units of numbers are in parentheses.
-* To change a key for one run, use `--set train.steps=20 --set model.config.hidden_size=64`. The value is TOML; a bare word is
-  text.
-* All errors of a file are reported at once, with the rule and the nearest valid name, including contradictions between keys.
+* *Fixed on resume*: a resumed run must not change the key.
+* To change keys for one run, add `--set train.steps=20 --set model.config.hidden_size=64`. The value is TOML; a bare word is text.
+* All errors of a file are reported at once, including contradictions between keys.
 
 """
 
@@ -50,7 +53,8 @@ COMMANDS_HEADER = """\
 
 <!-- Generated from `--help` by `python -m hetero_mpi reference --commands > docs/commands.md`. -->
 
-Run a command with `python -m hetero_mpi COMMAND` or `hetero-mpi COMMAND`. Exit codes: [recovery.md](recovery.md#exit-codes).
+Run a command with `python -m hetero_mpi COMMAND` or `hetero-mpi COMMAND`.
+`COMMAND --help` prints its section of this page; [recovery](recovery.md#exit-codes) lists the exit codes.
 
 | run it | commands |
 | --- | --- |
@@ -118,7 +122,7 @@ def _key_description(table: str, key: str) -> str:
     """Description of a key, the conditions under which it has an effect, and whether a resumed run may change it."""
     conditions = [text for text in field_metadata(TABLES[table], OnlyIf).get(key, []) if text != LANGUAGE]
     notes = [f"Only if {' and '.join(f'``{text}``' for text in conditions)}."] if conditions else []
-    notes += ["A resumed run must not change it."] if _first_metadata(table, key, OnResume) == "same" else []
+    notes += ["Fixed on resume."] if _first_metadata(table, key, OnResume) == "same" else []
     return " ".join([TABLES[table].model_fields[key].description or "", *notes])
 
 
@@ -229,7 +233,7 @@ def _argument_row(action: argparse.Action, parser: argparse.ArgumentParser) -> s
 def _values(action: argparse.Action) -> str:
     if action.nargs == 0:
         return ""
-    name = "|".join(map(str, action.choices)) if action.choices else str(action.metavar or action.dest.upper())
+    name = str(action.metavar or "|".join(map(str, action.choices or [])) or action.dest.upper())
     return {"?": f"[{name}]", "*": f"[{name} ...]", "+": f"{name} [{name} ...]"}.get(str(action.nargs), name)
 
 

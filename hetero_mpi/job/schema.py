@@ -58,23 +58,23 @@ class ModelTable(JobTable):
     """The model to train. Set exactly one of ``path``, ``config`` and ``factory``."""
 
     path: Annotated[str | None, Example('"models/SmolLM2-135M"')] = None
-    """Hugging Face model directory (config.json, *.safetensors) to start from, or the name of a model on the Hugging Face Hub,
-    "org/name". Only rank 0 needs the files."""
+    """Hugging Face model directory (config.json, *.safetensors) or Hub model ("org/name") to start from. Only rank 0 needs the
+    files."""
     download: bool = True
-    """Allow rank 0 to download a Hub model that is not in its local Hugging Face cache."""
+    """Allow rank 0 to download a Hub model that is not in its cache."""
     shard_cache: Annotated[str | None, LANGUAGE, Example('"~/.cache/hetero_mpi"')] = None
-    """Directory in which ranks without the model directory cache the tensors that rank 0 sends them (checked by CRC-32), for
-    faster starts. Safe to delete at any time."""
+    """Directory in which ranks without the model directory cache the tensors that rank 0 sends them, for faster starts. You may
+    delete it at any time."""
     config: Annotated[str | dict[str, Any] | None, Example('{ model_type = "llama", num_hidden_layers = 8 }')] = None
     """Train from scratch: a ``config.json`` file, or its keys inline as ``[model.config]`` with ``model_type``. Weights are
     randomly initialised from ``train.seed``."""
     factory: Annotated[str | None, Example('"cnn_model:cnn"')] = None
-    """Custom model: "package.module:function", Python code that every rank imports and runs with your permissions. The function
-    returns a ``hetero_mpi.LayeredModel`` (docs/python.md). Leave out the keys of text and language models; "sequences" then means
-    samples, and ``train.dtype`` is fp32."""
+    """Custom model: "package.module:function", Python code that every rank runs with your permissions and that returns a
+    ``hetero_mpi.LayeredModel`` (docs/python.md). Leave out the keys of text and language models; "sequences" then means samples,
+    and ``train.dtype`` is fp32."""
     quantization: Annotated[Literal["none", "nf4"], ADAPTER] = "none"
-    """"nf4" (QLoRA): quantise the linear layers and fused experts of blocks to 4 bits (needs an adapter); embedding, norms and LM
-    head stay in the compute dtype."""
+    """"nf4" (QLoRA): quantise the linear layers and fused experts of blocks to 4 bits; embedding, norms and LM head stay in the
+    compute dtype."""
     double_quantization: bool = True
     """Also quantise the scales of NF4 weights: 0.516 instead of 0.5625 bytes per weight."""
 
@@ -105,19 +105,16 @@ class DataTable(JobTable):
     records: Annotated[Patterns | None, LANGUAGE, Example('["data/*.jsonl", "chat.parquet", "hf:org/name:train"]')] = (
         None
     )
-    """Instruction records (formats in docs/data.md): glob patterns of JSON Lines, JSON or Parquet files; or
-    "hf:org/name/config:split", a dataset on the Hugging Face Hub, from the local cache or downloaded by rank 0. Without config and
-    split: the default config and "train"."""
+    """Instruction records (docs/data.md): glob patterns of JSON Lines, JSON or Parquet files; or "hf:org/name/config:split", a data
+    set on the Hugging Face Hub (default: its default config, split "train")."""
     keys: Annotated[
         dict[RecordKey, str] | None, Example('{ prompt = "query", completion = "reply" }'), RECORD_FILES
     ] = None
-    """Column mapping: ``prompt = "query"`` reads the record's key ``query`` as ``prompt``. Maps the keys listed in docs/data.md,
-    and ``text`` (with ``documents = "record"``)."""
+    """Column mapping: ``prompt = "query"`` reads the record's key ``query`` as ``prompt`` (docs/data.md)."""
     weights: Annotated[Weights | None, Unit("shares"), Example("[3, 1]"), RECORDS] = None
-    """Mixing weights: relative share of an epoch for each entry of ``records``. Small entries are repeated; large entries continue
-    in the next epoch (docs/data.md). ``evaluation_fraction`` applies to each entry separately. Empty: one dataset."""
+    """Mixing weights: relative share of an epoch for each entry of ``records`` (docs/data.md). Empty: one data set."""
     evaluation: Annotated[Patterns | None, LANGUAGE, Example('["evaluation/*.jsonl"]')] = None
-    """Evaluation set: files of the same kind that are never trained on, in place of the share ``evaluation_fraction``."""
+    """Evaluation set: files of the same kind, instead of the share ``evaluation_fraction``."""
     evaluation_sets: Annotated[
         dict[SetName, Patterns] | None,
         LANGUAGE,
@@ -125,11 +122,10 @@ class DataTable(JobTable):
         NO_PREFERENCE,
         EVALUATED,
     ] = None
-    """Further evaluation sets, by name, each with its own loss at every evaluation. Early stopping and the best checkpoint depend
-    only on the main evaluation loss."""
+    """Further evaluation sets, by name, each with its own loss. Early stopping and the best checkpoint depend only on the main
+    evaluation loss."""
     skip_bad: Annotated[NotNegative, Unit("records"), RECORD_FILES] = 0
-    """Maximum number of records to skip that are malformed or rejected by the chat template; each is logged, and one more aborts
-    the job. A truncated or unreadable file always aborts the job."""
+    """Maximum number of malformed records to skip; each is logged, and one more aborts the job (docs/data.md)."""
     documents: Annotated[Literal["file", "line", "record"], TEXT] = "file"
     """Text: unit of a document: a file, a non-empty line, or the key ``text`` of a record in files as in ``records``."""
     template: Annotated[Literal["auto", "chat", "plain", "none"], RECORDS] = "auto"
@@ -143,9 +139,8 @@ class DataTable(JobTable):
     """true: concatenate documents (with an end-of-text token between them) and split them into full sequences; pack records without
     splitting them. false: one document or record per sequence, truncated or padded."""
     isolate: Annotated[bool | Literal["auto"], RECORDS] = "auto"
-    """Block attention between records packed into one sequence. "auto": if the model family supports it (docs/models.md), else
-    one record per sequence; true: required, an error without support; false: a record attends to the records before it, as
-    documents do."""
+    """Block attention between records packed into one sequence. "auto": if the model family supports it (docs/models.md), else one
+    record per sequence; true: required; false: a record attends to earlier ones, as documents do."""
     pad: Annotated[Literal["full", "longest"], LANGUAGE] = "full"
     """Padding of shorter sequences. "full": to ``sequence_length``; "longest": to the longest sequence of the step, rounded up to a
     multiple of 8 tokens, which computes less with the same training result. Packed text needs no padding."""
@@ -156,8 +151,8 @@ class DataTable(JobTable):
     max_bytes: Annotated[Positive | None, Unit("bytes"), Example("30_000_000"), TEXT] = None
     """Text: maximum number of bytes to read, files in sorted order; empty: no limit."""
     cache: bool = True
-    """Cache token ids in the user's cache directory on rank 0's machine, so that a later run with the same data, tokenizer and keys
-    skips tokenisation; `hetero_mpi cache` shows and clears the cache."""
+    """Cache token ids on rank 0's machine, so that later runs with the same data, tokenizer and keys skip tokenisation; `hetero_mpi
+    cache` shows and clears the cache."""
 
 
 class CheckpointTable(JobTable):
@@ -168,11 +163,10 @@ class CheckpointTable(JobTable):
     keep: Annotated[Positive, Unit("files")] = 3
     """Number of newest checkpoints to keep."""
     keep_best: Annotated[NotNegative, Unit("files")] = 1
-    """Number of additional checkpoints to keep: those with the lowest evaluation loss, among steps with an evaluation
-    (``train.evaluate_every``)."""
+    """Number of further checkpoints to keep: those with the lowest evaluation loss (``train.evaluate_every``)."""
     background: bool = True
-    """Asynchronous checkpoints: write while training continues, from a copy in host memory (the size of a rank's trained parameters
-    and optimizer states); false: training waits."""
+    """Asynchronous checkpoints: write while training continues, from a copy of the trained state in host memory; false: training
+    waits."""
     replicate_every: Annotated[NotNegative | Literal["auto"], Unit("steps")] = "auto"
     """Steps between copies of the training state to other ranks' memory (``launch --recover``) and other hosts' disks (``launch
     --elastic``; docs/recovery.md). "auto": the shortest interval that costs at most 2 % of the run time; 0: never."""
@@ -208,8 +202,8 @@ class PlanTable(JobTable):
     allow_idle: bool = True
     """Allow idle ranks if that is faster."""
     thorough: bool = False
-    """Search longer for the fastest plan before the first step: seconds to minutes instead of about a second, for a step time
-    that is mostly less than 1 % shorter. Replanning during a run always uses the fast search."""
+    """Search longer for the fastest plan: seconds to minutes instead of about a second, for a step time that is mostly less than 1
+    % shorter. Replanning during a run always uses the fast search."""
     memory_reserve: Annotated[Fraction, Unit("share")] = 0.05
     """Share of each rank's usable memory to keep free."""
     schedule: ScheduleName = "auto"
@@ -227,7 +221,7 @@ class PlanTable(JobTable):
     fastest number."""
     offload: bool | Literal["auto"] = "auto"
     """Offloading: keep a stage's weights in host memory (or on disk) and load them layer by layer, so that the stage can exceed its
-    device's memory (docs/planning.md). "auto": if no other plan fits, or the step time drops by at least 2 %; true: whenever it
+    device's memory (docs/offloading.md). "auto": if no other plan fits, or the step time drops by at least 2 %; true: whenever it
     shortens the step; false: never."""
     rebalance: bool = True
     """Move layers between ranks during the run if rank speeds change (stragglers) and the step time would drop by at least 5 %
@@ -244,15 +238,15 @@ class ProfileTable(JobTable):
     reuse: bool = True
     """Reuse the profile in the run directory if its key matches; ``--reprofile`` always measures again."""
     cache: bool = True
-    """Cache device measurements in ``~/.cache/hetero_mpi/profiles`` on their host (or ``$XDG_CACHE_HOME``), so that only new
-    ranks are measured after the cluster changes. Links and free memory are always measured."""
+    """Cache device measurements on their host, so that only new ranks are measured after the cluster changes. Links and free memory
+    are always measured."""
     repeats: Annotated[Positive, Unit("times")] = 5
     """Repetitions of each timed measurement; slow measurements are repeated less often."""
     largest_message_bytes: Annotated[int, Field(ge=1024), Unit("bytes")] = 16_777_216
     """Largest message of the link measurements, which start at 1 KiB and quadruple in size."""
     calibrate: bool | Literal["auto"] = "auto"
     """Calibration run: execute a few steps with randomly initialised weights first, to detect out of memory, calibrate the
-    profile and perhaps choose another plan (docs/planner.md). "auto": if it takes at most 5 % of the run (15 % of a run over a
+    profile and perhaps choose another plan (docs/planning.md). "auto": if it takes at most 5 % of the run (15 % of a run over a
     minute), but not with one rank, a profile of another machine, or a resumed run whose plan is calibrated; true: always; false:
     never."""
 

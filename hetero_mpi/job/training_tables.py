@@ -86,10 +86,10 @@ class AdapterTable(JobTable):
     path: Annotated[str | None, LANGUAGE, Example('"runs/first/adapter"')] = None
     """PEFT adapter directory to continue from; its rank, alpha and targets must match. Empty: a new adapter."""
     start: Annotated[str, ADAPTER, NEW_ADAPTER, SAME] = "default"
-    """Initialisation of a new adapter, as in peft. "default": zero change; "pissa": principal singular values of the weights
-    (Meng et al., 2024); "pissa_niter_4": the same by fast SVD with 4 iterations; "olora": QR decomposition (Büyükakyüz, 2024).
-    All but "default" subtract the initial adapter from the base weights; the saved adapter fits the original weights, with twice
-    the rank."""
+    """Initialisation of a new adapter, as in peft. "default": zero change; "pissa": principal singular values of the weights (Meng
+    et al., 2024); "pissa_niter_4": the same by fast SVD with 4 iterations; "olora": QR decomposition (Büyükakyüz, 2024). All but
+    "default" subtract the initial adapter from the base weights and save an adapter of twice the rank that fits the original
+    weights."""
     rank: Positive = 16
     """LoRA rank (r): inner dimension of the adapters."""
     alpha: Annotated[AboveZero, SAME] = 32.0
@@ -118,8 +118,8 @@ class AdapterTable(JobTable):
     alpha_pattern: Annotated[dict[Pattern, AboveZero] | None, Example("{ down_proj = 64.0 }"), SAME] = None
     """Per-layer alphas, written as in ``rank_pattern``."""
     modules_to_save: Annotated[list[Name] | None, Example('["embed_tokens", "lm_head"]'), ADAPTER] = None
-    """Modules to fully fine-tune and save along with the adapters, by suffix of their names, such as ["embed_tokens", "lm_head"]
-    (peft's ``modules_to_save``; docs/models.md). Empty: the modules of the adapter in ``path``, or none."""
+    """Modules to fully fine-tune and save along with the adapters, by suffix of their names (peft's ``modules_to_save``;
+    docs/models.md). Empty: the modules of the adapter in ``path``, or none."""
     tokens: Annotated[list[NotNegative | str] | None, Example('["<tool>"]'), ADAPTER, SAME] = None
     """Tokens, or token ids, whose rows of the embedding and the LM head are trained along with the adapters (peft's
     ``trainable_token_indices``). Empty: the tokens of the adapter in ``path``, or the tokens that ``[tokenizer]`` adds. Matrices in
@@ -135,8 +135,7 @@ class TrainTable(JobTable):
     steps: Annotated[Positive, Unit("steps"), OnlyIf("train.epochs is empty"), RATE] = 100
     """Number of optimizer steps."""
     epochs: Annotated[AboveZero | None, Unit("epochs"), Example("3")] = None
-    """Number of passes over the training sequences, instead of ``steps``; training ends with the step that finishes the last
-    one."""
+    """Number of passes over the training sequences, instead of ``steps``."""
     early_stopping_patience: Annotated[
         NotNegative, Unit("evaluations"), OnlyIf("train.evaluate_every is not 0"), EVALUATED
     ] = 0
@@ -152,7 +151,7 @@ class TrainTable(JobTable):
     divisor up to a quarter of the batch."""
     preference: Annotated[PreferenceName, RECORDS, SAME] = "none"
     """Preference objective: learn from pairs of chosen and rejected answers, or from single labelled answers ("kto");
-    docs/preferences.md has the formulas. All but "simpo" and "orpo" use the initial model as the reference model."""
+    docs/preferences.md has the formulas."""
     preference_beta: Annotated[AboveZero, REPORTED] = 0.1
     """Beta. orpo: weight of the odds-ratio term; simpo: scale of the reward (2 and more are usual); others: strength of the pull
     towards the reference model."""
@@ -171,7 +170,7 @@ class TrainTable(JobTable):
     alone fp32. With bf16 and fp16, master weights, gradients and optimizer states stay in fp32."""
     wire: Annotated[Literal["exact", "int8"], LANGUAGE] = "exact"
     """Encoding of activations and gradients sent between stages. "exact": in the compute dtype; "int8": quantised to one byte per
-    value; the loss then depends on the stage boundaries and differs from a single process (docs/design.md)."""
+    value; the loss then depends on the stage boundaries (docs/reproducibility.md)."""
     recompute: bool | Literal["auto"] = "auto"
     """Activation checkpointing: recompute a block's forward during backward instead of storing its activations. "auto": for stages
     that exceed their memory budget otherwise."""
@@ -181,7 +180,7 @@ class TrainTable(JobTable):
     optimizer: Annotated[Literal["adamw", "adamw_8bit", "adafactor", "muon"], SAME] = "adamw"
     """"adamw": optimizer states in fp32, 8 bytes per parameter; "adamw_8bit": bitsandbytes' AdamW with 8-bit optimizer states, 2
     bytes; "adafactor": transformers' Adafactor, close to 0 bytes; "muon": torch's Muon for the matrices of blocks, 4 bytes, and
-    AdamW for other parameters (docs/planning.md)."""
+    AdamW for other parameters (docs/optimizers.md)."""
     learning_rate: Annotated[AboveZero, RATE] = 3e-4
     """Peak learning rate."""
     learning_rates: Annotated[dict[Pattern, AboveZero] | None, Example("{ embed_tokens = 1e-5 }"), RATES] = None

@@ -26,7 +26,7 @@ UNDIVIDED_FAMILIES = {
     "bailing_hybrid": _ONE_NAME,
     "codegen": "stores queries, keys and values in one matrix, split into four parts",
     "deepseek_v32": _INDEXED,
-    "doge": "makes masks from the values of all heads",
+    "doge": "computes masks from the values of all heads",
     "dots3_note_text": _INDEXED,
     "gemma4_text": "has experts directly in its blocks, next to MLPs",
     "inkling_text": "mixes keys and values of neighbouring tokens (short convolutions)",

@@ -321,7 +321,7 @@ def _inspect(name: str, builder: Builder, x: torch.Tensor, seed: int, last: bool
     if not isinstance(y, torch.Tensor):
         raise UserError(
             "custom.layer_output",
-            f"layer {name!r} gives a {type(y).__name__}: every layer takes one tensor and gives one tensor",
+            f"layer {name!r} returns a {type(y).__name__}: every layer must take one tensor and return one tensor",
         )
     if y.ndim == 0 or len(y) != 2:
         raise UserError(
