@@ -237,7 +237,7 @@ class _BatchCache(DynamicCache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         keys, values = key_states.split(1), value_states.split(1)
         states = zip(self._texts, keys, values, strict=False)
-        rows = [text.update(key, value, layer_idx, *args, **keywords) for text, key, value in states]
+        rows = [text.layers[layer_idx].update(key, value) for text, key, value in states]
         self.handed.append(rows)
         return hand_rows(key_states, rows), value_states
 

@@ -306,13 +306,14 @@ def test_a_request_of_many_answers_leaves_a_place_to_other_clients(served: Serve
     """And its answers, which rest meanwhile, stay those of their seeds."""
     asked: dict[str, Any] = {"temperature": 1.0, "max_tokens": 30, "extra_body": {"ignore_eos": True}}
     alice = openai.OpenAI(base_url=f"{served.url}/v1", api_key=ALICE, max_retries=0, timeout=240)
+    expected = served.expected("abc", 12)
     with ThreadPoolExecutor(1) as pool:
-        many = pool.submit(served.client.completions.create, model="any", prompt="abc", n=16, seed=3, **asked)
+        many = pool.submit(served.client.completions.create, model="any", prompt="abc", n=48, seed=3, **asked)
         served.running.wait_for("running answers", lambda: served.health()["running"] == 3)
         one = alice.completions.create(model="any", prompt="abc", max_tokens=12, temperature=0)
-        assert one.choices[0].text == served.expected("abc", 12)
         left = served.health()
         assert left["running"] == 3 and left["waiting"] > 5 and not many.done()
+        assert one.choices[0].text == expected
         texts = [choice.text for choice in many.result().choices]
     assert texts[:4] == [served.completed("abc", seed=3 + number, **asked).text for number in range(4)]
 
