@@ -15,6 +15,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -157,19 +158,7 @@ def train(job: Path, overrides: Sequence[str], **options: Any) -> int:
     return _on_all_ranks(command)
 
 
-def generate(**options: Any) -> int:
-    return _run_with_model("inference.generate", options)
-
-
-def serve(**options: Any) -> int:
-    return _run_with_model("serve.serve", options)
-
-
-def evaluate(**options: Any) -> int:
-    return _run_with_model("inference.evaluate.evaluate", options)
-
-
-def _run_with_model(module: str, options: dict[str, Any]) -> int:
+def _run_with_model(module: str, **options: Any) -> int:
     """Run the function named like the module on all ranks, with its options class, such as ``serve`` with ``ServeOptions``."""
     name = module.rpartition(".")[2]
 
@@ -179,6 +168,11 @@ def _run_with_model(module: str, options: dict[str, Any]) -> int:
         return int(getattr(loaded_module, name)(world, getattr(loaded_module, f"{name.title()}Options")(**options)))
 
     return _on_all_ranks(command)
+
+
+generate = partial(_run_with_model, "inference.generate")
+serve = partial(_run_with_model, "serve.serve")
+evaluate = partial(_run_with_model, "inference.evaluate.evaluate")
 
 
 def profile(job: Path, overrides: Sequence[str], output: Path, reprofile: bool) -> int:

@@ -160,18 +160,15 @@ class _DirectPiece:
         if self._messages_left:
             return
         if self.request.sums:
-            self._add()
+            # ((r0 + r1) + ...) in rank order, this rank's contribution included.
+            rows, position = self._rows(), self.exchange.position
+            if position > 0:
+                for row in rows[1:position]:
+                    np.add(rows[0], row, out=rows[0])
+                np.add(rows[0], self._own, out=self._own)
+            for row in rows[position:]:
+                np.add(self._own, row, out=self._own)
         self.exchange.finish(self)
-
-    def _add(self) -> None:
-        """Compute ``own = ((r0 + r1) + ...)`` in rank order, this rank's contribution included."""
-        rows, position = self._rows(), self.exchange.position
-        if position > 0:
-            for row in rows[1:position]:
-                np.add(rows[0], row, out=rows[0])
-            np.add(rows[0], self._own, out=self._own)
-        for row in rows[position:]:
-            np.add(self._own, row, out=self._own)
 
 
 class _RingPiece:

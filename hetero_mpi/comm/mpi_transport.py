@@ -258,12 +258,6 @@ class _CommunicationThread:
             else:
                 begin_s = time.thread_time()
                 finished = transport.poll()
-                self._adapt(finished or time.thread_time() - begin_s > MIN_USEFUL_POLL_S)
+                made_progress = finished or time.thread_time() - begin_s > MIN_USEFUL_POLL_S
+                self._sleep_s = min(max(self._sleep_s * (0.5 if made_progress else 2), MIN_SLEEP_S), MAX_SLEEP_S)
             time.sleep(MIN_SLEEP_S if transport.idle else self._sleep_s)
-
-    def _adapt(self, made_progress: bool) -> None:
-        """Halve the sleep after a poll that made progress, otherwise double it."""
-        if made_progress:
-            self._sleep_s = max(self._sleep_s / 2, MIN_SLEEP_S)
-        else:
-            self._sleep_s = min(self._sleep_s * 2, MAX_SLEEP_S)

@@ -119,7 +119,13 @@ class Message(Request):
         ready: Ready | None = None,
         arrived: Arrived | None = None,
     ) -> None:
-        check_buffer(buffer, writable=kind == "receive")
+        if buffer.ndim != 1 or buffer.dtype != np.uint8 or not buffer.flags.c_contiguous:
+            raise ValueError(
+                "A message buffer must be a one-dimensional contiguous uint8 array "
+                f"(shape: {buffer.shape}, dtype: {buffer.dtype}): pass `array.reshape(-1).view(np.uint8)`."
+            )
+        if kind == "receive" and not buffer.flags.writeable:
+            raise ValueError("A buffer to receive into must be writable: pass an array that owns its bytes.")
         super().__init__(buffer, (peer, tag), ready, arrived)
         self.kind, self.peer, self.tag = kind, peer, tag
 
@@ -143,7 +149,15 @@ class Exchange(Request):
         arrived: Arrived | None = None,
         number: int = 0,
     ) -> None:
-        check_parts(group, parts, np.float32 if sums else np.uint8)
+        dtype = np.float32 if sums else np.uint8
+        if len(parts) != len(group.ranks):
+            raise ValueError(f"Every member of {group} owns one part (parts: {len(parts)}).")
+        for part in parts:
+            if part.ndim != 1 or part.dtype != dtype or not part.flags.c_contiguous or not part.flags.writeable:
+                raise ValueError(
+                    f"A part must be a one-dimensional, contiguous, writable {np.dtype(dtype)} array "
+                    f"(shape: {part.shape}, dtype: {part.dtype}): pass `array.reshape(-1)`."
+                )
         super().__init__(parts[0], group, ready, arrived)
         self.group, self.parts, self.sums, self.number = group, tuple(parts), sums, number
 
@@ -167,26 +181,21 @@ class Transport(Protocol):
 
         ``arrived`` is called when the message has arrived, before the request is complete; never after an error.
         """
-        ...
 
     def send(self, destination: int, tag: int, buffer: Buffer, ready: Ready | None = None) -> Request:
         """Send the buffer's bytes once ``ready()`` is true. From then on they must not change until the request is complete."""
-        ...
 
     def group(self, ranks: tuple[int, ...], number: int) -> Group:
         """Create a group of ranks (increasing, this rank included) that can exchange parts.
 
         Every member calls it with equal ranks and number; a number is used once per rank until its group is dissolved.
         """
-        ...
 
     def dissolve(self, group: Group) -> None:
         """Free the group's number. Every member calls it, while no member has an active exchange of the group."""
-        ...
 
     def exchange(self, request: Exchange) -> Request:
         """Start an exchange once its ``ready()`` is true."""
-        ...
 
     def reduce_scatter(
         self,
@@ -217,44 +226,18 @@ class Transport(Protocol):
     def wait(self, request: Request) -> None:
         """Return when the request is complete. Raises TransportError on a wrong message length, an MPI failure or a closed
         transport."""
-        ...
 
     def pending(self) -> int:
         """Number of incomplete requests."""
-        ...
 
     def close(self) -> None:
         """Fail all pending requests (their ``wait`` raises) and release the transport. Idempotent."""
-        ...
 
     def __enter__(self: T) -> T:
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         self.close()
-
-
-def check_buffer(buffer: Buffer, writable: bool) -> None:
-    """Raise ValueError unless the buffer is a one-dimensional contiguous uint8 array, and writable where required."""
-    if buffer.ndim != 1 or buffer.dtype != np.uint8 or not buffer.flags.c_contiguous:
-        raise ValueError(
-            "A message buffer must be a one-dimensional contiguous uint8 array "
-            f"(shape: {buffer.shape}, dtype: {buffer.dtype}): pass `array.reshape(-1).view(np.uint8)`."
-        )
-    if writable and not buffer.flags.writeable:
-        raise ValueError("A buffer to receive into must be writable: pass an array that owns its bytes.")
-
-
-def check_parts(group: Group, parts: Sequence[Part], dtype: type[np.generic]) -> None:
-    """Raise ValueError unless there is one one-dimensional, contiguous, writable array of ``dtype`` per member."""
-    if len(parts) != len(group.ranks):
-        raise ValueError(f"Every member of {group} owns one part (parts: {len(parts)}).")
-    for part in parts:
-        if part.ndim != 1 or part.dtype != dtype or not part.flags.c_contiguous or not part.flags.writeable:
-            raise ValueError(
-                f"A part must be a one-dimensional, contiguous, writable {np.dtype(dtype)} array "
-                f"(shape: {part.shape}, dtype: {part.dtype}): pass `array.reshape(-1)`."
-            )
 
 
 def check_group(rank: int, size: int, group: Group, groups_by_number: dict[int, Group]) -> None:

@@ -258,11 +258,7 @@ def add_launch_options(parser: argparse.ArgumentParser) -> None:
     add("--slurm-python", action="append", default=[], metavar="PYTHON", help=python)
     recover = "after losing a rank, continue with the others in the same processes (Open MPI 5; docs/recovery.md)"
     add("--recover", action="store_true", help=recover)
-    _add_elastic(parser)
     add("program", nargs=argparse.REMAINDER, metavar="-- COMMAND ...", help="command to run, e.g. `-- train job.toml`")
-
-
-def _add_elastic(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("recovery from lost machines (docs/recovery.md)")
     elastic = "elastic restart: after losing a machine or a rank, restart on the remaining machines"
     group.add_argument("--elastic", action="store_true", help=elastic)

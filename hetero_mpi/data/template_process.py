@@ -160,14 +160,10 @@ def _start_timer() -> None:
     signal.setitimer(signal.ITIMER_PROF, LIMIT_S)
 
 
-def _limit_memory() -> None:
+def _main() -> None:
     with contextlib.suppress(OSError, ValueError):
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
-
-
-def _main() -> None:
-    _limit_memory()
     answers = sys.stdout.buffer
     # Requests wait for their answers, so an empty pipe means an empty buffer.
     while select.select([sys.stdin], [], [], IDLE_S)[0] and (line := sys.stdin.buffer.readline()):

@@ -5,7 +5,6 @@ Between recorded steps every rank only accumulates its own usage; nothing is sen
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -65,7 +64,7 @@ class Recorder:
             self._file.write(*(record for record in gathered if record is not None))
 
     def _recorded(self, line: StepMetrics, result: StepResult) -> dict[str, Any] | None:
-        events = self._events(result)
+        events = result.events if self._scale == 1.0 else [_scaled(event, self._scale) for event in result.events]
         self._usage = self._usage.and_step(events, line.step_s)
         if line.step not in self._steps or not result.events:
             return None
@@ -73,9 +72,6 @@ class Recorder:
         begin_s = (result.began_s - self._clock_s) / self._scale
         written_events = tuple(_scaled(replace(event, step=line.step), 1.0) for event in events[:_MAX_EVENTS])
         return rank_step_to_dict(RankStep(self._trainer.rank, line.step, begin_s, written_events, usage))
-
-    def _events(self, result: StepResult) -> Sequence[Event]:
-        return result.events if self._scale == 1.0 else [_scaled(event, self._scale) for event in result.events]
 
 
 def _scaled(event: Event, scale: float) -> MeasuredEvent:

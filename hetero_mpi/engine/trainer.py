@@ -175,7 +175,10 @@ class Trainer:
         Raises:
             OutOfMemory: This rank ran out of memory.
         """
-        self._fits(batch)
+        rows, length = len(batch.tokens), self.chain.length(batch.tokens)
+        assert 0 < rows <= self.plan.global_batch and 0 < length <= self.plan.sequence_length, (
+            f"a batch has at most {self.plan.global_batch} rows of {self.plan.sequence_length} tokens, not {rows} x {length}"
+        )
         step_end, executor = _StepEnd(self, step, stops, extras), self.executor
         if executor is None:
             self.latest = step_end.agreed({}, {})
@@ -275,12 +278,6 @@ class Trainer:
         """Copy the embedding's values to the head of a tied matrix in each pipeline. Called by every active rank."""
         if self.executor is not None:
             self.update.share_tied_weight()
-
-    def _fits(self, batch: Batch) -> None:
-        rows, length = len(batch.tokens), self.chain.length(batch.tokens)
-        assert 0 < rows <= self.plan.global_batch and 0 < length <= self.plan.sequence_length, (
-            f"a batch has at most {self.plan.global_batch} rows of {self.plan.sequence_length} tokens, not {rows} x {length}"
-        )
 
     def step_data(self, step: int, batch: Batch) -> StepData:
         """Input of the rank's pipeline in a step."""

@@ -98,7 +98,14 @@ def export(source: Path, target: Path, merge: bool, best: bool = False, gguf: bo
         elif merge:
             what = _write_model(opened, target, _merged_layers(opened))
         else:
-            what = _write_adapter(opened, target)
+            state = {name: _read(opened, name) for name in (*opened.tuning.trainable, *opened.tuning.constants)}
+            base = opened.reader.required("base_model")
+            with adapter_directory(target) as output:
+                write_adapter(output.path, opened.tuning, state, base)
+                tokenizer_note = _copy_tokenizer(opened, output.path)
+                with warn_on_failure("writing the model card"):
+                    write_card(output.path, target, opened.path, opened.reader.metadata, opened.base, "adapter")
+            what = f"a PEFT adapter{tokenizer_note}"
     return f"{target}: {what}, from {path}"
 
 
@@ -162,17 +169,6 @@ def _write_model(source: ExportSource, target: Path, layers: Iterator[dict[str, 
     base = source.reader.required("base_model")
     added = "" if source.tuning.full else f": the weights of {base}, not quantised, with the adapter merged"
     return f"a model in {ModelFiles(target).config['dtype']}{added}{tokenizer_note}"
-
-
-def _write_adapter(source: ExportSource, target: Path) -> str:
-    state = {name: _read(source, name) for name in (*source.tuning.trainable, *source.tuning.constants)}
-    base = source.reader.required("base_model")
-    with adapter_directory(target) as output:
-        write_adapter(output.path, source.tuning, state, base)
-        tokenizer_note = _copy_tokenizer(source, output.path)
-        with warn_on_failure("writing the model card"):
-            write_card(output.path, target, source.path, source.reader.metadata, source.base, "adapter")
-    return f"a PEFT adapter{tokenizer_note}"
 
 
 def _trained_layers(source: ExportSource) -> Iterator[dict[str, torch.Tensor]]:

@@ -42,7 +42,14 @@ def eager_imports() -> Iterator[None]:
         if _COMPILER not in sys.modules:
             _stand_in(torch)
             torch.compile = _compile_late(torch.compile)
-            _leave_out_distributed(torch)
+            # transformers caches the answer that torch has no ``torch.distributed``.
+            is_available, torch.distributed.is_available = torch.distributed.is_available, lambda: False
+            try:
+                from transformers.utils import is_torch_distributed_available
+
+                is_torch_distributed_available()
+            finally:
+                torch.distributed.is_available = is_available
         yield
     finally:
         gc.enable()
@@ -108,14 +115,3 @@ def _stand_in(torch: ModuleType) -> None:
     except ImportError:
         for name in (_COMPILER, *names.values()):
             sys.modules.pop(name, None)
-
-
-def _leave_out_distributed(torch: ModuleType) -> None:
-    """Make transformers cache the answer that torch has no ``torch.distributed``."""
-    is_available, torch.distributed.is_available = torch.distributed.is_available, lambda: False
-    try:
-        from transformers.utils import is_torch_distributed_available
-
-        is_torch_distributed_available()
-    finally:
-        torch.distributed.is_available = is_available

@@ -92,17 +92,14 @@ def validate(schedule: Schedule, plan: Plan, model: ModelCost) -> None:
         )
     stuck = stuck_at(schedule)
     if stuck:
-        waits = "; ".join(_describe_wait(rank, schedule[rank][stuck[rank]]) for rank in sorted(stuck))
+        actions = {rank: schedule[rank][stuck[rank]] for rank in sorted(stuck)}
+        waits = "; ".join(f"rank {r} waits at {a} for {awaited(a) or 'the other ranks'}" for r, a in actions.items())
         raise UserError(
             "schedule.deadlock",
             f"the schedule deadlocks: {waits}\n{_format_lists(schedule, stuck)}\n"
             f"Change the order of the actions: warm_up must not grow from one stage to the next; the order interleaved wants "
             f"ranks in a loop (zbv takes any).",
         )
-
-
-def _describe_wait(rank: int, action: Action) -> str:
-    return f"rank {rank} waits at {action} for {awaited(action) or 'the other ranks'}"
 
 
 def _rank_problems(rank: int, actions: Sequence[Action], expected: Sequence[Action], plan: Plan) -> Iterator[Problem]:

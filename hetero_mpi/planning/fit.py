@@ -177,9 +177,14 @@ def pooled(profile: ClusterProfile) -> ClusterProfile:
     device_by_rank: dict[int, DeviceProfile] = {}
     for like in like_ranks(profile):
         for agreeing in _agreeing([profile.devices[rank] for rank in like]):
-            shared = _common_figures(agreeing)
+            knots, figures = _common_figures(agreeing)
             for device in agreeing:
-                device_by_rank[device.rank] = _with_common_figures(device, shared)
+                tables: dict[str, dict[str, LayerTimes]] = {name: dict(getattr(device, name)) for name in TABLES}
+                for (table, kind, part), curve in _sampled_curves(device).items():
+                    tokens, seconds = zip(*knots[table, kind, part], strict=True)
+                    fitted = replace(curve, tokens=tokens, seconds=seconds)
+                    tables[table][kind] = replace(tables[table][kind], **{part: fitted})
+                device_by_rank[device.rank] = replace(device, **tables, **figures)  # type: ignore[arg-type]
     return replace(profile, devices=tuple(device_by_rank[rank] for rank in range(len(profile.devices))))
 
 
@@ -294,15 +299,3 @@ def _scatter_of(curves: Sequence[Curve]) -> float:
             free = (1 - 2 / len(errors[0])) * (1 - 1 / len(errors))
             residuals += [float(residual) / math.sqrt(free) for residual in rest.ravel()]
     return sigma_of(residuals)
-
-
-def _with_common_figures(
-    device: DeviceProfile, shared: tuple[Mapping[_CurveKey, Sequence[_Point]], Mapping[str, float]]
-) -> DeviceProfile:
-    knots, figures = shared
-    tables: dict[str, dict[str, LayerTimes]] = {name: dict(getattr(device, name)) for name in TABLES}
-    for (table, kind, part), curve in _sampled_curves(device).items():
-        tokens, seconds = zip(*knots[table, kind, part], strict=True)
-        fitted = replace(curve, tokens=tokens, seconds=seconds)
-        tables[table][kind] = replace(tables[table][kind], **{part: fitted})
-    return replace(device, **tables, **figures)  # type: ignore[arg-type]

@@ -188,7 +188,6 @@ def queued_spans_s(
     Returns:
         Spans of each pipeline; infinite on a deadlock.
     """
-    queue: list[tuple[float, int, _Sender]] = []
     senders = [
         [_Sender(timing, pipeline, stage) for stage in range(len(pipeline.stages))]
         for timing, pipeline in zip(times, pipelines, strict=True)
@@ -199,9 +198,8 @@ def queued_spans_s(
             before.behind, behind.before = behind, before
             before.out = resources(profile, before.rank, behind.rank)
             behind.back = resources(profile, behind.rank, before.rank)
-    for sender in itertools.chain.from_iterable(senders):
-        if sender.compute_until_message():
-            queue.append((sender.clock, sender.rank, sender))
+    every = itertools.chain.from_iterable(senders)
+    queue = [(sender.clock, sender.rank, sender) for sender in every if sender.compute_until_message()]
     heapq.heapify(queue)
     while queue:
         now, _, sender = queue[0]

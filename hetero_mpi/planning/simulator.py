@@ -159,7 +159,8 @@ def gradient_sums(costs: Durations, final_s: dict[tuple[int, int], float]) -> It
     nic_free_s: dict[Resource, float] = {}
 
     def queued_sum(layer: int, ranks: tuple[int, ...], stage: int, ready_s: float, hops: Pairs) -> GradientSum:
-        nics = _nics(costs.profile, hops)
+        occupied = {resource for a, b in hops if a != b for resource in resources(costs.profile, a, b)}
+        nics = {resource for resource in occupied if resource[0] != "link"}
         start_s = max([ready_s, *(nic_free_s.get(nic, 0.0) for nic in nics)])
         end_s = start_s + costs.of(Action(Op.REDUCE, stage, layer=layer))[0]
         nic_free_s.update(dict.fromkeys(nics, end_s))
@@ -206,12 +207,6 @@ def _final_gradients_s(state: _State) -> dict[tuple[int, int], float]:
         for layer, after_s in finished_layers_s(action, costs.plan, costs.profile).items():
             final_s[rank, layer] = start + after_s
     return final_s
-
-
-def _nics(profile: ClusterProfile, hops: Pairs) -> set[Resource]:
-    """Shared NICs on the paths between pairs of ranks."""
-    occupied = {resource for a, b in hops if a != b for resource in resources(profile, a, b)}
-    return {resource for resource in occupied if resource[0] != "link"}
 
 
 def _run_optimizer_steps(state: _State) -> None:

@@ -112,22 +112,18 @@ def seconds_by_mode(
     model: ModelCost, request: PlanRequest, devices: list[DeviceProfile], micro_batch: int, slices: Sequence[int]
 ) -> tuple[list[StageMode], Floats, Floats, Floats, Floats]:
     """Memory strategies, fastest first, with the tables of ``_mode_s`` by strategy."""
-    modes = _modes(request, micro_batch, slices)
-    seconds = [_mode_s(model, devices, mode, micro_batch, request.sequence_length) for mode in modes]
-    forward_s, backward_s, overhead_s, step_s = map(np.array, zip(*seconds, strict=True))
-    order = np.argsort((forward_s + backward_s).sum(axis=(1, 2)) + overhead_s.sum(axis=(1, 2)), kind="stable")
-    return [modes[i] for i in order.tolist()], forward_s[order], backward_s[order], overhead_s[order], step_s[order]
-
-
-def _modes(request: PlanRequest, micro_batch: int, slices: Sequence[int]) -> list[StageMode]:
-    """Candidate strategies: offloaded with any of ``slices`` (sequences) or none, resident with the smallest or none."""
+    # Offloaded with slices of any of the sizes or none, resident with the smallest or none.
     parts = [None, *sorted({size for size in slices if size < micro_batch})]
     resident = [StageMode(again, False, part) for part in parts[:2] for again in sorted(set(request.recompute_choices))]
     streamed = parts if slices else []
     every = [-(-micro_batch // (part or micro_batch)) for part in streamed]
-    return resident + [
+    modes = resident + [
         StageMode(False, True, part, n) for part, most in zip(streamed, every, strict=True) for n in (0, most)
     ]
+    seconds = [_mode_s(model, devices, mode, micro_batch, request.sequence_length) for mode in modes]
+    forward_s, backward_s, overhead_s, step_s = map(np.array, zip(*seconds, strict=True))
+    order = np.argsort((forward_s + backward_s).sum(axis=(1, 2)) + overhead_s.sum(axis=(1, 2)), kind="stable")
+    return [modes[i] for i in order.tolist()], forward_s[order], backward_s[order], overhead_s[order], step_s[order]
 
 
 def _mode_s(

@@ -80,7 +80,21 @@ def profile_cluster(
     copies = measure_copies(world, backend) if world.size > 1 else {}
     folder = subject.stream_folder
     disks = measure_disks(world, folder) if folder is not None and _exceeds_memory(subject, memories) else {}
-    device = _device_profile(world, backend, subject, times, memories[world.rank], decision_s)
+    memory = memories[world.rank]
+    names = {field.name for field in fields(DeviceProfile)}
+    device = DeviceProfile(
+        rank=world.rank,
+        host=world.host,
+        backend=backend.name,
+        name=backend.description(),
+        memory_bytes=memory.usable_bytes,
+        memory_reason=memory.reason,
+        dtypes=backend.dtypes(),
+        optimizer_fixed_s=decision_s,
+        threads=subject.threads,
+        shares_host_memory=memory.shares_host_memory,
+        **{name: value for name, value in vars(times).items() if name in names},
+    )
     gathered = world.all_gather_json([encode(device, infinity_as_text=True), encode(times, infinity_as_text=True)])
     cores = world.all_gather_json(subject.cores if backend.name == "cpu" else 0.0)
     profile_fields = None
@@ -188,30 +202,6 @@ def _messages(
     flows = measure_flows(world, transport, links, settings.largest_message_bytes)
     say(f"  links took {time.perf_counter() - begin:.1f} s")
     return links, flows
-
-
-def _device_profile(
-    world: World,
-    backend: Backend,
-    subject: BenchmarkSpec,
-    times: DeviceTimes,
-    memory: MeasuredMemory,
-    decision_s: float,
-) -> DeviceProfile:
-    names = {field.name for field in fields(DeviceProfile)}
-    return DeviceProfile(
-        rank=world.rank,
-        host=world.host,
-        backend=backend.name,
-        name=backend.description(),
-        memory_bytes=memory.usable_bytes,
-        memory_reason=memory.reason,
-        dtypes=backend.dtypes(),
-        optimizer_fixed_s=decision_s,
-        threads=subject.threads,
-        shares_host_memory=memory.shares_host_memory,
-        **{name: value for name, value in vars(times).items() if name in names},
-    )
 
 
 def _model_cost(subject: BenchmarkSpec, tables: Sequence[DeviceTimes]) -> tuple[ModelCost, list[float]]:

@@ -16,7 +16,6 @@ from hetero_mpi.planning.simulator import SimulatedStep
 from hetero_mpi.planning.types.plan import (
     FROM_DISK,
     WARM_UP,
-    HostMemory,
     IdleRank,
     PipelinePlan,
     Plan,
@@ -89,7 +88,14 @@ def plan_lines(source: PlanReport | Plan, profile: ClusterProfile | None, every:
     if len(stages.rows) > MAX_STAGE_ROWS and not every:
         lines.append(f"  {EVERY_STAGE}")
     if report is not None:
-        lines += host_lines(report.hosts)
+        fullest_first = sorted(report.hosts, key=lambda host: -host.peak_bytes / max(host.usable_bytes, 1))
+        shown_hosts = report.hosts if len(report.hosts) <= MAX_ROWS else fullest_first[:1]
+        more = f" (the fullest of {len(report.hosts)})" if len(shown_hosts) < len(report.hosts) else ""
+        lines += [
+            f"  host {units.shorten(host.host)}: {units.size(host.peak_bytes)} of {units.size(host.usable_bytes)} "
+            f"for all its ranks{more}"
+            for host in shown_hosts
+        ]
         lines += [line for reason in idle_lines(report.idle) for line in wrap_text("  ", reason)]
         lines += [line for reason in report.reasons for line in wrap_text("  because: ", reason)]
     lines += [f"Batch: {line}" for line in batch_lines(plan)]
@@ -153,18 +159,6 @@ def idle_ranks_by_reason(idle: Sequence[IdleRank]) -> dict[str, list[int]]:
     """Group idle ranks, in order, by reason."""
     ranks_by_reason = grouped(sorted(idle, key=lambda idle_rank: idle_rank.rank), lambda idle_rank: idle_rank.reason)
     return {reason: [idle_rank.rank for idle_rank in members] for reason, members in ranks_by_reason.items()}
-
-
-def host_lines(hosts: Sequence[HostMemory]) -> list[str]:
-    """``host alpha: 12.0 of 60.0 GB for all its ranks``; with many hosts, only the fullest host."""
-    fullest_first = sorted(hosts, key=lambda host: -host.peak_bytes / max(host.usable_bytes, 1))
-    shown_hosts = hosts if len(hosts) <= MAX_ROWS else fullest_first[:1]
-    more = f" (the fullest of {len(hosts)})" if len(shown_hosts) < len(hosts) else ""
-    return [
-        f"  host {units.shorten(host.host)}: {units.size(host.peak_bytes)} of {units.size(host.usable_bytes)} "
-        f"for all its ranks{more}"
-        for host in shown_hosts
-    ]
 
 
 def fullest_text(memory: Sequence[RankMemory]) -> str:
@@ -282,13 +276,10 @@ def _prediction(report: PlanReport, bound: bool) -> str:
     tokens_per_s = units.ratio(plan.global_batch * plan.sequence_length, report.predicted_step_s)
     text = f"Predicted: {units.seconds(report.predicted_step_s)} per step, {tokens_per_s:,.0f} "
     text += f"{units.unit_of(plan.sequence_length)}/s"
-    return f"{text}; {_bound_text(report)}" if bound else text
-
-
-def _bound_text(report: PlanReport) -> str:
-    """``lower bound of any plan: 380 ms (fluid bound; this plan 2.4 % more)``."""
-    gap = units.percent(max(0.0, units.ratio(report.predicted_step_s, report.bound_step_s) - 1))
-    return f"lower bound of any plan: {units.seconds(report.bound_step_s)} (fluid bound; this plan {gap} more)"
+    if bound:
+        gap = units.percent(max(0.0, units.ratio(report.predicted_step_s, report.bound_step_s) - 1))
+        text += f"; lower bound of any plan: {units.seconds(report.bound_step_s)} (fluid bound; this plan {gap} more)"
+    return text
 
 
 def costed_plan_lines(report: PlanReport, profile: ClusterProfile, use: Mapping[int, float], lost: Losses) -> list[str]:

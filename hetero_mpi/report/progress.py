@@ -190,15 +190,13 @@ class ProgressDisplay:
 
     def _is_due(self, step: int) -> bool:
         some_steps = max(1, (self.total_steps - self.first_step) // MIN_LINES_PER_RUN)
+        pause_s = LINE_INTERVAL_RATIO * (self._shown_s - self._started_s)
         return (
             step == self.total_steps
             or self._shown_step == self.first_step
             or step - self._shown_step >= some_steps
-            or self._now_s() - self._shown_s >= self._pause_s()
+            or self._now_s() - self._shown_s >= min(LINE_AT_LEAST_EVERY_S, max(LINE_EVERY_S, pause_s))
         )
-
-    def _pause_s(self) -> float:
-        return min(LINE_AT_LEAST_EVERY_S, max(LINE_EVERY_S, LINE_INTERVAL_RATIO * (self._shown_s - self._started_s)))
 
     def _line(self, line: StepMetrics) -> str:
         width = len(str(self.total_steps))

@@ -11,7 +11,7 @@ import logging
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -109,15 +109,10 @@ def keep_until(path: Path, step: int) -> None:
     """Drop the lines of steps after ``step``, and lines without a step: a run resumed there repeats these steps."""
     if path.exists():
         numbered_lines = [(line, values.get("step")) for line, values in objects(path)]
-        _rewrite(path, [line for line, at in numbered_lines if type(at) is int and at <= step])
-
-
-def _rewrite(path: Path, lines: Iterable[str]) -> None:
-    """Replace a file's contents by ``lines``, a prefix of it. On a full disk the file is truncated instead."""
-    content = "".join(lines).encode()
-    try:
-        write_atomic(path, content, durable=True)
-    except OSError:
-        with contextlib.suppress(OSError):
-            if path.read_bytes().startswith(content):
-                os.truncate(path, len(content))
+        content = "".join(line for line, at in numbered_lines if type(at) is int and at <= step).encode()
+        try:
+            write_atomic(path, content, durable=True)
+        except OSError:  # on a full disk it is truncated instead
+            with contextlib.suppress(OSError):
+                if path.read_bytes().startswith(content):
+                    os.truncate(path, len(content))

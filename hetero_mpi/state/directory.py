@@ -18,7 +18,6 @@ import shutil
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from hetero_mpi.rundir.line_files import METRICS_NAME, STEPS_NAME
 from hetero_mpi.rundir.logs import say
@@ -26,9 +25,6 @@ from hetero_mpi.rundir.run_directory import START_VARIABLE
 from hetero_mpi.state.hdf5 import CheckpointError
 from hetero_mpi.state.reader import CheckpointReader, verify
 from hetero_mpi.util.errors import UserError
-
-if TYPE_CHECKING:
-    pass
 
 _LOG = logging.getLogger(__name__)
 LATEST = "latest"

@@ -94,17 +94,12 @@ def damage_named(path: Path, dataset: str = "") -> Iterator[None]:
         ) from error
 
 
-def _bfloat16() -> Any:
-    """bfloat16 as an HDF5 float: the upper half of an IEEE float32 (1 sign, 8 exponent, 7 mantissa bits)."""
-    kind = h5py.h5t.IEEE_F32LE.copy()
-    kind.set_fields(15, 7, 8, 0, 7)
-    kind.set_ebias(127)
-    kind.set_precision(16)
-    kind.set_size(2)
-    return kind
-
-
-BFLOAT16 = _bfloat16()
+BFLOAT16 = h5py.h5t.IEEE_F32LE.copy()
+"""bfloat16 as an HDF5 float: the upper half of an IEEE float32 (1 sign, 8 exponent, 7 mantissa bits)."""
+BFLOAT16.set_fields(15, 7, 8, 0, 7)
+BFLOAT16.set_ebias(127)
+BFLOAT16.set_precision(16)
+BFLOAT16.set_size(2)
 
 
 def file_type(dtype: str) -> Any:

@@ -237,7 +237,7 @@ class PeerReplicas(BesideTraining):
         if not all(row[0] for row in reports):
             self._next = step + max(1, (step - self._newest_step) // 2)
             return
-        self._drop_older()
+        self.kept[:] = self._new = self._new[-1:]  # complete on all ranks: the older ones are not needed
         if self._local is not None:
             self._local.settle([row[4] for row in reports])
         if self._fixed is None:
@@ -283,10 +283,6 @@ class PeerReplicas(BesideTraining):
         if self._threaded:
             action = f"keeping copies of step {version.step} on other ranks and disks"
             self._work = Background(action, lambda: self._exchange(snapshot.flat, buffers, version))
-
-    def _drop_older(self) -> None:
-        """Drop the older versions, as the newest is complete on all ranks."""
-        self.kept[:] = self._new = self._new[-1:]
 
     def _exchange(self, own_bytes: torch.Tensor, buffers: dict[int, torch.Tensor], version: State) -> None:
         """Send this rank's part, receive others' parts, and write the shard if requested. Runs in the background."""

@@ -319,10 +319,6 @@ def _is_array(value: Any, dtype: type[np.generic], dimensions: int) -> bool:
     return isinstance(value, np.ndarray) and value.dtype == dtype and value.ndim == dimensions
 
 
-def _is_names(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(name, str) for name in value)
-
-
 _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "step updates skipped skips_in_a_row higher_in_a_row rank": (_is_count, "a whole number, 0 or more"),
     # Infinite or NaN in skipped steps.
@@ -337,6 +333,9 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: value is None or isinstance(value, str),
         "a text, or null",
     ),
-    "names": (_is_names, "a list of texts"),
+    "names": (
+        lambda value: isinstance(value, list) and all(isinstance(name, str) for name in value),
+        "a list of texts",
+    ),
 }
 """Keys -> (check of their values, description of the rule)."""

@@ -202,7 +202,14 @@ class Saver(BesideTraining):
                 f"{units.seconds(busy_s)} for it; increase [checkpoint] every"
             )
         if not self._decided:
-            self._check_memory()
+            self._decided = True  # at the first checkpoint, when everything else is allocated
+            lacking_hosts = lack_of_memory(self.world, size_bytes(self._snapshots.owned))
+            if lacking_hosts is not None:
+                self._may_thread = False
+                say(
+                    "Training waits while checkpoints are written: snapshots may use "
+                    f"{units.percent(MAX_MEMORY_RATIO)} of the free host memory; {lacking_hosts}"
+                )
         path = checkpoint_path(self.directory, step)
         if not self._may_thread:
             give_parts(self.world.rank, self._listed, self._live)
@@ -215,19 +222,6 @@ class Saver(BesideTraining):
         self._work = Background(f"writing the checkpoint of step {step}", work)
         _LOG.info("step %d: snapshot of %d bytes in %.6f s", step, snapshot.flat.nbytes, copied_s)
         return path
-
-    def _check_memory(self) -> None:
-        """Decide whether there is memory for snapshots. Collective; called at the first checkpoint, when everything else is
-        allocated.
-        """
-        self._decided = True
-        lacking_hosts = lack_of_memory(self.world, size_bytes(self._snapshots.owned))
-        if lacking_hosts is not None:
-            self._may_thread = False
-            say(
-                f"Training waits while checkpoints are written: snapshots may use {units.percent(MAX_MEMORY_RATIO)} of the free "
-                f"host memory; {lacking_hosts}"
-            )
 
     def _send_or_write(self, path: Path, metadata: dict[str, Any], values: Live, began_s: float) -> None:
         """Runs in the background, or inline. ``values``: returns a tensor of this rank in host memory."""

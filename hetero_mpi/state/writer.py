@@ -60,12 +60,17 @@ class CheckpointWriter:
     def __enter__(self) -> CheckpointWriter:
         with self._discard_on_error():
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            _remove_leftovers(self.path.parent)
+            for leftover in self.path.parent.glob(".*.h5.tmp-*"):
+                if not leftover.name.endswith(PROCESS_MARK):
+                    leftover.unlink(missing_ok=True)
             self._sink = Sink(self._atomic_file.enter_context(atomic_write(self.path, durable=True)))
             self._file = h5py.File(self._sink, "w", libver=hdf5.LIBVER)
             for kind in (*KINDS, METADATA):
                 self._file.create_group(kind)
-            _write_header(self._file)
+            self._file.attrs["format"] = np.bytes_(hdf5.FORMAT)
+            self._file.attrs["format_version"] = np.int64(hdf5.FORMAT_VERSION)
+            self._file.attrs["program_version"] = np.bytes_(hetero_mpi.__version__)
+            self._file.attrs["description"] = np.bytes_(DESCRIPTION)
             for key, value in self.metadata.items():
                 _write_metadata(self._file[METADATA], key, value)
             self._sink.raise_error()
@@ -149,19 +154,6 @@ class CheckpointWriter:
         )
 
 
-def _remove_leftovers(directory: Path) -> None:
-    for leftover in directory.glob(".*.h5.tmp-*"):
-        if not leftover.name.endswith(PROCESS_MARK):
-            leftover.unlink(missing_ok=True)
-
-
-def _write_header(file: Any) -> None:
-    file.attrs["format"] = np.bytes_(hdf5.FORMAT)
-    file.attrs["format_version"] = np.int64(hdf5.FORMAT_VERSION)
-    file.attrs["program_version"] = np.bytes_(hetero_mpi.__version__)
-    file.attrs["description"] = np.bytes_(DESCRIPTION)
-
-
 def _write_metadata(group: Any, key: str, value: Any) -> None:
     if isinstance(value, np.ndarray):
         flat = np.asarray(value, order="C").astype(STORAGE[value.dtype.name], copy=False).reshape(-1)
@@ -231,7 +223,11 @@ class Sink(io.FileIO):
         self.seek(begin + len(view))
         self._window += written
         if self._window >= WINDOW_BYTES and self.error is None:
-            self._flush_window()
+            self._window = 0
+            with self._recording_error():
+                os.fsync(self.fileno())
+                if hasattr(os, "posix_fadvise"):
+                    os.posix_fadvise(self.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         return len(view)
 
     def truncate(self, size: int | None = None) -> int:
@@ -243,14 +239,6 @@ class Sink(io.FileIO):
         """Flush everything to disk. Raises OSError for this or any earlier failure."""
         self.raise_error()
         os.fsync(self.fileno())
-
-    def _flush_window(self) -> None:
-        """Flush everything to disk and, where the system supports it, drop the pages from memory."""
-        self._window = 0
-        with self._recording_error():
-            os.fsync(self.fileno())
-            if hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(self.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def raise_error(self) -> None:
         if self.error is not None:

@@ -336,7 +336,8 @@ def change_plan(context: RunContext, before: Share, report: PlanReport, state: S
     if before.trainer is not None:
         read = copy_trained_state(before.trainer, move_list)
         if before.trainer.held is not None:
-            frozen = before.trainer.held.frozen_layers(_layers_of(world.rank, report.plan))
+            kept_layers = [layer for layer, ranks in holders(report.plan).items() if rank in ranks]
+            frozen = before.trainer.held.frozen_layers(kept_layers)
         if world.rank in [*_grouped(before.own_plan), *_grouped(report.plan)]:
             frozen = {}  # parts of layers, or to be cut
         before.release_trainer()
@@ -354,10 +355,6 @@ def change_plan(context: RunContext, before: Share, report: PlanReport, state: S
     seconds = {"keep": copied_s - begin_s, "build": built_s - copied_s, "move": moved_s - built_s}
     _LOG.info("rank %d: %d bytes received; seconds of the change: %s", rank, received, seconds)
     return replace(share, seconds=seconds)
-
-
-def _layers_of(rank: int, plan: Plan) -> list[int]:
-    return [layer for layer, ranks in holders(plan).items() if rank in ranks]
 
 
 def _grouped(plan: Plan) -> list[int]:

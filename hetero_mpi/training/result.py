@@ -159,7 +159,6 @@ class ResultWriter(Protocol):
 
     def add(self, state: dict[str, torch.Tensor]) -> None:
         """One layer's parameters and constants, in host memory; the layers come in order."""
-        ...
 
 
 def result_writer(

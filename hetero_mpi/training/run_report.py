@@ -18,7 +18,6 @@ from hetero_mpi.comm.ranks.versions import own_versions
 from hetero_mpi.comm.ranks.world import CollectiveUserError, World
 from hetero_mpi.data.batch import steps_per_epoch
 from hetero_mpi.emulation.emulated_cluster import punctuality_lines
-from hetero_mpi.engine.trainer import Trainer
 from hetero_mpi.inference.generate import write_sample
 from hetero_mpi.job.load import job_to_dict
 from hetero_mpi.job.schema import ReportTable
@@ -188,12 +187,6 @@ def write_files(run_dir: Path, report_table: ReportTable) -> None:
             save_run_trace(run, run_dir / TRACE_NAME)
 
 
-def files_of(context: RunContext) -> dict[str, Path]:
-    """Report files: kind -> path."""
-    files = {"report": REPORT_NAME, "trace": TRACE_NAME} if context.job.report.write else {}
-    return {what: context.run_dir / name for what, name in files.items() if (context.run_dir / name).exists()}
-
-
 def write_result(context: RunContext, share: Share, state: State, other_programs: OtherPrograms) -> None:
     """Write the result and print the summary. Collective over the active ranks.
 
@@ -201,7 +194,25 @@ def write_result(context: RunContext, share: Share, state: State, other_programs
         UserError: rank 0 cannot write the result; names the newest checkpoint.
     """
     try:
-        _write_and_summarize(context, share, state, other_programs)
+        assert share.members is not None and share.trainer is not None
+        other_programs_text = other_programs.summary(share.members)
+        if share.emulation is not None:
+            say(*punctuality_lines(share.members, share.emulation))
+        share.members.current_action = "writing the result"
+        job, material = context.job, context.material
+        tokenizer, generation = (material.tokenizer, material.generation) if material is not None else (None, None)
+        result_directory = _result_directory(context)
+        if context.tuning.full:
+            save_model(share.trainer, result_directory, job.output.shard_bytes, tokenizer, generation)
+        else:
+            save_adapter(share.trainer, result_directory, base_name(context.loaded), tokenizer)
+        write_sample(share.trainer, context.loaded, tokenizer, context.run_dir)
+        if context.world.rank == 0:
+            with warn_on_failure("writing run.json"):
+                note_result(context.run_dir, state.step)
+            write_files(context.run_dir, context.job.report)
+            with warn_on_failure("printing the summary"):
+                _print_summary(context, share.report, state, result_directory, other_programs_text)
     except CollectiveUserError:
         raise
     except (UserError, OSError) as error:
@@ -211,21 +222,6 @@ def write_result(context: RunContext, share: Share, state: State, other_programs
             str(error) if isinstance(error, UserError) else f"the result cannot be written ({error.strerror or error})"
         )
         raise UserError("run.result_unwritable", f"{reason}; {checkpoint_text}") from error
-
-
-def _write_and_summarize(context: RunContext, share: Share, state: State, other_programs: OtherPrograms) -> None:
-    assert share.members is not None and share.trainer is not None
-    other_programs_text = other_programs.summary(share.members)
-    if share.emulation is not None:
-        say(*punctuality_lines(share.members, share.emulation))
-    share.members.current_action = "writing the result"
-    result_directory = _write_result(context, share.trainer)
-    if context.world.rank == 0:
-        with warn_on_failure("writing run.json"):
-            note_result(context.run_dir, state.step)
-        write_files(context.run_dir, context.job.report)
-        with warn_on_failure("printing the summary"):
-            _print_summary(context, share.report, state, result_directory, other_programs_text)
 
 
 def final_result(context: RunContext, report: PlanReport, state: State) -> TrainResult:
@@ -246,19 +242,6 @@ def final_result(context: RunContext, report: PlanReport, state: State) -> Train
     return shared_result
 
 
-def _write_result(context: RunContext, trainer: Trainer) -> Path:
-    """Write the model or the adapter, and a sample where the job asks for one. Collective; returns the result's directory."""
-    job, material = context.job, context.material
-    tokenizer, generation = (material.tokenizer, material.generation) if material is not None else (None, None)
-    directory = _result_directory(context)
-    if context.tuning.full:
-        save_model(trainer, directory, job.output.shard_bytes, tokenizer, generation)
-    else:
-        save_adapter(trainer, directory, base_name(context.loaded), tokenizer)
-    write_sample(trainer, context.loaded, tokenizer, context.run_dir)
-    return directory
-
-
 def _result_directory(context: RunContext) -> Path:
     return context.run_dir / ("model" if context.tuning.full else "adapter")
 
@@ -271,7 +254,10 @@ def _print_summary(context: RunContext, report: PlanReport, state: State, result
     written = {result_directory.name: result_directory}
     if state.newest_checkpoint is not None:
         written["checkpoint"] = state.newest_checkpoint
-    written |= files_of(context) | {"metrics": context.run_dir / "metrics.jsonl", "logs": context.run_dir / "logs"}
+    for what, name in {"report": REPORT_NAME, "trace": TRACE_NAME}.items() if context.job.report.write else ():
+        if (context.run_dir / name).exists():
+            written[what] = context.run_dir / name
+    written |= {"metrics": context.run_dir / "metrics.jsonl", "logs": context.run_dir / "logs"}
     entropy = context.dataset.unigram_entropy()
     changes, records = context.job.cluster.speed_changes(), learns_from(context.job.train.preference)
     notes = "; ".join(filter(None, [notes, _REFERENCE_POINT_NOTE if records == "labels" else ""]))

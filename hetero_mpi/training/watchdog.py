@@ -240,7 +240,10 @@ class Watchdog:
             standing = self._standing_reader.read_standing()
             self._heartbeat.beat(asdict(standing))
             if standing.still_s > self.limit_s and not self._stack_logged:
-                self._log_stack()
+                self._stack_logged = True
+                frame = sys._current_frames().get(self._main or 0)
+                lines = "".join(traceback.format_stack(frame)) if frame is not None else "unknown"
+                _LOG.error("no progress for %.0f s; the main thread is at:\n%s", self.limit_s, lines)
             if self._hangs(standing):
                 self._end()
 
@@ -256,13 +259,6 @@ class Watchdog:
         if self.world.rank != 0 or report is None or report["busy"]:
             return silent_s
         return silent_s + float(report["still_s"])
-
-    def _log_stack(self) -> None:
-        """Log the Python lines at which this rank's main thread is stuck."""
-        self._stack_logged = True
-        frame = sys._current_frames().get(self._main or 0)
-        lines = "".join(traceback.format_stack(frame)) if frame is not None else "unknown"
-        _LOG.error("no progress for %.0f s; the main thread is at:\n%s", self.limit_s, lines)
 
     def _end(self) -> None:
         time.sleep(_LOG_GRACE_S)

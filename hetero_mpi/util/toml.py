@@ -24,16 +24,7 @@ def loads(text: str) -> dict[str, Any]:
         raise TomlError(str(error)) from None
     except RecursionError:
         raise TomlError(_TOO_DEEP) from None
-    _check_limits(values)
-    return values
-
-
-_TOO_DEEP = f"tables and lists are nested more than {MAX_NESTING_DEPTH} deep"
-
-
-def _check_limits(values: Any) -> None:
-    """Raise TomlError beyond the limits, without recursion."""
-    depth, level = 0, [values]
+    depth, level = 0, list[Any]([values])
     while level:
         depth += 1
         if depth > MAX_NESTING_DEPTH:
@@ -42,3 +33,7 @@ def _check_limits(values: Any) -> None:
         if any(isinstance(value, int) and value.bit_length() > MAX_INTEGER_BITS for value in children):
             raise TomlError(f"a whole number has more than {MAX_INTEGER_BITS:,} bits")
         level = [value for value in children if isinstance(value, (dict, list))]
+    return values
+
+
+_TOO_DEEP = f"tables and lists are nested more than {MAX_NESTING_DEPTH} deep"

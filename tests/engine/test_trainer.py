@@ -147,18 +147,14 @@ def trained_once(
     plan = plan_of(chain, layouts[layout], LENGTH, schedule, recompute)
     threads = Threads(chain, plan, train, tuning, backend)
     if tuning is not None and tuning.adapter is not None:
-        _random_adapters(threads)
+        # With B at its usual zero, A has no gradient; larger values make models that no fp32 arithmetic follows to 1e-6.
+        for trainer in threads.trainers:
+            assert trainer.held is not None
+            for name, parameter in trainer.held.parameters.items():
+                generator = torch.Generator().manual_seed(len(name) + int(name.split(".")[2]))
+                value = 0.1 * torch.randn(parameter.shape, generator=generator)
+                set_parameter(trainer, name, value)
     return outcome_of(threads, **batch)
-
-
-def _random_adapters(threads: Threads) -> None:
-    """With B at its usual zero, A has no gradient. Larger values make models that no fp32 arithmetic follows to 1e-6."""
-    for trainer in threads.trainers:
-        assert trainer.held is not None
-        for name, parameter in trainer.held.parameters.items():
-            generator = torch.Generator().manual_seed(len(name) + int(name.split(".")[2]))
-            value = 0.1 * torch.randn(parameter.shape, generator=generator)
-            set_parameter(trainer, name, value)
 
 
 CHAINS = {tied: chain_of(tied) for tied in (False, True)}

@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -88,22 +87,8 @@ def interrupted(world: World) -> int:
     return 0
 
 
-WAYS: dict[str, Callable[[World], int]] = {
-    way.__name__.replace("_", "-"): way
-    for way in (
-        exception_while_others_wait,
-        exception_on_every_rank,
-        user_error_together,
-        user_error_everywhere,
-        user_error_alone,
-        exit_code,
-        other_versions,
-        interrupted,
-    )
-}
-
 if __name__ == "__main__":
-    code = run_guarded(WAYS[sys.argv[1]])
+    code = run_guarded(globals()[sys.argv[1].replace("-", "_")])
     if len(sys.argv) > 2:
         Path(sys.argv[2]).touch()
     sys.exit(code)

@@ -10,12 +10,13 @@ import contextlib
 import gc
 import importlib
 import io
+import itertools
 import json
 import resource
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -50,48 +51,38 @@ with eager_imports():  # as a rank of ``train`` does
     from hetero_mpi.training.setup.context import RunContext, Share, TrainOptions
     from hetero_mpi.training.training_run import train
 
-Breaking = contextlib.AbstractContextManager[None]
+Breaking = contextlib.AbstractContextManager[Any]
 
 
-@contextlib.contextmanager
-def nothing(world: World, entry: dict[str, Any]) -> Iterator[None]:
-    yield
+def on_rank(world: World, rank: int, patch: Breaking) -> Breaking:
+    """``patch`` on that rank alone."""
+    return patch if world.rank == rank else contextlib.nullcontext()
 
 
-@contextlib.contextmanager
-def model_is_elsewhere(world: World, entry: dict[str, Any]) -> Iterator[None]:
+def model_is_elsewhere(world: World, entry: dict[str, Any]) -> Breaking:
     """On the machine of ``entry["rank"]`` another directory lies at the model's path."""
-    if world.rank != entry["rank"]:
-        yield
-        return
-    with mock.patch.object(build, "model_directory", lambda loaded: Path(entry["elsewhere"])):
-        yield
+    elsewhere = mock.patch.object(build, "model_directory", lambda loaded: Path(entry["elsewhere"]))
+    return on_rank(world, entry["rank"], elsewhere)
 
 
-@contextlib.contextmanager
-def loading_fails(world: World, entry: dict[str, Any]) -> Iterator[None]:
+def loading_fails(world: World, entry: dict[str, Any]) -> Breaking:
     """``entry["rank"]`` cannot build its stage, for a reason that its user can put right."""
-    if world.rank != entry["rank"]:
-        yield
-        return
-    with mock.patch.object(build, "Stage", side_effect=UserError("test.fault", "the shelf is full: make room")):
-        yield
+    failing = mock.patch.object(build, "Stage", side_effect=UserError("test.fault", "the shelf is full: make room"))
+    return on_rank(world, entry["rank"], failing)
 
 
-@contextlib.contextmanager
-def forward_fails_on_rank_1(world: World, entry: dict[str, Any]) -> Iterator[None]:
+def forward_fails_on_rank_1(world: World, entry: dict[str, Any]) -> Breaking:
     """Rank 1's device gives up in the second step."""
     forward = Stage.forward
 
     def failing(
         stage: Stage, position: MicroBatch, x: torch.Tensor, targets: torch.Tensor | None = None
     ) -> torch.Tensor:
-        if world.rank == 1 and position.step == 1:
+        if position.step == 1:
             raise RuntimeError("the device fell off the bus")
         return forward(stage, position, x, targets)
 
-    with mock.patch.object(Stage, "forward", failing):
-        yield
+    return on_rank(world, 1, mock.patch.object(Stage, "forward", failing))
 
 
 @contextlib.contextmanager
@@ -114,18 +105,15 @@ def memory_is_limited_on_rank_1(world: World, entry: dict[str, Any]) -> Iterator
             resource.setrlimit(resource.RLIMIT_AS, before)
 
 
-@contextlib.contextmanager
-def rank_2_is_slow(world: World, entry: dict[str, Any]) -> Iterator[None]:
+def rank_2_is_slow(world: World, entry: dict[str, Any]) -> Breaking:
     """Rank 2 sleeps in every layer's forward: its processor time does not tell."""
     forward = Stage.forward
 
     def slow(stage: Stage, position: MicroBatch, x: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
-        if world.rank == 2:
-            time.sleep(0.03 * (stage.last - stage.first))
+        time.sleep(0.03 * (stage.last - stage.first))
         return forward(stage, position, x, targets)
 
-    with mock.patch.object(Stage, "forward", slow):
-        yield
+    return on_rank(world, 2, mock.patch.object(Stage, "forward", slow))
 
 
 class _Prompt(rebalance.Replanner):
@@ -162,27 +150,23 @@ def sums_are_slow(world: World, entry: dict[str, Any]) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def there_is_no_time_for_another_plan(world: World, entry: dict[str, Any]) -> Iterator[None]:
-    with mock.patch.object(trial, "allowance", lambda *of: Allowance(1, 0.1, most_s=0.0)):
-        yield
+def there_is_no_time_for_another_plan(world: World, entry: dict[str, Any]) -> Breaking:
+    return mock.patch.object(trial, "allowance", lambda *of: Allowance(1, 0.1, most_s=0.0))
 
 
-@contextlib.contextmanager
-def memory_lacks_in_the_trial(world: World, entry: dict[str, Any]) -> Iterator[None]:
+def memory_lacks_in_the_trial(world: World, entry: dict[str, Any]) -> Breaking:
     """Rank ``entry["rank"]`` has no memory for the first ``entry["times"]`` plans that are tried."""
     rehearse, left = trainer.Trainer.rehearse, entry["times"]
 
     def lacking(own: trainer.Trainer, batch: Batch) -> None:
         nonlocal left
-        if world.rank != entry["rank"] or left == 0 or not own.stages:
+        if left == 0 or not own.stages:
             return rehearse(own, batch)
         left -= 1
         with mock.patch.object(Stage, "forward", side_effect=torch.OutOfMemoryError("HIP out of memory. Tried it")):
             return rehearse(own, batch)
 
-    with mock.patch.object(trainer.Trainer, "rehearse", lacking):
-        yield
+    return on_rank(world, entry["rank"], mock.patch.object(trainer.Trainer, "rehearse", lacking))
 
 
 @contextlib.contextmanager
@@ -218,48 +202,32 @@ def a_small_device_is_left_clean(world: World, entry: dict[str, Any]) -> Iterato
         yield
 
 
-@contextlib.contextmanager
-def weights_are_locked(world: World, entry: dict[str, Any]) -> Iterator[None]:
+def weights_are_locked(world: World, entry: dict[str, Any]) -> Breaking:
     """Reading any tensor of the model's files is an error."""
-
-    def refuse(files: ModelFiles, name: str) -> torch.Tensor:
-        raise AssertionError(f"{name} was read")
-
-    with mock.patch.object(ModelFiles, "read", refuse):
-        yield
+    return mock.patch.object(ModelFiles, "read", side_effect=AssertionError("a tensor was read"))
 
 
-@contextlib.contextmanager
-def gradients_overflow_in_step_2(world: World, entry: dict[str, Any]) -> Iterator[None]:
+def gradients_overflow_in_step_2(world: World, entry: dict[str, Any]) -> Breaking:
     """Some gradient is infinite in the second step although the loss is finite, as happens in narrow dtypes."""
-    calls = 0
-    squared_norms = Optimizer.squared_norms
+    squared_norms, calls = Optimizer.squared_norms, itertools.count(1)
 
     def overflowing(optimizer: Optimizer) -> dict[str, float]:
-        nonlocal calls
-        calls += 1
         norms = squared_norms(optimizer)
-        return dict.fromkeys(norms, float("inf")) if calls == 2 else norms
+        return dict.fromkeys(norms, float("inf")) if next(calls) == 2 else norms
 
-    with mock.patch.object(Optimizer, "squared_norms", overflowing):
-        yield
+    return mock.patch.object(Optimizer, "squared_norms", overflowing)
 
 
-@contextlib.contextmanager
-def loss_is_no_number_in_step_2(world: World, entry: dict[str, Any]) -> Iterator[None]:
+def loss_is_no_number_in_step_2(world: World, entry: dict[str, Any]) -> Breaking:
     """The loss of the second step of this run is NaN."""
-    calls = 0
-    fill = StepDecider.fill
+    fill, calls = StepDecider.fill, itertools.count(1)
 
     def failing(
         decider: StepDecider, norms: dict[str, float], losses: dict[int, float], stop: bool, part: int
     ) -> NDArray[np.float64]:
-        nonlocal calls
-        calls += 1
-        return fill(decider, norms, dict.fromkeys(losses, float("nan")) if calls == 2 else losses, stop, part)
+        return fill(decider, norms, dict.fromkeys(losses, float("nan")) if next(calls) == 2 else losses, stop, part)
 
-    with mock.patch.object(StepDecider, "fill", failing):
-        yield
+    return mock.patch.object(StepDecider, "fill", failing)
 
 
 class Forced:
@@ -298,21 +266,14 @@ class Forced:
         print("no change follows")
 
 
-@contextlib.contextmanager
-def plans_change(world: World, entry: dict[str, Any]) -> Iterator[None]:
+def plans_change(world: World, entry: dict[str, Any]) -> Breaking:
     """``entry["changes"]``: pairs of a number of steps and the plan file to go on with."""
-    with mock.patch.object(training_run, "rebalancer_of", lambda *arguments: Forced(entry["changes"])):
-        yield
+    return mock.patch.object(training_run, "rebalancer_of", lambda *arguments: Forced(entry["changes"]))
 
 
-@contextlib.contextmanager
-def no_room_to_change(world: World, entry: dict[str, Any]) -> Iterator[None]:
+def no_room_to_change(world: World, entry: dict[str, Any]) -> Breaking:
     """Rank 1's host has hardly any memory left once it trains."""
-    if world.rank != 1:
-        yield
-        return
-    with mock.patch.object(saving, "host_memory", lambda: Memory(1000, "hardly any")):
-        yield
+    return on_rank(world, 1, mock.patch.object(saving, "host_memory", lambda: Memory(1000, "hardly any")))
 
 
 @contextlib.contextmanager
@@ -327,29 +288,6 @@ def something_beside_fails(world: World, entry: dict[str, Any]) -> Iterator[None
             failing = mock.patch(f"{module}.{path}", side_effect=RuntimeError("of a test"))
             patches.enter_context(failing)
         yield
-
-
-WAYS: dict[str, Callable[[World, dict[str, Any]], Breaking]] = {
-    way.__name__: way
-    for way in (
-        nothing,
-        model_is_elsewhere,
-        loading_fails,
-        forward_fails_on_rank_1,
-        memory_is_limited_on_rank_1,
-        rank_2_is_slow,
-        sums_are_slow,
-        there_is_no_time_for_another_plan,
-        memory_lacks_in_the_trial,
-        a_small_device_is_left_clean,
-        weights_are_locked,
-        gradients_overflow_in_step_2,
-        loss_is_no_number_in_step_2,
-        plans_change,
-        no_room_to_change,
-        something_beside_fails,
-    )
-}
 
 
 def damage(path: Path) -> None:
@@ -378,7 +316,8 @@ def outcome_of(world: World, entry: dict[str, Any]) -> dict[str, Any]:
     world.barrier()
     raised, text, code = "", "", 0
     printed = io.StringIO()
-    with contextlib.redirect_stdout(printed), WAYS[entry.get("breaks", "nothing")](world, entry):
+    broken = globals()[entry["breaks"]](world, entry) if "breaks" in entry else contextlib.nullcontext()
+    with contextlib.redirect_stdout(printed), broken:
         try:
             train(world, options_of(entry))
         except CollectiveUserError as error:  # what one rank raises alone ends all of them

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -68,18 +67,13 @@ def unwatched(world: World, transport: MpiTransport) -> None:
     time.sleep(1.0)
 
 
-WAYS: dict[str, Callable[[World, MpiTransport], None]] = {
-    way.__name__.replace("_", "-"): way for way in (goes_on, busy, stuck, asleep, unwatched)
-}
-
-
 def main(world: World) -> int:
     trainer: Any = SimpleNamespace(executor=None, latest=None, backend=Backend())
     with MpiTransport(world.comm) as transport:
         broken = sys.argv[1] == "unwatched" and world.rank == 1
         failing = mock.patch.object(StandingReader, "read_standing", side_effect=ZeroDivisionError)
         with failing if broken else contextlib.nullcontext(), Watchdog(world, LIMIT_S, trainer, transport):
-            WAYS[sys.argv[1]](world, transport)
+            globals()[sys.argv[1].replace("-", "_")](world, transport)
     return 0
 
 

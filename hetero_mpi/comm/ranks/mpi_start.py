@@ -163,7 +163,10 @@ def join() -> World:
     Raises UserError if no MPI library can be loaded, the launcher belongs to another MPI than the library (so that the world has
     the wrong size), or ranks run different sources of this package.
     """
-    _yield_idle_cores(os.environ)
+    # Where a host has more ranks than cores, Open MPI's waiting ranks yield theirs.
+    ranks_here = os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "1")
+    if ranks_here.isdigit() and int(ranks_here) > usable_cores():
+        os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
     for name, value in HOST_MEMORY_ONLY.items():
         os.environ.setdefault(name, value)
     ulfm.prepare(os.environ)
@@ -258,13 +261,6 @@ def host_labels(groups_of: Sequence[tuple[str, int]]) -> tuple[str, ...]:
     return tuple(
         name if number == 1 else f"{name}#{number}" for (name, _), number in zip(groups_of, numbers, strict=True)
     )
-
-
-def _yield_idle_cores(environment: dict[str, str] | os._Environ[str]) -> None:
-    """Make Open MPI's waiting ranks yield their core on a host with more ranks than cores. Read at MPI's start."""
-    ranks_here = environment.get("OMPI_COMM_WORLD_LOCAL_SIZE", "1")
-    if ranks_here.isdigit() and int(ranks_here) > usable_cores():
-        environment.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
 
 
 def _import_mpi() -> Any:

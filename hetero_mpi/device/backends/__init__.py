@@ -83,7 +83,12 @@ class Accelerator(Backend):
 
     def make_current(self) -> None:
         self.module().set_device(self.device)
-        _set_precision()
+        # Neither TF32 nor accumulation in reduced precision: GPUs differ from CPUs by rounding only.
+        torch.backends.cudnn.allow_tf32 = False
+        products = torch.backends.cuda.matmul
+        products.allow_tf32 = False
+        products.allow_bf16_reduced_precision_reduction = False
+        products.allow_fp16_reduced_precision_reduction = False
 
     def identity(self) -> str:
         properties = self._properties()
@@ -210,15 +215,6 @@ class Accelerator(Backend):
         super().seed(seed)
         # manual_seed() means the thread's current device.
         self.module().default_generators[self.index].manual_seed(seed)
-
-
-def _set_precision() -> None:
-    """Disable TF32 and reduced-precision accumulation, so that GPUs differ from CPUs by rounding only."""
-    torch.backends.cudnn.allow_tf32 = False
-    products = torch.backends.cuda.matmul
-    products.allow_tf32 = False
-    products.allow_bf16_reduced_precision_reduction = False
-    products.allow_fp16_reduced_precision_reduction = False
 
 
 def _read_sensor_files(folder: Path) -> dict[str, float]:

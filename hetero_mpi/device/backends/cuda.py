@@ -30,17 +30,14 @@ class CudaBackend(Accelerator):
         torch.backends.cuda.enable_cudnn_sdp(False)
         settled = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys()  # the second before torch 2.9
         if sys.platform == "linux" and not settled:
-            self._expand_segments()
-
-    def _expand_segments(self) -> None:
-        """Enable expandable segments, as batches of varying length fragment the memory."""
-        settings = getattr(torch._C, "_accelerator_setAllocatorSettings", None)  # from torch 2.9 on
-        settings = settings or torch.cuda.memory._set_allocator_settings
-        settings("expandable_segments:True")
-        try:
-            torch.empty(1, device=self.device)
-        except RuntimeError:  # WSL and some virtual GPUs have no such memory
-            settings("expandable_segments:False")
+            # Batches of varying length fragment a memory without expandable segments.
+            settings = getattr(torch._C, "_accelerator_setAllocatorSettings", None)  # from torch 2.9 on
+            settings = settings or torch.cuda.memory._set_allocator_settings
+            settings("expandable_segments:True")
+            try:
+                torch.empty(1, device=self.device)
+            except RuntimeError:  # WSL and some virtual GPUs have no such memory
+                settings("expandable_segments:False")
 
     def _without_kernels(self) -> str | None:
         capability = torch.cuda.get_device_capability(self.index)

@@ -159,10 +159,6 @@ def targets_of(options: DoctorOptions, launcher: Launcher | None) -> tuple[list[
         requested = [Target(name, "", name, False, prefix=local_prefix, ranks=count) for name, count in slots.items()]
     else:
         return [Target(socket.gethostname(), "127.0.0.1", "localhost", True, prefix=local_prefix)], []
-    return _with_addresses(requested)
-
-
-def _with_addresses(requested: Sequence[Target]) -> tuple[list[Target], list[Target]]:
     local_ips = {item.address for item in local_addresses()}
     resolved: list[Target] = []
     unknown: list[Target] = []

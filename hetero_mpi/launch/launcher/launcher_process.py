@@ -122,7 +122,13 @@ def start_process(command: CommandLine, stdin: int | None = None) -> tuple[subpr
 
     Raises UserError if the launcher's folder for temporary files is full.
     """
-    check_temporary_folder()
+    folder = folder_space(temporary_folder(), must_exist=True)
+    if folder["problem"]:
+        remedy = "free some space, or choose another folder, such as `export TMPDIR=/var/tmp`"
+        raise UserError(
+            "launch.temporary_folder",
+            f"{folder['path']}, the folder for temporary files, {folder['problem']}: {remedy}",
+        )
     environment = {**_session_folder(command.arguments), **with_home(os.environ), **command.environment}
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         environment[UNWATCHED_VARIABLE] = "1"
@@ -213,17 +219,6 @@ def _running_in(session: int) -> list[int]:
             if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
                 running.append(process.pid)
     return running
-
-
-def check_temporary_folder() -> None:
-    """Reject a full or unwritable folder for temporary files, where the launcher cannot start, with a UserError."""
-    folder = folder_space(temporary_folder(), must_exist=True)
-    if folder["problem"]:
-        remedy = "free some space, or choose another folder, such as `export TMPDIR=/var/tmp`"
-        raise UserError(
-            "launch.temporary_folder",
-            f"{folder['path']}, the folder for temporary files, {folder['problem']}: {remedy}",
-        )
 
 
 class ErrorStream:

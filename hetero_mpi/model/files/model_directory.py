@@ -193,7 +193,16 @@ class ModelDirectoryWriter(WholeDirectory):
         assert not self._awaited, f"never added: {sorted(self._awaited)}"
         self._write_shard()
         self._name_shards()
-        self._write_configuration()
+        # Not by save_pretrained, whose validation could fail a finished run for a warning.
+        config = copy.deepcopy(self._model.config)
+        config.architectures = [type(self._model).__name__]
+        config.dtype = str(max(self._bytes_of, key=lambda dtype: self._bytes_of[dtype])).removeprefix("torch.")
+        self._write_keys(CONFIG, json.loads(config.to_json_string(use_diff=True)))
+        generation = self._model.generation_config if self._model.can_generate() else None
+        if self._generation is not None:
+            self._write_keys(GENERATION, self._generation)
+        elif generation is not None:
+            self._write_keys(GENERATION, json.loads(generation.to_json_string(use_diff=True)))
 
     def _write_shard(self) -> None:
         self._shards.append(list(self._buffer))
@@ -218,20 +227,8 @@ class ModelDirectoryWriter(WholeDirectory):
         index = {"metadata": metadata, "weight_map": weight_map}
         (self.path / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
-    def _write_configuration(self) -> None:
-        """As save_pretrained, but without its validation, which could fail a finished run for a warning, and without ``use_cache``,
-        which is off in training and would make ``generate()`` recompute every prefix."""
-        config = copy.deepcopy(self._model.config)
-        config.architectures = [type(self._model).__name__]
-        config.dtype = str(max(self._bytes_of, key=lambda dtype: self._bytes_of[dtype])).removeprefix("torch.")
-        self._write_keys(CONFIG, json.loads(config.to_json_string(use_diff=True)))
-        generation = self._model.generation_config if self._model.can_generate() else None
-        if self._generation is not None:
-            self._write_keys(GENERATION, self._generation)
-        elif generation is not None:
-            self._write_keys(GENERATION, json.loads(generation.to_json_string(use_diff=True)))
-
     def _write_keys(self, name: str, keys: Mapping[str, Any]) -> None:
+        # ``use_cache`` is off in training; in the files it would make ``generate()`` recompute every prefix.
         written_keys = {key: value for key, value in keys.items() if key != "use_cache"}
         (self.path / name).write_text(json.dumps(written_keys, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 

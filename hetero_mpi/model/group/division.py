@@ -179,13 +179,10 @@ class _Rules:
             for name, spec_of_experts in self._chain.parameters.items()
             if name.startswith(f"{module}.")
         )
-        bounds = self._expert_bounds(count)
+        bounds = (0, *accumulate(self._experts)) if self._experts is not None else self._in_proportion(count, 1)
         if adapter == "B":
             return Division(Holding.CUT, 1, bounds, spec.shape[1] // count)
         return Division(Holding.CUT, 0, tuple(spec.shape[0] // count * bound for bound in bounds))
-
-    def _expert_bounds(self, count: int) -> tuple[int, ...]:
-        return (0, *accumulate(self._experts)) if self._experts is not None else self._in_proportion(count, 1)
 
     def _in_proportion(self, width: int, unit: int) -> tuple[int, ...]:
         """Bounds at whole units, in proportion to the shares."""

@@ -261,20 +261,15 @@ class ExpertShare:
     def _choose(self, module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         """Map choices of other ranks' experts to index ``count``, which transformers' kernels skip."""
         hidden_states, choices, weights, *rest = arguments
-        choices, weights = _leader_choices(choices, weights, self._link)
+        with torch.no_grad():  # all members take the leader's choices; indices of experts are exact in fp32
+            wide = torch.promote_types(weights.dtype, torch.float32)
+            packed = torch.stack((choices.to(wide), weights.to(wide)))
+            packed = self._link.sum(packed if self._link.member == 0 else torch.zeros_like(packed))
+            difference = packed[1].to(weights.dtype) - weights
+        choices, weights = packed[0].to(choices.dtype), weights + difference
         local_choices = choices - self._first
         foreign = (local_choices < 0) | (local_choices >= self._count)
         return hidden_states, local_choices.masked_fill(foreign, self._count), weights.masked_fill(foreign, 0.0), *rest
-
-
-def _leader_choices(choices: torch.Tensor, weights: torch.Tensor, link: GroupLink) -> tuple[torch.Tensor, torch.Tensor]:
-    """Broadcast the leader's choices and weights. (Expert indices are exact in fp32.)"""
-    with torch.no_grad():
-        wide = torch.promote_types(weights.dtype, torch.float32)
-        packed = torch.stack((choices.to(wide), weights.to(wide)))
-        packed = link.sum(packed if link.member == 0 else torch.zeros_like(packed))
-        difference = packed[1].to(weights.dtype) - weights
-    return packed[0].to(choices.dtype), weights + difference
 
 
 def _anchor(module: nn.Module, arguments: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:

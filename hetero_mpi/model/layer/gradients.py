@@ -128,18 +128,15 @@ class WeightGradients:
             for weight, pairs in uses.items():
                 # The gradients of a layer that is called several times are added before accumulation, as in autograd.
                 gradient = reduce(torch.add, (dy.flatten(0, -2).t().mm(x.flatten(0, -2)) for x, dy in pairs))
-                self._accumulate(weight, gradient)
+                # At once, while the gradient is in the cache.
+                if weight in self.adders:
+                    self.adders[weight](gradient)
+                elif weight.grad is None:
+                    weight.grad = gradient
+                else:
+                    weight.grad.add_(gradient)
             if finished is not None:
                 finished(layer)
-
-    def _accumulate(self, weight: nn.Parameter, gradient: torch.Tensor) -> None:
-        """Accumulate as autograd does, at once, while the gradient is in the cache."""
-        if weight in self.adders:
-            self.adders[weight](gradient)
-        elif weight.grad is None:
-            weight.grad = gradient
-        else:
-            weight.grad.add_(gradient)
 
     def bytes_by_layer(self) -> dict[int, int]:
         """Layer -> bytes of its entries of all micro-batches; a storage shared by several layers counts once."""

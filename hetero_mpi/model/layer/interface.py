@@ -216,7 +216,6 @@ class Start(Protocol):
 
     def fill(self, chain: Any, model: Any, layer: int) -> None:
         """Fill a layer of a chain's frame, fp32 in host memory. Some implementations support one kind of chain only."""
-        ...
 
 
 def embedding_matrices(module: nn.Module) -> set[str]:

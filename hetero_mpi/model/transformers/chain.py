@@ -48,21 +48,15 @@ def build_on_meta(config: PreTrainedConfig) -> PreTrainedModel:
             f"transformers builds no {config.model_type} model of this configuration ({type(error).__name__}: {error}); correct "
             f"the values in config.json, or in [model.config]",
         ) from error
-    _constants_to_parameters(model)
-    return model
-
-
-def _constants_to_parameters(model: PreTrainedModel) -> None:
-    """Buffers that are in a model's files (a router's correction, a layer's scale) become frozen parameters.
-
-    So one mechanism reads, places, keeps and writes whatever is in the files.
-    """
+    # Buffers in a model's files (a router's correction, a layer's scale) become frozen parameters, as which they are read,
+    # placed, kept and written.
     in_files = model.state_dict().keys()
     for prefix, module in model.named_modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
             if f"{prefix}.{name}" in in_files:
                 delattr(module, name)
                 module.register_parameter(name, nn.Parameter(buffer, requires_grad=False))
+    return model
 
 
 def random_rates(model: nn.Module) -> list[tuple[nn.Module, str]]:

@@ -59,11 +59,9 @@ class TensorSource(Protocol):
     @property
     def names(self) -> Mapping[str, Any]:
         """All tensors, in the same order on every rank."""
-        ...
 
     def read_layer(self, layer: int, names: Sequence[str]) -> dict[str, torch.Tensor]:
         """The tensors of one layer of the chain, in their own dtype, in host memory. Layers are asked for in increasing order."""
-        ...
 
 
 class FileStart:

@@ -173,17 +173,7 @@ def _with_links(profile: ClusterProfile, plan: Plan, measured: Mapping[Pair, Rat
 
 def _link_ratios(profile: ClusterProfile, plan: Plan, pair: Pair, ratios: Ratios) -> list[float]:
     """Ratios of the link alone: copies at both ends keep their predicted time."""
-    size = _message_bytes(profile, plan, pair)
-    link = profile.link(*pair)
-    link_s = link.latency_s + size / link.bytes_per_s
-    copies_s = profile.transfer_s(*pair, size) - link_s
-    if link_s <= 0:
-        return []
-    return [max(MIN_LINK_RATIO, (ratio * (link_s + copies_s) - copies_s) / link_s) for ratio in ratios if ratio > 0]
-
-
-def _message_bytes(profile: ClusterProfile, plan: Plan, pair: Pair) -> float:
-    """The largest message between two ranks: activations, else a share of the largest layer's gradients."""
+    # Of the largest message between two ranks: activations, else a share of the largest layer's gradients.
     model, sizes = profile.model, [0.0]
     for pipeline in plan.pipelines:
         for before, after in itertools.pairwise(pipeline.stages):
@@ -191,7 +181,13 @@ def _message_bytes(profile: ClusterProfile, plan: Plan, pair: Pair) -> float:
                 tokens = pipeline.micro_batch * plan.sequence_length
                 sizes.append(tokens * model.sent_bytes_per_token(after.first - 1))
     gradients = GRADIENT_BYTES * max(layer.trainable_parameters for layer in model.layers)
-    return max(sizes) or max(1.0, gradients / max(2, len(plan.pipelines)))
+    size = max(sizes) or max(1.0, gradients / max(2, len(plan.pipelines)))
+    link = profile.link(*pair)
+    link_s = link.latency_s + size / link.bytes_per_s
+    copies_s = profile.transfer_s(*pair, size) - link_s
+    if link_s <= 0:
+        return []
+    return [max(MIN_LINK_RATIO, (ratio * (link_s + copies_s) - copies_s) / link_s) for ratio in ratios if ratio > 0]
 
 
 def _slower(link: AnyLink, ratio: float) -> AnyLink:

@@ -62,8 +62,15 @@ def with_groups(
         best_s: step time without groups; None: nothing fits without.
         crowded: ranks with less than a core per thread, which join no group: members would wait for them in every layer.
     """
-    hosts = _groupable_devices(profile, crowded)
-    if not _may_have_groups(profile, request) or not hosts:
+    # Measured devices need a time for half the heads, since small layers divide badly.
+    devices_by_host: dict[str, list[DeviceProfile]] = {}
+    for device in usable_devices(profile):
+        if device.rank not in crowded and (device.halved or profile.source != MEASURED):
+            devices_by_host.setdefault(device.host, []).append(device)
+    hosts = [devices for devices in devices_by_host.values() if len(devices) > 1]
+    may_group = request.groups and request.schedule == "auto" and not profile.emulated
+    divisible = (profile.model.heads or 0) > 1 and len(profile.devices) <= MAX_GROUP_SEARCH_RANKS
+    if not may_group or not divisible or not hosts:
         return None
     limit_s = math.inf if best_s is None else best_s * (1 - MIN_GAIN_RATIO)
     sizes = tuple({*request.micro_batch_choices, *request.alone_micro_batch_choices})
@@ -77,20 +84,6 @@ def improve_group_plan(plan: Plan, profile: ClusterProfile, request: PlanRequest
     """Move heads, experts and layers between ranks as long as the step gets shorter."""
     fitter = Fitter(profile, request)
     return fitter.descended(plan, fitter.step_s(plan), _neighbours)[0]
-
-
-def _may_have_groups(profile: ClusterProfile, request: PlanRequest) -> bool:
-    may_group = request.groups and request.schedule == "auto" and not profile.emulated
-    return may_group and (profile.model.heads or 0) > 1 and len(profile.devices) <= MAX_GROUP_SEARCH_RANKS
-
-
-def _groupable_devices(profile: ClusterProfile, crowded: Collection[int]) -> list[list[DeviceProfile]]:
-    """Devices that may form groups, by host. Measured ones need a time for half the heads, since small layers divide badly."""
-    devices_by_host: dict[str, list[DeviceProfile]] = {}
-    for device in usable_devices(profile):
-        if device.rank not in crowded and (device.halved or profile.source != MEASURED):
-            devices_by_host.setdefault(device.host, []).append(device)
-    return [devices for devices in devices_by_host.values() if len(devices) > 1]
 
 
 class GroupSearch:

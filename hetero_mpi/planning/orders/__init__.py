@@ -25,7 +25,6 @@ class Order(Protocol):
 
         Backwards come in micro-batch order on all stages, as gradients accumulate in it.
         """
-        ...
 
 
 class Interleaving(Protocol):
@@ -39,7 +38,6 @@ class Interleaving(Protocol):
 
         Backwards come in micro-batch order on every stage. A rank's later stages end before its earlier ones.
         """
-        ...
 
 
 ORDERS: dict[str, Order | Interleaving] = {name: plug_in(__name__, name) for name in plug_in_names(__name__)}

@@ -75,7 +75,16 @@ def _decode(kind: Any, data: Any, path: str, problems: list[str]) -> Any:
         }
     if isinstance(kind, types.UnionType):
         return _decode(next(of for of in arguments if of is not type(None)), data, path, problems)
-    return _decode_scalar(kind, data, path, problems)
+    if kind is float:
+        if isinstance(data, str) and data in ("inf", "-inf"):
+            return float(data)
+        if isinstance(data, (int, float)) and not isinstance(data, bool) and not math.isnan(data):
+            return float(data)
+        return _refuse(path, data, "must be a number", problems)
+    if type(data) is kind:
+        return data
+    words = {int: "a whole number without a decimal point", str: "a text in quotes", bool: "true or false"}
+    return _refuse(path, data, f"must be {words[kind]}", problems)
 
 
 def _key_text(key: object) -> str:
@@ -88,19 +97,6 @@ def _key_text(key: object) -> str:
 
 def _key(kind: Any, text: str) -> Any:
     return tuple(map(int, text.split(","))) if typing.get_origin(kind) is tuple else kind(text)
-
-
-def _decode_scalar(kind: type, data: Any, path: str, problems: list[str]) -> Any:
-    if kind is float:
-        if isinstance(data, str) and data in ("inf", "-inf"):
-            return float(data)
-        if isinstance(data, (int, float)) and not isinstance(data, bool) and not math.isnan(data):
-            return float(data)
-        return _refuse(path, data, "must be a number", problems)
-    if type(data) is kind:
-        return data
-    words = {int: "a whole number without a decimal point", str: "a text in quotes", bool: "true or false"}
-    return _refuse(path, data, f"must be {words[kind]}", problems)
 
 
 def _decode_record(kind: type, data: Any, path: str, problems: list[str]) -> Any:
@@ -127,10 +123,8 @@ def _decode_record(kind: type, data: Any, path: str, problems: list[str]) -> Any
         return _refuse(path, data, str(error), problems)
 
 
-@functools.cache
-def _hints(kind: type) -> dict[str, Any]:
-    """Cached: a large cluster's profile has tens of thousands of links."""
-    return typing.get_type_hints(kind)
+_hints = functools.cache(typing.get_type_hints)
+"""Cached: a large cluster's profile has tens of thousands of links."""
 
 
 def _refuse(path: str, data: Any, rule: str, problems: list[str]) -> None:

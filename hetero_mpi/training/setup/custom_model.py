@@ -227,7 +227,26 @@ def checked_layers(model: LayeredModel, pairs: tuple[Pair, Pair], seed: int) -> 
         if model.existing:  # builders have the buffers' values only
             shape = replace(shape, start={inner: shape.start[inner] for inner in shape.buffers})
         shapes.append(shape)
-    _check_loss(model, x, targets)
+    with torch.no_grad():
+        try:
+            total, *single = (model.loss(x[rows], targets[rows]) for rows in (slice(0, 2), slice(0, 1), slice(1, 2)))
+        except Exception as error:  # as above
+            raise UserError(
+                "custom.loss",
+                f"LayeredModel.loss fails on outputs of shape {tuple(x.shape)} and targets of shape {tuple(targets.shape)} "
+                f"({targets.dtype}): {type(error).__name__}: {error}",
+            ) from error
+    if not isinstance(total, torch.Tensor) or total.ndim != 0 or not total.is_floating_point():
+        raise UserError(
+            "custom.loss",
+            'LayeredModel.loss must give a scalar tensor: the sum of the samples\' losses (reduction="sum")',
+        )
+    if not _all_close(total, single[0] + single[1]):
+        raise UserError(
+            "custom.loss",
+            f"LayeredModel.loss must be the sum of the samples' losses: it is {float(total):.6g} for two samples and "
+            f'{float(single[0]):.6g} and {float(single[1]):.6g} for each alone; use reduction="sum"',
+        )
     return tuple(shapes)
 
 
@@ -300,7 +319,20 @@ def _inspect(name: str, builder: Builder, x: torch.Tensor, seed: int, last: bool
             f"layer {name!r} changes its input in place: the tensor may have come from another rank. Its first operation must "
             f"make a new one (inplace=False)",
         )
-    _check_output(name, y, last)
+    if not isinstance(y, torch.Tensor):
+        raise UserError(
+            "custom.layer_output",
+            f"layer {name!r} gives a {type(y).__name__}: every layer takes one tensor and gives one tensor",
+        )
+    if y.ndim == 0 or len(y) != 2:
+        raise UserError(
+            "custom.layer_output",
+            f"layer {name!r} makes a tensor of shape {tuple(y.shape)} of two samples: the first dimension must count samples",
+        )
+    if not last and y.dtype != torch.float32:
+        raise UserError(
+            "custom.layer_output", f"layer {name!r} gives {y.dtype}: tensors between layers are torch.float32"
+        )
     if any(not torch.equal(buffer, buffers[inner]) for inner, buffer in layer.named_buffers()):
         raise UserError(
             "custom.buffers",
@@ -343,48 +375,6 @@ def _run(name: str, layer: Callable[[torch.Tensor], Any], x: torch.Tensor, seed:
                 f"layer {name!r} fails on an input of shape {tuple(x.shape)} ({x.dtype}): {type(error).__name__}: {error}",
             ) from error
         return y, not torch.equal(before, torch.default_generator.get_state())
-
-
-def _check_output(name: str, y: Any, last: bool) -> None:
-    if not isinstance(y, torch.Tensor):
-        raise UserError(
-            "custom.layer_output",
-            f"layer {name!r} gives a {type(y).__name__}: every layer takes one tensor and gives one tensor",
-        )
-    if y.ndim == 0 or len(y) != 2:
-        raise UserError(
-            "custom.layer_output",
-            f"layer {name!r} makes a tensor of shape {tuple(y.shape)} of two samples: the first dimension must count samples",
-        )
-    if not last and y.dtype != torch.float32:
-        raise UserError(
-            "custom.layer_output", f"layer {name!r} gives {y.dtype}: tensors between layers are torch.float32"
-        )
-
-
-def _check_loss(model: LayeredModel, outputs: torch.Tensor, targets: torch.Tensor) -> None:
-    with torch.no_grad():
-        try:
-            total, *single = (
-                model.loss(outputs[rows], targets[rows]) for rows in (slice(0, 2), slice(0, 1), slice(1, 2))
-            )
-        except Exception as error:  # as above
-            raise UserError(
-                "custom.loss",
-                f"LayeredModel.loss fails on outputs of shape {tuple(outputs.shape)} and targets of shape {tuple(targets.shape)} "
-                f"({targets.dtype}): {type(error).__name__}: {error}",
-            ) from error
-    if not isinstance(total, torch.Tensor) or total.ndim != 0 or not total.is_floating_point():
-        raise UserError(
-            "custom.loss",
-            'LayeredModel.loss must give a scalar tensor: the sum of the samples\' losses (reduction="sum")',
-        )
-    if not _all_close(total, single[0] + single[1]):
-        raise UserError(
-            "custom.loss",
-            f"LayeredModel.loss must be the sum of the samples' losses: it is {float(total):.6g} for two samples and "
-            f'{float(single[0]):.6g} and {float(single[1]):.6g} for each alone; use reduction="sum"',
-        )
 
 
 def _all_close(first: torch.Tensor, second: torch.Tensor) -> bool:

@@ -306,7 +306,15 @@ def _model_keys(loaded: LoadedJob) -> tuple[dict[str, Any], dict[str, Any] | Non
     else:
         assert model.config is not None
         config = read_config(loaded.resolve(model.config)).to_dict()
-    _check_model(loaded, config)
+    # Before a long corpus is tokenized.
+    positions = getattr(read_config(config), "max_position_embeddings", None)
+    length = loaded.job.data.sequence_length
+    if positions is not None and length > positions:
+        raise UserError(
+            "data.sequence_length",
+            f"{loaded.path}: [data] sequence_length = {length}: the model has positions for {positions} tokens "
+            f"(max_position_embeddings); shorten the sequences",
+        )
     return config, generation, notes
 
 
@@ -331,18 +339,6 @@ def _placed(dataset: Dataset, config: dict[str, Any]) -> tuple[Dataset, list[str
             f"quite what it has alone"
         )
     return dataset.placed() if depends_on_length(read_config(config)) else dataset, notes
-
-
-def _check_model(loaded: LoadedJob, config: dict[str, Any]) -> None:
-    """Refuse a model that cannot be trained, before a long corpus is tokenized."""
-    positions = getattr(read_config(config), "max_position_embeddings", None)
-    length = loaded.job.data.sequence_length
-    if positions is not None and length > positions:
-        raise UserError(
-            "data.sequence_length",
-            f"{loaded.path}: [data] sequence_length = {length}: the model has positions for {positions} tokens "
-            f"(max_position_embeddings); shorten the sequences",
-        )
 
 
 def _grown(config: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> list[str]:

@@ -93,14 +93,29 @@ def set_up(world: World, transport: Transport, loaded: LoadedJob, run_dir: Path)
     """Open the devices, read the data (rank 0) and build the model's chain without weights. Collective."""
     job, material = loaded.job, None
     backend, cores, threads = open_rank(world, job.cluster)
-    _say_ranks(world, backend, threads)
+    rows = world.all_gather_json([world.host, backend.name, backend.description(), threads])
+    say(f"hetero_mpi {hetero_mpi.__version__}, {world.library}, {world.size} rank{'s' if world.size > 1 else ''}")
+    alike: dict[str, list[int]] = {}
+    for rank, (host, name, description, count) in enumerate(rows):
+        alike.setdefault(f"{host}, {name} ({description}), {units.plural(count, 'thread')}", []).append(rank)
+    say(*(f"  {units.ranks(ranks)}: {text}{' each' if len(ranks) > 1 else ''}" for text, ranks in alike.items()))
     loaded = _with_dtype(world, loaded, backend)
     job = loaded.job
     with world.on_leader("preparing the data"):
         if world.rank == 0:
             material = prepare(loaded)
     loaded = _with_adapter(world, loaded, material.tokenizer if material is not None else None)
-    loaded = _with_steps(world, loaded, len(material.dataset.train) if material is not None else None)
+    # Epochs and relative intervals become numbers of steps.
+    samples = len(material.dataset.train) if material is not None else None
+    train, checkpoint, steps = loaded.job.train, loaded.job.checkpoint, loaded.job.train.steps
+    if train.epochs is not None:
+        per_epoch = steps_per_epoch(samples or 0, train.global_batch, train.last_batch == "smaller")
+        steps = world.broadcast_json(math.ceil(train.epochs * per_epoch))
+    tables = {
+        "train": train.model_copy(update={"steps": steps, "evaluate_every": steps_of(train.evaluate_every, steps)}),
+        "checkpoint": checkpoint.model_copy(update={"every": steps_of(checkpoint.every, steps)}),
+    }
+    loaded = replace(loaded, job=loaded.job.model_copy(update=tables))
     job = loaded.job
     keys = world.broadcast_json(material.config if material is not None else None)
     chain: LayerChain
@@ -139,23 +154,11 @@ def set_up(world: World, transport: Transport, loaded: LoadedJob, run_dir: Path)
 def open_rank(world: World, cluster: ClusterTable) -> tuple[Backend, float, int]:
     """This rank's device, the CPU cores that it can count on, and the threads it computes with. Collective."""
     backend = open_device(world, cluster.device)
-    cores = share_of_cores(world, backend)
+    everyone = world.all_gather_json([world.host, allowed_cores(), core_quota(), backend.name == "cpu"])
+    cores = cores_of(world.rank, [Cores(host, tuple(allowed), *more) for host, allowed, *more in everyone])
     threads = cluster.threads if isinstance(cluster.threads, int) else default_threads(cores)
     torch.set_num_threads(threads)  # the bits of a matrix product may depend on their number
     return backend, cores, threads
-
-
-def _with_steps(world: World, loaded: LoadedJob, samples: int | None) -> LoadedJob:
-    """Resolve epochs of ``samples`` (on rank 0) and relative intervals to numbers of steps. Collective."""
-    train, checkpoint, steps = loaded.job.train, loaded.job.checkpoint, loaded.job.train.steps
-    if train.epochs is not None:
-        per_epoch = steps_per_epoch(samples or 0, train.global_batch, train.last_batch == "smaller")
-        steps = world.broadcast_json(math.ceil(train.epochs * per_epoch))
-    tables = {
-        "train": train.model_copy(update={"steps": steps, "evaluate_every": steps_of(train.evaluate_every, steps)}),
-        "checkpoint": checkpoint.model_copy(update={"every": steps_of(checkpoint.every, steps)}),
-    }
-    return replace(loaded, job=loaded.job.model_copy(update=tables))
 
 
 def _with_adapter(world: World, loaded: LoadedJob, tokenizer: PreTrainedTokenizerFast | None) -> LoadedJob:
@@ -255,25 +258,10 @@ def _wrong_product(world: World, backend: Backend) -> str:
     return f"{text}. All checks: python -m hetero_mpi doctor --selftest"
 
 
-def share_of_cores(world: World, backend: Backend) -> float:
-    """CPU cores this rank can count on, of those it may run on. Collective."""
-    everyone = world.all_gather_json([world.host, allowed_cores(), core_quota(), backend.name == "cpu"])
-    return cores_of(world.rank, [Cores(host, tuple(cores), *more) for host, cores, *more in everyone])
-
-
 def default_threads(cores: float) -> int:
     """Threads under "auto": ``OMP_NUM_THREADS`` if set (of a list, one for each level, the first), else one per whole core."""
     setting = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     return int(setting) if setting.isdigit() and int(setting) > 0 else max(1, int(cores))
-
-
-def _say_ranks(world: World, backend: Backend, threads: int) -> None:
-    rows = world.all_gather_json([world.host, backend.name, backend.description(), threads])
-    say(f"hetero_mpi {hetero_mpi.__version__}, {world.library}, {world.size} rank{'s' if world.size > 1 else ''}")
-    alike: dict[str, list[int]] = {}
-    for rank, (host, name, description, count) in enumerate(rows):
-        alike.setdefault(f"{host}, {name} ({description}), {units.plural(count, 'thread')}", []).append(rank)
-    say(*(f"  {units.ranks(ranks)}: {text}{' each' if len(ranks) > 1 else ''}" for text, ranks in alike.items()))
 
 
 def check_optimizer(train: TrainTable, backend: Backend, who: str) -> None:

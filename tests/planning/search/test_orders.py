@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hetero_mpi.planning.search.orders import Candidates, Orders
+from hetero_mpi.planning.search.orders import Candidates
 from hetero_mpi.planning.search.pipelines import used
 from hetero_mpi.planning.search.search import Search
 from hetero_mpi.planning.types.request import PlanRequest
@@ -14,14 +14,10 @@ from tests.planning.search.test_annealing import REQUEST, cluster
 from tests.support.planning_samples import SEQUENCE, make_model, make_profile
 
 
-def orders_of(ranks: int, number: int = 1) -> Orders:
-    request = PlanRequest(12, SEQUENCE, (1,), max_pipelines=ranks)
-    return Search(make_profile([1.0] * ranks, make_model(6)), request).orders(number)
-
-
 def test_one_rank_takes_what_it_computes() -> None:
     """12 sequences of embedding 0.3, six blocks of 3 and a head of 1.5 s."""
-    orders = orders_of(1)
+    request = PlanRequest(12, SEQUENCE, (1,), max_pipelines=1)
+    orders = Search(make_profile([1.0], make_model(6)), request).orders(1)
     least_s = orders.least(orders.random_candidates(1, np.random.default_rng(0)), 1.0)
     assert least_s.tolist() == pytest.approx([12 * 19.8] * len(least_s), rel=0.01)
 
