@@ -7,8 +7,6 @@ Importing the package is cheap: public names, torch, mpi4py and transformers are
 none of these three packages.
 """
 
-from __future__ import annotations
-
 import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -5,8 +5,6 @@ copy is two to three times as fast as with 4 KiB pages (benchmarks/RESULTS.md). 
 request. On other systems this module returns ordinary memory.
 """
 
-from __future__ import annotations
-
 import mmap
 import sys
 

@@ -7,8 +7,6 @@ home links are asymmetric. Then each host with several ranks sends and receives 
 hardly exceeds that of one rank, the ranks share a NIC.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import time

@@ -8,8 +8,6 @@ after request freed") if bytes of a failed request are still in flight, as happe
 exchanges are synchronous; otherwise a short one could be freed before it has left.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -8,8 +8,6 @@ contention for the core or the interpreter lock. One lock makes MPI calls exclus
 With nothing pending the communication thread makes no MPI call, so that collectives on the main thread have MPI to themselves.
 """
 
-from __future__ import annotations
-
 import queue
 import threading
 import time

@@ -32,8 +32,6 @@ Yuan 2009)::
     ring                                7/8            7/8        7/8
 """
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """The command ``inspect CHECKPOINT``: a checkpoint's contents, and verification of its checksums."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

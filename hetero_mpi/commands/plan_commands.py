@@ -3,8 +3,6 @@
 The profile holds the model's costs, so a laptop can plan for any cluster whose profile it has.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace

@@ -3,8 +3,6 @@
 Uses the set-up of ``train``, so that the measurements match a run; trains nothing and writes no run directory.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from hetero_mpi.comm.mpi_transport import MpiTransport

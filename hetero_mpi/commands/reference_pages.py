@@ -4,8 +4,6 @@ The fields of ``job/schema.py`` make ``jobs/reference.toml`` and ``docs/job.md``
 ``docs/commands.md`` (``--commands``). ``tests/test_docs.py`` compares the files with the generated text.
 """
 
-from __future__ import annotations
-
 import argparse
 import textwrap
 from collections.abc import Iterator

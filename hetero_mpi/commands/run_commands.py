@@ -1,7 +1,5 @@
 """Commands that read finished runs: ``report``, ``compare``, ``baseline``. Imports neither torch nor MPI."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace

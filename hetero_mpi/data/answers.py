@@ -12,8 +12,6 @@ the template, and the assumption is checked for every record::
 If the template marks its answers (``{% generation %}``), the mask that transformers derives from the marks is used.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence

@@ -3,8 +3,6 @@
 Files differ in the keys of messages, content in parts, tool calls of either OpenAI form, reasoning, and loss weights.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Mapping

@@ -3,8 +3,6 @@
 This is a substring search, run for every record: it detects missing parts, not misplaced parts.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence

@@ -3,8 +3,6 @@
 A broken record is yielded as a ``BadRecord``, not raised: up to ``data.skip_bad`` broken records are skipped.
 """
 
-from __future__ import annotations
-
 import bz2
 import gzip
 import io

@@ -1,7 +1,5 @@
 """Record shapes and broken records."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal

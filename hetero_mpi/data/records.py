@@ -5,8 +5,6 @@ ends with its last answer; an alpaca record's user message is the instruction, a
 the keys of several shapes is a chat first, then alpaca, then prompt/completion. Unused keys are counted.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence

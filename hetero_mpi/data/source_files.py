@@ -5,8 +5,6 @@ The ``datasets`` package would write a second copy in its own format and cache r
 without network access, so a job reads the same data tomorrow.
 """
 
-from __future__ import annotations
-
 import fnmatch
 import glob
 import os

@@ -6,8 +6,6 @@ at a limit, the record is reported and a new process is started. The process sta
 its pipe closes (so with its parent, however that exits), or when it is idle.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -7,8 +7,6 @@ piece is tokenised together with the last characters of the previous piece, whos
 tokenizers treat the start of a text differently.
 """
 
-from __future__ import annotations
-
 import codecs
 import io
 import re

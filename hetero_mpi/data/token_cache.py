@@ -5,8 +5,6 @@ determines its content. When the entries exceed ``MOST_BYTES``, the least recent
 may be deleted at any time.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

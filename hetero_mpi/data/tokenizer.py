@@ -1,7 +1,5 @@
 """Tokenizers: train, load and save them, encode texts, check the vocabulary against the model."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence

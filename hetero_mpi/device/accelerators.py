@@ -1,7 +1,5 @@
 """Backends by preference, and the device that a rank opens."""
 
-from __future__ import annotations
-
 import torch
 
 from hetero_mpi.device.backend import Backend

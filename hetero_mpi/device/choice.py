@@ -4,8 +4,6 @@ Local rank i uses GPU i of its visible GPUs. Ranks of one host may see different
 launcher that assigns one GPU per rank. So GPUs are counted among the ranks that see the same GPUs.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -4,8 +4,6 @@ Runs as a subprocess of ``self_test``, because a driver or a kernel may crash it
 back. The start of a run calls ``product_on`` only.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import math

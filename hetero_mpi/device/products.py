@@ -7,8 +7,6 @@ The replacements call the ``out`` variants, which are not replaced: kernels from
 they compute, which blocks communication. Operators without an ``out`` variant are replaced one level higher.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator
 from typing import Any

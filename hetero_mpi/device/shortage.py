@@ -1,7 +1,5 @@
 """Out of memory: processes killed by the kernel, and recognition of OOM errors. Imports torch only for errors."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from hetero_mpi.util.host_limits import read_counter

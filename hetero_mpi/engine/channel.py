@@ -7,8 +7,6 @@ Long tensors travel in pieces, so that a GPU rank copies one piece while the nex
 to device as pieces arrive. Both copies overlap with the device's computation.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections import deque

@@ -4,8 +4,6 @@
 transport that receives zeros and discards sent messages.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A rank's setup (device, transport, model), its stages' places in the plan, and its pipeline's rows of a batch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import accumulate

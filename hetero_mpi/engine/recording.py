@@ -3,8 +3,6 @@
 Between recorded steps every rank only accumulates its own usage; nothing is sent.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

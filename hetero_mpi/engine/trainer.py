@@ -1,7 +1,5 @@
 """One rank's training state and its steps: actions, exchanges, the collective step decision, the optimizer."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace

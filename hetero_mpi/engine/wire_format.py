@@ -3,8 +3,6 @@
 Tensors are encoded on the device, so that copies between device and host are as small as the messages.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from itertools import repeat
 

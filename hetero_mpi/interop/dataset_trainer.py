@@ -4,8 +4,6 @@ Arguments become keys of a job by the tables for their files (``interop.other_to
 is rejected by name, or only reported if it just affects speed, memory or output.
 """
 
-from __future__ import annotations
-
 import glob
 import hashlib
 import json

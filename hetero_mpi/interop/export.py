@@ -4,8 +4,6 @@ Tensors are converted one layer at a time, so a model larger than memory can be 
 names become numbers, and paths their last component.
 """
 
-from __future__ import annotations
-
 import contextlib
 import html
 import shlex

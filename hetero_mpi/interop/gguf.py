@@ -7,8 +7,6 @@
   renders all test conversations as the chat template does.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """The command ``init``: copy an example job with its files, or convert another tool's file to a job."""
 
-from __future__ import annotations
-
 import difflib
 import glob
 import shlex

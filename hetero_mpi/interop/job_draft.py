@@ -3,8 +3,6 @@
 ``other_tools.toml`` holds the keys of each tool, their defaults, and why some have no counterpart.
 """
 
-from __future__ import annotations
-
 import fnmatch
 import json
 import math

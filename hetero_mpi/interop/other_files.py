@@ -1,7 +1,5 @@
 """Reader of other tools' files: YAML, or text with a training command line."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

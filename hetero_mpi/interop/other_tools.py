@@ -4,8 +4,6 @@
 several keys. Every key of the file gets into the job, or into a comment below it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

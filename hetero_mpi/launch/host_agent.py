@@ -12,8 +12,6 @@ Requests and answers are JSON lines over stdin and stdout; ``launch.hosts.agent`
 Only the standard library is imported until a request needs more, so that missing or broken packages can be reported.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import secrets

@@ -1,7 +1,5 @@
 """The sub-command ``launch [-np N] [--hostfile F | --hosts F.toml] [--print | --elastic] -- train job.toml``."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import shlex

@@ -4,8 +4,6 @@ transformers imports torch's compiler (``torch._dynamo``: 820 modules with sympy
 ``torch.distributed.tensor`` if torch has it. No rank uses either, and both take a quarter of a rank's start.
 """
 
-from __future__ import annotations
-
 import functools
 import gc
 import importlib

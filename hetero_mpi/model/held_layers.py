@@ -4,8 +4,6 @@ When a rank's stages are rebuilt for other layers, frozen weights stay on the de
 modules with their hooks, which belong to the old stage; NF4 modules are kept, because their weights and quantization state are one.
 """
 
-from __future__ import annotations
-
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence

@@ -5,8 +5,6 @@ temporary files, which a GPU rank reads ahead. A CPU rank copies nothing: all it
 caches as memory allows. (In full fine-tuning a CPU rank has no blocks.)
 """
 
-from __future__ import annotations
-
 import contextlib
 import mmap
 import os

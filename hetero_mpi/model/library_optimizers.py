@@ -2,8 +2,6 @@
 Adafactor with factored moments (Shazeer and Stern 2018, arXiv:1804.04235); torch's Muon for matrices of blocks (Liu et al. 2025,
 arXiv:2502.16982), with AdamW for other parameters."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterable, Mapping
 from functools import partial

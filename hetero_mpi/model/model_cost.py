@@ -1,7 +1,5 @@
 """Cost of a model's layers for the planner, from shapes and measured activation bytes, with the part sharded by groups."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import replace

@@ -4,8 +4,6 @@ The sums are copied to the device before a layer's backward (from a step's secon
 overlapping with computation. So the order of additions equals that of a resident stage, and the CPU adds nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from functools import partial
 

@@ -6,8 +6,6 @@ dx = stage.backward_input(index, dy)        input gradients, for which the previ
 stage.backward_weights(index, finished)     later, weight gradients of linear layers
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Sequence

@@ -9,8 +9,6 @@ stay on the device. In full fine-tuning gradients leave it layer by layer (``off
 host memory. A CPU rank keeps trained tensors in ordinary memory, because each step would write mapped files to the disk.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace

@@ -10,8 +10,6 @@ These micro-batches take one round trip through the stages and messages from i t
 the maximum is its period: Baccelli, Cohen, Olsder & Quadrat, Synchronization and Linearity, 1992, chapter 2).
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import Counter

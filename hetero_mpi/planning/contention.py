@@ -4,8 +4,6 @@ A profile holds each rank's time with dedicated cores. Where a host's CPU ranks 
 cores, ranks take longer by that ratio. Concurrent copies share the host's bandwidth.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import Counter

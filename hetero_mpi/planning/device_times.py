@@ -1,7 +1,5 @@
 """Seconds of one device's layers, optimizer steps, copies and reads, from its profile."""
 
-from __future__ import annotations
-
 from functools import reduce
 from operator import add
 

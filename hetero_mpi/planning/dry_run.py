@@ -4,8 +4,6 @@ Sends are buffered. A receive blocks until its message is sent; REDUCE, STEP and
 participants arrive. A schedule that passes cannot deadlock on a transport with buffered sends.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Sequence
 

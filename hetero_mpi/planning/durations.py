@@ -1,7 +1,5 @@
 """Duration of each action: the only source of times for planner, simulator and report."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace

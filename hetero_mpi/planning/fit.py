@@ -4,8 +4,6 @@ A micro-batch takes ``a + b * tokens`` seconds: calls, and work. Samples scatter
 (bursts of load, rising clocks), so a planner that trusted every point would select plans for the luckiest ones.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import statistics

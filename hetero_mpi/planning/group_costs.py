@@ -5,8 +5,6 @@ backward. So a layer takes as long as its slowest member plus the all-reduces; w
 the slowest at them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

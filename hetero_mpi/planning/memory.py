@@ -3,8 +3,6 @@
 Layer bounds are integers, or arrays of them: one computation serves a single stage and a table of all stages.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple

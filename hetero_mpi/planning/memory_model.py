@@ -1,7 +1,5 @@
 """Memory budgets: feasible micro-batches in flight of a stage, and predicted peak memory of every rank and host."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple

@@ -4,8 +4,6 @@ Parameters go, largest first, to the holder furthest below its weighted share. T
 parameter sizes, so all ranks, checkpoints and later starts agree.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache

@@ -3,8 +3,6 @@
 The text form follows torch.distributed.pipelining: ``2F0`` (stage 2, forward of micro-batch 0), ``1SEND_B3``.
 """
 
-from __future__ import annotations
-
 import enum
 import re
 from collections.abc import Iterable, Sequence

@@ -4,8 +4,6 @@ A rank computes one action at a time; a directed link carries one message at a t
 Messages between hosts queue for a NIC that the profile marks as shared.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace

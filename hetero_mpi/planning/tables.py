@@ -1,7 +1,5 @@
 """Classes of interchangeable ranks, and times of layers and links as tables."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import Counter

@@ -1,7 +1,5 @@
 """A benchmark stage: built as in training, with random weights and inputs, and timed by layer."""
 
-from __future__ import annotations
-
 import math
 import statistics
 import time

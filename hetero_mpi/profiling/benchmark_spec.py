@@ -5,8 +5,6 @@ time. Memory and links are not cached, as they depend on other users of the mach
 
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

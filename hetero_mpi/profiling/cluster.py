@@ -1,7 +1,5 @@
 """The collective benchmark: every rank times itself, every pair its link; rank 0 receives a ``ClusterProfile``."""
 
-from __future__ import annotations
-
 import datetime
 import statistics
 import time

@@ -5,8 +5,6 @@ caches. Layers larger than the caches are timed in separate stages, which need t
 
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -5,8 +5,6 @@
 shortens paths to their last part, and removes user names.
 """
 
-from __future__ import annotations
-
 import contextlib
 import getpass
 import math

@@ -1,7 +1,5 @@
 """Profiles as text: a summary of ranks and links (``profile_lines``), or all measurements (``inspection_lines``)."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Callable, Sequence

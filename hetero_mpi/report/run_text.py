@@ -1,7 +1,5 @@
 """Runs as text: summary at the end, comparison of runs (``compare``) or with a single device (``baseline``), and job."""
 
-from __future__ import annotations
-
 import math
 import shlex
 import statistics

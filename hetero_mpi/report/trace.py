@@ -4,8 +4,6 @@ Format: "Trace Event Format" of the Chromium project (JSON object form, complete
 and measured events alike.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

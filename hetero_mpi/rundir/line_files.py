@@ -3,8 +3,6 @@
 On a full disk training continues, and lines are buffered until there is space.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

@@ -1,7 +1,5 @@
 """Output of a run: a log file per rank; rank 0 also prints to stdout, above the status screen if there is one."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import logging.handlers

@@ -3,8 +3,6 @@
 An outdated file shows the last known activity of each rank.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

@@ -8,8 +8,6 @@
 Also here: a supervisor's events, in ``RUN/events.jsonl`` and on its stderr.
 """
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import json

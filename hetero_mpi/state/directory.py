@@ -6,8 +6,6 @@ machine is lost with its disk and the checkpoints on it, its ranks' parts are on
 a version share its id, so shards of different moments, or of one step taken twice, are never combined.
 """
 
-from __future__ import annotations
-
 import contextlib
 import glob
 import logging

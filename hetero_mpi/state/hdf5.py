@@ -13,8 +13,6 @@ its reader: links to other files (opening a named pipe blocks), data in other fi
 and variable-length data (of any size), groups that contain themselves. This module rejects all of them.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import os

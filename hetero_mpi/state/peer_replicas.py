@@ -14,8 +14,6 @@ always continue from one step. (Checkpoints in memory with a peer: Zheng, Shi, K
 Ranks that survive the loss of others need two versions in memory. Otherwise one suffices, on its way to the disk.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import statistics

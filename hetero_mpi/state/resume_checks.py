@@ -1,7 +1,5 @@
 """Checks that a stored state must pass before a run resumes from it, and warnings about changed settings."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path

@@ -10,8 +10,6 @@
 Recovery uses the same parts, with the moved state read from copies on other ranks. Only one stage is in memory at any time.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import logging

@@ -9,8 +9,6 @@ trainers and threads are recreated. Losses during profiling, saving or recovery 
 
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import logging

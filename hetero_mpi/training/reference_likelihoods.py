@@ -4,8 +4,6 @@ They are computed before the first step and stored in checkpoints, as a resumed 
 
 """
 
-from __future__ import annotations
-
 import time
 
 import numpy as np

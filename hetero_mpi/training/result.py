@@ -1,7 +1,5 @@
 """The result of a finished run, shared with all ranks, and the model or adapter directory, written by rank 0."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass

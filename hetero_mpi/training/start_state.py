@@ -11,8 +11,6 @@ Writes and archiving wait until the start is accepted (``Pending``).
 
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import time

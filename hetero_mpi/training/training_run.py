@@ -1,7 +1,5 @@
 """The command ``train``: a run from its job to its result, on all ranks. A reader of the program begins here."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

@@ -9,8 +9,6 @@ All stages, buffers and communicators are released, no file is written, and the 
 
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import time

@@ -8,8 +8,6 @@
   disables them afterwards.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

@@ -1,8 +1,6 @@
 """Atomic file writes, locks and free space, also on file systems with limited features; rejection of files that would block a
 reader."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

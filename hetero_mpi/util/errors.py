@@ -4,8 +4,6 @@ A ``UserError`` is printed as plain text, once, without a traceback: it must sta
 other exception is a bug (or a hardware fault) and is shown with rank, host and traceback.
 """
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass

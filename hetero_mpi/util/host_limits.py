@@ -1,7 +1,5 @@
 """Memory and CPU limits of this process under its control groups. Standard library only."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath

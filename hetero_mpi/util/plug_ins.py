@@ -1,7 +1,5 @@
 """Plug-in points: a module in a plug-in folder of the package is found by name; docs/CONTRIBUTING.md lists the folders."""
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 from functools import cache

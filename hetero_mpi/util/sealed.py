@@ -8,8 +8,6 @@ A folder is filled under a temporary name, sealed, synced and renamed. Several p
 power loss leaves no incomplete data under its name. Damaged data is reported and removed, and its reader creates it again.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

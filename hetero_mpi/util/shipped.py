@@ -1,7 +1,5 @@
 """Packages, jobs and profiles shipped with the program, and the pip argument with which it was installed."""
 
-from __future__ import annotations
-
 import difflib
 import json
 import os

@@ -1,7 +1,5 @@
 """Text for terminals: control characters are escaped, lines are fitted to the width, and a closed reader is tolerated."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

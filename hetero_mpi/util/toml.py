@@ -1,7 +1,5 @@
 """TOML parsing with one error type for malformed texts and for texts beyond sane limits."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import tomli

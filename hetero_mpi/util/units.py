@@ -1,7 +1,5 @@
 """Numbers, ranks and layers as readable text: three significant digits and a suitable unit."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter

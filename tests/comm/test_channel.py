@@ -1,7 +1,5 @@
 """Channels between ranks whose devices have their own memory: pieces that are copied while others travel."""
 
-from __future__ import annotations
-
 import json
 
 from tests.support.late_copies import LATE_S

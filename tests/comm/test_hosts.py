@@ -5,8 +5,6 @@ as Docker makes (an MPI library that chose it would wait for ever), and one with
 VPN's (an MPI library that chose it would end).
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Hundreds of runs in one process: communicators, files and threads of a run are given back at its end."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Host memory in large pages."""
 
-from __future__ import annotations
-
 import gc
 import sys
 

@@ -1,7 +1,5 @@
 """One conformance suite for all transports: between threads, over MPI with and without the communication thread."""
 
-from __future__ import annotations
-
 import json
 import random
 import time

@@ -1,7 +1,5 @@
 """Joining the job, collectives, refusals, and how a job ends: with real ranks."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -1,7 +1,5 @@
 """Documents, tokenizers, sequences and their order: nothing lost, nothing depends on luck."""
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import json

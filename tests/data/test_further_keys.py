@@ -1,7 +1,5 @@
 """What a record holds beside its question and its answer is read, or counted; files are read whatever they are packed in."""
 
-from __future__ import annotations
-
 import bz2
 import gzip
 import json

@@ -1,7 +1,5 @@
 """Data sets of the Hugging Face hub, in a cache written as the hub's package writes it; and fetched from one on this machine."""
 
-from __future__ import annotations
-
 import hashlib
 import http.server
 import json

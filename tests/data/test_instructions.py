@@ -4,8 +4,6 @@ Tables show a sequence as two lines: its tokens, and under each its target, "." 
 four padding tokens without targets.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

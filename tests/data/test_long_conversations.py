@@ -1,7 +1,5 @@
 """Tokens of answers are marked from one encoding: as from encodings of all beginnings, token by token."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Sequence

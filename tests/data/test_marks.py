@@ -2,8 +2,6 @@
 where a beginning of the conversation is not rendered as the beginning of the whole. And ends of answers that are not printed.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -4,8 +4,6 @@ The templates below are written after the formats that families of models docume
 (``{% generation %}``); without the marks they are what a model directory brings.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Records with a chosen and a rejected answer become sequences in which they alternate."""
 
-from __future__ import annotations
-
 import json
 import math
 from functools import partial

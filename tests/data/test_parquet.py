@@ -1,7 +1,5 @@
 """Parquet files give the same records as JSON lines, without being held in memory; damaged ones are named."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

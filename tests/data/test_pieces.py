@@ -1,7 +1,5 @@
 """Texts in pieces have the tokens of the whole: all kinds of tokenizers that the families use, and texts that try to break it."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 

@@ -1,7 +1,5 @@
 """Record files: every accepted shape, and every bad record named with file and line; and jobs that bring them."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

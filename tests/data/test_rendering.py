@@ -1,7 +1,5 @@
 """Templates that run wild end in words, and nothing is left of the process that rendered them."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Texts that are keys of records, and keys that have other names than ours."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Token ids are kept for later starts: what makes two starts alike, what does not, and what becomes of the folder."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

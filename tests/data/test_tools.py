@@ -4,8 +4,6 @@ The templates are written after the formats that families of models document, wi
 (``{% generation %}``); without the marks they are what a model directory brings.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 from itertools import groupby

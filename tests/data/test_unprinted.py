@@ -1,7 +1,5 @@
 """A record of which a template prints less than it holds is refused in words; thoughts of earlier answers are counted."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any

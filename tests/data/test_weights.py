@@ -1,7 +1,5 @@
 """Several data sets with weights: what an epoch takes from each, in which order, what is held out, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Emulated clusters: a run on other machines' times has the numbers of a plain run, and the times it was promised."""
 
-from __future__ import annotations
-
 import json
 import statistics
 import time

@@ -1,7 +1,5 @@
 """The supervisor's channel: both ends prove that they know the token, and lines can be neither forged nor repeated."""
 
-from __future__ import annotations
-
 import json
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """The checks of ``doctor``: findings from facts about hosts."""
 
-from __future__ import annotations
-
 import string
 from dataclasses import replace
 from typing import Any

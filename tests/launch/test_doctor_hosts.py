@@ -1,7 +1,5 @@
 """``doctor`` at work: probes, connections, and hosts with real defects."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """``launch --elastic``: real jobs whose ranks and whole hosts are killed, and that end as if nothing had happened."""
 
-from __future__ import annotations
-
 import contextlib
 import shlex
 import shutil

@@ -1,7 +1,5 @@
 """``launch --hosts``: the file, the command for both MPIs, and unlike Python environments that train together."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -1,7 +1,5 @@
 """``launch``: the right launcher, host files, the network interface, the command line, and real ranks."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import itertools

@@ -1,7 +1,5 @@
 """The kernel kills a rank for lack of memory: the limit of a real control group, and what the run then says."""
 
-from __future__ import annotations
-
 import os
 import re
 import socket

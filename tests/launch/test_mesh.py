@@ -1,7 +1,5 @@
 """Private links: what ``mesh init`` writes, that launching keeps to it, and real WireGuard between hosts of their own."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

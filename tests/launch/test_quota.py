@@ -1,7 +1,5 @@
 """A real control group with a processor quota: what a process in it counts on."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 The GPU is the stand-in, in the processes that the program starts; ``STAND_IN_GPU_FAULT`` spoils one of its operators.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """SLURM: the scripts in ``jobs/`` on a real controller with two nodes (``slurm_lab``), and what they rest on."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

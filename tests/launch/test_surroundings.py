@@ -1,8 +1,6 @@
 """Shells and machines that lack what a launcher takes for granted, each with the real thing: no HOME, a full folder for temporary
 files, variables of a SLURM job that has ended, a terminal that closes under ``nohup``."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

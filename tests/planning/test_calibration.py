@@ -1,7 +1,5 @@
 """A profile after steps of a plan have been measured: it predicts them, and what is alike stays alike as far as they allow."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Mapping

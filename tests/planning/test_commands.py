@@ -1,7 +1,5 @@
 """The command ``plan`` as a person runs it, on a made-up profile in a file; losses, and what other machines would change."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from functools import cache

@@ -1,7 +1,5 @@
 """When layers move because machines change their speed: decided from made-up times, without MPI."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

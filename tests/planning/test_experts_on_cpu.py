@@ -1,7 +1,5 @@
 """A processor beside a card holds experts where it is fast at them, by the profiles of ``benchmarks/experts_on_cpu.py``."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

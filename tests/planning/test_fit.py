@@ -1,7 +1,5 @@
 """Few parameters from noisy samples: lines, bends that are there, points that are far off, ranks that are alike."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What a stage of several ranks takes: times, sums and memory, against sums made by hand."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Stages that several ranks of one host hold: their lists, their simulation, and what such a plan must keep to."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

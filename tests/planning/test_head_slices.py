@@ -1,7 +1,5 @@
 """Heads that compute their logits in slices: what that takes, where, and how a plan says it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The command ``simulate``, and why devices idle."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The commands ``profile`` and ``inspect``, and planning on a laptop that has neither torch nor MPI."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Predicted memory: by hand, and against counting along the lists of actions."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path

@@ -4,8 +4,6 @@ Stages of ``make_plan_of((0, 2, 4), ...)``: stage 0 takes 1.1 s forward and 2.2 
 of 1,000 bytes takes 1 s at 1,000 bytes/s. Gradients: 4,000 bytes of the embedding and of the head, 1,600 of a block.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import permutations
 

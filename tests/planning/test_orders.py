@@ -1,7 +1,5 @@
 """An order of computing that is one file: it is planned for, counted, simulated, kept in plan files and executed as the others."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Who owns the optimizer's state of parameters that several pipelines hold: by free memory, within one parameter."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

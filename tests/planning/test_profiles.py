@@ -1,7 +1,5 @@
 """The shipped clusters: each loads, says where its figures come from, and can be planned with."""
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from pathlib import Path

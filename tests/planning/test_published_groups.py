@@ -4,8 +4,6 @@ them (Strati et al., Sailor, SOSP 2025; ``benchmarks/data/sailor_opt350m_layers.
 Of each card one number is fitted, the speed of a sum, on micro-batches of one sequence; all other times are predicted.
 """
 
-from __future__ import annotations
-
 import csv
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Ranks that hold several stages of a pipeline: their lists, times, memory, and what is refused."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace

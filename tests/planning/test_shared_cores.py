@@ -1,7 +1,5 @@
 """CPU ranks whose threads share the cores of their host: no plan computes more than the cores do, and few ranks may be enough."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import replace

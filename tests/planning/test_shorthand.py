@@ -1,7 +1,5 @@
 """Large clusters in small files: equal blocks and NICs told once, links by hosts; read back, edited, asked "what if?"."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

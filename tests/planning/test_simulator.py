@@ -1,7 +1,5 @@
 """Simulated steps: makespans worked out by hand, and what holds of any plan."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Streamed stages in plans: what they cost, what they take, and when the planner chooses them."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import re

@@ -1,7 +1,5 @@
 """Two hosts of two ranks each with one cable between them: found out by measuring."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

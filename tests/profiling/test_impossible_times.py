@@ -1,7 +1,5 @@
 """Times that cannot be right are refused, by rank, layer and curve."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

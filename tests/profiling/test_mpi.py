@@ -1,7 +1,5 @@
 """The collective benchmark on real ranks: who measures when, and what the command writes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

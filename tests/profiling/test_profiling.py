@@ -1,7 +1,5 @@
 """What is measured and how: token counts, stages, rounds, the clock inside a stage, kept tables, hosts."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace

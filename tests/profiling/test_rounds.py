@@ -1,7 +1,5 @@
 """Repetitions in turns, by a made-up clock: what is repeated how often, what is left out, and what a burst of load falls on."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

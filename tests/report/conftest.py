@@ -1,7 +1,5 @@
 """What people see is looked at here as wide as documents show it."""
 
-from __future__ import annotations
-
 import pytest
 
 

@@ -1,7 +1,5 @@
 """A report for others names no host and no user, and shows no absolute path."""
 
-from __future__ import annotations
-
 import getpass
 import json
 import re

@@ -1,7 +1,5 @@
 """Figures: the architecture of a plan, and charts."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import replace

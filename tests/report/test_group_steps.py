@@ -1,7 +1,5 @@
 """A step of ranks that hold a stage together: what each computes, what they exchange, and what each waits for the others."""
 
-from __future__ import annotations
-
 import importlib.util
 import shutil
 import subprocess

@@ -1,8 +1,6 @@
 """The live page in a real browser, beside a real run of three ranks: it follows the run, a death and the end, with a keyboard, on a
 phone, light and dark; and nothing but the run's page is asked for."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal

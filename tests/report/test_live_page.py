@@ -1,8 +1,6 @@
 """The page of a run that goes on: the state of the run and of its ranks, who may see what, and what many viewers cost; and what
 rank 0 writes for it."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import socket

@@ -3,8 +3,6 @@
 ``python -m tests.report.test_looks`` writes ``looks/`` anew; the difference is read in review.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Clusters of hundreds of ranks in tables that a person reads: the first rows, how many more there are, and all where asked for."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

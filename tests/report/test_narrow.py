@@ -1,7 +1,5 @@
 """The page in a real browser, from a phone's width to a desk's: nothing is cut, and what is wider says that it scrolls."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path

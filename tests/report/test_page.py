@@ -1,7 +1,5 @@
 """What the run report says of the job, its sample, and what happened; and how it draws figures that are far apart."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """Timeline, profile picture and Chrome trace, made from events and a profile."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import struct

@@ -1,7 +1,5 @@
 """What people see: units, names, and how often."""
 
-from __future__ import annotations
-
 import io
 import math
 import re

@@ -1,7 +1,5 @@
 """A run read back from its directory: recorded steps, traces, and the HTML report."""
 
-from __future__ import annotations
-
 import json
 import time
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Files of a run: metrics, logs, and the lock of its directory."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math

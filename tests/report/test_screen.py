@@ -1,7 +1,5 @@
 """The terminal: plain lines in logs, a calm screen where a person watches."""
 
-from __future__ import annotations
-
 import fcntl
 import io
 import os

@@ -1,7 +1,5 @@
 """A run directory that is used again: the run before is moved aside."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

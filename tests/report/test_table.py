@@ -1,7 +1,5 @@
 """One table, shown as lines of text and on a page."""
 
-from __future__ import annotations
-
 from operator import itemgetter
 
 import pytest

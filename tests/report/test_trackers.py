@@ -1,7 +1,5 @@
 """Metrics for TensorBoard, Weights & Biases and Trackio: what their own readers find, and that none of them ends a run."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sqlite3

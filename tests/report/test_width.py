@@ -1,7 +1,5 @@
 """What commands print fits the terminal, and no word is broken; where nobody watches, lines stay whole."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

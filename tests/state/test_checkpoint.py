@@ -1,7 +1,5 @@
 """Checkpoints: what is written comes back to the bit, appears only when whole, and damage is named."""
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import os

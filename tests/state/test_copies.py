@@ -3,8 +3,6 @@
 Whole hosts with disks of their own are lost in launch/test_elastic.py; here everything that is left is on one disk.
 """
 
-from __future__ import annotations
-
 import shutil
 import signal
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Real files are changed with h5py, so that all of HDF5's own checksums are right.
 a process that may not take more than a few hundred megabytes.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """A disk that is full while a run goes on: a real one, small, mounted for the test (root; skipped elsewhere)."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """Runs that are killed, that fill the disk, that find other data: what is left is whole, and continues to the bit."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

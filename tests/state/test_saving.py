@@ -1,7 +1,5 @@
 """Saving beside the training: what the file holds, what memory it takes, and what happens when it cannot be written."""
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 import pytest

@@ -1,7 +1,5 @@
 """A real browser without a window: Debian's chromium and chromium-driver, driven by selenium. Without one tests are skipped."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Iterator

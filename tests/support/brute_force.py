@@ -4,8 +4,6 @@ It leaves out only what is provably alike: warm-up deeper than there are micro-b
 (a deadlock), depth and split backward of a lone stage, for which nobody waits, and rings of pipelines turned round.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

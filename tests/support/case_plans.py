@@ -1,7 +1,5 @@
 """The hand-written plans of the equality tests' cases: who holds which layers, and takes which part of the batch."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

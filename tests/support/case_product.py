@@ -1,7 +1,5 @@
 """The product of the equality tests' fields, and those of its cases that the long suite runs."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from typing import Any

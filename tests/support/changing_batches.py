@@ -1,7 +1,5 @@
 """Batches that change from step to step, as ranks and the plain loop of the equality tests see them."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from hetero_mpi.data.batch import IGNORED, Batch

@@ -1,7 +1,5 @@
 """Checkpoints that tests write themselves."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Changes to checkpoint files by h5py, each of which makes a file that no reader may accept."""
 
-from __future__ import annotations
-
 import json
 import zlib
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Accidents of files that a program of ours reads again: what disks, power losses, other programs and people do to them."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Copies between host memory and a device beside what it computes, checked on real GPUs and on the stand-in."""
 
-from __future__ import annotations
-
 import torch
 
 from hetero_mpi.device.backend import Backend

@@ -1,7 +1,5 @@
 """A second Python environment for tests: another prefix with MPI of its own, and everybody else's packages."""
 
-from __future__ import annotations
-
 import shutil
 import site
 import subprocess

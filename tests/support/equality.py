@@ -8,8 +8,6 @@ assert_same_run(run, straight)                                            # loss
 assert_same_run(run, straight, losses_apart=3e-6, tensors_apart=1e-4)     # up to the rounding of sums in another order
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace

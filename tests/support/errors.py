@@ -1,7 +1,5 @@
 """What a test asks of an error: its kind, and the values that its text shows; never its wording."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

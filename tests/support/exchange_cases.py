@@ -1,7 +1,5 @@
 """What every transport must do with reduce-scatters and all-gathers, as cases for two and three ranks."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 from collections.abc import Callable, Sequence

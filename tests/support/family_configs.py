@@ -4,8 +4,6 @@ One general rule (``SIZES``, used where the family has such a key; every kind of
 exceptions where that is not enough.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from transformers import CONFIG_MAPPING

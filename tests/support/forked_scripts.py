@@ -1,8 +1,6 @@
 """Python programs run in processes forked from one that has imported torch and transformers: importing them takes longer than most
 of what the programs do at their smallest sizes."""
 
-from __future__ import annotations
-
 import argparse
 import multiprocessing
 import os

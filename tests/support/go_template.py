@@ -1,7 +1,5 @@
 """The part of Go's ``text/template`` that Modelfiles here use, over the variables that Ollama gives (its ``template.go``)."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any

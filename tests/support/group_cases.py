@@ -1,7 +1,5 @@
 """Models, starts and a micro-batch for stages that a group holds."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ nobody measured, for runs by a plan that is given: measuring small models takes 
 ``run_entries`` runs many jobs on ranks that stay (programs/train_outcomes.py) and gives back how each ended on every rank.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Callable, Sequence

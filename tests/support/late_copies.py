@@ -1,7 +1,5 @@
 """A device with its own memory, as far as copies are concerned: they end later, in a thread of their own, in their order."""
 
-from __future__ import annotations
-
 import queue
 import threading
 import time

@@ -1,7 +1,5 @@
 """A job under a real launcher that goes on until a test signals, stops or kills its processes: training, or a service."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import random

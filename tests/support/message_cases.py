@@ -1,7 +1,5 @@
 """What every transport must do with messages, as cases for two ranks."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

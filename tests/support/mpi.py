@@ -1,7 +1,5 @@
 """Start a real MPI job from a test: ``run_mpi(3, ["tests/programs/comm_world.py", "sums"])``."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A page of the documents as a reader follows it: its files are written, and its commands run, in an empty folder."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

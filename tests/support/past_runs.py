@@ -1,7 +1,5 @@
 """Run directories as `train` leaves them, made up: what reports and comparisons are tested with."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

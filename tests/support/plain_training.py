@@ -4,8 +4,6 @@ It knows nothing of stages, transports or our optimizer: one process, ``AutoMode
 scheduler. It takes from us only the batches and, for dropout, the seeds.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import sys

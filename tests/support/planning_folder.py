@@ -1,7 +1,5 @@
 """A job and a made-up profile in files, and commands as a person runs them on these."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

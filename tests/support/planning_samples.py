@@ -1,7 +1,5 @@
 """Small made-up clusters for the planning tests: round numbers, so that results can be checked by hand."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Sequence

@@ -6,8 +6,6 @@
 The second one has two pipelines; ranks 0 and 1 hold the first stage together, with three heads and one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path

@@ -3,8 +3,6 @@
 Ending a process group is not enough: launchers of ranks (mpirun, torchrun) start them in groups of their own.
 """
 
-from __future__ import annotations
-
 import contextlib
 import subprocess
 from collections.abc import Mapping, Sequence

@@ -3,8 +3,6 @@
 In a process of its own: what is replaced in torch stays so.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

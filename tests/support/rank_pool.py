@@ -5,8 +5,6 @@ real launcher; programs run there one after the other, on all of its ranks or th
 or needs an environment of its own belongs to ``tests.support.mpi.run_mpi``.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -4,8 +4,6 @@ The transport is strict where MPI may be lenient: a send completes only when its
 messages), so a program that runs here does not depend on such buffering. Threads share torch's random generators: no dropout here.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import defaultdict, deque

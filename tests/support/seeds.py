@@ -1,7 +1,5 @@
 """Seeds of random instances: a few are tried in the short suite, all in the long one."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

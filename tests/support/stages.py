@@ -1,7 +1,5 @@
 """Stages for tests, in one call."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A stage that a group of threads holds: real stages, and a link between them without MPI."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -6,8 +6,6 @@ lines; one that takes longer than ``LIMIT_S`` fails. Seconds are processor time 
 ranks. A shared machine has been seen to take twice the processor time of a quiet one, so the two limits lie apart.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -3,8 +3,6 @@
 Their plans are in ``case_plans.py``, the plain loop that they are held against in ``plain_training.py``.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from dataclasses import dataclass

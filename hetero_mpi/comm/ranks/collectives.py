@@ -4,8 +4,6 @@ MPI's blocking calls spin until the last rank arrives, on a core that this rank 
 non-blocking form and polls with back-off.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

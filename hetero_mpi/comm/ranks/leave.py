@@ -9,8 +9,6 @@ ranks. Each rank counts its steps while it joins. A rank that has not joined at 
 thread. Rank 0 names the ranks that block the others: those without a report, otherwise those with the fewest steps.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

@@ -8,8 +8,6 @@ equal addresses on several hosts (Docker's bridge), aborts or hangs the job. The
 connected to the other hosts; its connections show which interfaces work.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping, MutableMapping

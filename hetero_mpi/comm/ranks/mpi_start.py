@@ -6,8 +6,6 @@ A wrong launcher or a missing library is detected before MPI starts. After any l
 is printed once (``leave``).
 """
 
-from __future__ import annotations
-
 import atexit
 import os
 import socket

@@ -4,8 +4,6 @@ Ranks may have different torch builds. Packages that affect results or message f
 be identical, as two commits may have one version number.
 """
 
-from __future__ import annotations
-
 import hashlib
 import platform
 import re

@@ -1,7 +1,5 @@
 """The command ``cache``: show and clear this machine's caches."""
 
-from __future__ import annotations
-
 import argparse
 import shutil
 from collections.abc import Callable

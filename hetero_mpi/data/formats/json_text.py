@@ -1,7 +1,5 @@
 """JSON lines and JSON, compressed or not."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Set
 from itertools import chain

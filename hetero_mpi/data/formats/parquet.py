@@ -1,7 +1,5 @@
 """Parquet."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Set
 from pathlib import Path
 from typing import Any

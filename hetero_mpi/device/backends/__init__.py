@@ -5,8 +5,6 @@ torch build, so only methods may use vendor-specific parts of torch, and ``count
 with the lowest ``PREFERENCE`` that has a device; the CPU (``Backend`` itself) comes last.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import math

@@ -1,7 +1,5 @@
 """NVIDIA's GPUs."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

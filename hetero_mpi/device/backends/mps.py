@@ -1,7 +1,5 @@
 """Apple's GPUs."""
 
-from __future__ import annotations
-
 import os
 import platform
 

@@ -1,7 +1,5 @@
 """AMD's GPUs."""
 
-from __future__ import annotations
-
 import re
 
 import torch

@@ -1,7 +1,5 @@
 """Intel's GPUs."""
 
-from __future__ import annotations
-
 import re
 
 from hetero_mpi.device.backends import Accelerator

@@ -1,7 +1,5 @@
 """The checks of ``doctor``: functions from facts about hosts to findings, and their order."""
 
-from __future__ import annotations
-
 import ipaddress
 import json
 import sys

@@ -1,7 +1,5 @@
 """Findings of ``doctor``: their kinds with severity, text and remedy; formatted as text or JSON."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace

@@ -9,8 +9,6 @@ Both common styles are read, so that one file serves both MPIs::
 Unknown words are rejected, with their line.
 """
 
-from __future__ import annotations
-
 import codecs
 import re
 from collections import Counter

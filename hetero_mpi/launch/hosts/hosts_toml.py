@@ -9,8 +9,6 @@ An NVIDIA and an AMD GPU in one machine are two entries with one address and two
 vendor. ``read_hosts`` reports all errors of a file at once. ``docs/devices.md`` documents the keys.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence

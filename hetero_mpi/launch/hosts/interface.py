@@ -3,8 +3,6 @@
 Otherwise MPI libraries choose among all interfaces of a machine (Docker bridges, VPNs, Wi-Fi) and may hang on a wrong one.
 """
 
-from __future__ import annotations
-
 import ipaddress
 import socket
 from collections.abc import Iterable, Sequence

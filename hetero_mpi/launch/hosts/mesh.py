@@ -5,8 +5,6 @@ the mesh. A launch with that file binds MPI to the mesh, because MPI uses the ne
 tests the mesh: it sends messages and reads the interfaces' byte counters.
 """
 
-from __future__ import annotations
-
 import ipaddress
 import re
 import shutil

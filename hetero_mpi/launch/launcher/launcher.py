@@ -1,7 +1,5 @@
 """Finds the launcher of the MPI library that mpi4py loads in this environment: Open MPI's or MPICH's."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

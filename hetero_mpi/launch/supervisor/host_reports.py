@@ -22,8 +22,6 @@ A host agent without an answer for longer than the supervisor's timeout (or with
 host and exits, because the job continues without them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hmac
 import json

@@ -3,8 +3,6 @@
 A cached model is used without looking for newer revisions, so that jobs are reproducible and a complete copy needs no network.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

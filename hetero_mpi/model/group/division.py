@@ -9,8 +9,6 @@ transformers' table (``base_model_tp_plan``) names the column-parallel (colwise)
 block. Fused experts are sharded by whole experts. A rank with experts may have no heads, and then has no columns and no tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Protocol

@@ -6,8 +6,6 @@
 A rank without a shard of a module computes zeros there; its backward still reaches the earlier exchanges (``anchored``).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass

@@ -9,8 +9,6 @@ parallelism; since devices may round near ties differently, the leader's choices
 Loss: each rank has the logits of its vocabulary shard. Only three numbers per target are exchanged, none for the logits' gradient.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Checks whether tensor parallelism supports a model and shares; each message has the rule, the values and the remedy."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

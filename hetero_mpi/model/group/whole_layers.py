@@ -1,7 +1,5 @@
 """Computations of a shard that depend on the full layer: dropout masks of adapters, row norms of DoRA, and norms over all heads."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any

@@ -5,8 +5,6 @@ linear layers' matrices. The weight part computes the latter at any later time (
 WeightGradStore). Matrices that are used otherwise, such as fused experts, belong to the input part.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial, reduce
 from typing import Any

@@ -6,8 +6,6 @@ layers. One tensor is passed from layer to layer; its first dimension is sequenc
 Random numbers are functions of names and positions (``seed_from``), so that they do not depend on the partition.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import math

@@ -7,8 +7,6 @@ Also here: first values of modules that were on the meta device: a family's own 
 none.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import re

@@ -4,8 +4,6 @@ A family is taken only when its split run was shown to equal the whole model (``
 a family that is not proven is refused by name, not run on hope. So are the settings under which a proven family would differ.
 """
 
-from __future__ import annotations
-
 import difflib
 import inspect
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """``generation_config.json``: how transformers' ``generate()`` writes text with a model, and the tokens at which it stops."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

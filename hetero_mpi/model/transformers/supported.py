@@ -4,8 +4,6 @@
 against the whole model; ``tests/model/test_all_families.py`` holds the two together. A family is moved here only by such a trial.
 """
 
-from __future__ import annotations
-
 DIVIDED_FAMILIES = (
     *("afmoe", "apertus", "apertus1p5_text", "arcee", "aria_text", "beam", "cohere", "cohere2", "cohere2_moe"),
     *("cohere_compass_text", "cwm", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5", "ernie4_5_moe", "exaone"),

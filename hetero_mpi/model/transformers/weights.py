@@ -4,8 +4,6 @@ Both fill real fp32 host tensors for modules that were on the meta device, one l
 memory is its own shard plus one layer.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path

@@ -2,8 +2,6 @@
 
 Both the calibration run and rebalancing use it. Only ratios beyond the noise of the steps count."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import statistics

@@ -1,7 +1,5 @@
 """Idle time of predicted or measured steps: attribute each idle second of a rank to a cause."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 

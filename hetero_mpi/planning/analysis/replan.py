@@ -5,8 +5,6 @@ The number of pipelines, batch shares and micro-batches stay. With several pipel
 Run as a program, it reads a question from stdin and writes the answer to stdout as JSON, in a process of its own so that
 planning does not hold the training process's interpreter lock."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

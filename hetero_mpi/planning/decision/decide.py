@@ -2,8 +2,6 @@
 
 ``planner.make_plan`` adds figures and reasons. Callers that need only a step time use this module."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace

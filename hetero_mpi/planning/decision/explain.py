@@ -1,7 +1,5 @@
 """The reasons shown with a plan: alternatives and their cost, the bottleneck, and why ranks idle."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

@@ -5,8 +5,6 @@ search runs on a contracted cluster, where each group is one rank (``group_costs
 the full cluster, simulated, and improved by moving heads, experts and layers. Groupings whose lower bounds rule out
 ``MIN_GAIN_RATIO`` are never searched."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence

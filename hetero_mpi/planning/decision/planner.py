@@ -1,7 +1,5 @@
 """Make a plan for a profile and a request, or check a hand-written plan, and report its figures and reasons."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace

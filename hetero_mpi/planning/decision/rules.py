@@ -1,7 +1,5 @@
 """Rules for hand-written plans: each problem names its rule and values."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 Interleaved or V-shaped stages shorten the bubble between similar ranks on fast links, and cost messages on slow links.
 Simulation decides."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator, Sequence

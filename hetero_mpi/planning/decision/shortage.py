@@ -1,7 +1,5 @@
 """The single-pipeline split with the smallest worst memory shortage, at the fewest micro-batches in flight."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache

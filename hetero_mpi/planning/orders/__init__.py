@@ -5,8 +5,6 @@ operations, to which ``schedule`` adds the messages. ``[plan] schedule`` takes t
 with several stages has ``interleaving`` instead, which yields a rank's operations.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Protocol, cast
 

@@ -4,8 +4,6 @@ On many devices a backward in two parts takes longer than in one, so each that s
 forward and a backward at once, which pays where a device has links of its own to hide: one action at a time is computed here.
 """
 
-from __future__ import annotations
-
 from hetero_mpi.planning.orders.zbv import Computed, list_scheduled
 from hetero_mpi.planning.types.plan import PipelinePlan
 

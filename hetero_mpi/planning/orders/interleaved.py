@@ -9,8 +9,6 @@ forwards and a group for each of its further stages; then a forward and a backwa
     rank 1   . 1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3   .
 """
 
-from __future__ import annotations
-
 from hetero_mpi.planning.orders.zbv import Computed
 from hetero_mpi.planning.types.plan import PipelinePlan
 

@@ -12,8 +12,6 @@ micro-batches this is GPipe. With ``split_backward`` every stage but the first (
 and W ``weight_lag`` micro-batches later. Free of deadlock if no stage warms up deeper than its predecessor.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

@@ -15,8 +15,6 @@ begin at the same time a backward comes before a forward and a later stage befor
 weight gradients fill what is left.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from functools import lru_cache
 from typing import NamedTuple

@@ -16,8 +16,6 @@ Dynamic programming along an order of the columns, of which any may be left out,
 * ``late_s``: additional all-reduce time: ``late = max(own all-reduce, late of the next stage - backward - message)``.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

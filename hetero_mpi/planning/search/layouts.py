@@ -3,8 +3,6 @@
 For each promising number of pipelines, dynamic programming estimates the best line of columns (``columns``). The best are
 simulated, and batch shares are balanced. Effort is counted in candidates, not seconds, so plans are deterministic."""
 
-from __future__ import annotations
-
 import heapq
 import itertools
 import math

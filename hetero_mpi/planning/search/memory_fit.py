@@ -1,7 +1,5 @@
 """Fit plans into memory: recompute first, then smaller depths."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace

@@ -2,8 +2,6 @@
 
 A move returns new lines, or None if impossible; memory is checked later."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

@@ -1,7 +1,5 @@
 """Compact pipelines for the search."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Each number of pipelines starts with its own candidates (``orders``), independent of larger numbers and of rank numbering. The
 best are simulated and descended from; one is annealed."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,8 +1,6 @@
 """Variants of a measured cluster (ranks, links, memory), and estimated costs of its model in another dtype, with adapters or with
 another optimizer."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields, replace

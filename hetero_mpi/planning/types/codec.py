@@ -4,8 +4,6 @@ Supports ``str``, ``int``, ``float``, ``bool``, ``tuple[X, ...]`` (or a sequence
 mapping, also keyed by tuples of integers), ``X | None`` and dataclasses of these. Only integers are coerced, to floats.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import functools

@@ -1,7 +1,5 @@
 """Tensors of optimizer state per parameter."""
 
-from __future__ import annotations
-
 import math
 
 from hetero_mpi.planning.types.sizes import MOMENT_BLOCK_SIZE

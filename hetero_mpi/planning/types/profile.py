@@ -1,7 +1,5 @@
 """A measured cluster: devices, links, and the model they were measured with."""
 
-from __future__ import annotations
-
 import bisect
 import statistics
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Consistency rules of profiles beyond types. Profiles are edited by hand, so all problems are reported, with their keys."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import Counter

@@ -1,7 +1,5 @@
 """The planner's view of a job, as plain values (planning never sees ``Job``), and options of simulation."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from hetero_mpi.planning.types.profile import ClusterProfile, HostProfile

@@ -1,7 +1,5 @@
 """Sizes and names shared by planning and execution."""
 
-from __future__ import annotations
-
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 SCALE_BYTES = 4
 """Bytes of the scale of each int8 row."""

@@ -5,8 +5,6 @@ repeats the layer; ``like = 4`` in a ``[[devices]]`` table copies missing keys f
 shorthand.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

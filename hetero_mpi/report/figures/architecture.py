@@ -12,8 +12,6 @@ Tensor-parallel ranks are side by side in the box of their stage, each with its 
 A pipeline is a strip; long strips continue in the next row, and short strips share a row.
 """
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

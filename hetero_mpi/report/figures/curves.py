@@ -1,7 +1,5 @@
 """Line charts of values over steps as SVG, 30 times as fast as matplotlib, since the live page redraws twice a second."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Callable, Sequence

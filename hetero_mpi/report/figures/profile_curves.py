@@ -1,7 +1,5 @@
 """Figure of a profile: seconds over tokens per layer kind and device, and bandwidth and latency of the links."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median

@@ -4,8 +4,6 @@ A colour role (``ink``, ``faint``, ``host-2``) has a value for light and one for
 are CSS variables, so that figures follow the reader's colour scheme.
 """
 
-from __future__ import annotations
-
 import io
 import re
 import warnings

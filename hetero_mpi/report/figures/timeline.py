@@ -3,8 +3,6 @@
 Predicted and measured steps are drawn alike, one above the other on one time axis.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 One column, light or dark by the reader's system setting (``page.css``).
 """
 
-from __future__ import annotations
-
 import datetime
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Sections of the page of a run, built from a ``PastRun``; empty without data. ``page.html`` lays them out."""
 
-from __future__ import annotations
-
 import datetime
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -9,8 +9,6 @@ holds the job's values, for trackers that show them. The tracker's package is im
 it. A tracker that cannot be opened, or fails later, does not end the run.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """TensorBoard: a directory of event files. Neither torch nor TensorFlow is needed."""
 
-from __future__ import annotations
-
 import io
 import os
 import socket

@@ -1,7 +1,5 @@
 """Trackio, stored on this machine (``TRACKIO_DIR``); ``trackio show`` displays it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Weights & Biases, in the run's directory. Offline if ``WANDB_MODE`` says so or no API key is known, so it never prompts."""
 
-from __future__ import annotations
-
 import netrc
 import os
 import urllib.parse

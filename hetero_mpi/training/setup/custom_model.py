@@ -3,8 +3,6 @@
 Rank 0 has the data and inspects the layers. All ranks get the result, and check that their module is the same.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import sys

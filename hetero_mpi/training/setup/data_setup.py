@@ -1,7 +1,5 @@
 """The preparations of rank 0 before any rank builds a layer: the model's configuration, the tokenizer and the sequences."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Sets of data that a model is only evaluated on, each by its name: a record, or as much text, in each sequence."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The profile of the cluster (loaded, reused or measured) and the plan (given or made)."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace

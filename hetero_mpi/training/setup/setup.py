@@ -3,8 +3,6 @@
 Also here: the test at a run's start that each rank can step with the job's optimizer.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

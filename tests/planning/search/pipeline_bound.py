@@ -1,7 +1,5 @@
 """What one pipeline of whole layers cannot beat: a closer bound than the fluid one, to hold plans against."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from hetero_mpi.planning.bounds import fluid_bound_s, least_s, usable_devices

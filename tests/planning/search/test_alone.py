@@ -1,7 +1,5 @@
 """How fast one rank is by itself: every command says the same, over all that it could do, by the times it took alone."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The plans that were frozen: whole, within memory, and no faster than what the planner finds now."""
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Stages of several ranks as the search finds them: as good as trying everything, on one host only, and only where that pays."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """A request that allows more is answered by a plan that is no slower: more pipelines, idle ranks, one rank more."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random
