@@ -142,7 +142,7 @@ def write_modelfile(directory: Path, gguf: Path, base: str | None) -> list[str]:
 
     Raises UserError: the tokenizer or ``generation_config.json`` cannot be read.
     """
-    lines, notes = _origin(directory, gguf, base), []
+    lines, notes = _origin(gguf, base), []
     folders = [directory, *([hub.directory_of(base)] if base is not None else [])]
     home = next((folder for folder in folders if (folder / "tokenizer.json").is_file()), None)
     tokenizer = load_tokenizer(home) if home is not None else None
@@ -162,15 +162,11 @@ def write_modelfile(directory: Path, gguf: Path, base: str | None) -> list[str]:
     return notes
 
 
-def _origin(directory: Path, gguf: Path, base: str | None) -> list[str]:
+def _origin(gguf: Path, base: str | None) -> list[str]:
     if base is None:
         return [f"FROM ./{gguf.name}" if gguf.is_file() else "FROM ."]
-    lines = [f"FROM {base}", f"ADAPTER ./{gguf.name}"]
-    if not os.path.isabs(base):
-        lines.insert(
-            0, f"# {base} is a Hugging Face Hub name: replace it with Ollama's name of the model, or its GGUF file"
-        )
-    return lines
+    note = f"# {base} is a Hugging Face Hub name: replace it with Ollama's name of the model, or its GGUF file"
+    return [*([] if os.path.isabs(base) else [note]), f"FROM {base}", f"ADAPTER ./{gguf.name}"]
 
 
 @dataclass(frozen=True)
