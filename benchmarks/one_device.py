@@ -5,8 +5,8 @@
 Every contender of a case is a process that waits while another one computes its step; the order is reversed every round, so that
 all see the same load of the machine. Times are processor seconds of the whole process on a CPU, seconds on a GPU. All train the
 same model on the same tokens with fused AdamW and clipped gradients, one micro-batch per step, and read the loss of every step.
-Full bf16: ours has fp32 master weights, the others update the bf16 weights. Adapters: the plain loop has them in the dtype of the
-model, as ours, Trainer and SFTTrainer in fp32, which is peft's default.
+In bf16 all update fp32 weights, the others by autocast or with peft's fp32 adapters; "bf16 weights" is a plain loop that keeps
+no fp32 weights, so that small updates are lost.
 
 The bar of ``--check``: in every training case ours is at least 0.97 times as fast as the plain loop, and as fast as SFTTrainer.
 """
@@ -54,13 +54,8 @@ from hetero_mpi.training.setup.data_setup import prepare  # noqa: E402
 from tests.support.ranks import LoopbackNetwork  # noqa: E402
 
 MIN_OVER_PLAIN, MIN_OVER_TRL = 0.97, 1.0
-PLAIN, OURS, TRAINER, TRL, LIGER = (
-    "plain loop",
-    "ours",
-    "transformers' Trainer",
-    "TRL's SFTTrainer",
-    "plain loop, Liger",
-)
+PLAIN, NARROW, LIGER = "plain loop", "plain loop, bf16 weights", "plain loop, Liger"
+OURS, TRAINER, TRL = "ours", "transformers' Trainer", "TRL's SFTTrainer"
 GENERATE, COMPILED = "transformers' generate", ", compiled"
 MAX_STEPS, VOCABULARY, PROMPT_TOKENS, RANK = 10_000, 2048, 64, 16
 SIZES = {"hidden": 512, "blocks": 4, "rows": 8, "length": 128, "new_tokens": 32}
@@ -110,7 +105,7 @@ class Contenders:
 
     def __init__(self, case: Case, arguments: argparse.Namespace) -> None:
         self.case, self.device, self.sizes = case, arguments.device, arguments
-        self.dtype = DTYPES[case.dtype]
+        self.dtype, self.mixed = DTYPES[case.dtype], case == CASES["full bf16"]
         hidden, heads = arguments.hidden, arguments.hidden // 64
         self.config: dict[str, Any] = {
             **{"hidden_size": hidden, "intermediate_size": hidden * 11 // 4, "num_hidden_layers": arguments.blocks},
@@ -121,6 +116,8 @@ class Contenders:
             self.programs = {GENERATE: self.generate_by_transformers, OURS: self.generate_ours}
             return
         self.programs = {PLAIN: self.train_plain, OURS: self.train_ours, TRAINER: self.train_by_trainer}
+        if case.dtype == "bf16":
+            self.programs[NARROW] = partial(self.train_plain, narrow=True)
         if _is_installed("trl", "datasets"):
             self.programs[TRL] = partial(self.train_by_trainer, trl=True)
         if self.device != "cpu" and _is_installed("liger_kernel"):
@@ -150,19 +147,20 @@ class Contenders:
             tables["adapter"] = {"method": "lora", "rank": RANK, "alpha": 2.0 * RANK, "dropout": 0.0}
         return hetero_mpi.Job.build(tables)
 
-    def model(self, fp32_adapters: bool = False) -> Any:
+    def model(self, narrow: bool = False) -> Any:
         torch.manual_seed(0)
         config = AutoConfig.for_model("llama", **self.config)
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=self.dtype).to(self.device)
+        dtype = torch.float32 if self.mixed and not narrow else self.dtype
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype).to(self.device)
         if self.case.adapter:
             from peft import LoraConfig, get_peft_model
 
             lora = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear", task_type="CAUSAL_LM")
-            model = get_peft_model(model, lora, autocast_adapter_dtype=fp32_adapters)
+            model = get_peft_model(model, lora, autocast_adapter_dtype=not narrow)
         return model.train()
 
-    def train_plain(self, gate: Gate, change: Callable[[Any], object] | None = None) -> None:
-        model, dataset = self.model(), prepare(self.job()).dataset
+    def train_plain(self, gate: Gate, change: Callable[[Any], object] | None = None, narrow: bool = False) -> None:
+        model, dataset = self.model(narrow), prepare(self.job()).dataset
         if change is not None:
             change(model)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -170,7 +168,8 @@ class Contenders:
         for step in range(MAX_STEPS):
             batch = dataset.batch(step, self.sizes.rows)
             tokens, targets = (torch.from_numpy(part).long().to(self.device) for part in (batch.tokens, batch.targets))
-            logits = model(input_ids=tokens, use_cache=False).logits
+            with torch.autocast(self.device, torch.bfloat16, enabled=self.mixed and not narrow):
+                logits = model(input_ids=tokens, use_cache=False).logits
             loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
             loss.backward()
             torch.nn.utils.clip_grad_norm_(trained, 1.0)
@@ -184,14 +183,13 @@ class Contenders:
             hetero_mpi.train(self.job(compiled), run_dir=Path(folder) / "run", on_step=lambda step: gate())
 
     def train_by_trainer(self, gate: Gate, trl: bool = False) -> None:
-        material, model = prepare(self.job()), self.model(fp32_adapters=True)
+        material, model = prepare(self.job()), self.model()
         rows = material.dataset.batch(0, 64).tokens.tolist()
         options: dict[str, Any] = {
             **{"per_device_train_batch_size": self.sizes.rows, "max_steps": MAX_STEPS, "logging_steps": 1},
             **{"learning_rate": 1e-4, "lr_scheduler_type": "constant", "max_grad_norm": 1.0},
             **{"save_strategy": "no", "report_to": [], "disable_tqdm": True, "use_cpu": self.device == "cpu"},
-            # The model is in its dtype, as the plain loop's; SFTTrainer's defaults are mixed precision and checkpointing.
-            **{"bf16": False, "gradient_checkpointing": False},
+            **{"bf16": self.mixed, "gradient_checkpointing": False},  # SFTTrainer's defaults are True
         }
         with tempfile.TemporaryDirectory() as folder:
             if trl:

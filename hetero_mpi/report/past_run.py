@@ -294,7 +294,7 @@ def anonymous(run: PastRun) -> PastRun:
             )
         return value
 
-    anonymised_fields = ("place", "name", "job_file", "job", "report", "profile", "happenings", "present")
+    anonymised_fields = ("typed_directory", "name", "job_file", "job", "report", "profile", "happenings", "present")
     return replace(run, **{name: anonymise(getattr(run, name), "") for name in anonymised_fields})
 
 

@@ -116,13 +116,11 @@ def planned_lines(report: PlanReport, profile: ClusterProfile, run_dir: Path) ->
 
 def eager_lines(plan: Plan, profile: ClusterProfile | None) -> list[str]:
     """Ranks that compile blocks, but not those of an offloaded or tensor-parallel stage or of one with a split backward."""
-    if profile is None:
-        return []
-    eager_ranks: set[int] = set()
-    for _, number, stage in plan.numbered:
+    devices, eager_ranks = profile.devices if profile is not None else (), set[int]()
+    for _, number, stage in plan.numbered if devices else ():
         pipeline = plan.pipelines[number]
         if stage.streamed or stage.grouped or (pipeline.split_backward and stage is not pipeline.stages[0]):
-            eager_ranks.update(rank for rank in stage.ranks if profile.devices[rank].compiled)
+            eager_ranks.update(rank for rank in stage.ranks if devices[rank].compiled)
     reason = "blocks are eager: offloading, tensor parallelism or a split backward"
     return [f"  {units.ranks(sorted(eager_ranks))}: {reason}"] if eager_ranks else []
 
