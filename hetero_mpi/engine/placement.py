@@ -39,6 +39,8 @@ class RankSetup:
     """Tensor-parallel group of the rank's stage; None if the rank holds its stages alone."""
     memory: RankMemory | None = None
     """Predicted memory of this rank; None if unknown."""
+    compiled: bool = False
+    """Whether blocks are compiled on this rank."""
 
     @property
     def dtype(self) -> torch.dtype:

@@ -171,6 +171,9 @@ class TrainTable(JobTable):
     recompute: bool | Literal["auto"] = "auto"
     """Activation checkpointing: recompute a block's forward during backward instead of storing its activations. "auto": for stages
     that exceed their memory budget otherwise."""
+    compile: Annotated[bool | Literal["auto", "accelerators"], REPORTED] = "auto"
+    """Compile each block with torch.compile (docs/performance.md). "accelerators": on CUDA, ROCm and XPU devices; "auto": there, if
+    a trial shows that compiled blocks are faster; true: on CPUs too, where compiling takes long and gains little."""
     optimizer: Annotated[Literal["adamw", "adamw_8bit", "adafactor", "muon"], SAME] = "adamw"
     """"adamw": optimizer states in fp32, 8 bytes per parameter; "adamw_8bit": bitsandbytes' AdamW with 8-bit optimizer states, 2
     bytes; "adafactor": transformers' Adafactor, close to 0 bytes; "muon": torch's Muon for the matrices of blocks, 4 bytes, and

@@ -21,6 +21,7 @@ from torch.autograd.graph import Node
 
 from hetero_mpi.device.backend import HOST
 from hetero_mpi.model.held_layers import Kept
+from hetero_mpi.model.layer.compiled import CompiledForward
 from hetero_mpi.model.layer.gradients import Beginnings, Finished, GradientReadyHooks, WeightGradients
 from hetero_mpi.model.layer.interface import Start, seed_from
 from hetero_mpi.model.layer.loss import likeliest, target_losses
@@ -49,6 +50,7 @@ class Stage(StageLayers):
 
     Attributes:
         deferred: tensors that the weight part of a split backward still needs; None if backward is not split.
+        compiled: compiled forwards of the blocks; empty if they are eager.
         rewards: (micro-batch, its first sequence) -> reward statistics of preference training; in other evaluations, number of
             correctly predicted targets.
     """
@@ -88,6 +90,12 @@ class Stage(StageLayers):
         if not self.is_first:
             first_module = self.model.get_submodule(chain.module_names(first)[0])
             first_module.register_forward_pre_hook(self._feed_input, with_kwargs=True, prepend=True)  # before groups'
+        self.compiled: list[CompiledForward] = []
+        if spec.compiled and self.deferred is None and self.divided is None:
+            for layer in range(max(first, 1), min(last, chain.layer_count - 1)):
+                block = self.model.get_submodule(chain.module_names(layer)[0])
+                block.forward = CompiledForward(block.forward, self._has_packed_records)
+                self.compiled.append(block.forward)
 
     def forward(self, position: MicroBatch, x: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
         """Run forward of one micro-batch and keep its activations until ``backward`` of the same index.
@@ -260,6 +268,9 @@ class Stage(StageLayers):
                 for module in self.model.get_submodule(name).modules():
                     if type(module) is nn.Linear and module.weight.requires_grad:
                         self.deferred.watch(module, layer)
+
+    def _has_packed_records(self) -> bool:
+        return self._position is not None and self._position.positions is not None
 
     def _seed_dropout(self, layer: int, module: nn.Module, arguments: object) -> None:
         if module.training and self._position is not None:

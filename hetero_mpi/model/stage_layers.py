@@ -102,6 +102,8 @@ class StageSpec:
     """Shared part -> segments of trained parameters that each of its ranks owns."""
     foreign: Collection[str] = ()
     """Trained parameters that other ranks own; they have no masters here."""
+    compiled: bool = False
+    """Compile the blocks (``layer.compiled``), unless the backward is split or the stage is sharded."""
 
 
 class StageLayers(HeldLayers):

@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -15,6 +16,7 @@ from hetero_mpi.device.backend import DTYPES, Backend
 from hetero_mpi.job.training_tables import TrainTable
 from hetero_mpi.model.group.exchanges import StageGroup
 from hetero_mpi.model.group.layers import DividedLayers
+from hetero_mpi.model.layer.compiled import compiler_failure
 from hetero_mpi.model.layer.interface import LayerChain
 from hetero_mpi.model.layer.quantize import unpack_experts, unpacked_bytes
 from hetero_mpi.model.library_optimizers import LibraryOptimizers
@@ -27,6 +29,7 @@ from hetero_mpi.profiling.benchmark_spec import CACHE_BYTES, BenchmarkSpec
 from hetero_mpi.profiling.timings import LayerClock, Seconds
 
 _OPTIMIZER_STEPS = 4
+_COMPILE_ROUND_COUNT = 8
 
 
 class ProfilingStart:
@@ -56,7 +59,7 @@ class Bench:
         train, chain = subject.train, subject.chain
         self.subject, self.backend = subject, backend
         tuning = replace(subject.tuning, still=frozenset())  # blocks of a kind are timed by one of them, frozen or not
-        spec = StageSpec(chain, first, last, backend, train.dtype, 0, tuning, split_backward=split)
+        spec = StageSpec(chain, first, last, backend, train.dtype, 0, tuning, False, split, compiled=subject.compiled)
         divided = DividedLayers(language(chain), tuning, group) if group is not None else None
         self.stage = Stage(spec, ProfilingStart(), divided=divided)
         self.clock = LayerClock(self.stage)
@@ -81,6 +84,10 @@ class Bench:
     def backward_weights(self, index: int) -> Seconds:
         """Time the weight part of a split backward: seconds of every layer."""
         return self.clock.weights(lambda finished: self.stage.backward_weights(index, finished))
+
+    def pass_s(self, rows: int) -> float:
+        """Seconds of a forward and backward of ``rows`` sequences."""
+        return self._seconds(lambda: (self.forward(rows), self.backward(rows)))
 
     def recompute(self, enabled: bool) -> None:
         self.subject.chain.recompute(self.stage.model, enabled)
@@ -155,6 +162,33 @@ class Bench:
         x, *rest = stage.chain.example(stage.first, stage.last, rows, length, DTYPES[self.subject.train.dtype])
         targets, dy = (None if tensor is None else tensor.to(self.backend.device) for tensor in rest)
         return x.to(self.backend.device), targets, dy
+
+
+class CompileTrial(NamedTuple):
+    """``failure``: why a block cannot be compiled; empty if it can. Medians of its seconds; 0: not compared with eager."""
+
+    failure: str = ""
+    compiled_s: float = 0.0
+    eager_s: float = 0.0
+    faster: bool = False
+
+
+def try_compiled_block(subject: BenchmarkSpec, backend: Backend, compares: bool) -> CompileTrial:
+    """Compile the first block for one sequence and for several. ``compares``: time it against the eager block."""
+    if subject.chain.routers is not None:
+        return CompileTrial("the router loss reads values inside the blocks")
+    rows = subject.micro_batches[:2]
+    try:
+        compiled = Bench(replace(subject, compiled=True), backend, 1, 2)
+        failures = [compiled.stage.compiled[0].failure for count in rows if compiled.pass_s(count)]
+    except Exception as error:  # of any kind: a compiler may be missing, old or broken
+        return CompileTrial(compiler_failure(error))
+    if failures[-1] or not compares:
+        return CompileTrial(failures[-1])
+    benches = compiled, Bench(replace(subject, compiled=False), backend, 1, 2)
+    rounds = [[bench.pass_s(rows[-1]) for bench in benches] for _ in range(1 + _COMPILE_ROUND_COUNT)][1:]
+    (_, compiled_s, slow_s), (fast_s, eager_s, _) = (statistics.quantiles(times) for times in zip(*rounds, strict=True))
+    return CompileTrial("", compiled_s, eager_s, slow_s < fast_s)
 
 
 def host_optimizer_s(backend: Backend, train: TrainTable) -> float | None:

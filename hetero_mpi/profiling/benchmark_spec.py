@@ -58,6 +58,8 @@ class BenchmarkSpec:
     """Whether to time tensor-parallel shards too (half of the heads)."""
     stream_folder: Path | None = None
     """Folder for offloaded frozen weights of this rank; None: no offloading."""
+    compiled: bool = False
+    """Whether blocks are compiled on this rank."""
 
 
 def sampled_rows(choices: Sequence[int]) -> tuple[int, ...]:
@@ -163,7 +165,7 @@ def device_key(world: World, backend: Backend, subject: BenchmarkSpec, repeats: 
     """Cache key of device times: host, device, local ranks, model shape, dtype, token counts and versions."""
     products = backend.products(subject.train.dtype)
     device = [world.host, backend.name, backend.index, backend.description(), products]
-    device += [subject.threads, round(subject.cores, 3)]
+    device += [subject.threads, round(subject.cores, 3), subject.compiled]
     position = [world.local_rank, world.local_size]
     rows = sampled_rows(subject.micro_batches)
     return key_of([_CACHE_VERSION, device, position, rows, repeats, *subject_content(subject, world.library)])
@@ -179,9 +181,9 @@ def load_times(key: str, tell: Callable[[str], object]) -> DeviceTimes | None:
     return load_sealed(_cache_path(key), read, tell)
 
 
-def is_cached(key: str) -> bool:
-    """Whether the cache has an intact entry under ``key``."""
-    return load_sealed(_cache_path(key), lambda *_: True, lambda _: None) is not None
+def load_cached(key: str) -> Any:
+    """Value that ``store_cached`` stored under ``key``; None if there is no intact one."""
+    return load_sealed(_cache_path(key), lambda _, value: value, lambda _: None)
 
 
 def store_cached(key: str, value: Any) -> None:

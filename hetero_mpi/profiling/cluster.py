@@ -52,7 +52,8 @@ Say = Callable[[str], None]
 def profile_key(world: World, backend: Backend, subject: BenchmarkSpec) -> str:
     """Equal keys mean equal devices, model shape, dtype, sequence length, micro-batches, given memory and versions. Collective."""
     products = backend.products(subject.train.dtype)
-    devices = world.all_gather_json([world.host, backend.name, backend.description(), products, subject.threads])
+    device = [world.host, backend.name, backend.description(), products, subject.threads, subject.compiled]
+    devices = world.all_gather_json(device)
     content = [devices, subject.micro_batches, subject.memory_bytes, *subject_content(subject, world.library)]
     return key_of(content)
 
@@ -209,6 +210,7 @@ def _device_profile(
         dtypes=backend.dtypes(),
         optimizer_fixed_s=decision_s,
         threads=subject.threads,
+        compiled=subject.compiled,
         shares_host_memory=memory.shares_host_memory,
         **{name: value for name, value in vars(times).items() if name in names},
     )

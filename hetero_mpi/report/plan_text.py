@@ -92,7 +92,7 @@ def plan_lines(source: PlanReport | Plan, profile: ClusterProfile | None, every:
         lines += host_lines(report.hosts)
         lines += [line for reason in idle_lines(report.idle) for line in wrap_text("  ", reason)]
         lines += [line for reason in report.reasons for line in wrap_text("  because: ", reason)]
-    lines += [f"Batch: {line}" for line in batch_lines(plan)]
+    lines += [*eager_lines(plan, profile), *(f"Batch: {line}" for line in batch_lines(plan))]
     return lines + (
         wrap_text("", _prediction(report, profile is None)) if report is not None else [f"  {NOT_PREDICTED}"]
     )
@@ -103,9 +103,20 @@ def planned_lines(report: PlanReport, profile: ClusterProfile, run_dir: Path) ->
     stages = _stages(report.plan, profile, report).without("weights", "warm-up")
     lines = [*wrap_text("", headline(report)), plan_title(report.plan, profile), *stages.lines(MAX_SCREEN_ROWS)]
     lines += [line for reason in idle_lines(report.idle) for line in wrap_text("  ", reason)]
-    lines += [f"Batch: {line}" for line in batch_lines(report.plan)]
+    lines += [*eager_lines(report.plan, profile), *(f"Batch: {line}" for line in batch_lines(report.plan))]
     lines += [line for reason in report.reasons if FROM_DISK in reason for line in wrap_text("  ", reason)]
     return lines + wrap_text("  ", f"reasons and all figures: --verbose, or `python -m hetero_mpi inspect {run_dir}`")
+
+
+def eager_lines(plan: Plan, profile: ClusterProfile | None) -> list[str]:
+    """Ranks that compile blocks, but not those of an offloaded or tensor-parallel stage or of one with a split backward."""
+    devices, eager_ranks = profile.devices if profile is not None else (), set[int]()
+    for _, number, stage in plan.numbered if devices else ():
+        pipeline = plan.pipelines[number]
+        if stage.streamed or stage.grouped or (pipeline.split_backward and stage is not pipeline.stages[0]):
+            eager_ranks.update(rank for rank in stage.ranks if devices[rank].compiled)
+    reason = "blocks are eager: offloading, tensor parallelism or a split backward"
+    return [f"  {units.ranks(sorted(eager_ranks))}: {reason}"] if eager_ranks else []
 
 
 def plan_title(plan: Plan, profile: ClusterProfile | None) -> str:

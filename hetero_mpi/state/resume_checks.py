@@ -170,7 +170,7 @@ def _values(then: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
 
 def _changes(then: Mapping[str, Any], train: TrainTable, keys: Iterable[str]) -> dict[str, str]:
     """Key -> description of its change."""
-    old = {key: was for key, was in _values(then, keys).items() if getattr(train, key) != was}
+    old = {key: was for key, was in _values(then, keys).items() if was not in (getattr(train, key), "auto")}
     return {key: f"{key} is {as_toml(getattr(train, key))}, was {as_toml(was)}" for key, was in old.items()}
 
 

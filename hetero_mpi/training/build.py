@@ -106,6 +106,7 @@ class StageBuilder:
             stage_plan.disk_layers(setup.chain.layer_count),
             shared,
             foreign,
+            setup.compiled and not stage_plan.streamed,
         )
         if stage_plan.streamed:
             return StreamedStage(spec, self.start, self.frozen, folder=self.stream_folder)
@@ -193,7 +194,8 @@ def trainer_of(
     rank, emulation = context.world.rank, share.emulation
     transport = context.transport if emulation is None else emulation.transport
     memory = next((memory for memory in share.report.memory if memory.rank == rank), None)
-    setup = RankSetup(rank, transport, context.chain, context.tuning, context.backend, context.job.train, group, memory)
+    model = context.chain, context.tuning
+    setup = RankSetup(rank, transport, *model, context.backend, context.job.train, group, memory, context.compiled)
     build: BuildStage = StageBuilder(setup, start, frozen, stream_folder(context))
     build = build if emulation is None else emulation.paced(build)
     divided = divided_tensors(share.own_plan, context.chain, context.tuning)

@@ -110,9 +110,9 @@ def _read_past_result(reader: CheckpointReader, path: Path, loaded: LoadedJob, r
 
 
 def _described(job: Mapping[str, Any]) -> dict[str, Any]:
-    """Tables of a job that define model, data and training, without the dtype, which may be unresolved."""
+    """Tables of a job that define model, data and training, without dtype and compile, which may be unresolved."""
     tables = {table: job.get(table) for table in ("model", "adapter", "tokenizer", "data", "train")}
-    return {**tables, "train": {**(tables["train"] or {}), "dtype": None}}
+    return {**tables, "train": {**(tables["train"] or {}), "dtype": None, "compile": None}}
 
 
 def find_start(

@@ -358,6 +358,7 @@ def test_a_table_belongs_to_device_model_dtype_and_company(subject: BenchmarkSpe
         key(repeats=6),
         key(threads=2),
         key(cores=0.5),
+        key(compiled=True),
         key(sequence_length=16),
         key(micro_batches=(1, 2)),
         key(train=TrainTable(dtype="bf16", steps=3)),

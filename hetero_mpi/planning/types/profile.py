@@ -118,6 +118,8 @@ class DeviceProfile:
     host_to_device_bytes_per_s: float = float("inf")
     threads: int = 1
     """CPU threads of a CPU rank."""
+    compiled: bool = False
+    """Whether the times are of compiled blocks; those of a split backward and of shards are not."""
     forward_overhead_s: float = 0.0
     """Seconds per forward of a micro-batch in addition to the layers (masks, rotary tables, calls)."""
     backward_overhead_s: float = 0.0

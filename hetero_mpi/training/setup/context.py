@@ -60,6 +60,8 @@ class RunContext:
     threads: int
     planned_for: ClusterProfile | None = None
     """The profile of the present ranks, measured or emulated, that plans are made for; None: not known yet."""
+    compiled: bool = False
+    """Whether blocks are compiled on this rank."""
 
     @property
     def profile(self) -> ClusterProfile:

@@ -70,6 +70,7 @@ def subject_of(context: RunContext) -> tuple[BenchmarkSpec, str]:
         job.cluster.memory_bytes,
         job.plan.tensor_parallel and job.plan.schedule == "auto" and _can_sum_in_groups(context),
         None if job.plan.offload is False or context.tuning.full else stream_folder(context),
+        context.compiled,
     )
     return subject, reason
 

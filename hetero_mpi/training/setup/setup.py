@@ -45,6 +45,7 @@ from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.planning.types.moments import OF_OPTIMIZER
 from hetero_mpi.rundir.logs import say, setup_logging
 from hetero_mpi.rundir.run_directory import claim, refuse_links
+from hetero_mpi.training.setup.compile_mode import settle_compile_mode
 from hetero_mpi.training.setup.context import RunContext, TrainOptions
 from hetero_mpi.training.setup.custom_model import custom_chain
 from hetero_mpi.training.setup.data_setup import prepare
@@ -133,7 +134,8 @@ def set_up(world: World, transport: Transport, loaded: LoadedJob, run_dir: Path)
     say(f"model: {chain.summary}, {parameters:,} parameters, {job.train.dtype}")
     if tuning.adapter is not None:
         say(tuning.summary(chain))
-    return RunContext(world, transport, loaded, run_dir, material, chain, tuning, backend, cores, threads)
+    context = RunContext(world, transport, loaded, run_dir, material, chain, tuning, backend, cores, threads)
+    return settle_compile_mode(context)
 
 
 def open_rank(world: World, cluster: ClusterTable) -> tuple[Backend, float, int]:
