@@ -229,7 +229,7 @@ def _run(command: Sequence[str], **environment: str) -> subprocess.CompletedProc
 
 def kind_of(plan: Plan) -> str:
     """How the ranks of a plan share the work, in the words of the tables."""
-    stages = [len(pipeline.held) for pipeline in plan.pipelines]
+    stages = [len(pipeline.stages_of) for pipeline in plan.pipelines]
     if len(stages) == 1:
         return f"pipeline of {stages[0]}" if stages[0] > 1 else ONE_PROCESS
     alone = max(stages) == 1

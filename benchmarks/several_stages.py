@@ -186,11 +186,11 @@ def print_gains(speeds: Sequence[float], batches: Sequence[int], most: int) -> l
             continue
         (pipeline,) = found.plan.pipelines
         one_s = found.one_stage_s or found.step_s
-        each = max(map(len, pipeline.held.values()))
+        each = max(map(len, pipeline.stages_of.values()))
         chosen = f"{pipeline.order}, {each} per rank" if pipeline.interleaved else "one stage each"
         print(
-            f"{case.name:<36}{gbit:>7g}{batch:>6}{len(pipeline.held):>6}{chosen:>26}{one_s:>14.4g} s{found.step_s:>10.4g} s"
-            f"{found.step_s / one_s:>8.3f}"
+            f"{case.name:<36}{gbit:>7g}{batch:>6}{len(pipeline.stages_of):>6}{chosen:>26}{one_s:>14.4g} s"
+            f"{found.step_s:>10.4g} s{found.step_s / one_s:>8.3f}"
         )
         rows.append([case.name, gbit, batch, one_s, found.step_s])
     return rows

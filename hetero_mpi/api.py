@@ -130,16 +130,16 @@ def profile(job: Job | str | Path, *, reprofile: bool = False) -> ClusterProfile
 
 
 def plan(
-    job: Job | str | Path, profile: ClusterProfile | str | Path, given: Plan | str | Path | None = None
+    job: Job | str | Path, profile: ClusterProfile | str | Path, user_plan: Plan | str | Path | None = None
 ) -> PlanReport:
-    """Plan a job for the cluster of a profile, or check the plan ``given``, with its prediction and reasons.
+    """Plan a job for the cluster of a profile, or check ``user_plan``, with its prediction and reasons.
 
     Pass ``report.plan`` to ``simulate`` and ``train``. Needs neither MPI nor torch, and is not collective.
 
     Raises:
         UserError: No plan fits, the profile was made for another job, or the given plan does not match.
     """
-    return chosen_plan(_question(job, profile), given)
+    return chosen_plan(_question(job, profile), user_plan)
 
 
 def simulate(job: Job | str | Path, plan: Plan | str | Path, profile: ClusterProfile | str | Path) -> Simulation:

@@ -58,7 +58,7 @@ class Rows:
 
     tokens: Tokens
     targets: Tokens
-    found: str = ""
+    source_counts: str = ""
     """Source counts for messages: ``812 tokens in 4 documents``."""
     notes: tuple[str, ...] = ()
     """Notes for the user, such as the number of dropped documents."""
@@ -248,7 +248,7 @@ def _require_sequences(rows: Rows, min_sequences: int, what: str, share: str, ad
         raise UserError(
             "data.too_few_sequences",
             f"{what} must give at least {min_sequences} sequence(s) of {length} tokens{share}; it gives {count}, from "
-            f"{rows.found}. {advice}",
+            f"{rows.source_counts}. {advice}",
         )
 
 

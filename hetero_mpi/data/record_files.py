@@ -75,17 +75,17 @@ TEXT = frozenset({"text"})
 """The key of records that are plain text."""
 
 
-def values_of(path: Path, keys: OwnKeys | None = None, wanted: Set[str] = _RECORD_KEYS) -> Iterator[tuple[str, Any]]:
+def values_of(path: Path, keys: OwnKeys | None = None, read_keys: Set[str] = _RECORD_KEYS) -> Iterator[tuple[str, Any]]:
     """Yield (position, JSON value) for every record of a file; the value of a broken record is a :class:`BadRecord`.
 
-    ``keys`` renames the records' keys; ``wanted`` are the keys to read from formats with columns. JSON lines are read one at a
+    ``keys`` renames the records' keys; ``read_keys`` are the keys to read from formats with columns. JSON lines are read one at a
     time, parquet files in blocks of rows. Raises UserError if the file cannot be read, is empty or holds no records.
     """
     empty = True
     require_regular(path)
     keys = keys or OwnKeys()
     try:
-        for position, value in _select_format(path).read_records(path, keys, wanted):
+        for position, value in _select_format(path).read_records(path, keys, read_keys):
             empty = False
             yield position, keys.read(value)
     except Damaged as error:

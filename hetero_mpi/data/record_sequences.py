@@ -85,7 +85,7 @@ class RecordSequences:
                 *notes,
                 f"loss weights range from {weights.min():g} to {weights.max():g}, {weights.mean():.3g} on average",
             )
-        return replace(rows, found=f"{len(entries)} {what}", notes=notes)
+        return replace(rows, source_counts=f"{len(entries)} {what}", notes=notes)
 
     def _entries(self, tokenized: Iterable[Tokenized], width: int) -> Iterator[tuple[_Part, ...]]:
         """Records or pairs, each to be kept in one sequence."""

@@ -34,7 +34,7 @@ from hetero_mpi.util import units
 from hetero_mpi.util.disk import require_regular, write_errors
 from hetero_mpi.util.errors import UserError
 
-PIECE = 250_000
+MIN_PIECE_CHARACTERS = 250_000
 """Characters of a piece; a text without a boundary extends the piece to its next one."""
 _CONTEXT, _PREFIX = 400, 60
 """Characters of context on both sides of a tested boundary, and characters of the previous piece that a piece is tokenised with."""
@@ -256,7 +256,7 @@ def pieces_of(blocks: Blocks, split: Split) -> Iterator[Piece]:
     before, pending, tested = "", "", 0
     for block, ends in blocks:
         pending += block
-        while len(pending) >= max(PIECE, 2 * tested) + _CONTEXT:
+        while len(pending) >= max(MIN_PIECE_CHARACTERS, 2 * tested) + _CONTEXT:
             position = _cut_position(pending, split)
             tested = 0 if position else len(pending)  # retested when the text has doubled
             if position:
@@ -270,7 +270,7 @@ def pieces_of(blocks: Blocks, split: Split) -> Iterator[Piece]:
 def _cut_position(text: str, split: Split) -> int | None:
     """The last position at which a piece of ``text`` may end; None if there is none."""
     last = len(text) - _CONTEXT
-    first = max(PIECE // 2, last - PIECE // 2)
+    first = max(MIN_PIECE_CHARACTERS // 2, last - MIN_PIECE_CHARACTERS // 2)
     for kind in _CUT_PATTERNS:
         candidates = [match.start() for match in kind.finditer(text, first, last)]
         for position in reversed(candidates[-_MAX_TRIED_CUTS:]):

@@ -29,7 +29,7 @@ from hetero_mpi.util.disk import cache_folder, require_regular, write_errors
 from hetero_mpi.util.sealed import load_sealed, store_folder
 
 MOST_BYTES = 20_000_000_000
-_VERSION = 5
+_VERSION = 6
 """Incremented when the content of an entry or the tokenisation changes."""
 _SAMPLES, _SAMPLE_BYTES = 16, 65_536
 """Number and size of the hashed samples of a file; a smaller file is hashed completely."""
@@ -137,7 +137,7 @@ def write_dataset(folder: Path, dataset: Dataset, extra: dict[str, Any]) -> dict
         for name in names:
             if (column := getattr(dataset, name)) is not None and not (folder / f"{name}.npy").exists():
                 np.save(folder / f"{name}.npy", column)
-    values = {name: getattr(dataset, name) for name in ("found", "notes", "parts", "seed")}
+    values = {name: getattr(dataset, name) for name in ("source_counts", "notes", "parts", "seed")}
     length = dataset.tokens.shape[1] if stream else None
     return {**values, "fingerprint": dataset.fingerprint(), "stream": length, "told": extra}
 
@@ -151,7 +151,7 @@ def read_dataset(folder: Path, values: dict[str, Any], ids: int) -> tuple[Datase
             name: mapped(path) if (path := folder / f"{name}.npy").exists() else None for name in _COLUMNS
         }
         rows = Rows(**columns)
-    rows = replace(rows, found=values["found"], notes=tuple(values["notes"]))
+    rows = replace(rows, source_counts=values["source_counts"], notes=tuple(values["notes"]))
     shares = {name: np.load(folder / f"{name}.npy") for name in ("train", "held_out")}
     parts = tuple((size, take) for size, take in values["parts"])
     fingerprint = values["fingerprint"]

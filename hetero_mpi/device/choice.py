@@ -64,7 +64,7 @@ def gpu_of(rank: int, devices: Sequence[VisibleDevices]) -> int | None:
     device = devices[rank]
     if device.gpu is not None:
         return device.gpu
-    lower = sum(other == device for other in devices[:rank])
+    lower = sum(lower_rank == device for lower_rank in devices[:rank])
     return device.devices[lower][0] if lower < len(device.devices) else None
 
 

@@ -163,6 +163,6 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         tensors = [_to_fp32(tensor) for tensor in (gradient, *ctx.saved_tensors)]
-        needed = list(ctx.needs_input_grad[:3])
-        gradients = torch.ops.aten.convolution_backward(*tensors, ctx.bias_sizes, *ctx.how, needed)
+        needs_gradient = list(ctx.needs_input_grad[:3])
+        gradients = torch.ops.aten.convolution_backward(*tensors, ctx.bias_sizes, *ctx.how, needs_gradient)
         return *(grad if grad is None else grad.to(gradient.dtype) for grad in gradients), *(None for _ in ctx.how)

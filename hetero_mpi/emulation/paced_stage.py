@@ -88,7 +88,7 @@ class ActionPacer:
         scale = self._scale_now(action)
         if action.op is Op.STEP:
             return scale * update_s(action.stage, self._plan, self._profile)
-        return scale * self._durations.of(action)[0]
+        return scale * self._durations.cost_of(action)[0]
 
     def _scale_now(self, action: Action) -> float:
         """Wall-clock seconds per second of the device of ``action``, at its speed in this step."""

@@ -290,7 +290,7 @@ class Executor:
         if inbox is not None:
             x = links.unpacked(inbox.receive(), data, Op.RECV_F, index)
         if self._group is not None:
-            return self._group.shared(x, links.shape(data, Op.RECV_F, index), links.stage.dtype)
+            return self._group.broadcast(x, links.shape(data, Op.RECV_F, index), links.stage.dtype)
         assert x is not None
         return x
 
@@ -348,7 +348,7 @@ class Executor:
     def _shared(self, tensor: torch.Tensor | None, links: _StageLinks, action: Action, data: StepData) -> torch.Tensor:
         """Broadcast the leader's tensor of RECV_F or RECV_B to the group; the other members pass None."""
         assert self._group is not None
-        return self._group.shared(tensor, links.shape(data, action.op, _index(action)), links.stage.dtype)
+        return self._group.broadcast(tensor, links.shape(data, action.op, _index(action)), links.stage.dtype)
 
     def _hand_on(self, send: Action, receive: Action, tensor: torch.Tensor) -> None:
         """Pass a tensor to ``send`` or, if this rank has the next stage too, store it as the result of ``receive``."""

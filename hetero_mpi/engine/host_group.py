@@ -83,7 +83,7 @@ class HostGroup:
         finally:
             self._exchange_world = self._world
 
-    def shared(self, tensor: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def broadcast(self, tensor: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Broadcast the leader's tensor to every member's device; the other members pass None."""
         assert (tensor is None) == (self.member > 0)
         with self._world.waiting("the first rank of its group"):

@@ -21,7 +21,7 @@ from hetero_mpi.util.background import BestEffort, warn_on_failure
 
 _WARMUP_STEPS = 3
 """First recorded step, when caches and links are warm."""
-_RECORDED_QUARTERS = 4
+_RECORDED_PART_COUNT = 4
 """The last step of each of these equal parts of the run is recorded too."""
 _MAX_EVENTS = 20_000
 """Maximum number of events written per rank and step; usage times count all events."""
@@ -29,7 +29,7 @@ _MAX_EVENTS = 20_000
 
 def recorded_steps(first: int, last: int) -> frozenset[int]:
     """Steps to record in a run of the steps ``first + 1`` to ``last``; a constant number."""
-    quarters = (first + (last - first) * part // _RECORDED_QUARTERS for part in range(1, _RECORDED_QUARTERS + 1))
+    quarters = (first + (last - first) * part // _RECORDED_PART_COUNT for part in range(1, _RECORDED_PART_COUNT + 1))
     return frozenset(step for step in (min(first + _WARMUP_STEPS, last), *quarters) if step > first)
 
 

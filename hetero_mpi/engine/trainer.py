@@ -31,7 +31,7 @@ from hetero_mpi.model.group.tensor_division import Division
 from hetero_mpi.model.held_layers import HeldLayers, HeldStages, Shared, SharedPart
 from hetero_mpi.model.layer.interface import as_input
 from hetero_mpi.model.layer.loss import Routed
-from hetero_mpi.model.layer.micro_batch import REWARDS, Comparison, StepData
+from hetero_mpi.model.layer.micro_batch import REWARD_COUNT, Comparison, StepData
 from hetero_mpi.model.optimizer import LossScale, Optimizer, StepDecider, StepDecision, added
 from hetero_mpi.model.stage import Stage
 from hetero_mpi.planning.schedule import Event, Schedule
@@ -45,7 +45,7 @@ class StepResult:
     """The result of a step on one rank."""
 
     decision: StepDecision
-    heard: NDArray[np.float64] = field(default_factory=lambda: _NOTHING)
+    extras_sum: NDArray[np.float64] = field(default_factory=lambda: _NOTHING)
     """Sum over all ranks of the ``extras`` numbers sent with the decision."""
     events: tuple[Event, ...] = ()
     """Actions of this rank with their times, in seconds since ``began_s``; empty without a stage."""
@@ -108,7 +108,7 @@ class Trainer:
             sum(micro_batches),
             self.chain.routers is not None,
             {name: len(division.bounds) - 1 for name, division in owned_divisions.items() if division.cut},
-            0 if train.preference == "none" else REWARDS,
+            0 if train.preference == "none" else REWARD_COUNT,
         )
         self.places = places_of(self.rank, plan)
         self.pipeline = self.places[0].pipeline if self.places else None
@@ -116,7 +116,7 @@ class Trainer:
         self.loss_scale = loss_scale or LossScale.for_dtype(self.dtype)
         self.latest: StepResult | None = None
         self.stages: list[Stage] = []
-        self.held: HeldLayers | None = None
+        self.layers: HeldLayers | None = None
         self.optimizer: Optimizer | None = None
         self.executor: Executor | None = None
         self.tied: TiedMatrix | None = None
@@ -127,8 +127,8 @@ class Trainer:
                 own_parts = {part: owned for part, owned in shared.items() if self.rank in part.ranks}
                 for placement in self.places:
                     self.stages.append(self._stage(placement, own_parts, build))
-                self.held = self.stages[0] if len(self.stages) == 1 else HeldStages(self.stages)
-                self._build(self.held, shared, schedule)
+                self.layers = self.stages[0] if len(self.stages) == 1 else HeldStages(self.stages)
+                self._build(self.layers, shared, schedule)
 
     def _stage(self, placement: Placement, shared: Shared, build: BuildStage) -> Stage:
         pipeline, tied = self.plan.pipelines[placement.pipeline], self.chain.tied

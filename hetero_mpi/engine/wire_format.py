@@ -16,7 +16,7 @@ NEAREST: Iterable[None] = repeat(None)
 """Seeds for rounding to nearest."""
 _PIECE_ELEMENTS = 1 << 18
 """Elements quantized at a time, so that intermediate tensors stay in a CPU's cache."""
-_INT8_MAX = 127
+_MAX_INT8 = 127
 _MIN_SCALE = torch.finfo(torch.float32).tiny
 
 
@@ -65,7 +65,7 @@ class Int8Format(WireFormat):
         for rows, row_scales, row_values, seed in zip(tensor, scales, values, seeds, strict=False):
             for piece in _row_slices(rows):
                 part = rows[piece]
-                scale = part.abs().amax(-1, keepdim=True).float().div_(_INT8_MAX).clamp_(min=_MIN_SCALE)
+                scale = part.abs().amax(-1, keepdim=True).float().div_(_MAX_INT8).clamp_(min=_MIN_SCALE)
                 scaled = part / scale
                 if seed is None:
                     scaled.round_()
@@ -74,7 +74,7 @@ class Int8Format(WireFormat):
                         _uniform(piece.start * rows.shape[-1], scaled.numel(), seed, tensor.device).view_as(scaled)
                     )
                     scaled.floor_()
-                row_scales[piece], row_values[piece] = scale, scaled.clamp_(-_INT8_MAX, _INT8_MAX)
+                row_scales[piece], row_values[piece] = scale, scaled.clamp_(-_MAX_INT8, _MAX_INT8)
         return message
 
     def unpacked(self, packed: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:

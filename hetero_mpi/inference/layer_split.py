@@ -241,5 +241,5 @@ def _load_adapter(
                 parameter.data.copy_(value)
 
     listed = tensor_shards(tuning, setup.plan, ("parameters",))
-    listed = [replace(s, others=(last,)) if s.name == tied and s.owner != last else s for s in listed]
+    listed = [replace(s, receivers=(last,)) if s.name == tied and s.owner != last else s for s in listed]
     move(setup.world.rank, transport, transfers(listed, lambda _: (0,)), lambda shard: stored[shard.name], store)

@@ -15,7 +15,7 @@ from torch import nn
 from hetero_mpi.device.backend import Backend, Copied
 from hetero_mpi.planning.types.sizes import OFFLOADED_LAYER_COUNT
 
-_ALIGNMENT_FLOATS = 16
+_ALIGNED_FLOAT_COUNT = 16
 """Gradients in a flat buffer start at a cache line."""
 
 
@@ -24,7 +24,7 @@ def flat_layout(sizes: Iterable[int]) -> tuple[list[int], int]:
     starts, length = [], 0
     for size in sizes:
         starts.append(length)
-        length += -(-size // _ALIGNMENT_FLOATS) * _ALIGNMENT_FLOATS
+        length += -(-size // _ALIGNED_FLOAT_COUNT) * _ALIGNED_FLOAT_COUNT
     return starts, length
 
 

@@ -154,7 +154,7 @@ class Stage(StageLayers):
             # Recomputing has the same input and draws the same random numbers again.
             self._position, self._input = entry.position, entry.entered
             if self.deferred is not None:
-                self.deferred.begin(index)
+                self.deferred.start_micro_batch(index)
             if entry is slices[-1]:
                 report.follow(entry.beginnings)
             if entry.y.requires_grad:  # not where a first stage holds nothing that is trained

@@ -51,7 +51,7 @@ class LayerShare(HeadLosses, Protocol):
     def leads(self) -> bool:
         """Whether this is the group's first rank."""
 
-    def shard(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+    def shard(self, name: str, full_tensor: torch.Tensor) -> torch.Tensor:
         """This rank's shard of a tensor."""
 
     def exists(self, name: str) -> bool:

@@ -314,7 +314,7 @@ class Durations:
         }
         """Layer -> the first one that is summed alike: most are, and holders may be many."""
 
-    def of(self, action: Action) -> tuple[float, int]:
+    def cost_of(self, action: Action) -> tuple[float, int]:
         """Seconds and bytes of an action."""
         op, stage, size = action.op, action.stage, action.layer
         if action.micro_batch is not None:
@@ -335,4 +335,4 @@ class Durations:
         device, alone = group_device(self.profile, stage, rank), replace(stage, ranks=(rank,), shares=(), experts=None)
         slices = _slices(stage, pipeline.size(action.micro_batch), self.plan.sequence_length)
         own_s = sum(_slice_s(self.profile, device, alone, tokens, action.op) for tokens in slices)
-        return max(0.0, self.of(action)[0] - own_s)
+        return max(0.0, self.cost_of(action)[0] - own_s)

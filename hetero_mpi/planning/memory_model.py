@@ -149,7 +149,7 @@ def predict_memory(plan: Plan, profile: ClusterProfile, reserve: float = 0.0) ->
     peaks: dict[int, int] = {}
     owned: dict[Hashable, dict[int, float]] = {}
     for pipeline in plan.pipelines:
-        for rank, indices in pipeline.held.items():
+        for rank, indices in pipeline.stages_of.items():
             stage = pipeline.stages[indices[0]]
             member = stage.ranks.index(rank)
             if len(indices) == 1:
@@ -170,7 +170,7 @@ def _multi_stage_bytes(profile: ClusterProfile, pipeline: PipelinePlan, rank: in
 
     Adjacent stages need no staging, and tied ends share their values.
     """
-    indices, model = pipeline.held[rank], profile.model_on(rank)
+    indices, model = pipeline.stages_of[rank], profile.model_on(rank)
 
     def memory_at(index: int, in_flight: int, deferred: int) -> StageMemory:
         return memory_of(profile, pipeline, pipeline.stages[index], sequence_length, (in_flight, deferred))

@@ -77,7 +77,7 @@ def _simulate_without_events(plan: Plan, profile: ClusterProfile) -> SimulatedSt
         for rank in reduced.ranks:
             clock[rank] = max(clock[rank], reduced.end_s)
     all_reduced_s = max(clock.values())
-    steps = {stage.ranks[0]: costs.of(Action(Op.STEP, number))[0] for number, stage in enumerate(costs.stages)}
+    steps = {stage.ranks[0]: costs.cost_of(Action(Op.STEP, number))[0] for number, stage in enumerate(costs.stages)}
     busy = {rank: seconds + steps[rank] for rank, seconds in busy.items()}
     busy |= {rank: busy[leader] for rank, leader in plan.leader_of.items()}
     step_s = max(all_reduced_s + seconds for seconds in steps.values())
@@ -89,7 +89,7 @@ def _times(costs: Durations, pipeline: PipelinePlan, number: int) -> PipelineTim
     stages = range(number, number + len(pipeline.stages))
 
     def seconds(op: Op, numbers: Sequence[int]) -> tuple[float, ...]:
-        return tuple(costs.of(Action(op, s, 0))[0] for s in numbers)
+        return tuple(costs.cost_of(Action(op, s, 0))[0] for s in numbers)
 
     split = pipeline.split_backward
     backward = seconds(Op.B, stages[:1]) + seconds(Op.I if split else Op.B, stages[1:])

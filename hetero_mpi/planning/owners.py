@@ -16,7 +16,7 @@ from hetero_mpi.planning.types.cost import ModelCost
 from hetero_mpi.planning.types.plan import Plan, StagePlan
 
 Key = TypeVar("Key")
-_UNITS_PER_BLOCK = 8
+_BLOCK_UNIT_COUNT = 8
 """Equal units that stand for a block's parameters where their sizes are unknown; embedding and head are one each."""
 _MIN_STATE_WEIGHT = 0.01
 """Minimum share of optimizer state relative to the largest one."""
@@ -84,7 +84,7 @@ def _owned_units(
     """``owned_units`` cached by its inputs: plans that differ in depths or recomputation share the result."""
     sizes = {}
     for layer, count in enumerate(trained):
-        units = _UNITS_PER_BLOCK if 0 < layer < len(trained) - 1 else 1
+        units = _BLOCK_UNIT_COUNT if 0 < layer < len(trained) - 1 else 1
         for unit in range(units):
             sizes[layer, unit] = layer, (unit + 1) * count // units - unit * count // units
     return {key: (rank, sizes[key][1]) for key, rank in _owners(holders, dict(weights), sizes).items()}

@@ -195,7 +195,7 @@ def schedule_of(plan: Plan, model: ModelCost) -> Schedule:
     summed, first = reduced_layers(plan, model), 0
     for pipeline in plan.pipelines:
         computed = computed_by_rank(pipeline)
-        for rank, indices in pipeline.held.items():
+        for rank, indices in pipeline.stages_of.items():
             leads = rank == pipeline.stages[indices[0]].ranks[0]
             actions = [action for operation in computed[rank] for action in _with_messages(*operation, pipeline, first)]
             actions = actions if leads else [action for action in actions if action.op not in (Op.SEND_F, Op.SEND_B)]
@@ -216,8 +216,8 @@ def _stage_index(layer: int, pipeline: PipelinePlan, indices: Sequence[int]) -> 
 def _with_messages(name: str, index: int, m: int, pipeline: PipelinePlan, first: int) -> list[Action]:
     """One operation with the messages it needs and causes. ``first``: number of the pipeline's first stage."""
     op, number, last = Op(name), first + index, len(pipeline.stages) - 1
-    has_previous = index > 0 and not pipeline.together(index - 1)
-    has_next = index < last and not pipeline.together(index)
+    has_previous = index > 0 and not pipeline.is_local_boundary(index - 1)
+    has_next = index < last and not pipeline.is_local_boundary(index)
     if op is Op.F:
         received, sent = [Op.RECV_F] * has_previous, [Op.SEND_F] * has_next
     elif op is Op.W:

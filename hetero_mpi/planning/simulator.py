@@ -99,7 +99,7 @@ def _run_micro_batches(state: _State) -> bool:
 def _perform(rank: int, action: Action, message: Action | None, state: _State) -> None:
     """Run one action of a micro-batch; ``message`` is the message it receives, already sent."""
     costs = state.costs
-    seconds, size = costs.of(action)
+    seconds, size = costs.cost_of(action)
     start = state.clock[rank]
     if message is not None:
         state.clock[rank] = end = max(start, state.arrival[message])
@@ -131,7 +131,7 @@ def _run_all_reduces(state: _State) -> None:
     for reduced in gradient_sums(costs, _final_gradients_s(state) if costs.summed else {}):
         for rank in reduced.ranks:
             action = reduces[rank, reduced.layer] if reduced.head is None else Action(Op.REDUCE, reduced.head, layer=0)
-            size = costs.of(action)[1]
+            size = costs.cost_of(action)[1]
             state.events.append(Event(rank, 0, action, reduced.start_s, reduced.end_s, size))
             state.clock[rank] = max(state.clock[rank], reduced.end_s)
 
@@ -161,7 +161,7 @@ def gradient_sums(costs: Durations, final_s: dict[tuple[int, int], float]) -> It
     def queued_sum(layer: int, ranks: tuple[int, ...], stage: int, ready_s: float, hops: Pairs) -> GradientSum:
         nics = _nics(costs.profile, hops)
         start_s = max([ready_s, *(nic_free_s.get(nic, 0.0) for nic in nics)])
-        end_s = start_s + costs.of(Action(Op.REDUCE, stage, layer=layer))[0]
+        end_s = start_s + costs.cost_of(Action(Op.REDUCE, stage, layer=layer))[0]
         nic_free_s.update(dict.fromkeys(nics, end_s))
         return GradientSum(layer, ranks, start_s, end_s, stage if stage in costs.tied_heads and layer == 0 else None)
 
@@ -219,7 +219,7 @@ def _run_optimizer_steps(state: _State) -> None:
     all_reduced_s = max(state.clock.values())
     for rank in state.clock:
         action = state.lists[rank][-1]
-        state.clock[rank] = all_reduced_s + state.costs.of(action)[0]
+        state.clock[rank] = all_reduced_s + state.costs.cost_of(action)[0]
         state.events.append(Event(rank, 0, action, all_reduced_s, state.clock[rank]))
 
 

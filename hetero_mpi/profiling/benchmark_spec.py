@@ -34,7 +34,7 @@ Group = Sequence[tuple[int, int]]
 """Stages ``[first, last)`` built at the same time."""
 _MOST, _FEWEST = 5, 4
 """Maximum and minimum number of micro-batch sizes to time; five show a bend in a curve."""
-_CACHE_VERSION = 6
+_CACHE_VERSION = 7
 """Changes with the fields of ``DeviceTimes`` or their measurement."""
 
 
@@ -135,7 +135,7 @@ class DeviceTimes:
     """Times of a tensor-parallel rank with half of the heads and experts, without all-reduces; empty: not timed."""
     without_experts: dict[str, LayerTimes] = field(default_factory=dict)
     """Times of a tensor-parallel rank without experts."""
-    kept: bool = False
+    from_cache: bool = False
     """Whether the times come from the cache."""
 
 

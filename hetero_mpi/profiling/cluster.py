@@ -139,7 +139,7 @@ def _device_times(
         say(f"Device times of {units.plural(cached_count, 'rank')} were measured before (--reprofile measures again)")
     if not ranks:
         assert cached_times is not None
-        return replace(cached_times, kept=True)
+        return replace(cached_times, from_cache=True)
     measuring = world.subset(ranks)
     counts = ", ".join(map(str, sampled_rows(subject.micro_batches)))
     say(f"Profiling {units.plural(len(ranks), 'rank')}: layers with {counts} sequences, all ranks at once ...")
@@ -156,7 +156,7 @@ def _device_times(
             store_cached(key, encode(times, infinity_as_text=True))
     world.sleeping_barrier()
     assert times is not None
-    return replace(times, kept=measuring is None)
+    return replace(times, from_cache=measuring is None)
 
 
 def _decision_s(world: World, subject: BenchmarkSpec) -> float:
@@ -251,8 +251,8 @@ def _notes(
                 f"{host.name}: {units.plural(threads, 'thread')} of {units.plural(len(sharing), 'rank')} have {host.cores:g} "
                 f"cores; times are those of threads with cores of their own"
             )
-    for date in sorted({table.measured for table in tables if table.kept}):
-        ranks = [rank for rank, table in enumerate(tables) if table.kept and table.measured == date]
+    for date in sorted({table.measured for table in tables if table.from_cache}):
+        ranks = [rank for rank, table in enumerate(tables) if table.from_cache and table.measured == date]
         notes.append(f"device times of rank {', '.join(map(str, ranks))} were measured {date}; links and memory anew")
     for rank, table in enumerate(tables):
         if table.slow_s:

@@ -27,7 +27,7 @@ from hetero_mpi.planning.types.profile import Curve, LayerTimes
 Seconds = dict[int, float]
 """Layer -> seconds."""
 _Marks = dict[int, Mark]
-_SAMPLE_DIGITS = 4
+_MAX_SAMPLE_DIGITS = 4
 """Significant digits of a sample in a file."""
 MAX_TIMING_S = 0.3
 """Maximum seconds of all repetitions at one point of a curve. Without warm-up, a first pass of half of it counts."""
@@ -130,7 +130,7 @@ class TimingSamples:
         self._seconds: dict[tuple[TimedPart, str | int, int], list[float]] = defaultdict(list)
 
     def add(self, part: TimedPart, kind: str | int, rows: int, seconds: float) -> None:
-        self._seconds[part, kind, rows].append(float(f"{seconds:.{_SAMPLE_DIGITS}g}"))
+        self._seconds[part, kind, rows].append(float(f"{seconds:.{_MAX_SAMPLE_DIGITS}g}"))
 
     def update(self, other_samples: TimingSamples) -> None:
         for key, seconds in other_samples._seconds.items():

@@ -84,7 +84,7 @@ class PastRun:
     """Rank -> speed relative to the profile for which the newest plan was made; empty if the plan was made at a start."""
     sample: str = ""
     """Content of ``sample.txt``; empty without the file."""
-    place: str = ""
+    typed_directory: str = ""
     """Directory as the user types it."""
     job_file: str = ""
     present: Present | None = None
@@ -169,7 +169,7 @@ def read_run(directory: Path) -> PastRun:
     report, profile = _report_and_profile(directory)
     return PastRun(
         directory=directory,
-        place=str(directory),
+        typed_directory=str(directory),
         job_file=str(run_values.get("job_file") or "JOB"),
         name=printable(str(run_values.get("name") or directory.resolve().name)),
         job=run_table(run_values, "job"),
@@ -296,7 +296,7 @@ def anonymous(run: PastRun) -> PastRun:
             )
         return value
 
-    anonymised_fields = ("place", "name", "job_file", "job", "report", "profile", "happenings", "present")
+    anonymised_fields = ("typed_directory", "name", "job_file", "job", "report", "profile", "happenings", "present")
     return replace(run, **{name: anonymise(getattr(run, name), "") for name in anonymised_fields})
 
 

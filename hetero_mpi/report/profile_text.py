@@ -84,12 +84,12 @@ def rank_table(profile: ClusterProfile) -> Table:
     host = "emulated host" if profile.emulated else "host"
     columns = (
         Column("rank", "rank"),
-        Column(host, lambda device: units.shorten(device.host, LONGEST_HOST), left=True),
-        Column(device_heading(profile), device_text, left=True),
+        Column(host, lambda device: units.shorten(device.host, LONGEST_HOST), align_left=True),
+        Column(device_heading(profile), device_text, align_left=True),
         Column("forward", lambda device: block_s(profile, device, Op.F), units.seconds),
         Column("backward", lambda device: block_s(profile, device, Op.B), units.seconds),
         Column("memory", "memory_bytes", units.size),
-        Column("memory source", "memory_reason", left=True),
+        Column("memory source", "memory_reason", align_left=True),
     )
     return Table(columns, profile.devices)
 
@@ -202,15 +202,15 @@ def _host_table(profile: ClusterProfile) -> Table:
         return "shared" if host.shared_nic else "not shared" if math.isfinite(host.flows_bytes_per_s) else ""
 
     columns = (
-        Column("host", "name", left=True),
+        Column("host", "name", align_left=True),
         Column("ranks", ranks, units.numbers),
         Column("in its memory", sharing, units.numbers),
         Column("memory", lambda host: host.memory_bytes if sharing(host) else None, units.size),
-        Column("NIC", nic, left=True),
+        Column("NIC", nic, align_left=True),
         Column("all flows out", "flows_bytes_per_s", finite_bandwidth),  # from its ranks to other hosts
         Column("all copies in", "copies_bytes_per_s", finite_bandwidth),  # from its memory to its devices
         Column("disk reads", "disk_bytes_per_s", finite_bandwidth),  # of weights offloaded to disk
-        Column("memory source", lambda host: host.memory_reason if sharing(host) else None, left=True),
+        Column("memory source", lambda host: host.memory_reason if sharing(host) else None, align_left=True),
     )
     return Table(columns, profile.hosts)
 
@@ -232,7 +232,7 @@ def _links(profile: ClusterProfile, every: bool) -> list[str]:
         title = f"Links: the {MAX_LINK_ROWS} of {len(links):,} with the worst linear fit"
         links = [link for link in links if link in worst_first[:MAX_LINK_ROWS]]
     columns = (
-        Column("link", lambda link: f"{link.source} -> {link.destination}", left=True),
+        Column("link", lambda link: f"{link.source} -> {link.destination}", align_left=True),
         Column("where", lambda link: "inside a host" if link.same_host else "between hosts"),
         *_SPEED,
         Column(

@@ -265,7 +265,7 @@ def worth_adding(
 
 def next_steps(run: PastRun) -> list[tuple[str, str]]:
     """Suggest next commands, (command, description), depending on the files of the run."""
-    run_dir, program = shlex.quote(run.place), "python -m hetero_mpi"
+    run_dir, program = shlex.quote(run.typed_directory), "python -m hetero_mpi"
     has_model = any((run.directory / name).is_dir() for name in ("model", "adapter"))
     done, total_steps = run.metrics.steps[-1].step if run.metrics.steps else 0, run.setting("train", "steps")
     commands = []

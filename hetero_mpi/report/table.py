@@ -32,7 +32,7 @@ class Column:
     value: str | Callable[[Any], Any]
     """Function of the row, or name of its attribute; a value of None is unknown."""
     format: Callable[[Any], str] = str
-    left: bool = False
+    align_left: bool = False
     """Align left; other columns align right if all their texts begin with a digit."""
 
     def text(self, row: Any) -> str:
@@ -98,7 +98,7 @@ def unbroken(text: str) -> str:
 
 
 def _at_right(column: Column, texts: Sequence[str]) -> bool:
-    return not column.left and all(not text or text[0].isdigit() for text in texts)
+    return not column.align_left and all(not text or text[0].isdigit() for text in texts)
 
 
 def _lines(row: Sequence[str], widths: Sequence[int], right: Sequence[bool]) -> list[str]:

@@ -19,7 +19,7 @@ from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.rundir.line_files import objects
 from hetero_mpi.util.errors import UserError
 
-_TIME_DECIMALS = 7
+_MAX_TIME_DECIMALS = 7
 """Decimals of stored times: a tenth of a microsecond."""
 
 
@@ -95,7 +95,7 @@ def rank_step_to_dict(record: RankStep) -> dict[str, Any]:
     return {
         "step": record.step,
         "rank": record.rank,
-        "begin_s": round(record.begin_s, _TIME_DECIMALS),
+        "begin_s": round(record.begin_s, _MAX_TIME_DECIMALS),
         "usage": {name: _rounded(value) for name, value in asdict(record.usage).items()},
         "events": [
             [str(e.action), *map(_rounded, (e.start_s, e.end_s, e.bytes, e.copied_s, e.arrived_s, e.exchanged_s))]
@@ -248,4 +248,4 @@ def sums(events: Iterable[Event]) -> dict[int, float]:
 
 
 def _rounded(value: Any) -> Any:
-    return round(value, _TIME_DECIMALS) if isinstance(value, float) else value
+    return round(value, _MAX_TIME_DECIMALS) if isinstance(value, float) else value

@@ -174,7 +174,7 @@ class Source:
     version_id: str
     """Identifies the version; "" for a checkpoint."""
     step: int
-    begun: str
+    run_id: str
     """Id of the run (``new_run_id``); "" if unknown."""
     writer: int
     """The rank that wrote it."""

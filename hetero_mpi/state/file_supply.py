@@ -76,7 +76,7 @@ def open_start(
     directory: Path | None,
     seed: int,
     cache_root: Path | None = None,
-    kept: Collection[int] = (),
+    layers_in_memory: Collection[int] = (),
 ) -> tuple[Start, contextlib.AbstractContextManager[object]]:
     """Open the initial weights. Collective over the active ranks; rank 0 returns when the other ranks have their layers.
 
@@ -88,7 +88,7 @@ def open_start(
         rank: number of this rank in the plan.
         directory: the model's directory, required on rank 0. None: initialise the weights from ``seed``.
         cache_root: shard cache for received layers; None: no cache.
-        kept: layers that this rank has in memory and does not load.
+        layers_in_memory: layers that this rank does not load.
     """
     if directory is None:
         return SeededStart(seed), contextlib.nullcontext()
@@ -117,7 +117,7 @@ def open_start(
         assert source is not None
         start = FileStart(source, chain)
         if incoming is not None and reason is not None:
-            load_order = [layer for layer in needed_layers(chain, plan, rank) if layer not in kept]
+            load_order = [layer for layer in needed_layers(chain, plan, rank) if layer not in layers_in_memory]
             report = incoming.find_missing(reason, load_order, start.keys_of_layer)
     rows = [FilesReport(**row) for row in world.all_gather_json(asdict(report))]
     if files is not None:

@@ -101,7 +101,7 @@ class CopyCosts:
         self._earlier: deque[tuple[float, float, float]] = deque(maxlen=10)
         self._last_s = time.perf_counter()
 
-    def begin(self, stall_s: float) -> None:
+    def start_transfer(self, stall_s: float) -> None:
         """Record a copy and the start of its transfer. ``stall_s``: how long training was stopped."""
         if self.stall_s:
             self._earlier.append(self._parts())
@@ -150,7 +150,7 @@ class PeerReplicas(BesideTraining):
     """Makes versions under one plan. Every method is collective over the active ranks, between two steps.
 
     Args:
-        kept: list of stored versions; older ones, including other plans', stay until the first new one is complete.
+        versions: list of stored versions; older ones, including other plans', stay until the first new one is complete.
         every: steps between versions; None: the fewest that ``MAX_COST_RATIO`` allows, by measurement.
         threaded: whether several threads may call MPI; otherwise training stops while copies are sent and written.
         local: writes versions to the hosts' disks; None: memory only.
@@ -160,7 +160,7 @@ class PeerReplicas(BesideTraining):
         self,
         world: World,
         snapshots: Snapshots,
-        kept: list[State],
+        versions: list[State],
         every: int | None,
         threaded: bool,
         local: ShardWriter | None,
@@ -168,7 +168,7 @@ class PeerReplicas(BesideTraining):
         self._threaded = threaded
         self._in_memory = ulfm.active()
         self._versions = VERSIONS if self._in_memory else 1
-        self.world, self.kept, self._fixed = world, kept, every
+        self.world, self.versions, self._fixed = world, versions, every
         self.every: int | None = every
         self._snapshots, listed = snapshots, snapshots.listed
         sizes = [size_bytes(p for p in listed if p.owner == rank) for rank in range(world.size)]
@@ -205,7 +205,7 @@ class PeerReplicas(BesideTraining):
         """Rank -> host memory for the part received from it."""
         return {rank: torch.empty(size_bytes(shards), dtype=torch.uint8) for rank, shards in self._received.items()}
 
-    def begin(self, state: State) -> None:
+    def make_first_version(self, state: State) -> None:
         """Make a version before the first step."""
         if self.enabled:
             self._make_version(state, time.perf_counter(), self.world.broadcast_json(new_version_id()))
@@ -271,21 +271,21 @@ class PeerReplicas(BesideTraining):
         """
         buffers = self._buffers[0]
         self._buffers.rotate(-1)
-        snapshot = self._snapshots.take(state.step, self._held)
+        snapshot = self._snapshots.snapshot_after(state.step, self._held)
         version = state.copy(version_id, dict(snapshot.views))
         self._new.append(version)
-        self.kept.append(version)
+        self.versions.append(version)
         self._newest_step = version.step
         if not self._threaded:
             self._exchange(snapshot.flat, buffers, version)
-        self._costs.begin(time.perf_counter() - begin_s)
+        self._costs.start_transfer(time.perf_counter() - begin_s)
         if self._threaded:
             action = f"keeping copies of step {version.step} on other ranks and disks"
             self._work = Background(action, lambda: self._exchange(snapshot.flat, buffers, version))
 
     def _drop_older(self) -> None:
         """Drop the older versions, as the newest is complete on all ranks."""
-        self.kept[:] = self._new = self._new[-1:]
+        self.versions[:] = self._new = self._new[-1:]
 
     def _exchange(self, own_bytes: torch.Tensor, buffers: dict[int, torch.Tensor], version: State) -> None:
         """Send this rank's part, receive others' parts, and write the shard if requested. Runs in the background."""

@@ -41,7 +41,7 @@ class TensorShard:
     dtype: torch.dtype
     owner: int
     """The rank that provides the tensor."""
-    others: tuple[int, ...] = ()
+    receivers: tuple[int, ...] = ()
     """Other ranks that need it; for a parameter, all ranks that hold it."""
     group: tuple[int, ...] = ()
     """The tensor-parallel ranks of the owner's stage, each possibly with a shard: they send their shards to the owner when it
@@ -50,7 +50,7 @@ class TensorShard:
     def renumbered(self, ranks: Sequence[int]) -> TensorShard:
         """The same shard with ranks renumbered by their positions in ``ranks``."""
         owner, group = ranks.index(self.owner), tuple(map(ranks.index, self.group))
-        return replace(self, owner=owner, others=(), group=group)
+        return replace(self, owner=owner, receivers=(), group=group)
 
     @property
     def dtype_name(self) -> str:
@@ -123,7 +123,7 @@ class LiveState:
             self._trainer.group.give(self._part(shard))
 
     def _part(self, shard: TensorShard) -> torch.Tensor:
-        optimizer, layers = self._trainer.optimizer, self._trainer.held
+        optimizer, layers = self._trainer.optimizer, self._trainer.layers
         assert optimizer is not None and layers is not None
         tuning = self._trainer.tuning
         if shard.name in tuning.constants or shard.name in tuning.still:
@@ -163,7 +163,7 @@ def transfers(listed: Iterable[TensorShard], having: Callable[[TensorShard], Seq
     """
     transfer_list = []
     for shard in listed:
-        has, needs = having(shard), (shard.owner, *shard.others)
+        has, needs = having(shard), (shard.owner, *shard.receivers)
         assert has, f"no rank has {shard.kind} of {shard.name}"
         receivers, keepers = tuple(r for r in needs if r not in has), tuple(r for r in needs if r in has)
         transfer_list.append(Transfer(shard, has[0], receivers, keepers))
@@ -241,7 +241,7 @@ def take_over(
 
 def set_parameter(trainer: Trainer, name: str, value: torch.Tensor) -> None:
     """Overwrite a trainer's copy of a parameter (and its rounded copy) or constant with a complete fp32 host tensor."""
-    layers, optimizer = trainer.held, trainer.optimizer
+    layers, optimizer = trainer.layers, trainer.optimizer
     assert layers is not None and optimizer is not None
     with torch.no_grad():
         divided = trainer.divided.get(name)

@@ -71,7 +71,7 @@ class Snapshot:
         self.views = views(self.flat, self._shards)
 
     @torch.no_grad()
-    def take(self, live: Live) -> None:
+    def copy_from(self, live: Live) -> None:
         """Copy all tensors into the buffers, which are reused."""
         for shard in self._shards:
             self.views[shard.kind, shard.name].copy_(live(shard), non_blocking=True)
@@ -109,7 +109,7 @@ class Snapshots:
         self._holders.append(deque(maxlen=most))
         return self._holders[-1]
 
-    def take(self, step: int, holder: deque[Snapshot]) -> Snapshot:
+    def snapshot_after(self, step: int, holder: deque[Snapshot]) -> Snapshot:
         """The snapshot of this moment, after ``step`` steps. Collective over the tensor-parallel group."""
         if self._newest is None or self._newest[0] != step:
             if len(holder) == holder.maxlen:
@@ -119,7 +119,7 @@ class Snapshots:
             if free is None:
                 free = Snapshot(self.owned, self.backend)
                 self._all.append(free)
-            free.take(self.live)
+            free.copy_from(self.live)
             give_parts(self._rank, self.listed, self.live)
             self._newest = step, free
         holder.append(self._newest[1])
@@ -209,7 +209,7 @@ class Saver(BesideTraining):
             self._send_or_write(path, metadata, lambda shard: self._snapshots.backend.to_host(self._live(shard)), begin)
             return path
         copying = time.perf_counter()
-        snapshot = self._snapshots.take(step, self._held)
+        snapshot = self._snapshots.snapshot_after(step, self._held)
         copied_s = time.perf_counter() - copying
         work = partial(self._send_or_write, path, metadata, snapshot, begin)
         self._work = Background(f"writing the checkpoint of step {step}", work)

@@ -260,7 +260,7 @@ def newest_version(sources: Sequence[Source], names: Collection[str]) -> list[So
     """
     versions: dict[tuple[str, int, str], list[Source]] = {}
     for source in sources:
-        versions.setdefault((source.begun, source.step, source.version_id), []).append(source)
+        versions.setdefault((source.run_id, source.step, source.version_id), []).append(source)
     for key in sorted(versions, key=lambda key: key[:2], reverse=True):
         if set(names) <= set().union(*(source.names for source in versions[key])):
             return versions[key]

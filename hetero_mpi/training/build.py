@@ -300,7 +300,7 @@ def copy_trained_state(trainer: Trainer, move_list: Sequence[Transfer]) -> Snaps
         if rank in transfer.keepers or (rank == transfer.source and transfer.destinations)
     ]
     snapshot = Snapshot(shards, trainer.backend)
-    snapshot.take(live)
+    snapshot.copy_from(live)
     leader = trainer.plan.leader_of.get(rank)
     for transfer in move_list:
         if transfer.source == leader:
@@ -339,8 +339,8 @@ def change_plan(context: RunContext, before: Share, report: PlanReport, state: S
     frozen: Kept = {}
     if before.trainer is not None:
         read = copy_trained_state(before.trainer, move_list)
-        if before.trainer.held is not None:
-            frozen = before.trainer.held.frozen_layers(_layers_of(world.rank, report.plan))
+        if before.trainer.layers is not None:
+            frozen = before.trainer.layers.frozen_layers(_layers_of(world.rank, report.plan))
         if world.rank in [*_grouped(before.own_plan), *_grouped(report.plan)]:
             frozen = {}  # parts of layers, or to be cut
         before.release_trainer()

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 MIN_BAND = 0.15
 """Relative deviation from the planned ratio below which a part counts as unchanged."""
-BAND_STANDARD_ERRORS = 4.0
+MIN_BAND_STANDARD_ERRORS = 4.0
 """Half-width of the band in standard errors of the median, where this is wider than ``MIN_BAND``."""
 MAX_MEDIAN_STEPS = 8
 """Number of recent steps in the median."""
@@ -111,8 +111,8 @@ class Rebalancer:
         return np.append(float(self._ready), self._word.numbers(measurement, length))
 
     def due(self, step: int, result: StepResult) -> bool:
-        """Return whether the plan changes after step ``step``, from the all-reduced ``result.heard``; same on all ranks."""
-        sums, self._latest = result.heard, result
+        """Return whether the plan changes after step ``step``, from the all-reduced ``result.extras_sum``; same on all ranks."""
+        sums, self._latest = result.extras_sum, result
         if self._context.world.rank == 0 and self._has_memory and not self._ready:
             self._watch(sums[1:], self._context.job.train.steps - step - 1)
         return bool(sums[0] > 0)
@@ -222,7 +222,7 @@ class _SpeedHistory:
         if not self.jumps or not self.recent:
             return math.log1p(MIN_BAND)
         sigma = statistics.median(self.jumps) / 0.954  # of normal values
-        return max(math.log1p(MIN_BAND), BAND_STANDARD_ERRORS * median_error(sigma, len(self.recent)))
+        return max(math.log1p(MIN_BAND), MIN_BAND_STANDARD_ERRORS * median_error(sigma, len(self.recent)))
 
     def observe(self, ratio: float) -> None:
         if self.recent:

@@ -280,7 +280,7 @@ def replicate_state(
     threaded = context.job.cluster.communication_thread and world.thread_level == "multiple"
     fixed_interval = interval if isinstance(interval, int) else None
     with PeerReplicas(world, snapshots, history.versions, fixed_interval, threaded, local) as peers:
-        peers.begin(state)
+        peers.make_first_version(state)
 
         def after_step() -> None:
             history.tell_first_step(context, state.step)

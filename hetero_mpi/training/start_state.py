@@ -130,9 +130,9 @@ def find_start(
     with_shards = newest or (run_id is not None and supervised())
     sources = _sources(context, history, resume, run_id, with_shards)
     if with_shards:
-        latest = run_id or max((source.begun for source in sources), default="")
+        latest = run_id or max((source.run_id for source in sources), default="")
         version_ids = {source.version_id for source in sources if source.is_shard}
-        usable = [source for source in sources if not source.is_shard or source.begun == latest]
+        usable = [source for source in sources if not source.is_shard or source.run_id == latest]
         sources, version = _undamaged(context, usable)
         if world.local_rank == 0 and version_ids:
             # If no version fits, all stay: the job may contain a mistake.
@@ -144,7 +144,7 @@ def find_start(
     if past is None and not history.all_ranks_have(world, history.state):
         _archive_earlier_run(context, options, bool(newest_sources), pending)
     if run_id is None:
-        run_id = newest_sources[0].begun if newest_sources and newest else ""
+        run_id = newest_sources[0].run_id if newest_sources and newest else ""
         run_id = world.broadcast_json(run_id or new_run_id(_earlier_runs(world, run_dir)))
     history.run_id, history.kept_version = run_id, version
     return start, past
@@ -205,7 +205,7 @@ def _report_skipped(world: World, local_skips: Sequence[tuple[Path, str]]) -> se
 
 def _earlier_runs(world: World, run_dir: Path) -> list[str]:
     """Ids of earlier runs found on any host. Collective."""
-    local_run_ids = [shard.begun for shard in shards_on_disk(run_dir)[0]] if world.local_rank == 0 else []
+    local_run_ids = [shard.run_id for shard in shards_on_disk(run_dir)[0]] if world.local_rank == 0 else []
     if world.rank == 0:
         local_run_ids.append(str(run_json(run_dir / RUN_NAME).get("run_id")))
     return [run_id for of_rank in world.all_gather_json(local_run_ids) for run_id in of_rank]

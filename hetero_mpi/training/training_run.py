@@ -155,9 +155,9 @@ class TrainingRun:
                 return past
             transport = self.connect(job, resources)
             context = self.load_data_and_model(history, job, transport)
-            found = FoundState() if self.options.dry_run else self.find_state(context, history, pending)
-            if found.past is not None:
-                return found.past
+            found_state = FoundState() if self.options.dry_run else self.find_state(context, history, pending)
+            if found_state.past is not None:
+                return found_state.past
             profiled = self.profile(context, history, pending)
             planned = self.plan(context, history, profiled, pending)
             calibrated = self.calibrate(context, history, planned, pending)
@@ -165,7 +165,7 @@ class TrainingRun:
                 _end_dry_run(context, pending)
                 return None
             context = replace(context, planned_for=calibrated.profile)
-            built = self.build(context, history, calibrated.report, found.start)
+            built = self.build(context, history, calibrated.report, found_state.start)
             with self.world.collective_errors("beginning in the run directory"):
                 pending.carry_out()  # the start is accepted
             save_used_profile(context)

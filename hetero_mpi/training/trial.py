@@ -132,20 +132,20 @@ def _calibration_allowance(context: RunContext, options: TrainOptions, planned: 
     if setting == "auto":
         if options.dry_run or context.world.size == 1:
             return no_steps
-        if not planned.own:
+        if not planned.is_measured_here:
             say("No calibration run, as the profile is of another machine ([profile] calibrate = true forces one)")
             return no_steps
     return allowance(planned.report, planned.profile, context.job.train.steps, setting is True)
 
 
 class _CalibrationRun:
-    """Runs plans. All methods are collective. ``planning_s``: duration of planning. ``given``: keep the user's plan."""
+    """Runs plans. All methods are collective. ``planning_s``: duration of planning. ``has_user_plan``: keep that plan."""
 
     def __init__(
-        self, context: RunContext, allowed: Allowance, planning_s: float, given: bool, pending: Pending
+        self, context: RunContext, allowed: Allowance, planning_s: float, has_user_plan: bool, pending: Pending
     ) -> None:
         self._context, self._allowed, self._pending = context, allowed, pending
-        self._planning_s, self._given = planning_s, given
+        self._planning_s, self._has_user_plan = planning_s, has_user_plan
         self._world, self._ends_s = context.world, time.perf_counter() + allowed.most_s
 
     def fitting(
@@ -157,7 +157,7 @@ class _CalibrationRun:
             if not short:
                 return profile, report, steps
             problem = "; ".join(f"rank {lack.rank} on {self._world.hosts[lack.rank]} {lack.text}" for lack in short)
-            if self._given or attempt + 1 == MAX_ATTEMPTS:
+            if self._has_user_plan or attempt + 1 == MAX_ATTEMPTS:
                 break
             profile = _with_less_memory(profile, report, short)
             budgets_text = "; ".join(
@@ -176,7 +176,7 @@ class _CalibrationRun:
     ) -> tuple[ClusterProfile, PlanReport]:
         """Return the calibrated profile, and the faster of ``report`` and a plan made with that profile."""
         better, first = self._calibrated(profile, report, steps)
-        if self._given:
+        if self._has_user_plan:
             return better, first
         if not self._in_time("Planning once more", self._planning_s + self._seconds(better, first)):
             return better, with_reasons(first, "there was no time to plan once more")
@@ -198,14 +198,16 @@ class _CalibrationRun:
             return better, keep("another plan was tried and does not fit", rejected=second)
         faster = timed is not None and steps is not None and timed.clearly_below(steps)
         faster = self._world.broadcast_json(faster)
-        profile_then, tried = self._calibrated(
+        profile_then, calibrated_report = self._calibrated(
             better, second, timed, "it is taken" if faster else "the first plan stays"
         )
         if faster:
             return profile_then, with_reasons(
-                tried, f"the first plan took {_measured_text(first)}", (report, second), first
+                calibrated_report, f"the first plan took {_measured_text(first)}", (report, second), first
             )
-        return better, keep(f"another plan was tried and took {_measured_text(tried)}", rejected=tried)
+        return better, keep(
+            f"another plan was tried and took {_measured_text(calibrated_report)}", rejected=calibrated_report
+        )
 
     def _seconds(self, profile: ClusterProfile, report: PlanReport) -> float:
         """Estimated seconds of the calibration run of a plan."""

@@ -114,7 +114,7 @@ def blocks(text: str, size: int = 777) -> Iterator[tuple[str, bool]]:
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text_sequences, "PIECE", 2000)
+    monkeypatch.setattr(text_sequences, "MIN_PIECE_CHARACTERS", 2000)
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)

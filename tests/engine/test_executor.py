@@ -219,15 +219,15 @@ def _trained_with_weights(
     decisions = [threads.together(partial(stepped, step=step, batch=batch_of(step)))[0] for step in range(3)]
     state: dict[tuple[str, str], torch.Tensor] = {}
     for trainer in threads.trainers:
-        assert trainer.optimizer is not None and trainer.held is not None
+        assert trainer.optimizer is not None and trainer.layers is not None
         trainer.update.settle()
         live = LiveState(trainer)
         own = [shard for shard in tensor_shards(trainer.tuning, trainer.plan, KINDS) if shard.owner == trainer.rank]
         assert {shard.name for shard in own} == trainer.optimizer.targets.keys()
         state |= {(shard.kind, shard.name): live(shard).clone() for shard in own}
     for trainer in threads.trainers:
-        assert trainer.held is not None
-        for name, parameter in trainer.held.parameters.items():
+        assert trainer.layers is not None
+        for name, parameter in trainer.layers.parameters.items():
             assert torch.equal(parameter, state["parameters", name].to(parameter.dtype)), f"a replica of {name} differs"
     return decisions, state
 
@@ -242,9 +242,9 @@ def test_masters_and_moments_exist_once(dtype: str, alone: int, pipelines: int) 
     threads.together(partial(stepped, step=0, batch=batch_of(0, 4 * pipelines)))
     counts = [spec.count for spec in chain.parameters.values()]
     for trainer in threads.trainers:
-        assert trainer.optimizer is not None and trainer.held is not None
-        held = [*trainer.held.parameters.values(), *trainer.held.masters.values()]
-        held += [optimizer.gradient(name) for optimizer in [trainer.optimizer] for name in trainer.held.parameters]
+        assert trainer.optimizer is not None and trainer.layers is not None
+        held = [*trainer.layers.parameters.values(), *trainer.layers.masters.values()]
+        held += [optimizer.gradient(name) for optimizer in [trainer.optimizer] for name in trainer.layers.parameters]
         held += [moment for name in trainer.optimizer.targets for moment in trainer.optimizer.state(name).values()]
         found = sum(tensor.nbytes for tensor in held) / sum(counts)
         expected = alone if pipelines == 1 else 12

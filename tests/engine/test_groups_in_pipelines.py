@@ -88,7 +88,7 @@ def whole(
     parts: dict[int, torch.Tensor], division: Division | None, first: int, shape: tuple[int, ...]
 ) -> torch.Tensor:
     """A tensor from the parts of its owners, by rank; every number has one."""
-    if division is None or division.held is not Holding.CUT:
+    if division is None or division.holding is not Holding.CUT:
         assert list(parts) == [first]
         return parts[first]
     found = torch.full(shape, torch.nan)
@@ -114,7 +114,7 @@ def require_the_step_of_one_rank(monkeypatch: pytest.MonkeyPatch, chain: Transfo
         summed = whole({r: own[name] for r, own in enumerate(gradients) if name in own}, division, first, shape)
         limit = LIMIT if gradient.numel() > 1 else 10 * LIMIT
         assert (summed - gradient).norm() <= limit * gradient.norm(), name
-        stages = [trainer.held for trainer in threads.trainers]
+        stages = [trainer.layers for trainer in threads.trainers]
         steppers = {r: stages[r].parameters[name].detach() for r, own in enumerate(gradients) if name in own}
         values = whole(steppers, division, first, shape)
         for trainer, held in zip(threads.trainers, stages, strict=True):

@@ -70,7 +70,7 @@ def state_of(threads: Threads) -> State:
         trainer.update.settle()
         own = [one for one in tensor_shards(trainer.tuning, trainer.plan, KINDS) if one.owner == trainer.rank]
         snapshot = Snapshot(own, trainer.backend)
-        snapshot.take(LiveState(trainer))
+        snapshot.copy_from(LiveState(trainer))
         assert all(torch.equal(snapshot(one), LiveState(trainer)(one)) for one in own)
         found |= {key: view.clone() for key, view in snapshot.views.items()}
     return found
@@ -117,7 +117,7 @@ def test_moments_take_two_bytes_and_the_plan_counts_them() -> None:
     take(threads, range(1))
     cost = model_cost(CHAIN, TUNING, "fp32", LENGTH, dict.fromkeys(CHAIN.kinds, 0.0))
     for trainer in threads.trainers:
-        assert trainer.optimizer is not None and trainer.held is not None
+        assert trainer.optimizer is not None and trainer.layers is not None
         held = {name: trainer.optimizer.state(name) for name in trainer.optimizer.targets}
         for name, state in held.items():
             count, eight_bit = CHAIN.parameters[name].count, name in TUNING.moments

@@ -25,7 +25,7 @@ from hetero_mpi.model.group.refusals import refusal
 from hetero_mpi.model.group.tensor_division import Holding
 from hetero_mpi.model.layer import quantize
 from hetero_mpi.model.layer.loss import IGNORED
-from hetero_mpi.model.layer.micro_batch import DESIRABLE, Comparison
+from hetero_mpi.model.layer.micro_batch import DESIRABLE_CODE, Comparison
 from hetero_mpi.model.stage import MicroBatch, Stage
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
@@ -166,7 +166,7 @@ def test_a_group_gives_the_gradients_of_one_rank(
     group = ThreadGroup(chain, CUTS, shares, NamedStart(), experts=experts, recompute=recompute)
     if 0 in shares:
         held = parameters_of(group.members[shares.index(0)])
-        assert {is_of_experts(chain, name) for name in held if group.divisions[name].held is Holding.CUT} == {True}
+        assert {is_of_experts(chain, name) for name in held if group.divisions[name].holding is Holding.CUT} == {True}
     elif experts is not None:
         held = [parameters_of(own).get("model.layers.0.mlp.experts.down_proj", torch.empty(0)) for own in group.members]
         assert tuple(map(len, held)) == experts
@@ -417,7 +417,7 @@ def test_members_hold_their_parts_of_the_start() -> None:
     for name, parameter in other.parameters.items():
         division = group.divisions[name]
         assert parameter.shape == division.shape(chain.parameters[name].shape, 1)
-        assert parameter.requires_grad == (division.held is not Holding.WHOLE)
+        assert parameter.requires_grad == (division.holding is not Holding.WHOLE)
         assert parameter.untyped_storage().nbytes() == parameter.nbytes, "nothing of the whole is kept"
     block = leader.model.gpt_neox.layers[0]
     assert (block.attention.query_key_value.out_features, block.attention.dense.in_features) == (96, 32)
@@ -507,7 +507,7 @@ def test_preferences(method: Any) -> None:
     targets[0, 4] = IGNORED
     positions = (torch.arange(24) % 6).expand(2, 24)
     train = TrainTable(preference=method, preference_beta=0.5)
-    answers = (positions > 2) * (DESIRABLE + (torch.arange(24) > 12) if method == "kto" else 1)
+    answers = (positions > 2) * (DESIRABLE_CODE + (torch.arange(24) > 12) if method == "kto" else 1)
     comparison = Comparison(train, answers, torch.tensor([[0.3, -0.2, 0, 0], [0.1, 0, 0, 0.5]]), 0.7, 0.2)
     position = MicroBatch(0, 0, 0, 4, positions, comparison)
 

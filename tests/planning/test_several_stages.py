@@ -172,8 +172,8 @@ def test_plan_files_keep_it(tmp_path: Path) -> None:
 def test_a_pipeline_knows_who_holds_what() -> None:
     stages = tuple(StagePlan((rank,), place, place + 1, 0) for place, rank in enumerate([0, 1, 1, 0]))
     pipeline = PipelinePlan(stages, 1, 1)
-    assert pipeline.held == {0: (0, 3), 1: (1, 2)} and pipeline.interleaved
-    assert [pipeline.together(place) for place in range(3)] == [False, True, False]
+    assert pipeline.stages_of == {0: (0, 3), 1: (1, 2)} and pipeline.interleaved
+    assert [pipeline.is_local_boundary(place) for place in range(3)] == [False, True, False]
 
 
 def like_cluster(latency_s: float = 0.0, memory_bytes: int = 10**9) -> ClusterProfile:
@@ -187,7 +187,7 @@ ONE_PIPELINE = PlanRequest(8, SEQUENCE, (1,), stages_per_rank=4)
 def test_like_ranks_on_fast_links_get_several_stages_each() -> None:
     report = make_plan(like_cluster(), ONE_PIPELINE)
     (pipeline,) = report.plan.pipelines
-    assert pipeline.order == "interleaved" and len(pipeline.stages) == 16 and set(pipeline.held) == {0, 1, 2, 3}
+    assert pipeline.order == "interleaved" and len(pipeline.stages) == 16 and set(pipeline.stages_of) == {0, 1, 2, 3}
     apart = next(reason for reason in report.reasons if reason.startswith("one stage per rank instead of several"))
     slower = float(re.search(r"([\d.]+)x slower", apart)[1])  # type: ignore[index]
     assert slower > 1.1
@@ -199,7 +199,7 @@ def test_a_job_may_leave_it_at_one() -> None:
     report = make_plan(like_cluster(), replace(ONE_PIPELINE, stages_per_rank=1))
     assert not any(pipeline.interleaved for pipeline in report.plan.pipelines)
     two = make_plan(like_cluster(), replace(ONE_PIPELINE, stages_per_rank=2)).plan.pipelines[0]
-    assert {len(places) for places in two.held.values()} == {2}
+    assert {len(places) for places in two.stages_of.values()} == {2}
 
 
 @pytest.mark.slow

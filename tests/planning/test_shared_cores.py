@@ -213,7 +213,7 @@ def test_what_is_asked_of_a_plan_agrees_with_its_prediction(tmp_path: Path) -> N
     costs = Durations(three.plan, profile)
     own = Durations(three.plan, replace(profile, hosts=()))
     for op in (Op.F, Op.B, Op.STEP):
-        assert costs.of(Action(op, 0, 0))[0] == pytest.approx(1.5 * own.of(Action(op, 0, 0))[0])
+        assert costs.cost_of(Action(op, 0, 0))[0] == pytest.approx(1.5 * own.cost_of(Action(op, 0, 0))[0])
 
 
 def test_a_rank_alone_has_the_cores_for_itself() -> None:

@@ -125,7 +125,7 @@ def test_devices_that_stream_at_once_share_what_their_host_carries(carried: floa
     profile = replace(profile, devices=(profile.devices[0], faster), hosts=hosts)
     stages = StagePlan((0,), 1, 4, 0, streamed=True), StagePlan((1,), 4, 10, 0, streamed=others > 0)
     costs = Durations(plan_of(profile, *stages), profile)
-    assert costs.of(Action(Op.F, 0, 0))[0] == pytest.approx(4 + copy_s + 4)
+    assert costs.cost_of(Action(Op.F, 0, 0))[0] == pytest.approx(4 + copy_s + 4)
 
 
 def test_the_planner_knows_what_a_host_carries_at_once() -> None:
@@ -232,9 +232,9 @@ def test_a_pass_waits_for_its_layers_on_disk() -> None:
         readers = 1 + rest.on_disk
         costs = Durations(plan_of(profile, stage, rest), profile)
         # Each forward follows a backward, after which the first two blocks are there: 8 blocks of 4 s, and 2 reads.
-        assert costs.of(Action(Op.F, 0, 0))[0] == pytest.approx(max(32.0, 2 * readers * disk_s))
+        assert costs.cost_of(Action(Op.F, 0, 0))[0] == pytest.approx(max(32.0, 2 * readers * disk_s))
         # Backward begins with blocks 8 and 7, which are there.
-        assert costs.of(Action(Op.B, 0, 0))[0] == pytest.approx(max(96.0, readers * disk_s))
+        assert costs.cost_of(Action(Op.B, 0, 0))[0] == pytest.approx(max(96.0, readers * disk_s))
     few = replace(profile, hosts=(replace(host, disk_bytes_per_s=144.0 / 4),))
     ends = finished_layers_s(Action(Op.B, 0, 0), plan_of(few, replace(stage, warm_up=1), rest), few)
     assert ends[1] == pytest.approx(duration(Action(Op.B, 0, 0), plan_of(few, replace(stage, warm_up=1), rest), few))

@@ -125,7 +125,7 @@ def a_step_has_one_snapshot(world: World, directory: Path) -> None:
             case.become(round_)
             case.saver.save(told(round_, held_out_loss=10.0 - round_))
             case.become(99)
-            taken.append(case.snapshots.take(round_, held) if round_ % 2 else None)
+            taken.append(case.snapshots.snapshot_after(round_, held) if round_ % 2 else None)
     for round_ in (1, 2, 3, 4):
         case.check(round_)
     first, third = taken[0], taken[2]
@@ -134,7 +134,7 @@ def a_step_has_one_snapshot(world: World, directory: Path) -> None:
         for (kind, name), tensor in snapshot.views.items():
             assert torch.equal(tensor, value(kind, name, round_)), "the others' steps have not touched it"
     case.become(5)
-    assert case.snapshots.take(5, held) is first and list(held) == [third, first]
+    assert case.snapshots.snapshot_after(5, held) is first and list(held) == [third, first]
 
 
 def memory_is_bounded(world: World, directory: Path) -> None:

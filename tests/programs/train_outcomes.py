@@ -273,7 +273,7 @@ class Forced:
     def start_plan(self, share: Share) -> None:
         gone = self._stage is None or self._stage() is None
         assert gone, "two stages are in memory"
-        stage = share.trainer.held if share.trainer is not None else None
+        stage = share.trainer.layers if share.trainer is not None else None
         self._stage = weakref.ref(stage) if stage is not None else None
         print(f"begin with {len(share.plan.numbered)} stages")
 
@@ -284,7 +284,7 @@ class Forced:
         return np.ones(1)
 
     def due(self, step: int, result: StepResult) -> bool:
-        assert result.heard[0] >= 1
+        assert result.extras_sum[0] >= 1
         self._next = self._plans.get(step + 1, "")
         return bool(self._next)
 

@@ -61,7 +61,7 @@ def test_copies_take_at_most_two_per_cent_of_the_time() -> None:
         assert cost_s / (every * step_s) <= 0.02 + 1e-12
         assert every == 1 or cost_s / ((every - 1) * step_s) > 0.02, "no rarer than that"
     costs = CopyCosts()
-    costs.begin(0.0)
+    costs.start_transfer(0.0)
     for beside in (False, False, False, True, True):
         time.sleep(0.05 if beside else 0.01)
         costs.step(beside)

@@ -172,7 +172,7 @@ def test_a_snapshot_takes_what_its_tensors_do(standin: Any, gpu: Backend, uncoll
     before, rounded = standin.registered_bytes(), standin.pinned_bytes()
     snapshot = Snapshot(listed, gpu)
     assert standin.registered_bytes() - before == 4 * 1_300_003 and standin.pinned_bytes() == rounded
-    snapshot.take(lambda shard: live[shard.name])
+    snapshot.copy_from(lambda shard: live[shard.name])
     assert all(torch.equal(snapshot(shard), live[shard.name].cpu()) for shard in listed)
     del snapshot
     assert standin.registered_bytes() == before

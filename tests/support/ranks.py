@@ -249,7 +249,7 @@ class ThreadStageLink:
     def maximum(self, tensor: torch.Tensor) -> torch.Tensor:
         return torch.stack(self._all(tensor)).amax(0)
 
-    def shared(self, tensor: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def broadcast(self, tensor: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return self._all(tensor)[0].to(dtype).view(shape)
 
     def apart(self) -> AbstractContextManager[None]:

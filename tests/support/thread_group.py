@@ -170,12 +170,12 @@ class ThreadGroup:
     def _whole(self, name: str, parts: Sequence[torch.Tensor | None], gradients: bool) -> torch.Tensor:
         division = self.divisions[name]
         there = [part for part in parts if part is not None]
-        if division.held is Holding.CUT:
+        if division.holding is Holding.CUT:
             assert [part is not None for part in parts] == [division.exists(m) for m in range(len(parts))], name
             dim = division.dim
             pieces = [part.unflatten(dim, (division.pieces, part.shape[dim] // division.pieces)) for part in there]
             return torch.cat(pieces, dim + 1).flatten(dim, dim + 1)
-        if division.held is Holding.SUMMED and gradients:
+        if division.holding is Holding.SUMMED and gradients:
             return torch.stack(there).sum(0)
         assert not gradients or not any(other.any() for other in there[1:]), (
             f"{name}: only the leader's gradient counts"

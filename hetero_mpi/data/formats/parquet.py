@@ -17,7 +17,7 @@ _MESSAGE_COLUMNS = {*SPELLINGS, *PREFERENCE, "prompt", "completion", "history"}
 """Keys that may hold messages."""
 
 
-def read_records(path: Path, keys: OwnKeys, wanted: Set[str]) -> Iterator[tuple[str, Any]]:
+def read_records(path: Path, keys: OwnKeys, read_keys: Set[str]) -> Iterator[tuple[str, Any]]:
     """Rows of a parquet file, with only the columns that records use."""
     try:
         import pyarrow as pa
@@ -33,17 +33,17 @@ def read_records(path: Path, keys: OwnKeys, wanted: Set[str]) -> Iterator[tuple[
             columns = dict.fromkeys(file.schema_arrow.names)
             read_as = dict(zip(columns, names := keys.read(columns), strict=True))
             pairs = any(all({*keys} & {*names} for keys in pair) for pair in PAIRS.values())
-            if wanted is TEXT:
+            if read_keys is TEXT:
                 pairs = "text" in names
             if not (pairs or {*PREFERENCE} <= {*names} or {*SPELLINGS} & {*names}):
-                problem = without_text(columns) if wanted is TEXT else unrecognised(dict(names))
+                problem = without_text(columns) if read_keys is TEXT else unrecognised(dict(names))
                 yield str(path), BadRecord("record.unknown_shape", problem, rest=True)
                 return
             if not file.metadata.num_rows:
                 raise UserError(
                     "records.empty", f"{path}: the file holds no records: it has no rows. Leave it out, or fill it."
                 )
-            unread = {name: True for name, key in read_as.items() if key not in wanted}  # present, but not read
+            unread = {name: True for name, key in read_as.items() if key not in read_keys}  # present, but not read
             rows = file.iter_batches(BATCH_ROWS, columns=[name for name in columns if name not in unread])
             for number, row in enumerate((row for batch in rows for row in batch.to_pylist()), start=1):
                 value = {name: _without_nulls(inner, read_as[name] in _MESSAGE_COLUMNS) for name, inner in row.items()}

@@ -156,7 +156,7 @@ class PairTraffic:
     """Bytes counted at one end of a pair while ``MESSAGE_BYTES`` went each way: interface -> (sent, received)."""
 
     host: str
-    other: str
+    peer_host: str
     interface: str
     """The mesh's interface on ``host``."""
     counted: Mapping[str, Sequence[int]]
@@ -221,7 +221,7 @@ def mesh_findings(traffic: Sequence[PairTraffic], mesh: Mesh, message_bytes: int
             busiest = max(bytes_by_nic, key=lambda name: bytes_by_nic[name], default=None)
             elsewhere = f"; {_megabytes(bytes_by_nic[busiest])} passed {busiest}" if busiest is not None else ""
             values = {"sent": _megabytes(sent), "received": _megabytes(received), "others": elsewhere}
-            values |= {"other": pair.other, "interface": pair.interface, "size": size}
+            values |= {"other": pair.peer_host, "interface": pair.interface, "size": size}
             findings.append(finding_of("around the mesh", pair.host, **values))
     return findings or [finding_of("mesh", size=size, hosts=len({pair.host for pair in traffic}), network=mesh.network)]
 

@@ -63,7 +63,7 @@ _FAMILY_STYLES = {
     "youtu": _LATENT,
 }
 """Family -> entries missing from its table."""
-_ALIGNED_COLUMNS = 64
+_ALIGNED_COLUMN_COUNT = 64
 """Shard bounds at multiples of this are fast on all devices."""
 _MIN_UNITS = 64
 """Minimum number of units of an MLP or a vocabulary, so that shards are within 1 % of the requested proportion."""
@@ -193,7 +193,7 @@ class _Rules:
 
 
 def _unit(width: int) -> int:
-    unit = _ALIGNED_COLUMNS
+    unit = _ALIGNED_COLUMN_COUNT
     while unit > 1 and (width % unit or width < unit * _MIN_UNITS):
         unit //= 2
     return unit

@@ -50,7 +50,7 @@ class StageLink(GroupLink, Protocol):
 
     summed_s: float
 
-    def shared(self, tensor: Tensor | None, shape: tuple[int, ...], dtype: DType) -> Tensor:
+    def broadcast(self, tensor: Tensor | None, shape: tuple[int, ...], dtype: DType) -> Tensor:
         """Broadcast the leader's tensor to every member's device; the other members pass None."""
 
     def apart(self) -> AbstractContextManager[None]:

@@ -104,7 +104,7 @@ class DividedLayers:
             for path, module in model.get_submodule(root).named_modules(prefix=root):
                 for name, _ in list(module.named_parameters(recurse=False)):
                     division = self._divisions.get(f"{path}.{name}")
-                    if division is not None and division.held is Holding.LEADER and not self.leads:
+                    if division is not None and division.holding is Holding.LEADER and not self.leads:
                         setattr(module, name, None)
                 # Empty modules keep their sizes: they are not computed, and peft rejects adapters of width 0.
                 if type(module) is nn.Linear and module.weight.numel():

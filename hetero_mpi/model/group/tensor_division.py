@@ -36,7 +36,7 @@ class Division:
         pieces: number of matrices stacked in that dimension, each sharded by ``bounds``.
     """
 
-    held: Holding
+    holding: Holding
     dim: int = 0
     bounds: tuple[int, ...] = ()
     pieces: int = 1
@@ -44,7 +44,7 @@ class Division:
     @property
     def cut(self) -> bool:
         """Whether the tensor is sharded."""
-        return self.held is Holding.CUT
+        return self.holding is Holding.CUT
 
     def place(self, tensor: torch.Tensor, member: int) -> torch.Tensor:
         """View of a member's shard, with a dimension for the pieces before the sharded dimension."""
@@ -76,7 +76,7 @@ class Division:
         inner = math.prod(shape) // outer
         inner_size = math.prod(shape[self.dim + 1 :])
         ends = tuple(-(-bound * inner_size // MOMENT_BLOCK_SIZE) for bound in self.bounds)
-        return Division(self.held, 1, ends), (outer, -(-inner // MOMENT_BLOCK_SIZE))
+        return Division(self.holding, 1, ends), (outer, -(-inner // MOMENT_BLOCK_SIZE))
 
     def cuts_blocks(self, shape: Sequence[int], block: int) -> bool:
         """Whether a shard bound of a tensor of ``shape`` lies within a block of ``block`` contiguous elements."""
@@ -88,8 +88,8 @@ class Division:
         """Whether a member holds any of the tensor."""
         if self.cut:
             return self.bounds[member] < self.bounds[member + 1]
-        return self.held is not Holding.LEADER or member == 0
+        return self.holding is not Holding.LEADER or member == 0
 
     def trains(self, member: int) -> bool:
         """Whether the tensor has a gradient on a member."""
-        return self.held in (Holding.CUT, Holding.SUMMED) or member == 0
+        return self.holding in (Holding.CUT, Holding.SUMMED) or member == 0

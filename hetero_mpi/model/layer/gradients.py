@@ -92,7 +92,7 @@ class WeightGradients:
         # The instance attribute takes precedence over the class's method and leaves parameters and names unchanged.
         module.forward = partial(self._forward, module, layer)
 
-    def begin(self, index: int) -> None:
+    def start_micro_batch(self, index: int) -> None:
         """Start the input part of a micro-batch, to which the following entries belong."""
         assert index not in self._kept, f"the weight part of micro-batch {index} has not run"
         self._running = self._kept[index] = {}

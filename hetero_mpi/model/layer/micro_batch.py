@@ -17,10 +17,10 @@ import torch
 from hetero_mpi.model.layer.loss import Routed
 from hetero_mpi.objectives import Answers, Settings, objective
 
-REWARDS = 3
+REWARD_COUNT = 3
 """Number of reward statistics of a micro-batch: sums of rewards of chosen and of rejected answers, and number of pairs whose chosen
 answer has the higher reward."""
-DESIRABLE = 2
+DESIRABLE_CODE = 2
 """Mark of a desirable single answer; 3 marks an undesirable answer."""
 
 
@@ -30,7 +30,7 @@ class Comparison:
 
     Attributes:
         train: keys of the job; None to compute log-likelihoods only (of the reference model).
-        answers: (B, T), 0 outside of answers, 1 in a pair's answer, ``DESIRABLE`` or ``DESIRABLE + 1`` in a single answer.
+        answers: (B, T), 0 outside of answers, 1 in a pair's answer, in a single one ``DESIRABLE_CODE`` or ``DESIRABLE_CODE + 1``.
         reference: (B, R) fp32, log-likelihoods of the answers under the reference model; 0 without one.
         likelihood_weight: factor of the cross-entropy of chosen records (``LEARNS_CHOSEN``).
         point: KTO's reference point.
@@ -55,7 +55,7 @@ class Comparison:
         return ((positions == 0).cumsum(1) - 1).unsqueeze(1) == records
 
     def loss(self, losses: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(sum of the losses of all pairs or answers, a differentiable fp32 scalar; ``REWARDS`` statistics).
+        """(sum of the losses of all pairs or answers, a differentiable fp32 scalar; ``REWARD_COUNT`` statistics).
 
         Args:
             losses: (B, T), loss of each target (``target_losses``).
@@ -72,7 +72,7 @@ class Comparison:
         rewards = self.train.preference_beta * (gains if preference.reference else means)
         answers = Answers(counts, means, gains, rewards)
         if preference.learns_from == "labels":
-            desirable, undesirable = marks.amax(2) == DESIRABLE, marks.amax(2) > DESIRABLE
+            desirable, undesirable = marks.amax(2) == DESIRABLE_CODE, marks.amax(2) > DESIRABLE_CODE
             if_desirable, if_undesirable = preference.losses(answers, self.point, self.train)
             loss = (desirable * if_desirable + undesirable * if_undesirable).sum()
             return loss, _summed(desirable * rewards, undesirable * rewards, torch.zeros_like(rewards))

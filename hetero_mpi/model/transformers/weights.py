@@ -70,7 +70,7 @@ class FileStart:
     The names in the files are not always the module's names (Mixtral keeps one fused tensor for all experts); the unit of
     loading is one layer, which holds whole conversion groups.
 
-    :raises UserError: tensors are missing from the files or have another shape than the configuration says.
+    Raises UserError: tensors are missing from the files or have another shape than the configuration says.
     """
 
     def __init__(self, files: TensorSource, chain: TransformersChain) -> None:
@@ -156,11 +156,11 @@ def weight_mapping(model: PreTrainedModel) -> list[Any]:
 def with_mean_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
     """Extend an embedding, head or bias to ``rows`` by the mean row, in fp32. fp64 sums are independent of the thread count."""
     wide = tensor.float()
-    mean = torch.stack([piece.double().sum(0) for piece in wide.split(_ROWS_PER_SUM)]).sum(0) / len(wide)
+    mean = torch.stack([piece.double().sum(0) for piece in wide.split(_MAX_SUMMED_ROWS)]).sum(0) / len(wide)
     return torch.cat([wide, mean.float().expand(rows - len(wide), *wide.shape[1:])])
 
 
-_ROWS_PER_SUM = 4096
+_MAX_SUMMED_ROWS = 4096
 
 
 def names_in_model(model: PreTrainedModel, keys: Iterable[str]) -> dict[str, tuple[list[str], bool]]:

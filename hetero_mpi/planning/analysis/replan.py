@@ -168,13 +168,16 @@ def _candidates(question: ReplanQuestion) -> Iterator[Plan]:
     if free is None:
         return
     kept_s = min(outlined(p, profile).step_s for p in (plan, recut))
-    if set(pipeline.held) <= set(free.ranks) or outlined(free, profile).step_s < (1 - MIN_IDLING_GAIN_RATIO) * kept_s:
+    if (
+        set(pipeline.stages_of) <= set(free.ranks)
+        or outlined(free, profile).step_s < (1 - MIN_IDLING_GAIN_RATIO) * kept_s
+    ):
         yield free
 
 
 def _recut(pipeline: PipelinePlan, profile: ClusterProfile, request: PlanRequest) -> PipelinePlan:
     """The pipeline with better cuts, rank order and depths, if any."""
-    ranks = sorted(pipeline.held)
+    ranks = sorted(pipeline.stages_of)
     # A short last micro-batch counts as full.
     rounded_sequences = -(-pipeline.sequences // pipeline.micro_batch) * pipeline.micro_batch
     request = replace(

@@ -166,7 +166,9 @@ class StepPrediction:
                 if action.op in COMPUTING:
                     costs = self._free_of_sums if self._costs.stages[action.stage].grouped else self._costs
                     fixed_s = self._costs.profile.devices[rank].optimizer_fixed_s if action.op is Op.STEP else 0.0
-                    rank_seconds[action.op] = rank_seconds.get(action.op, 0.0) + max(0.0, costs.of(action)[0] - fixed_s)
+                    rank_seconds[action.op] = rank_seconds.get(action.op, 0.0) + max(
+                        0.0, costs.cost_of(action)[0] - fixed_s
+                    )
         return seconds_by_rank
 
     @cached_property
@@ -177,7 +179,7 @@ class StepPrediction:
             if stage.grouped:
                 passes = [action for action in self._schedule[stage.ranks[0]] if action.op in COMPUTE]
                 with_s, without_s = (
-                    sum(costs.of(action)[0] for action in passes) for costs in (self._costs, self._free_of_sums)
+                    sum(costs.cost_of(action)[0] for action in passes) for costs in (self._costs, self._free_of_sums)
                 )
                 seconds_by_group[stage.ranks] = seconds_by_group.get(stage.ranks, 0.0) + with_s - without_s
         return seconds_by_group
@@ -186,7 +188,7 @@ class StepPrediction:
         """(source and destination, matching receive, seconds from device to device) of a send."""
         op, away = _RECEIVE[send.op]
         ends = (self._costs.stages[number].ranks[0] for number in (send.stage, send.stage + away))
-        seconds, _ = self._costs.of(send)
+        seconds, _ = self._costs.cost_of(send)
         return (next(ends), next(ends)), Action(op, send.stage + away, send.micro_batch), seconds
 
     @cached_property

@@ -162,7 +162,7 @@ def _layers_text(plan: Plan, rank: int) -> str:
 
 
 def _counts_sentence(plan: Plan, profile: ClusterProfile) -> str:
-    used = sum(len(pipeline.held) for pipeline in plan.pipelines)
+    used = sum(len(pipeline.stages_of) for pipeline in plan.pipelines)
     shares = units.join_with_counts(
         (f"{units.plural(p.micro_batches, 'micro-batch')} of {p.micro_batch}" for p in plan.pipelines), " + "
     )
@@ -181,7 +181,7 @@ def busiest_text(plan: Plan, profile: ClusterProfile, simulation: SimulatedStep)
             continue
         last = plan.pipelines[index].micro_batches - 1
         for op, sender, ends in ((Op.SEND_F, number, (stage, behind)), (Op.SEND_B, number + 1, (behind, stage))):
-            seconds = last * costs.of(Action(op, sender, 0))[0] + costs.of(Action(op, sender, last))[0]
+            seconds = last * costs.cost_of(Action(op, sender, 0))[0] + costs.cost_of(Action(op, sender, last))[0]
             pair = ends[0].ranks[0], ends[1].ranks[0]
             links[pair] = links.get(pair, 0.0) + seconds
     link = max(sorted(links), key=lambda pair_of_ranks: links[pair_of_ranks], default=None)

@@ -157,7 +157,7 @@ def _shortage_text(who: str, predicted: RankMemory | HostMemory) -> str:
 def _tradeoff_sentences(plan: Plan, profile: ClusterProfile) -> Iterator[str]:
     """Describe accuracy and time traded for speed and memory."""
     model = profile.model
-    if model.wire is not None and any(len(pipeline.held) > 1 for pipeline in plan.pipelines):
+    if model.wire is not None and any(len(pipeline.stages_of) > 1 for pipeline in plan.pipelines):
         yield f"boundaries travel as {model.wire} (train.wire): the loss is no longer equal to that of one process"
     sliced = [
         str(rank)

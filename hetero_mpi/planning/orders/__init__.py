@@ -57,7 +57,7 @@ def computed_by_rank(pipeline: PipelinePlan) -> Mapping[int, Iterable[tuple[str,
     computing = cast(Order, order).computing
     return {
         rank: [(op, index, m) for index in indices for op, m in computing(pipeline, index)]
-        for rank, indices in pipeline.held.items()
+        for rank, indices in pipeline.stages_of.items()
     }
 
 

@@ -19,12 +19,12 @@ SPLITS = False
 
 def interleaving(pipeline: PipelinePlan) -> dict[int, list[Computed]]:
     """See ``orders.Interleaving``."""
-    count = len(pipeline.held)
+    count = len(pipeline.stages_of)
     groups = max(1, pipeline.micro_batches // count)
     sizes = [len(range(index, pipeline.micro_batches, groups)) for index in range(groups)]
     group_of = [index for index, size in enumerate(sizes) for _ in range(size)]
     actions_by_rank: dict[int, list[Computed]] = {}
-    for index, (rank, positions) in enumerate(pipeline.held.items()):
+    for index, (rank, positions) in enumerate(pipeline.stages_of.items()):
         pairs = [(position, m) for m in range(pipeline.micro_batches) for position in positions]
         forwards = sorted(pairs, key=lambda pair: (group_of[pair[1]], pair[0], pair[1]))
         backwards = sorted(pairs, key=lambda pair: (group_of[pair[1]], -pair[0], pair[1]))

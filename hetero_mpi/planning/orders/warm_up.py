@@ -21,7 +21,7 @@ from dataclasses import replace
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 
 SPLITS = False
-ROUNDING_TOLERANCE = 1e-9
+MAX_ROUNDING_ERROR = 1e-9
 MIN_PERIOD_S = 1e-12
 
 
@@ -91,5 +91,5 @@ def paced_each(compute_s: Sequence[float], hops_s: Sequence[float], period: floa
     """
     depths = [0]
     for behind_s, hop_s in zip(reversed(compute_s[1:]), reversed(hops_s), strict=True):
-        depths.append(depths[-1] + max(1, math.ceil((behind_s + hop_s) / period + allowance - ROUNDING_TOLERANCE)))
+        depths.append(depths[-1] + max(1, math.ceil((behind_s + hop_s) / period + allowance - MAX_ROUNDING_ERROR)))
     return depths[::-1]

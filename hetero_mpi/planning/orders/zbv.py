@@ -78,16 +78,16 @@ class _ListScheduler:
 
     def __init__(self, ranks: tuple[int, ...], limits: tuple[int, ...], count: int, split: bool, sparing: bool) -> None:
         self.ranks, self.limits, self.count, self.split, self.sparing = ranks, limits, count, split, sparing
-        self.held = {rank: [index for index, holder in enumerate(ranks) if holder == rank] for rank in ranks}
-        self.clock = dict.fromkeys(self.held, 0)
+        self.stages_of = {rank: [index for index, holder in enumerate(ranks) if holder == rank] for rank in ranks}
+        self.clock = dict.fromkeys(self.stages_of, 0)
         self.inputs: list[dict[int, int]] = [dict.fromkeys(range(count), 0), *({} for _ in ranks[1:])]
         self.gradients: list[dict[int, int]] = [{} for _ in ranks]
         self.forwards, self.backwards = [0] * len(ranks), [0] * len(ranks)
-        self.deferred: dict[int, deque[tuple[int, int]]] = {rank: deque() for rank in self.held}
-        self.lists: dict[int, list[Computed]] = {rank: [] for rank in self.held}
+        self.deferred: dict[int, deque[tuple[int, int]]] = {rank: deque() for rank in self.stages_of}
+        self.lists: dict[int, list[Computed]] = {rank: [] for rank in self.stages_of}
 
     def build(self) -> dict[int, list[Computed]]:
-        nexts = {rank: self._next_candidate(rank) for rank in self.held}
+        nexts = {rank: self._next_candidate(rank) for rank in self.stages_of}
         while any(nexts.values()):
             (candidate, rank) = min((option, rank) for rank, option in nexts.items() if option is not None)
             self._append(rank, candidate)
@@ -100,9 +100,9 @@ class _ListScheduler:
         """Next operation of ``rank``; None: it must wait, or has ended."""
         now, options = self.clock[rank], []
         owed = self.deferred[rank]
-        held_count = len(owed) + sum(self._in_flight(index) for index in self.held[rank])
-        full = bool(owed) and held_count >= sum(self.limits[index] for index in self.held[rank])
-        for index in self.held[rank]:
+        held_count = len(owed) + sum(self._in_flight(index) for index in self.stages_of[rank])
+        full = bool(owed) and held_count >= sum(self.limits[index] for index in self.stages_of[rank])
+        for index in self.stages_of[rank]:
             forward, backward = self.forwards[index], self.backwards[index]
             ends = index == 0 and backward == self.count - 1  # in one part: what later stages owe comes before it
             if backward in self.gradients[index] and not (owed and ends):

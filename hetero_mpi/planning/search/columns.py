@@ -89,7 +89,7 @@ def in_columns(costs: Costs, members: Sequence[Column]) -> Costs:
         relief = sum(usable) / pipelines - min(usable)
         return MemoryBudget(min(usable), max(ratio), relief, all(in_host_memory), min(of_host))
 
-    places, count = costs.place[table], len(members)
+    places, count = costs.place_of[table], len(members)
     latency_s, per_byte_s = np.zeros((count, count)), np.zeros((count, count))
     for p in range(pipelines):
         pair = np.ix_(places[:, p], places[:, p])
@@ -102,7 +102,7 @@ def in_columns(costs: Costs, members: Sequence[Column]) -> Costs:
         backward_s=slowest(costs.backward_s),
         overhead_s=slowest(costs.overhead_s),
         step_per_parameter_s=costs.step_per_parameter_s[:, table].max(axis=2) / pipelines,
-        place=np.arange(count),
+        place_of=np.arange(count),
         latency_s=latency_s,
         per_byte_s=per_byte_s,
         members=members,

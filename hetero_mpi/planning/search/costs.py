@@ -58,7 +58,7 @@ class Costs:
     """[way, rank, forward and backward]"""
     step_per_parameter_s: Floats
     """[way, rank]"""
-    place: Indices
+    place_of: Indices
     latency_s: Floats
     """[place, place]"""
     per_byte_s: Floats
@@ -135,9 +135,9 @@ class Costs:
         """Speed level of each rank's best link to another host; equal for like ranks."""
         away = self.latency_s + self.message_bytes.max() * self.per_byte_s
         host_of = np.zeros(len(away), dtype=np.int64)
-        host_of[self.place] = self.host
+        host_of[self.place_of] = self.host
         away = np.where(host_of[:, None] == host_of[None, :], np.inf, away).min(axis=1)
-        return levels(1 / np.maximum(np.where(np.isinf(away), 0.0, away)[self.place], 1e-9))
+        return levels(1 / np.maximum(np.where(np.isinf(away), 0.0, away)[self.place_of], 1e-9))
 
     def exchange_s(self, ranks: Sequence[int], size_bytes: Floats) -> Floats:
         """``durations.exchange_s`` for several sizes; of a column, between its members."""
@@ -148,7 +148,7 @@ class Costs:
             return np.zeros(len(size_bytes))
         sizes, which = np.unique(size_bytes, return_inverse=True)
         part = sizes / count
-        places = self.place[np.array(ranks)]
+        places = self.place_of[np.array(ranks)]
         off_diagonal = ~np.eye(count, dtype=bool)
         latency_s = self.latency_s[np.ix_(places, places)] * off_diagonal
         per_byte_s = self.per_byte_s[np.ix_(places, places)] * off_diagonal
@@ -245,7 +245,7 @@ class Costs:
 
     @cached_property
     def _lists(self) -> tuple[Any, ...]:
-        return tuple(array.tolist() for array in (self.place, self.latency_s, self.per_byte_s, self.message_bytes))
+        return tuple(array.tolist() for array in (self.place_of, self.latency_s, self.per_byte_s, self.message_bytes))
 
     @cached_property
     def _steps(self) -> tuple[list[float], dict[StageMode, list[float]]]:

@@ -189,7 +189,7 @@ def _lines(chains: Chains, most: int) -> list[ColumnOrder]:
     }
     orders: list[ColumnOrder] = []
     for names in _KEYS[:most]:
-        keys = columns.place, columns.host, *(-worth[name] for name in names.split())
+        keys = columns.place_of, columns.host, *(-worth[name] for name in names.split())
         line = tuple(np.lexsort(keys).tolist())
         orders += [line, line[::-1]]
     return list(dict.fromkeys(orders))

@@ -330,7 +330,7 @@ class Orders:
 
 def _hops_s(costs: Costs) -> Floats:
     """[rank, rank] round-trip seconds of a message after the first layer."""
-    away = (costs.latency_s + costs.message_bytes[0] * costs.per_byte_s)[costs.place][:, costs.place]
+    away = (costs.latency_s + costs.message_bytes[0] * costs.per_byte_s)[costs.place_of][:, costs.place_of]
     return np.where(np.eye(costs.count, dtype=bool), 0.0, away + away.T)
 
 

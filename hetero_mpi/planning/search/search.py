@@ -193,9 +193,9 @@ class Search:
         host = self.rounds.costs[lines[0].micro_batch].host.tolist()
         used_hosts = {host[rank] for line in lines for rank in line.ranks}
         for left_out in used_hosts if len(used_hosts) > 1 else ():
-            kept = [tuple(rank for rank in line.ranks if host[rank] != left_out) for line in lines]
-            pairs = list(zip(lines, kept, strict=True))
-            for size in self.costs if all(kept) else ():
+            remaining_ranks = [tuple(rank for rank in line.ranks if host[rank] != left_out) for line in lines]
+            pairs = list(zip(lines, remaining_ranks, strict=True))
+            for size in self.costs if all(remaining_ranks) else ():
                 fewer = (line._replace(ranks=ranks, micro_batch=size) for line, ranks in pairs)
                 cut = None if any(line.sequences % size for line in lines) else orders.cut(tuple(fewer), depth)
                 if cut is not None and (deepened := rounds.with_promising_depths(cut)):

@@ -100,7 +100,7 @@ class PipelinePlan:
     """Order of a stage's operations: a name in ``orders.ORDERS``."""
 
     @cached_property
-    def held(self) -> dict[int, tuple[int, ...]]:
+    def stages_of(self) -> dict[int, tuple[int, ...]]:
         """Rank -> indices of its stages in the pipeline."""
         indices: dict[int, tuple[int, ...]] = {}
         for index, stage in enumerate(self.stages):
@@ -110,9 +110,9 @@ class PipelinePlan:
 
     @property
     def interleaved(self) -> bool:
-        return any(len(places) > 1 for places in self.held.values())
+        return any(len(places) > 1 for places in self.stages_of.values())
 
-    def together(self, index: int) -> bool:
+    def is_local_boundary(self, index: int) -> bool:
         """True where stages ``index`` and ``index + 1`` are on one rank and exchange no message."""
         return self.stages[index].ranks == self.stages[index + 1].ranks
 

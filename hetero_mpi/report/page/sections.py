@@ -190,8 +190,8 @@ def usage(run: PastRun) -> Section:
     keys = [mark.format(colour, name) for _, name, colour in kinds]
     columns = (
         Column("rank", int),
-        Column("device", partial(place_text, run.profile), left=True),
-        Column("", lambda rank: _bar(spent(rank), kinds) if kinds else None, left=True),
+        Column("device", partial(place_text, run.profile), align_left=True),
+        Column("", lambda rank: _bar(spent(rank), kinds) if kinds else None, align_left=True),
         Column("computing, predicted", use.get, units.percent),
         *(Column(name, lambda rank, index=index: spent(rank)[index], units.percent) for index, name in enumerate(keys)),  # type: ignore[misc]
     )
@@ -231,11 +231,11 @@ def memory(run: PastRun) -> Section:
     uncounted = [peaks[row.rank] - row.peak_bytes for row in cpu_rows if peaks.get(row.rank, 0) > row.peak_bytes]
     columns = (
         Column("rank", "rank"),
-        Column("device", lambda row: place_text(run.profile, row.rank), left=True),
+        Column("device", lambda row: place_text(run.profile, row.rank), align_left=True),
         Column("predicted", "peak_bytes", units.size),
         Column("measured", lambda row: peaks.get(row.rank), units.size),
         Column("usable", "usable_bytes", units.size),
-        Column("memory source", lambda row: devices[row.rank].memory_reason if devices else None, left=True),
+        Column("memory source", lambda row: devices[row.rank].memory_reason if devices else None, align_left=True),
     )
     remarks = [PROCESS_NOTE.format(least_most(uncounted, units.size))] if uncounted else []
     return Section("Memory", MEMORY_NOTE, times=True, table=Table(columns, rows), remarks=remarks)
@@ -270,8 +270,8 @@ def links(run: PastRun) -> Section:
         return lambda pair: getattr(traffic_by_pair.get(pair), field, None)
 
     columns = (
-        Column("ranks", "{0[0]} → {0[1]}".format, left=True),
-        Column("hosts", lambda pair: " → ".join(profile.devices[rank].host for rank in pair), left=True),
+        Column("ranks", "{0[0]} → {0[1]}".format, align_left=True),
+        Column("hosts", lambda pair: " → ".join(profile.devices[rank].host for rank in pair), align_left=True),
         Column("messages", field_of(measured | expected, "messages")),
         Column("bytes, predicted", field_of(expected, "bytes"), units.size),
         Column("bytes, measured", field_of(measured, "bytes"), units.size),
@@ -331,14 +331,14 @@ def checkpoints(run: PastRun) -> Section:
     columns = (
         Column("after step", "step"),
         Column("size", "bytes", units.size),
-        Column("written", "unix_s", moment, left=True),
+        Column("written", "unix_s", moment, align_left=True),
     )
     return Section("Checkpoints", table=Table(columns, run.checkpoints))
 
 
 def happenings(run: PastRun) -> Section:
     """Table of starts, recoveries, plan changes and restarts, by time."""
-    columns = Column("time", "unix_s", moment, left=True), Column("event", "event"), Column("", "text")
+    columns = Column("time", "unix_s", moment, align_left=True), Column("event", "event"), Column("", "text")
     return Section("Events", table=Table(columns, run.happenings))
 
 
@@ -349,9 +349,9 @@ def files(run: PastRun, linked: bool) -> Section:
     def size(file: str) -> int | None:
         return (run.directory / file).stat().st_size if (run.directory / file).is_file() else None
 
-    columns = Column("file", name.format, left=True), Column("size", size, units.size), Column("", FILES.get)
+    columns = Column("file", name.format, align_left=True), Column("size", size, units.size), Column("", FILES.get)
     rows = [file for file in FILES if (run.directory / file).exists()]
-    return Section(f"Files in {run.place}", table=Table(columns, rows))
+    return Section(f"Files in {run.typed_directory}", table=Table(columns, rows))
 
 
 def next_commands(run: PastRun) -> Section:

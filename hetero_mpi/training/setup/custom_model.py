@@ -207,7 +207,7 @@ def _key(loaded: LoadedJob) -> str:
     return f'[model] factory = "{loaded.job.model.factory}"'
 
 
-_TOLERANCE = 1e-4
+_MAX_DIFFERENCE_RATIO = 1e-4
 """Maximum relative difference of results that count as equal."""
 Pair = tuple[NDArray[Any], NDArray[Any]]
 
@@ -389,4 +389,4 @@ def _check_loss(model: LayeredModel, outputs: torch.Tensor, targets: torch.Tenso
 
 def _all_close(first: torch.Tensor, second: torch.Tensor) -> bool:
     scale = max(float(first.abs().max()), float(second.abs().max())) if first.numel() else 0.0
-    return first.shape == second.shape and bool(((first - second).abs() <= _TOLERANCE * scale + 1e-7).all())
+    return first.shape == second.shape and bool(((first - second).abs() <= _MAX_DIFFERENCE_RATIO * scale + 1e-7).all())

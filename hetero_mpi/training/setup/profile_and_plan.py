@@ -105,7 +105,7 @@ class Profiled:
     """The profile that a run plans for."""
 
     profile: ClusterProfile
-    own: bool
+    is_measured_here: bool
     """Whether it was measured on exactly these ranks."""
     micro_batches: str
     """The reason in words for the micro-batch sizes that the planner may choose from."""

@@ -217,10 +217,10 @@ def open_device(world: World, job_device: str) -> Backend:
     ``job_device``: ``[cluster] device``.
     """
     with world.collective_errors("looking for the device"):
-        wanted = device_spec(job_device, os.environ)
-        name, devices = visible_devices(wanted.name)
+        requested_device = device_spec(job_device, os.environ)
+        name, devices = visible_devices(requested_device.name)
         refused = BACKENDS[name].unusable()
-    devices_by_rank = world.all_gather_json([world.host, name, list(devices.items()), wanted.gpu])
+    devices_by_rank = world.all_gather_json([world.host, name, list(devices.items()), requested_device.gpu])
     places = [
         VisibleDevices(host, backend, tuple((index, identity) for index, identity in devices), gpu)
         for host, backend, devices, gpu in devices_by_rank
@@ -229,9 +229,9 @@ def open_device(world: World, job_device: str) -> Backend:
         say(*(f"{host}: {reason}" for reason in reasons))
     index = gpu_of(world.rank, places)
     with world.collective_errors("opening the device"):
-        backend = open_backend(wanted.name, index)
+        backend = open_backend(requested_device.name, index)
         problem = _wrong_product(world, backend)
-        if problem and wanted.name != "auto":
+        if problem and requested_device.name != "auto":
             raise UserError("device.failed", f'{problem}; device = "cpu" or "auto" leaves it alone')
         backend = open_backend("cpu") if problem else backend
         backend.free_unused()  # an earlier run of this process may have left its stage there
