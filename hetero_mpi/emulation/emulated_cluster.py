@@ -145,7 +145,7 @@ def _notes(profile: ClusterProfile, chain: TransformersChain, loaded: LoadedJob)
     return (
         f"{EMULATED}: times and messages are those of {loaded.job.cluster.emulate}, for {model.model_type} in {model.dtype} with "
         f"{units.rows_of(model.sequence_length)}; a {chain.config.model_type} of {units.count(parameters)} parameters "
-        f"with sequences of {loaded.job.data.sequence_length} is what is computed.{scale}{nic_note}",
+        f"with sequences of {loaded.job.data.sequence_length} is computed.{scale}{nic_note}",
     )
 
 

@@ -149,7 +149,7 @@ def _plan(
 ) -> tuple[Plan, tuple[RankMemory, ...]]:
     """Plan one pipeline with a stage per active rank; returns the plan and each rank's memory. Collective.
 
-    The KV cache is ignored, as it is small compared with the parameters. Raises UserError if the model exceeds the memory.
+    The KV cache, which is small compared with the parameters, is ignored. Raises UserError if the model exceeds the memory.
     """
     sharing = sharing_ranks(world, backend)
     configured_bytes = ClusterTable(**source.cluster).memory_bytes

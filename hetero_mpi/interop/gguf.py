@@ -298,7 +298,7 @@ def _render(tokenizer: PreTrainedTokenizerFast, messages: Sequence[Mapping[str, 
 
 
 def _between(text: str, first: str | None, second: str | None) -> str:
-    """Text between two markers, each of which must occur once; None for the beginning or the end."""
+    """Text between two markers, which must occur once each; None for the beginning or the end."""
     if any(marker is not None and text.count(marker) != 1 for marker in (first, second)):
         raise ValueError("it leaves a message out")
     after = text.split(first)[1] if first is not None else text

@@ -42,7 +42,7 @@ def build_plan_request(loaded: LoadedJob, ranks: int, dropout: bool, versions: i
 
     Args:
         ranks, dropout: determine the micro-batch choices.
-        versions: copies of its own state that a rank keeps, and as many of other ranks' state (``state.peer_replicas``).
+        versions: copies that a rank keeps of its state, and as many of other ranks' state (``state.peer_replicas``).
     """
     job = loaded.job
     snapshots = 1 if job.checkpoint.background and job.checkpoint.every else 0

@@ -210,7 +210,7 @@ class Tuning:
         suffix = f"; {', '.join(other_trained[:4])}{' and more' * (len(other_trained) > 4)}" if other_trained else ""
         return (
             f"adapter: {', '.join(names)} in {blocks} block{'s' * (blocks > 1)}, {adapted} in all{suffix}; {count:,} parameters "
-            f"are trained beside {total:,} ({100 * count / total:.2g} %)"
+            f"are trained in addition to {total:,} ({100 * count / total:.2g} %)"
         )
 
     def uses_dropout(self, chain: LayerChain) -> bool:

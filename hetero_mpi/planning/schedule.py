@@ -188,7 +188,7 @@ def tied_heads(plan: Plan, model: ModelCost) -> dict[int, int]:
 def schedule_of(plan: Plan, model: ModelCost) -> Schedule:
     """Return each rank's actions: the pipeline's order (``orders``) with the messages that it needs and causes.
 
-    In a tensor-parallel group the leader exchanges the messages and broadcasts what it receives. After its last backward a rank
+    In a tensor-parallel group the leader exchanges the messages and broadcasts the received ones. After its last backward a rank
     REDUCEs shared layers from last to first, an order that is the same everywhere and so cannot deadlock.
     """
     schedule: Schedule = {}

@@ -135,7 +135,7 @@ def _mode_s(
 ) -> tuple[list[list[float]], list[list[float]], list[tuple[float, float]], list[float]]:
     """Seconds per micro-batch: [rank][layer] of forward and backward, [rank] overhead; [rank] optimizer seconds per parameter.
 
-    An offloaded layer is a call of its own, recomputes slices that are not kept, and takes at least as long as its copies.
+    An offloaded layer is a separate call, recomputes slices that are not kept, and takes at least as long as its copies.
     """
     part, ends = mode.slice_sequences or micro_batch, len(model.layers) - 1
     parts = [min(part, micro_batch - begin) * sequence_length for begin in range(0, micro_batch, part)]

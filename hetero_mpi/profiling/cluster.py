@@ -253,7 +253,9 @@ def _notes(
             )
     for date in sorted({table.measured for table in tables if table.from_cache}):
         ranks = [rank for rank, table in enumerate(tables) if table.from_cache and table.measured == date]
-        notes.append(f"device times of rank {', '.join(map(str, ranks))} were measured {date}; links and memory anew")
+        notes.append(
+            f"device times of rank {', '.join(map(str, ranks))} were measured {date}; links and memory just now"
+        )
     for rank, table in enumerate(tables):
         if table.slow_s:
             notes.append(

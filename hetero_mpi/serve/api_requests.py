@@ -158,7 +158,7 @@ class CompletionRequest(_Request):
 
     @property
     def likeliest(self) -> int | None:
-        """Number of top tokens to return with logprobs beside the chosen one; None: no logprobs."""
+        """Number of top tokens to return with logprobs in addition to the sampled one; None: no logprobs."""
         return self.logprobs
 
 

@@ -216,7 +216,7 @@ class Loop:
         checkpoint_text = f"{newest} is whole" if newest is not None else "no checkpoint could be written"
         raise CollectiveUserError(
             "run.stopped",
-            f"Stopped after step {self.state.step}, as {reason}: {checkpoint_text}; go on with --resume",
+            f"Stopped after step {self.state.step}, as {reason}: {checkpoint_text}; continue with --resume",
             exit_code=ExitCode.STOPPED,
         )
 

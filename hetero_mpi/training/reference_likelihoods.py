@@ -38,7 +38,7 @@ def check_reference(train: TrainTable, dataset: DataSource, reference: NDArray[n
             "resume.no_reference",
             f"the checkpoint has no likelihood by the reference model of {len(missing):,} rows of preferences, as its run did not "
             f"need them, and the model which that run began with is gone. Give the same data, and [train] preference, steps, "
-            f"global_batch, seed and evaluate_sequences as they were, or begin a new run from this one's result ([model] path, "
+            f"global_batch, seed and evaluate_sequences unchanged, or begin a new run from this one's result ([model] path, "
             f"or [adapter] path)",
         )
 

@@ -314,7 +314,7 @@ def _archive_earlier_run(context: RunContext, options: TrainOptions, has_state: 
         if context.world.rank != 0:
             return
         if resume == LATEST and not has_state:
-            find_checkpoint(run_dir, resume)  # says what is there instead
+            find_checkpoint(run_dir, resume)  # raises an error that names the existing checkpoints
         if resume == ANY and not has_state:
             say("No checkpoint and no complete copy of the trained state: starting from the beginning")
         named_path = Path(resume) if resume not in (None, LATEST, ANY) else None

@@ -102,7 +102,7 @@ class FoundState:
     """The result of ``find_state``: where the run continues, or the result of a run that is finished."""
 
     start: State | None = None
-    """None: it begins anew."""
+    """None: training starts from the beginning."""
     past: TrainResult | None = None
 
 

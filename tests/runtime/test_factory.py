@@ -283,7 +283,7 @@ WRONG = {
     "missing": "has no function missing",
     "batch_norm": "layer 'pool' normalises over the batch",
     "in_place": "layer 'pool' changes its input in place",
-    "looks_around": "layer 'flat' makes something else of a sample when another one is beside it",
+    "looks_around": "layer 'flat' computes another result for a sample when its micro-batch has a second one",
     "mean_loss": 'use reduction="sum"',
     "built_already": "layer '0' is a Flatten: give a function that builds it",
     "outside": "layer '0' was built outside its builder: parameter 0.weight is the same tensor at every call",

@@ -78,7 +78,7 @@ def remote_command(
 
 
 class AgentError(RuntimeError):
-    """A host agent did not answer; the text is what it, or the launch agent, printed instead."""
+    """A host agent did not answer; the text is the output of the host agent or of the launch agent."""
 
 
 class HostAgent:

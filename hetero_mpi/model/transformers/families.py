@@ -116,7 +116,7 @@ def require_proven(family: str) -> None:
         raise UserError(
             "model.family_untried",
             f"model_type {family!r} has not been tried: transformers {transformers.__version__} has a pipeline plan for it, but "
-            f"nobody has compared its split run with the whole model yet, so it is refused. Try it in a checkout of hetero_mpi by "
+            f"its split run has not been compared with the unsplit model, so it is rejected. Try it in a checkout of hetero_mpi by "
             f"`OMP_NUM_THREADS=1 python -m tests.family_trial {family}`, and open an issue with the line that this prints; or take "
             f"a proven one: {_names()}",
         )

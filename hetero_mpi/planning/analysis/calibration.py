@@ -115,7 +115,7 @@ def calibrated_profile(profile: ClusterProfile, plan: Plan, ratios: Mapping[Part
 
 
 def factors(measured: Mapping[Key, Ratios], items: Iterable[Key], kind: Callable[[Key], Hashable]) -> dict[Key, float]:
-    """Calibration factor of each key: the median ratio of its class and of its own steps, as far as beyond the noise."""
+    """Calibration factor of each key: the median ratio of its class and of its steps, as far as beyond the noise."""
     logs = {key: [math.log(ratio) for ratio in ratios if 0 < ratio < math.inf] for key, ratios in measured.items()}
     medians = {key: statistics.median(step_logs) for key, step_logs in logs.items() if step_logs}
     sigma = _step_noise([step_logs for step_logs in logs.values() if step_logs])

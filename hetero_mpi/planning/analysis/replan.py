@@ -2,7 +2,7 @@
 
 The number of pipelines, batch shares and micro-batches stay. With several pipelines each keeps its ranks.
 
-Run as a program, it reads a question from stdin and writes the answer to stdout as JSON, in a process of its own so that
+Run as a program, it reads a question from stdin and writes the answer to stdout as JSON, in a separate process so that
 planning does not hold the training process's interpreter lock.
 """
 

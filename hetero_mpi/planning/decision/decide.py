@@ -71,7 +71,7 @@ def decide(profile: ClusterProfile, request: PlanRequest) -> Decision | None:
 
 
 def _decide_for_ranks(profile: ClusterProfile, request: PlanRequest) -> Decision | None:
-    """Search with the device times of all ranks computing at once, then time the plan with those of its own ranks."""
+    """Search with the device times of all ranks computing at once, then time the plan with those of the plan's ranks."""
     everyone = range(len(profile.devices))
     busy = while_computing(profile, everyone)
     resident = _with_groups(busy, request, _resident(busy, request), slowness(profile, everyone))

@@ -109,7 +109,7 @@ def _streamed_text(number: int, plan: Plan, profile: ClusterProfile) -> str:
 
 
 def _files_text(number: int, plan: Plan, profile: ClusterProfile) -> str:
-    """Describe what each pass reads from disk and how long a step waits for it; empty: nothing."""
+    """Describe each pass's disk reads and the time that a step waits for them; empty without reads."""
     _, index, stage = plan.numbered[number]
     if not stage.on_disk:
         return ""

@@ -43,7 +43,7 @@ TimedPlan = tuple[Plan, float]
 """A plan and its step time in seconds."""
 PlanSearch = Callable[[ClusterProfile, PlanRequest], Plan | None]
 MemberCost = Callable[[int, int], float]
-"""(member, number of its heads or experts) -> cost, of which the maximum is minimised."""
+"""(member, number of its heads or experts) -> cost; the maximum cost is minimised."""
 
 
 Groups = tuple[StagePlan, ...]

@@ -292,7 +292,7 @@ def _host_shortage(profile: ClusterProfile, request: PlanRequest) -> Iterator[st
         if not full:
             remedy = "would make it fit, or a disk whose speed is measured: [model] shard_cache, or TMPDIR, on one"
         yield (
-            f"{text}, of which {units.size(available_bytes)} are usable ([[hosts]] memory_bytes): short by "
+            f"{text}, {units.size(available_bytes)} of it usable ([[hosts]] memory_bytes): short by "
             f"{needed_bytes - available_bytes} bytes; that much more host memory {remedy}"
         )
     elif full:

@@ -8,7 +8,7 @@ ring. Ranks of one host in a column make that ring fast; ranks of one host in a 
     column 0       host A       host A       host A       <- all-reduce inside host A
     column 1       host B       host C       host D       <- all-reduce across the network
 
-Dynamic programming along an order of the columns, of which any may be left out, finds the best pipeline. Going backward,
+Dynamic programming along an order of the columns, any of them optional, finds the best pipeline. Going backward,
 ``_Best`` holds per layer the minimum time from the arrival of the first micro-batch there to the end of the step:
 
 * ``back_s``: until the last gradient is back: the larger of ``M a`` and ``a + hop + back_s`` of the next stage (M

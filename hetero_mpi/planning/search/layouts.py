@@ -39,7 +39,7 @@ MAX_LAYOUTS_PER_COUNT = 2
 MAX_IMPROVED, MAX_SLOWDOWN = 3, 1.1
 """Number of pipeline counts whose batch shares are balanced, and their maximum slowdown against the best."""
 PACES = ((1.0, 0.1), (1.0, 0.5), (1.0, 1.5), (0.9, 0.5))
-"""(fraction of the estimated pace, allowance in periods) from which depths are guessed; with one alone, plans of 32 to 64 ranks are
+"""(fraction of the estimated pace, allowance in periods) from which depths are guessed; with only one, plans of 32 to 64 ranks are
 up to 8 % slower."""
 
 

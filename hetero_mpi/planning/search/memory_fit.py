@@ -52,7 +52,7 @@ class Fitter:
     def fitted(self, plan: Plan) -> Plan | None:
         """Fit ``plan`` with the minimum of recomputation, then smaller depths; None: it does not fit.
 
-        With sharded optimizer state, guess what each rank owns: nothing, equal parts, then what earlier attempts lacked.
+        With sharded optimizer state, guess each rank's share: nothing, equal parts, then what earlier attempts lacked.
         """
         if len(plan.pipelines) == 1 or not self.profile.model.trained_whole:
             return self._fitted(plan, None)
@@ -93,7 +93,7 @@ class Fitter:
     def keeping(self, plan: Plan, sizes: Sequence[int] = ()) -> Plan:
         """Choose the fastest slice size of each offloaded stage (its own or one of ``sizes``) and keep as many slices as fit.
 
-        Ranks that compute in host memory keep slices only beside the file blocks that they read.
+        Ranks that compute in host memory keep slices only in memory left by the file blocks that they read.
         """
         for index, number in [(i, k) for i, line in enumerate(plan.pipelines) for k in range(len(line.stages))]:
             pipeline = plan.pipelines[index]

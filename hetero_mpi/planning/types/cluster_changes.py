@@ -120,7 +120,7 @@ def with_copy_of(profile: ClusterProfile, rank: int) -> ClusterProfile:
         (profile.link(rank, peer) for peer in other_ranks), key=lambda k: (k.bytes_per_s, -k.latency_s), default=None
     )
     speed = (0.0, math.inf) if fastest is None else (fastest.latency_s, fastest.bytes_per_s)
-    if not profile.links:  # all but what the host's own ranks have among themselves is told by the hosts
+    if not profile.links:  # host links describe everything except links within a host
         own_link = () if profile.host_link(host, host) else (HostLinkProfile(host, host, *speed),)
         return replace(more, host_links=(*profile.host_links, *own_link))
     links = [*profile.links, LinkProfile(new, rank, *speed, True), LinkProfile(rank, new, *speed, True)]

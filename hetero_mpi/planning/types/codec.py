@@ -24,7 +24,7 @@ def encode(value: Any, infinity_as_text: bool = False) -> Any:
     """``value`` as dictionaries, lists and scalars. ``infinity_as_text``: write ``"inf"``, as JSON has no infinity."""
     if dataclasses.is_dataclass(value):
         values = {field: getattr(value, field.name) for field in dataclasses.fields(value)}
-        # TOML has no null: what is not known is left out; so are remarks (what no comparison looks at) that there are none of.
+        # TOML has no null: unknown values are left out, as are empty remarks (fields that comparisons ignore).
         stated = {field.name: item for field, item in values.items() if item is not None and (item or field.compare)}
         return {name: encode(item, infinity_as_text) for name, item in stated.items()}
     if isinstance(value, Mapping):

@@ -228,7 +228,7 @@ class PlanReport:
     plan: Plan
     predicted_step_s: float
     bound_step_s: float
-    """Lower bound for this instance: the fluid bound (``bounds``), often far below what is possible."""
+    """Lower bound for this instance: the fluid bound (``bounds``), often far below the attainable time."""
     alone: Alone | None = None
     """The fastest single rank; None: unknown."""
     tried_step_s: float | None = None

@@ -295,7 +295,7 @@ class ClusterProfile:
         seconds = (latency_s[pairs] + copied[:, :, 0]) + message_bytes * (per_byte_s[pairs] + copied[:, :, 1])
         np.fill_diagonal(seconds, 0.0)
         for a, b in np.argwhere(np.isnan(seconds)):
-            self.link(ranks[a], ranks[b])  # says what is missing
+            self.link(ranks[a], ranks[b])  # raises an error that names the missing link
         return np.asarray(seconds)
 
     @cached_property

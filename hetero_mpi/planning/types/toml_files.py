@@ -144,7 +144,7 @@ def report_from_dict(data: dict[str, Any], where: str = "plan") -> PlanReport:
     if report is None:
         raise UserError(
             "plan.no_report",
-            f"{where}: has no table [report], with what is predicted of the plan: `plan --plan` works it out",
+            f"{where}: has no table [report] with the plan's prediction: `plan --plan` computes it",
         )
     return report
 
@@ -221,7 +221,7 @@ def _table_lines(table: dict[str, Any], prefix: str) -> list[str]:
                 lines.append(line)
             else:
                 inner = _table_lines(value, name)
-                # A table of nothing but sub-tables needs no heading of its own.
+                # A table of nothing but sub-tables needs no heading.
                 below += inner if inner and not inner[0] else ["", f"[{name}]", *inner]
         elif isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
             for item in value:

@@ -115,7 +115,7 @@ class WebServer(ThreadingHTTPServer):
         bound: The socket from ``bound_socket``; the server closes it.
         connection: The handler, a ``Connection``.
         names: Host names of the server.
-        keys: Name -> API key, one of which clients must show if ``connection`` requires it; empty: open.
+        keys: Name -> API key; clients must show one of them if ``connection`` requires it; empty: open.
     """
 
     daemon_threads = True

@@ -161,7 +161,7 @@ def _import_module(loaded: LoadedJob, name: str) -> ModuleType:
         raise UserError(
             "custom.import",
             f"{_key(loaded)}: there is no module {error.name} in {folder} nor on the Python path: "
-            f"put the file beside the job file, on every machine, or set PYTHONPATH",
+            f"put the file next to the job file on every machine, or set PYTHONPATH",
         ) from None
     local = [path for path in (loaded.directory / f"{top}.py", loaded.directory / top / "__init__.py") if path.exists()]
     loaded_from = getattr(sys.modules[top], "__file__", None)
@@ -270,7 +270,7 @@ def _check_built_inside(name: str, model: LayeredModel, seed: int) -> None:
         raise UserError(
             "custom.builder_repeats",
             f"layer {name!r} was built outside its builder: parameter {outside} is the same tensor at every call, so each process "
-            f"would start from weights of its own. {REMEDY}",
+            f"would start from different weights. {REMEDY}",
         )
     drawn = unlike(sampled(built), sampled(second_build))
     if drawn is not None:
@@ -314,8 +314,8 @@ def _inspect(name: str, builder: Builder, x: torch.Tensor, seed: int, last: bool
     if not _all_close(alone, y[:1]):
         raise UserError(
             "custom.batch_dependent",
-            f"layer {name!r} makes something else of a sample when another one is beside it: its result would depend on the size "
-            f"of the micro-batches, which the plan decides. Each sample must be computed by itself",
+            f"layer {name!r} computes another result for a sample when its micro-batch has a second one: results would depend on "
+            f"the size of the micro-batches, which the plan decides. Each sample must be computed independently",
         )
     shape = LayerShape(
         name,

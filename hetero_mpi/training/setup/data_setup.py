@@ -141,7 +141,7 @@ def _from_records(loaded: LoadedJob) -> Material:
     def check(_: Path) -> None:
         read()
 
-    # Broken records are told before a model is fetched, which may take an hour.
+    # Report broken records before downloading a model, which may take an hour.
     cached_or_build(["read", *key] if data.cache else None, check, lambda *_: True, say)
     config, generation, model_notes = _model_keys(loaded)
     tokenizer, notes = _tokenizer(loaded, config, key, lambda: plain_texts(records()))
@@ -151,7 +151,7 @@ def _from_records(loaded: LoadedJob) -> Material:
     def fill(folder: Path) -> dict[str, Any]:
         every_record = [record for source in read() for record in source.records]
         template = choose_template(tokenizer, data.template, every_record)
-        # What the template refuses is told as early as a broken line, if it is no rare exception.
+        # Report records that the template rejects as early as broken lines, unless they are rare exceptions.
         sample = (
             every_record[:: len(every_record) // _MAX_CHECKED] if len(every_record) > _MAX_CHECKED else ()
         )  # few are all read soon
@@ -211,7 +211,7 @@ def _named_patterns(loaded: LoadedJob) -> list[tuple[str, list[str]]]:
 def _dataset(
     loaded: LoadedJob, key: Sequence[Any], fill: Callable[[Path], Any], tokenizer: PreTrainedTokenizerFast
 ) -> tuple[Dataset, dict[str, Any], list[str]]:
-    """(the data, what else is told of it, a remark where an earlier start has made it). ``fill``: makes it, into a folder."""
+    """(data, its description, remarks on its origin), cached or built. ``fill``: builds the data in a folder."""
     data = loaded.job.data
     cache_key = [*key, data.sequence_length, data.evaluation_fraction, loaded.job.train.seed] if data.cache else None
     read = functools.partial(read_dataset, ids=largest_id(tokenizer) + 1)

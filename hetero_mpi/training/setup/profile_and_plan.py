@@ -236,7 +236,7 @@ def _known_profile(
             raise
         say(f"{str(error).splitlines()[0]}; measuring again")
         return None
-    if named is not None:  # the key of one that was edited says nothing of what it holds now
+    if named is not None:  # the key of an edited profile does not describe its content
         _check_fits(profile, label, subject, context.world.size)
     if profile.key == key:
         say(f"Profile: {label} (measured {profile.date}, same devices, model and versions)")
@@ -287,7 +287,7 @@ def _given_plan(
         which = "the given plan" if isinstance(user_plan, Plan) else user_plan
         raise UserError(
             "plan.other_job",
-            f"{which} does not fit this job on these ranks:\n{error}\nCorrect it, or leave --plan out to plan anew",
+            f"{which} does not fit this job on these ranks:\n{error}\nCorrect it, or leave --plan out to make a new plan",
         ) from None
 
 

@@ -56,7 +56,7 @@ from hetero_mpi.util.host_limits import allowed_cores, core_quota
 def look_around(world: World, run_dir: Path | None = None, waits: bool = False) -> None:
     """Begin a command. Collective. ``run_dir``: directory for logs, or None; ``waits``: as for ``setup_logging``."""
     setup_logging(run_dir, world.rank, world.size, waits)
-    transformers_logging.disable_progress_bar()  # rank 0 alone talks, and says what it loads
+    transformers_logging.disable_progress_bar()  # only rank 0 reports progress
     check_versions(world, own_versions(world.library))
 
 
