@@ -208,7 +208,7 @@ def _add_serve(commands: Commands) -> None:
     add("--port", type=int, default=8000, metavar="N", help="port of rank 0 (default %(default)s; 0: any free port)")
     token = "API key of clients; required unless the address is local (or set HETERO_MPI_TOKEN)"
     _add_listening(add, "address of rank 0 to listen on (default %(default)s)", token)
-    add("--keys", type=Path, metavar="FILE", help="file with further API keys: a client name and a key per line")
+    add("--keys", type=Path, metavar="FILE", help="file with additional API keys: a client name and a key per line")
     adapter = "also serve an adapter of the same base model as the model NAME; may be repeated"
     add("--adapter", dest="adapters", action="append", default=[], metavar="NAME=RUN_OR_DIR", help=adapter)
     context = "maximum tokens of a request including its answer (default: the model's context length, if memory allows)"
@@ -229,7 +229,7 @@ def _add_evaluate(commands: Commands) -> None:
     add("-o", "--output", type=Path, metavar="DIR", help="directory for the results (default: the run directory)")
     parallel = "maximum number of texts evaluated concurrently (default %(default)s)"
     add("--parallel", type=int, default=8, metavar="N", help=parallel)
-    harness_options = 'further options for lm-evaluation-harness, e.g. --lm-eval-args="--num_fewshot 5"'
+    harness_options = 'additional options for lm-evaluation-harness, e.g. --lm-eval-args="--num_fewshot 5"'
     add("--lm-eval-args", default="", metavar="TEXT", help=harness_options)
 
 
@@ -250,7 +250,7 @@ def add_launch_options(parser: argparse.ArgumentParser) -> None:
     hosts.add_argument("--hosts", metavar="FILE", help=hosts_toml)
     add("--print", dest="print_only", action="store_true", help="print the command line, run nothing")
     add("--verbose", action="store_true", help="show the command line, and the reasons for its options")
-    mpirun_options = 'further options for the launcher, e.g. --mpirun-args="--tag-output"'
+    mpirun_options = 'additional options for the launcher, e.g. --mpirun-args="--tag-output"'
     add("--mpirun-args", default="", metavar="TEXT", help=mpirun_options)
     python = "heterogeneous SLURM job: Python of its first, second, ... component; may be repeated (docs/slurm.md)"
     add("--slurm-python", action="append", default=[], metavar="PYTHON", help=python)

@@ -62,7 +62,7 @@ class OwnKeys:
         return {keys.get(key, f"{key} (original)" if key in renamed else key): inner for key, inner in value.items()}
 
     def check(self) -> None:
-        """Raise UserError for a name that occurs in no record."""
+        """Raise UserError if a renamed key occurs in no record."""
         for key, name in self.names.items():
             if name not in self.met:
                 raise UserError(

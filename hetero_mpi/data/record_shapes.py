@@ -10,7 +10,7 @@ from hetero_mpi.util.errors import Problem, UserError
 
 Shape = Literal["chat", "alpaca", "prompt/completion"]
 SHAPES = """\
-A file holds JSON lines, JSON, or the rows of a parquet file: records in these shapes (docs/data.md has their further keys):
+A file holds JSON lines, JSON, or the rows of a parquet file: records in these shapes (docs/data.md has their other keys):
   alpaca             {"instruction": "...", "input": "...", "output": "..."}; input may be left out
   chat               {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
   chat (ShareGPT)    {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}
@@ -75,7 +75,7 @@ class BadRecords:
 
     allowed: int = 0
     problems: list[Problem] = field(default_factory=list)
-    """``data/a.jsonl, line 7: must be a JSON object; it is text``."""
+    """Format as ``data/a.jsonl, line 7: must be a JSON object; it is text``."""
     cut: list[str] = field(default_factory=list)
     """Positions after which the remainder of a file is unreadable."""
 

@@ -129,7 +129,7 @@ def _evict(root: Path, protected: Path) -> None:
 def write_dataset(folder: Path, dataset: Dataset, extra: dict[str, Any]) -> dict[str, Any]:
     """Write a dataset into a folder, which may already hold its token stream; return the values for store_folder.
 
-    ``extra``: further JSON values about the data. Raises UserError if the disk is full.
+    ``extra``: additional JSON values about the data. Raises UserError if the disk is full.
     """
     stream = (folder / STREAM).exists()
     names = ("train", "held_out") if stream else ("train", "held_out", *_COLUMNS)

@@ -58,7 +58,7 @@ def open_backend(name: str, index: int | None = None) -> Backend:
         raise UserError(
             "device.too_few",
             f"{named} is to be this rank's, but of {name} it sees {kind.count()}: start fewer ranks on this host, "
-            f'or set device = "auto" so that further ranks use the CPU',
+            f'or set device = "auto" so that the other ranks use the CPU',
         )
     backend = kind(index)
     backend.make_current()

@@ -45,7 +45,7 @@ class Int8Format(WireFormat):
     Values are rounded to nearest, or stochastically without bias by an integer hash of (seed, position in the sequence), so that
     results do not depend on device or micro-batch. A row with a non-finite value arrives without finite values.
 
-    ``exact_rows``: rows at the end of each sequence that are no hidden vectors and are sent unquantized (``router_loss``).
+    ``exact_rows``: rows at the end of each sequence that are not hidden vectors and are sent unquantized (``router_loss``).
     """
 
     def __init__(self, computed: torch.dtype, exact_rows: int = 0) -> None:

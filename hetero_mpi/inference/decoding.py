@@ -28,7 +28,7 @@ from hetero_mpi.model.tuning import Tuning, inject
 from hetero_mpi.util.errors import UserError
 
 OPENED = ADAPTER_NAME
-"""Name of the adapter that the stage was built with, if any. Other adapters have other names; "" is no adapter."""
+"""Name of the adapter that the stage was built with, if any. Other adapters have other names; "": no adapter."""
 NOT_A_NUMBER = -1
 """Returned by ``pick`` instead of a token when the model's output is not a number."""
 OWN_CACHE = ("minimax",)

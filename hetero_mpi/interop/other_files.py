@@ -112,7 +112,7 @@ def _command_line(file: Path, text: str) -> dict[str, Any]:
 
 
 def _options(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """``--key``, ``--key value ...``, ``--key=value`` and ``--no_key``."""
+    """Parse options of the forms ``--key``, ``--key value ...``, ``--key=value`` and ``--no_key``."""
     texts_by_key: dict[str, list[str]] = {}
     key = ""
     for word in words:

@@ -168,7 +168,7 @@ class CheckpointTable(JobTable):
     keep: Annotated[Positive, Unit("files")] = 3
     """Number of newest checkpoints to keep."""
     keep_best: Annotated[NotNegative, Unit("files")] = 1
-    """Number of further checkpoints to keep: those with the lowest evaluation loss, among steps with an evaluation
+    """Number of additional checkpoints to keep: those with the lowest evaluation loss, among steps with an evaluation
     (``train.evaluate_every``)."""
     background: bool = True
     """Asynchronous checkpoints: write while training continues, from a copy in host memory (the size of a rank's trained parameters

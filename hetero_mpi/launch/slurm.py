@@ -142,7 +142,7 @@ def _job_state(job: str) -> str | None:
 def entries(job_components: Sequence[Component], pythons: Sequence[str]) -> tuple[Host, ...]:
     """The nodes of a heterogeneous job as entries of a hosts file.
 
-    ``pythons``: one per component; the last serves all further components; default: this Python.
+    ``pythons``: one per component; the last serves all remaining components; default: this Python.
     """
     from hetero_mpi.launch.hosts.hosts_toml import Host
 

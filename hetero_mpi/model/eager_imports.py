@@ -35,7 +35,7 @@ def eager_imports() -> Iterator[None]:
     Afterwards the process has a lazy stand-in for the compiler, which imports the real one on first use (a user's model may call
     ``torch.compile``), and a transformers without ``torch.distributed``.
     """
-    gc.disable()  # 2,000 modules are no garbage, yet collections would take 10 % of the time
+    gc.disable()  # 2,000 modules are not garbage, yet collections would take 10 % of the time
     try:
         import torch
 

@@ -60,7 +60,7 @@ class Stage(StageLayers):
         first_stage: StageLayers | None = None,
         divided: LayerShare | None = None,
     ) -> None:
-        """Arguments as of ``StageLayers``."""
+        """Build the stage; see ``StageLayers`` for the arguments."""
         super().__init__(spec, start, kept_layers, first_stage, divided)
         chain, first, last = self.chain, self.first, self.last
         self._repeats_keys = not self.backend.shares_keys(self.dtype)
@@ -134,7 +134,7 @@ class Stage(StageLayers):
     def backward_input(self, index: int, dy: torch.Tensor | None = None) -> torch.Tensor | None:
         """Run backward of one micro-batch except the weight gradients of linear layers, which ``backward_weights`` adds.
 
-        Arguments and result as of ``backward``. The buffers of ``dy`` and of the stage's input may be overwritten afterwards.
+        For arguments and result see ``backward``. The buffers of ``dy`` and of the stage's input may be overwritten afterwards.
         """
         return self._backward(index, dy, borrowed=True)
 

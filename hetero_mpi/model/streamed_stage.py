@@ -45,7 +45,7 @@ class StreamedStage(Stage):
     def __init__(
         self, spec: StageSpec, start: Start | None, kept_layers: Kept | None = None, folder: Path | None = None
     ) -> None:
-        """Arguments as of ``Stage``.
+        """Build the stage; see ``Stage`` for the arguments.
 
         Args:
             folder: directory of mapped files for frozen weights: of all layers if the device shares host memory (CPUs, integrated

@@ -111,7 +111,7 @@ def _middles(points: Sequence[_Point]) -> list[_Point]:
 
 
 def _line(points: Sequence[_Point], knots: Sequence[int]) -> list[_Point]:
-    """Least-squares fit of relative errors, linear between ``knots``, rising if there are two; [] for three that fall."""
+    """Least-squares fit of relative errors, linear between ``knots``; non-negative for two, and [] if three give a falling line."""
     x = np.array([point.tokens for point in points], dtype=float)
     y = np.array([point.seconds for point in points])
     if len(knots) == 2:

@@ -51,7 +51,7 @@ LIMITS = {
 
 
 def headline(report: PlanReport) -> str:
-    """``3 ranks, 389 ms per step (395 ms calibrated); best single rank: rank 1, 489 ms (1.26x)``: gain over the best device."""
+    """Format as ``3 ranks, 389 ms per step (395 ms calibrated); best single rank: rank 1, 489 ms (1.26x)``."""
     plan, best = report.plan, report.alone
     used_ranks, all_ranks = len(plan.ranks), len(report.memory) + len(report.idle)
     text = (
@@ -109,7 +109,7 @@ def planned_lines(report: PlanReport, profile: ClusterProfile, run_dir: Path) ->
 
 
 def plan_title(plan: Plan, profile: ClusterProfile | None) -> str:
-    """``Plan: 4 stages in 2 pipelines, schedule 1F1B``."""
+    """Format as ``Plan: 4 stages in 2 pipelines, schedule 1F1B``."""
     interleaved = any(pipeline.interleaved for pipeline in plan.pipelines)
     on = f" on {units.plural(len(plan.ranks), 'rank')}" if interleaved else ""
     emulated = ", on emulated devices" if profile is not None and profile.emulated else ""
@@ -117,7 +117,7 @@ def plan_title(plan: Plan, profile: ClusterProfile | None) -> str:
 
 
 def stages_text(plan: Plan, on: str = "") -> str:
-    """``4 stages in 2 pipelines, schedule 1F1B``. ``on``: text about ranks to insert after the number of stages."""
+    """Format as ``4 stages in 2 pipelines, schedule 1F1B``. ``on``: text about ranks to insert after the number of stages."""
     pipelines = "" if len(plan.pipelines) == 1 else f" in {len(plan.pipelines)} pipelines"
     return f"{units.plural(len(plan.numbered), 'stage')}{on}{pipelines}{schedule_text(plan)}"
 
@@ -144,7 +144,7 @@ def _schedule_text(pipeline: PipelinePlan) -> str:
 
 
 def idle_lines(idle: Sequence[IdleRank]) -> list[str]:
-    """``ranks 4-7 idle: a slower card than ...``, one line per reason."""
+    """Format as ``ranks 4-7 idle: a slower card than ...``, one line per reason."""
     alike = idle_ranks_by_reason(idle).items()
     return [f"{units.ranks(r)} {'idles' if len(r) == 1 else 'idle'}: {reason}" for reason, r in alike]
 
@@ -156,7 +156,7 @@ def idle_ranks_by_reason(idle: Sequence[IdleRank]) -> dict[str, list[int]]:
 
 
 def host_lines(hosts: Sequence[HostMemory]) -> list[str]:
-    """``host alpha: 12.0 of 60.0 GB for all its ranks``; with many hosts, only the fullest host."""
+    """Format as ``host alpha: 12.0 of 60.0 GB for all its ranks``; with many hosts, only the fullest host."""
     fullest_first = sorted(hosts, key=lambda host: -host.peak_bytes / max(host.usable_bytes, 1))
     shown_hosts = hosts if len(hosts) <= MAX_ROWS else fullest_first[:1]
     more = f" (the fullest of {len(hosts)})" if len(shown_hosts) < len(hosts) else ""
@@ -168,7 +168,7 @@ def host_lines(hosts: Sequence[HostMemory]) -> list[str]:
 
 
 def fullest_text(memory: Sequence[RankMemory]) -> str:
-    """``1.20 GB of 8.00 GB``: peak and budget of the rank with the highest share."""
+    """Format as ``1.20 GB of 8.00 GB``: peak and budget of the rank with the highest share."""
     if not memory:
         return ""
     fullest = max(memory, key=lambda rank_memory: rank_memory.peak_bytes / max(rank_memory.usable_bytes, 1))
@@ -263,7 +263,7 @@ def _micro_batch_s(pipeline: PipelinePlan, stage: StagePlan, plan: Plan, profile
 
 
 def batch_lines(plan: Plan) -> list[str]:
-    """``64 sequences = 8 micro-batches x 8 sequences, 128 tokens each: 8,192 tokens per step``."""
+    """Format as ``64 sequences = 8 micro-batches x 8 sequences, 128 tokens each: 8,192 tokens per step``."""
     row = "sample" if units.unit_of(plan.sequence_length) == "samples" else "sequence"
     shares = []
     for pipeline in plan.pipelines:
@@ -286,7 +286,7 @@ def _prediction(report: PlanReport, bound: bool) -> str:
 
 
 def _bound_text(report: PlanReport) -> str:
-    """``lower bound of any plan: 380 ms (fluid bound; this plan 2.4 % more)``."""
+    """Format as ``lower bound of any plan: 380 ms (fluid bound; this plan 2.4 % more)``."""
     gap = units.percent(max(0.0, units.ratio(report.predicted_step_s, report.bound_step_s) - 1))
     return f"lower bound of any plan: {units.seconds(report.bound_step_s)} (fluid bound; this plan {gap} more)"
 
@@ -303,7 +303,7 @@ def costed_plan_lines(report: PlanReport, profile: ClusterProfile, use: Mapping[
 
 
 def utilisation(shares: Mapping[int, float]) -> str:
-    """``rank 0 84 %, rank 1 90 %``; for many ranks, minimum, median and maximum."""
+    """Format as ``rank 0 84 %, rank 1 90 %``; for many ranks, minimum, median and maximum."""
     if len(shares) <= MAX_STAGE_ROWS:
         return ", ".join(f"rank {rank} {units.percent(shares[rank])}" for rank in sorted(shares))
     idlest, busiest = min(shares, key=lambda r: shares[r]), max(shares, key=lambda r: shares[r])

@@ -63,7 +63,7 @@ def measured_lines(profile: ClusterProfile) -> list[str]:
     blocks = [sum(block_s(profile, device, op) for op in (Op.F, Op.B)) for device in profile.devices]
     text = f"{units.plural(ranks, 'rank')}; forward and backward of one block over {units.amount(tokens, tokens)} take "
     text += least_most(blocks, units.seconds)
-    if links := profile.told_links():
+    if links := profile.described_links():
         text += f"; links take {least_most([link.latency_s for link in links], units.seconds)}, "
         text += f"{units.bandwidth(min(link.bytes_per_s for link in links))} or more"
     lines = wrap_text(f"{profile.source.capitalize()}: ", text)
@@ -95,7 +95,7 @@ def rank_table(profile: ClusterProfile) -> Table:
 
 
 def _link_lines(profile: ClusterProfile) -> list[str]:
-    links = profile.told_links()
+    links = profile.described_links()
     if not links:
         return []
     # The slowest link for the blocks' messages depends on both latency and bandwidth.

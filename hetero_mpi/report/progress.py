@@ -250,7 +250,7 @@ class Screen:
             self._draw()
 
     def _draw(self, above: str = "") -> None:
-        """Overwrite the previous lines. Each line ends with a newline, as launchers forward only complete lines."""
+        """Overwrite the previous lines by ``above`` and the current lines, all complete, as launchers forward no others."""
         size = terminal_size(self._stream)
         self._lines = self._view(size.lines - 2) or self._lines
         lines = [_cut(printable(line), size.columns) for line in self._lines]

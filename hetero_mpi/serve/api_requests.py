@@ -305,7 +305,7 @@ ApiRequest = CompletionRequest | ChatRequest
 def parse(kind: type[ApiRequest], body: bytes) -> ApiRequest:
     """Parse a request's body.
 
-    Raises HttpError if it is no JSON object, or has unsupported fields or values of a wrong type or range (of a list: the first).
+    Raises HttpError if it is not a JSON object, or has unsupported fields or invalid values (of a list: the first).
     """
     try:
         values = json.loads(body.decode("utf-8-sig"), parse_constant=_reject_constant)

@@ -188,7 +188,7 @@ def watch(
 ) -> Iterator[str]:  # fmt: skip
     """Serve the page of a run until an interrupt or, with ``beside``, until its rank 0 ends; yields the address.
 
-    Raises UserError if it is no run, or cannot be served.
+    Raises UserError if it is not a run, or cannot be served.
     """
     read_run(run_dir)
     token = (token or os.environ.get("HETERO_MPI_TOKEN", "")).strip() or secrets.token_urlsafe(12)

@@ -79,7 +79,7 @@ def sampling_defaults(directory: Path | None) -> SamplingDefaults:
 def served_models(source: Path, adapters: Sequence[str]) -> list[ServedModel]:
     """The model at ``source``; with adapters (``NAME=DIR``, or DIR) these, then the base alone. All know all adapters.
 
-    Raises UserError for a path that is no adapter, an adapter of another base, or a duplicate name.
+    Raises UserError for a path that is not an adapter, an adapter of another base, or a duplicate name.
     """
     first = open_source(source)
     models = {source.expanduser().resolve().name: (first, OPENED)}

@@ -214,7 +214,7 @@ class Service:
         return (document_token_ids if begins else encoded)(model.engine, [text])[0]
 
     def _stops(self, model: ServedModel, request: ApiRequest) -> list[int]:
-        """Stop tokens, including those named by stop strings: answers contain no special tokens, which a string could match."""
+        """Stop tokens, with special tokens given as stop strings, which an answer's text never contains."""
         special = model.special
         for text in request.stop:
             hidden = next((special_text for special_text in special if special_text and special_text in text), None)

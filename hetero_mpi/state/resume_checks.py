@@ -175,7 +175,7 @@ def _changes(then: Mapping[str, Any], train: TrainTable, keys: Iterable[str]) ->
 
 
 def step_change(then: Mapping[str, Any], train: TrainTable, step: int) -> str | None:
-    """A note if the job has changed settings other than the learning rate, else None. Arguments as of ``rate_change``."""
+    """A note if the job has changed settings other than the learning rate, else None. Arguments: see ``rate_change``."""
     changed = _changes(then, train, _CHANGEABLE)
     return f"From step {step + 1} on [train] {', '.join(changed.values())}" if changed and step < train.steps else None
 

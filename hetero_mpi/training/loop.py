@@ -107,7 +107,7 @@ class Loop:
         self._recorder = Recorder(self.trainer, context.transport, context.run_dir, steps, scale)
 
     def run(self) -> bool:
-        """Train until the last step (True) or a change of plan, when the last checkpoint is on disk; the same on all ranks.
+        """Train to the last step (True) or a change of plan; equal on all ranks. Returns when the last checkpoint is on disk.
 
         Raises:
             UserError: the loss is not a number, or too many steps in a row had non-finite gradients.

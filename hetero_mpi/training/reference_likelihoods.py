@@ -74,7 +74,7 @@ def _has_reference(train: TrainTable) -> bool:
 
 
 def _needed_rows(train: TrainTable, dataset: DataSource) -> Indices:
-    """Rows of the dataset that a run compares, ascending. On rank 0."""
+    """Indices of the dataset's rows that a run compares, ascending; on rank 0."""
     assert isinstance(dataset, Dataset)
     steps = train.steps if dataset.parts else min(train.steps, -(-len(dataset.train) // train.global_batch))
     rows = [dataset.numbers(step, train.global_batch, train.last_batch == "smaller") for step in range(steps)]

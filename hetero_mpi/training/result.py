@@ -94,7 +94,7 @@ def share_past_result(world: World, result: TrainResult | None) -> TrainResult |
 
 
 def share_result(world: World, result: TrainResult | None) -> TrainResult | None:
-    """Rank 0's ``result``, on all ranks; None: rank 0 has none. Collective."""
+    """Broadcast rank 0's ``result``; None if rank 0 has none. Collective."""
     values: dict[str, Any] | None = None
     if result is not None:
         values = {

@@ -72,7 +72,7 @@ def train(
 
     Args:
         on_event: called on every rank between the steps with each event of the run; its reply says how to continue.
-        stop: the handler of signals, where the caller has installed one; None: installed here, which needs the main thread.
+        stop: signal handler installed by the caller; None: install one, which needs the main thread.
 
     Raises:
         UserError: an error the user can correct; the same on all ranks.

@@ -75,7 +75,7 @@ def _free_bytes(group: Path) -> int | None:
 
 
 def _cpu_quota(group: Path) -> float | None:
-    """CPUs' time allowed: v2 has one file ``QUOTA PERIOD`` or ``max PERIOD``, v1 has two files, with -1 for no quota."""
+    """CPUs allowed; v2 has one file, ``QUOTA PERIOD`` or ``max PERIOD``; v1 has two files, with -1 for no quota."""
     for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
         try:
             quota, period = " ".join((group / name).read_text() for name in names).split()

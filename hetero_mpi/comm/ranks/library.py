@@ -152,7 +152,7 @@ def _interfaces_of(process: int) -> tuple[set[str], set[str]]:
 
 
 def _nic_speed(interface: str, devices: Path = _DEVICES) -> int:
-    """Return the Mbit/s of a NIC; 0 if the interface is no NIC (bridge, tunnel) or does not report its speed (Wi-Fi)."""
+    """Return the Mbit/s of a NIC; 0 if the interface is not a NIC (bridge, tunnel) or does not report its speed (Wi-Fi)."""
     if not (devices / interface / "device").exists():
         return 0
     try:

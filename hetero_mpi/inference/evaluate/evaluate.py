@@ -218,7 +218,7 @@ class EvaluateOptions:
 
     source: Path
     data: Sequence[str] = ()
-    """``NAME=FILES``, or files; empty: the run's evaluation set."""
+    """``NAME=FILES``, or FILES; empty: the run's evaluation set."""
     tasks: str | None = None
     """Tasks of lm-evaluation-harness, comma-separated; then ``data`` is ignored."""
     limit: int | None = None

@@ -1,4 +1,4 @@
-"""The command line of lm-evaluation-harness with an additional model: the served one, with this program's tokenisation."""
+"""lm-evaluation-harness's command line with an additional model type: the served model, with this program's tokenisation."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 The mesh is verified by messages between each two hosts, while the interfaces count bytes. The MPI library's settings are no proof,
 as it may silently use another network: a direction in which the mesh carried fewer bytes than were sent is a failure. The address
-is no proof either: its interface must be a tunnel.
+does not prove it either: its interface must be a tunnel.
 """
 
 from __future__ import annotations

@@ -190,7 +190,7 @@ def adapted(model: PreTrainedModel, adapter: AdapterTable) -> Adapted:
 
 
 def _check_targets(model: PreTrainedModel, targets: list[str], layers: list[int] | None, linears: list[str]) -> None:
-    """Refuse any target that reaches no module, or a module that is no linear layer."""
+    """Reject targets that match no module, or a module that is not a linear layer."""
     reached: dict[str, list[str]] = {target: [] for target in targets}
     indices = set()
     for name, _ in model.named_modules():

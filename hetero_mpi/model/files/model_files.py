@@ -316,7 +316,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     """Tensors of a safetensors file, in file order.
 
     Raises:
-        UserError: It is no safetensors file, or its header contradicts itself or the file's length.
+        UserError: It is not a safetensors file, or its header contradicts itself or the file's length.
     """
     require_regular(path)
     try:

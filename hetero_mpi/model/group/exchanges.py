@@ -122,7 +122,10 @@ def replace_forward(module: nn.Module, zeros: Callable[[torch.Tensor], torch.Ten
 
 
 def anchored(output: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
-    """Connect ``output`` to ``inputs`` by zero gradients: every rank's backward, with or without work, does the exchanges first."""
+    """Connect ``output`` to the graph of ``inputs`` by zero gradients.
+
+    So backward reaches the exchanges before ``inputs`` on every rank, even one that computes nothing from them.
+    """
     trained = [tensor for tensor in inputs if tensor.requires_grad]
     result: torch.Tensor = _Anchored.apply(output, *trained)
     return result

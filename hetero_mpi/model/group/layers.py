@@ -297,7 +297,7 @@ def divided_summed_loss(logits: torch.Tensor, targets: torch.Tensor, first: int,
 
 
 def divided_target_losses(logits: torch.Tensor, targets: torch.Tensor, first: int, link: GroupLink) -> torch.Tensor:
-    """Loss of each target, (B, T) in fp32, differentiable; 0 for ``IGNORED``. Arguments as of ``divided_summed_loss``."""
+    """Loss of each target, (B, T) in fp32, differentiable; 0 for ``IGNORED``. Arguments: see ``divided_summed_loss``."""
     losses: torch.Tensor = _Losses.apply(logits.flatten(0, 1), targets.flatten(), first, link)
     return losses.view_as(targets)
 

@@ -112,7 +112,7 @@ class LayerChain(ABC):
 
     @property
     def appended_rows(self) -> int:
-        """Number of rows at the end of each sequence of a boundary tensor that are no hidden vectors."""
+        """Number of rows at the end of each sequence of a boundary tensor that are not hidden vectors."""
         return self.boundary(0, 1, 0)[1] if self.routers is not None else 0
 
     def specs(self, first: int, last: int) -> list[ParameterSpec]:

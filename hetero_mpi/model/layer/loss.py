@@ -46,7 +46,7 @@ def summed_loss(logits: torch.Tensor, targets: torch.Tensor, piece: int | None =
 
 
 def target_losses(logits: torch.Tensor, targets: torch.Tensor, piece: int | None = None) -> torch.Tensor:
-    """Loss of each target, (B, T) in fp32, differentiable; 0 for ``IGNORED``. Arguments as of ``summed_loss``."""
+    """Loss of each target, (B, T) in fp32, differentiable; 0 for ``IGNORED``. Arguments: see ``summed_loss``."""
     rows, words = logits.flatten(0, 1), targets.flatten()
     piece = piece or piece_size(rows.numel(), rows.is_cpu)
     if rows.numel() <= piece:
@@ -56,7 +56,7 @@ def target_losses(logits: torch.Tensor, targets: torch.Tensor, piece: int | None
 
 
 def likeliest(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Number of targets with the largest logit, a scalar. Arguments as of ``summed_loss``."""
+    """Number of targets with the largest logit, a scalar. Arguments: see ``summed_loss``."""
     return (logits.argmax(-1) == targets).sum()
 
 

@@ -46,7 +46,7 @@ class Comparison:
         return replace(self, answers=self.answers[rows], reference=self.reference[rows])
 
     def likelihoods(self, losses: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Log-likelihood of each record's answer, (B, R). Arguments as of ``loss``."""
+        """Log-likelihood of each record's answer, (B, R). Arguments: see ``loss``."""
         return -(losses.unsqueeze(1) * self._record_mask(positions) * (self.answers > 0).unsqueeze(1)).sum(2)
 
     def _record_mask(self, positions: torch.Tensor) -> torch.Tensor:

@@ -124,7 +124,7 @@ class _Fit:
         return shape[0] if len(shape) == 2 else None
 
     def require(self) -> None:
-        """Raise UserError unless every tensor of the model is there, in its shape, and no other one in its layers."""
+        """Raise UserError unless the files hold every tensor of the model's layers in its shape, and no others."""
         directory, config, count = self.files.directory, self.model.config, self._blocks_held()
         if count is not None and count != self.count:
             raise UserError(

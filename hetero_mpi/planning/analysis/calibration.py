@@ -145,7 +145,7 @@ def _step_noise(logs: Sequence[Sequence[float]]) -> float:
     deviations = []
     for run in logs:
         middle, count = statistics.median(run), len(run)
-        off = sorted(abs(log - middle) for log in run)[count % 2 :]  # the median is no deviation
+        off = sorted(abs(log - middle) for log in run)[count % 2 :]  # the median is not a deviation
         deviations += [log * math.sqrt(count / (count - 1)) for log in off]
     return sigma_of(deviations)
 

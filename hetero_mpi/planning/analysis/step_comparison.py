@@ -231,7 +231,7 @@ class StepExchange:
         return np.array([*(part * (rank == self._rank) for part, rank in zip(parts, ranks, strict=True)), *trips])
 
     def ratios(self, summed_numbers: NDArray[np.float64]) -> dict[WatchedPart, float]:
-        """Ratios of the significant parts from the summed numbers of all ranks."""
+        """Measured-to-predicted ratios of the significant parts, from values summed over all ranks."""
         prediction, numbers = self._prediction, iter(map(float, summed_numbers))
         if prediction is None:
             return {}

@@ -162,7 +162,7 @@ def _memory_binds(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> 
 
 
 def _resident(profile: ClusterProfile, request: PlanRequest, slices: Sequence[int] = ()) -> Decision | None:
-    """Best plan with one or more stages per rank; none is offloaded without ``slices``."""
+    """Find the best plan with one or more stages per rank; stages are offloaded only with ``slices``."""
     without_layouts = len(profile.devices) <= MAX_RANKS_WITHOUT_LAYOUTS
     starts = [] if without_layouts else list(_starts(profile, request, slices))
     if len(profile.devices) > MAX_SEARCH_RANKS:

@@ -254,8 +254,8 @@ class ClusterProfile:
         link_by_hosts, any_other = self._host_link_of, ITSELF if source == destination else ANY_HOST
         return link_by_hosts.get((source, destination)) or link_by_hosts.get((ANY_HOST, any_other))
 
-    def told_links(self) -> tuple[LinkProfile, ...]:
-        """``links``, or without them one link per pair of hosts."""
+    def described_links(self) -> tuple[LinkProfile, ...]:
+        """``links``, or one link per pair of hosts if there are none."""
         if self.links:
             return self.links
         ranks: dict[str, list[int]] = {}

@@ -49,7 +49,7 @@ _MAX_DIRECTION_RATIO = 0.1
 
 @dataclass(frozen=True)
 class _StageBox:
-    """A stage of a pipeline, on one rank or on a TP group with the first rank ``rank``."""
+    """A pipeline stage on ``rank``, or on the tensor-parallel group that ``rank`` leads."""
 
     number: int
     stage: StagePlan

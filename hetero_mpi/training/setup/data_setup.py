@@ -1,4 +1,4 @@
-"""The preparations of rank 0 before any rank builds a layer: the model's configuration, the tokenizer and the sequences."""
+"""Rank 0's preparations before any rank builds a layer: model configuration, tokenizer and sequences."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def stream_folder(context: RunContext) -> Path:
 
 
 def cache_root(context: RunContext) -> Path | None:
-    """The shard cache that the job names."""
+    """Folder of the job's shard cache."""
     cache = context.job.model.shard_cache
     return context.loaded.resolve(cache) if cache is not None else None
 
@@ -292,7 +292,7 @@ def _given_plan(
 
 
 def _check_fits(profile: ClusterProfile, path: str, subject: BenchmarkSpec, ranks: int) -> None:
-    """Raise UserError where a profile that the user names is of another model or number of ranks."""
+    """Raise UserError if the user's profile was made for another model or number of ranks."""
     if len(profile.devices) != ranks:
         raise UserError(
             "profile.ranks",
