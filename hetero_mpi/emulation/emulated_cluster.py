@@ -351,7 +351,7 @@ class PacedTransport(Transport):
         return _PacedMessage(request, stamp, moment, self._offsets_s[self.rank] - self._offsets_s.get(source, 0.0))
 
     def send(self, destination: int, tag: int, buffer: Buffer, ready: Ready | None = None) -> Request:
-        """The message leaves now, or when the previous ones have arrived."""
+        """Send the message now, or once the previous ones have arrived."""
         request, delay_s = self.inner.send(destination, tag, buffer, ready), self._delay_of(tag)
         if delay_s is None:
             return request

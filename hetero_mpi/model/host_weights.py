@@ -98,7 +98,7 @@ class HostLayer:
         while position < self.bytes:
             count = os.preadv(self._descriptor, [view[position:]], position)
             if count == 0:
-                raise OSError(f"a streamed layer's file ends after {position:,} of {self.bytes:,} bytes")
+                raise OSError(f"an offloaded layer's file ends after {position:,} of {self.bytes:,} bytes")
             position += count
 
     def _copied(self, backend: Backend) -> torch.Tensor:

@@ -250,7 +250,7 @@ class Screen:
             self._draw()
 
     def _draw(self, above: str = "") -> None:
-        """Overwrite the previous lines by ``above`` and the current lines, all complete, as launchers forward no others."""
+        """Overwrite the previous lines with ``above`` and the current ones, all complete: launchers hold back others."""
         size = terminal_size(self._stream)
         self._lines = self._view(size.lines - 2) or self._lines
         lines = [_cut(printable(line), size.columns) for line in self._lines]

@@ -214,7 +214,7 @@ class Service:
         return (document_token_ids if begins else encoded)(model.engine, [text])[0]
 
     def _stops(self, model: ServedModel, request: ApiRequest) -> list[int]:
-        """Stop tokens, with special tokens given as stop strings, which an answer's text never contains."""
+        """Stop tokens, including special tokens that are given as stop strings."""
         special = model.special
         for text in request.stop:
             hidden = next((special_text for special_text in special if special_text and special_text in text), None)

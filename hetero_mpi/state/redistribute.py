@@ -171,7 +171,7 @@ def transfers(listed: Iterable[TensorShard], having: Callable[[TensorShard], Seq
 
 
 def held_under(tuning: Tuning, plan: Plan) -> Callable[[TensorShard], tuple[int, ...]]:
-    """Returns a function from a tensor to the ranks that have it under ``plan``: its owner, or all holders of a constant."""
+    """Return a function from a tensor to the ranks that have it under ``plan``: its owner, or all holders of a constant."""
     by_layer, owner = holders(plan), parameter_owners(tuning, plan)
     return lambda shard: (owner[shard.name],) if shard.name in owner else by_layer[tuning.constants[shard.name].layer]
 
@@ -259,7 +259,7 @@ def set_parameter(trainer: Trainer, name: str, value: torch.Tensor) -> None:
 
 
 def keeper(trainer: Trainer, updates: int) -> Callable[[TensorShard, torch.Tensor], None]:
-    """Returns a function that stores arriving parameters and moments in the trainer. ``updates``: number of optimizer updates."""
+    """Return a function that stores arriving parameters and moments in the trainer. ``updates``: number of optimizer updates."""
     pending: dict[str, dict[str, torch.Tensor]] = {}
 
     def store(shard: TensorShard, tensor: torch.Tensor) -> None:

@@ -292,7 +292,7 @@ def lack_of_snapshot_memory(share: Share) -> str | None:
 
 
 def copy_trained_state(trainer: Trainer, move_list: Sequence[Transfer]) -> Snapshot:
-    """Copies in host memory of the tensors that this rank sends or keeps. Local; a group comes together."""
+    """Copies in host memory of the tensors that this rank sends or keeps. Local, but collective in a tensor-parallel group."""
     rank, live = trainer.rank, LiveState(trainer)
     shards = [
         transfer.shard

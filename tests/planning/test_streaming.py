@@ -322,11 +322,11 @@ def test_a_processor_keeps_slices_beside_the_pages_that_it_reads_only(speed: flo
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"on_disk": 5}, "on_disk = 5: is of streamed stages with adapters, 0 to their blocks (4)"),
-        ({"on_disk": -1}, "on_disk = -1: is of streamed stages with adapters, 0 to their blocks (4)"),
-        ({"on_disk": 1, "streamed": False}, "on_disk = 1: is of streamed stages with adapters, 0 to their blocks (0)"),
-        ({"kept_slices": 3, "slice_sequences": 2}, "kept_slices = 3: is of streamed stages, 0 to their slices (2)"),
-        ({"kept_slices": 1, "streamed": False}, "kept_slices = 1: is of streamed stages, 0 to their slices (0)"),
+        ({"on_disk": 5}, "on_disk = 5: only for offloaded stages with adapters, 0 to 4 blocks"),
+        ({"on_disk": -1}, "on_disk = -1: only for offloaded stages with adapters, 0 to 4 blocks"),
+        ({"on_disk": 1, "streamed": False}, "on_disk = 1: only for offloaded stages with adapters, 0 to 0 blocks"),
+        ({"kept_slices": 3, "slice_sequences": 2}, "kept_slices = 3: only for offloaded stages, 0 to 2 slices"),
+        ({"kept_slices": 1, "streamed": False}, "kept_slices = 1: only for offloaded stages, 0 to 0 slices"),
     ],
 )
 def test_layers_on_disk_and_slices_of_a_plan_by_hand(changes: dict[str, object], told: str) -> None:

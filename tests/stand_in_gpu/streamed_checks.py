@@ -273,7 +273,7 @@ def test_layers_are_read_ahead_and_a_file_that_fails_ends_the_pass(
     weights.prefetch(2, keeping=1)
     wait_until(lambda: len(read) == 3)
     monkeypatch.setattr(os, "preadv", lambda *_: 0)
-    with pytest.raises(OSError, match="a streamed layer's file ends after 0 of"):
+    with pytest.raises(OSError, match="an offloaded layer's file ends after 0 of"):
         for index in range(3):
             stage.forward(MicroBatch(index, 0, 0, ROWS * TOKENS), tokens, tokens)
 

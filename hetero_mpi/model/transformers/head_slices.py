@@ -27,7 +27,7 @@ class _LastNormOutput(MoeModelOutputWithPast):
 
 
 class HeadSlices:
-    """The losses of hidden states (B, T, D), as the last norm gives them; of logits ``layer.loss`` has the same functions."""
+    """Losses of hidden states (B, T, D) after the last norm; ``layer.loss`` has the same functions for logits."""
 
     def __init__(self, chain: LayerChain, bytes_per_token: int, model: Any, divided: Any) -> None:
         """Prepare the sliced loss.
@@ -62,7 +62,7 @@ class HeadSlices:
         return torch.cat(slice_losses, 1).view_as(targets)
 
     def likeliest(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """How many targets have the largest logit, a scalar."""
+        """Number of targets with the largest logit, a scalar."""
         count = likeliest if self._divided is None else self._divided.likeliest
         counts = [count(self._logits(x), words) for x, words in self._slices(hidden, targets)]
         return torch.stack(counts).sum()

@@ -160,7 +160,7 @@ class _Fit:
         return [f"the files hold tensors that are not read, and not written to a result: {_some(unread_keys)}"]
 
     def _blocks_held(self) -> int | None:
-        """How many blocks the files have; None: as many as the model, or it cannot be told."""
+        """Number of blocks in the files; None: as many as in the model, or unknown."""
         pattern = re.compile(rf"{re.escape(self.blocks)}\.(\d+)\.")
         matches = [match for name in (*self.keys, *self.foreign.values()) if (match := pattern.match(name))]
         return 1 + max((int(match[1]) for match in matches), default=-1) if matches else None

@@ -100,7 +100,7 @@ def _make_ordered_plan(profile: ClusterProfile, request: PlanRequest) -> PlanRep
         raise UserError(
             "plan.schedule_impossible",
             f"schedule = {name!r}: the {max_ranks} ranks of a pipeline cannot hold two stages each of the chain's "
-            f"{report.plan.layers} layers in that order and in their memory (streamed stages are not tried); "
+            f"{report.plan.layers} layers in that order and in their memory (offloaded stages are not tried); "
             f"take another schedule, or fewer ranks",
         )
     full = complete_plan(plan, profile, nearest)

@@ -41,10 +41,10 @@ def _chain_problems(plan: Plan, profile: ClusterProfile) -> Iterator[str]:
                 yield f"{where}.slice_sequences = {stage.slice_sequences}: must be at least 1"
             slices = stage.slices(pipeline.micro_batch) * stage.streamed
             if not 0 <= stage.kept_slices <= slices:
-                yield f"{where}.kept_slices = {stage.kept_slices}: is of streamed stages, 0 to their slices ({slices})"
+                yield f"{where}.kept_slices = {stage.kept_slices}: only for offloaded stages, 0 to {slices} slices"
             max_on_disk = len(stage.blocks(layers)) * (stage.streamed and not profile.model.trained_whole)
             if not 0 <= stage.on_disk <= max_on_disk:
-                yield f"{where}.on_disk = {stage.on_disk}: is of streamed stages with adapters, 0 to their blocks ({max_on_disk})"
+                yield f"{where}.on_disk = {stage.on_disk}: only for offloaded stages with adapters, 0 to {max_on_disk} blocks"
             if not 0 < stage.state_weight < math.inf:
                 yield f"{where}.state_weight = {stage.state_weight}: must be a number over 0"
             if pipeline.split_backward and number > 0 and (stage.streamed or stage.slice_sequences is not None):
@@ -79,7 +79,7 @@ def _reuse(where: str, pipeline: PipelinePlan, same: bool, stage: StagePlan, ear
             f"{where}, and the pipeline's order is {pipeline.order!r}: where ranks hold several stages it is {orders}"
         )
     if stage.streamed or earlier.streamed:
-        yield f"{where}: a rank with a streamed stage holds no other one"
+        yield f"{where}: a rank with an offloaded stage cannot hold another stage"
     if stage.state_weight != earlier.state_weight:
         weights = f"{earlier.state_weight} and {stage.state_weight}"
         yield f"{where}: state_weight is {weights}, but it is the rank's: make them equal"

@@ -65,7 +65,7 @@ class _SimulatedLayout:
         return self.layout.chains
 
     def pipelines(self, sequences: Sequence[int]) -> list[Fitting]:
-        """Its pipelines with these batch shares, timed on their own ranks."""
+        """Pipelines with these batch shares, timed on their ranks."""
         columns, line = self.chains.columns, self.chain.line
         assert columns.base is not None
         return [

@@ -44,7 +44,7 @@ def with_faster_links(
     latency: bool = True,
     where: Callable[[LinkProfile | HostLinkProfile], bool] = lambda link: True,
 ) -> ClusterProfile:
-    """Scale bandwidth (and ``latency`` inversely) of ``pairs`` (default: all), both directions, by ``times`` on links ``where``."""
+    """Multiply bandwidth (and divide ``latency``) by ``times``: of ``pairs`` in both directions (default: all), if ``where``."""
 
     def faster(link: AnyLink) -> AnyLink:
         if not where(link):

@@ -75,7 +75,7 @@ def subject_of(context: RunContext) -> tuple[BenchmarkSpec, str]:
 
 
 def stream_folder(context: RunContext) -> Path:
-    """Where this rank keeps frozen weights of streamed stages in files."""
+    """Folder of this rank's files with frozen weights of offloaded stages."""
     return cache_root(context) or large_files_folder()
 
 
