@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class _LastNormOutput(MoeModelOutputWithPast):
-    """The output of a model without its head, with all that classes with heads look for."""
+    """The output of a model without its head, with all fields that classes with heads read."""
 
     shared_kv_states = None
 
@@ -68,7 +68,7 @@ class HeadSlices:
         return torch.stack(counts).sum()
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """As the model's own class makes them: it is called as if all before the head gave ``hidden``."""
+        """Logits of the model's own class, called as if everything before the head had returned ``hidden``."""
         base, layers = self._model.base_model, self._chain.layer_count
         base.forward = lambda *_, **__: _LastNormOutput(last_hidden_state=hidden)
         try:

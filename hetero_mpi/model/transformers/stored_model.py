@@ -34,9 +34,9 @@ class StoredModel:
     """The contents of a model directory."""
 
     config: dict[str, Any]
-    """Keys of its ``config.json``, those that the tensors contradict corrected."""
+    """Keys of its ``config.json``, corrected where the tensors contradict them."""
     notes: tuple[str, ...]
-    """What was corrected, and tensors that are not read, a sentence each."""
+    """A sentence for each correction and each group of unread tensors."""
 
 
 def stored_model(files: ModelFiles) -> StoredModel:
@@ -62,7 +62,7 @@ def _main_dtype(files: ModelFiles) -> str | None:
 
 
 class _Fit:
-    """A model as a configuration describes it (without memory), and what the files have of it."""
+    """A model as its configuration describes it (on the meta device), compared with the tensors in its files."""
 
     def __init__(self, files: ModelFiles, model: PreTrainedModel) -> None:
         self.files, self.model = files, model
@@ -75,7 +75,7 @@ class _Fit:
         self.unread: dict[str, str] = {}
         """Name in the files -> name in the model."""
         self.keys: dict[str, list[str]] = {}
-        """Name in the model -> those in the files."""
+        """Name in the model -> names in the files."""
         self.shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
         """Name in the model -> (shape in the files, shape by the configuration), where these differ."""
         for key, ((name, *further_names), converted) in names_in_model(model, files.names).items():
@@ -153,7 +153,7 @@ class _Fit:
             )
 
     def unread_notes(self) -> list[str]:
-        """That tensors of other parts are not read, if there are some."""
+        """Note that tensors of other parts are not read, if there are any."""
         unread_keys = [key for key, name in self.unread.items() if not self._computed(key, name)]
         if not unread_keys:
             return []
@@ -179,7 +179,7 @@ class _Fit:
         return is_mask or _COMPUTED.search(name) is not None or _COMPUTED.search(key) is not None
 
     def _left_out(self, key: str, name: str) -> bool:
-        """Whether transformers leaves it out on purpose, as it does with layers that predict further tokens."""
+        """Whether transformers ignores the tensor on purpose, like those of multi-token prediction layers."""
         ignored_patterns = self.model._keys_to_ignore_on_load_unexpected or ()
         if any(re.search(pattern, text) for pattern in ignored_patterns for text in (key, name)):
             return True
@@ -233,7 +233,7 @@ def _settle_head(fit: _Fit, keys: dict[str, Any]) -> str | None:
 
 
 def _settle_bias(fit: _Fit, keys: dict[str, Any]) -> str | None:
-    """Change one setting of biases, with which more fits, where only biases stand in the way."""
+    """Change one bias setting if only biases differ and more tensors fit with it."""
     if not fit.faults or not all(name.endswith(".bias") for name in fit.faults):
         return None
     config = fit.model.config

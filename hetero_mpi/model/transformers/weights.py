@@ -30,13 +30,13 @@ from hetero_mpi.util.errors import UserError
 
 _MXFP4 = ("gate_up_proj", "down_proj")
 _BLOCKS, _SCALES = HALVES = "_blocks", "_scales"
-"""Ends of the names of two tensors that make one."""
+"""Suffixes of the names of two tensors that form one."""
 _MXFP4_ROWS = 1 << 20
 """Rows of 32 weights that are unpacked at a time: transformers' own number takes gigabytes."""
 
 
 class SeededStart:
-    """Start values are functions of the seed and of names, by the model's own rules.
+    """Initial values by the model's rules, as functions of seed and names.
 
     So the start does not depend on which rank initialises which layer.
     """
@@ -52,7 +52,7 @@ class TensorSource(Protocol):
     """Tensors of a Hugging Face directory by their names in its files, on this rank's disk (``ModelFiles``) or with rank 0."""
 
     directory: Path
-    """For messages."""
+    """Directory for messages."""
 
     @property
     def names(self) -> Mapping[str, Any]:
@@ -77,9 +77,9 @@ class FileStart:
         self.files = files
         self.mapping = weight_mapping(chain.model)
         self.dtypes: dict[str, torch.dtype] = {}
-        """The dtype in the files, of each tensor of the model."""
+        """Name in the model -> dtype in the files."""
         self._grown: dict[str, int] = {}
-        """Name in the files -> rows in the model, which has more: of an embedding or a head, for new words."""
+        """Name in the files of an embedding or head -> larger number of rows in the model, for new tokens."""
         self.keys_of_layer = self._assign(chain)
 
     def fill(self, chain: TransformersChain, model: PreTrainedModel, layer: int) -> None:
@@ -128,7 +128,7 @@ class FileStart:
 
 
 class UnpackMxfp4(ConversionOps):
-    """Experts of gpt-oss as published (a byte for two weights, a byte of scale for 32) to plain weights: exactly, also in bf16."""
+    """Unpack published gpt-oss experts (a byte for two weights, a scale byte for 32), exactly, also in bf16."""
 
     def convert(
         self, input_dict: dict[str, Any], *, model: nn.Module, full_layer_name: str, **_: Any

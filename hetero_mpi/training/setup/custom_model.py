@@ -84,7 +84,7 @@ def custom_chain(world: World, loaded: LoadedJob, keys: Mapping[str, Any], sampl
 
 
 def start_values(loaded: LoadedJob) -> dict[str, torch.Tensor]:
-    """The start weights of a factory's existing model, by name. On rank 0. The caller holds the only references."""
+    """Initial weights of a factory's existing model by name, on rank 0. The caller holds the only references."""
     model, _ = _call_factory(loaded)
     return {
         f"{name}.{inner}": parameter.detach()
@@ -190,7 +190,7 @@ def _data(loaded: LoadedJob, what: str, give: Any) -> Any:
 
 
 def _call_user_code(loaded: LoadedJob, call: Any) -> Any:
-    """Call the user's code. Its exceptions are reported as the user's, with the line."""
+    """Call the user's code, and report its exceptions with the line as the user's."""
     try:
         return call()
     except (UserError, ModuleNotFoundError):

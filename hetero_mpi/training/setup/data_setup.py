@@ -55,22 +55,22 @@ class Material:
     config: dict[str, Any]
     """Keys of the model's ``config.json``, or the description of a factory's layers; to be broadcast."""
     tokenizer: PreTrainedTokenizerFast | None
-    """None: the model takes no text."""
+    """The tokenizer; None for a model without text input."""
     dataset: DataSource
     notes: tuple[str, ...]
-    """Remarks to be printed."""
+    """Remarks to print."""
     template: Literal["chat", "plain", "none"] | None = None
     """The template that turned records into text; None: the job has plain text."""
     skipped_records: int = 0
     """Bad records that were left out (``data.skip_bad``)."""
     generation: dict[str, Any] | None = None
-    """Keys of the ``generation_config.json`` that the result gets; None: the base has none."""
+    """Keys of the result's ``generation_config.json``; None if the base model has none."""
     further: Mapping[str, Batch] = field(default_factory=dict)
-    """Name -> the sequences of a further set to evaluate on."""
+    """Name -> sequences of an additional evaluation set."""
 
 
 def prompt_template(job: JobConfig) -> Template | None:
-    """The form of prompt that the job's model expects: the last argument of ``data.chat_template.render_prompt``."""
+    """The prompt format that the job's model expects: the last argument of ``data.chat_template.render_prompt``."""
     return None if job.data.records is None or job.data.template == "none" else job.data.template
 
 
@@ -134,7 +134,7 @@ def _from_records(loaded: LoadedJob) -> Material:
         return sources
 
     def records() -> Iterator[Record]:
-        """Those to be learnt from."""
+        """The records to train on."""
         sources = zip(named_patterns, read(), strict=True)
         return (record for (name, _), source in sources if name != _EVALUATION for record in source.records)
 
@@ -199,7 +199,7 @@ _MAX_CHECKED = 256
 
 
 def _named_patterns(loaded: LoadedJob) -> list[tuple[str, list[str]]]:
-    """(name, patterns of files) of the job's records: of each entry of ``data.records`` for itself where these have weights."""
+    """(name, file patterns) of the job's records; with weights, one pair for each entry of ``data.records``."""
     patterns, data = list(loaded.patterns("records")), loaded.job.data
     named = [("data.records", patterns)]
     if data.weights is not None:
@@ -220,7 +220,7 @@ def _dataset(
 
 
 def _mark(tokenizer: PreTrainedTokenizerFast) -> list[Any]:
-    """All of a tokenizer that decides the tokens of records."""
+    """Everything in a tokenizer that determines the tokens of records."""
     engine = hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
     return [engine, tokenizer.chat_template, {name: str(text) for name, text in tokenizer.special_tokens_map.items()}]
 
@@ -231,7 +231,7 @@ def _progress(paths: Sequence[Path]) -> Callable[[int], None]:
 
 
 def _packing(loaded: LoadedJob, family: str) -> tuple[bool, bool, list[str]]:
-    """(are records packed, are they kept apart then, remarks)."""
+    """(whether records are packed, whether packed records are isolated, remarks)."""
     data = loaded.job.data
     why = LEAKING_FAMILIES.get(family)
     if loaded.job.train.preference != "none" and why is not None:
@@ -308,7 +308,7 @@ def _model_keys(loaded: LoadedJob) -> tuple[dict[str, Any], dict[str, Any] | Non
 def _with_end(
     config: dict[str, Any], generation: dict[str, Any] | None, tokenizer: PreTrainedTokenizerFast
 ) -> dict[str, Any] | None:
-    """The keys of ``generation_config.json`` with the end token that is taught, which the model's configuration gets, too."""
+    """Add the trained end token to the keys of ``generation_config.json`` and to the model's configuration."""
     if generation is not None:
         ends = with_end(model_stops(config, generation), tokenizer.eos_token_id)
         generation = {**generation, "eos_token_id": ends}
@@ -328,7 +328,7 @@ def _placed(dataset: Dataset, config: dict[str, Any]) -> tuple[Dataset, list[str
 
 
 def _check_model(loaded: LoadedJob, config: dict[str, Any]) -> None:
-    """Refuse a model that cannot be trained, before a long corpus is tokenized."""
+    """Reject a model that cannot be trained before tokenizing a long corpus."""
     positions = getattr(read_config(config), "max_position_embeddings", None)
     length = loaded.job.data.sequence_length
     if positions is not None and length > positions:
@@ -340,7 +340,7 @@ def _check_model(loaded: LoadedJob, config: dict[str, Any]) -> None:
 
 
 def _grown(config: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> list[str]:
-    """Give a model's configuration rows for tokens that were added to its tokenizer; says so."""
+    """Add rows to a model's configuration for tokens added to its tokenizer, with a remark."""
     rows = int(read_config(config).vocab_size)
     config["vocab_size"] = rows_with_added(tokenizer, rows)
     if config["vocab_size"] == rows:

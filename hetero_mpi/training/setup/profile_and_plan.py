@@ -1,4 +1,4 @@
-"""The profile of the cluster (loaded, reused or measured) and the plan (given or made)."""
+"""Obtain the cluster's profile (load, reuse or measure it) and the plan (the user's or the planner's)."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def planning_request(context: RunContext, profile: ClusterProfile, ranks: int = 
 
 
 def _can_sum_in_groups(context: RunContext) -> bool:
-    """May ranks of groups call MPI while a communication thread does?"""
+    """Whether ranks of groups may call MPI while a communication thread does."""
     return not context.job.cluster.communication_thread or context.world.thread_level == "multiple"
 
 
@@ -121,7 +121,7 @@ class Planned(Profiled):
 
 
 def obtain_profile(context: RunContext, options: TrainOptions, pending: Pending) -> Profiled:
-    """Measure or read the profile, and print what a first look needs of it, or all. Collective."""
+    """Measure or read the profile, and print its summary or all of it. Collective."""
     world = context.world
     subject, reason = subject_of(context)
     if context.job.cluster.emulate is not None:
@@ -136,7 +136,7 @@ def obtain_profile(context: RunContext, options: TrainOptions, pending: Pending)
 
 
 def plan_for(context: RunContext, user_plan: Path | Plan | None, profiled: Profiled, pending: Pending) -> Planned:
-    """The plan for a profile: the given one, completed, or the planner's. Its schedule has passed a dry run. Collective."""
+    """Complete the user's plan or make one for a profile, and check its schedule in a dry run. Collective."""
     begin = time.perf_counter()
     report = obtain_plan(context, profiled.profile, planning_request(context, profiled.profile), pending, user_plan)
     return Planned(**vars(profiled), report=report, planning_s=time.perf_counter() - begin)
@@ -145,7 +145,7 @@ def plan_for(context: RunContext, user_plan: Path | Plan | None, profiled: Profi
 def say_plan(
     context: RunContext, options: TrainOptions, profile: ClusterProfile, report: PlanReport, micro_batches: str
 ) -> None:
-    """Print of the plan what a first look needs, or all; the log of rank 0 gets all in any case."""
+    """Print the plan's summary or all of it; rank 0's log always gets all of it."""
     if options.verbose or options.dry_run:
         say(*plan_lines(report, profile), micro_batches)
     else:
@@ -156,7 +156,7 @@ def say_plan(
 def _save_later(
     context: RunContext, pending: Pending, save: Callable[[Any, Path], None], value: Any, *paths: Path
 ) -> None:
-    """Save it on rank 0, once the start is accepted: the last one at a path stays."""
+    """Save the file on rank 0, once the start is accepted; the last write to a path wins."""
 
     def write(path: Path) -> None:
         with warn_on_failure(f"writing {path}"):
@@ -172,7 +172,7 @@ def keep_plan(context: RunContext, pending: Pending, report: PlanReport) -> None
 
 
 def keep_run_profile(context: RunContext, pending: Pending, profile: ClusterProfile) -> None:
-    """Save a profile in the run directory, and where the job wants it, once the start is accepted. On rank 0."""
+    """Save a profile in the run directory and at the job's ``save_as`` path, once the start is accepted. On rank 0."""
     elsewhere = context.job.profile.save_as
     paths = [context.loaded.resolve(elsewhere)] if elsewhere else []
     _save_later(context, pending, save_profile, profile, context.run_dir / "profile.toml", *paths)
@@ -224,7 +224,7 @@ def _profile_of_cluster(
 def _known_profile(
     context: RunContext, subject: BenchmarkSpec, options: TrainOptions, key: str
 ) -> ClusterProfile | None:
-    """The profile that is named, or the run directory's if its key matches; None: it is to be measured. On rank 0."""
+    """The named profile, or the run directory's if its key matches; None: measure. On rank 0."""
     named, of_run = named_profile(context.loaded, options), context.run_dir / "profile.toml"
     if named is None and (options.reprofile or not context.job.profile.reuse or not of_run.exists()):
         return None

@@ -173,7 +173,7 @@ def _with_adapter(world: World, loaded: LoadedJob, tokenizer: PreTrainedTokenize
 def _token_ids(
     adapter: AdapterTable, table: TokenizerTable, tokenizer: PreTrainedTokenizerFast | None
 ) -> list[int] | None:
-    """``adapter.tokens`` as ids, ascending; of a job that names none those that its tokenizer is given. None: there are none."""
+    """``adapter.tokens`` as ascending ids, by default of the tokens added to the tokenizer; None without any."""
     tokens = [*table.add, *table.add_special] if adapter.tokens is None else adapter.tokens
     vocabulary = tokenizer.get_vocab() if tokenizer is not None else {}
     unknown = [token for token in tokens if isinstance(token, str) and token not in vocabulary]
@@ -186,7 +186,7 @@ def _token_ids(
 
 
 def _with_dtype(world: World, loaded: LoadedJob, backend: Backend) -> LoadedJob:
-    """The job with its compute dtype settled; it is the same on all ranks. Collective."""
+    """The job with a resolved compute dtype, equal on all ranks. Collective."""
     ranks = [(name, dtypes) for name, dtypes in world.all_gather_json([backend.name, list(backend.dtypes())])]
     dtype: str = loaded.job.train.dtype
     if dtype == "auto":
@@ -241,7 +241,7 @@ def open_device(world: World, job_device: str) -> Backend:
 
 
 def _wrong_product(world: World, backend: Backend) -> str:
-    """The difference between a product on this rank's GPU and on the CPU, and what to do; "" where there is none."""
+    """Describe the difference of a product on this rank's GPU and on the CPU, with a remedy; "" if there is none."""
     result = product_on(backend) if backend.device != HOST else None
     if result is None or not result.problem:
         return ""
