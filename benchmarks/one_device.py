@@ -42,7 +42,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallb
 import hetero_mpi  # noqa: E402
 from hetero_mpi.device.accelerators import open_backend  # noqa: E402
 from hetero_mpi.device.backend import DTYPES  # noqa: E402
-from hetero_mpi.inference.decoding import Sampling  # noqa: E402
+from hetero_mpi.inference.sampling import Sampling  # noqa: E402
 from hetero_mpi.inference.writer import Task, TextChanges, Writer  # noqa: E402
 from hetero_mpi.job.training_tables import TrainTable  # noqa: E402
 from hetero_mpi.model.stage import Stage, StageSpec  # noqa: E402
@@ -222,6 +222,7 @@ class Contenders:
         backend, count = open_backend(self.device), self.sizes.new_tokens
         spec = StageSpec(chain, 0, chain.layer_count, backend, self.case.dtype, tuning=nothing_trained())
         writer = Writer(0, [0], [0], LoopbackNetwork(1).transports[0], chain, [Stage(spec, SeededStart(0))])
+        writer.width = self.case.texts  # as `serve --parallel` sets it
         tasks = {number: Task(prompt, [], count, Sampling()) for number, prompt in enumerate(self.prompts().tolist())}
         for _ in range(MAX_STEPS):
             waiting = [TextChanges(tasks)]

@@ -149,8 +149,8 @@ def trained_once(
     if tuning is not None and tuning.adapter is not None:
         # With B at its usual zero, A has no gradient; larger values make models that no fp32 arithmetic follows to 1e-6.
         for trainer in threads.trainers:
-            assert trainer.held is not None
-            for name, parameter in trainer.held.parameters.items():
+            assert trainer.layers is not None
+            for name, parameter in trainer.layers.parameters.items():
                 generator = torch.Generator().manual_seed(len(name) + int(name.split(".")[2]))
                 value = 0.1 * torch.randn(parameter.shape, generator=generator)
                 set_parameter(trainer, name, value)
