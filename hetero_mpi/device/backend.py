@@ -262,27 +262,6 @@ class Backend:
         """Pin ``memory`` for its lifetime, so that the device can copy directly."""
 
 
-def best_dtype(ranks: list[tuple[str, list[str]]], faster_in_bf16: bool = False) -> tuple[str, str]:
-    """Choose the compute dtype of all ranks, and the reason, from each rank's (backend name, dtypes).
-
-    With accelerators: bf16 if all of them support it, else fp16; CPU ranks follow, if necessary with matrix products in fp32
-    (``Backend.products``). CPUs only: fp32, so that the losses of a job do not depend on the processors that it runs on.
-
-    Args:
-        faster_in_bf16: whether every CPU multiplies faster in bf16 than in fp32; the reason then says how to use it.
-    """
-    accelerators = [(rank, name, dtypes) for rank, (name, dtypes) in enumerate(ranks) if name != "cpu"]
-    if not accelerators:
-        hint = '; a new run with [train] dtype = "bf16" would take 0.4 to 0.9 of the time on these processors'
-        return "fp32", f"all ranks are CPUs{hint * faster_in_bf16}"
-    without = [f"rank {rank} ({name})" for rank, name, dtypes in accelerators if "bf16" not in dtypes]
-    if not without:
-        return "bf16", "every device supports it"
-    if all("fp16" in dtypes for _, _, dtypes in accelerators):
-        return "fp16", f"{', '.join(without)} cannot compute in bf16"
-    return "fp32", "the devices have no 16-bit type in common"
-
-
 def host_bytes(tensor: torch.Tensor) -> np.ndarray:
     """View a contiguous host tensor as a flat ``uint8`` array, since numpy has no bfloat16."""
     return tensor.detach().view(-1).view(torch.uint8).numpy()

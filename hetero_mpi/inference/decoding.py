@@ -156,8 +156,8 @@ class Decoder:
         self, x: torch.Tensor, positions: Sequence[Sequence[int]], cache: DynamicCache, rows: int, adapter: str
     ) -> torch.Tensor:
         self._adapters.turn_to(adapter)
-        kept = rows or torch.arange(0, device=x.device)
-        last: dict[str, Any] = {"logits_to_keep": kept} if self.stage.is_last else {}
+        logit_rows = rows or torch.arange(0, device=x.device)
+        last: dict[str, Any] = {"logits_to_keep": logit_rows} if self.stage.is_last else {}
         position_ids = torch.tensor(positions, device=x.device)
         return self.stage.apply(x, position_ids=position_ids, use_cache=True, **{self._cache_keyword: cache}, **last)
 

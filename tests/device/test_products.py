@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from hetero_mpi.device import products
-from hetero_mpi.device.backend import Backend, best_dtype
+from hetero_mpi.device.accelerators import best_dtype
+from hetero_mpi.device.backend import Backend
 from hetero_mpi.device.backends import Accelerator
 from hetero_mpi.device.backends.cuda import CudaBackend
 from hetero_mpi.device.backends.rocm import RocmBackend

@@ -257,6 +257,8 @@ def _check_run(bench: Bench, run: Path, ranks: int, case: Case) -> None:
         # fp32, whose sums depend on the rows of a micro-batch; rounding to bf16 then falls to the one side or the other.
         parted |= case.shares == "unequal" and ranks > 1
         first, gradients = (1e-3, 0.04) if parted else (1e-6 if case.dtype == "bf16" else 1e-3, 0.02)
+        if case.tuning != "full":  # ours adds the products of base layer and adapter before it rounds, peft rounds each
+            first, gradients = 1e-3, 0.08
         names = reference.first_moments.keys() - reference.frozen
         assert_near_reference(run, reference, first, gradients, names)
         return

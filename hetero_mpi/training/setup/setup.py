@@ -23,8 +23,8 @@ from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.comm.transport import Transport
 from hetero_mpi.data.batch import steps_per_epoch
 from hetero_mpi.data.dataset import Samples
-from hetero_mpi.device.accelerators import BACKENDS, open_backend, visible_devices
-from hetero_mpi.device.backend import HOST, Backend, best_dtype
+from hetero_mpi.device.accelerators import BACKENDS, best_dtype, open_backend, visible_devices
+from hetero_mpi.device.backend import HOST, Backend
 from hetero_mpi.device.choice import Cores, VisibleDevices, cores_of, device_spec, gpu_of
 from hetero_mpi.device.operators import product_on
 from hetero_mpi.device.products import is_faster_in_bf16, widen_products
