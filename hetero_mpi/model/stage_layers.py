@@ -158,6 +158,9 @@ class StageLayers(HeldLayers):
         """The micro-batch, or slice, being computed."""
         self.routers = self._router_loss()
         self.parameters = self._trained_parameters(getattr(start, "values", {}), first_stage)
+        # fp32 keeps peft's order of sums, to 1e-6 of every gradient; the compiler joins these operations itself.
+        if self.dtype != torch.float32 and not spec.compiled:
+            join_products(self.model)
         self.trained_layers = {chain.layer_of(name) for name in self.parameters}
         """Layers with trained tensors, including the head's copy of a tied matrix."""
         if self.tied_head is not None and self.tied_head.requires_grad:
@@ -308,7 +311,6 @@ class StageLayers(HeldLayers):
                 self._initial[name] = values[name].clone() if name in values else torch.zeros(spec.shape)
         start_value_of = partial(self._adapter_start, values)
         adapters = inject(self.model, self.tuning.adapter, modules, experts, self.backend.device, start_value_of)
-        join_products(self.model)
         for name in (name for name in local if name in adapters):
             if self.divided is not None and not self.divided.trains(name):  # all compute it; only the leader's is used
                 adapters[name].register_hook(torch.zeros_like)

@@ -1,4 +1,4 @@
-"""LoRA layers as one autograd function: y = W x + s B (A d(x)), where d is dropout.
+"""LoRA layers in 16 bits as one autograd function: y = W x + s B (A d(x)), where d is dropout.
 
 peft writes the product with B, its scaled copy, and the sum to separate tensors, and clones products with packed weights. Here B is
 multiplied into the base layer's product in place, and tensors of the adapter's rank are scaled.
@@ -25,7 +25,7 @@ def join_products(model: nn.Module) -> None:
 
 def _forward(layer: Any, x: torch.Tensor) -> torch.Tensor:
     a, b = layer.lora_A[ADAPTER_NAME].weight, layer.lora_B[ADAPTER_NAME].weight
-    if x.dtype != a.dtype:
+    if x.dtype != a.dtype or layer.active_adapters != [ADAPTER_NAME]:  # `serve` switches between adapters
         return type(layer).forward(layer, x)
     dropped = layer.lora_dropout[ADAPTER_NAME](x)
     return cast(torch.Tensor, _LoraProduct.apply(x, None if dropped is x else dropped, a, b, layer))
