@@ -213,7 +213,7 @@ class Orders:
     # Initial candidates
 
     def random_candidates(self, pipelines: int, draw: np.random.Generator, depth: float = 1.0) -> Candidates:
-        """Sample candidates: ranks sorted by host, speed or memory, or shuffled; then assigned in blocks, round-robin or snaking."""
+        """Sample candidates: ranks are sorted (by host, speed or memory) or shuffled, then dealt in blocks, in turn or snaking."""
         K, N = self.count, POPULATION * SAMPLE_FACTOR
         host, speed = self.host, self.speed
         keys = (host, -speed, -self.memory, host * 1e6 - speed, -host * 1e6 - speed, speed)
