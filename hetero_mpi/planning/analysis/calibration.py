@@ -81,7 +81,7 @@ def drifted_profile(profile: ClusterProfile, plan: Plan, ratios: Mapping[Watched
 def calibrated_profile(profile: ClusterProfile, plan: Plan, ratios: Mapping[Part, Ratios]) -> ClusterProfile:
     """Calibrate ranks, group all-reduces and links to the measured steps of ``plan``.
 
-    Unmeasured parts follow measured parts of the same kind: the same device on like hosts, or links between the same hosts.
+    Unmeasured parts follow measured parts of the same kind: the same device on similar hosts, or links between the same hosts.
     """
     computing = {part: values for part, values in ratios.items() if isinstance(part, int)}
     for rank, leader in plan.leader_of.items():
@@ -265,7 +265,7 @@ def with_reasons(
 
 
 def _alone(calibrated: PlanReport, outcome: str, rejected: PlanReport | None) -> Alone | None:
-    """The best single rank, with its measured time if ``rejected`` is its plan, and with ``outcome`` as problem if it is faster."""
+    """The best single rank, with its measured time if ``rejected`` is its plan, and with ``outcome`` as its problem if faster."""
     best = calibrated.alone
     if best is None or best.step_s is None:
         return best

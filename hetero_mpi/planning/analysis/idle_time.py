@@ -90,7 +90,7 @@ def _covered_s(spans: Iterable[tuple[float, float]], begin: float, end: float) -
 
 
 def _computed(events: Sequence[Event]) -> dict[tuple[bool, int, int | None], float]:
-    """(is forward, stage, micro-batch) -> end of the pass, or of its input part if backward is split."""
+    """Map (is forward, stage, micro-batch) to the end of the pass, or of its input part if backward is split."""
     ready: dict[tuple[bool, int, int | None], float] = {}
     for event in sorted(events, key=lambda event: event.end_s):
         if event.action.op in COMPUTE:

@@ -62,7 +62,7 @@ Seconds = Mapping[int, float]
 
 @dataclass(frozen=True)
 class RankMeasurement:
-    """One rank's measurements of a step, as values that JSON can hold."""
+    """One rank's measurements of a step, in types that JSON supports."""
 
     rank: int
     computing_s: Mapping[str, float]
@@ -122,8 +122,8 @@ class StepPrediction:
     ) -> dict[WatchedPart, float]:
         """Measured over predicted seconds of each significant part of a step.
 
-        A tensor-parallel group counts as one device, as slow as its slowest member. Links between ranks that wait for a core
-        are left out.
+        A tensor-parallel group counts as one device, as slow as its slowest member. Links within a host are left out if its
+        ranks compete for cores.
 
         Args:
             computing_s: seconds of forwards and backwards without all-reduces, by rank.
@@ -158,7 +158,7 @@ class StepPrediction:
 
     @cached_property
     def computing_s(self) -> dict[int, dict[Op, float]]:
-        """Rank -> operation -> seconds, excluding all-reduces and the optimizer's fixed time."""
+        """Map rank and operation to seconds per step, excluding all-reduces and the optimizer's fixed time."""
         seconds_by_rank = dict[int, dict[Op, float]]()
         for rank, actions in self._schedule.items():
             rank_seconds = seconds_by_rank.setdefault(rank, {})
@@ -173,7 +173,7 @@ class StepPrediction:
 
     @cached_property
     def _sums_s(self) -> dict[tuple[int, ...], float]:
-        """Ranks of a group -> seconds per step in its all-reduces."""
+        """Map each group's ranks to the seconds per step that it spends in all-reduces."""
         seconds_by_group = dict[tuple[int, ...], float]()
         for _, _, stage in self.plan.numbered:
             if stage.grouped:
@@ -198,7 +198,7 @@ class StepPrediction:
 
 
 class StepExchange:
-    """Condenses a rank's measurements to numbers that all ranks sum up, from which rank 0 computes the ratios.
+    """Condenses a rank's measurements into numbers; from their sum over all ranks, rank 0 computes the ratios.
 
     There is one number per rank (compute time), per group member (all-reduces) and per pair of neighbouring ranks (the first
     round trip, so that host clocks need not agree).
@@ -254,7 +254,7 @@ class StepExchange:
 
 
 def _round_trips(plan: Plan, schedule: Schedule) -> dict[Pair, tuple[Action, Action]]:
-    """Pair of ranks -> the first message between their neighbouring stages, and the first message back."""
+    """Map each pair of ranks to the first message between their neighbouring stages and the first message back."""
     round_trips: dict[Pair, tuple[Action, Action]] = {}
     for (number, index, stage), (_, next_index, after) in itertools.pairwise(plan.numbered):
         a, b = stage.ranks[0], after.ranks[0]
@@ -355,7 +355,7 @@ def _deviation(ratio: float) -> float:
 
 
 def _messages_s(prediction: StepPrediction, step: StepByRank) -> dict[Pair, list[tuple[float, float]]]:
-    """(source, destination) -> measured and predicted seconds of each message in start order."""
+    """Map (source, destination) to the measured and predicted seconds of each message, in start order."""
     times = {parse_action(text): at_s for record in step.values() for text, at_s in record.messages.items()}
     messages_s: dict[Pair, list[tuple[float, float]]] = {}
     free_s: dict[Pair, float] = {}

@@ -95,13 +95,13 @@ class Alternative:
         return ": ".join(filter(None, (self.name, " and ".join(self.settings)))) + self.estimated
 
     def changing(self, name: str, setting: str, **changes: Any) -> Alternative:
-        """Add a change of the request."""
+        """Add a change to the request."""
         return replace(self, name=name, settings=(*self.settings, setting), request=replace(self.request, **changes))
 
     def costing(
         self, name: str, settings: Iterable[str], model: ModelCost, source: str = "this profile's figures"
     ) -> Alternative:
-        """Add a change of the model's costs, estimated from ``source``."""
+        """Add a change to the model's costs, estimated from ``source``."""
         settings, profile = (*self.settings, *settings), replace(self.profile, model=model)
         return replace(self, name=name, settings=settings, profile=profile, estimated=f" (estimated from {source})")
 
@@ -152,7 +152,7 @@ def alternative_outcomes(decision: Decision, profile: ClusterProfile, request: P
 def _alternative_pipelines(
     plan: Plan, profile: ClusterProfile, request: PlanRequest
 ) -> dict[str, Iterable[Iterable[PipelinePlan]]]:
-    """Name -> pipelines of alternative plans for the same ranks, which differ from ``plan`` in one aspect."""
+    """Map names to the pipelines of alternative plans for the same ranks that differ from ``plan`` in one aspect."""
     pipelines, count, used = plan.pipelines, len(plan.pipelines), len(plan.numbered)
     sizes, auto = sorted(set(request.micro_batch_choices), reverse=True), request.schedule == "auto"
     share, rest = divmod(request.global_batch, count)

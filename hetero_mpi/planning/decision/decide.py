@@ -51,7 +51,7 @@ def decide(profile: ClusterProfile, request: PlanRequest) -> Decision | None:
     """Find the plan with the shortest simulated step time that fits in memory; None if none fits. Deterministic.
 
     Raises:
-        UserError: the request cannot be planned for.
+        UserError: no plan can meet the request.
     """
     if request.schedule in OTHER_ORDERS:
         nearest = decide(profile, nearest_searched(request))

@@ -210,7 +210,7 @@ def idle_ranks(decision: Decision, profile: ClusterProfile, request: PlanRequest
 
 
 def _without_idle(decision: Decision, ranks: int, profile: ClusterProfile, request: PlanRequest) -> str:
-    """Explain what it would cost to give work to ``ranks`` ranks, the most that can have any."""
+    """Explain what it would cost to give work to ``ranks`` ranks, the largest possible number."""
     if decision.at_work_s is None:
         return NO_FASTER_PLAN
     if decision.at_work_s < math.inf:

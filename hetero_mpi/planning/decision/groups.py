@@ -150,7 +150,7 @@ class GroupSearch:
             yield from (host_options[name] for host_options in options if name in host_options)
 
     def _options(self, ranks: Sequence[int]) -> dict[str, tuple[tuple[int, ...], ...]]:
-        """Name -> groups of one host's ranks: all ranks, the fastest ones, groups of equal size, or one rank per backend."""
+        """Map option names to groups of one host's ranks: all, the fastest, groups of equal size, or one rank per backend."""
         count = len(ranks)
         ordered = sorted(ranks, key=lambda rank: (sum(self.chains[rank]), rank))
         options: dict[str, tuple[tuple[int, ...], ...]] = {}

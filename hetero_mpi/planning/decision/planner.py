@@ -336,7 +336,7 @@ def _fits(change: Alternative, now: Alternative) -> bool:
 
 
 def _changes(now: Alternative) -> dict[str, Iterable[Alternative]]:
-    """Kind of change -> possible changes, smallest first."""
+    """Map each kind of change to possible changes, smallest first."""
     profile, request, model = now.profile, now.request, now.profile.model
     full, half = model.trained_whole, request.sequence_length // 2
     sizes = [n for n in range(min(request.micro_batch_choices) - 1, 0, -1) if request.global_batch % n == 0]

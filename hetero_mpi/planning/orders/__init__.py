@@ -32,7 +32,7 @@ class Interleaving(Protocol):
     SPLITS: bool
 
     def interleaving(self, pipeline: PipelinePlan) -> Mapping[int, Iterable[tuple[str, int, int]]]:
-        """Rank -> (``F``, ``B``, ``I`` or ``W``, index of the stage in the pipeline, micro-batch) in order.
+        """Map each rank to (``F``, ``B``, ``I`` or ``W``, index of the stage in the pipeline, micro-batch) tuples, in order.
 
         All stages run backwards in micro-batch order. A rank's later stages finish before its earlier ones.
         """
@@ -46,7 +46,7 @@ INTERLEAVINGS = {name for name, order in ORDERS.items() if hasattr(order, "inter
 
 
 def computed_by_rank(pipeline: PipelinePlan) -> Mapping[int, Iterable[tuple[str, int, int]]]:
-    """Rank -> (operation, index of the stage in the pipeline, micro-batch) in the pipeline's order."""
+    """Map each rank to its (operation, index of the stage in the pipeline, micro-batch) tuples, in the pipeline's order."""
     order = ORDERS[pipeline.order]
     if pipeline.order in INTERLEAVINGS:
         return cast(Interleaving, order).interleaving(pipeline)

@@ -43,7 +43,7 @@ def interleaving(pipeline: PipelinePlan) -> dict[int, list[Computed]]:
 
 
 def list_scheduled(pipeline: PipelinePlan, sparing: bool = False) -> dict[int, list[Computed]]:
-    """List-schedule a pipeline: rank -> its operations, in order.
+    """List-schedule a pipeline: map each rank to its operations, in order.
 
     A stage has at most ``warm_up + 1`` micro-batches in flight. If backward is split, a rank holds at most the sum of these limits
     over its stages, in flight or deferred. ``sparing``: split a backward only if the previous stage would otherwise wait for it.

@@ -11,8 +11,8 @@ gradients in a ring. The ring is fast if a column's ranks share a host; messages
 Dynamic programming along an order of the columns, each of which may be skipped, finds the best pipeline. It runs backwards: for
 each layer, ``_Best`` holds the minimum time from the arrival of the first micro-batch at that layer to the end of the step:
 
-* ``back_s``: time until the last gradient returns: the larger of ``M a`` and ``a + hop + back_s`` of the next stage, for M
-  micro-batches that each take a seconds of forward and backward;
+* ``back_s``: time until the last gradient returns: the larger of ``M a`` and ``a + hop + back_s`` of the next stage, for ``M``
+  micro-batches that each take ``a`` seconds of forward and backward;
 * ``late_s``: additional all-reduce time: ``late = max(own all-reduce, late of the next stage - backward - message)``.
 """
 

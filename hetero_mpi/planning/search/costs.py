@@ -190,7 +190,7 @@ class Costs:
 
     @cached_property
     def deepest(self) -> dict[StageMode, list[list[list[int]]]]:
-        """StageMode -> [rank][first][layers - 1]: maximum micro-batches in flight; longer stages fit on no rank."""
+        """Map each strategy to [rank][first][layers - 1]: maximum micro-batches in flight; longer stages fit on no rank."""
         return self.unshared
 
     @cached_property
@@ -222,7 +222,7 @@ class Costs:
     # Single lookups
 
     def _summed(self, table: Floats) -> dict[StageMode, list[list[float]]]:
-        """StageMode -> [rank][layer]: total seconds of all earlier layers."""
+        """Map each strategy to [rank][layer]: total seconds of all earlier layers."""
         sums = zip(self.ways, np.cumsum(table, axis=2).tolist(), strict=True)
         return {way: [[0.0, *row] for row in rows] for way, rows in sums}
 
@@ -372,7 +372,7 @@ class Costs:
 
 
 def costs_by_size(profile: ClusterProfile, request: PlanRequest, slices: Sequence[int] = ()) -> dict[int, Costs]:
-    """Micro-batch size -> costs, smallest size first, whatever the rank numbering. ``slices``: slice sizes of offloaded stages."""
+    """Map each micro-batch size, smallest first, to its costs. ``slices``: slice sizes to try for offloaded stages."""
     sizes, memory = sorted(set(request.micro_batch_choices)), MemoryModel(profile, request)
     devices = in_own_order(profile, sizes[0] * request.sequence_length)
     rooms, links, members = memory.budgets(devices), links_of(profile, devices), [(i,) for i in range(len(devices))]

@@ -35,7 +35,7 @@ MAX_PIPELINE_COUNTS, MAX_COUNTS_IN_BRIEF = 3, 2
 MAX_SLOWDOWN_RATIO = 1.08
 """A pipeline count is pruned if its best candidate is slower than the best improved plan so far by more than this factor."""
 SCREENING_ROUNDS, IMPROVEMENT_ROUNDS, MAX_CANDIDATES, MAX_SIMULATED_CANDIDATES = 25, 15, 12, 8
-"""Rounds of random moves to screen and to improve candidates; maximum number of candidates kept and simulated."""
+"""Number of rounds to screen and to improve candidates; maximum number of candidates to keep and to simulate."""
 MAX_DESCENTS, MAX_DESCENT_LOOKS = 4, 120
 """Maximum number of descents, and of changes tried in each."""
 HEAT = (0.01, 0.0005)
@@ -61,7 +61,7 @@ class Best(NamedTuple):
 
 
 class Search:
-    """Searches for plans for one profile and request."""
+    """The search for the best plan for a profile and a request."""
 
     def __init__(self, profile: ClusterProfile, request: PlanRequest, slices: Sequence[int] = ()) -> None:
         """``slices``: slice sizes to try for offloaded stages; if empty, no stage is offloaded."""
@@ -186,7 +186,7 @@ class Search:
         return best if self.request.brief else rounds.annealed(best, HEAT, self.looks, self.actions, random.Random(0))
 
     def _without_a_host(self, start: Start, rounds: LocalSearch, depth: float) -> Iterator[Start]:
-        """Yield ``start`` without each host in turn: behind a slow link, leaving out a single rank may not pay."""
+        """Yield variants of ``start`` that leave out one host: behind a slow link, leaving out a single rank may not pay."""
         lines, orders = start[0], self.orders(len(start[0]))
         host = self.rounds.costs[lines[0].micro_batch].host.tolist()
         used_hosts = {host[rank] for line in lines for rank in line.ranks}
