@@ -265,7 +265,7 @@ def with_reasons(
 
 
 def _alone(calibrated: PlanReport, outcome: str, rejected: PlanReport | None) -> Alone | None:
-    """The best single rank, with its measured time if ``rejected`` is its plan, and with ``outcome`` as its problem if faster."""
+    """The best single rank, with its measured time if ``rejected`` is its plan; if it is faster, ``outcome`` is its problem."""
     best = calibrated.alone
     if best is None or best.step_s is None:
         return best

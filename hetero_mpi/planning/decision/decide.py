@@ -69,7 +69,7 @@ def decide(profile: ClusterProfile, request: PlanRequest) -> Decision | None:
 
 
 def _decide_for_ranks(profile: ClusterProfile, request: PlanRequest) -> Decision | None:
-    """Search with the device times that apply if all ranks compute at once, then time the plan with only its ranks computing."""
+    """Search with the device times of all ranks computing at once, then time the plan with only its own ranks computing."""
     everyone = range(len(profile.devices))
     busy = while_computing(profile, everyone)
     resident = _with_groups(busy, request, _resident(busy, request), slowness(profile, everyone))
@@ -309,7 +309,7 @@ def _scheduled(plan: Plan, request: PlanRequest) -> Plan:
 
 
 def time_alone(profile: ClusterProfile, request: PlanRequest, rank: int) -> Alone:
-    """Time ``rank`` alone at its best micro-batch size and recompute choice. Copies of trained state count as in ``make_plan``."""
+    """Time ``rank`` alone at its best micro-batch size and recompute choice, with copies of state as in ``make_plan``."""
     try:
         decision = _decide_alone(profile, request, rank)
     except UserError as error:

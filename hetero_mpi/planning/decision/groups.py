@@ -317,7 +317,7 @@ def _deal(count: int, least: Sequence[int], cost: MemberCost) -> tuple[int, ...]
 
 
 def _with_shares_moved(plan: Plan, experts: bool = True) -> Iterator[Plan]:
-    """Yield plans with a head or (if ``experts``) experts moved in one stage, or in all stages with the same layers and shares."""
+    """Yield plans with a head or (if ``experts``) experts moved in one stage, or in all stages with equal layers and shares."""
     stages = [stage for _, _, stage in plan.numbered]
     alike = [(stage.first, stage.last, stage.shares, stage.experts) for stage in stages]
     for number, stage in enumerate(stages):

@@ -185,7 +185,7 @@ def _action_count(plan: Plan) -> int:
 
 
 def _filled_cuts(ranks: Sequence[int], seconds: dict[int, list[float]], layers: int, step_s: float) -> list[int] | None:
-    """Cut greedily so that the i-th of a rank's n stages fills it to i/n of ``step_s`` seconds; None if layers are left over."""
+    """Cut greedily so that the i-th of a rank's n stages fills it to i/n of ``step_s`` seconds; None if layers remain."""
     stages_of_rank = {rank: list(ranks).count(rank) for rank in ranks}
     stages_seen, busy_s, cuts = dict.fromkeys(ranks, 0), dict.fromkeys(ranks, 0.0), [0]
     for number, rank in enumerate(ranks):

@@ -42,7 +42,7 @@ MAX_SHARING_RANKS = 64
 
 @dataclass(eq=False)
 class Costs:
-    """Costs per rank. A rank here is an index into ``devices``, which excludes devices that do not support the model's dtype."""
+    """Costs per rank. A rank here is an index into ``devices``, which excludes devices without the model's dtype."""
 
     memory: MemoryModel
     micro_batch: int
@@ -67,7 +67,7 @@ class Costs:
     base: Costs | None = None
     """The costs per rank, if this object describes columns."""
     _bytes: dict[tuple[Any, ...], tuple[list[list[float]], ...]] = field(default_factory=dict, init=False)
-    """(way, kind of budget) -> [first][layers - 1]: fixed bytes and bytes per micro-batch in flight, without optimizer state."""
+    """(way, kind of budget) -> [first][layers - 1]: fixed bytes and bytes per micro-batch, without optimizer state."""
     _times: dict[tuple[Any, ...], LineTimes] = field(default_factory=dict, init=False)
     """Cache of ``times``, keyed by ranks, layer counts and ways."""
     _paced: dict[tuple[Any, ...], tuple[int, ...]] = field(default_factory=dict, init=False)

@@ -134,7 +134,7 @@ class Fitter:
         return self.profile.model.trained_whole or not any(self._lacks(host, filed) for host in self.profile.hosts)
 
     def _lacks(self, host: HostProfile, plan: Plan) -> bool:
-        """Whether a host lacks memory for everything not on disk, including mapped pages of ranks that compute in its memory."""
+        """Whether a host lacks memory for all that is not on disk, including mapped pages of ranks that compute in its memory."""
         model, reserve = self.profile.model, self.request.memory_reserve
         needed_bytes = sum(
             predicted.peak_bytes for predicted in predict_hosts(plan, self.profile) if predicted.host == host.name
@@ -185,7 +185,7 @@ class Fitter:
         return {rank: owned[rank] for rank in lacking_ranks}
 
     def _fitted(self, plan: Plan, owned: Owned | None, sparing: frozenset[int] = frozenset()) -> Plan | None:
-        """Fit ``plan`` with this ``owned`` state (None: all state of a rank's layers); ``sparing`` ranks recompute if allowed."""
+        """Fit ``plan`` with each rank's ``owned`` state (None: all state); ``sparing`` ranks recompute if allowed."""
         pipelines = []
         for pipeline in plan.pipelines:
             fitting = self._pipeline(pipeline, owned, sparing)

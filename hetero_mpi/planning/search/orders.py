@@ -213,7 +213,7 @@ class Orders:
     # Initial candidates
 
     def random_candidates(self, pipelines: int, draw: np.random.Generator, depth: float = 1.0) -> Candidates:
-        """Sample candidates: ranks are sorted (by host, speed or memory) or shuffled, then dealt in blocks, in turn or snaking."""
+        """Sample candidates: sort ranks by host, speed or memory, or shuffle them, then assign them in blocks or in turn."""
         K, N = self.count, POPULATION * SAMPLE_FACTOR
         host, speed = self.host, self.speed
         keys = (host, -speed, -self.memory, host * 1e6 - speed, -host * 1e6 - speed, speed)
@@ -238,7 +238,7 @@ class Orders:
         return these.at(np.argsort(self.least(these, depth), kind="stable")[:POPULATION])
 
     def _shared(self, who: Indices, of: Indices, pipelines: int, sizes: Indices) -> Candidates:
-        """Share the batch in proportion to pipeline speed; use the smallest micro-batch size where the given one is too large."""
+        """Share the batch by pipeline speed; use the smallest micro-batch size where the given one is too large."""
         sizes = np.where(self.request.global_batch // self.sizes[sizes] >= pipelines, sizes, 0)
         column, power = np.arange(len(sizes)), np.zeros((pipelines + 1, len(sizes)))
         np.add.at(power, (of, column), self.speed[who])

@@ -228,7 +228,7 @@ class LocalSearch:
         return next((start for start in priced if start[1] < math.inf), (starts[0][0] if starts else (), math.inf))
 
     def fitted_within(self, limit_s: float, lines: Lines) -> list[Fitting] | None:
-        """Fit pipelines in memory, with room for the sharded state on all ranks together; None if over memory or ``limit_s``."""
+        """Fit pipelines in memory, with room for all sharded state; None if out of memory or slower than ``limit_s``."""
         for costs, fitting_of_line in self._levels:
             fittings = []
             for line in lines:
@@ -292,7 +292,7 @@ class Clock:
         ]
 
     def _summed_s(self, lines: Sequence[Fitting], coming: dict[int, float]) -> float:
-        """Time at which all gradients are reduced, last layer first; adds each rank's seconds to receive values to ``coming``."""
+        """Time at which all gradients are reduced, last layer first; adds the seconds to receive values to ``coming``."""
         final_s = [max(times_s) for times_s in zip(*map(self._whole_s, lines), strict=True)]
         free: dict[int, float] = {}
         cuts = [line.line.cuts for line in lines]

@@ -156,7 +156,7 @@ class Search:
         return best
 
     def _begun(self, number: int) -> tuple[list[Candidate], Candidates, float]:
-        """Best candidates for ``number`` pipelines, the final population, and their depth factor: 1, or 0 if nothing fits at 1."""
+        """Best candidates for ``number`` pipelines, the population, and their depth factor: 1, or 0 if nothing fits at 1."""
         if number not in self._candidates:
             orders = self.orders(number)
             for depth in (1.0, 0.0):
