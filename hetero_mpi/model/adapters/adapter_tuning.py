@@ -1,4 +1,4 @@
-"""What a job trains: an adapter or all weights, which parameters are frozen, and at which learning rates.
+"""Tuning of a job: adapter or full fine-tuning, frozen parameters, and learning rates.
 
 For an adapter, peft chooses the targets once, for the whole model on the meta device. Some modules may also be fully trained.
 """

@@ -139,8 +139,7 @@ class ModelFiles:
 
     Raises:
         UserError: On construction if the directory or ``config.json`` is missing or unreadable; on first use of the weights if they
-            are
-        missing, pickled, truncated or corrupt.
+            are missing, pickled, truncated or corrupt.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
