@@ -1,10 +1,10 @@
 """Send and receive device tensors between neighbouring stages: ``Inbox`` and ``Outbox`` over the transport.
 
-Receives are posted early into reused host buffers. On CPU ranks a received tensor *is* its buffer and a sent tensor is read in
-place, so nothing is copied. Once buffers are as large as the largest message, steps allocate none.
+Receives are posted early, into reused host buffers. On CPU ranks a received tensor *is* its buffer and a sent tensor is read in
+place, so nothing is copied. Once the buffers are as large as the largest message, steps allocate no more memory.
 
-Long tensors travel in pieces, so that a GPU rank copies one piece while the next piece travels: device to host before sending, host
-to device as pieces arrive. Both copies overlap with the device's computation.
+Long tensors are sent in pieces, so that a GPU rank copies one piece while the next is in transit: from device to host before
+sending, and from host to device as pieces arrive. Both copies overlap with the device's computation.
 """
 
 import math

@@ -253,7 +253,7 @@ class Optimizer:
         return self.library.state(self.targets[name])
 
     def restore(self, name: str, moments: dict[str, torch.Tensor], steps: int) -> None:
-        """Restore the moments of a parameter after ``steps`` optimizer steps."""
+        """Restore a parameter's moments to their values after ``steps`` optimizer steps."""
         self.library.restore(self.targets[name], moments, steps)
 
 

@@ -36,7 +36,7 @@ class LayerShape:
 
     name: str
     module: str
-    """Class name."""
+    """Class name of the layer's module."""
     output: tuple[int, ...]
     """Shape of the layer's output for one sample."""
     parameters: dict[str, tuple[int, ...]]

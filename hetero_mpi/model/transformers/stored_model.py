@@ -40,7 +40,7 @@ class StoredModel:
 
 
 def stored_model(files: ModelFiles) -> StoredModel:
-    """Check ``config.json`` against the files. Raises UserError for contradictions, damaged files or an unproven family."""
+    """Check ``config.json`` against the files and correct it. Raises UserError if the model is damaged or not supported."""
     keys, notes = dict(files.config), []
     notes += _settle_dtype(files, keys)
     fit = _Fit.build(files, keys)
