@@ -65,7 +65,7 @@ class HostGroup:
         self._exchange_world: World | _LoopbackWorld = world
         self.member, self.size, self.summed_s = world.rank, world.size, 0.0
         self._buffers: dict[int, torch.Tensor] = {}
-        """Maps a buffer number to host memory that is reused."""
+        """Maps buffer numbers to reused host memory."""
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over the members, in member order and in fp32."""

@@ -113,7 +113,7 @@ class StageLayers(HeldLayers):
     Attributes:
         model: the whole model, in which only this stage's layers have weights.
         routers: router loss of this stage; None if the model has none.
-        divided: this rank's shard of the layers; None without tensor parallelism.
+        divided: this rank's shard of the layers; None if the stage is not sharded.
     """
 
     def __init__(
