@@ -292,7 +292,7 @@ def _render(tokenizer: PreTrainedTokenizerFast, messages: Sequence[Mapping[str, 
 
 
 def _between(text: str, first: str | None, second: str | None) -> str:
-    """Return the text between two markers, each of which must occur once. None stands for the start or end of ``text``."""
+    """Return the text between two markers that must each occur once. None stands for the start or end of ``text``."""
     if any(marker is not None and text.count(marker) != 1 for marker in (first, second)):
         raise ValueError("it leaves a message out")
     after = text.split(first)[1] if first is not None else text

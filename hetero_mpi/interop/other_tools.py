@@ -68,7 +68,7 @@ Reasons = list[tuple[str, str]]
 def convert_arguments(
     title: str, args: Mapping[str, Any], changed: Set[str]
 ) -> tuple[dict[str, Any], Reasons, Reasons]:
-    """Convert arguments of TRL's trainers, of which ``changed`` names those with non-default values.
+    """Convert arguments of TRL's trainers. ``changed`` contains the names of arguments with non-default values.
 
     Returns the job's values by key, the unsupported arguments, and the ignored arguments, which do not affect the trained model.
     """

@@ -42,7 +42,7 @@ def build_plan_request(loaded: LoadedJob, ranks: int, dropout: bool, versions: i
 
     Args:
         ranks, dropout: number of ranks and whether dropout is used, which determine the micro-batch choices.
-        versions: number of copies that a rank keeps of its own state, and also of a peer's state (``state.peer_replicas``).
+        versions: number of copies that each rank keeps of its state, and likewise of a peer's state (``state.peer_replicas``).
     """
     job = loaded.job
     snapshots = 1 if job.checkpoint.background and job.checkpoint.every else 0

@@ -22,7 +22,7 @@ EIGHT_BIT = "adamw_8bit"
 MAX_AUTO_MICRO_BATCH = 16
 """Largest micro-batch, in sequences, that "auto" may choose."""
 MAX_MICRO_BATCHES = 8192
-"""Maximum per step, since the planner simulates each micro-batch many times and every rank lists its actions for a step."""
+"""Maximum number per step, since the planner simulates each one many times and every rank lists its actions for a step."""
 
 
 def is_outside(path: Path, base: Path) -> bool:

@@ -85,7 +85,7 @@ class TokenizerTable(JobTable):
     path: Annotated[str | None, LANGUAGE, Example('"models/llama"'), OnlyIf("tokenizer.train_vocab_size is empty")] = (
         None
     )
-    """Directory that contains ``tokenizer.json`` and ``tokenizer_config.json``."""
+    """Tokenizer directory, with ``tokenizer.json`` or ``tokenizer_config.json``."""
     train_vocab_size: Annotated[Annotated[int, Field(ge=257)] | None, LANGUAGE, Unit("entries"), Example("4096")] = None
     """Train a byte-level BPE tokenizer with this vocabulary size on the corpus and save it with the model. The minimum, 257, covers
     the 256 bytes and the end-of-text token."""
@@ -147,7 +147,7 @@ class DataTable(JobTable):
     sequence_length: Annotated[Positive, Unit("tokens")] = 256
     """Context length for training, in tokens per sequence."""
     evaluation_fraction: Annotated[Fraction, Unit("share")] = 0.02
-    """Fraction of the sequences to set aside for evaluation; they are never trained on."""
+    """Fraction of the sequences to reserve for evaluation; they are never trained on."""
     max_bytes: Annotated[Positive | None, Unit("bytes"), Example("30_000_000"), TEXT] = None
     """Maximum number of bytes to read from the files of ``text``, in sorted order. Empty: no limit."""
     cache: bool = True
@@ -202,8 +202,8 @@ class PlanTable(JobTable):
     allow_idle: bool = True
     """Allow the plan to leave ranks idle if that is faster."""
     thorough: bool = False
-    """Search longer for the fastest plan: seconds to minutes instead of about a second. The step is usually less than 1 % faster.
-    Replanning during a run always uses the fast search."""
+    """Search longer for the fastest plan: seconds to minutes instead of about a second, for a step that is usually less than 1 %
+    faster. Replanning during a run always uses the fast search."""
     memory_reserve: Annotated[Fraction, Unit("share")] = 0.05
     """Fraction of each rank's usable memory to keep free."""
     schedule: ScheduleName = "auto"
@@ -319,4 +319,4 @@ TABLES: dict[str, type[JobTable]] = {
     for name, field in JobConfig.model_fields.items()
     if isinstance(field.annotation, type) and issubclass(field.annotation, JobTable)
 }
-"""Table name -> its pydantic model, in the order of the job file."""
+"""Maps table names to their pydantic models, in the order of the job file."""

@@ -125,8 +125,8 @@ class AdapterTable(JobTable):
     ``trainable_token_indices``). Empty: the tokens of the adapter in ``path``, or the tokens that ``[tokenizer]`` adds. Matrices in
     ``modules_to_save`` are trained in full anyway."""
     tokens_in: Annotated[Literal["both", "embedding", "head"] | None, Example('"embedding"'), ADAPTER] = None
-    """Which matrices' rows are trained for ``tokens``. Empty: the same as in the adapter in ``path``, or "both". With tied
-    embeddings, there is only one matrix."""
+    """Matrices in which the rows of ``tokens`` are trained. Empty: as in the adapter in ``path``, or "both". With tied embeddings,
+    there is only one matrix."""
 
 
 class TrainTable(JobTable):
@@ -184,7 +184,7 @@ class TrainTable(JobTable):
     learning_rate: Annotated[AboveZero, RATE] = 3e-4
     """Peak learning rate."""
     learning_rates: Annotated[dict[Pattern, AboveZero] | None, Example("{ embed_tokens = 1e-5 }"), RATES] = None
-    """Per-parameter peak learning rates: regular expression, searched in a parameter's name -> rate; the first match applies."""
+    """Per-parameter peak learning rates: a table of regular expressions for parameter names -> rates; the first match applies."""
     lora_plus_ratio: Annotated[float, Field(ge=1), ADAPTER, RATES] = 1.0
     """LoRA+: ratio of the learning rate of B matrices (and DoRA magnitudes) to that of A matrices (Hayou et al., 2024)."""
     freeze: Annotated[list[NotNegative | Pattern], Unit("blocks"), OnlyIf('adapter.method = "none"'), SAME] = []
@@ -206,7 +206,7 @@ class TrainTable(JobTable):
     min_learning_rate_ratio: Annotated[Fraction, Unit("share"), OnlyIf('train.schedule is not "constant"'), RATE] = 0.0
     """Minimum learning rate, reached at the end of the schedule, as a fraction of ``learning_rate``."""
     decay_steps: Annotated[Positive | Annotated[float, Field(gt=0, lt=1)], Unit("steps or share"), STABLE, RATE] = 0.2
-    """Number of steps of the final decay, at most those after warm-up, or a fraction of the run if below 1."""
+    """Length of the final decay in steps (at most those after warm-up), or a fraction of the run if below 1."""
     decay: Annotated[Literal["cosine", "linear", "1-sqrt"], STABLE, RATE] = "cosine"
     """Shape of the final decay: cosine, linear, or 1 - sqrt(fraction of ``decay_steps`` completed)."""
     cycles: Annotated[Positive, Unit("cycles"), OnlyIf('train.schedule = "cosine_with_restarts"'), RATE] = 1

@@ -20,7 +20,7 @@ MAX_LANES = 48
 """Maximum number of ranks to draw on a page."""
 _LANE, _THIN_LANE = 32, 20
 _MIN_THIN_LANES = 12
-"""Number of ranks from which lanes are thin."""
+"""Number of ranks from which lanes are drawn thinner."""
 _MAX_NUMBERED_BARS = 800
 """Number of bars of one colour above which they are not labelled with micro-batch numbers."""
 _MIN_BAR_WIDTH = 0.35
