@@ -88,7 +88,7 @@ class Job(LoadedJob):
 
     @property
     def tables(self) -> Tables:
-        """All tables and keys with their values or defaults, such as ``tables.train.steps``."""
+        """All tables of the job with the value or default of every key, such as ``tables.train.steps``."""
         return self.job
 
 

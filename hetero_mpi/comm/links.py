@@ -58,7 +58,7 @@ class LinkSamples:
 
 @dataclass(frozen=True)
 class HostFlows:
-    """Rates between a host with several ranks and the other hosts, in bytes per second."""
+    """Measured rates between a host with several ranks and the other hosts, in bytes per second."""
 
     host: str
     single_rates: tuple[float, float]

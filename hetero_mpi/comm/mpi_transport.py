@@ -202,7 +202,7 @@ class MpiTransport(Transport):
         return pending_by_rank
 
     def close(self) -> None:
-        """Close the transport; pending sends may continue for ``CLOSE_GRACE_S``."""
+        """Close the transport, giving pending sends up to ``CLOSE_GRACE_S`` to finish."""
         self._close(CLOSE_GRACE_S)
 
     def _close(self, grace_s: float) -> None:

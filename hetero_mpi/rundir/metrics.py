@@ -67,7 +67,7 @@ class Evaluation(Rewards):
     step: int
     loss: float
     perplexity: float | None = None
-    """None unless the loss is a token cross-entropy."""
+    """Perplexity, or None if the loss is not a token cross-entropy."""
     token_accuracy: float | None = None
     """Share of target tokens to which the model assigns the highest probability. None without tokens or in preference training."""
     sets: Mapping[str, float] | None = None

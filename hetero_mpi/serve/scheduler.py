@@ -80,7 +80,7 @@ class Answer:
 
     @property
     def length(self) -> int:
-        """Maximum number of tokens, including the prompt."""
+        """Maximum length in tokens, including the prompt."""
         return len(self.task.prompt) + self.task.limit
 
     def add(self, token: int | None, scores: Sequence[Scored]) -> None:
@@ -102,7 +102,7 @@ class Scheduler:
     def __init__(self, room: Sequence[CacheBudget], parallel: int) -> None:
         self.room, self.parallel = room, parallel
         self._arrival = threading.Condition()
-        """Guards all following attributes."""
+        """Guards all of the following attributes. Notified when a request arrives."""
         self._answers: dict[int, Answer] = {}
         """All unfinished answers by number, in order of arrival."""
         self._cached: set[int] = set()

@@ -28,7 +28,7 @@ _MIN_COLUMNS = 30
 MAX_COLUMNS = 120
 """Maximum width of a line on a terminal. Wider lines are hard to read."""
 _MIN_PROSE_COLUMNS = 30
-"""Minimum width of a paragraph after its label."""
+"""Minimum width of a paragraph to the right of its label."""
 _MAX_LOG_COLUMNS = 1_000_000
 _COMMAND = re.compile(r"\s*(launch[\d: ]*: )?(python3? -m|curl|mpirun|mpiexec|pip) ")
 """Matches lines with commands for the user to copy, which are never wrapped."""

@@ -174,7 +174,7 @@ class Connection(BaseHTTPRequestHandler):
         self.send(HttpError(code, message or HTTPStatus(code).phrase).body(), code)
 
     def finish(self) -> None:
-        """Read the rest of a rejected request: closing with unread bytes would reset the connection and lose the response."""
+        """Read the rest of a rejected request, as closing with unread data would reset the connection and lose the response."""
         deadline, bytes_left = time.monotonic() + _LINGER_S, _LINGER_BYTES
         with contextlib.suppress(OSError):
             self.connection.shutdown(socket.SHUT_WR)
@@ -249,7 +249,7 @@ class _DeadlineReader(io.RawIOBase):
         return True
 
     def read_ahead(self) -> bool:
-        """Read available bytes without waiting; return False at the end of the stream."""
+        """Read the available bytes without waiting. Returns False at the end of the stream."""
         content = self._connection.recv(1 << 16)
         self.overrun |= len(self._ahead) + len(content) > _MAX_AHEAD_BYTES
         if not self.overrun:
