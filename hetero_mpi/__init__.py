@@ -39,9 +39,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _PASSIVE_WAITING = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "1000"}
-"""OpenMP settings that make waiting threads sleep instead of spin. With GCC's OpenMP, threads spin for about 10 microseconds. Its
-default of a few milliseconds makes steps 2 to 15 times as long as soon as anything else runs, and counts as computing. LLVM's and
-Intel's OpenMP sleep at once instead of after 200 ms. These libraries read the variables when torch loads them."""
+"""OpenMP settings that make waiting threads sleep rather than spin. GCC's OpenMP then spins for about 10 microseconds instead of
+a few milliseconds, which make steps 2 to 15 times as long as soon as anything else runs, and count as computing. LLVM's and Intel's
+OpenMP sleep at once instead of after 200 ms. These libraries read the variables when torch loads them."""
 if not any(name in os.environ for name in (*_PASSIVE_WAITING, "KMP_BLOCKTIME")):
     os.environ.update(_PASSIVE_WAITING)
 

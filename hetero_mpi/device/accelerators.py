@@ -68,7 +68,7 @@ def best_dtype(ranks: list[tuple[str, list[str]]], faster_in_bf16: bool = False)
     """Choose the compute dtype for all ranks from the (backend name, dtypes) of each. Returns the dtype and the reason.
 
     With accelerators, the dtype is bf16 if all of them support it, otherwise fp16. CPU ranks use the same dtype, if necessary with
-    matrix products in fp32 (``Backend.products``). Jobs on CPUs only use fp32, so that losses do not depend on the processors.
+    matrix products in fp32 (``Backend.products``). CPU-only jobs use fp32, so that losses do not depend on the processors.
 
     Args:
         faster_in_bf16: Whether every CPU multiplies matrices faster in bf16 than in fp32. The reason then says how to use bf16.

@@ -74,7 +74,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class RankStep:
-    """What one rank recorded in one step."""
+    """The record of one step on one rank."""
 
     rank: int
     step: int

@@ -51,7 +51,7 @@ class CacheBudget:
 
 @dataclass(frozen=True)
 class TokenEvent:
-    """What one round produced for one answer."""
+    """The results of one round for one answer."""
 
     choice: int
     token: int | None

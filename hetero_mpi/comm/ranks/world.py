@@ -34,7 +34,7 @@ Outcome = list[Any] | None
 
 @dataclass
 class Activity:
-    """What a rank is currently doing. All worlds to which the rank belongs share this object."""
+    """The current activity of a rank. All worlds to which the rank belongs share this object."""
 
     text: str = "starting"
     waits_for: str | None = None
@@ -84,7 +84,7 @@ class World(Collectives):
 
     @property
     def current_action(self) -> str:
-        """What this rank is doing, for error messages. Set it as in ``world.current_action = "loading weights"``."""
+        """The current action of this rank, for error messages. Set it as in ``world.current_action = "loading weights"``."""
         return self.activity.text
 
     @current_action.setter
@@ -225,7 +225,7 @@ class World(Collectives):
     def sleep_until_released(self, stop_requested: Callable[[], bool] = lambda: False) -> Any:
         """Wait for rank 0's ``release`` and return its value, or raise its CollectiveUserError. Unlike MPI, sleeps between polls.
 
-        If ``stop_requested()`` becomes true because this rank is asked to end, rank 0 is told once.
+        When ``stop_requested()`` first returns true, because this rank has been asked to end, rank 0 is notified.
         """
         from mpi4py import MPI
 
