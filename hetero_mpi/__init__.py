@@ -1,10 +1,10 @@
-"""hetero_mpi: train and fine-tune language models on mixed machines in one MPI job.
+"""hetero_mpi trains and fine-tunes language models on heterogeneous machines in one MPI job.
 
-Command line: ``mpirun -np 3 python -m hetero_mpi train jobs/quickstart.toml``. Python programs under mpirun: :class:`Job`,
-:func:`profile`, :func:`plan`, :func:`simulate`, :func:`train`, :func:`steps` (docs/python.md).
+On the command line, run ``mpirun -np 3 python -m hetero_mpi train jobs/quickstart.toml``. Python programs under mpirun use
+:class:`Job`, :func:`profile`, :func:`plan`, :func:`simulate`, :func:`train` and :func:`steps` (docs/python.md).
 
-Importing the package is cheap: public names, torch, mpi4py and transformers are imported on first use (PEP 562). Planning needs
-none of these three packages.
+Importing the package is cheap, because public names, torch, mpi4py and transformers are imported on first use (PEP 562). Planning
+needs none of these three packages.
 """
 
 import os
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _PASSIVE_WAITING = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "1000"}
-"""OpenMP settings that let waiting threads sleep instead of spin, after about 10 microseconds with GCC's OpenMP. Its default of
-some milliseconds makes steps 2 to 15 times as long as soon as anything else runs, and counts as computing. LLVM's and Intel's
+"""OpenMP settings that make waiting threads sleep rather than spin. GCC's OpenMP then spins for about 10 microseconds instead of
+a few milliseconds, which make steps 2 to 15 times as long as soon as anything else runs, and count as computing. LLVM's and Intel's
 OpenMP sleep at once instead of after 200 ms. These libraries read the variables when torch loads them."""
 if not any(name in os.environ for name in (*_PASSIVE_WAITING, "KMP_BLOCKTIME")):
     os.environ.update(_PASSIVE_WAITING)
@@ -58,7 +58,7 @@ _NAMES = {
     "training.result": "TrainResult",
 }
 _MODULE_BY_NAME = {name: module for module, names in _NAMES.items() for name in names.split()}
-"""Public name -> the module that defines it."""
+"""Maps each public name to the module that defines it."""
 
 __all__ = ["__version__", *_MODULE_BY_NAME]
 

@@ -1,4 +1,4 @@
-"""``python -m hetero_mpi``."""
+"""Entry point of ``python -m hetero_mpi``."""
 
 import sys
 

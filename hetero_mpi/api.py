@@ -1,9 +1,9 @@
 """Python API: the commands as functions that return values (docs/python.md).
 
 ``plan``, ``simulate`` and ``load_run`` need neither MPI nor torch. ``profile``, ``train`` and ``steps`` are collective: all
-processes of mpirun call them in the same order; without mpirun there is one process. An error that the user can fix is a
-``UserError`` on all ranks, which can continue afterwards. Any other error aborts all ranks, since a rank that waits for a message
-cannot be reached otherwise; with one rank, it is raised as well.
+processes started by mpirun call them in the same order; without mpirun there is one process. An error that the user can fix raises
+a ``UserError`` on all ranks, which can continue afterwards. Any other error aborts all ranks, since there is no other way to reach
+a rank that is waiting for a message. In a job with a single rank, such an error is simply raised.
 """
 
 from __future__ import annotations
@@ -45,23 +45,23 @@ if TYPE_CHECKING:
     from hetero_mpi.training.signals import StopRequest
 
 _ACTIVE_RUN = threading.Lock()
-"""Lock of the active run or measurement of this program, since two cannot use MPI at the same time."""
+"""Held during a run or measurement of this program, because two cannot use MPI at the same time."""
 
 
 @dataclass(frozen=True)
 class Job(LoadedJob):
-    """A validated, immutable job: model, data and training options. Created by ``load`` or ``build``."""
+    """A validated, immutable job with its model, data and training options. Create it with ``load`` or ``build``."""
 
     @classmethod
     def load(cls, path: str | Path, set: Mapping[str, Any] | None = None) -> Job:
         """Read a job file.
 
         Args:
-            path: job file (TOML); jobs/reference.toml documents every key.
-            set: overrides, such as ``{"train.steps": 6}``; None empties a key.
+            path: Job file (TOML). jobs/reference.toml documents every key.
+            set: Overrides, such as ``{"train.steps": 6}``. The value None clears a key.
 
         Raises:
-            UserError: All problems of the file and the overrides.
+            UserError: If the file or an override is invalid; lists all problems.
         """
         return cls(**vars(load_job(path, settings=set)))
 
@@ -76,52 +76,52 @@ class Job(LoadedJob):
         """Build a job without a file.
 
         Args:
-            tables: content of a job file: table -> key -> value. Paths may be ``Path``; None empties a key.
-            name: value of ``{name}`` in ``output.run_dir``, without slashes.
-            directory: base of the job's relative paths.
-            set: overrides, as for ``load``.
+            tables: The contents of a job file, as table -> key -> value. Paths may be ``Path``. The value None clears a key.
+            name: Replaces ``{name}`` in ``output.run_dir``; must not contain slashes.
+            directory: Directory to which relative paths in the job refer.
+            set: Overrides, as in ``load``.
 
         Raises:
-            UserError: All problems of the job.
+            UserError: If the job is invalid; lists all problems.
         """
         return cls(**vars(job_from_tables(tables, name, directory, set)))
 
     @property
     def tables(self) -> Tables:
-        """All tables and keys with their values or defaults, such as ``tables.train.steps``."""
+        """All tables of the job with the value or default of every key, such as ``tables.train.steps``."""
         return self.job
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """Predicted step of a plan, without idle ranks."""
+    """The simulated step of a plan. Idle ranks are not included."""
 
     step_s: float
     tokens_per_s: float
-    """Throughput of the global batch; samples per second for a custom model."""
+    """Throughput in tokens per second, or in samples per second for a custom model."""
     use: dict[int, float]
-    """Rank -> share of the step in which it computes."""
+    """Maps each rank to the share of the step in which it computes."""
     busy_s: dict[int, float]
-    """Rank -> seconds of forward, backward and optimizer; includes tensor-parallel communication, unlike ``use``."""
+    """Maps each rank to its seconds in forward, backward and optimizer. Unlike ``use``, includes tensor-parallel communication."""
     memory: tuple[RankMemory, ...]
-    """Peak and usable bytes of each rank."""
+    """Peak and usable memory of each rank, in bytes."""
     hosts: tuple[HostMemory, ...]
-    """Peak and usable bytes of hosts whose memory several ranks share."""
+    """Peak and usable memory, in bytes, of each host whose memory several ranks share."""
     events: tuple[Event, ...]
-    """All actions of all ranks with their start and end times."""
+    """All actions of all ranks, with their start and end times."""
     report: PlanReport
-    """The plan, ``report.plan``, with its prediction, lower bound and reasons."""
+    """The plan (``report.plan``) with its prediction, lower bound and reasons."""
 
 
 def profile(job: Job | str | Path, *, reprofile: bool = False) -> ClusterProfile:
     """Measure the ranks and the links between them for a job, and return the profile on all ranks. Collective.
 
     Args:
-        job: a job, or the path of a job file, which only rank 0 reads. Rank 0's value counts.
-        reprofile: ignore cached device measurements (links and free memory are always measured).
+        job: A job, or the path of a job file, which only rank 0 reads. The other ranks' values are ignored.
+        reprofile: Ignore cached device measurements. Links and free memory are always measured.
 
     Raises:
-        UserError: Raised on all ranks.
+        UserError: On all ranks, for an error that the user can fix.
     """
     with collective() as world:
         from hetero_mpi.commands.profile_command import measure
@@ -132,12 +132,12 @@ def profile(job: Job | str | Path, *, reprofile: bool = False) -> ClusterProfile
 def plan(
     job: Job | str | Path, profile: ClusterProfile | str | Path, user_plan: Plan | str | Path | None = None
 ) -> PlanReport:
-    """Plan a job for the cluster of a profile, or check ``user_plan``, with its prediction and reasons.
+    """Find the best plan for a job on a profiled cluster, or check ``user_plan``; return it with its prediction and reasons.
 
-    Pass ``report.plan`` to ``simulate`` and ``train``. Needs neither MPI nor torch, and is not collective.
+    Pass the result's ``plan`` to ``simulate`` or ``train``. Needs neither MPI nor torch, and is not collective.
 
     Raises:
-        UserError: No plan fits, the profile was made for another job, or the given plan does not match.
+        UserError: If no plan fits, the profile was made for another job, or ``user_plan`` does not match the job.
     """
     return chosen_plan(_question(job, profile), user_plan)
 
@@ -148,7 +148,7 @@ def simulate(job: Job | str | Path, plan: Plan | str | Path, profile: ClusterPro
     Needs neither MPI nor torch, and is not collective.
 
     Raises:
-        UserError: The plan or the profile does not match the job.
+        UserError: If the plan or the profile does not match the job.
     """
     question = _question(job, profile)
     report = chosen_plan(question, plan)
@@ -172,7 +172,7 @@ def load_run(directory: str | Path) -> PastRun:
     Needs neither MPI nor torch.
 
     Raises:
-        UserError: The directory is not a run directory, or one of its files is corrupted.
+        UserError: If the directory is not a run directory, or one of its files is corrupted.
     """
     return read_run(Path(directory))
 
@@ -190,28 +190,28 @@ def train(
     on_evaluate: Callable[[Evaluation], object] | None = None,
     on_checkpoint: Callable[[Path], object] | None = None,
 ) -> TrainResult:
-    """Train a job to its end, as the command ``train`` does, and return the result on all ranks. Collective.
+    """Train a job to completion, as the command ``train`` does, and return the result on all ranks. Collective.
 
-    Rank 0's arguments count, and only rank 0 reads the files that they name. The program can use MPI afterwards, and can call
-    ``train`` again.
+    All ranks use the arguments of rank 0, which alone reads the files that they name. The program can use MPI afterwards, and can
+    call ``train`` again.
 
     Each rank has its own callbacks, which are called between steps with equal values on all ranks. Raise ``StopTraining`` in a
-    callback to end training after the step and write the result; any other exception aborts all ranks.
+    callback to end training after the step and write the result. Any other exception aborts all ranks.
 
     Args:
-        job: a job, or the path of a job file.
-        plan: a plan, or its file; None: the planner decides.
-        profile: a profile, or its file; None: measure, unless the run directory has a matching profile.
-        resume: checkpoint to resume from, or ``"latest"``.
-        run_dir: run directory, instead of ``output.run_dir``.
-        reprofile: ignore earlier measurements.
-        on_plan: called with a plan before its first step, at the start and when the plan changes.
-        on_step: called after each step.
-        on_evaluate: called with each evaluation, before ``on_step`` of its step.
-        on_checkpoint: called on all ranks with the path, on rank 0's host, of a complete checkpoint.
+        job: A job, or the path of a job file.
+        plan: A plan, or the path of a plan file. If None, the planner chooses one.
+        profile: A profile, or its path. If None, the ranks are measured unless the run directory has a matching profile.
+        resume: Checkpoint to resume from, or ``"latest"``.
+        run_dir: Run directory to use instead of ``output.run_dir``.
+        reprofile: Ignore earlier measurements.
+        on_plan: Called with each plan before its first step, both at the start and whenever the plan changes.
+        on_step: Called after each step.
+        on_evaluate: Called with each evaluation, before ``on_step`` is called for the same step.
+        on_checkpoint: Called on all ranks when a checkpoint is complete, with its path on rank 0's host.
 
     Raises:
-        UserError: Raised on all ranks. Its ``exit_code`` is ``ExitCode.STOPPED`` if a signal ended the run with a checkpoint.
+        UserError: On all ranks. Its ``exit_code`` is ``ExitCode.STOPPED`` if a signal ended the run with a checkpoint.
     """
     callbacks: dict[type, Callable[[Any], object] | None] = {
         PlanReport: on_plan,
@@ -243,10 +243,10 @@ def steps(
     run_dir: str | Path | None = None,
     reprofile: bool = False,
 ) -> Steps:
-    """Iterate over the steps of a run on all ranks: ``for step in hetero_mpi.steps(job): ...``. The first one starts it.
+    """Iterate over the steps of a run on all ranks: ``for step in hetero_mpi.steps(job): ...``. The first step starts the run.
 
     Arguments, errors and metrics are those of ``train``. The loop body runs on every rank between steps. Leaving the loop on any
-    rank ends the run on all ranks with a checkpoint, like a signal; continue with ``resume``.
+    rank ends the run on all ranks with a checkpoint, as a signal does; ``resume`` continues from it.
     """
 
     def run(on_event: OnEvent, stop: StopRequest) -> TrainResult | None:
@@ -256,7 +256,7 @@ def steps(
 
 
 def _prepare_thread() -> None:
-    """Start MPI on the main thread for a run on another thread. Collective. Raises UserError: MPI does not allow this."""
+    """Start MPI on the main thread, for use by the run's thread. Collective. Raises UserError if MPI does not allow this."""
     with collective() as world:
         close_at_exit()
         with world.collective_errors("beginning a run"):
@@ -278,7 +278,7 @@ def _run(
     run_dir: str | Path | None,
     reprofile: bool,
 ) -> TrainResult | None:
-    """Train with rank 0's arguments. All ranks receive events if any rank has callbacks."""
+    """Train with rank 0's arguments. If any rank has callbacks, events are sent to all ranks."""
     with collective(stop is not None) as world:
         from hetero_mpi.training.setup.context import TrainOptions
         from hetero_mpi.training.training_run import train as train_on_ranks
@@ -315,13 +315,13 @@ def _job_or_path(job: Job | str | Path) -> Job | Path:
 
 @contextlib.contextmanager
 def collective(run_thread: bool = False) -> Iterator[World]:
-    """Enter a block that all ranks of the program run together, as ``mpi_start.collective_block``.
+    """Enter a block that all ranks of the program run together (``mpi_start.collective_block``).
 
     Args:
-        run_thread: whether the caller is the run's thread of ``step_iterator``.
+        run_thread: Whether the caller is the thread on which ``step_iterator`` executes a run.
 
     Raises:
-        UserError: A run is active, or the caller is not the main thread.
+        UserError: If another run is active, or the caller is neither that thread nor the main thread.
     """
     # Imported here because these modules need mpi4py, and planning does not.
     from hetero_mpi.comm.ranks.mpi_start import collective_block
@@ -345,7 +345,7 @@ def collective(run_thread: bool = False) -> Iterator[World]:
 
 
 def _question(job: Job | str | Path, profile: ClusterProfile | str | Path) -> PlanQuestion:
-    """Build the planner's input from values, as ``plan_commands.ask`` does from files."""
+    """Build the planner's input from a job and a profile, either of which may be the path of a file."""
     loaded = job if isinstance(job, Job) else Job.load(job)
     if not isinstance(profile, ClusterProfile):
         return plan_question(loaded, load_profile(profile), str(profile))

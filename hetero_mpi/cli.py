@@ -1,7 +1,7 @@
-"""The command line, ``python -m hetero_mpi COMMAND`` or ``hetero-mpi COMMAND``.
+"""The command line: ``python -m hetero_mpi COMMAND`` or ``hetero-mpi COMMAND``.
 
-Parses a command (``commands.options``), calls its function with the options as keyword arguments, and prints the result. Functions
-import their modules on use, to keep start-up fast.
+``main`` parses a command (``commands.options``), calls the command's function with the options as keyword arguments, and prints
+the result. The functions import the modules they need only when called, to keep start-up fast.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _check_paths(options: Iterable[Any]) -> None:
-    """Reject a deleted working directory and paths that are not UTF-8, with which a run would fail only at its end."""
+    """Reject a deleted working directory and paths that are not UTF-8, which would otherwise make a run fail only at the end."""
     try:
         working_directory = os.getcwd()
     except FileNotFoundError:
@@ -71,9 +71,9 @@ def _check_paths(options: Iterable[Any]) -> None:
 
 @contextlib.contextmanager
 def _require_packages(need_all: bool = False) -> Iterator[None]:
-    """Report missing packages of a block that imports dependencies; ``need_all``: the block needs every dependency.
+    """Report packages that a block fails to import. ``need_all`` reports missing packages before the block runs.
 
-    Raises UserError: packages are missing; lists all of them, and how to install them.
+    Raises UserError if packages are missing, with all their names and how to install them.
     """
     try:
         if need_all and (missing := absent_packages()):
@@ -92,9 +92,9 @@ def _require_packages(need_all: bool = False) -> Iterator[None]:
 
 
 def _print_output(output: str | Iterable[str]) -> int:
-    """Print a command's output: lines, as they arrive, fit_to_terminal to the terminal; or a formatted text without changes.
+    """Print a command's output: a string unchanged, or lines as they arrive, wrapped to the width of the terminal.
 
-    Exit quietly if the reader closes the pipe early (``| head``).
+    Exits quietly if the reader closes the pipe early (``| head``).
     """
     try:
         if isinstance(output, str):
@@ -113,7 +113,7 @@ def _print_output(output: str | Iterable[str]) -> int:
 
 
 def _on_all_ranks(command: Callable[[World], int]) -> int:
-    """Join the other ranks and run ``command``, which imports its modules itself; any failure aborts all ranks."""
+    """Join the other ranks and run ``command``, which imports the modules it needs. A failure on any rank aborts all ranks."""
     with _require_packages(need_all=True):
         from hetero_mpi.comm.ranks.mpi_start import run_guarded
 
@@ -123,7 +123,7 @@ def _on_all_ranks(command: Callable[[World], int]) -> int:
 
 
 def _read_job_early(world: World, path: Path, overrides: Sequence[str]) -> LoadedJob | Path:
-    """Read the job on rank 0 before any rank imports torch, so that errors in it are reported within a second. Collective."""
+    """Read the job on rank 0 before any rank imports torch, so that errors in the job are reported at once. Collective."""
     from hetero_mpi.job.load import load_job
 
     job: LoadedJob | Path = path
@@ -159,7 +159,7 @@ def train(job: Path, overrides: Sequence[str], **options: Any) -> int:
 
 
 def _run_with_model(module: str, **options: Any) -> int:
-    """Run the function named like the module on all ranks, with its options class, such as ``serve`` with ``ServeOptions``."""
+    """Run a module's function of the same name on all ranks, such as ``serve`` with its ``ServeOptions``."""
     name = module.rpartition(".")[2]
 
     def command(world: World) -> int:

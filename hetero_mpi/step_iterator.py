@@ -1,6 +1,6 @@
-"""Iterator over the steps of a run (``hetero_mpi.steps``).
+"""The iterator over the steps of a run that ``hetero_mpi.steps`` returns.
 
-The run has a separate thread and pauses while the program handles a step, so that only one of the two is active:
+The run has its own thread and pauses while the program handles a step, so that only one of them is active at a time:
 
     program (main thread)      next() ....... body of the loop, next() ..........
     run (its own thread)           step 1 --> .................... step 2 --> ....
@@ -27,23 +27,23 @@ if TYPE_CHECKING:
 
 
 class StopTraining(Exception):
-    """Raise in a callback of ``train`` to end training after the step and write the result."""
+    """Raise this in a callback of ``train`` to end training after the current step and write the result."""
 
 
 @dataclass(frozen=True)
 class Step(StepMetrics):
-    """A completed step with the evaluations after it; equal on all ranks."""
+    """A completed step and the evaluations that followed it. Its values are equal on all ranks."""
 
     evaluations: tuple[Evaluation, ...] = ()
 
     @property
     def held_out_loss(self) -> float | None:
-        """Evaluation loss of the main evaluation set; None without an evaluation."""
+        """Evaluation loss on the main evaluation set, or None if no evaluation followed the step."""
         return self.evaluations[0].loss if self.evaluations else None
 
 
 class StepEvents:
-    """Passes the events of a run to ``receive``, and adds the evaluations after a step to the step."""
+    """Passes the events of a run to ``receive``, adding each step's evaluations to the step."""
 
     def __init__(self, receive: Callable[[Event], Reply]) -> None:
         self._receive = receive
@@ -62,11 +62,11 @@ Work = Callable[[OnEvent, StopRequest], "TrainResult | None"]
 
 
 class _Exchange:
-    """Queues between the run's thread and the program; the thread holds no other reference to the iterator."""
+    """Queues between the run's thread and the program. The thread has no reference to the iterator itself."""
 
     def __init__(self) -> None:
         self.steps: queue.SimpleQueue[Step | None] = queue.SimpleQueue()
-        """Steps, then None at the end of the run."""
+        """Completed steps, followed by None when the run ends."""
         self.replies: queue.SimpleQueue[Reply] = queue.SimpleQueue()
 
     def work(self, run: Work, stop: StopRequest) -> TrainResult | None:
@@ -86,8 +86,8 @@ class Steps:
     """Iterator over the steps of a run, used by all ranks. Requesting the first step starts the run.
 
     Args:
-        run: executes the run; called on the run's thread.
-        prepare: called first, on the main thread.
+        run: Executes the run on the run's own thread.
+        prepare: Called on the main thread before the run starts.
     """
 
     def __init__(self, run: Work, prepare: Callable[[], object]) -> None:
@@ -99,12 +99,12 @@ class Steps:
 
     @property
     def result(self) -> TrainResult | None:
-        """Result of the run; None while it is active, or if the program left it early."""
+        """Result of the run. None until the run ends, or if the program leaves the loop early."""
         return self._result
 
     @property
     def under_way(self) -> bool:
-        """Whether the run has started and not ended."""
+        """Whether the run has started but not ended."""
         return self._background is not None and not self._ended
 
     def __iter__(self) -> Iterator[Step]:
@@ -151,15 +151,15 @@ class Steps:
         return step
 
     def stop(self) -> None:
-        """End training after this step, end the iterator and write the result. A call on one rank suffices."""
+        """End training after this step and write the result, which ends the iteration. A call on one rank suffices."""
         self._reply = Reply.END
 
     def sample(self) -> None:
-        """Generate text from the job's ``[sample] prompt`` before the next step; prints it and writes ``sample.txt``."""
+        """Generate text from the job's ``[sample] prompt`` before the next step, print it and write it to ``sample.txt``."""
         self._reply = max(self._reply, Reply.SAMPLE)
 
     def close(self) -> None:
-        """End an active run with a checkpoint, on all ranks. Collective."""
+        """End the run on all ranks with a checkpoint if it is active. Collective."""
         if self.under_way and threading.current_thread() is not threading.main_thread():
             self._exchange.replies.put(Reply.LEAVE)  # call by the garbage collector, perhaps on the run's thread
             return
@@ -176,7 +176,7 @@ _RUNS: weakref.WeakSet[Steps] = weakref.WeakSet()
 
 @cache
 def close_at_exit() -> None:
-    """Register an exit handler that ends active runs with a checkpoint. Call after MPI's start, so that MPI finalises later."""
+    """Register an exit handler that ends active runs with a checkpoint. Call it after MPI's start, so that MPI ends later."""
 
     def close() -> None:
         for run in [*_RUNS]:

@@ -1,4 +1,4 @@
-"""Communication between ranks, with mpi4py and numpy; never torch.
+"""Communication between ranks with mpi4py and numpy; never imports torch.
 
-``ranks/`` joins the job and has the collective calls; ``transport`` moves bytes between ranks; ``links`` measures the network.
+``ranks/`` joins the job and provides collective calls; ``transport`` moves bytes between ranks; ``links`` measures the network.
 """

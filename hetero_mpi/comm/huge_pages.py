@@ -1,7 +1,7 @@
 """Host memory in huge pages, for buffers that MPI copies between processes.
 
-Within one host, MPI libraries let the kernel copy a long message page by page from one process to the other. With 2 MiB pages the
-copy is two to three times as fast as with 4 KiB pages (benchmarks/RESULTS.md). Linux grants huge pages to aligned memory on
+Within a host, MPI libraries let the kernel copy a long message page by page from one process to the other. With 2 MiB pages, the
+copy is two to three times as fast as with 4 KiB pages (benchmarks/RESULTS.md). Linux provides huge pages for aligned memory on
 request. On other systems this module returns ordinary memory.
 """
 
@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 
 PAGE_BYTES = 2 << 20
 MIN_HUGE_PAGE_BYTES = 1 << 20
-"""Shorter buffers do not gain from a huge page."""
+"""Minimum size of a buffer in huge pages. Smaller buffers do not benefit."""
 
 
 def empty(size_bytes: int) -> NDArray[np.uint8]:
-    """Return uninitialised memory of ``size_bytes``, valid as long as the array or a view of it exists."""
+    """Allocate ``size_bytes`` of uninitialised memory, which stays valid while the array or a view of it exists."""
     if size_bytes < MIN_HUGE_PAGE_BYTES or sys.platform != "linux" or not hasattr(mmap, "MADV_HUGEPAGE"):
         return np.empty(size_bytes, np.uint8)
     pages = -(-size_bytes // PAGE_BYTES) + 1

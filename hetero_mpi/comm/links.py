@@ -1,10 +1,10 @@
-"""Measures latency and bandwidth between pairs of ranks, and their clock offsets, over the transport that training uses.
+"""Measures the latency, bandwidth and clock offset between pairs of ranks, using the same transport as training.
 
-Of the pairs between the same two hosts, or within one host, a few are measured. If these agree they represent all of them;
-otherwise every pair is measured. Pairs are measured in rounds (the circle method of round-robin tournaments): in a round each rank
-has at most one partner and each NIC carries at most one pair. The two directions of a pair are measured separately because many
-home links are asymmetric. Then each host with several ranks sends and receives from all of them at once. If the combined rate
-hardly exceeds that of one rank, the ranks share a NIC.
+Among the pairs between the same two hosts, or within one host, a few are measured first. If they agree, they represent the others;
+otherwise every pair is measured. Measurements are scheduled in rounds (the circle method for round-robin tournaments) in which each
+rank has at most one partner and each NIC serves at most one pair. The two directions of a pair are measured separately because many
+home links are asymmetric. Finally, on each host with several ranks, all ranks send and then receive at the same time. If their
+combined rate hardly exceeds that of one rank, they share a NIC.
 """
 
 import itertools
@@ -23,26 +23,26 @@ from hetero_mpi.comm.transport import Transport
 
 Pair = tuple[int, int]
 MAX_REPRESENTATIVE_PAIRS = 4
-"""Maximum number of measured pairs that represent all pairs between the same hosts."""
+"""Maximum number of pairs to measure as representatives of all pairs between the same hosts."""
 MAX_TIME_RATIO = 2.0
-"""Representative pairs agree if the slowest takes at most this many times as long as the fastest, for the largest message."""
+"""Representative pairs agree if, for the largest message, the slowest takes at most this many times as long as the fastest."""
 _PING, _PONG, _HEADER, _READY = 1, 2, 3, 4
 _TINY_BYTES = 1
 _FEW_REPEATS_ABOVE_S = 0.05
-"""Messages that take longer are repeated at most twice."""
+"""Messages that take longer than this are repeated at most twice."""
 _MAX_MESSAGE_S = 1.0
-"""Messages expected to take longer are not sent."""
+"""Messages that are expected to take longer than this are not sent."""
 _FLOW_S, _FLOW_MESSAGES = 0.05, 3
-"""A flow's rate is measured with ``_FLOW_MESSAGES`` messages of about ``_FLOW_S`` seconds each."""
+"""The rate of a flow is measured with ``_FLOW_MESSAGES`` messages that take about ``_FLOW_S`` seconds each."""
 MIN_SPEEDUP = 1.5
-"""Flows through separate NICs are together at least this many times as fast as the fastest single flow."""
+"""Ranks have separate NICs if the combined rate of their flows is at least this many times that of the fastest single flow."""
 MAX_BANDWIDTH_FACTOR = 4.0
-"""Upper bound of a fitted bandwidth, relative to the highest bytes / seconds of its samples."""
+"""Upper bound on a fitted bandwidth, as a multiple of the highest ratio of bytes to seconds among its samples."""
 
 
 @dataclass(frozen=True)
 class LinkSamples:
-    """Samples of one directed pair: a message of ``sample_bytes[i]`` takes ``sample_s[i]`` seconds."""
+    """Measurements of a directed pair of ranks: a message of ``sample_bytes[i]`` bytes takes ``sample_s[i]`` seconds."""
 
     source: int
     destination: int
@@ -52,19 +52,19 @@ class LinkSamples:
 
     @property
     def pair(self) -> Pair:
-        """Both ranks, the lower one first."""
+        """The two ranks, lower rank first."""
         return min(self.source, self.destination), max(self.source, self.destination)
 
 
 @dataclass(frozen=True)
 class HostFlows:
-    """Rates between a host with several ranks and the other hosts, in bytes per second."""
+    """Measured rates between a host with several ranks and the other hosts, in bytes per second."""
 
     host: str
     single_rates: tuple[float, float]
-    """(outgoing, incoming): the faster of two flows, each measured alone."""
+    """(outgoing, incoming): rate of the faster of two flows, each measured alone."""
     total_rates: tuple[float, float]
-    """(outgoing, incoming): the sum of all simultaneous flows."""
+    """(outgoing, incoming): combined rate of all flows running at the same time."""
 
     @property
     def shares_nic(self) -> bool:
@@ -74,13 +74,13 @@ class HostFlows:
 
 
 def measure_links(world: World, transport: Transport, sizes_bytes: Sequence[int], repeats: int) -> list[LinkSamples]:
-    """Measure every directed pair; all ranks return all samples, ordered by (source, destination). Collective.
+    """Measure every directed pair and return all samples on all ranks, ordered by (source, destination). Collective.
 
     Up to ``MAX_REPRESENTATIVE_PAIRS`` pairs between the same hosts are measured; if they agree, their median represents the rest.
 
-    A message's time is the median round trip of the message and a one-byte answer, minus half the median round trip of one byte
-    both ways. Each size makes ``repeats`` round trips after one warm-up. Sizes that would take too long over a slow link are
-    skipped.
+    The time of a message is the median round trip of the message and a one-byte reply, minus half the median round trip of one byte
+    in both directions. Each size is measured with ``repeats`` round trips after one for warm-up. Sizes that would take too long
+    over a slow link are skipped.
     """
     pairs_by_hosts: dict[tuple[str, ...], list[Pair]] = {}
     for pair in itertools.combinations(range(world.size), 2):
@@ -107,7 +107,7 @@ def measure_links(world: World, transport: Transport, sizes_bytes: Sequence[int]
 
 
 def representative_pairs_of(pairs: Sequence[Pair]) -> list[Pair]:
-    """Select up to ``MAX_REPRESENTATIVE_PAIRS`` evenly spaced pairs with both ends: distant ranks may sit on other sockets."""
+    """Select up to ``MAX_REPRESENTATIVE_PAIRS`` evenly spaced pairs, first and last included, to cover different CPU sockets."""
     last, count = len(pairs) - 1, min(len(pairs), MAX_REPRESENTATIVE_PAIRS)
     return [pairs[last * number // max(1, count - 1)] for number in range(count)]
 
@@ -115,7 +115,7 @@ def representative_pairs_of(pairs: Sequence[Pair]) -> list[Pair]:
 def common_samples(
     hosts: Sequence[str], pairs: Sequence[Pair], samples: Sequence[LinkSamples]
 ) -> dict[tuple[str, str], LinkSamples] | None:
-    """Return (source host, destination host) -> the samples that represent all these pairs, or None where they disagree."""
+    """Map each (source host, destination host) to the samples that represent the pairs; return None if the pairs disagree."""
     model_by_direction, requested_pairs = {}, set(pairs)
     pair_samples = [link for link in samples if link.pair in requested_pairs]
     for direction in {(hosts[link.source], hosts[link.destination]) for link in pair_samples}:
@@ -135,7 +135,7 @@ def common_samples(
 def _measure_pairs(
     world: World, transport: Transport, requested_pairs: Collection[Pair], sizes_bytes: Sequence[int], repeats: int
 ) -> list[LinkSamples]:
-    """Measure both directions of the ``requested_pairs``, in any order. Collective."""
+    """Measure the ``requested_pairs`` in both directions; samples are returned in no particular order. Collective."""
     local_samples: list[LinkSamples] = []
     for round_pairs in round_robin_per_host(world.hosts):
         pairs = [pair for pair in round_pairs if pair in requested_pairs]
@@ -158,7 +158,7 @@ def _measure_pairs(
 def measure_flows(
     world: World, transport: Transport, links: Sequence[LinkSamples], largest_bytes: int
 ) -> list[HostFlows]:
-    """Measure the flows between each multi-rank host and other hosts, singly and all at once. Collective."""
+    """Measure the flows between each host with several ranks and the other hosts, one at a time and all at once. Collective."""
     names = tuple(dict.fromkeys(world.hosts))
     flows = []
     for host in names:
@@ -177,7 +177,7 @@ def measure_flows(
 
 
 def flow_pairs(hosts: Sequence[str], host: str) -> list[tuple[int, int]]:
-    """Return (rank of ``host``, remote rank) for each rank of ``host``, partners spread over as many hosts and ranks as possible.
+    """Pair each rank of ``host`` with a remote rank, spreading the partners over as many hosts and ranks as possible.
 
     >>> flow_pairs(("a", "a", "b", "b", "c"), "a")
     [(0, 2), (1, 4)]
@@ -190,7 +190,7 @@ def flow_pairs(hosts: Sequence[str], host: str) -> list[tuple[int, int]]:
 
 
 def _time_one_way(transport: Transport, peer: int, sizes_bytes: Sequence[int], repeats: int) -> tuple[float, ...]:
-    """Time a message of each size in seconds, up to the first size that is too slow."""
+    """Measure the one-way time of a message of each size, in seconds, stopping before the first size that would take too long."""
     tiny_s = _round_trip_s(transport, peer, _TINY_BYTES, repeats)
     seconds: list[float] = []
     for index, size in enumerate(sizes_bytes):
@@ -205,7 +205,7 @@ def _time_one_way(transport: Transport, peer: int, sizes_bytes: Sequence[int], r
 
 
 def _round_trip_s(transport: Transport, peer: int, size: int, repeats: int) -> float:
-    """Return the median of ``repeats`` round trips of a message and its answer, after one warm-up trip."""
+    """Return the median time of ``repeats`` round trips of a message and its reply, after one warm-up trip."""
     _announce(transport, peer, size, repeats + 1)
     message, answer = np.zeros(size, np.uint8), np.zeros(_TINY_BYTES, np.uint8)
     seconds = []
@@ -220,7 +220,7 @@ def _round_trip_s(transport: Transport, peer: int, size: int, repeats: int) -> f
 
 
 def _announce(transport: Transport, peer: int, size: int, trips: int) -> None:
-    """Send the peer the size and number of messages (0 ends the measurement) and wait until its first receive is posted."""
+    """Tell the peer the size and number of messages (0 ends the measurement), and wait until it has posted its first receive."""
     header = np.array([size, trips], np.int64).view(np.uint8)
     ready = transport.post_receive(peer, _READY, np.zeros(_TINY_BYTES, np.uint8))
     transport.wait(transport.send(peer, _HEADER, header))
@@ -228,7 +228,7 @@ def _announce(transport: Transport, peer: int, size: int, trips: int) -> None:
 
 
 def _answer(transport: Transport, peer: int) -> None:
-    """The receiving end of ``_time_one_way``. Each receive is posted before its message is sent, as in training."""
+    """Act as the peer in ``_time_one_way``. As in training, each receive is posted before the message is sent."""
     tiny = np.zeros(_TINY_BYTES, np.uint8)
     while True:
         header = np.zeros(2, np.int64)
@@ -247,14 +247,14 @@ def _answer(transport: Transport, peer: int) -> None:
 
 
 def _flow_bytes(links: Sequence[LinkSamples], pair: tuple[int, int], largest_bytes: int) -> int:
-    """Size of a message that takes about ``_FLOW_S`` over a link."""
+    """Return the size of a message that takes about ``_FLOW_S`` over the link between a pair."""
     link = next(link for link in links if (link.source, link.destination) == pair)
     bytes_per_s = link.sample_bytes[-1] / link.sample_s[-1]
     return min(largest_bytes, max(link.sample_bytes[0], int(_FLOW_S * bytes_per_s)))
 
 
 def _flow_rate(world: World, transport: Transport, pairs: Sequence[tuple[int, int]], sizes: Sequence[int]) -> float:
-    """Return the combined bytes per second of all ``pairs`` at once, equal on every rank. Collective."""
+    """Measure the combined bytes per second while all ``pairs`` send at once; the result is equal on every rank. Collective."""
     requests = []
     messages: list[NDArray[np.uint8]] = []
     for number, ((source, destination), size) in enumerate(zip(pairs, sizes, strict=True)):
@@ -280,9 +280,9 @@ def _flow_rate(world: World, transport: Transport, pairs: Sequence[tuple[int, in
 def fit_line(sample_bytes: Sequence[float], sample_s: Sequence[float]) -> tuple[float, float]:
     """Fit ``seconds = latency_s + bytes / bytes_per_s``; return (latency_s, bytes_per_s).
 
-    Least squares of the *relative* errors: small messages determine the latency, large ones the bandwidth. The latency is at least
-    zero. The bandwidth is at most ``MAX_BANDWIDTH_FACTOR`` times the highest bytes / seconds of a sample, because noise alone can
-    produce lines with a tiny or negative slope.
+    The fit minimises the squared *relative* errors, so small messages determine the latency and large ones the bandwidth. The
+    latency is never negative. The bandwidth is at most ``MAX_BANDWIDTH_FACTOR`` times the highest bytes / seconds of a sample,
+    because noise alone can produce lines with a tiny or negative slope.
     """
     sizes, seconds = np.asarray(sample_bytes, np.float64), np.asarray(sample_s, np.float64)
     assert sizes.size == seconds.size > 0 and bool(np.all(seconds > 0)), "samples must be positive seconds"
@@ -300,20 +300,20 @@ def fit_line(sample_bytes: Sequence[float], sample_s: Sequence[float]) -> tuple[
 
 
 def _fit_without_latency(sizes: NDArray[np.float64], seconds: NDArray[np.float64]) -> tuple[float, float]:
-    """The same fit with zero latency."""
+    """Fit the line of ``fit_line`` with a latency of zero."""
     relative = sizes / seconds
     total = float((relative**2).sum())
     return (0.0, total / float(relative.sum())) if total > 0 else (float(median(seconds)), float("inf"))
 
 
 _PING_TAG = (1 << 14) - 1
-"""MPI guarantees tags up to 32767; stages use the small ones."""
+"""A tag that no stage uses, as stages use small tags. MPI guarantees tags up to 32767."""
 _PING_COUNT = 20
 Clock = Callable[[], float]
 
 
 def clock_offset_s(world: World, transport: Transport) -> float:
-    """This rank's clock minus that of the first rank of ``world``, in seconds: 0 on its host, else by ping-pong. Collective."""
+    """Return this rank's clock minus that of rank 0, in seconds: 0 on rank 0's host, otherwise measured. Collective."""
     numbers, offset_s = list(world.numbers or range(world.size)), 0.0
     for index in range(1, world.size):
         if world.hosts[index] == world.hosts[0]:
@@ -328,10 +328,10 @@ def clock_offset_s(world: World, transport: Transport) -> float:
 def compare_clocks(
     transport: Transport, peer: int, role: Literal["leads", "follows"], clock: Clock = time.perf_counter
 ) -> float:
-    """This rank's clock minus the leader's, in seconds (0 on the leader). Called by both ranks at once.
+    """Return this rank's clock minus the leader's, in seconds (0 on the leader). Both ranks call this at the same time.
 
-    The follower requests the leader's time and assumes the answer is half a round trip old. The quickest of ``_PING_COUNT`` round
-    trips counts (Cristian 1989).
+    The follower requests the leader's time and assumes that the reply is half a round trip old. The fastest of ``_PING_COUNT``
+    round trips is used (Cristian 1989).
     """
     best_s, offset_s = float("inf"), 0.0
     answer = np.zeros(8, np.uint8)
@@ -355,7 +355,7 @@ def compare_clocks(
 
 
 def round_robin_per_host(hosts: Sequence[str]) -> list[list[tuple[int, int]]]:
-    """``round_robin`` for ranks on ``hosts``, split so that no two inter-host pairs of a round share a host.
+    """Split the rounds of ``round_robin`` so that no two inter-host pairs in a round share a host.
 
     >>> round_robin_per_host(("a", "a", "b", "b"))
     [[(0, 3)], [(1, 2)], [(0, 2)], [(1, 3)], [(0, 1), (2, 3)]]

@@ -1,17 +1,17 @@
-"""Reduce-scatter and all-gather over a group of ranks, with point-to-point messages that the transport polls.
+"""Reduce-scatter and all-gather over a group of ranks, built from point-to-point messages that the transport polls.
 
-Every member owns one part of the exchanged data. Parts are split into segments; a piece has one segment of each member.
+Every member owns one part of the exchanged data. Parts are split into segments, and a piece consists of one segment per member.
 ``transport.ring_of`` selects the direct or the ring algorithm.
 
-Direct: a reduce-scatter sends every segment to its owner, which adds the contributions in rank order; an all-gather sends each
-member's own segment to all others::
+In the direct algorithm, a reduce-scatter sends every segment to its owner, which adds the contributions in rank order, and an
+all-gather sends each member's own segment to all other members::
 
     3 members, one piece   segment 0   segment 1   segment 2
     reduce-scatter         1,2 -> 0    0,2 -> 1    0,1 -> 2
     all-gather             0 -> 1,2    1 -> 0,2    2 -> 0,1
 
-Ring, where members share hosts: every member sends a segment to the next and adds the received segment to its own, or keeps it.
-After n - 1 hops each member has its own sum, or all segments::
+In the ring algorithm, used where members share hosts, every member sends a segment to the next member and adds the one it receives
+to its own (reduce-scatter) or keeps it (all-gather). After n - 1 hops each member has its own sum, or all segments::
 
     3 members a b c        reduce-scatter        all-gather
                            hop 0     hop 1       hop 0     hop 1
@@ -19,8 +19,8 @@ After n - 1 hops each member has its own sum, or all segments::
     segment 1 (b's)        c -> a    a -> b      b -> c    c -> a
     segment 2 (c's)        a -> b    b -> c      c -> a    a -> b
 
-With equal parts each rank sends and receives (n - 1) / n of the bytes. Sums are added in rank order or, in a ring, in ring order
-starting after the owner, so results are bitwise reproducible. Pieces overlap: one is added while others travel.
+With equal parts, each rank sends and receives (n - 1) / n of the bytes. Sums are taken in rank order or, in a ring, in ring order
+starting after the owner, so results are bitwise reproducible. Pieces overlap: one is summed while others are in flight.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from hetero_mpi.comm.mpi_progress import MpiProgress
 from hetero_mpi.comm.transport import Exchange, Group, Numbers, Part, ring_of
 
 PIECE_BYTES = 1 << 22
-"""Large enough to make per-message cost negligible, small enough to add in cache while the next piece travels."""
+"""Large enough to make the cost per message negligible, small enough to be summed in cache while the next piece is in flight."""
 MAX_PIECES_IN_FLIGHT = 4
 _TAGS_PER_GROUP = 2 * MAX_PIECES_IN_FLIGHT
-"""Pieces use these tags cyclically. MPI matches messages of one tag in the order of sends and receives, and the messages of a ring
-piece follow one another: a tag is therefore reused only after its piece has finished."""
+"""Number of tags that the pieces of a group use cyclically. MPI matches messages with the same tag in the order of sends and
+receives, and a ring piece sends several messages one after another, so a tag is reused only after its piece has finished."""
 MAX_GROUPS = 32768 // _TAGS_PER_GROUP
-"""MPI guarantees tags up to 32767."""
+"""Maximum number of groups: MPI guarantees tags up to 32767."""
 _ALIGNMENT_BYTES = 64
-"""Segments begin at multiples of a cache line."""
+"""Size of a cache line, at whose multiples segments begin."""
 
 
 class GroupExchange:
-    """Exchanges of one group, in the order of their starts, on a dedicated ``comm``; ``hosts``: host of each rank of the group."""
+    """Executes the exchanges of one group in order, on a dedicated ``comm``. ``hosts`` has the host of each rank in the group."""
 
     def __init__(self, progress: MpiProgress, comm: Any, rank: int, group: Group, hosts: Sequence[str]) -> None:
         assert 0 <= group.number < MAX_GROUPS, f"group numbers go up to {MAX_GROUPS - 1}"
@@ -63,14 +63,14 @@ class GroupExchange:
         self._first_tag = group.number * _TAGS_PER_GROUP
         self._queue: deque[_DirectPiece | _RingPiece] = deque()
         self._next_tag = 0
-        """Tag of the next piece, relative to the group's first tag."""
+        """Tag of the next piece, counted from the group's first tag."""
         self._tags_in_use: set[int] = set()
         self._pieces_left: dict[Exchange, int] = {}
         self._scratch: list[Numbers] = []
         self._scratch_size = 0
 
     def start(self, request: Exchange) -> None:
-        """Begin an exchange, or queue it behind the group's earlier exchanges."""
+        """Start an exchange, or queue it behind the group's earlier exchanges."""
         self.progress.register(request)
         if self.size == 1:
             self.progress.complete_request(request)
@@ -104,7 +104,7 @@ class GroupExchange:
         self._start_pieces()
 
     def take_scratch(self, size: int) -> Numbers:
-        """Return scratch space for ``size`` numbers. All arrays have the largest requested size; any piece can reuse any."""
+        """Return scratch space for ``size`` numbers. Arrays have the largest size requested, so any piece can reuse them."""
         self._scratch_size = max(self._scratch_size, size)
         while self._scratch:
             array = self._scratch.pop()
@@ -114,12 +114,12 @@ class GroupExchange:
 
 
 def segment_bytes(members: int) -> int:
-    """Bytes of one member's segment in a full piece."""
+    """Return the size of each member's segment in a full piece, in bytes."""
     return -(-PIECE_BYTES // (members * _ALIGNMENT_BYTES)) * _ALIGNMENT_BYTES
 
 
 class _DirectPiece:
-    """One segment of each member, sent to its owner to be summed, or from its owner to all."""
+    """A piece in the direct algorithm. Each segment is sent to its owner to be summed, or from its owner to all other members."""
 
     def __init__(self, exchange: GroupExchange, request: Exchange, segments: list[Part]) -> None:
         self.exchange, self.request = exchange, request
@@ -148,7 +148,7 @@ class _DirectPiece:
             progress.send(exchange.comm, self.request, segment, peer, tag, self._count_message)
 
     def _rows(self) -> Numbers:
-        """The peers' contributions to this rank's segment, by rank."""
+        """Return the other members' contributions to this rank's segment, one row per member in rank order."""
         assert self.scratch is not None
         count = len(self._segments)
         return self.scratch[: self._own.size * count].reshape(count, self._own.size)
@@ -170,10 +170,10 @@ class _DirectPiece:
 
 
 class _RingPiece:
-    """One segment of each member; every hop sends one of them to the next member.
+    """A piece in the ring algorithm. In every hop, each member sends one of the piece's segments to the next member.
 
     In hop t of an all-gather the member at position p sends segment p - t and receives segment p - t - 1 (modulo the group size).
-    A reduce-scatter uses the preceding segments, so that the last received one is the member's own.
+    In a reduce-scatter these numbers are lower by one, so that the last segment received is the member's own.
     """
 
     def __init__(self, exchange: GroupExchange, request: Exchange, segments: list[Part]) -> None:
@@ -184,7 +184,7 @@ class _RingPiece:
         self.scratch: Numbers | None = None
 
     def start(self, tag: int) -> None:
-        """Start the first hop. All hops share a tag because they follow one another between each pair of neighbours."""
+        """Start the first hop. All hops can use the same tag because each pair of neighbours makes them one after another."""
         self.tag = tag
         if self.request.sums:
             self.scratch = self.exchange.take_scratch(max(segment.size for segment in self._segments))

@@ -1,11 +1,11 @@
-"""The MPI requests of a transport, and polling them. Used by one thread at a time.
+"""Starts and polls the MPI requests of a transport. Used by only one thread at a time.
 
-A ``Request`` consists of *parts*, one MPI request each: a message is split into pieces, an exchange into the segments that members
-send each other. MPI reports finished parts in any order; a part's callback starts its successor.
+A ``Request`` consists of *parts* with one MPI request each: a message is split into pieces, an exchange into the segments that
+members send each other. MPI reports finished parts in any order, and the callback of a part starts its successor.
 
-The MPI requests are persistent because MPI frees others when it reports their failure. Open MPI 5 then aborts the job ("Send error
-after request freed") if bytes of a failed request are still in flight, as happens when ranks survive the loss of another. Sends of
-exchanges are synchronous; otherwise a short one could be freed before it has left.
+MPI requests are persistent, because MPI frees a non-persistent request when it reports a failure. If bytes of the failed request
+are still in flight, as happens when ranks survive the loss of another rank, Open MPI 5 then aborts the job ("Send error after
+request freed"). Sends in exchanges are synchronous, because a short send could otherwise be freed before its data has left.
 """
 
 import time
@@ -20,7 +20,7 @@ from hetero_mpi.comm.transport import Message, Request, TransportError, length_p
 Then = Callable[[], None]
 
 _ABANDONED: list[Any] = []
-"""Abandoned MPI requests, kept for the life of the process because MPI may still write into their buffers."""
+"""Abandoned MPI requests, kept until the process ends because MPI may still write into their buffers."""
 
 
 @dataclass(slots=True)
@@ -29,7 +29,7 @@ class _Part:
     receives: bool
     expected_bytes: int
     then: Then | None
-    """Called when the part is done; None: the request completes with the last such part."""
+    """Called when the part is done. If None, the request completes with the last of its parts that have no ``then``."""
 
 
 class MpiProgress:
@@ -39,23 +39,23 @@ class MpiProgress:
         self._mpi = mpi
         self._handles: list[Any] = []
         self._parts: list[_Part] = []
-        """Parallel to ``_handles``: the part of each MPI request."""
+        """The part to which each MPI request in ``_handles`` belongs."""
         self._statuses: list[Any] = []
-        """At least as many as handles; reused by MPI so that polling allocates no objects."""
+        """Status objects, at least one per handle. They are reused, so that polling allocates no objects."""
         self.requests: dict[Request, int] = {}
-        """Request -> number of its active parts without a ``then``."""
+        """Maps each request to the number of its active parts that have no ``then``."""
         self.completed = 0
         """Number of requests that have succeeded or failed."""
 
     def register(self, request: Request) -> None:
-        """Register a request; ``send`` and ``receive`` start its parts, ``complete_request`` completes it."""
+        """Register a request, whose parts are then started with ``send`` and ``receive`` and ended with ``complete_request``."""
         self.requests[request] = 0
 
     def start_message(self, comm: Any, request: Message, piece_bytes: int) -> None:
-        """Hand a message to MPI; if MPI rejects it, it completes with that error.
+        """Start a message. If MPI rejects it, the request completes with MPI's error.
 
         A message of n bytes is sent as n // piece_bytes full pieces and a shorter, possibly empty, last piece. A receiver that
-        expects another length therefore always sees a piece of the wrong length and never waits for one that is not sent.
+        expects a different length therefore always gets a piece of the wrong length and never waits for one that is not sent.
         """
         self.register(request)
         start_part = self.send if request.kind == "send" else self.receive
@@ -95,7 +95,7 @@ class MpiProgress:
         request.mark_complete(error)
 
     def poll(self) -> bool:
-        """Handle the parts that MPI has finished; return whether there were any. An MPI error fails all requests."""
+        """Handle the parts that MPI has finished, and return whether there were any. An MPI error fails all requests."""
         if not self._handles:
             return False
         try:
@@ -131,7 +131,7 @@ class MpiProgress:
             self.complete_request(request)
 
     def abandon(self, grace_s: float) -> None:
-        """Cancel receives, allow sends ``grace_s`` to finish, and complete the remaining requests with an error."""
+        """Give sends ``grace_s`` to finish, cancel the receives, and complete the remaining requests with an error."""
         deadline = time.monotonic() + grace_s
         pause = Pause()
         while not all(part.receives for part in self._parts) and time.monotonic() < deadline:
@@ -157,7 +157,7 @@ class MpiProgress:
                 raise
 
     def _fail_all(self, error: BaseException) -> None:
-        """Fail all requests, as an MPI error does not say which of them are intact; requests with their own error keep it."""
+        """Fail all requests, as an MPI error does not tell which of them are intact. Truncated receives get their own error."""
         if ulfm.revoke_on_loss(error):
             error = ulfm.RankLost()
         truncated = {

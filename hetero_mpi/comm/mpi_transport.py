@@ -1,11 +1,11 @@
-"""MPI transport: a communication thread moves messages while the rank computes.
+"""Transport over MPI, with a communication thread that moves messages while the rank computes.
 
 MPI libraries make little progress on a message unless a thread calls into them. While the rank computes, the communication thread
-polls, sleeping longer between polls while nothing arrives; it polls more often while the rank's thread waits for its device. While
-the rank waits for a request, the waiting thread polls and the communication thread does not: no hand-over between threads, no
-contention for the core or the interpreter lock. One lock makes MPI calls exclusive, so THREAD_SERIALIZED is enough.
+polls and sleeps longer between polls while nothing arrives. It polls more often while the rank's thread waits for its device. If a
+thread of the rank waits for a request, that thread polls instead, which avoids a hand-over between threads and contention for the
+core and the interpreter lock. A lock makes MPI calls exclusive, so THREAD_SERIALIZED is sufficient.
 
-With nothing pending the communication thread makes no MPI call, so that collectives on the main thread have MPI to themselves.
+While nothing is pending, the communication thread makes no MPI calls, so collectives on the main thread have MPI to themselves.
 """
 
 import queue
@@ -35,24 +35,24 @@ from hetero_mpi.util.background import Background
 from hetero_mpi.util.errors import UserError
 
 PIECE_BYTES = 1 << 30
-"""Longer messages are sent in pieces: MPI counts are 32 bit in most libraries."""
+"""Longer messages are sent in pieces of this size, because counts have 32 bits in most MPI libraries."""
 MIN_SLEEP_S = 100e-6
 MAX_SLEEP_S = 2.5e-3
-"""Limits of the communication thread's sleep between polls. An unsuccessful poll costs a computing rank some 40 us: the thread
-needs a core and the interpreter lock."""
+"""Limits of the communication thread's sleep between polls. An unsuccessful poll costs a computing rank about 40 us, because the
+thread needs a core and the interpreter lock."""
 MIN_USEFUL_POLL_S = 100e-6
-"""A longer poll has moved bytes: copying 300 KB takes about this long. An unsuccessful poll takes up to 40 us and must stay below
-the limit, or the communication thread would never sleep longer."""
+"""A poll that takes longer than this has moved data: copying 300 KB takes about this long. The limit must exceed the 40 us of an
+unsuccessful poll, or the communication thread would never increase its sleep."""
 CLOSE_GRACE_S = 0.5
-"""Time that ``close`` allows pending sends before it abandons them."""
+"""Time that ``close`` gives pending sends to finish before it abandons them."""
 
 
 class MpiTransport(Transport):
-    """Messages between the ranks of ``comm``. The constructor is collective: it duplicates the communicator.
+    """Transport between the ranks of ``comm``. The constructor is collective because it duplicates the communicator.
 
-    ``threaded=False`` polls in ``wait`` only, for debugging and MPI libraries without thread support; True raises UserError if the
-    library grants neither THREAD_MULTIPLE nor THREAD_SERIALIZED. ``hosts``: of each rank, to minimise traffic between hosts
-    (``ring_of``); default: one host.
+    With ``threaded=False``, only ``wait`` polls, for debugging and MPI libraries without thread support. Otherwise, UserError is
+    raised if the library supports neither THREAD_MULTIPLE nor THREAD_SERIALIZED. ``hosts`` lists the host of each rank so that
+    ``ring_of`` can minimise traffic between hosts. By default all ranks are on one host.
     """
 
     def __init__(
@@ -75,11 +75,11 @@ class MpiTransport(Transport):
         self._mpi_lock = threading.Lock()
         self._to_start: deque[Request] = deque()
         self._held: list[Request] = []
-        """Sends and exchanges that wait for their data, and later requests of the same routes."""
+        """Sends and exchanges whose data is not ready, and later requests on the same routes."""
         self._posted_count = 0
         self._closed = False
         self.waiting: list[Request] = []
-        """Requests for which the rank's own threads wait, polling MPI themselves."""
+        """Requests for which threads of the rank are waiting. These threads poll MPI themselves."""
         self._thread = _CommunicationThread(self) if threaded else None
 
     def post_receive(self, source: int, tag: int, buffer: Buffer, arrived: Arrived | None = None) -> Request:
@@ -122,7 +122,7 @@ class MpiTransport(Transport):
         return request
 
     def _start(self) -> bool:
-        """Start the posted requests, and the held ones whose data is ready; return whether any held request has started."""
+        """Start posted requests and held requests whose data is ready, and return whether any held request has started."""
         while self._to_start:
             request = self._to_start.popleft()
             receives = isinstance(request, Message) and request.kind == "receive"
@@ -140,7 +140,7 @@ class MpiTransport(Transport):
             self._progress.start_message(self._message_comm, request, self._piece_bytes)
 
     def _start_held(self) -> bool:
-        """Start held requests in order per (destination, tag) and per group."""
+        """Start the held requests whose data is ready, in order for each (destination, tag) and for each group."""
         still_held: list[Request] = []
         blocked_routes = set()
         for request in self._held:
@@ -159,13 +159,13 @@ class MpiTransport(Transport):
         return started
 
     def poll(self) -> bool:
-        """Start posted requests and handle completed ones; return whether any request has completed or could start."""
+        """Start posted requests and handle completed ones; return whether any request made progress."""
         with self._mpi_lock:
             started = self._start()
             return self._progress.poll() or started
 
     def wait(self, request: Request) -> None:
-        """See ``Transport.wait``. Raises RankLost if any rank is lost, even one unrelated to the request."""
+        """See ``Transport.wait``. Also raises RankLost if any rank is lost, even if the request does not involve it."""
         if not request.completed:
             self.waiting.append(request)
             pause, check = Pause(), ulfm.RevocationCheck()
@@ -193,7 +193,7 @@ class MpiTransport(Transport):
         return self._posted_count + self._progress.completed
 
     def sending(self) -> dict[str, list[int]]:
-        """Return rank -> [messages, bytes] handed to MPI but not yet sent. Callable from any thread."""
+        """Map each rank to the [messages, bytes] that MPI has not finished sending to it. Callable from any thread."""
         pending_by_rank: dict[str, list[int]] = {}
         for request in list(self._progress.requests):
             if isinstance(request, Message) and request.kind == "send":
@@ -202,7 +202,7 @@ class MpiTransport(Transport):
         return pending_by_rank
 
     def close(self) -> None:
-        """Close the transport; pending sends may continue for ``CLOSE_GRACE_S``."""
+        """Close the transport, giving pending sends up to ``CLOSE_GRACE_S`` to finish."""
         self._close(CLOSE_GRACE_S)
 
     def _close(self, grace_s: float) -> None:
@@ -238,7 +238,7 @@ class _CommunicationThread:
             self._wake_events.put(None)
 
     def stop(self) -> None:
-        """End the thread; afterwards only the caller's thread calls MPI."""
+        """Stop the thread. Afterwards only the calling thread makes MPI calls."""
         self._stopping = True
         self._wake_events.put(None)
         self._background.finish()

@@ -1,33 +1,32 @@
-"""Moving bytes and summing numbers between ranks, asynchronously: the contract of all transports.
+"""Asynchronous messages, reduce-scatters and all-gathers between ranks: the contract of all transports.
 
-The transport handles bytes and tags and knows nothing about models. A message's buffer is a one-dimensional, contiguous ``uint8``
-numpy array. A group exchanges parts, one owned by each member: arrays of the same kind, or ``float32`` arrays to be summed. A
-buffer belongs to the transport from the call until ``wait`` returns; data is sent, received and summed in place.
+The transport handles bytes and tags and knows nothing about models. A message buffer is a one-dimensional, contiguous ``uint8``
+numpy array. In an exchange over a group, each member owns one part, which is a ``uint8`` array or, if parts are to be summed, a
+``float32`` array. Buffers belong to the transport from the call until ``wait`` returns; all operations work in place.
 
-* Messages of one (source, tag) arrive in the order in which they were sent.
-* ``post_receive``, ``send``, ``reduce_scatter`` and ``all_gather`` return at once. A send may complete only when the receive is
-  posted: post receives early.
+* Messages with the same source and tag arrive in the order in which they are sent.
+* ``post_receive``, ``send``, ``reduce_scatter`` and ``all_gather`` return at once. A send may not complete until the receive is
+  posted, so post receives early.
 * A message must be exactly as long as the receiving buffer; otherwise the receiver's ``wait`` raises. (This reports a bug but
-  cannot undo it: Open MPI 5.0 writes beyond the buffer if a message above some 100 KB is too long.)
-* All members of a group start its exchanges in the same order, with equal part lengths. Exchanges of different groups, and
-  messages, may overlap.
-* A reduce-scatter adds in rank order, ``((r0 + r1) + r2) + ...``, element by element in fp32: bitwise equal whatever the order of
-  arrival, the owner of the element, or the split into exchanges. Only where several ranks of a group share one of several hosts
-  may the order depend on the owner.
-* A send or an exchange may be *held back* until its data is ready (``ready``); a receive or exchange may report its arrival
-  (``arrived``). The thread that moves messages calls both, so they must be quick. Sends of one (destination, tag) still leave in
-  order, and exchanges of one group start in order.
+  cannot undo it: Open MPI 5.0 writes beyond the buffer if a message of more than about 100 KB is too long.)
+* All members of a group start its exchanges in the same order and with equal part lengths. Messages and exchanges over different
+  groups may overlap.
+* A reduce-scatter adds contributions in rank order, ``((r0 + r1) + r2) + ...``, elementwise in fp32. The result is bitwise equal
+  whatever the order of arrival, the owner of the element, or the split into exchanges. Only if a group spans several hosts and one
+  of them has several of its ranks may the order depend on the owner.
+* A send or an exchange can be *held back* until its data is ready (``ready``), and a receive or an exchange can report its arrival
+  (``arrived``). The thread that moves messages calls both functions, so they must be quick. Sends with the same destination and tag
+  still leave in order, and exchanges over the same group still start in order.
 * One thread makes requests; any thread may ask whether they are complete.
-* ``wait`` for a request raises any error of that request.
+* ``wait`` raises the error of the request if it failed.
 
-``ring_of`` selects the direct or the ring algorithm for the exchanges of a group. It is pure because the planner prices the same
-choice.
+``ring_of`` selects the direct or the ring algorithm for a group's exchanges. It is a pure function because the planner uses it too.
 
-Direct exchange takes one hop, but each of h ranks on a host sends to every remote rank: ``h (n - h)`` times 1/n of the bytes leave
-the host through its one NIC. A ring that visits host after host leaves each host once per hop: ``n - 1`` times 1/n (Patarasuk &
-Yuan 2009)::
+A direct exchange takes one hop, but each of h ranks on a host sends to every remote rank, so ``h (n - h)`` times 1/n of the bytes
+leave the host through its single NIC. A ring that visits one host after another leaves each host once per hop, which makes
+``n - 1`` times 1/n of the bytes (Patarasuk & Yuan 2009)::
 
-    8 ranks, bytes that leave a host    alone on it    2 on it    4 on it
+    bytes leaving a host with           1 of 8 ranks   2 ranks    4 ranks
     direct                              7/8            12/8       16/8
     ring                                7/8            7/8        7/8
 """
@@ -44,33 +43,33 @@ from numpy.typing import NDArray
 Buffer = NDArray[np.uint8]
 Numbers = NDArray[np.float32]
 Part = NDArray[Any]
-"""``Numbers`` to be summed, or a ``Buffer``."""
+"""``Numbers`` if the parts are to be summed, otherwise a ``Buffer``."""
 Ready = Callable[[], bool]
 Arrived = Callable[[], None]
 T = TypeVar("T")
 
 
 class TransportError(RuntimeError):
-    """A message could not be moved as promised, because of a bug in the program or a lost machine."""
+    """Raised if a message could not be delivered, because of a bug in the program or a lost machine."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that exchange parts. Created by ``Transport.group`` and valid for that transport only."""
+    """A group of ranks that exchange parts. Created by ``Transport.group`` and valid only for that transport."""
 
     ranks: tuple[int, ...]
-    """Increasing; this rank is one of them."""
+    """Ranks of the members in increasing order, including this rank."""
     number: int
-    """Distinguishes groups that share ranks."""
+    """Number that distinguishes groups that have ranks in common."""
 
     def __str__(self) -> str:
         return f"group {self.number} of ranks {', '.join(map(str, self.ranks))}"
 
 
 class Request:
-    """An active message or exchange. One thread completes it, once; any number of threads may wait for it.
+    """A message or an exchange in progress. One thread completes it once; any number of threads may wait for it.
 
-    ``route``: key within which requests start in order.
+    Requests with the same ``route`` start in order.
     """
 
     def __init__(
@@ -86,7 +85,7 @@ class Request:
         return self._ended_s is not None
 
     def mark_complete(self, error: BaseException | None = None) -> None:
-        """Mark as complete, with an error if it failed. Called once, by the transport."""
+        """Mark the request as complete, with its error if it failed. The transport calls this once."""
         if error is None and self._arrived is not None:
             try:
                 self._arrived()
@@ -97,7 +96,7 @@ class Request:
 
     @property
     def ended_s(self) -> float | None:
-        """Time of completion (``time.perf_counter``); None while active."""
+        """Time of completion (``time.perf_counter``), or None while the request is in progress."""
         return self._ended_s
 
     def raise_error(self) -> None:
@@ -106,7 +105,7 @@ class Request:
 
 
 class Message(Request):
-    """Bytes to or from ``peer``."""
+    """A message to or from the rank ``peer``."""
 
     def __init__(
         self,
@@ -133,9 +132,9 @@ class Message(Request):
 
 
 class Exchange(Request):
-    """A reduce-scatter (``sums``) or an all-gather over ``group``, in place.
+    """An in-place reduce-scatter (if ``sums`` is true) or all-gather over ``group``.
 
-    ``parts``: one per rank, in the group's order. ``number``: the caller's identifier of the data, such as a layer's number.
+    ``parts`` has one part per rank, in the group's order. ``number`` identifies the data for the caller, such as a layer number.
     """
 
     def __init__(
@@ -165,34 +164,34 @@ class Exchange(Request):
 
 
 class Transport(Protocol):
-    """Moves messages and sums between ranks, as the module's docstring specifies. A context manager that closes the transport."""
+    """Moves data between ranks as specified in the module's docstring. Usable as a context manager, which closes it."""
 
     idle: bool = False
-    """Set by the rank's thread while it waits for its device: frequent polling then costs no computation."""
+    """Set by the rank's thread while it waits for its device, because frequent polling then does not slow down computation."""
     piece_bytes: int = 4 << 20
-    """Longer tensors are sent in pieces of this size, split alike at both ends. Copying a piece to or from a device takes half a
-    millisecond, sending it over 10 Gbit/s takes 3; posting it costs some 20 us."""
+    """Longer tensors are split into pieces of this size, in the same way on both ranks. Copying a piece to or from a device takes
+    half a millisecond, sending it over 10 Gbit/s takes 3 ms, and posting it takes about 20 us."""
 
     def post_receive(self, source: int, tag: int, buffer: Buffer, arrived: Arrived | None = None) -> Request:
-        """Post a writable buffer for the next message of (source, tag).
+        """Post a writable buffer for the next message with this source and tag.
 
-        ``arrived`` is called when the message has arrived, before the request is complete; never after an error.
+        ``arrived`` is called when the message has arrived, just before the request completes. It is not called after an error.
         """
 
     def send(self, destination: int, tag: int, buffer: Buffer, ready: Ready | None = None) -> Request:
-        """Send the buffer's bytes once ``ready()`` is true. From then on they must not change until the request is complete."""
+        """Send the buffer once ``ready()`` is true. From then on, its contents must not change until the request is complete."""
 
     def group(self, ranks: tuple[int, ...], number: int) -> Group:
-        """Create a group of ranks (increasing, this rank included) that can exchange parts.
+        """Create a group of ranks, in increasing order and including this rank, that can exchange parts.
 
-        Every member calls it with equal ranks and number; a number is used once per rank until its group is dissolved.
+        Every member passes the same ranks and number. A rank must not reuse a number before its group has been dissolved.
         """
 
     def dissolve(self, group: Group) -> None:
-        """Free the group's number. Every member calls it, while no member has an active exchange of the group."""
+        """Free the group's number. Every member calls this, at a time when no exchange over the group is in progress."""
 
     def exchange(self, request: Exchange) -> Request:
-        """Start an exchange once its ``ready()`` is true."""
+        """Start the exchange once its ``ready()`` is true."""
 
     def reduce_scatter(
         self,
@@ -202,10 +201,10 @@ class Transport(Protocol):
         arrived: Arrived | None = None,
         number: int = 0,
     ) -> Request:
-        """Replace this member's own part by the sum over the members, once ``ready()`` is true of all its parts.
+        """Replace this member's own part with the sum over all members, starting once ``ready()`` is true.
 
-        ``parts``: one per rank, in the group's order; the others' parts are undefined afterwards. ``arrived`` is called when the
-        sums are there, before the request is complete; never after an error. ``number``: see ``Exchange``.
+        ``parts`` has one part per rank, in the group's order; the parts of other ranks are undefined afterwards. ``arrived`` is
+        called when the sums arrive, just before the request completes, but never after an error. See ``Exchange`` for ``number``.
         """
         return self.exchange(Exchange(group, parts, True, ready, arrived, number))
 
@@ -217,17 +216,17 @@ class Transport(Protocol):
         arrived: Arrived | None = None,
         number: int = 0,
     ) -> Request:
-        """Send this member's own part to all others once ``ready()`` is true; otherwise as ``reduce_scatter``."""
+        """Send this member's own part to all other members once ``ready()`` is true. See ``reduce_scatter`` for the arguments."""
         return self.exchange(Exchange(group, parts, False, ready, arrived, number))
 
     def wait(self, request: Request) -> None:
-        """Wait for completion. Raises TransportError on a wrong message length, an MPI failure or a closed transport."""
+        """Wait until a request is complete. Raises TransportError for a wrong length, an MPI failure or a closed transport."""
 
     def pending(self) -> int:
-        """Number of incomplete requests."""
+        """Return the number of incomplete requests."""
 
     def close(self) -> None:
-        """Fail all pending requests (their ``wait`` raises) and release the transport. Idempotent."""
+        """Fail all pending requests, so that ``wait`` raises for them, and release the transport. Idempotent."""
 
     def __enter__(self: T) -> T:
         return self
@@ -237,7 +236,7 @@ class Transport(Protocol):
 
 
 def check_group(rank: int, size: int, group: Group, groups_by_number: dict[int, Group]) -> None:
-    """Raise ValueError if the ranks form no group of this job or the number belongs to another group."""
+    """Raise ValueError if the ranks are not a valid group of this job or another group has the same number."""
     ranks = group.ranks
     if list(ranks) != sorted(set(ranks)) or rank not in ranks or ranks[0] < 0 or ranks[-1] >= size:
         raise ValueError(
@@ -249,11 +248,11 @@ def check_group(rank: int, size: int, group: Group, groups_by_number: dict[int, 
 
 
 MAX_MESSAGES_IN_FLIGHT = 2
-"""Enough to keep the link busy, few enough to bound memory."""
+"""Enough messages to keep the link busy, but few enough to bound memory."""
 
 
 def send_in_order(transport: Transport, messages: Iterable[tuple[int, int, Buffer]]) -> None:
-    """Send the (destination, tag, bytes) messages of an iterable; return when all have left."""
+    """Send (destination, tag, buffer) messages in order; return when all of them are complete."""
     under_way: deque[Request] = deque()
     for message in messages:
         under_way.append(transport.send(*message))
@@ -266,9 +265,9 @@ def send_in_order(transport: Transport, messages: Iterable[tuple[int, int, Buffe
 def receive_in_order(
     transport: Transport, messages: Iterable[tuple[int, int, Buffer]], max_in_flight: int = MAX_MESSAGES_IN_FLIGHT
 ) -> Iterator[Buffer]:
-    """Receive (source, tag, buffer) messages, posting ``max_in_flight`` receives at once.
+    """Receive (source, tag, buffer) messages in order, with up to ``max_in_flight`` receives posted at a time.
 
-    Each buffer is valid until the next one is yielded: buffer ``i + max_in_flight`` may be buffer ``i`` again.
+    Each buffer is valid until the next one is requested, so buffer ``i + max_in_flight`` may reuse buffer ``i``.
     """
     under_way: deque[Request] = deque()
     for message in messages:
@@ -285,7 +284,7 @@ def _wait_for_buffer(transport: Transport, request: Request) -> Buffer:
 
 
 def length_problem(request: Request, arrived: str) -> TransportError:
-    """The error for a length mismatch. ``arrived``: the received length in words, such as ``90 bytes``."""
+    """Return the error for a length mismatch. ``arrived`` is the received length as text, such as ``90 bytes``."""
     if isinstance(request, Exchange):
         text = "the members do not agree on the length: all must start the group's exchanges in the same order"
     else:
@@ -299,10 +298,10 @@ def length_problem(request: Request, arrived: str) -> TransportError:
 
 
 def ring_of(ranks: Sequence[int], hosts: Sequence[str]) -> tuple[int, ...] | None:
-    """Return the ranks in ring order, or None for direct exchange.
+    """Return the ranks in ring order, or None if they are to exchange data directly.
 
-    The ring is used if some host has several of the ranks and another host has others. It visits the hosts in the order of their
-    lowest ranks, whatever the order of ``ranks``.
+    A ring is used if the ranks are on several hosts and at least one host has more than one of them. It visits the hosts in the
+    order of their lowest ranks, whatever the order of ``ranks``.
     """
     ranks_by_host: dict[str, list[int]] = {}
     for rank, host in sorted(zip(ranks, hosts, strict=True)):

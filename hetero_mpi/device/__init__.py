@@ -1,1 +1,1 @@
-"""Devices: torch backends behind one small interface. The only room that knows one vendor from another."""
+"""Torch devices behind one small interface. No other package contains code for specific vendors."""

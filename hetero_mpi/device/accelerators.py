@@ -1,4 +1,4 @@
-"""Backends by preference, and the device that a rank opens."""
+"""The backends in order of preference, and the function with which a rank opens its device."""
 
 import torch
 
@@ -10,23 +10,23 @@ from hetero_mpi.util.plug_ins import plug_in, plug_in_names
 FOLDER = "hetero_mpi.device.backends"
 _MODULES = sorted((plug_in(FOLDER, name) for name in plug_in_names(FOLDER)), key=lambda module: module.PREFERENCE)
 BACKENDS: dict[str, type[Backend]] = {kind.name: kind for kind in (*(module.BACKEND for module in _MODULES), Backend)}
-"""Name -> backend, best first; the CPU is always last."""
+"""Maps names to backend classes, best first. The CPU is always last."""
 
 
 def available() -> list[str]:
-    """Backends that this torch build and this machine support, best first."""
+    """Return the names of the backends that this torch build and machine support, best first."""
     return [name for name in BACKENDS if usable(name)]
 
 
 def usable(name: str) -> tuple[int, ...]:
-    """Indices of the devices of a backend that ranks use by default."""
+    """Return the indices of a backend's devices that ranks use by default."""
     kind = BACKENDS[name]
     left_out = set(kind.unusable()) | kind.only_by_name()
     return tuple(index for index in range(kind.count()) if index not in left_out)
 
 
 def visible_devices(device: str) -> tuple[str, dict[int, str]]:
-    """Resolve ``device`` to a backend, and map the index of each of its usable GPUs to the GPU's identity on this host."""
+    """Resolve ``device`` to a backend; return its name and the identity on this host of each usable GPU, by index."""
     name = available()[0] if device == "auto" else device
     if name == "cpu":
         return name, {}
@@ -34,11 +34,11 @@ def visible_devices(device: str) -> tuple[str, dict[int, str]]:
 
 
 def open_backend(name: str, index: int | None = None) -> Backend:
-    """Open the backend of this rank and make its device current in this thread.
+    """Open the backend for this rank and make its device current in this thread.
 
-    ``index``: number of the GPU (``choice.gpu_of``); None if there is no GPU for this rank.
+    ``index`` is the number of the GPU (``choice.gpu_of``), or None if there is no GPU for this rank.
 
-    Raises UserError: ``name`` is not available on this host.
+    Raises UserError if the device is not available on this host or cannot be used.
     """
     if name == "auto":
         name = available()[0] if index is not None else "cpu"
@@ -65,13 +65,13 @@ def open_backend(name: str, index: int | None = None) -> Backend:
 
 
 def best_dtype(ranks: list[tuple[str, list[str]]], faster_in_bf16: bool = False) -> tuple[str, str]:
-    """Choose the compute dtype of all ranks, and the reason, from each rank's (backend name, dtypes).
+    """Choose the compute dtype for all ranks from the (backend name, dtypes) of each. Returns the dtype and the reason.
 
-    With accelerators: bf16 if all of them support it, else fp16; CPU ranks follow, if necessary with matrix products in fp32
-    (``Backend.products``). CPUs only: fp32, so that the losses of a job do not depend on the processors that it runs on.
+    With accelerators, the dtype is bf16 if all of them support it, otherwise fp16. CPU ranks use the same dtype, if necessary with
+    matrix products in fp32 (``Backend.products``). CPU-only jobs use fp32, so that losses do not depend on the processors.
 
     Args:
-        faster_in_bf16: whether every CPU multiplies faster in bf16 than in fp32; the reason then says how to use it.
+        faster_in_bf16: Whether every CPU multiplies matrices faster in bf16 than in fp32. The reason then says how to use bf16.
     """
     accelerators = [(rank, name, dtypes) for rank, (name, dtypes) in enumerate(ranks) if name != "cpu"]
     if not accelerators:

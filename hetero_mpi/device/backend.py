@@ -1,6 +1,6 @@
-"""Device interface of a rank: tensor placement, copies to and from host memory, capabilities. This module has the CPU backend.
+"""The interface to a rank's device: tensor placement, copies to and from host memory, capabilities. Includes the CPU backend.
 
-Every rank has one ``Backend``. Code outside this package does not depend on the vendor; ``backends/`` has the GPU backends.
+Every rank has one ``Backend``, so that code outside this package does not depend on the vendor. ``backends/`` has the GPU backends.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ HOST = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory budget of a rank in bytes, and its derivation as text."""
+    """A rank's memory budget in bytes, and an explanation for the user."""
 
     usable_bytes: int
     reason: str
@@ -38,17 +38,17 @@ class Memory:
 
 @dataclass(frozen=True)
 class Mark:
-    """Point in time of a device's work (``Backend.mark``), here in seconds of a synchronised device."""
+    """A point in time in a device's work (``Backend.mark``). In this class, ``at`` is in seconds."""
 
     at: Any
 
     def seconds_since(self, earlier: Mark) -> float:
-        """Seconds from an earlier mark of the same backend to this mark; waits until the device reaches it."""
+        """Return the seconds from an earlier mark of the same backend to this mark. Waits until the device reaches this mark."""
         return float(self.at - earlier.at)
 
 
 class RecordedMark(Mark):
-    """Device event, which waits for the device only when its time is read."""
+    """A mark that is a device event, which waits for the device only when its time is read."""
 
     def seconds_since(self, earlier: Mark) -> float:
         self.at.synchronize()
@@ -56,40 +56,40 @@ class RecordedMark(Mark):
 
 
 class Copied:
-    """Handle of a copy between host memory and a device; this base class is a completed copy."""
+    """Handle of a copy between host memory and a device. This base class represents a completed copy."""
 
     def done(self) -> bool:
-        """Whether the copy is complete. Callable from any thread at any time."""
+        """Return whether the copy is complete. Callable from any thread at any time."""
         return True
 
     def wait(self) -> None:
         """Wait until the copy is complete."""
 
     def hold_compute(self) -> None:
-        """Let later device work of this thread start only after the copy."""
+        """Delay device work that this thread submits later until the copy is complete."""
 
 
 class Copying:
-    """Synchronous copies: in host memory, and on devices with a single queue (MPS).
+    """Copies synchronously, for CPU ranks and for devices with a single queue (MPS).
 
-    Tensors are copied in chunks, each as early as possible, while other chunks travel between hosts. No call waits for the whole
-    device.
+    Callers copy tensors in chunks, each as early as possible, while other chunks travel between hosts. No call waits until the
+    whole device is idle.
     """
 
     overlaps = False
-    """Whether any thread may start copies that overlap with computation."""
+    """Whether copies overlap with computation and may be started from any thread."""
 
     def after_compute(self) -> None:
-        """Let later copies start only after the device work that this thread has submitted."""
+        """Delay later copies until the device work that this thread has submitted so far is complete."""
 
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> Copied:
-        """Start copying a flat tensor. Keep both alive until it is done; host memory must be a ``Backend.host_buffer``."""
+        """Start copying a flat tensor. Keep both tensors alive until it is done. Host memory must come from ``host_buffer``."""
         to.copy_(source)
         return Copied()
 
 
 class StreamCopying(Copying):
-    """Copies on a separate stream (CUDA, ROCm, XPU), by the GPU's copy engines with pinned host memory."""
+    """Copies on a separate stream (CUDA, ROCm, XPU), using the GPU's copy engines and pinned host memory."""
 
     overlaps = True
 
@@ -124,9 +124,9 @@ class _OnStream(Copied):
 
 
 class Backend:
-    """CPU backend, and base class of all backends.
+    """The CPU backend, which is also the base class of all backends.
 
-    ``name`` is ``cpu``, ``cuda``, ``rocm``, ``xpu`` or ``mps``; ``device`` is the torch device.
+    ``name`` is ``cpu``, ``cuda``, ``rocm``, ``xpu`` or ``mps``, and ``device`` is the torch device.
     """
 
     name = "cpu"
@@ -140,44 +140,44 @@ class Backend:
 
     @classmethod
     def count(cls) -> int:
-        """Number of devices of this backend that torch sees on this host."""
+        """Return the number of devices of this backend that torch sees on this host."""
         return 1
 
     @classmethod
     def unusable(cls) -> dict[int, str]:
-        """Index of each device for which torch has no kernels -> reason and remedy."""
+        """Map the index of each device for which torch has no kernels to the reason and a remedy."""
         return {}
 
     @classmethod
     def only_by_name(cls) -> set[int]:
-        """Indices of devices that a rank uses only on explicit request."""
+        """Return the indices of devices that a rank uses only if the user requests them explicitly."""
         return set()
 
     def make_current(self) -> None:
         """Make this device the default device of the calling thread."""
 
     def identity(self) -> str:
-        """Unique name of the device on its host; equal for ranks that share the device."""
+        """Return a name that is unique on the host. Ranks that share the device get the same name."""
         return self.name
 
     def description(self) -> str:
-        """Product name of the device."""
+        """Return the product name of the device."""
         return processor_name()
 
     def architecture(self) -> str:
-        """Device generation and libraries below torch, which with torch's version determine the kernels."""
+        """Return the device generation and the libraries below torch. With torch's version, they determine the kernels."""
         return f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
 
     def dtypes(self) -> tuple[str, ...]:
-        """Compute dtypes that this device supports for training."""
+        """Return the compute dtypes that this device supports for training."""
         return ("fp32", "bf16", "fp16")
 
     def products(self, dtype: str) -> str:
-        """Dtype of matrix products if a job computes in ``dtype``."""
+        """Return the dtype that this device uses for matrix products when a job computes in ``dtype``."""
         return dtype if self.name != "cpu" or has_products(dtype) else "fp32"
 
     def memory(self, sharing: int = 1) -> Memory:
-        """Memory that is available now to one of ``sharing`` ranks on this device."""
+        """Return the memory now available to each of the ``sharing`` ranks on this device."""
         free = self._free_memory()
         if sharing <= 1:
             return free
@@ -187,67 +187,67 @@ class Backend:
         return host_memory()
 
     def shares_host_memory(self) -> bool:
-        """Whether the device computes in host memory (CPUs, integrated GPUs)."""
+        """Return whether the device computes in host memory, as CPUs and integrated GPUs do."""
         return True
 
     def synchronize(self) -> None:
         """Wait until the device has finished all submitted work."""
 
     def finish_compute(self) -> None:
-        """Wait until the device has finished this thread's computation; copies (``copying``) may still run."""
+        """Wait until the device has finished this thread's computation. Copies from ``copying`` may still be running."""
         self.synchronize()
 
     def mark(self) -> Mark:
-        """Mark when the device finishes this thread's submitted work. CPU: the thread's CPU time, without waits for a core."""
+        """Mark the time when the device finishes this thread's work. On a CPU, time is the thread's CPU time."""
         self.finish_compute()
         # Also with several threads: this thread does its share of each parallel region and all serial work, which the mean over all
         # threads would undercount. Its CPU time stays within 10 % with 0 to 3 other busy processes.
         return Mark(time.thread_time())
 
     def copying(self) -> Copying:
-        """Create a queue of copies between host memory and the device."""
+        """Create a queue for copies between host memory and the device."""
         return Copying()
 
     def begin_peak(self) -> None:
-        """Reset ``peak_bytes``, to exclude profiling and loading from the training's peak."""
+        """Reset ``peak_bytes``, so that the peak of training does not include profiling and loading."""
         with contextlib.suppress(OSError):  # not Linux: the peak counts since the start of the process
             Path("/proc/self/clear_refs").write_text("5")
 
     def peak_bytes(self) -> int:
-        """Peak memory since ``begin_peak``: resident set of the process on the CPU, allocated device memory on GPUs."""
+        """Return the peak memory since ``begin_peak``: the resident set of the process, or the allocated memory of a GPU."""
         return _peak_resident_bytes()
 
     def used_bytes(self) -> int:
-        """Current memory, measured like ``peak_bytes``. Callable from any thread."""
+        """Return the memory in use now, measured like ``peak_bytes``. Callable from any thread."""
         return int(psutil.Process().memory_info().rss)
 
     def sensors(self) -> dict[str, float]:
-        """Readings ``busy`` (a share), ``watts`` and ``celsius`` that the vendor's library provides."""
+        """Return the readings ``busy`` (share of time), ``watts`` and ``celsius``, as far as the device provides them."""
         return {}
 
     def free_unused(self) -> None:
         """Return unreferenced memory to the system.
 
-        Stages and their hooks form reference cycles, which stay allocated until Python's garbage collector runs; device allocators
-        do not run it before they raise out of memory.
+        Stages and their hooks form reference cycles, which stay allocated until Python's garbage collector runs. Device allocators
+        do not run it before they raise an out-of-memory error.
         """
         gc.collect()
         return_freed_memory()
 
     def seed(self, seed: int) -> None:
-        """Seed all random generators of this device."""
+        """Seed all random number generators that this device uses."""
         torch.default_generator.manual_seed(seed)
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor in contiguous host memory, without a copy on CPU ranks."""
+        """Return the tensor in contiguous host memory. On a CPU rank, a contiguous tensor is not copied."""
         return tensor.detach().to(HOST).contiguous()
 
     def from_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a host tensor on the device, without a copy on CPU ranks."""
+        """Move a host tensor to the device. On a CPU rank, it is not copied."""
         return tensor.to(self.device)
 
     def host_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Allocate a long-lived, uninitialised host buffer for fast copies."""
+        """Allocate a long-lived, uninitialised buffer in host memory that allows fast copies."""
         memory = huge_pages.empty(math.prod(shape) * dtype.itemsize)
         if memory.size == 0:  # torch cannot view an empty buffer as another type
             return torch.empty(tuple(shape), dtype=dtype)
@@ -255,30 +255,30 @@ class Backend:
         return torch.from_numpy(memory).view(dtype).view(tuple(shape))
 
     def shares_keys(self, dtype: torch.dtype) -> bool:
-        """Whether attention supports shared keys and values (GQA) directly, without repeating them per head."""
+        """Return whether attention supports grouped keys and values (GQA) directly, without repeating them for each head."""
         return True
 
     def _pin(self, memory: np.ndarray) -> None:
-        """Pin ``memory`` for its lifetime, so that the device can copy directly."""
+        """Pin ``memory`` for its lifetime, so that the device can access it directly."""
 
 
 def host_bytes(tensor: torch.Tensor) -> np.ndarray:
-    """View a contiguous host tensor as a flat ``uint8`` array, since numpy has no bfloat16."""
+    """View a contiguous host tensor as a flat ``uint8`` array, because numpy has no bfloat16."""
     return tensor.detach().view(-1).view(torch.uint8).numpy()
 
 
 def return_freed_memory() -> None:
-    """Return freed memory that glibc keeps to the system.
+    """Return memory that has been freed, but is still held by glibc, to the system.
 
-    Quantising weights frees many medium-sized blocks between small live ones; without this, the resident set of a rank doubles
-    after loading NF4 weights.
+    Quantising weights frees many medium-sized blocks between small blocks in use. Without this call, the resident set of a rank
+    doubles after loading NF4 weights.
     """
     with contextlib.suppress(OSError, AttributeError):  # other C libraries (musl, macOS) have no malloc_trim
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def host_memory() -> Memory:
-    """Free memory of the host, for all its ranks together."""
+    """Return the free memory of the host, which all of its ranks share."""
     memory = psutil.virtual_memory()
     limit = host_limits.free_bytes()
     if limit is not None and limit < memory.available:
@@ -290,7 +290,7 @@ def host_memory() -> Memory:
 
 
 def _peak_resident_bytes() -> int:
-    """Peak resident bytes: on Linux since the last write to ``/proc/self/clear_refs``; elsewhere since the process started."""
+    """Return the peak resident bytes since the last write to ``/proc/self/clear_refs`` (Linux) or the start of the process."""
     try:
         status = Path("/proc/self/status").read_text()
         return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM:")) * 1024
@@ -307,7 +307,7 @@ def gigabytes(number: int) -> str:
 
 
 def processor_name() -> str:
-    """Product name of the processor."""
+    """Return the product name of the processor."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

@@ -1,7 +1,7 @@
-"""Choice of a rank's device from the job, its host and the GPUs of other local ranks. Does not import torch.
+"""Chooses a rank's device from the job, the environment and the GPUs of other ranks on its host. Does not import torch.
 
-Local rank i uses GPU i of its visible GPUs. Ranks of one host may see different GPUs: torch builds for different vendors, or a
-launcher that assigns one GPU per rank. So GPUs are counted among the ranks that see the same GPUs.
+Local rank i uses the i-th of its visible GPUs. Ranks on the same host may see different GPUs, because their torch builds are for
+different vendors or the launcher assigns one GPU per rank. Only ranks that see the same GPUs are therefore counted together.
 """
 
 import re
@@ -13,9 +13,9 @@ from hetero_mpi.util.errors import UserError
 from hetero_mpi.util.plug_ins import plug_in_names
 
 DEVICE_VARIABLE = "HETERO_MPI_DEVICE"
-"""Environment variable with the device of a host's ranks; overrides ``[cluster] device``, which applies to all hosts."""
+"""Environment variable with the device for the ranks on a host. It overrides ``[cluster] device``, which applies to all hosts."""
 MIN_CORES_PER_GPU = 2.0
-"""Cores of a GPU rank's two threads: one submits work to the GPU, the other communicates."""
+"""Cores that a GPU rank needs for its two threads, one of which submits work to the GPU while the other communicates."""
 _GPUS = plug_in_names("hetero_mpi.device.backends")
 DEVICE = re.compile(rf"auto|cpu|({'|'.join(_GPUS)})(:\d+)?")
 DEVICE_RULE = ", ".join(f'"{name}"' for name in ("auto", "cpu", *_GPUS)) + ', or one GPU of them, such as "cuda:1"'
@@ -23,30 +23,30 @@ DEVICE_RULE = ", ".join(f'"{name}"' for name in ("auto", "cpu", *_GPUS)) + ', or
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """A requested device."""
+    """The device that a rank requests."""
 
     name: str
-    """``auto`` or a backend's name."""
+    """``auto`` or the name of a backend."""
     gpu: int | None = None
-    """Number of the GPU; None: the next one without a lower rank."""
+    """Number of the GPU, or None for the next GPU that no lower rank uses."""
 
 
 @dataclass(frozen=True)
 class VisibleDevices:
-    """GPUs visible to a rank."""
+    """The GPUs that a rank can see."""
 
     host: str
     backend: str
     devices: tuple[tuple[int, str], ...]
-    """Pairs of the number of a usable GPU and its identity on the host."""
+    """(number, identity on the host) of each usable GPU."""
     gpu: int | None
-    """Number of the explicitly requested GPU."""
+    """Number of the GPU that the rank requests explicitly, if any."""
 
 
 def device_spec(job_device: str, environment: Mapping[str, str]) -> DeviceSpec:
-    """Requested device of this rank: ``DEVICE_VARIABLE`` of its environment, else the job's ``[cluster] device``.
+    """Return the device requested by ``DEVICE_VARIABLE`` or, if that is not set, by the job's ``[cluster] device``.
 
-    Raises UserError: the value of the variable is not a device.
+    Raises UserError if the value is not a device.
     """
     text = environment.get(DEVICE_VARIABLE) or job_device
     if not DEVICE.fullmatch(text):
@@ -58,7 +58,7 @@ def device_spec(job_device: str, environment: Mapping[str, str]) -> DeviceSpec:
 
 
 def gpu_of(rank: int, devices: Sequence[VisibleDevices]) -> int | None:
-    """Number of the GPU for ``rank``, given the visible GPUs of all ranks; None if lower ranks use all of them."""
+    """Return the number of the GPU for ``rank``, given the visible GPUs of all ranks, or None if lower ranks use them all."""
     device = devices[rank]
     if device.gpu is not None:
         return device.gpu
@@ -68,21 +68,21 @@ def gpu_of(rank: int, devices: Sequence[VisibleDevices]) -> int | None:
 
 @dataclass(frozen=True)
 class Cores:
-    """CPU cores available to a rank."""
+    """The CPU cores on which a rank may run."""
 
     host: str
     numbers: tuple[int, ...]
-    """Numbers of the cores in its affinity mask (a launcher may bind it to a few)."""
+    """Numbers of the cores in the rank's affinity mask. A launcher may bind the rank to a few cores."""
     quota: float | None
-    """CPU quota of the host's ranks together, in cores; None: no limit."""
+    """CPU quota shared by the ranks of the host, in cores, or None if there is no quota."""
     computes: bool
-    """Whether the CPU is its device; else the rank only feeds a GPU."""
+    """Whether the rank computes on the CPU rather than on a GPU."""
 
 
 def cores_of(rank: int, ranks: Sequence[Cores]) -> float:
-    """Number of cores for ``rank``: each core counts 1 / (ranks that may run on it), scaled down by a quota.
+    """Return the number of cores available to ``rank``. Each core is shared equally by its ranks and scaled down by a quota.
 
-    A GPU rank leaves its cores beyond ``MIN_CORES_PER_GPU`` to the CPU ranks on the same cores.
+    A GPU rank leaves all but ``MIN_CORES_PER_GPU`` of its share to the CPU ranks that may run on the same cores.
     """
     cores = ranks[rank]
     users = Counter(core for entry in ranks if entry.host == cores.host for core in entry.numbers)

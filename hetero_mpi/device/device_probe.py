@@ -1,6 +1,6 @@
-"""``python -m hetero_mpi.device.device_probe``: print one JSON line about torch and its devices in this environment.
+"""``python -m hetero_mpi.device.device_probe`` prints one line of JSON about torch and its devices in this environment.
 
-Runs in a separate process, because a torch build that does not match its driver may crash the importing process.
+It runs in a separate process, because a torch build that does not match its driver may crash the importing process.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from hetero_mpi.device.backend import Backend
 
 _WSL_CUDA = Path("/usr/lib/wsl/lib/libcuda.so.1")
-"""File that Windows adds to WSL with NVIDIA's driver. ``/dev/dxg`` does not identify NVIDIA, as it exists for all GPUs."""
+"""File that Windows provides in WSL if NVIDIA's driver is installed. ``/dev/dxg`` exists for GPUs of every vendor."""
 
 
 def devices_seen() -> dict[str, Any]:
-    """``version``; ``builds``: torch's backends; ``devices``; ``errors``: backend or device (``cuda:1``) -> reason of failure."""
+    """Return torch's ``version``, its backends (``builds``), the ``devices``, and ``errors`` by backend or device (``cuda:1``)."""
     import torch
 
     from hetero_mpi.device.accelerators import BACKENDS, available, usable
@@ -55,7 +55,7 @@ def _describe(backend: Backend) -> dict[str, Any]:
 
 
 def _error(name: str) -> str:
-    """Error message of torch when starting the backend anyway; "" without an error."""
+    """Start a backend that has no working device and return torch's error message, or "" if there is no error."""
     import torch
 
     if name == "mps":
@@ -68,7 +68,7 @@ def _error(name: str) -> str:
 
 
 def drivers() -> dict[str, str]:
-    """Version (or "yes") of the loaded kernel drivers ``nvidia``, ``amdgpu``, ``intel``, without torch."""
+    """Map the loaded kernel drivers (``nvidia``, ``amdgpu``, ``intel``) to their versions, or "yes" if unknown. Without torch."""
     versions = {}
     for name, file in (("nvidia", "/sys/module/nvidia/version"), ("amdgpu", "/sys/module/amdgpu/version")):
         try:

@@ -1,7 +1,7 @@
-"""``python -m hetero_mpi.device.operators cuda 1``: compare six operators on a device with fp64 on the CPU.
+"""``python -m hetero_mpi.device.operators cuda 1`` compares six operators on a device with fp64 on the CPU.
 
-Runs as a subprocess of ``self_test``, because a driver or a kernel may crash its process. Also checks copies to the device and
-back. The start of a run calls ``product_on`` only.
+It also checks copies to the device and back. ``self_test`` runs it as a subprocess, because a driver or a kernel may crash the
+process. A run only calls ``product_on`` when it starts.
 """
 
 import importlib.util
@@ -29,13 +29,13 @@ from hetero_mpi.device.shortage import is_out_of_memory
 from hetero_mpi.util.background import start_unattended
 
 ALLOWED = {"fp32": 1e-3, "bf16": 5e-2, "fp16": 2e-2}
-"""Largest relative difference (of norms) from the CPU: several times the rounding error, far below a wrong result."""
+"""Maximum difference from the CPU's result relative to its norm: several times the rounding error, far below a wrong result."""
 _TOKENS, _WIDTH, _INNER = 192, 256, 512
-"""192 = 64 modulo 128, where cuDNN's masked attention produced NaN gradients (pytorch#196678)."""
+"""The number of tokens is 64 modulo 128, for which cuDNN's masked attention produced NaN gradients (pytorch#196678)."""
 _HEADS, _GROUPS, _HEAD_WIDTH = 4, 2, 64
 _COPY_BYTES, _COPIES = 64 << 20, 5
 Compared = Iterator[tuple[str, Tensor, Tensor]]
-"""Name of a tensor, the device's tensor, and the expected tensor (fp64, on the host)."""
+"""Yields the name of a tensor, the device's tensor and the expected tensor (fp64, on the host)."""
 Operator = Callable[[Backend, torch.dtype], Compared]
 
 
@@ -49,7 +49,7 @@ def _random(*shape: int) -> Tensor:
 def _output_and_gradients(
     backend: Backend, leaves: Mapping[str, Tensor], function: Callable[..., Tensor], exact: Callable[..., Tensor]
 ) -> Compared:
-    """Compare output and gradients of ``function`` on the device with ``exact`` in fp64."""
+    """Yield the output and gradients of ``function`` on the device, and of ``exact`` in fp64, for comparison."""
     sides = []
     for values, compute in (
         ([backend.from_host(leaf.clone()) for leaf in leaves.values()], function),
@@ -73,7 +73,7 @@ def _product(backend: Backend, dtype: torch.dtype) -> Compared:
 
 
 def _loss(backend: Backend, dtype: torch.dtype) -> Compared:
-    """Summed, as the gradients of a mean are too small for fp16."""
+    """Compare cross-entropy. The loss is summed, because the gradients of a mean are too small for fp16."""
 
     def summed(logits: Tensor) -> Tensor:
         targets = torch.arange(_TOKENS, device=logits.device) * 7 % _INNER
@@ -84,7 +84,7 @@ def _loss(backend: Backend, dtype: torch.dtype) -> Compared:
 
 
 def _attention(masked: bool, backend: Backend, dtype: torch.dtype) -> Compared:
-    """Causal attention by flag and by sliding-window mask; then with logits near -120, where some kernels give NaN gradients."""
+    """Compare attention (causal or sliding-window), also with logits near -120, where some kernels produce NaN gradients."""
     mask = torch.ones(_TOKENS, _TOKENS, dtype=torch.bool).tril()
     if masked:
         mask &= ~mask.tril(-_TOKENS // 2)
@@ -129,7 +129,7 @@ def _adamw(backend: Backend, _: torch.dtype) -> Compared:
 
 
 def _nf4(backend: Backend, dtype: torch.dtype) -> Compared:
-    """Products with NF4 weights quantised on the host: dequantised, forward and backward, and with one row (separate kernel)."""
+    """Compare NF4 weights quantised on the host: dequantised, in products (forward, backward), and with one row (own kernel)."""
     from bitsandbytes import matmul_4bit
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
@@ -149,7 +149,7 @@ def _nf4(backend: Backend, dtype: torch.dtype) -> Compared:
 
 
 def _checks(backend: Backend) -> dict[str, Callable[[Backend], Result]]:
-    """Name -> check, for all capabilities of the device."""
+    """Return the checks for all capabilities of the device, by name."""
     operators: dict[str, Operator] = {"product": _product, "loss": _loss}
     operators |= {"attention": partial(_attention, False), "masked attention": partial(_attention, True)}
     operators |= {"NF4 product": _nf4} if importlib.util.find_spec("bitsandbytes") is not None else {}
@@ -161,7 +161,7 @@ def _checks(backend: Backend) -> dict[str, Callable[[Backend], Result]]:
 
 
 def product_on(backend: Backend) -> Result:
-    """Compare one product on the device, forward and backward, with the CPU."""
+    """Compare a matrix product on the device, forward and backward, with the CPU."""
     try:
         return _compare("product fp32", _product, "fp32", backend)
     except Exception as error:  # whatever a driver may say
@@ -182,7 +182,7 @@ def _compare(check: str, operator: Operator, dtype: str, backend: Backend) -> Re
 
 
 def copies(backend: Backend) -> Result:
-    """Check a round trip of bytes to the device, and measure bytes per second by direction and kind of host memory."""
+    """Check that bytes survive a round trip to the device, and measure copy speeds by direction and kind of host memory."""
     begin = time.perf_counter()
     received, sent = (torch.empty(_COPY_BYTES, dtype=torch.uint8, device=backend.device) for _ in range(2))
     pinned = [backend.host_buffer((_COPY_BYTES,), torch.uint8) for _ in range(2)]
@@ -214,7 +214,7 @@ def copies(backend: Backend) -> Result:
 
 
 def about(backend: Backend) -> dict[str, str]:
-    """Environment of the results, without host names and paths."""
+    """Describe the device and the software for a bug report, without host names and paths."""
     return {
         "device": backend.description(),
         "architecture": backend.architecture(),

@@ -1,10 +1,9 @@
-"""Matrix products in 16-bit dtypes on CPUs without hardware support: computed in fp32, rounded once.
+"""Matrix products in 16-bit dtypes on CPUs without hardware support, computed in fp32 and rounded once.
 
-Without a oneDNN kernel for the processor, torch's bf16 and fp16 products are about 30 times slower than fp32. This module replaces
-the operators below autograd, for forward and backward of every model; tensors keep their 16-bit dtype in memory and in messages.
-
-The replacements call the ``out`` variants, which are not replaced: kernels from ``torch.library.get_kernel`` hold the GIL while
-they compute, which blocks communication. Operators without an ``out`` variant are replaced one level higher.
+If oneDNN has no kernel for the processor, torch's bf16 and fp16 products are about 30 times slower than fp32. This module replaces
+the operators below autograd, so that the forward and backward of every model use fp32 products. Tensors keep their 16-bit dtype in
+memory and in messages. The replacements call the original ``out`` variants, as kernels from ``torch.library.get_kernel`` would hold
+the GIL while they compute, which blocks communication. Operators without an ``out`` variant are replaced one level higher.
 """
 
 import warnings
@@ -15,14 +14,14 @@ import torch
 
 _NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _BLOCK_ROWS = 2048
-"""Rows and columns copied to fp32 at once (16 MB), since the matrix of an LM head would take gigabytes."""
+"""Maximum rows and columns converted to fp32 at a time (16 MB); converting a whole LM head would take gigabytes."""
 _widened: set[torch.dtype] = set()
 _libraries: list[torch.library.Library] = []
-"""Libraries of replaced operators, kept alive."""
+"""The libraries that replace operators, referenced here to keep them alive."""
 
 
 def has_products(dtype: str) -> bool:
-    """Whether this CPU multiplies matrices of a compute dtype about as fast as in fp32."""
+    """Return whether this CPU multiplies matrices in a compute dtype at least about as fast as in fp32."""
     if dtype not in _NARROW:
         return True
     try:
@@ -32,12 +31,12 @@ def has_products(dtype: str) -> bool:
 
 
 def is_faster_in_bf16() -> bool:
-    """Whether this CPU multiplies matrices in bf16 faster than in fp32 (x86 with AVX512-BF16 or AMX)."""
+    """Return whether this CPU multiplies matrices faster in bf16 than in fp32 (x86 with AVX512-BF16 or AMX)."""
     return has_products("bf16") and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
 def widen_products(dtype: str) -> None:
-    """Let this process compute CPU products of ``dtype`` in fp32."""
+    """Make this process compute matrix products of ``dtype`` tensors on the CPU in fp32."""
     _widened.add(_NARROW[dtype])
     if _libraries:
         return
@@ -78,7 +77,7 @@ def _addmm_(
 def _matrices(
     added: torch.Tensor, a: torch.Tensor, b: torch.Tensor, beta: float, alpha: float, out: torch.Tensor
 ) -> torch.Tensor:
-    """``beta * added + alpha * a @ b`` in ``out``."""
+    """Compute ``beta * added + alpha * a @ b`` into ``out``."""
     single = a.shape[0] == 1  # torch's kernel for one row (token generation) is faster than fp32
     if single or a.dtype not in _widened or b.dtype is not a.dtype:
         return torch.addmm(added, a, b, beta=beta, alpha=alpha, out=out)
@@ -116,13 +115,13 @@ def _baddbmm(
 
 
 def _batches(a: torch.Tensor, b: torch.Tensor) -> Iterator[slice]:
-    """Split a batch of products ``a @ b`` into parts."""
+    """Yield slices of the batch dimension of ``a @ b`` that limit the size of the fp32 copies."""
     (batch, rows, inner), columns = a.shape, b.shape[2]
     return _parts(batch, max(1, _BLOCK_ROWS * _BLOCK_ROWS // max(1, rows * inner, inner * columns, rows * columns)))
 
 
 def _parts(length: int, size: int) -> Iterator[slice]:
-    """Slices of a range; at least one, even if empty."""
+    """Yield slices of at most ``size`` that cover ``range(length)``. There is at least one, even if it is empty."""
     return (slice(first, first + size) for first in range(0, max(1, length), size))
 
 

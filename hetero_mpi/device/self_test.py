@@ -1,6 +1,6 @@
-"""Self-test of a device: runs ``operators`` in a subprocess, which may crash or hang, and collects its results.
+"""Self-test of a device, which runs ``operators`` in a subprocess because it may crash or hang, and collects the results.
 
-Uses only the standard library, to work without a usable torch.
+Uses only the standard library, so that it works without a usable torch.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import IO, Any
 from hetero_mpi.util.background import lines_of
 
 PATIENCE_S = 120.0
-"""Maximum seconds per check, including the import of torch from a cold network disk."""
+"""Time limit for each check. The first includes importing torch, possibly from a cold network disk."""
 OPENING = "opening the device"
 MARK = "self-test: "
-"""Prefix of output lines: first ``{"about": ..., "checks": [names]}``, then a ``Result`` per check."""
+"""Prefix of the subprocess's output lines. The first has ``{"about": ..., "checks": [names]}``, each later one a ``Result``."""
 _EXIT_TIMEOUT_S = 10.0
 _PATH = re.compile(r"(?<![\w:/])/(?:[^\s/'\":,]+/)+")
 _REMEDIES = {
@@ -32,12 +32,12 @@ _REMEDIES = {
     "attention": "try another torch version (nightly or earlier); known bugs: pytorch#160787 (Intel Arc), pytorch#196678 (cuDNN)",
     "copies": "check that the GPU and its riser are seated firmly, its driver, and the host's memory",
 }
-"""Part of a check's name -> remedy for a failure."""
+"""Maps a part of a check's name to the remedy if the check fails."""
 
 OTHER_KERNELS = (
     "; an integrated GPU may use a related GPU's kernels: set HSA_OVERRIDE_GFX_VERSION=11.0.0 (10.3.0 before RDNA 3)"
 )
-"""Additional remedy for an AMD GPU without ROCm kernels."""
+"""Additional remedy for an AMD GPU for which ROCm has no kernels."""
 
 
 @dataclass(frozen=True)
@@ -46,20 +46,20 @@ class Result:
 
     check: str
     worst: float | None = None
-    """Largest difference from the CPU, relative to the norm; None if NaN or not measured."""
+    """Largest difference from the CPU's result, relative to its norm. None if the difference is NaN or was not measured."""
     allowed: float = 0.0
     what: str = ""
-    """Tensor with this difference."""
+    """Name of the tensor with the largest difference."""
     took_s: float = 0.0
     error: str = ""
     short: bool = False
-    """Out of memory, so that the check has no result."""
+    """Whether the check ran out of memory and therefore has no result."""
     speeds: dict[str, float] = field(default_factory=dict)
-    """Kind of copy -> bytes/s."""
+    """Maps each kind of copy to its speed in bytes/s."""
 
     @property
     def problem(self) -> str:
-        """Description of the failure; "" without one."""
+        """Description of the failure, or "" if the check did not fail."""
         if self.short:
             return ""
         if self.error:
@@ -73,7 +73,7 @@ class Result:
 
 @dataclass(frozen=True)
 class SelfTest:
-    """The results of one device."""
+    """The results of the self-test of one device."""
 
     backend: str
     index: int
@@ -86,11 +86,11 @@ class SelfTest:
 
     @property
     def problems(self) -> list[str]:
-        """A line per failed check."""
+        """One line per failed check."""
         return [f"{result.check}: {result.problem}" for result in self.results if result.problem]
 
     def remedy(self) -> str:
-        """Remedy for the first failure, which may cause the later ones."""
+        """Return the remedy for the first failure, which may have caused the later ones."""
         failed = next(result for result in self.results if result.problem)
         if "no kernel image" in failed.error or "invalid device function" in failed.error:
             text = "install a torch build that has kernels for it (docs/devices.md, Which torch for which GPU)"
@@ -103,7 +103,7 @@ class SelfTest:
         return "; ".join(texts) or text
 
     def with_result(self, result: Result) -> SelfTest:
-        """Return the test with one more result, without paths in its text, as they may contain user names."""
+        """Return a copy with another result, from whose text paths are removed because they may contain user names."""
         return replace(self, results=(*self.results, replace(result, error=_PATH.sub("", result.error))))
 
     def to_dict(self) -> dict[str, Any]:
@@ -111,14 +111,14 @@ class SelfTest:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> SelfTest:
-        """Restore from ``to_dict``, after a JSON round trip."""
+        """Restore an object from the result of ``to_dict`` after a JSON round trip."""
         return cls(**{**values, "results": tuple(Result(**result) for result in values["results"])})
 
 
 def self_test(backend: str, index: int, patience_s: float = PATIENCE_S) -> SelfTest:
     """Run the checks for all capabilities of the device.
 
-    ``patience_s``: a check that takes longer has failed, and its process is killed.
+    A check that takes longer than ``patience_s`` has failed, and its process is killed.
     """
     command = [sys.executable, "-m", "hetero_mpi.device.operators", backend, str(index)]
     test, waiting, error = SelfTest(backend, index), [OPENING], ""
@@ -146,7 +146,7 @@ def self_test(backend: str, index: int, patience_s: float = PATIENCE_S) -> SelfT
 
 
 def _describe_exit(process: subprocess.Popen[str], stderr: IO[str]) -> str:
-    """Describe how a process ended early."""
+    """Describe how a process ended before it had completed its checks."""
     with contextlib.suppress(subprocess.TimeoutExpired):  # a driver may block it
         process.wait(_EXIT_TIMEOUT_S)
     code = process.returncode or 0
@@ -158,9 +158,9 @@ def _describe_exit(process: subprocess.Popen[str], stderr: IO[str]) -> str:
 
 
 def text_of(test: SelfTest, driver: str) -> list[str]:
-    """Lines for a bug report, without host names and paths.
+    """Format a test as lines for a bug report, without host names and paths.
 
-    ``driver``: version of the device's kernel driver; "": not known, or it has none.
+    ``driver`` is the version of the device's kernel driver, or "" if it is unknown or the device has none.
     """
     about = {**test.about, "driver": driver} if driver else test.about
     lines = [

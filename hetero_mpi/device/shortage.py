@@ -1,4 +1,4 @@
-"""Out of memory: processes killed by the kernel, and recognition of OOM errors. Imports torch only for errors."""
+"""Out of memory: counts processes that the kernel has killed and recognises OOM errors. Imports torch only for the latter."""
 
 from pathlib import Path
 
@@ -6,12 +6,12 @@ from hetero_mpi.util.host_limits import read_counter
 
 
 def memory_kills(counters: Path = Path("/proc/vmstat")) -> int:
-    """Processes that this host's OOM killer has killed since boot; 0 without such a counter (before Linux 4.13, other systems)."""
+    """Return how many processes the OOM killer has killed since boot, or 0 without this counter (Linux has it from 4.13 on)."""
     return read_counter(counters, "oom_kill")
 
 
 def memory_kills_text(kills: dict[str, int]) -> str:
-    """Describe OOM kills. ``kills``: host -> number of killed processes; returns "" without kills."""
+    """Describe OOM kills, given the number of killed processes on each host. Returns "" if there were none."""
     lines = [
         f"the kernel of {host} killed {count} process{'es' if count > 1 else ''} because it ran out of memory"
         for host, count in kills.items()
@@ -39,11 +39,11 @@ _OOM_PHRASES = (
     "UR_RESULT_ERROR_OUT_OF_RESOURCES",
     "Invalid buffer size",
 )
-"""OOM phrases in a RuntimeError of allocators, libraries below torch and drivers: CPU, cuBLAS, cuDNN, SYCL (XPU), Metal."""
+"""Phrases that mean out of memory in a RuntimeError from an allocator, driver or library: CPU, cuBLAS, cuDNN, SYCL, Metal."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error of any library means out of memory."""
+    """Return whether an error, from whatever library, means out of memory."""
     import torch
 
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):

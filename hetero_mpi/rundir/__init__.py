@@ -1,1 +1,1 @@
-"""Files that a run writes as it progresses (logs, metrics, events), and the run directory."""
+"""The run directory and the files that a run writes as it progresses: logs, metrics and events."""

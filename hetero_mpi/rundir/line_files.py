@@ -1,6 +1,6 @@
-"""Append-only JSON-lines files of a run: ``metrics.jsonl``, ``steps.jsonl`` and ``events.jsonl``.
+"""The append-only JSON Lines files of a run: ``metrics.jsonl``, ``steps.jsonl`` and ``events.jsonl``.
 
-On a full disk training continues, and lines are buffered until there is space.
+If the disk is full, training continues and lines are buffered until there is space.
 """
 
 import contextlib
@@ -19,15 +19,15 @@ from hetero_mpi.util.errors import UserError
 METRICS_NAME, STEPS_NAME, EVENTS_NAME = "metrics.jsonl", "steps.jsonl", "events.jsonl"
 _LOG = logging.getLogger(__name__)
 _MAX_LINES = 100_000
-"""Maximum number of buffered lines; the oldest are dropped first."""
+"""Maximum number of buffered lines. If there are more, the oldest are dropped."""
 
 
 class LineFile:
-    """Appends lines to a file. Lines that cannot be written are buffered, and written with the next line.
+    """Appends lines to a file. Lines that cannot be written are buffered and written together with the next line.
 
     Args:
-        path: opened for every write, since the file may be moved meanwhile and several processes may write to it.
-        warn: called once when writing fails, and once when it succeeds again.
+        path: Opened for every write, because the file may be moved in the meantime and several processes may write to it.
+        warn: Called once when writing fails, and once when it succeeds again.
     """
 
     def __init__(self, path: Path, warn: Callable[[str], object] = _LOG.warning) -> None:
@@ -35,11 +35,11 @@ class LineFile:
         self._waiting: deque[bytes] = deque(maxlen=_MAX_LINES)
 
     def write(self, *objects: Mapping[str, Any]) -> None:
-        """Append JSON objects, one per line."""
+        """Append JSON objects, one on each line."""
         self.add(*(_line(values) for values in objects))
 
     def add(self, *records: bytes) -> None:
-        """Append bytes; without arguments, write the buffered lines."""
+        """Append records to the file. Without arguments, write only the buffered lines."""
         had_waiting = bool(self._waiting)
         self._waiting.extend(records)
         try:
@@ -63,7 +63,7 @@ def _line(values: Mapping[str, Any]) -> bytes:
 
 
 def _append(path: Path, data: bytes) -> None:
-    """Append all of ``data`` or nothing. Raises OSError if nothing was appended."""
+    """Append all of ``data`` to a file, or raise OSError and append nothing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab", buffering=0) as file:
         end = file.seek(0, os.SEEK_END)
@@ -78,12 +78,12 @@ def _append(path: Path, data: bytes) -> None:
 
 
 def objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(line including its end, values) of every line that is a JSON object. Skips torn lines."""
+    """Yield (line including its end, values) for every line that is a JSON object; skip other lines, such as torn ones."""
     return ((line, values) for line in lines(path) if (values := object_of(line)) is not None)
 
 
 def lines(path: Path) -> Iterator[str]:
-    """The lines of a file including their ends; none if the file is missing. Raises UserError if it cannot be read."""
+    """Yield the lines of a file, including line ends. A missing file has no lines. Raises UserError if it cannot be read."""
     if path.exists():
         require_regular(path)
         try:
@@ -96,7 +96,7 @@ def lines(path: Path) -> Iterator[str]:
 
 
 def object_of(line: str) -> dict[str, Any] | None:
-    """The JSON object in a line, or None."""
+    """Parse a line and return its JSON object, or None if the line is not a JSON object."""
     with contextlib.suppress(ValueError, RecursionError):
         values = json.loads(line)
         return values if isinstance(values, dict) else None
@@ -104,7 +104,7 @@ def object_of(line: str) -> dict[str, Any] | None:
 
 
 def keep_until(path: Path, step: int) -> None:
-    """Drop the lines of steps after ``step``, and lines without a step: a run resumed there repeats these steps."""
+    """Remove lines of steps after ``step``, which a run resumed there will repeat, and lines that have no step."""
     if path.exists():
         numbered_lines = [(line, values.get("step")) for line, values in objects(path)]
         content = "".join(line for line, at in numbered_lines if type(at) is int and at <= step).encode()

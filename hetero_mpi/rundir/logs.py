@@ -1,4 +1,4 @@
-"""Output of a run: a log file per rank; rank 0 also prints to stdout, above the status screen if there is one."""
+"""The output of a run: each rank has a log file, and rank 0 also prints to stdout, above the status screen if there is one."""
 
 import contextlib
 import logging
@@ -14,12 +14,12 @@ LOGGER = "hetero_mpi"
 
 
 def setup_logging(run_dir: str | Path | None, rank: int, size: int, waits: bool = False) -> Path | None:
-    """Log this process to ``run_dir/logs/rank-0003.log`` (appended), each line with time and rank/size. Returns that path.
+    """Append this process's log to ``run_dir/logs/rank-0003.log``, with time and rank/size on each line, and return the path.
 
-    The file receives INFO and above from this package, and warnings from all others, including Python's ``warnings``. Without a
-    ``run_dir`` there is no file. Calling it again replaces the earlier settings.
+    The file receives messages of INFO and above from this package, and warnings from other packages and Python's ``warnings``. If
+    ``run_dir`` is None, there is no file. Another call replaces the earlier settings.
 
-    ``waits``: buffer lines in memory until ``write_waiting_logs`` or the first error; other settings discard them.
+    If ``waits`` is true, lines are buffered in memory until ``write_waiting_logs`` or the first error. Another call discards them.
     """
     root = logging.getLogger()
     for logger in (root, logging.getLogger(CONSOLE_LOGGER)):
@@ -42,33 +42,33 @@ def setup_logging(run_dir: str | Path | None, rank: int, size: int, waits: bool 
 
 
 def write_waiting_logs() -> None:
-    """Write the buffered lines (``setup_logging``); later lines are written immediately."""
+    """Write the lines that ``setup_logging(waits=True)`` buffers. Later lines are written immediately."""
     for handler in logging.getLogger().handlers:
         if isinstance(handler, _BufferedLog):
             handler.write_through()
 
 
 def say(*lines: str) -> None:
-    """Print lines for the user: on rank 0 to stdout, on every rank to the log file."""
+    """Print lines for the user: to stdout on rank 0, and to the log file on every rank."""
     for line in lines:
         logging.getLogger(CONSOLE_LOGGER).info("%s", printable(line))
 
 
 def note(*lines: str) -> None:
-    """Write lines to the log file only."""
+    """Write lines only to the log file."""
     for line in lines:
         logging.getLogger(LOGGER).info("%s", printable(line))
 
 
 class _LogFile(logging.FileHandler):
-    """A log file on a disk that may be full: lines stay in its buffer until there is space."""
+    """A log file that tolerates a full disk by keeping lines in its buffer until there is space."""
 
     def _open(self) -> Any:
         Path(self.baseFilename).parent.mkdir(parents=True, exist_ok=True)
         return super()._open()
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Ignore the error, as a traceback for every line would not help. Other files on a full disk report it."""
+        """Ignore the error, because a traceback for every line would not help. Writers of other files report a full disk."""
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
@@ -76,7 +76,7 @@ class _LogFile(logging.FileHandler):
 
 
 class _BufferedLog(logging.handlers.MemoryHandler):
-    """Buffers lines in memory for the log file until they are released, at the latest by the first error."""
+    """Buffers lines for the log file in memory until ``write_through`` is called or an error is logged."""
 
     def __init__(self, file: _LogFile) -> None:
         super().__init__(sys.maxsize, logging.ERROR, file, flushOnClose=False)
@@ -101,7 +101,7 @@ class _BufferedLog(logging.handlers.MemoryHandler):
 
 
 class _StdoutHandler(logging.Handler):
-    """A handler that prints to the current stdout, above the status screen if there is one."""
+    """Prints log messages to the current stdout, above the status screen if there is one."""
 
     def emit(self, record: logging.LogRecord) -> None:
         write_line(self.format(record))
@@ -117,11 +117,11 @@ class Watched(Protocol):
     """A status screen on a terminal."""
 
     def print_above(self, text: str) -> None:
-        """Print a line above it."""
+        """Print a line above the status screen."""
 
 
 SHOWN: list[Watched] = []
-"""The screens on the terminal: none or one."""
+"""The status screen on the terminal: a list with at most one entry."""
 _LOCK = threading.RLock()
 
 

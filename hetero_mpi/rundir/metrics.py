@@ -1,7 +1,7 @@
-"""``metrics.jsonl``: a JSON object per step and per evaluation, readable during the run and after a crash.
+"""``metrics.jsonl``, which has a JSON object for each step and evaluation and is readable during a run and after a crash.
 
-Metrics also go to trackers (``[report] trackers``, modules of ``rundir/trackers``). A tracker that fails, at the start or later,
-is disabled with a message and never ends the run.
+Metrics are also sent to experiment trackers (``[report] trackers``, modules of ``rundir/trackers``). A tracker that fails, when it
+is opened or later, is disabled with a message and never ends the run.
 """
 
 from __future__ import annotations
@@ -21,60 +21,60 @@ from hetero_mpi.util.background import BestEffort, warn_on_failure
 from hetero_mpi.util.plug_ins import plug_in
 
 WARM_UP_STEPS = 2
-"""Number of first steps under a plan that are excluded from timing, while caches, allocators and links warm up."""
+"""Number of initial steps under each plan that are excluded from timing, because caches, allocators and links are warming up."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rewards:
-    """Means over the compared answers of a step or evaluation (docs/preferences.md); None if there are none."""
+    """Means over the compared answers in a step or evaluation (docs/preferences.md). None if no answers are compared."""
 
     chosen_reward: float | None = None
-    """Mean reward of chosen or desirable answers."""
+    """Mean reward of the chosen or desirable answers."""
     rejected_reward: float | None = None
     reward_margin: float | None = None
-    """Chosen minus rejected."""
+    """Chosen reward minus rejected reward."""
     reward_accuracy: float | None = None
     """Share of the pairs in which the chosen answer has the higher reward."""
     kl: float | None = None
-    """KTO's reference point."""
+    """Reference point of KTO."""
 
 
 @dataclass(frozen=True)
 class StepMetrics(Rewards):
-    """One step. ``step`` counts from 1: the number of completed steps."""
+    """Metrics of one step. ``step`` is the number of completed steps, so the first step has number 1."""
 
     step: int
     loss: float
-    """Mean cross-entropy per target token of the batch, nats; plus the router loss times its coefficient."""
+    """Mean cross-entropy per target token in nats, plus the router loss multiplied by its coefficient."""
     grad_norm: float
     """Global gradient norm before clipping."""
     lr: float
     tokens: int
-    """Number of target tokens."""
+    """Number of target tokens in the step."""
     tokens_per_s: float
     step_s: float
     predicted_step_s: float
     emulated: bool = False
-    """``step_s`` and ``tokens_per_s`` are emulated."""
+    """Whether ``step_s`` and ``tokens_per_s`` are emulated."""
     router_loss: float | None = None
-    """Mean over the step's sequences, before the coefficient; None without routers."""
+    """Mean router loss over the step's sequences, before the coefficient. None if the model has no routers."""
 
 
 @dataclass(frozen=True)
 class Evaluation(Rewards):
-    """Evaluation loss after ``step`` steps, nats per token."""
+    """Evaluation loss after ``step`` steps, in nats per token, and related metrics."""
 
     step: int
     loss: float
     perplexity: float | None = None
-    """None unless the loss is a token cross-entropy."""
+    """Perplexity, or None if the loss is not a token cross-entropy."""
     token_accuracy: float | None = None
-    """Share of the target tokens that are the model's most likely; None without tokens, or in preference training."""
+    """Share of target tokens to which the model assigns the highest probability. None without tokens or in preference training."""
     sets: Mapping[str, float] | None = None
-    """Name -> loss of each additional evaluation set."""
+    """Maps the name of each additional evaluation set to its loss."""
 
     def beside(self) -> str:
-        """The metrics other than the loss, as text."""
+        """Format all metrics except the loss as text."""
         text = f", perplexity {self.perplexity:.4g}" if self.perplexity is not None else ""
         text += f", token accuracy {100 * self.token_accuracy:.1f} %" if self.token_accuracy is not None else ""
         text += "".join(f", {name} {loss:.4f}" for name, loss in (self.sets or {}).items())
@@ -83,17 +83,17 @@ class Evaluation(Rewards):
 
 @dataclass(frozen=True)
 class Metrics:
-    """The contents of a metrics file, in file order."""
+    """The contents of a metrics file, in the order of the file."""
 
     steps: tuple[StepMetrics, ...]
     evaluations: tuple[Evaluation, ...]
 
 
 class MetricsWriter:
-    """Appends to a metrics file; on a full disk lines are buffered until there is space. A context manager.
+    """Writes metrics to a file and to trackers. If the disk is full, lines are buffered until there is space.
 
-    ``resume_step``: completed steps when this run begins. Lines of later steps, left by a run that continued after its last
-    checkpoint, are removed atomically. ``trackers`` receive the metrics too, and are closed at the end.
+    ``resume_step`` is the number of completed steps when this run begins. Lines of later steps, left by a run that continued after
+    its last checkpoint, are removed atomically. Usable as a context manager, which also closes the ``trackers``.
     """
 
     def __init__(self, path: str | Path, resume_step: int = 0, trackers: Trackers | None = None) -> None:
@@ -105,7 +105,7 @@ class MetricsWriter:
         self._file = LineFile(self.path, say)
 
     def step(self, metrics: StepMetrics) -> None:
-        """Write one step."""
+        """Write the metrics of one step."""
         rewards = {field.name: getattr(metrics, field.name) for field in fields(Rewards)}
         values = {name: value for name, value in asdict(metrics).items() if name not in rewards} | rewards
         self._file.write({name: value for name, value in values.items() if value is not None and value is not False})
@@ -113,7 +113,7 @@ class MetricsWriter:
             self._trackers.step(metrics)
 
     def evaluation(self, step: int, loss: float, **values: Any) -> None:
-        """Write the evaluation loss after ``step`` steps, and the other fields of ``Evaluation``."""
+        """Write the evaluation loss after ``step`` steps and, as ``values``, other fields of ``Evaluation``."""
         self._file.write({"step": step, "evaluation_loss": loss, **values})
         if self._trackers is not None:
             self._trackers.evaluation(step, loss, **values)
@@ -131,7 +131,7 @@ class MetricsWriter:
 
 
 def read_metrics(path: str | Path) -> Metrics:
-    """Read a metrics file. ``null`` becomes NaN. Torn lines, unknown kinds of lines and unknown keys are skipped."""
+    """Read a metrics file. A ``null`` is read as NaN. Torn lines, unknown kinds of lines and unknown keys are skipped."""
     records = [_parse_line(line) for line in lines(Path(path))]
     steps = tuple(record for record in records if isinstance(record, StepMetrics))
     return Metrics(steps, tuple(record for record in records if isinstance(record, Evaluation)))
@@ -150,7 +150,7 @@ _SETS = "Mapping[str, float] | None"
 
 
 def _field_values(values: Mapping[str, Any], kind: type[StepMetrics] | type[Evaluation]) -> dict[str, Any] | None:
-    """The values of the fields of ``kind``; None if one is missing or not a number."""
+    """Return the values of the fields of ``kind``, or None if one is missing or has the wrong type."""
     result: dict[str, Any] = {}
     for field in fields(kind):
         value = values.get(field.name, field.default)
@@ -166,24 +166,24 @@ def _field_values(values: Mapping[str, Any], kind: type[StepMetrics] | type[Eval
 
 
 def measured_step_s(steps: Sequence[StepMetrics]) -> float | None:
-    """Median seconds per step under the last plan after its warm-up; None without such steps."""
+    """Return the median seconds per step under the last plan after its warm-up, or None if there are no such steps."""
     warm = [step.step_s for step in warm_steps(steps)]
     return statistics.median(warm) if warm else None
 
 
 def warm_steps(steps: Sequence[StepMetrics]) -> Sequence[StepMetrics]:
-    """The steps under a run's last plan, without the warm-up steps."""
+    """Return the steps under a run's last plan, without the warm-up steps."""
     steps_by_plan = by_plan(steps)
     return steps_by_plan[-1][WARM_UP_STEPS:] if steps_by_plan else ()
 
 
 def by_plan(steps: Sequence[StepMetrics]) -> list[list[StepMetrics]]:
-    """The steps of a run grouped by plan, distinguished by predicted step time."""
+    """Group the steps of a run by plan. Plans are distinguished by their predicted step times."""
     return [list(group) for _, group in groupby(steps, lambda step: step.predicted_step_s)]
 
 
 def rewards_text(line: Rewards) -> str:
-    """Rewards as text to follow a loss, "" without rewards."""
+    """Format rewards as text that follows a loss, or return "" if there are none."""
     margin, accuracy = line.reward_margin, line.reward_accuracy
     text = f", reward margin {margin:.4f}" if margin is not None else ""
     return text + (f", accuracy {100 * accuracy:.0f} %" if accuracy is not None else "")
@@ -198,28 +198,28 @@ _TRACKER_NAMES = {
     "rewards/accuracies": "reward_accuracy",
     "kl": "kl",
 }
-"""Tracker's name of a reward (as in TRL) -> field."""
+"""Maps the name of a reward in trackers, which is that of TRL, to the field."""
 
 
 class Trackers:
-    """The trackers of a run. Emulated speeds have different names.
+    """The trackers of a run. Emulated speeds are sent under different names.
 
     Args:
-        names: modules of ``rundir/trackers``.
-        run_dir: trackers write into sub-directories of it; its name is the run's name.
-        job: the job's values, for trackers that show them.
+        names: Modules of ``rundir/trackers``.
+        run_dir: Run directory, in which each tracker may write its own sub-directory. Its name is the name of the run.
+        job: The job's values, for trackers that show them.
     """
 
     def __init__(self, names: Sequence[str], run_dir: Path, job: Mapping[str, Any]) -> None:
         self._using: list[BestEffort[None]] = []
-        """For each open tracker, a function that calls its argument with the tracker."""
+        """One function per open tracker, which calls its argument with that tracker."""
         for name in names:
             with warn_on_failure(f"opening {name} (pip install {name}, or remove it from [report] trackers)"):
                 tracker = plug_in("hetero_mpi.rundir.trackers", name).open_tracker(run_dir, job)
                 self._using.append(BestEffort(f"sending metrics to {name}", lambda use, of=tracker: use(of)))
 
     def step(self, line: StepMetrics) -> None:
-        """Write one step."""
+        """Send the metrics of one step."""
         speed = "speed (emulated)" if line.emulated else "speed"
         values = {
             "loss/training": line.loss,
@@ -236,7 +236,7 @@ class Trackers:
         self._write(line.step, values)
 
     def evaluation(self, step: int, loss: float, **values: Any) -> None:
-        """Write the evaluation loss after ``step`` steps, and the other fields of ``Evaluation``."""
+        """Send the evaluation loss after ``step`` steps and, as ``values``, other fields of ``Evaluation``."""
         tracked = {**_TRACKER_NAMES, "perplexity": "perplexity", "token accuracy": "token_accuracy"}
         logged = {f"{name}, held out": values[key] for name, key in tracked.items() if key in values}
         logged |= {f"loss/{name}, held out": set_loss for name, set_loss in values.get("sets", {}).items()}

@@ -1,6 +1,6 @@
-"""``now.json``: the current activity of each rank. Rank 0 writes it twice a second, and at the end with the outcome.
+"""``now.json``, which shows the current activity of each rank. Rank 0 writes it twice a second, and finally with the outcome.
 
-An outdated file shows the last known activity of each rank.
+If the file is outdated, it shows the last known activity of each rank.
 """
 
 import contextlib
@@ -18,11 +18,11 @@ from hetero_mpi.util.disk import require_regular, write_atomic
 
 PRESENT_NAME = "now.json"
 NICENESS = 10
-"""Nice value of processes that draw the display: on a busy machine they get a tenth of a rank's CPU share."""
+"""Nice value of processes that render displays. On a busy machine they get a tenth of a rank's share of the CPU."""
 LIFELESS_S = 20.0
-"""A run that writes nothing for this long is considered dead. Clocks of two machines may differ by a few seconds."""
+"""A run that writes nothing for this long is considered dead. The limit allows for clocks that differ by a few seconds."""
 _MAX_SILENCE_S = 3.0
-"""A rank without a report for this long may be dead or disconnected; ranks report twice a second."""
+"""A rank that does not report for this long may be dead or disconnected. Ranks report twice a second."""
 _ACTION = re.compile(r"\d+([A-Z_]+)(\d*)")
 _NAMES = {
     "F": "forward", "B": "backward", "I": "input gradients", "W": "weight gradients", "STEP": "optimizer",
@@ -30,29 +30,29 @@ _NAMES = {
     "REDUCE": "gradient all-reduce",
 }  # fmt: skip
 _LONG_S = 10.0
-"""Seconds in one activity after which a rank's line shows the duration."""
+"""A rank's line shows the duration of an activity that has lasted this long."""
 
 
 @dataclass(frozen=True)
 class Standing:
-    """Activity of a rank, as reported by the rank."""
+    """The current activity of a rank, as reported by the rank."""
 
     at: str
     """Activity and action, such as ``training step 18, 1RECV_F2``."""
     still_s: float = 0.0
-    """Seconds without a change."""
+    """Seconds since the activity last changed."""
     waits_for: str | None = None
     busy: bool = False
-    """The rank is in a block that may take long (``World.busy``)."""
+    """Whether the rank is in a block that may take long (``World.busy``)."""
     computed: float | None = None
-    """Share of computation in its last step; None if unknown."""
+    """Share of its last step that the rank spent computing, or None if unknown."""
     memory_bytes: int = 0
     sensors: Mapping[str, float] = field(default_factory=dict)
-    """As from ``device.backend``."""
+    """Readings from ``Backend.sensors``."""
     sending: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    """Rank -> (messages, bytes) in transit to it."""
+    """Maps each receiving rank to the (messages, bytes) in transit to it."""
     silent_s: float = 0.0
-    """Seconds since its last report."""
+    """Seconds since the rank's last report."""
 
     def line(self) -> str:
         waits = f", waits for {self.waits_for}" if self.waits_for else ""
@@ -60,7 +60,7 @@ class Standing:
 
     @property
     def text(self) -> str:
-        """``forward 3`` (of micro-batch 3), or ``waits for rank 0 to send, for 12.0 s``."""
+        """Short description, such as ``forward 3`` (for micro-batch 3) or ``waits for rank 0 to send, for 12.0 s``."""
         activity = self.at.rsplit(", ", 1)[-1]
         action = _ACTION.fullmatch(activity)
         text = f"{_NAMES.get(action[1], activity)} {action[2]}".rstrip() if action else activity
@@ -76,9 +76,9 @@ class Present:
 
     unix_s: float
     doing: str
-    """Activity of rank 0, such as ``training step 18``."""
+    """The current activity of rank 0, such as ``training step 18``."""
     ended: str | None = None
-    """Reason why the run ended, empty for success; None while it runs."""
+    """Why the run ended, or "" if it succeeded. None while the run is active."""
     ranks: Mapping[str, Standing] = field(default_factory=dict)
 
     @property
@@ -95,7 +95,7 @@ def write_present(directory: Path, present: Present) -> None:
 
 
 def read_present(directory: Path) -> Present | None:
-    """Read ``now.json``; None if missing or of another format. Raises UserError if it is not a regular file."""
+    """Read ``now.json``. Returns None if it is missing or malformed; raises UserError if it is not a regular file."""
     require_regular(directory / PRESENT_NAME)
     with contextlib.suppress(OSError, ValueError):
         return _ADAPTER.validate_json((directory / PRESENT_NAME).read_bytes())

@@ -1,7 +1,7 @@
-"""Recorded steps: measurements of each rank, one JSON object per rank and step in ``steps.jsonl``.
+"""Recorded steps: the measurements of each rank, stored in ``steps.jsonl`` as one JSON object per rank and step.
 
-A line holds the rank's actions in that step, its clock's offset from rank 0's, and its time usage since training began. Reports and
-traces are made by the same code from these lines and from the simulator's events.
+Each object has the rank's actions in that step, their start on rank 0's clock, and the rank's time usage since training began. The
+same code creates reports and traces from these records and from the simulator's events.
 """
 
 from __future__ import annotations
@@ -20,40 +20,40 @@ from hetero_mpi.rundir.line_files import objects
 from hetero_mpi.util.errors import UserError
 
 _MAX_TIME_DECIMALS = 7
-"""Decimals of stored times: a tenth of a microsecond."""
+"""Decimals to which stored times are rounded, which is a tenth of a microsecond."""
 
 
 @dataclass(frozen=True)
 class Usage:
-    """A rank's time usage since training began, in seconds, and its memory and traffic, in bytes."""
+    """A rank's time usage since training began, in seconds, and its memory and traffic in bytes."""
 
     steps: int = 0
     seconds: float = 0.0
     computing_s: float = 0.0
-    """Forward, backward and optimizer."""
+    """Time in forward, backward and optimizer."""
     activations_s: float = 0.0
-    """Waiting for activations."""
+    """Time waiting for activations."""
     gradients_s: float = 0.0
-    """Waiting for gradients."""
+    """Time waiting for gradients."""
     copies_s: float = 0.0
-    """Copying between device and host memory."""
+    """Time copying between device and host memory."""
     sums_s: float = 0.0
-    """Waiting for gradient all-reduces."""
+    """Time waiting for gradient all-reduces."""
     group_s: float = 0.0
-    """Tensor-parallel exchanges with the other ranks of its group, including waiting for them."""
+    """Time in tensor-parallel communication, including waiting for the other ranks of the group."""
     sent_bytes: int = 0
     received_bytes: int = 0
     peak_bytes: int = 0
-    """Peak memory: allocated memory of a device, or the whole process of a CPU rank."""
+    """Peak memory: the memory allocated on a GPU, or that of the whole process of a CPU rank."""
 
     @property
     def end_s(self) -> float:
-        """Remaining seconds: waiting for the batch, for the step decision, and for other ranks."""
+        """The remaining time, spent waiting for the batch, for the decision on the step, and for other ranks."""
         timed = self.computing_s + self.activations_s + self.gradients_s + self.copies_s + self.sums_s + self.group_s
         return max(0.0, self.seconds - timed)
 
     def and_step(self, events: Iterable[Event], seconds: float) -> Usage:
-        """This usage plus one step that took ``seconds``."""
+        """Return this usage plus that of one more step, which took ``seconds``."""
         totals = {**asdict(self), "steps": self.steps + 1, "seconds": self.seconds + seconds}
         for event in events:
             duration_s, op = event.end_s - event.start_s, event.action.op
@@ -74,15 +74,15 @@ class Usage:
 
 @dataclass(frozen=True)
 class RankStep:
-    """One rank's part of a recorded step."""
+    """The record of one step on one rank."""
 
     rank: int
     step: int
     """Number of completed steps, as in ``metrics.jsonl``."""
     begin_s: float
-    """Start of the rank's actions, on rank 0's clock."""
+    """Time on rank 0's clock at which the rank's actions started."""
     events: tuple[MeasuredEvent, ...]
-    """Times are in seconds since ``begin_s``."""
+    """The rank's actions, with times in seconds since ``begin_s``."""
     usage: Usage
 
 
@@ -91,7 +91,7 @@ _EVENTS = TypeAdapter(list[tuple[str, FiniteFloat, FiniteFloat, int, FiniteFloat
 
 
 def rank_step_to_dict(record: RankStep) -> dict[str, Any]:
-    """The record as JSON values; an event is ``[action, start_s, end_s, bytes, copied_s, arrived_s, exchanged_s]``."""
+    """Convert a record to JSON. An event becomes ``[action, start_s, end_s, bytes, copied_s, arrived_s, exchanged_s]``."""
     return {
         "step": record.step,
         "rank": record.rank,
@@ -105,7 +105,7 @@ def rank_step_to_dict(record: RankStep) -> dict[str, Any]:
 
 
 def rank_step_from_dict(values: Mapping[str, Any]) -> RankStep:
-    """The inverse of ``rank_step_to_dict``. Unknown keys of ``usage`` are ignored."""
+    """Restore a record from the result of ``rank_step_to_dict``. Unknown keys in ``usage`` are ignored."""
     rank, step = int(values["rank"]), int(values["step"])
     events = tuple(
         MeasuredEvent(rank, step, parse_action(text), start, end, size, copied, arrived, exchanged_s=exchanged)
@@ -115,7 +115,7 @@ def rank_step_from_dict(values: Mapping[str, Any]) -> RankStep:
 
 
 def read_rank_steps(path: Path) -> tuple[RankStep, ...]:
-    """All complete lines of a file of recorded steps, in order; empty if the file is missing."""
+    """Read the valid records in a file of recorded steps, in order. A missing file has no records."""
     records = []
     for _, values in objects(path):
         # Skip lines of other versions.
@@ -125,7 +125,7 @@ def read_rank_steps(path: Path) -> tuple[RankStep, ...]:
 
 
 def steps_under(records: Sequence[RankStep], plan: Plan) -> list[tuple[RankStep, ...]]:
-    """The steps under ``plan`` that all its ranks recorded, in order."""
+    """Return, in order, the steps under ``plan`` that all ranks of the plan have recorded."""
     expected = {(number, rank) for number, _, stage in plan.numbered for rank in stage.ranks}
     by_step: dict[int, dict[int, RankStep]] = {}
     for record in records:
@@ -140,16 +140,16 @@ def steps_under(records: Sequence[RankStep], plan: Plan) -> list[tuple[RankStep,
 
 
 def newest_step(records: Sequence[RankStep], plan: Plan) -> tuple[RankStep, ...]:
-    """The latest step of ``steps_under``, or ()."""
+    """Return the latest of the ``steps_under`` a plan, or () if there are none."""
     steps = steps_under(records, plan)
     return steps[-1] if steps else ()
 
 
 def on_one_clock(records: Sequence[RankStep]) -> tuple[Event, ...]:
-    """The events of one recorded step, in seconds since its first rank began.
+    """Return the events of one recorded step, with times in seconds since the first rank began.
 
-    Sends become comparable with the simulator's, whose events span the time on the link: a send ends when its message arrives, and
-    starts when the previous one has arrived.
+    Sends are converted to those of the simulator, which last while the link is in use: a send ends when its message arrives, and
+    starts no earlier than the arrival of the previous message.
     """
     if not records:
         return ()
@@ -178,10 +178,10 @@ def on_one_clock(records: Sequence[RankStep]) -> tuple[Event, ...]:
 
 
 def in_parts(events: Iterable[Event]) -> list[tuple[Event, bool]]:
-    """Split events of tensor-parallel groups: (event, False) for the computation of a rank, then (event, True) for the exchanges.
+    """Split events of tensor-parallel groups into (event, False) for the computation and (event, True) for the communication.
 
-    An exchange is assumed to last as long as for the rank of the group that spent the least time in it. The other ranks waited for
-    the remainder, which is in no event.
+    The communication is assumed to take as long as on the rank of the group that spent the least time in it. The other ranks
+    spend the rest of their time waiting, which belongs to no event.
     """
     listed = list(events)
     passing_s = dict[tuple[int, Action], float]()
@@ -198,25 +198,25 @@ def in_parts(events: Iterable[Event]) -> list[tuple[Event, bool]]:
 
 
 def _matching_send(receive: Action) -> Action:
-    """The send that matches ``receive``."""
+    """Return the send action that matches ``receive``."""
     if receive.op is Op.RECV_F:
         return Action(Op.SEND_F, receive.stage - 1, receive.micro_batch)
     return Action(Op.SEND_B, receive.stage + 1, receive.micro_batch)
 
 
 def last_usage(records: Sequence[RankStep]) -> dict[int, Usage]:
-    """Rank -> its usage at its latest recorded step."""
+    """Map each rank to its usage as of its latest recorded step."""
     return {record.rank: record.usage for record in sorted(records, key=lambda record: record.step)}
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """The messages between stages from one rank to another in one step."""
+    """The messages between stages that one rank sends to another in one step."""
 
     messages: int = 0
     bytes: int = 0
     seconds: float = 0.0
-    """Sum of the messages' transit times."""
+    """Total transit time of the messages."""
 
     @property
     def bytes_per_s(self) -> float:
@@ -224,7 +224,7 @@ class Traffic:
 
 
 def traffic(events: Iterable[Event], plan: Plan) -> dict[tuple[int, int], Traffic]:
-    """(sender, receiver) -> messages of one step, without gradient all-reduces (see ``sums``)."""
+    """Map (sender, receiver) to the messages of one step. Gradient all-reduces are not included (see ``sums``)."""
     rank_of = {number: stage.ranks[0] for number, _, stage in plan.numbered}
     traffic_by_pair: dict[tuple[int, int], Traffic] = {}
     for event in events:
@@ -239,7 +239,7 @@ def traffic(events: Iterable[Event], plan: Plan) -> dict[tuple[int, int], Traffi
 
 
 def sums(events: Iterable[Event]) -> dict[int, float]:
-    """Rank -> seconds of a step in gradient all-reduces. Ranks without any are absent."""
+    """Map each rank to the seconds of a step that it spends in gradient all-reduces. Ranks that take part in none are absent."""
     seconds_by_rank: dict[int, float] = {}
     for event in events:
         if event.action.op is Op.REDUCE:

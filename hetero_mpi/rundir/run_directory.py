@@ -1,11 +1,11 @@
 """The run directory: its lock, ``run.json``, events, and archiving of an earlier run.
 
-* One run at a time holds the lock; a crashed run releases it.
-* When a directory is reused, the files of the earlier run are archived in ``RUN/set-aside-1``, itself a run directory. Every move
-  is a rename within the directory. The files that identify a run (metrics, then checkpoints) move last, so a crash between
-  two moves loses nothing: the next start continues with the same target.
+* One run at a time holds the lock. If a run crashes, its lock is released.
+* When a directory is reused, the files of the earlier run are archived in ``RUN/set-aside-1``, which is a run directory too. Every
+  move is a rename within the run directory. The files that identify a run (metrics, then checkpoints) are moved last, so a crash
+  between two moves loses nothing: the next start continues with the same target.
 
-Also here: a supervisor's events, in ``RUN/events.jsonl`` and on its stderr.
+This module also writes the events of a supervisor to ``RUN/events.jsonl`` and to the supervisor's stderr.
 """
 
 import contextlib
@@ -32,11 +32,11 @@ from hetero_mpi.util.terminal import write_text
 LOCK_NAME, RUN_NAME = ".lock", "run.json"
 REPORT_NAME, TRACE_NAME = "report.html", "trace.json"
 SAMPLE_NAME = "sample.txt"
-"""File with the sample that the trained model generates at the end, if the job requests one."""
+"""File with the text that the trained model generates at the end if the job requests a sample."""
 START_VARIABLE = "HETERO_MPI_START"
-"""Environment variable of all processes of a start: ``SUPERVISOR.NUMBER``."""
+"""Environment variable ``SUPERVISOR.NUMBER``, which is the same in all processes that a supervisor starts together."""
 _WRITTEN_FOLDERS = ("", "adapter", "checkpoints", "copies", "logs", "model", "tensorboard", "wandb")
-"""Directories that a run writes into, relative to the run directory ("")."""
+"""Directories into which a run writes, relative to the run directory, which is ""."""
 _PLAN_FILES = ("profile.toml", "plan.toml", "architecture.png", "architecture.svg")
 _LOGS = "logs"
 _ARCHIVED = (
@@ -44,18 +44,18 @@ _ARCHIVED = (
     STEPS_NAME, EVENTS_NAME, RUN_NAME, METRICS_NAME, "checkpoints",
 )  # fmt: skip
 _FILES = {name for name in (LOCK_NAME, *_PLAN_FILES, *_ARCHIVED) if "." in name}
-"""Entries of a run directory that are files; all others are directories."""
+"""Names in a run directory that are files. All other names are directories."""
 
 
 @contextlib.contextmanager
 def claim(run_dir: str | Path, tell: Callable[[str], None] = write_line) -> Iterator[Path]:
-    """Create the run directory and hold its lock during the context. Rank 0 only.
+    """Create the run directory and hold its lock during the block. Called only on rank 0.
 
-    The operating system releases the lock when the process ends for any reason. The lock file remains and names the holder. Its
-    modification time is restored, so a rejected start leaves no trace. ``tell`` is called if the file system has no locks, so
-    that a second run cannot be prevented.
+    The operating system releases the lock when the process ends for any reason. The lock file names the holder during the block and
+    remains afterwards, with its old modification time, so that a rejected start leaves no trace. If the file system has no locks,
+    ``tell`` is called with a warning that a second run cannot be prevented.
 
-    Raises UserError if another run holds the lock (names host, process and start), or if the directory is not writable.
+    Raises UserError if another run, named in the message, holds the lock, or if the directory is not writable.
     """
     directory = Path(run_dir)
     with opened_in(directory, LOCK_NAME) as file:
@@ -84,14 +84,14 @@ def claim(run_dir: str | Path, tell: Callable[[str], None] = write_line) -> Iter
 
 
 def is_used(run_dir: Path) -> bool:
-    """Whether the directory contains anything but its lock."""
+    """Return whether the directory contains anything other than its lock file."""
     return run_dir.is_dir() and any(path.name != LOCK_NAME for path in run_dir.iterdir())
 
 
 def opened_in(run_dir: Path, name: str) -> TextIO:
-    """Open a file of the run directory for reading and appending, creating the directory if necessary.
+    """Open a file in the run directory for reading and appending. The directory is created if necessary.
 
-    Raises UserError if the directory cannot be created or written, or has a link that leads out of it.
+    Raises UserError if the directory cannot be created or written, or if it contains a link that leads out of it.
     """
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -106,9 +106,9 @@ def opened_in(run_dir: Path, name: str) -> TextIO:
 
 
 def refuse_links(run_dir: str | Path) -> None:
-    """Reject a run directory with links out of it, or with files of a wrong type. Local: each host has its own directory.
+    """Raise UserError if a run directory contains a link that leads out of it or an entry of the wrong type.
 
-    Raises UserError for the first of them.
+    This is a local check, because each host has its own directory.
     """
     home = Path(run_dir).resolve()
     for name in _WRITTEN_FOLDERS:
@@ -139,7 +139,7 @@ def _holder(file: TextIO) -> str:
 
 
 def append_event(run_dir: Path, event: str, text: str, **values: Any) -> None:
-    """Append an event of the run itself, without a supervisor. A failure does not end the run."""
+    """Append an event of the run itself, as opposed to its supervisor. A failure to write does not end the run."""
     with warn_on_failure(f"writing {EVENTS_NAME}"):
         LineFile(run_dir / EVENTS_NAME).write(as_event(event, text, values))
 
@@ -149,7 +149,7 @@ def as_event(event: str, text: str, values: Mapping[str, Any]) -> dict[str, Any]
 
 
 def own_event(values: Mapping[str, Any]) -> bool:
-    """Whether an event belongs to this process's run: written by its supervisor, or by its ranks since they started."""
+    """Return whether an event belongs to this process's run: its supervisor wrote it, or it is newer than this process."""
     import psutil  # doctor runs before psutil is installed
 
     supervisor = os.environ.get(START_VARIABLE, "").partition(".")[0]
@@ -170,7 +170,7 @@ def describe_run(
     skipped_records: int = 0,
     run_id: str = "",
 ) -> None:
-    """Write ``run.json`` when training starts from ``step``; earlier starts of a resumed run are retained."""
+    """Write ``run.json`` when training starts from ``step``. Earlier starts of a resumed run are retained."""
     path = directory / RUN_NAME
     starts = [entry for entry in run_starts(run_json(path)) if step > 0 and entry["step"] <= step]
     start = {"unix_s": round(time.time(), 3), "step": step, "ranks": ranks, "skipped_records": skipped_records}
@@ -186,13 +186,13 @@ def note_end(directory: Path, step: int) -> None:
 
 
 def note_result(directory: Path, step: int) -> None:
-    """Record in ``run.json`` that the result of ``step`` steps is complete."""
+    """Record in ``run.json`` that the result of training for ``step`` steps is complete."""
     path = directory / RUN_NAME
     _write_run_json(path, {**run_json(path), "result_step": step})
 
 
 def result_step(directory: Path) -> int | None:
-    """Number of steps of the result in the run directory; None without a result."""
+    """Return the number of steps after which the run wrote its result, or None if there is no result."""
     step = run_json(directory / RUN_NAME).get("result_step")
     return step if type(step) is int else None
 
@@ -216,7 +216,7 @@ def run_table(values: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def run_starts(values: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The valid starts in ``run.json``."""
+    """Return the valid starts listed in ``run.json``."""
     listed = values.get("starts")
     types_by_key = {"unix_s": (int, float), "step": (int,), "ranks": (int,)}
     return [
@@ -227,14 +227,14 @@ def run_starts(values: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def holds_run(run_dir: Path) -> bool:
-    """Whether the directory contains a run with at least one step."""
+    """Return whether the directory contains a run that has completed at least one step."""
     metrics = run_dir / METRICS_NAME
     has_metrics = metrics.exists() and metrics.stat().st_size > 0
     return has_metrics or any((run_dir / "checkpoints").glob("step-*.h5"))
 
 
 def refuse_files_of_run(run_dir: Path, read: Iterable[Path]) -> None:
-    """Raise UserError if a new run in the directory of an earlier one reads files of the earlier run (paths ``read``)."""
+    """Raise UserError if any of the paths that a new run will ``read`` belongs to the earlier run in its directory."""
     used = next(
         (path for path in read for name in _ARCHIVED if path.resolve().is_relative_to((run_dir / name).resolve())), None
     )
@@ -247,9 +247,9 @@ def refuse_files_of_run(run_dir: Path, read: Iterable[Path]) -> None:
 
 
 def set_run_aside(run_dir: Path, is_own: Callable[[Mapping[str, Any]], bool]) -> Path:
-    """Archive the files of an earlier run; returns their new directory.
+    """Archive the files of an earlier run and return the directory with the archived files.
 
-    ``is_own``: whether an event belongs to the new run. Raises UserError if the files cannot be moved.
+    ``is_own`` tells whether an event belongs to the new run. Raises UserError if the files cannot be moved.
     """
     entries, number = [name for name in _ARCHIVED if (run_dir / name).exists()], 1
     while any((run_dir / f"set-aside-{number}" / name).exists() for name in entries):
@@ -280,7 +280,7 @@ def set_run_aside(run_dir: Path, is_own: Callable[[Mapping[str, Any]], bool]) ->
 
 
 def _restore_own_events(source: Path, target: Path, is_own: Callable[[Mapping[str, Any]], bool]) -> None:
-    """Move the new run's events back, such as its supervisor's start. The supervisor may be writing concurrently."""
+    """Move events of the new run back, such as the start of its supervisor, which may be writing at the same time."""
     if own_lines := [line for line, values in objects(source) if is_own(values)]:
         lines = source.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
         with target.open("a", encoding="utf-8") as file:
@@ -292,11 +292,11 @@ _ROUTINE_EVENTS = ("hosts", "start", "ended", "end")
 
 
 class EventLog:
-    """A supervisor's events: timestamped lines on stderr, and JSON objects in ``RUN/events.jsonl``.
+    """Writes a supervisor's events as timestamped lines to stderr and as JSON objects to ``RUN/events.jsonl``.
 
-    In a used directory, events are buffered until one indicates more than a rejected start or a start with nothing to do.
+    In a used directory, events are buffered until it is clear that a start was not rejected and has something to do.
 
-    ``supervisor``: its name, in all its events and in the environment of its starts. Raises as ``opened_in``.
+    All events contain the name ``supervisor``, and so does ``START_VARIABLE``. Raises UserError like ``opened_in``.
     """
 
     def __init__(self, run_dir: Path, supervisor: str) -> None:

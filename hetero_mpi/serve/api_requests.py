@@ -1,4 +1,4 @@
-"""Requests of OpenAI's API: the supported fields with their ranges. ``request_fields`` rejects others."""
+"""Requests in the format of OpenAI's API: supported fields and their ranges. ``request_fields`` rejects all other fields."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from hetero_mpi.serve.web.server import HttpError
 from hetero_mpi.serve.wording import parse_json
 
 COMPLETION_TOKENS = 16
-"""Default maximum of new tokens of a plain completion, as in OpenAI's API. A chat may fill the context."""
+"""Default maximum number of new tokens in a plain completion, as in OpenAI's API. The default in a chat is the whole context."""
 MAX_STOP_TEXTS = 16
 MAX_STOP_CHARACTERS = 1000
-"""Limits of stop strings, which are compared with every token of an answer."""
+"""Limits on the number and length of stop strings, because every new token is checked against all of them."""
 MAX_MESSAGES = 10_000
 MAX_STOP_TOKENS = MAX_TOOLS = 128
 MAX_CHOICES = 128
-"""Maximum number of answers per request: its prompts times ``n``."""
+"""Maximum number of answers per request, which is the number of prompts times ``n``."""
 MAX_TOP_LOGPROBS = 20
 _MAX_ERRORS = 5
 _MAX_ERROR_CHARACTERS = 200
@@ -31,7 +31,7 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 class SamplingDefaults(BaseModel):
-    """Sampling parameters of requests without their own: OpenAI's defaults."""
+    """Sampling parameters for requests that do not set them. The defaults are those of OpenAI's API."""
 
     model_config = ConfigDict(allow_inf_nan=False)
 
@@ -43,12 +43,12 @@ class SamplingDefaults(BaseModel):
 
     @property
     def given(self) -> dict[str, float]:
-        """The explicitly set values."""
+        """The values that were set explicitly."""
         return {name: getattr(self, name) for name in sorted(self.model_fields_set)}
 
 
 class _StrictObject(BaseModel):
-    """An object within a request; unknown fields are rejected as in the request itself."""
+    """An object inside a request. Unsupported fields are rejected as in the request itself."""
 
     @model_validator(mode="before")
     @classmethod
@@ -63,7 +63,7 @@ class _StreamOptions(_StrictObject):
 
 
 class _Request(BaseModel):
-    """The fields of both kinds of request."""
+    """Fields shared by both kinds of request."""
 
     model_config = ConfigDict(allow_inf_nan=False)
 
@@ -102,7 +102,7 @@ class _Request(BaseModel):
 
     @property
     def limit(self) -> int | None:
-        """Maximum number of new tokens; None: limited by the context."""
+        """Maximum number of new tokens, or None if only the context limits it."""
         return self.max_tokens
 
     @property
@@ -110,7 +110,7 @@ class _Request(BaseModel):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def sampling(self, defaults: SamplingDefaults, number: int = 0) -> Sampling:
-        """Without a seed every answer differs. ``number``: index of the choice among ``n``, from 0."""
+        """Return the sampling parameters of choice ``number`` (from 0) of ``n``. Without a seed, each choice gets a random one."""
         requested = {name: getattr(self, name) for name in SamplingDefaults.model_fields}
         values = {**defaults.model_dump(), **{name: value for name, value in requested.items() if value is not None}}
         values["top_k"] = max(0, values["top_k"])  # -1 means 0
@@ -119,7 +119,7 @@ class _Request(BaseModel):
 
 
 class CompletionRequest(_Request):
-    """The body of ``/v1/completions``. ``prompt``: a text, token ids, or a list of either."""
+    """The body of a request to ``/v1/completions``. ``prompt`` is a string, a list of token ids, or a list of either."""
 
     prompt: list[str | list[int]]
     max_tokens: int | None = Field(None, ge=0)
@@ -158,7 +158,7 @@ class CompletionRequest(_Request):
 
     @property
     def likeliest(self) -> int | None:
-        """Number of top tokens to return with logprobs in addition to the sampled one; None: no logprobs."""
+        """Number of top tokens to return with their logprobs in addition to the sampled token. None requests no logprobs."""
         return self.logprobs
 
 
@@ -169,7 +169,7 @@ class _CalledFunction(_StrictObject):
     @field_validator("arguments", mode="before")
     @classmethod
     def _opened(cls, arguments: Any) -> Any:
-        """Parse arguments into an object, as chat templates expect; OpenAI's API has a JSON string."""
+        """Parse arguments into an object, which chat templates expect; in OpenAI's API they are a JSON string."""
         value = parse_json(arguments) if isinstance(arguments, str) else arguments
         if not isinstance(value, dict):
             raise ValueError("must be a JSON object, or a string with one")
@@ -177,7 +177,7 @@ class _CalledFunction(_StrictObject):
 
 
 class _Call(_StrictObject):
-    """A tool call in an earlier answer."""
+    """A tool call in an earlier answer of the conversation."""
 
     id: str | None = None
     type: Literal["function"] = "function"
@@ -205,7 +205,7 @@ class _Tool(_StrictObject):
 
 
 class _Message(_StrictObject):
-    """``name`` and ``reasoning_content`` (reasoning of an earlier answer) go to the chat template, which may ignore them."""
+    """A chat message. The chat template may ignore ``name`` and ``reasoning_content`` (the reasoning in an earlier answer)."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str
@@ -217,7 +217,7 @@ class _Message(_StrictObject):
     @model_validator(mode="before")
     @classmethod
     def _with_content(cls, message: Any) -> Any:
-        """An answer may lack content (as with a tool call), and OpenAI's client returns it so."""
+        """Replace missing content with "": answers with only tool calls have none, and OpenAI's client sends them back as is."""
         if isinstance(message, Mapping) and message.get("role") == "assistant" and message.get("content") is None:
             return {**message, "content": ""}
         return message
@@ -225,7 +225,7 @@ class _Message(_StrictObject):
     @field_validator("content", mode="before")
     @classmethod
     def _joined(cls, content: Any) -> Any:
-        """Join the parts of a text."""
+        """Join content that is sent as a list of text parts."""
         if not isinstance(content, list):
             return content
         for part in content:
@@ -241,7 +241,7 @@ class _Message(_StrictObject):
         return self
 
     def plain(self, as_objects: bool = True) -> dict[str, Any]:
-        """The message in the form of chat templates. ``as_objects``: arguments of calls are objects, otherwise JSON strings."""
+        """Convert the message for a chat template. If ``as_objects`` is false, the arguments of calls become JSON strings."""
         message = {**self.model_dump(exclude_none=True), "role": "system" if self.role == "developer" else self.role}
         if not self.tool_calls:
             message.pop("tool_calls", None)
@@ -252,7 +252,7 @@ class _Message(_StrictObject):
 
 
 class ChatRequest(_Request):
-    """The body of ``/v1/chat/completions``."""
+    """The body of a request to ``/v1/chat/completions``."""
 
     messages: Annotated[list[_Message], FailFast(), Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: int | None = Field(None, ge=1)
@@ -261,7 +261,7 @@ class ChatRequest(_Request):
     tools: list[_Tool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
-    """False: only the first call of an answer is returned."""
+    """If false, only the first tool call of an answer is returned."""
 
     @field_validator("tools")
     @classmethod
@@ -291,7 +291,7 @@ class ChatRequest(_Request):
 
     @property
     def usable_tools(self) -> list[dict[str, Any]]:
-        """The tools that the answer may call, in the form of chat templates."""
+        """The tools that the model may call, in the format that chat templates expect."""
         return [tool.model_dump(exclude_none=True) for tool in self.tools or []] if self.tool_choice != "none" else []
 
     @property
@@ -305,7 +305,7 @@ ApiRequest = CompletionRequest | ChatRequest
 def parse(kind: type[ApiRequest], body: bytes) -> ApiRequest:
     """Parse a request's body.
 
-    Raises HttpError if it is not a JSON object, or has unsupported fields or invalid values (of a list: the first).
+    Raises HttpError if the body is not a JSON object, or if it has unsupported fields or invalid values.
     """
     try:
         values = json.loads(body.decode("utf-8-sig"), parse_constant=_reject_constant)
@@ -335,6 +335,6 @@ def _reject_constant(word: str) -> Any:
 
 
 def _json_type(value: Any) -> str:
-    """The JSON name of a value's type."""
+    """Describe the JSON type of a value for an error message."""
     names = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "null"}
     return names.get(type(value), f"the number {value}"[:40])

@@ -36,7 +36,7 @@ TIMES = {
 
 
 class Counts:
-    """Counters and histograms; thread-safe."""
+    """Thread-safe counters and histograms for ``/metrics``."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -54,7 +54,7 @@ class Counts:
             self._sums[name] += seconds
 
     def text(self, under_way: Mapping[str, int]) -> str:
-        """All metrics, with the numbers of active answers (``under_way``)."""
+        """Return all metrics in Prometheus' text format, with the numbers of active answers in ``under_way``."""
         with self._lock:
             return "".join(f"{line}\n" for line in self._lines(under_way))
 
@@ -94,7 +94,7 @@ _PAGE_POLICY = (
 
 
 class ApiServer(WebServer):
-    """Answers requests to models. The arguments are those of WebServer, and the service; ``quiet``: do not log requests."""
+    """Serves the API of ``service``. If ``quiet`` is true, requests are not logged. See WebServer for the other arguments."""
 
     def __init__(
         self, bound: socket.socket, keys: Mapping[str, str], service: Service, names: Names, quiet: bool = False
@@ -106,7 +106,7 @@ class ApiServer(WebServer):
         super().__init__(bound, _ApiConnection, names, keys)
 
     def page(self) -> bytes:
-        """A self-contained chat page."""
+        """Return a self-contained chat page."""
         values = {
             "CHATS": json.dumps(self.service.chats),
             "KEY": json.dumps(bool(self.keys)),
@@ -166,7 +166,7 @@ class _ApiConnection(Connection):
             self.server.counts.add("requests", 1, **labels, status=status)
 
     def _answered(self, service: Service, request: ApiRequest, labels: dict[str, str]) -> str:
-        """Answer a request and return its status for the metrics. ``labels``: route, model and client."""
+        """Answer a request and return its HTTP status for the metrics. ``labels`` has the route, the model and the client."""
         tasks, counts = service.tasks(request), self.server.counts
         choices, bodies = service.choices(request, tasks), service.bodies(request, tasks)
         begin = time.monotonic()
@@ -197,7 +197,7 @@ class _ApiConnection(Connection):
     def _timed(
         self, pieces: Iterator[tuple[Choice, str]], choices: Sequence[Choice], begin: float
     ) -> Iterator[tuple[Choice, str]]:
-        """Pass the pieces on and record the times of tokens."""
+        """Yield the pieces unchanged and record the time to the first token and the time per token."""
         first_token_s, counts = None, self.server.counts
         for piece in pieces:
             if first_token_s is None and piece[0].wording.tokens:

@@ -1,4 +1,4 @@
-"""JSON responses in OpenAI's format, complete or streamed in chunks."""
+"""Builds JSON responses in OpenAI's format, either complete or streamed in chunks."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from hetero_mpi.serve.api_requests import ApiRequest, ChatRequest
 from hetero_mpi.serve.wording import Choice, StopStringFilter
 
 _MIN_LOGPROB = -9999.0
-"""Replaces a log-probability of minus infinity, which JSON cannot represent."""
+"""Lower bound of reported logprobs. It replaces minus infinity, which JSON cannot represent."""
 
 
 class LogprobFormatter:
-    """Log-probabilities of one answer's tokens, in OpenAI's format.
+    """Formats the logprobs of one answer's tokens as in OpenAI's API.
 
     Args:
-        hidden: Tokens without visible text.
-        prompt: The prompt's tokens.
-        starts: Start characters of these within the answer, then the start of the new tokens; empty without ``echo``.
+        hidden: Ids of tokens that are not shown in the text.
+        prompt: Token ids of the prompt.
+        starts: If the prompt is echoed, the position in the answer at which each of its tokens starts, and the prompt's length.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class LogprobFormatter:
         self._tokenizer, self._chat, self._hidden, self._starts = tokenizer, chat, hidden, starts
         self._before = None if starts else prompt[-1]
         self._first = prompt[0] if starts else None
-        """The first token, which has no logprob, until it is formatted."""
+        """First token of an echoed prompt, which has no logprob; None once it has been formatted."""
         self._number = 0
         """Index of the next token, from 0."""
 
@@ -84,7 +84,7 @@ class LogprobFormatter:
         return {"token": text, "logprob": max(_MIN_LOGPROB, likelihood), "bytes": list(content)}
 
     def _text(self, token: int) -> str:
-        """Text that the token adds to the preceding one: some tokenizers drop a space at the beginning of a text."""
+        """Decode a token in the context of the preceding one, because some tokenizers drop a leading space."""
         context = [] if self._before is None else [self._before]
         before, joined = (
             str(self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
@@ -100,7 +100,7 @@ class ResponseBuilder:
     def __init__(
         self, request: ApiRequest, model: str, prompt_tokens: int, likelihoods: Sequence[LogprobFormatter]
     ) -> None:
-        """``likelihoods``: one per choice, or none if not requested."""
+        """``likelihoods`` has one formatter per choice, or is empty if the client requests no logprobs."""
         self._chat = isinstance(request, ChatRequest)
         self._first_call_only = isinstance(request, ChatRequest) and request.parallel_tool_calls is False
         self._include_usage = request.include_usage
@@ -121,7 +121,7 @@ class ResponseBuilder:
         return {**self._head, "object": name, "choices": results, "usage": self._usage(choices)}
 
     def chunk(self, choice: Choice, text: str | None, first: bool = False) -> dict[str, Any]:
-        """A chunk of a streamed answer. ``text``: None at its end."""
+        """Build a chunk of a streamed answer. ``text`` is None for the answer's last chunk."""
         delta: dict[str, Any] = {
             **({"role": "assistant"} if first else {}),
             **({"content": text} if text is not None else {}),
@@ -132,7 +132,7 @@ class ResponseBuilder:
         return self._chunk([self._choice(choice, content, choice.finish if text is None else None)])
 
     def usage_chunk(self, choices: Sequence[Choice]) -> list[dict[str, Any]]:
-        """The token counts, if the client requests them."""
+        """Return [chunk with the token counts], or [] if the client does not request it."""
         return [{**self._chunk([]), "usage": self._usage(choices)}] if self._include_usage else []
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:

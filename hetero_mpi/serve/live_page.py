@@ -1,10 +1,10 @@
-"""The live page: the page of a running job for browsers, rendered once for all viewers.
+"""The live page, which shows a running job in the browser and is rendered once for all viewers.
 
-A separate low-priority process serves it, because rendering would hold a rank's interpreter lock and delay the step. Numbers,
-curves, ranks and events are as new as the files. The other parts take longest; a background thread renders them when anything but
-the steps has changed, with a pause proportional to the rendering time. Viewers need an access token, contained in the printed
-address after the #, which browsers do not send. Except on a loopback address, hosts, users and paths are hidden and logs are not
-available.
+A separate low-priority process serves it, because rendering in a rank would hold the interpreter lock and delay the step. Numbers,
+curves, ranks and events are as recent as the files. A background thread renders the slower parts when anything but the steps has
+changed, then pauses in proportion to the rendering time. Viewers need an access token, which is part of the printed address after
+the #, where browsers do not send it to the server. Unless the server listens on a loopback address, it hides hosts, users, paths
+and logs.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from hetero_mpi.util.errors import UserError
 
 DEFAULT_PORT = 8642
 READ_INTERVAL_S = 0.5
-"""Minimum interval between reads of the files."""
+"""Minimum interval between reads of the run's files."""
 _PAUSE_RATIO = 15.0
-"""Pause after rendering figures, relative to the rendering time."""
+"""Pause after rendering the figures, as a multiple of the rendering time."""
 _WATCHER_TIMEOUT_S, _LINGER_S = 3.0, 2.5
-"""A viewer with a request within the first time counts as present, and is shown the end for the second time."""
+"""If a viewer has sent a request within the first time, the server stays up for the second time to show that the run has ended."""
 _LOG_BYTES = 1 << 15
 _PRIVATE = {
     "Cache-Control": "no-store",
@@ -50,13 +50,13 @@ _PRIVATE = {
 
 
 _QUICK_PARTS = ("header", "tiles", "now", "learning", "next_commands", "checkpoints", "happenings")
-"""Parts rendered at once; a thread renders the others."""
+"""Parts rendered on request; a background thread renders the others."""
 
 
 class Parts:
-    """The parts of the page, each with the version of its last change. Thread-safe.
+    """The parts of the page, each with the version in which it last changed. Thread-safe.
 
-    ``shared``: visible to users of other machines.
+    If ``shared`` is true, users of other machines can see the page, so hosts, users, paths and logs are hidden.
     """
 
     def __init__(self, directory: Path, shared: bool) -> None:
@@ -70,13 +70,13 @@ class Parts:
         self._background = Background("drawing the figures", self._draw)
 
     def close(self) -> None:
-        """Stop rendering: a process that exits while the library renders is killed by a signal."""
+        """Stop rendering, because a process that exits while the library is rendering is killed by a signal."""
         self._closed.set()
         self._redraw.set()
         self._background.finish()
 
     def since(self, version: int) -> dict[str, Any]:
-        """The order of all parts, and the markup of those changed since ``version``."""
+        """Return the order of all parts, and the markup of the parts that have changed since ``version``."""
         with self._lock:
             self.asked_s = time.monotonic()
             if self.asked_s > self._next_s:
@@ -87,7 +87,7 @@ class Parts:
             return {"version": self._version, "order": list(self._shown), "parts": changed}
 
     def log(self, number: str) -> bytes:
-        """The end of a rank's log. Raises HttpError if there is none, or it is not available."""
+        """Return the end of a rank's log. Raises HttpError if the log does not exist or is not shown to this viewer."""
         path = self._directory / "logs" / f"rank-{number}.log"
         if self._shared or not path.is_file() or path.is_symlink():
             raise HttpError(404, f"no log of rank {number} is shown", code="not_found")
@@ -125,7 +125,7 @@ class Parts:
             self._shown[name] = since, text
 
     def _draw(self) -> None:
-        """Render the slow parts of the newest run, unless only its steps have changed."""
+        """Render the slow parts of the page whenever anything but the steps of the run has changed."""
         drawn_state: object = None
         while self._redraw.wait() and not self._closed.is_set():
             self._redraw.clear()
@@ -143,7 +143,7 @@ class Parts:
 
 
 class LiveServer(WebServer):
-    """Serves the page of the run in a directory. The other arguments are those of WebServer."""
+    """Serves the page of the run in ``directory`` to viewers with the access token."""
 
     def __init__(self, bound: socket.socket, directory: Path, names: Names, token: str) -> None:
         self.parts = Parts(directory, bound.getsockname()[0] not in LOCAL)
@@ -173,7 +173,7 @@ class _LiveConnection(Connection):
 
 
 def _page_socket(port: int | None, host: str) -> socket.socket:
-    """``bound_socket``; without a port the default one, or any free one if it is taken."""
+    """Open a listening socket on ``port``. If ``port`` is None, use the default port or, if that is taken, any free port."""
     try:
         return bound_socket(host, DEFAULT_PORT if port is None else port)
     except UserError:
@@ -186,9 +186,9 @@ def watch(
     run_dir: Path, host: str = "127.0.0.1", port: int | None = None, token: str | None = None, allow_host: Sequence[str] = (),
     beside_run: bool = False,
 ) -> Iterator[str]:  # fmt: skip
-    """Serve the page of a run until an interrupt or, with ``beside``, until its rank 0 ends; yields the address.
+    """Serve the page of a run and yield a line with its address. The page is served until the user interrupts it.
 
-    Raises UserError if it is not a run, or cannot be served.
+    With ``beside_run``, it ends with the run's rank 0. Raises UserError if there is no run or the address cannot be used.
     """
     read_run(run_dir)
     token = (token or os.environ.get("HETERO_MPI_TOKEN", "")).strip() or secrets.token_urlsafe(12)

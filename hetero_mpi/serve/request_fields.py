@@ -1,6 +1,6 @@
 """Fields of the OpenAI, vLLM and llama.cpp APIs that have no effect here, and neutral values of unsupported fields.
 
-An unsupported field could change the answer, so it is rejected unless it is listed here as ineffective or has a neutral value.
+An unsupported field could change the answer. It is therefore rejected unless it is listed here or has a neutral value.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _METADATA_FIELDS = (
     "prediction include_obfuscation cache_control request_id priority cache_salt cache_prompt id_slot "
     "n_keep n_discard n_cache_reuse"
 )
-"""Fields about the request's origin, and the place and time of its computation."""
+"""Fields that describe a request's origin, or where and when it is processed."""
 _DEPENDENT_FIELDS = (
     "guided_decoding_backend guided_whitespace_pattern length_penalty spaces_between_special_tokens "
     "return_tokens_as_token_ids post_sampling_probs repeat_last_n penalize_nl mirostat_tau mirostat_eta dynatemp_exponent "
@@ -22,7 +22,7 @@ _DEPENDENT_FIELDS = (
     "parse_tool_calls preserved_tokens grammar_lazy grammar_triggers chat_format speculative.n_max speculative.n_min "
     "speculative.p_min max_repetition_pattern_size min_repetition_pattern_size"
 )
-"""Settings of methods that their own unsupported field selects."""
+"""Settings of methods that have to be selected with another field, which is unsupported."""
 _IGNORED_FIELDS = frozenset([*_METADATA_FIELDS.split(), *_DEPENDENT_FIELDS.split()])
 _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     # OpenAI
@@ -99,14 +99,14 @@ _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "reasoning_budget": (-1,),
     "thinking_forced_open": (False,),
 }
-"""Field -> accepted values besides null."""
+"""Maps an unsupported field to the values that are accepted in addition to null."""
 _EMPTY_VALUES: tuple[Any, ...] = (False, "", [], {})
-"""Accepted values of unknown fields besides null."""
+"""Values of unknown fields that are accepted in addition to null."""
 _MAX_LISTED = 5
 
 
 def refused_fields(values: Mapping[str, Any], honoured: frozenset[str], chat: bool) -> str:
-    """The unsupported fields of a request's body, as text; empty: none."""
+    """List the unsupported fields of a request body as text, or "" if all fields are supported."""
     defaults = {"add_special_tokens": (not chat,)}
     refused = [
         name
@@ -121,5 +121,5 @@ def refused_fields(values: Mapping[str, Any], honoured: frozenset[str], chat: bo
 
 
 def _same(value: Any, neutral: Any) -> bool:
-    """Equal and of one kind: in JSON 0 is not false."""
+    """Compare two JSON values like ``==``, but distinguish 0 from false and 1 from true."""
     return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)

@@ -1,13 +1,13 @@
-"""Scheduling of requests: the ``--parallel`` slots of a round rotate among clients, and within a client among its requests.
+"""Schedules requests: each round's ``--parallel`` slots rotate among clients, and among the requests of each client.
 
-HTTP threads submit requests and receive their tokens; the pipeline's thread asks for the next changes and distributes tokens. They
-share nothing else.
+HTTP threads submit requests and receive the tokens. The pipeline's thread asks which sequences start, end or rest, and distributes
+the generated tokens. The threads share nothing else.
 
     client a   request 1   answers A B C D      three slots:   A E B, then E A F, A E B, ...
     client b   request 2   answer  E
                request 3   answer  F
 
-A started answer without a slot rests: its keys and values stay in memory, so its later tokens are bitwise unchanged.
+A started answer without a slot rests: its keys and values stay in memory, so resting does not change its later tokens.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from hetero_mpi.inference.writer import NOT_A_NUMBER_TEXT, Round, Task, TextChan
 from hetero_mpi.serve.web.server import HttpError
 
 MEMORY_RESERVE_RATIO = 0.2
-"""Share of the memory beyond the parameters that is reserved for activations and the allocator's fragmentation."""
+"""Share of the memory left beside the parameters that is reserved for activations and allocator fragmentation."""
 MAX_WAITING = 400
-"""Below the number of connections, so that further clients get an error and /health answers."""
+"""Maximum number of waiting answers. Smaller than ``MAX_CONNECTIONS``, so that further clients get an error and /health answers."""
 
 
 @dataclass(frozen=True)
@@ -40,24 +40,24 @@ class CacheBudget:
     free_bytes: int
 
     def needed_bytes(self, lengths: Sequence[int]) -> int:
-        """Bytes for texts of these lengths, in tokens."""
+        """Return the bytes needed to cache sequences of these lengths (in tokens)."""
         return sum(self.per_text_bytes + self.per_token_bytes * length for length in lengths)
 
     def longest(self) -> float:
-        """Tokens of the longest text that fits on its own."""
+        """Return the length in tokens of the longest sequence that fits if it is the only one."""
         free = self.free_bytes - self.per_text_bytes
         return max(0, free // self.per_token_bytes) if self.per_token_bytes else float("inf") if free >= 0 else 0
 
 
 @dataclass(frozen=True)
 class TokenEvent:
-    """Results of a round for an answer."""
+    """The results of one round for one answer."""
 
     choice: int
     token: int | None
-    """None: the prompt is not completely processed yet."""
+    """The new token, or None while the prompt has not been processed completely."""
     scores: Sequence[Scored] = ()
-    """Log-probabilities that have become known."""
+    """Logprobs computed in this round."""
 
 
 Events = queue.SimpleQueue[TokenEvent | HttpError]
@@ -65,22 +65,22 @@ Events = queue.SimpleQueue[TokenEvent | HttpError]
 
 @dataclass
 class Answer:
-    """One answer of a request. ``events`` yields the tokens of all of the request's answers, or the error that ends it."""
+    """One answer to a request. All answers to a request share ``events``, which receives their tokens or a final error."""
 
     task: Task
     choice: int
-    """Its index in the request."""
+    """Index of the answer within the request."""
     events: Events
     request: int
     client: str
-    """The name of its API key; "" if the service has no keys."""
+    """Name of the client's API key, or "" if the service has no keys."""
     cancelled: threading.Event = field(default_factory=threading.Event)
-    """Set when the rest is not needed."""
+    """Set when no more tokens are needed."""
     written: int = 0
 
     @property
     def length(self) -> int:
-        """Maximum number of tokens, including the prompt."""
+        """Maximum length in tokens, including the prompt."""
         return len(self.task.prompt) + self.task.limit
 
     def add(self, token: int | None, scores: Sequence[Scored]) -> None:
@@ -90,25 +90,27 @@ class Answer:
 
 
 class Scheduler:
-    """The requests of all clients. ``next_changes`` and ``distribute`` are for the pipeline's thread, the rest for any.
+    """Holds and schedules the requests of all clients.
+
+    Only the pipeline's thread may call ``next_changes`` and ``distribute``. Any thread may call the other methods.
 
     Args:
         room: Cache budget of every rank with a stage.
-        parallel: Slots: maximum number of answers that get a token in one round.
+        parallel: Number of slots, which is the maximum number of answers that get a token in one round.
     """
 
     def __init__(self, room: Sequence[CacheBudget], parallel: int) -> None:
         self.room, self.parallel = room, parallel
         self._arrival = threading.Condition()
-        """Guards all following attributes."""
+        """Guards all of the following attributes. Notified when a request arrives."""
         self._answers: dict[int, Answer] = {}
-        """Every unfinished answer, in order of arrival."""
+        """All unfinished answers by number, in order of arrival."""
         self._cached: set[int] = set()
-        """Numbers of answers with memory for keys and values."""
+        """Numbers of the answers that have memory for keys and values."""
         self._placed: set[int] = set()
-        """Numbers of answers with a slot in this round."""
+        """Numbers of the answers that have a slot in this round."""
         self._latest: dict[str | int, int] = {}
-        """Client or request -> its latest slot, or its arrival; slots are counted from the first round."""
+        """Maps each client and request to a counter value: that of its latest slot or, before its first slot, of its arrival."""
         self._numbers, self._requests, self._places = itertools.count(1), itertools.count(), itertools.count()
         self._closed: HttpError | None = None
 
@@ -117,7 +119,7 @@ class Scheduler:
             return {"running": len(self._placed), "waiting": len(self._answers) - len(self._placed)}
 
     def submit(self, tasks: Sequence[Task], client: str = "") -> list[Answer]:
-        """Queue the answers of a request. Raises HttpError if the service is ending or too many answers wait."""
+        """Queue the answers to a request. Raises HttpError if the service is ending or too many answers are waiting."""
         events, request = Events(), next(self._requests)
         answers = [Answer(task, choice, events, request, client) for choice, task in enumerate(tasks)]
         with self._arrival:
@@ -134,7 +136,7 @@ class Scheduler:
         return answers
 
     def next_changes(self, wait_s: float) -> TextChanges:
-        """The texts that begin, end and rest now. Waits up to ``wait_s`` for a request if there is none."""
+        """Return the sequences that start, end and rest in the next round. Waits up to ``wait_s`` for a request if idle."""
         with self._arrival:
             if not self._answers:
                 self._arrival.wait(wait_s)
@@ -147,7 +149,7 @@ class Scheduler:
             return TextChanges(new_tasks, ended, sorted(self._cached - self._placed))
 
     def distribute(self, results: Round) -> None:
-        """Pass the results of a round to their answers."""
+        """Pass the results of a round to the answers, and remove those that are complete."""
         with self._arrival:
             for number in results.tokens.keys() | results.scores.keys():
                 answer, token = self._answers[number], results.tokens.get(number)
@@ -156,14 +158,14 @@ class Scheduler:
                     self._remove(number)
 
     def close(self, error: HttpError) -> None:
-        """End all requests with an error. Callable from any thread once the pipeline's thread has ended or hangs."""
+        """End all requests with an error. Any thread may call this once the pipeline's thread has ended or hangs."""
         with self._arrival:
             self._closed = error
             for answer in self._answers.values():
                 answer.events.put(error)
 
     def _assign_places(self) -> dict[int, Task]:
-        """Assign the slots of the next round; return the tasks that start with it."""
+        """Assign the slots of the next round; return the tasks that start in it, by answer number."""
         new_tasks: dict[int, Task] = {}
         memory_full = False
         self._placed.clear()
@@ -183,7 +185,7 @@ class Scheduler:
         return new_tasks
 
     def _by_turn(self, numbers: Iterable[int], group_of: Callable[[Answer], str | int]) -> list[int]:
-        """Sort: each group's first answer, then each group's second, ...; ties by the group's oldest latest slot."""
+        """Sort the answers: the first of each group, then the second of each, and so on. The longest-waiting group goes first."""
         counts: Counter[str | int] = Counter()
         sort_key: dict[int, tuple[int, int]] = {}
         for number in numbers:

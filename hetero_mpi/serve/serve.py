@@ -1,7 +1,7 @@
-"""The command ``serve``: rank 0 answers HTTP, and all ranks with a stage generate text, round by round.
+"""The command ``serve``: rank 0 answers HTTP requests, and all ranks with a stage generate text, round by round.
 
-Before each round rank 0 sends the others the texts that begin and end. Without texts they sleep and poll for a message from rank 0
-every 50 ms.
+Before each round, rank 0 tells the other ranks which sequences start and end. While there are none, the other ranks sleep and poll
+every 50 ms for a message from rank 0.
 """
 
 from __future__ import annotations
@@ -36,35 +36,35 @@ from hetero_mpi.util.errors import ExitCode, UserError
 
 TOKEN_VARIABLE = "HETERO_MPI_TOKEN"
 _TOKEN_CLIENT = "token"
-"""The client name of --token in metrics and logs."""
+"""Client name that metrics and logs show for the API key from --token."""
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _STOP_TIMEOUT_S = 1.0
-"""Time to notify clients of the end of the service."""
+"""Time allowed for notifying clients that the service is ending."""
 
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """The command line of ``serve``."""
+    """The command-line options of ``serve``."""
 
     source: Path
     host: str = "127.0.0.1"
     port: int = 8000
     token: str | None = None
     keys: Path | None = None
-    """A file with a name and an API key per line."""
+    """File with a client name and an API key on each line."""
     adapters: Sequence[str] = ()
-    """Additional adapters: ``NAME=DIR``, or a directory, whose name is used."""
+    """Additional adapters, each as ``NAME=DIR`` or DIR. The default name is that of the directory."""
     context: int | None = None
     parallel: int = 8
     allow_host: Sequence[str] = ()
-    """Further host names under which clients may address the server."""
+    """Additional host names that clients may use for the server."""
 
     def known_token(self) -> str | None:
-        """The required API key, by default from the environment."""
+        """Return the API key from ``token`` or, if that is unset, from the environment; None if neither has one."""
         return (self.token or "").strip() or os.environ.get(TOKEN_VARIABLE, "").strip() or None
 
     def known_keys(self) -> dict[str, str]:
-        """Name -> API key of every client; empty: open to all. Raises UserError for an invalid key."""
+        """Map each client's name to its API key; empty if access is open to all. Raises UserError for an invalid key."""
         token = self.known_token()
         keys = {} if token is None else {_TOKEN_CLIENT: token}
         source_by_name = dict.fromkeys(keys, f"--token or {TOKEN_VARIABLE}")
@@ -103,22 +103,22 @@ def _lines(path: Path | None) -> list[str]:
 
 
 class Client(Protocol):
-    """A program that uses the service and ends with it."""
+    """A program on rank 0 that uses the service. When the program ends, the service ends as well."""
 
     def on_ready(self, server: ApiServer) -> None:
         """Called when the service is ready."""
 
     def has_ended(self) -> bool:
-        """Whether the program has ended."""
+        """Return whether the program has ended."""
 
     def close(self) -> None:
-        """Called at the end of the service."""
+        """Called when the service ends."""
 
 
 def serve(world: World, options: ServeOptions, client: Client | None = None) -> int:
-    """Answer requests until a signal, or until a ``client`` (on rank 0) has ended; return the exit code. Collective.
+    """Answer requests until a signal arrives or ``client`` (on rank 0) ends; return the exit code. Collective.
 
-    Raises UserError, equal on all ranks, for an error that the user can fix or a lost rank.
+    Raises the same UserError on all ranks for an error that the user can fix or a lost rank.
     """
     look_around(world)
     models: list[ServedModel] = []
@@ -175,7 +175,7 @@ def serve(world: World, options: ServeOptions, client: Client | None = None) -> 
 
 @contextlib.contextmanager
 def _stopping_servers(servers: list[ApiServer]) -> Iterator[None]:
-    """A block that finally stops the servers started in it, sending waiting clients the reason."""
+    """Stop the ``servers`` that the block has started when it ends, and send waiting clients the reason."""
     reason = ""
     try:
         yield
@@ -193,7 +193,7 @@ def _stop(servers: list[ApiServer], reason: str) -> None:
 
 
 def check_options(options: ServeOptions) -> dict[str, str]:
-    """Return the clients' keys. Raises UserError for options that cannot be served, with the option, its value and the rule."""
+    """Check the options and return the clients' API keys. Raises UserError naming the invalid option, its value and the rule."""
     keys = options.known_keys()
     if not keys and options.host not in LOCAL:
         raise UserError(
@@ -210,7 +210,7 @@ def check_options(options: ServeOptions) -> dict[str, str]:
 def _lead_round(
     world: World, members: World, stop: Callable[[], bool], scheduler: Scheduler, idle: bool
 ) -> TextChanges | None:
-    """Rank 0's changes before a round, sent to the other ranks with a stage; for ``Writer.written``."""
+    """Choose the changes for the next round and send them to the other ranks with a stage. Rank 0's callback of a Writer."""
     change: TextChanges | None = None
     while not (stop() or world.asked()):
         change = scheduler.next_changes(RELEASE_POLL_S if idle else 0.0)
@@ -227,7 +227,7 @@ def _lead_round(
 
 
 def _follow_round(world: World, members: World, stop: StopRequest, idle: bool) -> TextChanges | None:
-    """These changes on another rank; for ``Writer.written``."""
+    """Receive the changes for the next round from rank 0. The other ranks' callback of a Writer."""
     message: dict[str, Any] | None
     if idle:
         message = world.sleep_until_released(stop)
@@ -242,7 +242,7 @@ def _follow_round(world: World, members: World, stop: StopRequest, idle: bool) -
 
 
 def cache_budgets(members: World, memory: tuple[RankMemory, ...], writer: Writer) -> list[CacheBudget]:
-    """The memory that texts need, and may use, on each rank with a stage, by a text's measured bytes. Collective."""
+    """Return the KV cache budget of each rank with a stage, from the measured bytes per sequence and per token. Collective."""
     bytes_by_rank = dict(zip(members.numbers, members.all_gather_json(writer.cache_bytes()), strict=True))
     budgets = []
     for rank_memory in memory:
@@ -253,7 +253,7 @@ def cache_budgets(members: World, memory: tuple[RankMemory, ...], writer: Writer
 
 
 def _default_sampling(defaults: SamplingDefaults) -> str:
-    """The default sampling parameters, as text."""
+    """Describe the default sampling parameters and where they come from."""
     shown_values = {"temperature": defaults.temperature, **defaults.given}
     values = ", ".join(f"{name} {value:g}" for name, value in shown_values.items())
     source = (

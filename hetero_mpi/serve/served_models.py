@@ -1,4 +1,4 @@
-"""The models of a service, as known to rank 0 before any weight is loaded: one base, alone or with adapters."""
+"""The models that ``serve`` offers, as rank 0 knows them before loading weights: one base model, with or without adapters."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from hetero_mpi.serve.wording import call_form
 from hetero_mpi.util.errors import UserError
 
 _CALL_TOKENS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]")
-"""Markers of tool calls, which some tokenizers treat as special tokens."""
+"""Strings that mark tool calls; some tokenizers treat them as special tokens."""
 
 _EXCLUSIVE_KEYS = {
     "parameters": "adapters of fused experts",
     "modules_to_save": "adapters with whole modules (modules_to_save)",
     "tokens": "adapters with rows of tokens (tokens)",
 }
-"""Key of ``[adapter]`` -> description of adapters that cannot be switched between requests."""
+"""Maps a key of ``[adapter]`` to a description of the adapters that have it, which cannot be switched between requests."""
 
 
 class ServedModel:
-    """Rank 0's data about a model, before its weights are loaded.
+    """A model offered to clients: what rank 0 knows about it before its weights are loaded.
 
     Args:
-        name: The model's name for clients.
-        adapter: The adapter that computes it (``Task.adapter``).
+        name: The name by which clients request the model.
+        adapter: The adapter with which the model generates (``Task.adapter``).
 
     Raises:
-        UserError: The chat template or generation_config.json is invalid.
+        UserError: If the chat template or generation_config.json is invalid.
     """
 
     def __init__(self, name: str, opened: Opened, adapter: str = OPENED) -> None:
@@ -52,17 +52,17 @@ class ServedModel:
         self.defaults = sampling_defaults(source.directory)
         added = self.engine.get_added_tokens_decoder()
         self.special = {token.content: number for number, token in added.items() if token.special}
-        """Text -> id of the hidden tokens."""
+        """Maps the text of each special token to its id. Answers show only the ``visible_tokens`` among these."""
         form = self.form if self.form is not None and self.form.kind == "chat" else None
         self.calls = call_form(form.with_tools or form.source) if form is not None else None
-        """Its format of tool calls; None: unknown."""
+        """The format in which the model writes tool calls, or None if it is unknown."""
         self.visible_tokens = {
             self.special[text]: text for text in _CALL_TOKENS if self.calls is not None and text in self.special
         }
 
 
 def sampling_defaults(directory: Path | None) -> SamplingDefaults:
-    """Sampling defaults of ``generation_config.json``. Raises UserError if it cannot be read, or a value is out of range."""
+    """Read the sampling defaults in ``generation_config.json``. Raises UserError for an unreadable file or an invalid value."""
     values = read_generation(directory) or {}
     try:
         return SamplingDefaults.model_validate(
@@ -77,9 +77,10 @@ def sampling_defaults(directory: Path | None) -> SamplingDefaults:
 
 
 def served_models(source: Path, adapters: Sequence[str]) -> list[ServedModel]:
-    """The model at ``source``; with adapters (``NAME=DIR``, or DIR) these, then the base alone. All know all adapters.
+    """Open the model at ``source`` and the ``adapters`` (``NAME=DIR`` or DIR) to be served with it.
 
-    Raises UserError for a path that is not an adapter, an adapter of another base, or a duplicate name.
+    The default model comes first. If ``source`` is itself an adapter and there are more, its base model is offered as well.
+    Raises UserError for a path that is not an adapter, an adapter with a different base model, or a duplicate name.
     """
     first = open_source(source)
     models = {source.expanduser().resolve().name: (first, OPENED)}

@@ -1,4 +1,4 @@
-"""The served models on rank 0: requests become tasks, tokens become text. Runs on HTTP threads and never calls MPI."""
+"""Turns requests into tasks and generated tokens into text, on rank 0's HTTP threads. Never calls MPI."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ from hetero_mpi.util import units
 from hetero_mpi.util.errors import UserError
 
 POLL_INTERVAL_S = 0.05
-"""Interval at which a thread that waits for a token checks for the end of the service; Open MPI's launcher allows 0.25 s."""
+"""How often a thread waiting for a token checks whether the service is ending; Open MPI's launcher allows 0.25 s for that."""
 MAX_BODY_BYTES = 32 << 20
 _BODY_BYTES, _BODY_BYTES_PER_TOKEN = 1 << 20, 64
-"""Maximum size of a request's body: a constant, plus bytes per token of the context (a token of usual text has four bytes)."""
+"""Maximum size of a request body: a constant, plus bytes per token of context (a token of typical text has four bytes)."""
 MAX_PROMPT_LOGPROBS = 1 << 21
-"""Maximum number of logprobs of a request's prompts, all kept until its answer, at some 200 bytes each."""
+"""Maximum number of prompt logprobs per request. All are kept in memory until the answer is sent, at about 200 bytes each."""
 _MIN_CHARACTERS_PER_TOKEN = 8
 _MAX_EXCESS_TOKENS = 64
-"""Maximum number of tokens by which a prefix of a text may exceed the complete text, as it may end within a word."""
+"""Maximum number of tokens by which a prefix may exceed the complete text: a prefix that ends mid-word can need more tokens."""
 
 
 @dataclass(frozen=True)
 class Context:
-    """Maximum number of tokens of a request, including its answer, with the reason."""
+    """Maximum number of tokens in a request and its answer, and the reason for that limit."""
 
     tokens: int
     reason: str
 
 
 def context_of(opened: Opened, requested: int | None, room: Sequence[CacheBudget]) -> Context:
-    """The minimum of the limits by the model, the memory and the user (``requested``)."""
+    """Return the lowest of the limits set by the model, the memory budgets and the user (``requested``)."""
     positions = opened.positions
     limits = [(sys.maxsize, "there is no limit")]
     if positions is not None:
@@ -59,11 +59,11 @@ def context_of(opened: Opened, requested: int | None, room: Sequence[CacheBudget
 
 
 class Service:
-    """Converts requests into text.
+    """Answers API requests with text from the models.
 
     Args:
-        models: The first one answers requests without a model name. A single model answers to every name.
-        ending: Whether the service is about to end; called by all threads.
+        models: The first model answers requests that name none. A single model answers to every name.
+        ending: Returns whether the service is about to end. Called from any thread.
     """
 
     def __init__(
@@ -75,11 +75,11 @@ class Service:
 
     @property
     def chats(self) -> bool:
-        """Whether there is a chat template."""
+        """Whether the default model has a chat template."""
         return self.model.form is not None
 
     def model_of(self, request: ApiRequest) -> ServedModel:
-        """The model that a request names. Raises HttpError if there is none."""
+        """Return the model that a request names. Raises HttpError if there is no model with that name."""
         if len(self.models) == 1 or not request.model:
             return self.model
         if request.model not in self.models:
@@ -91,7 +91,7 @@ class Service:
         return self.models[request.model]
 
     def tasks(self, request: ApiRequest) -> list[Task]:
-        """The tasks of a request: ``n`` per prompt. Raises HttpError for an empty or too long prompt, or a template error."""
+        """Convert a request into tasks, ``n`` per prompt. Raises HttpError for an invalid prompt or option."""
         model = self.model_of(request)
         try:
             prompts = self._prompts(model, request)
@@ -134,7 +134,7 @@ class Service:
         return prompts
 
     def _conversation(self, model: ServedModel, request: ChatRequest) -> str:
-        """The text of a conversation. It must contain the tools, their calls and results: templates drop unknown content."""
+        """Render a conversation. Raises HttpError if the template drops tools, tool calls or their results."""
         if model.form is None:
             raise HttpError(400, f"{model.name} has no chat template: use /v1/completions")
         messages, tools = [message.plain() for message in request.messages], request.usable_tools
@@ -154,7 +154,7 @@ class Service:
         return text
 
     def choices(self, request: ApiRequest, tasks: Sequence[Task]) -> list[Choice]:
-        """The answers of a request, still empty."""
+        """Create an empty answer for each task of a request."""
         model = self.model_of(request)
         tools = [tool["function"]["name"] for tool in request.usable_tools] if isinstance(request, ChatRequest) else []
         choices = []
@@ -171,7 +171,7 @@ class Service:
         return prompt if isinstance(prompt, str) else str(model.tokenizer.decode(prompt, skip_special_tokens=True))
 
     def _starts(self, model: ServedModel, request: ApiRequest, number: int, tokens: Sequence[int]) -> list[int]:
-        """Start characters of the tokens of an echoed prompt, and its length."""
+        """Return the start position of each token in an echoed prompt, then the prompt's length, all in characters."""
         if isinstance(request, ChatRequest) or not request.echo:
             return []
         text = self._echoed(model, request, number)
@@ -200,9 +200,9 @@ class Service:
         return ResponseBuilder(request, model.name, sum(len(task.prompt) for task in tasks[:: request.n]), likelihoods)
 
     def _tokens(self, model: ServedModel, text: str, begins: bool) -> list[int]:
-        """A text's tokens, after the begin-of-text token if it ``begins``. Raises HttpError for too many tokens.
+        """Tokenize ``text``, with a begin-of-text token if ``begins``. Raises HttpError if there are too many tokens.
 
-        Prefixes are checked first, so that a text that is too long costs hardly more than one that fits.
+        Prefixes are checked first, so that rejecting an overlong text costs little more than tokenizing one that fits.
         """
         end = _MIN_CHARACTERS_PER_TOKEN * self.context.tokens
         while end < len(text):
@@ -213,7 +213,7 @@ class Service:
         return (document_token_ids if begins else encoded)(model.engine, [text])[0]
 
     def _stops(self, model: ServedModel, request: ApiRequest) -> list[int]:
-        """Stop tokens, including special tokens that are given as stop strings."""
+        """Return the stop tokens of a request, including special tokens that the client passed as stop strings."""
         special = model.special
         for text in request.stop:
             hidden = next((special_text for special_text in special if special_text and special_text in text), None)
@@ -240,14 +240,14 @@ class Service:
     def pieces(
         self, answers: Sequence[Answer], choices: Sequence[Choice], silent: bool, alive: Callable[[], bool]
     ) -> Iterator[tuple[Choice, str]]:
-        """Yield the answers' texts, one piece per token (possibly empty), until all answers end.
+        """Yield the text of the answers piece by piece, one possibly empty piece per token, until all answers end.
 
         Args:
-            silent: Return no new tokens.
+            silent: Whether the client requested no new tokens, so that none are returned.
 
         Raises:
-            HttpError: The pipeline failed, or the service ends.
-            ConnectionError: The client is no longer ``alive``.
+            HttpError: If the pipeline fails or the service ends.
+            ConnectionError: If the client is no longer ``alive``.
         """
         while not all(choice.finish for choice in choices):
             if not alive():

@@ -1,6 +1,6 @@
-"""Text of a request's answers on rank 0, with stop strings and tool calls.
+"""Converts generated tokens into the text of answers on rank 0, handling stop strings and tool calls.
 
-Tool calls are recognised in the formats that models write. Other text is unchanged.
+Tool calls are recognised in the format of the model's family. All other text is returned unchanged.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SEPARATOR = re.compile(r"\s*;?\s*")
 
 
 def parse_json(text: str) -> Any:
-    """Parse a JSON text. Raises ValueError for invalid JSON, too deep nesting, NaN, or half of a surrogate pair."""
+    """Parse a JSON string. Raises ValueError for invalid JSON, excessive nesting, NaN, or half of a surrogate pair."""
     value, end = _value_at(text, 0)
     if text[end:].strip():
         raise ValueError("more than one value")
@@ -35,7 +35,7 @@ def parse_json(text: str) -> Any:
 
 
 def _value_at(text: str, position: int) -> tuple[Any, int]:
-    """Return the JSON value at ``position`` and its end. Raises ValueError like ``parse_json``."""
+    """Parse the JSON value at ``position``; return it and its end position. Raises ValueError like ``parse_json``."""
     blanks = _BLANKS.match(text, position)
     assert blanks is not None
     try:
@@ -50,15 +50,15 @@ def _value_at(text: str, position: int) -> tuple[Any, int]:
 
 @dataclass(frozen=True)
 class CallForm:
-    """A model family's format of tool calls: JSON objects with ``name``, and the arguments under a key."""
+    """The format in which a model family writes tool calls: JSON objects with a ``name``, and the arguments under ``key``."""
 
     name: str
     marker: str
-    """The text that starts calls; "{" only at the beginning of the answer."""
+    """The string that starts tool calls. "{" counts only at the beginning of the answer."""
     key: str
 
     def start_position(self, text: str) -> int:
-        """Position at which calls begin, or may begin, in an incomplete answer; the text before is final."""
+        """Return the position in an incomplete answer at which calls begin or may begin. The text before it is final."""
         if self.marker == "{":
             return 0 if text.lstrip()[:1] in ("", "{") else len(text)
         if (position := text.find(self.marker)) >= 0:
@@ -67,10 +67,10 @@ class CallForm:
         return len(text) - next((n for n in lengths if self.marker.startswith(text[-n:])), 0)
 
     def split(self, text: str, tools: Collection[str]) -> tuple[str, list[Mapping[str, Any]]]:
-        """Return (text outside the calls, calls with ``name`` and ``arguments``) of a complete answer.
+        """Split a complete answer into the text outside the calls and the calls, each with ``name`` and ``arguments``.
 
-        A call is complete, and of one of ``tools``. Anything else stays text and does not hide other calls. The text starts with
-        the part before ``start_position``.
+        Only complete calls of one of ``tools`` count. Anything else stays text and does not hide other calls. The returned text
+        begins with the part before ``start_position``.
         """
         outside, calls, end = "", list[Mapping[str, Any]](), 0
         position = self.start_position(text)
@@ -82,7 +82,7 @@ class CallForm:
         return (outside + text[end:], calls) if calls else (text, [])
 
     def _calls_at(self, text: str, position: int, tools: Collection[str]) -> tuple[list[Mapping[str, Any]], int]:
-        """Return (the calls at ``position``, the position from which to continue); no calls: the text there is plain."""
+        """Return the calls at ``position``, or [] if the text there is not a call, and the position from which to continue."""
         no_marker = self.marker == "{"
         try:
             value, end = _value_at(text, position if no_marker else position + len(self.marker))
@@ -94,7 +94,7 @@ class CallForm:
         return calls, closing.end()
 
     def _call(self, value: Any, tools: Collection[str]) -> Mapping[str, Any]:
-        """The call in a JSON value; without arguments the key may be missing. Raises ValueError for any other value."""
+        """Convert a JSON value to a call; missing arguments become {}. Raises ValueError if the value is not a valid call."""
         if not isinstance(value, dict) or value.get("name") not in tools:
             raise ValueError("no call")
         arguments = next((value[key] for key in (self.key, "arguments", "parameters") if key in value), None)
@@ -111,7 +111,7 @@ LLAMA = CallForm("llama3", "{", "parameters")
 
 
 def call_form(template: str) -> CallForm | None:
-    """The call format in a chat template; None: unknown."""
+    """Return the format of tool calls that a chat template uses, or None if it is unknown."""
     if "<tool_call>" in template:  # Qwen3-Coder and GLM write XML inside
         return None if "<function=" in template or "<arg_key>" in template else HERMES
     if "[TOOL_CALLS]" in template:  # the newest of Mistral write a name and [ARGS]
@@ -120,12 +120,12 @@ def call_form(template: str) -> CallForm | None:
 
 
 class StopStringFilter:
-    """An answer's text, up to a stop token, a stop string, or the limit.
+    """Decodes an answer's tokens up to a stop token, a stop string or the token limit.
 
     Attributes:
-        task: The task whose tokens it decodes.
-        finish: OpenAI's ``finish_reason``: ``stop`` or ``length``; None: unfinished.
-        tokens: Number of tokens, including a stop token.
+        task: The task that generates the tokens.
+        finish: OpenAI's ``finish_reason``, ``stop`` or ``length``; None while the answer is unfinished.
+        tokens: Number of tokens so far, including a stop token.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class StopStringFilter:
         stop_texts: tuple[str, ...],
         visible: Mapping[int, str] | None = None,
     ) -> None:
-        """``visible``: special tokens to include in the text."""
+        """``visible`` maps the ids of special tokens that the text should include to their text."""
         self.task, self._stop_texts = task, stop_texts
         self._spelling = Spelling(tokenizer, task.prompt, visible)
         self._pending_text, self._sent = "", 0
@@ -143,7 +143,7 @@ class StopStringFilter:
         self.tokens = 0
 
     def add(self, token: int) -> str:
-        """The text that has become final with this token; a possible prefix of a stop string is held back."""
+        """Add a token and return the text that it makes final. A possible prefix of a stop string is held back."""
         text = self._certain_text(token)
         self._sent += len(text)
         return text
@@ -175,12 +175,12 @@ class StopStringFilter:
         return bisect_left(ends, self._sent + (self._sent == self._spelling.length))
 
     def start(self, number: int) -> int:
-        """Start character of the token with this index, from 0."""
+        """Return the position in the text, in characters, at which the token with index ``number`` (from 0) starts."""
         starts = self._spelling.starts
         return min(starts[number], self._sent) if number < len(starts) else self._sent
 
     def shown_characters(self, number: int) -> int | None:
-        """Number of visible characters of a token, 0 for a stop token; None: all."""
+        """Return how many characters of a token are visible: None if all of them are, 0 for a stop token."""
         starts = [*self._spelling.starts[number : number + 2], self._spelling.length]
         if number >= len(self._spelling.starts):
             return 0
@@ -188,11 +188,11 @@ class StopStringFilter:
         return None if complete else max(0, self._sent - starts[0])
 
     def end_silently(self) -> None:
-        """End without a new token."""
+        """Finish the answer without adding another token."""
         self.finish = "length"
 
     def _partial_stop_length(self) -> int:
-        """Length of the longest stop-string prefix at the end of the pending text."""
+        """Return the length of the longest prefix of a stop string with which the pending text ends."""
         text, stops = self._pending_text, self._stop_texts
         lengths = range(min(max(map(len, stops), default=1) - 1, len(text)), 0, -1)
         return next(
@@ -202,20 +202,20 @@ class StopStringFilter:
 
 
 class Choice:
-    """One answer of a request, for its client.
+    """One answer to a request, as its client sees it.
 
     Attributes:
-        calls: The tool calls, in OpenAI's format; known at its end.
+        calls: The tool calls in OpenAI's format, filled in when the answer is complete.
     """
 
     def __init__(
         self, number: int, wording: StopStringFilter, echoed: str | None, form: CallForm | None, tools: Collection[str]
     ) -> None:
-        """Start without text.
+        """Create an empty answer.
 
         Args:
-            echoed: The prompt's text, if the answer begins with it.
-            form: The format of calls of ``tools``; None: no tools, or calls stay text.
+            echoed: The text of the prompt, if the answer is to begin with it.
+            form: The format in which the model calls ``tools``. None if there are no tools or calls stay part of the text.
         """
         self.number, self.wording = number, wording
         self._echoed, self._form, self._tools = echoed or "", form, tools
@@ -229,7 +229,7 @@ class Choice:
         return "tool_calls" if self.calls else self.wording.finish
 
     def add(self, event: TokenEvent, silent: bool = False) -> str:
-        """The text that has become final. ``silent``: no new token is requested; the answer ends without the first one."""
+        """Add an event and return the text that it makes final. If ``silent``, the answer ends before its first new token."""
         ends_here = silent and event.token is not None
         self._scores += event.scores[:-1] if ends_here else event.scores
         if ends_here:
@@ -248,7 +248,7 @@ class Choice:
         return text
 
     def take_scores(self) -> list[Scored]:
-        """The logprobs not yet returned, of tokens with final text."""
+        """Return the logprobs of the tokens whose text is final, without those that an earlier call returned."""
         task = self.wording.task
         count = (len(task.prompt) - 1) * task.echo + self.wording.certain_tokens - self._taken_count
         scores, self._scores = self._scores[:count], self._scores[count:]

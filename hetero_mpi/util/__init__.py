@@ -1,1 +1,1 @@
-"""Errors, units, TOML, disks, threads, terminals: all packages may import these."""
+"""Helpers for errors, units, TOML, disks, threads and terminals, which all packages may import."""

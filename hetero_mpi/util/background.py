@@ -1,11 +1,11 @@
 """Background threads whose errors reach the waiting thread, and best-effort work whose failure must not end a run.
 
-* Work starts when its object is created, and never keeps the process alive.
-* To end it, close the object on which it waits (a transport, server, pipe or event), then call ``finish``.
-* ``finish`` raises the error of the work on the calling thread; the traceback names the action. If no thread waits
-  (``start_unattended``) the error is logged.
-* Pages, reports, sensors and other auxiliary work must not end a run: ``warn_on_failure`` logs their failure, and ``BestEffort``
-  disables them afterwards.
+* Work starts when its ``Background`` object is created, and never keeps the process alive.
+* To end the work, close the object on which it waits (a transport, server, pipe or event), then call ``finish``.
+* If the work fails, ``finish`` raises its error on the calling thread, and the traceback names the action. If no thread waits
+  (``start_unattended``), the error is logged.
+* Pages, reports, sensors and other auxiliary work must not end a run: ``warn_on_failure`` logs a failure, and ``BestEffort``
+  disables the function that failed.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class Background(Generic[T]):
-    """``work`` on a separate thread. ``action`` completes "rank 1 failed while ...", as in "writing the checkpoint"."""
+    """Runs ``work`` on a separate thread. ``action`` describes it in error messages, such as "writing the checkpoint"."""
 
     def __init__(self, action: str, work: Callable[[], T]) -> None:
         self._action, self._work = action, work
@@ -39,7 +39,7 @@ class Background(Generic[T]):
         return self._thread.is_alive()
 
     def finish(self, patience_s: float | None = None) -> T | None:
-        """Wait at most ``patience_s``; return the result of ``work``, or None on timeout. Raises the error that ended ``work``."""
+        """Wait up to ``patience_s`` for ``work`` and return its result, or None on timeout. Raises the error if ``work`` failed."""
         self._thread.join(patience_s)
         if self._error is not None:
             raise self._error
@@ -56,7 +56,7 @@ class Background(Generic[T]):
 
 @contextlib.contextmanager
 def warn_on_failure(action: str) -> Iterator[None]:
-    """A block whose failure only produces a warning. No other rank may wait for the block."""
+    """Turn an exception in the block into a warning. No other rank may be waiting for the block."""
     try:
         yield
     except Exception as error:
@@ -66,7 +66,7 @@ def warn_on_failure(action: str) -> Iterator[None]:
 
 
 class BestEffort(Generic[T]):
-    """A function under ``warn_on_failure``. After its first failure, and while it runs, calls do nothing and return None."""
+    """Calls a function under ``warn_on_failure``. After the first failure, and during a call, further calls return None."""
 
     def __init__(self, action: str, function: Callable[..., T]) -> None:
         self._action = action
@@ -83,13 +83,13 @@ class BestEffort(Generic[T]):
 
 
 def start_unattended(action: str, work: Callable[[], object]) -> None:
-    """Start ``work`` on a thread that is never joined. ``warn_on_failure`` covers the work and its start."""
+    """Start ``work`` on a thread that is never joined. If starting or running it fails, a warning is logged."""
     with warn_on_failure(action):
         Background(action, lambda: BestEffort(action, work)())
 
 
 def start_module(module: str, *arguments: str, **options: Any) -> subprocess.Popen[Any]:
-    """Start ``python -m module`` of this package, with pipes to its stdin and from its stdout. ``options`` are Popen's."""
+    """Start ``python -m module``, with pipes for stdin and stdout unless ``options`` (of Popen) override them."""
     paths = [str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
     variables = {"PYTHONPATH": os.pathsep.join(paths), "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
     options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "env": os.environ, **options}
@@ -99,7 +99,7 @@ def start_module(module: str, *arguments: str, **options: Any) -> subprocess.Pop
 
 
 def lines_of(stream: IO[AnyStr]) -> queue.Queue[AnyStr | None]:
-    """Return a queue of a pipe's lines, and None at its end, so that lines can be awaited with a timeout."""
+    """Return a queue that receives the lines of a pipe, then None, so that a caller can wait for a line with a timeout."""
     lines: queue.Queue[AnyStr | None] = queue.Queue()
 
     def read() -> None:

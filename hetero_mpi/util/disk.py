@@ -1,4 +1,4 @@
-"""Atomic file writes, locks and free space, on any file system; rejection of files that would block a reader."""
+"""Atomic file writes, locks and free space on any file system, and rejection of files that would block a reader."""
 
 import contextlib
 import errno
@@ -13,25 +13,25 @@ from typing import IO, Any
 from hetero_mpi.util.errors import UserError
 
 PROCESS_MARK = os.urandom(4).hex()
-"""In the names of this process's temporary files: files with another mark may be left over from a killed process."""
+"""Part of the names of this process's temporary files. Files with a different mark may be left over from a killed process."""
 SPARE_BYTES = 100_000_000
-"""Disk space that caches, and files that mirror memory, leave free."""
+"""Disk space that caches and files backing memory must leave free."""
 MIN_FREE_BYTES = 1_000_000
-"""Space for the files of a start: Open MPI 5.0.11 wrote 100 kB for 2 ranks and 190 kB for 16."""
+"""Disk space needed to start a run: Open MPI 5.0.11 wrote 100 kB for 2 ranks and 190 kB for 16."""
 _UNSUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.EPERM, errno.EEXIST}
-"""Errors of a file system that lacks a feature: NFS without its lock daemon, Lustre without ``-o flock``, FUSE."""
+"""Errors from file systems that lack a feature, such as NFS without its lock daemon, Lustre without ``-o flock``, and FUSE."""
 
 
 def cache_folder(kind: str = "") -> Path:
-    """This user's cache folder for reproducible data: ``profiles``, ``tokens``."""
+    """Return this user's cache folder for one kind of reproducible data, such as ``profiles`` or ``tokens``."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hetero_mpi" / kind
 
 
 @contextlib.contextmanager
 def atomic_write(path: Path, durable: bool = False) -> Iterator[Path]:
-    """Yield a temporary file name that replaces ``path`` if the block succeeds; otherwise ``path`` is unchanged.
+    """Yield the path of a temporary file, which replaces ``path`` if the block succeeds. Otherwise ``path`` is unchanged.
 
-    ``durable``: file and name are on the disk at the block's end, safe from a power loss.
+    If ``durable`` is true, the new file survives a power loss once the block has ended.
     """
     temporary = path.with_name(f".{path.name}.tmp-{os.urandom(2).hex()}-{PROCESS_MARK}")
     try:
@@ -46,7 +46,7 @@ def atomic_write(path: Path, durable: bool = False) -> Iterator[Path]:
 
 
 def write_atomic(path: Path, content: str | bytes, durable: bool = False, make_folder: bool = False) -> None:
-    """Write ``content`` (text as UTF-8) to ``path`` by ``atomic_write``. Raises OSError."""
+    """Write ``content`` (strings as UTF-8) to ``path`` with ``atomic_write``. Raises OSError."""
     if make_folder:
         path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path, durable) as temporary:
@@ -55,7 +55,7 @@ def write_atomic(path: Path, content: str | bytes, durable: bool = False, make_f
 
 @contextlib.contextmanager
 def write_errors(path: Path, remedy: str = "choose another path with -o") -> Iterator[None]:
-    """A block that writes ``path``, whose OSError becomes a UserError."""
+    """Turn an OSError in a block that writes ``path`` into a UserError."""
     try:
         yield
     except OSError as error:
@@ -63,7 +63,7 @@ def write_errors(path: Path, remedy: str = "choose another path with -o") -> Ite
 
 
 def sync(path: Path) -> None:
-    """Flush (fsync) a file, or a directory, to make a rename in it durable where the file system supports that."""
+    """Flush (fsync) a file or directory. Syncing a directory makes renames in it durable where the file system supports that."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -75,7 +75,7 @@ def sync(path: Path) -> None:
 
 
 def _replace(new: Path, path: Path) -> None:
-    """Rename ``new`` over ``path``, in two steps if the file system cannot rename over a file."""
+    """Rename ``new`` to ``path``, in two steps if the file system cannot replace an existing file."""
     try:
         os.replace(new, path)
     except OSError as error:
@@ -92,7 +92,7 @@ def _replace(new: Path, path: Path) -> None:
 
 
 def lock(file: IO[str]) -> bool:
-    """Take an exclusive lock for the life of the process; False: the file system has no locks. BlockingIOError: already locked."""
+    """Lock a file until the process ends. Returns False if the file system has no locks; raises BlockingIOError if locked."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -103,20 +103,20 @@ def lock(file: IO[str]) -> bool:
 
 
 def free_bytes(path: Path) -> int:
-    """Free bytes on the disk of an existing or future ``path``. Raises OSError."""
+    """Return the free bytes on the disk that contains, or would contain, ``path``. Raises OSError."""
     path = path.absolute()
     return shutil.disk_usage(next(folder for folder in (path, *path.parents) if folder.exists())).free
 
 
 def temporary_folder() -> Path:
-    """Folder of the temporary files of programs, including launchers, on this machine."""
+    """Return the folder in which programs on this machine, including launchers, create temporary files."""
     return Path(next((folder for name in ("TMPDIR", "TEMP", "TMP") if (folder := os.environ.get(name))), "/tmp"))
 
 
 def folder_space(path: Path, must_exist: bool = False) -> dict[str, Any]:
-    """Return a folder's free space, JSON-able: ``path``, ``free_bytes``, and the ``problem`` that prevents writing, or "".
+    """Check a folder; return JSON-serialisable ``path``, ``free_bytes``, and the ``problem`` that prevents writing, or "".
 
-    ``must_exist``: a run does not create the folder.
+    If ``must_exist`` is false, a folder that a run could create is accepted.
     """
     path, free_space, problem = path.absolute(), 0, ""
     try:
@@ -134,9 +134,9 @@ def folder_space(path: Path, must_exist: bool = False) -> dict[str, Any]:
 
 
 def require_regular(path: Path) -> None:
-    """Raise UserError for a directory, device, pipe or socket without opening it, as reading or opening may never end.
+    """Raise UserError for a directory, device, pipe or socket without opening it, because opening or reading it may block.
 
-    A missing path is left to the code that opens it.
+    A missing path is accepted; the code that opens it reports the error.
     """
     try:
         mode = path.stat().st_mode

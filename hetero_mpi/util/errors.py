@@ -1,7 +1,7 @@
 """User errors and exit codes.
 
-A ``UserError`` is printed as plain text, once, without a traceback: it must state the rule, the values and the next step. Any
-other exception is a bug (or a hardware fault) and is shown with rank, host and traceback.
+A ``UserError`` is printed once, as plain text without a traceback, so it must state the rule, the values and the next step. Any
+other exception is a bug (or a hardware fault) and is printed with rank, host and traceback.
 """
 
 import signal
@@ -12,33 +12,33 @@ from typing import Any
 
 
 class ExitCode(IntEnum):
-    """Exit codes of the program, explained in ``docs/recovery.md``. A signal n that ends it at once results in 128 + n."""
+    """Exit codes of the program (see ``docs/recovery.md``). If signal n ends the program at once, the exit code is 128 + n."""
 
     DONE = 0
     FAILED = 1
-    """An exception in a rank; in ``doctor``: a run would, or may, fail."""
+    """A rank raised an exception or, for ``doctor``, a run would fail or might fail."""
     USER_ERROR = 2
     """An error that only the user can fix."""
     HUNG = 74
     """The watchdog ended the job."""
     GIVEN_UP = 75
-    """``launch --elastic`` does not restart the job."""
+    """``launch --elastic`` decided not to restart the job."""
     STOPPED = 76
-    """Requested by a signal: the step was finished and a checkpoint written."""
+    """A signal requested the end: the run finished the step and wrote a checkpoint."""
 
 
 ABORT_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-"""Signals that end a job at once after an earlier request to stop. Others have no further effect: SLURM, or a closing terminal,
-may send them after the user's own."""
+"""Signals that end a job at once if it has already been asked to stop. Other signals then have no effect, because SLURM or a
+closing terminal may send them after the user's own signal."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One of several faults of an error.
+    """One of several problems that a single ``UserError`` reports.
 
     Attributes:
-        kind: As in ``UserError``; ``job.TABLE.KEY`` for a key of the job.
-        text: The place, the values and the rule.
+        kind: As in ``UserError``, or ``job.TABLE.KEY`` for a key of the job.
+        text: The location, the values and the rule.
     """
 
     kind: str
@@ -52,11 +52,11 @@ class UserError(ValueError):
     """An error that the user can fix.
 
     Args:
-        kind: ``subject.fault``, such as ``records.malformed``, for comparison by programs and tests; texts may be rewritten.
+        kind: Stable identifier ``subject.fault``, such as ``records.malformed``, for programs and tests; ``text`` may change.
         text: The rule, the values and the next step.
-        exit_code: Exit code of the process; default: that of a wrong command line.
-        problems: The faults, if there are several.
-        values: Details for programs.
+        exit_code: Exit code of the process. The default is the one for a wrong command line.
+        problems: The individual problems, if there are several.
+        values: Details for programs that handle the error.
     """
 
     exit_code: int = ExitCode.USER_ERROR
@@ -75,5 +75,5 @@ class UserError(ValueError):
 
     @property
     def kinds(self) -> frozenset[str]:
-        """The error's kind and those of its problems."""
+        """The kinds of the error and of its problems."""
         return frozenset({self.kind, *(problem.kind for problem in self.problems)})

@@ -1,4 +1,4 @@
-"""Memory and CPU limits of this process under its control groups. Standard library only."""
+"""Memory and CPU limits that control groups impose on this process. Uses only the standard library."""
 
 import os
 from collections.abc import Iterator
@@ -6,41 +6,41 @@ from pathlib import Path, PurePosixPath
 
 _ROOT, _OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 _MIN_UNLIMITED_BYTES = 1 << 60
-"""cgroup v1 expresses "no limit" by a number near 2**63."""
+"""Limits from this value on mean "no limit", which cgroup v1 expresses by a number near 2**63."""
 
 
 def free_bytes(root: Path = _ROOT, group_file: Path = _OWN) -> int | None:
-    """Bytes left under the memory limits of this process's control group and its ancestors; None without a limit.
+    """Return the bytes left under the memory limits of this process's control group and its ancestors, or None if unlimited.
 
-    Limits come from SLURM jobs, containers and systemd services; inactive page cache counts as free. ``group_file``: the groups of
-    this process, one line ``NUMBER:CONTROLLERS:PATH`` per hierarchy.
+    SLURM jobs, containers and systemd services set such limits. Inactive page cache counts as free. ``group_file`` lists the groups
+    of this process, with a line ``NUMBER:CONTROLLERS:PATH`` for each hierarchy.
     """
     free_by_group = [free for group in _groups("memory", root, group_file) if (free := _free_bytes(group)) is not None]
     return min(free_by_group, default=None)
 
 
 def core_quota(root: Path = _ROOT, group_file: Path = _OWN) -> float | None:
-    """CPU quota of the control groups in cores, as set by ``docker run --cpus``; None without a limit."""
+    """Return the CPU quota of the control groups in cores, as set by ``docker run --cpus``, or None if there is no quota."""
     return min(
         (cores for group in _groups("cpu", root, group_file) if (cores := _cpu_quota(group)) is not None), default=None
     )
 
 
 def allowed_cores() -> list[int]:
-    """Numbers of the cores on which this process may run (a launcher may bind it to a few)."""
+    """Return the numbers of the cores on which this process may run. A launcher may bind it to a few cores."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
 
 
 def usable_cores() -> int:
-    """Number of cores that this process can keep busy: the allowed ones, or fewer under a quota; at least one."""
+    """Return how many cores this process can keep busy: the allowed cores, or fewer under a quota, but at least one."""
     quota = core_quota()
     return max(1, min(len(allowed_cores()), int(quota))) if quota is not None else len(allowed_cores())
 
 
 def _groups(controller: str, root: Path, group_file: Path) -> Iterator[Path]:
-    """Yield the directories of the process's groups with a controller, and of their ancestors; in a container, the mounted one."""
+    """Yield the directories of this process's groups that have the controller, and those of the groups' ancestors."""
     yield root  # a container may see its own group at the root, whatever its path
     yield root / controller
     try:
@@ -73,7 +73,7 @@ def _free_bytes(group: Path) -> int | None:
 
 
 def _cpu_quota(group: Path) -> float | None:
-    """CPUs allowed; v2 has one file, ``QUOTA PERIOD`` or ``max PERIOD``; v1 has two files, with -1 for no quota."""
+    """Read a group's CPU quota in cores. In cgroup v2 one file has ``QUOTA PERIOD``; v1 has two files. No quota is "max" or -1."""
     for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
         try:
             quota, period = " ".join((group / name).read_text() for name in names).split()
@@ -85,7 +85,7 @@ def _cpu_quota(group: Path) -> float | None:
 
 
 def read_counter(counters: Path, name: str) -> int:
-    """The named value in a kernel file of counters; 0 if missing."""
+    """Return the named value from a kernel file of counters, or 0 if it is missing."""
     try:
         rows = dict(line.split(" ", 1) for line in counters.read_text().splitlines())
     except (OSError, ValueError):

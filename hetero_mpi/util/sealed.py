@@ -1,11 +1,11 @@
-"""Cached files verified by checksums: data from an earlier start is used only if it is byte for byte as written.
+"""Cached files with checksums: data from an earlier start is used only if every byte is as it was written.
 
     tokens/3f9a.../stream.i32    a sealed folder: its files, and
     tokens/3f9a.../seal.json     size and CRC-32 of each file, the writer's values (JSON), and a CRC-32 of both
     profiles/81c2....json        a sealed value with its CRC-32
 
 A folder is filled under a temporary name, sealed, synced and renamed. Several programs may therefore create the same folder, and a
-power loss leaves no incomplete data under its name. Damaged data is reported and removed, and its reader creates it again.
+power loss leaves no incomplete data under the final name. Damaged data is reported and removed, and the reader recreates it.
 """
 
 import contextlib
@@ -25,13 +25,13 @@ T = TypeVar("T")
 _SEAL = "seal.json"
 _PIECE_BYTES = 1 << 20
 _READ_ERRORS = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
-"""Errors that parsing foreign bytes may raise; ``UserError`` is a ValueError."""
+"""Errors that parsing arbitrary bytes may raise. ``UserError`` is included because it is a ValueError."""
 
 
 def load_sealed(path: Path, read: Callable[[Path, Any], T], report: Callable[[str], object]) -> T | None:
-    """Return ``read(path, values)`` of a sealed folder or file, or None if nothing is stored there.
+    """Verify a sealed folder or file and return ``read(path, values)``, or None if there is no valid data.
 
-    All bytes are verified (some 2 GB/s per core). Data that is damaged, or that ``read`` rejects, is reported and removed.
+    All bytes are verified, at about 2 GB/s per core. Data that is damaged or that ``read`` rejects is reported and removed.
     """
     if not os.path.lexists(path):
         return None
@@ -46,12 +46,12 @@ def load_sealed(path: Path, read: Callable[[Path, Any], T], report: Callable[[st
 
 
 def store_folder(folder: Path, fill: Callable[[Path], Any], remedy: str, durable: bool = True) -> None:
-    """Create the sealed ``folder`` unless it exists (created by another program, or damaged and not removable).
+    """Create the sealed ``folder``. An existing folder remains: another program created it, or it could not be removed.
 
     Args:
         fill: Writes files into the given folder and returns values (JSON) to store with them. Its errors propagate.
-        remedy: Advice to the user in the UserError if writing fails.
-        durable: Protect against power loss.
+        remedy: Advice for the user in the UserError that is raised if writing fails.
+        durable: Whether the data must survive a power loss.
     """
     temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}")
     try:
@@ -79,7 +79,7 @@ def store_value(path: Path, value: Any) -> None:
 
 
 def discard(path: Path) -> None:
-    """Remove a file, a link, or a folder with its content. Raises OSError."""
+    """Remove a file, a link, or a folder and its contents. Raises OSError."""
     renamed = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     with contextlib.suppress(FileNotFoundError):  # already removed by another program
         os.rename(path, renamed)  # no reader sees a partial folder
@@ -90,7 +90,7 @@ def discard(path: Path) -> None:
 
 
 def _verified_values(path: Path) -> Any:
-    """Return the values of a sealed folder or file. Raises OSError or ValueError if it is damaged."""
+    """Verify a sealed folder or file and return the stored values. Raises OSError or ValueError if it is damaged."""
     if not path.is_dir():
         return _read_value(path)
     sealed_summaries, values = _read_value(path / _SEAL)
@@ -106,7 +106,7 @@ def _verified_values(path: Path) -> Any:
 
 
 def _summaries(folder: Path) -> dict[str, list[int]]:
-    """Name within the folder -> (size, CRC-32) of a file; empty for special files."""
+    """Map each file's path within the folder to [size, CRC-32], or to [] if it is not a regular file."""
     summaries = {}
     for path in folder.rglob("*"):
         summary, mode = [], path.lstat().st_mode

@@ -1,4 +1,4 @@
-"""Packages, jobs and profiles shipped with the program, and the pip argument with which it was installed."""
+"""Required packages, the jobs and profiles shipped with the program, and the pip argument that installs the same version."""
 
 import difflib
 import json
@@ -17,16 +17,16 @@ REQUIRED = (
     "torch", "mpi4py", "numpy", "transformers", "tokenizers", "safetensors", "huggingface_hub", "peft", "bitsandbytes", "h5py",
     "tomli", "tomli_w", "pydantic", "psutil", "matplotlib", "jinja2",
 )  # fmt: skip
-"""Modules that a run imports; a test compares the list with pyproject.toml."""
+"""Modules that a run imports. A test compares this list with pyproject.toml."""
 USED_PROFILE = "used-profile.toml"
-"""File in a run directory: the profile on which the run's plans are based, if it differs from ``profile.toml``."""
+"""File in a run directory with the profile on which the run's plans are based, if that differs from ``profile.toml``."""
 SHIPPED_FILES = "shipped_files"
-"""Folder of the package that only a wheel has, not a clone."""
+"""Folder inside the package that exists in a wheel but not in a clone."""
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def absent_packages() -> tuple[str, ...]:
-    """Modules of ``REQUIRED`` that are not installed. None is imported."""
+    """Return the modules of ``REQUIRED`` that are not installed, without importing any."""
     return tuple(name for name in REQUIRED if not _is_installed(name))
 
 
@@ -38,20 +38,20 @@ def _is_installed(name: str) -> bool:
 
 
 def shipped_folder(name: str) -> Path:
-    """``jobs`` or ``profiles``: inside the package in a wheel (``setup.py``), next to it in a clone."""
+    """Return the folder ``jobs`` or ``profiles``, which a wheel has inside the package (``setup.py``) and a clone next to it."""
     inside = _PACKAGE / SHIPPED_FILES / name
     return inside if inside.is_dir() else _PACKAGE.parent / name
 
 
 def shipped_profiles() -> dict[str, Path]:
-    """Shipped profiles: name -> file."""
+    """Map the name of each shipped profile to its file."""
     return {path.stem: path for path in sorted(shipped_folder("profiles").glob("*.toml"))}
 
 
 def profile_file(name: str | os.PathLike[str], requested_path: Path | None = None) -> Path:
-    """Return ``requested_path`` (default: ``name`` as a path), else the shipped profile ``name``. Raises UserError if missing.
+    """Return the file of a profile: ``requested_path`` (default ``name``) if it exists, otherwise the shipped profile ``name``.
 
-    For a run directory: the profile on which its plans are based.
+    For a run directory, return the profile on which its plans are based. Raises UserError if there is no such profile.
     """
     requested_path, shipped = requested_path or Path(name), shipped_profiles()
     if requested_path.is_dir():
@@ -67,7 +67,7 @@ def profile_file(name: str | os.PathLike[str], requested_path: Path | None = Non
 
 
 def file_of_run(directory: Path, *names: str) -> Path:
-    """Return the first of these files that exists in a run directory. Raises UserError if there is none."""
+    """Return the first of the named files that exists in a run directory. Raises UserError if none exists."""
     path = next((directory / name for name in names if (directory / name).exists()), None)
     if path is None:
         raise UserError(
@@ -78,7 +78,7 @@ def file_of_run(directory: Path, *names: str) -> Path:
 
 
 def pip_argument() -> str:
-    """Return the shell-quoted ``pip install`` argument with which another machine gets this version from the same source."""
+    """Return the shell-quoted ``pip install`` argument that installs this version from the same source on another machine."""
     if (_PACKAGE.parent / "pyproject.toml").is_file():
         return f"-e {shlex.quote(str(_PACKAGE.parent))}"  # a clone
     text = metadata.distribution(DISTRIBUTION).read_text("direct_url.json")

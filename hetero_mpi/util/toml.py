@@ -1,21 +1,21 @@
-"""TOML parsing with one error type for malformed texts and for texts beyond sane limits."""
+"""TOML parsing with a single error type for malformed documents and for documents that exceed sane limits."""
 
 from typing import Any
 
 import tomli
 
 MAX_NESTING_DEPTH = 64
-"""Maximum nesting of tables and lists, which are walked recursively later."""
+"""Maximum nesting depth of tables and lists, which are later traversed recursively."""
 MAX_INTEGER_BITS = 4096
-"""Python refuses to print integers of more than 4,300 digits (14,000 bits), even in an error message."""
+"""Maximum size of integers. Python cannot print integers with more than 4,300 digits (14,000 bits), even in error messages."""
 
 
 class TomlError(ValueError):
-    """A malformed TOML text, with the position."""
+    """Raised for a malformed TOML document; a syntax error has its position."""
 
 
 def loads(text: str) -> dict[str, Any]:
-    """Parse a TOML text. Raises TomlError."""
+    """Parse a TOML document. Raises TomlError."""
     try:
         values = tomli.loads(text)
     except ValueError as error:  # from tomli, or from Python for a number with too many digits

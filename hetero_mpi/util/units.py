@@ -1,4 +1,4 @@
-"""Numbers, ranks and layers as readable text: three significant digits and a suitable unit."""
+"""Formats numbers, ranks and layers for readers, with three significant digits and a suitable unit."""
 
 import math
 import re
@@ -13,12 +13,12 @@ _DROPPABLE_PATTERNS = (
     r" @ .*$| \d+-Core Processor$| Processor\b| CPU\b",
     r" \([^()]*\)$",
 )
-"""Parts of a device's name that may be dropped, in this order."""
+"""Patterns of the parts of a device name that may be dropped, in the order in which they are dropped."""
 _COUNTS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 def seconds(value_s: float) -> str:
-    """``0.0123`` -> ``12.3 ms``; minutes and hours as a clock (``1:02:03``)."""
+    """Format seconds: ``0.0123`` -> ``12.3 ms``. Longer times look like ``1:02:03``."""
     if not math.isfinite(value_s):
         return "unknown"
     if value_s >= 99.95:
@@ -30,54 +30,54 @@ def seconds(value_s: float) -> str:
 
 
 def clock(value_s: float) -> str:
-    """``62`` -> ``1:02``, ``3723`` -> ``1:02:03``."""
+    """Format seconds as on a clock: ``62`` -> ``1:02``, ``3723`` -> ``1:02:03``."""
     minutes, seconds_left = divmod(round(value_s), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds_left:02}" if hours else f"{minutes}:{seconds_left:02}"
 
 
 def size(value_bytes: float) -> str:
-    """``1_234_567_890`` -> ``1.23 GB`` (powers of 1000, as in the whole program)."""
+    """Format bytes: ``1_234_567_890`` -> ``1.23 GB`` (powers of 1000, as everywhere in the program)."""
     return _scaled(value_bytes, _BYTES) or f"{value_bytes:.0f} B"
 
 
 def bandwidth(value_bytes_per_s: float) -> str:
-    """``3.2e9`` -> ``3.20 GB/s``."""
+    """Format bytes per second: ``3.2e9`` -> ``3.20 GB/s``."""
     return f"{size(value_bytes_per_s)}/s" if math.isfinite(value_bytes_per_s) else "unlimited"
 
 
 def count(value: float) -> str:
-    """``12_345_678`` -> ``12.3 M``."""
+    """Format a count: ``12_345_678`` -> ``12.3 M``."""
     return _scaled(value, _COUNTS) or f"{value:.0f}"
 
 
 def percent(share: float) -> str:
-    """``0.0834`` -> ``8.3 %``, ``0.25`` -> ``25 %``."""
+    """Format a share: ``0.0834`` -> ``8.3 %``, ``0.25`` -> ``25 %``."""
     return f"{share * 100:.1f} %" if abs(share) < 0.0995 else f"{share * 100:.0f} %"
 
 
 def change(share: float) -> str:
-    """``0.0834`` -> ``+8.3 %``, ``-0.25`` -> ``-25 %``."""
+    """Format a relative change: ``0.0834`` -> ``+8.3 %``, ``-0.25`` -> ``-25 %``."""
     return f"{'+' if share >= 0 else '-'}{percent(abs(share))}"
 
 
 def unit_of(sequence_length: int) -> str:
-    """The throughput unit: tokens, or samples if a sequence has one token, as in custom layer models."""
+    """Return the unit of throughput: tokens or, if a sequence has one token (as in custom layer models), samples."""
     return "samples" if sequence_length == 1 else "tokens"
 
 
 def amount(tokens: int, sequence_length: int) -> str:
-    """``1,024 tokens``, or ``8 samples`` by :func:`unit_of`."""
+    """Format an amount of data in the unit from :func:`unit_of`: ``1,024 tokens`` or ``8 samples``."""
     return plural(tokens, unit_of(sequence_length)[:-1])
 
 
 def rows_of(sequence_length: int, ending: str = "s") -> str:
-    """``sequences of 1,024 tokens``, or ``samples``. ``ending``: "" for the singular."""
+    """Return ``sequences of 1,024 tokens`` or ``samples``; with ``ending`` "", the singular."""
     return f"sample{ending}" if sequence_length == 1 else f"sequence{ending} of {sequence_length:,} tokens"
 
 
 def device_name(name: str, max_characters: int) -> str:
-    """Shorten a device's name to ``max_characters``: ``NVIDIA GeForce RTX 4090`` -> ``RTX 4090``.
+    """Shorten a device name to ``max_characters``: ``NVIDIA GeForce RTX 4090`` -> ``RTX 4090``.
 
     Vendors and trademarks are dropped first, then words from the left, since the last words distinguish devices.
     """
@@ -90,7 +90,7 @@ def device_name(name: str, max_characters: int) -> str:
 
 
 def numbers(values: Iterable[int]) -> str:
-    """``[0, 1, 2, 5]`` -> ``0-2, 5``. Two neighbours remain ``0, 1``."""
+    """Format integers as ranges: ``[0, 1, 2, 5]`` -> ``0-2, 5``. Two consecutive numbers stay ``0, 1``."""
     runs: list[list[int]] = []
     for value in sorted(set(values)):
         if runs and runs[-1][-1] == value - 1:
@@ -102,13 +102,13 @@ def numbers(values: Iterable[int]) -> str:
 
 
 def ranks(values: Iterable[int]) -> str:
-    """``rank 3``, ``ranks 0-7, 9``."""
+    """List ranks, as in ``rank 3`` or ``ranks 0-7, 9``."""
     listed = list(values)
     return f"{'rank' if len(listed) == 1 else 'ranks'} {numbers(listed)}"
 
 
 def plural(number: int, noun: str) -> str:
-    """``1 rank``, ``1,024 ranks``."""
+    """Format a number with its noun, as in ``1 rank`` or ``1,024 ranks``."""
     ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"
     return f"{number:,} {noun}{ending}"
 
@@ -119,7 +119,7 @@ def shorten(text: str, max_characters: int = 26) -> str:
 
 
 def layers(first: int, last: int, count: int) -> str:
-    """``embedding, blocks 0-3``: layers [first, last) of a chain of ``count`` from the embedding to the head."""
+    """Name the layers [first, last) of a model with ``count`` layers, as in ``embedding, blocks 0-3``."""
     blocks = range(max(first, 1) - 1, min(last, count - 1) - 1)
     parts = ["embedding"] if first == 0 else []
     if len(blocks) == 1:
@@ -130,12 +130,12 @@ def layers(first: int, last: int, count: int) -> str:
 
 
 def join_with_counts(texts: Iterable[str], joint: str) -> str:
-    """Join texts, merging equal ones: ``60 x (a), 3 x (b)``."""
+    """Join strings with ``joint`` and merge equal ones: ``60 x (a), 3 x (b)``."""
     return joint.join(text if count == 1 else f"{count} x ({text})" for text, count in Counter(texts).items())
 
 
 def ratio(numerator: float, denominator: float) -> float:
-    """The quotient, or 1 for 0 / 0: a profile edited to zero seconds must not break a message."""
+    """Return the quotient, or 1 if the denominator is 0, so that a profile edited to zero seconds does not break a message."""
     return numerator / denominator if denominator > 0 else 1.0
 
 

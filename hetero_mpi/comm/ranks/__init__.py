@@ -1,1 +1,1 @@
-"""The ranks of a job: how a process becomes one, their collective calls, and how they leave."""
+"""The ranks of a job: how processes join it, their collective calls, and how they exit."""

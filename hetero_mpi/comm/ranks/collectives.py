@@ -1,7 +1,7 @@
-"""Collective calls in JSON and raw arrays. Nothing is pickled: no lower-case method of mpi4py is used.
+"""Collective calls that exchange JSON and raw arrays. Nothing is pickled: mpi4py's lower-case methods are never used.
 
-MPI's blocking calls spin until the last rank arrives, on a core that this rank may need. Every call here therefore starts MPI's
-non-blocking form and polls with back-off.
+MPI's blocking calls spin until the last rank arrives, on a core that another rank may need. Every call here therefore uses MPI's
+non-blocking variant and polls with back-off.
 """
 
 import json
@@ -15,16 +15,16 @@ from numpy.typing import NDArray
 from hetero_mpi.comm.ranks.ulfm import MAX_SLEEP_S, YIELD_PERIOD_S, Pause, finish, translate_losses
 
 PIECE_BYTES = 1 << 30
-"""Largest array piece of one collective call: MPI counts are 32 bit in most libraries."""
+"""Maximum number of bytes per MPI call. Larger arrays are split, because counts have 32 bits in most MPI libraries."""
 MAX_IDLE_SLEEP_S = 0.05
-"""Longest sleep between polls of a rank that expects a long wait."""
+"""Maximum sleep between polls for a rank that expects to wait for a long time."""
 
 
 @dataclass
 class Collectives:
-    """Collective calls of a group of ranks, made in the same order, from their main threads, with no transport request in flight.
+    """Collective calls. All ranks make them in the same order, on their main threads, with no transport requests in flight.
 
-    Every call raises ``RankLost`` if a rank is lost and the job continues without it (``comm.ranks.ulfm``).
+    A call raises ``RankLost`` if a rank is lost and the job continues without it (``comm.ranks.ulfm``).
     """
 
     comm: Any
@@ -33,13 +33,13 @@ class Collectives:
     size: int
 
     def barrier(self) -> None:
-        """Return when all ranks have arrived."""
+        """Wait until all ranks have made this call."""
         _finish(self.comm.Ibarrier)
 
     def broadcast_json(self, value: Any, root: int = 0, longest_s: float = MAX_SLEEP_S) -> Any:
         """Return ``root``'s value on every rank, after a JSON round trip (tuples become lists, keys become strings).
 
-        ``longest_s``: ``MAX_IDLE_SLEEP_S`` where ``root`` works for long before the call, so that the others poll less often.
+        Pass ``longest_s=MAX_IDLE_SLEEP_S`` if ``root`` works for a long time before the call, so that others poll less often.
         """
         payload = encode(value) if self.rank == root else np.empty(0, np.uint8)
         length = np.array([payload.size], np.int64)
@@ -50,7 +50,7 @@ class Collectives:
         return decode(payload)
 
     def gather_json(self, value: Any) -> list[Any] | None:
-        """Return every rank's value in rank order on rank 0, ``None`` elsewhere."""
+        """Return the values of all ranks, in rank order, on rank 0, and None on the other ranks."""
         payload = encode(value)
         lengths, gathered = self._gather_buffer(payload)
         receive = [gathered, lengths] if self.rank == 0 else None
@@ -58,37 +58,37 @@ class Collectives:
         return split(gathered, lengths) if self.rank == 0 else None
 
     def all_gather_json(self, value: Any) -> list[Any]:
-        """Return every rank's value in rank order, on every rank."""
+        """Return the values of all ranks, in rank order, on every rank."""
         payload = encode(value)
         lengths, gathered = self._gather_buffer(payload)
         _finish(self.comm.Iallgatherv, payload, [gathered, lengths])
         return split(gathered, lengths)
 
     def all_gather_bytes(self, local: NDArray[np.uint8], gathered: NDArray[np.uint8]) -> None:
-        """Fill ``gathered`` [rank, byte] with every rank's ``local`` bytes, of equal length on all ranks."""
+        """Fill ``gathered`` [rank, byte] with the ``local`` bytes of all ranks, which have equal lengths."""
         _finish(self.comm.Iallgather, local, gathered)
 
     def all_to_all_bytes(self, outgoing: NDArray[np.uint8], received: NDArray[np.uint8]) -> None:
-        """Send each rank its row of ``outgoing`` [rank, byte], and receive every rank's row for this one in ``received``."""
+        """Send row r of ``outgoing`` [rank, byte] to each rank r, and receive the row from rank r in row r of ``received``."""
         _finish(self.comm.Ialltoall, outgoing, received)
 
     def broadcast_bytes(self, flat: NDArray[np.uint8], root: int = 0) -> None:
-        """Broadcast ``root``'s bytes to every rank, in place."""
+        """Broadcast the bytes of ``root`` to every rank, in place."""
         for piece in _pieces_of(flat):
             _finish(self.comm.Ibcast, piece, root=root)
 
     def send_bytes(self, flat: NDArray[np.uint8], destination: int) -> None:
-        """Send to a rank that calls ``receive_bytes`` with equal length. Only these two ranks call."""
+        """Send bytes to a rank that calls ``receive_bytes`` with the same length. Only these two ranks take part."""
         for piece in _pieces_of(flat):
             _finish(self.comm.Isend, piece, destination)
 
     def receive_bytes(self, flat: NDArray[np.uint8], source: int) -> None:
-        """Receive from a rank that calls ``send_bytes``."""
+        """Receive bytes from a rank that calls ``send_bytes``."""
         for piece in _pieces_of(flat):
             _finish(self.comm.Irecv, piece, source)
 
     def _gather_buffer(self, payload: NDArray[np.uint8]) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
-        """Return the lengths of all ranks' payloads and a buffer for their concatenation."""
+        """Return the payload lengths of all ranks and an empty buffer for the concatenated payloads."""
         lengths = np.zeros(self.size, np.int64)
         _finish(self.comm.Iallgather, np.array([payload.size], np.int64), lengths)
         gather_buffer = np.empty(int(lengths.sum()), np.uint8)
@@ -96,7 +96,7 @@ class Collectives:
         return lengths, gather_buffer
 
     def broadcast_arrays(self, arrays: Sequence[NDArray[Any]] | None, root: int = 0) -> list[NDArray[Any]]:
-        """Broadcast ``root``'s arrays (any shape, plain numeric dtype) in one message; other ranks pass ``None``."""
+        """Broadcast the arrays of ``root`` (any shape, plain numeric dtype) in one message. Other ranks pass None."""
         local_arrays = [np.ascontiguousarray(array).reshape(array.shape) for array in arrays or ()]
         assert all(array.dtype.kind in "biufc" for array in local_arrays), "root must give arrays of plain numbers"
         header = self.broadcast_json(
@@ -118,10 +118,10 @@ class Collectives:
         return local_arrays
 
     def all_reduce_sum(self, array: NDArray[Any]) -> NDArray[Any]:
-        """Return the element-wise sum over the ranks, bitwise equal on every rank. All ranks pass equal shape and dtype.
+        """Return the elementwise sum over all ranks, bitwise equal on every rank. All ranks pass the same shape and dtype.
 
-        Rank 0 sums and broadcasts: MPI does not guarantee bitwise equal results of ``Allreduce``, and decisions depend on the
-        sums.
+        The sum is reduced on rank 0 and broadcast, because decisions depend on it and MPI does not guarantee bitwise equal results
+        of ``Allreduce``.
         """
         flat = np.ascontiguousarray(array).reshape(-1)
         total = np.empty_like(flat)
@@ -132,7 +132,7 @@ class Collectives:
         return total.reshape(array.shape)
 
     def sleeping_barrier(self) -> None:
-        """A barrier before the ranks compute on shared cores: a waiting rank sleeps between all its polls."""
+        """Wait for all ranks, sleeping between all polls. For use while other ranks compute on the same cores."""
         _finish(self.comm.Ibarrier, yield_s=0.0)
 
 
@@ -143,7 +143,7 @@ def _finish(
     yield_s: float = YIELD_PERIOD_S,
     **options: Any,
 ) -> None:
-    """Start a non-blocking MPI call and poll until it is complete."""
+    """Start a non-blocking MPI call and poll until it completes."""
     with translate_losses():
         finish(call(*arguments, **options), Pause(longest_s, yield_s))
 
@@ -153,16 +153,16 @@ def _pieces_of(flat: NDArray[np.uint8]) -> Iterator[NDArray[np.uint8]]:
 
 
 def encode(value: Any) -> NDArray[np.uint8]:
-    """Encode a value as the bytes of its JSON text."""
+    """Encode a value as JSON bytes."""
     return np.frombuffer(json.dumps(value).encode(), np.uint8)
 
 
 def decode(payload: NDArray[np.uint8]) -> Any:
-    """Decode the value of a JSON text's bytes."""
+    """Decode a value from JSON bytes."""
     return json.loads(payload.tobytes())
 
 
 def split(gathered: NDArray[np.uint8], lengths: NDArray[np.int64]) -> list[Any]:
-    """Decode the values whose JSON texts of these byte lengths are concatenated in ``gathered``."""
+    """Decode concatenated JSON values, given the length of each in bytes."""
     ends = np.cumsum(lengths)
     return [decode(gathered[end - length : end]) for end, length in zip(ends, lengths, strict=True)]

@@ -1,12 +1,12 @@
 """How a rank exits: together with all others or, if it fails alone, by aborting the job and printing the cause once.
 
-Several ranks often fail together. Each waits in proportion to its rank before it prints and calls ``MPI_Abort``, so the lowest
-rank prints first and its abort ends the others while they wait. MPI errors wait longest because most result from the loss of
-another rank.
+Several ranks often fail together. Each waits in proportion to its rank before it prints the cause and calls ``MPI_Abort``, so the
+lowest rank prints first and its abort ends the others while they wait. Ranks with an MPI error wait longer, because most MPI errors
+result from the loss of another rank.
 
 The module also guards the ranks between MPI's start and the complete world: an exception in one rank, or a missing rank, ends all
-ranks. Each rank counts its steps while it joins. A rank that has not joined at the timeout reports its step to rank 0 from a
-thread. Rank 0 names the ranks that block the others: those without a report, otherwise those with the fewest steps.
+ranks. Each rank counts its steps while joining. If a rank has not joined before the timeout, a thread reports its step to rank 0.
+Rank 0 names the ranks that block the others, which are those that sent no report or else those with the fewest steps.
 """
 
 import logging
@@ -33,19 +33,19 @@ from hetero_mpi.util.terminal import write_text
 
 _LOG = logging.getLogger(__name__)
 EXIT_WAIT_S = 1.0
-"""Time that a failing rank waits for the others to end too, before it counts as failing alone."""
+"""Time that a failing rank waits for the other ranks to end as well. After that it is considered to be failing alone."""
 DELAY_PER_RANK_S = 0.3
-"""Delay per rank number before a failing rank prints."""
+"""A failing rank waits for this time multiplied by its rank before it prints the cause."""
 MAX_RANK_DELAY_S = 1.5
-"""Upper limit of that delay."""
+"""Upper limit on that delay."""
 MPI_ERROR_DELAY_S = 1.0
-"""Further delay if the failure is an MPI error."""
+"""Additional delay if the cause is an MPI error."""
 ABORT_TIMEOUT_S = 3
-"""Time after ``MPI_Abort`` at which the alarm signal ends the process."""
+"""Time after the call of ``MPI_Abort`` at which an alarm signal ends the process."""
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal that ends the job at once. ``when``: text about the saved state and the next step."""
+    """Raised when a signal ends the job at once. ``when`` describes the saved state and what the user can do next."""
 
     def __init__(self, number: int, when: str) -> None:
         super().__init__(number)
@@ -56,7 +56,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 def exit_together(world: World, problem: str | None, code: int) -> str | None:
-    """Return the error text with which the ranks exit, or None if all succeeded; abort if this rank alone fails. Collective."""
+    """Return the error message with which all ranks exit, or None on success. Aborts if this rank fails alone. Collective."""
     try:
         if not _all_ranks_arrived(world.guard, code):
             abort_job(world, problem if problem is not None else f"it ended with exit code {code}", code)
@@ -68,7 +68,7 @@ def exit_together(world: World, problem: str | None, code: int) -> str | None:
 
 
 def _all_ranks_arrived(guard: Any, code: int) -> bool:
-    """Wait for all ranks; return False if this one fails (``code != 0``) and another has not arrived within ``EXIT_WAIT_S``."""
+    """Wait for all ranks. If this rank fails (``code != 0``) and others have not arrived after ``EXIT_WAIT_S``, return False."""
     local_code, gathered_codes = np.array([code], np.int32), np.empty(guard.Get_size(), np.int32)
     deadline, pause = time.monotonic() + EXIT_WAIT_S, Pause(0.01)
     with translate_losses():
@@ -81,7 +81,7 @@ def _all_ranks_arrived(guard: Any, code: int) -> bool:
 
 
 def exit_unfinalized(code: int) -> NoReturn:
-    """Exit without ``MPI_Finalize``, which would wait forever for lost ranks."""
+    """Exit the process without ``MPI_Finalize``, which would wait forever for lost ranks."""
     write_text("", sys.stdout)
     write_text("", sys.stderr)
     logging.shutdown()
@@ -89,7 +89,7 @@ def exit_unfinalized(code: int) -> NoReturn:
 
 
 def abort_job(world: World, cause: BaseException | str, code: int = ExitCode.FAILED) -> NoReturn:
-    """Print rank, host, action and cause, and end every rank of the job with ``code`` (after signal n: 128 + n)."""
+    """Print rank, host, action and cause, and end all ranks of the job with ``code``, or with 128 + n after signal n."""
     from mpi4py import MPI
 
     interrupted = isinstance(cause, KeyboardInterrupt)
@@ -107,7 +107,7 @@ def abort_job(world: World, cause: BaseException | str, code: int = ExitCode.FAI
 
 
 def abort_with_text(world: World, text: str, code: int) -> NoReturn:
-    """Print ``text`` and end every rank of the job with ``code``. Callable from any thread."""
+    """Print ``text`` and end all ranks of the job with ``code``. Callable from any thread."""
     time.sleep(_rank_delay_s(world))
     _abort(world, text, code)
 
@@ -138,7 +138,7 @@ def _cause_text(cause: BaseException | str) -> str:
 
 
 def _set_alarm() -> None:
-    """Have the kernel end this process if ``MPI_Abort`` does not return; needs neither a thread nor the interpreter lock."""
+    """Have the kernel end this process if ``MPI_Abort`` hangs. This requires neither a thread nor the interpreter lock."""
     if not hasattr(signal, "alarm"):
         return
     if threading.current_thread() is threading.main_thread():
@@ -147,15 +147,15 @@ def _set_alarm() -> None:
 
 
 LIMIT_S = 60.0
-"""Timeout from MPI's start until the ranks have joined, which normally takes some 10 ms."""
+"""Time limit from MPI's start until all ranks have joined, which normally takes about 10 ms."""
 _REPORT_WAIT_S = 3.0
-"""Rank 0 waits this long for the other ranks' reports; the others wait twice as long for rank 0."""
+"""Time that rank 0 waits for the reports of other ranks. The others wait twice as long for rank 0."""
 _POLL_INTERVAL_S = 0.05
 _REPORT_TAG = 1
 
 
 def initial_world(mpi: Any, library: str, thread_level: str) -> World:
-    """All ranks before they have exchanged host names; this rank's host stands for every host."""
+    """Create the world as it is before the ranks exchange host names, with this rank's host in place of every host."""
     comm = mpi.COMM_WORLD
     rank, size = comm.Get_rank(), comm.Get_size()
     return World(comm, rank, size, (os.uname().nodename,) * size, library, thread_level)
@@ -163,9 +163,9 @@ def initial_world(mpi: Any, library: str, thread_level: str) -> World:
 
 @contextmanager
 def joining(world: World, watched: bool) -> Iterator[None]:
-    """Context manager for joining: CollectiveUserError propagates, any other exception in one of several ranks ends all of them.
+    """Guard the block in which the ranks join. CollectiveUserError propagates; any other exception aborts a multi-rank job.
 
-    ``watched``: the ranks start at the same moment, so a late rank counts as hanging.
+    If ``watched`` is true, all ranks start at about the same time, so a rank that has not joined in time is considered hanging.
     """
     joined = threading.Event()
     watching = None
@@ -188,13 +188,13 @@ def joining(world: World, watched: bool) -> Iterator[None]:
 
 
 def join_step(world: World, text: str) -> None:
-    """Record the next step of joining; ``text`` completes "rank 1 failed while ..."."""
+    """Record that this rank begins the next step of joining. ``text`` describes it, as in "waiting for all ranks"."""
     world.current_action = f"joining the other ranks, {text}"
     world.activity.marks += 1
 
 
 def _watch_join(world: World, joined: threading.Event) -> None:
-    """End the job if this rank has not joined within ``LIMIT_S``."""
+    """Abort the job if this rank has not joined within ``LIMIT_S``."""
     from mpi4py import MPI
 
     if joined.wait(LIMIT_S):
@@ -217,7 +217,7 @@ def _watch_join(world: World, joined: threading.Event) -> None:
 
 
 def _late_text(reports: Mapping[int, tuple[int, str, str]], silent_ranks: Sequence[int]) -> str:
-    """The message about ranks that have not joined. ``reports``: rank -> (steps, host, current action)."""
+    """Describe the ranks that block the others. ``reports`` maps ranks to (number of steps, host, current action)."""
     fewest_steps = min(steps for steps, _, _ in reports.values())
     late = {rank: f"on {host}: {doing}" for rank, (steps, host, doing) in reports.items() if steps == fewest_steps}
     late = dict.fromkeys(silent_ranks, "does not answer: stopped, or disconnected from the others") or late

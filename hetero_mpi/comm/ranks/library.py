@@ -1,11 +1,11 @@
-"""Detects the loaded MPI library and this process's launcher without initialising MPI.
+"""Detects the loaded MPI library and the launcher of this process without initialising MPI.
 
-A launcher of one MPI with a library of another would silently start N separate worlds of one rank, or end in the library's abort.
+If launcher and library belong to different MPI implementations, N separate worlds of one rank start silently or the library aborts.
 This module turns the mismatch into a message with a remedy.
 
-By default Open MPI's ranks offer each other all network interfaces of their hosts. An unreachable interface (a VPN), or one with
-equal addresses on several hosts (Docker's bridge), aborts or hangs the job. The launcher's daemon, parent of the ranks, is already
-connected to the other hosts; its connections show which interfaces work.
+By default, Open MPI's ranks offer each other all network interfaces of their hosts. An unreachable interface (a VPN) or one with
+the same address on several hosts (Docker's bridge) makes the job abort or hang. The launcher's daemon, which is the ranks' parent
+process, is already connected to the other hosts, so its connections show which interfaces work.
 """
 
 import os
@@ -17,10 +17,10 @@ from pathlib import Path
 OPEN_MPI = "Open MPI"
 MPICH = "MPICH"
 JOINED_VARIABLE = "HETERO_MPI_JOINED"
-"""Environment variable: the file to which a rank writes a line when it has joined (``launch.launcher.command_line``)."""
+"""Environment variable with the file descriptor to which a rank reports that it has joined (``launch.launcher.command_line``)."""
 ENDED_LINE = "\x1ehetero_mpi: the job has come to its end"
-"""The last line on stderr of rank 0 if ``JOINED_VARIABLE`` was set. For a launcher that tolerates lost ranks it is the only proof
-that some rank survived."""
+"""The last line that rank 0 writes to stderr if ``JOINED_VARIABLE`` was set. For a launcher that tolerates lost ranks, this line is
+the only evidence that a rank survived."""
 
 _INCLUDE, _EXCLUDE = "OMPI_MCA_btl_tcp_if_include", "OMPI_MCA_btl_tcp_if_exclude"
 _DEVICES = Path("/sys/class/net")
@@ -42,7 +42,7 @@ class MpiLibrary:
     name: str
     """``Open MPI``, ``MPICH``, ``Intel MPI``, ``Cray MPICH``, ``MVAPICH`` or ``unknown MPI``."""
     family: str
-    """The launcher protocol: ``Open MPI``, ``MPICH``, or the library's name."""
+    """Launcher protocol that the library uses: ``Open MPI``, ``MPICH`` or, if unknown, the library's name."""
     version: str
 
     @property
@@ -54,7 +54,7 @@ class MpiLibrary:
 
 
 def parse_library_version(text: str) -> MpiLibrary:
-    """Parse the text of ``MPI_Get_library_version``."""
+    """Parse the version string that ``MPI_Get_library_version`` returns."""
     for name, family, pattern in _LIBRARY_PATTERNS:
         match = re.search(pattern, text)
         if match:
@@ -65,10 +65,10 @@ def parse_library_version(text: str) -> MpiLibrary:
 
 @dataclass(frozen=True)
 class LaunchInfo:
-    """The launcher of this process, with its rank and the number of ranks."""
+    """The launcher of this process, the process's rank and the number of ranks."""
 
     launcher: str
-    """The launcher's name, for messages."""
+    """Name of the launcher, for messages to the user."""
     family: str
     """``Open MPI``, ``MPICH`` or ``SLURM``."""
     size: int
@@ -83,11 +83,11 @@ def _launch_info(environment: Mapping[str, str], launcher: str, family: str, siz
 
 
 def detect_launcher(environment: Mapping[str, str], library_family: str) -> LaunchInfo | None:
-    """Return this process's launcher according to its environment; ``None`` if it runs alone.
+    """Detect the launcher of this process from its environment; return None if the process was started without one.
 
-    Launchers may be nested (for instance an MPI launcher inside an srun step). The variables of the loaded library's own launcher
-    take precedence, then the other MPI launcher's, then those of a SLURM *step*: inside a batch script SLURM's variables describe
-    the job and not this process.
+    Launchers may be nested, such as an MPI launcher inside an srun step. The variables of the loaded library's own launcher take
+    precedence over those of the other MPI launcher, and these over those of a SLURM *step*. Inside a batch script, SLURM's job
+    variables describe the job rather than this process.
     """
     open_mpi = _launch_info(environment, "Open MPI's mpirun", OPEN_MPI, "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
     pmi = _launch_info(environment, "MPICH's mpiexec (or another PMI launcher)", MPICH, "PMI_SIZE", "PMI_RANK")
@@ -97,14 +97,14 @@ def detect_launcher(environment: Mapping[str, str], library_family: str) -> Laun
 
 
 def foreign_launcher_problem(launched: LaunchInfo | None, library: MpiLibrary) -> str | None:
-    """Return a message if ``MPI_Init`` would fail, as with Open MPI's launcher and an MPICH library; otherwise ``None``."""
+    """Return an error message if ``MPI_Init`` would fail, as it does with Open MPI's launcher and MPICH; otherwise None."""
     if launched is None or launched.family != OPEN_MPI or library.family != MPICH:
         return None
     return _mismatch(launched, f"the loaded MPI library ({library}) belongs to another launcher")
 
 
 def world_size_problem(launched: LaunchInfo | None, library: MpiLibrary, world_size: int) -> str | None:
-    """Return the problem with a world of ``world_size`` ranks under this launcher, or ``None``."""
+    """Return an error message if the launcher started another number of ranks than ``world_size``; otherwise None."""
     if launched is None or launched.size == world_size:
         return None
     return _mismatch(launched, f"the loaded MPI library ({library}) sees a world of {world_size}")
@@ -119,10 +119,10 @@ def _mismatch(launched: LaunchInfo, observation: str) -> str:
 
 
 def restrict_to_launcher_interfaces(environment: MutableMapping[str, str]) -> None:
-    """Restrict Open MPI to the interfaces over which the launcher's daemon communicates. Called before MPI is initialised.
+    """Restrict Open MPI to the interfaces over which the launcher's daemon communicates. Call this before MPI is initialised.
 
-    Nothing is set if the user has chosen interfaces, the daemon is connected to no other host, or an unused NIC is as fast, so
-    that the interface intended for data is ambiguous.
+    Nothing is set if the user has chosen interfaces, the daemon is not connected to another host, or an unused NIC is as fast,
+    which makes it unclear which interface is meant for data.
     """
     if "OMPI_COMM_WORLD_SIZE" not in environment or _INCLUDE in environment or _EXCLUDE in environment:
         return
@@ -133,7 +133,7 @@ def restrict_to_launcher_interfaces(environment: MutableMapping[str, str]) -> No
 
 
 def _interfaces_of(process: int) -> tuple[set[str], set[str]]:
-    """Return (interfaces over which a process is connected to other hosts, all others except the loopback)."""
+    """Return the interfaces over which a process is connected to other hosts, and all other interfaces except the loopback."""
     import psutil
 
     try:
@@ -150,7 +150,7 @@ def _interfaces_of(process: int) -> tuple[set[str], set[str]]:
 
 
 def _nic_speed(interface: str, devices: Path = _DEVICES) -> int:
-    """Return the Mbit/s of a NIC; 0 if the interface is not a NIC (bridge, tunnel) or does not report its speed (Wi-Fi)."""
+    """Return the speed of a NIC in Mbit/s, or 0 if the interface is no NIC (bridge, tunnel) or does not report it (Wi-Fi)."""
     if not (devices / interface / "device").exists():
         return 0
     try:

@@ -1,7 +1,7 @@
-"""Join and leave the job, as a command (``run_guarded``) or within a user's program (``collective_block``); recover from losses.
+"""Joins and leaves the job in a command (``run_guarded``) or a user's program (``collective_block``), and recovers from lost ranks.
 
-``comm.ranks.ulfm`` describes how the survivors of a lost rank learn of the loss. A wrong launcher or a missing library is detected
-before MPI starts. After any later failure all ranks end together and the cause is printed once (``leave``).
+``comm.ranks.ulfm`` describes how ranks learn that another rank is lost. A wrong launcher or a missing library is detected before
+MPI starts. After any later failure, all ranks end together and the cause is printed once (``leave``).
 """
 
 import atexit
@@ -38,7 +38,7 @@ from hetero_mpi.util.host_limits import usable_cores
 from hetero_mpi.util.terminal import write_text
 
 _OWN_LAUNCHER_PIPES: list[str] = []
-"""Not empty if this project's launcher waits for ``ENDED_LINE``."""
+"""File descriptors from ``JOINED_VARIABLE``. If not empty, this project's launcher is waiting for ``ENDED_LINE``."""
 _RECORD_BYTES = 256
 HOST_MEMORY_ONLY = {
     "OMPI_MCA_opal_cuda_support": "0",
@@ -46,17 +46,17 @@ HOST_MEMORY_ONLY = {
     "MPIR_CVAR_ENABLE_GPU": "0",
     "UCX_MEMTYPE_CACHE": "n",
 }
-"""Settings that disable the GPU support of MPI libraries, read at MPI's start. This project passes only host memory to MPI, so GPU
-support has only costs: Open MPI with CUDA asks the driver about every buffer (open-mpi/ompi#14337); MPICH opens a context on every
-GPU."""
+"""Environment variables that disable the GPU support of MPI libraries when MPI starts. This project passes only host memory to MPI,
+so GPU support would have only costs: Open MPI with CUDA asks the driver about every buffer (open-mpi/ompi#14337), and MPICH opens a
+context on every GPU."""
 
 
 def run_guarded(main: Callable[[World], int]) -> int:
-    """Run an MPI command: join, call ``main``, and exit on all ranks together. Returns this process's exit code.
+    """Run an MPI command: join, call ``main``, and exit together with all other ranks. Returns this process's exit code.
 
-    * ``CollectiveUserError``: rank 0 prints it; every rank finalises MPI and returns its exit code.
-    * ``SystemExit``, a ``UserError`` or a non-zero result: the same, if all ranks finish within a second.
-    * Any other exception, or one failing rank: rank, host, action and cause are printed once and ``MPI_Abort`` ends all ranks.
+    * After a ``CollectiveUserError``, rank 0 prints it, and every rank finalises MPI and returns its exit code.
+    * After ``SystemExit``, a ``UserError`` or a non-zero result, the ranks do the same if all of them finish within a second.
+    * If a rank fails alone or with any other exception, it prints rank, host, action and cause, and ``MPI_Abort`` ends all ranks.
     """
     try:
         world = join()
@@ -89,10 +89,10 @@ def run_guarded(main: Callable[[World], int]) -> int:
 
 @contextmanager
 def collective_block() -> Iterator[World]:
-    """A block of a user's program that all ranks run together. Collective; the first one initialises MPI.
+    """Run a block of a user's program on all ranks together. Collective; the first such block initialises MPI.
 
-    Raises UserError, equal on all ranks. Any other exception, or one rank's problem while others continue, is printed with rank,
-    host and action and ends all ranks; a single-rank job raises it.
+    Raises a UserError on all ranks alike. If a rank fails alone or with any other exception, rank, host, action and cause are
+    printed and all ranks end; in a job with a single rank, the exception is raised.
     """
     world = program_world()
     ulfm.free(world.comm, itself=False)  # communicators of an earlier block
@@ -118,11 +118,11 @@ def collective_block() -> Iterator[World]:
 
 @cache
 def program_world() -> World:
-    """Return the world of a user's program; the first call joins it and is collective."""
+    """Return the world of a user's program. The first call joins the job and is collective."""
     world, default_hook, failed = join(), sys.excepthook, threading.Event()
 
     def uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """End all ranks, as the others would wait forever for this one."""
+        """End all ranks, because the others would otherwise wait forever for this rank."""
         failed.set()
         if isinstance(error, CollectiveUserError):  # raised on all ranks: rank 0 prints it
             if world.rank == 0:
@@ -134,7 +134,7 @@ def program_world() -> World:
             default_hook(kind, error, trace)
 
     def leave() -> None:
-        """Skip ``MPI_Finalize`` if ranks are lost, as it would wait for them forever."""
+        """Skip ``MPI_Finalize`` if ranks are lost, because it would wait for them forever."""
         if world.lost_ranks:
             exit_unfinalized(ExitCode.FAILED if failed.is_set() else ExitCode.DONE)
 
@@ -144,7 +144,7 @@ def program_world() -> World:
 
 
 def _exit_code_after_leaving(world: World, code: int) -> int:
-    """Leave MPI and return ``code``; if ranks are lost, exit at once."""
+    """Finalise MPI and return ``code``. If ranks are lost, exit the process instead."""
     if world.rank == 0 and _OWN_LAUNCHER_PIPES:
         write_text(f"{ENDED_LINE}\n", sys.stderr, exact=True)
     if world.lost_ranks:
@@ -154,10 +154,10 @@ def _exit_code_after_leaving(world: World, code: int) -> int:
 
 
 def join() -> World:
-    """Initialise MPI (once) and return the world. Collective; every process detects errors on its own.
+    """Initialise MPI unless that has been done, and return the world. Collective.
 
-    Raises UserError if no MPI library can be loaded, the launcher belongs to another MPI than the library (so that the world has
-    the wrong size), or ranks run different sources of this package.
+    Raises UserError if no MPI library can be loaded, if launcher and library belong to different MPI implementations (so that the
+    world has the wrong size), or if ranks run different sources of this package.
     """
     # Where a host has more ranks than cores, Open MPI's waiting ranks yield theirs.
     ranks_here = os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "1")
@@ -190,7 +190,7 @@ def join() -> World:
 
 
 def _report_joined() -> None:
-    """Report to ``launch.launcher.command_line`` that this rank has joined: the job can now survive its loss."""
+    """Tell ``launch.launcher.command_line`` that this rank has joined, so that from now on the job can survive its loss."""
     file = os.environ.pop(JOINED_VARIABLE, None)
     if file is not None:
         _OWN_LAUNCHER_PIPES.append(file)
@@ -209,7 +209,7 @@ def _thread_level(mpi: Any) -> str:
 
 
 def _identify_ranks(world: World, mpi: Any) -> None:
-    """Complete an unidentified world with its own communicators and the hosts."""
+    """Complete the initial world with its own communicators and the host of each rank."""
     join_step(world, "finding this host's name and source")
     name, source = socket.gethostname(), own_source()
     join_step(world, "comparing sources")
@@ -231,9 +231,9 @@ def _identify_ranks(world: World, mpi: Any) -> None:
 
 
 def _sources_problem(world: World, source: str, host: str) -> str | None:
-    """Return a message if ranks run different sources of this package, otherwise None. Collective; the first exchange of all.
+    """Return an error message if ranks run different sources of this package, otherwise None. Collective.
 
-    Two commits may differ in any other message, so this format never changes: 256 bytes per rank, source and host.
+    As other messages may differ between commits, this one comes first and never changes: 256 bytes per rank with source and host.
     """
     local_record = f"{source}\n{host}".encode()[:_RECORD_BYTES].ljust(_RECORD_BYTES, b"\0")
     records = np.empty((world.size, _RECORD_BYTES), np.uint8)
@@ -243,9 +243,9 @@ def _sources_problem(world: World, source: str, host: str) -> str | None:
 
 
 def host_labels(groups_of: Sequence[tuple[str, int]]) -> tuple[str, ...]:
-    """Return a unique host name per rank from (host name, lowest rank in shared memory).
+    """Return the host name of each rank, given (host name, lowest rank with which it shares memory) per rank.
 
-    Equal names of different machines get ``#2`` and so on.
+    If several machines have the same name, ``#2`` and so on is appended to make the names unique.
     """
     names: dict[str, list[int]] = {}
     for name, group in groups_of:
@@ -259,7 +259,7 @@ def host_labels(groups_of: Sequence[tuple[str, int]]) -> tuple[str, ...]:
 
 
 def _import_mpi() -> Any:
-    """Import ``mpi4py.MPI`` without initialising MPI, so that a wrong launcher can be rejected first."""
+    """Import ``mpi4py.MPI`` without initialising MPI, so that a wrong launcher can still be rejected."""
     try:
         import mpi4py
 
@@ -276,7 +276,7 @@ def _import_mpi() -> Any:
 
 
 def _raise_on_all(problem: str | None) -> None:
-    """Raise a problem that all ranks detect alike."""
+    """Raise CollectiveUserError for a problem that every rank has detected."""
     if problem is not None:
         raise CollectiveUserError("mpi.launcher_mismatch", problem)
 
@@ -288,16 +288,16 @@ def _finalize() -> None:
 
 
 def _system_exit(leaving: SystemExit) -> tuple[int, str | None]:
-    """Return exit code and text of ``sys.exit(...)``, by Python's rules."""
+    """Return the exit code and message that Python would use for a ``SystemExit``."""
     if leaving.code is None or isinstance(leaving.code, int):
         return leaving.code or 0, None
     return 1, str(leaving.code)
 
 
 def check_versions(world: World, local_versions: Mapping[str, str]) -> None:
-    """Raise CollectiveUserError if a version in ``MATCH_RULES`` differs between ranks, with the values and the remedy. Collective.
+    """Raise CollectiveUserError with a remedy if a version in ``MATCH_RULES`` differs between ranks. Collective.
 
-    ``local_versions``: this rank's name -> version; the MPI library's is added.
+    ``local_versions`` maps names to this rank's versions; the version of the MPI library is added.
     """
     problem = version_problem(world.all_gather_json({MPI_LIBRARY: world.library, **local_versions}), world.hosts)
     if problem is not None:
@@ -306,26 +306,26 @@ def check_versions(world: World, local_versions: Mapping[str, str]) -> None:
 
 @dataclass(frozen=True)
 class LostRanks:
-    """The lost ranks, and the previous numbers of the surviving ranks."""
+    """The lost ranks, and the previous ranks of the survivors."""
 
     gone: tuple[tuple[int, str], ...]
-    """(rank, host) of the lost ranks, in the old numbering."""
+    """(rank, host) of each lost rank, in the old numbering."""
     old_ranks: tuple[int, ...]
-    """For each surviving rank: its number in the old numbering."""
+    """The old rank of each survivor, in the order of the new ranks."""
 
 
 def all_ranks_succeeded(world: World, well: bool) -> bool:
-    """Return whether all living ranks completed their common work; equal on all. Collective. If False: ``shrink_to_survivors``."""
+    """Return, equal on all living ranks, whether all completed their work. If not, call ``shrink_to_survivors``. Collective."""
     if not well:
         ulfm.revoke()
     return ulfm.agree(world.comm, well)
 
 
 def shrink_to_survivors(world: World, may_lead: bool = True) -> LostRanks:
-    """Make ``world`` the world of the surviving ranks, renumbered in their old order. Collective over them.
+    """Reduce ``world`` to the surviving ranks and renumber them in their old order. Collective over them.
 
-    The first rank that may lead becomes rank 0. Objects based on the old world (subsets, transports, heartbeats) become invalid.
-    Ranks lost during the call are left out too.
+    The first rank whose ``may_lead`` is true becomes rank 0. Objects based on the old world (subsets, transports, heartbeats)
+    become invalid. Ranks that are lost during the call are left out as well.
     """
     ulfm.revoke()
     comm = world.comm
@@ -349,7 +349,7 @@ def shrink_to_survivors(world: World, may_lead: bool = True) -> LostRanks:
 
 
 def _lead_and_duplicate(comm: Any, old_rank: int, may_lead: bool) -> tuple[Any, Any, tuple[int, ...]]:
-    """Return (communicator, guard, old ranks in the new order) of the surviving ranks of ``comm``."""
+    """Choose rank 0 among the ranks of ``comm`` and return (communicator, guard, old ranks in the new order)."""
     rank, size = comm.Get_rank(), comm.Get_size()
     replies = Collectives(comm, rank, size).all_gather_json([old_rank, may_lead])
     old_ranks = [int(old) for old, _ in replies]

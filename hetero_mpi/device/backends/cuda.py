@@ -1,4 +1,4 @@
-"""NVIDIA's GPUs."""
+"""Backend for NVIDIA GPUs."""
 
 import os
 import re
@@ -54,9 +54,9 @@ class CudaBackend(Accelerator):
 
 
 def has_kernels(capability: tuple[int, int], built: Sequence[str]) -> bool:
-    """Whether a CUDA build for the architectures ``built`` supports a GPU of this compute capability.
+    """Return whether a CUDA build for the architectures ``built`` supports a GPU of this compute capability.
 
-    Machine code runs on GPUs of the same major and at least the minor number; intermediate code (``compute_``) on all later ones.
+    Machine code needs a GPU with the same major and at least the same minor number; intermediate code (``compute_``) any later GPU.
 
     >>> has_kernels((6, 1), ["sm_75", "sm_80", "compute_120"]), has_kernels((8, 6), ["sm_75", "sm_80"])
     (False, True)

@@ -1,4 +1,4 @@
-"""Apple's GPUs."""
+"""Backend for Apple GPUs."""
 
 import os
 import platform
@@ -11,7 +11,7 @@ PREFERENCE = 4
 
 
 class MpsBackend(Backend):
-    """Apple GPUs, which share the host's memory."""
+    """Backend for Apple GPUs, which share the memory of the host."""
 
     name = "mps"
     torch_type = "mps"
@@ -49,7 +49,7 @@ class MpsBackend(Backend):
         return self._peak_bytes
 
     def _look(self) -> None:
-        """Update the peak: Metal reports current usage only; every action of a step ends with ``synchronize``."""
+        """Update the peak, as Metal reports only current usage. Every action of a step calls this through ``synchronize``."""
         self._peak_bytes = max(self._peak_bytes, self.used_bytes())
 
     def used_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""AMD's GPUs."""
+"""Backend for AMD GPUs."""
 
 import re
 
@@ -11,7 +11,7 @@ PREFERENCE = 2
 
 
 class RocmBackend(Accelerator):
-    """AMD GPUs, which torch's HIP build names ``cuda``."""
+    """Backend for AMD GPUs, which the HIP build of torch calls ``cuda``."""
 
     name = "rocm"
     torch_type = "cuda"
@@ -23,7 +23,7 @@ class RocmBackend(Accelerator):
         return super().count() if torch.version.hip else 0
 
     def chip(self) -> str:
-        """Architecture such as ``gfx1100``; "" if unknown."""
+        """Return the GPU's architecture, such as ``gfx1100``, or "" if it is unknown."""
         return str(getattr(self._properties(), "gcnArchName", "")).split(":")[0]
 
     def dtypes(self) -> tuple[str, ...]:
@@ -40,7 +40,7 @@ class RocmBackend(Accelerator):
 
     @classmethod
     def only_by_name(cls) -> set[int]:
-        """Integrated GPUs next to a discrete GPU: slower than the CPU as a rank."""
+        """Return the integrated GPUs if there is also a discrete GPU. As a rank they are slower than the CPU."""
         integrated = {index for index in range(cls.count()) if cls(index)._integrated()}
         return integrated if len(integrated) < cls.count() else set()
 

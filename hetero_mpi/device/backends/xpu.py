@@ -1,4 +1,4 @@
-"""Intel's GPUs."""
+"""Backend for Intel GPUs."""
 
 import re
 

@@ -13,7 +13,7 @@ from hetero_mpi.rundir.logs import say
 
 
 class TensorBoard:
-    """Event file writer; tensorboard's own writer stops at the first disk error."""
+    """Writes event files. Unlike TensorBoard's own writer, it continues after a disk error."""
 
     def __init__(self, run_dir: Path) -> None:
         from tensorboard.compat.proto.event_pb2 import Event

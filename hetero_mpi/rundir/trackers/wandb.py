@@ -23,7 +23,7 @@ def open_tracker(run_dir: Path, job: Mapping[str, Any]) -> Tracker:
 
 
 def _has_key() -> bool:
-    """Whether there is an API key for Weights & Biases, in the environment or stored by ``wandb login``."""
+    """Return whether there is an API key for Weights & Biases, either in the environment or stored by ``wandb login``."""
     host = urllib.parse.urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
     try:
         return "WANDB_API_KEY" in os.environ or netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None

@@ -1,1 +1,1 @@
-"""The HTTP server on rank 0: connections, limits and access control, independent of the content."""
+"""The HTTP server on rank 0: connections, limits and access control, whatever it serves."""

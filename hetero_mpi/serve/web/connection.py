@@ -18,24 +18,24 @@ from typing import Any
 from hetero_mpi.serve.web.server import HttpError, WebServer
 
 RECEIVE_TIMEOUT_S = 20.0
-"""Time limit of a request's line and headers, and again of its body, plus ..."""
+"""Time limit for receiving the request line and headers; also the fixed part of the time limit for the body."""
 MIN_BYTES_PER_S = 50_000
-"""... the time of its bytes at this rate."""
+"""The time limit for a body also includes its transfer time at this rate."""
 SEND_TIMEOUT_S = 60.0
-"""A client that accepts nothing of its response for this long counts as gone."""
+"""A client that reads nothing of its response for this long is considered disconnected."""
 _LINGER_S, _LINGER_BYTES = 2.0, 32 << 20
-"""After an early response the rest of the request is read, up to this time and size."""
+"""Limits on reading the rest of a request that was answered before it had arrived completely."""
 _PROBE_DELAY_S = 1.0
-"""Delay before probing whether a client that has closed its sending side still listens."""
+"""Delay before probing whether a client that has closed its sending side is still listening."""
 _KEEPALIVE_OPTIONS = {"TCP_KEEPIDLE": 15, "TCP_KEEPALIVE": 15, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 3}
-"""TCP keep-alive: probe a silent client's host after 15 s, three times (Linux, macOS)."""
+"""TCP keep-alive options: probe the host of a silent client after 15 s, three times (Linux, macOS)."""
 _MAX_AHEAD_BYTES = 1 << 20
-"""Maximum number of bytes of the next request that are buffered during a response."""
+"""Maximum number of bytes of the next request to buffer while a response is being sent."""
 _LOG = logging.getLogger(__name__)
 
 
 class Connection(BaseHTTPRequestHandler):
-    """A connection whose requests ``answer`` answers. Its helpers raise HttpError, which becomes the response."""
+    """A client connection. Subclasses implement ``answer``; an HttpError raised by a helper method becomes the response."""
 
     protocol_version = "HTTP/1.1"
     server_version = "hetero_mpi"
@@ -44,13 +44,13 @@ class Connection(BaseHTTPRequestHandler):
     server: WebServer
     _deadline = 0.0
     _closed_s: float | None = None
-    """When the client's closed side was detected."""
+    """Time at which the server detected that the client had closed its sending side."""
     _may_probe = True
     _response_started = False
-    """The response has started and cannot be replaced."""
+    """Whether the response has started, so that no error response can replace it."""
 
     def answer(self) -> None:
-        """Respond to ``command`` (GET, HEAD or POST), ``headers``, ``route`` and ``body``; an HttpError is sent."""
+        """Respond to the request in ``command`` (GET, HEAD or POST), ``headers``, ``route`` and ``body``."""
         raise NotImplementedError
 
     @property
@@ -58,7 +58,7 @@ class Connection(BaseHTTPRequestHandler):
         return self.path.partition("?")[0].rstrip("/")
 
     def check_key(self) -> str:
-        """The name of the client's API key; "" if none is required. Constant-time comparison."""
+        """Return the name of the client's API key, or "" if none is required. Keys are compared in constant time."""
         keys = self.server.keys
         scheme, _, given_key = self.headers.get("Authorization", "").strip().partition(" ")
         matches = [name for name, key in keys.items() if hmac.compare_digest(given_key.strip().encode(), key.encode())]
@@ -68,7 +68,7 @@ class Connection(BaseHTTPRequestHandler):
 
     @contextlib.contextmanager
     def body(self, kind: str, max_bytes: int) -> Iterator[bytes]:
-        """The body, of the type ``kind`` and at most ``max_bytes``. It counts as pending until the block's end."""
+        """Yield the request body, with content type ``kind`` and at most ``max_bytes``; it counts as pending during the block."""
         content_type = self.headers.get_content_type() if "Content-Type" in self.headers else "none"
         if content_type != kind:
             raise HttpError(415, f"the body must have the type {kind} (Content-Type), not {content_type[:60]}")
@@ -89,11 +89,10 @@ class Connection(BaseHTTPRequestHandler):
             yield content
 
     def alive(self) -> bool:
-        """Whether the client is connected.
+        """Return whether the client is still connected.
 
-        A client that has closed its sending side may still listen: it is sent a 100 Continue, which every HTTP/1.1 client accepts
-        before its response, and which the host of a vanished client rejects. The end of its data follows all its bytes, so these
-        are read.
+        A client that has closed its sending side may still be listening. It is sent a 100 Continue, which HTTP/1.1 clients accept
+        before a response and which the host of a vanished client rejects. Data before the end of the stream is read ahead.
         """
         if self.connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             return False
@@ -110,7 +109,6 @@ class Connection(BaseHTTPRequestHandler):
         return True
 
     def send(self, value: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> None:
-        """Send a JSON object."""
         self.send_content(json.dumps(value).encode(), "application/json", headers, status)
 
     def send_content(self, content: bytes, kind: str, headers: dict[str, str] | None = None, status: int = 200) -> None:
@@ -118,10 +116,10 @@ class Connection(BaseHTTPRequestHandler):
 
     @contextlib.contextmanager
     def events(self) -> Iterator[Callable[[str], None]]:
-        """A response of server-sent events; yields a function that sends one. An HttpError of the block becomes an event.
+        """Respond with server-sent events; yields a function that sends one event. An HttpError in the block is sent as an event.
 
-        After an error of the block, or the end of this process, the last chunk is missing, so that the client detects the
-        truncation. HTTP/1.0 has no chunks: a response ends with its connection, and truncation is not detectable.
+        If the block fails or this process ends, the last chunk is missing, so the client can detect the truncation. In HTTP/1.0,
+        which has no chunks, the response ends when the connection closes, and truncation cannot be detected.
         """
         chunked = self.request_version >= "HTTP/1.1"
         self.close_connection = self.close_connection or not chunked
@@ -167,16 +165,16 @@ class Connection(BaseHTTPRequestHandler):
         super().handle_one_request()
 
     def parse_request(self) -> bool:
-        """Also checks whether the request may be answered, whatever its method and path."""
+        """Parse the request and reject unknown host names and origins, whatever the method and path."""
         return super().parse_request() and self._guarded(self._check_names)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """The response to requests that ``http.server`` rejects."""
+        """Send the error response for a request that ``http.server`` rejects."""
         self.close_connection = True
         self.send(HttpError(code, message or HTTPStatus(code).phrase).body(), code)
 
     def finish(self) -> None:
-        """Read the rest of a rejected request: closing with unread bytes would reset the connection and lose the response."""
+        """Read the rest of a rejected request, as closing with unread data would reset the connection and lose the response."""
         deadline, bytes_left = time.monotonic() + _LINGER_S, _LINGER_BYTES
         with contextlib.suppress(OSError):
             self.connection.shutdown(socket.SHUT_WR)
@@ -227,7 +225,7 @@ class Connection(BaseHTTPRequestHandler):
                 raise
 
     def _head(self, status: int, kind: str, extra: dict[str, str], content: bytes = b"") -> None:
-        """Send status, headers and ``content`` in one write, as one packet."""
+        """Send the status, the headers and ``content`` in a single write, so that they share a packet if they fit."""
         self._may_probe, self._response_started = False, True
         if self.request_version == "HTTP/0.9":  # also non-HTTP data, which gets an error
             self.request_version = "HTTP/1.0"
@@ -241,7 +239,7 @@ class Connection(BaseHTTPRequestHandler):
 
 
 class _DeadlineReader(io.RawIOBase):
-    """The bytes from a client, up to a deadline even if they arrive slowly."""
+    """Reads a client's bytes until a deadline, which slow arrival does not extend."""
 
     def __init__(self, connection: socket.socket, deadline: Callable[[], float]) -> None:
         self._connection, self._deadline = connection, deadline
@@ -251,7 +249,7 @@ class _DeadlineReader(io.RawIOBase):
         return True
 
     def read_ahead(self) -> bool:
-        """Read available bytes without waiting; return False at the end of the stream."""
+        """Read the available bytes without waiting. Returns False at the end of the stream."""
         content = self._connection.recv(1 << 16)
         self.overrun |= len(self._ahead) + len(content) > _MAX_AHEAD_BYTES
         if not self.overrun:

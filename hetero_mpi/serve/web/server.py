@@ -1,11 +1,11 @@
-"""A threaded HTTP server: limits on connections, request times and access. It never calls MPI and is independent of the content.
+"""A threaded HTTP server that limits connections, request times and access, whatever it serves. It never calls MPI.
 
-It is based on ``http.server``. waitress 3.0.2 was evaluated: it either answers clients that have closed their sending side or
-detects those that leave before a response, has no time limit for slow request bodies, and resets clients that send too much.
+It is based on ``http.server``. waitress 3.0.2 was rejected: it cannot both answer clients that have closed their sending side and
+detect clients that leave before a response, has no time limit for slow request bodies, and resets clients that send too much.
 
-It answers to known host names only. Browsers let every web page send requests to this machine and, by a host name that resolves to
-it (DNS rebinding), read the responses. Such requests have another name in Host, or the page's in Origin; non-browser programs are
-unaffected.
+The server answers only to known host names. Browsers let any web page send requests to this machine and, using a host name that
+resolves to it (DNS rebinding), read the responses. Such requests carry a foreign name in the Host or Origin header; programs other
+than browsers are unaffected.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\s:/?#@\[\]]+)(:\d*)?", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Names:
-    """``own_names``: lower-case names and addresses of the server. ``extra_names``: those added by the user."""
+    """Host names in lower case: ``own_names`` are the server's names and addresses, ``extra_names`` were added by the user."""
 
     own_names: frozenset[str]
     extra_names: frozenset[str] = frozenset()
 
     @classmethod
     def for_address(cls, address: str, more: Iterable[str] = ()) -> Names:
-        """For a server that listens on ``address``; includes this machine's names if it is reachable from others."""
+        """Return the names for a server that listens on ``address``, with this machine's names unless it is a loopback address."""
         machine_names = _machine_names() if address not in LOCAL else ()
         return cls(frozenset(map(_normalized, (*LOCAL, address, *machine_names))), frozenset(map(_normalized, more)))
 
     def has_host(self, host: str) -> bool:
-        """Whether a Host header is known."""
+        """Return whether a Host header names this server."""
         match = _HOST.fullmatch(host)
         return match is not None and _normalized(match[1]) in self.own_names | self.extra_names
 
     def has_origin(self, origin: str, host: str) -> bool:
-        """Whether a page of ``origin`` belongs to this server. ``host``: the Host of its request."""
+        """Return whether a page from ``origin`` may use this server. ``host`` is the Host header of the page's request."""
         try:
             address = urlsplit(origin)
             return address.netloc.lower() == host.lower() or (address.hostname or "") in self.extra_names
@@ -66,23 +66,23 @@ def _normalized(name: str) -> str:
 
 
 def _machine_names() -> list[str]:
-    """This machine's names and addresses."""
+    """Return this machine's host names and addresses."""
     name = socket.gethostname()
     addresses = [entry.address for entries in psutil.net_if_addrs().values() for entry in entries]
     return [name, name.partition(".")[0], f"{name.partition('.')[0]}.local", socket.getfqdn(), *addresses]
 
 
 MAX_CONNECTIONS = 512
-"""Concurrent connections; further ones wait in the system's queue."""
+"""Maximum number of concurrent connections; further ones wait in the operating system's queue."""
 _BACKLOG_SIZE = 1024
 MAX_PENDING_BODY_BYTES = 256 << 20
-"""Total size of the bodies being received."""
+"""Maximum total size of the request bodies in memory."""
 _POLL_INTERVAL_S = 0.1
 _LOG = logging.getLogger(__name__)
 
 
 class HttpError(Exception):
-    """An error response in OpenAI's format. ``code``: for programs; ``allow``: the allowed methods of a 405."""
+    """An error response in OpenAI's format. Programs can test ``code``; ``allow`` lists the methods allowed after a 405."""
 
     def __init__(self, status: int, message: str, code: str | None = None, allow: str | None = None) -> None:
         super().__init__(message)
@@ -94,7 +94,7 @@ class HttpError(Exception):
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
-    """A listening socket, whose clients wait for a server. Raises UserError if the port is not available."""
+    """Open a listening socket, on which clients wait until a server starts. Raises UserError if the port is not available."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -109,13 +109,13 @@ def bound_socket(host: str, port: int) -> socket.socket:
 
 
 class WebServer(ThreadingHTTPServer):
-    """Answers requests from its construction until ``stop``, with a thread per connection.
+    """Answers requests with one thread per connection, from construction until ``stop``.
 
     Args:
         bound: The socket from ``bound_socket``; the server closes it.
-        connection: The handler, a ``Connection``.
-        names: Host names of the server.
-        keys: Name -> API key; clients must show one of them if ``connection`` requires it; empty: open.
+        connection: The request handler, a subclass of ``Connection``.
+        names: The host names of the server.
+        keys: Maps client names to API keys; where the handler checks keys, a client must send one. If empty, access is open.
     """
 
     daemon_threads = True
@@ -145,7 +145,7 @@ class WebServer(ThreadingHTTPServer):
         return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
     def stop(self, patience_s: float) -> None:
-        """Accept no further requests, and wait up to ``patience_s`` for active ones."""
+        """Wait up to ``patience_s`` for active requests to finish, then stop accepting requests and close the socket."""
         deadline = time.monotonic() + patience_s
         while self._under_way and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -172,7 +172,7 @@ class WebServer(ThreadingHTTPServer):
             self._free_slots.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log a bug; a client that is gone is ignored. Other connections continue."""
+        """Log the exception as a bug unless the client has merely disconnected. Other connections continue."""
         if not isinstance(sys.exc_info()[1], OSError):
             _LOG.exception("answering %s", client_address)
 
@@ -188,7 +188,7 @@ class WebServer(ThreadingHTTPServer):
 
     @contextlib.contextmanager
     def receiving(self, length: int) -> Iterator[None]:
-        """A block that holds a body. Raises HttpError if the pending bodies are too large."""
+        """Reserve memory for a request body during the block. Raises HttpError if the pending bodies are too large."""
         with self._lock:
             if self._body_bytes + length > MAX_PENDING_BODY_BYTES:
                 raise HttpError(503, f"requests of {self._body_bytes:,} bytes are being received; try again later")
