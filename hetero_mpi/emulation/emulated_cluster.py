@@ -309,8 +309,8 @@ class _PacedExchange(Exchange):
 class PacedTransport(Transport):
     """Wraps ``inner`` with the timing of another cluster; closing it leaves ``inner`` open.
 
-    All ranks must start the exchanges of all groups in one common order, as the engine does layer by layer. Other orders
-    could deadlock, since a rank starts an exchange only after its previous one.
+    All ranks must start the exchanges of all groups in one common order, as the engine does layer by layer. Other orders could
+    deadlock, since a rank starts an exchange only after its previous one.
 
     Args:
         delay_of: Maps a message's tag to its delay, or to None if the message is not paced.

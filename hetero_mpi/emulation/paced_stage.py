@@ -28,9 +28,9 @@ _MAX_OVERSLEEP_S = 5e-4
 class Sleeper:
     """Waits until a given time of ``time.perf_counter``, more precisely than the operating system wakes a process.
 
-    A sleeping process wakes about 0.1 ms late (timer slack and scheduling). This delay is nearly constant, so it is
-    measured once and subtracted. With a ``spare_core``, the rest is spent polling the clock; ranks that share cores do not
-    poll, as that would slow down a computing rank.
+    A sleeping process wakes about 0.1 ms late (timer slack and scheduling). This delay is nearly constant, so it is measured
+    once and subtracted. With a ``spare_core``, the rest is spent polling the clock; ranks that share cores do not poll, as that
+    would slow down a computing rank.
     """
 
     def __init__(self, spare_core: bool) -> None:

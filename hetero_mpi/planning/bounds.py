@@ -37,10 +37,10 @@ def fluid_bound_s(profile: ClusterProfile, request: PlanRequest) -> float:
     """Lower-bound the step time of every plan by total work over total speed; infinite if no rank supports the dtype.
 
     The relaxation makes layers divisible, ignores memory, messages and pipeline fill, and lets every rank use its best
-    micro-batch size for each layer kind. By LP duality, price each rank's time at y_r >= 0 with sum(y) = 1. All ranks' time
-    up to T is then worth T, and a layer of kind k costs at least ``min over r of y_r work_rk``, so T is at least the sum of
-    these costs over layers. The result is the best bound over several price vectors: by speed on the full model and on each
-    layer kind (exact for proportional ranks). Ranks that share cores are limited by the cores.
+    micro-batch size for each layer kind. By LP duality, price each rank's time at y_r >= 0 with sum(y) = 1. All ranks' time up
+    to T is then worth T, and a layer of kind k costs at least ``min over r of y_r work_rk``, so T is at least the sum of these
+    costs over layers. The result is the best bound over several price vectors: by speed on the full model and on each layer
+    kind (exact for proportional ranks). Ranks that share cores are limited by the cores.
     """
     devices, layers = usable_devices(profile), profile.model.layers
     if not devices:
@@ -83,10 +83,10 @@ def filling_bounds_s(profile: ClusterProfile, request: PlanRequest) -> dict[int,
     """Map each number of replicas to a lower bound on the step time in seconds.
 
     The bound assumes equal micro-batches, divisible layers and free messages between stages. A stage starts only after the
-    first forward of all earlier stages, and these still run their backwards after its last one. So with M micro-batches in
-    a step of T seconds, the first stage spends at most T / M on each, and every later stage 1 - 1 / M times as much as the
-    one before. Each replica has at least one micro-batch and one first stage. Gradient all-reduces start with a stage's
-    last backward, and cross hosts unless one host has a rank for each replica.
+    first forward of all earlier stages, and these still run their backwards after its last one. So with M micro-batches in a
+    step of T seconds, the first stage spends at most T / M on each, and every later stage 1 - 1 / M times as much as the one
+    before. Each replica has at least one micro-batch and one first stage. Gradient all-reduces start with a stage's last
+    backward, and cross hosts unless one host has a rank for each replica.
     """
     model, devices, min_micro_batch = profile.model, usable_devices(profile), min(request.micro_batch_choices)
     max_count = min(request.max_pipelines, len(devices), request.global_batch // min_micro_batch)
@@ -125,8 +125,8 @@ def cycle_bound_s(
 ) -> float:
     """Lower-bound the end times of ``outline.spans_s`` for an unsplit backward and a non-increasing ``warm_up``.
 
-    Let A be the time of a micro-batch's forward, backward and messages before stage i, R that time from stage i on, and M
-    the number of micro-batches. The bound is the maximum over stages i < j of
+    Let A be the time of a micro-batch's forward, backward and messages before stage i, R that time from stage i on, and M the
+    number of micro-batches. The bound is the maximum over stages i < j of
 
     * ``A + M (F_i + B_i)``: stage i computes all micro-batches;
     * ``A + (M - 1) message + R``: all micro-batches cross the link after stage i, in the slower direction;

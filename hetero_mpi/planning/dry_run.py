@@ -70,10 +70,10 @@ def _meeting_point(action: Action) -> object:
 def validate(schedule: Schedule, plan: Plan, model: ModelCost) -> None:
     """Check that the schedule runs the plan.
 
-    Each rank runs only its own stages. On each stage every micro-batch has one forward and then one backward (possibly
-    split), with receives before and sends after them. Gradients accumulate in micro-batch order, a rank's later stages
-    finish first, and sends match receives. The holders of a shared layer reduce it once, every rank ends with one STEP, and
-    nothing deadlocks.
+    Each rank runs only its own stages. On each stage every micro-batch has one forward and then one backward (possibly split),
+    with receives before and sends after them. Gradients accumulate in micro-batch order, a rank's later stages finish first,
+    and sends match receives. The holders of a shared layer reduce it once, every rank ends with one STEP, and nothing
+    deadlocks.
 
     Raises:
         UserError: if a rule is violated; the message shows the action lists and where each rank is stuck.

@@ -214,8 +214,8 @@ _Pass = tuple[bool, bool]
 def _passes(pipeline: PipelinePlan, stage: StagePlan, op: Op, trains_all: bool) -> dict[_Pass, float]:
     """Map each initial state to the fraction of a step's passes that begin in it.
 
-    Warm-up forwards and final backwards run back to back; in between, forwards and backwards alternate. ``trains_all``:
-    full fine-tuning, whose updated weights leave the device.
+    Warm-up forwards and final backwards run back to back; in between, forwards and backwards alternate. ``trains_all``: full
+    fine-tuning, whose updated weights leave the device.
     """
     count, fits_buffers = pipeline.micro_batches, stage.last - stage.first <= OFFLOADED_LAYER_COUNT
     cold_passes = 0 if fits_buffers else min(stage.warm_up, count - 1)
@@ -243,9 +243,9 @@ def _copying_pass_s(
 ) -> list[float]:
     """Like ``_streamed_s``, for one pass.
 
-    A layer takes as long as its slices or the concurrent copies, whichever is longer. The copies are the next layer's
-    weights and, in the backward of full fine-tuning, the previous layer's gradients out and the next layer's gradients in.
-    Each layer is a separate call. Backward recomputes slices whose activations are not kept.
+    A layer takes as long as its slices or the concurrent copies, whichever is longer. The copies are the next layer's weights
+    and, in the backward of full fine-tuning, the previous layer's gradients out and the next layer's gradients in. Each layer
+    is a separate call. Backward recomputes slices whose activations are not kept.
     """
     model, device, is_backward = profile.model, profile.devices[stage.ranks[0]], op is not Op.F
     order = range(stage.last - 1, stage.first - 1, -1) if is_backward else range(stage.first, stage.last)
@@ -274,8 +274,8 @@ def _copying_pass_s(
 def finished_layers_s(action: Action, plan: Plan, profile: ClusterProfile) -> dict[int, float]:
     """Map each layer to the seconds from the start of the last backward (B or W) until its gradients are final.
 
-    Backward runs from the last layer to the first, so later layers are reduced while it is still running. A layer finishes
-    when the backward of a stage starting at that layer would. Layers are in order of time.
+    Backward runs from the last layer to the first, so later layers are reduced while it is still running. A layer finishes when
+    the backward of a stage starting at that layer would. Layers are in order of time.
     """
     _, index, stage = plan.numbered[action.stage]
     assert action.micro_batch is not None

@@ -111,10 +111,10 @@ def stage_memory(
 ) -> StageMemory:
     """Device memory of a stage with the layers [first, last), by cause.
 
-    For each micro-batch in flight, an offloaded stage holds the inputs of every layer (for kept slices, all activations).
-    It also holds the weights of ``OFFLOADED_LAYER_COUNT`` layers, one layer's activations of a slice, and the adapters'
-    state or, in full fine-tuning, the gradients of ``OFFLOADED_LAYER_COUNT`` layers. If the device computes in host memory,
-    frozen weights are memory-mapped files, and full fine-tuning keeps everything.
+    For each micro-batch in flight, an offloaded stage holds the inputs of every layer (for kept slices, all activations). It
+    also holds the weights of ``OFFLOADED_LAYER_COUNT`` layers, one layer's activations of a slice, and the adapters' state or,
+    in full fine-tuning, the gradients of ``OFFLOADED_LAYER_COUNT`` layers. If the device computes in host memory, frozen
+    weights are memory-mapped files, and full fine-tuning keeps everything.
 
     Args:
         tokens: tokens per micro-batch.

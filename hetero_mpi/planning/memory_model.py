@@ -227,8 +227,8 @@ def _regrouped_bytes(plan: Plan, model: ModelCost, stage: StagePlan, member: int
 def predict_hosts(plan: Plan, profile: ClusterProfile, reserve: float = 0.0) -> tuple[HostMemory, ...]:
     """Predict the peak and usable bytes of every host with a memory limit, in the profile's order.
 
-    All memory of ranks that compute in host memory (CPU, integrated GPUs) counts, but only the offloaded state of other
-    ranks (``host_state_bytes``); their staging buffers are negligible.
+    All memory of ranks that compute in host memory (CPU, integrated GPUs) counts, but only the offloaded state of other ranks
+    (``host_state_bytes``); their staging buffers are negligible.
     """
     if not profile.hosts:
         return ()

@@ -110,9 +110,9 @@ def spans_s(
 ) -> tuple[list[float], list[float]]:
     """Return the start and end of each stage's last backward in one pipeline, bit-identical to ``simulate``.
 
-    Micro-batches are equal. Times are infinite on a deadlock, which occurs if depth grows from one stage to the next. Round
-    m runs forward m of all stages, first to last, then the backwards that it enables, last to first, so that every action
-    follows its inputs.
+    Micro-batches are equal. Times are infinite on a deadlock, which occurs if depth grows from one stage to the next. Round m
+    runs forward m of all stages, first to last, then the backwards that it enables, last to first, so that every action follows
+    its inputs.
 
     Args:
         forward_s: forward seconds of each stage.

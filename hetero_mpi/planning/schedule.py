@@ -112,8 +112,8 @@ class MeasuredEvent(Event):
 def holdings(actions: Sequence[Action]) -> tuple[tuple[int, int], ...]:
     """Return the maximal pairs (in flight, deferred) of micro-batches that a stage holds while it runs ``actions``.
 
-    A micro-batch is in flight from its forward to the end of its backward (or of the input part), and deferred while its
-    weight gradients are due.
+    A micro-batch is in flight from its forward to the end of its backward (or of the input part), and deferred while its weight
+    gradients are due.
     """
     in_flight = deferred = 0
     holding_pairs: set[tuple[int, int]] = set()

@@ -70,8 +70,7 @@ def simulate(plan: Plan, profile: ClusterProfile, schedule: Schedule | None = No
 def _run_micro_batches(state: _State) -> bool:
     """Run all micro-batches; return False on a deadlock.
 
-    The action that can start earliest runs first (ties: lower rank), so that senders sharing a NIC queue in order of
-    arrival.
+    The action that can start earliest runs first (ties: lower rank), so that senders sharing a NIC queue in order of arrival.
     """
     position = dict.fromkeys(state.clock, 0)
     rank_by_message: dict[Action, int] = {}

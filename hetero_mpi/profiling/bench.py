@@ -64,7 +64,7 @@ class Bench:
         self.optimizer = Optimizer(self.stage, train)
 
     def forward(self, rows: int, index: int = 0) -> tuple[Seconds, float]:
-        """Time the forward of micro-batch ``index`` with ``rows`` sequences: (seconds of every layer, seconds outside layers)."""
+        """Time the forward of micro-batch ``index`` with ``rows`` sequences; return seconds by layer, and outside layers."""
         x, targets, _ = self._inputs(rows)
         position = MicroBatch(index, 0, 0, rows * self.subject.sequence_length)
         return self.clock.forward(lambda: self.stage.forward(position, x, targets))
@@ -93,8 +93,8 @@ class Bench:
     def activation_bytes(self, rows: int, run: Callable[[], object]) -> dict[int, int]:
         """Map each layer to the bytes that autograd saves in ``run``, a forward of ``rows`` sequences, without parameters.
 
-        A shared storage counts for the first layer that saves it. Values that packed experts and sliced logits
-        recompute count as saved.
+        A shared storage counts for the first layer that saves it. Values that packed experts and sliced logits recompute count
+        as saved.
         """
         storages: dict[int, tuple[int, int]] = {}
         """Storage address -> (layer, bytes)."""

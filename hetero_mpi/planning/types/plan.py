@@ -33,8 +33,7 @@ class StagePlan:
     recompute: bool = False
     streamed: bool = False
     """Whether the stage is offloaded: weights (in full fine-tuning also gradients, master weights and moments) stay in host
-    memory or mapped files, and are on the device only while their layer computes a micro-batch. Backward recomputes
-    forward."""
+    memory or mapped files, and are on the device only while their layer computes a micro-batch. Backward recomputes forward."""
     slice_sequences: int | None = None
     """Sequences per slice of a micro-batch; None if it is not sliced."""
     kept_slices: int = 0
@@ -86,8 +85,7 @@ class StagePlan:
 class PipelinePlan:
     """Stages in chain order that together hold every layer once.
 
-    A rank may hold several stages if the order allows it (``orders``): ranks 0, 1, 0, 1 are interleaved, 0, 1, 1, 0
-    V-shaped.
+    A rank may hold several stages if the order allows it (``orders``): ranks 0, 1, 0, 1 are interleaved, 0, 1, 1, 0 V-shaped.
     """
 
     stages: tuple[StagePlan, ...]
@@ -96,8 +94,8 @@ class PipelinePlan:
     sequences: int
     """Sequences per step: this replica's share of the global batch. The last micro-batch holds the remainder."""
     split_backward: bool = False
-    """Whether backward is split: first the input gradient, for which the previous stage waits; later the weight gradients
-    (full fine-tuning only)."""
+    """Whether backward is split: first the input gradient, for which the previous stage waits; later the weight gradients (full
+    fine-tuning only)."""
     order: str = WARM_UP
     """Order of a stage's operations: a name in ``orders.ORDERS``."""
 
@@ -131,8 +129,8 @@ class PipelinePlan:
 class Plan:
     """A plan without its prediction (see ``PlanReport``).
 
-    Each pipeline is a replica of the full model. The replicas split the global batch: the first takes the first
-    ``sequences`` rows, and so on. A rank belongs to one pipeline. Single-rank pipelines are plain data parallelism.
+    Each pipeline is a replica of the full model. The replicas split the global batch: the first takes the first ``sequences``
+    rows, and so on. A rank belongs to one pipeline. Single-rank pipelines are plain data parallelism.
     """
 
     pipelines: tuple[PipelinePlan, ...]

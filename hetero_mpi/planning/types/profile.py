@@ -23,8 +23,8 @@ EMULATED = "emulated"
 class Curve:
     """Seconds as a piecewise linear function of the token count, extrapolated from the nearest segment.
 
-    ``tokens`` is strictly increasing. With one knot the line runs through the origin. Extrapolation is bounded against
-    noise: more tokens take at least as long as the last knot, fewer at least a proportional share of the first.
+    ``tokens`` is strictly increasing. With one knot the line runs through the origin. Extrapolation is bounded against noise:
+    more tokens take at least as long as the last knot, fewer at least a proportional share of the first.
     """
 
     tokens: tuple[int, ...]
@@ -32,8 +32,8 @@ class Curve:
     sample_tokens: tuple[int, ...] = field(default=(), compare=False, repr=False)
     """Token counts of ``samples``; strictly increasing."""
     samples: tuple[tuple[float, ...], ...] = field(default=(), compare=False, repr=False)
-    """Seconds of the repetitions at each of ``sample_tokens``, to which the curve was fitted (``planning.fit``); empty if
-    it was derived or written by hand. Ignored by comparisons and planning."""
+    """Seconds of the repetitions at each of ``sample_tokens``, to which the curve was fitted (``planning.fit``); empty if it
+    was derived or written by hand. Ignored by comparisons and planning."""
 
     def __post_init__(self) -> None:
         if not self.tokens or len(self.tokens) != len(self.seconds):
@@ -151,8 +151,8 @@ class HostProfile:
     flows_bytes_per_s: float = float("inf")
     """Total bandwidth of all concurrent flows that leave the host."""
     copies_bytes_per_s: float = float("inf")
-    """Total bandwidth of concurrent copies from host memory to devices with their own memory, assumed for the reverse
-    direction too. Infinite if unlimited or if there is at most one such device."""
+    """Total bandwidth of concurrent copies from host memory to devices with their own memory, assumed for the reverse direction
+    too. Infinite if unlimited or if there is at most one such device."""
     sum_latency_s: float = 0.0
     """Two ranks of the host take ``sum_latency_s + n / sum_bytes_per_s`` to add n bytes in host memory."""
     sum_bytes_per_s: float | None = None
@@ -307,8 +307,8 @@ class ClusterProfile:
     def _pairs(self) -> _Pairs:
         """Return positions of ranks, latency and seconds per byte between positions, and those of device copies [rank, 2].
 
-        A rank's position is its host if there are only host links, else its number. A missing link is NaN. Copies are
-        those out of and into the device.
+        A rank's position is its host if there are only host links, else its number. A missing link is NaN. Copies are those out
+        of and into the device.
         """
         names = [device.host for device in self.devices]
         hosts = list(dict.fromkeys(names))
