@@ -21,7 +21,8 @@ _EXPLAINED_CODES = (ExitCode.DONE, ExitCode.USER_ERROR, ExitCode.HUNG, ExitCode.
 def main(namespace: argparse.Namespace, parse: Callable[[Sequence[str]], argparse.Namespace]) -> int:
     """Run ``launch``; return the exit code of the launcher or the supervisor. ``parse`` is the program's command-line parser.
 
-    Raises UserError without a command, for too few slots in the host file, and as ``find_launcher`` and ``Supervisor`` do.
+    Raises UserError if the command is missing or the host file has too few slots, and as ``find_launcher`` and ``Supervisor``
+    do.
     """
     program = list(namespace.program)
     if program[:1] == ["--"]:

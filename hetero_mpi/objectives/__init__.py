@@ -44,10 +44,10 @@ class Answers:
     """Answers of a micro-batch, all (B, N); empty entries hold values with a finite loss that is not counted.
 
     Attributes:
-        tokens: number of tokens of the answer, int64.
-        mean: mean log-probability of its tokens.
-        gain: its log-probability minus that under the reference model.
-        reward: implicit reward.
+        tokens: Number of tokens in the answer, int64.
+        mean: Mean log-probability of the answer's tokens.
+        gain: Log-probability of the answer minus that under the reference model.
+        reward: Implicit reward.
     """
 
     tokens: torch.Tensor

@@ -5,9 +5,9 @@ and reduce gradients (``filling_bounds_s``), which prunes replica counts before 
 
 ``cycle_bound_s`` is close to a pipeline's simulated time. In steady state a stage alternates forwards and backwards. Let k_i be
 the number of micro-batches in flight at stage i; it never grows from one stage to the next. Stages i <= j then form a cycle: a
-forward passes from i to j, j runs the backward of the micro-batch k_j - 1 earlier, that gradient returns to i, and i runs the
-forward of the micro-batch k_i - k_j + 1 later. One round trip through the stages and messages from i to j thus advances by k_i
-- k_j + 1 micro-batches (the mean of a cycle in a timed event graph, whose period is the maximum over cycles: Baccelli, Cohen,
+forward passes from i to j, j runs the backward of the micro-batch k_j-1 earlier, that gradient returns to i, and i runs the
+forward of the micro-batch k_i-k_j+1 later. One round trip through the stages and messages from i to j thus advances by
+k_i-k_j+1 micro-batches (the mean of a cycle in a timed event graph, whose period is the maximum over cycles: Baccelli, Cohen,
 Olsder & Quadrat, Synchronization and Linearity, 1992, chapter 2).
 """
 
@@ -29,7 +29,7 @@ SHORTEST_S = 1e-30
 
 
 def usable_devices(profile: ClusterProfile) -> list[DeviceProfile]:
-    """Devices that support the model's compute dtype."""
+    """Return the devices that support the model's compute dtype."""
     return [device for device in profile.devices if profile.model.dtype in device.dtypes]
 
 
@@ -71,7 +71,7 @@ def _least_s(times: LayerTimes, request: PlanRequest) -> float:
 
 
 def least_s(times: LayerTimes, tokens: int, request: PlanRequest) -> float:
-    """Seconds for the forward and backward of one micro-batch; backward is split if that is allowed and faster."""
+    """Seconds for the forward and backward of one micro-batch, with a split backward if that is allowed and faster."""
     backward = times.backward_s.at(tokens)
     may_split = request.schedule == "split" or (request.schedule == "auto" and True in request.split_choices)
     if may_split and times.input_s is not None and times.weight_s is not None:

@@ -55,7 +55,7 @@ def spread_out(profile: ClusterProfile) -> list[int]:
 
 
 def worth_of_all(profile: ClusterProfile, worth: Mapping[int, float]) -> float:
-    """Maximum total worth of one second on all ranks, given its ``worth`` on each rank with dedicated cores."""
+    """Maximum worth of one second of all ranks' time, given the ``worth`` of each rank's second with dedicated cores."""
     total = sum(worth.values())
     for _, cores, members in _sharing(profile, worth):
         values = [worth[device.rank] for device in members]

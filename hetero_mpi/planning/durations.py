@@ -275,7 +275,7 @@ def finished_layers_s(action: Action, plan: Plan, profile: ClusterProfile) -> di
     """Map each layer to the seconds from the start of the last backward (B or W) until its gradients are final.
 
     Backward runs from the last layer to the first, so later layers are reduced while it is still running. A layer finishes when
-    the backward of a stage starting at that layer would. Layers are in order of time.
+    the backward of a stage starting at that layer would. The result is in order of time.
     """
     _, index, stage = plan.numbered[action.stage]
     assert action.micro_batch is not None
@@ -297,7 +297,7 @@ def finished_layers_s(action: Action, plan: Plan, profile: ClusterProfile) -> di
 
 
 class Durations:
-    """Cache of ``duration`` by operation, stage and size, while all of the plan's ranks compute."""
+    """Caches ``duration`` by operation, stage and size, for a profile in which all of the plan's ranks compute at once."""
 
     def __init__(self, plan: Plan, profile: ClusterProfile) -> None:
         self.plan, self.profile = plan, while_running(profile, plan)

@@ -23,7 +23,7 @@ OUTLIER_NOISE_RATIO = 4.0
 MIN_OUTLIER_POINTS = 4
 """Minimum number of points for rejecting outliers; at most one in this many points is rejected."""
 MIN_BENT_POINTS = 3
-"""Minimum number of points off by ``BENT_NOISE_RATIO`` times the noise for a bent line, which must halve the error."""
+"""A bent line needs at least this many points off by ``BENT_NOISE_RATIO`` times the noise, and must halve the error."""
 BENT_NOISE_RATIO = 2.0
 MIN_DIFFERENCE = 0.08
 """Ranks are always pooled if their times differ by less than this fraction; room temperature alone causes as much."""

@@ -129,7 +129,7 @@ def _slowest(
     forward, backward = layer.group_sums * (layer.kind != HEAD), layer.group_sums * (layer.kind != EMBEDDING)
 
     def slowest_curve(pairs: Sequence[tuple[Curve, Curve]], sums: int) -> Curve:
-        """Add up the slowest member's times; ``pairs`` holds each member's curves of the experts and of the rest."""
+        """Sum the slowest members' times for experts and rest; ``pairs`` holds each member's (experts, rest) curves."""
         tokens = sorted({count for pair in pairs for curve in pair for count in curve.tokens})
         seconds = (
             sum(max(curve.at(count) for curve in curves) for curves in zip(*pairs, strict=True))

@@ -30,7 +30,7 @@ class StageMemory:
 
     parameters: Bytes
     state: Bytes
-    """Gradients, optimizer moments, master weights."""
+    """Gradients, optimizer moments and master weights."""
     activations: Bytes
     """Activations of all micro-batches that are in flight or have deferred weight gradients."""
     workspace: Bytes
@@ -117,9 +117,9 @@ def stage_memory(
     weights are memory-mapped files, and full fine-tuning keeps everything.
 
     Args:
-        tokens: tokens per micro-batch.
-        in_flight: number of micro-batches kept for backward.
-        deferred: number of micro-batches kept for their weight gradients.
+        tokens: Number of tokens per micro-batch.
+        in_flight: Number of micro-batches kept for backward.
+        deferred: Number of micro-batches kept for their weight gradients.
     """
     slice_tokens = min(tokens, (mode.slice_sequences or tokens) * sequence_length)
     model = model.sliced(slice_tokens)

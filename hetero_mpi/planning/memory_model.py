@@ -60,7 +60,7 @@ class MemoryModel:
         self._peaks: dict[tuple[object, ...], int] = {}
 
     def budgets(self, devices: Sequence[DeviceProfile]) -> list[MemoryBudget]:
-        """Memory budgets for stages on the given devices."""
+        """Return the memory budgets of stages on the given devices."""
         mean, budgets = sum(float(self.usable[d.rank]) for d in devices) / len(devices), []
         limited = self.model.trained_whole or self.request.without_files
         for device in devices:
@@ -85,8 +85,8 @@ class MemoryModel:
         """Return (fixed bytes, bytes per micro-batch in flight) of the layers [first, last); infinite if there are none.
 
         Args:
-            pipelines: data-parallel replicas over which optimizer state is sharded; infinite: other ranks own all of it.
-            ratio: ratio of the rank's kept activation bytes to the model's.
+            pipelines: Number of data-parallel replicas that share the optimizer state; infinite if other ranks own all of it.
+            ratio: Ratio of the rank's kept activation bytes to the model's.
         """
         key = micro_batch, mode, ratio, in_host_memory
         if key not in self._tables:
@@ -164,7 +164,7 @@ def predict_memory(plan: Plan, profile: ClusterProfile, reserve: float = 0.0) ->
 
 
 def _multi_stage_bytes(profile: ClusterProfile, pipeline: PipelinePlan, rank: int, sequence_length: int) -> int:
-    """Peak bytes of a rank with several stages: activations summed at the worst position of its list, one workspace.
+    """Peak bytes of a rank with several stages: its activations at the worst position of its list, plus one workspace.
 
     Adjacent stages need no staging buffers, and tied ends share their values.
     """
@@ -227,8 +227,8 @@ def _regrouped_bytes(plan: Plan, model: ModelCost, stage: StagePlan, member: int
 def predict_hosts(plan: Plan, profile: ClusterProfile, reserve: float = 0.0) -> tuple[HostMemory, ...]:
     """Predict the peak and usable bytes of every host with a memory limit, in the profile's order.
 
-    All memory of ranks that compute in host memory (CPU, integrated GPUs) counts, but only the offloaded state of other ranks
-    (``host_state_bytes``); their staging buffers are negligible.
+    Ranks that compute in host memory (CPU, integrated GPUs) count in full. Other ranks count only with their offloaded state
+    (``host_state_bytes``), as their staging buffers are negligible.
     """
     if not profile.hosts:
         return ()

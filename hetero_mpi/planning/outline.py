@@ -37,7 +37,7 @@ class PipelineTimes(NamedTuple):
 
 
 _latest: list[tuple[Plan, ClusterProfile, SimulatedStep]] = []
-"""Latest result: search, report and screen output all query the chosen plan, which takes seconds for hundreds of ranks."""
+"""Latest result: search, report and screen output all simulate the chosen plan, which takes seconds for hundreds of ranks."""
 
 
 def outlined(plan: Plan, profile: ClusterProfile) -> SimulatedStep:
@@ -110,16 +110,16 @@ def spans_s(
 ) -> tuple[list[float], list[float]]:
     """Return the start and end of each stage's last backward in one pipeline, bit-identical to ``simulate``.
 
-    Micro-batches are equal. Times are infinite on a deadlock, which occurs if depth grows from one stage to the next. Round m
-    runs forward m of all stages, first to last, then the backwards that it enables, last to first, so that every action follows
-    its inputs.
+    Micro-batches have equal sizes. Times are infinite on a deadlock, which occurs if depth grows from one stage to the next.
+    Round m runs forward m of all stages, first to last, then the backwards that it enables, last to first, so that every action
+    follows its inputs.
 
     Args:
-        forward_s: forward seconds of each stage.
-        backward_s: backward seconds of each stage; only of the input part on later stages if ``weight_s`` is given.
-        out_s: seconds of the activation message from stage s to s + 1.
-        back_s: seconds of the gradient message from stage s + 1 to s.
-        weight_s: seconds of each stage's deferred weight gradients (0 on the first); None if backward is not split.
+        forward_s: Forward seconds of each stage.
+        backward_s: Backward seconds of each stage; only of the input part on later stages if ``weight_s`` is given.
+        out_s: Seconds of the activation message from stage s to s + 1.
+        back_s: Seconds of the gradient message from stage s + 1 to s.
+        weight_s: Seconds of each stage's deferred weight gradients (0 on the first); None if backward is not split.
     """
     # The planner spends most of its time here: plain lists, comparisons and local names on purpose.
     count, last = len(forward_s), len(forward_s) - 1

@@ -38,7 +38,7 @@ _CACHE_VERSION = 7
 
 @dataclass(frozen=True)
 class BenchmarkSpec:
-    """What a profile measures: the model and how it will run."""
+    """The model to profile, and how it will run."""
 
     chain: LayerChain
     tuning: Tuning
@@ -61,7 +61,7 @@ class BenchmarkSpec:
 
 
 def sampled_rows(choices: Sequence[int]) -> tuple[int, ...]:
-    """Return the sequences per micro-batch to time: at most five of the choices, and at least four for shorter last ones.
+    """Return the micro-batch sizes to time: at most five of the choices, filled up to four with smaller sizes.
 
     >>> sampled_rows((1, 2, 4)), sampled_rows((8,)), sampled_rows((1, 2, 3, 4, 6, 8, 12))
     ((1, 2, 3, 4), (2, 4, 6, 8), (1, 3, 4, 6, 12))

@@ -68,7 +68,7 @@ def profile_cluster(
     """Measure all ranks and links and return the profile on every rank; ``fresh`` ignores cached times. Collective.
 
     Raises:
-        UserError: a device is out of memory for a single layer.
+        UserError: if a device is out of memory for a single layer.
     """
     key = profile_key(world, backend, subject)
     memories = measure_memory(world, backend)

@@ -65,7 +65,7 @@ class DeviceBenchmark:
         """Run the benchmark; ``members`` also times tensor-parallel shards.
 
         Raises:
-            UserError: the device is out of memory for a layer with the smallest micro-batch.
+            UserError: if the device is out of memory for a layer with the smallest micro-batch.
         """
         full_stages, half_members, expertless_members = TimingSamples(), TimingSamples(), TimingSamples()
         of_members = dict(zip(self._members(), (half_members, expertless_members), strict=False)) if members else {}

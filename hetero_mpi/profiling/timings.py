@@ -30,7 +30,7 @@ _Marks = dict[int, Mark]
 _MAX_SAMPLE_DIGITS = 4
 """Number of significant digits to which samples are rounded."""
 MAX_TIMING_S = 0.3
-"""Maximum seconds of all repetitions at one point of a curve; without warm-up, a first pass of half of it counts."""
+"""Maximum seconds of all repetitions at one point of a curve; without warm-up, a first pass of half of it is a sample."""
 MAX_PASS_S = 5.0
 """Maximum seconds of one repetition; larger micro-batches would tell no more about overhead."""
 

@@ -78,7 +78,7 @@ _TABLES: dict[str, type[BaseModel]] = {"host": Host}
 def read_hosts(path: str | Path) -> tuple[Host, ...]:
     """Return the entries of a ``hosts.toml``, in order.
 
-    Raises UserError if the file is missing, no TOML, or breaks rules; it lists all problems with entry, key and value.
+    Raises a UserError that lists all problems (with entry, key and value) if the file is missing, is not TOML, or breaks rules.
     """
     values = tables_of(Path(path))
     problems = [

@@ -100,7 +100,7 @@ def _broken_rules(values: Mapping[str, Any]) -> dict[str, str]:
 def mesh_members(hosts: Sequence[Host], mesh: Mesh, path: str | Path) -> tuple[MeshHost, ...]:
     """Return the machines of a hosts file, each with its ``mesh_address`` or the next free address in the mesh.
 
-    Raises UserError that lists all problems with addresses and endpoints, one per line.
+    Raises a UserError that lists all problems with addresses and endpoints, one per line.
     """
     machines: dict[str, Host] = {}
     for host in hosts:
@@ -294,7 +294,7 @@ def _wg(command: str, stdin_text: str = "") -> str:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a file that is readable only by its owner from the start."""
+    """Write a file that only its owner can ever read."""
     with atomic_write(path) as draft:
         draft.touch(0o600, exist_ok=False)
         draft.write_text(text, encoding="utf-8")

@@ -1,7 +1,7 @@
 """The supervisor of ``launch --elastic``: a process outside MPI that restarts the job on the remaining hosts.
 
 MPI does not survive the loss of a host: its launcher ends the job, or hangs for minutes or forever. The supervisor therefore
-starts the launcher and watches the hosts itself (``watched_hosts``, ``host_reports``). When a host falls silent or the job
+starts the launcher and watches the hosts itself (``watched_hosts``, ``host_reports``). When a host falls silent or a job
 fails::
 
     end remaining processes on all hosts -> probe the hosts -> restart on those that answer, from the newest state
@@ -265,7 +265,7 @@ class Supervisor:
     def _watch_start(
         self, process: subprocess.Popen[bytes], watched: list[WatchedHost], progress: _Progress
     ) -> StartOutcome:
-        """Watch a start until it ends by itself, a host falls silent, or a second signal ends it."""
+        """Watch a start until it ends, a host falls silent, or a second signal ends it."""
         passed_on = 0
         while True:
             code = process.poll()

@@ -14,12 +14,12 @@ A report is a new TCP connection with one line each way::
 * ``sweep``: increases when processes must be ended: those of all starts of this supervisor except ``keep``. ``swept`` is the last
   completed number.
 * ``try_lock``: increases when the supervisor asks whether a run holds the run directory; ``tried`` is the last answered number.
-* ``leave``: the host agent ends.
+* ``leave``: whether the host agent must end.
 * ``folders``: space in the folder for temporary files and in the run directory (``disk.folder_space``).
 * ``run``: state of the run directory on this host, which may be missing on the supervisor's host.
 
-A host agent without an answer for longer than the supervisor's timeout (or with a closed port) ends the job's processes on its
-host and exits, because the job continues without them.
+A host agent that gets no answer for longer than the supervisor's timeout (or finds the port closed) ends the job's processes on
+its host and exits, because the job continues without them.
 """
 
 import contextlib
@@ -149,7 +149,7 @@ class HostReports:
 
 
 class RunDirectory:
-    """A run directory as the supervisor needs to know it."""
+    """Reads the state of a run directory for the supervisor."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory

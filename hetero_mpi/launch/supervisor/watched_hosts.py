@@ -29,7 +29,7 @@ _POLL_S = 0.02
 _RESTART_INTERVAL_S = 5.0
 """Minimum interval between attempts to replace an ended host agent while its host takes part."""
 _MAX_SILENCE_S = 2.0
-"""Maximum wait for a silent host on which nothing depends."""
+"""Maximum wait for a silent host if nothing depends on its answer."""
 _LISTEN_POLL_S = 0.1
 """Maximum time until the server notices that it is closed."""
 _CALLER_TIMEOUT_S = 2.0

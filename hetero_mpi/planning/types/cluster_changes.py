@@ -42,7 +42,10 @@ def with_faster_links(
     latency: bool = True,
     where: Callable[[LinkProfile | HostLinkProfile], bool] = lambda link: True,
 ) -> ClusterProfile:
-    """Make links ``times`` as fast (``latency``: also divide latencies): all, or both directions of ``pairs``."""
+    """Make links ``times`` times as fast: those of ``pairs``, in both directions (default: all), that satisfy ``where``.
+
+    ``latency`` tells whether latencies are divided too.
+    """
 
     def faster(link: AnyLink) -> AnyLink:
         if not where(link):

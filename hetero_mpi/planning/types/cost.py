@@ -49,7 +49,7 @@ class LayerCost:
     deferred_bytes_per_token: float = 0.0
     """Bytes per token kept between the parts of a split backward: inputs and output gradients of the matrices."""
     workspace_bytes: int = 0
-    """Bytes used only while this layer runs, however many the tokens (one matrix unpacked from 4 bits, or all experts)."""
+    """Bytes used only while this layer runs, for any number of tokens (one matrix unpacked from 4 bits, or all experts)."""
     matrix_bytes: int = 0
     """Part of ``workspace_bytes`` used by a layer without any of its experts."""
     moments_saving_bytes: float = 0.0

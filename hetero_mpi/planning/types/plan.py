@@ -121,7 +121,7 @@ class PipelinePlan:
         return -(-self.sequences // self.micro_batch)
 
     def size(self, micro_batch: int) -> int:
-        """Sequences in one micro-batch of the step."""
+        """Number of sequences in one micro-batch of the step."""
         return min(self.micro_batch, self.sequences - micro_batch * self.micro_batch)
 
 
@@ -137,7 +137,7 @@ class Plan:
     global_batch: int
     sequence_length: int
     layers: int
-    """Length of the chain: the embedding, the blocks, the head."""
+    """Number of layers in the chain: the embedding, the blocks and the head."""
 
     def with_stages(self, stages: Iterable[StagePlan]) -> Plan:
         """Replace all stages, in the order of ``numbered``; every pipeline keeps its number of stages."""
@@ -160,7 +160,7 @@ class Plan:
 
     @cached_property
     def leader_of(self) -> dict[int, int]:
-        """Map each other rank of a tensor-parallel group to the group's leader."""
+        """Map each non-leading rank of a tensor-parallel group to its leader."""
         return {rank: stage.ranks[0] for _, _, stage in self.numbered for rank in stage.ranks[1:]}
 
     @property

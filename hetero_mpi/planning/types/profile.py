@@ -78,7 +78,7 @@ def _spread(times: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """Seconds of one layer kind on one device, per micro-batch of a given number of tokens."""
+    """Seconds that a layer kind takes on one device, per micro-batch with a given number of tokens."""
 
     forward_s: Curve
     backward_s: Curve
@@ -110,9 +110,9 @@ class DeviceProfile:
     """Layer kind -> times with dedicated cores."""
     optimizer_fixed_s: float
     optimizer_s_per_parameter: float
-    """Seconds of one optimizer step = fixed + this * trainable parameters."""
+    """One optimizer step takes ``optimizer_fixed_s`` plus this value times the number of trainable parameters."""
     copy_latency_s: float = 0.0
-    """Seconds of the smallest copy between device and host (0 on CPU ranks, which copy nothing)."""
+    """Seconds that the smallest copy between device and host takes (0 on CPU ranks, which copy nothing)."""
     device_to_host_bytes_per_s: float = float("inf")
     host_to_device_bytes_per_s: float = float("inf")
     threads: int = 1
@@ -214,7 +214,7 @@ class ClusterProfile:
     versions: dict[str, str]
     model: ModelCost
     devices: tuple[DeviceProfile, ...]
-    """In rank order: ``devices[i].rank == i``."""
+    """Devices in rank order: ``devices[i].rank == i``."""
     links: tuple[LinkProfile, ...]
     schema_version: int = SCHEMA_VERSION
     hosts: tuple[HostProfile, ...] = ()
@@ -277,7 +277,7 @@ class ClusterProfile:
         return {host.name: host for host in self.hosts}
 
     def transfer_s(self, source: int, destination: int, message_bytes: float) -> float:
-        """Seconds of one message from device to device: copy to the host, link, copy to the device."""
+        """Seconds to send one message from device to device: copy to the host, link, copy to the device."""
         out, into = self.devices[source], self.devices[destination]
         link = self.link(source, destination)
         return (

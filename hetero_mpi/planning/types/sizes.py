@@ -4,7 +4,7 @@ DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 SCALE_BYTES = 4
 """Bytes of the scale that each int8 row carries."""
 GRADIENT_BYTES = 4
-"""Gradients accumulate and are exchanged in fp32, whatever the compute dtype."""
+"""Bytes of a gradient: gradients are accumulated and exchanged in fp32, whatever the compute dtype."""
 INT8 = "int8"
 COPY_BYTES = 12
 """Bytes per trained parameter of a copy: fp32 value and AdamW's two moments."""
