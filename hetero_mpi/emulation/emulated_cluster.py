@@ -157,7 +157,7 @@ def emulate(
     plan: Plan,
     cores: float,
 ) -> Emulation:
-    """Set up emulation on this rank. Collective. ``chain`` is the stand-in, ``cores`` the number of CPU cores of this rank."""
+    """Set up emulation on this rank, which has ``cores`` CPU cores; ``chain`` is the stand-in. Collective."""
     sleeper = Sleeper(spare_core=cores >= 2)  # one computes, one spins
     scale = loaded.job.cluster.time_scale
     offsets_s = world.all_gather_json(clock_offset_s(world, transport))

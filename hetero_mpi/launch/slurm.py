@@ -50,7 +50,7 @@ def is_heterogeneous(environment: Mapping[str, str]) -> bool:
 
 
 def components(environment: Mapping[str, str]) -> tuple[Component, ...]:
-    """Return the components of the current SLURM job, or none outside SLURM. Raises UserError if variables are missing."""
+    """Return the components of the current SLURM job (none outside SLURM). Raises UserError if variables are missing."""
     if "SLURM_JOB_ID" not in environment:
         return ()
     suffixes = [""]

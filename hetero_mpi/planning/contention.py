@@ -16,7 +16,7 @@ from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile, Hos
 
 
 def while_running(profile: ClusterProfile, plan: Plan) -> ClusterProfile:
-    """Return the cluster under the plan's load: all its ranks compute, and offloaded stages copy or read throughout the step."""
+    """Return the cluster under the plan's load: all ranks compute, and offloaded stages copy or read all the time."""
     streaming = [stage.ranks[0] for _, _, stage in plan.numbered if stage.streamed]
     reading = Counter(profile.devices[stage.ranks[0]].host for _, _, stage in plan.numbered if stage.on_disk)
     running = with_copying(while_computing(profile, plan.ranks), streaming)

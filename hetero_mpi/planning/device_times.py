@@ -24,7 +24,7 @@ def whole_model_s(profile: ClusterProfile, device: DeviceProfile, tokens: int | 
 
 
 def layer_s(times: LayerTimes, op: Op, tokens: int) -> float:
-    """Seconds to run ``op`` through one layer. If a split was not measured, ``I`` takes the full backward and ``W`` nothing."""
+    """Seconds to run ``op`` through one layer; without a measured split, ``I`` is the full backward and ``W`` is 0."""
     if op is Op.F:
         return times.forward_s.at(tokens)
     if op is Op.W:

@@ -60,7 +60,7 @@ def _late_values_s(number: int, plan: Plan, profile: ClusterProfile) -> float:
 
 
 def exposed_s(coming_s: float, forward_s: float, layers: int) -> float:
-    """Seconds by which a transfer of ``coming_s`` delays a forward of ``layers`` equal layers that each wait for their part."""
+    """Seconds by which a transfer delays a forward of ``layers`` equal layers that each wait for their part."""
     return max(coming_s / layers, coming_s - forward_s * (layers - 1) / layers)
 
 
@@ -76,7 +76,7 @@ def return_s(profile: ClusterProfile, embedding: int, head: int) -> float:
 
 
 def _step_s(action: Action, plan: Plan, profile: ClusterProfile) -> float:
-    """Seconds of a rank's STEP: the optimizer, the wait for updated parameters and the transfer of a tied matrix to the head."""
+    """Seconds of a rank's STEP: optimizer, wait for updated parameters, and transfer of a tied matrix to the head."""
     numbers = plan.of_rank(plan.numbered[action.stage][2].ranks[0])
     step_s = update_s(action.stage, plan, profile) + sum(_late_values_s(number, plan, profile) for number in numbers)
     for head, embedding in tied_heads(plan, profile.model).items():
@@ -208,7 +208,7 @@ def _slice_s(profile: ClusterProfile, device: DeviceProfile, stage: StagePlan, t
 
 
 _Pass = tuple[bool, bool]
-"""Initial state of a pass over an offloaded stage: (its first two layers' weights are resident, gradients must be copied in)."""
+"""Initial state of a pass over an offloaded stage: (first two layers' weights are resident, gradients are copied in)."""
 
 
 def _passes(pipeline: PipelinePlan, stage: StagePlan, op: Op, trains_all: bool) -> dict[_Pass, float]:
@@ -297,7 +297,7 @@ def finished_layers_s(action: Action, plan: Plan, profile: ClusterProfile) -> di
 
 
 class Durations:
-    """Caches ``duration`` by operation, stage and size, for a profile in which all of the plan's ranks compute at once."""
+    """Caches ``duration`` by operation, stage and size, with all of the plan's ranks computing at once."""
 
     def __init__(self, plan: Plan, profile: ClusterProfile) -> None:
         self.plan, self.profile = plan, while_running(profile, plan)

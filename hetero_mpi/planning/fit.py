@@ -80,7 +80,7 @@ def _noise_of(samples: Iterable[Sequence[float]]) -> float:
 
 
 def _knots(points: Sequence[_Point], noise: float, certain: Collection[int] = ()) -> list[_Point]:
-    """Fit a straight or bent line to sorted ``points`` and return its knots; tokens in ``certain`` deviate significantly."""
+    """Fit a straight or bent line to sorted ``points`` and return its knots; ``certain`` tokens deviate significantly."""
     counts = sorted({point.tokens for point in points})
     if len(counts) == 1:
         return [_Point(counts[0], statistics.median(point.seconds for point in points))]
@@ -236,7 +236,7 @@ def _agreeing(like: Sequence[DeviceProfile]) -> list[list[DeviceProfile]]:
 
 
 def _error(levels: Any) -> float:
-    """Standard error of the difference between two ranks, from the scatter of ``levels`` [rank, curve] around their medians."""
+    """Standard error of the difference between two ranks, from the scatter of ``levels`` [rank, curve] within ranks."""
     ranks, count = levels.shape
     rest = np.abs(levels - np.median(levels, axis=1, keepdims=True)) * math.sqrt(ranks / (ranks - 1))
     return math.sqrt(2) * median_error(sigma_of(rest.ravel()), count)

@@ -31,7 +31,7 @@ def device_of(profile: ClusterProfile, stage: StagePlan) -> DeviceProfile:
 
 
 def group_device(profile: ClusterProfile, group: StagePlan, alone: int | None = None) -> DeviceProfile:
-    """Return the group (or only its rank ``alone``, without exchanges) as one device, whose ``memory_bytes`` is meaningless."""
+    """Return the group, or only its rank ``alone`` without exchanges, as one device (``memory_bytes`` is meaningless)."""
     ranks = group.ranks if alone is None else (alone,)
     device_by_key, key = profile.group_devices, (group.ranks, group.shares, group.experts, ranks)
     if key not in device_by_key:

@@ -159,7 +159,7 @@ def memory_of(
     holding: tuple[int, int],
     member: int = 0,
 ) -> StageMemory:
-    """Memory of a plan's stage on one ``member`` of its ranks; ``holding``: numbers of micro-batches (in flight, deferred)."""
+    """Memory of a plan's stage on one ``member`` of its ranks, while it holds (in flight, deferred) micro-batches."""
     rank, (in_flight, deferred), tokens = stage.ranks[member], holding, pipeline.size(0) * sequence_length
     model, shares = profile.model_on(rank), profile.devices[rank].shares_host_memory
     model = model.sliced(tokens_at_once(pipeline, stage, sequence_length))
@@ -203,7 +203,7 @@ def streamed_bytes(model: ModelCost, first: Layer, last: Layer) -> Bytes:
 
 
 def host_state_bytes(model: ModelCost, first: Layer, last: Layer, on_disk: Collection[int] = ()) -> Bytes:
-    """Host memory of an offloaded stage: weights (only buffers for layers ``on_disk``) and, in full fine-tuning, state."""
+    """Host memory of an offloaded stage: weights (buffers for those ``on_disk``) and, in full fine-tuning, state."""
     disk_bytes = [model.streamed_bytes(layer) for layer in on_disk]
     weights = streamed_bytes(model, first, last) - sum(disk_bytes) + OFFLOADED_LAYER_COUNT * max(disk_bytes, default=0)
     if not model.trained_whole:

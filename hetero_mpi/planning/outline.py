@@ -1,4 +1,4 @@
-"""Event-free ``simulator`` for the planner's inner loop, with the same additions in the same order: bit-identical times."""
+"""Event-free ``simulator`` for the planner's inner loop: the same additions in the same order, so bit-identical times."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class PipelineTimes(NamedTuple):
 
 
 _latest: list[tuple[Plan, ClusterProfile, SimulatedStep]] = []
-"""Latest result: search, report and screen output all simulate the chosen plan, which takes seconds for hundreds of ranks."""
+"""Latest result: search, report and screen output all simulate the chosen plan, which may take seconds."""
 
 
 def outlined(plan: Plan, profile: ClusterProfile) -> SimulatedStep:
@@ -171,7 +171,7 @@ def spans_of_many_s(
 def _defer_weights(
     s: int, b: int, lag: int, micro_batches: int, weight_s: float, clock: list[float], begin_s: list[float]
 ) -> None:
-    """Compute the weight gradients due on stage ``s`` after backward ``b``: those of ``b - lag``, or finally all the rest."""
+    """Compute the weight gradients due on stage ``s`` after backward ``b``: one ``lag`` behind, at the end the rest."""
     for _ in range((b >= lag) + (lag if b == micro_batches - 1 else 0)):
         begin_s[s] = clock[s]
         clock[s] += weight_s

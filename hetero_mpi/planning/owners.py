@@ -15,7 +15,7 @@ from hetero_mpi.planning.types.plan import Plan, StagePlan
 
 Key = TypeVar("Key")
 _BLOCK_UNIT_COUNT = 8
-"""Number of equal units that represent a block's parameters if their sizes are unknown; embedding and head are one unit each."""
+"""Number of equal units that stand for a block's parameters of unknown sizes; embedding and head are one unit each."""
 _MIN_STATE_WEIGHT = 0.01
 """Minimum share of optimizer state relative to the largest one."""
 
@@ -51,7 +51,7 @@ def owned_share(plan: Plan, model: ModelCost, number: int) -> float:
 
 
 def owned_state_bytes(plan: Plan, model: ModelCost, part: ModelCost | None = None) -> dict[int, float]:
-    """Map each rank to its bytes of owned moments and master weights, for ``model`` or a tensor-parallel ``part`` of it."""
+    """Map each rank to its bytes of owned moments and master weights, of ``model`` or a tensor-parallel ``part``."""
     owned, cost = dict.fromkeys(plan.state_weights, 0.0), part or model
     ratios = [cost.owned_bytes(i, i + 1) / max(1, layer.trainable_parameters) for i, layer in enumerate(model.layers)]
     for (layer, _), (rank, count) in owned_units(plan, model).items():
@@ -60,7 +60,7 @@ def owned_state_bytes(plan: Plan, model: ModelCost, part: ModelCost | None = Non
 
 
 def owned_units(plan: Plan, model: ModelCost) -> Mapping[tuple[int, int], tuple[int, int]]:
-    """Map (layer, unit) to (owner rank, trainable elements); units represent parameters, whose sizes ``ModelCost`` lacks."""
+    """Map (layer, unit) to (owner rank, trainable elements); units stand for parameters of unknown sizes."""
     trained = tuple(layer.trainable_parameters for layer in model.layers)
     return _owned_units(plan.holders, tuple(plan.state_weights.items()), trained)
 

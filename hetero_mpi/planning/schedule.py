@@ -157,7 +157,7 @@ def holders(plan: Plan) -> dict[int, tuple[int, ...]]:
 
 
 def reduced_layers(plan: Plan, model: ModelCost) -> dict[int, tuple[int, ...]]:
-    """Map each trained layer on several ranks to the ranks that reduce its gradients, with the heads' for a tied layer 0."""
+    """Map each trained layer on several ranks to the ranks that reduce its gradients (tied layer 0: heads too)."""
     ranks_by_layer = {}
     for index, layer in enumerate(model.layers):
         ranks = held_by(plan, index)

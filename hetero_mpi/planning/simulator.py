@@ -53,7 +53,7 @@ class _State:
 
 
 def simulate(plan: Plan, profile: ClusterProfile, schedule: Schedule | None = None) -> SimulatedStep:
-    """Simulate one step of ``plan`` (default: by ``schedule_of``); raise ``UserError`` on a deadlock or an invalid order."""
+    """Simulate one step of ``plan`` (default: ``schedule_of``); raise ``UserError`` on a deadlock or wrong order."""
     full_schedule = schedule if schedule is not None else schedule_of(plan, profile.model)
     if schedule is not None:
         validate(full_schedule, plan, profile.model)

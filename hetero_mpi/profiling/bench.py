@@ -43,7 +43,7 @@ class ProfilingStart:
 
 
 class Bench:
-    """A stage of the layers ``[first, last)`` with its optimizer, which accumulates gradients in backward for narrow dtypes."""
+    """A stage of the layers ``[first, last)`` with its optimizer, which accumulates narrow gradients during backward."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Bench:
         self.optimizer = Optimizer(self.stage, train)
 
     def forward(self, rows: int, index: int = 0) -> tuple[Seconds, float]:
-        """Time the forward of micro-batch ``index`` with ``rows`` sequences; return seconds by layer, and outside layers."""
+        """Time the forward of micro-batch ``index`` with ``rows`` sequences: (seconds by layer, seconds outside layers)."""
         x, targets, _ = self._inputs(rows)
         position = MicroBatch(index, 0, 0, rows * self.subject.sequence_length)
         return self.clock.forward(lambda: self.stage.forward(position, x, targets))
@@ -212,7 +212,7 @@ def host_optimizer_s(backend: Backend, train: TrainTable) -> float | None:
 
 
 def copy_speeds(backend: Backend, repeats: int) -> tuple[float, float, float]:
-    """Measure message buffers' (latency_s, device_to_host_bytes_per_s, host_to_device_bytes_per_s); CPU ranks copy nothing."""
+    """Measure (latency_s, device_to_host_bytes_per_s, host_to_device_bytes_per_s); CPU ranks copy nothing."""
     if backend.name == "cpu":
         return 0.0, math.inf, math.inf
     small, large = 4096, 16 << 20

@@ -265,7 +265,7 @@ class DeviceBenchmark:
             samples.add(part, self.chain.kinds[layer], rows, seconds)
 
     def _note(self, largest: dict[str, float], sizes: dict[int, int]) -> None:
-        """Raise every kind's largest bytes per token to ``sizes``, the bytes of each layer with the smallest micro-batch."""
+        """Raise each kind's largest bytes per token to ``sizes``, bytes of layers with the smallest micro-batch."""
         for layer, size in sizes.items():
             kind = self.chain.kinds[layer]
             largest[kind] = max(largest.get(kind, 0.0), size / (self.rows[0] * self.subject.sequence_length))

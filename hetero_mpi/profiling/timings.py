@@ -178,7 +178,7 @@ class TimedVariant:
     samples: TimingSamples
     repeats: int
     ends: bool = False
-    """Whether to time only the smallest size and the largest within ``MAX_TIMING_S``, if a similar variant is timed fully."""
+    """Whether to time only the smallest size and the largest within ``MAX_TIMING_S``, as for secondary variants."""
 
 
 @dataclass

@@ -255,7 +255,7 @@ def check_clocks(offsets_s: Mapping[str, float]) -> Iterator[Finding]:
 
 
 def check_disks(targets: Sequence[Target]) -> Iterator[Finding]:
-    """Report the free space for run directories (mostly on rank 0's host), working directory, temporary files and caches."""
+    """Report the free space for runs (mostly on rank 0's host), temporary files and caches."""
     for number, (target, facts) in enumerate(answering(targets)):
         work = facts.directories["work"]
         if work["problem"]:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from hetero_mpi.launch.hosts.mesh import Mesh
 
 _START_S, _FACTS_S, _ANSWER_S = 60.0, 300.0, 30.0
-"""Timeouts in seconds of a host agent: for its start, for the facts about its host (it imports torch), and for other answers."""
+"""Timeouts in seconds for a host agent's start, its facts about the host (it imports torch), and its other answers."""
 _SELF_TEST_S = 900.0
 """Timeout of a device's self-test in seconds. A single check that hangs is ended much sooner."""
 _CONNECT_S = 5.0

@@ -1,4 +1,4 @@
-"""Facts about a host and its Python, gathered there, and the targets to examine: hosts, entries of a hosts file, or ranks.
+"""Facts about a host and its Python, gathered there, and the targets to examine (hosts, hosts-file entries, or ranks).
 
 Only the standard library (and psutil if installed) is imported. torch and MPI are tried in subprocesses, so that a host with a
 broken installation can still report.

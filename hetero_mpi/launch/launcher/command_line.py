@@ -132,7 +132,7 @@ _JOIN_GUARD = (
 
 
 def guard_join(program: Sequence[str], mpirun_args: Sequence[str]) -> list[str]:
-    """Wrap a rank's command line so that losing it before it joins ends the job, even if the launcher tolerates lost ranks."""
+    """Wrap a rank's command line so that losing the rank before it joins ends the job, even with fault tolerance."""
     return ["sh", "-c", _JOIN_GUARD, "sh", *program] if "--with-ft" in mpirun_args else list(program)
 
 
@@ -334,7 +334,7 @@ def _add_relay(command: CommandLine, launcher: Launcher, prefixes: dict[str, str
 
 
 def relay_script(agent: Sequence[str], prefix: str, prefixes: Mapping[str, str]) -> str:
-    """Format the relay script; ``prefix`` is that of the local MPI, ``prefixes`` maps the launcher's host names to theirs."""
+    """Format the relay script for the local MPI's ``prefix`` and the ``prefixes`` of the other hosts."""
     # Escaped for sed between ``#``: a replacement, a basic regular expression.
     replacements = {host: re.sub(r"[\\&#]", r"\\\g<0>", host_prefix) for host, host_prefix in prefixes.items()}
     pattern = re.sub(r"[\\.\[\]*^$#]", r"\\\g<0>", prefix)

@@ -250,7 +250,7 @@ class Supervisor:
     def _verified_outcome(
         self, outcome: StartOutcome, watched: Sequence[WatchedHost], unreachable: Sequence[WatchedHost]
     ) -> StartOutcome:
-        """Return ``outcome`` if the job is complete, else a failure: Open MPI may report success after losing a machine."""
+        """Return ``outcome``, or a failure if the job is incomplete: Open MPI may report success after losing a host."""
         step = max(host.run.get("step", 0) for host in watched)
         last = max(host.run.get("last", 0) for host in watched)
         if not self.trains or (not unreachable and 0 < last <= step):
@@ -329,7 +329,7 @@ class Supervisor:
         return newest, max(host.run.get("copies", 0) for host in watched)
 
     def _wait_for_lock(self, leader: WatchedHost) -> None:
-        """Wait until no lost rank locks a shared run directory: its host agent ends the rank, or the file server unlocks it."""
+        """Wait until no lost rank locks a shared run directory: its host agent ends it, or the file server unlocks."""
         reported, deadline = False, time.monotonic() + _LOCK_TIMEOUT_S
         while self.starts > 1 and not self.signals and time.monotonic() < deadline and self.watching.locked(leader):
             if not reported:
@@ -348,7 +348,7 @@ class Supervisor:
             time.sleep(_POLL_S)
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        """Record a stop signal; ``_watch_start`` forwards the first and ends the job at a second one in ``ABORT_SIGNALS``."""
+        """Record a stop signal; ``_watch_start`` forwards the first and ends the job at the second."""
         if not self.signals or number in ABORT_SIGNALS:
             self.signals.append(number)
 

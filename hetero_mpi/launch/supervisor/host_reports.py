@@ -170,7 +170,7 @@ class RunDirectory:
         return dict(zip(RUN_STATE, values, strict=True))
 
     def locked(self) -> bool:
-        """Whether a run holds the directory, here or (if shared) on another host. Call only while no run is locking it."""
+        """Whether a run holds the directory, here or on another host. Call only while no run is starting."""
         path = self.directory / LOCK_NAME
         if path.is_symlink() or not path.is_file():  # a run rejects links, and only its files are opened
             return False

@@ -176,7 +176,7 @@ class WatchedHosts:
             time.sleep(_POLL_S)
 
     def silent(self, watched: Sequence[WatchedHost]) -> list[WatchedHost]:
-        """Return the hosts in ``watched`` that are silent for ``timeout_s``, and replace ended host agents. Call it often."""
+        """Return the hosts that are silent for ``timeout_s``, and replace ended host agents. Call it often."""
         now = time.monotonic()
         pause_s, self._looked_s = now - self._looked_s, now
         if pause_s > _MAX_OWN_PAUSE_S:  # this process, or its machine, was suspended: it could receive nothing

@@ -30,7 +30,7 @@ UNLIMITED_BYTES = 2**50
 NF4_BYTES = 0.5625
 """Bytes per packed weight, including its share of the scales, which are not double-quantised."""
 ADAPTER_PARAMETER_RATIO = 0.01
-"""Parameters of rank-16 adapters on all matrices of a block, relative to the block's (0.3 to 1 % in models of 1B or more)."""
+"""Size of rank-16 adapters on all matrices of a block, relative to the block (0.3 to 1 % in models of 1B or more)."""
 SAVED_BYTES = {"adamw_8bit": EIGHT_BIT_SAVING, "adafactor": 8.0, "muon": 4.0}
 """Bytes per parameter of optimizer state saved relative to AdamW."""
 
@@ -134,7 +134,7 @@ def with_copy_of(profile: ClusterProfile, rank: int) -> ClusterProfile:
 def with_slowness(
     profile: ClusterProfile, ratios: Mapping[int, float], of_optimizer: Mapping[int, float] | None = None
 ) -> ClusterProfile:
-    """Slow ranks down by ``ratios[rank]`` in compute and by ``of_optimizer[rank]`` (default: ``ratios``) in optimizer steps."""
+    """Slow ranks down by ``ratios``, or in optimizer steps by ``of_optimizer`` (default: ``ratios``)."""
     optimizer = of_optimizer or {}
 
     def slower(device: DeviceProfile) -> DeviceProfile:
@@ -231,7 +231,7 @@ def with_adapters(model: ModelCost, packed: bool) -> ModelCost:
 
 
 def in_bf16(model: ModelCost) -> ModelCost:
-    """Convert an fp32 model's costs to 2 bytes per value and fp32 master weights; workspaces (fp32 logits) stay the same."""
+    """Convert an fp32 model's costs to bf16 with fp32 master weights; workspaces (fp32 logits) stay the same."""
     layers = tuple(
         replace(
             layer,

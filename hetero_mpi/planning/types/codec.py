@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def encode(value: Any, infinity_as_text: bool = False) -> Any:
-    """Convert ``value`` to dictionaries, lists and scalars; ``infinity_as_text`` writes ``"inf"``, as JSON has no infinity."""
+    """Convert ``value`` to dictionaries, lists and scalars; with ``infinity_as_text``, infinity becomes ``"inf"``."""
     if dataclasses.is_dataclass(value):
         values = {field: getattr(value, field.name) for field in dataclasses.fields(value)}
         # TOML has no null: unknown values are left out, as are empty remarks (fields that comparisons ignore).

@@ -165,7 +165,7 @@ class ModelCost:
         return max(self.sent_bytes_per_token(layer) for layer in range(len(self.layers)))
 
     def streamed_bytes(self, index: int) -> int:
-        """Bytes of an offloaded layer's parameters that are copied to the device: all, or with adapters only frozen ones."""
+        """Bytes of an offloaded layer's parameters copied to the device: all, or with adapters only frozen ones."""
         layer = self.layers[index]
         stays = self._tied_bytes(index) if self.trained_whole else layer.trainable_parameters * DTYPE_BYTES[self.dtype]
         return max(0, layer.parameter_bytes - stays)
@@ -182,7 +182,7 @@ class ModelCost:
         return self if ratio == 1.0 else _keeping(self, ratio)
 
     def sliced(self, tokens: int) -> ModelCost:
-        """Return the costs for ``tokens`` tokens: a head that computes logits in slices needs memory for only one slice."""
+        """Return the costs for ``tokens`` tokens; a head that computes logits in slices needs memory for one slice."""
         return self._sliced if in_slices(self.layers[-1].logits_bytes_per_token, tokens) else self
 
     @cached_property

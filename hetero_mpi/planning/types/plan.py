@@ -37,7 +37,7 @@ class StagePlan:
     slice_sequences: int | None = None
     """Sequences per slice of a micro-batch; None if it is not sliced."""
     kept_slices: int = 0
-    """Number of first slices of every micro-batch whose activations an offloaded stage keeps instead of recomputing them."""
+    """Number of leading slices of a micro-batch whose activations an offloaded stage keeps instead of recomputing."""
     on_disk: int = 0
     """Number of evenly spread blocks of an offloaded stage that exceed host memory and are read from files in each pass."""
     state_weight: float = 1.0

@@ -287,7 +287,7 @@ class ClusterProfile:
         )
 
     def messages_s(self, ranks: Sequence[int], message_bytes: float) -> _Floats:
-        """Seconds [source, destination] to send a message between any two ``ranks``, as ``transfer_s``; 0 on the diagonal."""
+        """Seconds [source, destination] of a message between any two ``ranks``, as ``transfer_s``; 0 on the diagonal."""
         places, latency_s, per_byte_s, out, into = self._pairs
         at = np.array(ranks)
         pairs = np.ix_(places[at], places[at])
@@ -305,7 +305,7 @@ class ClusterProfile:
 
     @cached_property
     def _pairs(self) -> _Pairs:
-        """Return positions of ranks, latency and seconds per byte between positions, and those of device copies [rank, 2].
+        """Return positions of ranks, latency and seconds per byte between positions, and of device copies [rank, 2].
 
         A rank's position is its host if there are only host links, else its number. A missing link is NaN. Copies are those out
         of and into the device.

@@ -147,7 +147,7 @@ def _device_problems(device: DeviceProfile, trained: dict[str, int], path: str) 
 
 
 def _times_problems(times: LayerTimes, trained: bool, path: str) -> Iterator[str]:
-    """Check that curves are positive, or 0 if nothing is computed (backward of frozen first layers; no weight gradients)."""
+    """Check that curves are positive, or 0 if nothing is computed (frozen first layers, no weight gradients)."""
     if (times.input_s is None) != (times.weight_s is None):
         yield f"{path}: input_s and weight_s are the two parts of one backward: set both or neither"
     for field in fields(times):
