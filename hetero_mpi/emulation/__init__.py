@@ -1,1 +1,1 @@
-"""Emulated clusters: devices and links with the speeds of a profile."""
+"""Emulated clusters, whose devices and links have the speeds of a profile."""

@@ -1,9 +1,9 @@
-"""Emulated clusters: ranks with the speeds of a profile's devices and links, computing a small stand-in for the profile's model.
+"""Emulated clusters: ranks with the speeds of a profile's devices and links, computing a small stand-in for its model.
 
-``[cluster] emulate = PROFILE``. The planner plans the profile's model. The job's model, with an equal number of blocks, is
-computed by stages (``paced_stage``) and over a transport (``PacedTransport``) that take as long as the profile's. Every pair of
-ranks has its own link: shared NICs of the profile are removed when it is read, for planner, prediction and ranks alike. Nothing
-else differs from a run without emulation; losses are bitwise equal.
+Enabled by ``[cluster] emulate = PROFILE``. The planner plans the profile's model. The job's model, with the same number of
+blocks, runs on stages (``paced_stage``) and a transport (``PacedTransport``) that take as long as those of the profile. Every
+pair of ranks has its own link: shared NICs are removed when the profile is read, for planner, prediction and ranks alike.
+Nothing else differs from a run without emulation; losses are bitwise equal.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from hetero_mpi.util import units
 from hetero_mpi.util.errors import UserError
 
 MAX_LATE = 0.1
-"""Share of late actions above which steps exceed the emulated cluster's by more than the load of the machine explains."""
+"""Fraction of late actions above which the machine's load alone does not explain why steps take too long."""
 
 
 @dataclass(frozen=True)
@@ -49,21 +49,21 @@ class Emulation:
 
     profile: ClusterProfile
     plan: Plan
-    """Plan of the profile's model; ``stand_in_plan`` has the job's own sequence length."""
+    """Plan of the profile's model; ``stand_in_plan`` has the sequence length of the job."""
     time_scale: float
-    """Seconds of wall clock per second of the emulated cluster."""
+    """Wall-clock seconds per second of the emulated cluster."""
     transport: Transport
-    """Paces the messages and exchanges of steps only."""
+    """Transport that paces the messages and exchanges of steps only."""
     pace: ActionPacer
     stand_in_sequence: int
-    """Tokens per sequence of the job."""
+    """Tokens per sequence in the job."""
 
     @property
     def stand_in_plan(self) -> Plan:
         return replace(self.plan, sequence_length=self.stand_in_sequence)
 
     def paced(self, build: BuildStage) -> BuildStage:
-        """Wrap ``build`` to return paced stages."""
+        """Wrap ``build`` so that it returns paced stages."""
 
         def paced(
             stage_plan: StagePlan, split: bool, shared: Shared, foreign: Collection[str], beginning: Stage | None
@@ -75,16 +75,16 @@ class Emulation:
         return paced
 
     def step_s(self, wall_s: float) -> float:
-        """Seconds of the emulated cluster."""
+        """Convert wall-clock seconds to seconds of the emulated cluster."""
         return wall_s / self.time_scale
 
     def tokens(self, stand_in_tokens: int) -> float:
-        """Tokens of the emulated model that correspond to these of the stand-in."""
+        """Convert tokens of the stand-in to the corresponding tokens of the emulated model."""
         return stand_in_tokens * self.profile.model.sequence_length / self.stand_in_sequence
 
 
 def emulated_profile(world: World, loaded: LoadedJob, chain: TransformersChain, tuning: Tuning) -> ClusterProfile:
-    """The job's profile for this number of ranks, labelled as emulated. Collective; rank 0 reads the file.
+    """Load the job's profile for this number of ranks and label it as emulated. Collective; rank 0 reads the file.
 
     Raises UserError if ranks or blocks do not match the profile, or only one of the models ties embedding and head.
     """
@@ -157,7 +157,7 @@ def emulate(
     plan: Plan,
     cores: float,
 ) -> Emulation:
-    """Set up this rank. Collective over all ranks. ``chain``: the stand-in. ``cores``: CPU cores available to this rank."""
+    """Set up emulation on this rank, which has ``cores`` CPU cores; ``chain`` is the stand-in. Collective."""
     sleeper = Sleeper(spare_core=cores >= 2)  # one computes, one spins
     scale = loaded.job.cluster.time_scale
     offsets_s = world.all_gather_json(clock_offset_s(world, transport))
@@ -178,7 +178,7 @@ def emulate(
 
 
 def _stage_delay(profile: ClusterProfile, plan: Plan, scale: float, row_bytes: int) -> Delay:
-    """Seconds of activations and gradients. ``row_bytes`` of the stand-in correspond to a sequence of the profile's model."""
+    """Return the delay of activations and gradients; ``row_bytes`` is a sequence's size in the stand-in."""
     boundary_bytes = {}
     for pipeline in plan.pipelines:
         for before, after in pairwise(pipeline.stages):
@@ -193,7 +193,7 @@ def _stage_delay(profile: ClusterProfile, plan: Plan, scale: float, row_bytes: i
 
 
 def _tied_delay(profile: ClusterProfile, plan: Plan, scale: float) -> Delay:
-    """Seconds of the exchange between the ends of a tied model: gradients one way, values the other."""
+    """Return the delay of messages between the ends of a tied model: gradients one way, values the other."""
     delays = {}
     for pipeline in plan.pipelines:
         embedding, head = pipeline.stages[0].ranks[0], pipeline.stages[-1].ranks[0]
@@ -204,7 +204,7 @@ def _tied_delay(profile: ClusterProfile, plan: Plan, scale: float) -> Delay:
 
 
 def punctuality_lines(world: World, emulation: Emulation) -> list[str]:
-    """How precisely the ranks kept the times, for the end of a run. Collective over the active ranks."""
+    """Report at the end of a run how precisely the ranks kept the times. Collective over the active ranks."""
     pace = emulation.pace
     rows = world.all_gather_json([pace.actions, pace.late, pace.late_s])
     actions, late, late_s = (sum(row[column] for row in rows) for column in range(3))
@@ -216,15 +216,16 @@ def punctuality_lines(world: World, emulation: Emulation) -> list[str]:
 
 
 STAMP_TAG = 1 << 14
-"""Added to a message's tag for its timestamp; MPI guarantees tags up to 32767. The tag below belongs to ``clock_offset_s``."""
+"""Offset from a message's tag to that of its timestamp; MPI guarantees tags up to 32767. ``clock_offset_s`` uses the tag
+below."""
 _SUM_TAG = STAMP_TAG - 2
-"""Minus a group's number: tag for the start times of exchanges."""
+"""The start times of a group's exchanges have this tag minus the group's number."""
 Delay = Callable[[int, int, int], float]
 """(source rank, destination rank, bytes of the message) -> its duration in seconds; messages of one ``Delay`` share links."""
 
 
 def _encode_time(moment_s: float = 0.0) -> Buffer:
-    """A time as 8 bytes."""
+    """Encode a time as 8 bytes."""
     return np.array([moment_s]).view(np.uint8)
 
 
@@ -233,7 +234,7 @@ def _decode_time(stamp: Buffer) -> float:
 
 
 class _PacedMessage(Message):
-    """A message with its arrival time: complete when both are moved and the time has come."""
+    """A message with an arrival time, complete once both have been transferred and that time has come."""
 
     def __init__(self, request: Request, stamp: Buffer, stamp_request: Request, offset_s: float) -> None:
         assert isinstance(request, Message), "transports make messages"
@@ -243,7 +244,7 @@ class _PacedMessage(Message):
 
     @property
     def moment_s(self) -> float:
-        """Its arrival time on this rank's clock; known once ``moves`` are complete."""
+        """Arrival time on this rank's clock, known once ``moves`` are complete."""
         return _decode_time(self._stamp) + self._offset_s
 
     @property
@@ -256,7 +257,7 @@ class _PacedMessage(Message):
 
 
 class _PacedExchange(Exchange):
-    """An exchange that lasts ``duration_s`` from the start of its last member. Members send each other their start times.
+    """An exchange that lasts ``duration_s`` from the time its last member starts; members exchange their start times.
 
     Args:
         offset_s: This rank's clock minus rank 0's.
@@ -275,7 +276,7 @@ class _PacedExchange(Exchange):
         super().__init__(request.group, request.parts, request.sums, number=request.number)
         called_s = time.perf_counter()
         self.starts = {member: _encode_time(called_s - offset_s) for member in request.group.ranks}
-        """Member -> its start time on rank 0's clock, so that all compute a bitwise equal end."""
+        """Member -> its start time on rank 0's clock, so that all members compute a bitwise equal end."""
         self._own, self._called_s, self._before = self.starts[rank], called_s, before
         self._offset_s, self._duration_s = offset_s, duration_s
         peers, tag = [member for member in self.starts if member != rank], _SUM_TAG - request.group.number
@@ -284,7 +285,7 @@ class _PacedExchange(Exchange):
         self.moves += [inner.send(peer, tag, self._own, self.started) for peer in peers]
 
     def started(self) -> bool:
-        """Whether the end of the previous exchange, this rank's start time, is known. Called by the transport thread."""
+        """Whether the previous exchange's end, and so this rank's start time, is known. Called by the transport thread."""
         before = self._before
         if before is not None and before.all_moved:
             self._own[:] = _encode_time(max(self._called_s, before.moment_s) - self._offset_s)
@@ -297,7 +298,7 @@ class _PacedExchange(Exchange):
 
     @property
     def moment_s(self) -> float:
-        """Its end on this rank's clock; known once ``moves`` are complete."""
+        """End of the exchange on this rank's clock, known once ``moves`` are complete."""
         return max(map(_decode_time, self.starts.values())) + self._offset_s + self._duration_s
 
     @property
@@ -306,14 +307,14 @@ class _PacedExchange(Exchange):
 
 
 class PacedTransport(Transport):
-    """``inner`` with the times of another cluster. Closing it leaves ``inner`` open.
+    """Wraps ``inner`` with the timing of another cluster; closing it leaves ``inner`` open.
 
-    All ranks start the exchanges of all groups in one common order, as the engine does, layer after layer. Other orders could
-    deadlock, since a rank starts an exchange only after the previous one.
+    All ranks must start the exchanges of all groups in one common order, as the engine does layer by layer. Other orders could
+    deadlock, since a rank starts an exchange only after its previous one.
 
     Args:
-        delay_of: Tag of a message -> its delay; None: not paced.
-        exchange_s: (its number, whether it is a reduce-scatter) -> seconds of an exchange.
+        delay_of: Maps a message's tag to its delay, or to None if the message is not paced.
+        exchange_s: Maps (number of an exchange, whether it is a reduce-scatter) to its duration in seconds.
         offsets_s: Each rank's clock minus rank 0's, from ``clock_offset_s``.
     """
 
@@ -350,7 +351,7 @@ class PacedTransport(Transport):
         return _PacedMessage(request, stamp, moment, self._offsets_s[self.rank] - self._offsets_s.get(source, 0.0))
 
     def send(self, destination: int, tag: int, buffer: Buffer, ready: Ready | None = None) -> Request:
-        """Send the message now, or once the previous ones have arrived."""
+        """Send a message at once; its timing starts when the previous messages on the link have arrived."""
         request, delay_s = self.inner.send(destination, tag, buffer, ready), self._delay_of(tag)
         if delay_s is None:
             return request
@@ -372,7 +373,7 @@ class PacedTransport(Transport):
         return self._last_exchange
 
     def wait(self, request: Request) -> None:
-        """Return when the message is moved and its time has come, for sender and receiver."""
+        """Wait until the message has been transferred and its time has come, for both sender and receiver."""
         if not isinstance(request, _PacedMessage | _PacedExchange):
             self.inner.wait(request)
             return
@@ -381,8 +382,8 @@ class PacedTransport(Transport):
         self._sleeper.until(request.moment_s)
 
     def pending(self) -> int:
-        """Timestamps count as messages."""
+        """Count pending messages, including timestamps."""
         return self.inner.pending()
 
     def close(self) -> None:
-        """Nothing to close."""
+        """Do nothing; ``inner`` stays open."""

@@ -1,6 +1,6 @@
-"""A stage whose forwards, backwards and optimizer steps last as long as on a profile's device.
+"""A stage whose forwards, backwards and optimizer steps take as long as on a profile's device.
 
-Each computes its real arithmetic and then waits until ``durations.duration`` times ``[cluster] time_scale`` has passed.
+Each action computes its real arithmetic, then waits until ``durations.duration`` times ``[cluster] time_scale`` has passed.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from hetero_mpi.planning.types.profile import ClusterProfile
 
 _TRIAL_COUNT, _TRIAL_S = 9, 1e-3
 _MAX_OVERSLEEP_S = 5e-4
-"""Upper limit of the measured oversleep; longer values on a busy machine are outliers."""
+"""Maximum value for the measured oversleep; longer ones, on a busy machine, are outliers."""
 
 
 class Sleeper:
-    """Waits until times of ``time.perf_counter``, more precisely than the operating system wakes a process.
+    """Waits until a given time of ``time.perf_counter``, more precisely than the operating system wakes a process.
 
-    A sleeping process wakes about 0.1 ms late (timer slack and scheduling), nearly always by an equal amount, which is measured
-    once and subtracted. ``spare_core``: poll the clock for the rest if a core is free. Ranks that share cores do not poll, as it
-    would slow a computing rank.
+    A sleeping process wakes about 0.1 ms late (timer slack and scheduling). This delay is nearly constant, so it is measured
+    once and subtracted. With a ``spare_core``, the rest is spent polling the clock; ranks that share cores do not poll, as that
+    would slow down a computing rank.
     """
 
     def __init__(self, spare_core: bool) -> None:
         self.spare_core = spare_core
         self.late_s = min(_MAX_OVERSLEEP_S, statistics.median(_oversleep_s() for _ in range(_TRIAL_COUNT)))
-        """Measured oversleep."""
+        """Measured oversleep in seconds."""
 
     def until(self, moment_s: float) -> None:
-        """Return at ``moment_s``; at once if it has passed."""
+        """Return at ``moment_s``, or at once if it has passed."""
         # With a spare core polling begins early, to absorb an occasional late wake-up.
         early_s = self.late_s * (1.5 if self.spare_core else 1.0)
         left_s = moment_s - time.perf_counter() - early_s
@@ -56,15 +56,15 @@ def _oversleep_s() -> float:
 
 
 class ActionPacer:
-    """Makes this rank's actions last.
+    """Makes this rank's actions last as long as on the emulated cluster.
 
     Attributes:
         actions: Number of paced actions.
-        late: Number of actions that took too long, by real arithmetic or a late wake-up.
-        late_s: Total excess of these (wall clock).
+        late: Number of actions that took too long, because of real arithmetic or a late wake-up.
+        late_s: Total wall-clock time by which these actions were late.
 
     Args:
-        speeds: (rank, first step, share of the profile's speed).
+        speeds: Changes of speed as (rank, first step, fraction of the profile's speed).
     """
 
     def __init__(
@@ -84,36 +84,36 @@ class ActionPacer:
         self.actions, self.late, self.late_s = 0, 0, 0.0
 
     def duration_s_of(self, action: Action) -> float:
-        """Wall-clock seconds of an action; STEP without the exchanges that it or the next forward awaits."""
+        """Wall-clock seconds of an action; STEP excludes the exchanges that it or the next forward waits for."""
         scale = self._scale_now(action)
         if action.op is Op.STEP:
             return scale * update_s(action.stage, self._plan, self._profile)
         return scale * self._durations.cost_of(action)[0]
 
     def _scale_now(self, action: Action) -> float:
-        """Wall-clock seconds per second of the device of ``action``, at its speed in this step."""
+        """Wall-clock seconds per second of the device of ``action``, at its speed in the current step."""
         rank, speed = self._durations.stages[action.stage].ranks[0], 1.0
         for changed_rank, first_step, new_speed in self._speeds:
             speed = new_speed if changed_rank == rank and first_step <= self._step else speed
         return self._scale / speed
 
     def begin_step(self, step: int) -> None:
-        """Set the current step's number: devices may change their speed."""
+        """Set the number of the current step, as devices may change speed between steps."""
         self._step = step
 
     def go_on_from(self, before: ActionPacer) -> None:
-        """Continue the counters after a change of plans."""
+        """Continue the counters of ``before`` after a change of plans."""
         self.actions, self.late, self.late_s = before.actions, before.late, before.late_s
 
     def exchange_s(self, layer: int, sums: bool) -> float:
-        """Seconds to sum a layer's gradient or distribute new values, by the emulated model's trained parameters."""
+        """Seconds to sum a layer's gradients or distribute its new values, for the emulated model's parameters."""
         seconds = sum_s if sums else values_s
         return self._scale * seconds(self._plan, self._profile, layer)
 
     def pace_action(self, action: Action, start_s: float, finished: Finished | None = None) -> None:
         """Wait until an action that began at ``start_s`` (``time.perf_counter``) has lasted long enough.
 
-        ``finished``: called with each layer at the time when a last backward would have finished it.
+        ``finished`` is called with each layer at the time when a last backward would have finished it.
         """
         end_s = start_s + self.duration_s_of(action)
         late_s = time.perf_counter() - end_s
@@ -135,7 +135,7 @@ class ActionPacer:
 
 
 class PacedStage:
-    """Stage number ``number`` of a plan, paced. Other attributes are the stage's own."""
+    """Paced version of the stage with this ``number`` in the plan; other attributes are those of ``stage``."""
 
     def __init__(self, stage: Stage, number: int, pace: ActionPacer) -> None:
         self.stage, self._number, self._pace = stage, number, pace
@@ -169,7 +169,7 @@ class PacedStage:
 
     @contextlib.contextmanager
     def _paced(self, op: Op, index: int | None = None, finished: Finished | None = None) -> Iterator[None]:
-        """A block that lasts as long as an action. ``finished``: called when the device would have finished a layer."""
+        """Make a block last as long as an action; ``finished`` is called when the device would have finished a layer."""
         begin = time.perf_counter()
         yield
         self._pace.pace_action(Action(op, self._number, index), begin, finished)

@@ -1,1 +1,1 @@
-"""Starting a job: the launcher of the loaded MPI library, host files, network interfaces, supervision, and ``doctor``."""
+"""Starting a job: the MPI library's launcher, host files, network interfaces, supervision, and ``doctor``."""

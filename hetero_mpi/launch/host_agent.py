@@ -29,7 +29,7 @@ from hetero_mpi.util.background import start_unattended
 
 
 def listen() -> dict[str, Any]:
-    """Listen on an ephemeral port, as MPI does, for the life of this process, and send every caller a random ``word``."""
+    """Listen on an ephemeral port, as MPI does, until this process exits; every caller receives a random ``word``."""
     server, word = socket.create_server(("", 0), backlog=64), secrets.token_hex(16)
 
     def serve() -> None:
@@ -43,7 +43,7 @@ def listen() -> dict[str, Any]:
 
 
 def connect(doors: Sequence[Mapping[str, Any]], patience_s: float) -> dict[str, Any]:
-    """Return {"errors": [...]}, one error per door (``address``, ``port``, ``word``); "" for a successful connection."""
+    """Connect to each door (``address``, ``port``, ``word``); return {"errors": [...]}, "" for each success."""
     with ThreadPoolExecutor(len(doors) or 1) as pool:
         return {"errors": list(pool.map(lambda door: _error(door, patience_s), doors))}
 

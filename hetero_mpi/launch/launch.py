@@ -1,4 +1,4 @@
-"""The sub-command ``launch [-np N] [--hostfile F | --hosts F.toml] [--print | --elastic] -- train job.toml``."""
+"""The subcommand ``launch [-np N] [--hostfile F | --hosts F.toml] [--print | --elastic] -- train job.toml``."""
 
 import argparse
 import os
@@ -15,13 +15,14 @@ from hetero_mpi.launch.supervisor.elastic_options import ElasticOptions
 from hetero_mpi.util.errors import ExitCode, UserError
 
 _EXPLAINED_CODES = (ExitCode.DONE, ExitCode.USER_ERROR, ExitCode.HUNG, ExitCode.STOPPED)
-"""Exit codes for which the job itself has printed the next step."""
+"""Exit codes after which the job itself has printed what to do next."""
 
 
 def main(namespace: argparse.Namespace, parse: Callable[[Sequence[str]], argparse.Namespace]) -> int:
-    """Run ``launch``; return the exit code of the launcher or of ``Supervisor.run``. ``parse``: the program's command-line parser.
+    """Run ``launch``; return the exit code of the launcher or the supervisor. ``parse`` is the program's command-line parser.
 
-    Raises UserError without a command, for too few slots in the host file, and as ``find_launcher`` and ``Supervisor`` do.
+    Raises UserError if the command is missing or the host file has too few slots, and as ``find_launcher`` and ``Supervisor``
+    do.
     """
     program = list(namespace.program)
     if program[:1] == ["--"]:

@@ -1,8 +1,8 @@
-"""Launching inside a SLURM job: its number of ranks, and the command line over the components of a heterogeneous job.
+"""Launching inside a SLURM job: the number of ranks, and the command line for a heterogeneous job.
 
-For a homogeneous job only the number is needed, as both launchers find the nodes. In a heterogeneous job (several kinds of nodes,
-``#SBATCH hetjob``) they see only the first component. The nodes are then listed individually, and this module, run as a program,
-is the launch agent that reaches each node by ``srun`` in its component.
+In a homogeneous job only the number of ranks is needed, as both launchers find the nodes. In a heterogeneous job (several kinds
+of nodes, ``#SBATCH hetjob``) launchers see only the first component. Its nodes are then listed individually, and this module,
+run as a program, is the launch agent that reaches each node by ``srun`` in the node's component.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ _RUNNING = ("RUNNING", "COMPLETING", "SUSPENDED")
 
 @dataclass(frozen=True)
 class Component:
-    """Nodes of one kind, with the number of tasks on each; a homogeneous job has one component."""
+    """Nodes of one kind and the number of tasks on each; a homogeneous job has one component."""
 
     nodes: tuple[str, ...]
     tasks: tuple[int, ...]
 
 
 def is_heterogeneous(environment: Mapping[str, str]) -> bool:
-    """Whether the job has several components."""
+    """Whether the SLURM job has several components."""
     return int(environment.get("SLURM_HET_SIZE", "1")) > 1
 
 
 def components(environment: Mapping[str, str]) -> tuple[Component, ...]:
-    """The components of the surrounding SLURM job; none outside SLURM. Raises UserError if SLURM's variables are incomplete."""
+    """Return the components of the current SLURM job (none outside SLURM). Raises UserError if variables are missing."""
     if "SLURM_JOB_ID" not in environment:
         return ()
     suffixes = [""]
@@ -106,7 +106,7 @@ def _expand(nodes: str) -> tuple[str, ...]:
 
 
 def check_slurm_job(environment: Mapping[str, str]) -> None:
-    """Reject variables of an ended SLURM job, as left in a tmux or Jupyter shell. Raises UserError if the job is not running."""
+    """Raise UserError if SLURM's variables are those of a job that has ended, as in an old tmux or Jupyter shell."""
     job = environment.get("SLURM_JOB_ID")
     state = None if job is None else _job_state(job)
     if state is not None and state not in _RUNNING:
@@ -118,7 +118,7 @@ def check_slurm_job(environment: Mapping[str, str]) -> None:
 
 
 def check_slurm_tasks(ranks: int, tasks: int, mpirun_args: Sequence[str]) -> None:
-    """Reject more ranks than the SLURM job has tasks, with a UserError. ``mpirun_args``: the user's own launcher options."""
+    """Raise UserError if there are more ranks than SLURM tasks. ``mpirun_args``: the user's launcher options."""
     if 0 < tasks < ranks and not any("oversubscribe" in option for option in mpirun_args) and shutil.which("squeue"):
         raise UserError(
             "slurm.too_few_tasks",
@@ -128,7 +128,7 @@ def check_slurm_tasks(ranks: int, tasks: int, mpirun_args: Sequence[str]) -> Non
 
 
 def _job_state(job: str) -> str | None:
-    """State of a SLURM job; "": SLURM has no such job; None: SLURM cannot be queried."""
+    """Query the state of a SLURM job; "" if SLURM has no such job, None if SLURM cannot be queried."""
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         command = ["squeue", "--noheader", "--jobs", job, "--format", "%T"]
         answer = subprocess.run(command, capture_output=True, text=True, timeout=10)
@@ -140,9 +140,9 @@ def _job_state(job: str) -> str | None:
 
 
 def entries(job_components: Sequence[Component], pythons: Sequence[str]) -> tuple[Host, ...]:
-    """The nodes of a heterogeneous job as entries of a hosts file.
+    """Return the nodes of a heterogeneous job as entries of a hosts file.
 
-    ``pythons``: one per component; the last serves all remaining components; default: this Python.
+    ``pythons`` has one Python per component; the last one is used for all remaining components. The default is this Python.
     """
     from hetero_mpi.launch.hosts.hosts_toml import Host
 
@@ -164,7 +164,7 @@ def entries(job_components: Sequence[Component], pythons: Sequence[str]) -> tupl
 def heterogeneous_command(
     launcher: Launcher, hosts: Sequence[Host], ranks: int | None, program: Sequence[str], mpirun_args: Sequence[str]
 ) -> CommandLine:
-    """The command line for ``python -m hetero_mpi PROGRAM`` over a heterogeneous job's ``entries``. ``ranks`` None: all tasks."""
+    """Build the command line for ``python -m hetero_mpi PROGRAM`` on ``hosts``; if ``ranks`` is None, on all tasks."""
     from hetero_mpi.launch.hosts.hosts_toml import ranks_of
 
     agent = str(
@@ -183,7 +183,7 @@ def heterogeneous_command(
 
 
 def _address(node: str) -> str:
-    """The address of a node; "" if its name does not resolve, as SLURM may use another name for the node."""
+    """Resolve a node's address; "" if its name does not resolve, as SLURM may use another name for the node."""
     try:
         return resolve(node)
     except UserError:
@@ -191,7 +191,7 @@ def _address(node: str) -> str:
 
 
 def step_command(host: str, command: Sequence[str], job_components: Sequence[Component]) -> list[str]:
-    """The ``srun`` command that runs a launcher's ``command`` on a node. Raises UserError if the node is not in the job."""
+    """Build the ``srun`` command that runs ``command`` on a node. Raises UserError if the node is not in the job."""
     group = next((number for number, component in enumerate(job_components) if host in component.nodes), None)
     if group is None:
         nodes = ", ".join(node for component in job_components for node in component.nodes)
@@ -203,7 +203,7 @@ def step_command(host: str, command: Sequence[str], job_components: Sequence[Com
 
 
 def agent(arguments: Sequence[str]) -> None:
-    """Run ``[OPTIONS] HOST COMMAND...``, the calling convention of ssh. Does not return."""
+    """Run ``[OPTIONS] HOST COMMAND...``, as ssh would. Does not return."""
     words = list(arguments)
     while words and words[0].startswith("-"):
         words.pop(0)

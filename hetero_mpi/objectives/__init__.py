@@ -41,13 +41,13 @@ class Settings(Protocol):
 
 @dataclass(frozen=True)
 class Answers:
-    """Answers of a micro-batch, all (B, N); entries without an answer hold values with a finite loss, which is not counted.
+    """Answers of a micro-batch, all (B, N); empty entries hold values with a finite loss that is not counted.
 
     Attributes:
-        tokens: number of tokens of the answer, int64.
-        mean: mean log-probability of its tokens.
-        gain: its log-probability minus that under the reference model.
-        reward: implicit reward.
+        tokens: Number of tokens in the answer, int64.
+        mean: Mean log-probability of the answer's tokens.
+        gain: Log-probability of the answer minus that under the reference model.
+        reward: Implicit reward.
     """
 
     tokens: torch.Tensor
@@ -56,18 +56,18 @@ class Answers:
     reward: torch.Tensor
 
     def every_second(self, first: int) -> Answers:
-        """Entries ``first``, ``first + 2``, ... of each row."""
+        """Return entries ``first``, ``first + 2``, ... of each row."""
         columns = slice(first, None, 2)
         return Answers(self.tokens[:, columns], self.mean[:, columns], self.gain[:, columns], self.reward[:, columns])
 
 
 @dataclass(frozen=True)
 class Objective:
-    """A module of this folder.
+    """An objective, defined by a module of this folder.
 
     Attributes:
         learns_from: "pairs" of answers to one prompt, or "labels" of single answers.
-        losses: the module's ``pair_losses`` or ``label_losses``.
+        losses: The module's ``pair_losses`` or ``label_losses``.
     """
 
     keys: tuple[str, ...]
@@ -78,13 +78,13 @@ class Objective:
 
 
 def names() -> tuple[str, ...]:
-    """Values of ``[train] preference`` except "none"."""
+    """Return the values of ``[train] preference`` except "none"."""
     return plug_in_names(__name__)
 
 
 @cache
 def objective(name: str) -> Objective | None:
-    """The objective of this name; None if there is none, as for "none"."""
+    """Return the objective with this name, or None if there is none, as for "none"."""
     if name not in names():
         return None
     module = plug_in(__name__, name)
@@ -95,6 +95,6 @@ def objective(name: str) -> Objective | None:
 
 
 def learns_from(name: str) -> Literal["pairs", "labels"] | None:
-    """Kind of records of ``[train] preference``; None for "none"."""
+    """Return the kind of records that ``[train] preference`` needs; None for "none"."""
     preference = objective(name)
     return preference.learns_from if preference is not None else None

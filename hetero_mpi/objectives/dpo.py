@@ -10,7 +10,7 @@ REFERENCE = True
 
 
 def sigmoid_losses(margins: torch.Tensor, flipped: float) -> torch.Tensor:
-    """-log sigmoid of reward margins; ``flipped``: assumed fraction of pairs with the wrong preference (label smoothing)."""
+    """-log sigmoid of reward margins; ``flipped`` is the assumed fraction of wrong preferences (label smoothing)."""
     return -F.logsigmoid(margins) * (1 - flipped) - F.logsigmoid(-margins) * flipped
 
 

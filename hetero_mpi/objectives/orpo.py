@@ -17,7 +17,7 @@ def pair_losses(chosen: Answers, rejected: Answers, settings: Settings) -> torch
 
 
 def _log_odds(log_probabilities: torch.Tensor) -> torch.Tensor:
-    """log(p / (1 - p)) of log p < 0 (Maechler, "Accurately computing log(1 - exp(-|a|))", 2012).
+    """Compute log(p / (1 - p)) from log p < 0 (Maechler, "Accurately computing log(1 - exp(-|a|))", 2012).
 
     The clamp avoids infinite odds and NaN gradients for an answer with probability 1 in fp32.
     """

@@ -1,1 +1,1 @@
-"""Planning: profiles, costs, plans, schedules, simulation. Pure: standard library, numpy and tomli, nothing else."""
+"""Planning: profiles, costs, plans, schedules and simulation, using only the standard library, numpy and tomli."""

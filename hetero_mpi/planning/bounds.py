@@ -1,13 +1,14 @@
-"""Lower bounds on step time: of an instance, by number of replicas, and of one pipeline.
+"""Lower bounds on the step time: for any plan, per number of replicas, and for a single pipeline.
 
-An instance takes at least its total work over its total speed (``fluid_bound_s``). Replicas also fill their pipelines and
-reduce gradients (``filling_bounds_s``), which prunes the number of replicas before a search.
+No plan is faster than the total work divided by the total speed (``fluid_bound_s``). Replicas must also fill their pipelines
+and reduce gradients (``filling_bounds_s``), which prunes replica counts before a search.
 
-``cycle_bound_s`` is close to a pipeline's simulation. In steady state a stage alternates forwards and backwards. With k_i
-micro-batches in flight at stage i, never more at later stages, stages i <= j form a cycle: a forward passes from i to j, j then
-does the backward of the micro-batch k_j - 1 earlier, which passes back to i, and i then does the forward k_i - k_j + 1 later.
-These micro-batches take one round trip through the stages and messages from i to j (the mean of a cycle of a timed event graph;
-the maximum is its period: Baccelli, Cohen, Olsder & Quadrat, Synchronization and Linearity, 1992, chapter 2).
+``cycle_bound_s`` is close to a pipeline's simulated time. In steady state a stage alternates forwards and backwards. Let k_i be
+the number of micro-batches in flight at stage i; it never grows from one stage to the next. Stages i <= j then form a cycle: a
+forward passes from i to j, j runs the backward of the micro-batch k_j-1 earlier, that gradient returns to i, and i runs the
+forward of the micro-batch k_i-k_j+1 later. One round trip through the stages and messages from i to j thus advances by
+k_i-k_j+1 micro-batches (the mean of a cycle in a timed event graph, whose period is the maximum over cycles: Baccelli, Cohen,
+Olsder & Quadrat, Synchronization and Linearity, 1992, chapter 2).
 """
 
 import itertools
@@ -24,23 +25,22 @@ from hetero_mpi.planning.types.sizes import GRADIENT_BYTES
 
 Seconds = Sequence[float]
 SHORTEST_S = 1e-30
-"""Minimum work, so that every speed is finite."""
+"""Minimum seconds of work, which keeps every speed finite."""
 
 
 def usable_devices(profile: ClusterProfile) -> list[DeviceProfile]:
-    """Devices that support the model's compute dtype."""
+    """Return the devices that support the model's compute dtype."""
     return [device for device in profile.devices if profile.model.dtype in device.dtypes]
 
 
 def fluid_bound_s(profile: ClusterProfile, request: PlanRequest) -> float:
-    """Total work over total speed: a lower bound for every plan. Infinite: no rank supports the model's dtype.
+    """Lower-bound the step time of every plan by total work over total speed; infinite if no rank supports the dtype.
 
-    Relaxation: layers are divisible; memory, messages and pipeline fill are free; every rank uses its best micro-batch size for
-    each kind of layer.
-
-    For prices y >= 0 of the ranks' time with sum(y) = 1, all ranks' time up to T is worth T, and a layer of kind k costs at
-    least ``min over r of y_r work_rk``, so T is at least the sum over layers. The bound is the best of several prices: by speed
-    on the full model and on each kind of layer (exact for proportional ranks). Ranks sharing cores are limited by the cores.
+    The relaxation makes layers divisible, ignores memory, messages and pipeline fill, and lets every rank use its best
+    micro-batch size for each layer kind. By LP duality, price each rank's time at y_r >= 0 with sum(y) = 1. All ranks' time up
+    to T is then worth T, and a layer of kind k costs at least ``min over r of y_r work_rk``, so T is at least the sum of these
+    costs over layers. The result is the best bound over several price vectors: by speed on the full model and on each layer
+    kind (exact for proportional ranks). Ranks that share cores are limited by the cores.
     """
     devices, layers = usable_devices(profile), profile.model.layers
     if not devices:
@@ -67,12 +67,11 @@ def fluid_bound_s(profile: ClusterProfile, request: PlanRequest) -> float:
 
 
 def _least_s(times: LayerTimes, request: PlanRequest) -> float:
-    """Seconds of one sequence at the best micro-batch size."""
     return min(least_s(times, n * request.sequence_length, request) / n for n in set(request.micro_batch_choices))
 
 
 def least_s(times: LayerTimes, tokens: int, request: PlanRequest) -> float:
-    """Seconds of forward and backward of one micro-batch, split where the request allows it and it is faster."""
+    """Seconds for the forward and backward of one micro-batch, with a split backward if that is allowed and faster."""
     backward = times.backward_s.at(tokens)
     may_split = request.schedule == "split" or (request.schedule == "auto" and True in request.split_choices)
     if may_split and times.input_s is not None and times.weight_s is not None:
@@ -81,12 +80,13 @@ def least_s(times: LayerTimes, tokens: int, request: PlanRequest) -> float:
 
 
 def filling_bounds_s(profile: ClusterProfile, request: PlanRequest) -> dict[int, float]:
-    """Number of replicas -> lower bound in seconds for plans with equal micro-batches, divisible layers and free stage messages.
+    """Map each number of replicas to a lower bound on the step time in seconds.
 
-    A stage starts after all earlier stages have computed their first forward, and these continue for as long as their backwards
-    take after its last one. So with M micro-batches in a step of T seconds a first stage computes at most T / M of each, and
-    every further stage 1 - 1 / M times the previous one. Each replica has at least one micro-batch and one first stage.
-    Gradient all-reduces start with a stage's last backward, and cross hosts unless one host has a rank for each replica.
+    The bound assumes equal micro-batches, divisible layers and free messages between stages. A stage starts only after the
+    first forward of all earlier stages, and these still run their backwards after its last one. So with M micro-batches in a
+    step of T seconds, the first stage spends at most T / M on each, and every later stage 1 - 1 / M times as much as the one
+    before. Each replica has at least one micro-batch and one first stage. Gradient all-reduces start with a stage's last
+    backward, and cross hosts unless one host has a rank for each replica.
     """
     model, devices, min_micro_batch = profile.model, usable_devices(profile), min(request.micro_batch_choices)
     max_count = min(request.max_pipelines, len(devices), request.global_batch // min_micro_batch)
@@ -123,15 +123,15 @@ def cycle_bound_s(
     warm_up: Sequence[int],
     micro_batches: int,
 ) -> float:
-    """Lower bound on the end of ``outline.spans_s`` with unsplit backward, for a ``warm_up`` that does not grow.
+    """Lower-bound the end times of ``outline.spans_s`` for an unsplit backward and a non-increasing ``warm_up``.
 
-    The maximum over stages i < j (A: forward, backward and messages of a micro-batch before stage i; R: from i on; M:
-    micro-batches) of
+    Let A be the time of a micro-batch's forward, backward and messages before stage i, R that time from stage i on, and M the
+    number of micro-batches. The bound is the maximum over stages i < j of
 
-    * ``A + M (F_i + B_i)``: i computes all micro-batches;
-    * ``A + (M - 1) message + R``: all cross the link behind i, in either direction;
-    * ``A + (k_j - 1) F_i + n C + r F_i + R``: n cycles of i and j (C seconds each) after k_j - 1 forwards, r forwards
-    left, then the last micro-batch passes to the end and back.
+    * ``A + M (F_i + B_i)``: stage i computes all micro-batches;
+    * ``A + (M - 1) message + R``: all micro-batches cross the link after stage i, in the slower direction;
+    * ``A + (k_j - 1) F_i + n C + r F_i + R``: k_j - 1 forwards, n cycles of stages i and j (C seconds each), the r remaining
+      forwards, and the way of the last micro-batch to the end and back.
     """
     stages = len(forward_s)
     compute_s = [f + b for f, b in zip(forward_s, backward_s, strict=True)]

@@ -1,7 +1,7 @@
-"""Contention among ranks of one host: for its cores, and for the paths between its memory and its devices.
+"""Contention among the ranks of one host for its cores and for the bandwidth between its memory and its devices.
 
-A profile holds each rank's time with dedicated cores. Where a host's CPU ranks and other programs have more threads than it has
-cores, ranks take longer by that ratio. Concurrent copies share the host's bandwidth.
+Profiled times assume dedicated cores. If a host's CPU ranks and other programs have more threads than the host has cores, its
+CPU ranks slow down by that ratio. Concurrent copies share the host's copy bandwidth.
 """
 
 import itertools
@@ -16,7 +16,7 @@ from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile, Hos
 
 
 def while_running(profile: ClusterProfile, plan: Plan) -> ClusterProfile:
-    """The cluster under ``plan``: all its ranks compute, its offloaded stages copy or read throughout the step."""
+    """Return the cluster under the plan's load: all ranks compute, and offloaded stages copy or read all the time."""
     streaming = [stage.ranks[0] for _, _, stage in plan.numbered if stage.streamed]
     reading = Counter(profile.devices[stage.ranks[0]].host for _, _, stage in plan.numbered if stage.on_disk)
     running = with_copying(while_computing(profile, plan.ranks), streaming)
@@ -28,7 +28,7 @@ def while_running(profile: ClusterProfile, plan: Plan) -> ClusterProfile:
 
 
 def while_computing(profile: ClusterProfile, ranks: Collection[int]) -> ClusterProfile:
-    """``profile`` with times while all of ``ranks`` compute, then with one core per thread. The same object without contention."""
+    """Slow the cluster down as if all of ``ranks`` compute, and drop core limits; unchanged if there is no contention."""
     slower = slowness(profile, ranks)
     if not slower:
         return profile
@@ -37,7 +37,7 @@ def while_computing(profile: ClusterProfile, ranks: Collection[int]) -> ClusterP
 
 
 def slowness(profile: ClusterProfile, ranks: Collection[int]) -> dict[int, float]:
-    """Rank -> slowdown while all of ``ranks`` compute, for ranks with less than a core per thread."""
+    """Map each rank with less than one core per thread to its slowdown while all of ``ranks`` compute."""
     ratio_by_rank: dict[int, float] = {}
     for host, cores, members in _sharing(profile, ranks):
         ratio = (sum(device.threads for device in members) + host.other_threads) / cores
@@ -46,7 +46,7 @@ def slowness(profile: ClusterProfile, ranks: Collection[int]) -> dict[int, float
 
 
 def spread_out(profile: ClusterProfile) -> list[int]:
-    """Ranks that remain if each host runs only as many CPU ranks as it has cores for, at least one."""
+    """Return the ranks that remain if each host runs only as many CPU ranks as its cores can serve (at least one)."""
     computing = set(range(len(profile.devices)))
     for _, cores, members in _sharing(profile, computing):
         threads = itertools.accumulate(device.threads for device in members)
@@ -55,7 +55,7 @@ def spread_out(profile: ClusterProfile) -> list[int]:
 
 
 def worth_of_all(profile: ClusterProfile, worth: Mapping[int, float]) -> float:
-    """Maximum worth of a second of all ranks, given the ``worth`` of a second of each rank with dedicated cores."""
+    """Maximum worth of one second of all ranks' time, given the ``worth`` of each rank's second with dedicated cores."""
     total = sum(worth.values())
     for _, cores, members in _sharing(profile, worth):
         values = [worth[device.rank] for device in members]
@@ -67,7 +67,7 @@ def worth_of_all(profile: ClusterProfile, worth: Mapping[int, float]) -> float:
 def _sharing(
     profile: ClusterProfile, ranks: Collection[int]
 ) -> Iterator[tuple[HostProfile, float, list[DeviceProfile]]]:
-    """Yield every host with a core limit, its cores and those of ``ranks`` that compute on them (CPU ranks)."""
+    """Yield each host with a core limit and CPU ranks among ``ranks``: the host, its core count and those devices."""
     limited = [(host, host.cores) for host in profile.hosts if host.cores is not None]
     by_host: dict[str, list[DeviceProfile]] = {}
     for rank in ranks if limited else ():  # searches ask of every plan, mostly where nothing is limited
@@ -80,7 +80,7 @@ def _sharing(
 
 
 def copying_at_once(profile: ClusterProfile, ranks: Iterable[int]) -> dict[int, DeviceProfile]:
-    """Rank -> device with its share of the host's bandwidth, in proportion to its own, while all of ``ranks`` copy."""
+    """Map each rank to its device, with a proportional share of the host's bandwidth while all of ``ranks`` copy."""
     devices = {rank: profile.devices[rank] for rank in ranks}
     demand: dict[str, float] = {}
     for device in devices.values():
@@ -99,7 +99,7 @@ def copying_at_once(profile: ClusterProfile, ranks: Iterable[int]) -> dict[int, 
 
 
 def with_copying(profile: ClusterProfile, ranks: Iterable[int]) -> ClusterProfile:
-    """The cluster while the devices of ``ranks`` copy concurrently."""
+    """Return the cluster with the copy bandwidths that remain while the devices of ``ranks`` copy concurrently."""
     if all(math.isinf(host.copies_bytes_per_s) for host in profile.hosts):
         return profile
     changed = copying_at_once(profile, ranks)

@@ -1,4 +1,4 @@
-"""Dry run of a schedule: interpret all ranks' lists without computing, to find errors and deadlocks.
+"""Dry run of a schedule: interpret every rank's action list without computing, to find errors and deadlocks.
 
 Sends are buffered. A receive blocks until its message is sent; REDUCE, STEP and tensor-parallel operations block until all
 participants arrive. A schedule that passes cannot deadlock on a transport with buffered sends.
@@ -13,18 +13,18 @@ from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.util.errors import UserError
 
 SENDER_OF = {Op.RECV_F: (Op.SEND_F, -1), Op.RECV_B: (Op.SEND_B, +1)}
-"""Receive -> the send that it waits for, and its stage relative to the receiver."""
+"""Each receive -> the send that it waits for, and the sending stage relative to the receiving one."""
 BACKWARDS = (Op.B, Op.I)
-"""An unsplit backward, or the part on which another stage waits."""
+"""Operations that compute the input gradient for which the previous stage waits."""
 MAX_CONTEXT_ACTIONS = 5
 """Actions shown before and after the position at which a rank is stuck."""
 MAX_SHOWN_RANKS = 16
 Problem = tuple[int, int, str]
-"""(rank, position in its list, violated rule)"""
+"""(rank, position in its action list, violated rule)"""
 
 
 def awaited(action: Action) -> Action | None:
-    """Return the send whose message ``action`` receives; None: not a receive."""
+    """Return the send whose message ``action`` receives, or None if it is not a receive."""
     if action.op not in SENDER_OF:
         return None
     op, offset = SENDER_OF[action.op]
@@ -32,7 +32,7 @@ def awaited(action: Action) -> Action | None:
 
 
 def stuck_at(schedule: Schedule) -> dict[int, int]:
-    """Rank -> position at which it blocks forever. Empty: all lists complete."""
+    """Map each deadlocked rank to the position at which it blocks; empty if all lists complete."""
     position, sent = dict.fromkeys(schedule, 0), set[Action]()
     ranks_by_point: dict[object, set[int]] = {}
     for rank, actions in schedule.items():
@@ -63,19 +63,20 @@ def stuck_at(schedule: Schedule) -> dict[int, int]:
 
 
 def _meeting_point(action: Action) -> object:
-    """Key shared by actions that ranks perform jointly."""
+    """Return the key that is equal for actions that ranks perform jointly."""
     return action if action.op in COMPUTE else (action.op, action.layer)
 
 
 def validate(schedule: Schedule, plan: Plan, model: ModelCost) -> None:
     """Check that the schedule runs the plan.
 
-    Checked: ranks run only their own stages; every micro-batch has one forward and then one backward (in one part or two) per
-    stage, inputs before and outputs after; gradients accumulate in micro-batch order; of a rank's stages later ones end first;
-    sends match receives; shared gradients are reduced once, by their holders; every rank ends with one STEP; no deadlock.
+    Each rank runs only its own stages. On each stage every micro-batch has one forward and then one backward (possibly split),
+    with receives before and sends after them. Gradients accumulate in micro-batch order, a rank's later stages finish first,
+    and sends match receives. The holders of a shared layer reduce it once, every rank ends with one STEP, and nothing
+    deadlocks.
 
     Raises:
-        UserError: a rule is violated; the text shows the ranks' lists and the positions at which they are stuck.
+        UserError: if a rule is violated; the message shows the action lists and where each rank is stuck.
     """
     expected = schedule_of(plan, model)
     ranks = sorted({*schedule, *expected})
@@ -101,7 +102,7 @@ def validate(schedule: Schedule, plan: Plan, model: ModelCost) -> None:
 
 
 def _rank_problems(rank: int, actions: Sequence[Action], expected: Sequence[Action], plan: Plan) -> Iterator[Problem]:
-    """Yield the problems of one rank's list; ``expected`` holds its actions in any valid order. Only the first is reported."""
+    """Yield the problems of one rank's list; ``expected`` holds its actions in any valid order. The first is reported."""
     steps = [position for position, action in enumerate(actions) if action.op is Op.STEP]
     if (actions or expected) and steps != [len(actions) - 1]:
         yield rank, len(actions), f"rank {rank} must end with its only STEP"
@@ -130,7 +131,7 @@ def _rank_problems(rank: int, actions: Sequence[Action], expected: Sequence[Acti
 
 
 def _order_problems(rank: int, actions: Sequence[Action]) -> Iterator[Problem]:
-    """Check that gradients accumulate in micro-batch order, for equal bits in every schedule, and that later stages end first."""
+    """Check that gradients accumulate in micro-batch order (for bit-identical sums) and that later stages finish first."""
     latest, ends = dict[int, int](), dict[int, int]()
     for position, action in enumerate(actions):
         if action.op in (Op.B, Op.W) and action.micro_batch is not None:
@@ -144,18 +145,18 @@ def _order_problems(rank: int, actions: Sequence[Action]) -> Iterator[Problem]:
 
 
 def _full_action(action: Action) -> Action:
-    """The backward to which a split part belongs; other actions unchanged."""
+    """Return the full backward to which I or W belongs, or any other action unchanged."""
     return action._replace(op=Op.B) if action.op in (Op.I, Op.W) else action
 
 
 def _may_split(number: int, plan: Plan) -> bool:
-    """True where a stage's backward may be split."""
+    """Whether the plan splits the backward of this stage (never that of a pipeline's first stage)."""
     _, index, stage = plan.numbered[number]
     return plan.pipelines[index].split_backward and stage is not plan.pipelines[index].stages[0]
 
 
 def _prerequisites(action: Action) -> Sequence[Action]:
-    """Actions that must precede an action of a micro-batch if they are on its rank."""
+    """Return the actions that must come before ``action`` if they run on the same rank."""
     op, stage, m = action.op, action.stage, action.micro_batch
     if op is Op.F:
         return Action(Op.RECV_F, stage, m), Action(Op.F, stage - 1, m)
@@ -166,7 +167,7 @@ def _prerequisites(action: Action) -> Sequence[Action]:
 
 
 def _reduce_problems(rank: int, actions: Sequence[Action], expected_layers: set[int]) -> Iterator[Problem]:
-    """A rank REDUCEs exactly its shared layers, after its last backward."""
+    """Check that a rank REDUCEs each of its shared layers once, after its last backward."""
     reduces = [(i, action.layer) for i, action in enumerate(actions) if action.op is Op.REDUCE]
     if sorted(layer for _, layer in reduces if layer is not None) != sorted(expected_layers):
         layers = ", ".join(map(str, sorted(expected_layers))) or "none"
@@ -177,7 +178,7 @@ def _reduce_problems(rank: int, actions: Sequence[Action], expected_layers: set[
 
 
 def _format_lists(schedule: Schedule, stuck: dict[int, int]) -> str:
-    """Format the ranks' lists around their positions, ``>`` marking ``stuck`` ones (rank -> position), listed first if too many."""
+    """Format the action lists around the ``stuck`` positions (rank -> position), and mark those ranks with ``>``."""
     middle = min(stuck.values())
     ranks = sorted(schedule.keys() | stuck.keys())
     shown_ranks = sorted(sorted(ranks, key=lambda rank: (rank not in stuck, rank))[:MAX_SHOWN_RANKS])

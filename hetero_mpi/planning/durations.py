@@ -1,4 +1,4 @@
-"""Duration of each action: the only source of times for planner, simulator and report."""
+"""Durations of actions: the only source of predicted times for the planner, the simulator and the report."""
 
 import itertools
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ from hetero_mpi.planning.types.sizes import DTYPE_BYTES, GRADIENT_BYTES, OFFLOAD
 
 
 def update_s(number: int, plan: Plan, profile: ClusterProfile) -> float:
-    """Seconds of the optimizer step on a stage's rank, for owned state.
+    """Seconds of the optimizer step on a stage's rank, for the state that the rank owns.
 
     A tensor-parallel group takes as long as its slowest member, after the all-reduce of replicated gradients.
     """
@@ -60,12 +60,12 @@ def _late_values_s(number: int, plan: Plan, profile: ClusterProfile) -> float:
 
 
 def exposed_s(coming_s: float, forward_s: float, layers: int) -> float:
-    """Seconds that ``coming_s`` of parameter updates add to a forward of ``layers`` equal layers, each waiting for its own."""
+    """Seconds by which a transfer delays a forward of ``layers`` equal layers that each wait for their part."""
     return max(coming_s / layers, coming_s - forward_s * (layers - 1) / layers)
 
 
 def tied_s(profile: ClusterProfile, embedding: int, head: int) -> float:
-    """Seconds to send a tied matrix's gradient from the head's rank to the embedding's (the head's REDUCE)."""
+    """Seconds to send a tied matrix's gradient from the head's rank to the embedding's rank (the head's REDUCE)."""
     return profile.transfer_s(head, embedding, profile.model.tied_bytes)
 
 
@@ -76,7 +76,7 @@ def return_s(profile: ClusterProfile, embedding: int, head: int) -> float:
 
 
 def _step_s(action: Action, plan: Plan, profile: ClusterProfile) -> float:
-    """Seconds of a rank's STEP: the optimizer, the wait for updated parameters and the transfer of a tied matrix to the head."""
+    """Seconds of a rank's STEP: optimizer, wait for updated parameters, and transfer of a tied matrix to the head."""
     numbers = plan.of_rank(plan.numbered[action.stage][2].ranks[0])
     step_s = update_s(action.stage, plan, profile) + sum(_late_values_s(number, plan, profile) for number in numbers)
     for head, embedding in tied_heads(plan, profile.model).items():
@@ -112,12 +112,12 @@ def summed_bytes(model: ModelCost, layer: int) -> int:
 
 
 def sum_s(plan: Plan, profile: ClusterProfile, layer: int) -> float:
-    """Seconds to reduce the gradients of ``layer`` to their owners, over the ranks that hold it, one per pipeline."""
+    """Seconds to reduce the gradients of ``layer`` to their owners among the ranks that hold it (one per pipeline)."""
     return _exchange_s(plan, profile, layer, summed_bytes(profile.model, layer))
 
 
 def values_s(plan: Plan, profile: ClusterProfile, layer: int) -> float:
-    """Seconds to send new values of ``layer``, in the compute dtype, from their owners to the other ranks that hold it."""
+    """Seconds to send updated parameters of ``layer``, in the compute dtype, from their owners to its other holders."""
     model = profile.model
     return _exchange_s(plan, profile, layer, value_bytes(model, layer))
 
@@ -130,7 +130,7 @@ def value_bytes(model: ModelCost, layer: int) -> int:
 def _exchange_s(plan: Plan, profile: ClusterProfile, layer: int, size_bytes: int) -> float:
     """Seconds of an exchange among a layer's holders, scaled by the largest owned share.
 
-    A tensor-parallel group counts as its leader exchanging everything: its members share their host's NIC.
+    A tensor-parallel group is modelled as its leader exchanging everything, since its members share one NIC.
     """
     weights = [plan.state_weights[rank] for rank in held_by(plan, layer)]
     return exchange_s(profile, held_by(plan, layer), size_bytes) * (len(weights) * max(weights) / sum(weights))
@@ -161,7 +161,7 @@ def message_bytes(action: Action, plan: Plan, profile: ClusterProfile) -> int:
 
 
 def duration(action: Action, plan: Plan, profile: ClusterProfile) -> float:
-    """Seconds of one uncontended action; of a send: copies at both ends included; of a receive: 0."""
+    """Seconds of one action without contention. A send includes the copies at both ends; a receive takes 0."""
     numbered = plan.numbered
     _, index, stage = numbered[action.stage]
     if action.op in COMPUTE:
@@ -179,7 +179,7 @@ def duration(action: Action, plan: Plan, profile: ClusterProfile) -> float:
 def stage_s(
     profile: ClusterProfile, pipeline: PipelinePlan, stage: StagePlan, size: int, sequence_length: int, op: Op
 ) -> float:
-    """Seconds of an operation of a stage on ``size`` sequences; of an offloaded stage the mean over a step."""
+    """Seconds that a stage takes for ``op`` on ``size`` sequences; for an offloaded stage, the mean over a step."""
     if stage.streamed:
         leave_s = offload_s(profile.devices[stage.ranks[0]], profile.model, stage.first) if op is not Op.F else 0.0
         return sum(_streamed_s(profile, pipeline, stage, _slices(stage, size, sequence_length), op)) + leave_s
@@ -189,12 +189,12 @@ def stage_s(
 
 
 def pass_s(profile: ClusterProfile, pipeline: PipelinePlan, stage: StagePlan, sequence_length: int) -> float:
-    """Seconds of forward and backward of a full micro-batch."""
+    """Seconds for the forward and backward of a full micro-batch on one stage."""
     return sum(stage_s(profile, pipeline, stage, pipeline.micro_batch, sequence_length, op) for op in (Op.F, Op.B))
 
 
 def _slices(stage: StagePlan, size: int, sequence_length: int) -> list[int]:
-    """Tokens of each slice of a micro-batch of ``size`` sequences."""
+    """Number of tokens in each slice of a micro-batch of ``size`` sequences."""
     part = stage.slice_sequences or size
     return [min(part, size - begin) * sequence_length for begin in range(0, size, part)]
 
@@ -208,13 +208,14 @@ def _slice_s(profile: ClusterProfile, device: DeviceProfile, stage: StagePlan, t
 
 
 _Pass = tuple[bool, bool]
-"""Initial state of a pass over an offloaded stage: (weights of its first two layers on the device, gradients to accumulate)."""
+"""Initial state of a pass over an offloaded stage: (first two layers' weights are resident, gradients are copied in)."""
 
 
 def _passes(pipeline: PipelinePlan, stage: StagePlan, op: Op, trains_all: bool) -> dict[_Pass, float]:
-    """Kinds of passes in a step -> their share: warm-up forwards and final backwards in sequence, alternating in between.
+    """Map each initial state to the fraction of a step's passes that begin in it.
 
-    ``trains_all``: full fine-tuning, whose weights leave the device when updated.
+    Warm-up forwards and final backwards run back to back; in between, forwards and backwards alternate. ``trains_all``: full
+    fine-tuning, whose updated weights leave the device.
     """
     count, fits_buffers = pipeline.micro_batches, stage.last - stage.first <= OFFLOADED_LAYER_COUNT
     cold_passes = 0 if fits_buffers else min(stage.warm_up, count - 1)
@@ -228,7 +229,7 @@ def _passes(pipeline: PipelinePlan, stage: StagePlan, op: Op, trains_all: bool) 
 def _streamed_s(
     profile: ClusterProfile, pipeline: PipelinePlan, stage: StagePlan, slices: Sequence[int], op: Op
 ) -> list[float]:
-    """Seconds until the first layer is on the device, then until each layer in computing order: means over a step's passes."""
+    """Mean seconds per pass: the wait until the first layer is on the device, then each layer in computing order."""
     mean_s = [0.0] * (1 + stage.last - stage.first)
     for begins, share in _passes(pipeline, stage, op, profile.model.trained_whole).items():
         if share > 0:
@@ -240,11 +241,11 @@ def _streamed_s(
 def _copying_pass_s(
     profile: ClusterProfile, stage: StagePlan, slices: Sequence[int], op: Op, weights_there: bool, gradients_come: bool
 ) -> list[float]:
-    """``_streamed_s`` of one pass.
+    """Like ``_streamed_s``, for one pass.
 
-    A layer takes the longer of its slices and the concurrent copies: the next layer's weights; in backward of full fine-tuning
-    also the previous layer's outgoing and the next layer's incoming gradients. Each layer is a separate call. Backward
-    recomputes the forward of slices whose activations are not kept.
+    A layer takes as long as its slices or the concurrent copies, whichever is longer. The copies are the next layer's weights
+    and, in the backward of full fine-tuning, the previous layer's gradients out and the next layer's gradients in. Each layer
+    is a separate call. Backward recomputes slices whose activations are not kept.
     """
     model, device, is_backward = profile.model, profile.devices[stage.ranks[0]], op is not Op.F
     order = range(stage.last - 1, stage.first - 1, -1) if is_backward else range(stage.first, stage.last)
@@ -271,10 +272,10 @@ def _copying_pass_s(
 
 
 def finished_layers_s(action: Action, plan: Plan, profile: ClusterProfile) -> dict[int, float]:
-    """Layer -> seconds from the start of a stage's last backward (B or W) until its gradients are final, in order of time.
+    """Map each layer to the seconds from the start of the last backward (B or W) until its gradients are final.
 
-    Backward runs from the last layer to the first, so later layers are reduced while it still runs. A layer is done when the
-    backward of a stage beginning with it would be.
+    Backward runs from the last layer to the first, so later layers are reduced while it is still running. A layer finishes when
+    the backward of a stage starting at that layer would. The result is in order of time.
     """
     _, index, stage = plan.numbered[action.stage]
     assert action.micro_batch is not None
@@ -296,7 +297,7 @@ def finished_layers_s(action: Action, plan: Plan, profile: ClusterProfile) -> di
 
 
 class Durations:
-    """``duration`` cached by operation, stage and size, for ``profile`` while all of the plan's ranks compute."""
+    """Caches ``duration`` by operation, stage and size, with all of the plan's ranks computing at once."""
 
     def __init__(self, plan: Plan, profile: ClusterProfile) -> None:
         self.plan, self.profile = plan, while_running(profile, plan)
@@ -310,10 +311,9 @@ class Durations:
             layer: first.setdefault((held_by(plan, layer), summed_bytes(profile.model, layer)), layer)
             for layer in self.summed
         }
-        """Layer -> the first one that is summed alike: most are, and holders may be many."""
+        """Layer -> first layer with the same holders and gradient size, whose all-reduce costs the same."""
 
     def cost_of(self, action: Action) -> tuple[float, int]:
-        """Seconds and bytes of an action."""
         op, stage, size = action.op, action.stage, action.layer
         if action.micro_batch is not None:
             size = self._pipelines[stage].size(action.micro_batch)
@@ -326,7 +326,7 @@ class Durations:
         return self._cache[key]
 
     def exchanged_s(self, action: Action, rank: int) -> float:
-        """Seconds of an action that ``rank`` spends on exchanges with its tensor-parallel group, or waiting for it."""
+        """Seconds within an action that ``rank`` spends exchanging with, or waiting for, its tensor-parallel group."""
         stage, pipeline = self.stages[action.stage], self._pipelines[action.stage]
         if not stage.grouped or action.op not in COMPUTE or action.micro_batch is None:
             return 0.0

@@ -1,7 +1,7 @@
 """Robust fits of layer times: a line per curve, pooled over ranks with the same hardware.
 
-A micro-batch takes ``a + b * tokens`` seconds: calls, and work. Samples scatter around that line independently and in common
-(bursts of load, rising clocks), so a planner that trusted every point would select plans for the luckiest ones.
+A micro-batch takes ``a + b * tokens`` seconds: call overhead plus work. Samples scatter around that line, independently and
+jointly (load bursts, rising clocks), so a planner that trusted every sample would pick plans for the luckiest ones.
 """
 
 import itertools
@@ -17,20 +17,20 @@ from hetero_mpi.planning.types.cluster_changes import SECONDS, STEP_SECONDS
 from hetero_mpi.planning.types.profile import TABLES, ClusterProfile, Curve, DeviceProfile, LayerTimes
 
 MIN_NOISE = 0.03
-"""Minimum relative error of a point."""
+"""Minimum relative error assumed for a point."""
 OUTLIER_NOISE_RATIO = 4.0
-"""Points further from the line than this multiple of the noise are outliers ..."""
+"""Points that deviate from the line by more than this multiple of the noise are outliers."""
 MIN_OUTLIER_POINTS = 4
-"""... given at least this many points; at most one in four is an outlier."""
+"""Minimum number of points for rejecting outliers; at most one in this many points is rejected."""
 MIN_BENT_POINTS = 3
-"""A line bends if at least this many points are off by ``BENT_NOISE_RATIO`` times the noise, and bending halves the error."""
+"""A bent line needs at least this many points off by ``BENT_NOISE_RATIO`` times the noise, and must halve the error."""
 BENT_NOISE_RATIO = 2.0
 MIN_DIFFERENCE = 0.08
-"""Ranks whose times differ by less are pooled, however small the error: room temperature alone causes as much."""
+"""Ranks are always pooled if their times differ by less than this fraction; room temperature alone causes as much."""
 MAX_STANDARD_ERRORS = 3.0
-"""Ranks are pooled up to this many standard errors of difference ..."""
+"""Maximum difference between pooled ranks in standard errors."""
 MAX_DIFFERENCE = 0.5
-"""... and up to this relative difference."""
+"""Maximum relative difference between pooled ranks."""
 POOLED_FIGURES = (
     *SECONDS,
     *STEP_SECONDS,
@@ -39,29 +39,29 @@ POOLED_FIGURES = (
     "device_to_host_bytes_per_s",
     "host_to_device_bytes_per_s",
 )
-"""Device figures that are pooled besides the tables, where they agree within ``MAX_DIFFERENCE``."""
+"""Device figures that are pooled in addition to the tables if they agree within ``MAX_DIFFERENCE``."""
 
 
 class _Point(NamedTuple):
-    """Median of repetitions."""
+    """Median time of the repetitions at one token count."""
 
     tokens: int
     seconds: float
 
 
 def sigma_of(deviations: Iterable[float]) -> float:
-    """Robust standard deviation from absolute deviations (median / 0.674); 0 without values."""
+    """Robust standard deviation from absolute deviations (median / 0.674), or 0 if there are none."""
     values = list(deviations)
     return statistics.median(values) / 0.674 if values else 0.0
 
 
 def median_error(sigma: float, count: float) -> float:
-    """Standard error of the median of ``count`` normal values."""
+    """Standard error of the median of ``count`` normally distributed values."""
     return 1.25 * sigma / math.sqrt(count)
 
 
 def fitted_curve(samples: Mapping[int, Sequence[float]], noise: float = 0.0) -> Curve:
-    """Fit tokens -> seconds to the medians of the repetitions; ``noise``: lower bound on the relative error of a point."""
+    """Fit a curve to the median times; ``noise`` is a lower bound on the relative error of a point."""
     counts = sorted(samples)
     points = [_Point(count, statistics.median(samples[count])) for count in counts]
     knots = _knots(points, max(noise, _noise_of(samples.values())))
@@ -70,7 +70,7 @@ def fitted_curve(samples: Mapping[int, Sequence[float]], noise: float = 0.0) -> 
 
 
 def _noise_of(samples: Iterable[Sequence[float]]) -> float:
-    """Relative standard error of the medians from the scatter of repetitions; at least ``MIN_NOISE``."""
+    """Relative standard error of the medians, from the scatter of the repetitions; at least ``MIN_NOISE``."""
     errors = []
     for times in samples:
         middle = statistics.median(times)
@@ -80,7 +80,7 @@ def _noise_of(samples: Iterable[Sequence[float]]) -> float:
 
 
 def _knots(points: Sequence[_Point], noise: float, certain: Collection[int] = ()) -> list[_Point]:
-    """Knots of a straight or bent line through ``points`` (sorted, tokens repeat). ``certain``: significantly deviating tokens."""
+    """Fit a straight or bent line to sorted ``points`` and return its knots; ``certain`` tokens deviate significantly."""
     counts = sorted({point.tokens for point in points})
     if len(counts) == 1:
         return [_Point(counts[0], statistics.median(point.seconds for point in points))]
@@ -109,7 +109,7 @@ def _middles(points: Sequence[_Point]) -> list[_Point]:
 
 
 def _line(points: Sequence[_Point], knots: Sequence[int]) -> list[_Point]:
-    """Least-squares fit of relative errors, linear between ``knots``; non-negative for two, and [] if three give a falling line."""
+    """Fit a line (2 knots) or bent line (3 knots) by relative least squares; a bent line that would fall gives []."""
     x = np.array([point.tokens for point in points], dtype=float)
     y = np.array([point.seconds for point in points])
     if len(knots) == 2:
@@ -133,7 +133,7 @@ def _line(points: Sequence[_Point], knots: Sequence[int]) -> list[_Point]:
 
 
 def _outliers(points: Sequence[_Point], noise: float) -> list[_Point]:
-    """Return the outliers of the sorted ``points``, relative to the line that most are near."""
+    """Return the outliers among sorted ``points``, relative to the line that is close to most of them."""
     middles = _middles(points)
     if len(points) < MIN_OUTLIER_POINTS or len(middles) < 2:
         return []
@@ -164,10 +164,10 @@ def _count_far(line: Sequence[_Point], points: Sequence[_Point], noise: float) -
 
 
 def pooled(profile: ClusterProfile) -> ClusterProfile:
-    """Refit the curves to their samples, with one curve for same-hardware ranks that agree within the noise.
+    """Refit the curves to their samples, with one curve for ranks with the same hardware that agree within the noise.
 
-    Same hardware: equal device and dtypes, on hosts with equal devices. Curves without samples are exact and stay. Other
-    measured figures become the median of the pooled ranks.
+    Ranks have the same hardware if their devices and dtypes are equal and their hosts have equal devices. Curves without
+    samples count as exact and are kept. Other measured figures become the median of the pooled ranks.
     """
     device_by_rank: dict[int, DeviceProfile] = {}
     for like in like_ranks(profile):
@@ -184,7 +184,7 @@ def pooled(profile: ClusterProfile) -> ClusterProfile:
 
 
 def like_ranks(profile: ClusterProfile) -> list[list[int]]:
-    """Classes of ranks with the same device on hosts with the same devices."""
+    """Group ranks that have the same device on hosts with the same devices."""
     names: dict[str, list[str]] = {}
     for device in profile.devices:
         names.setdefault(device.host, []).append(f"{device.backend} {device.name}")
@@ -200,7 +200,6 @@ _CurveKey = tuple[str, str, str]
 
 
 def _sampled_curves(device: DeviceProfile) -> dict[_CurveKey, Curve]:
-    """Curves that have samples."""
     keys = (
         (table, kind, part.name) for table in TABLES for kind in getattr(device, table) for part in fields(LayerTimes)
     )
@@ -213,7 +212,7 @@ def _points(curve: Curve) -> list[_Point]:
 
 
 def _agreeing(like: Sequence[DeviceProfile]) -> list[list[DeviceProfile]]:
-    """Group devices, sorted by speed, splitting where they differ by more than the noise."""
+    """Sort devices by speed and split them into groups that differ by no more than the noise."""
     curves_by_device = [_sampled_curves(device) for device in like]
     keys = [key for key in curves_by_device[0] if all(key in curves for curves in curves_by_device)]
     if len(like) == 1 or not keys:
@@ -237,19 +236,19 @@ def _agreeing(like: Sequence[DeviceProfile]) -> list[list[DeviceProfile]]:
 
 
 def _error(levels: Any) -> float:
-    """Standard error of the difference of two ranks, from the scatter of ``levels`` [rank, curve] around each rank's median."""
+    """Standard error of the difference between two ranks, from the scatter of ``levels`` [rank, curve] within ranks."""
     ranks, count = levels.shape
     rest = np.abs(levels - np.median(levels, axis=1, keepdims=True)) * math.sqrt(ranks / (ranks - 1))
     return math.sqrt(2) * median_error(sigma_of(rest.ravel()), count)
 
 
 def _level(curve: Curve) -> float:
-    """Median logarithm of a curve's times."""
+    """Median of the logarithms of a curve's sampled times."""
     return statistics.median(math.log(max(1e-12, seconds)) for _, seconds in _points(curve))
 
 
 def _common_figures(agreeing: Sequence[DeviceProfile]) -> tuple[dict[_CurveKey, Sequence[_Point]], dict[str, float]]:
-    """Knots of the curves and figures, pooled over devices."""
+    """Pool the devices' samples and return the knots of the fitted curves, and the median figures."""
     points: dict[_CurveKey, list[_Point]] = {}
     for device in agreeing:
         for key, curve in _sampled_curves(device).items():
@@ -266,7 +265,7 @@ def _common_figures(agreeing: Sequence[DeviceProfile]) -> tuple[dict[_CurveKey, 
 
 
 def _significant_counts(curves: Sequence[Sequence[_Point]], noise: float) -> set[int]:
-    """Token counts at which the curves jointly deviate from their lines by more than noise."""
+    """Token counts at which the curves jointly deviate from their lines by more than the noise."""
     errors: dict[int, list[float]] = {}
     for points in curves:
         middles = _middles(points)
@@ -279,7 +278,7 @@ def _significant_counts(curves: Sequence[Sequence[_Point]], noise: float) -> set
 
 
 def _scatter_of(curves: Sequence[Curve]) -> float:
-    """Relative noise of a point: distance from its curve's line, less the deviation common to curves of the same token counts."""
+    """Relative noise of a point: its residual, less the deviation common to curves with the same token counts."""
     errors_by_tokens: dict[tuple[int, ...], list[list[float]]] = {}
     for curve in curves:
         points = _points(curve)

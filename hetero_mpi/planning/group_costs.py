@@ -1,8 +1,8 @@
-"""Costs of a tensor-parallel group on one host: as one device, and of its exchanges.
+"""Costs of a tensor-parallel group on one host: the group as one device, and its internal exchanges.
 
-A member computes its shard of divided layers and all of the rest. Members synchronise twice per block in forward and in
-backward. So a layer takes as long as its slowest member plus the all-reduces; with experts, the slowest member before them plus
-the slowest at them.
+Each member computes its shard of the sharded layers and all of the other layers. Members synchronise twice per block, in
+forward and in backward. So a layer takes as long as its slowest member plus the all-reduces; in a layer with experts, the
+slowest members of the expert part and of the rest add up.
 """
 
 import math
@@ -19,19 +19,19 @@ from hetero_mpi.planning.types.profile import ClusterProfile, Curve, DeviceProfi
 from hetero_mpi.planning.types.sizes import EMBEDDING, GRADIENT_BYTES, HEAD
 
 DIVIDED_TIME_RATIO = 0.9
-"""Default share of the time of blocks and head that is divided: all but norms, residuals and calls."""
+"""Default fraction of block and head time that is sharded: all but norms, residuals and call overhead."""
 BUSIEST_SPREAD_RATIO = 1.5
-"""The busier half of an untrained Mixtral's 8 experts gets 54 to 94 % of the choices, 77 % on average: 1.5 times its share
-(``benchmarks/RESULTS.md``). Which half varies by layer and text."""
+"""The busier half of an untrained Mixtral's 8 experts gets 54 to 94 % of the tokens, 77 % on average: 1.5 times its share
+(``benchmarks/RESULTS.md``). Which half varies by layer and input."""
 
 
 def device_of(profile: ClusterProfile, stage: StagePlan) -> DeviceProfile:
-    """Device that computes a stage: its rank's, or the group's."""
+    """Return the device that computes a stage: its rank's device, or its tensor-parallel group as one device."""
     return group_device(profile, stage) if stage.grouped else profile.devices[stage.ranks[0]]
 
 
 def group_device(profile: ClusterProfile, group: StagePlan, alone: int | None = None) -> DeviceProfile:
-    """The group as one device, numbered as its leader, without memory and split backward. ``alone``: one rank, no exchanges."""
+    """Return the group, or only its rank ``alone`` without exchanges, as one device (``memory_bytes`` is meaningless)."""
     ranks = group.ranks if alone is None else (alone,)
     device_by_key, key = profile.group_devices, (group.ranks, group.shares, group.experts, ranks)
     if key not in device_by_key:
@@ -69,24 +69,24 @@ def _group_as_device(profile: ClusterProfile, group: StagePlan, ranks: Sequence[
 
 
 def busiest(share: float, experts: int | None) -> float:
-    """Upper share of expert choices for a member with this share of the experts: fluctuations average out over more experts."""
+    """Upper estimate of the fraction of tokens routed to a member that holds this ``share`` of the experts."""
     return min(1.0, share + BUSIEST_SPREAD_RATIO * math.sqrt(share * (1 - share) / (experts or 1)))
 
 
 class MemberTimes(NamedTuple):
-    """Times of a layer kind on a member, without all-reduces."""
+    """Times of one layer kind on one member, excluding all-reduces."""
 
     experts: LayerTimes
     rest: LayerTimes
-    """Before the all-reduce that precedes the experts."""
+    """Times of everything else, computed before the all-reduce that precedes the experts."""
 
 
 def member_times(
     profile: ClusterProfile, device: DeviceProfile, kind: str, share: float, experts: float
 ) -> MemberTimes:
-    """Times of a member by its shares of heads and experts, interpolated between half and all where half was measured.
+    """Times of a member with these shares of heads and experts, interpolated between half and full if half was measured.
 
-    Times never fall with the share, nor below the share of the full time.
+    Times never decrease with the share, and are at least that share of the full time.
     """
     full_times, half, without = device.layers[kind], device.halved.get(kind), device.without_experts.get(kind)
     half_share = _half_share(profile.model.heads)
@@ -94,7 +94,6 @@ def member_times(
     default = 0.0 if kind == EMBEDDING else DIVIDED_TIME_RATIO
 
     def part(full_curve: Curve, measured: Curve | None, without_experts_curve: Curve | None) -> tuple[Curve, Curve]:
-        """Curves of the experts and of the rest."""
         tokens, seconds = (measured or full_curve).tokens, []
         for count in tokens:
             all_s, experts_s = full_curve.at(count), 0.0
@@ -119,18 +118,18 @@ def member_times(
 
 
 def _half_share(parts: int | None) -> float:
-    """Share of half the heads or experts, as the profiler halves them."""
+    """Fraction of the heads or experts in one half, rounded down as in the profiler."""
     return (parts // 2) / parts if parts is not None and parts > 1 else 0.5
 
 
 def _slowest(
     profile: ClusterProfile, ranks: Sequence[int], layer: LayerCost, parts: Sequence[MemberTimes]
 ) -> LayerTimes:
-    """Times of a layer computed by all members, all-reduces included."""
+    """Times of a layer on the whole group: those of the slowest member, plus the all-reduces."""
     forward, backward = layer.group_sums * (layer.kind != HEAD), layer.group_sums * (layer.kind != EMBEDDING)
 
     def slowest_curve(pairs: Sequence[tuple[Curve, Curve]], sums: int) -> Curve:
-        """``pairs``: curves of each member's experts and rest."""
+        """Sum the slowest members' times for experts and rest; ``pairs`` holds each member's (experts, rest) curves."""
         tokens = sorted({count for pair in pairs for curve in pair for count in curve.tokens})
         seconds = (
             sum(max(curve.at(count) for curve in curves) for curves in zip(*pairs, strict=True))
@@ -150,7 +149,7 @@ def _slowest(
 
 
 def hidden_sum_s(profile: ClusterProfile, ranks: Sequence[int], tokens: int) -> float:
-    """Seconds of a group's all-reduce of hidden states or their gradients, copies to and from host memory included."""
+    """Seconds for a group to all-reduce hidden states or their gradients, including copies to and from host memory."""
     size_bytes = tokens * profile.model.layers[0].boundary_bytes_per_token
     members = copying_at_once(profile, ranks).values()
     copies_s = max(
@@ -161,7 +160,7 @@ def hidden_sum_s(profile: ClusterProfile, ranks: Sequence[int], tokens: int) -> 
 
 
 def sum_s(profile: ClusterProfile, ranks: Sequence[int], size_bytes: float) -> float:
-    """Seconds of a host-memory ring all-reduce on one host: 2 (n - 1) hops of 1/n of the bytes, as measured or by slowest link."""
+    """Seconds of a ring all-reduce in host memory: 2 (n - 1) hops of 1/n of the bytes, measured or by the slowest link."""
     hops, each = 2 * (len(ranks) - 1), size_bytes / len(ranks)
     host = profile.host(ranks[0])
     if host is not None and host.sum_bytes_per_s is not None:
@@ -171,7 +170,7 @@ def sum_s(profile: ClusterProfile, ranks: Sequence[int], size_bytes: float) -> f
 
 
 def broadcast_s(profile: ClusterProfile, stage: StagePlan, tokens: int, is_backward: bool) -> float:
-    """Seconds to broadcast a stage's received input (``is_backward``: output gradient); 0 at chain ends and without a group."""
+    """Seconds to broadcast a stage's input (``is_backward``: output gradient) to its group; 0 if it receives none."""
     layers = profile.model.layers
     if not stage.grouped or (stage.last == len(layers) if is_backward else stage.first == 0):
         return 0.0
@@ -187,13 +186,13 @@ def broadcast_s(profile: ClusterProfile, stage: StagePlan, tokens: int, is_backw
 
 
 def member_trained(model: ModelCost, stage: StagePlan, member: int) -> int:
-    """Trained parameters of a stage on one member."""
+    """Number of a stage's trainable parameters on one member."""
     member_model = model.part(stage.share(member), stage.expert_share(member))
     return sum(layer.trainable_parameters for layer in member_model.layers[stage.first : stage.last])
 
 
 def whole_sums_s(profile: ClusterProfile, stage: StagePlan) -> float:
-    """Seconds per step to all-reduce the gradients of parameters that every member holds."""
+    """Seconds per step to all-reduce the gradients of parameters that every member of a group holds."""
     if not stage.grouped:
         return 0.0
     replicated_parameters = [layer.trainable_parameters - layer.divided_trainable for layer in profile.model.layers]
@@ -202,17 +201,17 @@ def whole_sums_s(profile: ClusterProfile, stage: StagePlan) -> float:
 
 
 class ChainSeconds(NamedTuple):
-    """Seconds of forward and backward through the chain on a member."""
+    """Seconds for forward and backward through all layers on one member."""
 
     replicated: float
-    """Independent of its share."""
+    """Time that does not depend on the member's share."""
     divided: float
-    """Divided by heads."""
+    """Time that is divided by heads."""
     experts: float
-    """Of all experts; 0: not measured."""
+    """Time of all experts; 0 if not measured."""
 
     def with_heads(self, share: float) -> float:
-        """Seconds without experts, with this share of the heads."""
+        """Seconds with this share of the heads, excluding experts."""
         return self.replicated + share * self.divided
 
 
@@ -233,7 +232,7 @@ def member_chain_s(profile: ClusterProfile, device: DeviceProfile, tokens: int) 
 
 
 def contracted(profile: ClusterProfile, groups: Sequence[StagePlan], tokens: int, part: float = 1.0) -> ClusterProfile:
-    """The cluster with each group as one rank, with ``part`` of its joint memory; inbound links include the leader's broadcast."""
+    """Merge each group into one rank with ``part`` of its joint memory; links into it include the leader's broadcast."""
     followers = {rank for group in groups for rank in group.ranks[1:]}
     kept_ranks = [rank for rank in range(len(profile.devices)) if rank not in followers]
     number = {rank: index for index, rank in enumerate(kept_ranks)}
@@ -256,7 +255,7 @@ def contracted(profile: ClusterProfile, groups: Sequence[StagePlan], tokens: int
 
 
 def _memory_bytes(profile: ClusterProfile, group: StagePlan, tokens: int) -> float:
-    """Largest single-rank stage, in bytes, that the group can hold."""
+    """Size in bytes of the largest single-rank stage that the group can hold."""
     layers = len(profile.model.layers)
     model = profile.model.sliced(tokens)
     full_bytes = float(stage_memory(model, 0, layers, tokens, 1).total)

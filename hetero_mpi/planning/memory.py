@@ -1,6 +1,6 @@
-"""Bytes of a stage on its rank and on its host.
+"""Memory of a stage on its rank and on its host, in bytes.
 
-Layer bounds are integers, or arrays of them: one computation serves a single stage and a table of all stages.
+Layer bounds are integers or arrays of integers, so that the same code computes one stage or a table of all stages.
 """
 
 from collections.abc import Collection
@@ -30,11 +30,11 @@ class StageMemory:
 
     parameters: Bytes
     state: Bytes
-    """Gradients, optimizer moments, master weights."""
+    """Gradients, optimizer moments and master weights."""
     activations: Bytes
-    """Of all micro-batches in flight, and of those with deferred weight gradients."""
+    """Activations of all micro-batches that are in flight or have deferred weight gradients."""
     workspace: Bytes
-    """Maximum over layers (logits, for a head) plus activations recomputed at once."""
+    """Maximum workspace of a layer (for a head: the logits), plus activations recomputed at once."""
     staging: Bytes
 
     @property
@@ -52,16 +52,16 @@ class StageMode(NamedTuple):
 
 
 RESIDENT = StageMode()
-"""Everything on the device, without recomputation or slices."""
+"""Everything stays on the device, without recomputation or slices."""
 
 
 def usable_bytes(memory_bytes: int, reserve: float) -> int:
-    """Bytes of a rank's memory that a plan may use, the fraction ``reserve`` being kept free."""
+    """Bytes of a rank's memory that a plan may use if the fraction ``reserve`` stays free."""
     return int(memory_bytes * (1 - reserve))
 
 
 def rank_usable_bytes(profile: ClusterProfile, rank: int, reserve: float) -> int:
-    """Memory budget of ``rank`` in bytes, capped by its host's if it alone computes in host memory."""
+    """Memory budget of ``rank`` in bytes, capped by its host's memory if no other rank computes in it."""
     device, host = profile.devices[rank], profile.host(rank)
     device_bytes = usable_bytes(device.memory_bytes, reserve)
     if host is None or not device.shares_host_memory:
@@ -71,7 +71,7 @@ def rank_usable_bytes(profile: ClusterProfile, rank: int, reserve: float) -> int
 
 
 def shared_memories(profile: ClusterProfile) -> list[tuple[HostProfile, tuple[int, ...]]]:
-    """Hosts in whose memory several ranks compute, with these ranks."""
+    """Return each host in whose memory several ranks compute, with those ranks."""
     ranks_by_host = []
     for host in profile.hosts:
         ranks = tuple(d.rank for d in profile.devices if d.host == host.name and d.shares_host_memory)
@@ -81,7 +81,7 @@ def shared_memories(profile: ClusterProfile) -> list[tuple[HostProfile, tuple[in
 
 
 def shared_parameters(model: ModelCost, first: Layer, last: Layer) -> Any:
-    """Parameters that the chain counts twice but a rank holding both tied ends stores once."""
+    """Number of parameters that the layers count twice but a rank holding both tied ends stores once."""
     both_ends = (first == 0) & (last == len(model.layers))
     return model.tied_bytes // GRADIENT_BYTES * both_ends if model.tied else 0
 
@@ -109,17 +109,17 @@ def stage_memory(
     sequence_length: int = 1,
     in_host_memory: bool = False,
 ) -> StageMemory:
-    """Bytes on the device for the layers [first, last).
+    """Device memory of a stage with the layers [first, last), by cause.
 
-    An offloaded stage holds weights of ``OFFLOADED_LAYER_COUNT`` layers, the inputs of every layer per micro-batch in flight (all
-    activations of kept slices), one layer's activations of a slice, and the adapters' state or, in full fine-tuning,
-    ``OFFLOADED_LAYER_COUNT`` layers of gradients. Where the device computes in host memory, frozen weights are memory-mapped files,
-    and full fine-tuning keeps everything.
+    For each micro-batch in flight, an offloaded stage holds the inputs of every layer (for kept slices, all activations). It
+    also holds the weights of ``OFFLOADED_LAYER_COUNT`` layers, one layer's activations of a slice, and the adapters' state or,
+    in full fine-tuning, the gradients of ``OFFLOADED_LAYER_COUNT`` layers. If the device computes in host memory, frozen
+    weights are memory-mapped files, and full fine-tuning keeps everything.
 
     Args:
-        tokens: per micro-batch.
-        in_flight: micro-batches kept for backward.
-        deferred: micro-batches kept for their weight gradients.
+        tokens: Number of tokens per micro-batch.
+        in_flight: Number of micro-batches kept for backward.
+        deferred: Number of micro-batches kept for their weight gradients.
     """
     slice_tokens = min(tokens, (mode.slice_sequences or tokens) * sequence_length)
     model = model.sliced(slice_tokens)
@@ -159,7 +159,7 @@ def memory_of(
     holding: tuple[int, int],
     member: int = 0,
 ) -> StageMemory:
-    """Bytes of a plan's stage on one ``member`` of its ranks; ``holding``: micro-batches (in flight, deferred)."""
+    """Memory of a plan's stage on one ``member`` of its ranks, while it holds (in flight, deferred) micro-batches."""
     rank, (in_flight, deferred), tokens = stage.ranks[member], holding, pipeline.size(0) * sequence_length
     model, shares = profile.model_on(rank), profile.devices[rank].shares_host_memory
     model = model.sliced(tokens_at_once(pipeline, stage, sequence_length))
@@ -172,18 +172,17 @@ def memory_of(
 
 
 def tokens_at_once(pipeline: PipelinePlan, stage: StagePlan, sequence_length: int) -> int:
-    """Tokens of a micro-batch, or of a slice of it, that a stage computes at once."""
+    """Number of tokens that a stage computes at once: a micro-batch or a slice of it."""
     return min(pipeline.size(0), stage.slice_sequences or pipeline.size(0)) * sequence_length
 
 
 def slices_head(model: ModelCost, pipeline: PipelinePlan, stage: StagePlan, sequence_length: int) -> bool:
-    """True where a stage computes logits in slices."""
     tokens = tokens_at_once(pipeline, stage, sequence_length)
     return stage.last == len(model.layers) and model.sliced(tokens) is not model
 
 
 def stage_holdings(pipeline: PipelinePlan, stage: StagePlan, model: ModelCost) -> tuple[tuple[int, int], ...]:
-    """``holdings`` of one stage; needs its action list only where weight gradients are deferred."""
+    """Return ``holdings`` of one stage, in closed form if its order is ``warm_up`` and its backward is not split."""
     if pipeline.order == WARM_UP and (not pipeline.split_backward or stage is pipeline.stages[0]):
         return ((min(stage.warm_up + 1, pipeline.micro_batches), 0),)
     alone = Plan((pipeline,), pipeline.sequences, 1, len(model.layers))
@@ -193,7 +192,7 @@ def stage_holdings(pipeline: PipelinePlan, stage: StagePlan, model: ModelCost) -
 def peak_bytes(
     profile: ClusterProfile, pipeline: PipelinePlan, stage: StagePlan, sequence_length: int, member: int = 0
 ) -> int:
-    """Peak bytes of the only stage of a rank, over the schedule that will run."""
+    """Peak bytes of a rank that holds a single stage, over its schedule."""
     pairs = stage_holdings(pipeline, stage, profile.model)
     return int(max(memory_of(profile, pipeline, stage, sequence_length, pair, member).total for pair in pairs))
 
@@ -204,7 +203,7 @@ def streamed_bytes(model: ModelCost, first: Layer, last: Layer) -> Bytes:
 
 
 def host_state_bytes(model: ModelCost, first: Layer, last: Layer, on_disk: Collection[int] = ()) -> Bytes:
-    """Bytes of an offloaded stage in host memory: weights (buffers only if ``on_disk``) and, in full fine-tuning, state."""
+    """Host memory of an offloaded stage: weights (buffers for those ``on_disk``) and, in full fine-tuning, state."""
     disk_bytes = [model.streamed_bytes(layer) for layer in on_disk]
     weights = streamed_bytes(model, first, last) - sum(disk_bytes) + OFFLOADED_LAYER_COUNT * max(disk_bytes, default=0)
     if not model.trained_whole:
@@ -213,6 +212,6 @@ def host_state_bytes(model: ModelCost, first: Layer, last: Layer, on_disk: Colle
 
 
 def state_on_device(profile: ClusterProfile, stage: StagePlan) -> bool:
-    """True where the owned master weights and moments are in device memory."""
+    """Whether the owned master weights and moments are in device memory."""
     streamed = stage.streamed and profile.model.trained_whole
     return not streamed or profile.devices[stage.ranks[0]].shares_host_memory

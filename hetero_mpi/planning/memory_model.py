@@ -1,4 +1,4 @@
-"""Memory budgets: feasible micro-batches in flight of a stage, and predicted peak memory of every rank and host."""
+"""Memory budgets: how many micro-batches a stage can keep in flight, and the predicted peaks of every rank and host."""
 
 import math
 from collections.abc import Hashable, Sequence
@@ -37,12 +37,12 @@ class MemoryBudget(NamedTuple):
 
     usable: float
     ratio: float
-    """Ratio of kept activation bytes to the model's."""
+    """``DeviceProfile.activation_ratio``."""
     relief: float
-    """Bytes of its state that other ranks have memory for."""
+    """Bytes of this stage's optimizer state that other ranks have memory for."""
     in_host_memory: bool
     of_host: float
-    """Bytes of host memory for offloaded state; infinite: unlimited, or spilled to disk."""
+    """Bytes of host memory for offloaded state; infinite if it is unlimited or may spill to disk."""
 
 
 class MemoryModel:
@@ -54,13 +54,13 @@ class MemoryModel:
         self.usable = [rank_usable_bytes(profile, rank, reserve) for rank in range(len(profile.devices))]
         """Bytes that a plan may use on each rank."""
         self.every = np.arange(count)[:, None], np.arange(count)[None, :]
-        """First and last layers of all stages."""
+        """First and last layer of every stage, as index arrays."""
         self._owned = np.cumsum([0.0, *(self.model.owned_bytes(i, i + 1) for i in range(count - 1))])
         self._tables: dict[tuple[int, StageMode, float, bool], tuple[NDArray[np.float64], NDArray[np.float64]]] = {}
         self._peaks: dict[tuple[object, ...], int] = {}
 
     def budgets(self, devices: Sequence[DeviceProfile]) -> list[MemoryBudget]:
-        """Memory budgets for stages on the given devices."""
+        """Return the memory budgets of stages on the given devices."""
         mean, budgets = sum(float(self.usable[d.rank]) for d in devices) / len(devices), []
         limited = self.model.trained_whole or self.request.without_files
         for device in devices:
@@ -82,11 +82,11 @@ class MemoryModel:
         ratio: float = 1.0,
         in_host_memory: bool = False,
     ) -> tuple[Bytes, Bytes]:
-        """(fixed bytes, bytes per micro-batch in flight) of the layers [first, last); infinite without layers.
+        """Return (fixed bytes, bytes per micro-batch in flight) of the layers [first, last); infinite if there are none.
 
         Args:
-            pipelines: data-parallel replicas over which optimizer state is sharded; infinite: other ranks own all of it.
-            ratio: ratio of the rank's kept activation bytes to the model's.
+            pipelines: Number of data-parallel replicas that share the optimizer state; infinite if other ranks own all of it.
+            ratio: Ratio of the rank's kept activation bytes to the model's.
         """
         key = micro_batch, mode, ratio, in_host_memory
         if key not in self._tables:
@@ -101,7 +101,7 @@ class MemoryModel:
     def max_in_flight(
         self, first: Layer, last: Layer, micro_batch: int, mode: StageMode, budget: MemoryBudget, pipelines: float = 1
     ) -> Any:
-        """Maximum micro-batches in flight within ``budget``; negative: the stage does not fit."""
+        """Maximum number of micro-batches in flight within ``budget``; negative if the stage does not fit."""
         ratio, in_host_memory = budget.ratio, budget.in_host_memory
         fixed, per_micro_batch = self.stage_bytes(first, last, micro_batch, mode, pipelines, ratio, in_host_memory)
         state_in_host, relief = mode.streamed and not in_host_memory, 0.0
@@ -132,18 +132,18 @@ class MemoryModel:
         return self._peaks[key]
 
     def check(self, plan: Plan) -> bool:
-        """True where every rank and every host has the memory that the plan needs."""
+        """Return whether the plan fits in the memory of every rank and every host."""
         ranks = predict_memory(plan, self.profile, self.request.memory_reserve)
         return all(memory.peak_bytes <= memory.usable_bytes for memory in ranks) and self.check_hosts(plan)
 
     def check_hosts(self, plan: Plan) -> bool:
-        """True where every host has the memory that the plan needs; ranks are not checked."""
+        """Return whether the plan fits in the memory of every host, without checking ranks."""
         hosts = predict_hosts(plan, self.profile, self.request.memory_reserve)
         return all(memory.peak_bytes <= memory.usable_bytes for memory in hosts)
 
 
 def predict_memory(plan: Plan, profile: ClusterProfile, reserve: float = 0.0) -> tuple[RankMemory, ...]:
-    """Peak and usable bytes of every rank that holds a stage, in rank order."""
+    """Predict the peak and usable bytes of every rank that holds a stage, in rank order."""
     peaks: dict[int, int] = {}
     owned: dict[Hashable, dict[int, float]] = {}
     for pipeline in plan.pipelines:
@@ -164,9 +164,9 @@ def predict_memory(plan: Plan, profile: ClusterProfile, reserve: float = 0.0) ->
 
 
 def _multi_stage_bytes(profile: ClusterProfile, pipeline: PipelinePlan, rank: int, sequence_length: int) -> int:
-    """Peak bytes of a rank with several stages: summed activations at the worst position of its list, and one workspace.
+    """Peak bytes of a rank with several stages: its activations at the worst position of its list, plus one workspace.
 
-    Adjacent stages need no staging, and tied ends share their values.
+    Adjacent stages need no staging buffers, and tied ends share their values.
     """
     indices, model = pipeline.stages_of[rank], profile.model_on(rank)
 
@@ -200,7 +200,7 @@ def _multi_stage_bytes(profile: ClusterProfile, pipeline: PipelinePlan, rank: in
 def _elsewhere_bytes(
     plan: Plan, profile: ClusterProfile, held: Sequence[StagePlan], member: int, owned: dict[Hashable, dict[int, float]]
 ) -> int:
-    """Bytes of state in device memory that other replicas' ranks own instead.
+    """Bytes of optimizer state that other replicas own, so that this rank need not hold them in device memory.
 
     Each member of a tensor-parallel group keeps its shard of what the leader owns. ``owned``: cache of ``owned_state_bytes``.
     """
@@ -215,7 +215,7 @@ def _elsewhere_bytes(
 
 
 def _regrouped_bytes(plan: Plan, model: ModelCost, stage: StagePlan, member: int) -> int:
-    """Bytes of buffers to exchange gradients of layers that another replica shards differently."""
+    """Bytes of the buffers that exchange gradients with replicas that shard the same layers differently."""
     if not plan.leader_of:
         return 0
     peers = [peer for _, _, peer in plan.numbered if (peer.shares, peer.experts) != (stage.shares, stage.experts)]
@@ -225,10 +225,10 @@ def _regrouped_bytes(plan: Plan, model: ModelCost, stage: StagePlan, member: int
 
 
 def predict_hosts(plan: Plan, profile: ClusterProfile, reserve: float = 0.0) -> tuple[HostMemory, ...]:
-    """Peak and usable bytes of every host with a limit, in the profile's order.
+    """Predict the peak and usable bytes of every host with a memory limit, in the profile's order.
 
-    Ranks that compute in host memory (CPU, integrated GPUs) count in full, others by their offloaded state
-    (``host_state_bytes``); their staging buffers are negligible.
+    Ranks that compute in host memory (CPU, integrated GPUs) count in full. Other ranks count only with their offloaded state
+    (``host_state_bytes``), as their staging buffers are negligible.
     """
     if not profile.hosts:
         return ()

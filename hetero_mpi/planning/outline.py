@@ -1,4 +1,4 @@
-"""Event-free ``simulator`` for the planner's inner loop: the same additions in the same order, bit-identical step times."""
+"""Event-free ``simulator`` for the planner's inner loop: the same additions in the same order, so bit-identical times."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import Resource, resources, shares_nics
 
 SETTLED_MICRO_BATCHES, PERIOD_MICRO_BATCHES = 24, 12
-"""Micro-batches until a full pipeline is periodic, and micro-batches over which its period is then measured."""
+"""Micro-batches until a full pipeline becomes periodic, and micro-batches over which its period is then measured."""
 
 Spans = tuple[list[float], list[float]]
 """Start and end of each stage's last backward."""
@@ -37,7 +37,7 @@ class PipelineTimes(NamedTuple):
 
 
 _latest: list[tuple[Plan, ClusterProfile, SimulatedStep]] = []
-"""Latest result: search, report and text query the chosen plan, which takes seconds for hundreds of ranks."""
+"""Latest result: search, report and screen output all simulate the chosen plan, which may take seconds."""
 
 
 def outlined(plan: Plan, profile: ClusterProfile) -> SimulatedStep:
@@ -52,7 +52,7 @@ def _simulate_without_events(plan: Plan, profile: ClusterProfile) -> SimulatedSt
         return simulate(plan, profile)
     costs, clock, busy = Durations(plan, profile), dict[int, float](), dict[int, float]()
     final_s: dict[tuple[int, int], float] = {}
-    """(rank, layer) -> when its gradients are final there."""
+    """(rank, layer) -> time at which the layer's gradients are final on the rank."""
     starts = itertools.accumulate((len(pipeline.stages) for pipeline in plan.pipelines), initial=0)
     times = [_times(costs, pipeline, number) for pipeline, number in zip(plan.pipelines, starts, strict=False)]
     if shares_nics(profile):
@@ -108,17 +108,18 @@ def spans_s(
     micro_batches: int,
     weight_s: Sequence[float] | None = None,
 ) -> tuple[list[float], list[float]]:
-    """Start and end of the last backward of each stage of one pipeline, bit-identical to ``simulate``.
+    """Return the start and end of each stage's last backward in one pipeline, bit-identical to ``simulate``.
 
-    Micro-batches are equal. Infinite on a deadlock: when depth grows from one stage to the next. Round m is forward m of all
-    stages, first to last, then the backwards that it enables, last to first, so that every action's inputs precede it.
+    Micro-batches have equal sizes. Times are infinite on a deadlock, which occurs if depth grows from one stage to the next.
+    Round m runs forward m of all stages, first to last, then the backwards that it enables, last to first, so that every action
+    follows its inputs.
 
     Args:
-        forward_s: seconds by stage.
-        backward_s: seconds by stage; of the input part where ``weight_s`` is given and the stage is not the first.
-        out_s: seconds of the activation message between stages s and s + 1.
-        back_s: seconds of the gradient message between stages s + 1 and s.
-        weight_s: seconds of the deferred weight gradients by stage (0 on the first); None: backward is not split.
+        forward_s: Forward seconds of each stage.
+        backward_s: Backward seconds of each stage; only of the input part on later stages if ``weight_s`` is given.
+        out_s: Seconds of the activation message from stage s to s + 1.
+        back_s: Seconds of the gradient message from stage s + 1 to s.
+        weight_s: Seconds of each stage's deferred weight gradients (0 on the first); None if backward is not split.
     """
     # The planner spends most of its time here: plain lists, comparisons and local names on purpose.
     count, last = len(forward_s), len(forward_s) - 1
@@ -157,7 +158,7 @@ def spans_of_many_s(
     warm_up: Sequence[int],
     micro_batches: int,
 ) -> tuple[list[float], list[float]]:
-    """``spans_s``, extrapolated from the first micro-batches where there are very many."""
+    """Like ``spans_s``, but extrapolated from the first micro-batches if there are very many."""
     full = max(warm_up) + SETTLED_MICRO_BATCHES
     if full + PERIOD_MICRO_BATCHES > micro_batches // 2:
         return spans_s(*times, warm_up, micro_batches)
@@ -170,7 +171,7 @@ def spans_of_many_s(
 def _defer_weights(
     s: int, b: int, lag: int, micro_batches: int, weight_s: float, clock: list[float], begin_s: list[float]
 ) -> None:
-    """Compute weight gradients due on stage ``s`` after backward ``b``: the micro-batch ``lag`` behind; after the last, all."""
+    """Compute the weight gradients due on stage ``s`` after backward ``b``: one ``lag`` behind, at the end the rest."""
     for _ in range((b >= lag) + (lag if b == micro_batches - 1 else 0)):
         begin_s[s] = clock[s]
         clock[s] += weight_s
@@ -179,13 +180,13 @@ def _defer_weights(
 def queued_spans_s(
     times: Sequence[PipelineTimes], pipelines: Sequence[PipelinePlan], profile: ClusterProfile
 ) -> list[Spans]:
-    """``spans_s`` of pipelines whose messages queue for shared NICs: event-free ``simulate``.
+    """Compute ``spans_s`` for pipelines whose messages queue for shared NICs, as ``simulate`` does but without events.
 
-    The queue holds messages that are ready to send: (seconds, rank, sender). After its message is sent, a sender computes until
-    its next one is ready or it blocks.
+    The queue holds messages that are ready to send as (seconds, rank, sender). Once its message is sent, a sender computes
+    until its next message is ready or it blocks.
 
     Returns:
-        Spans of each pipeline; infinite on a deadlock.
+        The spans of each pipeline, infinite on a deadlock.
     """
     senders = [
         [_Sender(timing, pipeline, stage) for stage in range(len(pipeline.stages))]
@@ -229,7 +230,7 @@ _KINDS = {"F": FORWARD, "B": BACKWARD, "I": BACKWARD, "W": WEIGHTS}
 
 
 class _Sender:
-    """A stage in ``queued_spans_s``: its program, its position in it and the messages received."""
+    """A stage in ``queued_spans_s``: its program, its position in the program and the messages received so far."""
 
     behind: _Sender
     before: _Sender
@@ -254,7 +255,7 @@ class _Sender:
         return self.done == len(self.program)
 
     def compute_until_message(self) -> bool:
-        """Compute until a message is ready to send (True), or a message is missing or the program has ended (False)."""
+        """Compute until a message is ready to send; return False if the stage blocks or its program ends first."""
         program, now = self.program, self.clock
         for position in range(self.done, len(program)):
             kind = program[position]

@@ -1,7 +1,7 @@
-"""Owners of the sharded optimizer state (fp32 master weights and moments) of parameters that several replicas hold.
+"""Assign the sharded optimizer state (fp32 master weights and moments) of replicated parameters to owner ranks.
 
-Parameters go, largest first, to the holder furthest below its weighted share. The result depends only on the plan and the
-parameter sizes, so all ranks, checkpoints and later starts agree.
+Parameters are assigned, largest first, to the holder furthest below its weighted share. The result depends only on the plan and
+the parameter sizes, so all ranks, checkpoints and later runs agree.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,20 +15,20 @@ from hetero_mpi.planning.types.plan import Plan, StagePlan
 
 Key = TypeVar("Key")
 _BLOCK_UNIT_COUNT = 8
-"""Equal units that stand for a block's parameters where their sizes are unknown; embedding and head are one each."""
+"""Number of equal units that stand for a block's parameters of unknown sizes; embedding and head are one unit each."""
 _MIN_STATE_WEIGHT = 0.01
 """Minimum share of optimizer state relative to the largest one."""
 
 
 def owners(plan: Plan, sizes: Mapping[Key, tuple[int, int]]) -> dict[Key, int]:
-    """Owner rank of each parameter, in the order of ``sizes``: parameter -> (its layer, number of elements)."""
+    """Return the owner rank of each parameter; ``sizes`` maps each parameter to (its layer, number of elements)."""
     return _owners(plan.holders, plan.state_weights, sizes)
 
 
 def _owners(
     holders: Sequence[tuple[int, ...]], weight: Mapping[int, float], sizes: Mapping[Key, tuple[int, int]]
 ) -> dict[Key, int]:
-    """``owners`` by the ranks of each layer and the weight of each rank."""
+    """Like ``owners``, given the ranks that hold each layer and the weight of each rank."""
     deficits = dict.fromkeys(weight, 0.0)
     layer_weights = [sum(weight[rank] for rank in ranks) for ranks in holders]
     for layer, size in sizes.values():
@@ -42,7 +42,7 @@ def _owners(
 
 
 def owned_share(plan: Plan, model: ModelCost, number: int) -> float:
-    """Trained elements of a stage that its rank owns, were parameters divisible: for the time of its optimizer step."""
+    """Trainable elements of a stage that its rank would own if parameters were divisible, to time the optimizer step."""
     stage, weight, owned = plan.numbered[number][2], plan.state_weights, 0.0
     for layer in range(stage.first, stage.last):
         layer_weight = sum(weight[rank] for rank in held_by(plan, layer))
@@ -51,7 +51,7 @@ def owned_share(plan: Plan, model: ModelCost, number: int) -> float:
 
 
 def owned_state_bytes(plan: Plan, model: ModelCost, part: ModelCost | None = None) -> dict[int, float]:
-    """Rank -> bytes of owned moments and master weights, of the full model or the ``part`` of a tensor-parallel rank."""
+    """Map each rank to its bytes of owned moments and master weights, of ``model`` or a tensor-parallel ``part``."""
     owned, cost = dict.fromkeys(plan.state_weights, 0.0), part or model
     ratios = [cost.owned_bytes(i, i + 1) / max(1, layer.trainable_parameters) for i, layer in enumerate(model.layers)]
     for (layer, _), (rank, count) in owned_units(plan, model).items():
@@ -60,13 +60,13 @@ def owned_state_bytes(plan: Plan, model: ModelCost, part: ModelCost | None = Non
 
 
 def owned_units(plan: Plan, model: ModelCost) -> Mapping[tuple[int, int], tuple[int, int]]:
-    """(layer, unit) -> (owner rank, trained elements); units stand for parameters, whose sizes a model's cost lacks."""
+    """Map (layer, unit) to (owner rank, trainable elements); units stand for parameters of unknown sizes."""
     trained = tuple(layer.trainable_parameters for layer in model.layers)
     return _owned_units(plan.holders, tuple(plan.state_weights.items()), trained)
 
 
 def weighted(plan: Plan, free: Mapping[int, float]) -> Plan:
-    """Weight optimizer state ownership by the bytes that ranks have ``free`` when they own none."""
+    """Weight each rank's share of optimizer state by the bytes it would have ``free`` without any state."""
     max_free = max(1.0, *free.values())
 
     def reweighted(stage: StagePlan) -> StagePlan:
@@ -79,7 +79,7 @@ def weighted(plan: Plan, free: Mapping[int, float]) -> Plan:
 def _owned_units(
     holders: tuple[tuple[int, ...], ...], weights: tuple[tuple[int, float], ...], trained: tuple[int, ...]
 ) -> Mapping[tuple[int, int], tuple[int, int]]:
-    """``owned_units`` cached by its inputs: plans that differ in depths or recomputation share the result."""
+    """Cached ``owned_units``: plans that differ only in depth or recomputation share the result."""
     sizes = {}
     for layer, count in enumerate(trained):
         units = _BLOCK_UNIT_COUNT if 0 < layer < len(trained) - 1 else 1

@@ -38,15 +38,15 @@ class Op(str, enum.Enum):
 
 
 COMPUTE = (Op.F, Op.B, Op.I, Op.W)
-"""Operations that keep the device busy with a micro-batch."""
+"""Operations that compute on a micro-batch."""
 COMPUTING = (*COMPUTE, Op.STEP)
 """Operations that occupy a rank; messages and all-reduces overlap with them."""
 WHOLE_STEP = (Op.REDUCE, Op.STEP)
-"""Operations of the step, not of a micro-batch."""
+"""Operations that belong to the step instead of a micro-batch."""
 
 
 class Action(NamedTuple):
-    """``stage`` is numbered over all pipelines in plan order; ``micro_batch`` within the pipeline.
+    """An operation; ``stage`` is numbered over all pipelines in plan order, ``micro_batch`` within its pipeline.
 
     ``1SEND_F3``: stage 1 sends its output of micro-batch 3 to stage 2. ``1SEND_B3``: it sends its input's gradient to stage 0.
     ``1RECV_F3``: it receives its input from stage 0. ``1RECV_B3``: it receives its output's gradient from stage 2. ``0STEP``
@@ -64,7 +64,7 @@ class Action(NamedTuple):
 
 
 def parse_action(text: str) -> Action:
-    """Parse ``"1SEND_B3"`` into ``Action(Op.SEND_B, stage=1, micro_batch=3)``, the inverse of ``str``; else ``UserError``."""
+    """Parse ``"1SEND_B3"`` into ``Action(Op.SEND_B, stage=1, micro_batch=3)``; raise ``UserError`` if it is malformed."""
     match = re.fullmatch(r"(\d+)([A-Z_]+)(\d*)", text)
     names = {op.value: op for op in Op}
     if match is None or match[2] not in names or (match[3] == "") != (names[match[2]] is Op.STEP):
@@ -94,25 +94,26 @@ class Event:
     end_s: float
     bytes: int = 0
     exchanged_s: float = field(default=0.0, kw_only=True)
-    """Seconds of exchanges with the tensor-parallel group, or of waiting for it."""
+    """Seconds spent exchanging with the tensor-parallel group, or waiting for it."""
 
 
 @dataclass(frozen=True)
 class MeasuredEvent(Event):
-    """An executed action. A receive waits, then copies; a send copies, then hands over."""
+    """An executed action. A receive waits, then copies; a send copies, then hands the message to the transport."""
 
     copied_s: float = 0.0
-    """Seconds of the copy between device and host memory."""
+    """Seconds spent copying between device and host memory."""
     arrived_s: float | None = None
-    """Time at which a received message reached host memory, on the clock of ``start_s``; None: unknown."""
+    """Time at which a received message reached host memory, on the clock of ``start_s``; None if unknown."""
     begun_s: float | None = None
-    """Start of a send, in events from ``on_one_clock``; the send may then have waited for the link."""
+    """Time at which a send began, in events from ``on_one_clock``; it may then have waited for the link."""
 
 
 def holdings(actions: Sequence[Action]) -> tuple[tuple[int, int], ...]:
-    """Maximal pairs (in flight, deferred) of micro-batches that a stage holds while it runs ``actions``.
+    """Return the maximal pairs (in flight, deferred) of micro-batches that a stage holds while it runs ``actions``.
 
-    In flight: forward begun, backward (or its input part) not ended. Deferred: weight gradients still due.
+    A micro-batch is in flight from its forward to the end of its backward (or of the input part), and deferred while its weight
+    gradients are due.
     """
     in_flight = deferred = 0
     holding_pairs: set[tuple[int, int]] = set()
@@ -133,7 +134,7 @@ def holdings(actions: Sequence[Action]) -> tuple[tuple[int, int], ...]:
 
 
 def busy(events: Iterable[Event]) -> dict[int, float]:
-    """Rank -> seconds of computing, tensor-parallel exchanges excluded."""
+    """Map each rank to the seconds it spends computing, excluding tensor-parallel exchanges."""
     result: dict[int, float] = {}
     for event in events:
         seconds = event.end_s - event.start_s - event.exchanged_s if event.action.op in COMPUTING else 0.0
@@ -147,7 +148,7 @@ def held_by(plan: Plan, layer: int) -> tuple[int, ...]:
 
 
 def holders(plan: Plan) -> dict[int, tuple[int, ...]]:
-    """Layer -> ranks that hold it or a shard of it, in plan order."""
+    """Map each layer to the ranks that hold it or a shard of it, in plan order."""
     ranks_by_layer: dict[int, tuple[int, ...]] = {}
     for _, _, stage in plan.numbered:
         for layer in range(stage.first, stage.last):
@@ -156,7 +157,7 @@ def holders(plan: Plan) -> dict[int, tuple[int, ...]]:
 
 
 def reduced_layers(plan: Plan, model: ModelCost) -> dict[int, tuple[int, ...]]:
-    """Layer -> ranks that reduce its gradients (of layer 0 of a tied model, the heads' too); absent: held once, or not trained."""
+    """Map each trained layer on several ranks to the ranks that reduce its gradients (tied layer 0: heads too)."""
     ranks_by_layer = {}
     for index, layer in enumerate(model.layers):
         ranks = held_by(plan, index)
@@ -168,7 +169,7 @@ def reduced_layers(plan: Plan, model: ModelCost) -> dict[int, tuple[int, ...]]:
 
 
 def tied_heads(plan: Plan, model: ModelCost) -> dict[int, int]:
-    """Head's stage -> its pipeline's embedding stage, where a trained tied matrix lies on two ranks.
+    """Map each head's stage to its pipeline's embedding stage if a trained tied matrix is on two ranks.
 
     The head's REDUCE of layer 0 sends its gradient to the embedding, which adds it before the all-reduce; STEP returns the new
     values.
@@ -184,10 +185,10 @@ def tied_heads(plan: Plan, model: ModelCost) -> dict[int, int]:
 
 
 def schedule_of(plan: Plan, model: ModelCost) -> Schedule:
-    """Return each rank's actions: the pipeline's order (``orders``) with the messages that it needs and causes.
+    """Return each rank's actions: the operations in the pipeline's order (``orders``), with their messages.
 
-    In a tensor-parallel group the leader exchanges the messages and broadcasts the received ones. After its last backward a rank
-    REDUCEs shared layers from last to first, an order that is the same everywhere and so cannot deadlock.
+    In a tensor-parallel group the leader exchanges the messages and broadcasts what it receives. After its last backward, a
+    rank REDUCEs shared layers from last to first; every rank uses this order, so it cannot deadlock.
     """
     schedule: Schedule = {}
     summed, first = reduced_layers(plan, model), 0
@@ -206,13 +207,13 @@ def schedule_of(plan: Plan, model: ModelCost) -> Schedule:
 
 
 def _stage_index(layer: int, pipeline: PipelinePlan, indices: Sequence[int]) -> int:
-    """Index, among its rank's stages, of the stage that reduces ``layer``: its holder, or else a tied head."""
+    """Index of the rank's stage that reduces ``layer``: the stage that holds it, or else a tied head."""
     holding = (index for index in indices if pipeline.stages[index].first <= layer < pipeline.stages[index].last)
     return next(holding, indices[-1])
 
 
 def _with_messages(name: str, index: int, m: int, pipeline: PipelinePlan, first: int) -> list[Action]:
-    """One operation with the messages it needs and causes. ``first``: number of the pipeline's first stage."""
+    """Return an operation between its receives and sends; ``first`` is the number of the pipeline's first stage."""
     op, number, last = Op(name), first + index, len(pipeline.stages) - 1
     has_previous = index > 0 and not pipeline.is_local_boundary(index - 1)
     has_next = index < last and not pipeline.is_local_boundary(index)

@@ -25,20 +25,20 @@ class SimulatedStep:
 
     step_s: float
     events: tuple[Event, ...]
-    """Ordered by start, then rank. A send spans its time on the link."""
+    """Events ordered by start, then rank. A send spans its time on the link."""
     busy_s: dict[int, float]
-    """Rank -> seconds of forward, backward and optimizer, tensor-parallel exchanges included."""
+    """Rank -> seconds of forward, backward and optimizer, including tensor-parallel exchanges."""
 
     @property
     def use(self) -> dict[int, float]:
-        """Rank -> fraction of the step spent computing, tensor-parallel exchanges excluded."""
+        """Map each rank to the fraction of the step it spends computing, excluding tensor-parallel exchanges."""
         busy_s_by_rank = busy(self.events) or self.busy_s
         return {rank: seconds / self.step_s if self.step_s > 0 else 0.0 for rank, seconds in busy_s_by_rank.items()}
 
 
 @dataclass
 class _State:
-    """Time at which each rank, link and NIC is free and each message arrives."""
+    """Times at which each rank, link and NIC becomes free and each message arrives."""
 
     lists: Schedule
     costs: Durations
@@ -53,7 +53,7 @@ class _State:
 
 
 def simulate(plan: Plan, profile: ClusterProfile, schedule: Schedule | None = None) -> SimulatedStep:
-    """Simulate one step of ``plan`` (default: by ``schedule_of``) deterministically; ``UserError`` on a deadlock or wrong order."""
+    """Simulate one step of ``plan`` (default: ``schedule_of``); raise ``UserError`` on a deadlock or wrong order."""
     full_schedule = schedule if schedule is not None else schedule_of(plan, profile.model)
     if schedule is not None:
         validate(full_schedule, plan, profile.model)
@@ -68,9 +68,9 @@ def simulate(plan: Plan, profile: ClusterProfile, schedule: Schedule | None = No
 
 
 def _run_micro_batches(state: _State) -> bool:
-    """Run all micro-batches; False on a deadlock.
+    """Run all micro-batches; return False on a deadlock.
 
-    The action that can begin first runs first (ties: lower rank), so that senders sharing a NIC queue in order of arrival.
+    The action that can start earliest runs first (ties: lower rank), so that senders sharing a NIC queue in order of arrival.
     """
     position = dict.fromkeys(state.clock, 0)
     rank_by_message: dict[Action, int] = {}
@@ -118,7 +118,7 @@ def _perform(rank: int, action: Action, message: Action | None, state: _State) -
 
 
 def _run_all_reduces(state: _State) -> None:
-    """Run each gradient all-reduce once its ranks have final gradients. Activations still in transit are neglected."""
+    """Run each gradient all-reduce once its ranks have final gradients. Activations still in transit are ignored."""
     costs = state.costs
     reduces = {
         (rank, action.layer): action
@@ -142,7 +142,7 @@ class GradientSum(NamedTuple):
     start_s: float
     end_s: float
     head: int | None = None
-    """Stage of the head that sends its part of a tied matrix's gradient to the embedding's rank; None: an all-reduce."""
+    """Stage of the head that sends its gradient of a tied matrix to the embedding's rank; None for an all-reduce."""
 
 
 def gradient_sums(costs: Durations, final_s: dict[tuple[int, int], float]) -> Iterator[GradientSum]:
@@ -198,7 +198,7 @@ def gradient_sums(costs: Durations, final_s: dict[tuple[int, int], float]) -> It
 
 
 def _final_gradients_s(state: _State) -> dict[tuple[int, int], float]:
-    """(rank, layer) -> time at which the layer's gradients are final."""
+    """Map (rank, layer) to the time at which the layer's gradients are final."""
     costs, final_s = state.costs, {}
     for action, start in state.last_backward.values():
         rank = costs.stages[action.stage].ranks[0]
@@ -208,7 +208,7 @@ def _final_gradients_s(state: _State) -> dict[tuple[int, int], float]:
 
 
 def _run_optimizer_steps(state: _State) -> None:
-    """Run STEP on every rank, after the last all-reduce: the clipping norm is global."""
+    """Run STEP on every rank after the last all-reduce, because the clipping norm is global."""
     all_reduced_s = max(state.clock.values())
     for rank in state.clock:
         action = state.lists[rank][-1]

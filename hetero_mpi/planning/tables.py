@@ -1,4 +1,4 @@
-"""Classes of interchangeable ranks, and times of layers and links as tables."""
+"""Classes of interchangeable ranks, and tables of layer and link times."""
 
 import itertools
 import math
@@ -21,16 +21,16 @@ Floats = NDArray[np.float64]
 Indices = NDArray[np.int64]
 Item = TypeVar("Item")
 MAX_LEVEL_DIFFERENCE = 0.12
-"""Relative difference up to which figures count as equal: each is measured within 5 %."""
+"""Maximum relative difference between figures that count as equal; each is measured within 5 %."""
 MAX_PAIRED_RANKS = 128
-"""Maximum number of ranks with a link per pair of ranks; beyond, a link per pair of hosts."""
+"""Maximum number of ranks for tables by pair of ranks; larger clusters have tables by pair of hosts."""
 
 
 def rank_classes(profile: ClusterProfile) -> list[list[int]]:
     """Partition the usable ranks into classes of interchangeable ranks.
 
-    Two ranks are interchangeable if their devices are equal, swapping them preserves every link, and their hosts' limits are
-    equal: ranks of one host, or single ranks of equal hosts.
+    Two ranks are interchangeable if their devices are equal, swapping them preserves every link, and their hosts have equal
+    limits. They are ranks of one host, or the only ranks of equal hosts.
     """
     contents, hosts = rank_contents(profile), [device.host for device in profile.devices]
     ordered = sorted(contents, key=lambda rank: (contents[rank], rank))
@@ -70,10 +70,10 @@ def in_classes(items: Iterable[Item], alike: Callable[[Item, Item], bool]) -> li
 
 
 def rank_contents(profile: ClusterProfile) -> dict[int, str]:
-    """Usable rank -> text of all its properties except its number and host name."""
+    """Map each usable rank to a string of all its properties except its number and host name."""
     counts = Counter(device.host for device in profile.devices)
     text_by_table: dict[int, str] = {}
-    """Texts of the tables of times, which many devices of a large profile are one object or equal ones."""
+    """Cached strings of the tables of layer times, which many devices of a large profile share."""
     content_by_rank = {}
     for device in usable_devices(profile):
         if id(device.layers) not in text_by_table:
@@ -86,14 +86,14 @@ def rank_contents(profile: ClusterProfile) -> dict[int, str]:
 
 
 def may_split(profile: ClusterProfile, rank: int) -> bool:
-    """True where split backward was measured on ``rank`` for all layer kinds except the embedding, which has no input."""
+    """Whether ``rank`` has times of a split backward for all layer kinds except the embedding, which has no input."""
     layers = profile.devices[rank].layers
     times = [layers[kind] for kind in {layer.kind for layer in profile.model.layers[1:]}]
     return all(t.input_s is not None and t.weight_s is not None for t in times)
 
 
 class StageGrid:
-    """Stages [first, last), indexed [first, last - first - 1] up to ``longest`` layers."""
+    """Stages [first, last) with up to ``longest`` layers, indexed [first, last - first - 1]."""
 
     def __init__(self, layers: int, longest: int) -> None:
         first, count = np.arange(layers + 1)[:, None], np.arange(1, min(longest, layers) + 1)[None, :]
@@ -101,7 +101,7 @@ class StageGrid:
         self.count = np.maximum(1, self.last - first)
 
     def over(self, seconds: Floats) -> Floats:
-        """Sums of ``seconds`` [layer] over every stage."""
+        """Sum ``seconds`` [layer] over the layers of every stage."""
         total = np.concatenate([[0.0], np.cumsum(seconds)])
         return np.asarray(total[self.last] - total[self.first])
 
@@ -109,7 +109,7 @@ class StageGrid:
 def seconds_by_mode(
     model: ModelCost, request: PlanRequest, devices: list[DeviceProfile], micro_batch: int, slices: Sequence[int]
 ) -> tuple[list[StageMode], Floats, Floats, Floats, Floats]:
-    """Memory strategies, fastest first, with the tables of ``_mode_s`` by strategy."""
+    """Return the memory strategies, fastest first, and the tables of ``_mode_s`` by strategy."""
     # Offloaded with slices of any of the sizes or none, resident with the smallest or none.
     parts = [None, *sorted({size for size in slices if size < micro_batch})]
     resident = [StageMode(again, False, part) for part in parts[:2] for again in sorted(set(request.recompute_choices))]
@@ -127,7 +127,7 @@ def seconds_by_mode(
 def _mode_s(
     model: ModelCost, devices: list[DeviceProfile], mode: StageMode, micro_batch: int, sequence_length: int
 ) -> tuple[list[list[float]], list[list[float]], list[tuple[float, float]], list[float]]:
-    """Seconds per micro-batch: [rank][layer] of forward and backward, [rank] overhead; [rank] optimizer seconds per parameter.
+    """Return tables of seconds: forward and backward [rank][layer], overhead [rank], and optimizer [rank] per parameter.
 
     An offloaded layer is a separate call, recomputes slices that are not kept, and takes at least as long as its copies.
     """
@@ -158,13 +158,13 @@ def _mode_s(
 
 
 def _copies_s(device: DeviceProfile, model: ModelCost, layer: int) -> tuple[float, float]:
-    """Seconds of copies that bound an offloaded layer's forward and backward from below."""
+    """Seconds of the copies that lower-bound an offloaded layer's forward and backward."""
     weight_s, coming = weights_s(device, model.streamed_bytes(layer)), model.trained_whole * model.gradient_bytes(layer)
     return weight_s, max(weight_s, offload_s(device, model, layer) + weights_s(device, coming))
 
 
 def links_of(profile: ClusterProfile, devices: list[DeviceProfile]) -> tuple[Indices, Floats, Floats]:
-    """(place of every rank; latency and seconds per byte between places, copies at both ends included)."""
+    """Return each rank's position, and latency and seconds per byte between positions, including copies at both ends."""
     hosts = list(dict.fromkeys(device.host for device in devices))
     positions = np.array(
         [i if len(devices) <= MAX_PAIRED_RANKS else hosts.index(device.host) for i, device in enumerate(devices)]
@@ -186,7 +186,7 @@ def links_of(profile: ClusterProfile, devices: list[DeviceProfile]) -> tuple[Ind
 
 
 def in_own_order(profile: ClusterProfile, tokens: int) -> list[DeviceProfile]:
-    """Usable devices by host, in an order that is independent of numbers and names of ranks and hosts (except for ties)."""
+    """Return the usable devices by host, in an order independent of rank numbers and host names (except for ties)."""
     devices = usable_devices(profile)
     hosts: dict[str, list[DeviceProfile]] = {}
     for device in devices:
@@ -214,7 +214,7 @@ def in_own_order(profile: ClusterProfile, tokens: int) -> list[DeviceProfile]:
 
 
 def levels(values: Floats) -> Floats:
-    """Replace values within ``MAX_LEVEL_DIFFERENCE`` of a larger one by it."""
+    """Round each value up to a larger one within ``MAX_LEVEL_DIFFERENCE``, if there is one."""
     result, top = np.empty(len(values)), math.inf
     for index in np.argsort(-values, kind="stable").tolist():
         if values[index] * (1 + MAX_LEVEL_DIFFERENCE) < top:

@@ -1,1 +1,1 @@
-"""The collective benchmark: what every rank computes per second, and what every pair of ranks moves per second."""
+"""The collective benchmark: measures the compute speed of every rank and the bandwidth between every pair of ranks."""

@@ -1,4 +1,4 @@
-"""A benchmark stage: built as in training, with random weights and inputs, and timed by layer."""
+"""A stage for benchmarking: built as in training, with random weights and inputs, and timed layer by layer."""
 
 import math
 import statistics
@@ -31,7 +31,7 @@ _COMPILE_ROUND_COUNT = 8
 
 
 class ProfilingStart:
-    """Weights that are quick to make and numerically harmless; timing does not depend on their values."""
+    """Fills layers with weights that are cheap to create and numerically harmless; timings do not depend on them."""
 
     def fill(self, chain: LayerChain, model: nn.Module, layer: int) -> None:
         chain.vacate(model, layer)
@@ -43,7 +43,7 @@ class ProfilingStart:
 
 
 class Bench:
-    """Layers ``[first, last)`` with their optimizer, which accumulates gradients in backward for narrow dtypes."""
+    """A stage of the layers ``[first, last)`` with its optimizer, which accumulates narrow gradients during backward."""
 
     def __init__(
         self,
@@ -64,39 +64,40 @@ class Bench:
         self.optimizer = Optimizer(self.stage, train)
 
     def forward(self, rows: int, index: int = 0) -> tuple[Seconds, float]:
-        """Micro-batch ``index`` of ``rows`` sequences: seconds of every layer, seconds outside of them."""
+        """Time the forward of micro-batch ``index`` with ``rows`` sequences: (seconds by layer, seconds outside layers)."""
         x, targets, _ = self._inputs(rows)
         position = MicroBatch(index, 0, 0, rows * self.subject.sequence_length)
         return self.clock.forward(lambda: self.stage.forward(position, x, targets))
 
     def backward(self, rows: int) -> tuple[Seconds, float]:
-        """Time the backward of micro-batch 0, as ``forward``."""
+        """Time the backward of micro-batch 0; returns the same as ``forward``."""
         dy = self._inputs(rows)[2]
         return self.clock.backward(lambda: self.stage.backward(0, dy))
 
     def backward_input(self, rows: int, index: int) -> tuple[Seconds, float]:
-        """Time the input part of a split backward, as ``forward``."""
+        """Time the input part of a split backward; returns the same as ``forward``."""
         dy = self._inputs(rows)[2]
         return self.clock.backward(lambda: self.stage.backward_input(index, dy))
 
     def backward_weights(self, index: int) -> Seconds:
-        """Time the weight part of a split backward: seconds of every layer."""
+        """Time the weight part of a split backward and return the seconds of every layer."""
         return self.clock.weights(lambda finished: self.stage.backward_weights(index, finished))
 
     def pass_s(self, rows: int) -> float:
-        """Seconds of a forward and backward of ``rows`` sequences."""
+        """Seconds for the forward and backward of ``rows`` sequences."""
         return self._seconds(lambda: (self.forward(rows), self.backward(rows)))
 
     def recompute(self, enabled: bool) -> None:
         self.subject.chain.recompute(self.stage.model, enabled)
 
     def activation_bytes(self, rows: int, run: Callable[[], object]) -> dict[int, int]:
-        """Layer -> bytes saved by autograd in ``run``, a forward of ``rows`` sequences, without parameters.
+        """Map each layer to the bytes that autograd saves in ``run``, a forward of ``rows`` sequences, without parameters.
 
-        Shared storages count for their first layer; values recomputed by packed experts and sliced logits count as saved.
+        A shared storage counts for the first layer that saves it. Values that packed experts and sliced logits recompute count
+        as saved.
         """
         storages: dict[int, tuple[int, int]] = {}
-        """Address of a storage -> (layer, bytes)."""
+        """Storage address -> (layer, bytes)."""
         model = self.stage.model
         parameter_addresses = {p.untyped_storage().data_ptr() for p in model.parameters() if p.device.type != "meta"}
 
@@ -124,7 +125,7 @@ class Bench:
         return layer_bytes
 
     def deferred_bytes(self, rows: int) -> dict[int, int]:
-        """Layer -> bytes saved from the input part of backward to the weight part."""
+        """Map each layer to the bytes kept from the input part of a split backward until the weight part."""
         deferred = self.stage.deferred
         assert deferred is not None
         self.forward(rows)
@@ -134,7 +135,7 @@ class Bench:
         return sizes
 
     def optimizer_step(self, rows: int, single_step: bool) -> tuple[int, float]:
-        """(parameters, seconds) of norm, clipping and optimizer step, with cold caches unless ``single_step``."""
+        """Time norm, clipping and optimizer step, on cold caches unless ``single_step``; return (parameters, seconds)."""
         parameters = sum(target.numel() for target in self.optimizer.targets.values())
         cache_filler = torch.zeros(CACHE_BYTES, dtype=torch.uint8) if self.backend.name == "cpu" else None
         seconds = []
@@ -165,7 +166,7 @@ class Bench:
 
 
 class CompileTrial(NamedTuple):
-    """``failure``: why a block cannot be compiled; empty if it can. Medians of its seconds; 0: not compared with eager."""
+    """The reason why a block cannot be compiled (empty if it can), and median seconds (0 if not compared with eager)."""
 
     failure: str = ""
     compiled_s: float = 0.0
@@ -174,7 +175,7 @@ class CompileTrial(NamedTuple):
 
 
 def try_compiled_block(subject: BenchmarkSpec, backend: Backend, compares: bool) -> CompileTrial:
-    """Compile the first block for one sequence and for several. ``compares``: time it against the eager block."""
+    """Compile the first block for one sequence and for several; if ``compares``, time it against the eager block."""
     if subject.chain.routers is not None:
         return CompileTrial("the router loss reads values inside the blocks")
     rows = subject.micro_batches[:2]
@@ -192,7 +193,7 @@ def try_compiled_block(subject: BenchmarkSpec, backend: Backend, compares: bool)
 
 
 def host_optimizer_s(backend: Backend, train: TrainTable) -> float | None:
-    """Seconds per parameter of an offloaded stage's optimizer step in host memory. None on CPU ranks."""
+    """Seconds per parameter of an offloaded stage's optimizer step in host memory; None on CPU ranks."""
     if backend.name == "cpu":
         return None
     count, seconds = 1 << 23, []
@@ -211,7 +212,7 @@ def host_optimizer_s(backend: Backend, train: TrainTable) -> float | None:
 
 
 def copy_speeds(backend: Backend, repeats: int) -> tuple[float, float, float]:
-    """(latency_s, device_to_host_bytes_per_s, host_to_device_bytes_per_s) of message buffers; CPU ranks copy nothing."""
+    """Measure (latency_s, device_to_host_bytes_per_s, host_to_device_bytes_per_s); CPU ranks copy nothing."""
     if backend.name == "cpu":
         return 0.0, math.inf, math.inf
     small, large = 4096, 16 << 20

@@ -27,18 +27,18 @@ from hetero_mpi.util.disk import cache_folder
 from hetero_mpi.util.sealed import load_sealed, store_value
 
 CACHE_BYTES = 64 << 20
-"""Bytes that exceed the caches of one core."""
+"""A size in bytes that exceeds the caches of one core."""
 Group = Sequence[tuple[int, int]]
-"""Stages ``[first, last)`` built at the same time."""
+"""Stages ``[first, last)`` that are built at the same time."""
 _MOST, _FEWEST = 5, 4
-"""Maximum and minimum number of micro-batch sizes to time; five show a bend in a curve."""
+"""Maximum and minimum number of micro-batch sizes to time; five sizes reveal a bend in a curve."""
 _CACHE_VERSION = 7
-"""Changes with the fields of ``DeviceTimes`` or their measurement."""
+"""Changes whenever the fields of ``DeviceTimes`` or their measurement change."""
 
 
 @dataclass(frozen=True)
 class BenchmarkSpec:
-    """The subject of a profile: the model and how it will run."""
+    """The model to profile, and how it will run."""
 
     chain: LayerChain
     tuning: Tuning
@@ -51,17 +51,17 @@ class BenchmarkSpec:
     threads: int
     """CPU threads of this rank."""
     memory_bytes: int | None
-    """Memory budget set by the user, in place of the measured memory."""
+    """Memory budget set by the user, which replaces the measured memory."""
     groups: bool = False
-    """Whether to time tensor-parallel shards too (half of the heads)."""
+    """Whether to time tensor-parallel shards (half of the heads) too."""
     stream_folder: Path | None = None
-    """Folder for offloaded frozen weights of this rank; None: no offloading."""
+    """Folder for this rank's offloaded frozen weights; None if there is no offloading."""
     compiled: bool = False
     """Whether blocks are compiled on this rank."""
 
 
 def sampled_rows(choices: Sequence[int]) -> tuple[int, ...]:
-    """Sequences per micro-batch to time: at most five of the choices, filled up to four for a shorter last micro-batch.
+    """Return the micro-batch sizes to time: at most five of the choices, filled up to four with smaller sizes.
 
     >>> sampled_rows((1, 2, 4)), sampled_rows((8,)), sampled_rows((1, 2, 3, 4, 6, 8, 12))
     ((1, 2, 3, 4), (2, 4, 6, 8), (1, 3, 4, 6, 12))
@@ -78,7 +78,7 @@ def sampled_rows(choices: Sequence[int]) -> tuple[int, ...]:
 
 
 def layer_groups(kinds: Sequence[str], one_by_one: bool) -> list[list[tuple[int, int]]]:
-    """Stages to build one after another, with every layer kind: each kind alone (``one_by_one``), or both ends of the chain.
+    """Return the stages to build in turn to cover every layer kind: each kind alone (``one_by_one``), or both chain ends.
 
     >>> layer_groups(("embedding", "a", "a", "a", "a", "a", "head"), False)
     [[(0, 3), (4, 7)]]
@@ -96,13 +96,13 @@ def layer_groups(kinds: Sequence[str], one_by_one: bool) -> list[list[tuple[int,
 
 
 def fits_caches(subject: BenchmarkSpec, group: Group) -> bool:
-    """Whether the stages of a group are so small that several copies fit in memory."""
+    """Whether the stages of a group are so small that several copies of them fit in memory."""
     parameters = (spec.count for layers in group for spec in subject.chain.specs(*layers))
     return not subject.tuning.nf4 and sum(parameters) * DTYPE_BYTES[subject.train.dtype] <= CACHE_BYTES
 
 
 def exceeds_caches(subject: BenchmarkSpec) -> bool:
-    """Whether a block exceeds the caches, and so finds them cold even if repeated, or is slow to pack."""
+    """Whether a block is larger than the caches, so that repetitions find them cold, or is slow to pack."""
     chain = subject.chain
     blocks = (sum(spec.count for spec in chain.specs(layer, layer + 1)) for layer in range(1, chain.layer_count - 1))
     largest = max(blocks, default=0)
@@ -111,28 +111,28 @@ def exceeds_caches(subject: BenchmarkSpec) -> bool:
 
 @dataclass(frozen=True)
 class DeviceTimes:
-    """Device measurements of one rank, in seconds, bytes and bytes per second."""
+    """Measurements of one rank's device, in seconds, bytes and bytes per second."""
 
     measured: str
     """Date of the measurement."""
     rows: tuple[int, ...]
-    """Sequences per micro-batch that were timed."""
+    """Numbers of sequences per micro-batch that were timed."""
     layers: dict[str, LayerTimes]
     forward_overhead_s: float
     backward_overhead_s: float
     activation_bytes: dict[str, float]
     """Layer kind -> activation bytes per token."""
     deferred_bytes: dict[str, float]
-    """Layer kind -> bytes per token saved between both parts of a split backward."""
+    """Layer kind -> bytes per token kept between the two parts of a split backward."""
     optimizer_s_per_parameter: float
     copy_latency_s: float
     device_to_host_bytes_per_s: float
     host_to_device_bytes_per_s: float
     host_optimizer_s_per_parameter: float | None = None
     slow_s: float = 0.0
-    """Duration of the first pass if it was too slow to measure more; else 0."""
+    """Duration of the first pass if it was too slow to measure more, else 0."""
     halved: dict[str, LayerTimes] = field(default_factory=dict)
-    """Times of a tensor-parallel rank with half of the heads and experts, without all-reduces; empty: not timed."""
+    """Times of a tensor-parallel rank with half of the heads and experts, without all-reduces; empty if not timed."""
     without_experts: dict[str, LayerTimes] = field(default_factory=dict)
     """Times of a tensor-parallel rank without experts."""
     from_cache: bool = False
@@ -140,7 +140,7 @@ class DeviceTimes:
 
 
 def subject_content(subject: BenchmarkSpec, mpi_library: str) -> list[Any]:
-    """Everything in the specification and the library versions that affects device times."""
+    """Return everything in the specification and the library versions that affects device times."""
     return [
         {name: list(spec.shape) for name, spec in subject.chain.parameters.items()},
         list(subject.chain.kinds),
@@ -153,12 +153,12 @@ def subject_content(subject: BenchmarkSpec, mpi_library: str) -> list[Any]:
 
 
 def key_of(content: Sequence[Any]) -> str:
-    """Hash of JSON-serializable content."""
+    """Hash JSON-serializable content."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def device_key(world: World, backend: Backend, subject: BenchmarkSpec, repeats: int) -> str:
-    """Cache key of device times: host, device, local ranks, model shape, dtype, token counts and versions."""
+    """Cache key of device times, from host, device, local ranks, model shape, dtype, token counts and versions."""
     products = backend.products(subject.train.dtype)
     device = [world.host, backend.name, backend.index, backend.description(), products]
     device += [subject.threads, round(subject.cores, 3), subject.compiled]
@@ -168,7 +168,7 @@ def device_key(world: World, backend: Backend, subject: BenchmarkSpec, repeats: 
 
 
 def load_times(key: str, tell: Callable[[str], object]) -> DeviceTimes | None:
-    """Cached times under ``key``, or None. ``tell``: reports damaged files."""
+    """Load the times cached under ``key``, or return None; ``tell`` is called with a message about each damaged file."""
 
     def read(_: Path, data: Any) -> DeviceTimes:
         raise_all(key, number_problems(data))
@@ -178,12 +178,12 @@ def load_times(key: str, tell: Callable[[str], object]) -> DeviceTimes | None:
 
 
 def load_cached(key: str) -> Any:
-    """Value that ``store_cached`` stored under ``key``; None if there is no intact one."""
+    """Load the value that ``store_cached`` stored under ``key``; None if there is no intact one."""
     return load_sealed(_cache_path(key), lambda _, value: value, lambda _: None)
 
 
 def store_cached(key: str, value: Any) -> None:
-    """Cache a JSON-serializable value. A cache that cannot be written is ignored."""
+    """Cache a JSON-serializable value; a cache that cannot be written is ignored."""
     with contextlib.suppress(OSError):
         store_value(_cache_path(key), value)
 

@@ -1,4 +1,4 @@
-"""The collective benchmark: every rank times itself, every pair its link; rank 0 receives a ``ClusterProfile``."""
+"""The collective benchmark: every rank times itself, every pair times its link, and rank 0 builds a ``ClusterProfile``."""
 
 import datetime
 import statistics
@@ -48,7 +48,7 @@ Say = Callable[[str], None]
 
 
 def profile_key(world: World, backend: Backend, subject: BenchmarkSpec) -> str:
-    """Equal keys mean equal devices, model shape, dtype, sequence length, micro-batches, given memory and versions. Collective."""
+    """Hash of devices, model shape, dtype, sequence length, micro-batches, memory budget and versions. Collective."""
     products = backend.products(subject.train.dtype)
     device = [world.host, backend.name, backend.description(), products, subject.threads, subject.compiled]
     devices = world.all_gather_json(device)
@@ -65,10 +65,10 @@ def profile_cluster(
     say: Say,
     fresh: bool = False,
 ) -> ClusterProfile:
-    """Measure all ranks and links; return the same profile on every rank. Collective. ``fresh``: ignore cached device times.
+    """Measure all ranks and links and return the profile on every rank; ``fresh`` ignores cached times. Collective.
 
     Raises:
-        UserError: a device is out of memory for a single layer.
+        UserError: if a device is out of memory for a single layer.
     """
     key = profile_key(world, backend, subject)
     memories = measure_memory(world, backend)
@@ -124,7 +124,7 @@ def profile_cluster(
 
 
 def _exceeds_memory(subject: BenchmarkSpec, memories: Sequence[MeasuredMemory]) -> bool:
-    """Whether frozen weights may exceed a host's memory."""
+    """Whether the frozen weights may exceed the memory of a host."""
     bytes_per_parameter = 0.5 if subject.tuning.nf4 else DTYPE_BYTES[subject.train.dtype]
     count = sum(spec.count for spec in subject.chain.specs(0, subject.chain.layer_count))
     return 2 * count * bytes_per_parameter > min(memory.host_bytes for memory in memories)
@@ -137,7 +137,7 @@ def _now() -> str:
 def _device_times(
     world: World, backend: Backend, subject: BenchmarkSpec, settings: ProfileTable, say: Say, use_cache: bool
 ) -> DeviceTimes:
-    """This rank's times, from the cache or measured simultaneously with all other ranks of its host. Collective."""
+    """Return this rank's times, cached or measured at the same time as all other ranks of its host. Collective."""
     world.current_action = "timing layers"
     key = device_key(world, backend, subject, settings.repeats)
     damaged: list[str] = []
@@ -174,7 +174,7 @@ def _device_times(
 
 
 def _decision_s(world: World, subject: BenchmarkSpec) -> float:
-    """Seconds of a step decision's all-reduce without waiting, part of every optimizer step. Collective."""
+    """Seconds of the all-reduce that decides a step, part of every optimizer step; waiting is excluded. Collective."""
     decider = StepDecider(list(subject.tuning.trainable), subject.train.clip_norm)
     seconds = []
     for _ in range(7):
@@ -188,7 +188,7 @@ def _decision_s(world: World, subject: BenchmarkSpec) -> float:
 def _messages(
     world: World, transport: Transport, settings: ProfileTable, say: Say
 ) -> tuple[list[LinkSamples], list[HostFlows]]:
-    """Measure each link alone, then the simultaneous traffic of hosts with several ranks. Collective."""
+    """Measure each link alone, then concurrent traffic of hosts that have several ranks. Collective."""
     if world.size == 1:
         return [], []
     world.current_action = "timing links"
@@ -205,7 +205,7 @@ def _messages(
 
 
 def _model_cost(subject: BenchmarkSpec, tables: Sequence[DeviceTimes]) -> tuple[ModelCost, list[float]]:
-    """The model's costs with the smallest block activations of any rank, and each rank's ratio to them."""
+    """Return the model's costs with the smallest block activations of any rank, and each rank's ratio to these."""
     kinds, blocks = dict.fromkeys(subject.chain.kinds), dict.fromkeys(subject.chain.kinds[1:-1])
     largest = {kind: max(times.activation_bytes[kind] for times in tables) for kind in kinds}
     least = {kind: min(times.activation_bytes[kind] for times in tables) for kind in blocks}
@@ -230,7 +230,6 @@ def _notes(
     tables: Sequence[DeviceTimes],
     subject: BenchmarkSpec,
 ) -> tuple[str, ...]:
-    """Remarks on the measurement."""
     rows = sorted({count for table in tables for count in table.rows})
     notes = [f"layers were timed with {', '.join(map(str, rows))} {units.rows_of(subject.sequence_length)}"]
     for host in hosts:

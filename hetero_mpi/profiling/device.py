@@ -1,8 +1,7 @@
-"""The benchmark of one rank: seconds of every layer kind under training conditions, of the optimizer and of host copies.
+"""The benchmark of one rank: times of every layer kind under training conditions, of the optimizer and of host copies.
 
 Small models are timed as two short stages, the front and the back of the chain, so that each layer runs after others on cold
 caches. Layers larger than the caches are timed in separate stages, which need the least memory.
-
 """
 
 import contextlib
@@ -42,13 +41,13 @@ from hetero_mpi.util import units
 from hetero_mpi.util.errors import UserError
 
 Pass = Callable[[Sequence[Bench], int, TimingSamples], None]
-"""Times a micro-batch: benches, sequences per micro-batch, samples to fill."""
+"""A function that times one micro-batch; its arguments are the benches, sequences per micro-batch, and samples to fill."""
 _MAX_SECONDARY_REPEATS = 2
-"""Maximum repetitions of recompute, split backward and tensor-parallel shards."""
+"""Maximum repetitions for recomputation, split backward and tensor-parallel shards."""
 _WARM_UP_S = 0.5
-"""Duration of the ramp-up of an accelerator's clock rate."""
+"""Time that an accelerator takes to raise its clock rate."""
 _MAX_FIRST_PASS_S = 20.0
-"""Maximum duration of the first pass; on slower devices nothing else of the group is measured."""
+"""Maximum duration of the first pass; if a device is slower, nothing else of the group is measured."""
 
 
 class DeviceBenchmark:
@@ -63,10 +62,10 @@ class DeviceBenchmark:
         self._warms_up = backend.name != "cpu" or subject.compiled
 
     def run(self, today: str, members: bool = False) -> DeviceTimes:
-        """Run the benchmark. ``members``: time tensor-parallel shards too.
+        """Run the benchmark; ``members`` also times tensor-parallel shards.
 
         Raises:
-            UserError: the device is out of memory for a layer with the smallest micro-batch.
+            UserError: if the device is out of memory for a layer with the smallest micro-batch.
         """
         full_stages, half_members, expertless_members = TimingSamples(), TimingSamples(), TimingSamples()
         of_members = dict(zip(self._members(), (half_members, expertless_members), strict=False)) if members else {}
@@ -98,7 +97,7 @@ class DeviceBenchmark:
         )
 
     def _members(self) -> list[StageGroup]:
-        """Tensor-parallel shards to time: half of the heads and experts, and half of the heads without experts."""
+        """Return the tensor-parallel shards to time: half the heads and experts, and half the heads without experts."""
         heads = shareable_heads(self.chain, self.subject.tuning) if self.subject.groups else None
         if heads is None or heads < 2:
             return []
@@ -124,7 +123,7 @@ class DeviceBenchmark:
     def _measure(
         self, group: Group, samples: TimingSamples, of_members: Mapping[StageGroup, TimingSamples]
     ) -> list[tuple[int, float]]:
-        """Fill the samples; return (parameters, seconds of an optimizer step) of each stage."""
+        """Fill the samples; return (parameters, seconds of an optimizer step) for each stage."""
         benches = [Bench(self.subject, self.backend, *layers) for layers in group]
         first, first_s = self._first_pass(benches)
         if first_s > _MAX_FIRST_PASS_S and self._warms_up:  # the first pass may have compiled kernels
@@ -154,7 +153,7 @@ class DeviceBenchmark:
         return steps
 
     def _allocate_host_memory(self, benches: Sequence[Bench], first_s: float) -> None:
-        """Run the largest micro-batch once to fault in its host memory."""
+        """Run the largest micro-batch once, so that its host memory is already mapped when it is timed."""
         timed_rows = [rows for rows in self.rows if first_s * rows / self.rows[0] <= MAX_PASS_S]
         try:
             for bench in benches:
@@ -170,12 +169,12 @@ class DeviceBenchmark:
         TimingRounds(self._clock, warms_up=self._warms_up).time(variants)
 
     def _clock(self) -> float:
-        """Clock in seconds: CPU time on a CPU, without waiting for a core."""
+        """Read the clock in seconds; on a CPU, the CPU time, which excludes waiting for a core."""
         self.backend.synchronize()
         return time.thread_time() if self.backend.name == "cpu" else time.perf_counter()
 
     def _stage_variants(self, benches: Sequence[Bench], samples: TimingSamples) -> list[TimedVariant]:
-        """Complete layers, without and with recompute."""
+        """Return the variants of complete layers, without and with recomputation."""
         return [
             self._variant(benches, self._pass, samples, self.repeats, ends=False),
             self._variant(benches, self._recomputing_pass, samples, self.few),
@@ -184,7 +183,7 @@ class DeviceBenchmark:
     def _secondary_variants(
         self, group: Group, samples: TimingSamples, of_members: Mapping[StageGroup, TimingSamples]
     ) -> Iterator[Callable[[], list[TimedVariant]]]:
-        """Variants that need separate stages: split backward (not on the first stage), and tensor-parallel shards."""
+        """Yield factories of variants with separate stages: split backward (not of the first stage), and shards."""
 
         def split() -> list[TimedVariant]:
             benches = [Bench(self.subject, self.backend, *layers, split=True) for layers in group if layers[0] > 0]
@@ -229,7 +228,7 @@ class DeviceBenchmark:
     def _pass(
         self, benches: Sequence[Bench], rows: int, samples: TimingSamples, part: TimedPart = TimedPart.BACKWARD
     ) -> None:
-        """A micro-batch through all stages and back, as through a pipeline."""
+        """Run a micro-batch forward through all stages and back, as a pipeline does."""
         for bench in benches:
             layers, outside = bench.forward(rows)
             if part is TimedPart.BACKWARD:
@@ -252,7 +251,7 @@ class DeviceBenchmark:
                 bench.recompute(False)
 
     def _split_pass(self, benches: Sequence[Bench], rows: int, samples: TimingSamples) -> None:
-        """Two micro-batches in the order of a pipeline: F0 I0 F1 I1 W0 W1."""
+        """Run two micro-batches in the order of a pipeline with split backward: F0 I0 F1 I1 W0 W1."""
         for bench in benches:
             for index in (0, 1):
                 bench.forward(rows, index)
@@ -266,13 +265,13 @@ class DeviceBenchmark:
             samples.add(part, self.chain.kinds[layer], rows, seconds)
 
     def _note(self, largest: dict[str, float], sizes: dict[int, int]) -> None:
-        """Update the largest bytes per token of every kind; ``sizes``: bytes of layers with the smallest micro-batch."""
+        """Raise each kind's largest bytes per token to ``sizes``, bytes of layers with the smallest micro-batch."""
         for layer, size in sizes.items():
             kind = self.chain.kinds[layer]
             largest[kind] = max(largest.get(kind, 0.0), size / (self.rows[0] * self.subject.sequence_length))
 
     def _layer_times(self, samples: TimingSamples) -> dict[str, LayerTimes]:
-        """Layer kind -> times; empty if nothing was timed."""
+        """Map each layer kind to its times; empty if nothing was timed."""
         if not any(map(samples.has, self.rows)):
             return {}
         kinds = dict.fromkeys(self.chain.kinds)
@@ -280,7 +279,7 @@ class DeviceBenchmark:
 
 
 class _AbsentPeer:
-    """Stands for the other rank of a tensor-parallel group of two; all-reduces return the local tensor."""
+    """Stands in for the other rank of a tensor-parallel group of two; all-reduces return the local tensor."""
 
     member, size = 0, 2
 

@@ -1,4 +1,4 @@
-"""Properties of a host: memory, NIC, disk, simultaneous host-to-device copies, and all-reduces in host memory."""
+"""Properties of a host: memory, NIC, disk, concurrent host-to-device copies, and all-reduces in host memory."""
 
 from __future__ import annotations
 
@@ -25,8 +25,6 @@ from hetero_mpi.planning.types.profile import HostProfile
 
 @dataclass(frozen=True)
 class MeasuredMemory:
-    """Memory of a rank and of its host."""
-
     usable_bytes: int
     reason: str
     shares_host_memory: bool
@@ -35,7 +33,7 @@ class MeasuredMemory:
 
 
 def measure_memory(world: World, backend: Backend) -> list[MeasuredMemory]:
-    """Memory of every rank, before any allocation. Collective.
+    """Measure the memory of every rank, before any allocation. Collective.
 
     Ranks sharing a GPU divide its memory; each CPU rank has all of its host's memory, with a common limit per host.
     """
@@ -46,7 +44,7 @@ def measure_memory(world: World, backend: Backend) -> list[MeasuredMemory]:
 
 
 def sharing_ranks(world: World, backend: Backend) -> int:
-    """Number of ranks on this rank's device. Collective."""
+    """Number of ranks that use the same device as this rank. Collective."""
     everyone = world.all_gather_json([world.host, backend.identity()])
     return everyone.count([world.host, backend.identity()])
 
@@ -60,7 +58,7 @@ def host_profiles(
     copies: Mapping[str, float] | None = None,
     disks: Mapping[str, float] | None = None,
 ) -> tuple[HostProfile, ...]:
-    """Profiles of all hosts by first rank. ``hosts``, ``memories``, ``cores`` (0: accelerator): per rank."""
+    """Build the profiles of all hosts, in order of first rank, from lists per rank (``cores``: 0 for accelerators)."""
     together = {flow.host: (flow.shares_nic, flow.total_rates[0]) for flow in flows}
     profiles = []
     for name in dict.fromkeys(hosts):
@@ -80,7 +78,7 @@ _READ_BYTES, _PIECE_BYTES = 256 << 20, 32 << 20
 
 
 def measure_disks(world: World, folder: Path) -> dict[str, float]:
-    """Host -> uncached read rate of ``folder`` in bytes/s, on all hosts at once; omitted if unwritable or in memory. Collective."""
+    """Map each host to its uncached read rate of ``folder`` in bytes/s (none if unwritable or in memory). Collective."""
     bytes_per_s = None
     world.sleeping_barrier()
     if world.local_rank == 0:
@@ -114,7 +112,7 @@ def _read_per_s(folder: Path) -> float | None:
 
 _MIN_SUM_BYTES, _SIZE_FACTOR = 4096, 8
 _MAX_REPEATS = 5
-"""Maximum repetitions of each size, after a warm-up."""
+"""Maximum number of repetitions of each size, after a warm-up."""
 _MAX_SIZE_S = 0.2
 
 Sums = dict[str, tuple[float, float]]
@@ -122,7 +120,7 @@ Sums = dict[str, tuple[float, float]]
 
 
 def measure_sums(world: World, largest_bytes: int) -> Sums:
-    """Measure all-reduces on every host with several ranks. Collective."""
+    """Measure all-reduces on every host that has several ranks. Collective."""
     lines_by_host = _measure_per_host(world, [True] * world.size, 2, lambda pair: _timed(pair, largest_bytes))
     return {host: (lines[-1][0], lines[-1][1]) for host, lines in lines_by_host.items()}
 
@@ -130,7 +128,7 @@ def measure_sums(world: World, largest_bytes: int) -> Sums:
 def _measure_per_host(
     world: World, eligible: Sequence[bool], max_ranks: int | None, measure: Callable[[World], Any]
 ) -> dict[str, list[Any]]:
-    """Host -> values of ``measure`` on its first ``max_ranks`` eligible ranks, if several. Collective; all hosts at once."""
+    """Map each host with several eligible ranks to ``measure`` on the first ``max_ranks``, all at once. Collective."""
     local_group: World | None = None
     for host in dict.fromkeys(world.hosts):
         ranks = [rank for rank, name in enumerate(world.hosts) if name == host and eligible[rank]][:max_ranks]
@@ -154,7 +152,7 @@ def _timed(pair: World, largest_bytes: int) -> tuple[float, float]:
 
 
 def _sum_s(pair: World, size: int) -> float:
-    """Seconds of an fp32 all-reduce: exchange of halves, sum, all-gather (``engine.host_group``)."""
+    """Seconds of an fp32 all-reduce: exchange of halves, sum and all-gather (as in ``engine.host_group``)."""
     sent, received, gathered = (np.zeros((2, size // 2), np.uint8) for _ in range(3))
     seconds: list[float] = []
     for _ in range(_MAX_REPEATS + 1):
@@ -170,11 +168,11 @@ def _sum_s(pair: World, size: int) -> float:
 
 
 _COPIED_BYTES, _COPYING_S = 64 << 20, 0.1
-"""Bytes per copy, more than the caches hold, and seconds of repeated copying."""
+"""Bytes per copy (more than the caches hold), and seconds during which copies are repeated."""
 
 
 def measure_copies(world: World, backend: Backend) -> dict[str, float]:
-    """Host -> total bytes per second of simultaneous host-to-device copies, for hosts with several discrete devices. Collective."""
+    """Map each host with several discrete devices to the total bytes/s of concurrent host-to-device copies. Collective."""
     copying = world.all_gather_json(not backend.shares_host_memory())
     rates = _measure_per_host(world, copying, None, lambda rates_of_host: _copied_per_s(rates_of_host, backend))
     backend.free_unused()
@@ -182,7 +180,7 @@ def measure_copies(world: World, backend: Backend) -> dict[str, float]:
 
 
 def _copied_per_s(group: World, backend: Backend) -> float:
-    """Bytes per second to this rank's device, with one copy queued behind the running one."""
+    """Bytes per second copied to this rank's device, with one copy always queued behind the running one."""
     device_buffer = torch.empty(_COPIED_BYTES, dtype=torch.uint8, device=backend.device)
     host_buffer, copying, count = backend.host_buffer((_COPIED_BYTES,), torch.uint8), backend.copying(), 0
     before = copying.copy(device_buffer, host_buffer)

@@ -1,8 +1,8 @@
 """Layer times inside real forwards and backwards, and the curves fitted to them for planning.
 
 A layer is timed as in a real step, after other layers and on their output. Overhead outside of layers (masks, rotary tables) is
-reported separately. Each round runs every variant once with every micro-batch size, so that load and temperature affect all alike.
-
+reported separately. Each round runs every variant once with every micro-batch size, so that load and temperature affect all of
+them equally.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ Seconds = dict[int, float]
 """Layer -> seconds."""
 _Marks = dict[int, Mark]
 _MAX_SAMPLE_DIGITS = 4
-"""Significant digits of a sample in a file."""
+"""Number of significant digits to which samples are rounded."""
 MAX_TIMING_S = 0.3
-"""Maximum seconds of all repetitions at one point of a curve. Without warm-up, a first pass of half of it counts."""
+"""Maximum seconds of all repetitions at one point of a curve; without warm-up, a first pass of half of it is a sample."""
 MAX_PASS_S = 5.0
-"""Maximum seconds of a repetition; larger micro-batches would show no less overhead."""
+"""Maximum seconds of one repetition; larger micro-batches would tell no more about overhead."""
 
 
 class LayerClock:
     """Times the layers of one stage by device events, without synchronizing between layers.
 
     Attributes:
-        current: the layer whose forward runs, or ran last.
+        current: The layer whose forward is running, or ran last.
     """
 
     def __init__(self, stage: Stage) -> None:
@@ -49,7 +49,7 @@ class LayerClock:
         self._left: _Marks = {}
         self._outputs: dict[int, torch.Tensor] = {}
         self._reached: _Marks = {}
-        """Layer -> event when backward has its output gradient."""
+        """Layer -> event recorded when backward has the layer's output gradient."""
         self.current = stage.first
         for layer in range(stage.first, stage.last):
             for name in stage.chain.module_names(layer):
@@ -75,7 +75,7 @@ class LayerClock:
         return layers, max(0.0, end.seconds_since(begin) - sum(layers.values()))
 
     def backward(self, run: Callable[[], object]) -> tuple[Seconds, float]:
-        """Run a backward (or its input part), as ``forward``. A layer without gradients takes 0 s."""
+        """Run a backward, or its input part; returns the same as ``forward``, with 0 s for layers without gradients."""
         self._reached = {}
         begin = self._now()
         run()
@@ -89,7 +89,7 @@ class LayerClock:
         return layers, max(0.0, until.seconds_since(begin))
 
     def weights(self, run: Callable[[Callable[[int], None]], None]) -> Seconds:
-        """Run the weight part of a split backward; ``run`` gets a callback to call after each layer."""
+        """Run the weight part of a split backward; ``run`` receives a callback that it calls after each layer."""
         begin, ends = self._now(), list[tuple[int, Mark]]()
         run(lambda layer: ends.append((layer, self._now())))
         begins = [begin, *(end for _, end in ends)]
@@ -114,7 +114,7 @@ class LayerClock:
 
 
 class TimedPart(Enum):
-    """The part of a micro-batch that was timed."""
+    """A part of a micro-batch that is timed."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -124,7 +124,7 @@ class TimedPart(Enum):
 
 
 class TimingSamples:
-    """Seconds by part, layer kind (or first layer of a stage, for overhead) and sequences per micro-batch."""
+    """Seconds by part, layer kind (for overhead: first layer of a stage) and sequences per micro-batch."""
 
     def __init__(self) -> None:
         self._seconds: dict[tuple[TimedPart, str | int, int], list[float]] = defaultdict(list)
@@ -140,14 +140,14 @@ class TimingSamples:
         return any(timed_rows == rows for _, _, timed_rows in self._seconds)
 
     def curve(self, part: TimedPart, kind: str, sequence_length: int) -> Curve | None:
-        """Fitted curve of seconds over tokens; None if nothing was timed."""
+        """Fit a curve of seconds over tokens; None if nothing was timed."""
         rows = sorted(timed_rows for timed_part, of, timed_rows in self._seconds if (timed_part, of) == (part, kind))
         if not rows:
             return None
         return fitted_curve({count * sequence_length: self._seconds[part, kind, count] for count in rows})
 
     def overhead_s(self, part: TimedPart) -> float:
-        """Seconds of a stage outside its layers, with the smallest micro-batch."""
+        """Seconds that a stage spends outside its layers, with the smallest micro-batch."""
         outside = {key: times for key, times in self._seconds.items() if key[0] is part and isinstance(key[1], int)}
         fewest = min((rows for _, _, rows in outside), default=0)
         stages = [times for (_, _, rows), times in outside.items() if rows == fewest]
@@ -155,7 +155,7 @@ class TimingSamples:
 
 
 def layer_times(samples: TimingSamples, kind: str, sequence_length: int) -> LayerTimes:
-    """Curves of one layer kind, with both parts of a split backward or neither."""
+    """Return the curves of one layer kind, with both parts of a split backward or neither."""
     curves = {part: samples.curve(part, kind, sequence_length) for part in TimedPart}
     forward, backward, input_part = curves[TimedPart.FORWARD], curves[TimedPart.BACKWARD], curves[TimedPart.INPUT]
     assert forward is not None and backward is not None, f"{kind} was not timed"
@@ -167,18 +167,18 @@ def layer_times(samples: TimingSamples, kind: str, sequence_length: int) -> Laye
 
 @dataclass(frozen=True)
 class TimedVariant:
-    """One way to run layers: complete, as a tensor-parallel shard, with recompute, or with a split backward."""
+    """One way of running layers: complete, as a tensor-parallel shard, with recomputation, or with a split backward."""
 
     run: Callable[[int, TimingSamples], None]
-    """Run one repetition with a number of sequences."""
+    """Runs one repetition with the given number of sequences."""
     forget: Callable[[], None]
-    """Release the memory of a repetition that ran out of memory."""
+    """Releases the memory of a repetition that ran out of memory."""
     rows: tuple[int, ...]
     """Sequences per micro-batch to time, increasing."""
     samples: TimingSamples
     repeats: int
     ends: bool = False
-    """Time only the smallest size and the largest within ``MAX_TIMING_S``, for variants close to another one."""
+    """Whether to time only the smallest size and the largest within ``MAX_TIMING_S``, as for secondary variants."""
 
 
 @dataclass
@@ -195,22 +195,22 @@ class _Lap:
         return self.done == 0 or within_limits
 
     def count(self, fits: bool) -> None:
-        """Count a repetition; without ``fits`` (out of memory) it is the last."""
+        """Count a repetition; if ``fits`` is false (out of memory), no further repetitions follow."""
         self.done = self.done + 1 if fits else self.variant.repeats
         self.spent_s += self.pass_s
 
 
 class TimingRounds:
-    """Times layers on one device. ``clock``: seconds. ``warms_up``: the first run of every shape is slower."""
+    """Times layers on one device with ``clock`` (in seconds); if ``warms_up``, the first run of every shape is slower."""
 
     def __init__(self, clock: Callable[[], float], warms_up: bool) -> None:
         self._clock, self._warms_up = clock, warms_up
 
     def time(self, variants: Sequence[TimedVariant]) -> None:
-        """Fill the samples of ``variants``, without sizes that exceed the memory.
+        """Fill the samples of ``variants``, leaving out sizes that exceed the memory.
 
         Raises:
-            RuntimeError, MemoryError: the smallest size exceeds the memory.
+            RuntimeError, MemoryError: if the smallest size exceeds the memory.
         """
         laps = [lap for variant in variants for lap in self._start_laps(variant)]
         while laps := [lap for lap in laps if lap.goes_on()]:
@@ -243,7 +243,7 @@ class TimingRounds:
         return laps
 
     def _seconds(self, variant: TimedVariant, rows: int, samples: TimingSamples) -> float | None:
-        """Seconds of one repetition; None if a size above the smallest is out of memory."""
+        """Seconds of one repetition; None if it ran out of memory and is larger than the smallest size."""
         begin = self._clock()
         try:
             variant.run(rows, samples)

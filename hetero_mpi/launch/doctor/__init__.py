@@ -1,1 +1,1 @@
-"""The command ``doctor``: checks whether the hosts can run a job, and how to fix failures."""
+"""The command ``doctor``: checks whether the hosts can run a job, and explains how to fix problems."""

@@ -1,4 +1,4 @@
-"""The checks of ``doctor``: functions from facts about hosts to findings, and their order."""
+"""The checks of ``doctor``: functions that turn facts about hosts into findings, in reporting order."""
 
 import ipaddress
 import json
@@ -21,17 +21,17 @@ from hetero_mpi.util.shipped import pip_argument
 from hetero_mpi.util.terminal import write_text
 
 MIN_RUN_BYTES = 500_000_000
-"""A run fails with less free space: the checkpoints of even 8 M trained parameters do not fit."""
+"""With less free space a run fails: the checkpoints of even 8 M trained parameters do not fit."""
 MIN_DISK_BYTES = 5_000_000_000
-"""With less free space a run directory or a cache is likely to be full soon."""
+"""With less free space, a run directory or a cache is likely to fill up soon."""
 VIRTUAL_NICS = ("lo", "docker", "virbr", "br-", "podman", "cni")
-"""Name prefixes of interfaces without a connection to other machines."""
+"""Name prefixes of interfaces that have no connection to other machines."""
 _WSL_ADDRESSES = ipaddress.IPv4Network("172.16.0.0/12")
-"""Range of the translated (NAT) addresses of WSL 2."""
+"""Range of the translated (NAT) addresses that WSL 2 uses."""
 NO_LIBRARY = "none"
 OTHER_SOURCE = "it runs another commit of hetero_mpi"
 MAX_CLOCK_OFFSET_S = 0.5
-"""With a larger offset, logs and timelines of several hosts are hard to compare."""
+"""Maximum clock offset between hosts; logs and timelines with a larger one are hard to compare."""
 _VENDORS = (("nvidia", "cuda", "NVIDIA"), ("amdgpu", "rocm", "AMD"), ("intel", "xpu", "Intel"))
 """(kernel driver, backend, vendor)."""
 _HIDING_VARIABLES = {
@@ -44,16 +44,14 @@ MIN_MEMORY_BYTES = 1_000_000_000
 
 @dataclass(frozen=True)
 class DoctorOptions:
-    """The options of ``doctor``."""
-
     hostfile: str | None = None
     hosts: str | None = None
     mpirun_args: tuple[str, ...] = ()
-    """The launcher's options, which may select a launch agent."""
+    """Options of the launcher, which may select a launch agent."""
     run_dir: str = "runs"
     json: bool = False
     self_test: bool = False
-    """Compare the results of every device with the CPU's."""
+    """Whether to compare the results of every device with those of the CPU."""
 
 
 def report(options: DoctorOptions, findings: Sequence[Finding], targets: Sequence[Target]) -> int:
@@ -68,13 +66,13 @@ def report(options: DoctorOptions, findings: Sequence[Finding], targets: Sequenc
 
 
 def _finding_at(target: Target, kind: str, /, **values: Any) -> Finding:
-    """A finding about one target; its title and its Python are among the values."""
+    """Return a finding about one target; its title and its Python are added to ``values``."""
     python = target.facts.python if target.facts is not None else target.python
     return finding_of(kind, target.title, **{"title": target.title, "python": python, **values})
 
 
 def check_reach(targets: Sequence[Target]) -> Iterator[Finding]:
-    """Hosts that have answered, and the reasons why others have not."""
+    """Report the hosts that answered, and why the others did not."""
     for target, _ in answering(targets):
         yield _finding_at(target, "answers")
     for target in targets:
@@ -101,7 +99,7 @@ _REACH_REMEDIES: tuple[tuple[tuple[str, ...], str], ...] = (
         'python = "/PATH/bin/python" in a hosts.toml (non-interactive logins do not read .bashrc, so PATH does not help)',
     ),
 )  # fmt: skip
-"""Parts of a complaint -> remedy."""
+"""Substrings of a complaint -> remedy."""
 
 
 def _reach_remedy(target: Target) -> str:
@@ -114,14 +112,14 @@ def _reach_remedy(target: Target) -> str:
 
 
 def check_addresses(targets: Sequence[Target]) -> Iterator[Finding]:
-    """A loopback address in a host file with several hosts: it means the local host on each."""
+    """Report a loopback address in a file with several hosts, where it means the local host on each of them."""
     loopback = [target.title for target in targets if target.address.startswith("127.")]
     if loopback and any(target.address and not target.local for target in targets):
         yield finding_of("loopback", *loopback)
 
 
 def check_translated(targets: Sequence[Target]) -> Iterator[Finding]:
-    """WSL with translated addresses, the Windows default: no other host can reach it."""
+    """Report WSL with translated addresses (the Windows default), which no other host can reach."""
     for target, facts in answering(targets):
         ips = [ipaddress.IPv4Address(ip) for name, ip, _ in facts.addresses if not name.startswith(VIRTUAL_NICS)]
         if "microsoft" in facts.system.lower() and ips and all(ip in _WSL_ADDRESSES for ip in ips):
@@ -130,7 +128,7 @@ def check_translated(targets: Sequence[Target]) -> Iterator[Finding]:
 
 
 def check_hosts_differ(targets: Sequence[Target]) -> Iterator[Finding]:
-    """Two machines with one name, which Open MPI treats as one machine."""
+    """Report two machines with the same name, which Open MPI treats as one machine."""
     peers: list[tuple[Target, str, set[str]]] = []
     for target, facts in answering(targets):
         external = {address for interface, address, _ in facts.addresses if not interface.startswith(VIRTUAL_NICS)}
@@ -141,7 +139,7 @@ def check_hosts_differ(targets: Sequence[Target]) -> Iterator[Finding]:
 
 
 def check_packages(targets: Sequence[Target]) -> Iterator[Finding]:
-    """Required packages that are not installed."""
+    """Report required packages that are not installed."""
     for target, facts in answering(targets):
         if facts.missing:
             to_install = " ".join(facts.missing).replace("_", "-")
@@ -151,7 +149,7 @@ def check_packages(targets: Sequence[Target]) -> Iterator[Finding]:
 
 
 def check_versions(targets: Sequence[Target]) -> Iterator[Finding]:
-    """Versions that match or differ, by the rules of a run's start (``comm.ranks.versions``)."""
+    """Report which versions match and which differ, by the rules of a run's start (``comm.ranks.versions``)."""
     for name in (*MATCH_RULES, "torch", "Python"):
         versions = [
             (target.title, library_of(facts) if name == MPI_LIBRARY else facts.versions.get(name, "absent"))
@@ -174,13 +172,13 @@ def check_versions(targets: Sequence[Target]) -> Iterator[Finding]:
 
 
 def library_of(facts: HostFacts) -> str:
-    """The MPI library's name and version, as in ``World.library``; ``NO_LIBRARY`` if it cannot be loaded."""
+    """Return the MPI library's name and version, as in ``World.library``; ``NO_LIBRARY`` if it cannot be loaded."""
     text = facts.mpi.get("library", "")
     return str(parse_library_version(text)) if text else NO_LIBRARY
 
 
 def check_mpi(targets: Sequence[Target]) -> Iterator[Finding]:
-    """MPI's initialisation and thread support, and the path of its daemon."""
+    """Report whether MPI starts and supports threads, and whether its daemon is where the launcher expects it."""
     for target, facts in answering(targets):
         error, threads = facts.mpi.get("error", ""), facts.mpi.get("threads", "")
         if error and "library" not in facts.mpi:
@@ -209,7 +207,7 @@ def _daemon(target: Target, facts: HostFacts) -> Iterator[Finding]:
 
 
 def check_fault_tolerance(targets: Sequence[Target]) -> Iterator[Finding]:
-    """Whether the MPI libraries can survive lost ranks (``--recover``)."""
+    """Report whether the MPI libraries can survive the loss of ranks (``--recover``)."""
     loaded = [(target.title, facts.mpi) for target, facts in answering(targets) if facts.mpi.get("library")]
     unsupported = [
         title
@@ -221,7 +219,7 @@ def check_fault_tolerance(targets: Sequence[Target]) -> Iterator[Finding]:
 
 
 def check_interfaces(targets: Sequence[Target]) -> Iterator[Finding]:
-    """The network interface that MPI will use to reach the other hosts, and the excluded ones."""
+    """Report the network interface that MPI will use to reach the other hosts, and the interfaces it will avoid."""
     if all(target.local for target in targets):
         yield finding_of("one machine")
         return
@@ -248,7 +246,7 @@ def check_interfaces(targets: Sequence[Target]) -> Iterator[Finding]:
 
 
 def check_clocks(offsets_s: Mapping[str, float]) -> Iterator[Finding]:
-    """Clocks compared with the first host's. ``offsets_s``: host -> offset in seconds."""
+    """Report clocks that deviate from the first host's; ``offsets_s`` maps each host to its offset in seconds."""
     deviations_s = {title: offset_s for title, offset_s in offsets_s.items() if abs(offset_s) > MAX_CLOCK_OFFSET_S}
     for title, offset_s in deviations_s.items():
         yield finding_of("clock", title, late=f"{units.seconds(abs(offset_s))} {'ahead' if offset_s > 0 else 'behind'}")
@@ -257,7 +255,7 @@ def check_clocks(offsets_s: Mapping[str, float]) -> Iterator[Finding]:
 
 
 def check_disks(targets: Sequence[Target]) -> Iterator[Finding]:
-    """Free space of the run directory (mostly on rank 0's host), the ranks' directory, temporary files and caches."""
+    """Report the free space for runs (mostly on rank 0's host), temporary files and caches."""
     for number, (target, facts) in enumerate(answering(targets)):
         work = facts.directories["work"]
         if work["problem"]:
@@ -276,7 +274,7 @@ def check_disks(targets: Sequence[Target]) -> Iterator[Finding]:
 
 
 def check_devices(targets: Sequence[Target]) -> Iterator[Finding]:
-    """The devices of each host, their problems, and why a vendor's GPUs are missing although their driver is loaded."""
+    """Report each host's devices and their problems, and why GPUs are missing although their driver is loaded."""
     for target, facts in answering(targets):
         if "version" in facts.torch:
             yield _finding_at(target, "devices", devices=_offered(facts))
@@ -295,7 +293,7 @@ def _offered(facts: HostFacts) -> str:
 
 
 def _device_problems(facts: HostFacts) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (kind of finding, its values)."""
+    """Yield the kind and the values of a finding for each problem."""
     offered_backends = {device["backend"] for device in facts.torch["devices"]}
     for device, reason in facts.torch["errors"].items():
         if ":" in device:
@@ -340,7 +338,7 @@ def _device_problems(facts: HostFacts) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def check_self_tests(targets: Sequence[Target]) -> Iterator[Finding]:
-    """The results of the devices' self-tests, if requested."""
+    """Report the results of the devices' self-tests, if they were requested."""
     for target, facts in answering(targets):
         for test in map(SelfTest.from_dict, facts.self_tests):
             name, problems = f"{test.label} {test.about.get('device', '')}".strip(), test.problems
@@ -352,7 +350,7 @@ def check_self_tests(targets: Sequence[Target]) -> Iterator[Finding]:
 
 
 def self_test_lines(targets: Sequence[Target]) -> list[str]:
-    """All results of the self-tests, without host names; empty without tests."""
+    """Format all self-test results, without host names; empty if nothing was tested."""
     lines = []
     for _, facts in answering(targets):
         drivers = {
@@ -364,7 +362,7 @@ def self_test_lines(targets: Sequence[Target]) -> list[str]:
 
 
 def check_shares(targets: Sequence[Target]) -> Iterator[Finding]:
-    """Ranks compared with GPUs: ranks without a GPU, GPUs without a rank, and requested devices that do not exist."""
+    """Report ranks without a GPU, GPUs without a rank, and requested devices that do not exist."""
     for target, facts in answering(targets):
         devices = facts.torch.get("devices", [])
         if not devices:
@@ -391,4 +389,4 @@ CHECKS = (
     check_versions, check_mpi, check_fault_tolerance, check_devices, check_self_tests,
     check_shares, check_interfaces, check_disks,
 )  # fmt: skip
-"""In reporting order. Each check covers all hosts."""
+"""The checks in reporting order. Each covers all hosts."""

@@ -1,4 +1,4 @@
-"""Findings of ``doctor``: their kinds with severity, text and remedy; formatted as text or JSON."""
+"""Findings of ``doctor``: their kinds, with severity, text and remedy, and their format as text or JSON."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -13,29 +13,29 @@ _INDENT_SIZE = 20
 
 
 class Severity(str, Enum):
-    """Severity of a finding."""
+    """How serious a finding is."""
 
     FINE = "ok"
     NOTE = "note"
     """Information; nothing to do."""
     SLOW = "warn"
-    """A run would work, but with less performance, fewer devices, or a later problem."""
+    """A run would work, but more slowly, on fewer devices, or with a problem later."""
     RISKS = "RISK"
-    """A run may fail, or may not."""
+    """A run may or may not fail."""
     FAILS = "FAIL"
     """A run would fail."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A finding of a check: its name, severity, text and remedy."""
+    """A result of a check: its subject, severity, text and remedy."""
 
     subject: str
     severity: Severity
     text: str
     remedy: str = ""
     where: tuple[str, ...] = ()
-    """The hosts or ranks concerned; empty: all."""
+    """Hosts or ranks that the finding is about; empty for all."""
 
 
 FINE, NOTE, SLOW, RISKS, FAILS = Severity
@@ -177,13 +177,13 @@ KINDS: dict[str, tuple[str, Severity, str, str]] = {
 
 
 def finding_of(kind: str, /, *where: str, **values: Any) -> Finding:
-    """The finding of a kind about these hosts or ranks; without any: about all."""
+    """Create a finding of the given kind about these hosts or ranks, or about all if none are given."""
     subject, severity, text, remedy = KINDS[kind]
     return Finding(subject.format(**values), severity, text.format(**values), remedy.format(**values), where)
 
 
 def merge_same(findings: Iterable[Finding]) -> list[Finding]:
-    """Merge ``findings`` that differ only in ``where``; order is kept."""
+    """Merge ``findings`` that differ only in ``where``, keeping their order."""
     locations_by_finding: dict[Finding, list[str]] = {}
     for finding in findings:
         locations = locations_by_finding.setdefault(replace(finding, where=()), [])
@@ -192,12 +192,12 @@ def merge_same(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def would_fail(findings: Iterable[Finding]) -> bool:
-    """Whether a run would, or may, fail according to these findings."""
+    """Whether a run would fail, or might, according to these findings."""
     return any(finding.severity in (Severity.FAILS, Severity.RISKS) for finding in findings)
 
 
 def lines_of(findings: Sequence[Finding]) -> list[str]:
-    """Lines for a terminal: one per finding, its remedy below it after an arrow, and a summary at the end."""
+    """Format findings for a terminal: the remedy follows its finding after an arrow, and a summary ends the text."""
     lines = []
     for finding in findings:
         start = f"{finding.severity.value:<5} {finding.subject}"
@@ -216,5 +216,5 @@ def lines_of(findings: Sequence[Finding]) -> list[str]:
 
 
 def as_json(findings: Sequence[Finding]) -> list[dict[str, Any]]:
-    """The findings as JSON-able values."""
+    """Convert findings to values that can be written as JSON."""
     return [{**asdict(finding), "severity": finding.severity.value} for finding in findings]

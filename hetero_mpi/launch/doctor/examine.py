@@ -1,8 +1,8 @@
 """The command ``doctor`` without mpirun: examines every host through the launch agent.
 
-It starts a host agent on each host and tries plain TCP between them, so that it can explain why MPI would not start. Only the
-standard library is needed. Under mpirun the ranks examine themselves instead (``rank_checks``). Exit code: 0 if a run would work,
-1 (``ExitCode.FAILED``) if a run would, or may, fail.
+It starts a host agent on each host and tries plain TCP between the hosts, so that it can explain why MPI would not start. Only
+the standard library is needed. Under mpirun the ranks examine themselves instead (``rank_checks``). The exit code is 0 if a run
+would work, and 1 (``ExitCode.FAILED``) if a run would or might fail.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ if TYPE_CHECKING:
     from hetero_mpi.launch.hosts.mesh import Mesh
 
 _START_S, _FACTS_S, _ANSWER_S = 60.0, 300.0, 30.0
-"""Timeouts of a host agent: for its start, for the facts about its host (it imports torch), and for other answers."""
+"""Timeouts in seconds for a host agent's start, its facts about the host (it imports torch), and its other answers."""
 _SELF_TEST_S = 900.0
-"""Timeout of a device's self-test. A single hanging check is ended much sooner."""
+"""Timeout of a device's self-test in seconds. A single check that hangs is ended much sooner."""
 _CONNECT_S = 5.0
-"""Timeout of a connection between two hosts."""
+"""Timeout of a connection between two hosts in seconds."""
 
 
 def doctor(options: DoctorOptions) -> int:
-    """Examine the hosts of the options, or the ranks under mpirun; print the findings and return the exit code.
+    """Examine the hosts in the options, or the ranks under mpirun; print the findings and return the exit code.
 
     Raises UserError if the host file cannot be read.
     """
@@ -56,7 +56,7 @@ def doctor(options: DoctorOptions) -> int:
 
 
 def examine_hosts(options: DoctorOptions) -> tuple[list[Finding], list[Target]]:
-    """Findings about the hosts of the options' file (default: this machine), and the facts about them."""
+    """Return findings and facts about the hosts in the options' file (default: this machine)."""
     launcher, findings = _launcher()
     try:
         targets, unknown = targets_of(options, launcher)
@@ -109,7 +109,7 @@ def _mesh(path: str, results: Sequence[Target]) -> list[Finding]:
 
 
 def mesh_finding(mesh: Mesh, addresses: Mapping[str, Sequence[str]], path: str) -> Finding:
-    """Whether the mesh is up on every host, without MPI. ``addresses``: host -> its IPv4 addresses."""
+    """Check without MPI whether the mesh is up on every host; ``addresses`` maps each host to its IPv4 addresses."""
     down = [host for host, ips in addresses.items() if not any(mesh.holds(address) for address in ips)]
     if down:
         return finding_of("mesh down", *down, network=mesh.network, interface=mesh.interface)
@@ -126,9 +126,9 @@ def _launcher() -> tuple[Launcher | None, list[Finding]]:
 
 
 def targets_of(options: DoctorOptions, launcher: Launcher | None) -> tuple[list[Target], list[Target]]:
-    """Return (the hosts to examine, in file order; those whose names do not resolve).
+    """Return (hosts to examine, in file order; hosts whose names do not resolve).
 
-    Raises UserError if the file cannot be read, or is invalid.
+    Raises UserError if the file cannot be read or is invalid.
     """
     local_prefix = launcher.prefix if launcher else ""
     if options.hosts is not None:
@@ -188,7 +188,7 @@ def _ask_facts(target: Target, host_agent: HostAgent, run_dir: str) -> Target:
 
 
 def _with_self_tests(examined: Target, host_agent: HostAgent) -> Target:
-    """Add the results of the devices' self-tests; unchanged without torch, or for another commit."""
+    """Add the results of the devices' self-tests; no change if torch is missing or the host has another commit."""
     if examined.facts is None or not _same_source(examined):
         return examined
     devices = devices_to_test(examined.facts.torch)
@@ -202,7 +202,7 @@ def _with_self_tests(examined: Target, host_agent: HostAgent) -> Target:
 
 
 def _connections(ends: Sequence[tuple[Target, HostAgent]], networks: Sequence[LocalAddress]) -> Iterator[Finding]:
-    """Findings about TCP connections between each two machines. Each machine is tested once, whatever its entries."""
+    """Yield findings about TCP connections between all pairs of machines, each tested once whatever its entries."""
     machines = {("here" if target.local else target.address): (target, agent) for target, agent in reversed(ends)}
     ends = list(reversed(machines.values()))
     if len(ends) < 2:
@@ -223,7 +223,7 @@ def _connections(ends: Sequence[tuple[Target, HostAgent]], networks: Sequence[Lo
 
 
 def _door(end: tuple[Target, HostAgent]) -> dict[str, Any]:
-    """The address, port and word of a listening machine; port 0 if it does not listen."""
+    """Make a machine listen and return its address, port and word; port 0 if it does not listen."""
     target, agent = end
     with contextlib.suppress(AgentError):
         return {"address": target.address, **agent.ask("listen", _ANSWER_S)}
@@ -231,7 +231,7 @@ def _door(end: tuple[Target, HostAgent]) -> dict[str, Any]:
 
 
 def _errors(agent: HostAgent, endpoints: Sequence[dict[str, Any]], source: int) -> dict[int, str]:
-    """Number of every other machine -> connection error, or "" for success."""
+    """Map the number of every other machine to the connection error, or "" for success."""
     peers = [number for number in range(len(endpoints)) if number != source]
     try:
         answer = agent.ask("connect", _ANSWER_S, doors=[endpoints[peer] for peer in peers], patience_s=_CONNECT_S)
@@ -243,7 +243,7 @@ def _errors(agent: HostAgent, endpoints: Sequence[dict[str, Any]], source: int) 
 def _own_side(
     stack: contextlib.ExitStack, reachable: Sequence[tuple[Target, HostAgent]]
 ) -> list[tuple[Target, HostAgent]]:
-    """This machine with an agent, unless it is among the hosts, as their daemons connect to it."""
+    """Return this machine with an agent if it is not among the hosts, because their daemons will connect to it."""
     if not reachable or any(target.local for target, _ in reachable):
         return []
     address = source_address(reachable[0][0].address)
@@ -254,7 +254,7 @@ def _own_side(
 
 
 def _offset_s(host_agent: HostAgent) -> float:
-    """Clock offset of a host, in seconds, from the fastest of five answers."""
+    """Return the clock offset of a host in seconds, from the fastest of five answers."""
     trips = []
     with contextlib.suppress(AgentError):
         for _ in range(5):

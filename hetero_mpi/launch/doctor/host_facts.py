@@ -1,6 +1,6 @@
-"""Facts about a host and its Python, gathered there; and the targets of an examination: hosts, entries of a hosts file, or ranks.
+"""Facts about a host and its Python, gathered there, and the targets to examine (hosts, hosts-file entries, or ranks).
 
-Only the standard library is imported (and psutil if installed). torch and MPI are tried in subprocesses, so that a host with a
+Only the standard library (and psutil if installed) is imported. torch and MPI are tried in subprocesses, so that a host with a
 broken installation can still report.
 """
 
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from hetero_mpi.launch.hosts.mesh import Mesh
 
 TOOLS = ("prted", "orted", "hydra_pmi_proxy", "mpirun", "mpiexec", "python3", "ssh")
-"""Programs to look for; the first three are the launchers' remote daemons: Open MPI 5's, 4's, MPICH's."""
+"""Programs to look for; the first three are the remote daemons of Open MPI 5, Open MPI 4 and MPICH."""
 VARIABLES = (
     "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "LD_LIBRARY_PATH", "PYTHONPATH",
     "OMP_NUM_THREADS", "HETERO_MPI_DEVICE", "OMPI_MCA_btl_tcp_if_include", "FI_TCP_IFACE", "UCX_NET_DEVICES",
 )  # fmt: skip
 _TORCH_TIMEOUT_S = 180.0
-"""Timeout for importing torch, which takes long from a cold network disk."""
+"""Timeout in seconds for importing torch, which takes long from a cold network disk."""
 _MPI_PROBE = """
 import json, mpi4py
 mpi4py.rc.initialize = False
@@ -52,7 +52,7 @@ MPI.Finalize()
 
 @dataclass(frozen=True)
 class HostFacts:
-    """Facts about a host, gathered on it. JSON-able."""
+    """Facts about a host, gathered on it, as JSON-serializable values."""
 
     host: str
     python: str
@@ -60,80 +60,80 @@ class HostFacts:
     system: str
     cores: int
     memory_bytes: int
-    """Free memory now."""
+    """Memory that is free now."""
     addresses: tuple[tuple[str, str, str], ...]
-    """(interface, IPv4 address, netmask)."""
+    """(interface, IPv4 address, netmask) of each local address."""
     versions: dict[str, str]
     """Package -> version or ``absent``."""
     missing: tuple[str, ...]
-    """Modules of ``REQUIRED`` that are not installed."""
+    """Modules in ``REQUIRED`` that are not installed."""
     path: str
-    """``PATH`` of a non-interactive command."""
+    """Value of ``PATH`` for a non-interactive command."""
     tools: dict[str, str]
-    """Paths of the existing ``TOOLS``, next to this Python or on ``PATH``."""
+    """Paths of those ``TOOLS`` that exist next to this Python or on ``PATH``."""
     variables: dict[str, str]
     drivers: dict[str, str]
-    """Version (or "yes") of the loaded kernel drivers ``nvidia``, ``amdgpu``, ``intel``."""
+    """Versions (or "yes") of the kernel drivers ``nvidia``, ``amdgpu`` and ``intel``, if loaded."""
     kfd: str
     """Access to the device of AMD's compute driver: ``open``, ``closed`` (no permission) or ``absent``."""
     directories: dict[str, Any]
-    """``run``, ``tmp``, ``cache`` and ``work``: as ``disk.folder_space``."""
+    """Results of ``disk.folder_space`` for ``run``, ``tmp``, ``cache`` and ``work``."""
     mpi: dict[str, Any] = field(default_factory=dict)
-    """``library`` (its version text), ``threads``, ``fault_tolerance`` (None: unknown), ``error``."""
+    """``library`` (its version string), ``threads``, ``fault_tolerance`` (None if unknown), ``error``."""
     torch: dict[str, Any] = field(default_factory=dict)
     """The result of ``device.device_probe``, or {"error": ...}."""
     self_tests: tuple[dict[str, Any], ...] = ()
-    """Results (``SelfTest.to_dict``) for its GPUs, or for its CPU if there are none; empty if not requested."""
+    """Results (``SelfTest.to_dict``) for the GPUs, or for the CPU if there are none; empty if not requested."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> HostFacts:
-        """The inverse of ``to_dict``, after a JSON round trip."""
+        """Invert ``to_dict`` after a JSON round trip."""
         plain = {**values, "addresses": tuple((a, b, c) for a, b, c in values["addresses"])}
         return cls(**{**plain, "missing": tuple(values["missing"])})
 
 
 @dataclass(frozen=True)
 class Target:
-    """A host, an entry of a hosts file, or a rank, with its facts or the reason for their absence."""
+    """A host, an entry of a hosts file, or a rank, with facts about it or the reason why there are none."""
 
     title: str
     address: str
-    """IPv4; "": none."""
+    """IPv4 address; "" if there is none."""
     name: str
-    """The name for the launch agent."""
+    """Name for the launch agent."""
     local: bool
     python: str = sys.executable
     prefix: str = ""
-    """Directory where the launcher will look for MPI there; "": not checked."""
+    """Directory where the launcher will look for MPI on the host; "" if it is not to be checked."""
     directory: str = ""
-    """Working directory of its ranks; "": the local path, if it exists there."""
+    """Working directory of the target's ranks; "" for the local path, if it exists there."""
     variables: Mapping[str, str] = field(default_factory=dict)
     ranks: int = 0
-    """Number of its ranks; 0: unknown."""
+    """Number of the target's ranks; 0 if unknown."""
     device: str = "auto"
-    """The device for its ranks according to the hosts file."""
+    """Device that the hosts file sets for the target's ranks."""
     mesh: Mesh | None = None
-    """The mesh of the hosts file, if the address lies in it."""
+    """Mesh of the hosts file, if it contains the address."""
     facts: HostFacts | None = None
     complaint: str = ""
-    """Without facts: the last line of the launch agent, or of Python there."""
+    """If there are no facts: the last line printed by the launch agent, or by Python on the host."""
 
 
 def answering(targets: Sequence[Target]) -> list[tuple[Target, HostFacts]]:
-    """The targets with facts, each with them."""
+    """Return the targets that have facts, with these facts."""
     return [(target, target.facts) for target in targets if target.facts is not None]
 
 
 def gather(directory: str, deeply: bool = True, prefix: str = "", work: str = "") -> HostFacts:
-    """Facts about this host and this Python.
+    """Gather facts about this host and this Python.
 
     Args:
-        deeply: Also try MPI and torch, in subprocesses (takes seconds).
-        prefix: Expected directory of MPI, searched before this environment and ``PATH``; "": only these.
-        work: Working directory of ranks; "": any.
+        deeply: Whether to try MPI and torch too, in subprocesses (takes seconds).
+        prefix: Expected directory of MPI, searched before this environment and ``PATH``; "" to search only these.
+        work: Required working directory of the ranks; "" for any.
     """
     missing = absent_packages()
     addresses: tuple[tuple[str, str, str], ...] = ()
@@ -175,7 +175,7 @@ def gather(directory: str, deeply: bool = True, prefix: str = "", work: str = ""
 
 
 def try_mpi() -> dict[str, Any]:
-    """The library that mpi4py loads, and its thread support when started without a launcher."""
+    """Return the library that mpi4py loads and its thread support, as started without a launcher."""
     # Otherwise the child would inherit this rank's identity, and MPI accepts no rank twice.
     launcher = ("PMIX_", "PMI_", "SLURM_", "HYDRA_", "OMPI_COMM_")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(launcher)}
@@ -185,7 +185,7 @@ def try_mpi() -> dict[str, Any]:
 
 
 def fault_tolerance() -> bool | None:
-    """Whether this environment's Open MPI has ULFM; None: unknown (another MPI, or no ``ompi_info``)."""
+    """Whether this environment's Open MPI has ULFM; None if unknown (another MPI, or no ``ompi_info``)."""
     tool = _tool("ompi_info")
     if not tool:
         return None
@@ -197,23 +197,23 @@ def fault_tolerance() -> bool | None:
 
 
 def try_torch() -> dict[str, Any]:
-    """The result of ``device.device_probe`` in a subprocess; {"error": ...} if it fails."""
+    """Return the result of ``device.device_probe`` in a subprocess, or {"error": ...} if it fails."""
     return _json_of([sys.executable, "-m", "hetero_mpi.device.device_probe"], dict(os.environ), _TORCH_TIMEOUT_S)
 
 
 def devices_to_test(torch: Mapping[str, Any]) -> list[tuple[str, int]]:
-    """(backend, index) of every GPU in the result of ``try_torch``, or of the CPU without GPUs; empty without torch."""
+    """Return (backend, index) of every GPU found by ``try_torch``, or of the CPU if there are none."""
     devices = [(device["backend"], device["index"]) for device in torch.get("devices", ())]
     return [device for device in devices if device[0] != "cpu"] or devices
 
 
 def self_tests(torch: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Test these devices one after the other, each in a subprocess."""
+    """Test the devices one after the other, each in a subprocess."""
     return [self_test(backend, index).to_dict() for backend, index in devices_to_test(torch)]
 
 
 def _json_of(command: list[str], environment: dict[str, str], patience_s: float) -> dict[str, Any]:
-    """The last JSON line that a command prints, with ``error`` added if the command failed."""
+    """Return the last JSON line that a command prints, with ``error`` added if the command fails."""
     error, output, error_output = "", "", ""
     try:
         answer = subprocess.run(
@@ -235,7 +235,7 @@ def _json_of(command: list[str], environment: dict[str, str], patience_s: float)
 
 
 def _error_line(text: str) -> str:
-    """The most informative line of an error output: an exception's, or the last."""
+    """Return the most informative line of an error output: the last exception's, or else the last line."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     exceptions = [
         line for line in lines if line.split(":")[0].endswith(("Error", "Exception")) and " " not in line.split(":")[0]

@@ -1,8 +1,8 @@
-"""``doctor`` and ``mesh verify`` under mpirun: every rank examines itself; messages are timed as in training, and counted.
+"""``doctor`` and ``mesh verify`` under mpirun: every rank examines itself, and messages are timed as in training.
 
-The mesh is verified by messages between each two hosts, while the interfaces count bytes. The MPI library's settings are no proof,
-as it may silently use another network: a direction in which the mesh carried fewer bytes than were sent is a failure. The address
-does not prove it either: its interface must be a tunnel.
+The mesh is verified by sending messages between every two hosts while counting the bytes on each interface. The MPI library's
+settings prove nothing, as it may silently use another network; it is a failure if the mesh carried fewer bytes in a direction
+than were sent. An address in the mesh's network proves nothing either: its interface must be a tunnel.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ if TYPE_CHECKING:
 _MESSAGES_BYTES = (1024, 65_536, 4_194_304)
 _REPEAT_COUNT = 3
 MIN_BYTES_PER_S = 40e6
-"""Links below this bandwidth, between 100 Mbit/s and 1 Gbit/s, are reported as slow: a bad cable or Wi-Fi."""
+"""Links below this bandwidth, between 100 Mbit/s and 1 Gbit/s, are reported as slow (a bad cable, Wi-Fi)."""
 MAX_LATENCY_S = 2e-3
-"""Links above this latency are reported: a local cable is faster."""
+"""Links above this latency in seconds are reported; a local cable is faster."""
 MAX_ASYMMETRY_RATIO = 3.0
 MAX_LISTED_LINKS = 12
-"""Up to this number, links are listed individually."""
+"""Maximum number of links that are all listed individually."""
 INTERFACE_VARIABLES = ("OMPI_MCA_btl_tcp_if_include", "FI_TCP_IFACE", "UCX_NET_DEVICES")
 MESSAGE_BYTES = 1 << 22
-"""Bytes sent each way between each two hosts: far more than other traffic in that time."""
+"""Bytes sent each way between every two hosts, far more than other traffic during that time."""
 _REQUEST_TAG = 101
 _REPLY_TAG = 102
 _ARPHRD_NONE_CODE = 0xFFFE
-"""Linux's interface type of WireGuard and of tunnels in user space (tun)."""
+"""Interface type that Linux assigns to WireGuard and to tunnels in user space (tun)."""
 
 
 def run_rank_doctor(world: World, options: DoctorOptions) -> int:
-    """Examine the ranks, print on rank 0, and return the exit code. Collective."""
+    """Examine the ranks, print the findings on rank 0, and return the exit code. Collective."""
     findings, targets = examine_ranks(world, options)
     run_would_fail = world.broadcast_json(would_fail(findings) if world.rank == 0 else None)
     if world.rank == 0:
@@ -61,7 +61,7 @@ def run_rank_doctor(world: World, options: DoctorOptions) -> int:
 
 
 def examine_ranks(world: World, options: DoctorOptions) -> tuple[list[Finding], list[Target]]:
-    """Findings about the ranks of this job; complete on rank 0. Collective."""
+    """Return findings about the ranks of this job, complete on rank 0, and the targets. Collective."""
     targets = _gather_targets(world, options)
     world.barrier()
     clocks_s = world.all_gather_json(time.time())  # some ms apart, but only seconds matter
@@ -81,7 +81,7 @@ def examine_ranks(world: World, options: DoctorOptions) -> tuple[list[Finding], 
 
 
 def _gather_targets(world: World, options: DoctorOptions) -> list[Target]:
-    """Facts about every Python of every host, once each. Only the first of its ranks imports torch."""
+    """Gather facts about every Python on every host once; only the first of its ranks imports torch."""
     from mpi4py import MPI
 
     world.current_action = "examining this host"
@@ -106,7 +106,7 @@ def _gather_targets(world: World, options: DoctorOptions) -> list[Target]:
 
 
 def _interfaces_of(targets: Sequence[Target]) -> Iterator[Finding]:
-    """The interfaces set for MPI. Under mpirun it has already chosen, and messages arrive."""
+    """Report the interfaces set for MPI. Under mpirun MPI has already chosen, and messages arrive."""
     if len({target.facts.host for target in targets if target.facts}) < 2:
         return
     facts = targets[0].facts
@@ -123,7 +123,7 @@ def _interfaces_of(targets: Sequence[Target]) -> Iterator[Finding]:
 
 
 def check_links(links: Sequence[LinkSamples], hosts: Sequence[str]) -> Iterator[Finding]:
-    """Links and their speeds; of many, only the slow ones and the slowest. ``hosts``: of all ranks."""
+    """Report links and their speeds; of many links, only slow ones and the slowest. ``hosts``: host of each rank."""
     speeds = {(link.source, link.destination): link.sample_bytes[-1] / link.sample_s[-1] for link in links}
     findings = [_speed(link, speeds, hosts) for link in links]
     if len(links) > MAX_LISTED_LINKS:
@@ -136,7 +136,7 @@ def check_links(links: Sequence[LinkSamples], hosts: Sequence[str]) -> Iterator[
 
 
 def _speed(link: LinkSamples, speeds: Mapping[tuple[int, int], float], hosts: Sequence[str]) -> Finding:
-    """A link's latency is that of the smallest message, its bandwidth that of the largest; no line is fitted."""
+    """Rate a link by the latency of the smallest message and the bandwidth of the largest, without fitting a line."""
     latency_s, bytes_per_s = link.sample_s[0], speeds[link.source, link.destination]
     source, destination = (f"rank {rank} ({hosts[rank]})" for rank in (link.source, link.destination))
     speed = f"{units.bandwidth(bytes_per_s)} ({bytes_per_s * 8 / 1e9:.2g} Gbit/s), {units.seconds(latency_s)}"
@@ -153,17 +153,17 @@ def _speed(link: LinkSamples, speeds: Mapping[tuple[int, int], float], hosts: Se
 
 @dataclass(frozen=True)
 class PairTraffic:
-    """Bytes counted at one end of a pair while ``MESSAGE_BYTES`` went each way: interface -> (sent, received)."""
+    """Bytes counted at one end of a pair of hosts while ``MESSAGE_BYTES`` were sent each way."""
 
     host: str
     peer_host: str
     interface: str
-    """The mesh's interface on ``host``."""
+    """Interface of the mesh on ``host``."""
     counted: Mapping[str, Sequence[int]]
 
 
 def verify_mesh(world: World, transport: Transport, mesh: Mesh) -> list[Finding]:
-    """Findings about hosts without the mesh and pairs whose messages bypass it, on every rank. Collective.
+    """Find hosts without the mesh and pairs of hosts whose messages bypass it; same result on all ranks. Collective.
 
     ``transport`` must be idle.
     """
@@ -202,7 +202,7 @@ def verify_mesh(world: World, transport: Transport, mesh: Mesh) -> list[Finding]
 
 
 def is_tunnel(interface: str) -> bool:
-    """Whether an interface can be WireGuard's, in the kernel or in user space: unlike a cable or Wi-Fi, it has no link layer."""
+    """Whether an interface may be WireGuard's, in kernel or user space: it has no link layer, unlike a cable or Wi-Fi."""
     if sys.platform == "darwin":
         return interface.startswith("utun")
     try:
@@ -212,7 +212,7 @@ def is_tunnel(interface: str) -> bool:
 
 
 def mesh_findings(traffic: Sequence[PairTraffic], mesh: Mesh, message_bytes: int = MESSAGE_BYTES) -> list[Finding]:
-    """Findings from the counters: one per direction that bypassed the mesh, or a single positive one."""
+    """Derive findings from the counters: one for each end of a pair that bypasses the mesh, or a single positive one."""
     size, findings = _megabytes(message_bytes), []
     for pair in traffic:
         sent, received = pair.counted.get(pair.interface, (0, 0))
@@ -227,7 +227,7 @@ def mesh_findings(traffic: Sequence[PairTraffic], mesh: Mesh, message_bytes: int
 
 
 def mesh_of(world: World, path: str | Path) -> Mesh | None:
-    """``[mesh]`` of a hosts file that only rank 0 needs. Collective. Raises UserError like ``read_mesh``."""
+    """Return ``[mesh]`` of a hosts file that only rank 0 reads. Collective. Raises UserError like ``read_mesh``."""
     from hetero_mpi.launch.hosts.mesh import Mesh, read_mesh
 
     values = None
@@ -242,7 +242,7 @@ def mesh_of(world: World, path: str | Path) -> Mesh | None:
 def verify_mesh_command(world: World, path: Path) -> int:
     """Run ``mesh verify`` under a launcher: print the findings and return the exit code. Collective.
 
-    Raises UserError if the hosts file cannot be read, or has no mesh.
+    Raises UserError if the hosts file cannot be read or has no mesh.
     """
     mesh = mesh_of(world, path)
     if mesh is None:
@@ -259,7 +259,7 @@ def verify_mesh_command(world: World, path: Path) -> int:
 
 
 def _exchange(transport: Transport, rank: int, peer: int) -> None:
-    """Send a message and, after its arrival, one back; the lower rank begins."""
+    """Send a message and, once it has arrived, one back; the lower rank sends first."""
     message = np.zeros(MESSAGE_BYTES, np.uint8)
     if rank < peer:
         back = transport.post_receive(peer, _REPLY_TAG, np.empty_like(message))
@@ -271,7 +271,7 @@ def _exchange(transport: Transport, rank: int, peer: int) -> None:
 
 
 def _counters() -> dict[str, tuple[int, int]]:
-    """Bytes (sent, received) of every interface since this machine started."""
+    """Return the bytes (sent, received) on every interface since this machine started."""
     import psutil
 
     return {name: (item.bytes_sent, item.bytes_recv) for name, item in psutil.net_io_counters(pernic=True).items()}

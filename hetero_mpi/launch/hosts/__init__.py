@@ -1,1 +1,1 @@
-"""The machines of a job: host files, addresses, processes, and running commands on them."""
+"""The machines of a job: host files, addresses, the mesh between them, and running commands on them."""

@@ -1,7 +1,7 @@
-"""Runs commands on other hosts through the launch agent (ssh, unless the user chooses another) and talks to host agents.
+"""Run commands on other hosts through the launch agent (by default ssh), and talk to host agents.
 
-``doctor`` and the supervisor use the launcher's launch agent: a user who can start a job can examine and supervise its hosts. They
-start one program there, the host agent, which answers requests over stdin and stdout.
+``doctor`` and the supervisor use the launcher's launch agent, so a user who can start a job can also examine and supervise its
+hosts. They start one program there, the host agent, which answers requests over stdin and stdout.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from hetero_mpi.util.background import lines_of
 
 PROGRAM = "hetero_mpi.launch.host_agent"
 MARK = "hetero_mpi agent: "
-"""Prefix of every answer, as a login shell may print its own lines."""
+"""Prefix of every answer, because a login shell may print lines too."""
 _SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
-"""Gives up on an unreachable host after ten seconds instead of two minutes."""
+"""This ssh gives up on an unreachable host after ten seconds instead of two minutes."""
 _PARAMETERS = ("plm_rsh_agent", "plm_ssh_agent")
 _PARAMETER_OPTIONS = ("--mca", "-mca", "--prtemca", "-prtemca", "--gmca", "-gmca")
 _HYDRA_OPTIONS = ("-launcher-exec", "--launcher-exec", "-bootstrap-exec", "--bootstrap-exec")
@@ -38,9 +38,9 @@ _HYDRA_KINDS = ("-launcher", "--launcher", "-bootstrap", "--bootstrap")
 def launch_agent(
     family: str, mpirun_args: Sequence[str], environment: Mapping[str, str]
 ) -> tuple[tuple[str, ...], list[str]]:
-    """Return (the launch agent of this MPI family's launcher, the launcher options without those that select it).
+    """Return (launch agent of this MPI family's launcher, launcher options without those that select an agent).
 
-    The options take precedence, then environment variables, then ssh. ``mpirun_args``: the user's launcher options.
+    Options take precedence over environment variables; the default is ssh. ``mpirun_args``: the user's launcher options.
     """
     agent_text, other_args = _agent_from_options(family, mpirun_args)
     if agent_text is None:
@@ -52,7 +52,7 @@ def launch_agent(
 
 
 def _agent_from_options(family: str, mpirun_args: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Return (the launch agent selected by the launcher's options, the other options)."""
+    """Return (launch agent selected by the launcher's options, the other options)."""
     agent_text, other_args, remaining = None, list[str](), list(mpirun_args)
     while remaining:
         option, *values = remaining[:3]
@@ -70,7 +70,7 @@ def _agent_from_options(family: str, mpirun_args: Sequence[str]) -> tuple[str | 
 def remote_command(
     agent: Sequence[str], host: str, directory: str, variables: Mapping[str, str], *words: str
 ) -> list[str]:
-    """The command line that runs ``words`` on ``host``, in ``directory`` if it exists, with ``variables`` set."""
+    """Build the command that runs ``words`` on ``host`` with ``variables`` set, in ``directory`` if it exists there."""
     assignments = [f"{name}={value}" for name, value in variables.items()]
     inner = f"cd {shlex.quote(directory)} 2>/dev/null; exec {shlex.join(['env', *assignments, *words])}"
     # The remote login shell may be any; sh exists everywhere.
@@ -78,15 +78,15 @@ def remote_command(
 
 
 class AgentError(RuntimeError):
-    """A host agent did not answer; the text is the output of the host agent or of the launch agent."""
+    """A host agent did not answer; the message is the output of the host agent or the launch agent."""
 
 
 class HostAgent:
     """A host agent (``PROGRAM``), started locally or through the launch agent. Requests and answers are JSON lines.
 
     Args:
-        name: The host's name for the launch agent.
-        directory: Working directory, if present on the host; "": the path of the local one.
+        name: Name of the host for the launch agent.
+        directory: Working directory, if it exists on the host; "" for the local one's path.
         variables: Environment variables in addition to ``PYTHONPATH``, which is inherited.
     """
 
@@ -105,7 +105,7 @@ class HostAgent:
             words = remote_command(agent, name, directory, environment, *words)
         self._complaints = tempfile.TemporaryFile()  # noqa: SIM115  (open as long as the process)
         self._process: subprocess.Popen[bytes] | None = None
-        """None if the start failed locally; the complaint has the reason."""
+        """None if the start failed locally; ``complaint`` then returns the reason."""
         try:
             self._process = subprocess.Popen(
                 words,
@@ -129,7 +129,7 @@ class HostAgent:
         self.close()
 
     def send(self, request: str, **values: Any) -> None:
-        """Send a request without waiting for an answer; no effect if the agent has ended."""
+        """Send a request without waiting for the answer; does nothing if the agent has ended."""
         line = json.dumps({"ask": request, "source": own_source(), **values}).encode() + b"\n"
         with contextlib.suppress(OSError):
             self._stdin.write(line)
@@ -157,14 +157,14 @@ class HostAgent:
         return self._process is None or self._process.poll() is not None
 
     def complaint(self, default: str) -> str:
-        """The last line of the launch agent or the host agent on stderr, or ``default``."""
+        """Return the last line that the launch agent or the host agent wrote to stderr, or ``default``."""
         self._complaints.seek(0)
         text = self._complaints.read(_MAX_COMPLAINT_BYTES).decode(errors="replace")
         last = next((line.strip() for line in reversed(text.splitlines()) if line.strip()), default)
         return "".join(letter for letter in last if letter.isprintable())[:300]
 
     def close(self) -> None:
-        """End the local process. Its pipe is left to the reader, as other processes may hold it open."""
+        """End the local process. Its output pipe is left to the reading thread, as other processes may keep it open."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()

@@ -1,4 +1,4 @@
-"""Host files: the hosts of a job, and the number of ranks that each may hold.
+"""Host files: the hosts of a job and the number of ranks that each can run.
 
 Both common styles are read, so that one file serves both MPIs::
 
@@ -27,12 +27,12 @@ _HOST = re.compile(rf"({_NAME})(?::(\S*))?")
 _SLOTS_KEYS = ("slots",)
 _MAX_SLOTS_KEYS = ("max_slots", "max-slots", "slots_max", "slots-max")
 _HYDRA_KEYS = ("ifname", "binding")
-"""MPICH's options, superseded by those of the launch command."""
+"""Options of MPICH that the launch command supersedes."""
 _LAUNCHER_LINES = {
     True: re.compile(rf"[ \t]*({_NAME}([ \t]+(slots|max[_-]slots)[ \t]*=[ \t]*\d+)*)?[ \t]*(#.*)?"),
     False: re.compile(rf"({_NAME}(:\d+)?( +(ifname|binding)=\S+)*)?[ \t]*(#.*)?"),
 }
-"""Lines that the launcher parses: True for Open MPI, False for MPICH, whose launcher accepts no user before the name."""
+"""Lines that the launcher parses: True for Open MPI, False for MPICH, whose launcher allows no user before the name."""
 
 
 @dataclass(frozen=True)
@@ -40,13 +40,13 @@ class HostEntry:
     """A line of a host file: a host and its number of slots."""
 
     name: str
-    """The name for ssh, optionally with a user (``me@mac``)."""
+    """Host name for ssh, optionally with a user (``me@mac``)."""
     slots: int | None
-    """Ranks that this host may hold; ``None``: unspecified."""
+    """Number of ranks that this host can run; None if not specified."""
 
 
 def read_hostfile(path: str | Path) -> tuple[HostEntry, ...]:
-    """The entries of a host file, in order. Raises UserError if it is missing, empty, or has an invalid line (with its number)."""
+    """Return the entries of a host file. Raises UserError if it is missing, empty or invalid (with the line's number)."""
     entries = []
     for number, line in enumerate(_text(path).splitlines(), start=1):
         content = re.split("#|//", line)[0].strip()
@@ -60,7 +60,7 @@ def read_hostfile(path: str | Path) -> tuple[HostEntry, ...]:
 
 
 def _text(path: str | Path) -> str:
-    """The text of the file, without the byte-order mark of Windows editors."""
+    """Read the file without the byte-order mark that Windows editors add."""
     require_regular(Path(path))
     try:
         content = Path(path).read_bytes()
@@ -122,7 +122,7 @@ def _slots(text: str, location: str) -> int:
 def read_by_launcher(path: str | Path, family: str) -> bool:
     """Whether the launcher of an MPI family (``Open MPI`` or ``MPICH``) parses a host file as ``read_hostfile`` does.
 
-    False for the other family's style, Windows line ends or byte-order marks, and hosts with several lines.
+    False for the other family's style, Windows line endings, byte-order marks, and hosts listed on several lines.
     """
     content = Path(path).read_bytes()
     once = all(count == 1 for count in Counter(entry.name for entry in read_hostfile(path)).values())
@@ -131,7 +131,7 @@ def read_by_launcher(path: str | Path, family: str) -> bool:
 
 
 def check_slots(entries: Iterable[HostEntry], ranks: int, path: str | Path) -> None:
-    """Reject more ranks than the file has slots, with a UserError. Hosts without a number are unlimited."""
+    """Raise UserError for more ranks than the file has slots. Hosts without a number of slots are unlimited."""
     slots = [entry.slots for entry in entries]
     known_slots = [count for count in slots if count is not None]
     if len(known_slots) == len(slots) and sum(known_slots) < ranks:
@@ -143,7 +143,7 @@ def check_slots(entries: Iterable[HostEntry], ranks: int, path: str | Path) -> N
 
 
 def slots_by_host(entries: Iterable[HostEntry]) -> Counter[str]:
-    """Host -> slots of all its entries, in order (1 where the file has no number)."""
+    """Sum up the slots of each host over its entries, in order; an entry without a number counts as 1."""
     slots = Counter[str]()
     for entry in entries:
         slots[entry.name] += entry.slots or 1
@@ -151,7 +151,7 @@ def slots_by_host(entries: Iterable[HostEntry]) -> Counter[str]:
 
 
 def format_hostfile(entries: Iterable[HostEntry], family: str) -> str:
-    """Format a host file in the style of an MPI family, a line per host; MPICH expects the user after the name."""
+    """Format a host file in the style of an MPI family, one line per host; MPICH expects the user after the name."""
     all_entries = tuple(entries)
     hosts_without_slots = {entry.name for entry in all_entries if entry.slots is None}
     lines = []

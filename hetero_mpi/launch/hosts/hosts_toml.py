@@ -30,36 +30,36 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 class Host(BaseModel):
-    """An entry of the file: ranks of one Python on one machine."""
+    """An entry of a hosts file: the ranks of one Python on one machine."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, strict=True)
 
     address: str
     """Name or IPv4 address at which every other host reaches this one. Several entries may share an address."""
     slots: Annotated[int, Field(ge=1)] = 1
-    """Number of ranks of this entry."""
+    """Number of ranks in this entry."""
     name: str | None = None
-    """The entry's name in messages; empty: its address."""
+    """Name of the entry in messages; its address if empty."""
     python: str | None = None
-    """The Python of this entry on its host, an absolute path; empty: the path of the Python that runs ``launch``."""
+    """Python of this entry on its host, as an absolute path; if empty, the path of the Python that runs ``launch``."""
     prefix: str | None = None
-    """Installation directory of MPI on the host, the parent of ``bin``. Empty: the environment of ``python`` if the local MPI is
-    part of the local environment, else the same directory as here."""
+    """Installation directory of MPI on the host, the parent of ``bin``. If empty, the environment of ``python`` if the local
+    MPI is part of the local environment, else the same directory as here."""
     device: str = "auto"
     """"auto", "cpu", "cuda", "mps", "rocm", "xpu", or one GPU of a backend: "cuda:1". Rank i of an entry uses GPU i."""
     directory: str | None = None
-    """Working directory on the host, an absolute path; empty: the local path."""
+    """Working directory on the host, as an absolute path; if empty, the local path."""
     environment: dict[str, str] = {}
-    """Environment variables of this entry's ranks. They are visible in the host's process list: do not store secrets here."""
+    """Environment variables for this entry's ranks. The host's process list shows them, so do not store secrets here."""
     mesh_address: str | None = None
-    """For ``mesh init``: this machine's IPv4 address inside the mesh; empty: the next free one."""
+    """For ``mesh init``: this machine's IPv4 address inside the mesh; if empty, the next free one."""
     endpoint: str | None = None
-    """For ``mesh init``: ADDRESS:PORT at which the others reach its WireGuard, if it differs from ``address`` and the mesh's port
-    (such as a port forwarded by a router); "none": unreachable from outside, the host calls the others."""
+    """For ``mesh init``: ADDRESS:PORT at which others reach this host's WireGuard, if not ``address`` and the mesh's port (such
+    as a port forwarded by a router); "none" if it is unreachable from outside and calls the other hosts."""
 
     @property
     def title(self) -> str:
-        """The entry's name in messages."""
+        """Name of the entry in messages."""
         return self.name or self.address
 
     @property
@@ -67,7 +67,7 @@ class Host(BaseModel):
         return self.python or sys.executable
 
     def variables(self) -> dict[str, str]:
-        """Environment variables of its ranks, including the device."""
+        """Environment variables for the entry's ranks, including the device."""
         device = {} if self.device == "auto" else {DEVICE_VARIABLE: self.device}
         return {**device, **self.environment}
 
@@ -76,9 +76,9 @@ _TABLES: dict[str, type[BaseModel]] = {"host": Host}
 
 
 def read_hosts(path: str | Path) -> tuple[Host, ...]:
-    """The entries of a ``hosts.toml``, in order.
+    """Return the entries of a ``hosts.toml``, in order.
 
-    Raises UserError for a missing file, invalid TOML, or broken rules: all of them, one per line, with entry, key and value.
+    Raises a UserError that lists all problems (with entry, key and value) if the file is missing, is not TOML, or breaks rules.
     """
     values = tables_of(Path(path))
     problems = [
@@ -109,7 +109,7 @@ def read_hosts(path: str | Path) -> tuple[Host, ...]:
 
 
 def tables_of(path: Path) -> dict[str, Any]:
-    """The unchecked contents of a hosts file. Raises UserError if the file is missing or no TOML."""
+    """Return the unchecked contents of a hosts file. Raises UserError if the file is missing or not TOML."""
     require_regular(path)
     try:
         return toml.loads(path.read_text(encoding="utf-8-sig"))
@@ -127,7 +127,7 @@ def tables_of(path: Path) -> dict[str, Any]:
 
 
 def _rules(entry: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield (key, broken rule) of an entry."""
+    """Yield (key, rule) for each rule that an entry breaks."""
     broken = broken_keys("host", Host, entry, _TABLES)
     if isinstance(entry.get("environment"), dict) and "environment" in broken:
         broken["environment"] = 'must hold texts in quotes, such as { OMP_NUM_THREADS = "8" }'
@@ -156,9 +156,9 @@ def _rules(entry: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def ranks_of(hosts: Sequence[Host], ranks: int | None, path: str | Path) -> list[tuple[Host, int]]:
-    """Return (entry, number of ranks), filling entries in order and omitting those without ranks. ``ranks`` None: all slots.
+    """Fill the entries in order and return (entry, number of ranks) for those with ranks. If ``ranks`` is None, use all slots.
 
-    Raises UserError for more ranks than slots, or fewer than one.
+    Raises UserError for more ranks than slots, or fewer than one rank.
     """
     if ranks is not None and ranks < 1:
         raise UserError("launch.ranks", f"-np must be at least 1, not {ranks}.")

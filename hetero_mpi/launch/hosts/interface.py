@@ -1,6 +1,6 @@
-"""The network for MPI: the one that contains the addresses of the host file.
+"""Choose the network for MPI: the one that contains the addresses in the host file.
 
-Otherwise MPI libraries choose among all interfaces of a machine (Docker bridges, VPNs, Wi-Fi) and may hang on a wrong one.
+By default, MPI libraries choose among all interfaces of a machine (Docker bridges, VPNs, Wi-Fi) and may hang on a wrong one.
 """
 
 import ipaddress
@@ -26,7 +26,7 @@ class LocalAddress:
 
 @dataclass(frozen=True)
 class InterfaceChoice:
-    """The networks to use, such as ``10.77.0.0/24``, and this machine's interfaces in them."""
+    """The networks that MPI should use, such as ``10.77.0.0/24``, and this machine's interfaces in them."""
 
     networks: tuple[str, ...]
     interfaces: tuple[str, ...]
@@ -34,7 +34,7 @@ class InterfaceChoice:
 
 
 def local_addresses() -> tuple[LocalAddress, ...]:
-    """IPv4 addresses of this machine's interfaces."""
+    """Return the IPv4 addresses of this machine's interfaces."""
     import psutil
 
     return tuple(
@@ -46,7 +46,7 @@ def local_addresses() -> tuple[LocalAddress, ...]:
 
 
 def resolve(name: str) -> str:
-    """The IPv4 address of a host name with an optional user. Raises UserError if there is none."""
+    """Return the IPv4 address of a host name, which may have a user. Raises UserError if there is none."""
     try:
         return str(socket.getaddrinfo(name.rpartition("@")[2], None, family=socket.AF_INET)[0][4][0])
     except (OSError, UnicodeError) as error:
@@ -57,21 +57,21 @@ def resolve(name: str) -> str:
 
 
 def network_of(address: str, local: Iterable[LocalAddress]) -> str:
-    """The narrowest subnet of ``local`` that contains an IPv4 address; otherwise the address itself, as a subnet."""
+    """Return the narrowest subnet of ``local`` that contains an IPv4 address, or else the address itself as a subnet."""
     holder = _holder(address, local)
     return str(holder.network if holder is not None else ipaddress.IPv4Network(address))
 
 
 def _holder(address: str, local: Iterable[LocalAddress]) -> LocalAddress | None:
-    """The interface with the narrowest subnet that contains an address; that of a default route may contain everything."""
+    """Return the local address with the narrowest subnet around an address; a default route's may contain everything."""
     holders = [item for item in local if ipaddress.IPv4Address(address) in item.network]
     return max(holders, key=lambda item: item.network.prefixlen, default=None)
 
 
 def choose_interface(addresses: Iterable[str], local: Sequence[LocalAddress]) -> InterfaceChoice | None:
-    """The networks that contain the other hosts' ``addresses`` (IPv4); ``None`` if all are this machine's own.
+    """Return the networks that contain the other hosts' IPv4 ``addresses``; None if all are this machine's own.
 
-    For a host behind a router the address itself is added, with the interface that leads to it.
+    For a host behind a router, the address itself is added, with the interface that leads to it.
     """
     local_ips = {item.address for item in local}
     networks: dict[str, None] = {}
@@ -95,9 +95,9 @@ def choose_interface(addresses: Iterable[str], local: Sequence[LocalAddress]) ->
 
 
 def source_address(address: str) -> str | None:
-    """The local address from which the kernel sends to ``address``; None without a route.
+    """Return the local address from which the kernel sends to ``address``; None if there is no route.
 
-    Connecting a UDP socket queries the routing table and sends nothing.
+    Connecting a UDP socket queries the routing table without sending anything.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:

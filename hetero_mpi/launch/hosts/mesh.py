@@ -1,8 +1,8 @@
 """The WireGuard mesh between the hosts of a ``hosts.toml``: encrypted links for MPI traffic.
 
-``mesh init`` creates keys and configurations for all hosts on this machine, and a second ``hosts.toml`` with the addresses inside
-the mesh. A launch with that file binds MPI to the mesh, because MPI uses the network of its hosts' addresses. ``mesh verify``
-tests the mesh: it sends messages and reads the interfaces' byte counters.
+``mesh init`` creates keys and configurations for all hosts on this machine, and a second ``hosts.toml`` with the addresses
+inside the mesh. MPI uses the network of its hosts' addresses, so a launch with that file binds MPI to the mesh. ``mesh verify``
+sends messages and reads the interfaces' byte counters to test the mesh.
 """
 
 import ipaddress
@@ -24,9 +24,9 @@ from hetero_mpi.util.disk import atomic_write, require_regular, write_errors
 from hetero_mpi.util.errors import UserError
 
 UNREACHABLE = "none"
-"""``endpoint`` of a host behind a router that blocks incoming packets; the host calls the others."""
+"""``endpoint`` of a host behind a router that blocks incoming packets, so that the host must call the others."""
 _KEEPALIVE_S = 25
-"""Interval of keep-alive packets: routers forget connections that are silent for longer."""
+"""Interval of keep-alive packets in seconds; routers forget connections that are silent for longer."""
 _NAME = re.compile(r"[A-Za-z0-9_=+.-]{1,15}")
 
 
@@ -36,39 +36,39 @@ class Mesh(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, strict=True)
 
     network: str = "10.86.0.0/24"
-    """Addresses inside the mesh; must differ from the other networks of the hosts."""
+    """Addresses inside the mesh; must not overlap the hosts' other networks."""
     interface: str = "hetero0"
-    """Name of WireGuard's interface on every host (macOS assigns another name)."""
+    """Name of the WireGuard interface on every host (macOS assigns another name)."""
     port: Annotated[int, Field(ge=1, le=65535)] = 51820
-    """UDP port on which WireGuard listens on every host, the only port that firewalls between them must allow."""
+    """UDP port on which WireGuard listens on every host; firewalls between the hosts need to allow only this port."""
 
     def holds(self, address: str) -> bool:
-        """Whether an IPv4 address lies in the mesh."""
+        """Whether an IPv4 address is in the mesh."""
         try:
             return ipaddress.IPv4Address(address) in ipaddress.IPv4Network(self.network)
         except ValueError:
             return False
 
     def local_address(self, local: Sequence[LocalAddress]) -> LocalAddress | None:
-        """The mesh address among a machine's addresses; None: the mesh is down there."""
+        """Return a machine's address in the mesh, or None if the mesh is down there."""
         return next((item for item in local if self.holds(item.address)), None)
 
 
 @dataclass(frozen=True)
 class MeshHost:
-    """One machine of the mesh. Entries of the hosts file with equal addresses are one machine."""
+    """One machine in the mesh. Entries of the hosts file with the same address are one machine."""
 
     name: str
-    """Name of its configuration file."""
+    """Name of the machine's configuration file."""
     address: str
-    """Its address in the hosts file."""
+    """Address in the hosts file."""
     mesh_address: str
     endpoint: str | None
-    """ADDRESS:PORT of its WireGuard for the others; None: unreachable."""
+    """ADDRESS:PORT at which other machines reach its WireGuard; None if they cannot."""
 
 
 def read_mesh(path: str | Path) -> Mesh | None:
-    """``[mesh]`` of a hosts file, or None. Raises UserError if the file cannot be read or the table is invalid."""
+    """Return ``[mesh]`` of a hosts file, or None. Raises UserError if the file cannot be read or the table is invalid."""
     values = tables_of(Path(path)).get("mesh")
     if values is None:
         return None
@@ -98,9 +98,9 @@ def _broken_rules(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def mesh_members(hosts: Sequence[Host], mesh: Mesh, path: str | Path) -> tuple[MeshHost, ...]:
-    """The machines of a hosts file, each with its ``mesh_address`` or the next free address of the mesh.
+    """Return the machines of a hosts file, each with its ``mesh_address`` or the next free address in the mesh.
 
-    Raises UserError with all problems of addresses and endpoints, one per line.
+    Raises a UserError that lists all problems with addresses and endpoints, one per line.
     """
     machines: dict[str, Host] = {}
     for host in hosts:
@@ -154,7 +154,7 @@ def _file_name(title: str, used: Sequence[str]) -> str:
 def init(path: Path, directory: Path) -> list[str]:
     """Write ``NAME.conf`` per machine, ``hosts.toml`` and ``mpi-options.txt`` into ``directory``; return the next steps.
 
-    Existing keys are kept. Nothing is sent. Raises UserError if the file is invalid, ``wg`` missing, or the directory unwritable.
+    Existing keys are kept. Nothing is sent. Raises UserError if the file is invalid, ``wg`` is missing, or writing fails.
     """
     hosts, mesh = read_hosts(path), read_mesh(path) or Mesh()
     mesh_hosts = mesh_members(hosts, mesh, path)
@@ -170,7 +170,7 @@ def init(path: Path, directory: Path) -> list[str]:
 
 
 def configuration(member: MeshHost, key: str, public_keys: Mapping[MeshHost, str], mesh: Mesh) -> str:
-    """WireGuard's configuration file for one machine. ``public_keys``: those of all machines."""
+    """Format the WireGuard configuration file of one machine; ``public_keys`` holds the keys of all machines."""
     length = ipaddress.IPv4Network(mesh.network).prefixlen
     lines = [
         f"# {member.name}: secret of this machine. Install as /etc/wireguard/{mesh.interface}.conf, readable by root alone.",
@@ -189,7 +189,7 @@ def configuration(member: MeshHost, key: str, public_keys: Mapping[MeshHost, str
 
 
 def hosts_inside(hosts: Sequence[Host], mesh_hosts: Sequence[MeshHost], mesh: Mesh, path: Path) -> str:
-    """The hosts file for ``launch``, with the addresses inside the mesh."""
+    """Format the hosts file for ``launch``, with the addresses inside the mesh."""
     import tomli_w  # local import: `launch` reads this module too
 
     mesh_addresses = {member.address: member.mesh_address for member in mesh_hosts}
@@ -210,7 +210,7 @@ def mpi_options(
 ) -> tuple[list[str], dict[str, str]]:
     """Return (launcher arguments, environment) that confine an MPI to the mesh.
 
-    ``interface``: this machine's, if its name differs from that in ``[mesh]``.
+    ``interface`` is this machine's interface if its name differs from the one in ``[mesh]``.
     """
     if family != OPEN_MPI:
         name = interface or mesh.interface
@@ -224,7 +224,7 @@ def mpi_options(
 
 
 def check_bound(mesh: Mesh, hosts: Sequence[Host], local: Sequence[LocalAddress]) -> LocalAddress:
-    """Return this machine's mesh address. Raises UserError if the mesh is down here, or the file has addresses outside it."""
+    """Return this machine's mesh address. Raises UserError if the mesh is down here or does not contain every host."""
     outside = [host.address for host in hosts if not mesh.holds(host.address)]
     if outside:
         raise UserError(
@@ -272,7 +272,7 @@ def _next_steps(mesh_hosts: Sequence[MeshHost], mesh: Mesh, directory: Path) -> 
 
 
 def _private_key(path: Path) -> str:
-    """The key of an existing configuration, or a new one."""
+    """Return the key in an existing configuration, or a new one."""
     require_regular(path)
     if path.exists():
         match = re.search(r"^PrivateKey = (\S+)$", path.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
@@ -294,7 +294,7 @@ def _wg(command: str, stdin_text: str = "") -> str:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a file that is readable only by its owner from the start."""
+    """Write a file that only its owner can ever read."""
     with atomic_write(path) as draft:
         draft.touch(0o600, exist_ok=False)
         draft.write_text(text, encoding="utf-8")

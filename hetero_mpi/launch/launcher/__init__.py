@@ -1,1 +1,1 @@
-"""Starting the ranks with the launcher of the loaded MPI library."""
+"""Start the ranks with the launcher of the loaded MPI library."""

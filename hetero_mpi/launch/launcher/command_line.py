@@ -1,13 +1,13 @@
-"""The launcher's command line, for a number of ranks and a host file, or for the entries of a ``hosts.toml``.
+"""The launcher's command line for a number of ranks and a host file, or for the entries of a ``hosts.toml``.
 
-A ``hosts.toml`` results in one part per entry, with its own Python. Both launchers number the ranks across the parts. An address
-may occur several times::
+For a ``hosts.toml`` the command line has one part per entry, with the entry's own Python. Both launchers number the ranks
+across the parts, and an address may occur several times::
 
     mpirun OPTIONS --host rtx:1 -np 1 /a/bin/python -m hetero_mpi ... : --host mac:1 -np 1 /b/bin/python -m hetero_mpi ...
 
-Launchers start their daemon on every host by its local path, and accept one prefix for all hosts. If MPI is installed in different
-places, a shell script between the launcher and ssh (the relay) inserts each host's own prefix into the command. The script is
-cached under a name derived from its content, so that a command line printed earlier still finds it.
+Launchers start their daemon on every host by its local path, and accept one prefix for all hosts. If MPI is installed in
+different places, a shell script between the launcher and ssh (the relay) inserts each host's own prefix into the command. The
+script is cached under a name derived from its content, so that a command line printed earlier still finds it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from hetero_mpi.launch.hosts.mesh import Mesh
 
     Shares = Sequence[tuple[Host, int]]
-    """(entry, its number of ranks) of the entries that take part."""
+    """Entries that take part, each as (entry, number of its ranks)."""
 
 _SCRIPT = """#!/bin/sh
 # AGENT [OPTIONS] HOST COMMAND...: runs a launcher's command on HOST, with the place where MPI is installed there.
@@ -59,16 +59,16 @@ exec {agent} "$host" "$command"
 
 @dataclass
 class CommandLine:
-    """A command to run: its arguments, additional environment variables, and the reasons for both."""
+    """A command to run: its arguments, extra environment variables, and the reasons for both."""
 
     arguments: list[str]
     summary: str
-    """Ranks, hosts and MPI library, as text."""
+    """Description of ranks, hosts and MPI library."""
     environment: dict[str, str] = field(default_factory=dict)
     reasons: list[str] = field(default_factory=list)
 
     def add(self, reason: str, *arguments: str, **environment: str) -> None:
-        """Add an automatic choice, leaving variables that the user has set."""
+        """Add an automatic choice, but leave variables as they are if the user has set them."""
         new = {name: value for name, value in environment.items() if name not in os.environ}
         if arguments or new:
             self.arguments.extend(arguments)
@@ -82,7 +82,7 @@ class CommandLine:
 
 
 def summary(launcher: Launcher, ranks: int, hosts: Sequence[tuple[str, int | None]]) -> str:
-    """``3 ranks on rtx (2), titan (1), by Open MPI 5.0.11``. ``hosts``: names and slots, filled in order."""
+    """Format ``3 ranks on rtx (2), titan (1), by Open MPI 5.0.11``; ``hosts`` are names and slots, filled in order."""
     counts: dict[str, int] = {}
     remaining = ranks
     for name, slots in hosts:
@@ -99,7 +99,7 @@ def summary(launcher: Launcher, ranks: int, hosts: Sequence[tuple[str, int | Non
 def build_command(
     launcher: Launcher, np: int, hostfile: str | None, program: Sequence[str], mpirun_args: Sequence[str] = ()
 ) -> CommandLine:
-    """The launcher's command line for ``program`` (a Python and its arguments) on ``np`` ranks."""
+    """Build the launcher's command line that runs ``program`` (a Python and its arguments) on ``np`` ranks."""
     if np < 1:
         raise UserError("launch.ranks", f"-np must be at least 1, not {np}.")
     entries = read_hostfile(hostfile) if hostfile is not None else ()
@@ -132,12 +132,12 @@ _JOIN_GUARD = (
 
 
 def guard_join(program: Sequence[str], mpirun_args: Sequence[str]) -> list[str]:
-    """Wrap a rank's command line so that its loss before joining ends the job even if the launcher tolerates lost ranks."""
+    """Wrap a rank's command line so that losing the rank before it joins ends the job, even with fault tolerance."""
     return ["sh", "-c", _JOIN_GUARD, "sh", *program] if "--with-ft" in mpirun_args else list(program)
 
 
 def _add_hosts(command: CommandLine, family: str, hostfile: str, entries: Sequence[HostEntry]) -> None:
-    """Add the host file itself if the launcher can parse it, otherwise a copy in the launcher's style."""
+    """Add the host file itself if the launcher can parse it, else a copy in the launcher's style."""
     option = "--hostfile" if family == OPEN_MPI else "-f"
     if read_by_launcher(hostfile, family):
         command.arguments += [option, hostfile]
@@ -156,7 +156,7 @@ def add_open_mpi(
     choice: InterfaceChoice | None,
     mpirun_args: list[str],
 ) -> None:
-    """Add Open MPI's program-independent options. ``mpirun_args``: the user's own options, which take precedence."""
+    """Add Open MPI's options for any program. ``mpirun_args``: the user's own options, which take precedence."""
     if hasattr(os, "geteuid") and os.geteuid() == 0:
         command.add("Open MPI requires confirmation to run as root", **AS_ROOT)
     cores = physical_cores()
@@ -179,9 +179,10 @@ def add_open_mpi(
 
 
 def _start_daemons_from_here(command: CommandLine, launcher: Launcher, mpirun_args: list[str]) -> None:
-    """Make the launcher start all daemons itself: an Open MPI 5.0 daemon crashes if one on another CPU type makes it start others.
+    """Make the launcher start all daemons itself, as Open MPI 5.0's tree spawning crashes between CPU types.
 
-    This costs nothing, as Open MPI starts up to 64 hosts directly in any case, and only this machine needs a login to the others.
+    This costs nothing, as Open MPI starts up to 64 hosts directly in any case, and only this machine needs to log in to the
+    others.
     """
     if "no_tree_spawn" in " ".join([*mpirun_args, *command.arguments]):
         return
@@ -191,7 +192,7 @@ def _start_daemons_from_here(command: CommandLine, launcher: Launcher, mpirun_ar
 
 
 def add_mpich(command: CommandLine, choice: InterfaceChoice | None) -> None:
-    """Add MPICH's options, likewise."""
+    """Add MPICH's options for any program."""
     if choice is None:
         return
     interface = choice.interfaces[0]
@@ -204,7 +205,7 @@ def add_mpich(command: CommandLine, choice: InterfaceChoice | None) -> None:
 
 
 def physical_cores() -> int:
-    """Usable physical cores, Open MPI's default number of slots on a single machine, or fewer under a quota."""
+    """Number of usable physical cores (Open MPI's default slots on a single machine), or fewer under a quota."""
     import psutil
 
     return int(min(psutil.cpu_count(logical=False) or usable_cores(), usable_cores()))
@@ -218,14 +219,14 @@ def hosts_command(
     mesh: Mesh | None = None,
     resolve_host: Callable[[str], str] | None = None,
 ) -> CommandLine:
-    """The command line for ``python -m hetero_mpi PROGRAM_ARGS`` on ``shares``.
+    """Build the command line for ``python -m hetero_mpi PROGRAM_ARGS`` on ``shares``.
 
     Args:
         mesh: The encrypted links to which MPI is confined.
-        resolve_host: Maps a host name to its address, or "" if only the launch agent knows it; default: DNS.
+        resolve_host: Maps a host name to its address, or to "" if only the launch agent knows it; default: DNS.
 
     Raises:
-        UserError: An address that does not resolve or lies outside ``mesh``, a mesh that is down here, or an unknown launcher.
+        UserError: if an address does not resolve or is not in ``mesh``, the mesh is down here, or the launcher is unknown.
     """
     if launcher.family not in (OPEN_MPI, MPICH):
         raise UserError(
@@ -258,7 +259,7 @@ def hosts_command(
 def _mesh_options(
     command: CommandLine, launcher: Launcher, mesh: Mesh, shares: Shares, local: Sequence[LocalAddress]
 ) -> list[str]:
-    """The launcher options that confine MPI to the mesh, if the choice of the interface is not sufficient."""
+    """Return the launcher options that confine MPI to the mesh, if the choice of interface does not suffice."""
     from hetero_mpi.launch.hosts.mesh import check_bound, mpi_options
 
     mesh_address = check_bound(mesh, [host for host, _ in shares], local)
@@ -272,7 +273,7 @@ def _mesh_options(
 
 
 def prefix_of(host: Host, launcher: Launcher) -> str:
-    """The directory in which the launcher looks for MPI on a host."""
+    """Return the directory in which the launcher looks for MPI on a host."""
     if host.prefix is not None:
         return host.prefix
     if launcher.path.parent == Path(sys.prefix) / "bin" and host.python is not None:
@@ -301,13 +302,13 @@ def _mpich_part(host: Host, count: int, program_args: Sequence[str]) -> list[str
 
 
 def _host_list(shares: Shares) -> str:
-    """MPICH fills the hosts of its list in order; consecutive entries of one host are merged."""
+    """Format MPICH's host list, which it fills in order; consecutive entries of one host are merged."""
     groups = groupby(shares, key=lambda share: share[0].address)
     return ",".join(f"{address}:{sum(count for _, count in group)}" for address, group in groups)
 
 
 def _other_prefixes(launcher: Launcher, shares: Shares, local: set[str], addresses: dict[str, str]) -> dict[str, str]:
-    """Host -> MPI prefix, of hosts where MPI is installed elsewhere than here."""
+    """Map each host where MPI is installed elsewhere than here to its MPI prefix."""
     prefixes: dict[str, str] = {}
     for host, _ in shares:
         host_prefix, address = prefix_of(host, launcher), addresses[host.address]
@@ -317,7 +318,7 @@ def _other_prefixes(launcher: Launcher, shares: Shares, local: set[str], address
 
 
 def _add_relay(command: CommandLine, launcher: Launcher, prefixes: dict[str, str], mpirun_args: list[str]) -> list[str]:
-    """Make the relay script the launch agent. Return the user's options without the agent, which the script calls."""
+    """Make the relay script the launch agent; return the user's options without the agent that the script calls."""
     prefix = launcher.prefix
     agent, other_args = launch_agent(launcher.family, mpirun_args, os.environ)
     purpose = "for the launch agent of hosts with different MPI prefixes"
@@ -333,7 +334,7 @@ def _add_relay(command: CommandLine, launcher: Launcher, prefixes: dict[str, str
 
 
 def relay_script(agent: Sequence[str], prefix: str, prefixes: Mapping[str, str]) -> str:
-    """The text of the relay. ``prefix``: of the local MPI; ``prefixes``: host, as named by the launcher -> its prefix."""
+    """Format the relay script for the local MPI's ``prefix`` and the ``prefixes`` of the other hosts."""
     # Escaped for sed between ``#``: a replacement, a basic regular expression.
     replacements = {host: re.sub(r"[\\&#]", r"\\\g<0>", host_prefix) for host, host_prefix in prefixes.items()}
     pattern = re.sub(r"[\\.\[\]*^$#]", r"\\\g<0>", prefix)
@@ -347,7 +348,7 @@ def relay_script(agent: Sequence[str], prefix: str, prefixes: Mapping[str, str])
 
 
 def write_cached(name: str, ending: str, text: str, purpose: str) -> Path:
-    """Write a file for the launcher into the cache folder, under a name derived from its content, and return its path.
+    """Write a file for the launcher into the cache folder, under a name derived from its content; return its path.
 
     Raises UserError if the cache folder is not writable.
     """

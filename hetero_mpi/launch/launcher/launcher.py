@@ -1,4 +1,4 @@
-"""Finds the launcher of the MPI library that mpi4py loads in this environment: Open MPI's or MPICH's."""
+"""Find the launcher of the MPI library that mpi4py loads in this environment: Open MPI's or MPICH's."""
 
 import contextlib
 import os
@@ -24,7 +24,7 @@ _LIBRARY_PROBE = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py impor
 
 @dataclass(frozen=True)
 class Launcher:
-    """A launcher program with its library."""
+    """A launcher program and its MPI library."""
 
     path: Path
     family: str
@@ -36,7 +36,7 @@ class Launcher:
 
     @property
     def agent_option(self) -> tuple[str, str]:
-        """Open MPI's option for parameters of daemons, and the prefix of the parameters' names."""
+        """Open MPI's option for parameters of daemons, and the prefix of these parameters' names."""
         return ("--mca", "plm_rsh") if self.library.major == "4" else ("--prtemca", "plm_ssh")
 
     @property
@@ -47,10 +47,10 @@ class Launcher:
 
 @lru_cache(maxsize=1)
 def find_launcher() -> Launcher:
-    """The launcher of mpi4py's library: next to this Python (wheels, conda), otherwise on ``PATH``.
+    """Find the launcher of mpi4py's library: next to this Python (wheels, conda), or else on ``PATH``.
 
-    The environment variable ``HETERO_MPI_MPIEXEC`` (a path) overrides the search. Raises UserError if mpi4py loads no library, or
-    no launcher has its family and major version.
+    The environment variable ``HETERO_MPI_MPIEXEC`` (a path) overrides the search. Raises UserError if mpi4py loads no library,
+    or no launcher has the library's family and major version.
     """
     library = loaded_library()
     rejected = []
@@ -85,7 +85,7 @@ def _candidates(library: MpiLibrary) -> Iterator[str]:
 
 
 def loaded_library() -> MpiLibrary:
-    """The MPI library of mpi4py, queried in a subprocess to keep MPI out of this process. Raises UserError if missing."""
+    """Return mpi4py's MPI library, queried in a subprocess to keep MPI out of this one. Raises UserError if missing."""
     answer = subprocess.run([sys.executable, "-c", _LIBRARY_PROBE], capture_output=True, text=True, timeout=60)
     if answer.returncode != 0:
         last = (answer.stderr.strip().splitlines() or ["no message"])[-1]
@@ -96,7 +96,7 @@ def loaded_library() -> MpiLibrary:
 
 
 def launcher_version(text: str) -> MpiLibrary | None:
-    """The MPI library in a launcher's ``--version`` text, or None."""
+    """Parse the MPI library from a launcher's ``--version`` output, or return None."""
     open_mpi = re.search(r"\(Open MPI\) (\S+)", text) or re.search(r"Open MPI v?(\d\S*)", text)
     if open_mpi:
         return MpiLibrary(OPEN_MPI, OPEN_MPI, open_mpi.group(1))
@@ -118,7 +118,7 @@ def _output(command: list[str]) -> str:
 
 
 def recovery_options(launcher: Launcher) -> list[str]:
-    """The launcher's options for surviving lost ranks. Raises UserError if this MPI has none."""
+    """Return the launcher's options for surviving lost ranks. Raises UserError if this MPI has none."""
     if launcher.prrte:
         return ["--with-ft", "ulfm"]
     raise UserError(
@@ -129,7 +129,7 @@ def recovery_options(launcher: Launcher) -> list[str]:
 
 
 def with_home(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment with HOME set, from the password file if necessary, as Open MPI's programs do not start without it."""
+    """Return the environment with HOME set, if necessary from the password file; Open MPI's programs need it to start."""
     variables = dict(environment)
     if not variables.get("HOME"):
         with contextlib.suppress(RuntimeError):  # no entry for this user

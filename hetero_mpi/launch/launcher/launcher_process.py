@@ -1,10 +1,10 @@
-"""Runs a launcher: forwards signals and output, and reports failures that its exit code does not show.
+"""Run a launcher: forward signals and output, and report failures that its exit code does not show.
 
 Two lines announce the job; ``--verbose`` adds every automatic choice with its reason. ``--print`` shows the command line, to be
-changed and run by hand. If the reader of this process's output is gone (``| head``), the launcher's output is still read, as it
-would otherwise end the job. Open MPI prints a box between dashed lines for every non-zero exit code and every rank that aborts,
-even if the job has printed the reason. Under fault tolerance its launcher exits with code 0 when it loses a host's daemon, and the
-job with it.
+edited and run by hand. If the reader of this process's output is gone (``| head``), the launcher's output is still read,
+because it would otherwise end the job. Open MPI prints a box between dashed lines for every non-zero exit code and every rank
+that aborts, even if the job has printed the reason. With fault tolerance, its launcher exits with code 0 when it loses a host's
+daemon, and the job with it.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _MORE_TEXT = "the full command: --print; with the reasons for its options: --ver
 _PR_SET_PDEATHSIG_CODE = 1
 STOP_TEXT = "asking the job to finish its step, write a checkpoint and end (SIGINT or SIGTERM now: end at once)"
 STOP_TEXTS = {"train": STOP_TEXT, "serve": "asking the service to end (SIGINT or SIGTERM now: end at once)"}
-"""Program that can be stopped gracefully -> the message about it."""
+"""Each program that can be stopped gracefully -> the message about the stop."""
 ABORT_TEXT = "ending the job at once, without a checkpoint"
 MAX_RANK_EXIT_CODE = 128 + 64
-"""Maximum exit code of a rank, reached by signals. Launchers exceed it if they could not start the job."""
+"""Maximum exit code of a rank, for death by a signal. Launchers exceed it if they could not start the job."""
 _NOT_STARTED = (
     "no rank was started: the login to a host failed, MPI is not installed there, or a firewall blocks connections back to "
     "this machine"
@@ -48,22 +48,22 @@ _NOT_STARTED = (
 _LINE = b"-" * 74
 _BOX_STARTS = (b"prterun ", b"PRTE has lost communication", b"MPI_ABORT was invoked")
 _ABORTED = (b"MPI_ABORT was invoked", b'calling\n"abort"')
-"""Text in boxes about a rank that has printed its reason (``comm.ranks.leave``)."""
+"""Text in boxes about a rank that has already printed its reason (``comm.ranks.leave``)."""
 _FAILED = b"exited with non-zero status"
 _LOST = b"PRTE has lost communication"
 _ENDED = ENDED_LINE.encode()
 _NO_RANK_LEFT = b"launch: no rank is left, and none has reported the end of the job\n"
 _EXPLAINED_CODES = (ExitCode.USER_ERROR, ExitCode.STOPPED)
-"""Exit codes whose reason the job has printed."""
+"""Exit codes for which the job has printed the reason."""
 _EXIT_TIMEOUT_S = 2.0
-"""Longest wait for processes that the launcher left behind, and for the end of stderr, which they may hold open."""
+"""Maximum wait for processes that the launcher left behind, and for the end of stderr, which they may keep open."""
 _POLL_INTERVAL_S = 0.02
 
 
 def start(command: CommandLine, print_only: bool, verbose: bool, asked_text: str | None, doctor: str) -> int:
     """Run the command, or only print it, and return the launcher's exit code.
 
-    ``doctor``: the command that diagnoses the hosts, suggested if they do not answer.
+    ``doctor`` is the command that diagnoses the hosts; it is suggested if they do not answer.
     """
     if print_only:
         print_lines(command.reasons if verbose else [])
@@ -78,21 +78,20 @@ def start(command: CommandLine, print_only: bool, verbose: bool, asked_text: str
 
 
 def announce(command: CommandLine, verbose: bool) -> None:
-    """Print the summary on stderr; ``verbose``: with the command and the reasons."""
+    """Print the summary on stderr; if ``verbose``, also the command and the reasons."""
     print_lines([command.summary, *command.reasons, str(command)] if verbose else [command.summary, _MORE_TEXT])
 
 
 def print_lines(lines: Sequence[str]) -> None:
-    """Print lines on stderr."""
     for line in lines:
         write_text(f"launch: {line}\n", sys.stderr)
 
 
 def run_command(command: CommandLine, asked_text: str | None = None, doctor: str = "doctor") -> int:
-    """Run a command to its end and return the job's exit code. ``request_stop`` forwards stop signals to the launcher.
+    """Run a command to its end and return the job's exit code; stop signals go to the launcher (``request_stop``).
 
-    ``asked_text``: printed at a stop request; None: the program has nothing to save and is ended at once. ``doctor``: see
-    ``start``.
+    ``asked_text`` is printed when a stop is requested; None if the program has nothing to save and is ended at once.
+    ``doctor``: see ``start``.
     """
     process, errors = start_process(command)
     stop_requested = asked_text is None
@@ -118,7 +117,7 @@ def run_command(command: CommandLine, asked_text: str | None = None, doctor: str
 
 
 def start_process(command: CommandLine, stdin: int | None = None) -> tuple[subprocess.Popen[bytes], ErrorStream]:
-    """Start a command whose stderr an ``ErrorStream`` forwards. ``stdin``: as for ``subprocess.Popen``.
+    """Start a command whose stderr is forwarded by an ``ErrorStream``; ``stdin`` is that of ``subprocess.Popen``.
 
     Raises UserError if the launcher's folder for temporary files is full.
     """
@@ -149,10 +148,10 @@ def start_process(command: CommandLine, stdin: int | None = None) -> tuple[subpr
 
 
 def _session_folder(arguments: Sequence[str]) -> dict[str, str]:
-    """Environment variable with a private folder for Open MPI's launcher, removed at exit; empty if the user sets one.
+    """Return an environment variable with a private folder for Open MPI's launcher; empty if the user sets one.
 
-    The launcher names its session directory after its process id, and fails if a killed launcher has left a directory of that
-    name: "The PMIx server's listener thread failed to start".
+    The launcher names its session directory after its process id, and fails if a killed launcher has left a directory with that
+    name: "The PMIx server's listener thread failed to start". The private folder is removed at exit.
     """
     if any("tmpdir_base" in word for word in [*arguments, *os.environ]):
         return {}
@@ -162,7 +161,7 @@ def _session_folder(arguments: Sequence[str]) -> dict[str, str]:
 
 
 def _signal_on_parent_death() -> Callable[[], object] | None:
-    """Return a hook for a new process that makes the kernel send it SIGUSR1 when this process is killed; None if unsupported."""
+    """Return a hook that makes the kernel send a new process SIGUSR1 if this one is killed; None if unsupported."""
     if not sys.platform.startswith("linux"):
         return None
     prctl = ctypes.CDLL(None).prctl
@@ -171,10 +170,10 @@ def _signal_on_parent_death() -> Callable[[], object] | None:
 
 @contextlib.contextmanager
 def on_stop_signal(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """A block in which stop signals go to ``handler``.
+    """Direct stop signals to ``handler`` inside a block.
 
-    Ignored signals stay ignored, as requested by ``nohup``, except SIGINT: shells ignore it in every background command of a
-    script, so a SIGINT that is sent to such a process is deliberate.
+    Ignored signals stay ignored, as requested by ``nohup``. SIGINT is an exception: shells ignore it in every background
+    command of a script, so a SIGINT that is sent to such a process is deliberate.
     """
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
     handled = [n for n in numbers if n == signal.SIGINT or signal.getsignal(n) is not signal.SIG_IGN]
@@ -189,15 +188,15 @@ def on_stop_signal(handler: Callable[[int, FrameType | None], None]) -> Iterator
 def request_stop(process: subprocess.Popen[bytes], again: bool) -> None:
     """Ask all ranks to finish their step, write a checkpoint and exit; ``again``: to exit at once.
 
-    Both launchers forward SIGUSR1 to the ranks of all hosts, and wait. At SIGINT and SIGTERM Open MPI's launcher kills the ranks
-    after a quarter of a second, whatever its settings; MPICH's forwards the signal, and a second one ends the ranks.
+    Both launchers forward SIGUSR1 to the ranks on all hosts, and wait. At SIGINT or SIGTERM, Open MPI's launcher kills the
+    ranks after a quarter of a second, whatever its settings. MPICH's forwards the signal, and a second one ends the ranks.
     """
     with contextlib.suppress(ProcessLookupError):
         process.send_signal(signal.SIGTERM if again or not hasattr(signal, "SIGUSR1") else signal.SIGUSR1)
 
 
 def _end_session(session: int) -> None:
-    """Wait until no process of an ended launcher's session runs on this machine, and kill those that take too long.
+    """Wait until no process of an ended launcher's session runs on this machine; kill those that take too long.
 
     Open MPI's launcher with fault tolerance exits before the ranks that it has killed.
     """
@@ -210,7 +209,7 @@ def _end_session(session: int) -> None:
 
 
 def _running_in(session: int) -> list[int]:
-    """Ids of a session's running processes."""
+    """Return the ids of a session's running processes."""
     import psutil
 
     running = []
@@ -224,23 +223,23 @@ def _running_in(session: int) -> list[int]:
 class ErrorStream:
     """Reads ``stream``, a launcher's stderr, to its end on a separate thread, and forwards its informative parts.
 
-    ``output``: its stdout, which another thread forwards unchanged. ``outlives``: the launcher tolerates lost ranks, and exits
-    with code 0 when none is left.
+    ``output`` is the launcher's stdout, which another thread forwards unchanged. If ``outlives``, the launcher tolerates lost
+    ranks and exits with code 0 when none is left.
     """
 
     def __init__(self, stream: IO[bytes], output: IO[bytes] | None = None, outlives: bool = False) -> None:
         self._stream, self._with_ft = stream, outlives
         self._box: list[bytes] = []
-        """Lines since a dashed line, while they may still become a box."""
+        """Lines since a dashed line, as long as they may still form a box."""
         self._held_boxes = b""
-        """Complete boxes with no more information than an exit code."""
+        """Complete boxes that tell no more than an exit code."""
         self._lost = self._ended = False
         self._reading = [Background("passing on the launcher's stderr", self._read)]
         if output is not None:
             self._reading.append(Background("passing on the launcher's stdout", lambda: _forward_stdout(output)))
 
     def finish(self, code: int) -> int:
-        """The job's exit code for the launcher's ``code``. Prints held boxes if the job has printed no reason."""
+        """Return the job's exit code for the launcher's ``code``; print held boxes if the job has printed no reason."""
         for reading in self._reading:
             reading.finish(_EXIT_TIMEOUT_S)
         if code not in _EXPLAINED_CODES:
@@ -295,7 +294,7 @@ def _forward_stdout(output: IO[bytes]) -> None:
 
 
 def _write(piece: bytes, stream: TextIO | None = None) -> None:
-    """Write to stderr, or ``stream``."""
+    """Write to ``stream``, by default stderr."""
     rest = memoryview(piece)
     with contextlib.suppress(OSError):  # the reader may be gone, which must not end the job
         while rest:

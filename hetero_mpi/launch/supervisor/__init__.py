@@ -1,1 +1,1 @@
-"""``launch --elastic``: a process outside MPI that starts a job again on the hosts that are left."""
+"""``launch --elastic``: a process outside MPI that restarts a job on the remaining hosts."""

@@ -1,12 +1,13 @@
 """The supervisor of ``launch --elastic``: a process outside MPI that restarts the job on the remaining hosts.
 
-MPI does not survive the loss of a host: its launcher ends the job, or waits for minutes or forever. The supervisor therefore
-starts the launcher and watches the hosts itself (``watched_hosts``, ``host_reports``). When a host falls silent or the job fails::
+MPI does not survive the loss of a host: its launcher ends the job, or hangs for minutes or forever. The supervisor therefore
+starts the launcher and watches the hosts itself (``watched_hosts``, ``host_reports``). When a host falls silent or a job
+fails::
 
     end remaining processes on all hosts -> probe the hosts -> restart on those that answer, from the newest state
 
-The job plans again for its new ranks and finds the newest state: a checkpoint on the leading host, or copies on the disks of all
-hosts (``train.start_state``). A host that is back takes part from the next start on.
+The job plans again for its new ranks and finds the newest state: a checkpoint on the leading host, or copies on the disks of
+all hosts (``train.start_state``). A host that comes back takes part again from the next restart.
 """
 
 from __future__ import annotations
@@ -46,31 +47,31 @@ from hetero_mpi.util.disk import write_atomic
 from hetero_mpi.util.errors import ABORT_SIGNALS, ExitCode, UserError
 
 GIVEN_UP = int(ExitCode.GIVEN_UP)
-"""Exit code if the supervisor does not restart the job (EX_TEMPFAIL: trying later may help)."""
+"""Exit code if the supervisor gives up on restarting the job (EX_TEMPFAIL: trying later may help)."""
 _FINAL_CODES = (ExitCode.DONE, ExitCode.USER_ERROR, ExitCode.STOPPED)
-"""Exit codes without a restart: done, an error that the user must fix, or stopped on request."""
+"""Exit codes that cause no restart: done, an error that the user must fix, or stopped on request."""
 _MAX_FRUITLESS_STARTS = 3
-"""Consecutive starts on the same hosts without a step after which the supervisor gives up."""
+"""The supervisor gives up after this many consecutive starts on the same hosts without a completed step."""
 _MAX_PAUSE_S = 60.0
 _POLL_S = 0.05
 _LOCK_TIMEOUT_S = 120.0
-"""Longest wait for the lock of a run directory; NFS servers keep a lost machine's locks for 90 s."""
+"""Maximum wait for the lock of a run directory; NFS servers keep a lost machine's locks for 90 s."""
 _SWEEP_TIMEOUT_S = 8.0
-"""Longest wait for a host to end its processes, which normally takes half a second."""
+"""Maximum wait for a host to end its processes, which normally takes half a second."""
 
 
 @dataclass
 class StartOutcome:
-    """The end of one start of the job: the launcher's exit code, or the silent hosts."""
+    """How one start of the job ended: with the launcher's exit code, or because hosts fell silent."""
 
     code: int | None
     silent: list[WatchedHost] = field(default_factory=list)
 
 
 class Supervisor:
-    """Runs a job to its end, over any number of starts.
+    """Runs a job until it ends, restarting it as often as necessary.
 
-    ``program``: the arguments of ``python -m hetero_mpi``. ``trains``: whether the job takes steps (not under ``--dry-run``).
+    ``program``: arguments of ``python -m hetero_mpi``. ``trains``: whether the job takes steps (not under ``--dry-run``).
     """
 
     def __init__(
@@ -88,15 +89,15 @@ class Supervisor:
         self.signals: list[int] = []
         self.starts = 0
         self.stepped = False
-        """Whether a start of this supervisor has completed a step. Until then, the user's own ``--resume`` applies."""
+        """Whether any start of this supervisor has completed a step. Until then, the user's own ``--resume`` applies."""
         self._noticed_s: float | None = None
         self._unfit_leaders: list[str] = []
-        """Hosts that failed as leaders, as they lack files of the lost leader, such as the data."""
+        """Hosts that could not lead because they lack files of the lost leader, such as the data."""
         self._leader_name: str | None = None
-        """Host that led at the last completed step."""
+        """Host that was the leader at the last completed step."""
 
     def run(self) -> int:
-        """Run the job to its end; return its exit code, ``GIVEN_UP``, or 128 + a signal."""
+        """Run the job until it ends; return its exit code, ``GIVEN_UP``, or 128 plus a signal's number."""
         with self.watching, on_stop_signal(self._on_signal), tempfile.TemporaryDirectory() as scratch:
             return self._run(Path(scratch))
 
@@ -158,7 +159,7 @@ class Supervisor:
         return min(self.options.ranks, sum(host.entry.slots or 0 for host in watched))
 
     def _start(self, watched: list[WatchedHost], scratch: Path) -> tuple[StartOutcome, bool]:
-        """Run the job once; return (outcome, whether it completed a step). Ends all its processes."""
+        """Run the job once and end all its processes; return (outcome, whether it completed a step)."""
         self.starts += 1
         start = f"{self.name}.{self.starts}"
         ranks, resume, copies = self._ranks(watched), *self._state(watched)
@@ -192,11 +193,11 @@ class Supervisor:
     def command(
         self, start: str, watched: Sequence[WatchedHost], ranks: int, resume: bool, scratch: Path
     ) -> CommandLine:
-        """The command line of one start: the user's, restricted to the hosts that answer.
+        """Build the command line of one start: the user's, restricted to the hosts that answer.
 
         Args:
-            start: The start's identifier, which all its processes carry.
-            watched: The hosts, the leader first.
+            start: Identifier of the start, which all its processes carry.
+            watched: Hosts to use, the leader first.
             resume: Whether to resume from the newest state; otherwise the user's command line decides.
             scratch: Folder for host files.
         """
@@ -226,9 +227,9 @@ class Supervisor:
         return command
 
     def _cannot_lead(self, outcome: StartOutcome, progressed: bool, watched: Sequence[WatchedHost]) -> bool:
-        """Whether the start failed because a new host leads, and another host can be tried.
+        """Whether the start failed because a new host leads, while another host could lead instead.
 
-        If the run has completed steps before, the job is valid: most likely this host lacks a file.
+        If the run has completed steps before, the job is valid, so most likely this host lacks a file.
         """
         leader = watched[0].name
         if outcome.code != ExitCode.USER_ERROR or progressed or self._leader_name in (None, leader) or self.signals:
@@ -249,7 +250,7 @@ class Supervisor:
     def _verified_outcome(
         self, outcome: StartOutcome, watched: Sequence[WatchedHost], unreachable: Sequence[WatchedHost]
     ) -> StartOutcome:
-        """``outcome`` if the job is complete, else that of a failed job: Open MPI may report success after losing a machine."""
+        """Return ``outcome``, or a failure if the job is incomplete: Open MPI may report success after losing a host."""
         step = max(host.run.get("step", 0) for host in watched)
         last = max(host.run.get("last", 0) for host in watched)
         if not self.trains or (not unreachable and 0 < last <= step):
@@ -292,7 +293,7 @@ class Supervisor:
             time.sleep(_POLL_S)
 
     def _end_start(self, process: subprocess.Popen[bytes], watched: Sequence[WatchedHost]) -> list[WatchedHost]:
-        """End the remaining processes of a start on all hosts; return the unreachable hosts."""
+        """End the remaining processes of a start on all hosts; return the hosts that cannot be reached."""
         began = time.monotonic()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -315,10 +316,10 @@ class Supervisor:
         self.events.report("first-step", text, start=self.starts, step=step, **values)
 
     def _state(self, watched: list[WatchedHost]) -> tuple[int, int]:
-        """Return (step of the newest checkpoint, step of the newest copies on disk) to resume from, 0 for none.
+        """Return the steps of (the newest checkpoint, the newest copies on disk) from which to resume, 0 if there are none.
 
-        Copies may be incomplete. If both are 0 the user's command line decides. Sorts ``watched``: the host with the newest
-        checkpoint comes first, as its first rank becomes rank 0 and reads the checkpoint.
+        Copies may be incomplete. If both are 0, the user's command line decides. Also sorts ``watched`` so that the host with
+        the newest checkpoint comes first: its first rank becomes rank 0 and reads the checkpoint.
         """
         if not self.stepped:
             return 0, 0
@@ -328,7 +329,7 @@ class Supervisor:
         return newest, max(host.run.get("copies", 0) for host in watched)
 
     def _wait_for_lock(self, leader: WatchedHost) -> None:
-        """Wait until no lost rank holds a shared run directory: its host agent ends it, or the file server drops its locks."""
+        """Wait until no lost rank locks a shared run directory: its host agent ends it, or the file server unlocks."""
         reported, deadline = False, time.monotonic() + _LOCK_TIMEOUT_S
         while self.starts > 1 and not self.signals and time.monotonic() < deadline and self.watching.locked(leader):
             if not reported:
@@ -337,7 +338,7 @@ class Supervisor:
             time.sleep(_POLL_S)
 
     def _pause(self, fruitless: int) -> None:
-        """Wait before the next start with exponential back-off; not at all after a start that completed a step."""
+        """Wait before the next start with exponential back-off; skip the wait after a start that completed a step."""
         if fruitless == 0:
             return
         pause_s = min(_MAX_PAUSE_S, 2.0 ** (fruitless - 1))
@@ -347,15 +348,15 @@ class Supervisor:
             time.sleep(_POLL_S)
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        """Record a stop signal: ``_watch_start`` forwards the first, and ends the job at a second one of ``ABORT_SIGNALS``."""
+        """Record a stop signal; ``_watch_start`` forwards the first and ends the job at the second."""
         if not self.signals or number in ABORT_SIGNALS:
             self.signals.append(number)
 
 
 class _Progress:
-    """Finds the first step of a start in the host agents' reports of the run directory.
+    """Detects the first completed step of a start from the host agents' reports on the run directory.
 
-    A start writes a new metrics.jsonl (another inode), which begins with the lines up to the step that it resumes from.
+    A start writes a new metrics.jsonl (another inode), which begins with the lines up to the step from which it resumes.
     """
 
     def __init__(self, watched: Sequence[WatchedHost], on_first_step: Callable[[int], None]) -> None:
@@ -373,7 +374,7 @@ class _Progress:
 
 
 def _state_text(checkpoint: int, copies: int) -> str:
-    """The state from which a start resumes, as far as the supervisor knows, in words."""
+    """Describe the state from which a start resumes, as far as the supervisor knows it."""
     if not checkpoint and not copies:
         return "without a checkpoint or copies: from the beginning"
     sources = [f"the checkpoint after step {checkpoint}"] * bool(checkpoint)
@@ -383,7 +384,7 @@ def _state_text(checkpoint: int, copies: int) -> str:
 
 
 def without_option(words: Sequence[str], option: str, needs_value: bool = True) -> list[str]:
-    """Remove an option with its value, which may begin with "-" only if the option ``needs_value``."""
+    """Remove an option and its value; only if the option ``needs_value`` may the value begin with "-"."""
     remaining: list[str] = []
     skip = False
     for word in words:

@@ -1,4 +1,4 @@
-"""The options of ``launch --elastic``, and their hosts."""
+"""The options of ``launch --elastic``, and the hosts that they select."""
 
 from __future__ import annotations
 
@@ -16,22 +16,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ElasticOptions:
-    """The options of ``launch --elastic``."""
-
     ranks: int
     hostfile: str | None
     hosts_file: str | None = None
-    """A hosts.toml, in place of a host file."""
+    """A hosts.toml, used instead of a host file."""
     mpirun_args: tuple[str, ...] = ()
     heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S
     max_restarts: int = MAX_RESTARTS
     min_ranks: int = 1
     probe_timeout_s: float = PROBE_TIMEOUT_S
     verbose: bool = False
-    """Print the command of every start, with reasons."""
+    """Print the command of every start, with the reasons for its options."""
 
     def check(self) -> None:
-        """Raise UserError for a number out of range, or inside a SLURM job."""
+        """Raise UserError if a number is out of range, or inside a SLURM job."""
         if "SLURM_JOB_ID" in os.environ:
             raise UserError(
                 "elastic.slurm",
@@ -51,7 +49,7 @@ class ElasticOptions:
             )
 
     def hosts(self) -> tuple[HostEntry, ...]:
-        """All hosts that may take part, with slots. Raises UserError for a missing host file and too few or unspecified slots."""
+        """Return all hosts that may take part. Raises UserError if the host file is missing or lacks slots."""
         path = self.hosts_file or self.hostfile
         if path is None:
             return (HostEntry("localhost", self.ranks),)
@@ -67,7 +65,7 @@ class ElasticOptions:
         return entries
 
     def entries(self) -> tuple[Host, ...]:
-        """The entries of the hosts file, or none. Raises UserError if it cannot be read or is invalid."""
+        """Return the entries of the hosts file, if one is used. Raises UserError if it is unreadable or invalid."""
         if self.hosts_file is None:
             return ()
         from hetero_mpi.launch.hosts.hosts_toml import read_hosts  # imports pydantic

@@ -14,12 +14,12 @@ A report is a new TCP connection with one line each way::
 * ``sweep``: increases when processes must be ended: those of all starts of this supervisor except ``keep``. ``swept`` is the last
   completed number.
 * ``try_lock``: increases when the supervisor asks whether a run holds the run directory; ``tried`` is the last answered number.
-* ``leave``: the host agent ends.
+* ``leave``: whether the host agent must end.
 * ``folders``: space in the folder for temporary files and in the run directory (``disk.folder_space``).
 * ``run``: state of the run directory on this host, which may be missing on the supervisor's host.
 
-A host agent without an answer for longer than the supervisor's timeout (or with a closed port) ends the job's processes on its
-host and exits, because the job continues without them.
+A host agent that gets no answer for longer than the supervisor's timeout (or finds the port closed) ends the job's processes on
+its host and exits, because the job continues without them.
 """
 
 import contextlib
@@ -41,39 +41,39 @@ from hetero_mpi.util.disk import folder_space, lock, require_regular, temporary_
 from hetero_mpi.util.errors import UserError
 
 CALL_INTERVAL_S = 0.25
-"""Interval between calls."""
+"""Interval between calls in seconds."""
 CALL_S = 0.5
-"""Timeout of a call."""
+"""Timeout of a call in seconds."""
 FENCE_DELAY_S = 1.0
 """Time beyond the supervisor's timeout after which a host agent ends the job's processes on its host."""
 MAX_REFUSED_S = 3.0
-"""After refusing connections for this long, the supervisor's process counts as ended although its machine answers."""
+"""Once connections are refused for this long, the supervisor counts as ended although its machine answers."""
 MAX_LINE_BYTES = 4096
-"""Maximum length of a line."""
+"""Maximum length of a line in bytes."""
 _CHECKPOINT = re.compile(r"step-(\d{8,})\.h5")
 _COPY = re.compile(r"step-(\d{8,})\.[0-9a-f]{8}\.h5")
 _TAIL_BYTES = 4096
 RUN_STATE = ("step", "base", "last", "file", "checkpoint", "copies")
-"""Keys of ``run``: integers about the run directory on this host."""
+"""Keys of ``run``, whose integers describe the run directory on this host."""
 _DAEMONS = ("prted", "prterun", "orted", "hydra_pmi_proxy", "hydra_bstrap_proxy")
-"""Remote programs of launchers: parents of ranks that may lack the environment variable."""
+"""Remote programs of launchers: parents of ranks that may not have the environment variable."""
 _KILL_TIMEOUT_S = 5.0
-"""Longest time for which SIGKILL is sent repeatedly."""
+"""Maximum time for which SIGKILL is sent repeatedly."""
 Role = Literal["caller", "listener"]
 
 
 class NotAuthentic(ValueError):
-    """A line from a sender without the token, or a modified line."""
+    """A line was sent without the token, or was modified."""
 
 
 def seal(token: str, role: Role, value: Any) -> bytes:
-    """Format a JSON value as the line ``MAC JSON``; the MAC is HMAC-SHA256, under the token, of the sender's role and the text."""
+    """Format a JSON value as ``MAC JSON``; the MAC is HMAC-SHA256, under the token, of the sender's role and the JSON."""
     text = json.dumps(value)
     return f"{_mac(token, role, text)} {text}\n".encode()
 
 
 def unseal(token: str, role: Role, line: bytes) -> Any:
-    """The value in a line from the end with this role. Raises NotAuthentic."""
+    """Return the value of a line that was sealed by the other end in ``role``. Raises NotAuthentic."""
     mac, _, text = line.decode(errors="replace").removesuffix("\n").partition(" ")
     if not line.endswith(b"\n") or not hmac.compare_digest(mac.encode(), _mac(token, role, text).encode()):
         raise NotAuthentic("the line is not from the other end")
@@ -86,19 +86,19 @@ def _mac(token: str, role: Role, text: str) -> str:
 
 @dataclass
 class HostReports:
-    """Calls the supervisor until it orders the agent to leave, or does not answer for too long."""
+    """Calls the supervisor until it orders the agent to leave or has not answered for too long."""
 
     token: str
     address: str
-    """The supervisor's address."""
+    """Address of the supervisor."""
     port: int
     host: int
     number: int
-    """``host`` and ``number`` identify the host and its agent."""
+    """``host`` and ``number`` identify the host and the agent on it."""
     supervisor: str
-    """The supervisor's identifier in the environment of the job's processes."""
+    """Identifier of the supervisor, which the job's processes have in their environment."""
     timeout_s: float
-    """Silence after which the supervisor counts a host as lost."""
+    """Time after which the supervisor treats a silent host as lost."""
     run_dir: str
 
     def __post_init__(self) -> None:
@@ -107,7 +107,7 @@ class HostReports:
         self._run = RunDirectory(Path(self.run_dir))
 
     def report(self) -> str:
-        """Run to the end and return the reason for it."""
+        """Report until the end and return the reason for ending."""
         last_answer_s = closed_since = time.monotonic()
         while True:
             call_start_s = time.monotonic()
@@ -149,17 +149,18 @@ class HostReports:
 
 
 class RunDirectory:
-    """The supervisor's view of a run directory."""
+    """Reads the state of a run directory for the supervisor."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._file = self._base = 0
 
     def state(self) -> dict[str, int]:
-        """Return ``RUN_STATE``; 0 means none.
+        """Return the values of ``RUN_STATE``; 0 means none.
 
-        ``step``: of the last line of metrics.jsonl; ``file``: its inode (a resumed run starts a new file); ``base``: the step from
-        which the run continued in that file; ``last``: the final step; ``checkpoint``, ``copies``: step of the newest one.
+        ``step`` is the step in the last line of metrics.jsonl, ``file`` its inode (a resumed run starts a new file), and
+        ``base`` the step from which the run continued in that file. ``last`` is the final step; ``checkpoint`` and ``copies``
+        are the newest steps saved.
         """
         step, run = self._last_step(), self._run()
         checkpoint, copies, last = _newest(self.directory / "checkpoints", _CHECKPOINT), 0, run.get("last_step")
@@ -169,7 +170,7 @@ class RunDirectory:
         return dict(zip(RUN_STATE, values, strict=True))
 
     def locked(self) -> bool:
-        """Whether a run holds the directory, here or (if shared) elsewhere. Call only while no run claims it."""
+        """Whether a run holds the directory, here or on another host. Call only while no run is starting."""
         path = self.directory / LOCK_NAME
         if path.is_symlink() or not path.is_file():  # a run rejects links, and only its files are opened
             return False
@@ -197,14 +198,14 @@ class RunDirectory:
             return 0
 
     def _run(self) -> dict[str, Any]:
-        """``run.json``, which the run writes before its metrics."""
+        """Read ``run.json``, which the run writes before its metrics."""
         with contextlib.suppress(UserError):
             return run_json(self.directory / RUN_NAME)
         return {}
 
 
 def _newest(directory: Path, pattern: re.Pattern[str]) -> int:
-    """The highest step in the file names of a directory; 0 if there is none."""
+    """Return the highest step in the file names of a directory, or 0 if there is none."""
     try:
         names = [path.name for path in directory.iterdir()]
     except OSError:
@@ -213,7 +214,7 @@ def _newest(directory: Path, pattern: re.Pattern[str]) -> int:
 
 
 def last_step(tail: bytes) -> int:
-    """The step of the last complete line with a step in a metrics file; 0 without one."""
+    """Return the step of the last complete line that has one in a metrics file, or 0 if there is none."""
     lines = (object_of(line.decode(errors="replace")) or {} for line in reversed(tail.split(b"\n")[:-1]))
     return next((step for values in lines if type(step := values.get("step")) is int), 0)
 
@@ -221,8 +222,8 @@ def last_step(tail: bytes) -> int:
 def end_starts(supervisor: str, keep: str | None = None) -> None:
     """Kill every process of the supervisor's starts on this machine, except those of the start ``keep``.
 
-    An environment variable identifies them. A launcher that is killed, or loses its connections, leaves ranks behind that hold
-    devices and ports. A process in uninterruptible sleep (state D) may remain; it is abandoned after five seconds.
+    An environment variable identifies them. A launcher that is killed or loses its connections leaves ranks behind that hold
+    devices and ports. A process in uninterruptible sleep (state D) may survive; it is abandoned after five seconds.
     """
     deadline = time.monotonic() + _KILL_TIMEOUT_S
     while (processes := set(_start_processes(supervisor, keep))) and time.monotonic() <= deadline:
@@ -233,7 +234,7 @@ def end_starts(supervisor: str, keep: str | None = None) -> None:
 
 
 def _start_processes(supervisor: str, keep: str | None) -> Iterator[int]:
-    """Yield the ids of these processes and of the launcher daemons above them, without zombies."""
+    """Yield the ids of the starts' processes and of the launcher daemons that started them, except zombies."""
     import psutil
 
     for process in psutil.process_iter():

@@ -1,7 +1,7 @@
-"""The hosts that a supervisor watches: reports from host agents, silent hosts, and orders to the agents.
+"""The hosts that a supervisor watches: their agents' reports, silence, and the orders sent to the agents.
 
-Only silence counts as a lost host. A cable that is unplugged for twelve seconds and a machine without power look alike until the
-cable is back, so no host is abandoned sooner than ``timeout_s``.
+Only silence makes a host count as lost. A cable that is unplugged for twelve seconds and a machine without power look alike
+until the cable is back, so no host is abandoned before ``timeout_s``.
 """
 
 from __future__ import annotations
@@ -27,52 +27,52 @@ if TYPE_CHECKING:
 
 _POLL_S = 0.02
 _RESTART_INTERVAL_S = 5.0
-"""Interval between attempts to replace an ended host agent while its host takes part."""
+"""Minimum interval between attempts to replace an ended host agent while its host takes part."""
 _MAX_SILENCE_S = 2.0
-"""Longest wait for a silent host where nothing depends on it."""
+"""Maximum wait for a silent host if nothing depends on its answer."""
 _LISTEN_POLL_S = 0.1
-"""Longest time until the server notices that it is closed."""
+"""Maximum time until the server notices that it is closed."""
 _CALLER_TIMEOUT_S = 2.0
-"""Longest wait for a caller's next byte."""
+"""Maximum wait for the next byte from a caller."""
 _MAX_OWN_PAUSE_S = 2.0
-"""A longer time between two checks means that the supervisor itself was suspended."""
+"""If two checks are further apart, the supervisor itself was suspended."""
 
 
 @dataclass
 class WatchedHost:
-    """A host, and the last report of its host agent. Times are from ``time.monotonic``."""
+    """A host and the last report of its agent. Times are from ``time.monotonic``."""
 
     number: int
     entry: HostEntry
     address: str
     local: bool
     agent_number: int = 0
-    """Number of its current host agent; earlier ones are ordered to leave."""
+    """Number of the current host agent; agents with lower numbers are ordered to leave."""
     agent: HostAgent | None = None
     started_s: float = 0.0
     heard_s: float = 0.0
-    """Last call of the current host agent; 0.0: never."""
+    """Time of the current agent's last call; 0.0 if it has not called yet."""
     calls: int = 0
-    """Number of its last call."""
+    """Number of the agent's last call."""
     swept: int = 0
     lock_attempt: int = 0
     locked: bool = False
     run: dict[str, int] = field(default_factory=dict)
     memory_kills: int = 0
-    """Out-of-memory kills by the host's kernel, as of the last call."""
+    """Number of out-of-memory kills by the host's kernel, as of the last call."""
     folders: list[dict[str, Any]] = field(default_factory=list)
-    """Space in its folders (``disk.folder_space``), as of the last call."""
+    """Free space in the host's folders (``disk.folder_space``), as of the last call."""
 
     @property
     def name(self) -> str:
         return self.entry.name
 
     def disk_problems(self) -> str:
-        """The folders in which no rank can write, with the reasons; "": none."""
+        """List the folders in which ranks cannot write, with the reasons; "" if there are none."""
         return "; ".join(f"{folder['path']} {folder['problem']}" for folder in self.folders if folder["problem"])
 
     def complaint(self) -> str:
-        """The last line on stderr of the launch agent or host agent, or "no answer"."""
+        """Return the last line that the launch agent or host agent wrote to stderr, or "no answer"."""
         return self.agent.complaint("no answer") if self.agent is not None else "no answer"
 
     def has_ended(self) -> bool:
@@ -80,14 +80,14 @@ class WatchedHost:
         return self.agent is None or self.agent.has_ended()
 
     def close(self) -> None:
-        """Close the local end of the connection that started the host agent, which does not need it."""
+        """Close the local end of the connection that started the host agent; the agent does not need it."""
         if self.agent is not None:
             self.agent.close()
             self.agent = None
 
 
 class _Server(socketserver.ThreadingTCPServer):
-    """Listens on an ephemeral port of ``address`` ("": all), with a thread per caller."""
+    """Listens on an ephemeral port of ``address`` ("" for all interfaces), with one thread per caller."""
 
     allow_reuse_address = True
     daemon_threads = True
@@ -112,11 +112,11 @@ class _Server(socketserver.ThreadingTCPServer):
 
 
 class WatchedHosts:
-    """Listens to the host agents of all hosts. A context manager that finally orders them to leave.
+    """Listens to the agents of all hosts; a context manager that orders them to leave when it exits.
 
     Args:
-        timeout_s: Silence after which a host counts as lost.
-        entries: Name -> entry of the hosts file, for hosts with their own Python or directory.
+        timeout_s: Time after which a silent host counts as lost.
+        entries: Host name -> entry of the hosts file, for hosts with their own Python or directory.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class WatchedHosts:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Wait briefly for the host agents to receive the order to leave."""
+        """Order the host agents to leave and wait briefly until they have ended."""
         self._leave = True
         deadline = time.monotonic() + 2 * CALL_S
         while not all(host.has_ended() for host in self.watched) and time.monotonic() < deadline:
@@ -159,10 +159,10 @@ class WatchedHosts:
         self._server.close()
 
     def probe(self, given_up: Iterable[int], patience_s: float) -> list[WatchedHost]:
-        """Return the hosts that answer now, in list order, starting host agents where none is known to run.
+        """Start host agents where none seems to be running, and return the hosts that answer, in list order.
 
-        Returns as soon as each host has answered or its launch agent has ended without an answer; at the latest after
-        ``patience_s``. Hosts ``given_up`` (numbers) are probed too, but not awaited.
+        Returns as soon as each host has answered or its launch agent has ended without an answer, at the latest after
+        ``patience_s``. The hosts numbered in ``given_up`` are probed too, but not waited for.
         """
         start_s, abandoned = time.monotonic(), set(given_up)
         for host in self.watched:
@@ -176,7 +176,7 @@ class WatchedHosts:
             time.sleep(_POLL_S)
 
     def silent(self, watched: Sequence[WatchedHost]) -> list[WatchedHost]:
-        """Return the hosts of ``watched`` that are silent for ``timeout_s``. Call often; also replaces ended host agents."""
+        """Return the hosts that are silent for ``timeout_s``, and replace ended host agents. Call it often."""
         now = time.monotonic()
         pause_s, self._looked_s = now - self._looked_s, now
         if pause_s > _MAX_OWN_PAUSE_S:  # this process, or its machine, was suspended: it could receive nothing
@@ -190,9 +190,9 @@ class WatchedHosts:
         return [host for host in watched if now - host.heard_s > self.timeout_s]
 
     def sweep(self, watched: Sequence[WatchedHost], patience_s: float) -> list[WatchedHost]:
-        """End the job's processes on all of ``watched``; return the hosts that did not confirm.
+        """End the job's processes on all hosts in ``watched``; return those that did not confirm.
 
-        Silent hosts are not awaited: their agents end the processes when they receive the order, or after their own timeout.
+        Silent hosts are not waited for: their agents end the processes when they receive the order, or after their own timeout.
         """
         with self._lock:
             self._sweep += 1
@@ -206,7 +206,7 @@ class WatchedHosts:
             time.sleep(_POLL_S)
 
     def locked(self, host: WatchedHost) -> bool:
-        """Whether a run holds the run directory, as seen by this host. Call only while no start is active."""
+        """Whether a run holds the run directory, as seen by ``host``. Call only while no start is active."""
         with self._lock:
             self._try_lock += 1
         deadline = time.monotonic() + _MAX_SILENCE_S
@@ -215,7 +215,7 @@ class WatchedHosts:
         return host.locked
 
     def spare_start(self, start: str) -> None:
-        """Exclude this start from sweeps. A host that returns ends the processes of all others."""
+        """Exclude a start from sweeps; a host that comes back ends the processes of all other starts."""
         with self._lock:
             self._keep = start
 
@@ -241,7 +241,7 @@ class WatchedHosts:
         )
 
     def _answer(self, line: bytes) -> bytes:
-        """Answer a caller with the token. Raises NotAuthentic for a caller without it, or a repeated call."""
+        """Answer an authentic call. Raises NotAuthentic if the caller lacks the token or repeats a call."""
         report = unseal(self.token, "caller", line)
         with self._lock:
             host, sender = self.watched[int(report["host"])], [report["host"], report["number"], report["call"]]

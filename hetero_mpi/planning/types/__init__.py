@@ -1,1 +1,1 @@
-"""Values that planning reads and writes: frozen dataclasses of a cluster, a model, a request and a plan, and their TOML files."""
+"""Inputs and outputs of planning: frozen dataclasses of clusters, models, requests and plans, and their TOML files."""

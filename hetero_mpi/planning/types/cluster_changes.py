@@ -25,12 +25,12 @@ AnyLink = TypeVar("AnyLink", LinkProfile, HostLinkProfile)
 
 SECONDS = "forward_overhead_s", "backward_overhead_s"
 STEP_SECONDS = "optimizer_fixed_s", "optimizer_s_per_parameter"
-"""Device figures in seconds per micro-batch, and per step."""
+"""Device fields in seconds per micro-batch, and in seconds per step."""
 UNLIMITED_BYTES = 2**50
 NF4_BYTES = 0.5625
-"""Bytes per packed weight, with scales that are not double-quantised."""
+"""Bytes per packed weight, including its share of the scales, which are not double-quantised."""
 ADAPTER_PARAMETER_RATIO = 0.01
-"""Parameters of rank-16 adapters on all matrices of a block, relative to the block (0.3 to 1 % from 1B parameters)."""
+"""Size of rank-16 adapters on all matrices of a block, relative to the block (0.3 to 1 % in models of 1B or more)."""
 SAVED_BYTES = {"adamw_8bit": EIGHT_BIT_SAVING, "adafactor": 8.0, "muon": 4.0}
 """Bytes per parameter of optimizer state saved relative to AdamW."""
 
@@ -42,7 +42,10 @@ def with_faster_links(
     latency: bool = True,
     where: Callable[[LinkProfile | HostLinkProfile], bool] = lambda link: True,
 ) -> ClusterProfile:
-    """Multiply bandwidth (and divide ``latency``) by ``times``: of ``pairs`` in both directions (default: all), if ``where``."""
+    """Make links ``times`` times as fast: those of ``pairs``, in both directions (default: all), that satisfy ``where``.
+
+    ``latency`` tells whether latencies are divided too.
+    """
 
     def faster(link: AnyLink) -> AnyLink:
         if not where(link):
@@ -61,12 +64,12 @@ def with_faster_links(
 
 
 def with_wire(profile: ClusterProfile, wire: str | None) -> ClusterProfile:
-    """``int8`` messages between stages; any other ``wire``: the compute dtype."""
+    """Send messages between stages in ``int8`` if that is ``wire``, else in the compute dtype."""
     return replace(profile, model=replace(profile.model, wire=wire if wire == INT8 else None))
 
 
 def with_free_links(profile: ClusterProfile) -> ClusterProfile:
-    """Messages take no time on links, NICs or between devices and their hosts."""
+    """Return the cluster with messages that take no time on links, on NICs, or between devices and hosts."""
     devices = tuple(
         replace(device, copy_latency_s=0.0, device_to_host_bytes_per_s=math.inf, host_to_device_bytes_per_s=math.inf)
         for device in profile.devices
@@ -85,7 +88,7 @@ def with_plenty_of_memory(profile: ClusterProfile) -> ClusterProfile:
 
 
 def restricted(profile: ClusterProfile, ranks: Sequence[int]) -> ClusterProfile:
-    """The cluster of ``ranks`` alone, renumbered in this order."""
+    """Return the cluster of ``ranks`` alone, renumbered in this order."""
     new = {rank: number for number, rank in enumerate(ranks)}
     devices = tuple(replace(profile.devices[rank], rank=new[rank]) for rank in ranks)
     links = tuple(
@@ -101,7 +104,7 @@ def restricted(profile: ClusterProfile, ranks: Sequence[int]) -> ClusterProfile:
 
 
 def renumbered(plan: Plan, ranks: Sequence[int]) -> Plan:
-    """A plan for the cluster ``restricted`` to ``ranks``, in the rank numbers of the full cluster."""
+    """Convert a plan for the cluster ``restricted`` to ``ranks`` back to the rank numbers of the full cluster."""
 
     def changed(stage: StagePlan) -> StagePlan:
         return replace(stage, ranks=tuple(ranks[rank] for rank in stage.ranks))
@@ -110,7 +113,7 @@ def renumbered(plan: Plan, ranks: Sequence[int]) -> Plan:
 
 
 def with_copy_of(profile: ClusterProfile, rank: int) -> ClusterProfile:
-    """One more rank like ``rank``, with the same links, and linked to ``rank`` by its fastest link."""
+    """Add a copy of ``rank`` with the same links; the link between the two is as fast as the fastest of these."""
     new, host = len(profile.devices), profile.devices[rank].host
     more = replace(profile, devices=(*profile.devices, replace(profile.devices[rank], rank=new)))
     other_ranks = [peer for peer in range(new) if peer != rank]
@@ -131,7 +134,7 @@ def with_copy_of(profile: ClusterProfile, rank: int) -> ClusterProfile:
 def with_slowness(
     profile: ClusterProfile, ratios: Mapping[int, float], of_optimizer: Mapping[int, float] | None = None
 ) -> ClusterProfile:
-    """Slow ranks: ``ratios[rank]`` times as long for compute, ``of_optimizer[rank]`` (default: ``ratios``) for optimizer steps."""
+    """Slow ranks down by ``ratios``, or in optimizer steps by ``of_optimizer`` (default: ``ratios``)."""
     optimizer = of_optimizer or {}
 
     def slower(device: DeviceProfile) -> DeviceProfile:
@@ -155,10 +158,10 @@ def with_slowness(
 
 
 def with_copies(profile: ClusterProfile, request: PlanRequest) -> ClusterProfile:
-    """The profile with memory for copies of trained parameters, where ranks compute in host memory.
+    """Reserve host memory for copies of the trained parameters where ranks compute in host memory.
 
-    A rank keeps its own copies and, as a peer, others', counted as equally large. If any rank has a GPU, whose copies also lie
-    in host memory, host memory in which ranks compute or may offload trained parameters is reduced by the copies.
+    A rank keeps its own copies and those of a peer, counted as equally large. If any rank has a GPU, its copies are in host
+    memory too; they are then subtracted from the memory of hosts where ranks compute or may offload trained parameters.
     """
     copy_bytes = request.copy_bytes_per_trainable_parameter
     computing = [device.shares_host_memory for device in profile.devices]
@@ -203,7 +206,7 @@ def is_packed(model: ModelCost) -> bool:
 
 
 def with_adapters(model: ModelCost, packed: bool) -> ModelCost:
-    """Estimated costs with LoRA on all blocks, packed in NF4 if ``packed``; embedding and head are frozen."""
+    """Estimate the costs with LoRA on all blocks, packed in NF4 if ``packed``; embedding and head are frozen."""
     size = DTYPE_BYTES[model.dtype]
 
     def frozen(index: int, layer: LayerCost) -> LayerCost:
@@ -228,7 +231,7 @@ def with_adapters(model: ModelCost, packed: bool) -> ModelCost:
 
 
 def in_bf16(model: ModelCost) -> ModelCost:
-    """Costs of the fp32 model with 2 bytes per value and an fp32 master weight; workspaces (fp32 logits) stay."""
+    """Convert an fp32 model's costs to bf16 with fp32 master weights; workspaces (fp32 logits) stay the same."""
     layers = tuple(
         replace(
             layer,
@@ -244,7 +247,7 @@ def in_bf16(model: ModelCost) -> ModelCost:
 
 
 def with_optimizer(model: ModelCost, optimizer: str) -> ModelCost:
-    """Costs with another optimizer, as if it kept equal state for every parameter after the embedding."""
+    """Return the costs with another optimizer, as if it kept the same state for every parameter after the embedding."""
     embedding, *later_layers = model.layers
     saving = (replace(x, moments_saving_bytes=SAVED_BYTES[optimizer] * x.trainable_parameters) for x in later_layers)
     return replace(model, layers=(embedding, *saving), optimizer=optimizer)

@@ -1,4 +1,4 @@
-"""Convert dataclasses of plain values to and from dictionaries by their type hints, collecting all problems.
+"""Convert dataclasses to and from dictionaries of plain values by their type hints, collecting all problems.
 
 Supports ``str``, ``int``, ``float``, ``bool``, ``tuple[X, ...]`` (or a sequence), ``dict[str, X]`` and ``dict[int, X]`` (or a
 mapping, also keyed by tuples of integers), ``X | None`` and dataclasses of these. Only integers are coerced, to floats.
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def encode(value: Any, infinity_as_text: bool = False) -> Any:
-    """``value`` as dictionaries, lists and scalars. ``infinity_as_text``: write ``"inf"``, as JSON has no infinity."""
+    """Convert ``value`` to dictionaries, lists and scalars; with ``infinity_as_text``, infinity becomes ``"inf"``."""
     if dataclasses.is_dataclass(value):
         values = {field: getattr(value, field.name) for field in dataclasses.fields(value)}
         # TOML has no null: unknown values are left out, as are empty remarks (fields that comparisons ignore).
@@ -35,7 +35,7 @@ def encode(value: Any, infinity_as_text: bool = False) -> Any:
 
 
 def decode(kind: type[T], data: Any, where: str) -> T:
-    """Decode plain values into a ``kind``; one ``UserError`` lists all problems. ``where`` names the source (a file)."""
+    """Decode plain values into a ``kind``; one ``UserError`` lists all problems. ``where`` names their source (a file)."""
     problems: list[str] = []
     value = decoded(kind, data, "", problems)
     raise_all(where, problems)
@@ -43,18 +43,18 @@ def decode(kind: type[T], data: Any, where: str) -> T:
 
 
 def decoded(kind: type[T], data: Any, path: str, problems: list[str]) -> T | None:
-    """Decode plain values into a ``kind``; None after adding to ``problems``, with their keys below ``path``."""
+    """Decode plain values into a ``kind``, or add to ``problems`` (with keys below ``path``) and return None."""
     return typing.cast(T | None, _decode(kind, data, path, problems))
 
 
 def raise_all(where: str, problems: list[str]) -> None:
-    """Raise a ``UserError`` with all ``problems``, one per line after ``where``; without problems do nothing."""
+    """Raise a ``UserError`` with all ``problems``, one per line after ``where``, if there are any."""
     if problems:
         raise UserError("file.invalid", "\n".join(f"{where}: {problem}" for problem in problems))
 
 
 def _decode(kind: Any, data: Any, path: str, problems: list[str]) -> Any:
-    """Decoded value, or None after adding to ``problems``."""
+    """Return the decoded value, or add to ``problems`` and return None."""
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
         if isinstance(data, kind):
             return data

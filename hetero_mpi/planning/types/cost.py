@@ -1,4 +1,4 @@
-"""Costs of a model, layer by layer, as plain numbers: all that planning knows of a model.
+"""Costs of a model, layer by layer, as plain numbers: all that planning knows about a model.
 
 The chain of *layers* is ``embedding, block 0, ..., block L-1, head`` (head = final norm + output projection), indexed 0 .. L+1.
 A stage holds the layers ``[first, last)``.
@@ -34,23 +34,22 @@ class LayerCost:
     kind: str
     """``"embedding"``, ``"head"`` or a block kind (blocks with equal shapes and attention type share one kind)."""
     parameters: int
-    """Number of parameters, a tied head's matrix included, as its rank must hold it."""
+    """Number of parameters, including a tied head's matrix, which the head's rank holds too."""
     trainable_parameters: int
-    """Parameters with gradients and optimizer state on the layer's rank; a tied head's matrix is trained by the embedding's
-    rank."""
+    """Parameters whose gradients and optimizer state are on the layer's rank; a tied head's matrix is trained on the
+    embedding's rank."""
     parameter_bytes: int
-    """Bytes of the parameters as held for computing (compute dtype), and of the gradient of a tied head's matrix."""
+    """Bytes of the parameters in the compute dtype, plus the gradient of a tied head's matrix."""
     activation_bytes_per_token: float
-    """Bytes kept from forward until backward per token, on the device that keeps the fewest
-    (``DeviceProfile.activation_ratio``)."""
+    """Bytes per token kept from forward until backward, on the device that keeps the fewest (see ``activation_ratio``)."""
     workspace_bytes_per_token: float
-    """Bytes used only while this layer runs (logits and their gradient, for the head), per token of the micro-batch."""
+    """Bytes per token of the micro-batch used only while this layer runs (for the head: logits and their gradient)."""
     boundary_bytes_per_token: int
-    """Bytes of this layer's output per token when sent, and of its gradient; 0: head."""
+    """Bytes per token of this layer's output when sent, and of its gradient; 0 for the head."""
     deferred_bytes_per_token: float = 0.0
-    """Bytes per token kept from a split backward's input part until its weight part: the matrices' inputs and output gradients."""
+    """Bytes per token kept between the parts of a split backward: inputs and output gradients of the matrices."""
     workspace_bytes: int = 0
-    """Bytes used only while this layer runs, independent of tokens (one matrix unpacked from 4 bits, or all experts)."""
+    """Bytes used only while this layer runs, for any number of tokens (one matrix unpacked from 4 bits, or all experts)."""
     matrix_bytes: int = 0
     """Part of ``workspace_bytes`` used by a layer without any of its experts."""
     moments_saving_bytes: float = 0.0
@@ -62,19 +61,19 @@ class LayerCost:
     """Part of ``divided_parameters`` in experts, which may be sharded in other proportions than heads."""
     expert_trainable: int = 0
     divided_activations: float = 0.0
-    """Sharded fraction of activations kept from forward until backward."""
+    """Fraction of the activations kept from forward until backward that is sharded."""
     divided_workspace: float = 0.0
-    """Sharded fraction of the workspace."""
+    """Fraction of the workspace that is sharded."""
     divided_scale_bytes: int = 0
     """Bytes by which sharded NF4 weights exceed the full ones: shards keep fp32 scales instead of double quantisation."""
     logits_bytes_per_token: float = 0.0
-    """A head's logits, included in ``activation_bytes_per_token``; 0: unknown, as for custom layers."""
+    """Bytes of a head's logits, included in ``activation_bytes_per_token``; 0 if unknown, as for custom layers."""
     group_sums: int = 0
     """All-reduces of hidden states per forward and per backward in a tensor-parallel group (embedding: forward only; head:
     backward only)."""
 
     def part(self, share: float, experts: float) -> LayerCost:
-        """The layer on a tensor-parallel rank with these shares of heads and experts."""
+        """Return the cost on a tensor-parallel rank with these shares of heads and experts."""
         stored = _held_share(self.parameters, self.divided_parameters, self.expert_parameters, share, experts)
         trained = _held_share(self.trainable_parameters, self.divided_trainable, self.expert_trainable, share, experts)
         saved, used = (1 - (1 - share) * divided for divided in (self.divided_activations, self.divided_workspace))
@@ -107,21 +106,21 @@ class ModelCost:
     sequence_length: int
     """Tokens per sequence for which activation bytes and times hold (attention is not linear in it)."""
     tied: bool
-    """The head's matrix is the embedding's: gradients of both ends are summed every step."""
+    """Whether head and embedding share one matrix, whose gradients are then summed every step."""
     state_bytes_per_trainable_parameter: float
-    """Gradient + AdamW's fp32 moments (+ fp32 master weight, if the compute dtype is narrower) per trainable parameter."""
+    """Bytes of gradient, AdamW's fp32 moments and, if the compute dtype is narrower, the fp32 master weight."""
     layers: tuple[LayerCost, ...]
     """The chain: embedding, blocks, head."""
     tied_bytes: int = 0
-    """Bytes of the fp32 gradient exchanged between both ends when tied, else 0."""
+    """Bytes of the fp32 gradient exchanged between the tied ends; 0 if they are not tied."""
     heads: int | None = None
-    """Key/value heads of every block, sharded in whole heads; None: no tensor parallelism."""
+    """Key/value heads of every block, sharded as whole heads; None rules out tensor parallelism."""
     experts: int | None = None
-    """Experts of each layer with experts, where they can be sharded; None: none."""
+    """Experts per layer with experts if they can be sharded, else None."""
     optimizer: str = "adamw"
-    """As ``[train] optimizer`` names it."""
+    """Value of ``[train] optimizer``."""
     wire: str | None = None
-    """``int8``: dtype of messages between stages; None: the compute dtype."""
+    """Dtype of messages between stages: ``int8``, or None for the compute dtype."""
 
     @cached_property
     def stage_tables(self) -> StageTables:
@@ -134,12 +133,12 @@ class ModelCost:
         return any(2 * layer.trainable_parameters > layer.parameters for layer in inner or self.layers)
 
     def state_bytes(self, first: int, last: int) -> float:
-        """Gradients, moments and master weights of the layers [first, last)."""
+        """Bytes of gradients, moments and master weights of the layers [first, last)."""
         each = self.state_bytes_per_trainable_parameter
         return sum(each * layer.trainable_parameters - layer.moments_saving_bytes for layer in self.layers[first:last])
 
     def owned_bytes(self, first: int, last: int) -> float:
-        """Moments and master weights of the layers [first, last), which one of a parameter's holders owns."""
+        """Bytes of moments and master weights of the layers [first, last), each owned by one of a parameter's holders."""
         if (first, last) not in self._owned_bytes:
             gradients = GRADIENT_BYTES * sum(layer.trainable_parameters for layer in self.layers[first:last])
             self._owned_bytes[first, last] = max(0.0, self.state_bytes(first, last) - gradients)
@@ -151,13 +150,13 @@ class ModelCost:
 
     @property
     def copy_bytes_per_trainable_parameter(self) -> float:
-        """Mean bytes of a copy of the trained state."""
+        """Mean bytes per trainable parameter of a copy of the trained state."""
         trained = sum(layer.trainable_parameters for layer in self.layers)
         saved = sum(layer.moments_saving_bytes for layer in self.layers) / max(1, trained)
         return COPY_BYTES - saved
 
     def sent_bytes_per_token(self, layer: int) -> int:
-        """Bytes of a layer's output per token as sent, and of its gradient."""
+        """Bytes per token of a layer's output as sent, and of its gradient."""
         return sent_bytes(self.layers[layer].boundary_bytes_per_token, self.dtype, self.wire)
 
     @property
@@ -166,24 +165,24 @@ class ModelCost:
         return max(self.sent_bytes_per_token(layer) for layer in range(len(self.layers)))
 
     def streamed_bytes(self, index: int) -> int:
-        """Bytes of an offloaded layer's parameters copied to the device: all, or the frozen ones under adapters."""
+        """Bytes of an offloaded layer's parameters copied to the device: all, or with adapters only frozen ones."""
         layer = self.layers[index]
         stays = self._tied_bytes(index) if self.trained_whole else layer.trainable_parameters * DTYPE_BYTES[self.dtype]
         return max(0, layer.parameter_bytes - stays)
 
     def gradient_bytes(self, layer: int) -> int:
-        """Bytes of a layer's fp32 gradients, a tied head's included."""
+        """Bytes of a layer's fp32 gradients, including a tied head's."""
         return GRADIENT_BYTES * self.layers[layer].trainable_parameters + self._tied_bytes(layer)
 
     def _tied_bytes(self, layer: int) -> int:
         return self.tied_bytes if layer == len(self.layers) - 1 else 0
 
     def keeping(self, ratio: float) -> ModelCost:
-        """Costs on a device whose blocks keep ``ratio`` times the activations."""
+        """Return the costs on a device whose blocks keep ``ratio`` times as many activation bytes."""
         return self if ratio == 1.0 else _keeping(self, ratio)
 
     def sliced(self, tokens: int) -> ModelCost:
-        """Costs of ``tokens`` tokens: a head that computes logits in slices needs memory for one slice."""
+        """Return the costs for ``tokens`` tokens; a head that computes logits in slices needs memory for one slice."""
         return self._sliced if in_slices(self.layers[-1].logits_bytes_per_token, tokens) else self
 
     @cached_property
@@ -201,14 +200,13 @@ class ModelCost:
         return replace(self, layers=(*self.layers[:-1], sliced))
 
     def part(self, share: float, experts: float) -> ModelCost:
-        """Costs on a tensor-parallel rank with these shares of heads and experts."""
         return self if share == experts == 1.0 else _part(self, share, experts)
 
 
 class StageTables:
-    """Sums and maxima over the layers of every stage, indexed [first, last], in bytes (per token where activations).
+    """Sums and maxima over the layers of every stage, indexed [first, last], in bytes (per token for activations).
 
-    Layers are added from the first on, as ``sum`` does: bit-identical floats.
+    Layers are added from the first to the last, as ``sum`` does, so that floats are bit-identical.
     """
 
     def __init__(self, model: ModelCost) -> None:
@@ -221,11 +219,11 @@ class StageTables:
         self.state = _over([model.state_bytes(i, i + 1) for i in numbers])
         self.kept, self.most_kept = _over(saved), _over(saved, np.maximum)
         self.kept_recomputing = _over([saved[0], *inputs, *saved[1:][-1:]])
-        """A block that is recomputed keeps its input only."""
+        """Bytes kept with recomputation, in which a block keeps only its input."""
         self.deferred = _over([layer.deferred_bytes_per_token for layer in layers])
         self.outputs, self.most_output = _over(outputs), _over(outputs, np.maximum)
         self.crossing = np.array([0, *outputs[:-1], 0])
-        """By cut, no table."""
+        """Bytes per token that cross each boundary between layers, indexed by boundary."""
         streamed = [model.streamed_bytes(i) for i in numbers]
         self.streamed, self.most_streamed = _over(streamed), _over(streamed, np.maximum)
         self.most_gradients = _over([model.gradient_bytes(i) for i in numbers], np.maximum)

@@ -1,13 +1,14 @@
-"""Tensors of optimizer state per parameter."""
+"""Optimizer state tensors of each parameter."""
 
 import math
 
 from hetero_mpi.planning.types.sizes import MOMENT_BLOCK_SIZE
 
 TWO, EIGHT_BIT, FACTORED, ONE = "two", "eight_bit", "factored", "one"
-"""AdamW's moments in fp32; in blocks of 8 bits; Adafactor's means of squares over rows and columns; Muon's moving mean."""
+"""Kinds of state: AdamW's fp32 moments, the same in 8-bit blocks, Adafactor's row and column means of squares, Muon's
+momentum."""
 OF_OPTIMIZER = {"adamw": (TWO,), "adamw_8bit": (TWO, EIGHT_BIT), "adafactor": (FACTORED,), "muon": (TWO, ONE)}
-"""``[train] optimizer`` -> state of its parameters; the last entry is of matrices in blocks."""
+"""``[train] optimizer`` -> kinds of state; the last one is for the matrices in blocks."""
 
 _FP32_BYTES = 4
 Kept = dict[str, tuple[tuple[int, ...], str]]
@@ -15,7 +16,7 @@ Kept = dict[str, tuple[tuple[int, ...], str]]
 
 
 def moment_tensors(moments: str, shape: tuple[int, ...]) -> Kept:
-    """State tensors of a parameter of this shape."""
+    """Return the state tensors of a parameter with this shape."""
     if moments == EIGHT_BIT:
         scales = (-(-math.prod(shape) // MOMENT_BLOCK_SIZE),), "float32"
         codes = shape, "uint8"
@@ -29,7 +30,7 @@ def moment_tensors(moments: str, shape: tuple[int, ...]) -> Kept:
 
 
 def saved_bytes(moments: str, shape: tuple[int, ...]) -> float:
-    """Bytes saved relative to AdamW's fp32 moments."""
+    """Bytes that this state of a parameter saves relative to AdamW's fp32 moments."""
     sizes = moment_tensors(moments, shape).values()
     return 2 * _FP32_BYTES * math.prod(shape) - sum(
         math.prod(tensor_shape) * (1 if dtype == "uint8" else _FP32_BYTES) for tensor_shape, dtype in sizes

@@ -1,6 +1,6 @@
-"""A plan: the ranks that hold the layers and how a step runs; and its prediction and reasons.
+"""A plan: which ranks hold which layers and how a step runs, with its prediction and reasons.
 
-Saved as TOML, accepted back with ``--plan``.
+Plans are saved as TOML and can be passed back with ``--plan``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from itertools import islice
 SCHEMA_VERSION = 3
 """Version of the plan file's layout."""
 FROM_DISK = "read from the disk in every pass"
-"""Phrase of a reason that is always shown before a run."""
+"""Phrase that marks a reason to show before every run."""
 WARM_UP = "warm_up"
 """The planner's default order (``orders.warm_up``)."""
 
@@ -22,7 +22,7 @@ WARM_UP = "warm_up"
 class StagePlan:
     """Layers ``[first, last)`` of the chain, on one rank or sharded over a tensor-parallel group of ranks on one host.
 
-    The group's first rank leads: it alone exchanges messages with other stages.
+    The first rank of a group is its leader, which alone exchanges messages with other stages.
     """
 
     ranks: tuple[int, ...]
@@ -32,21 +32,21 @@ class StagePlan:
     """Micro-batches sent forward before the first backward; 1F1B's classic depth is ``stages - 1 - index``."""
     recompute: bool = False
     streamed: bool = False
-    """Offloaded: weights (in full fine-tuning also gradients, master weights and moments) are in host memory or mapped files and
-    on the device only while their layer computes all slices of a micro-batch. Backward recomputes forward."""
+    """Whether the stage is offloaded: weights (in full fine-tuning also gradients, master weights and moments) stay in host
+    memory or mapped files, and are on the device only while their layer computes a micro-batch. Backward recomputes forward."""
     slice_sequences: int | None = None
-    """Sequences per slice of a micro-batch; None: unsliced."""
+    """Sequences per slice of a micro-batch; None if it is not sliced."""
     kept_slices: int = 0
-    """Of an offloaded stage: the first slices of every micro-batch, which keep their activations and are not recomputed."""
+    """Number of leading slices of a micro-batch whose activations an offloaded stage keeps instead of recomputing."""
     on_disk: int = 0
-    """Of an offloaded stage: number of evenly spread blocks that exceed host memory and are read from files in each pass."""
+    """Number of evenly spread blocks of an offloaded stage that exceed host memory and are read from files in each pass."""
     state_weight: float = 1.0
     """Weight for sharding optimizer state among a layer's holders (``owners``)."""
     shares: tuple[int, ...] = ()
-    """Key/value heads of each tensor-parallel rank (0 possible with experts), which also proportion MLP columns and vocabulary;
-    empty: one rank."""
+    """Key/value heads of each tensor-parallel rank (0 possible with experts); MLP columns and vocabulary are sharded in the
+    same proportion. Empty for a single rank."""
     experts: tuple[int, ...] | None = None
-    """Experts of each tensor-parallel rank (0 possible), where layers have some; None: in proportion to ``shares``."""
+    """Experts of each tensor-parallel rank (0 possible) in layers that have experts; None: in proportion to ``shares``."""
 
     @property
     def grouped(self) -> bool:
@@ -59,25 +59,25 @@ class StagePlan:
         return tuple(blocks[(2 * i + 1) * len(blocks) // (2 * count)] for i in range(count))
 
     def blocks(self, layers: int) -> range:
-        """Its layers without the ends of the chain."""
+        """Return the stage's layers without the ends of the chain."""
         return range(max(1, self.first), min(self.last, layers - 1))
 
     @property
     def idles(self) -> bool:
-        """True where a tensor-parallel rank has neither heads nor experts."""
+        """Whether any tensor-parallel rank has neither heads nor experts."""
         experts = self.experts or (0,) * len(self.shares)
         return any(heads == count == 0 for heads, count in zip(self.shares, experts, strict=False))
 
     def share(self, member: int) -> float:
-        """A member's share of tensor-parallel layers without experts."""
+        """Fraction of the tensor-parallel layers, without experts, on one member."""
         return self.shares[member] / sum(self.shares) if self.grouped else 1.0
 
     def expert_share(self, member: int) -> float:
-        """A member's share of the experts."""
+        """Fraction of the experts on one member."""
         return self.experts[member] / sum(self.experts) if self.experts else self.share(member)
 
     def slices(self, micro_batch: int) -> int:
-        """Slices per micro-batch of ``micro_batch`` sequences."""
+        """Number of slices in a micro-batch of ``micro_batch`` sequences."""
         return -(-micro_batch // max(1, self.slice_sequences or micro_batch))
 
 
@@ -85,7 +85,7 @@ class StagePlan:
 class PipelinePlan:
     """Stages in chain order that together hold every layer once.
 
-    A rank may hold several, given an order for that (``orders``): ranks 0, 1, 0, 1 are looped, 0, 1, 1, 0 V-shaped.
+    A rank may hold several stages if the order allows it (``orders``): ranks 0, 1, 0, 1 are interleaved, 0, 1, 1, 0 V-shaped.
     """
 
     stages: tuple[StagePlan, ...]
@@ -94,8 +94,8 @@ class PipelinePlan:
     sequences: int
     """Sequences per step: this replica's share of the global batch. The last micro-batch holds the remainder."""
     split_backward: bool = False
-    """Split backward: first the input gradient, for which the previous stage waits; later the weight gradients (full fine-tuning
-    only)."""
+    """Whether backward is split: first the input gradient, for which the previous stage waits; later the weight gradients (full
+    fine-tuning only)."""
     order: str = WARM_UP
     """Order of a stage's operations: a name in ``orders.ORDERS``."""
 
@@ -113,7 +113,7 @@ class PipelinePlan:
         return any(len(places) > 1 for places in self.stages_of.values())
 
     def is_local_boundary(self, index: int) -> bool:
-        """True where stages ``index`` and ``index + 1`` are on one rank and exchange no message."""
+        """Whether stages ``index`` and ``index + 1`` are on one rank and so exchange no message."""
         return self.stages[index].ranks == self.stages[index + 1].ranks
 
     @property
@@ -121,26 +121,26 @@ class PipelinePlan:
         return -(-self.sequences // self.micro_batch)
 
     def size(self, micro_batch: int) -> int:
-        """Sequences in one micro-batch of the step."""
+        """Number of sequences in one micro-batch of the step."""
         return min(self.micro_batch, self.sequences - micro_batch * self.micro_batch)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The decision, without its prediction (``PlanReport``).
+    """A plan without its prediction (see ``PlanReport``).
 
-    Each pipeline is a replica of the full model. They share the global batch: the first takes its first ``sequences`` rows, and
-    so on. A rank takes part in one pipeline. Single-rank pipelines are plain data parallelism.
+    Each pipeline is a replica of the full model. The replicas split the global batch: the first takes the first ``sequences``
+    rows, and so on. A rank belongs to one pipeline. Single-rank pipelines are plain data parallelism.
     """
 
     pipelines: tuple[PipelinePlan, ...]
     global_batch: int
     sequence_length: int
     layers: int
-    """Length of the chain: the embedding, the blocks, the head."""
+    """Number of layers in the chain: the embedding, the blocks and the head."""
 
     def with_stages(self, stages: Iterable[StagePlan]) -> Plan:
-        """This plan with other stages, in the order of ``numbered`` and as many per pipeline."""
+        """Replace all stages, in the order of ``numbered``; every pipeline keeps its number of stages."""
         rest = iter(stages)
         pipelines = (replace(pipeline, stages=tuple(islice(rest, len(pipeline.stages)))) for pipeline in self.pipelines)
         return replace(self, pipelines=tuple(pipelines))
@@ -160,7 +160,7 @@ class Plan:
 
     @cached_property
     def leader_of(self) -> dict[int, int]:
-        """Each non-leading rank of a tensor-parallel group -> its leader."""
+        """Map each non-leading rank of a tensor-parallel group to its leader."""
         return {rank: stage.ranks[0] for _, _, stage in self.numbered for rank in stage.ranks[1:]}
 
     @property
@@ -168,7 +168,7 @@ class Plan:
         return sorted(self._numbers_by_rank)
 
     def of_rank(self, rank: int) -> tuple[int, ...]:
-        """Numbers of the rank's stages; empty: idle."""
+        """Numbers of the rank's stages; empty if the rank is idle."""
         return self._numbers_by_rank.get(rank, ())
 
     @cached_property
@@ -194,19 +194,17 @@ class IdleRank:
 
 @dataclass(frozen=True)
 class Alone:
-    """One rank training alone, with the same tokens per step."""
+    """One rank that trains alone, with the same number of tokens per step."""
 
     rank: int
     step_s: float | None = None
-    """Predicted; None: it cannot, for the reason ``problem``."""
+    """Predicted step time; None if the rank cannot train alone, for the reason in ``problem``."""
     problem: str = ""
-    """Also the reason not to train alone although it would be faster."""
+    """Why the rank cannot train alone, or should not although it would be faster."""
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Predicted peak and usable bytes of one rank."""
-
     rank: int
     peak_bytes: int
     usable_bytes: int
@@ -230,9 +228,9 @@ class PlanReport:
     bound_step_s: float
     """Lower bound for this instance: the fluid bound (``bounds``), often far below the attainable time."""
     alone: Alone | None = None
-    """The fastest single rank; None: unknown."""
+    """The fastest single rank; None if unknown."""
     tried_step_s: float | None = None
-    """Step time of the calibration run, with randomly initialised weights and random data; None: not run."""
+    """Step time of the calibration run, with randomly initialised weights and random data; None if there was none."""
     memory: tuple[RankMemory, ...] = ()
     hosts: tuple[HostMemory, ...] = ()
     idle: tuple[IdleRank, ...] = ()
@@ -241,5 +239,5 @@ class PlanReport:
 
     @property
     def expected_step_s(self) -> float:
-        """Calibrated step time, or else the predicted one."""
+        """Step time of the calibration run, or the predicted one if there was none."""
         return self.predicted_step_s if self.tried_step_s is None else self.tried_step_s

@@ -21,10 +21,10 @@ EMULATED = "emulated"
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds over token counts: piecewise linear, extrapolated by the nearest segment.
+    """Seconds as a piecewise linear function of the token count, extrapolated from the nearest segment.
 
     ``tokens`` is strictly increasing. With one knot the line runs through the origin. Extrapolation is bounded against noise:
-    more tokens take at least the last knot, fewer at least their share of the first.
+    more tokens take at least as long as the last knot, fewer at least a proportional share of the first.
     """
 
     tokens: tuple[int, ...]
@@ -32,8 +32,8 @@ class Curve:
     sample_tokens: tuple[int, ...] = field(default=(), compare=False, repr=False)
     """Token counts of ``samples``; strictly increasing."""
     samples: tuple[tuple[float, ...], ...] = field(default=(), compare=False, repr=False)
-    """Seconds of the repetitions at each of ``sample_tokens``, to which the curve was fitted (``planning.fit``); empty: derived or
-    written by hand. Ignored by comparisons and planning."""
+    """Seconds of the repetitions at each of ``sample_tokens``, to which the curve was fitted (``planning.fit``); empty if it
+    was derived or written by hand. Ignored by comparisons and planning."""
 
     def __post_init__(self) -> None:
         if not self.tokens or len(self.tokens) != len(self.seconds):
@@ -78,21 +78,22 @@ def _spread(times: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """Seconds of one layer kind on one device, per micro-batch of a given number of tokens."""
+    """Seconds that a layer kind takes on one device, per micro-batch with a given number of tokens."""
 
     forward_s: Curve
     backward_s: Curve
     recompute_s: Curve | None = None
-    """Backward with recomputation, in total; None: not measured, forward + backward is used."""
+    """Total time of backward with recomputation; if None (not measured), forward + backward is used."""
     input_s: Curve | None = None
-    """First part of a split backward: gradients of the input and of non-matrices. None: not measured, backward is not split."""
+    """First part of a split backward: gradients of the input and of non-matrices. If None (not measured), backward is not
+    split."""
     weight_s: Curve | None = None
-    """Second part: the gradients of the matrices."""
+    """Second part of a split backward: gradients of the matrices."""
 
 
 @dataclass(frozen=True)
 class DeviceProfile:
-    """One rank as measured."""
+    """Measurements of one rank."""
 
     rank: int
     host: str
@@ -102,29 +103,29 @@ class DeviceProfile:
     memory_bytes: int
     """Usable memory for this rank (weights, state, activations, buffers)."""
     memory_reason: str
-    """Origin of ``memory_bytes``, in words."""
+    """How ``memory_bytes`` was determined, in words."""
     dtypes: tuple[str, ...]
     """Compute dtypes this device can use: ``fp32``, ``bf16``, ``fp16``."""
     layers: dict[str, LayerTimes]
     """Layer kind -> times with dedicated cores."""
     optimizer_fixed_s: float
     optimizer_s_per_parameter: float
-    """Seconds of one optimizer step = fixed + this * trainable parameters."""
+    """One optimizer step takes ``optimizer_fixed_s`` plus this value times the number of trainable parameters."""
     copy_latency_s: float = 0.0
-    """Seconds of the smallest copy between device and host (0 on CPU ranks, which copy nothing)."""
+    """Seconds that the smallest copy between device and host takes (0 on CPU ranks, which copy nothing)."""
     device_to_host_bytes_per_s: float = float("inf")
     host_to_device_bytes_per_s: float = float("inf")
     threads: int = 1
     """CPU threads of a CPU rank."""
     compiled: bool = False
-    """Whether the times are of compiled blocks; those of a split backward and of shards are not."""
+    """Whether blocks were compiled when timed; split backwards and shards never are."""
     forward_overhead_s: float = 0.0
     """Seconds per forward of a micro-batch in addition to the layers (masks, rotary tables, calls)."""
     backward_overhead_s: float = 0.0
     shares_host_memory: bool = False
-    """``memory_bytes`` are the host's (CPU ranks, integrated GPUs), shared by its ranks."""
+    """Whether ``memory_bytes`` is the host's memory, shared by its ranks (CPU ranks, integrated GPUs)."""
     host_optimizer_s_per_parameter: float | None = None
-    """The same in host memory, for offloaded full fine-tuning; None: not measured (always on CPU ranks)."""
+    """``optimizer_s_per_parameter`` in host memory, for offloaded full fine-tuning; None if not measured (as on CPU ranks)."""
     activation_ratio: float = 1.0
     """Ratio of a block's kept activation bytes to the model's: above 1 where attention has no fused kernel."""
     halved: dict[str, LayerTimes] = field(default_factory=dict)
@@ -139,28 +140,28 @@ TABLES = "layers", "halved", "without_experts"
 
 @dataclass(frozen=True)
 class HostProfile:
-    """Figures that the ranks of one host share."""
+    """Resources that the ranks of one host share."""
 
     name: str
     memory_bytes: int
     """Usable memory of the host itself, for all its ranks together."""
     memory_reason: str
     shared_nic: bool = False
-    """All messages to and from other hosts queue for one NIC, as found by sending all at once."""
+    """Whether messages to and from other hosts all queue for one NIC, measured by sending them concurrently."""
     flows_bytes_per_s: float = float("inf")
-    """Total over all concurrent flows that leave the host."""
+    """Total bandwidth of all concurrent flows that leave the host."""
     copies_bytes_per_s: float = float("inf")
-    """Total over concurrent copies from host memory to devices with their own memory, and assumed for the reverse direction.
-    Infinite: unlimited, or at most one such device."""
+    """Total bandwidth of concurrent copies from host memory to devices with their own memory, assumed for the reverse direction
+    too. Infinite if unlimited or if there is at most one such device."""
     sum_latency_s: float = 0.0
-    """Two ranks of the host add n bytes in host memory in ``sum_latency_s + n / sum_bytes_per_s``."""
+    """Two ranks of the host take ``sum_latency_s + n / sum_bytes_per_s`` to add n bytes in host memory."""
     sum_bytes_per_s: float | None = None
     cores: float | None = None
-    """Cores for its CPU ranks together; None: one per thread."""
+    """Cores that the host's CPU ranks share; None means one core per thread."""
     other_threads: float = 0.0
     """Threads of other programs on these cores at the time of measurement."""
     disk_bytes_per_s: float | None = None
-    """Reads of frozen weights from files; None: not measured, so that no plan reads them from disk."""
+    """Read bandwidth for frozen weights in files; if None (not measured), no plan reads them from disk."""
 
 
 @dataclass(frozen=True)
@@ -182,12 +183,12 @@ ITSELF = "itself"
 
 @dataclass(frozen=True)
 class HostLinkProfile:
-    """All links between ranks of two hosts or within one host: large clusters have millions of pairs of ranks."""
+    """One link for all ranks of two hosts or within one host, as large clusters have millions of pairs of ranks."""
 
     source: str
     """A host, or ``ANY_HOST`` as the default."""
     destination: str
-    """A host; for ``ANY_HOST``: ``ANY_HOST`` (two hosts) or ``ITSELF`` (two ranks of one host)."""
+    """A host; for source ``ANY_HOST`` either ``ANY_HOST`` (two hosts) or ``ITSELF`` (two ranks of one host)."""
     latency_s: float
     bytes_per_s: float
 
@@ -202,7 +203,7 @@ _Pairs = tuple[NDArray[np.int64], _Floats, _Floats, _Floats, _Floats]
 
 @dataclass(frozen=True)
 class ClusterProfile:
-    """All that planning knows: an editable TOML file in ``profiles/`` or the run directory."""
+    """Everything that planning knows: an editable TOML file in ``profiles/`` or the run directory."""
 
     source: str
     """Origin of the figures: ``measured``, ``derived from ...``, ``emulated``."""
@@ -213,7 +214,7 @@ class ClusterProfile:
     versions: dict[str, str]
     model: ModelCost
     devices: tuple[DeviceProfile, ...]
-    """In rank order: ``devices[i].rank == i``."""
+    """Devices in rank order: ``devices[i].rank == i``."""
     links: tuple[LinkProfile, ...]
     schema_version: int = SCHEMA_VERSION
     hosts: tuple[HostProfile, ...] = ()
@@ -231,7 +232,6 @@ class ClusterProfile:
         return self.model.keeping(self.devices[rank].activation_ratio)
 
     def link(self, source: int, destination: int) -> LinkProfile:
-        """The directed link from rank ``source`` to rank ``destination``."""
         listed_link = self._link_of.get((source, destination))
         if listed_link is not None:
             return listed_link
@@ -250,12 +250,12 @@ class ClusterProfile:
         return {(link.source, link.destination): link for link in reversed(self.links)}
 
     def host_link(self, source: str, destination: str) -> HostLinkProfile | None:
-        """Link by hosts, from a host to another or to itself."""
+        """Return the link from one host to another or within one host, or None if it is not listed."""
         link_by_hosts, any_other = self._host_link_of, ITSELF if source == destination else ANY_HOST
         return link_by_hosts.get((source, destination)) or link_by_hosts.get((ANY_HOST, any_other))
 
     def described_links(self) -> tuple[LinkProfile, ...]:
-        """``links``, or one link per pair of hosts if there are none."""
+        """Return ``links``, or one link per pair of hosts if ``links`` is empty."""
         if self.links:
             return self.links
         ranks: dict[str, list[int]] = {}
@@ -269,7 +269,7 @@ class ClusterProfile:
         return {(link.source, link.destination): link for link in reversed(self.host_links)}
 
     def host(self, rank: int) -> HostProfile | None:
-        """The host of ``rank``; None: not listed."""
+        """Return the host of ``rank``, or None if it is not listed."""
         return self._host_of.get(self.devices[rank].host)
 
     @cached_property
@@ -277,7 +277,7 @@ class ClusterProfile:
         return {host.name: host for host in self.hosts}
 
     def transfer_s(self, source: int, destination: int, message_bytes: float) -> float:
-        """Seconds of one message from device to device: copy to the host, link, copy to the device."""
+        """Seconds to send one message from device to device: copy to the host, link, copy to the device."""
         out, into = self.devices[source], self.devices[destination]
         link = self.link(source, destination)
         return (
@@ -287,7 +287,7 @@ class ClusterProfile:
         )
 
     def messages_s(self, ranks: Sequence[int], message_bytes: float) -> _Floats:
-        """Seconds [source, destination] of a message between ``ranks``, as ``transfer_s``; 0 on the diagonal."""
+        """Seconds [source, destination] of a message between any two ``ranks``, as ``transfer_s``; 0 on the diagonal."""
         places, latency_s, per_byte_s, out, into = self._pairs
         at = np.array(ranks)
         pairs = np.ix_(places[at], places[at])
@@ -300,14 +300,15 @@ class ClusterProfile:
 
     @cached_property
     def group_devices(self) -> dict[tuple[tuple[int, ...] | None, ...], DeviceProfile]:
-        """Cache: (ranks, shares, experts, ranks considered) -> tensor-parallel group as a device (``group_costs``)."""
+        """Cache of ``group_costs``: (ranks, shares, experts, ranks considered) -> tensor-parallel group as one device."""
         return {}
 
     @cached_property
     def _pairs(self) -> _Pairs:
-        """(place of each rank; latency and seconds per byte between places, NaN without a link; both of device copies [rank, 2]).
+        """Return positions of ranks, latency and seconds per byte between positions, and of device copies [rank, 2].
 
-        Places are hosts where there are only host links, else ranks. Copies go out of and into the device.
+        A rank's position is its host if there are only host links, else its number. A missing link is NaN. Copies are those out
+        of and into the device.
         """
         names = [device.host for device in self.devices]
         hosts = list(dict.fromkeys(names))

@@ -1,4 +1,4 @@
-"""Consistency rules of profiles beyond types. Profiles are edited by hand, so all problems are reported, with their keys."""
+"""Consistency rules of profiles beyond types. Since users edit profiles, all problems are reported with their keys."""
 
 import itertools
 import math
@@ -14,7 +14,7 @@ from hetero_mpi.util.plug_ins import plug_in_names
 
 DTYPES = tuple(DTYPE_BYTES)
 MAX_LAYER_S = 1e6
-"""Seconds of a micro-batch in one layer (eleven days); more is a typing error."""
+"""Maximum seconds of a micro-batch in one layer (eleven days); longer times are typing errors."""
 MIN_SPEED = 1e-9
 MAX_NUMBER = 1e18
 """Maximum of all figures except speeds."""
@@ -35,7 +35,7 @@ BACKENDS = ("cpu", *plug_in_names("hetero_mpi.device.backends"))
 
 
 def profile_problems(profile: ClusterProfile) -> list[str]:
-    """All problems of a profile with their keys: rank order, missing links and times, unknown hosts."""
+    """Return all problems of a profile with their keys: rank order, missing links and times, unknown hosts."""
     ranks = [device.rank for device in profile.devices]
     problems = [*_link_problems(profile), *_model_problems(profile)]
     if ranks != list(range(len(ranks))) or not ranks:
@@ -53,7 +53,7 @@ def profile_problems(profile: ClusterProfile) -> list[str]:
 
 
 def number_problems(value: Any, path: str = "") -> list[str]:
-    """Problems of plain values: negative or infinite figures, and speeds that are not positive."""
+    """Return the problems of plain values: negative or infinite figures, and speeds that are not positive."""
     if isinstance(value, dict):
         return [p for key, item in value.items() for p in number_problems(item, f"{path}.{key}" if path else key)]
     if isinstance(value, list):
@@ -122,7 +122,7 @@ def _model_problems(profile: ClusterProfile) -> Iterator[str]:
 
 
 def _device_problems(device: DeviceProfile, trained: dict[str, int], path: str) -> Iterator[str]:
-    """``trained``: layer kind -> trained parameters."""
+    """Yield the problems of one device; ``trained`` maps each layer kind to its trainable parameters."""
     if device.backend not in BACKENDS:
         yield f"{path}.backend = {device.backend!r}: must be {_either(BACKENDS)}"
     for dtype in device.dtypes:
@@ -147,7 +147,7 @@ def _device_problems(device: DeviceProfile, trained: dict[str, int], path: str) 
 
 
 def _times_problems(times: LayerTimes, trained: bool, path: str) -> Iterator[str]:
-    """Check that curves are positive, or zero where nothing is computed (backward of frozen first layers; no weight gradients)."""
+    """Check that curves are positive, or 0 if nothing is computed (frozen first layers, no weight gradients)."""
     if (times.input_s is None) != (times.weight_s is None):
         yield f"{path}: input_s and weight_s are the two parts of one backward: set both or neither"
     for field in fields(times):

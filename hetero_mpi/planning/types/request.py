@@ -1,4 +1,4 @@
-"""The planner's view of a job, as plain values (planning never sees ``Job``), and options of simulation."""
+"""The planner's view of a job as plain values (planning never sees ``Job``), and the resources that messages occupy."""
 
 from dataclasses import dataclass, replace
 
@@ -10,31 +10,31 @@ MEMORY_GIVEN = "given as [cluster] memory_bytes"
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """Choices left to the planner, as finite sets, and what the job fixes."""
+    """Choices left to the planner, as finite sets, and the values that the job fixes."""
 
     global_batch: int
     sequence_length: int
     """Tokens per sequence."""
     micro_batch_choices: tuple[int, ...]
-    """Sequences per micro-batch the planner may choose from; each divides ``global_batch``."""
+    """Sequences per micro-batch that the planner may choose from; each divides ``global_batch``."""
     alone_micro_batch_choices: tuple[int, ...] = ()
-    """Choices for a rank training alone, which may use larger micro-batches; empty: ``micro_batch_choices``."""
+    """Choices for a rank that trains alone and may use larger micro-batches; if empty, ``micro_batch_choices``."""
     mask_sequences: int | None = None
-    """Sequences that share a draw of dropout masks, preserved from a given plan; None: no dropout."""
+    """Number of sequences that share one draw of dropout masks, kept from a given plan; None if there is no dropout."""
     max_pipelines: int = 1
     """Maximum number of data-parallel replicas."""
     recompute_choices: tuple[bool, ...] = (False,)
     split_choices: tuple[bool, ...] = (False,)
     """Choices for split backward; full fine-tuning only."""
     streaming: str = "never"
-    """Offloading: ``never``; ``auto``: where nothing else fits or the step gets clearly shorter; ``shorter``: where the step gets
-    shorter."""
+    """When to offload: ``never``; ``auto``: if nothing else fits or the step gets clearly shorter; ``shorter``: if the step
+    gets shorter at all."""
     without_files: bool = False
-    """Offloaded frozen weights stay in host memory, divided among the host's devices, never on disk."""
+    """Keep offloaded frozen weights in host memory, divided among the host's devices, and never on disk."""
     schedule: str = "auto"
     """``auto`` leaves depth and splitting to the planner; a name in ``orders.SCHEDULES`` fixes them."""
     stages_per_rank: int = 1
-    """Maximum stages per rank in its pipeline."""
+    """Maximum number of stages per rank."""
     groups: bool = False
     """Allow tensor parallelism among ranks of one host."""
     allow_idle: bool = True
@@ -42,13 +42,13 @@ class PlanRequest:
     indifference: float = 0.0
     """Plans within this fraction of the fastest count as equal; among them the planner prefers consecutive ranks."""
     thorough: bool = False
-    """Search several times as long (``search``)."""
+    """Search several times as long (see ``search``)."""
     brief: bool = False
-    """Search few replica counts, without annealing or interleaved stages: for comparisons, not for plans to run."""
+    """Search few replica counts, without annealing or interleaved stages; for comparisons, not for plans that will run."""
     memory_reserve: float = 0.05
     """Fraction of every device's usable memory that is kept free."""
     copy_bytes_per_trainable_parameter: float = 0.0
-    """Host memory for copies of the trained state (checkpoint snapshots, peer copies) where there is memory."""
+    """Bytes of host memory for copies of the trained state (checkpoint snapshots, peer copies)."""
 
 
 Resource = tuple[str, str | int, int]
@@ -57,7 +57,7 @@ Resource = tuple[str, str | int, int]
 
 
 def with_shared_nics(profile: ClusterProfile) -> ClusterProfile:
-    """The cluster with one NIC per host for messages between hosts."""
+    """Return the cluster with one NIC per host for messages between hosts."""
     listed = {host.name: host for host in profile.hosts}
     used_bytes = dict.fromkeys(listed, 0)
     for device in profile.devices:
@@ -72,7 +72,7 @@ def shares_nics(profile: ClusterProfile) -> bool:
 
 
 def resources(profile: ClusterProfile, source: int, destination: int) -> tuple[Resource, ...]:
-    """Resources that a message from rank ``source`` to rank ``destination`` occupies."""
+    """Return the resources that a message from rank ``source`` to rank ``destination`` occupies."""
     occupied: list[Resource] = [("link", source, destination)]
     if profile.devices[source].host != profile.devices[destination].host:
         for rank, direction in ((source, "out"), (destination, "in")):

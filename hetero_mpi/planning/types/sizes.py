@@ -2,35 +2,35 @@
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 SCALE_BYTES = 4
-"""Bytes of the scale of each int8 row."""
+"""Bytes of the scale that each int8 row carries."""
 GRADIENT_BYTES = 4
-"""Gradients accumulate and are exchanged in fp32, whatever the compute dtype."""
+"""Bytes of a gradient: gradients are accumulated and exchanged in fp32, whatever the compute dtype."""
 INT8 = "int8"
 COPY_BYTES = 12
 """Bytes per trained parameter of a copy: fp32 value and AdamW's two moments."""
 MOMENT_BLOCK_SIZE = 256
-"""8-bit moments that share an fp32 scale."""
+"""Number of 8-bit moments that share one fp32 scale."""
 EIGHT_BIT_SAVING = 8 - 2 - 8 / MOMENT_BLOCK_SIZE
 """Bytes per parameter saved by 8-bit moments relative to fp32."""
 OFFLOADED_LAYER_COUNT = 2
-"""Buffers of an offloaded stage, in layers: weights on the device for the current and the next layer, gradients for the current
-one and one being copied, layers on disk in host memory for one in use and one being read."""
+"""Layers that an offloaded stage buffers: on the device, weights of the current and next layer, and gradients of the current
+layer and the one being copied; in host memory, the layer in use and the one being read from disk."""
 LOGITS_BYTES = 500_000_000
-"""A head with more logits bytes per micro-batch computes them in slices in forward and backward. Unsliced logits, gradient and
-loss take three times as much, at most 1.5 GB."""
+"""Logits bytes per micro-batch above which a head computes them in slices in forward and backward. Unsliced logits, gradient
+and loss take three times as much, at most 1.5 GB."""
 HEAD_TOKENS = 1024
-"""Tokens per slice: logits of a vocabulary of 150,000 stay below a gigabyte, at full device speed."""
+"""Tokens per slice: logits of a vocabulary of 150,000 stay below a gigabyte, and the device still runs at full speed."""
 BLOCK_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-"""Names of the number of blocks in a ``config.json``."""
+"""Keys for the number of blocks in a ``config.json``."""
 EMBEDDING = "embedding"
 HEAD = "head"
 
 
 def in_slices(logits_bytes_per_token: float, tokens: int) -> bool:
-    """True where a head computes logits in slices. This changes bits, so planning and execution both call this function."""
+    """Whether a head computes logits in slices. Slicing changes bits, so planning and execution both call this function."""
     return tokens > HEAD_TOKENS and tokens * logits_bytes_per_token > LOGITS_BYTES
 
 
 def sent_bytes(row_bytes: int, dtype: str, wire: str | None) -> int:
-    """Bytes as sent of a token's hidden vector of ``row_bytes`` bytes in ``dtype``."""
+    """Bytes sent for one token's hidden vector, which has ``row_bytes`` bytes in ``dtype``."""
     return row_bytes // DTYPE_BYTES[dtype] + SCALE_BYTES if wire == INT8 and row_bytes else row_bytes

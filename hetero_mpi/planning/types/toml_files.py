@@ -1,4 +1,4 @@
-"""Profiles and plans as editable TOML files, and as plain values for JSON messages. Reading reports all problems of a file.
+"""Read and write profiles and plans as editable TOML files or plain values for JSON; reading reports all problems.
 
 Profiles have a shorthand for models of equal blocks and clusters of equal GPUs: ``count = 32`` in a ``[[model.layers]]`` table
 repeats the layer; ``like = 4`` in a ``[[devices]]`` table copies missing keys from that earlier rank. Files are written in
@@ -41,7 +41,7 @@ _OWN_KEYS = ("rank", "host")
 
 
 def profile_to_dict(profile: ClusterProfile) -> dict[str, Any]:
-    """Plain values for JSON (infinity as ``"inf"``)."""
+    """Convert a profile to plain values for JSON (infinity becomes ``"inf"``)."""
     return encode(profile, infinity_as_text=True)
 
 
@@ -62,7 +62,7 @@ def profile_from_dict(data: dict[str, Any], where: str = "profile") -> ClusterPr
 
 
 def _with_shorthand(data: dict[str, Any]) -> dict[str, Any]:
-    """The profile in shorthand; ``data`` is not modified."""
+    """Return the profile in shorthand, without modifying ``data``."""
     runs = [(layer, len([*equal])) for layer, equal in itertools.groupby(data["model"]["layers"])]
     layers = [layer if n == 1 else {"kind": layer["kind"], "count": n, **layer} for layer, n in runs]
     return {**data, "model": {**data["model"], "layers": layers}, "devices": _with_likes(data["devices"])}
@@ -121,7 +121,7 @@ def _expand_likes(devices: list[Any], problems: list[str]) -> list[Any]:
 
 
 def plan_to_dict(plan: Plan | PlanReport, infinity_as_text: bool = True) -> dict[str, Any]:
-    """Plain values: schema version, decision and a report's prediction under ``report``; JSON with ``infinity_as_text``."""
+    """Convert to plain values: schema version, plan, and a report's prediction under ``report``."""
     version = {"schema_version": plan_types.SCHEMA_VERSION}
     if isinstance(plan, Plan):
         return {**version, **encode(plan, infinity_as_text)}
@@ -130,12 +130,12 @@ def plan_to_dict(plan: Plan | PlanReport, infinity_as_text: bool = True) -> dict
 
 
 def plan_from_dict(data: dict[str, Any], where: str = "plan") -> Plan:
-    """The decision in ``plan_to_dict``'s values; a ``UserError`` lists all problems."""
+    """Read the plan from values of ``plan_to_dict``; a ``UserError`` lists all problems."""
     return _plan_file(data, where)[0]
 
 
 def report_from_dict(data: dict[str, Any], where: str = "plan") -> PlanReport:
-    """The decision and prediction in ``plan_to_dict``'s values; a ``UserError`` lists all problems."""
+    """Read the plan and its prediction from values of ``plan_to_dict``; a ``UserError`` lists all problems."""
     report = _plan_file(data, where)[1]
     if report is None:
         raise UserError(
@@ -174,7 +174,7 @@ def save_profile(profile: ClusterProfile, path: str | os.PathLike[str]) -> None:
 
 
 def load_profile(path: str | os.PathLike[str]) -> ClusterProfile:
-    """Load the profile at a path, or the shipped one of that name; ``UserError`` if unreadable or invalid."""
+    """Load a profile by its path or, if it is shipped, by name; raise ``UserError`` if it is unreadable or invalid."""
     file = profile_file(path)
     return profile_from_dict(_read(file), str(file))
 
@@ -185,28 +185,28 @@ def save_plan(plan: Plan | PlanReport, path: str | os.PathLike[str]) -> None:
 
 
 def load_plan_file(path: str | os.PathLike[str]) -> tuple[Plan, PlanReport | None]:
-    """Load a plan and its report from a file or run directory; ``UserError`` if invalid. ``complete_plan`` checks the model."""
+    """Load a plan and its report from a file or run directory; ``complete_plan`` checks the plan against the model."""
     file = file_of_run(Path(path), "plan.toml") if Path(path).is_dir() else Path(path)
     return _plan_file(_read(file), str(file))
 
 
 def load_plan(path: str | os.PathLike[str]) -> Plan:
-    """Load the decision alone; see ``load_plan_file``."""
+    """Load a plan without its report; see ``load_plan_file``."""
     return load_plan_file(path)[0]
 
 
 def load_report(path: str | os.PathLike[str]) -> PlanReport:
-    """Load the decision with its prediction; ``UserError`` if the file is not a plan or has no report."""
+    """Load a plan with its prediction; raise ``UserError`` if the file is not a plan or has no report."""
     return report_from_dict(_read(Path(path)), str(path))
 
 
 def to_toml(table: dict[str, Any]) -> str:
-    """TOML text: scalars and lists of scalars first, short tables on one line, the rest under headings."""
+    """Format a table as TOML: scalars and lists of scalars first, short tables on one line, the rest under headings."""
     return "\n".join(_table_lines(table, "")).strip("\n") + "\n"
 
 
 def _table_lines(table: dict[str, Any], prefix: str) -> list[str]:
-    """Lines of the table with dotted name ``prefix``; nested tables follow their parent's own keys."""
+    """Format the table with dotted name ``prefix`` as lines; nested tables follow their parent's own keys."""
     lines: list[str] = []
     below: list[str] = []
     for key, value in table.items():
@@ -230,7 +230,7 @@ def _table_lines(table: dict[str, Any], prefix: str) -> list[str]:
 
 
 def _is_leaf(table: dict[str, Any]) -> bool:
-    """True without tables inside."""
+    """Whether a table contains no other tables."""
     inside = [item for value in table.values() for item in (value if isinstance(value, list) else [value])]
     return not any(isinstance(item, dict) for item in inside)
 
