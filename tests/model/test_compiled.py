@@ -90,7 +90,9 @@ def one_thread() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("blocks", "kind", "recompute"), [
-    (2, "full", False), (4, "full", True), (2, "lora", True), (4, "lora", False), (2, "nf4", False), (2, "dropout", True),
+    (2, "full", False), (2, "lora", True),
+    *(pytest.param(*case, marks=pytest.mark.long)
+      for case in ((4, "full", True), (4, "lora", False), (2, "nf4", False), (2, "dropout", True))),
 ])  # fmt: skip
 def test_two_stages_have_the_bits_of_one(blocks: int, kind: str, recompute: bool) -> None:
     chain, end = chain_of(blocks), blocks + 2
