@@ -83,10 +83,7 @@ def peers(sizes: Sequence[int], hosts: Sequence[str]) -> dict[int, int]:
 
 
 def steps_between(cost_s: float, step_s: float) -> int:
-    """Return the minimum number of steps between copies that keeps the cost of copying within ``MAX_COST_RATIO``.
-
-    ``cost_s``: cost of one copy in seconds. ``step_s``: duration of one step in seconds.
-    """
+    """Return the minimum number of steps between copies that keeps the cost of copying within ``MAX_COST_RATIO``."""
     return max(1, math.ceil(cost_s / (MAX_COST_RATIO * step_s)))
 
 
