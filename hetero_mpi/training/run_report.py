@@ -88,10 +88,7 @@ def open_metrics(context: RunContext, step: int, run_id: str) -> MetricsWriter:
 def open_display(
     context: RunContext, state: State, run_id: str, stack: contextlib.ExitStack, screen: bool
 ) -> tuple[MetricsWriter | None, ProgressDisplay | None]:
-    """Open the metrics and the progress display on rank 0; returns (None, None) elsewhere.
-
-    ``screen``: whether the display may use the screen, because no program prints between steps.
-    """
+    """Open the metrics and progress display on rank 0; returns (None, None) elsewhere. ``screen``: whether to use the screen."""
     if context.world.rank != 0:
         return None, None
     metrics = stack.enter_context(open_metrics(context, state.step, run_id))

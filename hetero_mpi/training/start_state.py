@@ -118,10 +118,8 @@ def find_start(
 ) -> tuple[State | None, TrainResult | None]:
     """Return the state to resume from and the result of a finished run, each None if there is none. Collective.
 
-    No rank may be writing shards meanwhile.
-
-    Raises:
-        CollectiveUserError: There is no state to resume from, or this run would not continue it.
+    No rank may be writing shards meanwhile. Raises CollectiveUserError if there is no state to resume from, or if this run would
+    not continue it.
     """
     world, resume, run_dir = context.world, options.resume, context.run_dir
     run_id, version, newest = None, None, resume in (LATEST, ANY)

@@ -293,10 +293,7 @@ class TrainingRun:
     def _until_change(
         self, training: Training, history: RunHistory, share: Share, state: State
     ) -> dict[str, Any] | None:
-        """Train, or sleep on an idle rank, until the plan changes or training ends. Collective.
-
-        Returns the new plan and the state as a dictionary, or None if training has ended.
-        """
+        """Train, or sleep on an idle rank, until the plan changes (returns the new plan and the state) or training ends (None)."""
         context, rebalancer, world = training.context, training.rebalancer, self.world
         if share.members is None:
             return self._sleep(training)

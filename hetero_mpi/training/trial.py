@@ -137,10 +137,7 @@ def _calibration_allowance(context: RunContext, options: TrainOptions, planned: 
 
 
 class _CalibrationRun:
-    """Runs plans for calibration. All methods are collective.
-
-    ``planning_s``: time that planning took. ``has_user_plan``: whether the user gave the plan, which is then kept.
-    """
+    """Runs plans for calibration. All methods are collective. ``has_user_plan``: whether the plan is the user's, and fixed."""
 
     def __init__(
         self, context: RunContext, allowed: Allowance, planning_s: float, has_user_plan: bool, pending: Pending
@@ -277,10 +274,7 @@ class _CalibrationRun:
 
 
 def _steps(context: RunContext, share: Share, allowed: Allowance) -> tuple[list[StepByRank], list[_Shortage]]:
-    """Take the steps of a calibration run, then free all memory. Collective over the active ranks.
-
-    Returns the measured steps (on rank 0) and the ranks that ran out of memory.
-    """
+    """Take the steps of a calibration run; returns rank 0's measured steps and the ranks that ran out of memory. Collective."""
     members, rank = share.members, context.world.rank
     assert members is not None
     group = group_of(context, members, share.plan)
@@ -335,7 +329,7 @@ def _timed_steps(
 
 
 def _measured(rank: int, result: StepResult, wall_s: float, clock_s: float) -> RankMeasurement:
-    """Return a step's measurement, without the optimizer if the step was skipped. ``clock_s``: this clock minus rank 0's."""
+    """Return a step's measurement, without the optimizer if the step was skipped. ``clock_s``: clock offset of this rank."""
     events = [event for event in result.events if event.action.op is not Op.STEP or result.decision.finite]
     return RankMeasurement.from_events(rank, events, result.began_s - clock_s, wall_s, result.worked_s)
 

@@ -63,10 +63,7 @@ class Heartbeat:
         """Maps each peer to (MPI request, bytes being sent)."""
 
     def beat(self, report: Any) -> None:
-        """Receive messages and send ``report`` to rank 0 (rank 0 sends all reports to all ranks). Raises RankLost.
-
-        A peer to which a send is still pending is skipped.
-        """
+        """Receive messages and send ``report`` to rank 0 (rank 0: all reports to all) if no send is pending. Raises RankLost."""
         with ulfm.translate_losses():
             self._take_all()
             self.words[self.rank] = report

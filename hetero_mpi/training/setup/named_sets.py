@@ -26,10 +26,7 @@ def read_set(
     ends: Collection[int],
     limit: int,
 ) -> Dataset:
-    """Read the sequences of matching files. Raises UserError if files cannot be read or contain no sequence.
-
-    ``limit``: maximum number of records.
-    """
+    """Read the sequences of matching files, at most ``limit`` records. Raises UserError if that fails or yields no sequence."""
     settings = SequenceSettings(data.sequence_length, data.packing and data.text is not None, held_out=0, seed=0)
     if data.text is not None:
         corpus = Corpus(patterns, data.documents, None, key, data.keys, data.skip_bad, say)

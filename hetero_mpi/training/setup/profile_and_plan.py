@@ -85,10 +85,7 @@ def cache_root(context: RunContext) -> Path | None:
 
 
 def planning_request(context: RunContext, profile: ClusterProfile, ranks: int = 0) -> PlanRequest:
-    """Build the request to the planner. Not collective.
-
-    ``ranks``: number of ranks for which micro-batch sizes were measured; 0 if it equals the current number.
-    """
+    """Build the request to the planner. ``ranks``: number of ranks at the time of profiling; 0 for the current number."""
     versions = versions_in_memory(context.job.checkpoint.replicate_every)
     dropout = context.tuning.uses_dropout(context.chain)
     request = build_plan_request(context.loaded, ranks or context.world.size, dropout, versions)
@@ -181,7 +178,7 @@ def keep_run_profile(context: RunContext, pending: Pending, profile: ClusterProf
 
 
 def named_profile(loaded: LoadedJob, options: TrainOptions) -> Path | ClusterProfile | None:
-    """Return the profile that the command line or the job names, or None. Raises UserError if another option conflicts."""
+    """Return the profile named by the command line or the job, or None. Raises UserError if it is missing or options conflict."""
     settings, named = loaded.job.profile, options.profile
     if named is None and settings.path:
         named = loaded.profile_file(settings.path)
