@@ -69,7 +69,7 @@ class BadRecord(Exception):
 
 @dataclass
 class BadRecords:
-    """Bad records of a job in file order, of which up to ``allowed`` are skipped (``data.skip_bad``)."""
+    """Bad records of a job in file order. Up to ``allowed`` of them are skipped (``data.skip_bad``)."""
 
     allowed: int = 0
     problems: list[Problem] = field(default_factory=list)

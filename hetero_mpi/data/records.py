@@ -162,7 +162,7 @@ def read_records(
 
 
 class _RecordFields:
-    """The non-null fields of a record; keeps track of which keys are read."""
+    """The non-null fields of a record; records the keys that are read."""
 
     def __init__(self, value: Any) -> None:
         """Wrap a record. Raises BadRecord unless ``value`` is an object or a list of messages."""

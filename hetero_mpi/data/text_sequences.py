@@ -367,7 +367,7 @@ def overlapping(stream: Tokens, length: int) -> tuple[Tokens, Tokens]:
 
 
 def _pad(pieces: Iterable[tuple[Tokens, bool]], end: int, pad: int, length: int) -> Rows:
-    """Place each document in a row of its own; the notes count documents that are dropped as too short or truncated."""
+    """Place each document in a separate row; the notes count documents that are dropped as too short or truncated."""
     parts: list[Tokens] = []
     dropped, cut, pending = 0, 0, np.empty(0, np.int32)
     for ids, ends in pieces:

@@ -3,7 +3,7 @@
 transformers derives the size of attention masks from the first cache layer of each kind of attention. On later stages that layer
 belongs to another rank and would be empty; therefore cache layers of other stages count tokens without storing them.
 
-A stage can also have several adapters, one of which is active at a time, besides the adapter with which it was built.
+In addition to the adapter with which it was built, a stage can have further adapters; one adapter is active at a time.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def takes_pieces(config: PreTrainedConfig) -> bool:
 
 
 def takes_batches(config: PreTrainedConfig, model: nn.Module) -> bool:
-    """Whether single tokens of several texts can be computed in a batch, where each row attends to the keys of its own text.
+    """Whether single tokens of several texts can be computed in a batch, where each row attends only to its text's keys.
 
     This requires that the only states are keys and values, and that attention calls transformers' ``sdpa`` with all cached keys
     (latent attention does not). It excludes experts, where the rows that an expert computes together depend on other rows.

@@ -38,7 +38,7 @@ _MAX_CONSECUTIVE_SKIPS = 10
 
 
 class NextAction(Enum):
-    """What to do after a step."""
+    """Action to take after a step."""
 
     NEXT_STEP = auto()
     CHANGE_PLAN = auto()

@@ -254,7 +254,7 @@ class _SpeedHistory:
 
 
 class Move(enum.Enum):
-    """What to do about the plan after a step."""
+    """Action on the plan after a step."""
 
     STAY = "stay"
     ASK = "ask"

@@ -1,6 +1,6 @@
 """Calibration run of a plan: a few steps with randomly initialised weights on the actual ranks and links.
 
-    rehearsal    each rank by itself: finds ranks that run out of memory
+    rehearsal    each rank alone: finds ranks that run out of memory
     steps        all ranks together, as in training; the first step is a warm-up
     calibration  the measured times of ranks, groups and links replace the profiled ones
     replanning   if the calibrated profile suggests another plan, it is run too, and the faster plan is used
