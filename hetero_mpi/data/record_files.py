@@ -51,7 +51,7 @@ class OwnKeys:
     """Names that have occurred in a record."""
 
     def read(self, value: Any) -> Any:
-        """Rename a record's keys to the standard ones. An existing key with a standard name gets the suffix "(original)"."""
+        """Rename a record's keys to the standard ones. An original key of the same name gets the suffix "(original)"."""
         if not self.names or not isinstance(value, dict):
             return value
         keys = {name: key for key, name in self.names.items() if name in value}

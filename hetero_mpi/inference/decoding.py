@@ -231,7 +231,7 @@ class _BatchCache(DynamicCache):
         super().__init__()
         self._texts = texts
         self.handed: list[Rows] = []
-        """Keys and values of each row per layer; the layer's attention removes its entry."""
+        """Keys and values of each row per layer; the layer's attention empties its entry."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **keywords: Any

@@ -329,7 +329,7 @@ def _timed_steps(
 
 
 def _measured(rank: int, result: StepResult, wall_s: float, clock_s: float) -> RankMeasurement:
-    """Return a step's measurement, without the optimizer if the step was skipped. ``clock_s``: clock offset of this rank."""
+    """Return a step's measurement, without the optimizer if the step was skipped. ``clock_s``: this rank's clock offset."""
     events = [event for event in result.events if event.action.op is not Op.STEP or result.decision.finite]
     return RankMeasurement.from_events(rank, events, result.began_s - clock_s, wall_s, result.worked_s)
 
