@@ -1,4 +1,4 @@
-"""Data pipeline: text files or conversation records -> token ids -> sequences -> batches.
+"""Data pipeline: turns text files or conversation records into token ids, sequences and batches.
 
-Runs on rank 0 only; needs numpy and tokenizers, no torch.
+It runs on rank 0 only and needs numpy and tokenizers, but not torch.
 """

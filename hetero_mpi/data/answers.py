@@ -1,15 +1,15 @@
 """Render a conversation with a chat template and locate the assistant's answers in the text.
 
-Answers are located by rendering prefixes of the conversation, as generation does: an answer starts where the rendered prompt
-(with the generation prompt) ends, and it ends where the conversation including the answer ends. Nothing else is assumed about
-the template, and the assumption is checked for every record::
+Answers are located by rendering prefixes of the conversation: an answer starts where the rendered prompt (including the
+generation prompt) ends, and it ends where the conversation up to and including that answer ends. This is the only assumption
+about the template, and it is checked for every record::
 
     render(system, user, generation prompt)          <|user|>Hi<|answer|>
     render(system, user, assistant)                  <|user|>Hi<|answer|>Hello<|end|>
     render(system, user, assistant, user, assistant) <|user|>Hi<|answer|>Hello<|end|><|user|>And?<|answer|>Well<|end|>
     answers                                                              ^^^^^^^^^^^^                      ^^^^^^^^^^^
 
-If the template marks its answers (``{% generation %}``), the mask that transformers derives from the marks is used.
+If the template marks its answers (``{% generation %}``), the mask that transformers derives from these marks is used instead.
 """
 
 import json
@@ -27,29 +27,29 @@ from hetero_mpi.data.record_shapes import BadRecord
 
 WAY_OUT = 'Set data.template = "plain", or tokenizer.path to a tokenizer whose chat template does'
 MAX_CHARACTERS = 2**24
-"""A longer rendering of one conversation comes from a runaway template, not from training data."""
+"""Maximum length of one rendered conversation; only a runaway template produces more."""
 _MARKS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A Jinja chat template with the special tokens of its tokenizer. Holds plain values only."""
+    """A Jinja chat template and its tokenizer's special tokens, as plain, serialisable values."""
 
     kind: Literal["chat", "plain", "none"]
     source: str
     with_tools: str | None
-    """The tokenizer's separate template for records with tools, if it has one."""
+    """The tokenizer's separate template for records with tools; None if there is no separate one."""
     special: Mapping[str, Any]
     """The tokenizer's ``special_tokens_map``."""
     ours: bool = False
-    """The source is the built-in plain form, or no template: trusted, so it is rendered in this process."""
+    """Whether the source is one of this program's own templates, which is trusted and rendered in this process."""
 
     def text(
         self, conversation: Conversation, tools: Sequence[Mapping[str, Any]] | None = None, asking: bool = False
     ) -> tuple[str, list[tuple[int, int]] | None]:
-        """Render messages as ``apply_chat_template`` of transformers does; ``asking`` appends the generation prompt.
+        """Render messages as transformers' ``apply_chat_template`` does; ``asking`` appends the generation prompt.
 
-        Returns the text and the ranges [first, last) that the template marks as answers (None for a template without marks).
+        Returns the text and the ranges [first, last) that the template marks as answers (None if the template has no marks).
         Raises BadRecord if the template rejects the conversation.
         """
         source = self.source if tools is None else self.with_tools or self.source
@@ -86,15 +86,15 @@ class ChatTemplate:
 
 @dataclass(frozen=True)
 class Rendered:
-    """A rendered conversation."""
+    """A rendered conversation and the location of its answers."""
 
     text: str
     spans: Sequence[tuple[int, int, float | None]]
-    """The answers in ascending order: [first, last) in characters, and their loss weight (:attr:`ChatMessage.trained`)."""
+    """(first, last, loss weight) of each answer in text order: characters [first, last), and :attr:`ChatMessage.trained`."""
     marked: bool
-    """The template itself marks its answers."""
+    """Whether the template itself marks its answers."""
     forgotten: bool
-    """The template omits the reasoning of earlier answers."""
+    """Whether the template omits the reasoning of earlier answers."""
 
 
 def rendered(
@@ -122,18 +122,18 @@ def rendered(
 
 @dataclass(frozen=True)
 class _AnswerLocator:
-    """A conversation as passed to the template, and its rendered text."""
+    """Locates the answers of a conversation in its rendered text."""
 
     text: str
     messages: Sequence[ChatMessage]
     conversation: Conversation
     render: Callable[[Conversation, bool], str]
-    """Renders a conversation; True appends the generation prompt."""
+    """Renders a conversation; the second argument says whether to append the generation prompt."""
     final: str
-    """The model's end token, or ""."""
+    """The tokenizer's end token, or "" if it has none."""
 
     def spans(self) -> list[tuple[int, int, float | None]]:
-        """:attr:`Rendered.spans` of the conversation. Raises BadRecord if an answer cannot be located."""
+        """Return :attr:`Rendered.spans` of the conversation. Raises BadRecord if an answer cannot be located."""
         spans: list[tuple[int, int, float | None]] = []
         for index, message in enumerate(self.messages):
             if message.role != "assistant":
@@ -151,7 +151,7 @@ class _AnswerLocator:
         return spans
 
     def _answer(self, index: int, previous_end: int) -> tuple[int, int] | None:
-        """The range of an answer with its trailing whitespace, or None. ``previous_end``: end of the previous answer."""
+        """Return the range of an answer including trailing whitespace, or None. ``previous_end``: end of the previous answer."""
         text, message = self.text, self.messages[index]
         question = self.render(self.conversation[:index], True)
         closed = text if index == len(self.messages) - 1 else self.render(self.conversation[: index + 1], False)
@@ -171,7 +171,7 @@ class _AnswerLocator:
 def _marked_spans(
     text: str, marks: Sequence[tuple[int, int]], messages: Sequence[ChatMessage]
 ) -> list[tuple[int, int, float | None]]:
-    """The marked answers with their loss weights."""
+    """Combine the answer ranges that the template marks with their loss weights. Raises BadRecord if they do not match."""
     trained = [message.trained for message in messages if message.role == "assistant"]
     if len(marks) != len(trained) and len(set(trained)) > 1:
         raise BadRecord(
@@ -192,13 +192,13 @@ def _marked_spans(
 def _render_checked(
     template: ChatTemplate, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] | None
 ) -> tuple[Conversation, str, list[tuple[int, int]] | None, bool]:
-    """Render the messages in the form that the template can print.
+    """Render the messages in a form that the template prints completely.
 
-    The messages are passed as they stand in the file if the template prints them completely. Many templates cannot print content
-    in parts, or print arguments stored as a JSON string (OpenAI's form) as a quoted string. For such a template content parts are
-    joined and arguments are parsed.
+    The messages are passed exactly as in the file if the template prints them completely. Many templates cannot print content
+    that is a list of parts, or quote tool-call arguments that are stored as a JSON string (OpenAI's form). For these templates,
+    the parts are joined and the arguments are parsed.
 
-    Returns the conversation that was passed, its text, the template's marks, and whether reasoning of earlier answers is omitted.
+    Returns the conversation as passed, its text, the marked ranges, and whether the reasoning of earlier answers is omitted.
     """
     originals = [message.original or {"role": message.role, "content": message.content} for message in messages]
     plain_messages = [_plain_message(message) for message in messages]
@@ -219,7 +219,7 @@ def _render_checked(
 
 
 def _plain_message(message: ChatMessage) -> Mapping[str, Any]:
-    """The message with its content as one text, and arguments of tool calls as objects."""
+    """Convert a message so that its content is one string and the arguments of its tool calls are objects."""
     if message.original is None:
         return {"role": message.role, "content": message.content}
     plain = dict(message.original)
@@ -243,7 +243,7 @@ def _parse_arguments(function: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _prints_repr(text: str, messages: Sequence[ChatMessage]) -> bool:
-    """Whether the text contains content parts as a Python repr, or arguments as a quoted JSON string."""
+    """Whether the text contains a list of content parts as a Python repr, or arguments as a quoted JSON string."""
     parts = [(message.original or {}).get("content") for message in messages]
     arguments = [call.get("arguments") for message in messages for call in message.calls()]
     return any(isinstance(value, list) and value and str(value) in text for value in parts) or any(
@@ -252,11 +252,11 @@ def _prints_repr(text: str, messages: Sequence[ChatMessage]) -> bool:
 
 
 def _answer_begin(text: str, before: str, question: str, message: ChatMessage) -> int | None:
-    """Position in ``text`` of an answer that does not begin where its ``question`` ends; None if it cannot be located.
+    """Find where an answer begins if ``text`` does not start with its rendered prompt; None if it cannot be located.
 
     Some generation prompts (Qwen3.5's, DeepSeek-R1's) open a reasoning block that the template omits from an answer without
-    reasoning. The answer then begins where the two texts diverge, and the missing part of the prompt consists of line breaks and
-    of text that starts with "<". ``before``: the conversation up to the answer, without the generation prompt.
+    reasoning. The answer then begins where the two texts diverge, and the missing part of the prompt is empty or starts with "<"
+    after whitespace. ``question`` ends with the generation prompt; ``before`` is the same conversation without it.
     """
     if not text.startswith(before) or not question.startswith(before):
         return None
@@ -271,11 +271,11 @@ def _answer_begin(text: str, before: str, question: str, message: ChatMessage) -
 
 
 def _answer_after_header(text: str, previous_end: int, header: str, message: ChatMessage) -> int | None:
-    """Position of an answer whose preceding conversation is rendered differently within the whole conversation; None if not found.
+    """Find where an answer begins if the messages before it are rendered differently in the full conversation; None if not found.
 
-    Some templates (Qwen3.5's) print the reasoning of tool calls after the last question only. The answer begins after the
-    ``header`` between the end of the previous answer (``previous_end``) and the message's own text. The header may lack an opened
-    reasoning block: the full header is searched first, then its prefixes that end before a "<", longest first.
+    Some templates (Qwen3.5's) print the reasoning of tool calls only after the last question. The answer then begins after the
+    last occurrence of ``header`` (the generation prompt) between ``previous_end`` and the message's own text. The text may omit
+    the reasoning block that the header opens, so the prefixes of the header that end before a "<" are tried too, longest first.
     """
     needle = spoken(message) or next((call["name"] for call in message.calls()), message.content.strip())
     headers = [
@@ -292,11 +292,11 @@ def _answer_after_header(text: str, previous_end: int, header: str, message: Cha
 
 
 def _answer_end(text: str, begin: int, question: str, closed: str, message: ChatMessage) -> int | None:
-    """End in ``text`` of the answer that begins at ``begin``; None if it cannot be located.
+    """Find where the answer that begins at ``begin`` ends in ``text``; None if it cannot be located.
 
-    ``closed`` is the rendered conversation that ends with this answer to ``question``. Some templates (Qwen3's) print an empty
-    reasoning block before the last answer only. The answer is then the longest suffix of ``closed`` that matches the text at
-    ``begin`` and contains the message's own text.
+    ``closed`` is the rendered conversation up to and including this answer; ``question`` is its prompt. Some templates (Qwen3's)
+    print an empty reasoning block only before the last answer. The answer is then the longest suffix of ``closed`` that matches
+    the text at ``begin`` and contains the message's own text.
     """
     if text.startswith(closed):
         return len(closed)
@@ -309,7 +309,7 @@ def _answer_end(text: str, begin: int, question: str, closed: str, message: Chat
 
 
 def _trimmed_end(text: str, first: int, last: int, message: ChatMessage) -> int:
-    """End of the answer [first, last) of ``text`` without the whitespace that the template appends."""
+    """Return the end of the answer ``text[first:last]`` without the whitespace that the template appends."""
     content, answer = message.content, text[first:last]
     printed_content = next((part for part in (content, content.strip(), spoken(message)) if part in answer), "")
     content_end = answer.rfind(printed_content) + len(printed_content) if content.strip() else 0

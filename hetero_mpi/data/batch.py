@@ -1,6 +1,6 @@
-"""Batches: the sequences of a step, the answers that preference losses compare, and the choice of samples for each step.
+"""Batches of sequences, the answers that preference losses compare, and the selection of samples for each step.
 
-The samples of a step are a function of the step number alone, so a resumed run needs no data-loader state.
+The samples of a step depend only on the step number and the seed, so a resumed run needs no data-loader state.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ import numpy.typing as npt
 Tokens = npt.NDArray[np.int32]
 Indices = npt.NDArray[np.int64]
 IGNORED = -100
-"""Target of tokens outside the loss (padding, prompts); the value that torch's cross-entropy ignores."""
+"""Target of tokens that are excluded from the loss (padding, prompts); the value that torch's cross-entropy ignores."""
 
 PAD_MULTIPLE_TOKENS = 8
-"""Trimmed batches have lengths that are multiples of this value: suits matrix units, and fewer distinct lengths occur."""
+"""Lengths of trimmed batches are multiples of this value, which suits matrix units and limits the number of distinct shapes."""
 
 
 @dataclass(frozen=True)
 class Compared:
-    """The answers that a preference loss compares. In pairs, records alternate within a row: chosen, rejected."""
+    """The answers that a preference loss compares. In rows of pairs, chosen and rejected records alternate."""
 
     answers: npt.NDArray[np.uint8]
-    """[B, T], above 0 where the target belongs to a compared answer: 1 in a pair; unpaired 2 (desirable) or 3 (undesirable)."""
+    """[B, T]: nonzero where the target belongs to a compared answer: 1 paired, 2 desirable (unpaired), 3 undesirable (unpaired)."""
     reference: npt.NDArray[np.float32]
-    """[B, R]: log-likelihood of each record's answer under the reference model."""
+    """[B, R]: log-probability of each record's answer under the reference model."""
     chosen: int
     """Number of chosen or desirable answers in the batch."""
     rejected: int
     count: int
-    """Number of pairs, or of unpaired answers, in the batch: the divisor of the summed loss."""
+    """Number of pairs, or of unpaired answers, in the batch; the summed loss is divided by it."""
     likelihood_weight: float
-    """Pairs in the batch divided by the targets of its chosen records."""
+    """Number of pairs in the batch divided by the number of targets in chosen records."""
     point: float | None = None
-    """KTO's reference point: mean log-ratio of model to reference for answers to other prompts, at least 0."""
+    """KTO's reference point: mean log-ratio of model to reference over mismatched answers, clamped to at least 0."""
 
     @classmethod
     def from_batch(cls, batch: Batch, answers: npt.NDArray[np.uint8], reference: npt.NDArray[np.float32]) -> Compared:
-        """The compared answers of a complete batch with positions."""
+        """Count the compared answers of a complete batch, which must have positions."""
         assert batch.positions is not None
         of_chosen = ((batch.positions == 0).cumsum(axis=1) % 2 == 1) & (batch.targets != IGNORED)
         in_pairs, good, bad = (int(answer_counts(answers == mark).sum()) for mark in (1, 2, 3))
@@ -56,52 +56,52 @@ class Compared:
 
 @dataclass(frozen=True)
 class Weighed:
-    """Loss weights of a batch's targets. The loss is their weighted sum divided by the weights' sum over the batch."""
+    """Loss weights of a batch's targets. The batch loss is the weighted mean of the losses of its targets."""
 
     weights: npt.NDArray[np.float32]
     """[B, T]."""
     together: float
-    """Sum of the weights over the targets of the batch that are not ignored."""
+    """Sum of the weights over all targets of the batch that are not ignored."""
 
     @classmethod
     def from_batch(cls, targets: Tokens, weights: npt.NDArray[np.float32]) -> Weighed:
-        """Weights of a complete batch with these ``targets``."""
+        """Sum the ``weights`` of a complete batch over the ``targets`` that are not ignored."""
         return cls(weights, float(weights.sum(where=targets != IGNORED, dtype=np.float64)))
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences of one step or evaluation, int32 [B, T]; ``targets[b, t]`` follows ``tokens[b, t]``, or is -100."""
+    """Sequences of a training or evaluation step, int32 [B, T]; ``targets[b, t]`` is the token after ``tokens[b, t]``, or -100."""
 
     tokens: Tokens
     targets: Tokens
     target_tokens: int
     """Number of targets that are not ignored."""
     positions: Tokens | None = None
-    """[B, T]: each token's position in its record; attention does not cross records. None: each sequence is one text."""
+    """[B, T]: each token's position in its record; attention does not cross records. None if each row is one sequence."""
     compared: Compared | None = None
-    """None outside preference training."""
+    """The compared answers in preference training, else None."""
     numbers: Indices | None = None
-    """[B]: row numbers in the dataset, in preference training."""
+    """[B]: row numbers in the dataset in preference training, else None."""
     weighed: Weighed | None = None
-    """None: all targets have weight 1."""
+    """Loss weights; None if all targets have weight 1."""
 
     @property
     def divisor(self) -> float:
-        """Divisor of the summed loss: number of targets, sum of their weights, or number of compared pairs or answers."""
+        """Divisor of the summed loss: the number of targets, the sum of their weights, or the number of pairs or answers."""
         if self.weighed is not None:
             return self.weighed.together or 1.0
         return max(1, self.target_tokens if self.compared is None else self.compared.count)
 
     @property
     def lengths(self) -> Indices:
-        """[B]: length of each row up to its last target, 0 without targets. Preference rows count the last token, as in TRL."""
+        """[B]: length of each row up to its last target (one more in preference training, as in TRL); 0 if it has no target."""
         learnt = self.targets[:, ::-1] != IGNORED
         ends = learnt.shape[1] - learnt.argmax(axis=1) + (self.compared is not None)
         return np.where(learnt.any(axis=1), np.minimum(ends, learnt.shape[1]), 0)
 
     def rows(self, numbers: Sequence[int]) -> Batch:
-        """A copy of some sequences. The divisor of the loss remains that of the full batch."""
+        """Copy the rows with these numbers. The loss divisor remains that of the full batch."""
         index = np.array(numbers, np.intp)
         positions = None if self.positions is None else self.positions[index]
         compared = None if self.compared is None else self.compared.rows(index)
@@ -109,9 +109,9 @@ class Batch:
         return Batch(self.tokens[index], self.targets[index], self.target_tokens, positions, compared, None, weighed)
 
     def trimmed(self, multiple: int = PAD_MULTIPLE_TOKENS) -> Batch:
-        """Drop trailing columns without targets, keeping the length a ``multiple``.
+        """Drop trailing columns that hold no targets, keeping the length a multiple of ``multiple``.
 
-        Dropped tokens come after all targets, and a causal model does not look ahead, so the loss is unchanged.
+        The loss is unchanged, because all dropped tokens come after the last target and the model is causal.
         """
         used = np.flatnonzero((self.targets != IGNORED).any(axis=0))
         used = used[-1:] + 1 + (self.compared is not None)
@@ -124,37 +124,37 @@ class Batch:
 
 
 def answer_counts(answers: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-    """Number of answers in each row, [N]: one per record. ``answers``: [N, T], nonzero within an answer."""
+    """Count the answers in each row, one per record: [N]. ``answers`` [N, T] is nonzero within an answer."""
     starts = np.diff((answers != 0).astype(np.int8), axis=1, prepend=0) > 0
     return np.asarray(starts.sum(axis=1))
 
 
 Parts = tuple[tuple[int, int], ...]
-"""For each dataset: (samples in the dataset, samples that an epoch takes from it)."""
+"""For each dataset: (samples in the dataset, samples drawn from it per epoch)."""
 
 
 def steps_per_epoch(samples: int, global_batch: int, smaller: bool) -> float:
-    """Steps of an epoch; ``smaller`` as in ``batch_indices``."""
+    """Return the number of steps per epoch; ``smaller`` as in ``batch_indices``."""
     return -(-samples // global_batch) if smaller else samples / global_batch
 
 
 def batch_indices(
     step: int, global_batch: int, samples: int, seed: int, parts: Parts = (), stream: int = 0, smaller: bool = False
 ) -> Indices:
-    """Sample numbers of one step, int64 [global_batch]: ``global_batch`` consecutive positions in an endless stream of epochs.
+    """Return the sample numbers of one step, int64 [global_batch]: the next slice of an endless stream of epochs.
 
-    ``step`` counts from 0 (the number of completed steps). Each epoch is a different permutation of all samples, so a batch may
-    span the end of one epoch and the start of the next::
+    ``step`` is the number of completed steps. Each epoch is a different permutation of all samples, and a batch may span the
+    end of one epoch and the start of the next::
 
         samples = 5, global_batch = 3      epoch 0      | epoch 1
         stream                             3 0 4  1 2   | 4  0 2 1 ...
         step                               0      1          2
 
     Args:
-        parts: the samples belong to several datasets, stored one after the other; an epoch takes its number from each,
+        parts: sizes of several datasets that are stored one after the other, and the samples that an epoch draws from each,
             ``samples`` in total.
-        stream: key of the first epoch's permutation.
-        smaller: batches do not cross epochs; an epoch's last batch holds the remaining samples.
+        stream: random key of the first epoch's permutation.
+        smaller: whether batches end at epoch boundaries, so that the last batch of an epoch may be smaller.
     """
     first, end = step * global_batch, (step + 1) * global_batch
     if smaller:
@@ -172,9 +172,9 @@ def batch_indices(
 
 
 def parts_of(sizes: Sequence[int], weights: Sequence[float]) -> Parts:
-    """Samples that an epoch takes from datasets of these sizes: the sizes' sum, distributed by weight.
+    """Distribute the samples of an epoch (the sum of ``sizes``) over datasets in proportion to their weights.
 
-    Shares are rounded down, and the remainder goes to the largest fractions. A share may be 0.
+    Shares are rounded down, and the remainder goes to the datasets with the largest fractions. A share may be 0.
     """
     total = sum(sizes)
     exact = [total * weight / sum(weights) for weight in weights]
@@ -186,9 +186,9 @@ def parts_of(sizes: Sequence[int], weights: Sequence[float]) -> Parts:
 
 @functools.lru_cache(maxsize=2)
 def _mixed_epoch(parts: Parts, seed: int, epoch: int) -> Indices:
-    """The samples of one mixed epoch. Each dataset continues its own endless stream where the previous epoch stopped.
+    """Return the samples of one mixed epoch. Each dataset resumes its own endless stream where the previous epoch stopped.
 
-    A dataset that contributes more than its size repeats samples; one that contributes less continues in the next epoch.
+    A dataset that contributes more samples than it has repeats some of them; one that contributes fewer takes several epochs.
     """
     indices_by_set, first = [], 0
     for number, (size, count) in enumerate(parts, start=1):
@@ -200,10 +200,10 @@ def _mixed_epoch(parts: Parts, seed: int, epoch: int) -> Indices:
 
 @functools.lru_cache(maxsize=2)
 def permutation(samples: int, seed: int, stream: int) -> Indices:
-    """A permutation of ``range(samples)`` keyed by (seed, stream), int64 [samples], read-only.
+    """Return a read-only permutation of ``range(samples)`` keyed by (seed, stream), int64 [samples].
 
-    Sorts Philox's raw output (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) because
-    ``Generator.permutation`` may change between numpy versions, and a resumed run must see the same order.
+    It sorts Philox's raw output (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011), because
+    ``Generator.permutation`` may change between numpy versions and a resumed run must see the same order.
     """
     key = np.array([seed, stream], dtype=np.uint64)
     order = np.argsort(np.random.Philox(key=key).random_raw(samples), kind="stable").astype(np.int64)

@@ -1,12 +1,12 @@
-"""Conversations -> text -> token ids with a mask of the answers; also prompts -> token ids.
+"""Turn conversations into text, and the text into token ids with a mask of the answers; also tokenise prompts.
 
 The text comes from a Jinja chat template: the tokenizer's own, or the plain form below. The module ``answers`` locates answers
-in the text. A tool call is an answer; a tool's result is not. A message with ``train: false`` is an answer outside the loss.
+in the text. A tool call is an answer; a tool's result is not. A message with ``train: false`` is an answer without loss.
 
-Answer positions in characters become token positions through the offsets of one encoding of the complete text. A prompt's tokens
-are those of encoding the prompt alone, as at inference; the remaining tokens are the answer. Offsets are sufficient where a
-token ends at the boundary. Elsewhere the prompt is encoded from the last special token before the boundary on, since no merge
-crosses a special token.
+Character positions of answers are mapped to tokens through the offsets of one encoding of the complete text. The prompt's tokens
+are those that encoding the prompt alone yields, as at inference; the remaining tokens are the answer. Offsets suffice if a
+token ends at the boundary. Otherwise the prompt is encoded again, starting at the last special token before the boundary,
+since no merge crosses a special token.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ PLAIN_FORM = (
     "{%- endfor %}"
     '{{- "\\n\\n## Answer\\n" if add_generation_prompt else "" }}'
 )
-"""The plain form: a heading above every message, an end token after every answer, an empty line between messages. It is prefixed
-with the special tokens that the tokenizer prepends to every text."""
+"""The plain form: a heading above every message, an end token after every answer, and an empty line between messages. The special
+tokens that the tokenizer prepends to every text are added in front."""
 _JOINED = "{%- for message in messages %}{{- message.content }}{%- endfor %}"
 
 # A template may print today's date, which would change the data of a run that is resumed tomorrow. This fixed date is the
@@ -84,7 +84,7 @@ _CHAT_EXAMPLE = Record((_USER, _ANSWER, _USER, _ANSWER), "chat", "an example")
 _TOOL_EXAMPLE = Record(
     (_USER, ChatMessage("assistant", "", _CALL), ChatMessage("tool", "12:00"), _ANSWER), "chat", "an example", [_TOOL]
 )
-"""Conversations whose first answer shows how a template ends an answer."""
+"""Example conversations whose first answer reveals how a template ends an answer."""
 
 
 @dataclass(frozen=True)
@@ -93,13 +93,13 @@ class Tokenized:
     ids: npt.NDArray[np.int32]
     """int32 [n]."""
     answer: npt.NDArray[np.bool_]
-    """bool [n]: the token belongs to an answer in the loss, including its end token."""
+    """bool [n]: true for tokens of trained answers, including their end tokens."""
     never: npt.NDArray[np.bool_]
-    """bool [n]: the token belongs to an answer that is excluded from the loss, even when training on prompts."""
+    """bool [n]: true for tokens of answers that are excluded from the loss even when training on prompts."""
     weight: npt.NDArray[np.float32]
-    """float32 [n]: loss weight."""
+    """float32 [n]: loss weight of each token."""
     forgotten: bool = False
-    """The template omits the reasoning of earlier answers."""
+    """Whether the template omits the reasoning of earlier answers."""
 
 
 def has_template(tokenizer: PreTrainedTokenizerFast) -> bool:
@@ -109,10 +109,10 @@ def has_template(tokenizer: PreTrainedTokenizerFast) -> bool:
 def choose_template(
     tokenizer: PreTrainedTokenizerFast, template: Template, records: Iterable[Record] = ()
 ) -> ChatTemplate:
-    """The template that ``data.template`` selects.
+    """Select the template according to ``data.template``.
 
-    "auto" selects the tokenizer's chat template, else the plain form; chat records require an explicit "plain".
-    Raises UserError if a chat template is required and missing.
+    "auto" selects the tokenizer's chat template if it has one, else the plain form, but chat records require an explicit "plain".
+    Raises UserError if a required chat template is missing, or if the selected template cannot render the ``records``.
     """
     special = tokenizer.special_tokens_map
     if template == "none":
@@ -155,7 +155,7 @@ def choose_template(
 
 
 def _prefix_source(tokenizer: PreTrainedTokenizerFast) -> str:
-    """Template source for the tokens that the tokenizer prepends to every text (Llama, Gemma)."""
+    """Return template source that prints the tokens that the tokenizer prepends to every text (Llama, Gemma)."""
     begin = beginning(own_tokens_only(tokenizer))
     if begin == [tokenizer.bos_token_id]:
         return "{{- bos_token }}"
@@ -163,10 +163,10 @@ def _prefix_source(tokenizer: PreTrainedTokenizerFast) -> str:
 
 
 def render_prompt(tokenizer: PreTrainedTokenizerFast, prompt: str, template: Template | None) -> list[int]:
-    """Token ids of a user's prompt, formatted as in training, up to the start of the answer.
+    """Tokenise a user's prompt, formatted as in training, up to the start of the answer.
 
-    ``template`` is ``data.template`` of a job with records. It is None for a job with text, whose prompt is the start of a document
-    (an empty prompt is an end token, unless the tokenizer prepends tokens to a text).
+    ``template`` is ``data.template`` for a job with records, and None for a job with plain text, where the prompt starts a document
+    (an empty prompt becomes an end token, unless the tokenizer prepends tokens to every text).
     Raises UserError as ``choose_template`` does, and if the template rejects the prompt.
     """
     backend = own_tokens_only(tokenizer)
@@ -190,7 +190,7 @@ def messages_text(
 
 
 def plain_texts(records: Iterable[Record]) -> Iterator[str]:
-    """Text of the records in the plain form without special tokens, for training a tokenizer."""
+    """Yield each record's text in the plain form without special tokens, for training a tokenizer."""
     headings = {"system": "## About", "user": "## Task", "assistant": "## Answer", "tool": "## Result"}
     for record in records:
         yield "\n\n".join(f"{headings[message.role]}\n{message.content}" for message in record.messages)
@@ -205,15 +205,14 @@ def tokenize_records(
 ) -> Iterator[Tokenized]:
     """Tokenise records in order and mask their answers.
 
-    Special tokens come from the template only: the tokenizer adds none, so none is duplicated. The mask equals transformers'
-    assistant mask (or its value if the template had ``{% generation %}`` marks): an answer includes its end token, or
-    whatever closes it (Gemma's end of turn), and no line breaks after that. If the template prints nothing after an answer and the
-    next token is in ``ends`` (the model's stop tokens), this token belongs to the answer; the last answer ends as if another
-    message followed. Tokens after the last trained answer are dropped. An end token is appended only if the template closes
-    the last answer with no stop token.
+    Only the template prints special tokens; the tokenizer adds none, so none is duplicated. The mask equals the assistant mask
+    that transformers computes (or would compute if the template had ``{% generation %}`` marks): an answer includes its end
+    token, or whatever closes it (Gemma's end of turn), but not the line breaks that follow. A stop token (the end token or one
+    of ``ends``) directly after an answer belongs to that answer. Tokens after the last trained answer are dropped. If the last
+    answer ends without a stop token, the one that the template prints before a further message is appended, else the end token.
 
-    A record that the template rejects or prints incompletely, or whose answers cannot be located, goes to ``bad``.
-    Raises UserError when ``bad`` exceeds its limit.
+    A record that the template rejects or prints incompletely, or whose answers cannot be located, is added to ``bad``.
+    Raises UserError once more records are bad than may be skipped.
     """
     backend, end = own_tokens_only(tokenizer), end_token(tokenizer)
     stops, rendered = {end, *ends}, _render_records(template, records, bad)
@@ -223,7 +222,7 @@ def tokenize_records(
 
 
 def _closing_token(backend: Tokenizer, template: ChatTemplate, stops: Collection[int], calls: bool) -> int | None:
-    """The stop token that the template prints after an answer (or after tool calls) when another message follows."""
+    """Return the stop token that the template prints after an answer (or tool calls) before a further message, or None."""
     (rendered,) = rendered_records(template, [_TOOL_EXAMPLE if calls else _CHAT_EXAMPLE])
     if isinstance(rendered, BadRecord):
         return None
@@ -253,7 +252,7 @@ def _tokenized(
     closing: Callable[[bool], int],
     batch: Sequence[tuple[Record, Rendered]],
 ) -> Iterator[Tokenized]:
-    """Tokenise a batch of texts in one call, which keeps all threads of the tokenizer busy."""
+    """Tokenise a batch of rendered records in one call, which keeps all threads of the tokenizer busy."""
     for (record, rendered), marks in zip(batch, answer_tokens(backend, [text for _, text in batch]), strict=True):
         ids = list(marks.ids)
         answer, never = np.zeros((2, len(ids)), dtype=np.bool_)
@@ -282,15 +281,15 @@ def _tokenized(
 class Marks:
     ids: Sequence[int]
     spans: Sequence[tuple[int, int]]
-    """The tokens [first, last) of each answer."""
+    """Token range [first, last) of each answer."""
 
 
 def answer_tokens(engine: Tokenizer, rendered: Sequence[Rendered]) -> list[Marks]:
-    """Token ids and answer ranges of rendered records. Raises UserError if ``engine`` fails on a text.
+    """Tokenise rendered records and locate their answers in the tokens. Raises UserError if ``engine`` fails on a text.
 
-    ``engine`` is the result of ``own_tokens_only``. A boundary lies after the tokens of the text before it, if the full encoding
-    starts with these tokens. A token that a merge stretches across the boundary belongs to the answer, so no part of an answer is
-    lost. For answers that the template marks, the range holds every overlapping token, as transformers' mask does.
+    ``engine`` is the result of ``own_tokens_only``. If the full encoding starts with the tokens of the text before a boundary, the
+    answer starts after these tokens. A token that a merge stretches across the boundary belongs to the answer, so no part of an
+    answer is lost. If the template marks an answer, its range holds every overlapping token, as transformers' mask does.
     """
     with faults_named("the tokenizer cannot tokenise the records"):
         tokens_by_text = [
@@ -314,7 +313,7 @@ def answer_tokens(engine: Tokenizer, rendered: Sequence[Rendered]) -> list[Marks
 def _resolved_boundaries(
     engine: Tokenizer, rendered: Sequence[Rendered], tokens_by_text: Sequence[_Offsets]
 ) -> dict[tuple[int, int], int]:
-    """Resolve boundaries that offsets leave ambiguous: (text, boundary in characters) -> number of tokens before it."""
+    """Resolve boundaries that are ambiguous by offsets: map (text number, character) to the number of tokens before it."""
     edges = [(n, edge) for n, r in enumerate(rendered) if not r.marked for edge in {e for s in r.spans for e in s[:2]}]
     # Some tokenizers drop trailing spaces of a text.
     last = {rendered[n].text[edge - 1 : edge] for n, edge in edges}
@@ -337,7 +336,7 @@ def _resolved_boundaries(
 
 
 class _Offsets:
-    """Tokens of a text with their character offsets. Offsets that move backwards are replaced by their running maximum."""
+    """Tokens of a text and their character offsets. Lookups use running maxima, since offsets may move backwards."""
 
     def __init__(self, encoding: Encoding) -> None:
         self.ids: list[int] = encoding.ids
@@ -347,22 +346,22 @@ class _Offsets:
         self._still_started = np.minimum.accumulate(self.starts[::-1])[::-1]
 
     def ending_after(self, position: int) -> int:
-        """Index of the first token that ends after a character position; the number of tokens if none does."""
+        """Return the index of the first token that ends after a character position, or the number of tokens if none does."""
         return int(np.searchsorted(self._ended, position, side="right"))
 
     def starting_at(self, position: int) -> int:
-        """Index of the first token that begins at or after a character position."""
+        """Return the index of the first token that begins at or after a character position."""
         return int(np.searchsorted(self._started, position))
 
     def is_boundary(self, position: int) -> bool:
-        """Whether a token boundary lies at a character position: no token crosses it, and no zero-width token lies there."""
+        """Whether a character position is a token boundary: no token crosses it and no zero-width token lies there."""
         first = self.ending_after(position)
         return first == self.starting_at(position) and (
             first == 0 or bool(self._ends[first - 1] > self.starts[first - 1])
         )
 
     def overlapping(self, first: int, last: int) -> tuple[int, int]:
-        """The tokens [first, last) that overlap the characters [first, last)."""
+        """Return the range of tokens that overlap the characters [first, last); (0, 0) if there are none."""
         begin, end = self.ending_after(first), int(np.searchsorted(self._still_started, last))
         inside = begin + np.flatnonzero((self._ends[begin:end] > first) & (self.starts[begin:end] < last))
         return (int(inside[0]), int(inside[-1]) + 1) if len(inside) else (0, 0)

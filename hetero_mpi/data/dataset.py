@@ -1,6 +1,6 @@
-"""Training data on rank 0: token sequences with targets, or samples of a user's own data; split for training and evaluation.
+"""Training data on rank 0: token sequences or samples of a user's own data, split into training and evaluation sets.
 
-Arrays may be memory-mapped files, which are processed in blocks of rows.
+Arrays may be memory-mapped files and are therefore processed in blocks of rows.
 """
 
 from __future__ import annotations
@@ -33,78 +33,78 @@ from hetero_mpi.util import units
 from hetero_mpi.util.errors import UserError
 
 HELD_OUT_STREAM = 2**64 - 1
-"""Random key of the evaluation split; epochs count from 0 and never reach it."""
+"""Random key of the evaluation split; the keys of epochs count from 0 and never reach it."""
 Array = npt.NDArray[Any]
 _PART_BYTES = 16_000_000
 _MAX_HASHED = 64
-"""Number of samples whose content is hashed to check that a resumed run has the same data."""
+"""Number of samples whose content is hashed to check that a resumed run uses the same data."""
 
 
 @dataclass(frozen=True)
 class SequenceSettings:
-    """How sequences are cut and split, for text and records. The split is a function of (seed, number of sequences)."""
+    """How text or records are cut into sequences and split. The split depends only on the seed and the number of sequences."""
 
     length: int
     """Tokens per sequence."""
     packing: bool
-    """Concatenate documents or records to full sequences."""
+    """Whether to concatenate documents or records into full sequences."""
     held_out: float
-    """Share of the sequences for evaluation; 0 with separate evaluation data."""
+    """Fraction of the sequences held out for evaluation; 0 if there is separate evaluation data."""
     seed: int
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Sequences. ``tokens`` and ``targets``: int32 [N, T]."""
+    """Sequences of tokens and their targets, int32 [N, T]."""
 
     tokens: Tokens
     targets: Tokens
     source_counts: str = ""
-    """Source counts for messages: ``812 tokens in 4 documents``."""
+    """Description of the source for messages, such as ``812 tokens in 4 documents``."""
     notes: tuple[str, ...] = ()
     """Notes for the user, such as the number of dropped documents."""
     positions: Tokens | None = None
     """int32 [N, T]; see ``Batch``."""
     answers: npt.NDArray[np.uint8] | None = None
-    """[N, T], in preference training; see ``Compared``."""
+    """[N, T] in preference training, else None; see ``Compared``."""
     weights: npt.NDArray[np.float32] | None = None
-    """[N, T]: loss weights of the targets; None: all are 1."""
+    """[N, T]: loss weights of the targets; None if all are 1."""
     lanes: int = 1
-    """2 for KTO: each row is followed by a row with its prompts and other records' answers, which give the reference point."""
+    """2 for KTO, where each row is followed by one with the same prompts and mismatched answers, for the reference point."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dataset(Rows):
-    """All sequences of a job with their split."""
+    """All sequences of a job, split into a training and an evaluation set."""
 
     train: Indices
-    """Rows to train on, ascending."""
+    """Row numbers of the training set, ascending."""
     held_out: Indices
-    """Rows of the evaluation set, shuffled: any prefix samples the whole corpus."""
+    """Row numbers of the evaluation set, shuffled so that any prefix is a sample of the whole corpus."""
     seed: int
     parts: Parts = ()
-    """With datasets mixed by weight: samples that an epoch takes from each."""
+    """If datasets are mixed by weight, the samples that an epoch takes from each."""
     known_fingerprint: str = ""
-    """Stored fingerprint, if it was computed before."""
+    """Fingerprint computed earlier; "" if it is not known."""
 
     def batch(self, step: int, global_batch: int, smaller: bool = False) -> Batch:
-        """The batch of ``step`` (from 0), a function of arguments and seed. ``smaller``: an epoch's last batch may be short."""
+        """Return the batch of ``step`` (counted from 0). ``smaller`` allows a smaller last batch in each epoch."""
         return self.gather(self.numbers(step, global_batch, smaller))
 
     def numbers(self, step: int, global_batch: int, smaller: bool = False) -> Indices:
-        """Row numbers of the training batch of ``step``."""
+        """Return the row numbers of the training batch of ``step``."""
         return self.train[batch_indices(step, global_batch, len(self.train), self.seed, self.parts, smaller=smaller)]
 
     def held_out_batches(self, batch: int, limit: int | None = None) -> Iterator[Batch]:
-        """The first ``limit`` evaluation sequences in batches of ``batch`` (the last may be smaller), in a fixed order."""
+        """Yield the first ``limit`` evaluation sequences in a fixed order, ``batch`` per batch (the last may be smaller)."""
         numbers = self.held_out[:limit]
         for first in range(0, len(numbers), batch):
             yield self.gather(numbers[first : first + batch])
 
     def unigram_entropy(self) -> float | None:
-        """Entropy of the targets' frequencies in nats per token: the loss of a unigram model.
+        """Return the entropy of the target distribution in nats per token, which is the loss of a unigram model.
 
-        None in preference training.
+        Returns None in preference training.
         """
         if self.answers is not None:
             return None
@@ -121,7 +121,7 @@ class Dataset(Rows):
 
     @functools.cached_property
     def records_per_row(self) -> int:
-        """Maximum number R of compared records in a row."""
+        """Maximum number R of compared records per row."""
         assert self.answers is not None
         return int(answer_counts(self.answers).max())
 
@@ -131,7 +131,7 @@ class Dataset(Rows):
         return any((part[:, -1] == IGNORED).any() for _, part in parts_of_rows(self.targets))
 
     def placed(self) -> Dataset:
-        """Add positions if the rows have padding: each row is one text up to its last target, and its padding is another."""
+        """Add positions if any row is padded, so that attention treats a row's padding as a separate record."""
         if self.positions is not None or not self.padded:
             return self
         lengths = Batch(self.tokens, self.targets, 0).lengths[:, None]
@@ -139,7 +139,7 @@ class Dataset(Rows):
         return replace(self, positions=np.where(columns < lengths, columns, columns - lengths).astype(np.int32))
 
     def fingerprint(self) -> str:
-        """Hash of the sequences and their split: a resumed run must continue with the same data."""
+        """Hash the sequences and their split, to check that a resumed run continues with the same data."""
         if self.known_fingerprint:
             return self.known_fingerprint
         digest = hashlib.blake2b(digest_size=16)
@@ -153,7 +153,7 @@ class Dataset(Rows):
         return digest.hexdigest()
 
     def gather(self, numbers: Indices) -> Batch:
-        """The rows with these numbers."""
+        """Return a batch of the rows with these numbers."""
         targets = self.targets[numbers]
         positions = None if self.positions is None else self.positions[numbers]
         weights = None if self.weights is None else Weighed.from_batch(targets, self.weights[numbers])
@@ -168,7 +168,7 @@ class Dataset(Rows):
 def share_out(rows: Rows, settings: SequenceSettings, what: str, advice: str) -> Dataset:
     """Split rows into training and evaluation sequences.
 
-    Raises UserError for too few sequences; its message names ``what`` (the text, the records) and gives ``advice``.
+    Raises UserError if there are too few sequences; the message names ``what`` (the text, the records) and gives ``advice``.
     """
     share = ", one for training and one for evaluation (data.evaluation_fraction)" if settings.held_out > 0 else ""
     _require_sequences(rows, 2 if settings.held_out > 0 else 1, what, share, advice)
@@ -177,14 +177,14 @@ def share_out(rows: Rows, settings: SequenceSettings, what: str, advice: str) ->
 
 
 def shares(count: int, held_out: float, seed: int) -> tuple[Indices, Indices]:
-    """Split ``count`` samples: (training, ascending; evaluation, shuffled, at least one if ``held_out`` > 0)."""
+    """Split sample numbers into training (ascending) and evaluation (shuffled; at least one sample if ``held_out`` > 0)."""
     held_out_count = min(max(1, round(held_out * count)), count - 1) if held_out > 0 else 0
     shuffled = permutation(count, seed, HELD_OUT_STREAM)
     return np.sort(shuffled[held_out_count:]), shuffled[:held_out_count]
 
 
 def _concatenate_columns(tables: Sequence[Rows], folder: Path | None = None) -> dict[str, Any]:
-    """Concatenate the columns that all tables have, in files of ``folder`` if they were in files. Missing weights become 1."""
+    """Concatenate the columns that all tables have, into files in ``folder`` if they are mapped. Missing weights become 1."""
     result: dict[str, Any] = {}
     if any(table.weights is not None for table in tables):
         ones = [
@@ -201,9 +201,9 @@ def _concatenate_columns(tables: Sequence[Rows], folder: Path | None = None) -> 
 
 
 def mix(sources: Sequence[tuple[str, Dataset]], weights: Sequence[float], seed: int) -> Dataset:
-    """Mix named datasets. An epoch has as many sequences as all training sets together and takes each set's weighted share.
+    """Mix named datasets by weight. An epoch has as many sequences as all training sets together.
 
-    The evaluation sets are joined. Raises UserError for a weight so small that an epoch takes no sequence.
+    The evaluation sets are joined. Raises UserError if a weight is so small that an epoch takes no sequence from its dataset.
     """
     sets = [dataset for _, dataset in sources]
     parts = parts_of([len(dataset.train) for dataset in sets], weights)
@@ -232,7 +232,7 @@ def mix(sources: Sequence[tuple[str, Dataset]], weights: Sequence[float], seed: 
 
 
 def join_evaluation(dataset: Dataset, evaluation: Rows, what: str, advice: str, folder: Path | None = None) -> Dataset:
-    """Add ``evaluation`` as the evaluation set of a dataset without one. Raises UserError for too few sequences."""
+    """Make ``evaluation`` the evaluation set of a dataset that has none. Raises UserError if there are too few sequences."""
     _require_sequences(evaluation, 1, f"{what} of data.evaluation", "", advice)
     count = len(evaluation.tokens) // evaluation.lanes
     return replace(
@@ -254,9 +254,9 @@ def _require_sequences(rows: Rows, min_sequences: int, what: str, share: str, ad
 
 
 class Samples:
-    """Samples (input, target) of a user's data. In a batch ``tokens`` are the inputs (B, ...) and ``targets`` the targets (B, ...).
+    """Samples (input, target) of a user's own data. A batch holds the inputs [B, ...] as ``tokens``, the targets as ``targets``.
 
-    ``data`` has a length; each item is a pair (input, target) of arrays or array-likes. Raises UserError for too few samples.
+    ``data`` is a sequence of pairs (input, target) of arrays or array-likes. Raises UserError if there are too few samples.
     """
 
     def __init__(self, data: Sequence[Any], evaluation: Sequence[Any] | None, held_out: float, seed: int) -> None:
@@ -274,7 +274,7 @@ class Samples:
             self.held_out = permutation(len(evaluation), seed, HELD_OUT_STREAM)
 
     def first(self) -> list[Array]:
-        """[input, target] of one sample."""
+        """Return [input, target] of the first sample."""
         return list(pair(self._data, 0))
 
     def batch(self, step: int, global_batch: int, smaller: bool = False) -> Batch:
@@ -288,11 +288,11 @@ class Samples:
             yield _gather_samples(source, numbers[first : first + batch])
 
     def unigram_entropy(self) -> float | None:
-        """None: target frequencies have no meaning here."""
+        """Return None, since the targets need not be tokens."""
         return None
 
     def fingerprint(self) -> str:
-        """Hash of the sample counts and of some samples' content: reading all samples may be too expensive."""
+        """Hash the sample counts and the content of a few samples, since reading all samples may be too expensive."""
         digest = hashlib.blake2b(digest_size=16)
         for source in (self._data, self._evaluation):
             count = len(source) if source is not None else -1
@@ -306,11 +306,11 @@ class Samples:
 
 
 DataSource = Dataset | Samples
-"""Training data of a job, in batches. Exists on rank 0 only."""
+"""Training data of a job, served in batches. It exists on rank 0 only."""
 
 
 def pair(source: Sequence[Any], number: int) -> tuple[Array, Array]:
-    """A sample as two arrays. Raises UserError if the sample is not a pair of numeric arrays."""
+    """Return a sample as two arrays. Raises UserError if it is not a pair of numeric arrays."""
     sample = source[number]
     if not isinstance(sample, (tuple, list)) or len(sample) != 2:
         raise UserError(
@@ -341,14 +341,14 @@ def _gather_samples(source: Sequence[Any], numbers: Indices) -> Batch:
 
 
 def mapped(path: Path) -> Array:
-    """Map a ``.npy`` file, or a file of raw int32 numbers, read-only."""
+    """Memory-map a ``.npy`` file, or a file of raw int32 numbers, read-only."""
     if path.suffix == ".npy":
         return np.load(path, mmap_mode="r") if path.stat().st_size > 128 else np.load(path)
     return np.memmap(path, np.int32, "r") if path.stat().st_size else np.empty(0, np.int32)
 
 
 def parts_of_rows(array: Array) -> Iterator[tuple[int, Array]]:
-    """Blocks of rows: (number of the first row, the rows). Only one block of a mapped array is resident at a time."""
+    """Yield (number of the first row, rows) in blocks, so that only one block of a mapped array is resident at a time."""
     rows = max(1, _PART_BYTES // max(1, array.nbytes // max(1, len(array))))
     for first in range(0, len(array), rows):
         yield first, array[first : first + rows]
@@ -356,7 +356,7 @@ def parts_of_rows(array: Array) -> Iterator[tuple[int, Array]]:
 
 
 def joined(arrays: Sequence[Array], path: Path) -> Array:
-    """Concatenate arrays; into a new mapped file ``path`` (``.npy``) if one of them is mapped."""
+    """Concatenate arrays, into a new memory-mapped file ``path`` (``.npy``) if at least one of them is mapped."""
     if all(_mapping(array) is None for array in arrays):
         return np.concatenate(arrays)
     shape = (sum(len(array) for array in arrays), *arrays[0].shape[1:])
@@ -377,7 +377,7 @@ def _release(array: Array) -> None:
 
 
 def _mapping(array: Any) -> mmap.mmap | None:
-    """The mapped file behind an array or view."""
+    """Return the memory map behind an array or view; None if it is not mapped."""
     while array is not None and not isinstance(array, mmap.mmap):
         array = getattr(array, "base", None)
     return array

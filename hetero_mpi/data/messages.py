@@ -1,6 +1,6 @@
 """Parse the messages and tools of a conversation record.
 
-Files differ in the keys of messages, content in parts, tool calls of either OpenAI form, reasoning, and loss weights.
+Files differ in the keys of messages and in how they store content parts, tool calls, reasoning and loss weights.
 """
 
 import json
@@ -23,32 +23,32 @@ ROLES: dict[str, Role] = {
     "function": "tool",
     "developer": "system",
 }
-"""Role in a file -> role in a :class:`ChatMessage`."""
+"""Maps the role in a file to the role in a :class:`ChatMessage`."""
 LEARNT_BY = ("train", "weight")
-"""Keys of a message for its loss weight; OpenAI's files have the second."""
+"""Keys for the loss weight of a message; OpenAI's files use ``weight``."""
 LEAST_WEIGHT, MOST_WEIGHT = 1e-6, 1000
-"""A weight is 0 or between these bounds: products of three weights stay normal numbers in fp32."""
+"""Bounds of a nonzero weight, chosen so that the product of three weights is a normal number in fp32."""
 REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Keys of a message for its reasoning, as transformers knows them."""
+"""Keys for the reasoning in a message, as in transformers."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
     role: Role
     content: str
-    """Text, concatenated if the content is a list of parts."""
+    """The text; if the content is a list of parts, their concatenation."""
     original: Mapping[str, Any] | None = None
-    """The message as in the file, if it has more than a role and a text: tool calls, a name, content in parts."""
+    """The message as in the file if it has more than a role and a string (tool calls, a name, content parts), else None."""
     trained: float | None = 1.0
-    """Loss weight of an answer's tokens; 0: no loss; None: an answer inside a prompt, treated as prompt."""
+    """Loss weight of an answer's tokens: 0 excludes them from the loss; None marks an answer that is part of a prompt."""
 
     def calls(self) -> list[Mapping[str, Any]]:
-        """The called functions: objects with ``name`` and usually ``arguments``."""
+        """Return the function calls of the message: objects with ``name`` and usually ``arguments``."""
         return [call.get("function", call) for call in (self.original or {}).get("tool_calls") or ()]
 
 
 def messages_of(turns: Any, key: str, unread: set[str]) -> list[ChatMessage]:
-    """Parse the messages under a record's ``key``; adds their unused keys to ``unread``. Raises BadRecord."""
+    """Parse the messages under a record's ``key`` and add their unused keys to ``unread``. Raises BadRecord."""
     if not isinstance(turns, list):
         raise BadRecord("record.messages", f"{key!r} must be a list of messages; it is {kind_name(turns)}")
     # Decide by the keys that are present: some files use one spelling under the other's key.
@@ -59,14 +59,14 @@ def messages_of(turns: Any, key: str, unread: set[str]) -> list[ChatMessage]:
 
 
 def turns_of(value: Any, role: Role, name: str, unread: set[str]) -> list[ChatMessage]:
-    """Parse messages, or one text with the given role. Raises BadRecord."""
+    """Parse messages, or one string as a message with the given role. Raises BadRecord."""
     if isinstance(value, list | dict):
         return messages_of(value if isinstance(value, list) else [value], name, unread)
     return [ChatMessage(role, text_of(value, name))]
 
 
 def tools_of(tools: Any, key: str) -> list[Mapping[str, Any]] | None:
-    """Parse a list of tool objects, or a JSON string of one. Raises BadRecord."""
+    """Parse a list of tool objects, or a JSON string that holds such a list. Raises BadRecord."""
     if tools is None or (isinstance(tools, str) and not tools.strip()):
         return None
     parsed = json_of(tools)
@@ -92,7 +92,7 @@ def _check_characters(value: Any, where: str) -> None:
 
 
 def json_of(value: Any) -> Any:
-    """Parse a JSON string; returns any other value unchanged."""
+    """Parse a JSON string; return any other value unchanged."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):
@@ -134,7 +134,7 @@ def _parse_message(turn: Any, where: str, spelling: tuple[str, str], unread: set
 
 
 def _with_calls(turn: dict[str, Any], where: str, spelling: tuple[str, str]) -> dict[str, Any]:
-    """Convert a ``function_call`` (OpenAI's older files, ShareGPT) to ``tool_calls``."""
+    """Convert a ``function_call``, as in older OpenAI files and ShareGPT, to ``tool_calls``."""
     functions, rest = turn.get("function_call"), {key: value for key, value in turn.items() if key != "function_call"}
     if turn.get(spelling[0]) == "function_call":
         functions = json_of(turn.get(spelling[1]))
@@ -151,7 +151,7 @@ def _with_calls(turn: dict[str, Any], where: str, spelling: tuple[str, str]) -> 
 
 
 def _content_text(content: Any, where: str) -> str:
-    """Text of a message, with its parts concatenated."""
+    """Return the text of a message, concatenating its parts. Raises BadRecord."""
     if not isinstance(content, list):
         return text_of(content, where)
     for index, part in enumerate(content):
@@ -178,7 +178,7 @@ def weight_of(value: Any, where: str) -> float:
 
 
 def _loss_weight(values: Mapping[str, Any], where: str, role: Role) -> float:
-    """Loss weight of a message, for an assistant. Raises BadRecord."""
+    """Return the loss weight of a message. Raises BadRecord if a message that is not an answer requests a loss."""
     for key in (key for key in LEARNT_BY if key in values):
         if weight_of(values[key], f"{where}.{key}") and role != "assistant":
             raise BadRecord(
@@ -200,6 +200,6 @@ def _check_calls(calls: Any, where: str) -> None:
 
 
 _VALIDATORS: dict[str, Callable[[Any, str], object]] = {"tool_calls": _check_calls, **dict.fromkeys(REASONING, text_of)}
-"""Key of a message -> validator of its value."""
+"""Maps keys of a message to validators of their values."""
 _USED_KEYS = {*_VALIDATORS, *LEARNT_BY, "name", "tool_call_id"}
-"""Keys of a message, in addition to its role and content, that a template or this program may use."""
+"""Keys of a message besides role and content that a template or this program may use."""

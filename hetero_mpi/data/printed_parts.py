@@ -1,6 +1,6 @@
 """Find parts of a conversation that are missing from its rendered text, since chat templates omit unknown fields.
 
-This is a substring search, run for every record: it detects missing parts, not misplaced parts.
+The check is a substring search that runs for every record; it detects missing parts, but not misplaced ones.
 """
 
 import json
@@ -11,19 +11,19 @@ from typing import Any
 from hetero_mpi.data.messages import REASONING, ChatMessage
 
 THOUGHT = re.compile(r"</?(?:think|thinking|thought|reasoning|seed:think)>|\[/?THINK\]|<\|(?:START|END)_THINKING\|>")
-"""Opens or closes a reasoning block inside a text."""
+"""Matches the tags that open or close a reasoning block."""
 Conversation = Sequence[Mapping[str, Any]]
-"""Messages as passed to a template."""
+"""Messages in the form in which they are passed to a template."""
 
 
 def unprinted(
     text: str, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] | None
 ) -> tuple[str | None, bool]:
-    """Check a rendered text for completeness.
+    """Check that a rendered conversation contains all parts of its messages and tools.
 
-    Returns a description of the first missing part (None if complete) and whether reasoning of earlier answers is omitted.
-    Messages must appear in order, except system messages, which some templates print next to the last question. Surrounding
-    whitespace and JSON formatting are up to the template.
+    Returns a description of the first missing part (None if complete) and whether the reasoning of earlier answers is omitted.
+    Messages must appear in order, except system messages, which some templates print next to the last question. Differences in
+    surrounding whitespace and JSON formatting are ignored.
     """
     for tool in tools or ():
         missing_leaf = next((leaf for leaf in _tool_texts(tool) if _find_end(text, leaf, 0) < 0), None)
@@ -46,12 +46,12 @@ def unprinted(
 
 
 def spoken(message: ChatMessage) -> str:
-    """Text of an answer after its reasoning."""
+    """Return the text of an answer after its reasoning."""
     return THOUGHT.split(message.content)[-1].strip()
 
 
 def _parts(message: ChatMessage) -> Iterator[tuple[str, Any, bool]]:
-    """All parts of a message: (description, text or JSON value, whether it is reasoning)."""
+    """Yield every part of a message as (description, string or JSON value, whether it is reasoning)."""
     original = message.original or {}
     content = original.get("content")
     texts = [part["text"] for part in content] if isinstance(content, list) else [message.content]
@@ -67,7 +67,7 @@ def _parts(message: ChatMessage) -> Iterator[tuple[str, Any, bool]]:
 
 
 def _tool_texts(tool: Mapping[str, Any]) -> Iterator[Any]:
-    """A tool's name, description, and parameter names."""
+    """Yield a tool's name, description, and parameter names."""
     function = tool.get("function", tool)
     if not isinstance(function, Mapping):
         return
@@ -78,7 +78,7 @@ def _tool_texts(tool: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    """Keys, strings and numbers of a JSON value, as they may appear in a text."""
+    """Yield the keys, strings and numbers of a JSON value, which a template may print separately."""
     if isinstance(value, str):
         try:
             inner = json.loads(value)
@@ -100,7 +100,7 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 def _find_end(text: str, part: Any, begin: int, stop: int | None = None) -> int:
-    """End of a record's part in text[begin:behind], -1 if absent. The nearest match is found first, which keeps searches short."""
+    """Return the end of a part in ``text[begin:stop]``, or -1 if it is absent. The window grows, so nearby matches are cheap."""
     stop = len(text) if stop is None else stop
     forms = tuple(dict.fromkeys(_printed_forms(part)))
     window_end = begin
@@ -120,7 +120,7 @@ def _find_end(text: str, part: Any, begin: int, stop: int | None = None) -> int:
 
 
 def _printed_forms(part: Any) -> Iterator[str]:
-    """How a template may print a string, number or boolean."""
+    """Yield the forms in which a template may print a string, number or boolean."""
     if isinstance(part, str):
         yield part.strip()
         yield json.dumps(part.strip(), ensure_ascii=False)[1:-1]

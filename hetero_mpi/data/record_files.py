@@ -1,6 +1,6 @@
 """Read record files as JSON values with their positions. Each format is a module of ``formats``.
 
-A broken record is yielded as a ``BadRecord``, not raised: up to ``data.skip_bad`` broken records are skipped.
+A broken record is yielded as a ``BadRecord`` rather than raised, since up to ``data.skip_bad`` of them are skipped.
 """
 
 import bz2
@@ -44,14 +44,14 @@ _MAX_MAGIC_BYTES = max(map(len, (*_COMPRESSIONS, *_OTHER_KINDS)))
 
 @dataclass
 class OwnKeys:
-    """The job's own names for record keys (``data.keys``): key -> its name in the files."""
+    """Maps standard record keys to their names in the job's files (``data.keys``)."""
 
     names: Mapping[Any, str] = field(default_factory=dict)
     met: set[str] = field(default_factory=set)
-    """Names that occurred in a record."""
+    """Names that have occurred in a record."""
 
     def read(self, value: Any) -> Any:
-        """Rename a record's keys to the standard ones. An original key of the same name is kept under a different name."""
+        """Rename a record's keys to the standard ones. An original key of the same name gets the suffix "(original)"."""
         if not self.names or not isinstance(value, dict):
             return value
         keys = {name: key for key, name in self.names.items() if name in value}
@@ -70,14 +70,14 @@ class OwnKeys:
 
 
 TEXT = frozenset({"text"})
-"""The key of records that are plain text."""
+"""Keys to read from records of plain text."""
 
 
 def values_of(path: Path, keys: OwnKeys | None = None, read_keys: Set[str] = _RECORD_KEYS) -> Iterator[tuple[str, Any]]:
     """Yield (position, JSON value) for every record of a file; the value of a broken record is a :class:`BadRecord`.
 
-    ``keys`` renames the records' keys; ``read_keys`` are the keys to read from formats with columns. JSON lines are read one at a
-    time, parquet files in blocks of rows. Raises UserError if the file cannot be read, is empty or holds no records.
+    ``keys`` renames the records' keys; ``read_keys`` selects the columns to read from columnar formats. JSON lines are read one
+    at a time, parquet files in blocks of rows. Raises UserError if the file cannot be read, is empty or holds no records.
     """
     empty = True
     require_regular(path)
@@ -99,7 +99,7 @@ def values_of(path: Path, keys: OwnKeys | None = None, read_keys: Set[str] = _RE
 
 
 def _select_format(path: Path) -> Any:
-    """The module of ``formats`` for a file, selected by its magic bytes, else by its suffix."""
+    """Select the module of ``formats`` for a file by its magic bytes, else by its suffix, else ``json_text``."""
     modules = [plug_in(FORMATS, name) for name in plug_in_names(FORMATS)]
     with path.open("rb") as file:
         head = file.read(max(len(begin) for module in modules for begin in module.BEGINS))
@@ -115,11 +115,11 @@ def is_chat(value: Any) -> bool:
 
 
 class Damaged(Exception):
-    """A compressed or UTF-16 file is truncated or corrupt after the part that was read."""
+    """Raised while reading a compressed or UTF-16 file that turns out to be truncated or corrupt."""
 
 
 def kind_of(content: bytes) -> str | None:
-    """The kind of a file that is not UTF-8 text, by its magic bytes; None if unknown."""
+    """Identify a file that is not UTF-8 text by its magic bytes; None if they are unknown."""
     if content[:2] in (b"\xff\xfe", b"\xfe\xff"):
         return "text in UTF-16, not UTF-8: convert it"
     kinds = _OTHER_KINDS | {begin: f"compressed ({name}): unpack it" for begin, (name, _) in _COMPRESSIONS.items()}
@@ -127,9 +127,9 @@ def kind_of(content: bytes) -> str | None:
 
 
 def lines_of(path: Path) -> Iterator[bytes]:
-    """Lines of a text file as UTF-8, without a byte order mark.
+    """Yield the lines of a text file, which may be compressed, as UTF-8 without a byte order mark.
 
-    Raises UserError for a file of another kind, Damaged for a truncated or corrupt file, OSError for an unreadable one.
+    Raises UserError for an unsupported file format, Damaged for a truncated or corrupt file, OSError for an unreadable one.
     """
     with closing(_open_unpacked(path)) as file:
         try:

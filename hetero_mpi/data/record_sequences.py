@@ -1,4 +1,4 @@
-"""Conversation records -> token sequences whose targets are the answers."""
+"""Build token sequences from conversation records, with the answers as targets."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ ADVICE = "Add records ({}), lower data.sequence_length, or set data.packing = fa
 
 @dataclass(frozen=True)
 class RecordSequences:
-    """Build sequences from records; targets are the tokens of answers (or all tokens), and -100 elsewhere.
+    """Builds sequences from records. Targets are the tokens of answers (optionally also of prompts), and -100 elsewhere.
 
-    With packing, each sequence holds as many complete records as fit, in file order::
+    With packing, each sequence holds one or more complete records, in file order::
 
         tokens   <user> Hi <answer> Hello <end> <user> Why ? <answer> So <end> <pad> <pad>
         targets   -100 -100  Hello  <end>  -100  -100 -100 -100  So  <end> -100  -100  -100
         positions   0    1     2      3     0     1    2    3     4    5    0     1     2
 
-    Positions prevent attention across records. Without packing, each sequence holds one record. A record longer than a sequence is
-    truncated, and dropped if no answer remains; the notes count both. The first token of a record is never a target, since no
-    token of the record precedes it.
+    Positions prevent attention across records. Without packing, each sequence holds one record. A record that is longer than a
+    sequence is truncated, or dropped if no answer token remains; the notes count both cases. The first token of a record is
+    never a target, since no token of the record precedes it.
     """
 
     tokenizer: PreTrainedTokenizerFast
@@ -42,17 +42,17 @@ class RecordSequences:
     settings: SequenceSettings
     train_on_prompt: bool | str = False
     isolate: bool = True
-    """Packed sequences get positions."""
+    """Whether attention in packed sequences is restricted to each record (by positions)."""
     preference: Compared | None = None
-    """Records are isolated. Chosen and rejected records of a pair alternate and share a sequence."""
+    """Form of the preference records, which are always isolated; None outside preference training."""
     ends: Collection[int] = ()
     """The model's stop tokens."""
 
     def rows(self, records: Iterable[Record], key: str, bad: BadRecords | None = None) -> Rows:
-        """Sequences of the records under the job's ``key``. Records that cannot be rendered go to ``bad``.
+        """Build sequences of the records under the job's ``key``; records that cannot be rendered are added to ``bad``.
 
-        Raises UserError if no record keeps a target, if KTO finds a single prompt, if the tokenizer has no end token, or if its
-        template fails.
+        Raises UserError if no record keeps a target, if all KTO records have the same prompt, if the tokenizer has no end token,
+        or if its template fails.
         """
         tokenized = tokenize_records(self.tokenizer, self.template, records, bad, self.ends)
         # T inputs and their shifted targets take T + 1 tokens.
@@ -87,7 +87,7 @@ class RecordSequences:
         return replace(rows, source_counts=f"{len(entries)} {what}", notes=notes)
 
     def _entries(self, tokenized: Iterable[Tokenized], width: int) -> Iterator[tuple[_Part, ...]]:
-        """Records or pairs, each to be kept in one sequence."""
+        """Yield records or pairs; each is kept in one sequence."""
         if self.preference == "pairs":
             return _pairs(tokenized, width)
         if self.preference == "labels":
@@ -95,7 +95,7 @@ class RecordSequences:
         return _singles(tokenized, width, self.train_on_prompt)
 
     def _fill(self, entries: Sequence[tuple[_Part, ...]]) -> Rows:
-        """Sequences filled with the records or pairs."""
+        """Fill sequences with the records or pairs."""
         width, packing, lanes = self.settings.length + 1, self.settings.packing, 2 if self.preference == "labels" else 1
         lengths = [max(sum(len(part.ids) for part in entry[lane::lanes]) for lane in range(lanes)) for entry in entries]
         groups = pack(lengths, width) if packing else [[index] for index in range(len(entries))]
@@ -128,10 +128,10 @@ def build_record_sequences(
     bad: BadRecords | None = None,
     weights: Sequence[float] | None = None,
 ) -> Dataset:
-    """Build the dataset of named record sources. With ``weights`` the sources are mixed and do not share sequences.
+    """Build the dataset of named record sources. With ``weights``, several sources are mixed; they never share a sequence.
 
-    ``evaluation`` records replace the held-out share. Raises UserError as ``RecordSequences.rows`` does, and if there are too
-    few sequences for the split.
+    ``evaluation`` records replace the held-out fraction. Raises UserError as ``RecordSequences.rows`` does, and if there are
+    too few sequences for the split.
     """
     settings, advice = sequences.settings, ADVICE.format("data.records")
     if evaluation is not None:
@@ -151,21 +151,21 @@ def build_record_sequences(
 
 @dataclass(frozen=True)
 class _Part:
-    """A record in a sequence: its tokens after truncation, and the same tokens as targets (labels)."""
+    """A record as placed in a sequence: its tokens after truncation and their labels (the token itself, or -100)."""
 
     ids: Tokens
     labels: Tokens
     answer: npt.NDArray[np.bool_]
-    """Mask of the answers that are trained or compared."""
+    """Mask of the tokens of trained or compared answers."""
     weight: npt.NDArray[np.float32]
     """Loss weights of the tokens."""
     uncut: int
-    """Tokens of the record before truncation."""
+    """Number of tokens in the record before truncation."""
     forgotten: bool
-    """The template omits the reasoning of earlier answers."""
+    """Whether the template omits the reasoning of earlier answers."""
     source: str
     mark: int = 1
-    """Value in ``Compared.answers`` for its answer."""
+    """Value that marks the record's answer in ``Compared.answers``."""
 
 
 def _singles(tokenized: Iterable[Tokenized], capacity: int, train_on_prompt: bool | str) -> Iterator[tuple[_Part]]:
@@ -175,9 +175,9 @@ def _singles(tokenized: Iterable[Tokenized], capacity: int, train_on_prompt: boo
 
 
 def _pairs(tokenized: Iterable[Tokenized], capacity: int) -> Iterator[tuple[_Part, _Part]]:
-    """Yield (chosen, rejected). If a pair is too long, the longer record is truncated first, down to half of the sequence.
+    """Yield (chosen, rejected) pairs. If a pair is too long, the longer record is truncated first, down to half a sequence.
 
-    All tokens of the chosen record are targets, since ORPO trains on its prompt as TRL does, except excluded answers.
+    All tokens of the chosen record except excluded answers are targets, since ORPO also trains on the prompt, as in TRL.
     """
     chosen_record: Tokenized | None = None
     for rejected_record in tokenized:
@@ -198,9 +198,9 @@ def _labelled(tokenized: Iterable[Tokenized], capacity: int) -> Iterator[tuple[_
 
 
 def _with_mismatched(entries: Sequence[tuple[_Part, ...]], capacity: int, key: str) -> list[tuple[_Part, _Part]]:
-    """Pair each record with its prompt and the previous record's answer (the first with the last's), as TRL does for KTO.
+    """Pair each record with a mismatched one, its prompt followed by an answer to the previous prompt, as TRL does for KTO.
 
-    Consecutive records with one prompt, such as the two of a pair, get the answers to the previous prompt, in order.
+    The first prompt gets answers to the last. Consecutive records that share a prompt cycle through the previous answers.
     """
     prompts = [part.ids[: int(np.flatnonzero(part.answer)[0])] for (part,) in entries]
     runs: list[list[int]] = []
@@ -236,13 +236,13 @@ def _part(entry: Tokenized, capacity: int, answer: npt.NDArray[np.bool_], is_tar
 
 
 def _last_run(answer: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-    """Mask of the last answer only; earlier answers belong to the prompt."""
+    """Return the mask of the last answer only; earlier answers belong to the prompt."""
     before = np.flatnonzero(~answer[: int(np.flatnonzero(answer)[-1])])
     return answer & (np.arange(len(answer)) > (int(before[-1]) if len(before) else -1))
 
 
 def _notes(what: str, entries: Sequence[tuple[_Part, ...]], dropped: Sequence[str], targets: Tokens) -> tuple[str, ...]:
-    """Notes on the records for the user. ``targets``: of all sequences."""
+    """Summarise the records for the user. ``targets``: the targets of all sequences."""
     sequences, length = targets.shape
     total, scored = sum(len(part.ids) for entry in entries for part in entry), np.count_nonzero(targets != IGNORED)
     cut = sum(any(part.uncut > len(part.ids) for part in entry) for entry in entries)
@@ -263,11 +263,11 @@ def _notes(what: str, entries: Sequence[tuple[_Part, ...]], dropped: Sequence[st
 
 
 def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Pack records of ``lengths`` into few sequences of ``capacity`` tokens without splitting a record.
+    """Pack records of the given ``lengths`` into few sequences of ``capacity`` tokens without splitting a record.
 
-    Best fit decreasing (Johnson, "Near-optimal bin packing algorithms", 1973): longest first, each into the fullest sequence with
-    enough space; at most 11/9 of the minimum number of sequences, in time linear in the records. Returns the record indices of
-    each sequence, ascending, with sequences ordered by their first record: a function of the lengths alone.
+    Best-fit decreasing (Johnson, "Near-optimal bin packing algorithms", 1973): records are placed longest first, each into the
+    fullest sequence with enough space, which needs at most about 11/9 of the minimum number of sequences. Returns the record
+    indices of each sequence in ascending order, with sequences ordered by their first record.
     """
     groups: list[list[int]] = []
     heaps: list[list[int]] = [[] for _ in range(capacity + 1)]  # heaps[n]: groups with n free tokens

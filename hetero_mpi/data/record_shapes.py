@@ -16,19 +16,19 @@ A file holds JSON lines, JSON, or the rows of a parquet file: records in these s
   preference         {"prompt": "...", "chosen": "...", "rejected": "..."}, for [train] preference; texts, or lists of messages
   labelled           any shape above with "label": true (desirable) or false, for [train] preference = "kto"; or preference"""
 SPELLINGS = {"messages": ("role", "content"), "conversations": ("from", "value")}
-"""Key of a chat -> keys of its messages."""
+"""Maps the key of a chat to the keys of role and content in its messages."""
 PROMPTS = ("prompt", "question")
 PAIRS: dict[Shape, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "alpaca": (("instruction",), ("output",)),
     "prompt/completion": (PROMPTS, ("completion", "response", "answer")),
 }
-"""Shape -> (keys of the prompt, keys of the answer); the first key that a record has is used."""
+"""Maps each shape to (keys of the prompt, keys of the answer); the first key that a record has is used."""
 PREFERENCE = ("chosen", "rejected")
 Compared = Literal["pairs", "labels"]
-"""Form of preference records: two answers to a prompt, or a labelled answer."""
+"""Form of preference records: pairs of answers to the same prompt, or single answers with a label."""
 SYSTEM = ("system", "system_prompt")
 FURTHER = ("input", "history", "tools", "functions", "label", "weight", *SYSTEM, *PREFERENCE)
-"""Further keys in use."""
+"""Other keys that are read."""
 
 
 def unrecognised(value: Mapping[str, Any]) -> str:
@@ -48,19 +48,19 @@ def without_text(value: Mapping[str, Any]) -> str:
 
 
 def keys_named(value: Mapping[str, Any]) -> str:
-    """The first keys of a record, for messages."""
+    """List the first keys of a record for a message."""
     keys = ", ".join(repr(key) for key in list(value)[:6])
     return (keys + (", ..." if len(value) > 6 else "")) or "no keys"
 
 
 _MAX_LISTED_RECORDS = 5
-"""Bad records listed in one error, so that a wrong file does not flood the terminal."""
+"""Number of bad records listed in an error, so that a wrong file does not flood the terminal."""
 _MAX_LISTED_SKIPPED = 100
-"""Bad records listed when some may be skipped."""
+"""Maximum number of bad records listed if some may be skipped."""
 
 
 class BadRecord(Exception):
-    """A broken record, with its kind of fault and a message. ``rest``: the rest of the file is unreadable too; never skipped."""
+    """A broken record, with an error code and a message. If ``rest`` is set, the rest of the file is unreadable as well."""
 
     def __init__(self, kind: str, problem: str, rest: bool = False) -> None:
         super().__init__(problem)
@@ -69,13 +69,13 @@ class BadRecord(Exception):
 
 @dataclass
 class BadRecords:
-    """The bad records of a job in file order; up to ``allowed`` are skipped (``data.skip_bad``)."""
+    """Bad records of a job in file order. Up to ``allowed`` of them are skipped (``data.skip_bad``)."""
 
     allowed: int = 0
     problems: list[Problem] = field(default_factory=list)
-    """Format as ``data/a.jsonl, line 7: must be a JSON object; it is text``."""
+    """Messages such as ``data/a.jsonl, line 7: must be a JSON object; it is text``."""
     cut: list[str] = field(default_factory=list)
-    """Positions after which the remainder of a file is unreadable."""
+    """Positions after which the rest of a file is unreadable."""
 
     def add(self, source: str, problem: BadRecord) -> None:
         if self.problems and self.problems[-1].text.startswith(f"{source}: "):
@@ -84,7 +84,7 @@ class BadRecords:
         self.cut.extend([source] if problem.rest else [])
 
     def check(self, key: str) -> None:
-        """Raise UserError if more records are bad than may be skipped; it lists the first ones and names the job's ``key``."""
+        """Raise UserError, which lists the first bad records of the job's ``key``, if more are bad than may be skipped."""
         count = len(self.problems)
         if count <= self.allowed and not self.cut:
             return
@@ -98,7 +98,7 @@ class BadRecords:
         )
 
     def lines(self) -> list[str]:
-        """The skipped records, for the user."""
+        """List the skipped records for the user."""
         if not self.problems:
             return []
         count = f"{len(self.problems):,} bad record{'s' if len(self.problems) > 1 else ''}"

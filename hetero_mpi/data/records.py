@@ -1,8 +1,8 @@
-"""Instruction records: files -> conversations, from any mixture of three record shapes.
+"""Read instruction records from files as conversations; record shapes may be mixed freely.
 
 Every shape (``record_shapes.SHAPES``) becomes a list of messages, so the rest of the program handles conversations only. A chat
-ends with its last answer; an alpaca record's user message is the instruction, an empty line and the input. A record with
-the keys of several shapes is a chat first, then alpaca, then prompt/completion. Unused keys are counted.
+ends with its last answer; an alpaca record's user message is the instruction, an empty line and the input. If a record has
+the keys of several shapes, chat takes precedence over alpaca, and alpaca over prompt/completion. Unused keys are counted.
 """
 
 import re
@@ -44,20 +44,20 @@ from hetero_mpi.util.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One conversation; its last message is the assistant's answer."""
+    """A conversation whose last message is an answer of the assistant."""
 
     messages: tuple[ChatMessage, ...]
     shape: Shape
     source: str
-    """Position in the data, for messages: ``data/a.jsonl, line 7``."""
+    """Position in the data for messages, such as ``data/a.jsonl, line 7``."""
     tools: Sequence[Mapping[str, Any]] | None = None
     """Functions that the assistant may call, for the chat template."""
     desirable: bool = True
-    """False for an undesirable answer (``label``)."""
+    """Whether the answer is desirable (``label``)."""
     weight: float = 1.0
-    """Factor on the loss weights of all its tokens."""
+    """Factor by which the loss weights of all tokens in the record are multiplied."""
     is_dialogue: bool = False
-    """The record is one list of messages, without an explicit prompt."""
+    """Whether the record is a single list of messages, without a separate prompt."""
 
     def needs_tools(self) -> bool:
         return bool(self.tools) or any(message.role == "tool" or message.calls() for message in self.messages)
@@ -65,21 +65,21 @@ class Record:
 
 @dataclass(frozen=True)
 class Records:
-    """The records of all files, ordered by path and line. Held in memory."""
+    """The records of all files, ordered by path and line. All are held in memory."""
 
     records: tuple[Record, ...]
     files: int
     unanswered: tuple[str, ...]
-    """Sources of the records that were dropped because an answer is missing or empty."""
+    """Sources of records that were dropped because an answer is missing or empty."""
     untrained: tuple[str, ...] = ()
-    """Sources of the records that were dropped because all answers have ``train: false``."""
+    """Sources of records that were dropped because no answer has a loss weight above 0."""
     preference: Compared | None = None
-    """With pairs, records alternate: chosen, rejected, chosen, ..."""
+    """Form of preference records. Pairs are stored as alternating records: chosen, rejected, chosen, ..."""
     unread: Mapping[str, int] = field(default_factory=dict)
-    """Unused key -> number of records (or pairs) that have it; ``messages[].key`` for a key of messages."""
+    """Maps each unused key (``messages[].key`` for a key of messages) to the number of records or pairs that have it."""
 
     def lines(self, template: str = "") -> list[str]:
-        """Record counts for the user. ``template``: the chat template, which may use keys of messages."""
+        """Summarise the records for the user. ``template``: source of the chat template, which may use keys of messages."""
         shapes = Counter(record.shape for record in self.records)
         shape_counts = ", ".join(f"{count:,} {shape}" for shape, count in sorted(shapes.items()))
         total = len(self.records) // (2 if self.preference == "pairs" else 1)
@@ -111,9 +111,9 @@ def read_records(
 ) -> Records:
     """Read all records of the files that match the glob patterns of the job's ``key`` (see ``matching_files``).
 
-    Records without a trainable answer are dropped and listed; bad records go to ``bad``. With ``preference`` a record with a chosen
-    and a rejected answer becomes two records, in this order. Raises UserError if nothing matches, if a file is empty or
-    unreadable, if no record has an answer, or if more records are bad than may be skipped (lists the first ones).
+    Records without a trainable answer are dropped and listed; bad records are added to ``bad``. In preference training, a record
+    with a chosen and a rejected answer becomes two records, in this order. Raises UserError if no file matches, if a file is
+    empty or unreadable, if no record has an answer to train on, or if more records are bad than may be skipped.
     """
     bad = BadRecords() if bad is None else bad
     records: list[Record] = []
@@ -162,10 +162,10 @@ def read_records(
 
 
 class _RecordFields:
-    """The non-null keys of a record, with a set of the keys that were used."""
+    """The non-null fields of a record; records the keys that are read."""
 
     def __init__(self, value: Any) -> None:
-        """Raises BadRecord unless the value is an object or a list of messages."""
+        """Wrap a record. Raises BadRecord unless ``value`` is an object or a list of messages."""
         if is_chat(value):
             value = {"messages" if "role" in value[0] else "conversations": value}
         if not isinstance(value, dict):
@@ -184,21 +184,21 @@ class _RecordFields:
         return text_of(self.get(key, ""), key)
 
     def turns(self, key: str, role: Role) -> list[ChatMessage]:
-        """Messages under a key, or a text with the given role."""
+        """Return the messages under ``key``, or its string as one message with the given role."""
         return turns_of(self.get(key, ""), role, key, self.unread_in_messages)
 
     def messages(self, key: str) -> list[ChatMessage]:
         return messages_of(json_of(self.get(key)), key, self.unread_in_messages)
 
     def tools(self) -> list[Mapping[str, Any]] | None:
-        """Functions that the assistant may call: ``tools``, or ``functions`` in OpenAI's older files."""
+        """Return the functions that the assistant may call: ``tools``, or ``functions`` in older OpenAI files."""
         if "tools" in self.values:
             return tools_of(self.get("tools"), "tools")
         functions = tools_of(self.get("functions"), "functions")
         return None if functions is None else [{"type": "function", "function": function} for function in functions]
 
     def first(self, keys: Sequence[str]) -> str | None:
-        """The first of the keys that the record has, preferring keys with a value."""
+        """Return the first of ``keys`` that the record has, preferring keys with a value; None if it has none of them."""
         return next((key for key in keys if key in self.values), next((key for key in keys if key in self.named), None))
 
     def unread(self) -> set[str]:
@@ -207,7 +207,7 @@ class _RecordFields:
 
 
 def _record(fields: _RecordFields, source: str) -> Record | None:
-    """The record of these fields, or None without an answer. Raises BadRecord."""
+    """Parse a record of any shape; None if an answer is missing. Raises BadRecord."""
     tools = fields.tools()
     for key in SPELLINGS:
         if key in fields.values:
@@ -223,7 +223,7 @@ def _record(fields: _RecordFields, source: str) -> Record | None:
 
 
 def _preference_pair(fields: _RecordFields, source: str) -> list[Record | None]:
-    """The two records of a preference pair: its prompt with either answer. Raises BadRecord."""
+    """Parse a preference pair into two records: the prompt with the chosen and the rejected answer. Raises BadRecord."""
     missing = [key for key in PREFERENCE if key not in fields.values]
     if missing:
         raise BadRecord(
@@ -261,7 +261,7 @@ def _preference_pair(fields: _RecordFields, source: str) -> list[Record | None]:
 
 
 def _labelled_records(fields: _RecordFields, source: str) -> list[Record | None]:
-    """The labelled record of these fields; a pair becomes two. Raises BadRecord."""
+    """Parse a labelled record, or a preference pair as two labelled records. Raises BadRecord."""
     if all(key in fields.values for key in PREFERENCE):
         labelled_pair = zip(_preference_pair(fields, source), (True, False), strict=True)
         return [answer and replace(answer, desirable=desirable) for answer, desirable in labelled_pair]
@@ -278,7 +278,7 @@ _SPEAKER = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")
 
 
 def _parse_dialogue(text: str, key: str) -> list[ChatMessage]:
-    """Parse a conversation from text with speaker names, as in HH-RLHF."""
+    """Parse a conversation from a string with speaker names, as in HH-RLHF. Raises BadRecord."""
     before, *rest = _SPEAKER.split(text)
     if before or rest[:1] != ["Human"] or rest[-2] != "Assistant":
         raise BadRecord(
@@ -292,7 +292,7 @@ def _parse_dialogue(text: str, key: str) -> list[ChatMessage]:
 
 
 def _prompt_messages(fields: _RecordFields, question: str) -> list[ChatMessage]:
-    """Messages of the prompt: system message, history, and the question with its input."""
+    """Assemble the prompt's messages: system message, history, and the question with its input. Raises BadRecord."""
     turns, value = fields.turns(question, "user"), fields.values[question]
     if isinstance(value, str):
         extra_input = fields.text("input") if question == "instruction" else ""
@@ -309,7 +309,7 @@ _HISTORY_ROLES: tuple[Role, Role] = ("user", "assistant")
 
 
 def _history(fields: _RecordFields) -> list[ChatMessage]:
-    """The preceding questions and answers."""
+    """Parse the previous turns of the conversation (``history``). Raises BadRecord."""
     value = json_of(fields.get("history", []))
     if is_chat(value):
         return messages_of(value, "history", fields.unread_in_messages)
@@ -323,7 +323,7 @@ def _history(fields: _RecordFields) -> list[ChatMessage]:
 
 
 def _with_system(fields: _RecordFields, messages: list[ChatMessage]) -> list[ChatMessage]:
-    """Prepend the record's own system message."""
+    """Prepend the system message of the record's fields. Raises BadRecord if there are two different ones."""
     system_texts = {text.strip(): text for key in SYSTEM if (text := fields.text(key)).strip()}
     if messages[:1] and messages[0].role == "system":
         system_texts.setdefault(messages[0].content.strip(), messages[0].content)

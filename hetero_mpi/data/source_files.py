@@ -1,8 +1,8 @@
 """Resolve the job's data keys to files: glob patterns, or datasets of the Hugging Face hub (``hf:org/name/config:split``).
 
-Files are ordered by path. Hub datasets are taken from the local cache, or downloaded into it by huggingface_hub, as models are.
-The ``datasets`` package would write a second copy in its own format and cache results as pickles. A complete cached copy is used
-without network access, so a job reads the same data tomorrow.
+Files are ordered by path. Like models, hub datasets are read from the local cache, or downloaded into it by huggingface_hub;
+the ``datasets`` package would write a second copy in its own format and cache results as pickles. A complete cached copy is used
+without network access, so that a job also reads the same data later.
 """
 
 import fnmatch
@@ -29,17 +29,17 @@ PREFIX = "hf:"
 FORMATS = "hetero_mpi.data.formats"
 _NAME = re.compile(r"hf:([\w-][\w.-]*/[\w-][\w.-]*)(?:/([\w][\w.-]*))?(?::([\w][\w.-]*))?", re.ASCII)
 _WORDS = {"train": "train|training", "validation": "validation|valid|val|dev", "test": "test|testing|eval|evaluation"}
-"""Split -> words in the names of its files, for a dataset whose card lists no files."""
+"""Maps each split to words in the names of its files, for datasets whose cards list no files."""
 SILENT_S, SILENT_AT_MOST_S = 5.0, 20.0
-"""Time without an answer from the hub until a notice, and until the attempt is given up."""
+"""Time without an answer from the hub after which the user is notified, and after which the attempt fails."""
 _SHARD = re.compile(r"-\d+-of-(\d+)(\.\w+)+$")
 
 
 def matching_files(key: str, patterns: Sequence[str], tell: Callable[[str], None] | None = None) -> tuple[Path, ...]:
-    """Files that match the glob patterns of the job's ``key``, sorted by path without duplicates or directories; then hub files.
+    """Find the files that match the glob patterns of the job's ``key``, sorted by path without duplicates, then its hub files.
 
-    A pattern with a leading ``!`` removes files that earlier patterns matched. ``tell`` is called before a download; with None
-    nothing is downloaded. Raises UserError if nothing matches.
+    A pattern with a leading ``!`` removes files that earlier patterns matched. ``tell`` is called before a download; if it is
+    None, nothing is downloaded. Raises UserError if nothing matches.
     """
     from_hub = [file for text in patterns if text.startswith(PREFIX) for file in hub_files(text, key, tell)]
     patterns = [text for text in patterns if not text.startswith(PREFIX)]
@@ -74,7 +74,7 @@ def shown_patterns(patterns: Sequence[str]) -> str:
 
 
 class HubName(NamedTuple):
-    """A dataset as named in the job; ``label``: the job's key and text, for messages."""
+    """A hub dataset as named in the job; ``label`` names it in messages."""
 
     label: str
     name: str
@@ -83,7 +83,7 @@ class HubName(NamedTuple):
 
 
 def hub_files(text: str, key: str, tell: Callable[[str], None] | None) -> list[Path]:
-    """Files of a dataset's split, ordered by name. ``tell`` is called before a download; with None nothing is downloaded.
+    """Return the files of a dataset's split, ordered by name, from the cache or the hub; ``tell`` as in ``matching_files``.
 
     Raises UserError if the dataset is neither cached nor downloadable, or has no such config, split or file.
     """
@@ -120,9 +120,9 @@ def hub_files(text: str, key: str, tell: Callable[[str], None] | None) -> list[P
 
 
 def reach_hub(tell: Callable[[str], None]) -> None:
-    """Check that the hub, or its proxy, accepts connections: huggingface_hub blocks for minutes behind a dropping firewall.
+    """Check that the hub or its proxy accepts connections; if a firewall drops packets, huggingface_hub would block for minutes.
 
-    Raises OSError if it does not, TimeoutError after ``SILENT_AT_MOST_S``.
+    Raises OSError if the connection is refused, TimeoutError after ``SILENT_AT_MOST_S`` without an answer.
     """
     address = urlsplit(constants.ENDPOINT)
     proxy = urllib.request.getproxies().get(address.scheme)
@@ -151,7 +151,7 @@ def why_not(name: str, kind: str, key: str, error: Exception) -> str:
 
 
 def cached(name: str, kind: str, file: str) -> Path | None:
-    """Cached, possibly incomplete snapshot of a hub repository ("model" or "dataset") to search for ``file``; None: not cached."""
+    """Find the cached, possibly incomplete snapshot of a hub "model" or "dataset" to search for ``file``; None if not cached."""
     try:
         return Path(
             huggingface_hub.snapshot_download(name, repo_type=kind, local_files_only=True, allow_patterns=[file])
@@ -161,9 +161,9 @@ def cached(name: str, kind: str, file: str) -> Path | None:
 
 
 def _files_of_split(source: HubName, names: Sequence[str], directory: Path, complete: bool) -> list[str]:
-    """A repository's files of the split, by its card, else by file names. ``complete``: ``names`` lists the complete repository.
+    """Select the files of a split by the repository's card, else by file names.
 
-    Without files of the split, raises UserError for a complete listing and returns [] for a partial one.
+    If the split has no files, raises UserError if ``names`` lists the ``complete`` repository, and returns [] otherwise.
     """
     kinds = tuple(suffix for name in plug_in_names(FORMATS) for suffix in plug_in(FORMATS, name).SUFFIXES)
     data = [name for name in names if name.endswith(kinds) and not fnmatch.fnmatch(Path(name).name, "dataset_*.json")]
@@ -184,7 +184,7 @@ def _files_of_split(source: HubName, names: Sequence[str], directory: Path, comp
 
 
 def _splits_by_card(source: HubName, data: Sequence[str], card: Path) -> dict[str, list[str]] | None:
-    """Split -> files by the dataset's card (``configs`` in the metadata of README.md); None if the card lists none."""
+    """Map splits to files by the dataset's card (``configs`` in the metadata of README.md); None if the card lists no files."""
     try:
         metadata = huggingface_hub.metadata_load(card) if card.is_file() else None
     except Exception as error:  # a card may contain anything
@@ -218,7 +218,7 @@ def _splits_by_card(source: HubName, data: Sequence[str], card: Path) -> dict[st
 
 
 def _splits_by_name(source: HubName, data: Sequence[str]) -> dict[str, list[str]]:
-    """Split -> files with the split's name in their paths; all are "train" if no path contains a split's name."""
+    """Map splits to the files with the split's name in their paths; if no path contains one, all files belong to "train"."""
     if source.config is not None:
         data = [name for name in data if source.config in Path(name).parts[:-1]]
     splits = {
@@ -229,7 +229,7 @@ def _splits_by_name(source: HubName, data: Sequence[str]) -> dict[str, list[str]
 
 
 def _has_all_shards(names: Sequence[str]) -> bool:
-    """Whether all shards of files named ``train-00000-of-00003.parquet`` are present."""
+    """Whether all shards are present of files with names such as ``train-00000-of-00003.parquet``."""
     shards = Counter((name[: match.start()], int(match[1])) for name in names if (match := _SHARD.search(name)))
     return all(count == shard_total for (_, shard_total), count in shards.items())
 

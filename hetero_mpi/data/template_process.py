@@ -1,9 +1,9 @@
 """Render chat templates, which are third-party programs, in a sandbox process.
 
-A template may allocate gigabytes or loop forever. Jinja's sandbox prevents neither, and Python cannot interrupt most of it.
-The process has a memory limit (where the system supports one; macOS does not) and a CPU-time limit per rendering. When it dies
-at a limit, the record is reported and a new process is started. The process starts with the first conversation. It exits when
-its pipe closes (so with its parent, however that exits), or when it is idle.
+A template may allocate gigabytes or loop forever. Jinja's sandbox prevents neither, and Python can rarely interrupt either. The
+sandbox process has a memory limit (where the system supports one; macOS does not) and a CPU-time limit per rendering. If a
+record exceeds a limit, it is reported and a new process is started. The process starts with the first conversation. It exits
+when its pipe closes (and thus whenever its parent exits) or after some idle time.
 """
 
 import contextlib
@@ -29,24 +29,24 @@ from hetero_mpi.util import units
 from hetero_mpi.util.background import start_module
 
 LIMIT_S = 5.0
-"""CPU time of one rendering; the longest conversations take a hundredth of it."""
+"""CPU-time limit per rendering, a hundred times what the longest conversations take."""
 MEMORY = 2**29
-"""Memory for a rendering."""
+"""Memory limit in bytes, in addition to what the process uses at its start."""
 IDLE_S = 30.0
-"""An idle process exits after this time."""
+"""Time after which an idle sandbox process exits."""
 _OOM_CODE = 3
-"""Exit status of a process that exceeds its memory limit."""
+"""Exit code of a sandbox process that exceeds its memory limit."""
 
 
 class _SandboxProcess:
-    """The parent's handle of the sandbox process. Thread-safe."""
+    """Thread-safe handle that the parent holds on the sandbox process."""
 
     def __init__(self) -> None:
         self._asking = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
     def answers(self, template: ChatTemplate, items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The answer for each item (see ``_answer``)."""
+        """Return the sandbox's response to each item (see ``_answer``)."""
         results: list[dict[str, Any]] = []
         with self._asking:
             while len(results) < len(items):
@@ -58,7 +58,7 @@ class _SandboxProcess:
         return results
 
     def _ask(self, template: ChatTemplate, items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Answers up to the item at which the process died; that item's answer is the reason."""
+        """Return the responses up to the item at which the process died, if any; that item's response gives the reason."""
         process = self._process
         if process is None or process.poll() is not None:
             # A Ctrl-C in the terminal must not reach the process.
@@ -110,12 +110,12 @@ _PROCESS = _SandboxProcess()
 
 
 def _placeholder(value: Any) -> str:
-    """A value without JSON form, as transformers shows it to a template."""
+    """Represent a value that JSON cannot express by the name of its type."""
     return f"<{type(value).__name__}>"
 
 
 def rendered_records(template: ChatTemplate, records: Sequence[Record]) -> list[Rendered | BadRecord]:
-    """Render records; a record that fails becomes a BadRecord."""
+    """Render records; the result for a record that fails is a BadRecord."""
     items = [
         {"messages": [[m.role, m.content, m.original, m.trained] for m in record.messages], "tools": record.tools}
         for record in records
@@ -129,7 +129,7 @@ def rendered_records(template: ChatTemplate, records: Sequence[Record]) -> list[
 
 
 def rendered_prompt(template: ChatTemplate, conversation: Conversation, tools: Conversation = ()) -> str:
-    """Render a conversation with the generation prompt. Raises BadRecord."""
+    """Render a conversation with the generation prompt. Raises BadRecord if the template fails."""
     (answer,) = _answers(template, [{"conversation": list(conversation), "tools": list(tools) or None}])
     if "bad" in answer:
         raise BadRecord(*answer["bad"])
@@ -143,7 +143,7 @@ def _answers(template: ChatTemplate, items: Sequence[dict[str, Any]]) -> list[di
 
 
 def _answer(template: ChatTemplate, item: dict[str, Any], begin: Callable[[], object]) -> dict[str, Any]:
-    """The fields of :class:`Rendered`, the text of a prompt, or ``bad``. ``begin`` is called before each rendering."""
+    """Render an item, calling ``begin`` first: returns the fields of :class:`Rendered`, a prompt's ``text``, or ``bad``."""
     try:
         if "conversation" in item:
             begin()

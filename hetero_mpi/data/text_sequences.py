@@ -1,10 +1,10 @@
-"""Text files -> documents -> token ids -> sequences.
+"""Turn text files into documents, token ids and sequences.
 
-A text of any length is tokenised in pieces, so memory holds one piece at a time, and the ids equal those of the whole text. A piece
-ends at a stable token boundary: between words, before a line break or after punctuation. A boundary is accepted if the tokenizer
-itself gives the same tokens for the texts on both sides together and apart, with long and with short context before it. Each
-piece is tokenised together with the last characters of the previous piece, whose tokens are then dropped, since some
-tokenizers treat the start of a text differently.
+Text of any length is tokenised in pieces, so that memory use stays bounded, and the ids equal those of tokenising it as a whole. A
+piece ends at a stable token boundary: between words, at a line break or after punctuation. A boundary is accepted if the
+tokenizer returns the same tokens for the text around it and for its two sides separately, with both a long and a short context
+before it. Each piece is tokenised together with the last characters of the previous piece, whose tokens are then dropped,
+since some tokenizers treat the start of a text differently.
 """
 
 import codecs
@@ -33,41 +33,41 @@ from hetero_mpi.util.disk import require_regular, write_errors
 from hetero_mpi.util.errors import UserError
 
 MIN_PIECE_CHARACTERS = 250_000
-"""Characters of a piece; a text without a boundary extends the piece to its next one."""
+"""Target length of a piece in characters; a piece is longer if no boundary is found."""
 _CONTEXT, _PREFIX = 400, 60
-"""Characters of context on both sides of a tested boundary, and characters of the previous piece that a piece is tokenised with."""
+"""Characters of context on each side of a tested boundary, and characters of the previous piece to tokenise with each piece."""
 _MAX_TRIED_CUTS = 40
-"""Boundaries of one kind to test per piece."""
+"""Maximum number of boundaries of each kind to test per piece."""
 _CUT_PATTERNS = tuple(
     re.compile(p) for p in (r"(?<=\w) (?=\w)", r"(?<=\S)\n(?=\S)", r"(?<=\n)(?=\w)", r"(?<=[.,;:!?。，！？])(?=\w)")
 )
 _TELL_S = 10.0
 _BLOCK_BYTES = 1 << 20
 STREAM = "stream.i32"
-"""File of packed text: the tokens of all documents, int32."""
+"""Name of the file that holds packed text: the tokens of all documents, int32."""
 REMEDY = "free disk space there, or set another directory: XDG_CACHE_HOME, or TMPDIR with data.cache = false"
-"""Advice for errors in write_errors token ids."""
+"""Advice to show when writing token ids fails."""
 Blocks = Iterable[tuple[str, bool]]
-"""Texts in blocks: (part of a text, whether it is the text's last part)."""
+"""Documents in blocks: (text, whether it ends the document)."""
 
 
 @dataclass
 class CorpusReport:
-    """Counts of one pass over the corpus."""
+    """Statistics of one pass over the corpus."""
 
     files: int = 0
-    """Files with text."""
+    """Number of files that contain text."""
     bytes: int = 0
-    """Bytes of text read."""
+    """Number of bytes of text read."""
     documents: int = 0
     skipped: dict[Path, str] = field(default_factory=dict)
-    """File -> reason why it was skipped."""
+    """Maps each skipped file to the reason."""
     textless: int = 0
-    """Records without text."""
+    """Number of records without text."""
     bad: BadRecords = field(default_factory=BadRecords)
-    """Skipped records."""
+    """Malformed records that were skipped."""
     truncated: bool = False
-    """Reading stopped at ``max_bytes`` with text remaining."""
+    """Whether reading stopped at ``max_bytes`` before the end of the text."""
 
     def lines(self) -> list[str]:
         limit = ", cut at data.max_bytes" if self.truncated else ""
@@ -82,9 +82,9 @@ class CorpusReport:
 
 
 class Corpus:
-    """Documents of text files, read from disk on every iteration and never held in memory as a whole.
+    """The documents of text files, which are read from disk on every iteration and never held in memory as a whole.
 
-    Files that are not UTF-8, empty or unreadable are skipped and listed in the report of the last complete iteration.
+    Files that are empty, unreadable or not UTF-8 are skipped and listed in the report of the last complete iteration.
     """
 
     def __init__(
@@ -97,10 +97,10 @@ class Corpus:
         skip_bad: int = 0,
         tell: Callable[[str], None] | None = None,
     ) -> None:
-        """``documents``: one per file, per non-empty line, or per record (key "text", or as renamed by ``keys``).
+        """Find the files of the corpus. ``patterns``, ``key`` and ``tell`` as in ``matching_files``, which may raise UserError.
 
-        ``max_bytes``: maximum text to read. ``skip_bad``: maximum number of malformed records to skip. ``patterns``, ``key`` and
-        ``tell`` as in ``matching_files``. Raises UserError if nothing matches.
+        ``documents``: one per file, per non-empty line, or per record (key "text", or as renamed by ``keys``).
+        ``max_bytes``: maximum amount of text to read. ``skip_bad``: maximum number of malformed records to skip.
         """
         self.patterns, self.documents, self.max_bytes, self.key = patterns, documents, max_bytes, key
         self._keys, self._skip_bad = keys or {}, skip_bad
@@ -108,7 +108,7 @@ class Corpus:
         self.report = CorpusReport()
 
     def blocks(self) -> Iterator[tuple[str, bool]]:
-        """Documents in file order, in parts: (text, whether it ends the document). Raises UserError if there was no text."""
+        """Yield the documents in file order as :data:`Blocks`. Raises UserError if no file contains text."""
         report = CorpusReport()
         if self.documents == "record":
             yield from ((text, True) for text in self._records(report))
@@ -138,7 +138,7 @@ class Corpus:
             )
 
     def _records(self, report: CorpusReport) -> Iterator[str]:
-        """Texts of records. Raises UserError if more records are malformed than may be skipped."""
+        """Yield the text of each record. Raises UserError if more records are malformed than may be skipped."""
         keys, report.bad = OwnKeys(self._keys), BadRecords(self._skip_bad)
         for path in self.paths:
             report.files += 1
@@ -163,7 +163,7 @@ class Corpus:
 
 
 def _text_of_record(value: Any) -> str:
-    """Raises BadRecord for a malformed record or one without text."""
+    """Return the text of a record. Raises BadRecord if the record is malformed or has no key "text"."""
     if isinstance(value, BadRecord):
         raise value
     if not isinstance(value, dict):
@@ -175,7 +175,7 @@ def _text_of_record(value: Any) -> str:
 
 
 def _texts(path: Path, max_bytes: int | None) -> Iterator[str]:
-    """A file's text in blocks, at most ``max_bytes``. Raises OSError, and ValueError with the kind of a non-text file."""
+    """Yield up to ``max_bytes`` of a file's text in blocks. Raises OSError, or ValueError naming the kind of a non-text file."""
     # An incremental decoder drops a character split by ``max_bytes``, but rejects invalid bytes.
     decoder, bytes_left, first = codecs.getincrementaldecoder("utf-8")(), max_bytes, True
     with path.open("rb") as file:
@@ -193,7 +193,7 @@ def _texts(path: Path, max_bytes: int | None) -> Iterator[str]:
 
 
 def _is_text(path: Path, max_bytes: int | None, report: CorpusReport) -> bool:
-    """Whether a file has text. Counts the file in the report, or records why it is skipped."""
+    """Whether a file contains text. Counts the file in the report, or records why it is skipped."""
     require_regular(path)
     try:
         empty = True
@@ -216,7 +216,7 @@ def _is_text(path: Path, max_bytes: int | None, report: CorpusReport) -> bool:
 
 
 def _one_document(texts: Iterator[str]) -> Iterator[tuple[str, bool]]:
-    """All blocks as one document."""
+    """Yield all blocks as one document."""
     before = next(texts)
     for text in texts:
         yield before, False
@@ -225,7 +225,7 @@ def _one_document(texts: Iterator[str]) -> Iterator[tuple[str, bool]]:
 
 
 def _line_documents(texts: Iterator[str]) -> Iterator[tuple[str, bool]]:
-    """Each non-empty line as a document."""
+    """Yield each non-empty line as a document."""
     rest = ""
     for text in texts:
         # Not splitlines(), which also splits at form feeds and other characters that occur inside lines.
@@ -239,18 +239,18 @@ def _line_documents(texts: Iterator[str]) -> Iterator[tuple[str, bool]]:
 
 class Piece(NamedTuple):
     before: str
-    """Preceding characters to tokenise the piece with; "" at the start of a text."""
+    """Preceding characters to tokenise the piece with; "" at the start of a document."""
     text: str
     ends: bool
-    """The text ends with this piece."""
+    """Whether the document ends with this piece."""
 
 
 Split = Callable[[list[str]], list[list[Any]]]
-"""Splits each text into tokens, or into a pre-tokenizer's parts."""
+"""Splits each string into tokens or into a pre-tokenizer's parts."""
 
 
 def pieces_of(blocks: Blocks, split: Split) -> Iterator[Piece]:
-    """Cut texts into pieces that end at boundaries of the parts that ``split`` returns."""
+    """Cut documents into pieces that end at boundaries between the parts that ``split`` returns."""
     before, pending, tested = "", "", 0
     for block, ends in blocks:
         pending += block
@@ -266,7 +266,7 @@ def pieces_of(blocks: Blocks, split: Split) -> Iterator[Piece]:
 
 
 def _cut_position(text: str, split: Split) -> int | None:
-    """The last position at which a piece of ``text`` may end; None if there is none."""
+    """Return the last tested position at which a piece of ``text`` may end; None if no position qualifies."""
     last = len(text) - _CONTEXT
     first = max(MIN_PIECE_CHARACTERS // 2, last - MIN_PIECE_CHARACTERS // 2)
     for kind in _CUT_PATTERNS:
@@ -284,9 +284,9 @@ def _cut_position(text: str, split: Split) -> int | None:
 def ids_of(
     blocks: Blocks, engine: Tokenizer, tell: Callable[[int], None] | None = None
 ) -> Iterator[tuple[Tokens, bool]]:
-    """Token ids of texts in pieces, with the tokens that the tokenizer prepends to a text: (ids, whether the text ends).
+    """Tokenise documents piece by piece, including the tokens that the tokenizer prepends: (ids, whether the document ends).
 
-    All threads of the tokenizer are used. ``tell`` is called from time to time with the number of characters done.
+    All threads of the tokenizer are used. ``tell`` is called periodically with the number of characters processed.
     """
     start_ids = beginning(engine)
     characters_done, last_report_s = 0, time.monotonic()
@@ -317,9 +317,9 @@ def build_sequences(
     [iT, iT + T) and the targets are shifted by one, so no token is lost between sequences. Otherwise each document is one
     sequence, truncated or padded on the right, and documents of fewer than 2 tokens are dropped.
 
-    ``evaluation`` documents replace the held-out share. ``folder``: directory for packed text, which otherwise stays in memory.
-    ``tell`` is called from time to time with the number of characters done. Raises UserError if the text is too short for one
-    training and (unless ``held_out`` is 0) one evaluation sequence, or if the tokenizer has no end token.
+    ``evaluation`` documents replace the held-out fraction. ``folder``: directory for packed text; if it is None, packed text stays
+    in memory. ``tell`` is called periodically with the number of characters processed. Raises UserError if the text is too short
+    for one training and (unless ``held_out`` is 0) one evaluation sequence, or if the tokenizer has no end token.
     """
 
     def rows_of(texts: Corpus | Iterable[str], name: str) -> Rows:
@@ -346,7 +346,7 @@ def build_sequences(
 
 
 def _pack(pieces: Iterable[tuple[Tokens, bool]], end: int, length: int, path: Path | None) -> Rows:
-    """Pack all documents into one stream, in a file ``path`` or in memory; tokens and targets are overlapping views of it."""
+    """Pack all documents into one stream, in the file ``path`` or in memory; tokens and targets are overlapping views of it."""
     documents = 0
     with io.BytesIO() if path is None else path.open("wb") as file:
         for ids, ends in pieces:
@@ -360,14 +360,14 @@ def _pack(pieces: Iterable[tuple[Tokens, bool]], end: int, length: int, path: Pa
 
 
 def overlapping(stream: Tokens, length: int) -> tuple[Tokens, Tokens]:
-    """Tokens and targets [N, T] of one stream: sequence i holds tokens [iT, iT + T), and the targets are shifted by one."""
+    """View a stream as tokens and targets [N, T]: sequence i holds tokens [iT, iT + T), and the targets are shifted by one."""
     count = max(len(stream) - 1, 0) // length
     tokens = stream[: count * length].reshape(count, length)
     return tokens, stream[1 : count * length + 1].reshape(count, length) if count else tokens
 
 
 def _pad(pieces: Iterable[tuple[Tokens, bool]], end: int, pad: int, length: int) -> Rows:
-    """One document per row; the notes count documents that are too short or truncated."""
+    """Place each document in a separate row; the notes count documents that are dropped as too short or truncated."""
     parts: list[Tokens] = []
     dropped, cut, pending = 0, 0, np.empty(0, np.int32)
     for ids, ends in pieces:

@@ -1,8 +1,7 @@
-"""Cache of tokenised data on rank 0's machine, memory-mapped: a restart neither reads nor tokenises the data again.
+"""Memory-mapped cache of tokenised data on rank 0's machine, so that a restart need not read or tokenise the data again.
 
 An entry is a sealed folder of ``$XDG_CACHE_HOME/hetero_mpi/tokens`` (default ``~/.cache``), named by a hash of everything that
-determines its content. When the entries exceed ``MOST_BYTES``, the least recently used ones are removed. The folder
-may be deleted at any time.
+determines its content. Beyond ``MOST_BYTES``, the least recently used entries are removed. The cache may be deleted at any time.
 """
 
 import contextlib
@@ -28,18 +27,18 @@ from hetero_mpi.util.sealed import load_sealed, store_folder
 
 MOST_BYTES = 20_000_000_000
 _VERSION = 6
-"""Incremented when the content of an entry or the tokenisation changes."""
+"""Version of the cache format; increment it when the content of entries or the tokenisation changes."""
 _SAMPLES, _SAMPLE_BYTES = 16, 65_536
-"""Number and size of the hashed samples of a file; a smaller file is hashed completely."""
+"""Number and size of the blocks of a file that are hashed; smaller files are hashed completely."""
 _ABANDONED_S = 86_400.0
 _COLUMNS = {"tokens": np.int32, "targets": np.int32, "positions": np.int32, "answers": np.uint8, "weights": np.float32}
 T = TypeVar("T")
 
 
 def file_marks(paths: Sequence[Path]) -> list[Any]:
-    """Fingerprints of files: name, size, modification time, and a hash of all or sampled content.
+    """Compute fingerprints of files: name, size, modification time, and a hash of the complete or sampled content.
 
-    Raises UserError if one is not a regular file.
+    Raises UserError if a path is not a regular file.
     """
     fingerprints = []
     for path in paths:
@@ -70,10 +69,10 @@ def cached_or_build(
     """Return the content cached under ``key``, building it if necessary, and whether it was cached.
 
     Args:
-        key: JSON values; None disables the cache. What ``read`` maps from the folder stays readable.
-        fill: writes files into the folder and returns JSON values to store_folder with them.
-        read: returns the content, from the folder and the stored values.
-        tell: called with a message about a damaged entry.
+        key: JSON values that determine the content. If it is None, the content is built in a temporary folder and not cached.
+        fill: writes files into the folder and returns JSON values to store with them.
+        read: returns the content, given the folder and the stored values.
+        tell: called with a message if an entry is damaged.
 
     Raises UserError if the files cannot be written.
     """
@@ -98,7 +97,7 @@ def cached_or_build(
 
 
 def _root() -> Path | None:
-    """The cache folder; None if it cannot be created."""
+    """Return the cache folder; None if it cannot be created or written to."""
     root = cache_folder("tokens")
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -108,7 +107,7 @@ def _root() -> Path | None:
 
 
 def _evict(root: Path, protected: Path) -> None:
-    """Remove remains of dead runs, then the least recently used entries until the cache fits ``MOST_BYTES``."""
+    """Remove what aborted runs left behind, then the least recently used entries until the cache fits in ``MOST_BYTES``."""
     entries = []
     for folder in root.iterdir():
         with contextlib.suppress(OSError):
@@ -125,9 +124,9 @@ def _evict(root: Path, protected: Path) -> None:
 
 
 def write_dataset(folder: Path, dataset: Dataset, extra: dict[str, Any]) -> dict[str, Any]:
-    """Write a dataset into a folder, which may already hold its token stream; return the values for store_folder.
+    """Write a dataset into a folder, which may already hold its token stream, and return the values for ``read_dataset``.
 
-    ``extra``: additional JSON values about the data. Raises UserError if the disk is full.
+    ``extra``: additional JSON values to store with the data. Raises UserError if the files cannot be written.
     """
     stream = (folder / STREAM).exists()
     names = ("train", "held_out") if stream else ("train", "held_out", *_COLUMNS)
@@ -141,7 +140,7 @@ def write_dataset(folder: Path, dataset: Dataset, extra: dict[str, Any]) -> dict
 
 
 def read_dataset(folder: Path, values: dict[str, Any], ids: int) -> tuple[Dataset, dict[str, Any]]:
-    """Read what ``write_dataset`` wrote, memory-mapped. Raises ValueError or a numpy error if invalid or with tokens >= ``ids``."""
+    """Memory-map a dataset written by ``write_dataset``. Raises ValueError or a numpy error if it or a token id is invalid."""
     if values["stream"] is not None:
         rows = Rows(*overlapping(mapped(folder / STREAM), values["stream"]))
     else:

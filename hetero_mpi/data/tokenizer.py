@@ -1,4 +1,4 @@
-"""Tokenizers: train, load and save them, encode texts, check the vocabulary against the model."""
+"""Train, load and save tokenizers, encode text, and check the vocabulary against the model."""
 
 import json
 import re
@@ -16,24 +16,24 @@ from hetero_mpi.util.errors import UserError
 T = TypeVar("T")
 
 END_TOKEN = "<|end|>"
-"""Ends a document and serves as padding (padding is never a target, so one token suffices)."""
+"""End-of-document token of trained tokenizers, which also serves as padding, since padding is never a target."""
 
 _MIN_BATCH_CHARACTERS = 2_000_000
-"""Text per tokenizer call: enough for all its threads, small enough for the Python lists that it returns."""
+"""Characters per tokenizer call: enough to keep all its threads busy, while the returned Python lists stay small."""
 
 
 def bpe_split(texts: Sequence[str]) -> list[list[str]]:
-    """Split texts as ``train_bpe`` does before merging."""
+    """Split strings into the parts within which ``train_bpe`` learns merges."""
     splitter = pre_tokenizers.ByteLevel(add_prefix_space=False)
     return [[part for part, _ in splitter.pre_tokenize_str(text)] for text in texts]
 
 
 def train_bpe(documents: Iterable[str], vocab_size: int, sequence_length: int | None = None) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer (as GPT-2's), lossless for any text.
+    """Train a byte-level BPE tokenizer like GPT-2's, which is lossless for any text.
 
     The result is the same for whole documents and for pieces that end at ``bpe_split`` boundaries. ``vocab_size`` counts 256 bytes,
-    the end token (id 0) and the merges; a small corpus yields fewer (``vocabulary_note``). ``sequence_length`` sets the saved
-    ``model_max_length``.
+    the end token (id 0) and the merges; a small corpus may yield fewer merges (``vocabulary_note``). ``sequence_length`` is saved
+    as ``model_max_length``.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -57,7 +57,7 @@ def train_bpe(documents: Iterable[str], vocab_size: int, sequence_length: int | 
 
 
 def vocabulary_note(tokenizer: PreTrainedTokenizerFast, requested: int) -> str | None:
-    """A note for the user if the corpus yielded fewer entries than requested, else None."""
+    """Return a note for the user if the trained vocabulary is smaller than requested, else None."""
     if len(tokenizer) >= requested:
         return None
     return (
@@ -68,9 +68,9 @@ def vocabulary_note(tokenizer: PreTrainedTokenizerFast, requested: int) -> str |
 
 @contextmanager
 def faults_named(what: str) -> Iterator[None]:
-    """Convert any error of the tokenizer libraries to a UserError that begins with ``what``: their files may hold anything.
+    """Convert any error of the tokenizer libraries, whose files may hold anything, to a UserError that begins with ``what``.
 
-    The libraries raise bare Exception for unparsable input, and a panic of their Rust code is not even an Exception.
+    The libraries raise a bare Exception for input that they cannot parse, and a panic in Rust code is not even an Exception.
     """
     try:
         yield
@@ -120,7 +120,7 @@ def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerFast:
 
 
 def _family_of(path: Path) -> PreTrainedConfig | None:
-    """The keys of ``config.json`` that select the tokenizer's class; the other keys are checked with the model."""
+    """Read the keys of ``config.json`` that select the tokenizer's class; the other keys are checked with the model."""
     if not path.is_file():
         return None
     try:
@@ -140,7 +140,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, directory: str | Path) ->
 
 
 def own_tokens_only(tokenizer: PreTrainedTokenizerFast) -> Tokenizer:
-    """A copy of the tokenizer's backend without the truncation and padding that a tokenizer.json may request."""
+    """Copy the tokenizer's backend without the truncation and padding that its tokenizer.json may request."""
     with faults_named("the tokenizer cannot be used"):
         engine = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         engine.no_truncation()
@@ -149,25 +149,25 @@ def own_tokens_only(tokenizer: PreTrainedTokenizerFast) -> Tokenizer:
 
 
 def encoded(engine: Tokenizer, texts: Sequence[str], special: bool = False) -> list[list[int]]:
-    """Token ids of each text; ``special``: with the special tokens that the tokenizer adds. Raises UserError on failure."""
+    """Tokenise strings; ``special`` includes the special tokens that the tokenizer adds. Raises UserError on failure."""
     with faults_named("the tokenizer cannot tokenise the text"):
         return [encoding.ids for encoding in engine.encode_batch_fast(list(texts), add_special_tokens=special)]
 
 
 def beginning(engine: Tokenizer) -> list[int]:
-    """The tokens that the tokenizer prepends to every text (one for Llama and Gemma, usually none)."""
+    """Return the tokens that the tokenizer prepends to every text (one for Llama and Gemma, usually none)."""
     (full,), (bare,) = encoded(engine, ["a"], special=True), encoded(engine, ["a"])
     return next((full[:end] for end in range(len(full)) if full[end : end + len(bare)] == bare), [])
 
 
 def document_token_ids(engine: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
-    """Token ids of each text as the start of a document, with ``beginning`` prepended exactly once."""
+    """Tokenise strings as starts of documents, with ``beginning`` prepended exactly once."""
     begin = beginning(engine)
     return [ids if ids[: len(begin)] == begin else [*begin, *ids] for ids in encoded(engine, texts)]
 
 
 def starts_of(engine: Tokenizer, text: str, count: int) -> list[int]:
-    """Positions in ``text`` at which its last ``count`` tokens begin; 0 for tokens that ``beginning`` prepends."""
+    """Return the positions at which the last ``count`` tokens of ``text`` begin; 0 for tokens that ``beginning`` prepends."""
     offsets = engine.encode(text, add_special_tokens=False).offsets
     # Some tokenizers exclude the space before a token from its offsets; the space ends the previous token.
     starts = [min(first, last) for (first, _), (_, last) in zip(offsets, [(0, 0), *offsets], strict=False)]
@@ -177,11 +177,11 @@ def starts_of(engine: Tokenizer, text: str, count: int) -> list[int]:
 _PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 _BYTES = {chr(byte): byte for byte in _PRINTABLE}
 _BYTES |= {chr(256 + n): byte for n, byte in enumerate(sorted({*range(256)} - {*_PRINTABLE}))}
-"""Letter of a byte-level token -> byte (GPT-2's table)."""
+"""Maps each letter of a byte-level token to its byte (GPT-2's table)."""
 
 
 def token_bytes(piece: str, text: str) -> bytes:
-    """The bytes of the token ``piece``, which prints as ``text``; for part of a character ``text`` does not give them."""
+    """Return the bytes of the token ``piece``, whose decoded ``text`` loses them if the token is part of a character."""
     if "\N{REPLACEMENT CHARACTER}" not in text:
         return text.encode()
     if re.fullmatch("<0x[0-9A-F]{2}>", piece):
@@ -190,7 +190,7 @@ def token_bytes(piece: str, text: str) -> bytes:
 
 
 def in_batches(items: Iterable[T], characters: Callable[[T], int]) -> Iterator[list[T]]:
-    """Group ``items`` into lists of up to one tokenizer call's text."""
+    """Group ``items`` into lists that each hold enough text for one tokenizer call."""
     batch: list[T] = []
     count = 0
     for item in items:
@@ -203,7 +203,7 @@ def in_batches(items: Iterable[T], characters: Callable[[T], int]) -> Iterator[l
 
 
 def end_token(tokenizer: PreTrainedTokenizerFast) -> int:
-    """Id of the token that ends documents and answers. Raises UserError if the tokenizer has none."""
+    """Return the id of the token that ends documents and answers. Raises UserError if the tokenizer has none."""
     end = tokenizer.eos_token_id
     if end is None:
         raise UserError(
@@ -215,12 +215,12 @@ def end_token(tokenizer: PreTrainedTokenizerFast) -> int:
 
 
 def pad_token(tokenizer: PreTrainedTokenizerFast) -> int:
-    """Id of the padding token: the end token if the tokenizer has none."""
+    """Return the id of the padding token, or of the end token if the tokenizer has no padding token."""
     return end_token(tokenizer) if tokenizer.pad_token_id is None else int(tokenizer.pad_token_id)
 
 
 def add_tokens(tokenizer: PreTrainedTokenizerFast, plain: Sequence[str], special: Sequence[str]) -> list[str]:
-    """Add new tokens to the tokenizer; returns notes for the user."""
+    """Add tokens to the tokenizer and return notes for the user."""
     old = tokenizer.get_vocab()
     tokenizer.add_tokens(list(plain))
     tokenizer.add_tokens(list(special), special_tokens=True)
@@ -229,14 +229,14 @@ def add_tokens(tokenizer: PreTrainedTokenizerFast, plain: Sequence[str], special
 
 
 def rows_with_added(tokenizer: PreTrainedTokenizerFast, rows: int) -> int:
-    """Rows of an embedding with ``rows`` rows after growing for tokens added to the tokenizer, and only for them."""
+    """Return the number of embedding rows needed for added tokens; ``rows`` unless only added tokens lack a row."""
     vocabulary, added = tokenizer.get_vocab(), tokenizer.get_added_vocab()
     fits = all(number < rows for text, number in vocabulary.items() if text not in added)
     return max(rows, *(number + 1 for number in added.values())) if fits and added else rows
 
 
 def largest_id(tokenizer: PreTrainedTokenizerFast) -> int:
-    """The largest token id; -1 without tokens."""
+    """Return the largest token id; -1 if the vocabulary is empty."""
     return max(tokenizer.get_vocab().values(), default=-1)
 
 

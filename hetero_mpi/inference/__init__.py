@@ -1,1 +1,1 @@
-"""Inference: text generation with a model that is distributed over the ranks (``generate``), and evaluation."""
+"""Inference: text generation (``generate``) and evaluation (``evaluate``) with a model that is split over the ranks."""

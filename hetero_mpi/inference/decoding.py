@@ -1,9 +1,9 @@
-"""Decoding on one stage: a KV cache for each text and layer.
+"""Decode on one stage, with a KV cache for each text and layer.
 
-transformers sizes its attention masks by one cache layer, the first of each kind of attention. On a later stage that layer belongs
-to another rank and is empty; so the cache layers of other stages count the tokens that have passed, without storing them.
+transformers derives the size of attention masks from the first cache layer of each kind of attention. On later stages that layer
+belongs to another rank and would be empty; therefore cache layers of other stages count tokens without storing them.
 
-Also here: several adapters on one stage, one active at a time, in addition to the adapter that the stage was built with.
+In addition to the adapter with which it was built, a stage can have further adapters; one adapter is active at a time.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from hetero_mpi.model.tuning import Tuning, inject
 from hetero_mpi.util.errors import UserError
 
 OPENED = ADAPTER_NAME
-"""Name of the adapter that the stage was built with, if any. Other adapters have other names; "" is no adapter."""
+"""Name of the adapter with which the stage was built, if any. The name "" selects no adapter."""
 OWN_CACHE = ("minimax",)
-"""Families with their own cache class, whose layers cannot be told which of them are on other stages."""
+"""Families with a cache class of their own, which cannot be split over stages."""
 _SWITCHING_ROTARY = ("phi3", "phimoe")
-"""Families whose rotary embedding switches at a length, where their ``generate`` recomputes the whole text."""
+"""Families whose rotary embedding changes at a certain length, at which their ``generate`` recomputes the whole text."""
 _SELECTING_KEYS = ("doge",)
-"""Families that select keys by score, in addition to those with an indexer (``index_topk``)."""
+"""Families without an indexer (``index_topk``) whose attention nevertheless selects keys by score."""
 
 
 def require_decodable(config: PreTrainedConfig) -> None:
-    """Raise ``UserError`` for a family that can be trained but not decoded."""
+    """Raise ``UserError`` if the model's family can be trained but not decoded."""
     if config.model_type in OWN_CACHE:
         raise UserError(
             "model.undecodable",
@@ -47,7 +47,7 @@ def require_decodable(config: PreTrainedConfig) -> None:
 
 
 def begins_anew_at(config: PreTrainedConfig) -> int | None:
-    """The length (tokens) at which a text is recomputed from its start, as the family's ``generate`` does; None: never."""
+    """Return the length in tokens at which a text is recomputed, as the family's ``generate`` does; None if it never is."""
     if config.model_type not in _SWITCHING_ROTARY:
         return None
     original = getattr(config, "original_max_position_embeddings", None)
@@ -55,10 +55,10 @@ def begins_anew_at(config: PreTrainedConfig) -> int | None:
 
 
 def takes_pieces(config: PreTrainedConfig) -> bool:
-    """Whether a prompt can be processed in pieces, each after the cache of the previous ones, with the logits of the whole.
+    """Whether processing a prompt in pieces, with the previous ones in the cache, yields the same logits as processing it whole.
 
-    Not if rotary embeddings depend on the length of the whole text, as cached states of a shorter text would differ. Not if
-    attention selects the keys with the highest scores, as the choice among equal scores depends on the number of keys.
+    This fails if rotary embeddings depend on the length of the whole text, because the cached states of a shorter text differ, and
+    if attention selects the keys with the highest scores, because the choice among ties depends on the number of keys.
     """
     if config.model_type in _SELECTING_KEYS or hasattr(config, "index_topk"):
         return False
@@ -66,10 +66,10 @@ def takes_pieces(config: PreTrainedConfig) -> bool:
 
 
 def takes_batches(config: PreTrainedConfig, model: nn.Module) -> bool:
-    """Whether single tokens of several texts can be computed in a batch, each row with the keys and values of its text.
+    """Whether single tokens of several texts can be computed in a batch, where each row attends only to its text's keys.
 
-    Not with other states than keys and values, nor if attention does not call transformers' ``sdpa`` with all cached keys (latent
-    attention computes them from the cache). Not with experts: the rows that an expert computes at once depend on the other rows.
+    This requires that the only states are keys and values, and that attention calls transformers' ``sdpa`` with all cached keys
+    (latent attention does not). It excludes experts, where the rows that an expert computes together depend on other rows.
     """
     if (
         config._attn_implementation != "sdpa"
@@ -83,17 +83,17 @@ def takes_batches(config: PreTrainedConfig, model: nn.Module) -> bool:
 
 
 def cache_keyword(model: PreTrainedModel) -> str:
-    """The cache argument of the model's ``forward``: another name would be silently ignored as a model option.
+    """Return the name of the cache argument of the model's ``forward``; a wrong name would be ignored silently.
 
-    transformers before 5.24 uses ``past_key_values``; later versions accept it only temporarily.
+    transformers before 5.24 uses ``past_key_values``, which later versions accept only for a transition period.
     """
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 class Decoder:
-    """Continues texts through a stage's layers, each with its own cache. A context manager that sets the stage to evaluation mode.
+    """Decodes texts, each with its own cache, on a stage. A context manager that switches the stage to evaluation mode.
 
-    Texts are identified by numbers. Parameters, gradients and random generators are unchanged.
+    Texts are identified by number. Parameters, gradients and random generators are unchanged.
     """
 
     def __init__(self, stage: Stage) -> None:
@@ -112,11 +112,11 @@ class Decoder:
         self._caches.clear()
 
     def forget(self, text: int = 0) -> None:
-        """Drop a text's cache; its next tokens start it again."""
+        """Drop the cache of a text; the next tokens passed for it start a new one."""
         self._caches.pop(text, None)
 
     def cached_bytes(self, text: int = 0) -> int:
-        """Memory of a text's keys, values and other states on this stage."""
+        """Return the bytes that a text's keys, values and other states occupy on this stage."""
         return sum(_tensor_bytes(vars(layer)) for layer in self._caches[text].layers.layers)
 
     @torch.no_grad()
@@ -125,9 +125,10 @@ class Decoder:
 
         Args:
             x: token ids (1, T) int64 on the first stage, else the previous stage's output (1, T, D).
+            rows: number of last tokens whose logits are needed; if it is 0, the head is skipped.
             adapter: the active adapter, the same in every call for a text.
 
-        Returns (1, T, D), or on the last stage fp32 logits (``rows``, V) of the last tokens: for 0 rows the head is skipped.
+        Returns (1, T, D), or on the last stage fp32 logits (``rows``, V).
         """
         if text not in self._caches:
             self._caches[text] = _Cache(self.stage)
@@ -138,10 +139,10 @@ class Decoder:
 
     @torch.no_grad()
     def step_batch(self, x: torch.Tensor, texts: Sequence[int], adapter: str = OPENED) -> torch.Tensor:
-        """Process the next tokens of several texts that have begun, one each, in a batch of W rows.
+        """Process one further token of each of several texts in a batch of W rows.
 
         Args:
-            x: token ids (W, 1) int64 on the first stage, else (W, 1, D); the rows after those of ``texts`` are dummies.
+            x: token ids (W, 1) int64 on the first stage, else (W, 1, D); rows beyond the number of ``texts`` are padding.
 
         Returns (W, 1, D), or on the last stage fp32 logits (W, V).
         """
@@ -162,9 +163,9 @@ class Decoder:
         return self.stage.apply(x, position_ids=position_ids, use_cache=True, **{self._cache_keyword: cache}, **last)
 
     def rows_are_alike(self, width: int) -> bool:
-        """Whether a row's bits depend neither on its place in a batch nor on the other rows, as tried with random inputs.
+        """Test with random inputs whether a row's result is bitwise independent of its place in a batch and of the other rows.
 
-        They may: some kernels compute the last elements of a tensor, or of a thread's share, in another way.
+        It may not be, because some kernels compute the last elements of a tensor, or of a thread's part, differently.
         """
         stage, generator = self.stage, torch.Generator().manual_seed(0)
         config = stage.model.config
@@ -187,7 +188,7 @@ class Decoder:
 
 
 class _CountingLayer(DynamicLayer):
-    """The empty cache of a full-attention layer on another stage, which counts tokens only."""
+    """Cache of a full-attention layer on another stage, which only counts tokens."""
 
     cumulative_length = 0
 
@@ -196,12 +197,12 @@ class _CountingLayer(DynamicLayer):
 
 
 class _Cache:
-    """A stage's state of a text: transformers' cache for the model, and the number of processed tokens."""
+    """A stage's state for one text: the model's cache in transformers' format, and the number of processed tokens."""
 
     def __init__(self, stage: Stage) -> None:
         self.layers = DynamicCache(config=stage.model.config)
         self._counting: list[Any] = []
-        """Layers that only count."""
+        """Cache layers of other stages, which only count tokens."""
         self._passed = 0
         blocks = stage.model.get_submodule(language(stage.chain).blocks_name)
         own_layers = {getattr(module, "layer_idx", None) for module in blocks.modules()}  # a block may have several
@@ -213,7 +214,7 @@ class _Cache:
             self._counting.append(layer)
 
     def pass_on(self, length: int) -> int:
-        """Position of the first of the next ``length`` tokens; counts them."""
+        """Count the next ``length`` tokens and return the position of the first of them."""
         for layer in self._counting:
             layer.cumulative_length = self._passed
         self._passed += length
@@ -221,16 +222,16 @@ class _Cache:
 
 
 class _BatchCache(DynamicCache):
-    """The cache of a batch: passes each row's keys and values to the cache of its text.
+    """Cache of a batch, which passes each row's keys and values to the cache of its text.
 
-    Its own layers stay empty, so that transformers makes no mask: each row attends to all that its text's cache returns.
+    Its own layers stay empty so that transformers creates no mask: each row attends to all keys that its text's cache returns.
     """
 
     def __init__(self, texts: Sequence[DynamicCache]) -> None:
         super().__init__()
         self._texts = texts
         self.handed: list[Rows] = []
-        """Keys and values of each layer; emptied by its attention."""
+        """Keys and values of each row per layer; the layer's attention empties its entry."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **keywords: Any
@@ -243,7 +244,7 @@ class _BatchCache(DynamicCache):
 
 
 def _tensor_bytes(value: Any) -> int:
-    """Bytes of all tensors in ``value``: a tensor, or a list or dictionary of values."""
+    """Return the total bytes of all tensors in ``value``, which may be a tensor or a nested list or dictionary."""
     if isinstance(value, torch.Tensor):
         return value.nbytes
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
@@ -251,7 +252,7 @@ def _tensor_bytes(value: Any) -> int:
 
 
 def add_adapter(stage: Stage, name: str, tuning: Tuning) -> dict[str, nn.Parameter]:
-    """Add an adapter to a stage; returns its tensors on this stage by their names in adapter files, to be filled."""
+    """Add an adapter to a stage; returns its zero-initialised tensors on this stage by their names in adapter files."""
     assert tuning.adapter is not None and not tuning.parameters
     modules = tuning.modules_in(stage.first, stage.last)
     zeros = lambda tensor_name: torch.zeros(tuning.trainable[tensor_name].shape)  # noqa: E731
@@ -269,7 +270,7 @@ class AdapterSwitch:
         self._now: str | None = None
 
     def turn_to(self, name: str) -> None:
-        """Activate an adapter. A module without tensors of it, or any module for "", computes as the base model."""
+        """Activate an adapter, or none for "". Modules for which the adapter has no tensors compute as the base model."""
         if name != self._now:
             for module in self._modules:
                 if module.active_adapters != [name]:

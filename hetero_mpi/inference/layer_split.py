@@ -1,4 +1,4 @@
-"""Split a model's layers over the ranks for inference: each rank loads only its own layers, as many as its memory holds."""
+"""Split a model's layers over the ranks for inference in proportion to their memory; each rank loads only its own layers."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class GenerateSetup:
-    """The context of loading and generating on a rank."""
+    """Everything that a rank needs to load its layers and to generate."""
 
     world: World
     backend: Backend
@@ -54,18 +54,18 @@ class GenerateSetup:
     tuning: Tuning
     plan: Plan
     memory: tuple[RankMemory, ...]
-    """For each rank with a stage: bytes of parameters, and the memory budget."""
+    """Parameter bytes and memory budget of each rank that has a stage."""
     source: GenerateSource
     opened: Opened | None
-    """On rank 0 only."""
+    """None on ranks other than 0."""
     further: Mapping[str, Tuning]
-    """Name -> adapter, in addition to that of ``tuning``."""
+    """Maps names to adapters, in addition to the one of ``tuning``."""
 
 
 def set_up(world: World, opened: Opened | None) -> GenerateSetup:
-    """Open the devices, and split the model's layers among the ranks, without reading weights. Collective.
+    """Open the devices and split the model's layers over the ranks without reading weights. Collective.
 
-    ``opened``: the model, on rank 0; None elsewhere. Raises UserError if the model exceeds the memory.
+    ``opened``: the model on rank 0, None on other ranks. Raises UserError if the model exceeds the memory.
     """
     source = GenerateSource(**world.broadcast_json(asdict(opened.source) if opened is not None else None))
     cluster = ClusterTable(**source.cluster)
@@ -86,7 +86,7 @@ def with_writer(
 ) -> T | None:
     """Load the model and run ``work`` on the active ranks with their world and writer; idle ranks return None. Collective.
 
-    ``ended``: as for ``World.sleep_until_released``.
+    ``ended``: as in ``World.sleep_until_released``.
     """
     world, plan = setup.world, setup.plan
     active = active_ranks(plan)
@@ -112,14 +112,14 @@ def with_writer(
 
 
 def share_out(layer_bytes: Sequence[int], memory_bytes: Sequence[int]) -> list[tuple[int, int]]:
-    """Layers ``[first, last)`` of each rank, in rank order; ``first == last``: the rank is idle.
+    """Return the layers ``[first, last)`` of each rank, in rank order; an idle rank has ``first == last``.
 
-    Minimises the largest ratio of a rank's layer bytes to its memory. Among equal splits the one with the fewest stages is chosen:
-    the ranks compute one after the other, so another stage only adds a message.
+    The split minimises the largest ratio of a rank's layer bytes to its memory. Among equal splits, it has the fewest stages,
+    since ranks compute one after the other and a further stage only adds a message.
 
     Args:
         layer_bytes: parameter bytes of each layer of the chain.
-        memory_bytes: usable memory of each rank; 0: it can hold nothing.
+        memory_bytes: usable memory of each rank; 0 if it cannot hold layers.
     """
     total = [0, *accumulate(layer_bytes)]
     layers = len(layer_bytes)
@@ -147,9 +147,9 @@ def _tuning(source: GenerateSource, chain: TransformersChain, adapter: dict[str,
 def _plan(
     world: World, backend: Backend, chain: TransformersChain, tunings: Sequence[Tuning], source: GenerateSource
 ) -> tuple[Plan, tuple[RankMemory, ...]]:
-    """Plan one pipeline with a stage per active rank; returns the plan and each rank's memory. Collective.
+    """Plan one pipeline with one stage per active rank; returns the plan and the memory of these ranks. Collective.
 
-    The KV cache, which is small compared with the parameters, is ignored. Raises UserError if the model exceeds the memory.
+    The KV cache is ignored because it is small compared with the parameters. Raises UserError if the model exceeds the memory.
     """
     sharing = sharing_ranks(world, backend)
     configured_bytes = ClusterTable(**source.cluster).memory_bytes
@@ -230,7 +230,7 @@ def _load_adapter(
     transport: Transport,
     tied_head: nn.Parameter | None = None,
 ) -> None:
-    """Send an adapter's tensors from rank 0, which has its ``directory``, to the ranks with ``parameters`` for them. Collective."""
+    """Send an adapter's tensors from rank 0, which has its ``directory``, into the ``parameters`` of the ranks. Collective."""
     stored = read_adapter(directory, tuning) if directory is not None else {}
 
     tied, last = tuning.tied(setup.chain), setup.plan.pipelines[0].stages[-1].ranks[0]

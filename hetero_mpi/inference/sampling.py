@@ -1,4 +1,4 @@
-"""Sampling of a token from the last stage's logits, and log-probabilities."""
+"""Sample tokens and compute log-probabilities from the last stage's logits."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from hetero_mpi.device.backend import HOST
 from hetero_mpi.model.layer.interface import seed_from
 
 NOT_A_NUMBER = -1
-"""Returned by ``pick`` instead of a token when the model's output is not a number."""
+"""Returned by ``pick`` instead of a token if the model's output is not a number."""
 _CANDIDATE_COUNT = 4096
-"""Number of most likely tokens that are sorted for sampling; all are only where these do not decide."""
+"""Number of most likely tokens to sort for sampling; the whole vocabulary is sorted only if these do not suffice."""
 
 
 @dataclass(frozen=True)
@@ -25,16 +25,16 @@ class Sampling:
     """Sampling settings."""
 
     temperature: float = 0.0
-    """0: the most likely token (greedy)."""
+    """Softmax temperature; 0 selects the most likely token (greedy decoding)."""
     top_p: float = 1.0
     """Sample from the smallest set of tokens with this total probability (nucleus sampling, arXiv:1904.09751)."""
     seed: int = 0
     top_k: int = 0
-    """Sample from this many most likely tokens, and those as likely as the last of them; 0: from all."""
+    """Sample from this number of most likely tokens, including ties with the last of them; 0 for no limit."""
     min_p: float = 0.0
-    """Sample from tokens with at least this share of the most likely token's probability (arXiv:2407.01082)."""
+    """Sample from tokens with at least this fraction of the most likely token's probability (arXiv:2407.01082)."""
     repetition_penalty: float = 1.0
-    """Divides the positive logits of all tokens in the text, and multiplies the negative ones (arXiv:1909.05858)."""
+    """Divides positive logits of tokens that the text contains, and multiplies negative ones (arXiv:1909.05858)."""
 
 
 def pick(
@@ -44,12 +44,12 @@ def pick(
     text_tokens: Sequence[int] = (),
     forbidden: Sequence[int] = (),
 ) -> int:
-    """Sample the token at ``position`` of the text; ``NOT_A_NUMBER`` if the logits are invalid.
+    """Sample the token at ``position`` of the text; returns ``NOT_A_NUMBER`` if the logits are invalid.
 
-    The candidates are those of transformers' ``generate``, filtered by the same steps in the same order. Random numbers are drawn
-    on the host from (seed, position), so they depend neither on the device nor on the partition.
+    Filters are the same as in transformers' ``generate`` and are applied in the same order. Random numbers are drawn on the host
+    from (seed, position), so they depend neither on the device nor on how the model is split.
 
-    ``logits``: (V,) fp32, on any device. ``text_tokens``: the text's tokens, for the penalty. ``forbidden``: excluded tokens.
+    ``logits``: (V,) fp32, on any device. ``text_tokens``: the text so far, for the penalty. ``forbidden``: tokens to exclude.
     """
     if sampling.repetition_penalty != 1 and text_tokens:
         used = torch.tensor(sorted(set(text_tokens)), device=logits.device)
@@ -73,14 +73,14 @@ def pick(
 def _drawn(
     logits: npt.NDArray[np.float32], weights: npt.NDArray[np.float64], sampling: Sampling, share: float, count: int
 ) -> int | None:
-    """The token at which the weights, added up from the most likely token on, exceed ``share`` of the sum of the kept ones.
+    """Sample by inverting the cumulative distribution of the filtered tokens, from the most likely one on, at ``share``.
 
-    Only the ``count`` most likely tokens are sorted, and those as likely as the last of them. None if these do not decide.
-    Equally likely tokens are in the order of their numbers.
+    Only the ``count`` most likely tokens, including ties with the last of them, are sorted; returns None if these do not suffice.
+    Equally likely tokens are ordered by their ids.
 
     Args:
         weights: (V,), proportional to the probabilities; the largest is 1.
-        share: the random number, in [0, 1).
+        share: random number in [0, 1).
     """
     words = len(logits)
     is_complete = count >= words
@@ -116,18 +116,18 @@ def _drawn(
 
 @dataclass(frozen=True)
 class Scored:
-    """A token of a text with its log-probability given the preceding tokens, before temperature, penalties and filters."""
+    """A token and its log-probability given the preceding tokens, before temperature, penalties and filters."""
 
     token: int
     likelihood: float
     likeliest: tuple[tuple[int, float], ...] = ()
-    """The most likely tokens at its position with their log-probabilities, in descending order."""
+    """The most likely tokens at the same position with their log-probabilities, in descending order."""
 
 
 def scored(logits: torch.Tensor, tokens: Sequence[int], count: int) -> torch.Tensor:
-    """Log-probabilities of tokens as (K, 1 + 2 ``count``) fp64 on the host: the token's, then the most likely tokens, then theirs.
+    """Compute log-probabilities of ``tokens`` and of the most likely tokens. ``logits``: (K, V) fp32, one row per token.
 
-    ``logits``: (K, V) fp32, one row per token.
+    Returns (K, 1 + 2 ``count``) fp64 on the host: the token's log-probability, the most likely tokens, their log-probabilities.
     """
     likelihoods = torch.log_softmax(logits, dim=1)
     token_scores = likelihoods.gather(1, torch.tensor(tokens, device=logits.device).unsqueeze(1))

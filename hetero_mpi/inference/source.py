@@ -1,6 +1,6 @@
-"""The model argument of ``generate``: a run, a model directory or an adapter directory, and its prompt template.
+"""Open the model that ``generate`` is given: a run directory, a model directory or an adapter directory.
 
-Only rank 0 reads it.
+Only rank 0 reads the directory.
 """
 
 from __future__ import annotations
@@ -42,23 +42,23 @@ _KINDS = (
 
 @dataclass(frozen=True)
 class GenerateSource:
-    """The model, with its dtype and quantization. Plain values, to be broadcast."""
+    """The model with its dtype and quantization, as plain values that can be broadcast."""
 
     config: dict[str, Any]
-    """Keys of the model's ``config.json``."""
+    """Content of the model's ``config.json``."""
     base: str | None
-    """Directory of the weights, at least on rank 0's machine; None: initialised from the seed."""
+    """Directory of the weights, which must exist on rank 0's machine; None for weights initialised from the seed."""
     dtype: str
     adapter: dict[str, Any] | None = None
-    """The keys of a job's ``[adapter]``."""
+    """Content of a job's ``[adapter]``; None if there is no adapter."""
     nf4: bool = False
     double: bool = True
     seed: int = 0
-    """Seed of weights that are in no file."""
+    """Seed for weights that are not in any file."""
     cluster: dict[str, Any] = field(default_factory=lambda: ClusterTable().model_dump())
-    """The keys of a job's ``[cluster]``."""
+    """Content of a job's ``[cluster]``."""
     further: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Additional adapters: name -> the keys of its ``[adapter]``."""
+    """Maps the names of additional adapters to the content of their ``[adapter]``."""
 
     @property
     def directory(self) -> Path | None:
@@ -72,17 +72,17 @@ class Opened:
     source: GenerateSource
     tokenizer: PreTrainedTokenizerFast
     adapter: Path | None
-    """Its directory."""
+    """Directory of the adapter; None if there is none."""
     template: Template | None
-    """Template for prompts; None: a prompt is continued verbatim."""
+    """Template for prompts; None if prompts are continued verbatim."""
     reason: str
-    """Reason for the template, for the user."""
+    """How prompts are formatted and why, for the user."""
     further: dict[str, Path] = field(default_factory=dict)
-    """Directories of additional adapters."""
+    """Maps the names of additional adapters to their directories."""
 
     @property
     def positions(self) -> int | None:
-        """Maximum number of tokens by the model's positions; None: unlimited."""
+        """Context length: the model's maximum number of positions; None if it is unlimited."""
         return getattr(read_config(self.source.config), "max_position_embeddings", None)
 
     @property
@@ -90,14 +90,14 @@ class Opened:
         return stop_tokens(self.source.config, self.source.directory, self.tokenizer)
 
     def prompt_tokens(self, prompt: str, raw: bool) -> list[int]:
-        """Token ids of the prompt in the model's format. Raises UserError if it is empty, or if the template rejects it."""
+        """Tokenise a prompt in the model's format. Raises UserError if it is empty or if the template rejects it."""
         if not prompt.strip():
             raise UserError("generate.empty_prompt", "the prompt is empty: pass a text with --prompt")
         return render_prompt(self.tokenizer, prompt, None if raw else self.template)
 
 
 def open_source(path: Path) -> Opened:
-    """Inspect ``path`` without reading weights. Raises UserError for an unknown kind, incomplete files or an unsupported family."""
+    """Open a model without reading weights. Raises UserError if it is missing, incomplete or of an unsupported family."""
     path = path.expanduser()
     if not path.exists():
         siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
@@ -114,7 +114,7 @@ def open_source(path: Path) -> Opened:
 
 
 def stop_tokens(config: dict[str, Any], directory: Path | None, tokenizer: PreTrainedTokenizerFast) -> list[int]:
-    """Stop tokens of ``generation_config.json``, else ``config.json``, and the tokenizer. Raises UserError for invalid ids."""
+    """Return the stop tokens of ``generation_config.json`` (else ``config.json``) and the tokenizer. Raises UserError."""
     stops = model_stops(config, read_generation(directory))
     return sorted({*stops, *(token for token in [tokenizer.eos_token_id] if token is not None)})
 
@@ -127,7 +127,7 @@ def _model(path: Path) -> GenerateSource:
 
 
 def _adapter(path: Path) -> tuple[GenerateSource, Path, Path]:
-    """An adapter directory over its base model, in the base model's dtype."""
+    """Open an adapter directory with its base model, in the base model's dtype. Raises UserError if they do not match."""
     table, name = adapter_of(path)
     base = hub.directory_of(name) if name else None
     if base is None or not base.is_dir():
@@ -151,7 +151,7 @@ def _adapter(path: Path) -> tuple[GenerateSource, Path, Path]:
 
 
 def _without_run(source: GenerateSource, path: Path, adapter: Path | None) -> Opened:
-    """A directory that does not belong to a run."""
+    """Add the tokenizer and prompt template to a model or adapter that does not belong to a run."""
     tokenizer = _tokenizer(source, adapter or path)
     if has_template(tokenizer):
         return Opened(source, tokenizer, adapter, "auto", "formatted by the tokenizer's chat template")
@@ -159,7 +159,7 @@ def _without_run(source: GenerateSource, path: Path, adapter: Path | None) -> Op
 
 
 def _run(path: Path) -> Opened:
-    """The result of a run, with the dtype and quantization of its job."""
+    """Open the result of a run with the dtype and quantization of its job."""
     newest = _newest_metadata(path / "checkpoints")
     if newest is None:
         result = path / ("model" if (path / "model").is_dir() else "adapter")
@@ -188,7 +188,7 @@ def _run(path: Path) -> Opened:
 
 
 def _adapter_of_run(job: JobConfig, metadata: dict[str, Any], result: Path) -> GenerateSource:
-    """A run's adapter over the base model of its job, quantized as in the job."""
+    """Combine a run's adapter with the base model of its job, quantized as in the job."""
     name = adapter_of(result)[1] or metadata.get("base_model")
     base = hub.directory_of(name) if name else None
     config = metadata["model_config"]
@@ -214,7 +214,7 @@ def _adapter_of_run(job: JobConfig, metadata: dict[str, Any], result: Path) -> G
 
 
 def _newest_metadata(directory: Path) -> tuple[JobConfig, dict[str, Any]] | None:
-    """(job, metadata) of the newest readable checkpoint, without reading tensors."""
+    """Return (job, metadata) of the newest readable checkpoint without reading its tensors; None if there is none."""
     for path in sorted(directory.glob("step-*.h5"), reverse=True):
         try:
             with CheckpointReader(path) as reader:
@@ -226,14 +226,14 @@ def _newest_metadata(directory: Path) -> tuple[JobConfig, dict[str, Any]] | None
 
 
 def _tokenizer(source: GenerateSource, directory: Path) -> PreTrainedTokenizerFast:
-    """The tokenizer next to the result, else next to the base model."""
+    """Load the tokenizer in ``directory``, else in the base model's directory, and check its vocabulary."""
     tokenizer = _tokenizer_of(directory, *([Path(source.base)] if source.base is not None else []))
     check_vocabulary(tokenizer, read_config(source.config).vocab_size)
     return tokenizer
 
 
 def _tokenizer_of(*directories: Path) -> PreTrainedTokenizerFast:
-    """The tokenizer in the first directory that has one."""
+    """Load the tokenizer in the first directory that has one. Raises UserError if none has."""
     for directory in directories:
         if any((directory / name).is_file() for name in _TOKENIZERS):
             return load_tokenizer(directory)

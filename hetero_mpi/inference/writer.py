@@ -1,12 +1,12 @@
-"""Token generation through the pipeline: hidden states move forward, and the last stage sends each new token to all active ranks.
+"""Generate tokens through the pipeline: hidden states move forward, and the last stage sends new tokens to all active ranks.
 
-prefill   every stage passes the prompt on in pieces (1, T, D), each after the KV caches of the previous ones, one per round; so
-          activation memory does not grow with the square of the prompt
-then      per token (1, 1, D) from stage to stage, and 8 bytes from the last stage to every active rank
+prefill   every stage processes the prompt in pieces, one (1, T, D) per round, with the previous pieces in the KV cache; so
+          activation memory does not grow with the square of the prompt's length
+decode    each token takes one (1, 1, D) message from stage to stage, and 8 bytes from the last stage to every active rank
 
-Several texts are generated concurrently: in every round each gets one token, unless it is paused. Pieces are computed one by one,
-a stage the next while the following stage computes the previous one; single tokens in batches (W, 1, D) of ``width`` rows,
-filled up with dummies. So a text's bits depend on the width, but not on the other texts.
+Several texts are generated concurrently: in each round, every text that is not paused gets one token. Pieces are pipelined over the
+stages one by one; single tokens are computed in batches (W, 1, D) of ``width`` rows, padded with dummy rows. Thus a text's bits
+depend on the width, but not on the other texts.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from hetero_mpi.model.transformers.chain import TransformersChain
 
 _HIDDEN, _TOKENS, _SCORES = (1 << 13) + 16, (1 << 13) + 17, (1 << 13) + 18
 _SCORES_RANK = 0
-"""The rank that receives log-probabilities."""
+"""Rank to which log-probabilities are sent."""
 _MEASURED_TOKENS = 8
 PIECE_TOKENS = 512
-"""Maximum tokens of a text that a stage computes at once, if the model supports pieces."""
+"""Maximum number of tokens per text that a stage computes at once, if the model supports processing a prompt in pieces."""
 SCORED_TOKENS = 128
-"""The same for a prompt with log-probabilities: all its logits are in memory at once."""
+"""Maximum number of tokens per piece of a prompt with log-probabilities, since all logits of a piece are in memory at once."""
 NOT_A_NUMBER_TEXT = "the model's output is not a number: its weights are damaged, or too large for fp16"
 
 
 @dataclass(frozen=True)
 class Task:
-    """A text to generate: prompt tokens, stop tokens, limit and sampling. The same on every rank."""
+    """A request to generate a text. It is the same on every rank."""
 
     prompt: list[int]
     stops: list[int]
@@ -48,38 +48,38 @@ class Task:
     """Maximum number of new tokens."""
     sampling: Sampling
     least: int = 0
-    """Minimum number of new tokens: stop tokens are forbidden until then."""
+    """Minimum number of new tokens, before which stop tokens are forbidden."""
     likeliest: int | None = None
-    """Number of most likely tokens to return with log-probabilities for each position; None: no log-probabilities."""
+    """Number of most likely tokens to return with log-probabilities per position; None for no log-probabilities at all."""
     echo: bool = False
-    """Return log-probabilities of the prompt too, except of its first token."""
+    """Whether to return log-probabilities of the prompt, too (except its first token)."""
     given: list[int] = field(default_factory=list)
-    """The first new tokens, if they are given instead of sampled."""
+    """Tokens with which the new text begins, instead of sampled ones."""
     adapter: str = OPENED
-    """The adapter for the text; "" for the base model."""
+    """Name of the adapter to use; "" for the base model."""
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Task:
         return cls(**{**values, "sampling": Sampling(**values["sampling"])})
 
     def ends_with(self, token: int, written: int) -> bool:
-        """Whether ``token``, new token number ``written`` (from 1), is the last."""
+        """Whether the text ends with ``token``, its new token number ``written`` (counted from 1)."""
         return token in (*self.stops, NOT_A_NUMBER) or written == self.limit
 
 
 @dataclass(frozen=True)
 class Round:
-    """Results of a round for the active texts, by text number."""
+    """Results of one round by text number."""
 
     tokens: Mapping[int, int]
-    """The next token; none for a text whose prompt is not complete."""
+    """Next token of each text whose prompt has been processed completely."""
     scores: Mapping[int, Sequence[Scored]] = field(default_factory=dict)
-    """Log-probabilities that are known now, in token order; on rank 0, for texts that request them."""
+    """New log-probabilities of texts that request them, in token order; empty on ranks other than 0."""
 
 
 @dataclass(frozen=True)
 class TextChanges:
-    """Texts that begin before the next round, texts that end early, and texts that pause in the round, by number."""
+    """Texts to begin before the next round, texts to end early, and texts to pause in that round, by number."""
 
     begin: Mapping[int, Task] = field(default_factory=dict)
     end: Sequence[int] = ()
@@ -87,7 +87,7 @@ class TextChanges:
 
 
 class _Text:
-    """An active text: its tokens, of which ``cached`` are in the KV caches."""
+    """An active text. The first ``cached`` of its tokens are in the KV caches."""
 
     def __init__(self, task: Task) -> None:
         self.task = task
@@ -95,10 +95,10 @@ class _Text:
         self.cached = 0
         self._scored = 1 if task.echo else len(task.prompt)
         self.rows = 0
-        """Number of last tokens before ``cached`` whose successors' log-probabilities are requested."""
+        """Number of tokens at the end of the latest piece after which the next token's log-probability is requested."""
 
     def next_piece(self, most: int | None) -> list[int]:
-        """The next tokens to add to the KV caches in this round, at most ``most`` (None: all)."""
+        """Return the next tokens to add to the KV caches, at most ``most``, or all of them if it is None."""
         first = self.cached
         if most is not None and self.task.echo:
             most = min(most, SCORED_TOKENS)
@@ -108,7 +108,7 @@ class _Text:
         return self.text_tokens[first : self.cached]
 
     def scored_tokens(self, picked: int | None) -> list[int]:
-        """The tokens of ``rows``. ``picked``: the token after all known ones, if the piece has reached it."""
+        """Return the tokens whose log-probabilities are requested. ``picked``: the newly sampled token, if there is one."""
         first = self.cached + 1 - self.rows
         return [*self.text_tokens[first : self.cached + 1], *([picked] if picked is not None else [])]
 
@@ -116,7 +116,7 @@ class _Text:
         self.cached = 0
 
     def pick(self, logits: torch.Tensor) -> int:
-        """Sample the next token."""
+        """Sample the next token, or return the given one."""
         task, written = self.task, len(self.text_tokens) - len(self.task.prompt)
         if written < len(task.given):
             return task.given[written]
@@ -125,7 +125,7 @@ class _Text:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all tokens are in the KV caches, so that the next one can be sampled."""
+        """Whether all known tokens are in the KV caches, so that the next one can be sampled."""
         return self.cached == len(self.text_tokens)
 
     @property
@@ -138,16 +138,16 @@ class _Pass:
     """Input of a stage: a piece of a text, or the next tokens of several texts with the same adapter."""
 
     texts: Sequence[int]
-    """Their numbers; the further rows are dummies."""
+    """Numbers of the texts, one per row; any further rows are padding."""
     tokens: Sequence[Sequence[int]]
     adapter: str
     rows: int = 1
-    """Number of last tokens whose logits are needed."""
+    """Number of tokens at the end whose logits are needed."""
 
 
 @dataclass(frozen=True)
 class _OwnStage:
-    """One of the rank's stages, and the ranks of the previous and next stages in the chain (or None)."""
+    """One of this rank's stages, and the ranks of the previous and next stages in the chain (None at its ends)."""
 
     decoder: Decoder
     previous: int | None
@@ -155,17 +155,17 @@ class _OwnStage:
 
 
 class Writer:
-    """One rank's part in generating texts: it computes its stages, and receives every token.
+    """One rank's part in generating texts: computes its stages and receives every token.
 
     Args:
         rank: number of this rank in the plan.
         stage_ranks: the ranks of the stages, in chain order.
-        active: the ranks that receive the tokens: those with a stage, and rank 0.
+        active: the ranks that receive the tokens, which are rank 0 and all ranks with a stage.
         stages: this rank's stages, in chain order.
-        piece_tokens: maximum tokens of a prompt per piece, the same on every rank; ignored if the model does not support pieces.
+        piece_tokens: maximum number of prompt tokens per piece, the same on every rank; unused if the model rules out pieces.
 
     Attributes:
-        width: rows of a batch of single tokens, the same on every rank (``settle_width``); 1: no batches.
+        width: number of rows in batches of single tokens (``settle_width``), the same on every rank; 1 disables batches.
     """
 
     width = 1
@@ -192,7 +192,7 @@ class Writer:
         self._piece_tokens = piece_tokens if takes_pieces(chain.config) else None
 
     def tokens(self, task: Task) -> Iterator[int]:
-        """Generate the tokens of one text, the same on every active rank; the last may be a stop token. Collective.
+        """Generate one text; yields its tokens on every active rank. The last one may be a stop token. Collective.
 
         Raises CollectiveUserError if the model's output is not a number.
         """
@@ -211,10 +211,11 @@ class Writer:
             yield token
 
     def written(self, changes: Callable[[bool], TextChanges | None]) -> Iterator[Round]:
-        """Generate the next token of the active texts, round by round. Collective.
+        """Generate texts round by round, one token of each active text per round. Collective.
 
-        A text ends with a stop token, at its limit, or with ``NOT_A_NUMBER`` for an invalid output. ``changes`` is called before
-        each round, with True if no text is active; its result must be the same on every active rank. None ends the generation.
+        A text ends with a stop token, at its limit, or with ``NOT_A_NUMBER`` if the output is invalid. ``changes`` is called before
+        each round with an argument that says whether no text is active; it must return the same result on every active rank, and
+        None to end the generation.
         """
         texts: dict[int, _Text] = {}
         restart_length = begins_anew_at(self.chain.config)
@@ -236,14 +237,14 @@ class Writer:
                 self._end(texts, [number for number in result.tokens if texts[number].has_ended])
 
     def settle_width(self, members: World, width: int) -> None:
-        """Compute batches of ``width`` rows if a row's bits do not depend on the other rows on any rank. Collective."""
+        """Enable batches of ``width`` rows if on every rank a row's bits are independent of the other rows. Collective."""
         alike = width > 1 and takes_batches(self.chain.config, self.chain.model)
         alike = alike and all(stage.decoder.rows_are_alike(width) for stage in self._stages)
         if all(members.all_gather_json(alike)):
             self.width = width
 
     def cache_bytes(self) -> tuple[int, int]:
-        """Memory of a text on this rank: fixed bytes, and bytes per token. Measured; collective.
+        """Measure the memory of a text on this rank; returns fixed bytes and bytes per token. Collective.
 
         Raises CollectiveUserError if the model's output is not a number.
         """
@@ -286,7 +287,7 @@ class Writer:
         return Round(written, scores if self.rank == _SCORES_RANK else {})
 
     def _passes(self, texts: Mapping[int, _Text]) -> list[_Pass]:
-        """The passes of a round: the next pieces of the texts, and batches of single tokens that follow cached ones."""
+        """Plan the passes of a round: pieces of prompts, and batches of single tokens for texts that are being decoded."""
         passes = []
         by_adapter = sorted(texts.items(), key=lambda item: item[1].task.adapter)  # activates each adapter once
         for adapter, group in groupby(by_adapter, lambda item: item[1].task.adapter):
@@ -306,7 +307,7 @@ class Writer:
     def _scores(
         self, text: _Text, tokens: Sequence[int], logits: torch.Tensor | None, sent: list[Request]
     ) -> Sequence[Scored]:
-        """Log-probabilities of ``tokens`` on rank 0, computed by the last stage. Appends its sends to ``sent``."""
+        """Return the log-probabilities of ``tokens`` on rank 0, as computed by the last stage. Adds its sends to ``sent``."""
         count = min(text.task.likeliest or 0, self.chain.config.vocab_size)
         words = torch.empty((len(tokens), 1 + 2 * count), dtype=torch.float64)
         if logits is not None:
@@ -330,11 +331,11 @@ class Writer:
         before: Sequence[torch.Tensor],
         sent: list[Request],
     ) -> list[torch.Tensor]:
-        """Compute a stage; returns the outputs, unless they are sent to another rank.
+        """Compute a stage and send the outputs to the next rank, or return them if there is none.
 
         Args:
-            before: outputs of this rank's previous stage.
-            sent: list to append the sends to.
+            before: outputs of the previous stage, if it is on this rank.
+            sent: list to which the sends are appended.
         """
         receives = stage.previous is not None and stage.previous != self.rank
         coming = [self._post_receive(stage, part) for part in passes] if receives else []
@@ -356,7 +357,7 @@ class Writer:
         return outputs
 
     def _post_receive(self, stage: _OwnStage, part: _Pass) -> tuple[Request, torch.Tensor]:
-        """Post the receive of the tokens' hidden states; returns the request and its buffer."""
+        """Post the receive of a pass's hidden states; returns the request and its buffer."""
         assert stage.previous is not None
         shape = len(part.tokens), len(part.tokens[0]), self.chain.config.hidden_size
         buffer = torch.empty(shape, dtype=stage.decoder.stage.dtype)

@@ -1,9 +1,9 @@
-"""Checkpoint and shard files: names, the newest valid checkpoint, retention, and the shards on a host.
+"""Name, find and prune checkpoint and shard files.
 
 A *shard*, ``RUN/copies/rank-0002/step-00000120.5f2c09aa.h5``, is the part of a version (``state.State``) that one rank writes to
-its host's disk if a supervisor can restart the run: the rank's own part, and the parts of the ranks that it is the peer of. If a
-machine is lost with its disk and the checkpoints on it, its ranks' parts are on the disks of their peers. All shards of
-a version share its id, so shards of different moments, or of one step taken twice, are never combined.
+its host's disk if a supervisor can restart the run. It contains the rank's own tensors and those of the ranks whose peer it is. If
+a machine is lost together with its disk and the checkpoints on it, the peers' disks still hold its ranks' tensors. All shards
+of a version share its id, so shards of different steps, or of a step that ran twice, are never combined.
 """
 
 import contextlib
@@ -28,21 +28,21 @@ _LOG = logging.getLogger(__name__)
 LATEST = "latest"
 """``--resume latest``: resume from the newest state in the run directory."""
 ANY = "any"
-"""Like ``LATEST``, but start from the beginning if there is no state; used by the supervisor."""
+"""Like ``LATEST``, but start from scratch if there is no state; used by the supervisor."""
 _NAME = re.compile(r"step-(\d{8,})\.h5")
 SHARDS_NAME = "copies"
 _SHARD = re.compile(r"step-(\d{8,})\.([0-9a-f]{8})\.h5")
 
 
 def checkpoint_path(directory: Path, step: int) -> Path:
-    """``DIRECTORY/step-00000120.h5`` for step 120."""
+    """Return the path of a checkpoint, such as ``DIRECTORY/step-00000120.h5`` for step 120."""
     return directory / f"step-{step:08d}.h5"
 
 
 def newest_good(directory: Path) -> tuple[Path | None, list[tuple[Path, str]]]:
-    """The newest valid checkpoint, and the newer ones that were skipped, each with the reason.
+    """Return the newest valid checkpoint, or None, and the invalid newer ones with the reason why each was skipped.
 
-    Reads every candidate completely to verify its checksums. Returns ``(None, [])`` if there are no checkpoints.
+    Every candidate is read completely to verify its checksums.
     """
     skipped: list[tuple[Path, str]] = []
     for path in _newest_first(directory):
@@ -54,7 +54,7 @@ def newest_good(directory: Path) -> tuple[Path | None, list[tuple[Path, str]]]:
 
 
 def find_checkpoint(run_dir: Path, choice: str) -> Path:
-    """The checkpoint to resume from. ``choice``: ``LATEST``, ``ANY`` or a path. Raises UserError if no valid checkpoint exists."""
+    """Find the checkpoint to resume from. ``choice``: ``LATEST``, ``ANY`` or a path. Raises UserError if none is valid."""
     if choice not in (LATEST, ANY):
         path = Path(choice)
         if not path.exists():
@@ -78,7 +78,7 @@ def find_checkpoint(run_dir: Path, choice: str) -> Path:
 
 
 def newest_readable(directory: Path) -> Path | None:
-    """The newest checkpoint with readable metadata; the tensors are not verified."""
+    """Return the newest checkpoint with readable metadata, or None. The tensors are not verified."""
     for path in _newest_first(directory):
         with contextlib.suppress(CheckpointError), CheckpointReader(path) as reader:
             if reader.metadata:
@@ -87,10 +87,10 @@ def newest_readable(directory: Path) -> Path | None:
 
 
 def prune(directory: Path, keep: int, keep_best: int = 0, just_written: Path | None = None) -> list[Path]:
-    """Remove old checkpoints; returns the removed paths.
+    """Remove old checkpoints and return their paths.
 
-    Keeps the ``keep`` newest, the ``keep_best`` with the lowest known evaluation loss, and the newest valid one. Candidates for
-    the last are verified only if there is something to remove; ``just_written`` is known to be valid.
+    Keeps the ``keep`` newest checkpoints, the ``keep_best`` with the lowest known evaluation loss, and the newest valid one.
+    Checkpoints are verified only if there are some to remove; ``just_written`` is known to be valid.
     """
     assert keep >= 1, keep
     checkpoints = _newest_first(directory)
@@ -105,9 +105,9 @@ def prune(directory: Path, keep: int, keep_best: int = 0, just_written: Path | N
 
 
 def set_later_aside(run_dir: Path, step: int) -> None:
-    """Archive checkpoints of steps after ``step``, with a copy of the metrics, and report the new directory.
+    """Archive checkpoints of steps after ``step`` with a copy of the metrics, and report the new directory.
 
-    The resumed run does not continue them, yet they would count as its newest. Raises UserError if they cannot be moved.
+    They do not belong to the resumed run, but would be taken for its newest. Raises UserError if they cannot be moved.
     """
     number = 1
     while (target := run_dir / f"checkpoints-set-aside-{number}").exists():
@@ -132,7 +132,7 @@ def set_later_aside(run_dir: Path, step: int) -> None:
 
 
 def lowest_held_out(directory: Path) -> list[Path]:
-    """Checkpoints with a known evaluation loss, lowest first, newest first among equals; damaged ones are ignored."""
+    """List the checkpoints with a known evaluation loss, lowest first and newest first among equals; skips damaged ones."""
     losses: list[tuple[float, Path]] = []
     for path in _newest_first(directory):
         try:
@@ -159,21 +159,21 @@ def _step_of(path: Path) -> int:
 
 @dataclass(frozen=True)
 class Source:
-    """The part of a version that one rank can read."""
+    """A part of a version that one rank can read."""
 
     rank: int
-    """The rank that can read it."""
+    """The rank that can read the source."""
     path: Path | None
-    """A checkpoint (the complete version) or a shard; None: copies in the rank's memory."""
+    """A checkpoint (which has the complete version) or a shard; None for copies in the rank's memory."""
     version_id: str
-    """Identifies the version; "" for a checkpoint."""
+    """Id of the version; "" for a checkpoint."""
     step: int
     run_id: str
     """Id of the run (``new_run_id``); "" if unknown."""
     writer: int
-    """The rank that wrote it."""
+    """The rank that wrote the source."""
     names: frozenset[str]
-    """Parameters and constants with all their tensors in this source."""
+    """Parameters and constants whose tensors are all in this source."""
 
     @property
     def is_shard(self) -> bool:
@@ -185,7 +185,7 @@ def shard_path(run_dir: Path, rank: int, step: int, version_id: str) -> Path:
 
 
 def shards_on_disk(run_dir: Path, rank: int = 0) -> tuple[list[Source], list[tuple[Path, str]]]:
-    """Readable shards on the host of ``rank``, and the unreadable ones with the reason."""
+    """Return the readable shards on this host, as sources of ``rank``, and the unreadable ones with the reason for each."""
     shards: list[Source] = []
     skipped: list[tuple[Path, str]] = []
     for path, _ in _shards(run_dir):
@@ -202,9 +202,9 @@ def shards_on_disk(run_dir: Path, rank: int = 0) -> tuple[list[Source], list[tup
 
 
 def keep_versions(run_dir: Path, version_ids: Collection[str], sweep: bool = False) -> None:
-    """Remove this host's shards of all versions except ``version_ids``. Ranks may call it concurrently with equal ``version_ids``.
+    """Remove this host's shards of all versions except ``version_ids``. Safe to call concurrently with equal ``version_ids``.
 
-    ``sweep``: also remove temporary files of dead processes; only while no rank is writing.
+    ``sweep`` also removes temporary files that dead processes left behind; allowed only while no rank is writing.
     """
     _remove(path for path, version_id in _shards(run_dir) if version_id not in version_ids)
     if sweep:
@@ -212,7 +212,7 @@ def keep_versions(run_dir: Path, version_ids: Collection[str], sweep: bool = Fal
 
 
 def remove_shards(run_dir: Path) -> None:
-    """Remove all shards on this host: the run has ended, or another one starts. Ranks may call it concurrently."""
+    """Remove all shards on this host when the run ends or a new one starts. Ranks may call it concurrently."""
     keep_versions(run_dir, (), sweep=True)
     for folder in (*_in_shard_folders(run_dir, ""), run_dir / SHARDS_NAME):
         with contextlib.suppress(OSError):  # missing, or contains foreign files
@@ -220,13 +220,13 @@ def remove_shards(run_dir: Path) -> None:
 
 
 def _shards(run_dir: Path) -> list[tuple[Path, str]]:
-    """(path, version id) of the shards on this host."""
+    """List (path, version id) of the shards on this host."""
     matches = [(path, _SHARD.fullmatch(path.name)) for path in _in_shard_folders(run_dir, "step-*.h5")]
     return sorted((path, name[2]) for path, name in matches if name is not None)
 
 
 def _in_shard_folders(run_dir: Path, pattern: str) -> list[Path]:
-    """Matching files in the ranks' folders; ignores folders that are missing or are being removed by another rank."""
+    """List matching files in the ranks' folders; ignores folders that are missing or are being removed by another rank."""
     return [Path(path) for path in glob.glob(f"{glob.escape(str(run_dir / SHARDS_NAME))}/rank-*/{pattern}")]
 
 

@@ -1,14 +1,14 @@
-"""Distribute initial weights from rank 0: ranks without the model directory receive their layers' tensors over the transport.
+"""Distribute initial weights: rank 0 sends layers to ranks that do not have the model directory.
 
-A rank reads its own disk if the model there equals rank 0's, else its shard cache. Layers in neither are sent by rank 0: raw bytes
-in the files' dtype and under their names (the receiver converts them). The missing layers are gathered once, before anything is
-sent; all messages follow from them, the plan and the names:
+A rank reads its own disk if the model there equals rank 0's, else its shard cache. Rank 0 sends the layers that are in neither,
+as raw bytes with the names and dtypes in its files (the receiver converts them). The lists of missing layers are exchanged
+once at the beginning, and they determine all messages:
 
     receiver, per layer   post receives for the layer's tensors; send GO
     rank 0, round-robin   one layer of each receiver per round: wait for GO, read and send tensor by tensor
 
-So a receiver holds one layer and rank 0 two tensors, and ranks with their own files never wait. A receiver that fails
-sends STOP instead, and rank 0 skips its remaining layers.
+Thus a receiver holds one layer at a time and rank 0 two tensors, and ranks with their own files never wait. A receiver that
+fails sends STOP instead of GO, and rank 0 skips its remaining layers.
 """
 
 from __future__ import annotations
@@ -55,16 +55,16 @@ _REMEDY = "choose another [model] shard_cache, or leave it empty for no cache"
 
 @dataclass(frozen=True)
 class FilesReport:
-    """Whether a rank has the model's files, and its missing layers."""
+    """Whether a rank has the model's files, and which layers it must receive."""
 
     lack: str | None = None
     """Why the rank cannot read the model from its own disk; None if it can."""
     missing: Sequence[int] = ()
     """Layers to receive from rank 0, in loading order."""
     cached: int = 0
-    """Number of layers in its shard cache."""
+    """Number of required layers in the rank's shard cache."""
     remarks: Sequence[str] = ()
-    """Notes on invalid cache entries."""
+    """Notes for the user on invalid cache entries."""
 
 
 def open_start(
@@ -78,17 +78,17 @@ def open_start(
     cache_root: Path | None = None,
     layers_in_memory: Collection[int] = (),
 ) -> tuple[Start, contextlib.AbstractContextManager[object]]:
-    """Open the initial weights. Collective over the active ranks; rank 0 returns when the other ranks have their layers.
+    """Open the initial weights. Collective over the active ranks; rank 0 returns after sending all missing layers.
 
     Returns the weights and a context manager for loading them, which notifies rank 0 of a failure. Raises UserError if rank 0's
-    files are missing or damaged, or if a shard cache is unusable; on rank 0 alone if a file has been truncated meanwhile. In
-    this case the receivers are still waiting, so the caller must let the error end the whole job.
+    files are missing or damaged, or if a shard cache is unusable. If a file is truncated during the transfer, only rank 0 raises
+    it; the receivers are still waiting, so the caller must let the error end the whole job.
 
     Args:
         rank: number of this rank in the plan.
-        directory: the model's directory, required on rank 0. None: initialise the weights from ``seed``.
-        cache_root: shard cache for received layers; None: no cache.
-        layers_in_memory: layers that this rank does not load.
+        directory: the model's directory, which must exist on rank 0; None to initialise the weights from ``seed``.
+        cache_root: shard cache for received layers; None to cache nothing.
+        layers_in_memory: layers that this rank does not need to load.
     """
     if directory is None:
         return SeededStart(seed), contextlib.nullcontext()
@@ -127,7 +127,7 @@ def open_start(
 
 
 def needed_layers(chain: TransformersChain, plan: Plan, rank: int) -> list[int]:
-    """Layers that a rank loads, in order: those of its stages, preceded by the embedding if the stage's head is tied to it."""
+    """List the layers that a rank loads, in order: those of its stages, after the embedding if a stage's head is tied to it."""
     layers: list[int] = []
     for _, _, stage in plan.numbered:
         if rank in stage.ranks:
@@ -137,21 +137,21 @@ def needed_layers(chain: TransformersChain, plan: Plan, rank: int) -> list[int]:
 
 
 class ShardCache:
-    """Disk cache of the layers that a rank without the model directory has received, for the next start.
+    """Disk cache of received layers, so that a rank without the model directory need not receive them at the next start.
 
         PATH/3f9a.../layer-00004/tensors.safetensors      the tensors of layer 4, as received
 
-    The sub-directory is named by the start of the model's identity (``Contents.identity``). Each layer is a sealed folder
+    The subdirectory is named by a prefix of the model's identity (``DirectoryContents.identity``). Each layer is a sealed folder
     (``sealed.py``). An entry is used only if it is intact, belongs to this model and has exactly the requested tensors; otherwise
     it is removed with a remark and received again. Ranks may share a directory, and a run may be killed at any time. Entries never
-    expire; the user may delete them.
+    expire, but the user may delete them.
 
     Attributes:
-        remarks: notes on damaged entries.
+        remarks: notes for the user on damaged entries.
     """
 
     def __init__(self, root: Path, identity: str) -> None:
-        """Raises UserError if ``root`` cannot be a directory."""
+        """Create the cache directory. Raises UserError if that fails."""
         self.directory = root / identity[:16]
         self.identity = identity
         self.remarks: list[str] = []
@@ -160,7 +160,7 @@ class ShardCache:
             self.directory.mkdir(parents=True, exist_ok=True)
 
     def holds(self, layer: int, specs: Mapping[str, ListedTensor]) -> bool:
-        """Whether an intact entry has exactly these tensors. Reads it completely, and removes an invalid one."""
+        """Whether the layer's entry is intact and has exactly these tensors. Reads it completely; removes an invalid entry."""
 
         def read(folder: Path, origin: Any) -> Mapping[str, StoredTensor]:
             header = read_header(folder / _NAME)
@@ -176,11 +176,11 @@ class ShardCache:
         return header is not None
 
     def read(self, layer: int, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """The tensors of an entry that ``holds`` has accepted."""
+        """Read tensors of a layer for which ``holds`` returned true."""
         return read_tensors({name: self._headers[layer][name] for name in names})
 
     def prepare(self, coming_bytes: int) -> None:
-        """Check that this many bytes can be stored, before any transfer. Raises UserError if the disk is read-only or too full."""
+        """Check before any transfer that the layers can be stored. Raises UserError if the disk is read-only or too full."""
         with write_errors(self.directory, _REMEDY):
             write_atomic(self.directory / "trial", b"x")
         (self.directory / "trial").unlink(missing_ok=True)
@@ -208,7 +208,7 @@ class ShardCache:
 
 
 class Incoming:
-    """``TensorSource`` of a rank without files: its shard cache, else rank 0. A context manager around loading."""
+    """``TensorSource`` of a rank without the model's files; as a context manager, it notifies rank 0 if loading fails."""
 
     def __init__(
         self, transport: Transport, contents: DirectoryContents, directory: Path, cache: ShardCache | None
@@ -222,7 +222,7 @@ class Incoming:
         return self._contents.tensors
 
     def find_missing(self, lack: str, layers: Sequence[int], keys_of_layer: Mapping[int, Sequence[str]]) -> FilesReport:
-        """Find the layers that are missing from the cache, and check that the cache has space for them. Local."""
+        """Find the layers that are missing from the cache and check that the cache has space for them. Not collective."""
         remarks: Sequence[str] = ()
         missing = list(layers)
         if self._cache is not None:
@@ -235,7 +235,7 @@ class Incoming:
         return FilesReport(lack, missing, len(layers) - len(missing), remarks)
 
     def read_layer(self, layer: int, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """See ``TensorSource.read_layer``. Receives layers that are not cached, and caches them."""
+        """Implement ``TensorSource.read_layer``: layers that are not cached are received and then cached."""
         if layer not in self._missing:
             assert self._cache is not None
             return self._cache.read(layer, names)
@@ -275,7 +275,7 @@ def _send_missing_layers(
     keys_of_layer: Mapping[int, Sequence[str]],
     reports: Sequence[FilesReport],
 ) -> None:
-    """Rank 0: send missing layers to the ranks, one layer per rank and round, and report it. ``reports``: by rank of ``world``."""
+    """Send missing layers from rank 0, one layer per rank in each round, and report progress. ``reports``: one per rank."""
     layer_bytes = {layer: sum(contents.tensors[key].bytes for key in keys) for layer, keys in keys_of_layer.items()}
     report_by_rank = dict(zip(world.numbers or range(world.size), reports, strict=True))
     for (rank, report), host in zip(report_by_rank.items(), world.hosts, strict=True):
@@ -319,7 +319,7 @@ def _receive_word(transport: Transport, rank: int) -> int:
 
 
 def _report_lines(who: str, rank: int, report: FilesReport, size_bytes: int) -> list[str]:
-    """Report lines of a rank; ``size_bytes``: size of its missing layers."""
+    """Describe for the user where a rank's layers come from; ``size_bytes``: size of its missing layers."""
     lines = [f"{who}: {remark}" for remark in report.remarks]
     sources = []
     if report.cached:
@@ -330,7 +330,7 @@ def _report_lines(who: str, rank: int, report: FilesReport, size_bytes: int) -> 
 
 
 def _local_files(directory: Path, contents: DirectoryContents) -> tuple[ModelFiles | None, str | None]:
-    """The model on this rank's disk, or None with the reason why it is not used."""
+    """Open the model on this rank's disk; returns None and a reason if it is missing, invalid or differs from rank 0's."""
     if not directory.is_dir():
         return None, f"no {directory}"
     try:

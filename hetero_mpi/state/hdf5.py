@@ -1,16 +1,16 @@
-"""The HDF5 format of checkpoints: names, types, checksums, and validation of opened files. Documentation: docs/checkpoint.md.
+"""The HDF5 format of checkpoints: names, types, checksums, and validation of opened files; documented in docs/checkpoint.md.
 
 Two decisions shape the format:
 
-* Bytes are little-endian and contiguous, so a dataset is read or written by one call without a copy, and each dataset
-  carries the CRC-32 of exactly these bytes. HDF5's fletcher32 filter would require chunks and takes more than twice the time of
-  CRC-32 (measurements: docs/checkpoint.md).
-* Files use HDF5 1.10's layout, in which HDF5 checksums every header, link and attribute. Texts have a fixed length because
-  variable-length strings are stored in HDF5's global heap, which has no checksum.
+* Data is little-endian and contiguous, so it is read and written without conversion, and each dataset has an attribute with the
+  CRC-32 of exactly these bytes. HDF5's fletcher32 filter would require chunks and take more than twice as long as CRC-32
+  (measurements: docs/checkpoint.md).
+* Files use HDF5 1.10's layout, in which HDF5 checksums every header, link and attribute. Strings have a fixed length because
+  HDF5 stores variable-length strings in its global heap, which has no checksum.
 
-The format needs four groups of datasets; nothing else is opened. HDF5 itself offers more, which a crafted file could use against
-its reader: links to other files (opening a named pipe blocks), data in other files (any file of this machine), compressed, virtual
-and variable-length data (of any size), groups that contain themselves. This module rejects all of them.
+The format needs only a few groups of datasets, and nothing else is opened. A crafted file could use other features of HDF5 against
+its reader: links to other files (opening a named pipe blocks), data in other files (any file on this machine), compressed, virtual
+or variable-length data (of any size), and groups that contain themselves. This module rejects all of them.
 """
 
 import itertools
@@ -33,19 +33,19 @@ from hetero_mpi.util.errors import UserError
 FORMAT = "hetero_mpi checkpoint"
 FORMAT_VERSION = 3
 LIBVER = ("v110", "v110")
-"""Lowest and highest HDF5 layout in the file: HDF5 1.10 (2016) and later can read it."""
+"""Lowest and highest HDF5 version of the layout: HDF5 1.10 (2016) and later can read the files."""
 
 PIECE_BYTES = 8 << 20
-"""Maximum size of a piece in which tensors are sent, written and verified."""
+"""Maximum size of the pieces in which tensors are sent, written and verified."""
 
 Piece = tuple[tuple[int, ...], tuple[int, ...]]
 """(first index, lengths) of a block of an array."""
 
 KINDS = ("parameters", "moments1", "moments2", "absmax1", "absmax2")
-"""Moments are fp32, or uint8 codes of bitsandbytes with a scale for each block of ``MOMENT_BLOCK`` codes in ``absmax``."""
+"""Kinds of tensors. Moments are fp32, or bitsandbytes' uint8 codes with one scale per ``MOMENT_BLOCK`` codes in ``absmax``."""
 SCALES = ("absmax1", "absmax2")
 SINCE = dict.fromkeys(SCALES, 2)
-"""Kind -> first format version with its group, if not 1."""
+"""Maps kinds whose group is missing in format version 1 to the first version that has it."""
 METADATA = "metadata"
 
 STORAGE: dict[str, np.dtype[Any]] = {
@@ -59,26 +59,26 @@ STORAGE: dict[str, np.dtype[Any]] = {
     "int8": np.dtype("i1"),
     "uint8": np.dtype("u1"),
 }
-"""Tensor dtype -> numpy dtype with the same bits (numpy has no bfloat16, so its bits travel as uint16)."""
+"""Maps each tensor dtype to a numpy dtype with the same bits (uint16 for bfloat16, which numpy does not have)."""
 
 MAX_MEMBERS = 1 << 18
-"""Maximum number of datasets of one kind; today's largest models have some 50,000 tensors."""
+"""Maximum number of datasets per kind; today's largest models have some 50,000 tensors."""
 MAX_ATTRIBUTES = 1 << 10
 MAX_ATTRIBUTE_BYTES = 1 << 12
 TEXT = "text"
-"""``Stored.dtype`` of a fixed-length text."""
+"""``Stored.dtype`` of a fixed-length string."""
 _PLAIN = (h5py.h5t.INTEGER, h5py.h5t.FLOAT, h5py.h5t.ENUM, h5py.h5t.STRING)
 
 
 class CheckpointError(UserError):
-    """A checkpoint that cannot be used or written; the message names the file, the dataset if known, and the reason."""
+    """Raised if a checkpoint cannot be used or written; the message names the file, the dataset if known, and the reason."""
 
 
 @contextmanager
 def damage_named(path: Path, dataset: str = "") -> Iterator[None]:
-    """Convert any error of HDF5, numpy or a decoder to a CheckpointError with the file and dataset.
+    """Convert any error of HDF5, numpy or a decoder to a CheckpointError that names the file and dataset.
 
-    A crafted file can provoke an exception of any type, so all of them are caught.
+    A crafted file can provoke exceptions of any type, so all of them are caught.
     """
     try:
         yield
@@ -93,7 +93,7 @@ def damage_named(path: Path, dataset: str = "") -> Iterator[None]:
 
 
 BFLOAT16 = h5py.h5t.IEEE_F32LE.copy()
-"""bfloat16 as an HDF5 float: the upper half of an IEEE float32 (1 sign, 8 exponent, 7 mantissa bits)."""
+"""HDF5 type of bfloat16: the upper half of an IEEE float32 (1 sign, 8 exponent, 7 mantissa bits)."""
 BFLOAT16.set_fields(15, 7, 8, 0, 7)
 BFLOAT16.set_ebias(127)
 BFLOAT16.set_precision(16)
@@ -101,27 +101,27 @@ BFLOAT16.set_size(2)
 
 
 def file_type(dtype: str) -> Any:
-    """The HDF5 type of a tensor dtype, in the file and in memory, since bits are never converted."""
+    """Return the HDF5 type of a tensor dtype, both in the file and in memory, since bits are never converted."""
     return BFLOAT16 if dtype == "bfloat16" else h5py.h5t.py_create(STORAGE[dtype])
 
 
 def dtype_name(kind: Any) -> str | None:
-    """The tensor dtype of an HDF5 type; None for a type outside this format."""
+    """Return the tensor dtype of an HDF5 type; None if the type is not part of this format."""
     return next((name for name in STORAGE if kind == file_type(name)), None)
 
 
 def crc32(array: NDArray[Any], before: int = 0) -> int:
-    """CRC-32 (as in zlib and gzip) of a C-contiguous array's bytes; ``before``: CRC-32 of the preceding bytes."""
+    """Compute the CRC-32 (as in zlib) of a C-contiguous array's bytes; ``before`` is the CRC-32 of the preceding bytes."""
     assert array.flags.c_contiguous
     return zlib.crc32(array.reshape(-1).view(np.uint8).data, before)
 
 
 class Summary:
-    """CRC-32 and value range of a tensor, accumulated piece by piece while a piece is in the CPU cache.
+    """CRC-32 and value range of a tensor, accumulated piece by piece while each piece is in the CPU cache.
 
     Attributes:
-        crc32: of the pieces added.
-        lowest, highest: of the numbers added; NaN if one of them is NaN.
+        crc32: CRC-32 of the pieces added so far.
+        lowest, highest: range of the numbers added so far; NaN if one of them is NaN.
     """
 
     def __init__(self, dtype: str) -> None:
@@ -130,7 +130,7 @@ class Summary:
         self._dtype = dtype
 
     def add(self, array: NDArray[Any]) -> None:
-        """Add a C-contiguous piece, in the numpy dtype with the tensor's bits."""
+        """Add a C-contiguous piece whose dtype is the ``STORAGE`` dtype of the tensor."""
         self.crc32 = crc32(array, self.crc32)
         if not array.size or not (self._dtype == "bfloat16" or self._dtype.startswith("float")):
             return
@@ -140,9 +140,9 @@ class Summary:
             self.highest = float(np.maximum(self.highest, numbers.max()))
 
     def problem(self, kind: str, trained: bool) -> str | None:
-        """Why training cannot continue from these numbers; None if it can.
+        """Return the reason why training cannot continue from these numbers; None if it can.
 
-        ``trained``: the tensor has moments. Untrained tensors may contain infinities (a mask does).
+        ``trained``: whether the tensor is trained. Other tensors, such as masks, may contain infinities.
         """
         if math.isnan(self.lowest):
             return "it contains NaN"
@@ -158,8 +158,8 @@ class Summary:
 def pieces(shape: tuple[int, ...], item_bytes: int, limit_bytes: int = PIECE_BYTES) -> Iterator[Piece]:
     """Cut an array into blocks of at most ``limit_bytes`` (or one element), consecutive in C order.
 
-    Axes after the cut axis are complete, axes before it are taken index by index, so every block is one hyperslab of the dataset
-    and contiguous in memory. An empty array has no blocks.
+    Blocks span all axes after the one that is cut and a single index of each axis before it, so every block is one hyperslab of
+    the dataset and contiguous in memory. An empty array has no blocks.
 
     >>> list(pieces((3, 4), 1, 8))
     [((0, 0), (2, 4)), ((2, 0), (1, 4))]
@@ -180,12 +180,12 @@ def pieces(shape: tuple[int, ...], item_bytes: int, limit_bytes: int = PIECE_BYT
 
 
 def piece_count(piece: Piece) -> int:
-    """Number of elements in a block."""
+    """Return the number of elements in a block."""
     return math.prod(piece[1])
 
 
 def cut(flat: NDArray[Any], shape: tuple[int, ...]) -> Iterator[NDArray[Any]]:
-    """The blocks (``pieces``) of a flat array of the given shape, as views."""
+    """Yield views of the blocks (``pieces``) of an array with the given shape, flattened as ``flat``."""
     begin = 0
     for piece in pieces(shape, flat.itemsize):
         end = begin + piece_count(piece)
@@ -196,7 +196,7 @@ def cut(flat: NDArray[Any], shape: tuple[int, ...]) -> Iterator[NDArray[Any]]:
 # ----------------------------------------------------------------------------------------------------------- guards
 @dataclass(frozen=True)
 class Stored:
-    """A dataset that is contiguous in the file."""
+    """An opened dataset that is contiguous in the file."""
 
     id: Any
     """h5py's ``DatasetID``."""
@@ -239,10 +239,10 @@ def open_group(parent: Any, name: str) -> Any:
 
 
 def open_dataset(parent: Any, name: str, file_bytes: int) -> Stored:
-    """Open a dataset with this format's layout, without reading its contents.
+    """Open a dataset without reading its contents, and check that its layout conforms to this format.
 
-    ``file_bytes``: size of the file, which bounds the dataset. Raises LookupError if the dataset is missing, and ValueError or
-    TypeError if it has another layout.
+    ``file_bytes``: size of the file, which limits the size of the dataset. Raises LookupError if the dataset is missing, and
+    ValueError or TypeError if its layout does not conform.
     """
     opened = h5py.h5d.open(parent, _checked_name(parent, name, h5py.h5o.TYPE_DATASET))
     created = opened.get_create_plist()
@@ -265,7 +265,7 @@ def open_dataset(parent: Any, name: str, file_bytes: int) -> Stored:
 
 
 def names(group: Any) -> tuple[str, ...]:
-    """Sorted names of a group's members. Raises ValueError for a link that leaves the group."""
+    """Return the sorted names of a group's members. Raises ValueError if one is a link that leaves the group."""
     if group.get_num_objs() > MAX_MEMBERS:
         raise ValueError(f"more than {MAX_MEMBERS:,} members")
     members = list(group)
@@ -275,16 +275,16 @@ def names(group: Any) -> tuple[str, ...]:
 
 
 def attribute(owner: Any, name: str) -> Any:
-    """An attribute of a group or dataset as bool, int, float or bytes; None if missing.
+    """Read an attribute of a group or dataset as bool, int, float or bytes; returns None if it is missing.
 
-    Raises TypeError for anything but a single number, boolean or short fixed-length text.
+    Raises TypeError unless it is a single number, boolean or short fixed-length string.
     """
     raw = name.encode()
     return _attribute_value(h5py.h5a.open(owner, raw)) if h5py.h5a.exists(owner, raw) else None
 
 
 def attributes(owner: Any) -> dict[str, Any]:
-    """All attributes, converted as by ``attribute``."""
+    """Read all attributes of a group or dataset, as ``attribute`` does."""
     count = h5py.h5a.get_num_attrs(owner)
     if count > MAX_ATTRIBUTES:
         raise ValueError(f"more than {MAX_ATTRIBUTES:,} attributes")
@@ -293,7 +293,7 @@ def attributes(owner: Any) -> dict[str, Any]:
 
 
 def _checked_name(parent: Any, name: str, kind: int) -> bytes:
-    """A member's encoded name, after checking that the member is in this file and of the given kind."""
+    """Encode the name of a member after checking that the member is in this file and of the given kind."""
     raw = name.encode()
     if not parent.links.exists(raw):
         raise LookupError(f"{name} is missing")

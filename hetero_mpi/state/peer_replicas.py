@@ -2,15 +2,15 @@
 
     rank 0   step 20 | copy | step 21 | ...        own copy of step 20, and rank 1's
     rank 1   step 20 | copy | step 21 | ...        own copy of step 20, and rank 0's
-    background        each sends its copy to its *peer*, on another host if there is one,
+    background        each rank sends its copy to its *peer*, on another host if there is one,
                       and writes both copies to its own disk if there is a supervisor (``state.ShardWriter``)
 
-A *version* is all ranks' trained parameters and moments after one step. Every rank keeps a copy of its part, because its device
-has moved on when another rank dies. A peer keeps the copies that it receives. A new version replaces the one before the last
-only after all ranks have agreed that the last one has arrived everywhere. So one version is complete at any moment, and survivors
-always continue from one step. (Checkpoints in memory with a peer: Zheng, Shi, Kale 2004, FTC-Charm++.)
+A *version* consists of all ranks' trained parameters and moments after one step. Every rank also keeps a copy of its own part,
+because its device may have moved on by the time another rank dies. A new version is made only after all ranks have agreed that
+the previous one is complete, and older versions are then dropped. So one version is always complete, and survivors always
+continue from the same step. (In-memory checkpoints on a peer: Zheng, Shi, Kale 2004, FTC-Charm++.)
 
-Ranks that survive the loss of others need two versions in memory. Otherwise one suffices, on its way to the disk.
+Two versions are kept in memory if ranks can survive the loss of others. Otherwise one suffices until it is on disk.
 """
 
 import contextlib
@@ -45,31 +45,31 @@ from hetero_mpi.util.background import Background
 from hetero_mpi.util.disk import free_bytes
 
 VERSIONS = 2
-"""Versions in memory if ranks can survive the loss of others: the newest complete one, and one in transfer. Otherwise one."""
+"""Number of versions in memory if ranks can survive the loss of others: the newest complete one and one in transfer."""
 MAX_DISK_RATIO = 0.5
-"""Maximum share of a host's free disk space, at the start of training, for copies."""
+"""Maximum fraction of a host's free disk space at the start of training that copies may use."""
 _VERSIONS_ON_DISK = 2
-"""One complete version and one being written."""
+"""Number of versions on disk: a complete one and one being written."""
 MAX_COST_RATIO = 0.02
-"""Maximum share of the run time for copies."""
+"""Maximum fraction of the run time that may be spent on copies."""
 _TAG = 1
 _WARMUP_STEPS = 4
-"""Steps before the interval between copies is first chosen; the first steps of a run are slower than the rest."""
+"""Steps before the interval between copies is first chosen, since the first steps of a run are slower than the rest."""
 _MIN_QUIET_STEPS = 3
-"""Minimum number of timed steps without a transfer before that choice."""
+"""Minimum number of timed steps without a transfer that are required to choose the interval."""
 
 
 def versions_in_memory(every: int | str) -> int:
-    """Number of versions in each rank's memory (``state.peer_replicas``). ``every``: ``[checkpoint] replicate_every``."""
+    """Return the number of versions in each rank's memory. ``every``: ``[checkpoint] replicate_every``."""
     if every == 0:
         return 0
     return VERSIONS if ulfm.active() else int(supervised())
 
 
 def peers(sizes: Sequence[int], hosts: Sequence[str]) -> dict[int, int]:
-    """Choose each rank's peer, which keeps its copy: on another host if there is one, and there the rank with the least to keep.
+    """Choose the peer that keeps each rank's copy: the least loaded rank, on another host if there is one.
 
-    ``sizes``: bytes to copy from each rank; ranks without any get no peer.
+    ``sizes``: number of bytes to copy from each rank; ranks with nothing to copy get no peer.
     """
     loads, peer_by_rank = list(sizes), {}
     count = len(sizes)
@@ -83,24 +83,24 @@ def peers(sizes: Sequence[int], hosts: Sequence[str]) -> dict[int, int]:
 
 
 def steps_between(cost_s: float, step_s: float) -> int:
-    """Minimum number of steps of ``step_s`` between copies of ``cost_s`` each that keeps their cost within ``MAX_COST_RATIO``."""
+    """Return the minimum number of steps between copies that keeps the cost of copying within ``MAX_COST_RATIO``."""
     return max(1, math.ceil(cost_s / (MAX_COST_RATIO * step_s)))
 
 
 class CopyCosts:
-    """Measure the cost of copies on this rank: the stall of training, and the slowdown of steps during a transfer."""
+    """Measures what copies cost on this rank: the time for which training stalls, and the slowdown of steps during a transfer."""
 
     def __init__(self) -> None:
         self.stall_s = 0.0
         self.processor_s = 0.0
-        """CPU time of the transfer thread: at worst it runs on a core that training needs."""
+        """CPU time of the transfer thread, which at worst runs on a core that training needs."""
         self._quiet_steps: deque[float] = deque(maxlen=50)
         self._transfer_steps: list[float] = []
         self._earlier: deque[tuple[float, float, float]] = deque(maxlen=10)
         self._last_s = time.perf_counter()
 
     def start_transfer(self, stall_s: float) -> None:
-        """Record a copy and the start of its transfer. ``stall_s``: how long training was stopped."""
+        """Record a copy and the start of its transfer. ``stall_s``: time for which training was stopped."""
         if self.stall_s:
             self._earlier.append(self._parts())
         self.stall_s, self.processor_s = stall_s, 0.0
@@ -108,11 +108,11 @@ class CopyCosts:
         self._last_s = time.perf_counter()
 
     def transferred(self, processor_s: float) -> None:
-        """Record the end of a transfer. ``processor_s``: CPU time of its thread."""
+        """Record the end of a transfer. ``processor_s``: CPU time of the transfer thread."""
         self.processor_s = processor_s
 
     def step(self, during_transfer: bool) -> None:
-        """Record a step. ``during_transfer``: a transfer was active during at least part of it."""
+        """Record a step. ``during_transfer``: whether a transfer was active at the end of the step."""
         now = time.perf_counter()
         (self._transfer_steps if during_transfer else self._quiet_steps).append(now - self._last_s)
         self._last_s = now
@@ -127,17 +127,17 @@ class CopyCosts:
 
     @property
     def step_s(self) -> float:
-        """Median duration of a step without a transfer, 0 if none was timed."""
+        """Median duration of steps without a transfer; 0 if none has been timed."""
         return statistics.median(self._quiet_steps) if self._quiet_steps else 0.0
 
     @property
     def cost_s(self) -> float:
-        """Cost of a version in seconds, averaged over recent versions because steps vary."""
+        """Cost per version in seconds, averaged over recent versions because step times vary."""
         stalls, processors, longer = zip(*self._earlier, self._parts(), strict=True)
         return float(statistics.mean(stalls) + max(statistics.mean(processors), statistics.mean(longer)))
 
     def _parts(self) -> tuple[float, float, float]:
-        """Stall, CPU time, and additional step time (possibly negative) of the newest version."""
+        """Return the stall, CPU time, and additional step time (possibly negative) of the newest version, in seconds."""
         longer_s = 0.0
         if self._transfer_steps and self._quiet_steps:
             longer_s = len(self._transfer_steps) * (statistics.median(self._transfer_steps) - self.step_s)
@@ -145,13 +145,13 @@ class CopyCosts:
 
 
 class PeerReplicas(BesideTraining):
-    """Makes versions under one plan. Every method is collective over the active ranks, between two steps.
+    """Makes versions under one plan. Every method is collective over the active ranks and called between two steps.
 
     Args:
-        versions: list of stored versions; older ones, including other plans', stay until the first new one is complete.
-        every: steps between versions; None: the fewest that ``MAX_COST_RATIO`` allows, by measurement.
+        versions: list of stored versions; older ones, even those of earlier plans, stay until the first new one is complete.
+        every: steps between versions; None to choose the smallest interval that ``MAX_COST_RATIO`` allows by measurement.
         threaded: whether several threads may call MPI; otherwise training stops while copies are sent and written.
-        local: writes versions to the hosts' disks; None: memory only.
+        local: writes versions to the hosts' disks; None to keep them in memory only.
     """
 
     def __init__(
@@ -195,12 +195,12 @@ class PeerReplicas(BesideTraining):
         self._buffers = deque(self._new_buffers() for _ in range(self._versions * self.enabled))
         self._costs = CopyCosts()
         self._reported_every = math.inf
-        """The interval in the last message to the user."""
+        """The interval that was last reported to the user."""
         self._newest_step = self._next = 0
         self._new: list[State] = []
 
     def _new_buffers(self) -> dict[int, torch.Tensor]:
-        """Rank -> host memory for the part received from it."""
+        """Allocate host memory for the part received from each rank, keyed by rank."""
         return {rank: torch.empty(size_bytes(shards), dtype=torch.uint8) for rank, shards in self._received.items()}
 
     def make_first_version(self, state: State) -> None:
@@ -210,7 +210,7 @@ class PeerReplicas(BesideTraining):
             self._next = state.step + (self._fixed or _WARMUP_STEPS)
 
     def after(self, state: State) -> None:
-        """Make a version after a step, if one is due."""
+        """Make a version after a step if one is due."""
         if not self.enabled:
             return
         step = state.step
@@ -223,7 +223,7 @@ class PeerReplicas(BesideTraining):
         return self._work is not None and self._work.running
 
     def _agree_on_next(self, state: State) -> None:
-        """Exchange whether the last version has arrived everywhere and its cost; make the next one if it is due."""
+        """Agree on whether the last version has arrived everywhere and on its cost, and make the next version if it is due."""
         begin, step = time.perf_counter(), state.step
         if self._fixed is not None or not self._is_transferring():
             self.finish()  # the user fixed the interval, so wait at any cost
@@ -282,7 +282,7 @@ class PeerReplicas(BesideTraining):
             self._work = Background(action, lambda: self._exchange(snapshot.flat, buffers, version))
 
     def _exchange(self, own_bytes: torch.Tensor, buffers: dict[int, torch.Tensor], version: State) -> None:
-        """Send this rank's part, receive others' parts, and write the shard if requested. Runs in the background."""
+        """Send this rank's part, receive other ranks' parts, and write the shard if requested. Usually runs in the background."""
         begin_s = time.thread_time()
         self._transfer(own_bytes, buffers)
         for rank, listed in self._received.items():
@@ -309,7 +309,7 @@ class PeerReplicas(BesideTraining):
 
 
 def _has_space(lacking_hosts: str | None, where: str, loss: str, allowed: str) -> bool:
-    """Whether hosts have space for copies; reports those that lack it."""
+    """Whether all hosts have space for copies; otherwise tells the user which ones do not."""
     if lacking_hosts is not None:
         say(
             f"No copies of the training state are kept {where}, so {loss} costs the steps since the newest checkpoint: copies may "

@@ -1,4 +1,4 @@
-"""Read and verify checkpoints: data is used only after its checksum matches, and objects are opened only after validation."""
+"""Read and verify checkpoints. Objects are validated before they are opened, and data is used only if its checksum matches."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from hetero_mpi.state.hdf5 import (
 MAX_METADATA_BYTES = 64 << 20
 """Maximum total size of the metadata; a profile of every link between 256 ranks takes some 26 MB."""
 MAX_JSON_VALUES = 1 << 22
-"""Maximum number of values in a JSON text: in memory a value takes up to a hundred times its text length."""
+"""Maximum number of values in a JSON string, since a parsed value may take a hundred times as much memory as its text."""
 _REQUIRED = ("step", "updates", "losses", "loss_scale", "job")
 """Keys that every checkpoint must have for training to continue from it."""
 _REQUIRED_OF_SHARDS = (*_REQUIRED, "begun", "rank", "names", "skipped", "skips_in_a_row", "higher_in_a_row")
-"""Keys that every local shard must have; a shard is recognised by its ``version_id``."""
+"""Keys that every shard must have; shards are recognised by the key ``version_id``."""
 
 
 @dataclass(frozen=True)
 class CheckpointContents:
-    """Counts of a valid file's contents."""
+    """Summary of the contents of a valid checkpoint."""
 
     tensors: int
     """Number of tensors of all kinds."""
@@ -52,11 +52,11 @@ class CheckpointContents:
 
 
 class CheckpointReader:
-    """An open checkpoint; a context manager.
+    """An open checkpoint, as a context manager.
 
-    Raises CheckpointError on opening a file that is missing, truncated, unfinished, not HDF5, not a checkpoint of this program or
-    of a newer format; on reading a dataset that is missing, has another layout, fails its checksum, or has numbers that training
-    cannot continue from. No content of a file makes it raise anything else.
+    Opening raises CheckpointError if the file is missing, truncated, unfinished, not HDF5, not a checkpoint of this program or of a
+    newer format version. Reading a dataset raises it if the dataset is missing, has another layout, fails its checksum, or has
+    numbers from which training cannot continue. Malformed files never cause any other exception.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -64,7 +64,7 @@ class CheckpointReader:
         self._file: Any = None
         self._file_bytes = 0
         self.writer = ""
-        """Program and format version that wrote the file: ``hetero_mpi 0.1.0, format 1``."""
+        """Program and format version that wrote the file, such as ``hetero_mpi 0.1.0, format 1``."""
         self._metadata: dict[str, Any] | None = None
         self._groups: dict[str, Any] = {}
 
@@ -88,14 +88,14 @@ class CheckpointReader:
             self._file = None
 
     def held_out_loss(self) -> float | None:
-        """Evaluation loss at the checkpoint's step, nats per token; None if not measured. Reads nothing else."""
+        """Return the evaluation loss at the checkpoint's step in nats per token; None if it was not measured."""
         with damage_named(self.path, METADATA):
             value = hdf5.attribute(self._groups[METADATA], "held_out_loss")
             return None if value is None else float(value)
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """The writer's ``metadata`` with the same types (tuples become lists)."""
+        """The ``metadata`` that was passed to the writer, with the same types, except that tuples become lists."""
         if self._metadata is None:
             with damage_named(self.path, METADATA):
                 group = self._groups[METADATA]
@@ -112,7 +112,7 @@ class CheckpointReader:
         return self._metadata
 
     def required(self, key: str) -> Any:
-        """An entry of the metadata. Raises CheckpointError if it is missing."""
+        """Return an entry of the metadata. Raises CheckpointError if it is missing."""
         if key not in self.metadata:
             raise CheckpointError(
                 "checkpoint.metadata_missing",
@@ -121,23 +121,23 @@ class CheckpointReader:
         return self.metadata[key]
 
     def names(self, kind: str) -> tuple[str, ...]:
-        """Sorted names under one of ``KINDS``."""
+        """Return the sorted names of the tensors of one of ``KINDS``."""
         assert kind in KINDS, kind
         with damage_named(self.path, kind):
             return hdf5.names(self._groups[kind]) if kind in self._groups else ()
 
     def shape(self, kind: str, name: str) -> tuple[int, ...]:
-        """Shape of a tensor, without reading its data."""
+        """Return the shape of a tensor without reading its data."""
         with damage_named(self.path, f"{kind}/{name}"):
             return self._tensor(kind, name).shape
 
     def dtype(self, kind: str, name: str) -> str:
-        """Dtype of a tensor, e.g. ``bfloat16``, without reading its data."""
+        """Return the dtype of a tensor, such as ``bfloat16``, without reading its data."""
         with damage_named(self.path, f"{kind}/{name}"):
             return self._tensor(kind, name).dtype
 
     def read(self, kind: str, name: str) -> tuple[NDArray[Any], str]:
-        """The tensor's bits and dtype, e.g. (float32 array, "float32") or (uint16 array, "bfloat16")."""
+        """Read a tensor: returns its bits and its dtype, such as (float32 array, "float32") or (uint16 array, "bfloat16")."""
         with damage_named(self.path, f"{kind}/{name}"):
             stored = self._tensor(kind, name)
             array: NDArray[Any] = np.empty(stored.shape, STORAGE[stored.dtype])
@@ -145,7 +145,7 @@ class CheckpointReader:
         return array, stored.dtype
 
     def check_all(self) -> CheckpointContents:
-        """Verify the complete file in the memory of one piece. Raises CheckpointError unless training can continue from it."""
+        """Verify the complete file piece by piece. Raises CheckpointError unless training can continue from it."""
         names = {kind: self.names(kind) for kind in KINDS}
         with damage_named(self.path):
             train = self.metadata["job"]["train"]
@@ -223,7 +223,7 @@ class CheckpointReader:
 
 
 def verify(path: str | os.PathLike[str]) -> str | None:
-    """Verify a complete file. Returns None if training can continue from it, else the reason why not."""
+    """Verify a complete checkpoint. Returns None if training can continue from it, else the reason why not."""
     try:
         with CheckpointReader(path) as reader:
             reader.check_all()
@@ -233,7 +233,7 @@ def verify(path: str | os.PathLike[str]) -> str | None:
 
 
 def _metadata_value(stored: Stored) -> Any:
-    """An array, a text or a parsed JSON text."""
+    """Read an entry of the metadata: an array, a string or parsed JSON."""
     content = hdf5.attribute(stored.id, "content")
     if content is None:
         array: NDArray[Any] = np.empty(stored.shape, STORAGE[stored.dtype])
@@ -253,7 +253,7 @@ def _metadata_value(stored: Stored) -> Any:
 
 
 def _read_pieces(stored: Stored, flat: NDArray[Any] | None = None) -> hdf5.Summary:
-    """Read a dataset in pieces, into ``flat`` or into one reused buffer, and summarise it."""
+    """Read a dataset in pieces, into ``flat`` if given, else into one reused buffer, and summarise it."""
     space, item, summary = stored.id.get_space(), STORAGE[stored.dtype], hdf5.Summary(stored.dtype)
     buffer: NDArray[Any] = np.empty(max(1, PIECE_BYTES // item.itemsize), item) if flat is None else flat
     begin = 0
@@ -278,7 +278,7 @@ def _check_crc32(stored: Stored, actual: int) -> None:
 
 # ---------------------------------------------------------------------------------------------------------------- metadata
 def _check_metadata(metadata: Mapping[str, Any]) -> None:
-    """Validate all metadata. Raises ValueError with the key, its value and the rule."""
+    """Validate all metadata. Raises ValueError with the first invalid key, its value and the rule."""
     missing_keys = [
         key for key in (_REQUIRED_OF_SHARDS if "version_id" in metadata else _REQUIRED) if key not in metadata
     ]
@@ -338,4 +338,4 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
         "a list of texts",
     ),
 }
-"""Keys -> (check of their values, description of the rule)."""
+"""Maps space-separated keys to (check of their values, description of the rule)."""

@@ -1,8 +1,8 @@
 """Redistribute tensors of the training state from the ranks that have them to the ranks that need them, a few at a time.
 
-The same mechanism saves, exports the model, and restores under another plan: from a checkpoint, from the ranks that held the
-layers before, or from copies on other ranks. The plans determine which ranks have and need a tensor, so all ranks compute
-the same list of transfers and walk it in one order without negotiation. Transferred tensors are complete, not sharded.
+The same mechanism saves checkpoints, exports the model, and restores the state under another plan: from a checkpoint, from the
+ranks that held the layers before, or from copies on other ranks. The plans determine which ranks have and need each tensor, so all
+ranks compute the same list of transfers and process it in the same order without negotiation. Tensors are transferred unsharded.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ class TensorShard:
     """A named tensor and the ranks that hold it."""
 
     kind: str
-    """Its kind in a checkpoint, one of ``checkpoint.KINDS``."""
+    """Its kind in a checkpoint, one of ``hdf5.KINDS``."""
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     owner: int
     """The rank that provides the tensor."""
     receivers: tuple[int, ...] = ()
-    """Other ranks that need it; for a parameter, all ranks that hold it."""
+    """Other ranks that need the tensor; for a parameter, all other ranks that hold it."""
     group: tuple[int, ...] = ()
-    """The tensor-parallel ranks of the owner's stage, each possibly with a shard: they send their shards to the owner when it
-    assembles the tensor, and need the complete tensor to cut theirs."""
+    """Tensor-parallel ranks of the owner's stage: each may have a shard, which it sends to the owner when the owner assembles the
+    tensor, and cuts from the complete tensor when it receives one."""
 
     def renumbered(self, ranks: Sequence[int]) -> TensorShard:
-        """The same shard with ranks renumbered by their positions in ``ranks``."""
+        """Return the same shard with ranks renumbered by their positions in ``ranks``."""
         owner, group = ranks.index(self.owner), tuple(map(ranks.index, self.group))
         return replace(self, owner=owner, receivers=(), group=group)
 
@@ -65,7 +65,7 @@ class TensorShard:
 def held_as(
     tuning: Tuning, spec: ParameterSpec, kind: str, dtype: torch.dtype = torch.float32
 ) -> tuple[tuple[int, ...], torch.dtype] | None:
-    """(shape, dtype) of a tensor's state of a kind; None if there is none. ``dtype``: dtype of parameters."""
+    """Return (shape, dtype) of a tensor's state of the given kind; None if it has none. ``dtype``: dtype of parameters."""
     if kind == "parameters":
         return spec.shape, dtype
     if spec.name not in tuning.trainable or spec.name in tuning.still:
@@ -77,7 +77,7 @@ def held_as(
 def tensor_shards(
     tuning: Tuning, plan: Plan, kinds: Iterable[str], dtype: torch.dtype = torch.float32
 ) -> list[TensorShard]:
-    """All tensors of the given kinds, layer by layer in model order. Constants are fp32 parameters without moments."""
+    """List all tensors of the given kinds layer by layer, in model order. Constants are fp32 parameters without moments."""
     holders_by_layer, owner, kinds = holders(plan), parameter_owners(tuning, plan), tuple(kinds)
     groups = {stage.ranks[0]: stage.ranks for _, _, stage in plan.numbered if stage.grouped}
     specs = [(spec, dtype) for spec in tuning.trainable.values()]
@@ -99,15 +99,15 @@ def tensor_shards(
 class LiveState:
     """A trainer's tensors on the device; tensors sharded over its tensor-parallel group are assembled in host memory.
 
-    The ranks of the group walk the tensors in one order. ``rounded``: return parameters in the compute dtype, as for the final
-    model, instead of fp32.
+    All ranks of the group must process the tensors in the same order. ``rounded``: whether to return parameters in the compute
+    dtype, as needed for the exported model, instead of fp32.
     """
 
     def __init__(self, trainer: Trainer, rounded: bool = False) -> None:
         self._trainer, self._rounded = trainer, rounded
 
     def __call__(self, shard: TensorShard) -> torch.Tensor:
-        """The complete tensor, on its owner."""
+        """Return the complete tensor; called on its owner."""
         trainer = self._trainer
         divided = trainer.divided.get(shard.name)
         if divided is None or not divided.cut or trainer.group is None:
@@ -118,7 +118,7 @@ class LiveState:
         return trainer.group.assembled(part, division, shape, shard.dtype).view(shard.shape)
 
     def give(self, shard: TensorShard) -> None:
-        """On another rank of the owner's group: send the owner this rank's shard, if it has one."""
+        """Send this rank's shard, if it has one, to the tensor's owner; called on the other ranks of the owner's group."""
         if self._trainer.group is not None and self._trainer.has_part(shard.name):
             self._trainer.group.give(self._part(shard))
 
@@ -136,7 +136,7 @@ class LiveState:
 
 
 def give_parts(rank: int, listed: Iterable[TensorShard], live: LiveState) -> None:
-    """Send shards to the first rank of this rank's group while that rank reads its own tensors of ``listed``."""
+    """Send this rank's shards of ``listed`` to their owner in the same group, while the owner reads these tensors."""
     for shard in listed:
         if rank in shard.group and rank != shard.owner:
             live.give(shard)
@@ -155,11 +155,11 @@ class Transfer:
 
 
 def transfers(listed: Iterable[TensorShard], having: Callable[[TensorShard], Sequence[int]]) -> list[Transfer]:
-    """Transfers that bring every tensor to all ranks that need it; computed identically on every rank.
+    """List the transfers that bring every tensor to all ranks that need it; every rank computes the same list.
 
     Args:
         listed: tensors under the new plan (``tensor_shards``).
-        having: returns the ranks that have a tensor, at least one; the first sends it.
+        having: returns the ranks that have a tensor (at least one); the first of them sends it.
     """
     transfer_list = []
     for shard in listed:
@@ -171,7 +171,7 @@ def transfers(listed: Iterable[TensorShard], having: Callable[[TensorShard], Seq
 
 
 def held_under(tuning: Tuning, plan: Plan) -> Callable[[TensorShard], tuple[int, ...]]:
-    """Return a function from a tensor to the ranks that have it under ``plan``: its owner, or all holders of a constant."""
+    """Return a function that lists the ranks that have a tensor under ``plan``: its owner, or all holders of a constant."""
     by_layer, owner = holders(plan), parameter_owners(tuning, plan)
     return lambda shard: (owner[shard.name],) if shard.name in owner else by_layer[tuning.constants[shard.name].layer]
 
@@ -183,14 +183,14 @@ def move(
     read: Callable[[TensorShard], torch.Tensor],
     put: Callable[[TensorShard, torch.Tensor], None],
 ) -> int:
-    """Execute transfers in order. Called by all sources, destinations and keepers with the same list.
+    """Execute transfers in order. All sources, destinations and keepers must call it with the same list.
 
-    Deadlock-free: a rank waits only for its oldest active transfer, and both ends of the globally oldest transfer wait for that
-    one. Returns the number of bytes received by this rank.
+    It cannot deadlock: a rank waits only for its oldest active transfer, so both ends of the globally oldest transfer make
+    progress. Returns the number of bytes received by this rank.
 
     Args:
         read: returns a tensor that this rank sends or keeps, as a contiguous host tensor.
-        put: stores a tensor that this rank receives or keeps; a keeper gets its own tensor back.
+        put: stores a tensor that this rank receives or keeps; for a kept tensor, it is passed the result of ``read``.
     """
     active: deque[tuple[TensorShard, torch.Tensor, list[Request], bool]] = deque()
     received = 0
@@ -226,13 +226,13 @@ def move(
 def take_over(
     trainer: Trainer, listed: Sequence[Transfer], read: Callable[[TensorShard], torch.Tensor], updates: int
 ) -> int:
-    """Move parameters and moments of all ``KINDS`` to the ranks that need them now. Collective over the trainers.
+    """Move tensors of all ``KINDS`` to the ranks that need them under the new plan. Collective over the trainers.
 
-    Ranks that only send call ``move`` with the same list. Returns the number of bytes received by this rank.
+    Ranks that only send must call ``move`` with the same list. Returns the number of bytes received by this rank.
 
     Args:
         read: returns this rank's tensor, as a contiguous host tensor.
-        updates: number of optimizer updates.
+        updates: number of optimizer updates so far.
     """
     received = move(trainer.rank, trainer.transport, listed, read, keeper(trainer, updates))
     trainer.share_tied_weight()
@@ -240,7 +240,7 @@ def take_over(
 
 
 def set_parameter(trainer: Trainer, name: str, value: torch.Tensor) -> None:
-    """Overwrite a trainer's copy of a parameter (and its rounded copy) or constant with a complete fp32 host tensor."""
+    """Overwrite a parameter (and its copy in the compute dtype) or constant of a trainer with a complete fp32 host tensor."""
     layers, optimizer = trainer.layers, trainer.optimizer
     assert layers is not None and optimizer is not None
     with torch.no_grad():
@@ -259,7 +259,7 @@ def set_parameter(trainer: Trainer, name: str, value: torch.Tensor) -> None:
 
 
 def keeper(trainer: Trainer, updates: int) -> Callable[[TensorShard, torch.Tensor], None]:
-    """Return a function that stores arriving parameters and moments in the trainer. ``updates``: number of optimizer updates."""
+    """Return a function that stores received parameters and moments in the trainer. ``updates``: number of optimizer updates."""
     pending: dict[str, dict[str, torch.Tensor]] = {}
 
     def store(shard: TensorShard, tensor: torch.Tensor) -> None:
@@ -278,7 +278,7 @@ def keeper(trainer: Trainer, updates: int) -> Callable[[TensorShard, torch.Tenso
 
 
 def _local_part(trainer: Trainer, shard: TensorShard, full: torch.Tensor) -> torch.Tensor:
-    """This rank's shard of a parameter's tensor."""
+    """Cut this rank's shard out of a complete tensor; returns the tensor itself if it is not sharded."""
     divided = trainer.divided.get(shard.name)
     if divided is None or trainer.group is None or not divided.cut:
         return full
@@ -288,7 +288,7 @@ def _local_part(trainer: Trainer, shard: TensorShard, full: torch.Tensor) -> tor
 
 
 def _division(trainer: Trainer, shard: TensorShard, of_parameter: Division) -> tuple[Division, tuple[int, ...]]:
-    """(division of a tensor of a sharded parameter, shape in which it is divided)."""
+    """Return how a tensor of a sharded parameter is divided, and the shape to which the division applies."""
     if shard.kind in SCALES:
         return of_parameter.of_moments(trainer.tuning.trainable[shard.name].shape)
     return of_parameter, shard.shape
@@ -297,10 +297,10 @@ def _division(trainer: Trainer, shard: TensorShard, of_parameter: Division) -> t
 def collect(
     rank: int, transport: Transport, listed: Iterable[TensorShard], live: LiveState
 ) -> Iterator[tuple[TensorShard, torch.Tensor]]:
-    """Send every tensor to rank 0. Collective: every rank must exhaust the iterator. ``live``: returns a tensor of this rank.
+    """Send every tensor to rank 0. Collective: every rank must exhaust the iterator.
 
     Yields:
-        On rank 0 each tensor as a host tensor, valid until the next iteration; nothing on other ranks.
+        On rank 0, each shard with its tensor on the host, which is valid until the next iteration; nothing on other ranks.
     """
     listed = list(listed)
     if rank != 0:

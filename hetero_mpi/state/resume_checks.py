@@ -1,4 +1,4 @@
-"""Checks that a stored state must pass before a run resumes from it, and warnings about changed settings."""
+"""Checks of a stored state before a run resumes from it, and warnings about changed settings."""
 
 import math
 from collections.abc import Collection, Iterable, Mapping
@@ -19,12 +19,12 @@ from hetero_mpi.util.errors import UserError
 
 
 def _keys(table: type[AdapterTable | TrainTable], rule: str) -> tuple[str, ...]:
-    """Keys of a table for which a resumed run has this ``OnResume`` rule."""
+    """List the keys of a table that have the given ``OnResume`` rule."""
     return tuple(key for key, rules in field_metadata(table, OnResume).items() if rule in rules)
 
 
 _FIXED, _FIXED_OF_ADAPTER = _keys(TrainTable, "same"), _keys(AdapterTable, "same")
-"""Keys that a resumed run may not change; for an adapter, those that do not show in the shapes and names of tensors."""
+"""Keys that a resumed run may not change; for adapters, only those that names and shapes of tensors do not reveal."""
 _CHANGEABLE, _OF_RATE, _OF_SOME_RATES = (_keys(TrainTable, rule) for rule in ("reported", "rate", "rates"))
 
 
@@ -37,9 +37,9 @@ def check_fits(
     sequence_length: int,
     names: Collection[str] | None = None,
 ) -> None:
-    """Reject a stored state of another model, or one that this job would not continue. Raises UserError with the first difference.
+    """Reject a stored state from which this job would not continue the run. Raises UserError with the first difference.
 
-    ``names``: the model's tensors in a shard; None: a checkpoint, which has all of them.
+    ``names``: names of the model's tensors in a shard; None for a checkpoint, which has all tensors.
     """
     if names is None and "version_id" in reader.metadata:
         raise UserError(
@@ -62,7 +62,7 @@ def check_fits(
 
 
 def check_train(reader: CheckpointReader, path: Path, train: TrainTable) -> None:
-    """Reject a stored state whose training settings differ. Raises UserError."""
+    """Reject a stored state whose training settings differ in a key that must not change. Raises UserError."""
     then = reader.metadata["job"]
     for dotted in REMOVED_KEYS:
         table, _, key = dotted.partition(".")
@@ -78,13 +78,13 @@ def check_train(reader: CheckpointReader, path: Path, train: TrainTable) -> None
 
 
 def check_length(reader: CheckpointReader, path: Path, sequence_length: int) -> None:
-    """Reject a stored state with another sequence length, as the order of samples would differ. Raises UserError."""
+    """Reject a stored state with a different sequence length, since its samples would differ. Raises UserError."""
     was = reader.metadata["job"]["data"].get("sequence_length")
     _require_equal(path, "[data] sequence_length", was, sequence_length)
 
 
 def _check_adapter(reader: CheckpointReader, path: Path, tuning: Tuning) -> None:
-    """Reject an adapter of other settings, or one trained on a differently quantized base. Raises UserError."""
+    """Reject an adapter with different settings, or one trained on a differently quantized base. Raises UserError."""
     with damage_named(path, "metadata/job"):
         then, model = (dict(reader.metadata["job"][table]) for table in ("adapter", "model"))
     if tuning.adapter is None or then.get("method") != "lora":
@@ -108,9 +108,9 @@ def _require_equal(path: Path, key: str, was: Any, now: Any) -> None:
 
 
 def check_tensors(reader: CheckpointReader, path: Path, tuning: Tuning, names: Collection[str] | None = None) -> None:
-    """Reject a stored state of another model, before reading its tensors. Raises UserError with the first difference.
+    """Reject a stored state of another model before reading its tensors. Raises UserError with the first difference.
 
-    ``names``: as for ``check_fits``.
+    ``names``: as in ``check_fits``.
     """
     specs = {**tuning.trainable, **tuning.constants}
     stored, model_names = set(reader.names("parameters")), set(specs if names is None else names)
@@ -141,12 +141,12 @@ def check_steps(path: Path, step: int, train: TrainTable) -> None:
 
 
 def check_data(then: str | None, path: Path, fingerprint: str, allowed: bool) -> str | None:
-    """Compare the data with the checkpoint's. Returns a note if the data differ and the user allows it; else raises UserError.
+    """Compare the data with the checkpoint's. Returns a note if they differ and the user allows it; otherwise raises UserError.
 
     Args:
-        then: the checkpoint's data fingerprint.
+        then: fingerprint of the checkpoint's data; None if it is unknown.
         fingerprint: fingerprint of the current data (``Dataset.fingerprint``).
-        allowed: whether the user allows other data.
+        allowed: whether the user allows the data to differ.
     """
     if then is None or then == fingerprint:
         return None
@@ -162,28 +162,29 @@ def check_data(then: str | None, path: Path, fingerprint: str, allowed: bool) ->
 
 # ---------------------------------------------------------------------------------------------------------------- remarks
 def _values(then: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
-    """Values of a stored ``[train]``, with defaults for missing keys."""
+    """Return the values of a stored ``[train]`` table, with defaults for missing keys."""
     return {key: then.get(key, TrainTable.model_fields[key].default) for key in keys}
 
 
 def _changes(then: Mapping[str, Any], train: TrainTable, keys: Iterable[str]) -> dict[str, str]:
-    """Key -> description of its change."""
+    """Map each changed key to a description of its change."""
     old = {key: was for key, was in _values(then, keys).items() if was not in (getattr(train, key), "auto")}
     return {key: f"{key} is {as_toml(getattr(train, key))}, was {as_toml(was)}" for key, was in old.items()}
 
 
 def step_change(then: Mapping[str, Any], train: TrainTable, step: int) -> str | None:
-    """A note if the job has changed settings other than the learning rate, else None. Arguments: see ``rate_change``."""
+    """Return a note if the job has changed settings other than the learning rate, else None. Arguments as in ``rate_change``."""
     changed = _changes(then, train, _CHANGEABLE)
     return f"From step {step + 1} on, [train] {', '.join(changed.values())}" if changed and step < train.steps else None
 
 
 def rate_change(then: Mapping[str, Any], train: TrainTable, step: int) -> str | None:
-    """A warning if the job has changed the learning rate of the next step, else None.
+    """Return a warning if changed settings alter the learning rate of the next step, else None.
 
     Args:
-        then: ``[train]`` when the state after ``step`` steps was written.
-        train: ``[train]`` now.
+        then: ``[train]`` when the state was written.
+        train: current ``[train]``.
+        step: number of steps completed in that state.
     """
     keys = (*_OF_RATE, *_OF_SOME_RATES)
     changes, then = _changes(then, train, keys), _values(then, keys)
@@ -205,9 +206,9 @@ def rate_change(then: Mapping[str, Any], train: TrainTable, step: int) -> str | 
 
 
 def other_change(then: Mapping[str, Any], job: JobConfig, tuning: Tuning, chain: LayerChain, step: int) -> str | None:
-    """A note if the job has changed the adapter's dropout, the path of its base model or the sequences per mask; else None.
+    """Return a note if the adapter's dropout, its base model's path or the sequences per dropout mask have changed, else None.
 
-    No checkpoint holds the base model's weights. ``then``: the job's tables when the state after ``step`` steps was written.
+    Checkpoints do not contain the base model's weights. ``then``: the job's tables when the state was written.
     """
     notes = []
     if job.adapter.method != "none":

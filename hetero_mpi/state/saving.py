@@ -1,16 +1,16 @@
-"""Write checkpoints during training: a snapshot in host memory, a thread that sends it to rank 0, and rank 0's file.
+"""Write checkpoints during training: each rank takes a snapshot, and background threads send it to rank 0, which writes the file.
 
     training     step 9 | copy | step 10 | step 11 | ...
     background               send piece by piece ......      on every rank that holds tensors
                              receive, write, fsync, rename   on rank 0
 
 At the end of a step every rank copies its tensors into host buffers, which are allocated once and shared with peer replicas of
-that step (``Snapshots``). Training waits for this copy only, and the file holds exactly that moment. Pieces of at most 8 MiB
-travel through the saver's own transport, used by the background thread only, so they do not mix with other messages. Rank 0
-needs memory for four pieces, whatever the model's size.
+the same step (``Snapshots``). Training waits only for this copy, and the file holds exactly the state at that time. Pieces of at
+most 8 MiB are sent through a separate transport that only the background thread uses, so they do not mix with other messages.
+Rank 0 needs memory for four pieces, regardless of the model's size.
 
-A thread is sufficient, without a process: h5py, CRC-32 and fsync release the interpreter lock (measured: another thread
-never waited longer than the interpreter's switch interval of 5 ms; docs/checkpoint.md).
+A thread suffices because h5py, CRC-32 and fsync release the interpreter lock: in measurements, other threads never waited
+longer than the interpreter's switch interval of 5 ms (docs/checkpoint.md).
 """
 
 from __future__ import annotations
@@ -48,21 +48,21 @@ from hetero_mpi.util.background import Background
 _LOG = logging.getLogger(__name__)
 _TAG, _ALIGNED = 1, 4
 MAX_PIECES = 4
-"""Maximum number of other ranks' pieces in rank 0's memory: enough to keep links busy while one is being written."""
+"""Maximum number of other ranks' pieces in rank 0's memory; enough to keep links busy while one of them is being written."""
 _LONG_WAIT_S = 0.5
 MAX_MEMORY_RATIO = 0.5
-"""Maximum share of a host's free memory that its ranks may use for copies."""
+"""Maximum fraction of a host's free memory that its ranks may use for copies."""
 
 Live = Callable[[TensorShard], torch.Tensor]
 T = TypeVar("T")
 
 
 class Snapshot:
-    """This rank's tensors at one moment, in one block of host memory.
+    """A copy of this rank's tensors after one step, in one block of host memory.
 
     Attributes:
         flat: the bytes of the block.
-        views: (kind, name) -> view of the tensor in the block.
+        views: maps (kind, name) to a view of the tensor in the block.
     """
 
     def __init__(self, shards: Iterable[TensorShard], backend: Backend) -> None:
@@ -72,7 +72,7 @@ class Snapshot:
 
     @torch.no_grad()
     def copy_from(self, live: Live) -> None:
-        """Copy all tensors into the buffers, which are reused."""
+        """Copy all tensors into the block, overwriting the previous snapshot."""
         for shard in self._shards:
             self.views[shard.kind, shard.name].copy_(live(shard), non_blocking=True)
         self._backend.synchronize()
@@ -82,11 +82,11 @@ class Snapshot:
 
 
 class Snapshots:
-    """This rank's snapshots under one plan. Requests for the same step share a snapshot; unreferenced snapshots are reused.
+    """This rank's snapshots under one plan. Requests for the same step share a snapshot; released snapshots are reused.
 
     Args:
-        listed: all tensors of a checkpoint, in file order; the same list on every rank.
-        live: returns a tensor that this rank owns, on the device.
+        listed: all tensors of a checkpoint in file order; the same list on every rank.
+        live: returns tensors that this rank owns.
     """
 
     def __init__(self, rank: int, backend: Backend, listed: Iterable[TensorShard], live: LiveState) -> None:
@@ -105,12 +105,12 @@ class Snapshots:
         return cls(trainer.world.rank, trainer.backend, listed, LiveState(trainer))
 
     def holder(self, most: int) -> deque[Snapshot]:
-        """A queue of the snapshots that one user needs at a time, at most ``most``; taking another one releases the oldest."""
+        """Return a queue for a user that needs up to ``most`` snapshots at a time; each further one releases the oldest."""
         self._holders.append(deque(maxlen=most))
         return self._holders[-1]
 
     def snapshot_after(self, step: int, holder: deque[Snapshot]) -> Snapshot:
-        """The snapshot of this moment, after ``step`` steps. Collective over the tensor-parallel group."""
+        """Take a snapshot after ``step`` steps, or reuse the one of this step. Collective over the tensor-parallel group."""
         if self._newest is None or self._newest[0] != step:
             if len(holder) == holder.maxlen:
                 holder.popleft()
@@ -127,10 +127,10 @@ class Snapshots:
 
 
 class BesideTraining:
-    """Work of a background thread during training, with its own transport.
+    """Base of classes that work in a background thread during training, with a transport of their own.
 
-    A context manager: leaving the block without an error, or with the same error on all ranks, waits for the work. After a lost
-    rank the survivors start another one. With any other error the process ends the job, so it does not wait for other ranks.
+    As a context manager, it waits for the work if the block ends without an error or with the same error on all ranks. If a rank
+    is lost, it closes the transport. On any other error it does not wait, because the process is about to end the job.
     """
 
     def __init__(self, world: World, transport: MpiTransport | None) -> None:
@@ -138,7 +138,7 @@ class BesideTraining:
         self._work: Background[None] | None = None
 
     def finish(self) -> float:
-        """Wait for active work; returns the seconds waited. Raises the work's error."""
+        """Wait for active work and return the seconds waited. Raises the error of the work, if any."""
         begin = time.perf_counter()
         work, self._work = self._work, None
         if work is not None:
@@ -158,16 +158,16 @@ class BesideTraining:
 
 
 class Saver(BesideTraining):
-    """Writes the checkpoints of a run. Every method is collective over the active ranks, at the end of a step.
+    """Writes the checkpoints of a run. Every method is collective over the active ranks and called at the end of a step.
 
     Args:
-        snapshots: of this rank's trainer.
-        directory: directory of the checkpoints (rank 0).
+        snapshots: snapshots of this rank's trainer.
+        directory: directory of the checkpoints, on rank 0's disk.
         threaded: whether several threads may call MPI; otherwise training stops while a checkpoint is written.
-        newest: the newest checkpoint of an earlier start.
+        newest: the newest checkpoint that an earlier start of the run wrote.
 
     Attributes:
-        newest: the newest checkpoint on disk, on rank 0.
+        newest: the newest checkpoint on disk; only rank 0 updates it.
     """
 
     def __init__(
@@ -189,10 +189,10 @@ class Saver(BesideTraining):
         self._decided = not self._may_thread
 
     def save(self, metadata: dict[str, Any]) -> Path:
-        """Start writing a checkpoint of this moment, after waiting for the previous one. Returns its path.
+        """Start writing a checkpoint of the current state, after waiting for the previous one. Returns its path.
 
-        ``metadata``: the file's non-tensor content, with ``step``; used on rank 0 only. If the checkpoint cannot be written, rank 0
-        reports it and training continues.
+        ``metadata``: everything in the file except tensors; ranks other than 0 need only ``step``. If the checkpoint cannot be
+        written, rank 0 reports it and training continues.
         """
         begin, step = time.perf_counter(), int(metadata["step"])
         busy_s = self.finish()
@@ -224,7 +224,7 @@ class Saver(BesideTraining):
         return path
 
     def _send_or_write(self, path: Path, metadata: dict[str, Any], values: Live, began_s: float) -> None:
-        """Runs in the background, or inline. ``values``: returns a tensor of this rank in host memory."""
+        """Write the file on rank 0, or send pieces to it from other ranks. ``values`` returns tensors of this rank on the host."""
         if self.world.rank == 0:
             self._write(path, metadata, values, began_s)
         else:
@@ -265,7 +265,7 @@ class Saver(BesideTraining):
                 pass
 
     def _arriving(self) -> Iterator[NDArray[np.uint8]]:
-        """Rank 0: pieces of other ranks, in list order. Each is valid until the next one is requested."""
+        """Receive other ranks' pieces on rank 0, in list order. Each piece is valid until the next one is requested."""
         sizes = (
             (shard.owner, piece_count(piece) * shard.dtype.itemsize)
             for shard in self._listed
@@ -280,14 +280,14 @@ class Saver(BesideTraining):
 
 
 def lack_of_memory(world: World, needed_bytes: int) -> str | None:
-    """Describe the hosts without enough memory for their ranks' copies; None if there are none. Collective."""
+    """Describe the hosts that have too little memory for their ranks' copies; None if all have enough. Collective."""
     return lack_of_space(world, needed_bytes, host_memory().usable_bytes, MAX_MEMORY_RATIO)
 
 
 def lack_of_space(world: World, needed_bytes: int, free_bytes: int, allowed: float) -> str | None:
-    """Describe the hosts whose ranks need more than the share ``allowed`` of the free space; None if there are none. Collective.
+    """Describe the hosts whose ranks need more than the fraction ``allowed`` of the free space; None if there are none. Collective.
 
-    Ranks of one host need different amounts: a GPU's rank trains most of the model.
+    Needs are summed per host, since a host's ranks may need very different amounts (a GPU rank trains most of the model).
     """
     rows = world.all_gather_json([needed_bytes, free_bytes])
     lacking_hosts = []
@@ -300,12 +300,12 @@ def lack_of_space(world: World, needed_bytes: int, free_bytes: int, allowed: flo
 
 
 def size_bytes(listed: Iterable[TensorShard]) -> int:
-    """Total bytes of the tensors, each aligned to ``_ALIGNED``."""
+    """Return the total size of the tensors, each padded to a multiple of ``_ALIGNED`` bytes."""
     return sum(math.ceil(shard.bytes / _ALIGNED) * _ALIGNED for shard in listed)
 
 
 def views(flat: torch.Tensor, listed: Iterable[TensorShard]) -> dict[tuple[str, str], torch.Tensor]:
-    """(kind, name) -> view of the tensor in the bytes ``flat``, which hold the tensors one after the other."""
+    """Map (kind, name) to a view of the tensor in ``flat``, whose bytes hold the tensors one after the other."""
     view_by_key, begin = {}, 0
     for shard in listed:
         view_by_key[shard.kind, shard.name] = flat[begin : begin + shard.bytes].view(shard.dtype).view(shard.shape)
@@ -314,5 +314,5 @@ def views(flat: torch.Tensor, listed: Iterable[TensorShard]) -> dict[tuple[str, 
 
 
 def _flat_pieces(shard: TensorShard, values: Live) -> Iterator[NDArray[Any]]:
-    """A tensor of this rank in pieces, as views of host memory, in file order."""
+    """Yield a tensor of this rank in pieces, as views of host memory in file order."""
     return cut(values(shard).detach().reshape(-1).numpy(), shard.shape)

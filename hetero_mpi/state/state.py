@@ -1,4 +1,4 @@
-"""The training state, wherever its tensors are stored: the class, its sources, and its readers."""
+"""The training state, independent of where its tensors are stored, and the classes that read and write it."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass
 class State:
-    """The state of a run after ``step`` steps: numbers and named tensors. It is passed from plan to plan, and from start to start.
+    """The state of a run after ``step`` steps: numbers and named tensors. It outlives plans and restarts of the run.
 
-    The **numbers** are the fields below. They are complete on rank 0. Other active ranks have the numbers they need to continue;
-    idle ranks' are out of date. Random numbers and the position in the data follow from the seed and ``step``, without a field.
+    The **numbers** are the fields below. They are complete on rank 0. Other active ranks have the numbers they need to continue; on
+    idle ranks they are out of date. Random numbers and the position in the data follow from the seed and ``step``.
 
     The **tensors** are the trained parameters, their moments, and the model's constants. Each has a kind, a name and, under a plan,
-    one owner (``redistribute.TensorShard``). All ranks' tensors after one step are a *version*, stored in one of four places:
+    one owner (``redistribute.TensorShard``). A *version* is the tensors of all ranks after one step, stored in one of four places:
 
         the trainers      on devices, during training (``redistribute.LiveState``)
         a checkpoint      one file on rank 0's disk with the complete version
-        shards            files on the hosts' own disks: a rank's own part, and the parts that it keeps as a peer
+        shards            files on the hosts' own disks, each with a rank's own part and the parts that it keeps as a peer
         ranks' memory     the same parts in ``tensors``, for ranks that survive the loss of others
 
     The last three are ``Source``s of a stored state. Three operations apply to all of them:
@@ -59,42 +59,42 @@ class State:
 
     loss_scale: LossScale
     step: int = 0
-    """Completed steps; determines the position in the data."""
+    """Number of completed steps, which determines the position in the data."""
     updates: int = 0
-    """Optimizer updates: fewer than ``step`` if steps were skipped."""
+    """Number of optimizer updates, less than ``step`` if steps were skipped."""
     losses: list[float] = field(default_factory=list)
-    """Loss of every completed step, nats per token."""
+    """Loss of every completed step in nats per token."""
     skipped: int = 0
-    """Steps of this run without an update because of non-finite gradients."""
+    """Number of steps in this run that were skipped because of non-finite gradients."""
     skips_in_a_row: int = 0
     lowest_loss: float | None = None
     """Lowest evaluation loss; None before the first evaluation."""
     higher_in_a_row: int = 0
-    """Evaluations since the lowest loss."""
+    """Number of evaluations since the one with the lowest loss."""
     newest_checkpoint: Path | None = None
-    """On ranks other than 0, writing it may have failed."""
+    """The newest checkpoint; ranks other than 0 do not know whether writing it succeeded."""
     good_checkpoint: Path | None = None
     """The newest checkpoint that was followed by a step with finite gradients."""
     reference: NDArray[np.float32] | None = None
-    """[N, R]: the reference model's log-likelihood of each answer of each dataset row, NaN if unused."""
+    """[N, R]: log-probability of each answer in each dataset row under the reference model; NaN if unused."""
     metrics: list[StepMetrics] = field(default_factory=list)
-    """Metrics of the steps of this process."""
+    """Metrics of the steps that this process has run."""
     evaluations: list[Evaluation] = field(default_factory=list)
-    """Evaluations of this process."""
+    """Evaluations that this process has run."""
     version_id: str = ""
-    """For a copy in memory: its id, equal on all ranks and in the shards written from it."""
+    """Id of a copy in memory, equal on all ranks and in the shards written from it."""
     tensors: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
-    """For a copy in memory: (kind, name) -> host tensor, with all kinds of a name or none."""
+    """Maps (kind, name) to the host tensor of a copy in memory; a name has either all of its kinds or none."""
     sources: tuple[Source, ...] = ()
-    """For a stored state: the sources of its tensors, the same on all ranks."""
+    """Sources of the tensors of a stored state, the same on all ranks."""
 
     @classmethod
     def initial(cls, dtype: str) -> State:
-        """The state before the first step of a run with compute dtype ``dtype``."""
+        """Create the state before the first step of a run with compute dtype ``dtype``."""
         return cls(LossScale.for_dtype(DTYPES[dtype]))
 
     def add_step(self, line: StepMetrics, finite: bool) -> None:
-        """Record a step. ``finite``: it updated the parameters."""
+        """Record a step. ``finite``: whether its gradients were finite, so that it updated the parameters."""
         self.step = line.step
         self.losses.append(line.loss)
         self.metrics.append(line)
@@ -106,7 +106,7 @@ class State:
             self.skips_in_a_row += 1
 
     def add_evaluation(self, loss: float, **fields: Any) -> None:
-        """Record the evaluation loss after the latest step, and the other fields of ``Evaluation``."""
+        """Record an evaluation after the latest step. ``fields``: the other fields of ``Evaluation``."""
         self.evaluations.append(Evaluation(self.step, loss, **fields))
         if self.lowest_loss is None or loss < self.lowest_loss:
             self.lowest_loss, self.higher_in_a_row = loss, 0
@@ -121,18 +121,18 @@ class State:
 
     # --------------------------------------------------------------------------------------------- copies, files, other ranks
     def copy(self, version_id: str, tensors: dict[tuple[str, str], torch.Tensor]) -> State:
-        """The current numbers with copies of tensors."""
+        """Copy the current numbers, with ``tensors`` as the tensors of the copy."""
         scale, losses = replace(self.loss_scale), list(self.losses)
         numbers = replace(self, loss_scale=scale, losses=losses, metrics=[], evaluations=[])
         return replace(numbers, version_id=version_id, tensors=tensors)
 
     @property
     def names(self) -> frozenset[str]:
-        """Parameters and constants with tensors in ``tensors``."""
+        """Names of the parameters and constants in ``tensors``."""
         return frozenset(name for _, name in self.tensors)
 
     def metadata(self, shard: bool = False) -> dict[str, Any]:
-        """The numbers as stored in a checkpoint of this moment, or in a ``shard``, which omits nothing."""
+        """Return the numbers as stored in a checkpoint, or in a ``shard``, which has some additional ones."""
         newest, good = (
             str(path) if path is not None else None for path in (self.newest_checkpoint, self.good_checkpoint)
         )
@@ -150,7 +150,7 @@ class State:
 
     @classmethod
     def from_metadata(cls, metadata: dict[str, Any]) -> State:
-        """The inverse of ``metadata``."""
+        """Create a state from the result of ``metadata``."""
         numbers: dict[str, Any] = {key: metadata.get(key) for key in ("step", "updates", "lowest_loss", "reference")}
         numbers |= {key: metadata.get(key) or 0 for key in ("skipped", "skips_in_a_row", "higher_in_a_row")}
         for key in ("newest_checkpoint", "good_checkpoint"):
@@ -158,7 +158,7 @@ class State:
         return cls(LossScale(*metadata["loss_scale"]), losses=[float(loss) for loss in metadata["losses"]], **numbers)
 
     def to_dict(self) -> dict[str, Any]:
-        """The numbers as JSON-able values, for another rank. A list of the array's numbers would take ten times the memory."""
+        """Return the numbers as JSON values for other ranks. ``reference`` is encoded compactly, since a list needs more memory."""
         values = {**self.metadata(shard=True), "losses": self.losses}
         if self.reference is not None:
             values["reference"] = [self.reference.shape, base64.b64encode(self.reference.tobytes()).decode()]
@@ -166,14 +166,14 @@ class State:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> State:
-        """The inverse of ``to_dict``."""
+        """Create a state from the result of ``to_dict``."""
         if "reference" in values:
             shape, coded = values["reference"]
             values = {**values, "reference": np.frombuffer(base64.b64decode(coded), np.float32).reshape(shape)}
         return cls.from_metadata(values)
 
     def after(self, earlier: State | None) -> State:
-        """This state with the metrics up to its step from ``earlier``, an earlier state of this process."""
+        """Return this state with the metrics of ``earlier``, a previous state of this process, up to this state's step."""
         if earlier is None:
             return self
         metrics = [line for line in earlier.metrics if line.step <= self.step]
@@ -181,11 +181,11 @@ class State:
 
     # ------------------------------------------------------------------------------------------------------------ sources
     def source(self, rank: int, run_id: str) -> Source:
-        """The source that describes this copy in memory to other ranks, for ``rank`` of the run ``run_id``."""
+        """Describe this copy in the memory of ``rank`` in the run ``run_id`` to other ranks."""
         return Source(rank, None, self.version_id, self.step, run_id, rank, self.names)
 
     def readers(self) -> dict[str, tuple[int, ...]]:
-        """Name of a parameter or constant -> ranks that can read its tensors."""
+        """Map each name of a parameter or constant to the ranks that can read its tensors."""
         ranks_by_name: dict[str, dict[int, None]] = {}
         for source in self.sources:
             for name in source.names:
@@ -194,7 +194,7 @@ class State:
 
 
 class StateReader:
-    """Reads a version on one rank, from files and from memory. A context manager that keeps the files open."""
+    """Reads a version on one rank from files and memory. As a context manager, it closes the files at the end."""
 
     def __init__(self, rank: int, sources: Sequence[Source], in_memory: Sequence[State]) -> None:
         self._sources = [source for source in sources if source.rank == rank]
@@ -209,7 +209,7 @@ class StateReader:
         self._stack.close()
 
     def tensor(self, shard: TensorShard) -> torch.Tensor:
-        """A tensor that this rank has, on the host."""
+        """Return a tensor that this rank can read, on the host."""
         source = next(source for source in self._sources if shard.name in source.names)
         if source.path is None:
             return self._in_memory[source.version_id].tensors[shard.kind, shard.name]
@@ -217,12 +217,12 @@ class StateReader:
         return torch.from_numpy(np.ascontiguousarray(array))
 
     def state(self) -> State:
-        """The numbers of the version."""
+        """Return the state's numbers."""
         path, version_id = self._sources[0].path, self._sources[0].version_id
         return self._in_memory[version_id] if path is None else State.from_metadata(self._reader(path).metadata)
 
     def origin(self) -> dict[str, Any]:
-        """The job that wrote the state, and the fingerprint of its data; {} if it is the current run."""
+        """Return the job that wrote the state and its data's fingerprint; {} if the state is in this process's memory."""
         path = self._sources[0].path
         metadata = {} if path is None else self._reader(path).metadata
         return {key: metadata[key] for key in ("job", "data_fingerprint") if key in metadata}
@@ -241,7 +241,7 @@ def share_state(world: World, state: State | None, root: int = 0) -> State:
 def gather_sources(world: World, own_sources: Iterable[Source]) -> list[Source]:
     """Gather the sources of all ranks on all ranks: copies in memory first, then checkpoints, then shards. Collective.
 
-    Hosts that share a disk list the same shards; each is counted once, for the first rank.
+    A shard that several ranks can read, because their hosts share a disk, is listed once, for the first of these ranks.
     """
     rows = [{**vars(s), "path": str(s.path or ""), "names": sorted(s.names)} for s in own_sources]
     source_by_key: dict[tuple[Any, ...], Source] = {}
@@ -254,9 +254,9 @@ def gather_sources(world: World, own_sources: Iterable[Source]) -> list[Source]:
 
 
 def newest_version(sources: Sequence[Source], names: Collection[str]) -> list[Source]:
-    """The sources of the newest version that together have all ``names`` names; empty if no version is complete.
+    """Return the sources of the newest version that together contain all ``names``; empty if no version is complete.
 
-    The newest version has the latest step of the latest run; among versions of one step it is the first in ``sources``.
+    The newest version has the latest step of the latest run; among versions of the same step, the first in ``sources`` wins.
     """
     versions: dict[tuple[str, int, str], list[Source]] = {}
     for source in sources:
@@ -268,16 +268,16 @@ def newest_version(sources: Sequence[Source], names: Collection[str]) -> list[So
 
 
 def new_run_id(earlier: Iterable[str] = ()) -> str:
-    """The id of a new run, larger than those of the ``earlier`` runs. ``--resume`` passes it from start to start.
+    """Create an id for a new run that sorts after those of the ``earlier`` runs. Resumed runs keep their id.
 
-    It counts runs, since clocks of hosts differ. Clocks decide only between runs that know nothing of each other.
+    Ids start with a run counter, since the hosts' clocks may differ; the time only orders runs that are unaware of each other.
     """
     numbers = [int(match[1]) for run_id in earlier if (match := _RUN_NUMBER.match(run_id))]
     return f"{1 + max(numbers, default=0):012d}-{int(time.time()):012d}-{token_hex(4)}"
 
 
 def new_version_id() -> str:
-    """A random id for the copies and shards of one version."""
+    """Create a random id for the copies and shards of a version."""
     return token_hex(4)
 
 
@@ -285,9 +285,9 @@ class ShardWriter:
     """Writes this rank's shards.
 
     Args:
-        run_dir: on the host's own disk, or on a shared one.
+        run_dir: the run directory, on the host's own disk or on a shared one.
         described: metadata common to all shards of the run.
-        kept: id of the version on disk that the run resumed from, if any; retained until a new version is complete.
+        retained_id: id of the version on disk from which the run resumed, if any; it is kept until a new version is complete.
     """
 
     def __init__(self, world: World, run_dir: Path, described: Mapping[str, Any], retained_id: str | None) -> None:
@@ -298,7 +298,7 @@ class ShardWriter:
         self._reported = False
 
     def write(self, version: State) -> None:
-        """Write this rank's shard of a version, in the background. An error is stored in ``trouble``, and training continues."""
+        """Write this rank's shard of a version. An error is stored in ``trouble`` so that training continues."""
         version_id, rank = version.version_id, self._world.rank
         self._newest, self.trouble = version_id, None
         keep_versions(self.run_dir, [entry for entry in (self._retained_id, version_id) if entry is not None])
@@ -317,9 +317,9 @@ class ShardWriter:
             self.trouble = str(error)
 
     def settle(self, troubles: Sequence[str | None]) -> None:
-        """Called after all ranks have reported on the newest version: if it is complete, older ones are released. Local.
+        """Stop retaining the older version if the newest one is complete on all ranks. Not collective.
 
-        ``troubles``: every rank's ``trouble``.
+        ``troubles``: the value of ``trouble`` on every rank.
         """
         if self._newest is None:
             return

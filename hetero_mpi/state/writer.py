@@ -1,11 +1,11 @@
-"""Write checkpoints piece by piece, invisible until complete.
+"""Write checkpoints piece by piece; a file becomes visible only when it is complete.
 
 HDF5 does not survive a full disk: a failing close leaves objects in the library that crash the process at exit (seen with HDF5 2.0:
-a segmentation fault in H5D_close after the run had ended well). So HDF5 writes to a ``Sink``, which reports success for every
-write. The sink remembers the first error, and the writer discards the file as soon as it checks.
+a segmentation fault in H5D_close after a successful run). Therefore HDF5 writes to a ``Sink``, which reports success for every
+write and records the first error; the writer checks for it and discards the file.
 
-Memory may be nearly full during training. Dirty pages cannot be dropped, and a control group counts them with its processes: it
-would kill a process for the pages of a large file. So the file is flushed to disk window by window.
+Memory may be nearly full during training. Dirty pages cannot be dropped and count towards the control group's memory limit, so
+writing a large file could get a process killed. The file is therefore flushed to disk in windows of limited size.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ DESCRIPTION = (
 
 
 class CheckpointWriter:
-    """Writes one checkpoint; a context manager.
+    """Writes one checkpoint, as a context manager.
 
-    The file appears under ``path`` atomically when the block ends without an exception: marked finished, flushed to disk and
-    renamed. Until then an existing file of that name is untouched. After an exception nothing remains. A checkpoint directory
-    belongs to one run: temporary files of other processes in it are removed.
+    If the block ends without an exception, the file is marked finished, flushed to disk and renamed to ``path`` atomically. Until
+    then, an existing file of that name is untouched; after an exception, no temporary file remains. A checkpoint directory
+    belongs to one run, so temporary files of other processes in it are removed.
 
-    ``metadata`` must have ``step`` (int). Values of bool, int and float become attributes of the group ``metadata``, str a text,
-    numpy arrays (the losses) a dataset; any other JSON value becomes JSON text.
+    ``metadata`` must have ``step`` (int). Booleans, ints and floats become attributes of the group ``metadata``; strings and numpy
+    arrays (such as the losses) become datasets; any other JSON value is stored as a JSON string.
 
-    Raises CheckpointError, with the file and the reason, if the file cannot be written (disk full, no permission), or if training
-    could not continue from a tensor (``format.Summary.problem``).
+    Raises CheckpointError with the file and the reason if the file cannot be written (disk full, no permission), or if training
+    could not continue from a tensor (``hdf5.Summary.problem``).
     """
 
     def __init__(self, path: str | os.PathLike[str], metadata: dict[str, Any]) -> None:
@@ -55,7 +55,7 @@ class CheckpointWriter:
         self._sink: Sink | None = None
         self._file: Any = None
         self._infinite: dict[str, Summary] = {}
-        """Parameters with infinities, which are allowed unless the parameter is trained."""
+        """Parameters that contain infinities, which are allowed unless the parameter is trained."""
 
     def __enter__(self) -> CheckpointWriter:
         with self._discard_on_error():
@@ -79,8 +79,8 @@ class CheckpointWriter:
     def write(self, kind: str, name: str, array: NDArray[Any], dtype: str) -> None:
         """Store one tensor.
 
-        ``kind``: one of ``KINDS``. ``name``: the parameter's name, including dots, unique within its kind. ``array``: of the
-        tensor's shape, in the numpy dtype with its bits (``uint16`` for ``bfloat16``).
+        ``kind``: one of ``KINDS``. ``name``: the parameter's name, unique within its kind. ``array``: the tensor's values, in its
+        ``STORAGE`` dtype (``uint16`` for ``bfloat16``). ``dtype``: the tensor's dtype.
         """
         assert array.dtype == STORAGE[dtype], f"{name}: {dtype} is stored from {STORAGE[dtype]}, not from {array.dtype}"
         flat = np.asarray(array, order="C").reshape(-1)
@@ -89,7 +89,7 @@ class CheckpointWriter:
     def write_pieces(
         self, kind: str, name: str, shape: tuple[int, ...], dtype: str, arrays: Iterable[NDArray[Any]]
     ) -> None:
-        """Store one tensor from flat arrays, one for each of ``format.pieces(shape, item bytes)``."""
+        """Store one tensor from flat arrays, one for each of ``hdf5.pieces(shape, item bytes)``."""
         assert self._file is not None and self._sink is not None, "write outside of the with block"
         assert kind in KINDS and "/" not in name and name not in ("", "."), (kind, name)
         try:
@@ -167,7 +167,7 @@ def _write_metadata(group: Any, key: str, value: Any) -> None:
 
 
 def _write_array(group: Any, name: str, shape: tuple[int, ...], dtype: str, arrays: Iterable[NDArray[Any]]) -> Summary:
-    """Write a dataset piece by piece, with its checksum."""
+    """Write a dataset piece by piece and store its checksum as an attribute."""
     kind = file_type(dtype)
     space = h5py.h5s.create_simple(shape) if shape else h5py.h5s.create(h5py.h5s.SCALAR)
     dataset = h5py.Dataset(h5py.h5d.create(group.id, name.encode(), kind, space))
@@ -183,7 +183,7 @@ def _write_array(group: Any, name: str, shape: tuple[int, ...], dtype: str, arra
 
 
 def _write_text(group: Any, key: str, text: str, content: str) -> None:
-    """Write a text as one fixed-length string, padded to length 1 if empty (HDF5 has no strings of length 0)."""
+    """Write a fixed-length string; an empty one is padded to length 1, since HDF5 has no strings of length 0."""
     raw = text.encode()
     assert b"\0" not in raw, f"{key}: HDF5 strings end at the first NUL"
     dataset = group.create_dataset(key, data=raw or b"\0", dtype=h5py.string_dtype("utf-8", max(1, len(raw))))
@@ -192,14 +192,14 @@ def _write_text(group: Any, key: str, text: str, content: str) -> None:
 
 
 WINDOW_BYTES = 64 << 20
-"""Maximum size of the unflushed part of a file."""
+"""Number of bytes written between two flushes of a file to disk."""
 
 
 class Sink(io.FileIO):
-    """The file object that h5py writes to. Raises OSError only if the file cannot be created.
+    """The file object to which h5py writes. Apart from ``sync``, it raises OSError only if the file cannot be created.
 
     Attributes:
-        error: the first failed write.
+        error: the first error of a write, or None.
     """
 
     def __init__(self, path: Path) -> None:
@@ -236,7 +236,7 @@ class Sink(io.FileIO):
         return size or 0
 
     def sync(self) -> None:
-        """Flush everything to disk. Raises OSError for this or any earlier failure."""
+        """Flush everything to disk. Raises OSError if that or any earlier write fails."""
         self.raise_error()
         os.fsync(self.fileno())
 

@@ -1,1 +1,1 @@
-"""The life of one run on every rank: setup, the loop over steps, reconfiguration, recovery. Rank 0 coordinates."""
+"""A training run on all ranks, coordinated by rank 0: setup, training loop, changes of plan, and recovery."""

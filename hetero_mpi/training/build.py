@@ -4,10 +4,9 @@
     copy        trained state          trained state                           to host memory; stages are released
     build       layers 0-2             layers 3-5             layers 6-8       load missing frozen weights
     move                layer 3 -> 1   layers 6-8 -> 2                         parameters and optimizer state
-    after       training continues with the next step, on the same data and with the same bits
+    after       training continues with the next step, on the same data and with bitwise identical results
 
-
-Recovery uses the same parts, with the moved state read from copies on other ranks. Only one stage is in memory at any time.
+Recovery works in the same way, but reads the state from copies on other ranks. A rank never holds the stages of two plans.
 """
 
 import contextlib
@@ -65,20 +64,20 @@ from hetero_mpi.util.errors import UserError
 
 _LOG = logging.getLogger(__name__)
 ReadTensor = Callable[[TensorShard], torch.Tensor]
-"""Reads a local tensor as a contiguous host tensor."""
+"""Returns a tensor that this rank has, as a contiguous host tensor."""
 
 
 @dataclass(frozen=True)
 class StageBuilder:
-    """A ``BuildStage`` that reads weights or reuses those in memory."""
+    """A ``BuildStage`` that reads weights from files or reuses those in memory."""
 
     setup: RankSetup
     start: Start | None
-    """Source of weights; None: a checkpoint fills them later."""
+    """Source of the weights; None if the trained state is moved in later."""
     frozen: Kept | None = None
-    """Frozen weights already on this rank."""
+    """Frozen weights that are already in this rank's memory."""
     stream_folder: Path | None = None
-    """Folder for an offloaded stage's frozen weights; None: host memory."""
+    """Folder for the frozen weights of an offloaded stage; None to keep them in host memory."""
 
     def __call__(
         self,
@@ -116,7 +115,7 @@ class StageBuilder:
 
 
 def join_plan(context: RunContext, report: PlanReport) -> Share:
-    """Return this rank's share of ``report.plan``, without a stage. Collective over all ranks."""
+    """Return this rank's share of ``report.plan`` without building its stage. Collective over all ranks."""
     emulation, plan = None, report.plan
     if context.job.cluster.emulate is not None:
         chain, profile = language(context.chain), context.profile
@@ -128,14 +127,14 @@ def join_plan(context: RunContext, report: PlanReport) -> Share:
 def build_share(
     context: RunContext, report: PlanReport, state: State, frozen: Kept | None = None, state_moves: bool = True
 ) -> Share:
-    """This rank's share of ``report.plan`` with its stage. Collective over all ranks, idle ones included; none may be asleep.
+    """Return this rank's share of ``report.plan`` with its stage. Collective over all ranks; idle ranks must be awake.
 
     Args:
         frozen: frozen weights that this rank already has in memory.
-        state_moves: the trained state is moved afterwards, so that only frozen weights are loaded here.
+        state_moves: whether the trained state is moved in afterwards, so that only frozen weights are loaded here.
 
     Raises:
-        CollectiveUserError: An active rank cannot build its stage; on all ranks.
+        CollectiveUserError: An active rank cannot build its stage; raised on all ranks.
     """
     share = join_plan(context, report)
     problem: CollectiveUserError | None = None
@@ -149,9 +148,9 @@ def build_share(
 
 
 def _build(context: RunContext, share: Share, state_moves: bool, loss_scale: LossScale, frozen: Kept | None) -> Share:
-    """``share`` with this rank's trainer; arguments as for ``build_share``. Collective over the active ranks.
+    """Add this rank's trainer to ``share``; arguments as in ``build_share``. Collective over the active ranks.
 
-    Raises CollectiveUserError: files are missing or do not fit the model, or the memory does not suffice.
+    Raises CollectiveUserError if files are missing or do not match the model, or if memory runs out.
     """
     assert share.members is not None
     members, plan = share.members, share.own_plan
@@ -190,7 +189,7 @@ def trainer_of(
     group: HostGroup | None,
     frozen: Kept | None = None,
 ) -> Trainer:
-    """This rank's trainer under the plan of ``share``. Local. Raises UserError: as ``Trainer``."""
+    """Create this rank's trainer under the plan of ``share``. Not collective. Raises UserError as ``Trainer`` does."""
     assert share.members is not None
     rank, emulation = context.world.rank, share.emulation
     transport = context.transport if emulation is None else emulation.transport
@@ -204,7 +203,7 @@ def trainer_of(
 
 
 def divided_tensors(plan: Plan, chain: LayerChain, tuning: Tuning) -> Divided:
-    """How the groups of a plan divide tensors."""
+    """Map the first rank of each tensor-parallel group in a plan to how the group shards its tensors."""
     return {
         stage.ranks[0]: divisions(language(chain), tuning, stage.shares, range(stage.first, stage.last), stage.experts)
         for _, _, stage in plan.numbered
@@ -213,7 +212,7 @@ def divided_tensors(plan: Plan, chain: LayerChain, tuning: Tuning) -> Divided:
 
 
 def group_of(context: RunContext, members: World, plan: Plan) -> HostGroup | None:
-    """The group that holds this rank's stage, if one does. Collective over the active ranks."""
+    """Create the plan's tensor-parallel groups and return this rank's, or None. Collective over the active ranks."""
     groups: list[HostGroup | None] = [None]
     with members.collective_errors("creating tensor-parallel groups"):
         require_joinable(members, plan, context.job.cluster.communication_thread)
@@ -226,7 +225,7 @@ def group_of(context: RunContext, members: World, plan: Plan) -> HostGroup | Non
 
 # -------------------------------------------------------------------------------------------------- where training begins
 def start_adapter(context: RunContext, members: World, trainer: Trainer) -> None:
-    """Load the adapter the job starts from; only rank 0 needs its files. Collective over the active ranks."""
+    """Load the adapter from which the job starts; only rank 0 needs its files. Collective over the active ranks."""
     assert context.job.adapter.path is not None
     directory = context.loaded.resolve(context.job.adapter.path) if context.world.rank == 0 else None
     with members.on_leader("reading the adapter"):
@@ -237,7 +236,7 @@ def start_adapter(context: RunContext, members: World, trainer: Trainer) -> None
 
 
 def start_magnitudes(trainer: Trainer) -> None:
-    """Begin DoRA's magnitudes of layers whose columns a group has cut with the lengths of whole rows. Collective over groups."""
+    """Initialise DoRA's magnitudes to the norms of complete rows where a group shards the columns. Collective over groups."""
     for stage in trainer.stages:
         values = stage.divided.start_magnitudes(stage.model) if stage.divided is not None else {}
         for path, value in values.items():
@@ -245,9 +244,9 @@ def start_magnitudes(trainer: Trainer) -> None:
 
 
 def start_layers(context: RunContext, members: World, trainer: Trainer) -> None:
-    """Send the weights of a factory's existing model from rank 0, which frees each, to the ranks that hold its layers.
+    """Send the weights of a factory's existing model from rank 0 to the ranks that hold its layers.
 
-    Collective over the active ranks.
+    Rank 0 frees each tensor once it is sent. Collective over the active ranks.
     """
     values: dict[str, torch.Tensor] = {}
     with members.on_leader("reading the factory's weights"):
@@ -268,7 +267,7 @@ def start_layers(context: RunContext, members: World, trainer: Trainer) -> None:
 
 
 def _send_parameters(trainer: Trainer, read: ReadTensor) -> None:
-    """Send parameters, which ``read`` returns on rank 0, to the ranks that hold them. Collective."""
+    """Send parameters from rank 0, where ``read`` returns them, to the ranks that hold them. Collective."""
     listed = transfers(tensor_shards(trainer.tuning, trainer.plan, ("parameters",)), lambda shard: (0,))
     move(
         trainer.rank,
@@ -282,7 +281,7 @@ def _send_parameters(trainer: Trainer, read: ReadTensor) -> None:
 
 # -------------------------------------------------------------------------------------------------- a change of plan
 def lack_of_snapshot_memory(share: Share) -> str | None:
-    """Describe hosts without memory for ``copy_trained_state``; None: all have it. Collective over the active ranks."""
+    """Describe the hosts with too little memory for ``copy_trained_state``; None if all have enough. Collective."""
     assert share.members is not None and share.trainer is not None
     members, trainer = share.members, share.trainer
     owned_shards = [
@@ -292,7 +291,7 @@ def lack_of_snapshot_memory(share: Share) -> str | None:
 
 
 def copy_trained_state(trainer: Trainer, move_list: Sequence[Transfer]) -> Snapshot:
-    """Copies in host memory of the tensors that this rank sends or keeps. Local, but collective in a tensor-parallel group."""
+    """Copy the tensors that this rank sends or keeps to host memory. Collective over the tensor-parallel group, if any."""
     rank, live = trainer.rank, LiveState(trainer)
     shards = [
         transfer.shard
@@ -314,11 +313,11 @@ def move_trained_state(
     """Move trained parameters and moments to their ranks under the plan of ``share``. Collective over all ranks of the job.
 
     Args:
-        move_list: who sends what to whom, the same on all ranks.
+        move_list: the transfers, the same on all ranks.
         read: returns a tensor that this rank sends or keeps.
 
     Returns:
-        Bytes received by this rank.
+        Number of bytes received by this rank.
     """
     if share.trainer is None:
         return move(context.world.rank, context.transport, move_list, read, _refuse)
@@ -326,10 +325,10 @@ def move_trained_state(
 
 
 def change_plan(context: RunContext, before: Share, report: PlanReport, state: State) -> Share:
-    """Change to ``report.plan``; returns this rank's new share. Collective over all ranks of the job, idle ones included.
+    """Change to ``report.plan`` and return this rank's new share. Collective over all ranks of the job; idle ranks must be awake.
 
-    No rank may be asleep. Nobody else may hold the trainer of ``before``, as its memory is needed. ``state``: of this rank. Raises
-    CollectiveUserError: on all ranks, if one cannot build its new stage.
+    The caller must not hold another reference to the trainer of ``before``, because its memory is needed. Raises
+    CollectiveUserError on all ranks if a rank cannot build its new stage.
     """
     world, rank = context.world, context.world.rank
     world.current_action = "changing to another plan"

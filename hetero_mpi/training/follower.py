@@ -1,6 +1,6 @@
-"""The Python program that follows a run: a callback on every rank, called between two steps, which replies how to continue.
+"""Callbacks of a Python program that follows a run: called on every rank between steps, they reply how to continue.
 
-Ranks exchange nothing for a run without callbacks.
+A run without callbacks needs no additional messages.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
     from hetero_mpi.training.signals import StopRequest
 
 Event = PlanReport | Evaluation | Path | StepMetrics
-"""A new plan, an evaluation, a completed checkpoint, or a step. A step comes after its evaluation and checkpoint."""
+"""A new plan, an evaluation, a completed checkpoint, or a step. A step is reported after its evaluation and checkpoint."""
 
 
 class Reply(IntEnum):
-    """How the run continues. The highest reply of all ranks applies."""
+    """How the run is to continue. The highest reply of all ranks applies."""
 
     GO_ON = 0
     SAMPLE = 1
-    """With a sample before the next step."""
+    """Generate a sample before the next step."""
     END = 2
-    """Training is over: the result is written."""
+    """End the training and write the result."""
     LEAVE = 3
-    """The run ends with a checkpoint, as after a signal."""
+    """Stop the run with a checkpoint, as after a signal."""
 
 
 OnEvent = Callable[[Event], Reply]
@@ -42,7 +42,7 @@ class Follower:
     """Calls the program's callback on every rank. All methods are collective over all ranks of the job.
 
     Attributes:
-        has_left: the program has left the run, on one rank at least.
+        has_left: whether the program has left the run on at least one rank.
     """
 
     def __init__(self, world: World, stop: StopRequest, on_event: OnEvent) -> None:
@@ -56,7 +56,7 @@ class Follower:
         return self.report_on_idle_rank(members.broadcast_json(encoded_events))
 
     def report_on_idle_rank(self, encoded_events: Sequence[Sequence[Any]]) -> Reply:
-        """Counterpart of ``report`` on an idle rank, released with ``encoded_events``."""
+        """Counterpart of ``report`` on an idle rank that was woken with ``encoded_events``."""
         reply, previous_action = Reply.GO_ON, self._world.current_action
         self._world.current_action = "in the program that follows the run"
         for kind, value in encoded_events:

@@ -1,4 +1,4 @@
-"""The loop over steps under one plan: batches from rank 0, one decision per step, evaluation, checkpoints, and progress."""
+"""The training loop under one plan: reads batches on rank 0, takes steps, evaluates, saves checkpoints and reports progress."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
     from hetero_mpi.training.rebalance import Rebalancer
 
 _MAX_CONSECUTIVE_SKIPS = 10
-"""Maximum number of consecutive steps with non-finite gradients."""
+"""Number of consecutive steps with non-finite gradients after which the run fails."""
 
 
 class NextAction(Enum):
-    """The continuation after a step."""
+    """Action to take after a step."""
 
     NEXT_STEP = auto()
     CHANGE_PLAN = auto()
@@ -47,25 +47,25 @@ class NextAction(Enum):
 
 @dataclass(frozen=True)
 class Training:
-    """The parts of a run that its steps share, over all its plans."""
+    """The parts of a run that are shared by the steps of all its plans."""
 
     context: RunContext
     metadata: dict[str, Any]
-    """Metadata of every checkpoint but its plan; used on rank 0."""
+    """Metadata of every checkpoint except the plan; used on rank 0."""
     stop_requested: Callable[[], bool]
-    """Has this rank been asked to end the run (``training.signals``)? On rank 0 also: has an idle rank?"""
+    """Whether this rank (or, on rank 0, an idle rank) has been asked to end the run (``training.signals``)."""
     rebalancer: Rebalancer | None
-    """None: the plan never changes."""
+    """None if the plan never changes."""
     follower: Follower | None
-    """None: no program follows the run."""
+    """None if no program follows the run."""
     sample: Callable[[Trainer], None]
     """Writes a sample. Collective over the active ranks."""
     metrics: MetricsWriter | None
-    """On rank 0, as ``display``."""
+    """None on ranks other than 0, like ``display``."""
     display: ProgressDisplay | None
 
     def described(self, share: Share) -> dict[str, Any]:
-        """Metadata of every checkpoint under one plan."""
+        """Return the metadata of every checkpoint under one plan."""
         return {**self.metadata, "plan": plan_to_dict(share.plan)}
 
 
@@ -73,9 +73,9 @@ class Loop:
     """Runs the steps of a job under one plan. All methods are collective over the active ranks.
 
     Args:
-        state: the training state (resumed runs start later); it is updated.
-        after_step: called after every step but the last, by every active rank.
-        snapshots: of the trainer.
+        state: the training state, which the loop updates; in resumed runs, its step is above 0.
+        after_step: called by every active rank after every step except the last.
+        snapshots: snapshots of this rank's trainer.
     """
 
     def __init__(
@@ -107,11 +107,11 @@ class Loop:
         self._recorder = Recorder(self.trainer, context.transport, context.run_dir, steps, scale)
 
     def run(self) -> bool:
-        """Train to the last step (True) or a change of plan; equal on all ranks. Returns when the last checkpoint is on disk.
+        """Train until the end (returns True) or a change of plan (False), after the last checkpoint is on disk.
 
         Raises:
-            UserError: the loss is not a number, or too many steps in a row had non-finite gradients.
-            CollectiveUserError: with ``ExitCode.STOPPED``: the run was asked to end, and has written a checkpoint.
+            UserError: The loss is not finite, or too many consecutive steps had non-finite gradients.
+            CollectiveUserError: The run was asked to end and has written a checkpoint (``ExitCode.STOPPED``).
         """
         train, action = self.job.train, NextAction.DONE
         with self.saver:
@@ -133,7 +133,7 @@ class Loop:
         return self._report_end(action is not NextAction.CHANGE_PLAN)
 
     def _finish_step(self, result: StepResult, line: StepMetrics, is_last: bool) -> NextAction:
-        """Record a step, then evaluate, save and report as due. Return the next action, the same on all ranks."""
+        """Record a step, then evaluate, save and report as due. Returns the next action, which is the same on all ranks."""
         train, decision = self.job.train, result.decision
         self._record(result, line)
         evaluated, is_best = len(self.state.evaluations), False
@@ -172,7 +172,7 @@ class Loop:
             self._report_skip(line.step - 1, result.decision)
 
     def _report_end(self, done: bool) -> bool:
-        """Report the end of the steps under this plan, or of the run if ``done``."""
+        """Record the end of the steps under this plan, or the end of training if ``done``. Returns ``done``."""
         if done and self._stops_early():
             waited, lowest = self.state.higher_in_a_row, self.state.lowest_loss
             say(
@@ -187,11 +187,11 @@ class Loop:
         return done
 
     def _stops_early(self) -> bool:
-        """Whether early stopping applies ([train] early_stopping_patience). The same on all ranks."""
+        """Whether early stopping applies ([train] early_stopping_patience); the same on all ranks."""
         return 0 < self.job.train.early_stopping_patience <= self.state.higher_in_a_row
 
     def _batch(self, step: int) -> Batch:
-        """The batch of a step, which rank 0 reads."""
+        """Return the batch of a step, which rank 0 reads and broadcasts."""
         train, batch = self.job.train, None
         if self.dataset is not None:
             batch = self.dataset.batch(step, train.global_batch, train.last_batch == "smaller")
@@ -200,7 +200,7 @@ class Loop:
         return self._with_reference_point(shared, mismatched)
 
     def _tell(self, *events: Event) -> None:
-        """Report events, and a completed checkpoint, to the following program; its reply applies after the step."""
+        """Report events and a newly completed checkpoint to the program that follows the run; stores its reply."""
         if self._follower is None:
             return
         newest: list[Event] = []
@@ -239,7 +239,7 @@ class Loop:
         )
 
     def _report_skip(self, step: int, decision: StepDecision) -> None:
-        """Report a step without an update; abort on all ranks after too many in a row."""
+        """Report a skipped step; raises an error on all ranks if the loss is not finite or too many steps were skipped."""
         in_a_row = self.state.skips_in_a_row
         if not math.isfinite(decision.loss):
             text = f"step {step + 1}: the loss is {decision.loss}; {self._remedy()}"
@@ -261,7 +261,7 @@ class Loop:
         return f"first in {decision.first_non_finite} on rank {rank} ({self.world.hosts[list(numbers).index(rank)]})"
 
     def _remedy(self) -> str:
-        """Describe the remedy for a diverged loss. Collective, as only rank 0 sees its checkpoints."""
+        """Describe the remedy for a diverged loss. Collective, because only rank 0 can see the checkpoints."""
         self.saver.finish()
         good = self.state.good_checkpoint
         checkpoint = self.world.broadcast_json(str(good) if good is not None and good.exists() else None)
@@ -300,14 +300,14 @@ class Loop:
         self.state.set_newest_checkpoint(self.saver.save(metadata))
 
     def _broadcast(self, batch: Batch | None) -> Batch:
-        """Broadcast rank 0's batch, padded as configured."""
+        """Broadcast rank 0's batch with its reference log-probabilities, padded as configured."""
         if batch is not None and batch.compared is not None and self.state.reference is not None:
             assert batch.numbers is not None
             batch = replace(batch, compared=replace(batch.compared, reference=self.state.reference[batch.numbers]))
         return self.trainer.shared_batch(batch, self.job.data.pad == "longest")
 
     def _broadcast_mismatched(self, batch: Batch | None) -> Batch | None:
-        """Broadcast the batch's prompts with answers of other records (KTO)."""
+        """Broadcast the batch's prompts with mismatched answers for KTO; returns None for other objectives."""
         if learns_from(self.job.train.preference) != "labels":
             return None
         if batch is None or batch.numbers is None:
@@ -316,7 +316,7 @@ class Loop:
         return self._broadcast(self.dataset.gather(batch.numbers + 1))
 
     def _with_reference_point(self, batch: Batch, mismatched: Batch | None) -> Batch:
-        """Add KTO's reference point under the current model, a mean over the batch from a separate forward pass. Collective."""
+        """Add KTO's reference point, which a separate forward pass over the ``mismatched`` batch yields. Collective."""
         if mismatched is None or mismatched.compared is None or batch.compared is None:
             return batch
         logprobs, reference = self.trainer.likelihoods(mismatched), mismatched.compared.reference
@@ -325,7 +325,7 @@ class Loop:
         return replace(batch, compared=replace(batch.compared, point=reference_point))
 
     def _read_evaluation_batch(self) -> Batch | None:
-        """The evaluation batch, on rank 0; it may be empty."""
+        """Return the evaluation batch, which may be empty; None on ranks other than 0."""
         if self.dataset is None:
             return None
         limit, empty = self.job.train.evaluate_sequences, np.empty((0, self.plan.sequence_length), np.int32)
@@ -333,7 +333,7 @@ class Loop:
 
 
 def _rewards(batch: Batch, sums: Sequence[float]) -> dict[str, float]:
-    """Fields of ``Rewards`` from the sums of a comparison."""
+    """Compute the fields of ``Rewards`` from the sums over a compared batch."""
     if (compared := batch.compared) is None:
         return {}
     chosen, rejected = sums[0] / max(1, compared.chosen), sums[1] / max(1, compared.rejected)
@@ -345,5 +345,5 @@ def _rewards(batch: Batch, sums: Sequence[float]) -> dict[str, float]:
 
 
 def _due(steps: int, every: float) -> bool:
-    """Whether ``steps`` is a multiple of ``every`` (0: never)."""
+    """Whether ``steps`` is a multiple of ``every``; false if ``every`` is 0."""
     return every > 0 and steps % every == 0

@@ -1,14 +1,13 @@
-"""Rebalancing: moves layers away from stragglers during a run (a laptop throttles, another user occupies a GPU).
+"""Rebalancing: move layers away from stragglers during a run (such as a throttled laptop or a GPU that another user occupies).
 
-Every rank adds its measurements of a step to the next step's all-reduced decision (``StepExchange``), with no extra message. Rank
-0 compares the sum with the prediction, watches the ratios (``Decider``) and requests a new plan from a separate process
-(``Replanner``). All ranks change after the same step, which rank 0 announces in its own part of the decision.
+Every rank adds its measurements of a step to the decision that the next step all-reduces (``StepExchange``), so no extra message is
+needed. Rank 0 compares the sums with the predictions, watches the ratios (``Decider``) and requests a new plan from a separate
+process (``Replanner``). All ranks change plans after the same step, which rank 0 announces in its part of the decision.
 
-* A speed has changed when the median of its last steps leaves a band around the planned speed for several steps in a row. The band
-  widens with the noise.
-* Layers move once the steps since the change have lost as much time as moving costs, since the new speed may not last. The loss is
-  then little more than twice the optimum (ski rental; Karlin, Manasse, Rudolph, Sleator 1988, "Competitive snoopy caching").
-
+* A speed counts as changed once the median over its last steps has been outside a band around the planned speed for several
+  steps in a row. The band widens with the noise.
+* Since the new speed may not last, layers move only once the steps since the change have lost as much time as moving costs. The
+  lost time is then at most about twice the optimum (ski rental; Karlin et al. 1988, "Competitive snoopy caching").
 """
 
 from __future__ import annotations
@@ -48,22 +47,22 @@ if TYPE_CHECKING:
     from hetero_mpi.planning.analysis.replan import Prospect, ReplanAnswer, ReplanQuestion
 
 MIN_BAND = 0.15
-"""Relative deviation from the planned ratio below which a part counts as unchanged."""
+"""Relative deviation from the planned ratio up to which a speed counts as unchanged."""
 MIN_BAND_STANDARD_ERRORS = 4.0
-"""Half-width of the band in standard errors of the median, where this is wider than ``MIN_BAND``."""
+"""Half-width of the band in standard errors of the median, if this is wider than ``MIN_BAND``."""
 MAX_MEDIAN_STEPS = 8
-"""Number of recent steps in the median."""
+"""Maximum number of recent steps over which the median is taken."""
 MIN_MEDIAN_STEPS = 5
-"""Number of steps before the first median."""
+"""Minimum number of steps over which a median is taken."""
 MIN_MEDIANS_OUTSIDE = 3
-"""Consecutive medians on one side of the band that count as a change of speed."""
+"""Number of consecutive medians on the same side of the band that count as a change of speed."""
 MAX_ANSWER_S = 300.0
-"""Time limit for an answer of the planning process, seconds."""
+"""Time limit for an answer from the planning process, in seconds."""
 _LOG = logging.getLogger(__name__)
 
 
 class Rebalancer:
-    """Rebalancing on one rank, over all plans of a run. Active ranks make the same calls; ``start_plan`` comes first."""
+    """One rank's part in rebalancing, over all plans of a run. All active ranks make the same calls, ``start_plan`` first."""
 
     def __init__(self, context: RunContext) -> None:
         self._context, self._profile = context, context.profile
@@ -94,7 +93,7 @@ class Rebalancer:
         self._has_memory = lack is None
 
     def end_plan(self) -> None:
-        """Drop the reference to the plan's trainer, after its last step."""
+        """Drop the reference to the plan's trainer after the last step."""
         self._share = None
 
     def close(self) -> None:
@@ -102,7 +101,7 @@ class Rebalancer:
         self._replanner.close()
 
     def word(self) -> NDArray[np.float64]:
-        """Values all-reduced with the step decision: 1 on rank 0 to change the plan, then the last step's measurements."""
+        """Return the values to all-reduce with the step decision: rank 0's request to change plans, then measurements."""
         assert self._word is not None and self._share is not None
         measurement, length, latest = None, 0, self._latest
         if latest is not None:
@@ -111,18 +110,18 @@ class Rebalancer:
         return np.append(float(self._ready), self._word.numbers(measurement, length))
 
     def due(self, step: int, result: StepResult) -> bool:
-        """Return whether the plan changes after step ``step``, from the all-reduced ``result.extras_sum``; same on all ranks."""
+        """Whether the plan changes after step ``step``, according to ``result.extras_sum``; the same on all ranks."""
         sums, self._latest = result.extras_sum, result
         if self._context.world.rank == 0 and self._has_memory and not self._ready:
             self._watch(sums[1:], self._context.job.train.steps - step - 1)
         return bool(sums[0] > 0)
 
     def chosen(self) -> PlanReport | None:
-        """The plan to change to, on rank 0."""
+        """Return the plan to change to; None on ranks other than 0."""
         return self._answer.report if self._answer is not None else None
 
     def changed(self, step: int, old: Plan, new: Plan, stall_s: float) -> None:
-        """Report on rank 0 which layers moved, and that training paused for ``stall_s`` seconds of wall-clock time."""
+        """Report on rank 0 which layers have moved, and that training paused for ``stall_s`` seconds."""
         assert self._answer is not None and self._decider.requested_ratios is not None
         prospect, moves, ratios = self._answer.prospect, moved_layers(old, new), self._decider.requested_ratios
         before, after = units.seconds(prospect.now_s), units.seconds(prospect.then_s)
@@ -145,7 +144,7 @@ class Rebalancer:
         )
 
     def _consider(self, sums: NDArray[np.float64], remaining_steps: int) -> None:
-        """Collect a finished replanning answer and decide on the next move. On rank 0, after every step."""
+        """Collect a finished replanning answer and decide on the next move. Called on rank 0 after every step."""
         assert self._word is not None
         self._decider.observe(self._word.ratios(sums))
         if self._decider.requested_ratios is not None and self._replanner.ready:
@@ -169,13 +168,13 @@ class Rebalancer:
 
 
 def rebalancer_of(context: RunContext, plan_given: bool) -> Rebalancer | None:
-    """The rebalancer of a run; None if the plan is fixed: one rank, a user's plan, or ``[plan] rebalance = false``."""
+    """Return a run's rebalancer; None if the plan is fixed (one rank, a user's plan, or ``[plan] rebalance = false``)."""
     single_rank = len(context.profile.devices) == 1
     return None if single_rank or plan_given or not context.job.plan.rebalance else Rebalancer(context)
 
 
 def moved_layers(old: Plan, new: Plan) -> dict[Pair, list[int]]:
-    """(sending rank, receiving rank) -> layers, or shards of layers, that move; of a tensor-parallel group the first rank sends."""
+    """Map (sending rank, receiving rank) to the layers, or shards of layers, that move; a group's first rank counts as sender."""
     before, after, layers_by_pair = holders(old), holders(new), dict[Pair, list[int]]()
     for layer in range(new.layers):
         for rank in after[layer]:
@@ -185,7 +184,7 @@ def moved_layers(old: Plan, new: Plan) -> dict[Pair, list[int]]:
 
 
 def _moves_text(moves: Mapping[Pair, Sequence[int]], layers: int) -> str:
-    """Format moves as ``blocks 9-11 move from rank 1 to rank 0``."""
+    """Describe moves, such as ``blocks 9-11 move from rank 1 to rank 0``."""
     texts = []
     for (a, b), moved_layers_of_pair in sorted(moves.items()):
         firsts = [layer for layer in moved_layers_of_pair if layer - 1 not in moved_layers_of_pair]
@@ -197,28 +196,28 @@ def _moves_text(moves: Mapping[Pair, Sequence[int]], layers: int) -> str:
 
 @dataclass
 class _SpeedHistory:
-    """Measured ratios of one part, and its state relative to the band."""
+    """Measured ratios of one rank or link, and where they are relative to the band."""
 
     planned: float = 1.0
-    """Ratio assumed by the plan."""
+    """Ratio that the current plan assumes."""
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_MEDIAN_STEPS))
     jumps: deque[float] = field(default_factory=lambda: deque(maxlen=4 * MAX_MEDIAN_STEPS))
-    """Absolute log differences of successive steps, from which noise is estimated."""
+    """Absolute log-ratios of successive steps, from which the noise is estimated."""
     side: int = 0
-    """1: the latest medians are above the band; -1: below; 0: inside."""
+    """Where the latest medians are: 1 above the band, -1 below it, 0 inside."""
     medians: int = 0
-    """Number of consecutive medians on that side."""
+    """Number of consecutive medians on that side of the band."""
     steps: int = 0
-    """Number of steps on that side."""
+    """Number of consecutive steps on that side of the band."""
 
     @property
     def median(self) -> float:
-        """Median of the last steps; the planned ratio while there are fewer than ``MIN_MEDIAN_STEPS``."""
+        """Median over the last steps, or the planned ratio as long as there are fewer than ``MIN_MEDIAN_STEPS``."""
         return statistics.median(self.recent) if len(self.recent) >= MIN_MEDIAN_STEPS else self.planned
 
     @property
     def band(self) -> float:
-        """Half-width of the band, as a logarithm."""
+        """Half-width of the band as a log-ratio."""
         if not self.jumps or not self.recent:
             return math.log1p(MIN_BAND)
         sigma = statistics.median(self.jumps) / 0.954  # of normal values
@@ -241,38 +240,38 @@ class _SpeedHistory:
         self.side = side
 
     def is_far_from(self, ratio: float | None) -> bool:
-        """Whether the median is outside the band around ``ratio`` (None: the planned ratio)."""
+        """Whether the median is outside the band around ``ratio``, or around the planned ratio if it is None."""
         return abs(math.log(self.median / (self.planned if ratio is None else ratio))) > self.band
 
     def restart_count(self) -> None:
-        """Require ``MIN_MEDIANS_OUTSIDE`` medians outside the band again."""
+        """Require ``MIN_MEDIANS_OUTSIDE`` further medians outside the band before the speed counts as changed."""
         self.medians = 0
 
     def set_planned(self, ratio: float | None) -> None:
-        """Center the band on ``ratio`` (None: keep the planned ratio)."""
+        """Center the band on ``ratio``, or on the current planned ratio if it is None."""
         self.planned = self.planned if ratio is None else ratio
         self.side = self.medians = self.steps = 0
 
 
 class Move(enum.Enum):
-    """The decision after a step."""
+    """Action on the plan after a step."""
 
     STAY = "stay"
     ASK = "ask"
     """Request a plan for ``Decider.requested_ratios``."""
     GO = "go"
-    """Change to the new plan."""
+    """Change to the requested plan."""
 
 
 class Decider:
-    """Decides when to request a new plan and when to change to it, from ratios of measured to profiled seconds.
+    """Decides from ratios of measured to profiled times when to request a new plan and when to change to it.
 
-    Call ``observe`` and ``decide`` after every step, and ``answered`` between them when the requested plan is ready.
+    Call ``observe`` and ``decide`` after every step, and ``answered`` between the two once the requested plan is ready.
     """
 
     def __init__(self, ranks: Iterable[int]) -> None:
         self.requested_ratios: dict[WatchedPart, float] | None = None
-        """Ratios of the pending request; None: no request is pending."""
+        """Ratios of the pending request; None if no request is pending."""
         self._prospect: Prospect | None = None
         self._speeds: dict[WatchedPart, _SpeedHistory] = {rank: _SpeedHistory() for rank in ranks}
 
@@ -282,21 +281,21 @@ class Decider:
             self._speeds.setdefault(part, _SpeedHistory()).observe(ratio)
 
     def changed(self) -> dict[WatchedPart, int]:
-        """Parts whose speed has changed -> number of steps since."""
+        """Map each rank or link whose speed has changed to the number of steps since the change."""
         return {part: speed.steps for part, speed in self._speeds.items() if speed.medians >= MIN_MEDIANS_OUTSIDE}
 
     def ratios(self) -> dict[WatchedPart, float]:
-        """Current ratio of every part."""
+        """Return the current ratio of every rank and link."""
         return {part: speed.median for part, speed in self._speeds.items()}
 
     def answered(self, prospect: Prospect | None) -> None:
-        """Record the replanner's answer; None: no better plan exists for the requested ratios."""
+        """Record the replanner's answer; None if there is no better plan for the requested ratios."""
         self._prospect = prospect
         if prospect is None:
             self._accept_requested()
 
     def decide(self, remaining_steps: int) -> Move:
-        """Return the next move, with ``remaining_steps`` to run."""
+        """Decide on the next move, given the number of steps that remain."""
         changed = self.changed()
         if self.requested_ratios is None:
             if not changed or remaining_steps == 0:
@@ -319,13 +318,13 @@ class Decider:
         return Move.STAY
 
     def record_move(self) -> None:
-        """Discard earlier measurements after layers have moved (``Move.GO``)."""
+        """Discard the recent measurements after layers have moved (``Move.GO``)."""
         self._accept_requested()
         for speed in self._speeds.values():
             speed.recent.clear()
 
     def sentence(self, hosts: Sequence[str]) -> str:
-        """Describe the changed speeds. ``hosts``: host name of each rank."""
+        """Describe the changed speeds. ``hosts``: the host name of each rank."""
         ratios = self.ratios()
         return ", ".join(
             f"{part_text(part, hosts)}{' and back' if isinstance(part, LinkBetween) else ''} at {1 / ratios[part]:.2g} of the "
@@ -334,7 +333,7 @@ class Decider:
         )
 
     def _accept_requested(self) -> None:
-        """Center the bands on the requested ratios, and close the request."""
+        """Center the bands on the requested ratios and close the request."""
         assert self.requested_ratios is not None
         for part, speed in self._speeds.items():
             speed.set_planned(self.requested_ratios.get(part))
@@ -342,7 +341,7 @@ class Decider:
 
 
 class Replanner:
-    """Answers one ``ReplanQuestion`` at a time in a separate process. Errors are logged and count as no answer."""
+    """Answers one ``ReplanQuestion`` at a time in a separate process. Errors are logged and treated as no answer."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
@@ -355,17 +354,17 @@ class Replanner:
         return self._answering is not None and not self._answering.running
 
     def ask(self, question: ReplanQuestion) -> None:
-        """Start answering a question, and return immediately."""
+        """Start answering a question in the background."""
         assert self._answering is None
         self._answering = Background("replanning", lambda: self._answer(question))
 
     def take_answer(self) -> ReplanAnswer | None:
-        """Wait for the answer and return it; None: no answer."""
+        """Wait for the answer and return it; None if there is none."""
         answering, self._answering = self._answering, None
         return answering.finish() if answering is not None else None
 
     def close(self) -> None:
-        """Kill the planning process, including one that is just starting."""
+        """Kill the planning process, even if it is only just starting."""
         self._closed = True
         if self._process is not None:
             self._process.kill()

@@ -1,12 +1,11 @@
-"""Recovery from lost ranks: where the launcher supports it (``comm.ranks.ulfm``), the remaining processes continue.
+"""Recovery from lost ranks: if the launcher supports it (``comm.ranks.ulfm``), the remaining processes continue the run.
 
     attempt 1    set up | profile | plan | build | steps ...        rank 2 is lost
     remaining    abort the attempt | shrink the communicator | renumber ranks | restrict the profile
     attempt 2                       plan | build | load the state from copies in memory | steps ...
 
-An *attempt* is the whole run from its start. ``RunHistory`` carries finished work to the next attempt; communicators, transports,
-trainers and threads are recreated. Losses during profiling, saving or recovery therefore need no special code.
-
+An *attempt* executes the run from its start. ``RunHistory`` carries finished work to the next attempt, while communicators,
+transports, trainers and threads are recreated. Losses during profiling, saving or recovery therefore need no special code.
 """
 
 import contextlib
@@ -53,22 +52,22 @@ class RunHistory:
 
     losses: list[LostRanks] = field(default_factory=list)
     noticed_s: float = 0.0
-    """``time.perf_counter`` at the detection of the last loss."""
+    """Time (``time.perf_counter``) at which the last loss was detected."""
     job: tuple[LoadedJob, Path] | None = None
     """The job and the run directory."""
     context: RunContext | None = None
     fingerprint: str | None = None
     """Fingerprint of the data that the first attempt read."""
     token: str | None = None
-    """A random id in all checkpoints of this run; None without fault tolerance."""
+    """Random id in all checkpoints of this run; None if the run cannot recover from lost ranks."""
     run_id: str | None = None
-    """Id of this run over all its starts (``state.state.new_run_id``); None on some ranks."""
+    """Id of this run, which restarts keep (``state.state.new_run_id``); None until the initial state has been chosen."""
     kept_version: str | None = None
     """Id of the version on disk to keep until a newer one is complete."""
     profile: ClusterProfile | None = None
-    """Profile of the current ranks, by their current numbers."""
+    """Profile of the current ranks, in the order of their current numbers."""
     profiled_ranks: int = 0
-    """Number of ranks at the time of profiling, which determines the measured micro-batch sizes."""
+    """Number of ranks at the time of profiling, which determines the micro-batch sizes that were measured."""
     state: State | None = None
     """The training state, which the steps update."""
     versions: list[State] = field(default_factory=list)
@@ -76,14 +75,14 @@ class RunHistory:
     recovery_reported: bool = True
     """Whether the first step since the last loss has been reported."""
     lost_ranks_text: str = ""
-    """Description of the last lost ranks."""
+    """Description of the ranks that were lost last."""
     memory_kills: int = field(default_factory=memory_kills)
-    """Last count of out-of-memory kills by this machine's kernel."""
+    """Most recent count of out-of-memory kills by this machine's kernel."""
     launched_as: tuple[int, ...] = ()
-    """Original number of each rank."""
+    """Original number of each current rank; empty before the first loss."""
 
     def resume_text(self) -> str:
-        """How to continue a run that ends before its last step; "": it cannot have taken a step."""
+        """Explain how to continue a run that ends before its last step; "" if no step can have been taken."""
         if self.state is None or self.job is None:
             return ""
         return (
@@ -95,7 +94,7 @@ class RunHistory:
         return bool(self.losses) and all(world.all_gather_json(value is not None))
 
     def record_loss(self, loss: LostRanks, noticed_s: float) -> None:
-        """Record lost ranks, detected at ``noticed_s`` (``time.perf_counter``)."""
+        """Record lost ranks. ``noticed_s``: time (``time.perf_counter``) at which the loss was detected."""
         self.launched_as = self.launched_as or tuple(range(len(loss.old_ranks) + len(loss.gone)))
         self.lost_ranks_text = ", ".join(
             f"rank {rank} on {host}{_numbered(rank, self.launched_as[rank], 'launched as')}" for rank, host in loss.gone
@@ -107,7 +106,7 @@ class RunHistory:
             self.profile = restricted(self.profile, loss.old_ranks)
 
     def job_of(self, world: World, read: Callable[[], tuple[LoadedJob, Path]]) -> tuple[LoadedJob, Path]:
-        """The job and the run directory, from an earlier attempt or read now. Collective."""
+        """Return the job and the run directory from an earlier attempt, or read them. Collective."""
         from_earlier = self.all_ranks_have(world, self.job)
         self.job = self.job if from_earlier and self.job is not None else read()
         return self.job
@@ -116,7 +115,7 @@ class RunHistory:
         """Adapt the context of an earlier attempt to the remaining ranks, or make a new one. Collective.
 
         Raises:
-            CollectiveUserError: as ``make``; or the new rank 0 cannot read the data, or finds other data.
+            CollectiveUserError: ``make`` fails, or the new rank 0 cannot read the data or finds different data.
         """
         if self.all_ranks_have(world, self.context) and self.context is not None:
             return self._renewed(self.context, world, transport)
@@ -129,7 +128,7 @@ class RunHistory:
         return context
 
     def known_profile(self, world: World) -> ClusterProfile | None:
-        """Return the profile of an earlier attempt, if any rank has it. Collective."""
+        """Return the profile of an earlier attempt if any rank has it, else None. Collective."""
         if not self.losses:
             return None
         holders = [rank for rank, has in enumerate(world.all_gather_json(self.profile is not None)) if has]
@@ -159,7 +158,7 @@ class RunHistory:
                 append_event(run_dir, "ranks-lost", text, ranks=[rank for rank, _ in loss.gone], left=world.size)
 
     def tell_first_step(self, context: RunContext, step: int) -> None:
-        """Report the length of the interruption, if this is the first step since a loss."""
+        """Report how long the interruption was if this is the first step since a loss."""
         if not self.recovery_reported:
             self.recovery_reported = True
             seconds = time.perf_counter() - self.noticed_s
@@ -188,7 +187,7 @@ class RunHistory:
 
 
 def run_with_recovery(world: World, attempt: Callable[[RunHistory], _T]) -> _T:
-    """Repeat attempts until one ends on every remaining rank, and return its result or raise its shared error. Collective."""
+    """Repeat attempts until one ends without losing a rank, and return its result or raise its shared error. Collective."""
     history = RunHistory()
     world.activity.resume_text = history.resume_text
     try:
@@ -225,7 +224,7 @@ def _attempts(world: World, attempt: Callable[[RunHistory], _T], history: RunHis
 
 
 def _may_lead(history: RunHistory) -> bool:
-    """Whether this rank can probably read the data and write the run directory, by names and permissions."""
+    """Whether this rank can probably read the data and write the run directory, judging by paths and permissions."""
     if history.job is None or (history.context is not None and history.context.material is not None):
         return True
     loaded, run_dir = history.job
@@ -246,7 +245,7 @@ def _numbered(number: int, old_number: int, word: str) -> str:
 
 
 def plan_for_remaining_ranks(context: RunContext, history: RunHistory, profiled: Profiled, pending: Pending) -> Planned:
-    """Plan for the remaining ranks. Collective. Raises CollectiveUserError: the model exceeds their memory budget."""
+    """Plan for the remaining ranks. Collective. Raises CollectiveUserError if the model exceeds their memory budgets."""
     profile, begin = profiled.profile, time.perf_counter()
     # All ranks wait for the plan, so the search is short.
     request = replace(planning_request(context, profile, history.profiled_ranks), thorough=False)
@@ -263,9 +262,9 @@ def replicate_state(
     state: State,
     checkpoint_metadata: dict[str, Any],
 ) -> Iterator[Callable[[], None]]:
-    """Replicate the trained state in a run that may lose ranks or machines. Collective over the active ranks ``world``.
+    """Replicate the trained state if the run can recover from lost ranks or machines. Collective over the active ranks.
 
-    Yields a function to call after each step. ``checkpoint_metadata`` is used on rank 0.
+    Yields a function to call after each step. Only rank 0 uses ``checkpoint_metadata``.
     """
     interval = context.job.checkpoint.replicate_every
     if not (ulfm.active() or supervised()) or interval == 0:

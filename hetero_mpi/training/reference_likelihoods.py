@@ -1,7 +1,6 @@
-"""Reference log-probabilities for preference learning (DPO, IPO, KTO): those of each answer under the initial model.
+"""Reference log-probabilities for preference learning (DPO, IPO, KTO): the initial model's log-probability of each answer.
 
-They are computed before the first step and stored in checkpoints, as a resumed run no longer has the initial model.
-
+They are computed before the first step and stored in checkpoints, because a resumed run no longer has the initial model.
 """
 
 import time
@@ -21,11 +20,11 @@ from hetero_mpi.training.setup.context import RunContext
 from hetero_mpi.util.errors import UserError
 
 _REPORT_INTERVAL_S = 30.0
-"""Interval of progress reports."""
+"""Interval between progress reports."""
 
 
 def check_reference(train: TrainTable, dataset: DataSource, reference: NDArray[np.float32] | None) -> None:
-    """Raise UserError if the ``reference`` of a resumed state (None: none, or other data) lacks rows that the run needs."""
+    """Raise UserError if a resumed state lacks rows that the run needs. ``reference``: None if missing or for other data."""
     if not _has_reference(train):
         return
     missing = _needed_rows(train, dataset)
@@ -42,7 +41,7 @@ def check_reference(train: TrainTable, dataset: DataSource, reference: NDArray[n
 
 
 def find_reference(context: RunContext, members: World, trainer: Trainer, state: State) -> None:
-    """Compute reference log-probabilities if a starting run needs them. Collective over the active ranks."""
+    """Compute reference log-probabilities if the run needs them and has none yet. Collective over the active ranks."""
     train, dataset = context.job.train, context.dataset
     if not _has_reference(train) or state.reference is not None:
         return
@@ -72,7 +71,7 @@ def _has_reference(train: TrainTable) -> bool:
 
 
 def _needed_rows(train: TrainTable, dataset: DataSource) -> Indices:
-    """Indices of the dataset's rows that a run compares, ascending; on rank 0."""
+    """Return the indices of the dataset's rows that a run compares, ascending. Called on rank 0."""
     assert isinstance(dataset, Dataset)
     steps = train.steps if dataset.parts else min(train.steps, -(-len(dataset.train) // train.global_batch))
     rows = [dataset.numbers(step, train.global_batch, train.last_batch == "smaller") for step in range(steps)]

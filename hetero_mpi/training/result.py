@@ -1,4 +1,4 @@
-"""The result of a finished run, shared with all ranks, and the model or adapter directory, written by rank 0."""
+"""The result of a finished run, which all ranks receive, and the model or adapter directory, which rank 0 writes."""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -35,29 +35,29 @@ _PATHS = ("run_dir", "result", "checkpoint")
 
 @dataclass(frozen=True)
 class TrainResult:
-    """The products of a finished run. The same on every rank; the files are on rank 0's host."""
+    """The results of a finished run, the same on every rank; the files are on rank 0's host."""
 
     run_dir: Path
     losses: tuple[float, ...]
-    """Loss of every step, including those before a resumed checkpoint: nats, mean over target tokens or samples."""
+    """Loss of every step, including those before a resumed checkpoint, in nats (mean over target tokens or samples)."""
     evaluations: tuple[Evaluation, ...]
-    """Evaluation losses of this process's steps, each with its step number."""
+    """Evaluations that this process has run, each with its step number."""
     step_s: float | None
-    """Measured seconds per step: the median without the first two; None: too few steps."""
+    """Measured seconds per step: the median without the first two steps; None if there were too few steps."""
     report: PlanReport
-    """The plan of the last step, with its prediction."""
+    """The plan of the last step, with its predictions."""
     profile: ClusterProfile
-    """The profile that the plan was made for."""
+    """The profile for which the plan was made."""
     result: Path
     """Output directory: ``model`` or ``adapter``."""
     checkpoint: Path | None
-    """The newest checkpoint; None: none could be written."""
+    """The newest checkpoint; None if none could be written."""
     skipped: int
-    """Steps without an update, because gradients were not finite."""
+    """Number of steps that were skipped because of non-finite gradients."""
 
 
 def past_result(metadata: Mapping[str, Any], path: Path, job: JobConfig, run_dir: Path) -> TrainResult | None:
-    """Return the result of a finished run whose last checkpoint is ``path``; None: the run is unfinished. On rank 0."""
+    """Return the result of the run whose last checkpoint is ``path``; None if the run is unfinished. Called on rank 0."""
     step, patience = metadata["step"], job.train.early_stopping_patience
     is_over = step == job.train.steps or 0 < patience <= (metadata.get("higher_in_a_row") or 0)
     result = run_dir / ("model" if job.adapter.method == "none" else "adapter")
@@ -81,7 +81,7 @@ def past_result(metadata: Mapping[str, Any], path: Path, job: JobConfig, run_dir
 
 
 def share_past_result(world: World, result: TrainResult | None) -> TrainResult | None:
-    """Broadcast rank 0's result of a finished run, and report it. Collective."""
+    """Broadcast rank 0's result of a finished run, and tell the user that the run is finished. Collective."""
     shared = share_result(world, result)
     if shared is not None:
         say(
@@ -121,7 +121,7 @@ def save_model(
     tokenizer: PreTrainedTokenizerFast | None,
     generation: Mapping[str, Any] | None,
 ) -> None:
-    """Write the model and its tokenizer on rank 0, layer by layer. Collective. ``generation``: as in ``result_writer``."""
+    """Write the model layer by layer, and its tokenizer, on rank 0. Collective. ``generation``: as in ``result_writer``."""
     listed = tensor_shards(trainer.tuning, trainer.plan, ("parameters",), trainer.dtype)
     coming = collect(trainer.rank, trainer.transport, listed, LiveState(trainer, rounded=True))
     if trainer.rank != 0:
@@ -138,7 +138,7 @@ def save_model(
 def save_adapter(
     trainer: Trainer, directory: Path, base: str | None, tokenizer: PreTrainedTokenizerFast | None
 ) -> None:
-    """Write the adapter on rank 0 as a PEFT directory with the tokenizer. Collective. ``base``: the model it was trained on."""
+    """Write the adapter and the tokenizer on rank 0 as a PEFT directory. Collective. ``base``: name of the base model."""
     listed = tensor_shards(trainer.tuning, trainer.plan, ("parameters",))
     coming = collect(trainer.rank, trainer.transport, listed, LiveState(trainer))
     state = {shard.name: tensor.clone() for shard, tensor in coming}
@@ -150,22 +150,22 @@ def save_adapter(
 
 
 class ResultWriter(Protocol):
-    """Writes a trained model layer by layer to a directory, which appears complete at the end."""
+    """Writes a trained model layer by layer to a directory that becomes visible when it is complete."""
 
     path: Path
-    """Temporary directory, for further files of the model."""
+    """Temporary directory, to which other files of the model can be added."""
 
     def add(self, state: dict[str, torch.Tensor]) -> None:
-        """One layer's parameters and constants, in host memory; the layers come in order."""
+        """Write the next layer's parameters and constants, given in host memory."""
 
 
 def result_writer(
     chain: LayerChain, directory: Path, shard_bytes: int, generation: Mapping[str, Any] | None
 ) -> AbstractContextManager[ResultWriter]:
-    """Return the writer of a chain's trained model.
+    """Return a writer for the trained model of ``chain``.
 
-    A language model is written in files of at most ``shard_bytes``, with ``generation`` as ``generation_config.json``; a custom
-    model as ``model.safetensors``, the state dict of ``torch.nn.Sequential`` of its layers.
+    A language model is written in files of at most ``shard_bytes``, with ``generation`` as ``generation_config.json``. A custom
+    model is written to ``model.safetensors`` as the state dict of a ``torch.nn.Sequential`` of its layers.
     """
     if not isinstance(chain, CustomChain):
         return ModelDirectoryWriter(language(chain).model, directory, shard_bytes, generation)

@@ -1,6 +1,7 @@
-"""Present a run on rank 0: screen, ``run.json``, ``now.json``, ``architecture.png``, live page, final reports and model.
+"""Present a run on rank 0: progress display, ``run.json``, ``now.json``, ``architecture.png``, live page and final results.
 
-At the end come ``report.html``, ``trace.json``, the model or adapter, a sample and the summary. Failures of reports are logged.
+The final results are the model or adapter, a sample, ``report.html``, ``trace.json`` and the summary. A failing report does not
+fail the run.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from hetero_mpi.util.shipped import USED_PROFILE
 
 
 def draw_plan(context: RunContext, report: PlanReport) -> None:
-    """``architecture.png`` and ``.svg`` of the plan. On rank 0, before training."""
+    """Draw the plan to ``architecture.png`` and ``.svg`` on rank 0 before training."""
     if context.world.rank != 0 or not context.job.report.write:
         return
     with warn_on_failure("drawing architecture.png"):
@@ -60,7 +61,7 @@ def draw_plan(context: RunContext, report: PlanReport) -> None:
 
 
 def save_used_profile(context: RunContext) -> None:
-    """Save the profile used for planning if it differs from ``profile.toml``, in a file that no later run reuses. On rank 0."""
+    """Save the profile used for planning on rank 0 if it differs from ``profile.toml``, in a file that later runs ignore."""
     if context.world.rank != 0:
         return
     used, measured = context.run_dir / USED_PROFILE, None
@@ -74,7 +75,7 @@ def save_used_profile(context: RunContext) -> None:
 
 
 def open_metrics(context: RunContext, step: int, run_id: str) -> MetricsWriter:
-    """Open the metrics of a run that starts after ``step`` steps, and describe the run in ``run.json``."""
+    """Open the metrics files of a run that starts after ``step`` steps, and describe the run in ``run.json``."""
     loaded = context.loaded
     with warn_on_failure("writing run.json"):
         about = loaded.name, str(loaded.path), job_to_dict(loaded.job), own_versions(context.world.library)
@@ -87,7 +88,7 @@ def open_metrics(context: RunContext, step: int, run_id: str) -> MetricsWriter:
 def open_display(
     context: RunContext, state: State, run_id: str, stack: contextlib.ExitStack, screen: bool
 ) -> tuple[MetricsWriter | None, ProgressDisplay | None]:
-    """The metrics and the screen of the steps, on rank 0; nothing elsewhere. ``screen``: no program prints between them."""
+    """Open the metrics and progress display on rank 0; returns (None, None) elsewhere. ``screen``: whether to use the screen."""
     if context.world.rank != 0:
         return None, None
     metrics = stack.enter_context(open_metrics(context, state.step, run_id))
@@ -101,7 +102,7 @@ def open_display(
 
 
 def show_plan(display: ProgressDisplay | None, context: RunContext, plan: Plan, watchdog: Watchdog | None) -> None:
-    """Show a plan on the screen before its steps, with the ranks' standings (if there is a watchdog)."""
+    """Show a plan on the display before its steps, with the standings of the ranks if there is a watchdog."""
     if display is None:
         return
     with warn_on_failure("showing the plan"):
@@ -111,13 +112,13 @@ def show_plan(display: ProgressDisplay | None, context: RunContext, plan: Plan, 
 
 WRITE_INTERVAL_S = 0.5
 _MAX_PAGE_EXIT_S = 5.0
-"""Maximum wait for the page's process, which shows the end of the run."""
+"""Time to wait for the live page's process to exit, so that it can still show the end of the run."""
 
 
 class LiveView:
-    """Writes ``now.json``, and the report after an error on all ranks, over all attempts. On rank 0.
+    """Writes ``now.json`` on rank 0 during all attempts of a run, and the report if the run fails on all ranks.
 
-    A separate low-priority process serves the live page, if requested. It ends when its pipe closes, however rank 0 ends.
+    If requested, a separate process serves the live page. It exits when its pipe closes, and thus whenever rank 0 exits.
     """
 
     def __init__(self, world: World) -> None:
@@ -130,7 +131,7 @@ class LiveView:
         self._write = BestEffort("writing now.json", self._write_present)
 
     def show_run(self, report_table: ReportTable, run_dir: Path, display: ProgressDisplay | None) -> None:
-        """Show the run once its start is accepted. ``display``: on rank 0 only."""
+        """Start showing the run once its start has been accepted. ``display``: None on ranks other than 0."""
         if display is None:
             return
         self._report_table, self._run_dir, self._display = report_table, run_dir, display
@@ -170,14 +171,14 @@ class LiveView:
         write_present(self._run_dir, Present(time.time(), self._world.current_action, ended, ranks))
 
     def _print_page_output(self) -> None:
-        """Print the output of the page's process. It is not logged, as it contains the access token."""
+        """Print the output of the live page's process, which is not logged because it contains the access token."""
         assert self._page is not None and self._page.stdout is not None
         for line in self._page.stdout:
             write_line(line.decode(errors="replace").rstrip())
 
 
 def write_files(run_dir: Path, report_table: ReportTable) -> None:
-    """``report.html`` and ``trace.json``, on rank 0."""
+    """Write ``report.html`` and ``trace.json``. Called on rank 0."""
     if report_table.write:
         with warn_on_failure("writing the report"):
             from hetero_mpi.report.page.document import write_report  # loads matplotlib
@@ -191,7 +192,7 @@ def write_result(context: RunContext, share: Share, state: State, other_programs
     """Write the result and print the summary. Collective over the active ranks.
 
     Raises:
-        UserError: rank 0 cannot write the result; names the newest checkpoint.
+        UserError: Rank 0 cannot write the result; the message names the newest checkpoint.
     """
     try:
         assert share.members is not None and share.trainer is not None
@@ -225,7 +226,7 @@ def write_result(context: RunContext, share: Share, state: State, other_programs
 
 
 def final_result(context: RunContext, report: PlanReport, state: State) -> TrainResult:
-    """The run's ``TrainResult``, broadcast from rank 0. Collective over all ranks of the job."""
+    """Return the run's result as broadcast from rank 0. Collective over all ranks of the job."""
     result = TrainResult(
         run_dir=context.run_dir,
         losses=tuple(state.losses),
@@ -273,23 +274,23 @@ def _print_summary(context: RunContext, report: PlanReport, state: State, result
 
 
 MIN_OTHER_CORES = 0.25
-"""Minimum load by other programs to report, in cores."""
+"""Load by other programs, in cores, above which it is reported."""
 MIN_BUSY_SHARE = 0.85
-"""Minimum utilization at which processes wait for a core."""
+"""Utilization above which processes are assumed to wait for cores."""
 
 _NOT_BUSY = ("idle", "iowait", "guest", "guest_nice")
-"""Guest time is included in other times; time stolen by a hypervisor counts as busy."""
+"""CPU times that do not count as busy. Guest times are already part of other times; stolen time counts as busy."""
 
 
 class OtherPrograms:
-    """Measures the load by other programs on this rank's host since construction."""
+    """Measures the load that other programs put on this rank's host, starting at construction."""
 
     def __init__(self) -> None:
         self._now = BestEffort("measuring other programs", _cpu_seconds)
         self._began = self._now()
 
     def summary(self, world: World) -> str:
-        """Describe the load: ``other programs took about 0.8 of 2 cores``, for each slowed host; "": none. Collective."""
+        """Describe the load on each slowed host: ``other programs took about 0.8 of 2 cores``; "" if none. Collective."""
         ended, host_row = self._now(), None
         if ended is not None and self._began is not None:
             passed_s, own_s, *cores_s = (now - then for now, then in zip(ended, self._began, strict=False))
@@ -310,7 +311,7 @@ class OtherPrograms:
 
 
 def _cpu_seconds() -> list[float]:
-    """Seconds: of the clock, of this process on any core, and of all processes on each core."""
+    """Return the wall-clock time, this process's CPU time, and the busy time of each core, in seconds."""
     busy_s = (
         sum(seconds for name, seconds in core._asdict().items() if name not in _NOT_BUSY)
         for core in psutil.cpu_times(percpu=True)

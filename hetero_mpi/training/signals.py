@@ -1,11 +1,11 @@
 """Signals that ask a run to end: SIGINT (Ctrl-C), SIGTERM and SIGUSR1.
 
-* While steps are taken, the first signal is only noted. The decision of the next step carries it to all ranks, which write a
-  checkpoint and end with ``ExitCode.STOPPED``.
-* Before the first step there is nothing to save, and the job ends at once.
-* While a run recovers from a death after steps, the signal is noted too: the recovered state is saved after its first step.
-* A second SIGINT or SIGTERM ends the process at once by the signal's default action.
-* A further SIGUSR1 has no effect: SLURM sends it before the time limit, whatever a user has sent before.
+* During training, the first signal is only recorded. The decision of the next step carries it to all ranks, which write a
+  checkpoint and exit with ``ExitCode.STOPPED``.
+* Before the first step there is nothing to save, so the job ends at once.
+* During recovery from a lost rank, the signal is recorded as well: the recovered state is saved after its first step.
+* A second SIGINT or SIGTERM ends the process at once through the signal's default action.
+* A second SIGUSR1 has no effect, because SLURM sends one before the time limit even if the user has already sent a signal.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hetero_mpi.comm.ranks.leave import Interrupted
 from hetero_mpi.util.errors import ABORT_SIGNALS
 
 ECHO_S = 1.0
-"""Maximum delay of a duplicate of the first signal: terminals signal whole process groups, and launchers forward signals."""
+"""Time within which a second signal is taken for a duplicate: terminals signal process groups, and launchers forward signals."""
 _BEFORE_STEPS = "before the first step, so this start saved nothing" + (
     ". Under SLURM: raise --time, which must cover the start (imports, profile, plan, weights), some steps, and --signal's seconds"
     if "SLURM_JOB_ID" in os.environ
@@ -33,10 +33,10 @@ REQUESTS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR
 
 
 class StopRequest:
-    """Records whether this process has been asked to end. A context manager for the main thread: it handles the signals.
+    """Records whether this process has been asked to end. A context manager, for the main thread, that handles the signals.
 
     Attributes:
-        asked_by: the first signal that was noted; None: none yet.
+        asked_by: the first signal received; None if none has been received.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class StopRequest:
         self._before: dict[int, Any] = {}
 
     def __call__(self) -> bool:
-        """Has the process been asked to end?"""
+        """Whether the process has been asked to end."""
         return self.asked_by is not None
 
     def __enter__(self) -> StopRequest:
@@ -60,14 +60,14 @@ class StopRequest:
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """Note the first signal instead of ending the process; after an error of the block too, as the run recovers or ends."""
+        """Record the first signal instead of ending the process, even after an error in the block (the run may recover)."""
         self._noting = True
         yield
         self._noting, self._saved = False, _AFTER_STEPS
 
     @contextmanager
     def aside(self, defer: bool) -> Iterator[None]:
-        """A block in which SIGINT goes to the handler that was there before, if ``defer``."""
+        """If ``defer`` is set, pass SIGINT to the previously installed handler within the block."""
         self._aside = defer
         yield
         self._aside = False

@@ -1,14 +1,14 @@
-"""The start of a run: from the job's weights, a checkpoint, shards on the hosts' disks, or copies in memory.
+"""Start a run from the job's weights, a checkpoint, shards on the hosts' disks, or copies in memory.
 
 A version of the trained state has sources on one or more ranks (``directory.Source``): rank 0 reads checkpoints, the first rank of
-each host its shards, and after a loss the remaining ranks have copies in memory. A run resumes from the newest complete version:
+each host reads its shards, and after a loss the remaining ranks have copies in memory. A run resumes from the newest complete
+version:
 
-    check_header  compares the checkpoint header with the job, before devices are opened and data are read
-    find_start    finds the newest complete version, without damaged shards, and compares it with the job and its data
-    load_start    builds the stages of the plan, and moves the state from its readers to its holders (``redistribute.move``)
+    check_header  compares the checkpoint header with the job before devices are opened and data is read
+    find_start    finds the newest complete version, skipping damaged shards, and compares it with the job and its data
+    load_start    builds the stages of the plan and moves the state from its readers to its holders (``redistribute.move``)
 
-Writes and archiving wait until the start is accepted (``Pending``).
-
+Files are written and archived only once the start is accepted (``Pending``).
 """
 
 import contextlib
@@ -73,10 +73,10 @@ _LOG = logging.getLogger(__name__)
 
 # -------------------------------------------------------------------------------------------------- before anything is measured
 def check_header(world: World, loaded: LoadedJob, run_dir: Path, resume: str | None) -> TrainResult | None:
-    """Check the checkpoint header before data are read; return the result of a finished run, else None. Collective.
+    """Check the checkpoint header before data is read; returns the result if the run is finished, else None. Collective.
 
     Raises:
-        CollectiveUserError: the header does not match the job, or there is no checkpoint.
+        CollectiveUserError: The header does not match the job, or there is no checkpoint.
     """
     if resume is None:
         return None
@@ -108,7 +108,7 @@ def _read_past_result(reader: CheckpointReader, path: Path, loaded: LoadedJob, r
 
 
 def _described(job: Mapping[str, Any]) -> dict[str, Any]:
-    """Tables of a job that define model, data and training, without dtype and compile, which may be unresolved."""
+    """Return the job's tables on model, data and training, without dtype and compile, which may still be unresolved."""
     tables = {table: job.get(table) for table in ("model", "adapter", "tokenizer", "data", "train")}
     return {**tables, "train": {**(tables["train"] or {}), "dtype": None, "compile": None}}
 
@@ -116,10 +116,10 @@ def _described(job: Mapping[str, Any]) -> dict[str, Any]:
 def find_start(
     context: RunContext, history: RunHistory, options: TrainOptions, pending: Pending
 ) -> tuple[State | None, TrainResult | None]:
-    """Return (the state to resume from, or None; the result of a finished run, or None). Collective; no rank may be writing shards.
+    """Return the state to resume from and the result of a finished run, each None if there is none. Collective.
 
-    Raises:
-        CollectiveUserError: there is no state to resume from, or this run would not continue it.
+    No rank may be writing shards meanwhile. Raises CollectiveUserError if there is no state to resume from, or if this run would
+    not continue it.
     """
     world, resume, run_dir = context.world, options.resume, context.run_dir
     run_id, version, newest = None, None, resume in (LATEST, ANY)
@@ -155,7 +155,7 @@ def _needed_names(context: RunContext) -> frozenset[str]:
 def _sources(
     context: RunContext, history: RunHistory, resume: str | None, run_id: str | None, with_shards: bool
 ) -> list[Source]:
-    """Sources of all ranks. Collective. Raises CollectiveUserError: the named checkpoint is missing or damaged."""
+    """Find the sources of all ranks. Collective. Raises CollectiveUserError if the named checkpoint is missing or damaged."""
     world = context.world
     local_sources = [version.source(world.rank, run_id or "") for version in history.versions]
     with world.on_leader("opening the checkpoint"):
@@ -169,9 +169,9 @@ def _sources(
 
 
 def _checkpoint(context: RunContext, history: RunHistory, resume: str | None, run_id: str | None) -> list[Source]:
-    """Rank 0's checkpoint: the named one or the newest complete one; after a loss, the newest of run ``run_id``.
+    """Find rank 0's checkpoint: the named or newest valid one; after a loss, the newest of this run if there is one.
 
-    A new rank 0 may have checkpoints of another run. Raises UserError: the named checkpoint is missing or damaged.
+    A new rank 0 may have checkpoints of another run. Raises UserError if the named checkpoint is missing or damaged.
     """
     newest, after_loss = resume in (LATEST, ANY), bool(history.losses) and history.token is not None
     path, skipped = newest_good(context.run_dir / "checkpoints") if newest or after_loss else (None, [])
@@ -194,7 +194,7 @@ def _metadata(path: Path) -> dict[str, Any]:
 
 
 def _report_skipped(world: World, local_skips: Sequence[tuple[Path, str]]) -> set[tuple[int, str]]:
-    """Report skipped files of all ranks with reasons; return their (rank, path). Collective."""
+    """Report the files that any rank skipped, with reasons; returns their (rank, path). Collective."""
     rows = world.all_gather_json([[str(path), reason] for path, reason in local_skips])
     for host, of_rank in zip(world.hosts, rows, strict=True):
         say(*(f"{host}: skipped {path}: {reason}" for path, reason in of_rank))
@@ -202,7 +202,7 @@ def _report_skipped(world: World, local_skips: Sequence[tuple[Path, str]]) -> se
 
 
 def _earlier_runs(world: World, run_dir: Path) -> list[str]:
-    """Ids of earlier runs found on any host. Collective."""
+    """Collect the ids of earlier runs from all hosts. Collective."""
     local_run_ids = [shard.run_id for shard in shards_on_disk(run_dir)[0]] if world.local_rank == 0 else []
     if world.rank == 0:
         local_run_ids.append(str(run_json(run_dir / RUN_NAME).get("run_id")))
@@ -210,7 +210,7 @@ def _earlier_runs(world: World, run_dir: Path) -> list[str]:
 
 
 def _undamaged(context: RunContext, sources: list[Source]) -> tuple[list[Source], str | None]:
-    """Return (sources without unusable shards, id of the newest complete version on disks). Collective."""
+    """Return the sources without unusable shards, and the id of the newest complete version in shards. Collective."""
     world, names = context.world, _needed_names(context)
     while True:
         local = [source for source in newest_version(sources, names) if source.is_shard and source.rank == world.rank]
@@ -227,7 +227,7 @@ def _undamaged(context: RunContext, sources: list[Source]) -> tuple[list[Source]
 
 
 def _damage(context: RunContext, path: Path, names: frozenset[str]) -> str | None:
-    """Reason why a shard is unusable, or None. Reads every byte, and compares the job."""
+    """Return the reason why a shard is unusable, or None. Verifies the complete file and compares it with the job."""
     reason = verify(path)
     if reason is None:
         try:
@@ -246,7 +246,7 @@ def _check_fits(context: RunContext, path: Path, names: frozenset[str] | None = 
 def _accepted(
     context: RunContext, history: RunHistory, sources: list[Source], pending: Pending
 ) -> tuple[State, TrainResult | None]:
-    """Compare a version with the job; return (its state, result of a finished run or None). Collective."""
+    """Compare a version with the job; returns its state and the result if the run is finished, else None. Collective."""
     world, first, past = context.world, sources[0], None
     with StateReader(world.rank, sources, history.versions) as reader:
         reads = world.rank == first.rank
@@ -273,7 +273,7 @@ def _accepted(
 
 
 def _report_resume_from_shards(context: RunContext, sources: list[Source], pending: Pending) -> Path | None:
-    """Report that the run resumes from shards; return the newest complete checkpoint. On rank 0."""
+    """Report that the run resumes from shards; returns the newest valid checkpoint or None. Called on rank 0."""
     world, step = context.world, sources[0].step
     good, _ = newest_good(context.run_dir / "checkpoints")
     hosts = list(dict.fromkeys(world.hosts[source.rank] for source in sources))
@@ -285,9 +285,9 @@ def _report_resume_from_shards(context: RunContext, sources: list[Source], pendi
 
 
 def _same_data(context: RunContext, path: Path, state: State, origin: Mapping[str, Any]) -> bool:
-    """Reject a stored state that this run would not continue; report differences, and return whether the data are the same.
+    """Reject a stored state that this run would not continue, and report changes; returns whether the data is the same.
 
-    On rank 0. ``path``: of the state. ``origin``: as returned by ``StateReader.origin``.
+    Called on rank 0. ``path``: where the state is stored, for messages. ``origin``: the result of ``StateReader.origin``.
     """
     job, step = context.job, state.step
     assert context.dataset is not None
@@ -303,9 +303,9 @@ def _same_data(context: RunContext, path: Path, state: State, origin: Mapping[st
 
 
 def _archive_earlier_run(context: RunContext, options: TrainOptions, has_state: bool, pending: Pending) -> None:
-    """Archive an earlier run in the run directory on acceptance, unless this run continues it. Collective.
+    """Schedule the archiving of an earlier run in the run directory, unless this run continues it. Collective.
 
-    Raises CollectiveUserError: the state to resume from is missing, or this run reads files of the earlier one.
+    Raises CollectiveUserError if the state to resume from is missing, or if this run reads files of the earlier one.
     """
     resume, run_dir, job = options.resume, context.run_dir, context.job
     with context.world.on_leader("checking the run directory"):
@@ -332,9 +332,9 @@ def _archive_earlier_run(context: RunContext, options: TrainOptions, has_state: 
 def load_start(
     context: RunContext, history: RunHistory, report: PlanReport, start: State | None
 ) -> tuple[Share, State]:
-    """Return this rank's share of the plan and the initial state. Collective over all ranks.
+    """Build this rank's share of the plan and load the state from which the run starts. Collective over all ranks.
 
-    Raises CollectiveUserError: a rank cannot build its stage or read its weights.
+    Raises CollectiveUserError if a rank cannot build its stage or read its weights.
     """
     world, job, begun_s = context.world, context.job, time.perf_counter()
     state = start or State.initial(job.train.dtype)

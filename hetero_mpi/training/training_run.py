@@ -1,4 +1,4 @@
-"""The command ``train``: a run from its job to its result, on all ranks. A reader of the program begins here."""
+"""The command ``train``: a run on all ranks, from its job to its result. To understand the program, start reading here."""
 
 import contextlib
 import logging
@@ -66,14 +66,14 @@ _LOG = logging.getLogger(__name__)
 def train(
     world: World, options: TrainOptions, on_event: OnEvent | None = None, stop: StopRequest | None = None
 ) -> TrainResult | None:
-    """Run a job and return its result on every rank (None: a dry run, or its program has left the run). Collective.
+    """Run a job and return its result on every rank; None after a dry run or if ``on_event`` left the run. Collective.
 
     Args:
-        on_event: called on every rank between the steps with each event of the run; its reply says how to continue.
-        stop: signal handler installed by the caller; None: install one, which needs the main thread.
+        on_event: called on every rank between steps with each event of the run; its reply says how to continue.
+        stop: signal handler installed by the caller; None to install one, which is possible only in the main thread.
 
     Raises:
-        UserError: an error the user can correct; the same on all ranks.
+        UserError: The run failed with an error that the user can correct; raised on all ranks.
     """
     with contextlib.nullcontext(stop) if stop is not None else StopRequest() as stop:
         follower = Follower(world, stop, on_event) if on_event is not None else None
@@ -97,16 +97,16 @@ class JobToRun:
 
 @dataclass(frozen=True)
 class FoundState:
-    """The result of ``find_state``: where the run continues, or the result of a run that is finished."""
+    """The result of ``find_state``: the state from which to continue, or the result of a finished run."""
 
     start: State | None = None
-    """None: training starts from the beginning."""
+    """None if training starts from scratch."""
     past: TrainResult | None = None
 
 
 @dataclass(frozen=True)
 class Calibrated:
-    """The result of ``calibrate``: the profile by which the run predicts, and the plan it begins with."""
+    """The result of ``calibrate``: the profile used for predictions, and the plan with which the run begins."""
 
     profile: ClusterProfile
     report: PlanReport
@@ -114,27 +114,27 @@ class Calibrated:
 
 @dataclass(frozen=True)
 class Built:
-    """The result of ``build``: this rank's stage under the plan, and the training state that it holds."""
+    """The result of ``build``: this rank's share of the plan, including its stage, and the training state."""
 
     share: Share
     state: State
 
 
 class TrainingRun:
-    """A run in nine phases and an end. Each phase has one result, which the next ones take; all are collective.
+    """A run, in ten collective phases. Each phase returns one result, which later phases use.
 
         resolve_job   connect   load_data_and_model   find_state   profile   plan   calibrate   build   train   finish
              ^                                                                                    ^       |
              |                                                          layers move: rebalancing  +-------+
              |                                                                                            |
              +--------------------------------------------------------------------------------------------+
-              a rank is lost: ``run_with_recovery`` calls ``run`` again on the remaining ranks; what ``history`` remembers
-              (job, data, profile, trained state) is not done again
+              a rank is lost: ``run_with_recovery`` calls ``run`` again on the remaining ranks, which reuse the results
+              in ``history`` (job, data, profile, trained state)
 
     Args:
-        stop: whether this process has been asked to end.
-        live: the page that shows the run.
-        follower: the Python program that follows the run, if one does.
+        stop: tells whether this process has been asked to end.
+        live: writes ``now.json`` and starts the live page.
+        follower: reports events to the Python program that follows the run; None if there is none.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class TrainingRun:
         self._live, self._follower = live, follower
 
     def run(self, history: RunHistory) -> TrainResult | None:
-        """All phases; returns the run's result (None for a dry run)."""
+        """Run all phases and return the run's result; None for a dry run."""
         pending = Pending()
         with contextlib.ExitStack() as resources:
             job = self.resolve_job(history, resources)
@@ -172,7 +172,7 @@ class TrainingRun:
             return self.finish(context, built, other_programs)
 
     def resolve_job(self, history: RunHistory, resources: contextlib.ExitStack) -> JobToRun:
-        """Read the job, lock the run directory, and begin the logs."""
+        """Read the job, lock the run directory, and set up logging."""
         world = self.world
         loaded, run_dir = history.job_of(world, lambda: read_job(world, self.options))
         resources.enter_context(lock_run_directory(world, run_dir))
@@ -199,7 +199,7 @@ class TrainingRun:
         return FoundState(*find_start(context, history, self.options, pending))
 
     def profile(self, context: RunContext, history: RunHistory, pending: Pending) -> Profiled:
-        """Measure the ranks and links, or take the profile that is given, cached, or remembered."""
+        """Measure the ranks and links, or reuse a profile that was given, cached, or kept from an earlier attempt."""
         remembered = history.known_profile(self.world)
         if remembered is not None:
             return Profiled(remembered, False, "")
@@ -209,13 +209,13 @@ class TrainingRun:
         return profiled
 
     def plan(self, context: RunContext, history: RunHistory, profiled: Profiled, pending: Pending) -> Planned:
-        """The given plan, checked, or the planner's. Its schedule has passed a dry run."""
+        """Check the given plan or make one; either way, its schedule has to pass a dry run."""
         if history.losses:
             return plan_for_remaining_ranks(context, history, profiled, pending)
         return plan_for(context, self.options.plan, profiled, pending)
 
     def calibrate(self, context: RunContext, history: RunHistory, planned: Planned, pending: Pending) -> Calibrated:
-        """Run the plan for a few steps with random weights, and calibrate the profile; skipped after a loss."""
+        """Run the plan for a few steps with random weights and calibrate the profile; skipped after a lost rank."""
         if history.losses:
             say(*planned_lines(planned.report, planned.profile, context.run_dir))
             return Calibrated(planned.profile, planned.report)
@@ -227,7 +227,7 @@ class TrainingRun:
         return calibrated
 
     def build(self, context: RunContext, history: RunHistory, report: PlanReport, start: State | None) -> Built:
-        """Build this rank's stage, and bring the trained state to the ranks that hold it. Idle ranks wait."""
+        """Build this rank's stage and move the trained state to the ranks that need it; idle ranks wait."""
         world = self.world
         world.current_action = "building the stages"
         share, state = load_start(context, history, report, start)
@@ -243,9 +243,9 @@ class TrainingRun:
         return Built(share, state)
 
     def train(self, context: RunContext, history: RunHistory, built: Built) -> Built:
-        """Train under one or more plans; return the last share and state. All ranks change plans together.
+        """Train under one or more plans and return the last share and state. All ranks change plans together.
 
-        Only the share may refer to its trainer, whose memory a change of plan needs.
+        Only the share may hold a reference to its trainer, because a change of plan needs the trainer's memory.
         """
         share, state = built.share, built.state
         with contextlib.ExitStack() as stack:
@@ -258,7 +258,7 @@ class TrainingRun:
         return Built(share, state)
 
     def finish(self, context: RunContext, built: Built, other_programs: OtherPrograms) -> TrainResult:
-        """Write the result, and print the summary."""
+        """Write the result and print the summary."""
         share, state = built.share, built.state
         if share.members is not None:
             with _errors_reach_idle_ranks(self.world, share):
@@ -270,7 +270,7 @@ class TrainingRun:
     def _training(
         self, context: RunContext, history: RunHistory, state: State, stack: contextlib.ExitStack
     ) -> Training:
-        """The parts that the steps of all plans share. ``stack`` closes it after the last one."""
+        """Create the parts that the steps of all plans share; ``stack`` closes them after the last step."""
         rebalancer = rebalancer_of(context, self.options.plan is not None)
         if rebalancer is not None:
             stack.callback(rebalancer.close)
@@ -293,7 +293,7 @@ class TrainingRun:
     def _until_change(
         self, training: Training, history: RunHistory, share: Share, state: State
     ) -> dict[str, Any] | None:
-        """Train, or sleep on an idle rank, until the plan changes; return {plan, state}; None: the run is over. Collective."""
+        """Train, or sleep on an idle rank, until the plan changes (returns the new plan and the state) or training ends (None)."""
         context, rebalancer, world = training.context, training.rebalancer, self.world
         if share.members is None:
             return self._sleep(training)
@@ -319,7 +319,7 @@ class TrainingRun:
         return message
 
     def _sleep(self, training: Training) -> dict[str, Any] | None:
-        """An idle rank's part in ``_until_change``."""
+        """Implement ``_until_change`` on an idle rank."""
         self.world.current_action = "idle, by the plan"
         while True:
             message: dict[str, Any] | None = self.world.sleep_until_released(training.stop_requested)
@@ -330,7 +330,7 @@ class TrainingRun:
 
 
 def _end_dry_run(context: RunContext, pending: Pending) -> None:
-    """Write profile, plan and figure, unless the directory holds a run. Collective."""
+    """Write the profile, plan and figure of a dry run, unless the directory holds a run. Collective."""
     say("Dry run: stopping before weights are read")
     if context.world.broadcast_json(context.world.rank == 0 and holds_run(context.run_dir)):
         say(f"{context.run_dir} holds a run and is unchanged: --run-dir DIR keeps profile and plan of a dry run")
@@ -339,7 +339,7 @@ def _end_dry_run(context: RunContext, pending: Pending) -> None:
 
 
 def _metadata(context: RunContext, history: RunHistory) -> dict[str, Any]:
-    """Metadata of all checkpoints of the run; each adds its plan. On rank 0."""
+    """Return the metadata that all checkpoints of the run share. Called on rank 0."""
     assert context.dataset is not None and context.material is not None
     return {
         "data_fingerprint": context.dataset.fingerprint(),
@@ -356,7 +356,7 @@ def _metadata(context: RunContext, history: RunHistory) -> dict[str, Any]:
 
 
 def _change_plan_and_report(training: Training, before: Share, report: PlanReport, state: State) -> Share:
-    """Change to another plan, and report it. Collective over all ranks of the job."""
+    """Change to another plan and report the change. Collective over all ranks of the job."""
     begin_s, context = time.perf_counter(), training.context
     share = change_plan(context, before, report, state)
     if context.world.rank == 0:
@@ -369,7 +369,7 @@ def _change_plan_and_report(training: Training, before: Share, report: PlanRepor
 
 @contextlib.contextmanager
 def _errors_reach_idle_ranks(world: World, share: Share) -> Iterator[None]:
-    """Pass a shared error of the active ranks on to the idle ranks."""
+    """Forward an error that all active ranks raise to the idle ranks."""
     try:
         yield
     except CollectiveUserError as error:
@@ -378,6 +378,6 @@ def _errors_reach_idle_ranks(world: World, share: Share) -> Iterator[None]:
 
 
 def _idle_ranks(world: World, share: Share) -> list[int]:
-    """Ranks that sleep while the plan of ``share`` lasts."""
+    """List the ranks that sleep under the plan of ``share``."""
     active = active_ranks(share.plan)
     return [rank for rank in range(world.size) if rank not in active]

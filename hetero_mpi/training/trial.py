@@ -1,12 +1,12 @@
-"""Calibration run of a plan: a few steps with randomly initialised weights on the real ranks and links, before weights are read.
+"""Calibration run of a plan: a few steps with randomly initialised weights on the actual ranks and links.
 
     rehearsal    each rank alone: finds ranks that run out of memory
     steps        all ranks together, as in training; the first step is a warm-up
     calibration  the measured times of ranks, groups and links replace the profiled ones
     replanning   if the calibrated profile suggests another plan, it is run too, and the faster plan is used
 
-All stages, buffers and communicators are released, no file is written, and the random state of the training is unchanged.
-
+It takes place before weights are read. All stages, buffers and communicators are released afterwards, and the random state of
+the training is unchanged.
 """
 
 import contextlib
@@ -64,12 +64,12 @@ from hetero_mpi.util.errors import UserError
 from hetero_mpi.util.shipped import profile_file
 
 MAX_SLOWDOWN = 2.0
-"""Stop the calibration early once its steps are this many times slower than predicted."""
+"""Stop the calibration early once its steps have taken this many times the predicted time."""
 MAX_ATTEMPTS = 3
-"""Maximum number of plans to run until one fits."""
+"""Maximum number of plans to run until one fits in memory."""
 _NOTE = "corrected by"
 RETRY_MEMORY_RATIO = 0.95
-"""Share of the planned memory that a rank's budget keeps after running out of memory."""
+"""Fraction of the used or planned memory to which a rank's budget is reduced after the rank ran out of memory."""
 
 
 class _Shortage(NamedTuple):
@@ -83,10 +83,10 @@ class _Shortage(NamedTuple):
 def try_plan(
     context: RunContext, options: TrainOptions, planned: Planned, pending: Pending
 ) -> tuple[ClusterProfile, PlanReport]:
-    """Return the calibrated profile and the fastest plan, or both unchanged without a calibration run. Collective.
+    """Return the calibrated profile and the fastest plan; both are unchanged if there is no calibration run. Collective.
 
     Raises:
-        CollectiveUserError: no plan fits the memory budgets.
+        CollectiveUserError: No plan fits the memory budgets.
     """
     profile, report = planned.profile, planned.report
     tried_step_s = _earlier_step_s(context, options, planned)
@@ -112,7 +112,7 @@ def try_plan(
 
 
 def _earlier_step_s(context: RunContext, options: TrainOptions, planned: Planned) -> float | None:
-    """Measured step time of this plan in the resumed run, if the machines are the same. Collective."""
+    """Return the step time that the resumed run measured for this plan on the same machines, or None. Collective."""
     tried_step_s: float | None = None
     if context.world.rank == 0 and options.resume is not None and context.job.profile.calibrate == "auto":
         with contextlib.suppress(UserError):  # no such file, or a damaged one
@@ -137,7 +137,7 @@ def _calibration_allowance(context: RunContext, options: TrainOptions, planned: 
 
 
 class _CalibrationRun:
-    """Runs plans. All methods are collective. ``planning_s``: duration of planning. ``has_user_plan``: keep that plan."""
+    """Runs plans for calibration. All methods are collective. ``has_user_plan``: whether the plan is the user's, and fixed."""
 
     def __init__(
         self, context: RunContext, allowed: Allowance, planning_s: float, has_user_plan: bool, pending: Pending
@@ -149,7 +149,7 @@ class _CalibrationRun:
     def fitting(
         self, profile: ClusterProfile, report: PlanReport
     ) -> tuple[ClusterProfile, PlanReport, StepComparison | None]:
-        """Return a plan that fits (the first, or one for the available memory), and its measured steps on rank 0."""
+        """Find a plan that fits in memory; returns its profile, the plan and, on rank 0, its measured steps."""
         for attempt in range(MAX_ATTEMPTS):
             steps, short = self._run(profile, report)
             if not short:
@@ -172,7 +172,7 @@ class _CalibrationRun:
     def best(
         self, profile: ClusterProfile, report: PlanReport, steps: StepComparison | None
     ) -> tuple[ClusterProfile, PlanReport]:
-        """Return the calibrated profile, and the faster of ``report`` and a plan made with that profile."""
+        """Return the calibrated profile, and the faster of the given plan and a plan made for that profile."""
         better, first = self._calibrated(profile, report, steps)
         if self._has_user_plan:
             return better, first
@@ -208,11 +208,11 @@ class _CalibrationRun:
         )
 
     def _seconds(self, profile: ClusterProfile, report: PlanReport) -> float:
-        """Estimated seconds of the calibration run of a plan."""
+        """Estimate how long a calibration run of a plan takes, in seconds."""
         return trial_s(report, profile, self._allowed.counted)
 
     def _in_time(self, action: str, seconds: float) -> bool:
-        """Whether ``action`` of about ``seconds`` ends within the time limit; reports if it does not."""
+        """Whether an action that takes about ``seconds`` fits in the time limit; tells the user if it does not."""
         fits = bool(self._world.broadcast_json(seconds <= self._ends_s - time.perf_counter()))
         if not fits:
             say(f"{action} would take about {units.seconds(seconds)}, too long for this run: keeping the first plan")
@@ -221,7 +221,7 @@ class _CalibrationRun:
     def _calibrated(
         self, profile: ClusterProfile, report: PlanReport, steps: StepComparison | None, decision_text: str = ""
     ) -> tuple[ClusterProfile, PlanReport]:
-        """Return the profile calibrated by the steps of a plan (on rank 0), and that plan with new predictions."""
+        """Return the profile calibrated by rank 0's measured ``steps`` of a plan, and that plan with new predictions."""
         values = None
         with self._world.on_leader("comparing steps with their prediction"):
             if steps is not None:
@@ -246,11 +246,11 @@ class _CalibrationRun:
         return profile_from_dict(values[0]), report_from_dict(values[1])
 
     def _planned(self, profile: ClusterProfile) -> PlanReport:
-        """The planner's plan. Raises CollectiveUserError: none fits."""
+        """Make a plan for the profile. Raises CollectiveUserError if no plan fits."""
         return obtain_plan(self._context, profile, planning_request(self._context, profile), self._pending)
 
     def _run(self, profile: ClusterProfile, report: PlanReport) -> tuple[StepComparison | None, list[_Shortage]]:
-        """Run a plan: (comparison of its steps with their prediction, on rank 0; ranks out of memory, on all ranks)."""
+        """Run a plan; returns rank 0's comparison of the steps with their prediction, and the ranks that ran out of memory."""
         context = replace(self._context, planned_for=profile)
         share = join_plan(context, report)
         steps: list[StepByRank] = []
@@ -274,7 +274,7 @@ class _CalibrationRun:
 
 
 def _steps(context: RunContext, share: Share, allowed: Allowance) -> tuple[list[StepByRank], list[_Shortage]]:
-    """Return (measured steps, on rank 0; ranks out of memory), and free all memory. Collective over the active ranks."""
+    """Take the steps of a calibration run; returns rank 0's measured steps and the ranks that ran out of memory. Collective."""
     members, rank = share.members, context.world.rank
     assert members is not None
     group = group_of(context, members, share.plan)
@@ -296,7 +296,7 @@ def _steps(context: RunContext, share: Share, allowed: Allowance) -> tuple[list[
 
 
 def _ranks_out_of_memory(members: World, rank: int, how: str, work: Callable[[], object]) -> list[_Shortage]:
-    """Return the active ranks that run out of memory in ``work``."""
+    """Run ``work`` on all active ranks and return those that ran out of memory. Collective."""
     lack = None
     with members.collective_errors(f"running the plan{how}"):
         try:
@@ -309,7 +309,7 @@ def _ranks_out_of_memory(members: World, rank: int, how: str, work: Callable[[],
 def _timed_steps(
     context: RunContext, share: Share, trainer: Trainer, batch: Batch | None, allowed: Allowance
 ) -> list[StepByRank]:
-    """Take the steps and return those after the warm-up, on rank 0."""
+    """Take the steps and return the measurements of those after the warm-up; empty on ranks other than 0."""
     members = trainer.world
     clock_s = clock_offset_s(members, context.transport)
     measurements: list[RankMeasurement] = []
@@ -329,13 +329,13 @@ def _timed_steps(
 
 
 def _measured(rank: int, result: StepResult, wall_s: float, clock_s: float) -> RankMeasurement:
-    """``clock_s``: this rank's clock minus the common clock. The optimizer part of a skipped step is dropped."""
+    """Return a step's measurement, without the optimizer if the step was skipped. ``clock_s``: this rank's clock offset."""
     events = [event for event in result.events if event.action.op is not Op.STEP or result.decision.finite]
     return RankMeasurement.from_events(rank, events, result.began_s - clock_s, wall_s, result.worked_s)
 
 
 def _batch(context: RunContext, plan: Plan) -> Batch | None:
-    """Batch of the calibration run, on rank 0: the first sequences, or one repeated sample of a custom model."""
+    """Return the batch of the calibration run: that of the first step, or an example of a custom model. None unless rank 0."""
     dataset, chain = context.dataset, context.chain
     if dataset is None:
         return None
@@ -348,7 +348,7 @@ def _batch(context: RunContext, plan: Plan) -> Batch | None:
 
 
 def _with_less_memory(profile: ClusterProfile, report: PlanReport, short: Sequence[_Shortage]) -> ClusterProfile:
-    """Reduce the memory budgets of ranks that ran out of memory to their used or planned bytes."""
+    """Reduce the memory budgets of ranks that ran out of memory to just below what they used or were planned to use."""
     planned = {memory.rank: memory.peak_bytes for memory in report.memory}
     devices = list(profile.devices)
     for lack in short:

@@ -1,14 +1,13 @@
-"""The watchdog: detects a run without progress, prints the position of every rank, and aborts the job.
+"""The watchdog: detects that a run makes no progress, prints the position of every rank, and aborts the job.
 
-A thread on every rank records twice a second its rank's position (step, action, message count) and for how long it is unchanged.
-A hang means that no rank has made progress for the limit. Rank 0 decides; if rank 0 is silent, the other ranks do.
+Twice a second, a thread on every rank records the rank's position (step, action, message count) and how long it has not changed.
+The run hangs if no rank has made progress within the time limit. Rank 0 decides; if it is silent, the other ranks do.
 
 * Time in which a process was suspended (a closed laptop, SIGSTOP) does not count; the thread sees it as a gap between two polls.
-* Long work of a single rank, such as closing a large checkpoint, is marked with ``World.busy`` and counts as progress.
+* Long work on a single rank, such as closing a large checkpoint, is marked with ``World.busy`` and counts as progress.
 
-Ranks exchange positions by non-blocking heartbeats: small JSON messages on a separate communicator, sent by a separate thread, so
-they arrive even if the main threads hang. MPI must support calls from several threads (``THREAD_MULTIPLE``).
-
+Ranks exchange positions by non-blocking heartbeats: small JSON messages that a separate thread sends on a separate communicator,
+so that they arrive even if the main threads hang. MPI must support calls from several threads (``THREAD_MULTIPLE``).
 """
 
 from __future__ import annotations
@@ -46,11 +45,11 @@ _TAG = 1
 
 
 class Heartbeat:
-    """The newest report of each rank. The constructor and ``close`` are collective; in between one thread calls ``beat``.
+    """Exchanges the ranks' newest reports. The constructor and ``close`` are collective; in between, one thread calls ``beat``.
 
     Attributes:
-        words: rank -> its newest report, this rank's included; on other ranks than 0 as rank 0 has passed it on. Missing: none yet.
-        heard_s: rank -> ``time.monotonic`` of its newest message: on rank 0 of every other rank, elsewhere of rank 0.
+        words: maps each rank that has reported, including this one, to its newest report; rank 0 forwards reports to the others.
+        heard_s: maps peers (on rank 0 all other ranks, elsewhere rank 0) to the ``time.monotonic`` of their newest message.
     """
 
     def __init__(self, world: World) -> None:
@@ -61,10 +60,10 @@ class Heartbeat:
         self.heard_s = {peer: time.monotonic() for peer in peers}
         self._sent, self._received = dict.fromkeys(peers, 0), dict.fromkeys(peers, 0)
         self._sending: dict[int, tuple[Any, Any]] = {}
-        """Peer -> (MPI request, the bytes it sends)."""
+        """Maps each peer to (MPI request, bytes being sent)."""
 
     def beat(self, report: Any) -> None:
-        """Receive messages and send ``report`` to rank 0 (rank 0: all to all), unless a send is pending. Raises RankLost."""
+        """Receive messages and send ``report`` to rank 0 (rank 0: all reports to all) if no send is pending. Raises RankLost."""
         with ulfm.translate_losses():
             self._take_all()
             self.words[self.rank] = report
@@ -76,16 +75,16 @@ class Heartbeat:
                     self._sent[peer] += 1
 
     def silent_s(self, peer: int) -> float:
-        """Seconds since the newest message of ``peer``; 0 for this rank itself."""
+        """Return the seconds since the newest message from ``peer``; 0 for this rank itself."""
         return time.monotonic() - self.heard_s[peer] if peer != self.rank else 0.0
 
     def forgive(self, pause_s: float) -> None:
-        """Do not count ``pause_s`` seconds of suspension of this process as silence of its peers."""
+        """Do not count ``pause_s`` seconds, for which this process was suspended, as silence of its peers."""
         for peer in self.heard_s:
             self.heard_s[peer] += pause_s
 
     def close(self) -> None:
-        """Complete or cancel all messages. No ``beat`` follows."""
+        """Complete all messages; ``beat`` must not be called afterwards. Collective."""
         sent = Collectives(self._comm, self.rank, self.size).all_gather_json(sorted(self._sent.items()))
         expected = {peer: dict(map(tuple, sent[peer])).get(self.rank, 0) for peer in self.heard_s}
         pause = Pause()
@@ -109,22 +108,22 @@ class Heartbeat:
 
 MIN_LIMIT_S = 60.0
 LIMIT_STEPS = 20
-"""Default limit in predicted steps; at least ``MIN_LIMIT_S``."""
+"""Default time limit in multiples of the predicted step time, but at least ``MIN_LIMIT_S``."""
 _POLL_INTERVAL_S = 0.5
 _MIN_SUSPENSION_S = 2.0
-"""Delay of a poll above which the process or its machine was suspended."""
+"""Delay of a poll above which the process or its machine is assumed to have been suspended."""
 _LOG_GRACE_S = 1.0
-"""Delay between detection and abort, in which every rank logs its stack."""
+"""Time between detection and abort, in which every rank logs its stack."""
 _LOG = logging.getLogger(__name__)
 
 
 def limit_s(setting: float | str, predicted_step_s: float) -> float:
-    """Seconds without progress that count as a hang; 0: never. ``setting``: [cluster] watchdog_s, "auto" or seconds."""
+    """Return the seconds without progress that count as a hang; 0 for no limit. ``setting``: ``[cluster] watchdog_s``."""
     return max(MIN_LIMIT_S, LIMIT_STEPS * predicted_step_s) if isinstance(setting, str) else float(setting)
 
 
 def watched(context: RunContext, share: Share) -> contextlib.AbstractContextManager[Watchdog | None]:
-    """The watchdog of steps under a plan; none if the job or the MPI library rules it out. On every active rank."""
+    """Return a watchdog for the steps under a plan, or a null context if the job or the MPI library rules it out."""
     assert share.members is not None and share.trainer is not None
     cluster, world = context.job.cluster, share.members
     scale = cluster.time_scale if cluster.emulate is not None else 1.0
@@ -136,18 +135,18 @@ def watched(context: RunContext, share: Share) -> contextlib.AbstractContextMana
 
 
 class StandingReader:
-    """Reads this rank's standing from another thread, without slowing its main thread."""
+    """Reads this rank's standing from another thread without slowing the main thread."""
 
     def __init__(self, world: World, trainer: Trainer, transport: MpiTransport) -> None:
         self._world, self._trainer, self._transport = world, trainer, transport
         self.sensors: dict[str, float] = {}
-        """Readings of the rank's device, updated by the watchdog."""
+        """Sensor readings of the rank's device, which the watchdog updates."""
         self._seen: Any = None
         self._since_s = time.monotonic()
         self._figures = BestEffort("reading memory, messages and load", StandingReader._read_figures)
 
     def read_standing(self) -> Standing:
-        """Return the current standing; ``still_s`` counts from its first poll."""
+        """Return the current standing; ``still_s`` counts from the first poll that saw this position."""
         now, activity, executor = time.monotonic(), self._world.activity, self._trainer.executor
         current = executor.current if executor is not None else None
         action = str(current) if current is not None else None
@@ -160,7 +159,7 @@ class StandingReader:
         return Standing(text, round(now - self._since_s, 1), self._waits_for(), activity.busy > 0, *figures)
 
     def forgive(self, pause_s: float) -> None:
-        """Do not count ``pause_s``, for which this process was stopped."""
+        """Do not count ``pause_s`` seconds, for which this process was suspended."""
         self._since_s += pause_s
 
     def _read_figures(self) -> tuple[float | None, int, Mapping[str, float], Mapping[str, Sequence[int]]]:
@@ -184,7 +183,7 @@ class StandingReader:
 
 
 class Watchdog:
-    """Context manager that watches a block. Entry and exit (normal, or by a shared error) are collective over ``world``."""
+    """Context manager that watches a block. Construction and exit (normal or by a shared error) are collective over ``world``."""
 
     def __init__(self, world: World, limit_s: float, trainer: Trainer, transport: MpiTransport) -> None:
         self.world, self.limit_s = world, limit_s
@@ -213,7 +212,7 @@ class Watchdog:
             self._heartbeat.close()
 
     def standings(self) -> dict[int, Standing]:
-        """The newest standings, by the ranks' numbers in the job; on rank 0. None after the block."""
+        """Map the ranks' numbers in the job to their newest standings; empty after the block. Called on rank 0."""
         if self._stop.is_set():
             return {}
         numbers = self.world.numbers or range(self.world.size)
@@ -252,7 +251,7 @@ class Watchdog:
         return all(self._still_s(peer) > self.limit_s for peer in self._heartbeat.heard_s)
 
     def _still_s(self, peer: int) -> float:
-        """Seconds without progress of ``peer`` as known on this rank; on ranks other than 0: seconds of silence."""
+        """Return for how many seconds ``peer`` has made no progress; on ranks other than 0, for how long it has been silent."""
         silent_s = self._heartbeat.silent_s(peer)
         report = self._heartbeat.words.get(peer)
         if self.world.rank != 0 or report is None or report["busy"]:
@@ -269,13 +268,13 @@ class Watchdog:
 
 
 def _sense(backend: Backend, figures: dict[str, float], stop: threading.Event) -> None:
-    """Update ``figures`` on a separate thread, as a hanging driver may never answer."""
+    """Update ``figures`` periodically; runs in a separate thread because a hanging driver may never answer."""
     while not stop.wait(_POLL_INTERVAL_S):
         figures.update(backend.sensors())
 
 
 def report(world: World, limit: float, heartbeat: Heartbeat) -> str:
-    """The message about a hang: every rank's position, and whom it waits for."""
+    """Write the message about a hang: every rank's position, and the rank for which it waits."""
     lines = []
     silent_ranks = []
     for rank in range(world.size):

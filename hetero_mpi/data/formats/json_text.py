@@ -1,4 +1,4 @@
-"""JSON lines and JSON, compressed or not."""
+"""Read JSON lines and JSON documents, optionally compressed."""
 
 import json
 from collections.abc import Iterator, Set
@@ -15,7 +15,7 @@ SUFFIXES = tuple(kind + packed for kind in (".jsonl", ".json") for packed in (""
 
 
 def read_records(path: Path, _: OwnKeys, __: Set[str]) -> Iterator[tuple[str, Any]]:
-    """Records of JSON lines, of one JSON array, or of concatenated JSON values in any layout."""
+    """Yield the records of JSON lines, of one JSON array, or of concatenated JSON values in any layout."""
     numbered = ((number, line) for number, line in enumerate(lines_of(path), start=1) if line.strip())
     first, second = next(numbered, None), next(numbered, None)
     if first is None:
@@ -33,7 +33,7 @@ def read_records(path: Path, _: OwnKeys, __: Set[str]) -> Iterator[tuple[str, An
 
 
 def _unfinished(line: bytes, following: bytes) -> bool:
-    """Whether a line begins a value that continues on the following line, as in pretty-printed JSON."""
+    """Whether ``line`` begins a value that continues on the ``following`` line, as in pretty-printed JSON."""
     try:
         json.loads(line)
     except json.JSONDecodeError as error:
@@ -59,7 +59,7 @@ def _parse_line(line: bytes) -> Any:
 
 
 def _read_document(path: Path) -> Iterator[tuple[str, Any]]:
-    """Records of JSON that is not line-based, up to the first error: records after it cannot be separated."""
+    """Yield the records of JSON that is not line-based, up to the first error; the rest cannot be split into records."""
     try:
         text = b"".join(lines_of(path)).decode("utf-8")
     except UnicodeDecodeError as error:
@@ -93,7 +93,7 @@ def _skip_spaces(text: str, begin: int) -> int:
 
 
 def _decode(text: str, begin: int = 0) -> tuple[Any, int]:
-    """(JSON value at ``begin``, its end). A record with a repeated key becomes a BadRecord: one of the values would be lost."""
+    """Return the JSON value at ``begin`` and its end. A record with a repeated key, which would lose data, becomes a BadRecord."""
     repeated_keys: list[str] = []
 
     def with_unique_keys(pairs: list[tuple[str, Any]]) -> Any:
@@ -113,7 +113,7 @@ def _decode(text: str, begin: int = 0) -> tuple[Any, int]:
 
 
 def _repeat_in(value: Any) -> BadRecord | None:
-    """The first BadRecord inside a value."""
+    """Return the first BadRecord inside a value, or None."""
     if isinstance(value, BadRecord):
         return value
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
@@ -127,11 +127,11 @@ _CAUSE_BY_CHARACTER = {
     "\r": "a lone carriage return (CR): end lines with a line feed (LF), and write \\r in texts",
     "'": "a single quotation mark, as in a Python repr: write JSON",
 }
-"""Character at which JSON is broken -> cause and remedy."""
+"""Maps the character at which parsing fails to the likely cause and its remedy."""
 
 
 def _cause(error: json.JSONDecodeError) -> str | None:
-    """The cause of broken JSON, if the characters around the position reveal it."""
+    """Guess the cause of a JSON error from the characters around its position; None if they do not reveal it."""
     before, at = error.doc[max(0, error.pos - 100) : error.pos], error.doc[error.pos : error.pos + 1]
     last = before.rstrip()[-1:]
     if at in _CAUSE_BY_CHARACTER:

@@ -1,4 +1,4 @@
-"""Parquet."""
+"""Read Parquet files."""
 
 from collections.abc import Iterator, Set
 from pathlib import Path
@@ -10,13 +10,13 @@ from hetero_mpi.util.errors import UserError
 
 BEGINS, SUFFIXES = (b"PAR1",), (".parquet",)
 BATCH_ROWS = 1000
-"""Rows of a parquet file to hold in memory at a time."""
+"""Number of rows of a parquet file to hold in memory at a time."""
 _MESSAGE_COLUMNS = {*SPELLINGS, *PREFERENCE, "prompt", "completion", "history"}
-"""Keys that may hold messages."""
+"""Keys whose values may be messages."""
 
 
 def read_records(path: Path, keys: OwnKeys, read_keys: Set[str]) -> Iterator[tuple[str, Any]]:
-    """Rows of a parquet file, with only the columns that records use."""
+    """Yield the rows of a parquet file, reading only the columns that records use."""
     try:
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -52,7 +52,7 @@ def read_records(path: Path, keys: OwnKeys, read_keys: Set[str]) -> Iterator[tup
 
 
 def _without_nulls(value: Any, messages: bool = False) -> Any:
-    """Drop null keys from a value, as all objects of a column have the same keys. ``messages`` keep their own."""
+    """Drop the null keys that parquet adds, as all objects of a column share their keys; ``messages`` keep theirs."""
     if isinstance(value, list):
         return [_without_nulls(inner, messages) for inner in value]
     if isinstance(value, dict):

@@ -1,1 +1,1 @@
-"""The command ``evaluate``: evaluate a finished model on datasets or on tasks of lm-evaluation-harness."""
+"""The command ``evaluate``: evaluates a finished model on datasets or on tasks of lm-evaluation-harness."""

@@ -1,8 +1,8 @@
-"""The command ``evaluate``: a finished model's loss, perplexity and token accuracy, or its results in lm-evaluation-harness.
+"""The command ``evaluate``: computes a finished model's loss, perplexity and accuracy, or runs lm-evaluation-harness on it.
 
-The model is split over the ranks as for ``generate``. Evaluation sets are read on rank 0 as texts with known targets, cut and
+The model is split over the ranks as in ``generate``. Evaluation sets are read on rank 0 as sequences with known targets, cut and
 formatted as in training. lm-evaluation-harness runs as a client of ``serve``, in a process on rank 0's machine that requests
-log-probabilities and texts, prints its table and writes its results.
+log-probabilities and generated text, prints its table and writes its results.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ from hetero_mpi.util.disk import write_atomic, write_errors
 from hetero_mpi.util.errors import ExitCode, UserError
 
 FOLDER = "lm-eval"
-"""Folder of the results in a run's directory, as named by the harness."""
+"""Name of the folder for the harness's results in a run directory."""
 _TIMEOUT_S = 24 * 3600
 
 
 class Harness:
-    """The lm-evaluation-harness process. ``code``: its exit code, after it has ended.
+    """The lm-evaluation-harness process. ``code`` is its exit code once it has ended.
 
-    Raises UserError if the harness is not installed, or if its options cannot be parsed.
+    The constructor raises UserError if the harness is not installed, or if its options cannot be parsed.
     """
 
     def __init__(self, tasks: str, limit: int | None, directory: Path | None, parallel: int, further: str) -> None:
@@ -97,7 +97,7 @@ class Harness:
         self._process = start_module(module, *words, env={**base, **quiet}, stdin=None, stdout=None)
 
     def has_ended(self) -> bool:
-        """Whether the process has ended, with all of its output."""
+        """Whether the process has ended; stores its exit code if so."""
         code = self._process.poll() if self._process is not None else None
         if code is None:
             return False
@@ -105,7 +105,7 @@ class Harness:
         return True
 
     def close(self) -> None:
-        """Stop the process if necessary."""
+        """Stop the process if it is still running, and report where the results are."""
         if self._process is not None and self._process.poll() is None:
             self._process.terminate()
             self._process.wait()
@@ -115,20 +115,20 @@ class Harness:
 
 
 _MAX_TOKENS = 2048
-"""Sequence length for a model without a run."""
+"""Maximum sequence length if the model is not part of a run."""
 _TEXT = (".txt", ".text", ".md")
 
 
 @dataclass(frozen=True)
 class ScoredText:
-    """A text with known targets. ``weights``: loss weight of the token after each prompt token; None: not a target."""
+    """A text with known targets. ``weights``: loss weight of the token after each prompt token, or None if it is no target."""
 
     task: Task
     weights: list[float | None]
 
 
 def job_of_run(source: Path) -> LoadedJob | None:
-    """The job of a run directory; None if ``source`` is not a run."""
+    """Read the job of a run directory; returns None if ``source`` is not a run directory."""
     if not (source / RUN_NAME).is_file():
         return None
     told = run_json(source / RUN_NAME)
@@ -136,7 +136,7 @@ def job_of_run(source: Path) -> LoadedJob | None:
 
 
 def own_set(loaded: LoadedJob, limit: int) -> list[ScoredText]:
-    """The evaluation sequences of a run, at most ``limit``. Raises UserError if there are none, or if the data is missing."""
+    """Read up to ``limit`` of a run's own evaluation sequences. Raises UserError if there are none or the data is missing."""
     if loaded.job.model.factory is not None or loaded.job.train.preference != "none":
         raise UserError(
             "evaluate.no_data",
@@ -154,9 +154,9 @@ def own_set(loaded: LoadedJob, limit: int) -> list[ScoredText]:
 
 
 def set_of_files(opened: Opened, loaded: LoadedJob | None, pattern: str, limit: int) -> list[ScoredText]:
-    """The sequences of files that match a pattern, at most ``limit``.
+    """Read up to ``limit`` sequences from the files that match a pattern. Raises UserError if the files cannot be read.
 
-    The files are records or text as in the run; without a run the file names decide. Raises UserError if they cannot be read.
+    The run's job says whether the files are records or text; if there is no run, the file name extension decides.
     """
     if loaded is not None:
         data = loaded.job.data
@@ -170,7 +170,7 @@ def set_of_files(opened: Opened, loaded: LoadedJob | None, pattern: str, limit: 
 
 
 def _texts(rows: Rows, limit: int | None = None) -> Iterator[ScoredText]:
-    """The texts of sequences; a packed sequence has several."""
+    """Split sequences into texts; a packed sequence contains several."""
     for row, (tokens, targets) in enumerate(zip(rows.tokens[:limit], rows.targets[:limit], strict=True)):
         begins = [0] if rows.positions is None else np.flatnonzero(rows.positions[row] == 0).tolist()
         for first, last in zip(begins, [*begins[1:], len(tokens)], strict=True):
@@ -188,7 +188,7 @@ def _text(tokens: Tokens, targets: Tokens, weights: npt.NDArray[np.float32] | No
 
 
 def patterns_by_name(words: Sequence[str]) -> dict[str, str]:
-    """Name -> file pattern, from ``NAME=FILES``, or ``FILES`` named by the file. Raises UserError for a repeated name."""
+    """Parse ``NAME=FILES`` or ``FILES`` (named by the file's stem) to a map of names to patterns. Raises UserError."""
     pattern_by_name: dict[str, str] = {}
     for word in words:
         name, is_, rest = word.partition("=")
@@ -205,45 +205,45 @@ def patterns_by_name(words: Sequence[str]) -> dict[str, str]:
 
 
 RESULT = "evaluation.json"
-"""File in a run's directory: set -> its results."""
+"""Name of the file in a run directory that maps each set to its results."""
 OWN = "held out"
-"""Name of the run's evaluation set."""
+"""Name in the results for the run's own evaluation set."""
 _MAX_SEQUENCES = 1000
 _OUTPUT_REMEDY = "set another directory for the results with -o"
 
 
 @dataclass(frozen=True)
 class EvaluateOptions:
-    """The command line of ``evaluate``."""
+    """Command-line options of ``evaluate``."""
 
     source: Path
     data: Sequence[str] = ()
-    """``NAME=FILES``, or FILES; empty: the run's evaluation set."""
+    """Datasets as ``NAME=FILES`` or ``FILES``; if empty, the run's own evaluation set is used."""
     tasks: str | None = None
-    """Tasks of lm-evaluation-harness, comma-separated; then ``data`` is ignored."""
+    """Comma-separated tasks of lm-evaluation-harness; if given, ``data`` is ignored."""
     limit: int | None = None
     output: Path | None = None
-    """Directory of the results; None: the run's directory, if any."""
+    """Directory for the results; if None, they go to the run directory, if there is one."""
     parallel: int = 8
     lm_eval_args: str = ""
 
 
 @dataclass(frozen=True)
 class SetResult:
-    """Means over a set's target tokens; ``loss`` in nats."""
+    """Means over the target tokens of an evaluation set; ``loss`` is in nats per token."""
 
     loss: float
     perplexity: float
     accuracy: float
-    """Share of the targets that are the model's most likely tokens."""
+    """Fraction of the targets that the model predicts as the most likely token."""
     tokens: int
     sequences: int
 
 
 def evaluate(world: World, options: EvaluateOptions) -> int:
-    """Evaluate the model; print the results, and write them if there is a directory. Collective; returns the exit code.
+    """Evaluate the model, print the results, and write them if there is a directory. Collective; returns the exit code.
 
-    Raises UserError, on all ranks, for an error that the user can correct.
+    Raises UserError on all ranks for errors that the user can correct.
     """
     if options.tasks is not None:
         return _evaluate_tasks(world, options)
@@ -305,7 +305,7 @@ def _sets(opened: Opened, options: EvaluateOptions) -> dict[str, list[ScoredText
 
 
 def scores(writer: Writer, tasks: Sequence[Task], room: Sequence[CacheBudget], parallel: int) -> Iterator[list[Scored]]:
-    """Log-probabilities of the tokens of each text, in token order; empty on ranks other than 0. Collective."""
+    """Compute the log-probabilities of each text's tokens, in token order; empty on ranks other than 0. Collective."""
     groups = list(_groups(tasks, room, parallel))
     waiting = list(groups)
 
@@ -322,7 +322,7 @@ def scores(writer: Writer, tasks: Sequence[Task], room: Sequence[CacheBudget], p
 
 
 def _groups(tasks: Sequence[Task], room: Sequence[CacheBudget], parallel: int) -> Iterator[dict[int, Task]]:
-    """Groups of texts to compute concurrently within the memory. Raises CollectiveUserError if one text alone does not fit."""
+    """Group texts that fit in memory together. Raises CollectiveUserError if a single text exceeds the memory of a rank."""
     group: dict[int, Task] = {}
     for number, task in enumerate(tasks):
         lengths = [len(entry.prompt) + 1 for entry in (*group.values(), task)]
@@ -372,7 +372,7 @@ def _report(results: Mapping[str, SetResult], options: EvaluateOptions) -> None:
 
 
 def result_directory(options: EvaluateOptions) -> Path | None:
-    """Directory of the results; None: they are not written."""
+    """Return the directory for the results; None if they are not to be written."""
     source = options.source.expanduser()
     if options.output is not None:
         return options.output.expanduser()

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness's command line with an additional model type: the served model, with this program's tokenisation."""
+"""The command line of lm-evaluation-harness with an additional model type that uses a server with this program's tokenisation."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from hetero_mpi.data.tokenizer import beginning, document_token_ids, encoded, ow
 
 @register_model("hetero_mpi")
 class HarnessModel(LocalCompletionsAPI):
-    """A client of ``serve``'s ``/v1/completions`` that sends token ids.
+    """A client of the ``/v1/completions`` endpoint of ``serve`` that sends token ids.
 
-    Texts start with the tokens that the tokenizer prepends, exactly once. Conversations contain only what the chat template prints.
+    Strings get the tokens that the tokenizer prepends, exactly once. Conversations are sent as the chat template prints them.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -29,13 +29,13 @@ class HarnessModel(LocalCompletionsAPI):
         return super().apply_chat_template(*conversation, **options)
 
     def tok_encode(self, string: str | Sequence[str], *_: Any, add_special_tokens: bool = True, **__: Any) -> Any:
-        """``add_special_tokens``: False if lm-eval itself prepends a token."""
+        """Tokenise strings. ``add_special_tokens``: false if lm-eval itself prepends a token."""
         encode = document_token_ids if add_special_tokens and not self._templated else encoded
         ids = encode(self._engine, [string] if isinstance(string, str) else list(string))
         return ids[0] if isinstance(string, str) else ids
 
     def _loglikelihood_tokens(self, requests: Sequence[tuple[Any, list[int], list[int]]], **options: Any) -> Any:
-        """Compute log-probabilities. An empty context, which lm-eval replaces by a token, becomes the prefix tokens."""
+        """Compute log-probabilities. The tokens that the tokenizer prepends replace lm-eval's token for an empty context."""
         prefix, begin = [self.prefix_token_id], beginning(self._engine)
         adjusted = [
             (key, begin, ids[len(begin) :] if ids[: len(begin)] == begin else ids)

@@ -1,1 +1,1 @@
-"""The work before the first step: devices, data, the model's shape, the profile and the plan."""
+"""Everything that happens before the first step: devices, data, the model's structure, the profile and the plan."""

@@ -1,4 +1,4 @@
-"""``[train] compile``: the ranks that compile their blocks, settled before anything is measured."""
+"""Decide which ranks compile their blocks (``[train] compile``), before anything is measured."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ACCELERATORS = "cuda", "rocm", "xpu"
 
 
 def settle_compile_mode(context: RunContext) -> RunContext:
-    """The context with ``[train] compile`` resolved, and whether this rank compiles its blocks. Collective."""
+    """Return the context with ``[train] compile`` resolved and ``compiled`` set for this rank. Collective."""
     world, mode = context.world, context.job.train.compile
     compiles = mode is True or (mode is not False and context.backend.name in _ACCELERATORS)
     trials: list[CompileTrial] = []
@@ -40,7 +40,7 @@ def settle_compile_mode(context: RunContext) -> RunContext:
 
 
 def _trial(context: RunContext, compares: bool) -> CompileTrial:
-    """This rank's trial, or its earlier comparison, so that a resumed run compiles as before."""
+    """Try a compiled block on this rank, or reuse an earlier comparison, so that a resumed run decides in the same way."""
     data, (subject, _) = context.job.data, subject_of(context)
     if context.job.train.preference != "none" or (data.records and data.packing and data.isolate is not False):
         return CompileTrial("packed records are computed one by one")

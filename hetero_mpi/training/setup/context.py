@@ -1,4 +1,4 @@
-"""Data shared by the parts of a run: options, context, a rank's share of one plan, and pending writes. No heavy imports."""
+"""Data that the parts of a run share: options, context, a rank's share of a plan, and pending writes. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """The options of ``train``, from the command line or a Python program."""
+    """Options of ``train`` from the command line or a Python program."""
 
     job: Path | LoadedJob
     overrides: tuple[str, ...] = ()
@@ -39,27 +39,27 @@ class TrainOptions:
     dry_run: bool = False
     reprofile: bool = False
     verbose: bool = False
-    """Say all of the profile and the plan, with the reasons."""
+    """Whether to print the complete profile and plan, with the reasons for the choice."""
 
 
 @dataclass(frozen=True)
 class RunContext:
-    """The facts that every rank knows while the run lasts, whatever the plan. Never changed."""
+    """Immutable facts about the run that are independent of the plan, as known to one rank."""
 
     world: World
     transport: Transport
     loaded: LoadedJob
     run_dir: Path
     material: Material | None
-    """On rank 0 only."""
+    """None on ranks other than 0."""
     chain: LayerChain
     tuning: Tuning
     backend: Backend
     cores: float
-    """CPU cores this rank can count on; below 1 where ranks share cores."""
+    """Number of CPU cores on which this rank can count; less than 1 if ranks share cores."""
     threads: int
     planned_for: ClusterProfile | None = None
-    """The profile of the present ranks, measured or emulated, that plans are made for; None: not known yet."""
+    """The measured or emulated profile of the current ranks, for which plans are made; None until it is known."""
     compiled: bool = False
     """Whether blocks are compiled on this rank."""
 
@@ -74,28 +74,28 @@ class RunContext:
 
     @property
     def dataset(self) -> DataSource | None:
-        """On rank 0 only."""
+        """The training data; None on ranks other than 0."""
         return self.material.dataset if self.material is not None else None
 
 
 @dataclass
 class Share:
-    """A rank's part of the run while one plan lasts: the plan, its schedule, the active ranks, and the trainer."""
+    """A rank's part in the run under one plan: the plan, its schedule, the active ranks, and the rank's trainer."""
 
     report: PlanReport
     """The plan with its predictions."""
     schedule: Schedule
     emulation: Emulation | None
     members: World | None
-    """The active ranks; None on an idle one."""
+    """The active ranks; None on an idle rank."""
     trainer: Trainer | None = None
-    """None on an idle rank, before its stage is built, and once the plan has been given up."""
+    """None on an idle rank, before the stage is built, and after the trainer has been released."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """Seconds of the change to this plan, by part: ``keep``, ``build``, ``move``; at the start only ``build``."""
+    """Seconds that changing to this plan took, by phase: ``keep``, ``build``, ``move``; only ``build`` for the first plan."""
 
     @property
     def plan(self) -> Plan:
-        """The plan as the planner made it. In an emulated run it differs from ``own_plan``."""
+        """The plan as the planner made it; in an emulated run it differs from ``own_plan``."""
         return self.report.plan
 
     @property
@@ -103,7 +103,7 @@ class Share:
         return self.emulation.stand_in_plan if self.emulation is not None else self.plan
 
     def release_trainer(self) -> None:
-        """Free the trainer's memory. No step follows under this plan."""
+        """Free the trainer's memory after the last step under this plan."""
         if self.trainer is not None:
             self.trainer.close()
         self.trainer = None
@@ -113,7 +113,7 @@ Write = Callable[[], object]
 
 
 class Pending:
-    """The writes of this rank, in their order."""
+    """File operations of this rank that wait, in order, until the start of the run is accepted."""
 
     def __init__(self) -> None:
         self._writes: list[Write] = []
@@ -122,11 +122,11 @@ class Pending:
         self._writes.append(write)
 
     def add_first(self, write: Write) -> None:
-        """Add a write that makes room for the others."""
+        """Add a write that must precede all others, such as moving an earlier run out of the way."""
         self._writes.insert(0, write)
 
     def carry_out(self) -> None:
-        """The start is accepted: carry out all writes, once. Raises UserError: as they do."""
+        """Carry out all pending writes, now that the start is accepted. Raises UserError if one of them does."""
         write_waiting_logs()
         writes, self._writes = self._writes, []
         for write in writes:

@@ -1,6 +1,6 @@
-"""``[model] factory``: the user's own Python function, imported on every rank, that returns a model made of layers.
+"""Custom models (``[model] factory``): a user's Python function, imported on every rank, that returns a layered model.
 
-Rank 0 has the data and inspects the layers. All ranks get the result, and check that their module is the same.
+Rank 0 reads the data and inspects the layers. All ranks receive the result and check that their module is the same.
 """
 
 import hashlib
@@ -43,7 +43,7 @@ from hetero_mpi.util.errors import UserError
 
 
 def read_factory(loaded: LoadedJob) -> tuple[dict[str, Any], Samples]:
-    """(JSON description of the model, its data), on rank 0. Raises UserError: module missing, wrong return type or broken rule."""
+    """Return (JSON description of the model, its data) on rank 0. Raises UserError if the module is missing or breaks a rule."""
     model, digest = _call_factory(loaded)
     job = loaded.job
     data = _data(loaded, "data", model.data)
@@ -57,14 +57,14 @@ def read_factory(loaded: LoadedJob) -> tuple[dict[str, Any], Samples]:
 
 
 def custom_chain(world: World, loaded: LoadedJob, keys: Mapping[str, Any], samples: Samples | None) -> CustomChain:
-    """The chain of a factory's layers on every rank. Collective.
+    """Build the chain of a factory's layers on every rank. Collective.
 
     Args:
-        keys: rank 0's result of ``read_factory``.
-        samples: the data, on rank 0.
+        keys: the description that ``read_factory`` returned on rank 0.
+        samples: the data on rank 0; None on other ranks.
 
     Raises:
-        CollectiveUserError: A rank cannot import the module, or has a different one.
+        CollectiveUserError: A rank cannot import the module or has a different version of it.
     """
     sample = world.broadcast_arrays(samples.first() if samples is not None else None)
     with world.collective_errors("importing the model's factory"):
@@ -82,7 +82,7 @@ def custom_chain(world: World, loaded: LoadedJob, keys: Mapping[str, Any], sampl
 
 
 def start_values(loaded: LoadedJob) -> dict[str, torch.Tensor]:
-    """Initial weights of a factory's existing model by name, on rank 0. The caller holds the only references."""
+    """Return the weights of a factory's existing model by name on rank 0. The caller holds the only references to them."""
     model, _ = _call_factory(loaded)
     return {
         f"{name}.{inner}": parameter.detach()
@@ -94,7 +94,7 @@ def start_values(loaded: LoadedJob) -> dict[str, torch.Tensor]:
 def _existing(
     world: World, loaded: LoadedJob, model: LayeredModel, shapes: tuple[LayerShape, ...]
 ) -> dict[str, Builder]:
-    """Builders of the layers of an existing model, with rank 0's buffers and parameters without values. Collective."""
+    """Return builders for the layers of an existing model, with rank 0's buffers but without parameter values. Collective."""
     modules = model.modules()
     with world.collective_errors("checking the factory's model"):
         for shape in shapes:
@@ -125,7 +125,7 @@ def _existing(
 
 
 def _call_factory(loaded: LoadedJob) -> tuple[LayeredModel, str]:
-    """The factory's return value, and a digest of its file."""
+    """Call the factory; returns its model and a digest of its source file."""
     text = loaded.job.model.factory
     assert text is not None
     name, _, function = text.partition(":")
@@ -145,7 +145,7 @@ def _call_factory(loaded: LoadedJob) -> tuple[LayeredModel, str]:
 
 
 def _import_module(loaded: LoadedJob, name: str) -> ModuleType:
-    """The module, from the job's folder or the Python path."""
+    """Import the module from the job's folder or the Python path."""
     folder = str(loaded.directory)
     if folder not in sys.path:
         sys.path.append(folder)  # last, so that it hides nothing; and it stays: the module may import others later
@@ -188,7 +188,7 @@ def _data(loaded: LoadedJob, what: str, give: Any) -> Any:
 
 
 def _call_user_code(loaded: LoadedJob, call: Any) -> Any:
-    """Call the user's code, and report its exceptions with the line as the user's."""
+    """Call the user's code and convert its exceptions to a UserError that names the failing line."""
     try:
         return call()
     except (UserError, ModuleNotFoundError):
@@ -206,12 +206,12 @@ def _key(loaded: LoadedJob) -> str:
 
 
 _MAX_DIFFERENCE_RATIO = 1e-4
-"""Maximum relative difference of results that count as equal."""
+"""Maximum relative difference at which results count as equal."""
 Pair = tuple[NDArray[Any], NDArray[Any]]
 
 
 def checked_layers(model: LayeredModel, pairs: tuple[Pair, Pair], seed: int) -> tuple[LayerShape, ...]:
-    """Return the description of each layer. Raises UserError: a layer breaks a rule."""
+    """Inspect all layers and the loss; returns a description of each layer. Raises UserError if one breaks a rule."""
     _check_names(model)
     if model.existing:
         check_not_shared(model)
@@ -273,7 +273,7 @@ def _check_names(model: LayeredModel) -> None:
 
 
 def _check_built_inside(name: str, model: LayeredModel, seed: int) -> None:
-    """Check that every call of the builder makes a new layer with the same initial values."""
+    """Check that every call of a layer's builder makes a new layer with the same initial values. Raises UserError."""
     builders = model.named_layers()
     built, second_build = (build_layer(name, builders[name], seed) for _ in range(2))
     addresses = {parameter.data_ptr() for parameter in built.parameters() if parameter.numel()}
@@ -300,7 +300,7 @@ def _check_built_inside(name: str, model: LayeredModel, seed: int) -> None:
 
 
 def _inspect(name: str, builder: Builder, x: torch.Tensor, seed: int, last: bool) -> tuple[LayerShape, torch.Tensor]:
-    """Return the layer's shape, and its output for two samples ``x``."""
+    """Run a layer on two samples ``x``; returns its description and output. Raises UserError if it breaks a rule."""
     layer = build_layer(name, builder, seed)
     if any(isinstance(module, _BatchNorm) for module in layer.modules()):
         raise UserError(
@@ -363,7 +363,7 @@ def _inspect(name: str, builder: Builder, x: torch.Tensor, seed: int, last: bool
 
 
 def _run(name: str, layer: Callable[[torch.Tensor], Any], x: torch.Tensor, seed: int) -> tuple[Any, bool]:
-    """The layer's output, and whether it drew random numbers."""
+    """Run a layer; returns its output and whether it drew random numbers."""
     with seeded(seed, name, "look"), torch.no_grad():
         before = torch.default_generator.get_state()
         try:

@@ -1,4 +1,4 @@
-"""Rank 0's preparations before any rank builds a layer: model configuration, tokenizer and sequences."""
+"""Prepare model configuration, tokenizer and sequences on rank 0, before any rank builds a layer."""
 
 import functools
 import hashlib
@@ -48,32 +48,32 @@ from hetero_mpi.util.errors import UserError
 
 @dataclass(frozen=True)
 class Material:
-    """Model configuration, tokenizer and data of a job. On rank 0 only."""
+    """Model configuration, tokenizer and data of a job. It exists on rank 0 only."""
 
     config: dict[str, Any]
-    """Keys of the model's ``config.json``, or the description of a factory's layers; to be broadcast."""
+    """Content of the model's ``config.json``, or the description of a factory's layers; to be broadcast."""
     tokenizer: PreTrainedTokenizerFast | None
     """The tokenizer; None for a model without text input."""
     dataset: DataSource
     notes: tuple[str, ...]
-    """Remarks to print."""
+    """Notes to print for the user."""
     template: Literal["chat", "plain", "none"] | None = None
-    """The template that turned records into text; None: the job has plain text."""
+    """Kind of the template that turned records into text; None if the job has no records."""
     skipped_records: int = 0
-    """Bad records that were left out (``data.skip_bad``)."""
+    """Number of bad records that were skipped (``data.skip_bad``)."""
     generation: dict[str, Any] | None = None
-    """Keys of the result's ``generation_config.json``; None if the base model has none."""
+    """Content of the result's ``generation_config.json``; None if the base model has none."""
     further: Mapping[str, Batch] = field(default_factory=dict)
-    """Name -> sequences of an additional evaluation set."""
+    """Maps the names of additional evaluation sets to their sequences."""
 
 
 def prompt_template(job: JobConfig) -> Template | None:
-    """The prompt format that the job's model expects: the last argument of ``data.chat_template.render_prompt``."""
+    """Return the prompt format that the job's model expects, as ``data.chat_template.render_prompt`` takes it."""
     return None if job.data.records is None or job.data.template == "none" else job.data.template
 
 
 def prepare(loaded: LoadedJob) -> Material:
-    """Read the job's files, data first, as a model download may take an hour. Raises UserError for bad files or contradictions."""
+    """Read the job's files, data first since a model download may take an hour. Raises UserError for invalid files or settings."""
     if loaded.job.model.factory is not None:
         keys, samples = read_factory(loaded)
         return Material(keys, None, samples, samples.notes)
@@ -132,7 +132,7 @@ def _from_records(loaded: LoadedJob) -> Material:
         return sources
 
     def records() -> Iterator[Record]:
-        """The records to train on."""
+        """Yield the records to train on."""
         sources = zip(named_patterns, read(), strict=True)
         return (record for (name, _), source in sources if name != _EVALUATION for record in source.records)
 
@@ -193,11 +193,11 @@ def _settings(loaded: LoadedJob, packing: bool) -> SequenceSettings:
 
 _EVALUATION = "data.evaluation"
 _MAX_CHECKED = 256
-"""Number of records rendered before the model is loaded."""
+"""Number of sampled records that are rendered first to detect faults early; smaller datasets need no sample."""
 
 
 def _named_patterns(loaded: LoadedJob) -> list[tuple[str, list[str]]]:
-    """(name, file patterns) of the job's records; with weights, one pair for each entry of ``data.records``."""
+    """List (name, file patterns) of the job's records; if datasets are weighted, one pair per entry of ``data.records``."""
     patterns, data = list(loaded.patterns("records")), loaded.job.data
     named = [("data.records", patterns)]
     if data.weights is not None:
@@ -209,7 +209,7 @@ def _named_patterns(loaded: LoadedJob) -> list[tuple[str, list[str]]]:
 def _dataset(
     loaded: LoadedJob, key: Sequence[Any], fill: Callable[[Path], Any], tokenizer: PreTrainedTokenizerFast
 ) -> tuple[Dataset, dict[str, Any], list[str]]:
-    """(data, its description, remarks on its origin), cached or built. ``fill``: builds the data in a folder."""
+    """Return the cached or newly built (``fill``) dataset, its description, and notes on whether it was cached."""
     data = loaded.job.data
     cache_key = [*key, data.sequence_length, data.evaluation_fraction, loaded.job.train.seed] if data.cache else None
     read = functools.partial(read_dataset, ids=largest_id(tokenizer) + 1)
@@ -218,7 +218,7 @@ def _dataset(
 
 
 def _mark(tokenizer: PreTrainedTokenizerFast) -> list[Any]:
-    """Everything in a tokenizer that determines the tokens of records."""
+    """Return everything in a tokenizer that determines the tokens of records, as a cache key."""
     engine = hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
     return [engine, tokenizer.chat_template, {name: str(text) for name, text in tokenizer.special_tokens_map.items()}]
 
@@ -229,7 +229,7 @@ def _progress(paths: Sequence[Path]) -> Callable[[int], None]:
 
 
 def _packing(loaded: LoadedJob, family: str) -> tuple[bool, bool, list[str]]:
-    """(whether records are packed, whether packed records are isolated, remarks)."""
+    """Return whether records are packed, whether packed records are isolated, and notes. Raises UserError if impossible."""
     data = loaded.job.data
     why = LEAKING_FAMILIES.get(family)
     if loaded.job.train.preference != "none" and why is not None:
@@ -263,7 +263,7 @@ _FORMS = {
 def _tokenizer(
     loaded: LoadedJob, config: dict[str, Any], key: Sequence[Any], texts: Callable[[], Iterable[str]]
 ) -> tuple[PreTrainedTokenizerFast, list[str]]:
-    """The job's tokenizer (loaded, or trained on texts under ``key``), and remarks. Adds its keys to the configuration."""
+    """Load or train the job's tokenizer; returns it with notes. Completes the model's configuration ``config`` from it."""
     job, notes = loaded.job, []
     size, length = job.tokenizer.train_vocab_size, job.data.sequence_length
     if size is not None:
@@ -284,7 +284,7 @@ def _tokenizer(
 
 
 def _model_keys(loaded: LoadedJob) -> tuple[dict[str, Any], dict[str, Any] | None, tuple[str, ...]]:
-    """Keys of config.json and ``generation_config.json``, and remarks; downloads an uncached hub model's files."""
+    """Return the content of ``config.json`` and ``generation_config.json``, and notes; downloads an uncached hub model."""
     model, generation = loaded.job.model, None
     notes: tuple[str, ...] = ()
     if model.path is not None:
@@ -314,7 +314,7 @@ def _model_keys(loaded: LoadedJob) -> tuple[dict[str, Any], dict[str, Any] | Non
 def _with_end(
     config: dict[str, Any], generation: dict[str, Any] | None, tokenizer: PreTrainedTokenizerFast
 ) -> dict[str, Any] | None:
-    """Add the trained end token to the keys of ``generation_config.json`` and to the model's configuration."""
+    """Add the tokenizer's end token to the content of ``generation_config.json`` and to the model's configuration."""
     if generation is not None:
         ends = with_end(model_stops(config, generation), tokenizer.eos_token_id)
         generation = {**generation, "eos_token_id": ends}
@@ -323,7 +323,7 @@ def _with_end(
 
 
 def _placed(dataset: Dataset, config: dict[str, Any]) -> tuple[Dataset, list[str]]:
-    """Data with positions that mark padding, if the model depends on the text's length; a remark where padding still counts."""
+    """Add positions that mark padding if the model depends on the sequence length; returns notes if padding still matters."""
     notes, family = [], str(config["model_type"])
     if family in PADDING_FAMILIES and dataset.padded:
         notes.append(
@@ -334,7 +334,7 @@ def _placed(dataset: Dataset, config: dict[str, Any]) -> tuple[Dataset, list[str
 
 
 def _grown(config: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> list[str]:
-    """Add rows to a model's configuration for tokens added to its tokenizer, with a remark."""
+    """Raise the ``vocab_size`` of a model's configuration for tokens added to its tokenizer; returns notes."""
     rows = int(read_config(config).vocab_size)
     config["vocab_size"] = rows_with_added(tokenizer, rows)
     if config["vocab_size"] == rows:
@@ -345,7 +345,7 @@ def _grown(config: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> list[s
 
 
 def _complete(config: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> list[str]:
-    """Add to a hand-written configuration what the tokenizer tells."""
+    """Complete a handwritten model configuration from the tokenizer; returns notes."""
     notes = []
     if "vocab_size" not in config:
         config["vocab_size"] = len(tokenizer)
@@ -359,9 +359,9 @@ def _complete(config: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> lis
 
 
 def model_directory(loaded: LoadedJob) -> Path | None:
-    """The directory of the start weights on this machine, which may not exist; None where they are initialised from the seed.
+    """Return the directory of the initial weights on this machine, which may not exist; None if they are random.
 
-    Uses no network.
+    The network is not used.
     """
     text = loaded.job.model.path
     if text is None:
@@ -371,7 +371,7 @@ def model_directory(loaded: LoadedJob) -> Path | None:
 
 
 def base_name(loaded: LoadedJob) -> str | None:
-    """Base model in an adapter's files: the hub name, which is valid everywhere, else the directory; None: random weights."""
+    """Name the base model for an adapter's files by its hub name if possible, else its directory; None for random weights."""
     text, directory = loaded.job.model.path, model_directory(loaded)
     if text is None or directory is None:
         return None

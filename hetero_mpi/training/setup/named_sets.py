@@ -1,4 +1,4 @@
-"""Sets of data that a model is only evaluated on, each by its name: a record, or as much text, in each sequence."""
+"""Named datasets on which a model is only evaluated. Each sequence holds one record, or is cut from text as in training."""
 
 from collections.abc import Collection
 
@@ -26,7 +26,7 @@ def read_set(
     ends: Collection[int],
     limit: int,
 ) -> Dataset:
-    """Read the sequences of matching files; at most ``limit`` records. Raises UserError: unreadable, or no sequence."""
+    """Read the sequences of matching files, at most ``limit`` records. Raises UserError if that fails or yields no sequence."""
     settings = SequenceSettings(data.sequence_length, data.packing and data.text is not None, held_out=0, seed=0)
     if data.text is not None:
         corpus = Corpus(patterns, data.documents, None, key, data.keys, data.skip_bad, say)
@@ -41,7 +41,7 @@ def read_set(
 def evaluation_sets(
     loaded: LoadedJob, tokenizer: PreTrainedTokenizerFast, ends: Collection[int], with_positions: bool
 ) -> dict[str, Batch]:
-    """Name -> the sequences of ``data.evaluation_sets``. ``with_positions``: with positions that tell texts from padding."""
+    """Read ``data.evaluation_sets`` as one batch per name. ``with_positions``: whether to add positions that mark padding."""
     limit, batches = loaded.job.train.evaluate_sequences, {}
     for name, patterns in loaded.evaluation_sets().items():
         key = f"data.evaluation_sets.{name}"

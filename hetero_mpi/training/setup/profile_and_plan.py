@@ -48,7 +48,7 @@ from hetero_mpi.util.shipped import profile_file
 
 
 def subject_of(context: RunContext) -> tuple[BenchmarkSpec, str]:
-    """The subject of the profile, and the reason in words for the micro-batch sizes that the planner may choose from."""
+    """Return what to profile, and a text on why the planner may choose from certain micro-batch sizes."""
     job = context.job
     micro_batch_settings = (
         job.train.global_batch,
@@ -74,18 +74,18 @@ def subject_of(context: RunContext) -> tuple[BenchmarkSpec, str]:
 
 
 def stream_folder(context: RunContext) -> Path:
-    """Folder of this rank's files with frozen weights of offloaded stages."""
+    """Return the folder for the frozen weights of this rank's offloaded stages."""
     return cache_root(context) or large_files_folder()
 
 
 def cache_root(context: RunContext) -> Path | None:
-    """Folder of the job's shard cache."""
+    """Return the folder of the job's shard cache; None if it has none."""
     cache = context.job.model.shard_cache
     return context.loaded.resolve(cache) if cache is not None else None
 
 
 def planning_request(context: RunContext, profile: ClusterProfile, ranks: int = 0) -> PlanRequest:
-    """The planner's request. Local. ``ranks``: number of ranks for which micro-batch sizes were measured; 0: the present ranks."""
+    """Build the request to the planner. ``ranks``: number of ranks at the time of profiling; 0 for the current number."""
     versions = versions_in_memory(context.job.checkpoint.replicate_every)
     dropout = context.tuning.uses_dropout(context.chain)
     request = build_plan_request(context.loaded, ranks or context.world.size, dropout, versions)
@@ -95,32 +95,32 @@ def planning_request(context: RunContext, profile: ClusterProfile, ranks: int = 
 
 
 def _can_sum_in_groups(context: RunContext) -> bool:
-    """Whether ranks of groups may call MPI while a communication thread does."""
+    """Whether the ranks of tensor-parallel groups may call MPI while the communication thread does."""
     return not context.job.cluster.communication_thread or context.world.thread_level == "multiple"
 
 
 @dataclass(frozen=True)
 class Profiled:
-    """The profile that a run plans for."""
+    """The profile for which a run plans."""
 
     profile: ClusterProfile
     is_measured_here: bool
-    """Whether it was measured on exactly these ranks."""
+    """Whether the profile was measured on exactly these ranks."""
     micro_batches: str
-    """The reason in words for the micro-batch sizes that the planner may choose from."""
+    """Text on why the planner may choose from certain micro-batch sizes."""
 
 
 @dataclass(frozen=True)
 class Planned(Profiled):
-    """A profile and its plan, before the calibration."""
+    """A profile and the plan made for it, before calibration."""
 
     report: PlanReport
     planning_s: float
-    """Seconds of planning."""
+    """Time that planning took, in seconds."""
 
 
 def obtain_profile(context: RunContext, options: TrainOptions, pending: Pending) -> Profiled:
-    """Measure or read the profile, and print its summary or all of it. Collective."""
+    """Measure or read the profile, and print it completely or in summary. Collective."""
     world = context.world
     subject, reason = subject_of(context)
     if context.job.cluster.emulate is not None:
@@ -135,7 +135,7 @@ def obtain_profile(context: RunContext, options: TrainOptions, pending: Pending)
 
 
 def plan_for(context: RunContext, user_plan: Path | Plan | None, profiled: Profiled, pending: Pending) -> Planned:
-    """Complete the user's plan or make one for a profile, and check its schedule in a dry run. Collective."""
+    """Complete the user's plan or make one for the profile, and check its schedule in a dry run. Collective."""
     begin = time.perf_counter()
     report = obtain_plan(context, profiled.profile, planning_request(context, profiled.profile), pending, user_plan)
     return Planned(**vars(profiled), report=report, planning_s=time.perf_counter() - begin)
@@ -144,7 +144,7 @@ def plan_for(context: RunContext, user_plan: Path | Plan | None, profiled: Profi
 def say_plan(
     context: RunContext, options: TrainOptions, profile: ClusterProfile, report: PlanReport, micro_batches: str
 ) -> None:
-    """Print the plan's summary or all of it; rank 0's log always gets all of it."""
+    """Print the plan completely or in summary; rank 0's log always contains the complete plan."""
     if options.verbose or options.dry_run:
         say(*plan_lines(report, profile), micro_batches)
     else:
@@ -155,7 +155,7 @@ def say_plan(
 def _save_later(
     context: RunContext, pending: Pending, save: Callable[[Any, Path], None], value: Any, *paths: Path
 ) -> None:
-    """Save the file on rank 0, once the start is accepted; the last write to a path wins."""
+    """Save a file on rank 0 once the start of the run is accepted; the last write to a path wins."""
 
     def write(path: Path) -> None:
         with warn_on_failure(f"writing {path}"):
@@ -166,19 +166,19 @@ def _save_later(
 
 
 def keep_plan(context: RunContext, pending: Pending, report: PlanReport) -> None:
-    """Save a plan in the run directory, once the start is accepted. On rank 0."""
+    """Save a plan in the run directory on rank 0 once the start of the run is accepted."""
     _save_later(context, pending, save_plan, report, context.run_dir / "plan.toml")
 
 
 def keep_run_profile(context: RunContext, pending: Pending, profile: ClusterProfile) -> None:
-    """Save a profile in the run directory and at the job's ``save_as`` path, once the start is accepted. On rank 0."""
+    """Save a profile in the run directory and at the job's ``save_as`` path on rank 0 once the start is accepted."""
     elsewhere = context.job.profile.save_as
     paths = [context.loaded.resolve(elsewhere)] if elsewhere else []
     _save_later(context, pending, save_profile, profile, context.run_dir / "profile.toml", *paths)
 
 
 def named_profile(loaded: LoadedJob, options: TrainOptions) -> Path | ClusterProfile | None:
-    """Profile named by the command line or the job, on rank 0; None: measure. Raises UserError: missing or contradictory."""
+    """Return the profile named by the command line or the job, or None. Raises UserError if it is missing or options conflict."""
     settings, named = loaded.job.profile, options.profile
     if named is None and settings.path:
         named = loaded.profile_file(settings.path)
@@ -201,10 +201,10 @@ def named_profile(loaded: LoadedJob, options: TrainOptions) -> Path | ClusterPro
 def _profile_of_cluster(
     context: RunContext, subject: BenchmarkSpec, options: TrainOptions, pending: Pending
 ) -> ClusterProfile:
-    """The profile: the one named by the user, else the run directory's if its key matches, else a measurement. Collective.
+    """Return the profile that the user names, else the run directory's if its key matches, else a new one. Collective.
 
-    A measurement reuses the cached times of devices that were measured before. Raises UserError: the named profile is damaged or is
-    of another cluster or model; or it is named and everything is to be measured.
+    Measuring reuses the cached times of devices that were measured before. Raises UserError if the named profile is damaged,
+    belongs to another cluster or model, or conflicts with another option.
     """
     world, settings = context.world, context.job.profile
     key = profile_key(world, context.backend, subject)
@@ -223,7 +223,7 @@ def _profile_of_cluster(
 def _known_profile(
     context: RunContext, subject: BenchmarkSpec, options: TrainOptions, key: str
 ) -> ClusterProfile | None:
-    """The named profile, or the run directory's if its key matches; None: measure. On rank 0."""
+    """Return the named profile, or the run directory's if its key matches; None to measure. Called on rank 0."""
     named, of_run = named_profile(context.loaded, options), context.run_dir / "profile.toml"
     if named is None and (options.reprofile or not context.job.profile.reuse or not of_run.exists()):
         return None
@@ -253,9 +253,9 @@ def obtain_plan(
     pending: Pending,
     user_plan: Path | Plan | None = None,
 ) -> PlanReport:
-    """Return the completed ``user_plan`` (rank 0) or the planner's plan, after a dry run of its schedule. Collective.
+    """Return the completed ``user_plan`` or the planner's plan, after a dry run of its schedule. Collective.
 
-    Raises UserError: no plan, or not this plan, fits the memory budgets.
+    Only rank 0 uses ``user_plan``. Raises UserError if it does not suit the job, or if no plan fits the memory budgets.
     """
     report: PlanReport | None = None
     world = context.world
@@ -291,7 +291,7 @@ def _given_plan(
 
 
 def _check_fits(profile: ClusterProfile, path: str, subject: BenchmarkSpec, ranks: int) -> None:
-    """Raise UserError if the user's profile was made for another model or number of ranks."""
+    """Raise UserError if the user's profile was made for another model or another number of ranks."""
     if len(profile.devices) != ranks:
         raise UserError(
             "profile.ranks",

@@ -1,6 +1,6 @@
-"""The setup of a run, before any weight is read: job, devices, data, the model's shape. ``train`` and ``profile`` begin here.
+"""Set up a run before any weight is read: job, devices, data, and the model's structure. ``train`` and ``profile`` begin here.
 
-Also here: the test at a run's start that each rank can step with the job's optimizer.
+The setup also tests that the job's optimizer can take a step on each rank.
 """
 
 import contextlib
@@ -53,14 +53,14 @@ from hetero_mpi.util.host_limits import allowed_cores, core_quota
 
 
 def look_around(world: World, run_dir: Path | None = None, waits: bool = False) -> None:
-    """Begin a command. Collective. ``run_dir``: directory for logs, or None; ``waits``: as for ``setup_logging``."""
+    """Set up logging and check versions. Collective. ``run_dir``: directory for logs, or None. ``waits``: see ``setup_logging``."""
     setup_logging(run_dir, world.rank, world.size, waits)
     transformers_logging.disable_progress_bar()  # only rank 0 reports progress
     check_versions(world, own_versions(world.library))
 
 
 def read_job(world: World, options: TrainOptions) -> tuple[LoadedJob, Path]:
-    """The job and the run directory, read by rank 0 and broadcast. Only rank 0 needs the file. Collective."""
+    """Read the job and the run directory on rank 0, which alone needs the file, and broadcast them. Collective."""
     shared: list[Any] | None = None
     with world.on_leader("reading the job"):
         if world.rank == 0:
@@ -74,7 +74,7 @@ def read_job(world: World, options: TrainOptions) -> tuple[LoadedJob, Path]:
 
 @contextlib.contextmanager
 def lock_run_directory(world: World, run_dir: Path) -> Iterator[None]:
-    """A context in which rank 0 locks the run directory. If another run holds the lock, all ranks raise the error. Collective."""
+    """Lock the run directory on rank 0 within a context. If another run holds the lock, all ranks raise an error. Collective."""
     with contextlib.ExitStack() as stack:
         with world.on_leader("claiming the run directory"):
             if world.rank == 0:
@@ -148,7 +148,7 @@ def set_up(world: World, transport: Transport, loaded: LoadedJob, run_dir: Path)
 
 
 def open_rank(world: World, cluster: ClusterTable) -> tuple[Backend, float, int]:
-    """This rank's device, the CPU cores that it can count on, and the threads it computes with. Collective."""
+    """Open this rank's device; returns it with the rank's number of CPU cores and of compute threads. Collective."""
     backend = open_device(world, cluster.device)
     everyone = world.all_gather_json([world.host, allowed_cores(), core_quota(), backend.name == "cpu"])
     cores = cores_of(world.rank, [Cores(host, tuple(allowed), *more) for host, allowed, *more in everyone])
@@ -158,7 +158,7 @@ def open_rank(world: World, cluster: ClusterTable) -> tuple[Backend, float, int]
 
 
 def _with_adapter(world: World, loaded: LoadedJob, tokenizer: PreTrainedTokenizerFast | None) -> LoadedJob:
-    """Complete the job from rank 0's initial adapter, with token ids. Collective."""
+    """Complete ``[adapter]`` from the initial adapter on rank 0, and resolve its tokens to ids. Collective."""
     adapter = loaded.job.adapter
     if adapter.method == "none":
         return loaded
@@ -176,7 +176,7 @@ def _with_adapter(world: World, loaded: LoadedJob, tokenizer: PreTrainedTokenize
 def _token_ids(
     adapter: AdapterTable, table: TokenizerTable, tokenizer: PreTrainedTokenizerFast | None
 ) -> list[int] | None:
-    """``adapter.tokens`` as ascending ids, by default of the tokens added to the tokenizer; None without any."""
+    """Return the ascending ids of ``adapter.tokens``, by default the tokens added to the tokenizer; None if there are none."""
     tokens = [*table.add, *table.add_special] if adapter.tokens is None else adapter.tokens
     vocabulary = tokenizer.get_vocab() if tokenizer is not None else {}
     unknown = [token for token in tokens if isinstance(token, str) and token not in vocabulary]
@@ -189,7 +189,7 @@ def _token_ids(
 
 
 def _with_dtype(world: World, loaded: LoadedJob, backend: Backend) -> LoadedJob:
-    """The job with a resolved compute dtype, equal on all ranks. Collective."""
+    """Return the job with a resolved compute dtype, which is the same on all ranks. Collective."""
     ranks = [(name, dtypes) for name, dtypes in world.all_gather_json([backend.name, list(backend.dtypes())])]
     dtype: str = loaded.job.train.dtype
     if dtype == "auto":
@@ -204,7 +204,7 @@ def _with_dtype(world: World, loaded: LoadedJob, backend: Backend) -> LoadedJob:
 
 
 def settle_products(world: World, backend: Backend, dtype: str) -> None:
-    """Choose the dtype of matrix products: ``dtype``, or fp32 without hardware support, which rank 0 reports. Collective."""
+    """Compute matrix products in ``dtype``, or in fp32 on ranks whose hardware does not support it. Collective."""
     products = backend.products(dtype)
     if products != dtype:
         widen_products(dtype)
@@ -214,9 +214,9 @@ def settle_products(world: World, backend: Backend, dtype: str) -> None:
 
 
 def open_device(world: World, job_device: str) -> Backend:
-    """This rank's device; each rank of a host gets another GPU. Collective.
+    """Open this rank's device; each rank of a host gets a different GPU. Collective.
 
-    A GPU whose product is wrong is refused; where it was not asked for by name, the rank computes on the CPU instead.
+    If a test product on a GPU is wrong, the rank uses the CPU instead, or raises UserError if the GPU was requested explicitly.
     ``job_device``: ``[cluster] device``.
     """
     with world.collective_errors("looking for the device"):
@@ -244,7 +244,7 @@ def open_device(world: World, job_device: str) -> Backend:
 
 
 def _wrong_product(world: World, backend: Backend) -> str:
-    """Describe the difference of a product on this rank's GPU and on the CPU, with a remedy; "" if there is none."""
+    """Describe how a product on this rank's GPU differs from the CPU's, with a remedy; "" if they agree."""
     result = product_on(backend) if backend.device != HOST else None
     if result is None or not result.problem:
         return ""
@@ -255,13 +255,13 @@ def _wrong_product(world: World, backend: Backend) -> str:
 
 
 def default_threads(cores: float) -> int:
-    """Threads under "auto": ``OMP_NUM_THREADS`` if set (of a list, one for each level, the first), else one per whole core."""
+    """Return the number of threads for "auto": the (first) value of ``OMP_NUM_THREADS`` if set, else one per full core."""
     setting = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     return int(setting) if setting.isdigit() and int(setting) > 0 else max(1, int(cores))
 
 
 def check_optimizer(train: TrainTable, backend: Backend, who: str) -> None:
-    """Run a step of the job's optimizer on the device of rank ``who``. Raises UserError: it fails."""
+    """Run a step of the job's optimizer on this rank's device. Raises UserError, which names the rank ``who``, if it fails."""
     tensor = Parameter(torch.zeros(64, 64, device=backend.device))
     tensor.grad = torch.ones_like(tensor)
     state_kind = OF_OPTIMIZER[train.optimizer][-1]
