@@ -48,7 +48,7 @@ def measure(world: World, job: Path | LoadedJob, reprofile: bool) -> ClusterProf
 def profile(world: World, job: Path | LoadedJob, output: Path, reprofile: bool) -> int:
     """Measure the cluster, write the profile and return the exit code. Collective. Raises the errors of ``measure``."""
     cluster_profile = measure(world, job, reprofile)
-    with world.on_leader("write_errors the profile"):
+    with world.on_leader("writing the profile"):
         if world.rank == 0:
             with write_errors(output):
                 save_profile(cluster_profile, output)

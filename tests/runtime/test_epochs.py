@@ -69,7 +69,7 @@ def test_epochs_are_so_many_passes(on: Any, ranks: int) -> None:
     (sequences,) = (int(text.split()[-1]) for text in [printed.split(" training and")[0].replace(",", "")])
     steps = math.ceil(0.4 * sequences / GLOBAL_BATCH)
     assert steps > 1 and ended_after(runs.run("epochs")) == steps
-    assert f"{steps} steps of {GLOBAL_BATCH} are {steps * GLOBAL_BATCH / sequences:.3g} epochs" in printed
+    assert f"{steps} steps of {GLOBAL_BATCH} sequences are {steps * GLOBAL_BATCH / sequences:.3g} epochs" in printed
     assert f"step {steps}/{steps}, epoch {steps * GLOBAL_BATCH / sequences:.2f} loss" in printed
     evaluations = [one.step for one in read_metrics(runs.run("epochs") / "metrics.jsonl").evaluations]
     assert evaluations == [*range((every := math.ceil(0.4 * steps)), steps, every), steps], "a share of the run"

@@ -267,7 +267,7 @@ def evaluate(world: World, options: EvaluateOptions) -> int:
         return {name: [next(text_scores) for _ in set_texts] for name, set_texts in sets.items()}
 
     scores_by_set = with_writer(setup, work) or {}
-    with world.on_leader("write_errors the results"):
+    with world.on_leader("writing the results"):
         if world.rank == 0:
             results = {name: _result(texts, scores_by_set[name]) for name, texts in sets.items()}
             _report(results, options)
