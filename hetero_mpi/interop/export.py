@@ -81,8 +81,8 @@ def export(source: Path, target: Path, merge: bool, best: bool = False, gguf: bo
         if gguf and opened.job.tokenizer.train_vocab_size is not None:
             raise UserError(
                 "gguf.trained_tokenizer",
-                f"{path}: its job trained the tokenizer ([tokenizer] train_vocab_size), and llama.cpp's converter knows published "
-                "tokenizers only: leave --gguf out, or train with the tokenizer of a published model ([tokenizer] path)",
+                f"{path}: its job trained the tokenizer ([tokenizer] train_vocab_size), and llama.cpp's converter supports "
+                "only published tokenizers: omit --gguf, or train with the tokenizer of a published model ([tokenizer] path)",
             )
         if merge and opened.tuning.full:
             raise UserError("export.nothing_to_merge", f"{path} is a full model without an adapter: leave out --merge")
@@ -240,8 +240,8 @@ def push_directory(directory: Path, name: str) -> str:
     if rule is not None:
         raise UserError(
             "export.push_failed",
-            f"{directory} is written, but not pushed to {constants.ENDPOINT}/{name}: {rule}. With a network, and a token that may "
-            f"write (`hf auth login`, or HF_TOKEN): hf upload {shlex.quote(name)} {shlex.quote(str(directory))}",
+            f"{directory} is written, but not pushed to {constants.ENDPOINT}/{name}: {rule}. With network access and a "
+            f"write token (`hf auth login`, or HF_TOKEN), run: hf upload {shlex.quote(name)} {shlex.quote(str(directory))}",
         )
     return f"{constants.ENDPOINT}/{name}"
 

@@ -223,7 +223,7 @@ def _run_dir(values: JobValues, name: str) -> Problems:
     if not text.strip():
         yield "output.run_dir", "must name a directory"
     elif re.search("[{}]", expanded):
-        yield "output.run_dir", "may contain no placeholder but {name}"
+        yield "output.run_dir", "must not contain placeholders other than {name}"
     elif not (run_dir := Path(expanded).expanduser()).is_absolute() and is_outside(cwd / run_dir, cwd):
         yield "output.run_dir", f"must stay inside the working directory {cwd}; {ABSOLUTE_PATH_HINT}"
 

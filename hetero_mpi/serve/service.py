@@ -85,7 +85,7 @@ class Service:
         if request.model not in self.models:
             raise HttpError(
                 404,
-                f"there is no model {request.model[:100]!r} here; available: {', '.join(self.models)}",
+                f"there is no model {request.model[:100]!r} on this server; available: {', '.join(self.models)}",
                 code="model_not_found",
             )
         return self.models[request.model]
@@ -220,7 +220,7 @@ class Service:
             if hidden is not None and text not in special:
                 raise HttpError(
                     400,
-                    f"stop: {text[:60]!r} cannot occur, as answers do not show the special token {hidden!r}; stop at "
+                    f"stop: {text[:60]!r} cannot occur, as answers never contain the special token {hidden!r}; stop at "
                     f"{hidden!r} alone, or at the rest",
                 )
         requested = request.stop_token_ids or []

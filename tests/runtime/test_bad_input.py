@@ -244,7 +244,7 @@ CASES: dict[str, tuple[Make, tuple[str, ...]]] = {
     ),
     "shard-cache-link": (
         linked_cache,
-        ("[model] shard_cache = \"away/cache\"", "leads out of the job file's directory", "absolute path"),
+        ("[model] shard_cache = \"away/cache\"", "points outside the job file's directory", "absolute path"),
     ),
     "run-directory-in-use": ({}, ("one run at a time", f"process {os.getpid()}", "--run-dir")),
     "long-sequences": ({"data": {"sequence_length": 100}},

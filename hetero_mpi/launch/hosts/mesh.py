@@ -173,7 +173,7 @@ def configuration(member: MeshHost, key: str, public_keys: Mapping[MeshHost, str
     """WireGuard's configuration file for one machine. ``public_keys``: those of all machines."""
     length = ipaddress.IPv4Network(mesh.network).prefixlen
     lines = [
-        f"# {member.name}: secret of this machine. Install as /etc/wireguard/{mesh.interface}.conf, readable by root alone.",
+        f"# {member.name}: private key of this machine. Install as /etc/wireguard/{mesh.interface}.conf, readable only by root.",
         "[Interface]",
         f"PrivateKey = {key}",
         f"Address = {member.mesh_address}/{length}",
@@ -263,7 +263,7 @@ def _next_steps(mesh_hosts: Sequence[MeshHost], mesh: Mesh, directory: Path) -> 
     target = f"/etc/wireguard/{mesh.interface}.conf"
     return [
         *lines,
-        "On each machine, with its own file (over ssh or a USB stick; the file is its secret):",
+        "On each machine, with its own file (over ssh or a USB stick; the file holds its private key):",
         f"  sudo install -m 600 NAME.conf {target} && sudo wg-quick up {mesh.interface}",
         f"Then remove the .conf files here. UDP port {mesh.port} must be open between the machines. Verify the mesh, then use it:",
         f"  python -m hetero_mpi launch --hosts {directory / 'hosts.toml'} -- mesh verify {directory / 'hosts.toml'}",
