@@ -190,7 +190,7 @@ def _add_generate(commands: Commands) -> None:
     most = "maximum number of new tokens (default: 128, or the model's context length)"
     add("--max-new-tokens", type=int, metavar="N", help=most)
     add("--temperature", type=float, default=0.0, metavar="T", help="0 (default): greedy decoding")
-    fewest = "nucleus sampling: the fewest tokens whose probabilities sum to P"
+    fewest = "nucleus sampling: sample from the fewest tokens whose probabilities sum to at least P"
     add("--top-p", type=float, default=1.0, metavar="P", help=fewest)
     add("--seed", type=int, default=0, metavar="N", help="random seed for sampling (default 0)")
     add("--raw", action="store_true", help="do not apply the chat template to the prompt")
@@ -227,7 +227,7 @@ def _add_evaluate(commands: Commands) -> None:
     limit = "maximum number of sequences per set (default 1000), or of examples per task"
     add("--limit", type=int, metavar="N", help=limit)
     add("-o", "--output", type=Path, metavar="DIR", help="directory for the results (default: the run directory)")
-    parallel = "maximum number of texts evaluated concurrently (default %(default)s)"
+    parallel = "maximum number of sequences evaluated concurrently (default %(default)s)"
     add("--parallel", type=int, default=8, metavar="N", help=parallel)
     harness_options = 'additional options for lm-evaluation-harness, e.g. --lm-eval-args="--num_fewshot 5"'
     add("--lm-eval-args", default="", metavar="TEXT", help=harness_options)

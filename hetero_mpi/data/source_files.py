@@ -143,7 +143,7 @@ def why_not(name: str, kind: str, key: str, error: Exception) -> str:
     login = "`hf auth login` (formerly `huggingface-cli login`) on rank 0's machine, or set HF_TOKEN"
     if isinstance(error, errors.GatedRepoError):
         base_url = constants.ENDPOINT + ("" if kind == "model" else "/datasets")
-        return f"{name} is a gated {kind}, and this user may not read it: accept its terms at {base_url}/{name}, then run {login}"
+        return f"{name} is a gated {kind} that this user cannot access: accept its terms at {base_url}/{name}, then run {login}"
     if isinstance(error, errors.RepositoryNotFoundError):
         return f"{constants.ENDPOINT} has no {kind} {name}, or it is private: correct {key}; for a private {kind} run {login}"
     first_line = (str(error) or type(error).__name__).strip().splitlines()[0]

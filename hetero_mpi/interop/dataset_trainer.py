@@ -95,7 +95,7 @@ class DatasetTrainer:
             values_by_name |= {"save_strategy": "steps", "save_steps": self._per_epoch(values_by_name)}
         values, refused, ignored = convert_arguments(title, values_by_name, changed)
         self.notes = [
-            f"{title}: {', '.join(key for key, why in ignored if why == reason)} has no effect here: {reason}"
+            f"{title}: {', '.join(key for key, why in ignored if why == reason)} has no effect: {reason}"
             for reason in dict.fromkeys(why for _, why in ignored)
         ]
         refused += _convert_lora(values, model, peft_config)

@@ -216,7 +216,7 @@ def _copy_tokenizer(source: ExportSource, target: Path) -> str:
         if directory is not None and (directory / "tokenizer.json").is_file():
             save_tokenizer(load_tokenizer(directory), target)
             return ""
-    return f"; without a tokenizer, as none is in {run} or in the base's directory: copy its files there"
+    return f"; without a tokenizer, as neither {run} nor the base's directory has one: copy its files there"
 
 
 def push_directory(directory: Path, name: str) -> str:

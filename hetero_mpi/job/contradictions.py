@@ -162,7 +162,7 @@ def _data(values: JobValues) -> Problems:
         rule = "needs entries of data.records that add files, and an entry with ! excludes files: rewrite the patterns without !"
         yield "data.weights", rule
     if values("data.template") == "chat" and values("tokenizer.train_vocab_size") is not None:
-        rule = 'a tokenizer trained here (tokenizer.train_vocab_size) has no chat template: use "plain"'
+        rule = 'a tokenizer trained by the job (tokenizer.train_vocab_size) has no chat template: use "plain"'
         yield "data.template", rule
     if values("train.preference") not in (None, "none") and values("data.isolate") is False:
         yield "data.isolate", "does not apply to preference records (train.preference): leave this key out"

@@ -116,9 +116,7 @@ class Service:
             raise self._too_long(f"{len(prompt):,}, and {max(1, limit):,} new tokens are requested")
         min_tokens = request.min_tokens or 0
         if min_tokens > limit:
-            raise HttpError(
-                400, f"min_tokens = {min_tokens:,} must be at most the number of new tokens, {limit:,} here"
-            )
+            raise HttpError(400, f"min_tokens = {min_tokens:,} must be at most the number of new tokens ({limit:,})")
         echo, sampling = _echo(request), request.sampling(model.defaults, number)
         # If no new token is requested, one is still generated but not returned.
         return Task(prompt, stops, max(1, limit), sampling, min_tokens, request.likeliest, echo, adapter=model.adapter)

@@ -122,7 +122,7 @@ def check_tensors(reader: CheckpointReader, path: Path, tuning: Tuning, names: C
                 was = reader.shape(kind, name), reader.dtype(kind, name)
                 now = tuple(expected[0]), str(expected[1]).removeprefix("torch.")
                 if was != now:
-                    differences.append(f"{kind}/{name} is {was[0]} of {was[1]} there and {now[0]} of {now[1]} here")
+                    differences.append(f"{kind}/{name} is {was[1]} {was[0]} in the checkpoint, not {now[1]} {now[0]}")
     if differences:
         raise UserError(
             "resume.other_model",

@@ -225,10 +225,10 @@ CASES: dict[str, tuple[Make, tuple[str, ...]]] = {
         lambda s, n: s.resumed(n, model={"path": str(s.model("deeper", blocks=3))}, profile={"path": ""}),
         ("checkpoint of another model", "it lacks 'model.layers.2.", "resume with the job that wrote it"),
     ),
-    "resume-other-seed": (lambda s, n: s.resumed(n, train={"seed": 8}), ("[train] seed = 7", "has 8", "set it back")),
+    "resume-other-seed": (lambda s, n: s.resumed(n, train={"seed": 8}), ("[train] seed = 7", "has 8", "old value")),
     "resume-other-batch": (
         lambda s, n: s.resumed(n, train={"global_batch": 2}),
-        ("[train] global_batch = 4", "has 2", "set it back"),
+        ("[train] global_batch = 4", "has 2", "old value"),
     ),
     "resume-beyond-the-end": (
         lambda s, n: s.resumed(n, train={"steps": 2}),

@@ -99,7 +99,7 @@ _REACH_REMEDIES: tuple[tuple[tuple[str, ...], str], ...] = (
     (_TIMEOUT_COMPLAINTS, "check the machine's power and cable, then `ping {host}` and `ssh {host}`"),
     (
         ("not found", "No such file", "cannot execute"),
-        "that Python does not exist there: create the environment under the same path as here, or set its path as "
+        "that Python does not exist there: create the environment under the same path as on this host, or set its path as "
         'python = "/PATH/bin/python" in a hosts.toml (non-interactive logins do not read .bashrc, so PATH does not help)',
     ),
 )  # fmt: skip

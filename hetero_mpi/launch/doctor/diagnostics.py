@@ -163,7 +163,7 @@ KINDS: dict[str, tuple[str, Severity, str, str]] = {
     "mesh up": ("mesh", NOTE, "every host has an address in {network}; to verify that messages use the mesh, run",
         "python -m hetero_mpi launch --hosts {path} -- mesh verify {path}"),
     "mesh down": ("mesh", FAILS,
-        "no interface has an address in {network}, the [mesh] of the hosts file: messages from here bypass the mesh",
+        "no interface has an address in {network}, the [mesh] of the hosts file: messages from this host bypass the mesh",
         "there: sudo wg-quick up {interface}"),
     "no tunnel": ("mesh", FAILS, "{names} has the address in {network} but is not a tunnel: nothing is encrypted",
         "set an unused network in [mesh], and start the mesh there: sudo wg-quick up {interface}"),

@@ -230,7 +230,7 @@ class ModelFiles:
             )
         safetensors = sorted(path.name for path in self.directory.glob("*.safetensors"))
         files_text = f"only {', '.join(safetensors[:5])}" if safetensors else "no *.safetensors at all"
-        return f"{self.directory}: neither {WEIGHTS} nor {INDEX} is here ({files_text}). Download the weights into it."
+        return f"{self.directory}: contains neither {WEIGHTS} nor {INDEX} ({files_text}). Download the weights into it."
 
 
 def read_tensors(stored: Mapping[str, StoredTensor]) -> dict[str, torch.Tensor]:

@@ -70,11 +70,11 @@ def _refused_tuning(chain: TransformersChain, tuning: Trained) -> str | None:
             f"same values: set them to 0, {remedy}"
         )
     if not {EIGHT_BIT}.issuperset(tuning.moments.values()):
-        problem = f'steps full matrices, which tensor parallelism shards: set it to "adamw", {remedy}'
+        problem = f'updates full matrices, which tensor parallelism shards: set it to "adamw", {remedy}'
         return f'[train] optimizer = "{tuning.optimizer}" {problem}'
     if tuning.tokens:
         return (
-            "[adapter] tokens: tensor parallelism does not support trained token rows: train the full modules "
+            "[adapter] tokens: tensor parallelism cannot train single token embeddings: train the full modules "
             '([adapter] modules_to_save = ["embed_tokens", "lm_head"]), or give each rank its own stage'
         )
     return None

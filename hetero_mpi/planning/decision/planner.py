@@ -262,7 +262,7 @@ def explain_shortage(profile: ClusterProfile, request: PlanRequest) -> str:
     for host, ranks in shared_memories(profile):
         listed = ", ".join(map(str, ranks))
         lines.append(
-            f"  ranks {listed} share the memory of host {host.name}, {units.size(host.memory_bytes)}, here divided evenly"
+            f"  ranks {listed} share the memory of host {host.name}, {units.size(host.memory_bytes)}, divided evenly"
         )
     if request.streaming != "never" and can_offload(profile):
         lines += _host_shortage(profile, request)
