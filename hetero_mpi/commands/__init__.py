@@ -1,1 +1,1 @@
-"""Commands without MPI ranks, and ``profile``; ``cli`` and ``api`` call their modules."""
+"""The command ``profile``, and commands that need no MPI ranks. ``cli`` and ``api`` call these modules."""

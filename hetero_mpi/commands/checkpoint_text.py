@@ -1,4 +1,4 @@
-"""The command ``inspect CHECKPOINT``: a checkpoint's contents, and verification of its checksums."""
+"""The command ``inspect CHECKPOINT``: describe a checkpoint and verify its checksums."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,9 +16,9 @@ from hetero_mpi.util.terminal import wrap_text
 
 
 def checkpoint_lines(path: Path) -> list[str]:
-    """Describe a checkpoint in lines, after reading the whole file to verify checksums and find non-finite values.
+    """Describe a checkpoint, after reading the whole file to verify its checksums and find non-finite values.
 
-    Raises CheckpointError: the file is corrupted; names the damaged dataset if known.
+    Raises CheckpointError if the file is corrupted; the message names the damaged dataset if it is known.
     """
     with CheckpointReader(path) as reader:
         contents, metadata, writer = reader.check_all(), reader.metadata, reader.writer
@@ -50,7 +50,7 @@ def _progress(metadata: Mapping[str, Any]) -> list[str]:
 
 
 def _origin(metadata: Mapping[str, Any]) -> list[str]:
-    """Lines about the checkpoint's model, job, data, plan and software versions."""
+    """Describe the checkpoint's model, job, data, plan and software versions."""
     config = run_table(metadata, "model_config")
     blocks = next((config[key] for key in BLOCK_KEYS if key in config), "?")
     model = f"{config.get('model_type', '?')}, {blocks} blocks"

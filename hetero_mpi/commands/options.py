@@ -1,4 +1,4 @@
-"""Commands and options of the command line, naming functions without importing them; ``commands.plug_ins`` adds to them."""
+"""The command-line parser. It names each command's function without importing it; ``commands.plug_ins`` adds commands."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     Commands = argparse._SubParsersAction["_Parser"]
 
 Add = Callable[..., argparse.Action]
-"""``add_argument`` of a command's parser."""
+"""The method ``add_argument`` of a command's parser."""
 
 PLUG_INS = "hetero_mpi.commands.plug_ins"
 HEARTBEAT_TIMEOUT_S = 14.0
-"""Silence after which a machine counts as lost. Outages of 12 s are tolerated, and recovery from them is seen within 1.75 s."""
+"""Silence after which a machine is considered lost. Outages of up to 12 s are tolerated, and their end is seen within 1.75 s."""
 PROBE_TIMEOUT_S = 10.0
-"""Maximum wait for hosts to answer before a start."""
+"""Maximum time to wait for hosts to answer before a start."""
 MAX_RESTARTS = 10
 
 ORDER_OF_USE = """\
@@ -50,7 +50,7 @@ class _Help(argparse.HelpFormatter):
 
 
 class _Parser(argparse.ArgumentParser):
-    """Argument parser that suggests the nearest command or option for a mistyped one; subparsers have this class too."""
+    """Argument parser that suggests the nearest valid command or option for a misspelt one. Also the class of subparsers."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **{**named, "formatter_class": _Help})
@@ -75,7 +75,7 @@ def _nearest(word: str, valid_words: Iterable[str]) -> str:
 
 
 class _Key(argparse._AppendAction):
-    """Action of an option that is an alias of ``--set KEY=VALUE``."""
+    """Action for an option that is an alias for ``--set KEY=VALUE``."""
 
     def __init__(self, key: str, **named: Any) -> None:
         super().__init__(**{**named, "dest": "overrides", "default": argparse.SUPPRESS})
@@ -86,7 +86,7 @@ class _Key(argparse._AppendAction):
 
 
 def parser() -> argparse.ArgumentParser:
-    """Build the parser of all commands. Its namespace has ``run`` (``MODULE:FUNCTION``) and that function's arguments."""
+    """Build the parser. The namespace that it returns has ``run`` (``MODULE:FUNCTION``) and the arguments of that function."""
     description = "Train and fine-tune language models on mixed GPUs, CPUs and machines in one MPI job."
     root = _Parser(prog="hetero-mpi", description=description, epilog=ORDER_OF_USE)
     root.add_argument("--version", action="version", version=f"hetero_mpi {__version__}")
@@ -139,7 +139,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _command(commands: Commands, name: str, run: str, text: str) -> argparse.ArgumentParser:
-    """Declare a command that calls ``run``, and return its parser. ``text``: summary, and details after a ``;``."""
+    """Declare a command that calls ``run``, and return its parser. ``text`` is a summary, with any details after a ``;``."""
     command = commands.add_parser(name, help=text.partition(";")[0], description=text)
     command.set_defaults(run=run)
     return command
@@ -241,7 +241,7 @@ def _add_listening(add: Add, address: str, token: str) -> None:
 
 
 def add_launch_options(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of ``launch``. Every rank parses them too, so nothing of the launcher is imported here."""
+    """Declare the options of ``launch``. Every rank parses them too, so this function does not import the launcher."""
     add = parser.add_argument
     add("-np", "-n", dest="ranks", type=int, metavar="N", help="number of ranks (--hosts: all slots; SLURM: all tasks)")
     hosts = parser.add_mutually_exclusive_group()
@@ -304,7 +304,7 @@ def _add_mesh(commands: Commands) -> None:
 
 
 def _add_offline_commands(commands: Commands) -> None:
-    """Declare ``profile``, and the commands that use its file without the cluster: ``inspect``, ``plan``, ``simulate``."""
+    """Declare ``profile``, and the commands that use a profile without needing the cluster: ``inspect``, ``plan``, ``simulate``."""
     text = "measure the ranks and their links; mpirun -np 3 ... profile job.toml"
     add = _command(commands, "profile", "cli:profile", text).add_argument
     add("job", type=Path, metavar="JOB", help="job file (TOML)")

@@ -1,6 +1,6 @@
-"""Offline commands: ``inspect``, ``plan`` and ``simulate``. Imports neither torch nor MPI.
+"""The offline commands ``inspect``, ``plan`` and ``simulate``. This module imports neither torch nor MPI.
 
-The profile holds the model's costs, so a laptop can plan for any cluster whose profile it has.
+A profile contains the measured costs of the model, so a laptop can plan for any cluster, given its profile.
 """
 
 import json
@@ -35,32 +35,32 @@ from hetero_mpi.util.terminal import wrap_text
 HDF5_MAGIC = b"\x89HDF\r\n\x1a\n"
 DEFAULT_SEQUENCES_PER_RANK = 4
 MIN_BATCH = 32
-"""Global batch without a job: this many sequences per rank, at least ``MIN_BATCH``."""
+"""Without a job, the global batch has ``DEFAULT_SEQUENCES_PER_RANK`` sequences per rank, but at least ``MIN_BATCH``."""
 
 
 @dataclass(frozen=True)
 class PlanQuestion:
-    """Input of the planner: a job on the cluster of a profile."""
+    """Input to the planner: a job, and the profile of the cluster to run it on."""
 
     loaded: LoadedJob
     profile: ClusterProfile
     request: PlanRequest
     remarks: tuple[str, ...]
-    """Assumptions of the request, as sentences for the user."""
+    """Assumptions made for the request, to show to the user."""
 
 
 def inspect(file: Path, output: Path | None, every: bool = False) -> list[str]:
-    """Describe a profile, a plan or a checkpoint, recognised by content, in lines; also draw a profile.
+    """Describe a profile, plan or checkpoint, whose type is detected from its content; also draw a figure of a profile.
 
-    For a run directory, describe its profile (without drawing it), its plan and its newest checkpoint.
+    For a run directory, describe its profile (without a figure), its plan and its newest checkpoint.
 
     Args:
-        file: path, or the name of a shipped profile.
-        output: path of the profile's picture.
-        every: print a row for every rank of a large cluster.
+        file: a path, or the name of a shipped profile.
+        output: path of the figure of a profile.
+        every: print a row for every rank, even of a large cluster.
 
     Raises:
-        UserError: The file has another format, or is corrupted.
+        UserError: If the file is corrupted or has an unknown format.
     """
     if file.is_dir():
         return _inspect_run(file, output, every)
@@ -116,7 +116,7 @@ def plan(
     explain: bool,
     as_json: bool,
 ) -> str | list[str]:
-    """Analyse the planner's plan for a job, or a given plan; returns lines, or one JSON object."""
+    """Analyse the planner's plan for a job, or a given plan. Returns lines to print or, with ``as_json``, a JSON object."""
     question = ask(job, overrides, profile)
     report = chosen_plan(question, plan_source)
     best, no_plan_reason = (report, "") if plan_source is None else _planner_report(question, report)
@@ -158,7 +158,7 @@ def plan(
 
 
 def _planner_report(question: PlanQuestion, fallback: PlanReport) -> tuple[PlanReport, str]:
-    """Return the planner's plan and ""; if it finds none, the chosen plan and the reason."""
+    """Return the planner's plan and ""; if the planner finds none, return ``fallback`` and the reason."""
     try:
         return make_plan(question.profile, question.request), ""
     except UserError as error:
@@ -203,9 +203,9 @@ def simulation(
 
 
 def ask(job: Path | None, overrides: Sequence[str], profile_path: Path) -> PlanQuestion:
-    """Read a profile and a matching job; without a job, plan for the profile's model.
+    """Read a profile and a job that matches it. If no job is given, plan for the profile's model.
 
-    Raises UserError: a file is invalid, or the profile was made for another model, dtype or sequence length.
+    Raises UserError if a file is invalid, or if the profile was made for another model, dtype or sequence length.
     """
     if job is not None:
         loaded, profile = load_job(job, overrides), load_profile(profile_path)
@@ -224,7 +224,7 @@ def ask(job: Path | None, overrides: Sequence[str], profile_path: Path) -> PlanQ
 
 
 def _job_for_profile(profile: ClusterProfile, name: str, overrides: Sequence[str]) -> LoadedJob:
-    """Build a job that trains the profile's model, sufficient for planning."""
+    """Build a job for the profile's model. It is complete enough for planning, but not for training."""
     model, ranks = profile.model, len(profile.devices)
     tables: dict[str, dict[str, Any]] = {
         "model": {"config": {"model_type": model.model_type, BLOCK_KEYS[0]: len(model.layers) - 2}},
@@ -241,14 +241,14 @@ def _job_for_profile(profile: ClusterProfile, name: str, overrides: Sequence[str
 def plan_question(
     loaded: LoadedJob, profile: ClusterProfile, profile_name: str = "the given profile", alternative: str = ""
 ) -> PlanQuestion:
-    """Build the planner's input from a job and a matching profile.
+    """Build the planner's input from a job and a profile that matches it.
 
     Args:
-        profile_name: name of the profile in messages.
-        alternative: alternative to suggest if job and profile do not match.
+        profile_name: the name to use for the profile in messages.
+        alternative: text appended to the error message if the job and the profile do not match.
 
     Raises:
-        UserError: The profile was made for another model, dtype or sequence length.
+        UserError: If the profile was made for another model, dtype or sequence length.
     """
     config = _model_keys(loaded)
     problems = _differences(loaded, config, profile)
@@ -287,14 +287,14 @@ def _remark_lines(question: PlanQuestion) -> list[str]:
 
 
 def uses_dropout(loaded: LoadedJob, config: dict[str, Any]) -> bool:
-    """Whether the job's files enable dropout; defaults of the model family are not checked."""
+    """Return whether the job or its model config enables dropout. Defaults of the model family are not checked."""
     words = ("drop", "jitter") if loaded.job.train.dropout else ("jitter",)
     rates = [value for key, value in config.items() if isinstance(value, float) and any(word in key for word in words)]
     return any(rate > 0 for rate in rates) or (loaded.job.adapter.method != "none" and loaded.job.adapter.dropout > 0)
 
 
 def chosen_plan(question: PlanQuestion, plan_source: Plan | str | Path | None) -> PlanReport:
-    """Return the given plan (or plan file), checked and costed, or else the planner's plan."""
+    """Return the given plan or plan file after checking it and predicting its cost, or the planner's plan if none is given."""
     if plan_source is None:
         return make_plan(question.profile, question.request)
     plan = plan_source if isinstance(plan_source, Plan) else load_plan(plan_source)
@@ -302,7 +302,7 @@ def chosen_plan(question: PlanQuestion, plan_source: Plan | str | Path | None) -
 
 
 def _model_keys(loaded: LoadedJob) -> dict[str, Any] | None:
-    """Keys of the job's ``config.json``; None if the file is not on this machine."""
+    """Return the keys of the job's ``config.json``, or None if the file cannot be read on this machine."""
     model = loaded.job.model
     if isinstance(model.config, dict):
         return model.config
@@ -318,7 +318,7 @@ def _model_keys(loaded: LoadedJob) -> dict[str, Any] | None:
 
 
 def _differences(loaded: LoadedJob, config: dict[str, Any] | None, profile: ClusterProfile) -> list[str]:
-    """Describe the differences between the job and the profile's model."""
+    """Describe each difference between the job and the model for which the profile was made."""
     job, model = loaded.job, profile.model
     problems = []
     if job.data.sequence_length != model.sequence_length:
@@ -340,6 +340,6 @@ def _differences(loaded: LoadedJob, config: dict[str, Any] | None, profile: Clus
 
 
 def _trains_adapter(profile: ClusterProfile) -> bool:
-    """Whether the profile's model trains an adapter over frozen weights."""
+    """Return whether the profile was made for training an adapter on top of frozen weights."""
     blocks = profile.model.layers[1:-1]
     return sum(layer.trainable_parameters for layer in blocks) < sum(layer.parameters for layer in blocks) / 2

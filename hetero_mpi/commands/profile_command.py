@@ -1,6 +1,6 @@
 """The command ``profile``: measure the ranks and the links between them, and write the profile to a file.
 
-Uses the set-up of ``train``, so that the measurements match a run; trains nothing and writes no run directory.
+It uses the set-up of ``train``, so that the measurements match a run, but does not train or write a run directory.
 """
 
 from pathlib import Path
@@ -23,11 +23,11 @@ def measure(world: World, job: Path | LoadedJob, reprofile: bool) -> ClusterProf
     """Measure the cluster and return the profile on all ranks. Collective.
 
     Args:
-        job: the job; rank 0's value counts.
+        job: the job. Only rank 0's value is used.
         reprofile: ignore earlier measurements.
 
     Raises:
-        UserError: An error that the user can fix; raised on all ranks.
+        UserError: If there is an error that the user can fix. Raised on all ranks.
     """
     setup.look_around(world)
     loaded, run_dir = setup.read_job(world, TrainOptions(job))
@@ -46,7 +46,7 @@ def measure(world: World, job: Path | LoadedJob, reprofile: bool) -> ClusterProf
 
 
 def profile(world: World, job: Path | LoadedJob, output: Path, reprofile: bool) -> int:
-    """Run the command: measure, write the profile and return the exit code. Collective; raises as ``measure``."""
+    """Measure the cluster, write the profile and return the exit code. Collective. Raises the errors of ``measure``."""
     cluster_profile = measure(world, job, reprofile)
     with world.on_leader("write_errors the profile"):
         if world.rank == 0:

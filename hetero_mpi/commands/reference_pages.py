@@ -1,7 +1,7 @@
-"""The command ``reference``: pages of all job file keys and all command-line options, generated from the code.
+"""The command ``reference``: generate pages from the code that list all job file keys and all command-line options.
 
-The fields of ``job/schema.py`` make ``jobs/reference.toml`` and ``docs/job.md`` (``--markdown``); the parser makes
-``docs/commands.md`` (``--commands``). ``tests/test_docs.py`` compares the files with the generated text.
+``jobs/reference.toml`` and ``docs/job.md`` (``--markdown``) are generated from the fields of ``job/schema.py``, and
+``docs/commands.md`` (``--commands``) from the parser. ``tests/test_docs.py`` checks that the files are up to date.
 """
 
 import argparse
@@ -71,7 +71,7 @@ ENVIRONMENT = {
     "HETERO_MPI_TOKEN": "API key for clients of `serve` ([serving.md](serving.md#api-key)); access token of the live page",
     "XDG_CACHE_HOME": "cache directory for token ids and device measurements, instead of `~/.cache`",
 }
-"""Environment variables for users -> their effects. Variables of MPI, torch and Hugging Face apply as well."""
+"""Maps the environment variables that users may set to their effects. Those of MPI, torch and Hugging Face apply as well."""
 
 _SHORT = {
     'empty ("")': "empty",
@@ -90,11 +90,11 @@ _SHORT = {
     "a table (a ": "table (",
     '" or "': '", "',
 }
-"""Phrase of a rule -> its abbreviation in the tables of ``docs/job.md``."""
+"""Maps phrases of rules to their abbreviations in the tables of ``docs/job.md``."""
 
 
 def reference(markdown: bool, commands: bool) -> str:
-    """Return the page to print."""
+    """Return the page to print: job file keys as Markdown or TOML, or all commands as Markdown."""
     return commands_page(parser()) if commands else job_page() if markdown else reference_text()
 
 
@@ -119,7 +119,7 @@ def _first_metadata(table: str, key: str, kind: type[str]) -> str:
 
 
 def _key_description(table: str, key: str) -> str:
-    """Description of a key, the conditions under which it has an effect, and whether a resumed run may change it."""
+    """Return a key's description, the conditions under which it has an effect, and whether it is fixed on resume."""
     conditions = [text for text in field_metadata(TABLES[table], OnlyIf).get(key, []) if text != LANGUAGE]
     notes = [f"Only if {' and '.join(f'``{text}``' for text in conditions)}."] if conditions else []
     notes += ["Fixed on resume."] if _first_metadata(table, key, OnResume) == "same" else []
@@ -163,7 +163,7 @@ def _key_row(table: str, key: str, field: FieldInfo) -> str:
 
 
 def completion(shell: str) -> str:
-    """Generate a shell completion script. Raises UserError: the package shtab is not installed."""
+    """Generate a shell completion script. Raises UserError if the package shtab is not installed."""
     try:
         import shtab
     except ImportError:
@@ -177,7 +177,7 @@ def completion(shell: str) -> str:
 
 
 def commands_page(top: argparse.ArgumentParser) -> str:
-    """Generate ``docs/commands.md``: a Markdown section per command of ``top``, including actions such as ``mesh init``."""
+    """Generate ``docs/commands.md``: a Markdown section for each command, including subcommands such as ``mesh init``."""
     command_rows = list(_commands(top, ""))
     parts = [COMMANDS_HEADER]
     for name, help_text, command in command_rows:
@@ -200,7 +200,7 @@ def _commands(parser: argparse.ArgumentParser, before: str) -> Iterator[tuple[st
 
 
 def _visible_arguments(parser: argparse.ArgumentParser) -> list[argparse.Action]:
-    """Positional arguments, then options; without ``--help``."""
+    """Return the positional arguments, then the options except ``--help``."""
     actions = [action for action in parser._actions if not isinstance(action, argparse._HelpAction)]
     return sorted(actions, key=lambda action: bool(action.option_strings))
 

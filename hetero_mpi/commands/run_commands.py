@@ -1,4 +1,4 @@
-"""Commands that read finished runs: ``report``, ``compare``, ``baseline``. Imports neither torch nor MPI."""
+"""The commands that read existing runs: ``report``, ``compare``, ``baseline``. Imports neither torch nor MPI."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -25,7 +25,10 @@ SHARED_NAME = "report-shared.html"
 
 
 def report(run_dir: Path, output: Path | None, share: bool = False) -> list[str]:
-    """Write a run's report, by default into its directory; return the lines to print. ``share``: omit names and absolute paths."""
+    """Write a run's report, by default to its directory, and return the lines to print.
+
+    If ``share`` is true, the report omits host names, user names and absolute paths.
+    """
     from hetero_mpi.report.page.document import write_report  # loads matplotlib
 
     run = read_run(run_dir)
@@ -35,21 +38,21 @@ def report(run_dir: Path, output: Path | None, share: bool = False) -> list[str]
 
 
 def compare(runs: list[Path]) -> list[str]:
-    """Compare runs side by side. Raises UserError: fewer than two directories, or one without a run."""
+    """Compare runs side by side. Raises UserError for fewer than two directories, or if one of them is not a run directory."""
     if len(runs) < 2:
         raise UserError("compare.too_few_runs", f"compare needs at least two runs (got {len(runs)}): compare RUN RUN")
     return comparison_lines([read_run(run) for run in runs])
 
 
 def baseline(job: Path | None, overrides: Sequence[str], profile: Path) -> list[str]:
-    """Compare the best single device of a profile, or of a run's profile, with all devices together.
+    """Compare each kind of device of a profile, used alone, with all devices together.
 
     Args:
-        job: the job; None: the run's job, or a job that trains the profile's model.
-        profile: a profile, or a run directory, whose plan and measured times are then compared.
+        job: the job. None stands for the run's job, or for a job that trains the profile's model.
+        profile: a profile, or a run directory, whose profile, plan and measured times are then used.
 
     Raises:
-        UserError: Job and profile do not match, or no device can run the job.
+        UserError: If the job and the profile do not match, or if there is no plan that fits.
     """
     run = read_run(profile) if profile.is_dir() else None
     cluster, request, remarks = _planning_inputs(job, overrides, profile, run)
@@ -62,7 +65,7 @@ def baseline(job: Path | None, overrides: Sequence[str], profile: Path) -> list[
 def _planning_inputs(
     job: Path | None, overrides: Sequence[str], source: Path, run: PastRun | None
 ) -> tuple[ClusterProfile, PlanRequest, tuple[str, ...]]:
-    """Return the profile, the planning request and remarks; the model of an emulating job replaces the profile's model."""
+    """Return the profile, the planning request and remarks. A run on emulated devices is planned for its profile's own model."""
     if run is None:
         question = ask(job, overrides, source)
         return question.profile, question.request, question.remarks
@@ -90,7 +93,7 @@ def _check_batch(request: PlanRequest, report: PlanReport | None, source: Path) 
 
 
 def _thread_remarks(profile: ClusterProfile) -> list[str]:
-    """Remarks on hosts with several CPU ranks: the prediction of a single rank uses only its share of the threads."""
+    """Remark for each host with several CPU ranks that the prediction of a single rank uses only its share of the threads."""
     cpu_devices = [device for device in profile.devices if device.backend == "cpu"]
     cpu_ranks_by_host = Counter(device.host for device in cpu_devices)
     threads = {device.host: device.threads for device in cpu_devices if cpu_ranks_by_host[device.host] > 1}

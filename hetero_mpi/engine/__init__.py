@@ -1,1 +1,1 @@
-"""One training step on one rank: run its actions, exchange tensors, reduce gradients, step the optimizer."""
+"""One training step on one rank: run the rank's actions, exchange tensors, reduce gradients, and run the optimizer."""

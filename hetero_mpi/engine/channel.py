@@ -1,10 +1,10 @@
 """Send and receive device tensors between neighbouring stages: ``Inbox`` and ``Outbox`` over the transport.
 
-Receives are posted early into reused host buffers. On CPU ranks a received tensor *is* its buffer and a sent tensor is read in
-place, so nothing is copied. Once buffers are as large as the largest message, steps allocate none.
+Receives are posted early, into reused host buffers. On CPU ranks a received tensor *is* its buffer and a sent tensor is read in
+place, so nothing is copied. Once the buffers are as large as the largest message, steps allocate no more memory.
 
-Long tensors travel in pieces, so that a GPU rank copies one piece while the next piece travels: device to host before sending, host
-to device as pieces arrive. Both copies overlap with the device's computation.
+Long tensors are sent in pieces, so that a GPU rank copies one piece while the next is in transit: from device to host before
+sending, and from host to device as pieces arrive. Both copies overlap with the device's computation.
 """
 
 import math
@@ -20,16 +20,16 @@ from hetero_mpi.device.backend import HOST, Backend, Copied, Copying, host_bytes
 
 FORWARD, BACKWARD, EVALUATION = 0, 1, 2
 TIED_TAG = 1 << 12
-"""First tag above those of messages between stages."""
+"""First of the tags reserved for tied matrices; lower tags are for messages between stages."""
 
 
 def tag_of(stage: int, direction: int) -> int:
-    """Tag of messages to ``stage``; one tag per receiving stage and direction keeps micro-batches in order."""
+    """Return the tag for messages to ``stage``; one tag per receiver and direction keeps micro-batches in order."""
     return stage * 4 + direction
 
 
 def _byte_slices(size_bytes: int, piece_bytes: int) -> Iterator[slice]:
-    """Slices of at most ``piece_bytes`` that cover a tensor's bytes; at least one."""
+    """Yield slices of at most ``piece_bytes`` that cover a tensor's bytes; yield at least one."""
     for first in range(0, max(1, size_bytes), piece_bytes):
         yield slice(first, min(first + piece_bytes, size_bytes))
 
@@ -39,23 +39,23 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class HostBuffers:
-    """Pool of host memory blocks for tensors of changing shapes; each block is as large as the largest tensor yet."""
+    """A pool of host memory blocks for tensors of varying shapes; each new block fits the largest tensor seen so far."""
 
     def __init__(self, backend: Backend, dtype: torch.dtype) -> None:
         self.backend, self.dtype = backend, dtype
         self._elements = 0
         self._free: list[torch.Tensor] = []
         self.allocated = 0
-        """Number of blocks allocated; constant once shapes repeat."""
+        """Number of blocks allocated so far; it stops growing once shapes repeat."""
 
     def reserve(self, shape: Sequence[int]) -> None:
-        """Make later blocks large enough for a tensor of ``shape``."""
+        """Make sure that blocks allocated from now on can hold a tensor of ``shape``."""
         if math.prod(shape) > self._elements:
             self._elements = math.prod(shape)
             self._free.clear()
 
     def lend(self, shape: Sequence[int]) -> torch.Tensor:
-        """Return a tensor of ``shape`` over a free block, or over a new block."""
+        """Return a tensor of ``shape`` backed by a free block, or by a new block if none is free."""
         self.reserve(shape)
         if self._free:
             block = self._free.pop()
@@ -72,15 +72,15 @@ class HostBuffers:
 
 
 class Arrival:
-    """A tensor being received from one rank: posts its receives and copies pieces to the device as they arrive.
+    """A tensor being received: posts its receives and copies each piece to the device as it arrives.
 
     Args:
         buffer: host memory to receive into.
         tensor: the tensor that the stage reads: the buffer itself, or a tensor on the device.
 
     Attributes:
-        arrived_s: time at which ``wait`` saw the last piece in host memory (``time.perf_counter``); None before ``wait``.
-        copied_s: seconds that ``wait`` then spent on the copy to the device.
+        arrived_s: time (``time.perf_counter``) at which ``wait`` saw the last piece in host memory; None before ``wait``.
+        copied_s: seconds that ``wait`` then spent waiting for the copy to the device.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Arrival:
             self.requests.append(transport.post_receive(source, tag, content[piece], arrived))
 
     def wait(self) -> None:
-        """Wait until the tensor has arrived; work that this thread submits to the device afterwards sees it."""
+        """Wait until the tensor has arrived. Device work that this thread submits afterwards sees the tensor."""
         for request in self.requests:
             self._transport.wait(request)
         self.arrived_s, begin = self.requests[-1].ended_s, time.perf_counter()
@@ -111,26 +111,26 @@ class Arrival:
             self.copied_s = time.perf_counter() - begin
 
     def release(self) -> None:
-        """Wait until the buffer may be received into again."""
+        """Wait until the buffer can be reused for another receive."""
         for copied in self._copied:
             copied.wait()
 
     def _copy(self, piece: slice) -> None:
-        """Copy a piece to the device; called on the thread that sees the piece arrive."""
+        """Copy a piece to the device. Called on the thread that sees the piece arrive."""
         self._copied.append(self._copying.copy(_bytes_of(self.tensor)[piece], _bytes_of(self.buffer)[piece]))
 
 
 class Inbox:
-    """Tensors that arrive in micro-batch order from one rank.
+    """Receives tensors from one rank, in micro-batch order.
 
-    Each step calls ``start_step``, then for each micro-batch in order ``receive``, and ``release`` when the tensor is no longer
-    read. ``depth`` buffers are in use at once: one more than the tensors between ``receive`` and ``release`` keeps a receive
-    posted while the stage computes.
+    Each step calls ``start_step`` once, then ``receive`` for each micro-batch in order, and ``release`` once the tensor is no
+    longer needed. ``depth`` buffers are in use at a time. To keep a receive posted while the stage computes, ``depth`` must be one
+    more than the number of tensors that are received but not yet released.
 
     Attributes:
-        arrived_s: time at which the last received tensor was seen in host memory (``time.perf_counter``).
-        copied_s: seconds spent waiting for its copy to the device; 0 on CPU ranks, which copy nothing, and where the copy
-            overlaps with computation.
+        arrived_s: time (``time.perf_counter``) at which the last received tensor was seen in host memory.
+        copied_s: seconds spent waiting for its copy to the device; 0 on CPU ranks, which copy nothing, and where the copy overlaps
+            with computation.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class Inbox:
         self.copied_s = 0.0
 
     def start_step(self, shapes: Sequence[tuple[int, ...]]) -> None:
-        """Announce the shapes of the step's micro-batches, in order, and post the first receives."""
+        """Set the shapes of the step's micro-batches, in order, and post the first receives."""
         assert not self._posted and not self._held, "the previous step left receives behind"
         self._pending_shapes.extend(shapes)
         for shape in set(shapes):
@@ -156,7 +156,7 @@ class Inbox:
             self._post()
 
     def receive(self) -> torch.Tensor:
-        """Wait for the next micro-batch's tensor and return it, on the device."""
+        """Wait for the next micro-batch's tensor and return it on the device."""
         arrival = self._posted.popleft()
         arrival.wait()
         self._held.append(arrival)
@@ -164,7 +164,7 @@ class Inbox:
         return arrival.tensor
 
     def release(self) -> None:
-        """Reuse the buffer of the oldest received tensor, which is no longer read, for the next receive."""
+        """Release the oldest received tensor and reuse its buffer for the next receive."""
         arrival = self._held.popleft()
         arrival.release()
         self.buffers.give_back(arrival.buffer)
@@ -179,7 +179,7 @@ class Inbox:
 
 
 class Outbox:
-    """Tensors sent in micro-batch order to one rank.
+    """Sends tensors to one rank, in micro-batch order.
 
     Attributes:
         copied_s: seconds spent waiting for the last tensor's copy to host memory; 0 on CPU ranks and where copies overlap.
@@ -192,10 +192,10 @@ class Outbox:
         self.buffers = HostBuffers(backend, dtype)
         self._copying = backend.copying()
         self._sent: deque[tuple[torch.Tensor, torch.Tensor, list[Request]]] = deque()
-        """(host memory, tensor, sends); the tensor is kept because the device reads it until the copy is done."""
+        """(host memory, tensor, send requests). The tensor is kept because the device reads it until the copy completes."""
 
     def put(self, tensor: torch.Tensor) -> int:
-        """Start sending a tensor and return its size in bytes; its memory is kept until the send completes."""
+        """Start sending a tensor and return its size in bytes. The tensor is kept alive until the send completes."""
         while self._sent and all(request.completed for request in self._sent[0][2]):
             self._reclaim()
         begin = time.perf_counter()

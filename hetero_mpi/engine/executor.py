@@ -3,8 +3,9 @@
     rank 0 (stage 0)  F0 SEND_F0  F1 SEND_F1  RECV_B0 B0  RECV_B1 B1  REDUCE(layer) ... STEP
     rank 1 (stage 1)  RECV_F0 F0 B0 SEND_B0  RECV_F1 F1 B1 SEND_B1  REDUCE(layer) ... STEP
 
-F and B are forward and backward of a micro-batch; a split backward is I (input gradients) and later W (weight gradients). A stage's
-last backward reports each layer whose gradients are final, REDUCE waits for their sum, STEP decides on and applies the update.
+F and B are the forward and backward pass of a micro-batch. A split backward consists of I (input gradients) and, later, W (weight
+gradients). A stage's last backward reports each layer as soon as its gradients are final. REDUCE waits for the summed gradients,
+and STEP decides whether to update the parameters and runs the optimizer.
 """
 
 from __future__ import annotations
@@ -31,39 +32,37 @@ Decided = TypeVar("Decided")
 
 
 class Update(Protocol[Decided]):
-    """Consumer of a step's gradients: exchanges them, takes the collective step decision, runs the optimizer."""
+    """Consumes a step's gradients: reduces them across ranks, takes the collective step decision and runs the optimizer."""
 
     def finished(self, layer: int) -> None:
-        """Called when the gradients of ``layer`` are final, during the stage's last backward, in reverse layer order."""
+        """Report that the gradients of ``layer`` are final; called during the stage's last backward, in reverse layer order."""
 
     def reduce(self, layer: int) -> None:
-        """Execute REDUCE of ``layer``."""
+        """Execute the REDUCE action of ``layer``."""
 
     def decide(self, losses: Sequence[torch.Tensor]) -> Decided:
-        """Take the collective step decision. ``losses``: each micro-batch's share of the loss (fp32), on the last stage."""
+        """Take the collective step decision. ``losses`` holds each micro-batch's share of the loss (fp32), on the last stage."""
 
     def carry_out(self, decided: Decided) -> None:
-        """Execute STEP as decided."""
+        """Execute the STEP action according to the decision."""
 
 
 @dataclass(frozen=True)
 class StepRun(Generic[Decided]):
-    """Outcome of one executed step."""
-
     decided: Decided | None
-    """Result of ``Update.decide``; None if the actions have no STEP."""
+    """The result of ``Update.decide``; None if the actions contain no STEP."""
     events: tuple[Event, ...]
     """Actions with their times, in seconds since ``began_s``."""
     began_s: float
     """Start of the step (``time.perf_counter``)."""
     worked_s: float
-    """CPU time of a CPU rank's forwards and backwards in seconds, which excludes waiting for a core."""
+    """CPU seconds spent in the forward and backward passes of a CPU rank, excluding time spent waiting for a core."""
 
 
 class _StageLinks:
     """One of the rank's stages with its inboxes and outboxes.
 
-    Adjacent stages of one rank need neither: one stage's output tensor is the other's input.
+    Adjacent stages on the same rank use neither: the output tensor of one stage is the input of the next.
     """
 
     def __init__(
@@ -98,7 +97,7 @@ class _StageLinks:
             self.evaluation_out = Outbox(setup.transport, next_rank, tag_of(index + 1, EVALUATION), *encoding)
 
     def start_step(self, data: StepData) -> None:
-        """Clear the last step's statistics and post the first receives."""
+        """Clear the statistics of the previous step and post the first receives."""
         self.stage.rewards.clear()
         if self.stage.routers is not None:
             self.stage.routers.seen.clear()
@@ -106,24 +105,24 @@ class _StageLinks:
             inbox.start_step(self.packed_shapes(data, op))
 
     def packed_shapes(self, data: StepData, op: Op) -> list[tuple[int, ...]]:
-        """Shapes of the messages of ``op`` (RECV_F or RECV_B), one per micro-batch."""
+        """Return the message shapes of ``op`` (RECV_F or RECV_B), one per micro-batch."""
         return [self.wire.packed_shape(self.shape(data, op, index)) for index in range(len(data.sizes))]
 
     def unpacked(self, packed: torch.Tensor, data: StepData, op: Op, index: int) -> torch.Tensor:
-        """Decode a message of ``op`` (RECV_F or RECV_B)."""
+        """Decode a message received by ``op`` (RECV_F or RECV_B)."""
         return self.wire.unpacked(packed, self.shape(data, op, index))
 
     def shape(self, data: StepData, op: Op, index: int) -> tuple[int, ...]:
-        """Shape of a micro-batch's tensor at ``op`` (RECV_F or RECV_B)."""
+        """Return the shape of a micro-batch's tensor at ``op`` (RECV_F or RECV_B)."""
         layer = (self.stage.first if op is Op.RECV_F else self.stage.last) - 1
         return self.stage.chain.boundary(layer, data.sizes[index], data.length)
 
     def packed(self, tensor: torch.Tensor, data: StepData, op: Op, index: int) -> torch.Tensor:
-        """Encode a micro-batch's tensor as the message of ``op`` (SEND_F or SEND_B)."""
+        """Encode a micro-batch's tensor as the message that ``op`` (SEND_F or SEND_B) sends."""
         return self.wire.packed(tensor, self._seeds(data, index) if op is Op.SEND_B else NEAREST)
 
     def _seeds(self, data: StepData, index: int) -> Iterator[int]:
-        """Stochastic-rounding seed of each sequence's gradient; depends on the sample, not on the micro-batch it is in."""
+        """Yield the stochastic-rounding seed of each sequence's gradient, which is independent of the micro-batch boundaries."""
         for sample in range(data.first_samples[index], data.first_samples[index] + data.sizes[index]):
             yield seed_from(self.stage.seed, "wire", data.step, sample, self.stage.first - 1)
 
@@ -137,13 +136,13 @@ class _StageLinks:
 
 
 class Executor:
-    """Runs the actions of all stages of a rank; they belong to one pipeline.
+    """Runs the actions of all of a rank's stages, which belong to one pipeline.
 
-    In a tensor-parallel group only the first rank exchanges messages; it broadcasts received tensors to the group.
+    In a tensor-parallel group only the first rank exchanges messages with other stages; it broadcasts received tensors.
 
     Attributes:
         current: the running action; None between steps.
-        evaluated: number of evaluation forwards, counted per micro-batch and stage.
+        evaluated: number of evaluation forward passes, counted once per micro-batch and stage.
     """
 
     def __init__(
@@ -163,7 +162,7 @@ class Executor:
             placement.index: _StageLinks(setup, wire, stage, placement, pipeline, self.actions)
             for stage, placement in zip(stages, placements, strict=True)
         }
-        """Stage index -> stage, in chain order."""
+        """Maps each stage index to its stage, in chain order."""
         # Kernels run asynchronously. A rank with messages waits for the device after each forward and backward, so that the time is
         # charged to the right action. A rank that is a whole pipeline sends nothing: device events time its actions and its device
         # never idles.
@@ -172,14 +171,13 @@ class Executor:
         self._marks = not self._synchronises and not self._on_host
         self._last_backwards = {links.last_backward for links in self.stages.values()}
         self._inputs: dict[Action, torch.Tensor] = {}
-        """RECV action -> tensor received, or computed by another stage of this rank."""
+        """Maps each RECV action to the tensor received, or computed by another stage of this rank."""
         self._outputs: dict[Action, torch.Tensor] = {}
-        """SEND action -> tensor to send."""
+        """Maps each SEND action to the tensor to send."""
         self._losses: list[torch.Tensor] = []
-        """Each micro-batch's share of the loss in the running step."""
+        """Each micro-batch's share of the loss in the current step."""
 
     def run(self, data: StepData, update: Update[Decided]) -> StepRun[Decided]:
-        """Run one step."""
         self._losses = []
         for links in self.stages.values():
             links.start_step(data)
@@ -225,11 +223,11 @@ class Executor:
         return StepRun(decided, tuple(events), begin, worked_s)
 
     def _exchanged_s(self) -> float:
-        """Total seconds in exchanges of the tensor-parallel group."""
+        """Return the total seconds that the tensor-parallel group has spent in collectives."""
         return self._group.summed_s if self._group is not None else 0.0
 
     def _with_copies(self, event: Event, began_s: float) -> Event:
-        """Add a message's arrival time and the seconds spent waiting for its copies to its event."""
+        """Add to a message's event its arrival time and the seconds spent waiting for its copies."""
         links, op = self.stages[event.action.stage], event.action.op
         if op in links.inboxes:
             inbox = links.inboxes[op]
@@ -240,15 +238,15 @@ class Executor:
         return event
 
     def flush(self) -> None:
-        """Wait until all sends have completed, so that collective calls may follow."""
+        """Wait until all sends have completed, so that collective calls can follow."""
         for links in self.stages.values():
             for outbox in links.outboxes.values():
                 outbox.flush()
 
     def evaluate(self, data: StepData) -> list[torch.Tensor]:
-        """Evaluate micro-batches through the pipeline; returns ``Stage.evaluate`` of each on the last stage, elsewhere [].
+        """Evaluate micro-batches; return each result of ``Stage.evaluate`` on the last stage, and an empty list elsewhere.
 
-        Each of the rank's stages runs all micro-batches before the next stage begins, which rules out deadlocks.
+        Each of the rank's stages runs all micro-batches before the next stage starts, which rules out deadlocks.
         """
         for links in self.stages.values():
             links.stage.rewards.clear()
@@ -265,7 +263,7 @@ class Executor:
     def _evaluated(
         self, links: _StageLinks, data: StepData, previous_outputs: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Outputs of a stage that are not sent to another rank. ``previous_outputs``: outputs of the rank's previous stage."""
+        """Evaluate one stage, given the outputs of this rank's previous stage; return the outputs that stay on this rank."""
         outputs: list[torch.Tensor] = []
         stage = links.stage
         for index in range(len(data.sizes)):
@@ -295,9 +293,9 @@ class Executor:
         return x
 
     def _perform(self, action: Action, data: StepData, finished: Finished | None) -> int:
-        """Run one action of one micro-batch and return the bytes sent or received.
+        """Run one action of a micro-batch and return the number of bytes sent or received.
 
-        ``finished``: called with each layer whose gradients are final; None unless this is the stage's last backward.
+        ``finished`` is called with each layer whose gradients are final; it is None unless this is the stage's last backward.
         """
         op, links = action.op, self.stages[action.stage]
         if op is Op.F:
@@ -340,18 +338,18 @@ class Executor:
             self._hand_on(Action(Op.SEND_B, number, index), Action(Op.RECV_B, number - 1, index), dx)
 
     def _received(self, action: Action, data: StepData) -> torch.Tensor:
-        """The tensor of RECV_F or RECV_B; a group's leader broadcasts it, which completes the RECV of the other members."""
+        """Return the tensor received by RECV_F or RECV_B, which a tensor-parallel group's leader first broadcasts to the group."""
         received, links = self._inputs.pop(action), self.stages[action.stage]
         leads = self._group is not None and action.op in links.inboxes
         return self._shared(received, links, action, data) if leads else received
 
     def _shared(self, tensor: torch.Tensor | None, links: _StageLinks, action: Action, data: StepData) -> torch.Tensor:
-        """Broadcast the leader's tensor of RECV_F or RECV_B to the group; the other members pass None."""
+        """Broadcast the leader's received tensor to the group; the other members pass None."""
         assert self._group is not None
         return self._group.broadcast(tensor, links.shape(data, action.op, _index(action)), links.stage.dtype)
 
     def _hand_on(self, send: Action, receive: Action, tensor: torch.Tensor) -> None:
-        """Pass a tensor to ``send`` or, if this rank has the next stage too, store it as the result of ``receive``."""
+        """Store a tensor for the ``send`` action or, if this rank also has the next stage, as the result of ``receive``."""
         if send.op in self.stages[send.stage].outboxes:
             self._outputs[send] = tensor
         elif self._group is None:

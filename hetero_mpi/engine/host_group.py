@@ -3,8 +3,9 @@
     rank 0   a0 a1 | -- all-to-all -->  a0 b0 -> s0 | -- all-gather -->  s0 s1
     rank 1   b0 b1 |                    a1 b1 -> s1 |                    s0 s1
 
-Each rank adds up one part of the tensor in host memory, in rank order and in fp32, so all ranks and all runs get the same bits.
-No more bytes move than in any other all-reduce (Patarasuk & Yuan 2009). Calls block, as the computation needs the sum at once.
+Each rank sums one part of the tensor in host memory, in rank order and in fp32, so all ranks and all runs get bitwise equal
+results. This moves no more bytes than any other all-reduce (Patarasuk & Yuan 2009). Calls block, because the computation needs the
+sum immediately.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ Combine = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def require_joinable(world: World, plan: Plan, threaded: bool) -> None:
-    """Check that tensor-parallel ranks may call MPI while a communication thread does so.
+    """Check that tensor-parallel ranks may call MPI while a communication thread also calls it.
 
     Raises:
         UserError: The MPI library lacks THREAD_MULTIPLE.
@@ -44,19 +45,19 @@ def require_joinable(world: World, plan: Plan, threaded: bool) -> None:
 
 
 def host_group(world: World, ranks: tuple[int, ...], backend: Backend) -> HostGroup | None:
-    """Create the group of ``ranks`` (numbers in the job); None on other ranks. Collective over ``world``."""
+    """Create the tensor-parallel group of ``ranks`` (job rank numbers); return None on other ranks. Collective over ``world``."""
     numbers = world.numbers or tuple(range(world.size))
     subset = world.subset([numbers.index(rank) for rank in ranks])
     return None if subset is None else HostGroup(subset, backend)
 
 
 class HostGroup:
-    """One rank's handle of its group; see ``model.group.exchanges.GroupLink``. All members call in the same order.
+    """One rank's handle to its group (see ``model.group.exchanges.GroupLink``). All members make the same calls in the same order.
 
     Attributes:
         member: this rank's index in the group; 0 is the leader.
         size: number of members.
-        summed_s: total seconds in sums and maxima, including waiting for other members.
+        summed_s: total seconds spent in ``sum`` and ``maximum``, including waiting for other members.
     """
 
     def __init__(self, world: World, backend: Backend) -> None:
@@ -64,19 +65,18 @@ class HostGroup:
         self._exchange_world: World | _LoopbackWorld = world
         self.member, self.size, self.summed_s = world.rank, world.size, 0.0
         self._buffers: dict[int, torch.Tensor] = {}
-        """Buffer number -> reused host memory."""
+        """Maps buffer numbers to reused host memory."""
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum over the members, added in member order in fp32."""
+        """Sum over the members, in member order and in fp32."""
         return self._combined(tensor, torch.Tensor.add_)
 
     def maximum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Elementwise maximum over the members."""
         return self._combined(tensor, lambda a, b: torch.maximum(a, b, out=a))
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
-        """Context in which this member computes alone: sums use their usual memory but exchange nothing."""
+        """Return a context in which this member computes alone: reductions use their usual memory but exchange nothing."""
         self._exchange_world = _LoopbackWorld()
         try:
             yield
@@ -84,7 +84,7 @@ class HostGroup:
             self._exchange_world = self._world
 
     def broadcast(self, tensor: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Broadcast the leader's tensor to every member's device; the other members pass None."""
+        """Broadcast the leader's tensor to every member's device; members other than the leader pass None."""
         assert (tensor is None) == (self.member > 0)
         with self._world.waiting("the first rank of its group"):
             if tensor is None:
@@ -99,10 +99,10 @@ class HostGroup:
     def assembled(
         self, leader_shard: torch.Tensor | None, division: Division, shape: tuple[int, ...], dtype: torch.dtype
     ) -> torch.Tensor:
-        """Gather a sharded tensor in the leader's host memory; the other members call ``give``.
+        """Gather a sharded tensor in the leader's host memory, while the other members call ``give``.
 
         Args:
-            leader_shard: the leader's shard; None if it has none.
+            leader_shard: the leader's shard; None if the leader has no shard.
         """
         full_tensor = torch.empty(shape, dtype=dtype)
         for member in range(self.size):
@@ -116,7 +116,7 @@ class HostGroup:
         return full_tensor
 
     def give(self, part: torch.Tensor) -> None:
-        """Send this member's shard to the leader, which calls ``assembled``."""
+        """Send this member's shard to the leader, which is calling ``assembled``."""
         self._world.send_bytes(host_bytes(self._backend.to_host(part.contiguous())), 0)
 
     def _combined(self, tensor: torch.Tensor, combine: Combine) -> torch.Tensor:
@@ -142,7 +142,7 @@ class HostGroup:
 
 
 class _LoopbackWorld:
-    """Stand-in for the group's communicator that exchanges nothing: other members' tensors equal this member's."""
+    """A stand-in for the group's communicator that exchanges nothing: other members' tensors equal this member's."""
 
     def broadcast_bytes(self, flat: NDArray[np.uint8]) -> None:
         flat[:] = 0

@@ -1,7 +1,7 @@
-"""Out-of-memory errors that state predicted and used memory and the remedy, and the parts of a rank's local memory test.
+"""Out-of-memory errors that report predicted and used memory with a remedy, and helpers for a rank's local memory test.
 
-``Trainer.rehearse`` runs one step on one rank alone, before the ranks start together: the usual actions and buffers, over a
-transport that receives zeros and discards sent messages.
+``Trainer.rehearse`` runs one step on one rank alone, before the ranks start together. It runs the usual actions with the usual
+buffers, over a transport that receives zeros and discards sent messages.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from hetero_mpi.util.errors import UserError
 
 
 class OutOfMemory(UserError):
-    """A rank ran out of memory. ``used_bytes``: its peak memory before the failed allocation."""
+    """Raised when a rank runs out of memory. ``used_bytes`` is its peak memory before the failed allocation."""
 
     def __init__(self, message: str, used_bytes: int) -> None:
         super().__init__("memory.exceeded", message)
@@ -29,7 +29,7 @@ class OutOfMemory(UserError):
 
 @contextlib.contextmanager
 def memory_explained(doing: Callable[[], str], predicted: RankMemory | None, backend: Backend) -> Iterator[None]:
-    """Convert out-of-memory errors of the block to ``OutOfMemory``; the caller that ends the job adds rank and host.
+    """Convert out-of-memory errors in the block to ``OutOfMemory``; the caller that ends the job adds the rank and host.
 
     Args:
         doing: returns a description of the running operation, such as an action.
@@ -55,7 +55,7 @@ def memory_explained(doing: Callable[[], str], predicted: RankMemory | None, bac
 
 @dataclass(frozen=True)
 class UpdateAlone:
-    """An ``executor.Update`` without exchanges between ranks."""
+    """An ``executor.Update`` that exchanges nothing with other ranks."""
 
     optimizer: Optimizer
 
@@ -73,7 +73,7 @@ class UpdateAlone:
 
 
 class Nowhere(Transport):
-    """A transport without peers: every request completes at once, received buffers are zeros."""
+    """A transport without peers: every request completes immediately, and received buffers contain zeros."""
 
     idle = False
 

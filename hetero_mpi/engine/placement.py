@@ -1,4 +1,4 @@
-"""A rank's setup (device, transport, model), its stages' places in the plan, and its pipeline's rows of a batch."""
+"""A rank's setup (device, transport, model), the positions of its stages in the plan, and its pipeline's rows of a batch."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -23,22 +23,22 @@ from hetero_mpi.planning.types.plan import PipelinePlan, Plan, RankMemory, Stage
 
 @dataclass(frozen=True)
 class RankSetup:
-    """A rank's device, peers, model and training settings under one plan."""
+    """A rank's device, transport, model and training settings under one plan."""
 
     rank: int
     """Rank number in the job."""
     transport: Transport
-    """Connects all ranks of the job."""
+    """The transport that connects all ranks of the job."""
     chain: LayerChain
     tuning: Tuning
     backend: Backend
     train: TrainTable
     group: StageLink | None = None
-    """Tensor-parallel group of the rank's stage; None if the rank holds its stages alone."""
+    """The tensor-parallel group of the rank's stage; None if the stage is not sharded."""
     memory: RankMemory | None = None
     """Predicted memory of this rank; None if unknown."""
     compiled: bool = False
-    """Whether blocks are compiled on this rank."""
+    """Whether this rank compiles its blocks."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -46,23 +46,23 @@ class RankSetup:
 
     @property
     def leads(self) -> bool:
-        """Whether this rank exchanges messages for its stages: it holds them alone, or it is its group's first rank."""
+        """Whether this rank exchanges messages for its stages: it is in no group, or it is its group's first rank."""
         return self.group is None or self.group.member == 0
 
     def wire_format(self) -> WireFormat:
-        """Encoding of tensors that are sent between stages."""
+        """Return the encoding of tensors sent between stages."""
         return format_of(self.train.wire, self.dtype, self.chain.appended_rows)
 
 
 BuildStage = Callable[[StagePlan, bool, Shared, Collection[str], "Stage | None"], Stage]
-"""Builds one of a rank's stages. Arguments: the plan's stage, whether its backward is split, layers shared with other ranks,
-parameters owned by other ranks, and the rank's first stage if that holds a tied model's embedding.
-Raises UserError if the model's files do not fit."""
+"""Builds one of a rank's stages. The arguments are the plan's stage, whether its backward is split, the parts shared with other
+ranks, the parameters owned by other ranks, and the rank's first stage if that stage holds a tied model's embedding. Raises
+UserError if the model's files do not match."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Place of one of a rank's stages in the plan."""
+    """Position of one of a rank's stages in the plan."""
 
     index: int
     """Index among all stages of the plan."""
@@ -72,18 +72,18 @@ class Placement:
 
 
 def places_of(rank: int, plan: Plan) -> tuple[Placement, ...]:
-    """Placements of the rank's stages in chain order, all of one pipeline; empty if the plan leaves the rank idle."""
+    """Return the placements of the rank's stages, all in one pipeline, in chain order; empty if the plan leaves the rank idle."""
     numbered = [plan.numbered[number] for number in plan.of_rank(rank)]
     return tuple(Placement(index, p, plan.pipelines[p].stages.index(stage)) for index, p, stage in numbered)
 
 
 def active_ranks(plan: Plan) -> list[int]:
-    """Ranks that take part in every step: those with a stage, and rank 0, which reads the data."""
+    """Return the ranks that take part in every step: those with a stage, and rank 0, which reads the data."""
     return sorted({0, *plan.ranks})
 
 
 def parameter_owners(tuning: Tuning, plan: Plan) -> dict[str, int]:
-    """Trained parameter -> owner rank, in the model's order."""
+    """Map each trained parameter to its owner rank, in the model's order."""
     sizes = {name: (spec.layer, spec.count * (name not in tuning.still)) for name, spec in tuning.trainable.items()}
     return owners(plan, sizes)
 
@@ -93,7 +93,7 @@ class BatchShare:
     """One pipeline's rows of a step's batch, divided into micro-batches.
 
     Attributes:
-        sizes: number of rows of each micro-batch, consecutive in the arrays.
+        sizes: number of rows of each micro-batch; micro-batches are consecutive in the arrays.
         first_samples: index of each micro-batch's first row in the global batch.
     """
 
@@ -103,10 +103,10 @@ class BatchShare:
 
 
 def training_share(plan: Plan, pipeline: int, batch: Batch) -> BatchShare:
-    """A pipeline's rows of a training batch, assigned to pipelines in plan order.
+    """Return a pipeline's rows of a training batch; pipelines take consecutive rows in plan order.
 
-    If the batch has fewer rows than ``plan.global_batch``, the last micro-batches are short; an empty micro-batch gets one row of
-    ignored targets, so that every step runs the same actions.
+    If the batch has fewer rows than ``plan.global_batch``, the last micro-batches are short. An empty micro-batch gets one row
+    whose targets are ignored, so that every step runs the same actions.
     """
     pipe = plan.pipelines[pipeline]
     first = sum(earlier.sequences for earlier in plan.pipelines[:pipeline])
@@ -121,7 +121,7 @@ def training_share(plan: Plan, pipeline: int, batch: Batch) -> BatchShare:
 
 
 def evaluation_shares(plan: Plan, rows: int) -> list[tuple[int, tuple[int, ...]]]:
-    """(first row, sizes of micro-batches) of each pipeline for ``rows`` evaluation sequences, split as training batches are."""
+    """Return (first row, micro-batch sizes) of each pipeline for ``rows`` evaluation sequences, in the proportions of training."""
     ends = [round(rows * total / plan.global_batch) for total in accumulate(p.sequences for p in plan.pipelines)]
     shares = []
     for begin, end, pipeline in zip([0, *ends[:-1]], ends, plan.pipelines, strict=True):
@@ -135,5 +135,5 @@ def _micro_batch_sizes(rows: int, pipeline: PipelinePlan) -> tuple[int, ...]:
 
 
 def slots(counts: Sequence[int]) -> list[int]:
-    """Offset of each pipeline's losses in a vector that holds ``counts[p]`` values of pipeline p, in plan order."""
+    """Return the offset of each pipeline's losses in a vector that holds ``counts[p]`` values for pipeline p, in plan order."""
     return [0, *accumulate(counts)][:-1]

@@ -1,6 +1,6 @@
-"""Record events and time use of selected steps in ``steps.jsonl``, gathered at rank 0 on one clock.
+"""Record the events and resource usage of selected steps in ``steps.jsonl``, gathered on rank 0 and aligned to one clock.
 
-Between recorded steps every rank only accumulates its own usage; nothing is sent.
+Between recorded steps each rank only accumulates its own usage; nothing is sent.
 """
 
 from dataclasses import replace
@@ -17,15 +17,15 @@ from hetero_mpi.rundir.rank_steps import RankStep, Usage, rank_step_to_dict
 from hetero_mpi.util.background import BestEffort, warn_on_failure
 
 _WARMUP_STEPS = 3
-"""First recorded step, when caches and links are warm."""
+"""The first step to record; by then caches and links are warm."""
 _RECORDED_PART_COUNT = 4
-"""The last step of each of these equal parts of the run is recorded too."""
+"""Number of equal parts of the run; the last step of each part is also recorded."""
 _MAX_EVENTS = 20_000
-"""Maximum number of events written per rank and step; usage times count all events."""
+"""Maximum number of events written per rank and step; usage statistics still cover all events."""
 
 
 def recorded_steps(first: int, last: int) -> frozenset[int]:
-    """Steps to record in a run of the steps ``first + 1`` to ``last``; a constant number."""
+    """Return the steps to record in a run of steps ``first + 1`` to ``last``; their number does not grow with the run."""
     quarters = (first + (last - first) * part // _RECORDED_PART_COUNT for part in range(1, _RECORDED_PART_COUNT + 1))
     return frozenset(step for step in (min(first + _WARMUP_STEPS, last), *quarters) if step > first)
 
@@ -33,11 +33,11 @@ def recorded_steps(first: int, last: int) -> frozenset[int]:
 class Recorder:
     """Accumulates this rank's usage and, on rank 0, writes recorded steps to ``steps.jsonl``.
 
-    The constructor and calls for recorded steps are collective over the active ranks.
+    The constructor and the calls for recorded steps are collective over the active ranks.
 
     Args:
-        transport: transport of all ranks, without messages in flight.
-        steps: number of steps done before this plan, and at the end of the run.
+        transport: transport that connects all ranks, with no messages in flight.
+        steps: (steps completed before this plan starts, steps completed at the end of the run).
         time_scale: wall-clock seconds per reported second.
     """
 

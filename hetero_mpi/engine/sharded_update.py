@@ -1,23 +1,21 @@
 """Sharded optimizer state (as in ZeRO-1) for layers on several ranks: each trained parameter has one owner (``planning.owners``).
 
     last backward    gradients of layer 9 | layer 8 | ...    a reduce-scatter per layer: owners get the sums of their parameters
-    REDUCE, STEP     owners compute norms, clip, and step    masters and moments exist once
+    REDUCE, STEP     owners compute norms, clip, and step    only the owner has a parameter's master and moments
     next forward     values of layer 0 | layer 1 | ...       an all-gather per layer, in the compute dtype, awaited by that layer
 
-Each shared layer has one flat fp32 gradient buffer with a part per owner; parameters' gradients are views of it. When backward
-finishes a layer (in reverse order), the ranks that hold it reduce-scatter its buffer in host memory, or a host copy of it; REDUCE
-waits for the sum. New values travel in the same buffers, which are free from STEP until the next backward. All members start a
-group's exchanges in the same order and never wait for another rank before starting, so the exchanges cannot deadlock. Copies
-between device and host overlap with computation until REDUCE.
+Each shared layer has one flat fp32 gradient buffer with one part per owner; the gradients of its parameters are views of the
+buffer. When backward finishes a layer (in reverse order), the ranks that hold it reduce-scatter the buffer, or a copy of it in host
+memory; REDUCE waits for the sum. New values travel in the same buffers, which are free from STEP until the next backward. All
+members of a group start its exchanges in the same order and never wait for another rank before starting one, so the exchanges
+cannot deadlock. Copies between device and host overlap with computation until REDUCE.
 
-If tensor-parallel groups of several pipelines shard a layer differently, each set of ranks that hold the same segments has its own
-buffer (``shared_parts``).
+If the tensor-parallel groups of several pipelines shard a layer differently, each set of ranks that hold the same segments has its
+own buffer (``shared_parts``).
 
-A tied model's matrix belongs to layer 0. In each pipeline the head's rank sends its gradient to the embedding's rank, which adds
-both; layer 0 is then reduced over the pipelines like any other layer, and its new values are sent back to the head. Both transfers
-go through preallocated host memory and overlap with computation.
-
-``shared_parts`` lists the parts of trained tensors that several ranks hold under a plan, with their owners.
+A tied model's matrix belongs to layer 0. In each pipeline the rank with the head sends its gradient to the rank with the embedding,
+which adds the two. Layer 0 is then reduced over the pipelines like any other layer, and its new values are sent back to the head.
+Both transfers go through preallocated host memory and overlap with computation.
 """
 
 from __future__ import annotations
@@ -38,11 +36,11 @@ from hetero_mpi.planning.types.plan import Plan, StagePlan
 
 
 class ShardedUpdate:
-    """One rank's exchanges of gradients and new values in each step.
+    """Exchanges one rank's gradients and new parameter values in each step.
 
     Args:
         shared: shared parts of the whole plan, in reverse layer order.
-        tied: this rank's end of a tied and trained matrix; None if it has none.
+        tied: this rank's end of a trained tied matrix; None if this rank has neither end.
     """
 
     def __init__(
@@ -64,7 +62,7 @@ class ShardedUpdate:
             if rank in part.ranks
         ]
         self._parts_by_layer: dict[int, list[_ExchangedPart]] = {}
-        """Layer -> its exchanged parts."""
+        """Maps each layer to its exchanged parts."""
         for exchanged in self._parts:
             self._parts_by_layer.setdefault(exchanged.layer, []).append(exchanged)
         optimizer.stage.before_each_layer(self.await_values)
@@ -77,7 +75,7 @@ class ShardedUpdate:
             self.tied.start_step()
 
     def finished(self, layer: int) -> None:
-        """Start the exchanges that can begin without waiting, as the gradients of ``layer`` are final on this rank."""
+        """Start the exchanges that need not wait, now that this rank's gradients of ``layer`` are final."""
         if self.tied is not None:
             if layer == 0 and self.tied.receives:
                 return  # ``reduce`` waits for the head's gradient
@@ -86,13 +84,13 @@ class ShardedUpdate:
         self._start_down_to(layer)
 
     def reduce(self, layer: int) -> None:
-        """Wait until the gradients of this rank's parameters in ``layer`` are summed over all ranks that hold the layer."""
+        """Wait until this rank's gradients in ``layer`` are summed over all ranks that hold the layer."""
         self._start_down_to(0)  # backward is over, so all gradients are final
         for part in self._parts_by_layer.get(layer, ()):
             self._complete(part)
 
     def finish_step(self) -> None:
-        """Complete the remaining sums before the optimizer's step and reset each exchange for the next step."""
+        """Complete the remaining reductions before the optimizer step and reset each exchange for the next step."""
         if self.tied is not None:
             self.tied.finish_step()
         for part in self._parts:
@@ -100,19 +98,19 @@ class ShardedUpdate:
             part.finish_step()
 
     def publish(self) -> None:
-        """Start sending new values from their owners to the other ranks after the optimizer's step, in layer order."""
+        """Start sending new parameter values from their owners to the other ranks, in layer order, after the optimizer step."""
         for part in reversed(self._parts):
             part.publish(self.transport)
         self.share_tied_weight()
 
     def share_tied_weight(self) -> None:
-        """Copy the embedding's values to the head of a tied matrix. Both ranks call it."""
+        """Copy the embedding's values to the tied head. Called by both ranks."""
         if self.tied is not None:
             self.await_values(0)
             self.tied.share_weight()
 
     def await_values(self, layer: int) -> None:
-        """Wait until the parameters of ``layer`` have their new values; called before they are read."""
+        """Wait until the parameters of ``layer`` have their new values. Called before the parameters are read."""
         for part in self._parts_by_layer.get(layer, ()):
             part.await_values(self.transport)
 
@@ -128,7 +126,7 @@ class ShardedUpdate:
             self.transport.dissolve(group)
 
     def _start_down_to(self, layer: int) -> None:
-        """Start the sums of ``layer`` and later layers, in the order that all ranks share."""
+        """Start the reductions of ``layer`` and all later layers, in the order used by all ranks."""
         for part in self._parts:
             if part.layer >= layer and part.request is None:
                 self._start(part)
@@ -139,17 +137,17 @@ class ShardedUpdate:
         part.start(self.transport)
 
     def _complete(self, part: _ExchangedPart) -> None:
-        """Wait for the sums, unless they are complete."""
+        """Wait for a part's reduction unless it is already complete."""
         if part.request is None:
             self._start(part)
         part.wait(self.transport)
 
 
 class _ExchangedPart:
-    """Exchange of a shared part's flat buffer: in place in host memory, or through a host copy.
+    """Exchanges a shared part's flat buffer, directly if it is in host memory, otherwise through a host copy.
 
     Attributes:
-        request: reduce-scatter of the running step; None before it starts.
+        request: this step's reduce-scatter; None before it starts.
     """
 
     def __init__(
@@ -164,17 +162,17 @@ class _ExchangedPart:
         self._other_members = [index for index in range(len(group.ranks)) if index != self._member]
         self.request: Request | None = None
         self._values: Request | None = None
-        """All-gather of new values that ``await_values`` has not completed yet."""
+        """The all-gather of new values; None once ``await_values`` has completed it."""
         self._copied: list[Copied] = []
         self._summed = False
 
     def start_step(self) -> None:
-        """Zero the gradients, unless the buffer still holds new values."""
+        """Zero the gradients unless the buffer still holds new values."""
         if self._values is None:
             self._flat.gradients.zero_()
 
     def start(self, transport: Transport) -> None:
-        """Start the sum of this rank's final gradients once they reach host memory."""
+        """Start reducing this rank's final gradients once they are in host memory."""
         self._summed = False
         assert self._values is None, "a backward pass has ended whose forward pass did not use the new values"
         self._flat.collect(self._gradient)
@@ -183,7 +181,7 @@ class _ExchangedPart:
         self.request = transport.reduce_scatter(self.group, parts, *callbacks, self.layer)
 
     def wait(self, transport: Transport) -> None:
-        """Wait for the sums; work that this thread submits to the device afterwards sees them."""
+        """Wait for the summed gradients. Device work that this thread submits afterwards sees them."""
         if self._summed:
             return
         self._summed = True
@@ -192,11 +190,10 @@ class _ExchangedPart:
         self._flat.spread(self._member, self._gradient)
 
     def finish_step(self) -> None:
-        """Forget the completed request at the end of the step."""
         self.request = None
 
     def publish(self, transport: Transport) -> None:
-        """Start sending the new values of this rank's parameters once they reach host memory."""
+        """Start sending this rank's new parameter values once they are in host memory."""
         self._flat.pack(self._member)
         parts, member_values = (
             [host_bytes(self._host[part]) for part in self._flat.values],
@@ -207,7 +204,7 @@ class _ExchangedPart:
         )
 
     def await_values(self, transport: Transport) -> None:
-        """Wait for new values in flight and write them to the parameters."""
+        """Wait for the new values in flight, if any, and write them to the parameters."""
         request, self._values = self._values, None
         if request is None:
             return
@@ -217,7 +214,7 @@ class _ExchangedPart:
         self._flat.gradients.zero_()
 
     def _start_host_copy(self, part: slice, copy_back: Arrived) -> tuple[Ready | None, Arrived | None]:
-        """Start copying ``part`` to host memory, if needed; (tells whether it has arrived, copies the result back)."""
+        """Start copying ``part`` to host memory if needed; return (check whether the copy is done, callback that copies back)."""
         if not self._copies:
             return None, None
         self._to_host.after_compute()
@@ -233,7 +230,7 @@ class _ExchangedPart:
                 copied.hold_compute()
 
     def _copy_sums_back(self) -> None:
-        """Copy sums to the device; called on the thread that sees them complete."""
+        """Copy summed gradients to the device. Called on the thread that sees the reduction complete."""
         self._copy_back([self._flat.parts[self._member]])
 
     def _copy_values_back(self) -> None:
@@ -244,7 +241,7 @@ class _ExchangedPart:
 
 
 def _groups(rank: int, shared: Collection[SharedPart], transport: Transport) -> dict[tuple[int, ...], Group]:
-    """Transport group of each set of ranks with this rank. Group numbers follow the plan, so members agree on them."""
+    """Create a transport group for each set of ranks that includes this rank, with numbers on which all members agree."""
     distinct = list(dict.fromkeys(part.ranks for part in shared))
     return {ranks: transport.group(ranks, number) for number, ranks in enumerate(distinct) if rank in ranks}
 
@@ -253,15 +250,16 @@ _GRADIENT, _WEIGHT = TIED_TAG, TIED_TAG + 1
 
 
 class TiedMatrix:
-    """Exchange of a tied matrix between embedding and head; a rank has one end or both.
+    """Exchanges a tied matrix between embedding and head; a rank has one end or both.
 
     Args:
-        embedding, head: ranks of the two ends in the pipeline.
+        embedding: rank in this pipeline that holds the embedding.
+        head: rank in this pipeline that holds the head.
         name: name of the embedding's parameter.
 
     Attributes:
-        sends: this rank has the head, another rank the embedding.
-        receives: this rank has the embedding, another rank the head.
+        sends: whether this rank has only the head, and so sends its gradient.
+        receives: whether this rank has only the embedding, and so receives the head's gradient.
     """
 
     def __init__(
@@ -285,14 +283,14 @@ class TiedMatrix:
         self._head_gradient: Arrival | None = None
 
     def start_step(self) -> None:
-        """Post the receive of the head's gradient for a new step."""
+        """Post the receive of the head's gradient for the new step."""
         self._joined = False
         if self.receives:
             assert self._host is not None
             self._head_gradient = self._arrival(self.head, _GRADIENT, self._host, self._host)
 
     def join_gradients(self) -> None:
-        """Send the head's final gradient, or add it to the embedding's. Further calls in a step do nothing."""
+        """Send the head's final gradient, or add it to the embedding's. Repeated calls in a step have no effect."""
         if self._joined:
             return
         self._joined = True
@@ -308,12 +306,12 @@ class TiedMatrix:
             gradient.add_(self._head_gradient.tensor.to(gradient.device, non_blocking=True))
 
     def finish_step(self) -> None:
-        """Wait until the head's gradient has been sent or added, before the optimizer's step."""
+        """Wait until the head's gradient has been sent or added. Called before the optimizer step."""
         self.join_gradients()
         self._outbox.flush()
 
     def share_weight(self) -> None:
-        """Copy the embedding's values to the head. Both ranks call it."""
+        """Copy the embedding's values to the head. Called by both ranks."""
         stage = self.optimizer.stage
         if self.receives:
             self._outbox.put(stage.parameters[self.name])
@@ -330,19 +328,22 @@ class TiedMatrix:
 
 
 Divided = Mapping[int, Mapping[str, Division]]
-"""First rank of each tensor-parallel group -> name -> sharding of that tensor of its stage."""
+"""Maps each tensor-parallel group's first rank to the sharding of its stage's tensors, by name."""
 
 
 def shared_parts(
     rank: int, plan: Plan, tuning: Tuning, divided: Divided, owner: Mapping[str, int]
 ) -> dict[SharedPart, list[list[Segment]]]:
-    """Gradient sums of a step over all ranks, in reverse layer order -> segments owned by each member, in coordinates of ``rank``.
+    """List the gradient reductions of a step, in reverse layer order, with the segments that each member owns.
 
-    A tensor that groups shard is summed in segments between neighbouring shard bounds of all pipelines, for example with bounds
-    4 | 8 in pipeline 0 and 6 | 8 in pipeline 1: [0, 4), [4, 6), [6, 8). The owner's stage steps it, sharded as in that stage.
+    A tensor that groups shard is reduced in segments between neighbouring shard bounds of all pipelines. For example, bounds 4 | 8
+    in pipeline 0 and 6 | 8 in pipeline 1 give [0, 4), [4, 6), [6, 8). The owner's stage runs the optimizer, sharded as in that
+    stage.
 
     Returns:
-        Part -> segments of each of its ranks; empty lists where ``rank`` takes no part.
+        Map from each part to the segments owned by each of its ranks, in coordinates of ``rank``; the lists are empty if ``rank``
+            takes
+        no part.
     """
     segments_by_part: dict[SharedPart, list[list[Segment]]] = {}
     for layer in reversed(range(plan.layers)):
@@ -361,7 +362,7 @@ def shared_parts(
 
 
 def _segment(name: str, division: Division | None, span: tuple[int, int], begin: int, end: int) -> Segment:
-    """The segment [begin, end) relative to a rank's range ``span``."""
+    """Return the segment [begin, end) relative to a rank's range ``span``."""
     if division is None or span == (begin, end):
         return Segment(name)
     return Segment(name, division.dim, division.pieces, begin - span[0], end - begin)
@@ -370,7 +371,7 @@ def _segment(name: str, division: Division | None, span: tuple[int, int], begin:
 def _rank_ranges(
     name: str, stages: Sequence[StagePlan], divided: Divided
 ) -> tuple[dict[int, tuple[int, int]], Division | None]:
-    """(rank -> its range of the sharded dimension, or (0, 1) if no group shards the tensor; one group's division or None)."""
+    """Return (each rank's range of the sharded dimension, one group's division); (0, 1) and None if no group shards the tensor."""
     divisions = [divided[stage.ranks[0]][name] if stage.grouped else None for stage in stages]
     cut = next((d for d in divisions if d is not None and d.cut), None)
     ranges = {}

@@ -1,4 +1,4 @@
-"""One rank's training state and its steps: actions, exchanges, the collective step decision, the optimizer."""
+"""One rank's training state and steps: actions, exchanges, the collective step decision and the optimizer."""
 
 import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -40,34 +40,32 @@ _NOTHING: NDArray[np.float64] = np.zeros(0)
 
 @dataclass(frozen=True)
 class StepResult:
-    """The result of a step on one rank."""
-
     decision: StepDecision
     extras_sum: NDArray[np.float64] = field(default_factory=lambda: _NOTHING)
-    """Sum over all ranks of the ``extras`` numbers sent with the decision."""
+    """Sum over all ranks of the ``extras`` passed to ``Trainer.step``."""
     events: tuple[Event, ...] = ()
-    """Actions of this rank with their times, in seconds since ``began_s``; empty without a stage."""
+    """This rank's actions with their times, in seconds since ``began_s``; empty if the rank has no stage."""
     began_s: float = 0.0
     """Start of the step (``time.perf_counter``)."""
     worked_s: float = 0.0
-    """CPU time of a CPU rank's forwards and backwards, in seconds."""
+    """CPU seconds spent in the forward and backward passes of a CPU rank."""
     length: int = 0
     """Tokens per sequence."""
 
 
 class Trainer:
-    """One rank's trainer. A rank without a stage (rank 0 may be one) holds no layers and only joins the collectives.
+    """Trains one rank. A rank without a stage (possibly rank 0) holds no layers and only joins collectives.
 
     Attributes:
-        places, stages: this rank's stages in chain order, with their places in the plan.
-        pipeline: index of their pipeline; None without a stage.
-        held, optimizer: the layers of all stages of this rank, and their optimizer; None without a stage.
+        places, stages: this rank's stages in chain order, with their positions in the plan.
+        pipeline: index of the stages' pipeline; None if the rank has no stage.
+        layers, optimizer: the layers of all of this rank's stages, and their optimizer; None if the rank has no stage.
         latest: result of the last step; None before the first.
         loss_scale: fp16 loss scale, updated by every step decision.
         memory: predicted memory of this rank; None if unknown.
-        owner: trained parameter -> owner rank, which has master and moments, computes the norm, steps and saves the parameter;
-            if this rank's group shards it, each member does so for its shard.
-        divided: name -> sharding of each tensor of this rank's stage; empty without a tensor-parallel group.
+        owner: maps each trained parameter to its owner rank, which holds its master and moments, computes its norm, updates it and
+            saves it. If the owner's group shards the parameter, each member does so for its shard.
+        divided: maps names to the sharding of this rank's tensors; empty if the rank is in no tensor-parallel group.
     """
 
     def __init__(
@@ -80,16 +78,16 @@ class Trainer:
         divided: Divided,
         loss_scale: LossScale | None = None,
     ) -> None:
-        """Build this rank's stages; not collective.
+        """Build this rank's stages. Not collective.
 
         Args:
             world: the active ranks (``active_ranks``), for collective calls.
             build: builds each stage.
             divided: sharding of tensors by the plan's tensor-parallel groups.
-            loss_scale: loss scale of the run; None at its start.
+            loss_scale: current loss scale of the run; None at the start of a run.
 
         Raises:
-            UserError: The model's files do not fit, or memory is insufficient.
+            UserError: The model's files do not match, or the rank ran out of memory.
         """
         self.setup, self.plan = setup, plan
         self.rank, self.world, self.transport = setup.rank, world, setup.transport
@@ -151,24 +149,24 @@ class Trainer:
         self.backend.begin_peak()
 
     def _steps(self, name: str) -> bool:
-        """Whether this rank has the master and moments of a parameter, or of its shard."""
+        """Whether this rank holds the master and moments of a parameter, or of its shard of the parameter."""
         return self.owner[name] == self.rank or (self.owner[name] == self.first and self.has_part(name))
 
     def has_part(self, name: str) -> bool:
-        """Whether this rank's group shards the tensor and this rank has a shard of it."""
+        """Whether this rank's group shards the tensor and this rank holds a shard."""
         division, group = self.divided.get(name), self.group
         return division is not None and group is not None and division.cut and division.exists(group.member)
 
     def step(
         self, step: int, batch: Batch, stops: Callable[[], bool] = lambda: False, extras: NDArray[np.float64] = _NOTHING
     ) -> StepResult:
-        """Run one optimizer step; if loss or gradients are not finite, all ranks skip the update. Collective.
+        """Run one training step; all ranks skip the update if the loss or gradients are not finite. Collective.
 
         Args:
-            step: number of the step, from 0.
+            step: step number, counted from 0.
             batch: at most ``plan.global_batch`` rows of at most ``plan.sequence_length`` tokens, or samples.
-            stops: whether this rank was asked to end the run; the step decision informs all ranks.
-            extras: numbers summed with the decision at no extra message; equally long on every active rank.
+            stops: returns whether this rank was asked to end the run; the step decision tells all ranks.
+            extras: numbers to sum over all ranks in the same message as the decision; the same length on every active rank.
 
         Raises:
             OutOfMemory: This rank ran out of memory.
@@ -196,7 +194,7 @@ class Trainer:
         return self.latest
 
     def rehearse(self, batch: Batch) -> None:
-        """Run a step on this rank alone, which changes its parameters. Not collective; raises ``OutOfMemory``."""
+        """Run a step on this rank alone, which changes its parameters. Not collective. Raises ``OutOfMemory``."""
         if self.executor is None or self.optimizer is None or self.pipeline is None:
             return
         setup, pipeline = replace(self.setup, transport=Nowhere()), self.plan.pipelines[self.pipeline]
@@ -206,9 +204,9 @@ class Trainer:
             executor.run(self.step_data(0, batch), UpdateAlone(self.optimizer))
 
     def evaluate(self, batch: Batch) -> list[float]:
-        """Sum over evaluation rows: the losses with router losses, then rewards statistics or the number of correct targets.
+        """Return sums over all rows: the loss, then reward statistics or the number of correct predictions.
 
-        Collective. Every pipeline evaluates its share of the rows; values are added in fp64 in row order.
+        The loss includes router losses. Collective: each pipeline evaluates its share; values are added in fp64 in row order.
         """
         shares = evaluation_shares(self.plan, len(batch.tokens))
         sums_by_slot = np.zeros((1 + (self.decider.rewards or 1), sum(len(sizes) for _, sizes in shares)))
@@ -221,7 +219,7 @@ class Trainer:
         return [added(values) for values in self.world.all_reduce_sum(sums_by_slot.ravel()).reshape(sums_by_slot.shape)]
 
     def shared_batch(self, source: Batch | None, trimmed: bool) -> Batch:
-        """Broadcast rank 0's batch to all active ranks, which pass None. Collective. ``trimmed``: cut to its longest row."""
+        """Broadcast rank 0's batch; other ranks pass None. Collective. ``trimmed`` cuts the batch to its longest row."""
         arrays: list[NDArray[Any]] | None = None
         if source is not None:
             source = source.trimmed() if trimmed else source
@@ -237,7 +235,7 @@ class Trainer:
         return replace(batch, compared=Compared.from_batch(batch, *extra[1:])) if extra[1:] else batch
 
     def likelihoods(self, batch: Batch) -> NDArray[np.float64]:
-        """Log-likelihoods of all answers under the present model, [B, R]; see ``Compared``. Collective."""
+        """Return the log-probabilities of all answers under the current model, (B, R); see ``Compared``. Collective."""
         assert batch.compared is not None
         shares = evaluation_shares(self.plan, len(batch.tokens))
         table = np.zeros(batch.compared.reference.shape)
@@ -250,7 +248,7 @@ class Trainer:
     def _evaluated(
         self, batch: Batch, shares: Sequence[tuple[int, tuple[int, ...]]], likelihoods: bool = False
     ) -> list[torch.Tensor]:
-        """Results of each micro-batch on the last stage of the rank's pipeline; [] on other stages."""
+        """Return the results of each micro-batch on the last stage of the rank's pipeline; an empty list on other stages."""
         if self.executor is None or self.pipeline is None:
             return []
         first, sizes = shares[self.pipeline]
@@ -262,22 +260,22 @@ class Trainer:
             return outputs if self.setup.leads else []
 
     def settle(self) -> None:
-        """Wait until all parameters have the latest step's values. Called by every active rank unless a step follows at once."""
+        """Wait for the latest step's parameter values. Every active rank calls it, unless another step follows immediately."""
         if self.executor is not None:
             self.update.settle()
 
     def close(self) -> None:
-        """Release the transport for another trainer after the last step. Called by every active rank."""
+        """Release the transport for another trainer after the last step. Every active rank calls it."""
         if self.executor is not None:
             self.update.dissolve()
 
     def share_tied_weight(self) -> None:
-        """Copy the embedding's values to the head of a tied matrix in each pipeline. Called by every active rank."""
+        """Copy the embedding's values to the tied head in each pipeline. Every active rank calls it."""
         if self.executor is not None:
             self.update.share_tied_weight()
 
     def step_data(self, step: int, batch: Batch) -> StepData:
-        """Input of the rank's pipeline in a step."""
+        """Return the input of this rank's pipeline for a step."""
         assert self.pipeline is not None
         share = training_share(self.plan, self.pipeline, batch)
         data = self._data(step, share)
@@ -310,7 +308,7 @@ class Trainer:
         )
 
     def _routed(self, share: Batch, global_batch: Batch, divisor: float) -> Routed | None:
-        """Router losses of this pipeline's rows: weighted for the mean over the global batch, before division by ``divisor``."""
+        """Return the data of router losses, weighted so that division by ``divisor`` gives the mean over the global batch."""
         if self.chain.routers is None:
             return None
         lengths = torch.from_numpy(share.lengths).to(self.backend.device)
@@ -319,7 +317,7 @@ class Trainer:
 
 @dataclass(frozen=True)
 class _StepEnd:
-    """The ``executor.Update`` of one step; fields as the arguments of ``Trainer.step``."""
+    """The ``executor.Update`` of one step; its fields match the arguments of ``Trainer.step``."""
 
     trainer: Trainer
     step: int
@@ -362,7 +360,7 @@ class _StepEnd:
                 trainer.update.settle()
 
     def agreed(self, squared_norms: dict[str, float], losses: dict[int, float]) -> StepResult:
-        """Take the collective step decision; the result has no events yet. ``losses``: as for ``StepDecider.fill``."""
+        """Take the collective step decision. ``losses`` is as for ``StepDecider.fill``; the result has no events yet."""
         trainer = self.trainer
         member = trainer.group.member if trainer.group is not None else 0
         with trainer.world.waiting("all ranks' part of the step decision"):

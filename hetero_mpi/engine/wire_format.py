@@ -1,6 +1,6 @@
 """Encoding of activations and gradients sent between stages: the compute dtype, or int8 (``train.wire``).
 
-Tensors are encoded on the device, so that copies between device and host are as small as the messages.
+Tensors are encoded on the device, so copies between device and host are no larger than the messages.
 """
 
 from collections.abc import Iterable, Sequence
@@ -11,39 +11,39 @@ import torch
 from hetero_mpi.planning.types.sizes import SCALE_BYTES
 
 NEAREST: Iterable[None] = repeat(None)
-"""Seeds for rounding to nearest."""
+"""Seeds that select rounding to nearest."""
 _PIECE_ELEMENTS = 1 << 18
-"""Elements quantized at a time, so that intermediate tensors stay in a CPU's cache."""
+"""Number of elements quantized at a time, so that intermediate tensors fit in a CPU's cache."""
 _MAX_INT8 = 127
 _MIN_SCALE = torch.finfo(torch.float32).tiny
 
 
 class WireFormat:
-    """Sends tensors unchanged. ``dtype``: dtype of the messages."""
+    """Sends tensors unchanged. ``dtype`` is the dtype of the messages."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
 
     def packed_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Shape of the message for a tensor of ``shape``."""
+        """Return the shape of the message for a tensor of ``shape``."""
         return tuple(shape)
 
     def packed(self, tensor: torch.Tensor, seeds: Iterable[int | None] = NEAREST) -> torch.Tensor:
-        """Encode a tensor. ``seeds``: seed of each sequence's stochastic rounding; None rounds to nearest."""
+        """Encode a tensor. ``seeds`` gives each sequence's stochastic-rounding seed; a seed of None rounds to nearest."""
         return tensor
 
     def unpacked(self, packed: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-        """Decode a message to a tensor of ``shape``."""
+        """Decode a message into a tensor of ``shape``."""
         return packed
 
 
 class Int8Format(WireFormat):
-    """Int8 with one fp32 scale per row (a position's hidden vector): scales of all rows, exact rows, then int8 values.
+    """Int8 with one fp32 scale per row (the hidden vector of one position).
 
-    Values are rounded to nearest, or stochastically without bias by an integer hash of (seed, position in the sequence), so that
-    results do not depend on device or micro-batch. A row with a non-finite value arrives without finite values.
-
-    ``exact_rows``: rows at the end of each sequence that are not hidden vectors and are sent unquantized (``router_loss``).
+    A message holds the scales of all rows, then the exact rows, then the int8 values. Values are rounded to nearest, or
+    stochastically without bias by an integer hash of (seed, position in the sequence), so that results do not depend on device or
+    micro-batch. A row that contains a non-finite value is decoded without finite values. ``exact_rows`` is the number of rows at
+    the end of each sequence that are not hidden vectors and are sent unquantized (``router_loss``).
     """
 
     def __init__(self, computed: torch.dtype, exact_rows: int = 0) -> None:
@@ -85,7 +85,7 @@ class Int8Format(WireFormat):
         return tensor
 
     def _parts(self, packed: torch.Tensor, shape: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Views of the encoded tensor of ``shape`` (B, T, H): fp32 scales (B, .., 1), exact rows, int8 values (B, .., H)."""
+        """Return views of the encoded tensor of ``shape`` (B, T, H): fp32 scales (B, .., 1), exact rows, int8 values (B, .., H)."""
         sequences, rows, width = shape
         hidden = rows - self._exact_rows
         scales_end = sequences * hidden * SCALE_BYTES
@@ -98,18 +98,18 @@ class Int8Format(WireFormat):
 
 
 def format_of(wire: str, computed: torch.dtype, exact_rows: int = 0) -> WireFormat:
-    """Wire format of the job's ``train.wire``. ``computed``: compute dtype of the stages."""
+    """Return the wire format for the job's ``train.wire``. ``computed`` is the compute dtype of the stages."""
     return Int8Format(computed, exact_rows) if wire == "int8" else WireFormat(computed)
 
 
 def _row_slices(rows: torch.Tensor) -> list[slice]:
-    """Slices of a sequence's rows (T, H); each starts at an even row, because ``_uniform`` makes two values at a time."""
+    """Return slices of a sequence's rows (T, H). Each starts at an even row, because ``_uniform`` makes two values at a time."""
     size = max(2, _PIECE_ELEMENTS // rows.shape[-1] // 2 * 2)
     return [slice(begin, begin + size) for begin in range(0, len(rows), size)]
 
 
 def _uniform(first: int, count: int, seed: int, device: torch.device) -> torch.Tensor:
-    """``count`` pseudo-random values in (0, 1) for positions from ``first`` (even): halves of a hashed 32-bit counter.
+    """Return ``count`` pseudo-random values in (0, 1) for positions from ``first`` (even), as halves of a hashed 32-bit counter.
 
     The hash is murmur's finalizer with other constants (Wellons, 2018: "lowbias32"), in wrapping signed integers.
     """

@@ -1,1 +1,1 @@
-"""Other programs: files of other trainers and their calls, and what other programs read of ours."""
+"""Interoperability: reading other trainers' configs, accepting their arguments, and exporting to other programs' formats."""

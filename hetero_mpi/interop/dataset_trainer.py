@@ -1,7 +1,7 @@
-"""Trainer with the interface of transformers' and TRL's trainers: a dataset in memory, and their arguments.
+"""A trainer with the interface of transformers' and TRL's trainers, which takes an in-memory dataset and their arguments.
 
-Arguments become keys of a job by the tables for their files (``interop.other_tools``). A non-default argument without counterpart
-is rejected by name, or only reported if it just affects speed, memory or output.
+Arguments are converted to job keys by the same tables as config files (``interop.other_tools``). A non-default argument without a
+counterpart is rejected, or only reported if it affects nothing but speed, memory or output.
 """
 
 import glob
@@ -34,31 +34,31 @@ _OBJECTIVES = {
     "KTOConfig": "kto",
     "ORPOConfig": "orpo",
 }
-"""Class of arguments -> TRL's name of the objective."""
+"""Maps the class of the arguments to TRL's name for the objective."""
 _RECORD_KEYS = ("messages", "conversations", "prompt", "instruction", "chosen")
-"""Keys that identify a row as a record; other rows are texts."""
+"""Keys that identify a row as a record; other rows are plain text."""
 _CACHE_HINT = "set XDG_CACHE_HOME to a directory that you can write to"
 
 
 class DatasetTrainer:
-    """Train a model on a data set (``hetero_mpi.Trainer``).
+    """Train a model on a dataset (``hetero_mpi.Trainer``).
 
-    Under mpirun, create a trainer on every rank with equal arguments; rank 0's data count.
+    Under mpirun, create a trainer with the same arguments on every rank; only rank 0's data is used.
 
     Args:
-        model: model directory, or name of a model on the Hugging Face Hub.
-        dataset: a ``datasets.Dataset``, or a list of dicts: ``text``, ``messages``, ``prompt`` and ``completion``, pairs ...
-        args: ``SFTConfig``, ``TrainingArguments``, ``DPOConfig``, ``KTOConfig`` or ``ORPOConfig``; or a dict of such arguments.
-        eval_dataset: evaluation rows of the same kind.
-        processing_class: a tokenizer; None: the model's.
-        peft_config: a ``LoraConfig``; None: full fine-tuning.
-        set: overrides of job keys, such as ``{"model.quantization": "nf4"}``.
+        model: a model directory, or the name of a model on the Hugging Face Hub.
+        dataset: a ``datasets.Dataset``, or a list of dicts with ``text``, ``messages``, ``prompt`` and ``completion``, or pairs.
+        args: ``SFTConfig``, ``TrainingArguments``, ``DPOConfig``, ``KTOConfig`` or ``ORPOConfig``, or a dict of their arguments.
+        eval_dataset: evaluation rows in the same format.
+        processing_class: a tokenizer. Defaults to the model's tokenizer.
+        peft_config: a ``LoraConfig``, or None for full fine-tuning.
+        set: overrides for job keys, such as ``{"model.quantization": "nf4"}``.
 
     Attributes:
-        notes: a line per reason for arguments without effect; ``train`` prints them.
+        notes: messages about arguments that have no effect, one for each reason; ``train`` prints them.
 
     Raises:
-        UserError: Lists each unsupported argument with the reason and an alternative.
+        UserError: If an argument is not supported. Lists all such arguments with reasons.
     """
 
     def __init__(
@@ -117,20 +117,20 @@ class DatasetTrainer:
 
     @property
     def result(self) -> TrainResult | None:
-        """Result of the last ``train``."""
+        """Result of the last call of ``train``, or None."""
         return self._result
 
     def train(self, **options: Any) -> TrainResult:
-        """Train to the end. Collective. ``options``: as for ``hetero_mpi.train``, including callbacks and ``resume``."""
+        """Train to the end. Collective. Accepts the options of ``hetero_mpi.train``, including callbacks and ``resume``."""
         self._result = train(self._ready(), **options)
         return self._result
 
     def steps(self, **options: Any) -> Steps:
-        """Iterate over the steps of a run, as ``hetero_mpi.steps``. Collective."""
+        """Iterate over the steps of a run, like ``hetero_mpi.steps``. Collective."""
         return steps(self._ready(), **options)
 
     def evaluate(self) -> Evaluation:
-        """Return the evaluation after the last step. Raises UserError: without training, or without ``eval_dataset``."""
+        """Return the last evaluation of ``train``. Raises UserError if there was no training or no evaluation."""
         if self._result is None or not self._result.evaluations:
             raise UserError(
                 "trainer.not_evaluated",
@@ -148,7 +148,7 @@ class DatasetTrainer:
                     shutil.copytree(self._result.result, output_dir, dirs_exist_ok=True)
 
     def _per_epoch(self, options: Mapping[str, Any]) -> int:
-        """Steps per epoch of unpacked rows."""
+        """Return the number of steps per epoch. Raises UserError with packing, which makes the number unknown in advance."""
         if options.get("packing"):
             raise UserError(
                 "trainer.steps_per_epoch",
@@ -161,7 +161,7 @@ class DatasetTrainer:
         return math.ceil(len(list(self._rows)) / math.prod(batch))
 
     def _ready(self) -> Job:
-        """Build the job, with its data in files on rank 0's host. Collective."""
+        """Write the data to files on rank 0's host, and build the job. Collective."""
         with collective() as world, world.on_leader("writing the dataset"):
             if world.rank != 0:
                 return self._job(Path("rows.jsonl"), None, None)  # rank 0's value counts
@@ -181,7 +181,7 @@ Trainer = DatasetTrainer
 
 
 def _arguments_of(args: Any) -> tuple[dict[str, Any], set[str], str]:
-    """Return the arguments as values, the names of non-default arguments, and the class name."""
+    """Return the values of the arguments by name, the names of non-default arguments, and the name of their class."""
     if args is None or isinstance(args, Mapping):
         named = dict(args or {})
         if odd := [key for key in named if not isinstance(key, str)]:
@@ -203,7 +203,7 @@ def _arguments_of(args: Any) -> tuple[dict[str, Any], set[str], str]:
 
 
 def _convert_lora(values: dict[str, Any], model: str | Path, config: Any) -> list[tuple[str, str]]:
-    """Convert peft's arguments into ``values``; returns unsupported arguments with reasons."""
+    """Add the job keys for peft's arguments to ``values``, and return the unsupported arguments with reasons."""
     if config is None:
         return []
     if type(config).__name__ != "LoraConfig":
@@ -223,11 +223,11 @@ def _convert_lora(values: dict[str, Any], model: str | Path, config: Any) -> lis
 
 
 _TOKEN_MODULES = {"embed_tokens": "embedding", "lm_head": "head"}
-"""Module with trainable token rows -> ``adapter.tokens_in``."""
+"""Maps a module in ``trainable_token_indices`` to the value of ``adapter.tokens_in``."""
 
 
 def _convert_extras(values: dict[str, Any], model: str | Path, lora: dict[str, Any]) -> list[tuple[str, str]]:
-    """Convert initialisation, fully trained modules and trained token rows; returns unsupported arguments with reasons."""
+    """Convert peft's ``init_lora_weights``, ``modules_to_save`` and ``trainable_token_indices``; return unsupported arguments."""
     refused = []
     start, saved, rows = (lora[key] for key in ("init_lora_weights", "modules_to_save", "trainable_token_indices"))
     lora["init_lora_weights"] = start if isinstance(start, str) else None
@@ -252,7 +252,7 @@ def _convert_extras(values: dict[str, Any], model: str | Path, lora: dict[str, A
 
 
 def _rows_of(dataset: Any, name: str) -> tuple[Iterable[Mapping[str, Any]], dict[str, Any]]:
-    """Return the rows, readable repeatedly, and the first row. Raises UserError: unsupported or empty rows."""
+    """Return the rows as a re-iterable, and the first row. Raises UserError if there are no rows or their format is unsupported."""
     if isinstance(dataset, (str, bytes, Mapping)) or not isinstance(dataset, Iterable):
         hint = ": pass one of its splits" if isinstance(dataset, Mapping) else ""
         raise UserError(
@@ -275,7 +275,7 @@ def _rows_of(dataset: Any, name: str) -> tuple[Iterable[Mapping[str, Any]], dict
 
 
 def _rows_file(rows: Iterable[Mapping[str, Any]]) -> Path:
-    """Write the rows as JSON Lines to the user's cache, where equal rows share a file."""
+    """Write the rows as JSON Lines to the user's cache, where equal datasets share a file."""
     folder, digest = cache_folder("datasets"), hashlib.sha256()
     temporary = folder / f".{secrets.token_hex(8)}"
     with write_errors(folder, _CACHE_HINT):
@@ -301,7 +301,7 @@ def _rows_file(rows: Iterable[Mapping[str, Any]]) -> Path:
 
 
 def _tokenizer_directory(tokenizer: Any) -> str | None:
-    """Path of a tokenizer; an object is saved in the user's cache, where equal tokenizers share a directory."""
+    """Return the path of a tokenizer. An object is saved to the user's cache, where equal tokenizers share a directory."""
     if tokenizer is None or isinstance(tokenizer, (str, Path)):
         return str(tokenizer) if tokenizer is not None else None
     with tempfile.TemporaryDirectory() as folder:

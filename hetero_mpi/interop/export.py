@@ -1,7 +1,7 @@
-"""The command ``export``: convert a checkpoint to a Hugging Face or PEFT directory, and upload it. One process, no MPI.
+"""The command ``export``: convert a checkpoint to a Hugging Face or PEFT directory, and upload it. One process, without MPI.
 
-Tensors are converted one layer at a time, so a model larger than memory can be exported. The model card is safe to publish: host
-names become numbers, and paths their last component.
+Tensors are converted layer by layer, so models larger than memory can be exported. The model card is safe to publish, since host
+names are replaced by numbers and paths by their last component.
 """
 
 import contextlib
@@ -52,7 +52,7 @@ _RESULTS = ("model", "adapter")
 
 @dataclass(frozen=True)
 class ExportSource:
-    """An open checkpoint and its metadata."""
+    """An open checkpoint, with the job, model and adapter that it belongs to."""
 
     reader: CheckpointReader
     path: Path
@@ -60,19 +60,19 @@ class ExportSource:
     chain: TransformersChain
     tuning: Tuning
     base: Path | None
-    """Directory of the base weights on this machine."""
+    """Local directory of the base weights; None if the model was trained from scratch."""
 
 
 def export(source: Path, target: Path, merge: bool, best: bool = False, gguf: bool = False) -> str:
-    """Write ``target`` from a run directory or a checkpoint file; returns a summary.
+    """Export a run directory or checkpoint file to the directory ``target``, and return a summary.
 
     Args:
         merge: merge the adapter into its base weights and write a full model.
-        best: of a run directory, use the checkpoint with the lowest evaluation loss.
-        gguf: refuse a model that cannot be converted to GGUF.
+        best: export the checkpoint of the run with the lowest evaluation loss.
+        gguf: reject models that cannot be converted to GGUF.
 
     Raises:
-        UserError: No complete checkpoint, no adapter to merge, missing base weights, or no GGUF support.
+        UserError: If there is no complete checkpoint, no adapter to merge, no base weights, or no GGUF support.
     """
     transformers_logging.disable_progress_bar()  # a bar per layer has no use
     path = _checkpoint(source, best)
@@ -177,7 +177,7 @@ def _trained_layers(source: ExportSource) -> Iterator[dict[str, torch.Tensor]]:
 
 
 def _merged_layers(source: ExportSource) -> Iterator[dict[str, torch.Tensor]]:
-    """Base weights from their files, each adapted matrix merged with its adapter in fp32, in the dtypes of the files."""
+    """Yield each layer's base weights, merged with the adapter in fp32 and converted to the dtypes of the base files."""
     chain, adapter = source.chain, source.tuning.adapter
     assert adapter is not None and source.base is not None
     start = FileStart(ModelFiles(source.base), chain)
@@ -210,7 +210,7 @@ def _read(source: ExportSource, name: str) -> torch.Tensor:
 
 
 def _copy_tokenizer(source: ExportSource, target: Path) -> str:
-    """Copy the tokenizer of the run's result or of the base weights; returns a note if neither has one."""
+    """Copy the tokenizer from the run's result or the base weights, and return a note for the summary if neither has one."""
     run = source.path.parent.parent
     for directory in (*(run / name for name in _RESULTS), source.base):
         if directory is not None and (directory / "tokenizer.json").is_file():
@@ -220,9 +220,9 @@ def _copy_tokenizer(source: ExportSource, target: Path) -> str:
 
 
 def push_directory(directory: Path, name: str) -> str:
-    """Upload a directory to the Hugging Face Hub as the model ``name`` ("org/name"), created as private if necessary.
+    """Upload a directory to the Hugging Face Hub as the model ``name`` ("org/name"), which is created as private if missing.
 
-    Raises UserError: no network, no write access, or an invalid name.
+    Raises UserError if the upload fails, for example without a network or write access.
     """
     import huggingface_hub
     from huggingface_hub import constants
@@ -247,7 +247,7 @@ def push_directory(directory: Path, name: str) -> str:
 
 
 def expert_delta(model: PreTrainedModel, name: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Unscaled product of an adapter's ``a`` (experts x r, in) and ``b`` (out, r x experts) for fused experts ``name``."""
+    """Multiply an adapter's ``a`` (experts x r, in) and ``b`` (out, r x experts) for the fused experts ``name``, unscaled."""
     holder, _, _ = name.rpartition(".")
     experts = model.get_parameter(name).shape[0]
     first, second = a.view(experts, -1, a.shape[-1]), b.view(b.shape[0], -1, experts)
@@ -261,9 +261,9 @@ def merged(
     """Merge an adapter's update into a weight (out, in).
 
     Args:
-        name: of the adapted module, or parameter of fused experts.
-        delta: B A.
-        magnitude: DoRA's (out), else None.
+        name: name of the adapted module, or of the parameter of fused experts.
+        delta: unscaled product B A (out, in).
+        magnitude: DoRA's magnitude (out), or None without DoRA.
     """
     summed = weight + scale_of(adapter, name) * delta
     return summed if magnitude is None else (magnitude / torch.linalg.norm(summed, dim=1)).unsqueeze(1) * summed
@@ -272,16 +272,16 @@ def merged(
 CARD = "README.md"
 _MARK = "<!-- Written by `hetero_mpi export`, which replaces this file while this line is in it. -->"
 _LICENCE_KEYS = ("license", "license_name", "license_link")
-"""Keys that the card copies from the base model's card."""
+"""Keys that the model card copies from the base model's card."""
 
 
 def write_card(
     target: Path, replaced: Path, checkpoint: Path, metadata: Mapping[str, Any], base: Path | None, kind: str
 ) -> None:
-    """Write the card into ``target``, unless ``replaced``, the directory that it replaces, has a card of another author.
+    """Write the model card to ``target``, unless ``replaced``, the directory to be replaced, has a card not written by ``export``.
 
     Args:
-        checkpoint: exported file, whose run directory has the losses.
+        checkpoint: the exported checkpoint file; its run directory contains the losses.
         metadata: the checkpoint's metadata.
         base: directory of the base weights.
         kind: ``model``, ``adapter`` or ``merged``.
@@ -310,7 +310,7 @@ def write_card(
 
 
 def _is_text(value: Any) -> bool:
-    """Whether a licence value is printable text, or a list of printable texts."""
+    """Return whether a licence value is a printable string or a list of printable strings."""
     texts = value if isinstance(value, list) else [value]
     return all(isinstance(text, str) and printable(text) == text for text in texts)
 
@@ -322,7 +322,7 @@ def _licence(licence: Any, unclear: bool) -> str:
 
 
 def _run_of(checkpoint: Path, metadata: Mapping[str, Any]) -> PastRun:
-    """Anonymised run up to the checkpoint."""
+    """Read the checkpoint's run, anonymised and without the steps after the checkpoint."""
     folder, step = checkpoint.absolute().parent.parent, metadata["step"]
     history = read_metrics(folder / METRICS_NAME)
     evaluations = tuple(entry for entry in history.evaluations if entry.step <= step)
@@ -332,7 +332,7 @@ def _run_of(checkpoint: Path, metadata: Mapping[str, Any]) -> PastRun:
 
 
 def _body(run: PastRun, facts: dict[str, str]) -> list[str]:
-    """Paragraphs below the title."""
+    """Return the paragraphs of the model card below its title."""
     assert run.report is not None
     job = {what: text for what, text in job_rows(run.job) if what != "model" or not facts["licence of the base"]}
     per = "per pair" if run.setting("train", "preference") != "none" else "nats per token"
@@ -354,5 +354,5 @@ def _table(headings: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _cell(text: str) -> str:
-    """Escape a text for one line of Markdown."""
+    """Escape ``text`` for use in one line of Markdown."""
     return html.escape(" ".join(text.split()), quote=False).replace("|", "\\|")

@@ -1,10 +1,10 @@
 """``export --gguf``: convert an exported directory to GGUF with llama.cpp's converter, and write a Modelfile for Ollama.
 
-* llama.cpp divides a single ``lora_alpha`` by each layer's rank: the converter gets the alpha with the adapter's own factors.
-  Adapters without such an alpha are refused.
-* A Modelfile has the model's path, a chat template in Go, stop texts and sampling parameters. Ollama cannot run every Jinja
-  template, so the Go template is built from the texts that the chat template adds around known messages, and used only if it
-  renders all test conversations as the chat template does.
+* llama.cpp scales every layer by a single ``lora_alpha`` divided by the layer's rank. The converter is given the alpha for which
+  this equals the adapter's own scale in all layers; adapters for which there is none are rejected.
+* A Modelfile has the model's path, a chat template in Go, stop strings and sampling parameters. Ollama cannot run every Jinja
+  template, so the Go template is built from the text that the chat template adds around known messages. It is used only if it
+  renders all test conversations in the same way as the chat template.
 """
 
 import json
@@ -40,19 +40,19 @@ _PARAMETERS = {
     **{key: key for key in ("temperature", "top_k", "top_p", "min_p")},
     "repetition_penalty": "repeat_penalty",
 }
-"""Key of ``generation_config.json`` -> Ollama's name."""
+"""Maps keys of ``generation_config.json`` to Ollama's parameter names."""
 
 
 def write_gguf(directory: Path, kind: str, command: str) -> str:
-    """Write ``directory``/NAME.gguf with llama.cpp's converter, and a ``Modelfile``; returns a summary.
+    """Write ``directory``/NAME.gguf with llama.cpp's converter, and a ``Modelfile``. Return a summary.
 
-    The converter is searched on the PATH, in ``$LLAMA_CPP`` and in ``~/llama.cpp``. The Modelfile does not need it.
+    The converter is searched for on the PATH, in ``$LLAMA_CPP`` and in ``~/llama.cpp``. The Modelfile is written even without it.
 
     Args:
-        kind: the converter's ``--outtype``.
-        command: the command line that calls this function, for messages.
+        kind: value for the converter's ``--outtype``.
+        command: the user's command line, to quote in messages.
 
-    Raises UserError: unsupported adapter, or a missing or failing converter.
+    Raises UserError if the adapter is not supported, or if the converter is missing or fails.
     """
     name = directory.resolve().name
     target = directory / f"{name}.gguf"
@@ -80,7 +80,7 @@ def write_gguf(directory: Path, kind: str, command: str) -> str:
 
 
 def _convert(converter: Path, directory: Path, target: Path, kind: str, alpha: float | None, base: str | None) -> str:
-    """Run the converter; returns an error message, or ""."""
+    """Run the converter, and return an error message, or "" if it succeeds."""
     with tempfile.TemporaryDirectory() as folder:
         source = directory if alpha is None else _with_alpha(directory, Path(folder) / directory.resolve().name, alpha)
         arguments = [str(source), "--outfile", str(target), "--outtype", kind]
@@ -99,7 +99,7 @@ def _convert(converter: Path, directory: Path, target: Path, kind: str, alpha: f
 
 
 def _alpha_and_base(directory: Path) -> tuple[float, str]:
-    """The ``lora_alpha`` for which alpha / rank (llama.cpp's factor) is right in every layer, and the base model."""
+    """Return the ``lora_alpha`` whose ratio to the rank, llama.cpp's scale, is right for every layer, and the base model."""
     adapter, base = adapter_of(directory)
     reason = None
     ranks = {name: of_pattern(adapter.rank_pattern or {}, name, adapter.rank) for name in adapter.targets}
@@ -126,7 +126,7 @@ def _alpha_and_base(directory: Path) -> tuple[float, str]:
 
 
 def _with_alpha(directory: Path, copy: Path, alpha: float) -> Path:
-    """Copy the adapter as plain LoRA with this ``lora_alpha``."""
+    """Copy the adapter to ``copy``, with a config of plain LoRA with this ``lora_alpha`` and links to its other files."""
     copy.mkdir()
     for path in directory.iterdir():
         if path.name != CONFIG:
@@ -138,9 +138,9 @@ def _with_alpha(directory: Path, copy: Path, alpha: float) -> Path:
 
 
 def write_modelfile(directory: Path, gguf: Path, base: str | None) -> list[str]:
-    """Write ``directory``/Modelfile; returns notes on missing parts. ``base``: base model of an adapter; None for a model.
+    """Write ``directory``/Modelfile, and return notes on parts that it lacks. ``base`` is an adapter's base model, else None.
 
-    Raises UserError: the tokenizer or ``generation_config.json`` cannot be read.
+    Raises UserError if the tokenizer or ``generation_config.json`` cannot be read.
     """
     lines, notes = _origin(gguf, base), []
     folders = [directory, *([hub.directory_of(base)] if base is not None else [])]
@@ -171,27 +171,27 @@ def _origin(gguf: Path, base: str | None) -> list[str]:
 
 @dataclass(frozen=True)
 class Layout:
-    """Texts that a chat template adds around messages."""
+    """The text that a chat template adds around messages."""
 
     head: str
-    """Before the first user turn, without a system message."""
+    """Text before the first user turn if there is no system message."""
     system_head: str | None
-    """Before a system message; None if the template supports none."""
+    """Text before the system message; None if the template does not support system messages."""
     system_end: str
-    """After the system message."""
+    """Text after the system message."""
     folded: bool
-    """Whether the system message is inside the first user turn, before its text."""
+    """Whether the system message is part of the first user turn, before the user's message."""
     user: str
-    """Before a user text."""
+    """Text before a user message."""
     answer: str
-    """Between a user text and its answer."""
+    """Text between a user message and its answer."""
     last: str
-    """After the last user text, before the answer to generate."""
+    """Text between the last user message and the answer to generate."""
     end: str
-    """After an answer that another turn follows."""
+    """Text after an answer that is followed by another turn."""
 
     def render(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """Render a conversation that begins and ends with a user turn, after an optional system message."""
+        """Render a conversation: an optional system message, then turns that begin and end with a user message."""
         system = messages[0]["content"] if messages[0]["role"] == "system" else None
         turns = messages if system is None else messages[1:]
         text, folded = self.head, ""
@@ -209,7 +209,7 @@ class Layout:
 
     @property
     def template(self) -> str:
-        """Layout as a Go template with Ollama's variables."""
+        """The layout as a Go template that uses Ollama's variables."""
         system = "" if self.folded else "{{ .System }}" + _literal(self.system_end)
         head = _literal(self.head)
         if self.system_head is not None:
@@ -232,9 +232,9 @@ class Layout:
 
 
 def layout_of(tokenizer: PreTrainedTokenizerFast) -> Layout | None:
-    """Layout of the tokenizer's chat template; None without a template.
+    """Derive the layout of the tokenizer's chat template, or return None if it has none.
 
-    Raises ValueError: a Modelfile cannot express the template.
+    Raises ValueError if a Modelfile cannot express the template.
     """
     source = tokenizer.chat_template
     if not source:
@@ -260,7 +260,7 @@ def layout_of(tokenizer: PreTrainedTokenizerFast) -> Layout | None:
 
 
 def _system(tokenizer: PreTrainedTokenizerFast, user: str) -> tuple[str | None, str, bool]:
-    """Texts before and after the system message, and whether it is inside the first user turn."""
+    """Return ``system_head``, ``system_end`` and ``folded`` of the layout."""
     try:
         text = _render(tokenizer, _conversation(1, True))
         before, behind = _between(text, None, _SYSTEM), _between(text, _SYSTEM, _USERS[0])
@@ -282,7 +282,7 @@ def _conversation(turns: int, system: bool = False) -> list[dict[str, str]]:
 
 
 def _render(tokenizer: PreTrainedTokenizerFast, messages: Sequence[Mapping[str, str]]) -> str:
-    """Render the chat template without the BOS token that the tokenizer adds, as Ollama does."""
+    """Render messages with the chat template, without a BOS token that the tokenizer adds too, as Ollama does."""
     begin = str(tokenizer.bos_token) if tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id] else ""
     template = ChatTemplate("chat", str(tokenizer.chat_template), None, tokenizer.special_tokens_map)
     try:
@@ -292,7 +292,7 @@ def _render(tokenizer: PreTrainedTokenizerFast, messages: Sequence[Mapping[str, 
 
 
 def _between(text: str, first: str | None, second: str | None) -> str:
-    """Text between two markers, which must occur once each; None for the beginning or the end."""
+    """Return the text between two markers that must each occur once. None stands for the start or end of ``text``."""
     if any(marker is not None and text.count(marker) != 1 for marker in (first, second)):
         raise ValueError("it omits a message")
     after = text.split(first)[1] if first is not None else text
@@ -308,7 +308,7 @@ def _quoted(text: str) -> str:
 
 
 def _stops(tokenizer: PreTrainedTokenizerFast, layout: Layout | None, ends: Sequence[int]) -> list[str]:
-    """Texts of the end tokens, and of the chat template's end-of-answer token."""
+    """Return the stop strings: the end tokens, and the special token that ends an answer in the chat template."""
     ids = {end for end in ends if 0 <= end < len(tokenizer)}
     texts = [str(text) for text in tokenizer.convert_ids_to_tokens(sorted(ids | ({tokenizer.eos_token_id} - {None})))]
     behind = (layout.end + layout.user).lstrip() if layout is not None else ""
@@ -317,7 +317,7 @@ def _stops(tokenizer: PreTrainedTokenizerFast, layout: Layout | None, ends: Sequ
 
 
 def _sampling(settings: Mapping[str, Any]) -> list[tuple[str, float]]:
-    """Sampling parameters of ``generation_config.json`` by Ollama's names."""
+    """Return the sampling parameters in ``generation_config.json``, with Ollama's names."""
     if settings.get("do_sample") is False:
         return [("temperature", 0)]
     parameters = []

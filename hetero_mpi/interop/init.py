@@ -1,4 +1,4 @@
-"""The command ``init``: copy an example job with its files, or convert another tool's file to a job."""
+"""The command ``init``: copy an example job with its files, or convert another tool's config file to a job."""
 
 import difflib
 import glob
@@ -14,7 +14,7 @@ from hetero_mpi.util.shipped import shipped_folder
 
 SLURM = "slurm"
 REFERENCE = "reference.toml"
-"""File that is not an example job; ``reference`` prints it."""
+"""A file in ``jobs`` that is not an example job; the command ``reference`` prints it."""
 
 
 def _example_list() -> list[str]:
@@ -29,10 +29,10 @@ def _example_list() -> list[str]:
 
 
 def init(name: str | None, directory: Path, source: Path | None = None, gpus: int | None = None) -> list[str]:
-    """Copy an example job into ``directory``/jobs without overwriting files; returns the lines to print.
+    """Copy an example job to ``directory``/jobs without overwriting files, and return the lines to print.
 
-    Without ``name``, list the jobs. With ``source``, convert another tool's file (used with ``gpus`` GPUs) to the directory or job
-    file ``name``. Raises UserError: unknown job, existing job file, or unwritable directory.
+    Without ``name``, list the example jobs. If ``source`` is given, convert that file of another tool, which used ``gpus`` GPUs, to
+    the job file or directory ``name``. Raises UserError if the job is unknown, its file exists, or the directory is not writable.
     """
     if source is not None:
         from hetero_mpi.interop.other_tools import convert_file
@@ -67,7 +67,7 @@ def _names() -> list[str]:
 
 
 def _purpose(name: str) -> str:
-    """The first comment of a job file."""
+    """Return the first comment of a job file, which states its purpose."""
     if name == SLURM:
         return "Batch scripts for SLURM: one node, several nodes, mixed nodes, job arrays (docs/slurm.md)."
     text = (shipped_folder("jobs") / f"{name}.toml").read_text(encoding="utf-8")
@@ -75,7 +75,7 @@ def _purpose(name: str) -> str:
 
 
 def _files(name: str) -> tuple[list[Path], list[Path]]:
-    """Files of the example ``name`` and the files that they need, relative to ``jobs``."""
+    """Return the files of the example ``name``, and the files that they need. Paths are relative to ``jobs``."""
     jobs = shipped_folder("jobs")
     if name not in _names():
         near = difflib.get_close_matches(name.removesuffix(".toml"), _names(), n=1, cutoff=0.4)
@@ -87,7 +87,7 @@ def _files(name: str) -> tuple[list[Path], list[Path]]:
 
 
 def _needed_files(loaded: LoadedJob) -> list[Path]:
-    """Files that the job file needs: data, the module of its layers, the job whose run it continues."""
+    """Return the files that a job needs: its data, the module of a custom model, and the job that trains its base model."""
     jobs, model = loaded.directory, loaded.job.model
     patterns = (*loaded.patterns("text"), *loaded.patterns("records"), *loaded.patterns("evaluation"))
     files = [Path(path) for pattern in patterns for path in sorted(glob.glob(pattern))]

@@ -1,6 +1,6 @@
-"""Draft of a job converted from another tool's file, with the keys that have no counterpart.
+"""The draft of a job that is converted from another tool's file, and the source keys that have no counterpart.
 
-``other_tools.toml`` holds the keys of each tool, their defaults, and why some have no counterpart.
+``other_tools.toml`` lists the keys of each tool, their defaults, and why some have no counterpart.
 """
 
 import fnmatch
@@ -24,25 +24,25 @@ TOOLS = ("axolotl", "llamafactory", "trl")
 PATHS = ("model.path", "tokenizer.path", "adapter.path")
 NOT_UNDERSTOOD = "not understood"
 _LISTS = ("adapter.modules_to_save", "tokenizer.add", "tokenizer.add_special")
-"""Keys whose value may be one comma-separated text."""
+"""Keys whose value may be a comma-separated string."""
 FILE_PATTERN = re.compile(r"[./~]|.*\.(jsonl?|parquet|csv|txt|gz|zst)$")
 _OFF_VALUES = r"^(false|no|none|null)$"
 _LIST_PARTS = ("=datasets", "=texts", "=test_sets", "=weights", "=targets", "=report_to", "=kwargs", "=unfrozen")
-"""Parts that may have several values."""
+"""Parts (see ``_parts``) that may have several values."""
 
 
 def tables_of(tool: str) -> list[dict[str, Any]]:
-    """A tool's tables, followed by the table of transformers' arguments if the tool accepts them."""
+    """Return the tool's table, followed by the table of transformers' arguments if the tool accepts them."""
     return [TABLE[tool], *([TABLE["trainer"]] if tool != "axolotl" else [])]
 
 
 def keys_of(tool: str, column: str = "keys") -> dict[str, Any]:
-    """The tool's keys -> job keys; or another ``column``, such as ``defaults``."""
+    """Map the tool's keys to job keys, or to the values of another ``column``, such as ``defaults``."""
     return {key: value for table in tables_of(tool) for key, value in table[column].items()}
 
 
 class JobDraft:
-    """The keys of a job, and the source keys without counterpart."""
+    """The keys of a job under conversion, and the source keys that have no counterpart."""
 
     def __init__(self, file: Path, source: Mapping[str, Any], directory: Path, tool: str | None = None) -> None:
         self.file, self.directory = file, directory
@@ -52,16 +52,16 @@ class JobDraft:
         self.tool = tool or max(TOOLS, key=lambda tool: len(source.keys() & keys_of(tool).keys()))
         self.title = str(TABLE[self.tool]["title"])
         self.values: dict[str, tuple[Any, str]] = {}
-        """Job key -> its value, and the source keys."""
+        """Maps a job key to its value and the source keys, as text."""
         self.omitted: dict[str, list[str]] = {}
-        """Reason -> omitted source keys with values."""
+        """Maps a reason to the source keys, with their values, that are omitted for it."""
         self.stops: list[tuple[str, str, str]] = []
-        """(source key, value, reason why the file cannot be converted)."""
+        """Keys that prevent the conversion: (source key, value, reason)."""
         self._parts: dict[str, tuple[str, Any]] = {}
-        """Part of ``other_tools.toml`` -> source key and value."""
+        """Maps a part, an input of a conversion rule named in ``other_tools.toml``, to its source key and value."""
         self._used: set[str] = set()
         self._steps_of_logging = source.get("logging_steps", TABLE[self.tool].get("logging_steps"))
-        """Default interval of evaluations."""
+        """Default number of steps between evaluations."""
         self._keys = keys_of(self.tool)
         inner = source["trl"] if isinstance(source.get("trl"), Mapping) else {}
         for key, value in {**source, **{f"trl.{key}": value for key, value in inner.items()}}.items():
@@ -113,7 +113,7 @@ class JobDraft:
             self._leave(key, value, f"{ours} has no such value, so the default applies")
 
     def _leave_group(self, key: str, value: Any, tables: Sequence[Mapping[str, Any]], where: str = "") -> None:
-        """Omit a key for the reason of the first matching pattern. ``where``: prefix of its parent key."""
+        """Omit a key, or stop the conversion, as the first matching pattern says. ``where`` is a prefix for the key's name."""
         groups = (group for table in tables for group in table["left"])
         fitting = (group for group in groups if any(fnmatch.fnmatchcase(key, pattern) for pattern in group["keys"]))
         group = next(fitting, {"reason": NOT_UNDERSTOOD})
@@ -131,7 +131,7 @@ class JobDraft:
             names.append(text)
 
     def _of(self, part: str, otherwise: Any = None) -> Any:
-        """Value of a part, converted to a number if possible."""
+        """Return the value of a part, converted to a number if possible, or ``otherwise`` if the part is missing."""
         return number_of(self._parts[part][1]) if part in self._parts else otherwise
 
     def _count(self, part: str, otherwise: float = 0) -> float:
@@ -143,7 +143,7 @@ class JobDraft:
         )
 
     def _word(self, part: str) -> str:
-        """Job value for the value of a part; "" if the part is missing. Raises UserError: unsupported value."""
+        """Return the job's value for a part, or "" if the part is missing. Raises UserError if its value is not supported."""
         words, value = TABLE["values"][f"={part}"], self._of(part, "")
         value = str(value).lower()
         if value and value not in words:
@@ -156,13 +156,13 @@ class JobDraft:
         self.values[ours] = value, ", ".join(self._parts[part][0] for part in parts if part in self._parts)
 
     def _drop(self, ours: str, reason: str) -> None:
-        """Remove a converted key from the job again."""
+        """Remove a converted key from the job, and list it as omitted."""
         if ours in self.values:
             value, key = self.values.pop(ours)
             self._leave(key, value, reason)
 
     def _path(self, text: str) -> str:
-        """Convert a path relative to the working directory to one relative to the job; Hub names are unchanged."""
+        """Make a path relative to the job's directory instead of the working directory. Hub names are unchanged."""
         is_path = (FILE_PATTERN.match(text) or os.path.exists(text)) and not text.startswith("~")
         return os.path.relpath(Path(text).absolute(), self.directory) if is_path else text
 
@@ -179,7 +179,7 @@ def _written(value: Any) -> str:
 
 
 def number_of(value: Any) -> Any:
-    """Convert a number that YAML reads as text, such as 2e-5."""
+    """Convert a number that YAML reads as a string, such as 2e-5; return other values unchanged."""
     for kind in (int, float) if isinstance(value, str) else ():
         try:
             return kind(value)

@@ -1,4 +1,4 @@
-"""Reader of other tools' files: YAML, or text with a training command line."""
+"""Read other tools' files: YAML configs, or text files that contain a training command."""
 
 import contextlib
 import json
@@ -16,7 +16,7 @@ from hetero_mpi.util.errors import UserError
 from hetero_mpi.util.toml import MAX_NESTING_DEPTH
 
 _MAX_FILE_BYTES, _MAX_VALUES = 1 << 20, 100_000
-"""Limits of a file, and of its values after expanding YAML aliases."""
+"""Limits on the size of a file, and on the number of its values after YAML aliases are expanded."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -30,9 +30,9 @@ class _Loader(yaml.SafeLoader):
 
 
 def read_keys(file: Path) -> dict[str, Any]:
-    """Read keys and values. A command line also has ``trainer``, if it names one, and launcher options.
+    """Read keys and values. Those of a command line include launcher options and, if it names a trainer, ``trainer``.
 
-    Raises UserError: the file cannot be read, or is neither YAML with keys nor one command line.
+    Raises UserError if the file cannot be read, or if it is neither YAML with keys nor a single command line.
     """
     require_regular(file)
     try:
@@ -52,7 +52,7 @@ def read_keys(file: Path) -> dict[str, Any]:
 
 
 def _loaded(text: str) -> Any:
-    """Parse JSON (whose tabs and surrogate pairs YAML rejects), else YAML."""
+    """Parse JSON or else YAML. YAML alone would not do, since it rejects JSON's tabs and surrogate pairs."""
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if len(values := dict(pairs)) < len(pairs):
@@ -65,7 +65,7 @@ def _loaded(text: str) -> Any:
 
 
 def _has_keys(text: str) -> bool:
-    """Whether a text with ``--`` is YAML, with ``--`` in a comment or a value."""
+    """Return whether ``text``, which contains ``--``, is YAML with ``--`` only in comments or values."""
     try:
         values = _loaded(text)
     except yaml.YAMLError:
@@ -74,7 +74,7 @@ def _has_keys(text: str) -> bool:
 
 
 def _plain(value: Any, budget: Iterator[int], depth: int = 0) -> Any:
-    """Convert to JSON types, other types to text. Raises ValueError: a job file cannot hold the value."""
+    """Convert to JSON types, turning other types into strings. Raises ValueError if a job file cannot hold the value."""
     if depth > MAX_NESTING_DEPTH or next(budget, None) is None:
         raise ValueError(f"it has more than {_MAX_VALUES:,} values, or more than {MAX_NESTING_DEPTH} levels of nesting")
     if isinstance(value, dict):
@@ -110,7 +110,7 @@ def _command_line(file: Path, text: str) -> dict[str, Any]:
 
 
 def _options(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """Parse options of the forms ``--key``, ``--key value ...``, ``--key=value`` and ``--no_key``."""
+    """Yield (key, value) of options in the forms ``--key``, ``--key value ...``, ``--key=value`` and ``--no_key``."""
     texts_by_key: dict[str, list[str]] = {}
     key = ""
     for word in words:

@@ -1,7 +1,7 @@
-"""Conversion of other tools' files to jobs: YAML of axolotl and LLaMA-Factory, YAML or command line of TRL.
+"""Convert other tools' files to jobs: YAML configs of axolotl and LLaMA-Factory, and YAML configs or command lines of TRL.
 
-``other_tools.toml`` holds their keys and defaults, and why some keys have no counterpart; this module has the rules that involve
-several keys. Every key of the file gets into the job, or into a comment below it.
+``other_tools.toml`` lists their keys and defaults, and why some keys have no counterpart; this module implements the rules that
+involve several keys. Every key of the file ends up in the job or in the comments at its end.
 """
 
 import contextlib
@@ -27,13 +27,13 @@ from hetero_mpi.util.errors import UserError
 PEFT = TABLE["peft"]
 _RECORDS = re.compile(r"\.(jsonl?|parquet)(\.\w+)?$")
 _COLUMNS = ("field", "text_column", "columns")
-"""Keys of a dataset for the name of its text column."""
+"""Keys of a dataset entry that may name its text column."""
 
 
 def convert_file(file: Path, target: Path, gpus: int | None) -> list[str]:
-    """Convert ``file`` to the job ``target``; returns the lines to print. ``gpus``: number of GPUs that the tool used.
+    """Convert ``file`` to the job file ``target``, and return the lines to print. The other tool used ``gpus`` GPUs.
 
-    Raises UserError: unknown format, unsupported training, or existing ``target``.
+    Raises UserError if the format is unknown, the kind of training is not supported, or ``target`` exists.
     """
     if target.exists():
         raise UserError(
@@ -62,15 +62,15 @@ def convert_file(file: Path, target: Path, gpus: int | None) -> list[str]:
 
 
 Reasons = list[tuple[str, str]]
-"""(source key, reason why it is not supported)."""
+"""Pairs of a source key and the reason why it is not supported."""
 
 
 def convert_arguments(
     title: str, args: Mapping[str, Any], changed: Set[str]
 ) -> tuple[dict[str, Any], Reasons, Reasons]:
-    """Convert arguments of TRL's trainers. ``changed``: names of non-default arguments. Raises UserError as ``convert_file``.
+    """Convert arguments of TRL's trainers. ``changed`` contains the names of arguments with non-default values.
 
-    Returns job key -> value, unsupported arguments, and ignored arguments without effect on the training result.
+    Returns the job's values by key, the unsupported arguments, and the ignored arguments, which do not affect the trained model.
     """
     draft = _Draft(Path(title), args, Path.cwd(), None, "trl")
     harmless = {group["reason"] for table in tables_of("trl") for group in table["left"] if group.get("told")}
@@ -83,11 +83,11 @@ def convert_arguments(
 
 
 _MAX_DEFAULT_WARMUP_STEPS = 100
-"""axolotl's limit of warm-up steps by default."""
+"""axolotl's default limit on the number of warm-up steps."""
 
 
 class _Draft(JobDraft):
-    """Draft with the conversion rules that involve several keys."""
+    """A job draft, with the conversion rules that involve several keys."""
 
     def __init__(
         self, file: Path, source: Mapping[str, Any], directory: Path, gpus: int | None, tool: str | None = None
@@ -109,7 +109,7 @@ class _Draft(JobDraft):
             self._leave(*self._parts[part], TABLE["parts"][part].replace("`", ""))
 
     def _put_interval(self, ours: str, strategy: str, every: str, times: str) -> None:
-        """Convert an interval (``every``, in steps or as a share) or the number of ``times`` per epoch."""
+        """Set ``ours`` to the interval ``every`` (in steps or as a share of the run), or derive it from ``times`` per epoch."""
         when, steps = self._word(strategy), self.values.get("train.steps", (0, ""))[0]
         if every in self._parts and (when == "steps" or self.tool == "axolotl"):
             part, value = every, self._count(every)
@@ -121,7 +121,7 @@ class _Draft(JobDraft):
         self._put(ours, int(value) if value >= 1 else math.ceil(value * steps) if steps else value, part, strategy)
 
     def _preference(self, source: Mapping[str, Any]) -> str:
-        """Preference objective; "none" for supervised training."""
+        """Convert the preference objective and return its name, or "none" for supervised training."""
         hints = [key for key in TABLE["trl"]["tells"] if key in source]
         if self.tool == "trl" and hints and "objective" not in self._parts:  # its YAML does not name the trainer
             kind = TABLE["trl"]["tells"][hints[0]]
@@ -215,7 +215,7 @@ class _Draft(JobDraft):
             self._put("data.train_on_prompt", prompts, "everything", "answers", "completions")
 
     def _sets(self, part: str, split: str = "train") -> list[tuple[str, str | None]]:
-        """Datasets as (name for ``data.records``, text column or None)."""
+        """Return the datasets of a part as (name for ``data.records``, text column or None)."""
         key, value = self._parts.get(part, ("", []))
         if self.tool == "llamafactory" and value and not isinstance(value, Mapping):
             names = value if isinstance(value, list) else re.split(r"\s*,\s*", str(value))
@@ -240,7 +240,7 @@ class _Draft(JobDraft):
         return list(zip(names, columns, strict=True))
 
     def _column(self, part: str, entry: Mapping[str, Any]) -> str | None:
-        """Text column of a dataset; None for records."""
+        """Return the text column of a dataset, or None if it consists of records."""
         if part != "texts" and self._of("objective") != "pt" and entry.get("type") not in ("completion", "pretrain"):
             return None
         columns = [entry[key] for key in _COLUMNS if entry.get(key)]
@@ -266,7 +266,7 @@ class _Draft(JobDraft):
         return f"hf:{path}" + (f"/{name}" if name else "") + (f":{base_split}" if base_split != "train" else "")
 
     def _listed(self, name: str) -> dict[str, Any]:
-        """Entry of a LLaMA-Factory dataset in ``dataset_info.json``."""
+        """Look up a LLaMA-Factory dataset in ``dataset_info.json``, and return it as an entry like those of axolotl."""
         folder = str(self._of("folder", "data"))
         listed = Path(folder) / "dataset_info.json"
         entries = read_keys(listed) if os.path.exists(listed) else {}
@@ -305,7 +305,7 @@ class _Draft(JobDraft):
         self._put("train.dtype", dtype, "fp16", "bf16")
 
     def _warm_up(self) -> None:
-        """Convert the warm-up: axolotl rounds down, at least to 2, by default at most to 100 steps; others prefer a count."""
+        """Convert the warm-up. axolotl rounds down, to at least 2 and by default at most 100 steps; others prefer a step count."""
         by_axolotl, steps = self.tool == "axolotl", self.values.get("train.steps", (0, ""))[0]
         part = "warmup" if self._count("warmup") or (by_axolotl and "warmup" in self._parts) else "ratio"
         value, is_silent = self._count(part), self._parts.get(part, ("",))[0].endswith(" by default")

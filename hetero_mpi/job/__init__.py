@@ -1,1 +1,1 @@
-"""The job file: its keys, rules between them, and what planning asks of it."""
+"""The job file: its keys, the rules between them, and its conversion to a plan request."""

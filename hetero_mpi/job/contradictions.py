@@ -1,4 +1,4 @@
-"""Rules between the keys of a job file: conditions of fields (``OnlyIf``) and rules that involve several keys."""
+"""Checks across the keys of a job file: the conditions of fields (``OnlyIf``) and rules that involve several keys."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from hetero_mpi.job.training_tables import OnlyIf
 from hetero_mpi.objectives import Settings, names, objective
 
 Problems = Iterator[tuple[str, str]]
-"""Pairs of a key, such as ``train.steps``, and the rule that it breaks."""
+"""Pairs of a dotted key, such as ``train.steps``, and the rule that it breaks."""
 
 
 @dataclass(frozen=True)
 class JobValues:
-    """Values of a job file during validation, by dotted key, with defaults; an invalid value reads as empty (None)."""
+    """Look up values and defaults of a job file under validation by dotted key. Invalid values read as None."""
 
     values: Mapping[str, Mapping[str, Any]]
     broken: set[str]
@@ -44,7 +44,7 @@ class JobValues:
         return self.tables[table].model_fields[key].get_default()
 
     def changed(self, dotted: str) -> bool:
-        """Whether the value is valid and differs from the default."""
+        """Return whether the value is valid and differs from the default."""
         return dotted not in self.broken and self(dotted) != self.default(dotted)
 
     def all_valid(self, *keys: str) -> bool:
@@ -52,7 +52,7 @@ class JobValues:
 
 
 def contradictions(values: JobValues, name: str) -> Problems:
-    """Yield all broken rules, skipping rules about invalid values. ``name``: the job's name, for ``output.run_dir``."""
+    """Yield all broken rules, ignoring invalid values. ``name`` is the job's name, which ``output.run_dir`` may contain."""
     yield from _unmet_conditions(values)
     yield from _model(values)
     yield from _written_paths(values)
@@ -71,7 +71,7 @@ def contradictions(values: JobValues, name: str) -> Problems:
 
 
 def is_met(condition: str, value_of: Callable[[str], Any]) -> bool:
-    """Whether a condition (``OnlyIf``, without "and") holds. ``value_of``: dotted key -> its value, None if empty."""
+    """Return whether an ``OnlyIf`` condition without "and" holds, where ``value_of`` returns a key's value, None if empty."""
     for alternative in re.split(r" or (?=[a-z_]+[.])", condition):
         key, _, state = alternative.partition(" ")
         value = value_of(key)
@@ -86,7 +86,7 @@ def is_met(condition: str, value_of: Callable[[str], Any]) -> bool:
 
 
 def _unmet_conditions(values: JobValues) -> Problems:
-    """Yield the first unmet condition of each key that is set and has no effect because of it."""
+    """Yield, for each key set without effect, the first of its conditions that is not met."""
     for table, model in values.tables.items():
         for key, conditions in field_metadata(model, OnlyIf).items():
             all_conditions = [part for text in conditions for part in text.split(" and ")]
@@ -169,7 +169,7 @@ def _data(values: JobValues) -> Problems:
 
 
 def objectives_by_key() -> dict[str, list[str]]:
-    """Map each key of ``[train]`` to the names of the objectives that read it."""
+    """Map each objective-specific key of ``[train]`` to the names of the objectives that read it."""
     names_by_key: dict[str, list[str]] = {}
     for name in names():
         known_objective = objective(name)
@@ -188,7 +188,7 @@ def _preference(values: JobValues) -> Problems:
 
 
 def _train(values: JobValues) -> Problems:
-    """Yield the first broken rule."""
+    """Yield the first broken rule about the batch and micro-batch sizes."""
     micro, batch = values("train.micro_batch"), values("train.global_batch")
     if micro is None or batch is None:
         return
@@ -229,7 +229,7 @@ def _run_dir(values: JobValues, name: str) -> Problems:
 
 
 def _written_paths(values: JobValues) -> Problems:
-    """Check the paths as text; each rank resolves links on its own machine when it opens the path."""
+    """Check output paths without resolving links, which each rank does on its own machine when it opens the path."""
     for key in ("model.shard_cache", "profile.save_as"):
         text = values(key)
         if text is not None and os.path.normpath(Path(text).expanduser()).startswith(".."):

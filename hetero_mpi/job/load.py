@@ -23,30 +23,30 @@ from hetero_mpi.util.shipped import profile_file
 
 @dataclass(frozen=True)
 class LoadedJob:
-    """A job and its source."""
+    """A validated job and where it was loaded from."""
 
     job: JobConfig
     path: Path
-    """Job file; for a job built in Python, a label instead."""
+    """Path of the job file, or a label if the job was built in Python."""
     name: str
     """Name of the job file without ``.toml``."""
     directory: Path
-    """Absolute directory of the job file; base of the job's relative paths."""
+    """Absolute directory of the job file, to which the job's paths are relative."""
 
     def resolve(self, path_text: str) -> Path:
-        """Return a path of the job as an absolute path, with ``{stdlib}`` and ``~`` expanded."""
+        """Make a path from the job absolute, expanding ``{stdlib}`` and ``~``."""
         return self.directory / Path(path_text.replace("{stdlib}", _stdlib())).expanduser()
 
     def profile_file(self, text: str) -> Path:
-        """Path of a profile that the job names by path or by the name of a shipped profile; raises as ``profile_file``."""
+        """Return the path of the profile ``text``, a path or a shipped profile's name. Raises the errors of ``profile_file``."""
         return profile_file(text, self.resolve(text))
 
     def patterns(self, key: Literal["text", "records", "evaluation"]) -> tuple[str, ...]:
-        """A key of ``[data]`` as absolute glob patterns (none if empty), with the job file's directory escaped."""
+        """Return the absolute glob patterns of a key of ``[data]``, or an empty tuple if the key is empty."""
         return tuple(map(self._pattern, getattr(self.job.data, key) or ()))
 
     def evaluation_sets(self) -> dict[str, tuple[str, ...]]:
-        """Absolute glob patterns of each set of ``[data.evaluation_sets]``, by name."""
+        """Map the name of each set in ``[data.evaluation_sets]`` to its absolute glob patterns."""
         patterns_by_set = self.job.data.evaluation_sets or {}
         return {name: tuple(map(self._pattern, patterns)) for name, patterns in patterns_by_set.items()}
 
@@ -58,20 +58,20 @@ class LoadedJob:
 
 
 def job_to_dict(job: JobConfig) -> dict[str, Any]:
-    """Return the job as JSON-serialisable values, for broadcasts and checkpoints."""
+    """Convert a job to JSON-serialisable values, for broadcasts and checkpoints."""
     return job.model_dump(mode="json")
 
 
 def job_from_dict(values: Mapping[str, Any]) -> JobConfig:
-    """Restore a job from :func:`job_to_dict`."""
+    """Restore a job from the result of :func:`job_to_dict`."""
     return JobConfig.model_validate(dict(values))
 
 
 def run_directory(loaded: LoadedJob, override: str | Path | None = None) -> Path:
-    """Absolute run directory: ``override`` (``--run-dir``) or the job's ``output.run_dir``, with ``{name}`` expanded.
+    """Return the absolute run directory: ``override`` (``--run-dir``) or else ``output.run_dir``, with ``{name}`` expanded.
 
-    :func:`load_job` rejects a relative ``output.run_dir`` outside the working directory, so that a job file from somebody
-    else cannot write to arbitrary places. Absolute paths and ``--run-dir`` are not restricted.
+    :func:`load_job` rejects a relative ``output.run_dir`` outside the working directory, so that a job file from a third party
+    cannot write to arbitrary places. Absolute paths and ``--run-dir`` are not restricted.
     """
     text = loaded.job.output.run_dir if override is None else str(override)
     if not text.strip():
@@ -80,14 +80,14 @@ def run_directory(loaded: LoadedJob, override: str | Path | None = None) -> Path
 
 
 def load_job(path: str | Path, overrides: Sequence[str] = (), settings: Mapping[str, Any] | None = None) -> LoadedJob:
-    """Read a job file, apply changes and validate the result.
+    """Read a job file, apply overrides and validate the result.
 
     Args:
-        overrides: ``table.key=value`` strings of ``--set``; the value is TOML, and a bare word is a string.
-        settings: changes by a Python program, such as ``{"train.steps": 6}``; None empties a key.
+        overrides: ``table.key=value`` strings from ``--set``. The value is TOML; a bare word is a string.
+        settings: overrides from a Python program, such as ``{"train.steps": 6}``. None empties a key.
 
     Raises:
-        UserError: All problems of the job, one per line: ``file: [table] key = value: rule``.
+        UserError: If the job is invalid. Lists all problems, one per line, as ``file: [table] key = value: rule``.
     """
     path = Path(path)
     draft = _Draft(_read_toml(path), str(path))
@@ -102,16 +102,16 @@ def job_from_tables(
     settings: Mapping[str, Any] | None = None,
     overrides: Sequence[str] = (),
 ) -> LoadedJob:
-    """Build a job from values instead of a file.
+    """Build a job from Python values instead of a file.
 
     Args:
-        tables: table name -> key -> value, as in a TOML file; None empties a key.
-        name: the job's name, as the name of a job file without ``.toml``.
-        directory: base of the job's relative paths.
-        settings, overrides: as for ``load_job``.
+        tables: table name -> key -> value, as in a TOML file. None empties a key.
+        name: name of the job, like a job file's name without ``.toml``.
+        directory: directory to which the job's paths are relative.
+        settings, overrides: as in ``load_job``.
 
     Raises:
-        UserError: As ``load_job``.
+        UserError: As in ``load_job``.
     """
     if not name or name != Path(name).name:
         raise UserError("job.name", f"job name {name!r} must be a name without slashes, as it names the run directory")
@@ -123,17 +123,17 @@ def job_from_tables(
 
 
 class _Draft:
-    """Unvalidated values of a job, and their problems."""
+    """The values of a job before validation, and the problems found in them."""
 
     def __init__(self, values: dict[str, Any], source: str) -> None:
         self.values, self.source = values, source
         self._problems: list[Problem] = []
         self._sources: dict[str, str] = {}
-        """Key (``train.steps``) -> source of its override: ``--set`` or ``set``."""
+        """Maps an overridden key, such as ``train.steps``, to the source of the override: ``--set`` or ``set``."""
         self._broken: set[str] = set()
 
     def apply(self, settings: Mapping[str, Any], overrides: Sequence[str]) -> None:
-        """Apply the values of ``--set`` and of a Python program on top of the source."""
+        """Apply the overrides from ``--set``, then those from a Python program."""
         for text in overrides:
             if text != text.encode("utf-8", "replace").decode():  # bytes of another encoding on the command line
                 self._add("job.set", f"--set {text!a}: must be UTF-8")
@@ -169,7 +169,7 @@ class _Draft:
         self._sources[".".join(keys[:2])] = source
 
     def validated(self, name: str) -> JobConfig:
-        """Validate the draft as the job ``name``. Raises UserError: as ``load_job``."""
+        """Validate the values as a job named ``name``. Raises UserError as in ``load_job``."""
         values = self.values
         for unknown in [table for table in values if table not in TABLES]:
             value_text = as_toml(values.pop(unknown))
@@ -235,7 +235,7 @@ def _override_value(text: str) -> Any:
 
 
 def _as_values(value: Any) -> Any:
-    """Convert a Python value to its form in a job file: paths to strings, tuples to lists, None to empty."""
+    """Convert a Python value to its form in a job file: a path to a string, a tuple to a list, None to ``""``."""
     if isinstance(value, Mapping):
         return {str(key): _as_values(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):

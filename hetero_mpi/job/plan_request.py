@@ -1,4 +1,4 @@
-"""Conversion of a job into a ``PlanRequest``, without torch or MPI, so that offline commands and runs plan alike."""
+"""Convert a job into a ``PlanRequest``, without torch or MPI, so that offline commands and runs plan in the same way."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from hetero_mpi.planning.types.request import MEMORY_GIVEN, PlanRequest
 from hetero_mpi.planning.types.sizes import COPY_BYTES
 
 INDIFFERENCE_RATIO = 0.005
-"""Relative gain below which plans count as equal: measured times are not exact to half a per cent."""
+"""Relative gain below which two plans count as equally fast, since measured times vary by more than half a percent."""
 
 
 def micro_batch_choices(global_batch: int, size: int | str, ranks: int, dropout: bool) -> tuple[tuple[int, ...], str]:
-    """Micro-batch sizes (in sequences) that the planner may choose from, and the reason as text.
+    """Return the micro-batch sizes (in sequences) that the planner may choose from, and the reason as text.
 
-    Dropout masks depend on the composition of micro-batches; with dropout the size must not depend on the machines.
+    Dropout masks depend on which sequences share a micro-batch, so with dropout the size must not depend on the machines.
     """
     if isinstance(size, int):
         return (size,), f"micro-batch {size}: set by the job"
@@ -32,7 +32,7 @@ def micro_batch_choices(global_batch: int, size: int | str, ranks: int, dropout:
 
 
 def timed_micro_batches(global_batch: int, requested: int | str, ranks: int, dropout: bool) -> tuple[int, ...]:
-    """All micro-batch sizes that the planner may choose from, with any rank alone or with all ranks, in increasing order."""
+    """Return all micro-batch sizes that the planner may choose for a single rank or for all ranks, in ascending order."""
     counts = (ranks, 1)
     return tuple(sorted({size for n in counts for size in micro_batch_choices(global_batch, requested, n, dropout)[0]}))
 
@@ -41,8 +41,8 @@ def build_plan_request(loaded: LoadedJob, ranks: int, dropout: bool, versions: i
     """Build the planner's request from a job.
 
     Args:
-        ranks, dropout: determine the micro-batch choices.
-        versions: copies that a rank keeps of its state, and as many of other ranks' state (``state.peer_replicas``).
+        ranks, dropout: number of ranks and whether dropout is used, which determine the micro-batch choices.
+        versions: number of copies that each rank keeps of its state, and likewise of a peer's state (``state.peer_replicas``).
     """
     job = loaded.job
     snapshots = 1 if job.checkpoint.background and job.checkpoint.every else 0
@@ -73,9 +73,9 @@ def build_plan_request(loaded: LoadedJob, ranks: int, dropout: bool, versions: i
 
 
 def limit_to_timed(request: PlanRequest, profile: ClusterProfile) -> PlanRequest:
-    """Drop micro-batches larger than any rank has timed from ``request``, but keep the smallest choice.
+    """Remove micro-batch sizes from ``request`` that are larger than any timed size, but keep at least the smallest.
 
-    Profiles without samples are derived; their cost curves extrapolate.
+    A profile without samples was derived rather than measured; its cost curves extrapolate, so all sizes stay.
     """
     max_sequences = _largest_timed(profile)
     if max_sequences is None:
@@ -92,7 +92,7 @@ def limit_to_timed(request: PlanRequest, profile: ClusterProfile) -> PlanRequest
 
 
 def timed_choices(request: PlanRequest, profile: ClusterProfile) -> tuple[PlanRequest, tuple[str, ...]]:
-    """Apply ``limit_to_timed``, and return a remark if it drops choices."""
+    """Return the result of ``limit_to_timed``, and a remark if it removed any choices."""
     limited = limit_to_timed(request, profile)
     dropped = {*request.micro_batch_choices, *request.alone_micro_batch_choices}
     dropped -= {*limited.micro_batch_choices, *limited.alone_micro_batch_choices}
@@ -101,17 +101,17 @@ def timed_choices(request: PlanRequest, profile: ClusterProfile) -> tuple[PlanRe
 
 
 def _largest_timed(profile: ClusterProfile) -> int | None:
-    """Largest timed micro-batch in sequences; None without timings."""
+    """Return the largest timed micro-batch in sequences, or None if the profile has no timings."""
     curves = [times.forward_s for device in profile.devices for times in device.layers.values()]
     counts = [curve.sample_tokens[-1] for curve in curves if curve.sample_tokens]
     return max(counts) // profile.model.sequence_length if counts else None
 
 
 def with_memory_budget(profile: ClusterProfile, limit_bytes: int | None) -> ClusterProfile:
-    """Apply the job's ``[cluster] memory_bytes``, if set, to the profile.
+    """Replace the memory budgets in the profile by ``limit_bytes``, the job's ``[cluster] memory_bytes``, unless it is None.
 
-    The budget applies to every rank. A host's budget is the sum over the ranks that compute in its memory; hosts without such a
-    rank keep their measured budget, which holds the weights that GPU stages offload.
+    The budget applies to every rank. A host's budget is the sum over the ranks that compute in its memory. Hosts without such
+    ranks keep their measured budget, which is used for weights that GPU stages offload.
     """
     if limit_bytes is None:
         return profile

@@ -1,6 +1,6 @@
-"""Wording of validation errors: the rule of a key, the invalid value, the closest valid name.
+"""Messages for validation errors: the rule of a key, the invalid value, and the closest valid name.
 
-Works for any pydantic model; callers pass the tables of job files or of host files.
+They work for any pydantic models, such as the tables of job files and of hosts files, which callers pass as an argument.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from pydantic.fields import FieldInfo
 
 ABSOLUTE_PATH_HINT = "write an absolute path for a location outside it"
 EIGHT_BIT = "adamw_8bit"
-"""``[train] optimizer``: bitsandbytes' AdamW with 8-bit optimizer states."""
+"""Value of ``[train] optimizer`` for bitsandbytes' AdamW with 8-bit optimizer states."""
 MAX_AUTO_MICRO_BATCH = 16
-"""Largest micro-batch, in sequences, that "auto" chooses."""
+"""Largest micro-batch, in sequences, that "auto" may choose."""
 MAX_MICRO_BATCHES = 8192
-"""Micro-batches per step: the planner simulates each of them many times, and every rank lists its actions for a step."""
+"""Maximum number per step, since the planner simulates each one many times and every rank lists its actions for a step."""
 
 
 def is_outside(path: Path, base: Path) -> bool:
-    """Whether ``path``, with links resolved, is outside the directory ``base``. Neither needs to exist."""
+    """Return whether ``path``, with links resolved, is outside the directory ``base``. Neither needs to exist."""
     return not path.resolve().is_relative_to(base.resolve())
 
 
 def speed_change(text: str) -> tuple[int, int, float] | None:
-    """Parse ``rank 1 runs at 0.5 from step 20`` as (rank, step counted from 0, speed); None if ``text`` has another form."""
+    """Parse ``rank 1 runs at 0.5 from step 20`` as (rank, step counted from 0, speed); return None if ``text`` is malformed."""
     match = re.fullmatch(r"rank (\d{1,9}) runs at (\d{1,9}(?:\.\d{1,9})?) from step (\d{1,9})", text.strip())
     if match is None or float(match[2]) == 0 or int(match[3]) == 0:
         return None
@@ -39,23 +39,23 @@ def speed_change(text: str) -> tuple[int, int, float] | None:
 
 
 Tables = Mapping[str, type[BaseModel]]
-"""Table name -> the model that validates it."""
+"""Maps a table's name to the pydantic model that validates it."""
 
 _PLAIN = {str: "text in quotes", bool: "true or false"}
 
 
 def rule_text(field: FieldInfo) -> str:
-    """Describe the values a field accepts: ``a whole number of at least 1 or "auto"``."""
+    """Describe the values that a field accepts, such as ``a whole number of at least 1 or "auto"``."""
     return _describe(field.annotation, _bounds(field.metadata))
 
 
 def may_be_empty(field: FieldInfo) -> bool:
-    """Whether a key may be empty: left out, or ``key = ""``, as TOML has no null."""
+    """Return whether a key may be empty, that is, omitted or set to ``""``, since TOML has no null."""
     return type(None) in get_args(field.annotation)
 
 
 def field_metadata(model: type[BaseModel], kind: type[str]) -> dict[str, list[str]]:
-    """Field metadata of one kind (``Unit``, ``Example``, ``OnlyIf``, ``OnResume``) by key, for keys with any."""
+    """Map keys to their field metadata of one kind (``Unit``, ``Example``, ``OnlyIf``, ``OnResume``), omitting keys with none."""
     metadata = {
         key: [text for text in field.metadata if isinstance(text, kind)] for key, field in model.model_fields.items()
     }
@@ -106,7 +106,7 @@ def _range(bounds: Mapping[str, Any]) -> str:
 
 
 def as_toml(value: Any) -> str:
-    """Format a value as in a job file, shortened to one line of at most 60 characters."""
+    """Format a value as in a job file, on one line that is truncated to 60 characters."""
     if isinstance(value, Mapping):
         text = "{" + ", ".join(f"{key} = {as_toml(inner)}" for key, inner in value.items()) + "}"
     elif isinstance(value, (list, tuple)):
@@ -130,11 +130,11 @@ RENAMED_KEYS = {
 REMOVED_KEYS = {"train.stale_step": "was removed: every step applies all earlier updates first. Delete this key"} | {
     key: f"is now called {key.split('.')[0]}.{name}" for key, name in RENAMED_KEYS.items()
 }
-"""Key of an earlier version -> its replacement, or what to do."""
+"""Maps a key of an earlier version to a message that names its replacement or says what to do."""
 
 
 def unknown_key(table: str, key: str, tables: Tables) -> str:
-    """Explain a key that ``[table]`` does not have: removed, in another table, or similar to a valid name."""
+    """Explain why ``[table]`` does not have this key: it was removed, belongs to another table or is misspelt."""
     if f"{table}.{key}" in REMOVED_KEYS:
         return REMOVED_KEYS[f"{table}.{key}"]
     keys = tables[table].model_fields
@@ -154,7 +154,7 @@ def unknown_key(table: str, key: str, tables: Tables) -> str:
 
 
 def unknown_table(name: str, tables: Tables) -> str:
-    """Explain a top-level name that is not a table: a key outside its table, a mistyped table, or neither."""
+    """Explain why a top-level name is not a table: it is a key outside its table, misspelt or unknown."""
     homes = [table for table, model in tables.items() if name in model.model_fields]
     if homes:
         return "a key outside a table; it belongs to " + " or ".join(f"[{home}]" for home in homes)
@@ -165,10 +165,10 @@ def unknown_table(name: str, tables: Tables) -> str:
 
 
 def broken_keys(table: str, model: type[BaseModel], values: Mapping[str, Any], tables: Tables) -> dict[str, str]:
-    """Validate one table and return the broken rule of each invalid key; empty if all are valid.
+    """Validate one table and map each invalid key to the rule that it breaks.
 
-    pydantic reports a union once per branch and a list once per element. The wording comes from the field instead, so that
-    each key appears once.
+    pydantic reports an error for each branch of a union and each element of a list. The messages are derived from the field
+    instead, so that each key appears once.
     """
     try:
         model.model_validate(values)

@@ -1,4 +1,4 @@
-"""The tables of a job file that models and engine read: ``[adapter]`` and ``[train]``. The others are in ``schema``."""
+"""The job file tables that the models and the engine read, ``[adapter]`` and ``[train]``; ``schema`` defines the others."""
 
 from __future__ import annotations
 
@@ -33,24 +33,24 @@ Pattern = Annotated[str, AfterValidator(_checked_pattern), Field(description="a 
 
 
 class Unit(str):
-    """Field metadata (``rules.field_metadata``): the unit of its number."""
+    """Field metadata (``rules.field_metadata``): the unit of a numeric key."""
 
 
 class Example(str):
-    """Field metadata of a key without a default: an example value, as TOML."""
+    """Field metadata: an example value, in TOML, of a key without a default."""
 
 
 class OnlyIf(str):
-    """Field metadata: a condition without which the key has no effect and any value but the default is rejected.
+    """Field metadata: the condition under which the key has an effect; otherwise only its default is accepted.
 
-    ``KEY is set``, ``KEY is empty``, ``KEY = "a" or "b"``, ``KEY is not 0``, or several of these joined by "or" or "and".
+    Its form is ``KEY is set``, ``KEY is empty``, ``KEY = "a" or "b"``, ``KEY is not 0``, or several joined by "or" or "and".
     """
 
 
 class OnResume(str):
-    """Field metadata: how a resumed run handles a changed value.
+    """Field metadata: how a resumed run handles a changed value of the key.
 
-    "same": rejects it; "reported": logs the change; "rate", "rates": warn if the learning rate jumps, of all or of some parameters.
+    "same": reject it; "reported": log it; "rate": warn if the learning rate jumps; "rates": warn if it does for some parameters.
     """
 
 
@@ -84,7 +84,7 @@ class AdapterTable(JobTable):
     method: Annotated[Literal["none", "lora"], LANGUAGE] = "none"
     """"none": full fine-tuning, or training from scratch; "lora": train LoRA adapters and write a PEFT adapter directory."""
     path: Annotated[str | None, LANGUAGE, Example('"runs/first/adapter"')] = None
-    """PEFT adapter directory to continue from; its rank, alpha and targets must match. Empty: a new adapter."""
+    """PEFT adapter directory to continue from; its rank, alpha and targets must match. Empty: train a new adapter."""
     start: Annotated[str, ADAPTER, NEW_ADAPTER, SAME] = "default"
     """Initialisation of a new adapter, as in peft. "default": zero change; "pissa": principal singular values of the weights (Meng
     et al., 2024); "pissa_niter_4": the same by fast SVD with 4 iterations; "olora": QR decomposition (Büyükakyüz, 2024). All but
@@ -95,15 +95,15 @@ class AdapterTable(JobTable):
     alpha: Annotated[AboveZero, SAME] = 32.0
     """LoRA alpha: adapter outputs are scaled by alpha / rank."""
     rslora: Annotated[bool, SAME] = False
-    """Rank-stabilised LoRA: scale by alpha / sqrt(rank), so that high ranks learn as fast as low ones (Kalajdzievski, 2023)."""
+    """Rank-stabilised LoRA: scale by alpha / sqrt(rank), so that high ranks learn as fast as low ranks (Kalajdzievski, 2023)."""
     dora: Annotated[bool, OnlyIf("adapter.parameters = []")] = False
-    """DoRA: train magnitude and direction of the weights separately (Liu et al., 2024); closer to full fine-tuning, with slower
-    steps."""
+    """DoRA: train the magnitude and direction of weights separately (Liu et al., 2024), which is closer to full fine-tuning but
+    slower."""
     dropout: Annotated[Fraction, Unit("share")] = 0.0
     """Dropout probability on the adapters' inputs."""
     targets: Literal["all-linear", "family"] | list[str] = "all-linear"
-    """Target modules: linear layers of the blocks that get an adapter, by name, such as ["q_proj", "v_proj"]. "all-linear": all of
-    them; "family": peft's default for the model family."""
+    """Target modules: names of the linear layers in blocks that get an adapter, such as ["q_proj", "v_proj"]. "all-linear": all
+    linear layers; "family": peft's default for the model family."""
     parameters: Annotated[list[str], OnlyIf("adapter.dropout = 0")] = []
     """Fused expert weights that get an adapter, such as ["experts.gate_up_proj", "experts.down_proj"] (peft's
     ``target_parameters``)."""
@@ -113,20 +113,20 @@ class AdapterTable(JobTable):
     """Blocks, counted from 0, whose linear layers get an adapter (peft's ``layers_to_transform``). Empty: the blocks of the adapter
     in ``path``, or all blocks."""
     rank_pattern: Annotated[dict[Pattern, Positive] | None, Example("{ down_proj = 32 }")] = None
-    """Per-layer ranks: suffix of a layer's name, or regular expression -> rank. Empty: the pattern of the adapter in ``path``, or
-    none."""
+    """Per-layer ranks: a table that maps suffixes of layer names, or regular expressions, to ranks. Empty: the pattern of the
+    adapter in ``path``, or none."""
     alpha_pattern: Annotated[dict[Pattern, AboveZero] | None, Example("{ down_proj = 64.0 }"), SAME] = None
-    """Per-layer alphas, written as in ``rank_pattern``."""
+    """Per-layer alphas, in the same form as ``rank_pattern``."""
     modules_to_save: Annotated[list[Name] | None, Example('["embed_tokens", "lm_head"]'), ADAPTER] = None
-    """Modules to fully fine-tune and save along with the adapters, by suffix of their names (peft's ``modules_to_save``;
+    """Name suffixes of the modules to fully fine-tune and save along with the adapters (peft's ``modules_to_save``;
     docs/models.md). Empty: the modules of the adapter in ``path``, or none."""
     tokens: Annotated[list[NotNegative | str] | None, Example('["<tool>"]'), ADAPTER, SAME] = None
-    """Tokens, or token ids, whose rows of the embedding and the LM head are trained along with the adapters (peft's
+    """Tokens, or token ids, whose embedding and LM head rows are trained along with the adapters (peft's
     ``trainable_token_indices``). Empty: the tokens of the adapter in ``path``, or the tokens that ``[tokenizer]`` adds. Matrices in
     ``modules_to_save`` are trained in full anyway."""
     tokens_in: Annotated[Literal["both", "embedding", "head"] | None, Example('"embedding"'), ADAPTER] = None
-    """Matrices whose rows of ``tokens`` are trained. Empty: the choice of the adapter in ``path``, or "both". A model with tied
-    embeddings has one matrix."""
+    """Matrices in which the rows of ``tokens`` are trained. Empty: as in the adapter in ``path``, or "both". With tied embeddings,
+    there is only one matrix."""
 
 
 class TrainTable(JobTable):
@@ -139,44 +139,44 @@ class TrainTable(JobTable):
     early_stopping_patience: Annotated[
         NotNegative, Unit("evaluations"), OnlyIf("train.evaluate_every is not 0"), EVALUATED
     ] = 0
-    """Early stopping: end after this many consecutive evaluations without a lower evaluation loss; 0: off. Each new lowest loss
-    also writes a checkpoint, for ``export --best``."""
+    """Early stopping: stop after this many consecutive evaluations without a lower evaluation loss; 0: off. A checkpoint is also
+    written at each new lowest loss, for ``export --best``."""
     global_batch: Annotated[Positive, Unit("sequences"), SAME] = 8
-    """Global batch size: sequences per optimizer step over all ranks; at most 8192 micro-batches."""
+    """Global batch size: sequences per optimizer step over all ranks, in at most 8192 micro-batches."""
     last_batch: Annotated[Literal["full", "smaller"], SAME] = "full"
-    """Last batch of an epoch that has fewer than ``global_batch`` sequences left. "full": fill it up with sequences of the next
+    """What to do if fewer than ``global_batch`` sequences are left in an epoch. "full": fill the batch with sequences of the next
     epoch; "smaller": train on a smaller batch, as transformers' Trainer does."""
     micro_batch: Annotated[Positive | Literal["auto"], Unit("sequences")] = "auto"
-    """Micro-batch size in sequences; must divide ``global_batch``. "auto": the planner chooses; with dropout it uses the largest
+    """Micro-batch size in sequences; must divide ``global_batch``. "auto": chosen by the planner, or with dropout the largest
     divisor up to a quarter of the batch."""
     preference: Annotated[PreferenceName, RECORDS, SAME] = "none"
     """Preference objective: learn from pairs of chosen and rejected answers, or from single labelled answers ("kto");
     docs/preferences.md has the formulas."""
     preference_beta: Annotated[AboveZero, REPORTED] = 0.1
-    """Beta. orpo: weight of the odds-ratio term; simpo: scale of the reward (2 and more are usual); others: strength of the pull
-    towards the reference model."""
+    """Beta. orpo: weight of the odds-ratio term; simpo: scale of the reward (usually 2 or more); other objectives: how strongly
+    the model is pulled towards the reference model."""
     preference_smoothing: Annotated[float, Field(ge=0, lt=0.5), Unit("share"), REPORTED] = 0.0
-    """Label smoothing: assumed share of pairs with swapped labels (conservative DPO)."""
+    """Label smoothing: assumed fraction of pairs with swapped labels (conservative DPO)."""
     preference_margin: Annotated[float, Field(ge=0), REPORTED] = 0.5
-    """simpo: target reward margin of the chosen over the rejected answer (gamma)."""
+    """simpo: target margin (gamma) between the rewards of the chosen and the rejected answer."""
     desirable_weight: Annotated[AboveZero, REPORTED] = 1.0
-    """kto: loss weight of desirable answers."""
+    """kto: weight of desirable answers in the loss."""
     undesirable_weight: Annotated[AboveZero, REPORTED] = 1.0
-    """kto: loss weight of undesirable answers."""
+    """kto: weight of undesirable answers in the loss."""
     seed: Annotated[Seed, SAME] = 0
-    """Random seed of initial weights, sample order and dropout."""
+    """Random seed for weight initialisation, sample order and dropout."""
     dtype: Annotated[Literal["auto", "fp32", "bf16", "fp16"], SAME] = "auto"
-    """Compute dtype of all ranks (mixed precision). "auto": with GPUs bf16, or fp16 where one of them lacks bf16; with CPUs
-    alone fp32. With bf16 and fp16, master weights, gradients and optimizer states stay in fp32."""
+    """Compute dtype of all ranks (mixed precision). "auto": bf16 if there are GPUs (fp16 if a GPU lacks bf16), fp32 if there are
+    only CPUs. With bf16 and fp16, master weights, gradients and optimizer states stay in fp32."""
     wire: Annotated[Literal["exact", "int8"], LANGUAGE] = "exact"
-    """Encoding of activations and gradients sent between stages. "exact": in the compute dtype; "int8": quantised to one byte per
-    value; the loss then depends on the stage boundaries (docs/reproducibility.md)."""
+    """Encoding of activations and gradients sent between stages. "exact": the compute dtype; "int8": quantised to one byte per
+    value, which makes the loss depend on the stage boundaries (docs/reproducibility.md)."""
     recompute: bool | Literal["auto"] = "auto"
-    """Activation checkpointing: recompute a block's forward during backward instead of storing its activations. "auto": for stages
-    that exceed their memory budget otherwise."""
+    """Activation checkpointing: recompute a block's forward during backward instead of storing its activations. "auto": only in
+    stages that would otherwise exceed their memory budget."""
     compile: Annotated[bool | Literal["auto", "accelerators"], REPORTED] = "auto"
-    """Compile each block with torch.compile (docs/performance.md). "accelerators": on CUDA, ROCm and XPU devices; "auto": there, if
-    a trial shows that compiled blocks are faster; true: on CPUs too, where compiling takes long and gains little."""
+    """Compile each block with torch.compile (docs/performance.md). "accelerators": on CUDA, ROCm and XPU devices; "auto": on those
+    devices, if compiled blocks are faster in a trial; true: on CPUs too, where compiling takes long and gains little."""
     optimizer: Annotated[Literal["adamw", "adamw_8bit", "adafactor", "muon"], SAME] = "adamw"
     """"adamw": optimizer states in fp32, 8 bytes per parameter; "adamw_8bit": bitsandbytes' AdamW with 8-bit optimizer states, 2
     bytes; "adafactor": transformers' Adafactor, close to 0 bytes; "muon": torch's Muon for the matrices of blocks, 4 bytes, and
@@ -184,36 +184,36 @@ class TrainTable(JobTable):
     learning_rate: Annotated[AboveZero, RATE] = 3e-4
     """Peak learning rate."""
     learning_rates: Annotated[dict[Pattern, AboveZero] | None, Example("{ embed_tokens = 1e-5 }"), RATES] = None
-    """Per-parameter peak learning rates: regular expression, searched in a parameter's name -> rate; the first match applies."""
+    """Per-parameter peak learning rates: a table of regular expressions for parameter names -> rates; the first match applies."""
     lora_plus_ratio: Annotated[float, Field(ge=1), ADAPTER, RATES] = 1.0
-    """LoRA+: learning rate of an adapter's B (and of DoRA's magnitudes) relative to its A (Hayou et al., 2024)."""
+    """LoRA+: ratio of the learning rate of B matrices (and DoRA magnitudes) to that of A matrices (Hayou et al., 2024)."""
     freeze: Annotated[list[NotNegative | Pattern], Unit("blocks"), OnlyIf('adapter.method = "none"'), SAME] = []
-    """Blocks (numbers, counted from 0) and parameters (regular expressions, searched in their names) to freeze in full
-    fine-tuning. Frozen parameters have no gradients, master weights or optimizer states."""
+    """What to freeze in full fine-tuning: blocks, by number from 0, and parameters, by regular expressions found in their names.
+    Frozen parameters have no gradients, master weights or optimizer states."""
     neftune_noise_alpha: Annotated[AboveZero | None, LANGUAGE, Example("5.0"), REPORTED] = None
-    """NEFTune: add uniform noise of magnitude alpha / sqrt(tokens x hidden size) to the embeddings in training (Jain et al.,
+    """NEFTune: add uniform noise of magnitude alpha / sqrt(tokens x hidden size) to the embeddings during training (Jain et al.,
     2023)."""
     schedule: Annotated[
         Literal["cosine", "linear", "constant", "warmup_stable_decay", "cosine_with_restarts"], RATE
     ] = "cosine"
-    """Learning rate schedule after warm-up, as in transformers. "cosine", "linear": decay to the end; "constant";
+    """Learning rate schedule after warm-up, as in transformers. "cosine", "linear": decay until the end; "constant": no decay;
     "warmup_stable_decay" (WSD): constant, then decay over the last ``decay_steps``; "cosine_with_restarts": ``cycles`` cosine
     decays."""
     warmup_steps: Annotated[NotNegative | Fraction, Unit("steps or share"), RATE] = 0
-    """Linear warm-up from 0 ("warmup_stable_decay": from the minimum rate), in optimizer steps. Below 1: a share of the run."""
+    """Steps of linear warm-up from 0 ("warmup_stable_decay": from the minimum rate), or a fraction of the run if below 1."""
     max_warmup_steps: Annotated[Positive | None, Unit("steps"), Example("100"), RATE] = None
-    """Upper limit of the warm-up if ``warmup_steps`` is a share of the run; empty: no limit."""
+    """Maximum number of warm-up steps if ``warmup_steps`` is a fraction of the run. Empty: no limit."""
     min_learning_rate_ratio: Annotated[Fraction, Unit("share"), OnlyIf('train.schedule is not "constant"'), RATE] = 0.0
-    """Minimum learning rate, as a share of ``learning_rate``, at which the schedule ends."""
+    """Minimum learning rate, reached at the end of the schedule, as a fraction of ``learning_rate``."""
     decay_steps: Annotated[Positive | Annotated[float, Field(gt=0, lt=1)], Unit("steps or share"), STABLE, RATE] = 0.2
-    """Length of the final decay, at most the steps after warm-up. Below 1: a share of the run."""
+    """Length of the final decay in steps (at most those after warm-up), or a fraction of the run if below 1."""
     decay: Annotated[Literal["cosine", "linear", "1-sqrt"], STABLE, RATE] = "cosine"
-    """Shape of the final decay: cosine, linear, or 1 - sqrt(share of ``decay_steps`` done)."""
+    """Shape of the final decay: cosine, linear, or 1 - sqrt(fraction of ``decay_steps`` completed)."""
     cycles: Annotated[Positive, Unit("cycles"), OnlyIf('train.schedule = "cosine_with_restarts"'), RATE] = 1
-    """Number of cosine decays, each from the peak learning rate."""
+    """Number of cosine decays, each starting at the peak learning rate."""
     weight_decay: Annotated[float, Field(ge=0), REPORTED] = 0.1
-    """Decoupled weight decay of all parameters but biases and norms, as in transformers' Trainer; in a custom model, of parameters
-    with two or more dimensions that are not named bias."""
+    """Decoupled weight decay. It applies to all parameters except biases and norms, as in transformers' Trainer; in a custom model,
+    to parameters with two or more dimensions that are not named bias."""
     beta1: Annotated[Fraction, MOMENTS, REPORTED] = 0.9
     """AdamW beta1: decay of the first moment."""
     beta2: Annotated[Fraction, MOMENTS, REPORTED] = 0.95
@@ -221,10 +221,10 @@ class TrainTable(JobTable):
     epsilon: Annotated[AboveZero, MOMENTS, REPORTED] = 1e-8
     """AdamW epsilon: added to the denominator."""
     dropout: Annotated[bool, LANGUAGE, REPORTED] = True
-    """Apply the model's own dropout layers, with the probabilities of its ``config.json``."""
+    """Apply the model's own dropout layers, with the probabilities in its ``config.json``."""
     clip_norm: Annotated[AboveZero | None, REPORTED] = 1.0
     """Gradient clipping: maximum global norm; empty: no clipping."""
     evaluate_every: Annotated[NotNegative | Fraction, Unit("steps or share")] = 0
-    """Steps between evaluations on the evaluation set; 0: at the end only. Below 1: a share of the run."""
+    """Steps between evaluations on the evaluation set, or a fraction of the run if below 1. 0: evaluate only at the end."""
     evaluate_sequences: Annotated[Positive, Unit("sequences")] = 64
     """Maximum number of sequences per evaluation."""

@@ -1,1 +1,1 @@
-"""A rank's part of a model: transformers' code with other ranks' layers replaced by pass-through modules. No mpi4py imports."""
+"""One rank's part of a model: transformers' code, with other ranks' layers replaced by pass-through modules. No mpi4py imports."""

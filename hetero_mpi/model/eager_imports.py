@@ -1,7 +1,7 @@
-"""Faster import of torch and transformers for ranks, which compute eagerly and communicate by MPI.
+"""Faster import of torch and transformers for ranks, which compute eagerly and communicate through MPI.
 
-transformers imports torch's compiler (``torch._dynamo``: 820 modules with sympy) for one class and three decorators, and
-``torch.distributed.tensor`` if torch has it. No rank uses either, and both take a quarter of a rank's start.
+transformers imports torch's compiler (``torch._dynamo``: 820 modules, including sympy) for one class and three decorators, and
+``torch.distributed.tensor`` if torch provides it. Ranks need neither, and the two take a quarter of a rank's start-up time.
 """
 
 import functools
@@ -18,20 +18,20 @@ from typing import Any
 
 _COMPILER = "torch._dynamo"
 _PARTS = ("config", "_trace_wrapped_higher_order_op")
-"""Independent modules of the compiler's package: activation checkpointing reads its settings, transformers' masks use a class."""
+"""Compiler modules that are loaded anyway: activation checkpointing reads settings, and transformers' masks use a class."""
 _MARKS = {"allow_in_graph", "assume_constant_result", "disable", "graph_break"}
-"""Compiler directives, as decorators or (in AdamW's step) calls; without effect in eager code."""
+"""Compiler directives, used as decorators or (in AdamW's step) as calls; they have no effect on eager code."""
 
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
-"""Silences an irrelevant hint at a package with faster 4-bit products when peft imports bitsandbytes."""
+"""Silences an irrelevant hint, shown when peft imports bitsandbytes, about a package with faster 4-bit matrix products."""
 
 
 @contextmanager
 def eager_imports() -> Iterator[None]:
-    """Context in which imports take a third less time.
+    """Return a context in which imports take a third less time.
 
     Afterwards the process has a lazy stand-in for the compiler, which imports the real one on first use (a user's model may call
-    ``torch.compile``), and a transformers without ``torch.distributed``.
+    ``torch.compile``), and a transformers that does not use ``torch.distributed``.
     """
     gc.disable()  # 2,000 modules are not garbage, yet collections would take 10 % of the time
     try:
@@ -55,7 +55,7 @@ def eager_imports() -> Iterator[None]:
 
 
 class _NotYet(ModuleType):
-    """Stand-in for a module until an attribute other than its directives is used."""
+    """Stands in for a module until an attribute that is not a compiler directive is used."""
 
     def __init__(self, spec: ModuleSpec) -> None:
         super().__init__(spec.name)
@@ -73,9 +73,9 @@ class _NotYet(ModuleType):
 
 
 def _compile_late(compile_now: Callable[..., Any]) -> Callable[..., Any]:
-    """Defer torch's ``compile`` of a function, and with it the compiler's import, to the function's first call.
+    """Defer torch's compilation of a function, and with it the compiler's import, to the function's first call.
 
-    bitsandbytes compiles kernels on import, and devices use few of them.
+    bitsandbytes compiles kernels on import, but each device uses only a few of them.
     """
 
     @functools.wraps(compile_now)
@@ -95,7 +95,7 @@ def _unmarked(function: Any = None, *_: Any, **__: Any) -> Any:
 
 
 def _stand_in(torch: ModuleType) -> None:
-    """Install the stand-in for the compiler, unless this version of torch has a different compiler."""
+    """Install the stand-in for the compiler, unless this torch version's compiler package is laid out differently."""
     compiler = PathFinder.find_spec(_COMPILER, torch.__path__)
     if compiler is None:
         return

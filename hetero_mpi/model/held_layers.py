@@ -1,7 +1,7 @@
-"""The layers of all stages of a rank, as seen by the optimizer, the exchanges and saved state.
+"""The layers of all of a rank's stages, as seen by the optimizer, the exchanges and the saved state.
 
-When a rank's stages are rebuilt for other layers, frozen weights stay on the device, packed. Only weights are carried over, not
-modules with their hooks, which belong to the old stage; NF4 modules are kept, because their weights and quantization state are one.
+When a rank's stages are rebuilt for other layers, frozen weights stay on the device, packed. Only weights are reused, not modules,
+whose hooks belong to the old stage. NF4 modules are kept, because their weights and quantization state belong together.
 """
 
 import contextlib
@@ -18,13 +18,13 @@ from hetero_mpi.model.offloaded_gradients import OffloadedGradients
 from hetero_mpi.model.tuning import Tuning
 
 Kept = Mapping[int, Mapping[str, nn.Module]]
-"""Layer -> module name as in a fresh model -> module with the weights."""
+"""Maps each layer to its modules with weights, keyed by their names in a fresh model."""
 _ADAPTER = ".lora_"
-"""Part of the names of modules that peft adds."""
+"""Substring of the names of modules that peft adds."""
 
 
 def frozen_layers(chain: LayerChain, model: nn.Module, layers: Iterable[int]) -> Kept:
-    """Frozen weights of ``layers`` in a stage's model that trains only adapters.
+    """Return the frozen weights of ``layers`` in a stage's model that trains only adapters.
 
     The first and last layer of a tied model are left out: a stage creates the head's copy itself.
     """
@@ -41,7 +41,7 @@ def frozen_layers(chain: LayerChain, model: nn.Module, layers: Iterable[int]) ->
 
 
 def take_over(model: nn.Module, kept_modules: Mapping[str, nn.Module]) -> None:
-    """Move kept weights to the modules of a layer of a fresh model (on the meta device)."""
+    """Move kept weights into the modules of a layer of a fresh model on the meta device."""
     for name, old in kept_modules.items():
         if type(old).__module__.partition(".")[0] == "bitsandbytes":
             model.set_submodule(name, old)
@@ -52,33 +52,33 @@ def take_over(model: nn.Module, kept_modules: Mapping[str, nn.Module]) -> None:
 
 
 class SharedPart(NamedTuple):
-    """The part of a layer that a set of ranks holds: all of it, or some segments if tensor-parallel groups shard it."""
+    """The part of a layer that a set of ranks shares: the whole layer, or some segments if tensor-parallel groups shard it."""
 
     layer: int
     ranks: tuple[int, ...]
-    """In increasing order."""
+    """The ranks that share the part, in increasing order."""
 
 
 class Segment(NamedTuple):
-    """The elements of a trained parameter in a shared part: all that a rank has of it, or a range of one dimension."""
+    """The elements of a trained parameter that belong to a shared part: all elements on a rank, or a range of one dimension."""
 
     name: str
     dim: int = 0
     matrices: int = 1
-    """Number of matrices stacked in that dimension; the range applies to each."""
+    """Number of matrices stacked in dimension ``dim``; the range applies to each of them."""
     first: int = 0
     length: int | None = None
-    """Length of the range; None for all of the parameter."""
+    """Length of the range; None for the whole parameter."""
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """View of the segment in a rank's parameter or gradient."""
+        """Return a view of the segment in a rank's parameter or gradient."""
         if self.length is None:
             return tensor
         return tensor.unflatten(self.dim, (self.matrices, -1)).narrow(self.dim + 1, self.first, self.length)
 
 
 Shared = Mapping[SharedPart, Sequence[Sequence[Segment]]]
-"""Shared part -> segments that each of its ranks owns."""
+"""Maps each shared part to the segments that each of its ranks owns."""
 
 
 class HeldLayers(ABC):
@@ -86,14 +86,14 @@ class HeldLayers(ABC):
 
     Attributes:
         layers: indices in the chain.
-        parameters: name -> parameter that this rank trains, in the model's order (compute dtype, on the device).
-        masters: name -> fp32 master of each parameter that this rank owns, if the compute dtype is narrower or ``state_device`` is
-            another device; else empty.
-        tied_head: the head's copy of a tied embedding matrix, or None. It is not optimised: its gradient is added to the
-            embedding's, and the new values are copied back.
-        offloaded: gradients in host memory of an offloaded stage; else None.
-        shared: shared part -> segments of trained parameters that each of its ranks owns.
-        foreign: trained parameters that other ranks own.
+        parameters: maps names to the parameters that this rank trains, in the model's order (compute dtype, on the device).
+        masters: maps names to the fp32 masters of the parameters that this rank owns, if the compute dtype is narrower or
+            ``state_device`` is another device; otherwise empty.
+        tied_head: the head's copy of a tied embedding matrix, or None. The optimizer does not update it: its gradient is added to
+            the embedding's, and new values are copied back.
+        offloaded: an offloaded stage's gradients in host memory; None for other stages.
+        shared: maps each shared part to the segments of trained parameters that each of its ranks owns.
+        foreign: names of trained parameters that other ranks own.
     """
 
     chain: LayerChain
@@ -110,22 +110,22 @@ class HeldLayers(ABC):
 
     @abstractmethod
     def model_parameter(self, name: str) -> nn.Parameter:
-        """Parameter by its name in the model, trained or frozen; not of adapters."""
+        """Return a parameter by its name in the model, trained or frozen; adapters are not included."""
 
     @abstractmethod
     def before_each_layer(self, call: Callable[[int], None]) -> None:
-        """Register a function that is called with each layer before its trained parameters are read."""
+        """Register a function that is called with each layer's index before the layer's trained parameters are read."""
 
     @abstractmethod
     def take_gradients(self, parameter: nn.Parameter, add: Callable[[torch.Tensor], None]) -> None:
-        """Pass every later gradient of ``parameter`` to ``add`` instead of accumulating it in ``grad``."""
+        """Pass each future gradient of ``parameter`` to ``add`` instead of accumulating it in ``grad``."""
 
     @abstractmethod
     def frozen_layers(self, layers: Iterable[int]) -> Kept:
-        """Frozen weights of those of ``layers`` that this rank holds; empty in full fine-tuning."""
+        """Return the frozen weights of the given layers that this rank holds; empty in full fine-tuning."""
 
     def storage_of(self, parameter: nn.Parameter) -> torch.Tensor:
-        """Memory in which a parameter is stored and must be modified."""
+        """Return the memory in which a parameter is stored and must be modified."""
         return parameter.data
 
     def overwrite(self, values: Mapping[str, torch.Tensor]) -> None:
@@ -136,12 +136,12 @@ class HeldLayers(ABC):
             torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))
 
     def updating(self) -> contextlib.AbstractContextManager[None]:
-        """Context of an optimizer step; gradients are dropped when it ends."""
+        """Return the context for an optimizer step; gradients are dropped when the context ends."""
         return contextlib.nullcontext()
 
 
 class HeldStages(HeldLayers):
-    """Several stages of one pipeline on one rank, in chain order, none of them offloaded."""
+    """Several stages of one pipeline on one rank, in chain order. None of them is offloaded."""
 
     def __init__(self, stages: Sequence[HeldLayers]) -> None:
         assert all(stage.offloaded is None for stage in stages), "an offloaded stage must be a rank's only stage"

@@ -1,8 +1,8 @@
-"""Weights of an offloaded stage: stored in host memory layer by layer, with a few layers at a time on the device.
+"""Weights of an offloaded stage: stored in host memory by layer, with a few layers at a time on the device.
 
-A layer's tensors are one block of bytes, so that one copy moves them to the device. Blocks beyond host memory are memory-mapped
-temporary files, which a GPU rank reads ahead. A CPU rank copies nothing: all its blocks are mapped files that the operating system
-caches as memory allows. (In full fine-tuning a CPU rank has no blocks.)
+A layer's tensors form one block of bytes, so that a single copy moves them to the device. Blocks that do not fit in host memory are
+memory-mapped temporary files, which a GPU rank reads ahead. A CPU rank copies nothing: all its blocks are mapped files, which the
+operating system caches as memory allows. (In full fine-tuning a CPU rank has no blocks.)
 """
 
 import contextlib
@@ -26,12 +26,12 @@ from hetero_mpi.util.disk import SPARE_BYTES, free_bytes
 from hetero_mpi.util.errors import UserError
 
 _ALIGNMENT_BYTES = 256
-"""Alignment that suits all kernels."""
+"""Alignment of tensors in a block, in bytes; suitable for all kernels."""
 
 
 @dataclass(frozen=True)
 class _TensorSlot:
-    """A tensor's owner (object and attribute) and its range in the layer's block."""
+    """A tensor's holder (object and attribute) and its byte range in the layer's block."""
 
     holder: Any
     attribute: str
@@ -44,22 +44,22 @@ class _TensorSlot:
         return self.offset + self.dtype.itemsize * int(torch.Size(self.shape).numel())
 
     def attach(self, block: torch.Tensor) -> None:
-        """Make the holder's attribute refer to the tensor in ``block``."""
+        """Point the holder's attribute at the tensor in ``block``."""
         setattr(self.holder, self.attribute, block[self.offset : self.end_offset].view(self.dtype).view(self.shape))
 
 
 def large_files_folder() -> Path:
-    """Directory for large temporary files: ``TMPDIR``, or /var/tmp, since /tmp is often in memory."""
+    """Return the directory for large temporary files: ``TMPDIR``, or /var/tmp, since /tmp is often in memory."""
     large = Path("/var/tmp")
     return large if "TMPDIR" not in os.environ and large.is_dir() else Path(tempfile.gettempdir())
 
 
 _TensorInLayer = tuple[int, torch.dtype, int, torch.Size, tuple[int, ...]]
-"""A tensor in a layer's block: layer, dtype, offset in elements, shape, strides."""
+"""A tensor in a layer's block: (layer, dtype, offset in elements, shape, strides)."""
 
 
 class HostLayer:
-    """The tensors of one layer in a block of host memory, which its modules use while the layer is not on the device."""
+    """A layer's tensors in one block of host memory, which its modules use while the layer is not on the device."""
 
     def __init__(
         self, modules: Iterable[nn.Module], backend: Backend, folder: Path | None, frozen: bool = False, rest: int = 0
@@ -67,12 +67,12 @@ class HostLayer:
         """Move the modules' tensors to host memory.
 
         Args:
-            folder: directory of the mapped file; None for ordinary memory.
-            frozen: move only frozen tensors.
-            rest: number of equal files still to be written, for the check of free disk space.
+            folder: directory for a memory-mapped file; None for ordinary memory.
+            frozen: whether to move only frozen tensors.
+            rest: number of files of the same size still to be written, for the check of free disk space.
 
         Raises:
-            UserError: The folder cannot be written, or its disk is too full.
+            UserError: The folder is not writable, or its disk is too full.
         """
         self.places: list[_TensorSlot] = []
         self.bytes = 0
@@ -91,7 +91,7 @@ class HostLayer:
             slot.attach(block)
 
     def read(self, target: torch.Tensor) -> None:
-        """Fill the beginning of ``target`` from the file. From any thread. Raises OSError."""
+        """Read the file into the beginning of ``target``. Can be called from any thread. Raises OSError."""
         view, position = memoryview(target.numpy())[: self.bytes], 0
         while position < self.bytes:
             count = os.preadv(self._descriptor, [view[position:]], position)
@@ -106,7 +106,7 @@ class HostLayer:
         return block
 
     def _mapped(self, folder: Path, rest: int) -> torch.Tensor:
-        """Write the block to an unnamed file, which no other process can change and which vanishes with this process."""
+        """Write the block to an unnamed file, which no other process can change and which is deleted when this process ends."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
             required_bytes = (1 + rest) * self.bytes
@@ -136,23 +136,23 @@ class HostLayer:
 
 
 _CopyStart = Callable[[], Copied | None]
-"""Waits until a copy has started, and returns it."""
+"""Waits until a copy has started and returns the copy."""
 
 
 class ReadAhead:
-    """Read-ahead of layers in files: threads read them into host buffers, in the order of their use."""
+    """Reads layers ahead from files: threads read the layers into host buffers, in order of use."""
 
     def __init__(self, layers: Mapping[int, HostLayer], backend: Backend) -> None:
         self.layers, longest = layers, max(layer.bytes for layer in layers.values())
         self._free: list[tuple[torch.Tensor, _CopyStart]] = [
             (backend.host_buffer((longest,), torch.uint8), Copied) for _ in range(OFFLOADED_LAYER_COUNT)
         ]
-        """(buffer, last copy from it)."""
+        """(buffer, function that waits for the last copy from the buffer)."""
         self._read: dict[int, tuple[torch.Tensor, Background[None]]] = {}
         self._last: Background[None] | None = None
 
     def start_read(self, layer: int) -> None:
-        """Start reading a layer if a buffer is free."""
+        """Start reading a layer if it is in a file and a buffer is free."""
         if layer not in self.layers or layer in self._read or not self._free:
             return
         (buffer, previous_copy), source = self._free.pop(0), self.layers[layer]
@@ -169,7 +169,7 @@ class ReadAhead:
         self._read[layer] = buffer, self._last
 
     def copy(self, layer: int, target: torch.Tensor, copying: Copying) -> _CopyStart:
-        """Copy a layer to the device once it has been read. The returned function may raise OSError."""
+        """Copy a layer to the device as soon as it has been read. The returned function may raise OSError."""
         if layer not in self._read and not self._free:  # a different layer was expected
             self._free.append((self._read.popitem()[1][0], Copied))
         self.start_read(layer)
@@ -185,7 +185,7 @@ class ReadAhead:
 
 
 class HostWeights:
-    """The layers of an offloaded stage. ``layers``: layer -> its block; ``on_disk``: layers that exceed host memory."""
+    """The layers of an offloaded stage. ``layers`` maps them to blocks; ``on_disk`` lists those that exceed host memory."""
 
     def __init__(self, layers: Mapping[int, HostLayer], backend: Backend, on_disk: Collection[int] = ()) -> None:
         self.layers = layers
@@ -194,7 +194,7 @@ class HostWeights:
         self._in_slot: list[int | None] = [None] * OFFLOADED_LAYER_COUNT
         self._started_copies: dict[int, _CopyStart] = {}
         self._copied = [Copied()] * OFFLOADED_LAYER_COUNT
-        """The last copy of every slot."""
+        """The last copy into each slot."""
         self._computing: int | None = None
         if self._copying is not None:
             largest = max(layer.bytes for layer in layers.values())
@@ -221,7 +221,7 @@ class HostWeights:
         self._computing = layer
 
     def prefetch(self, layer: int, keeping: int) -> None:
-        """Start copying the layer that runs after ``keeping``, which is running."""
+        """Start copying the layer that runs after the current layer, ``keeping``."""
         if layer in self.layers and self._copying is not None and layer not in self._in_slot:
             self._start_copy(layer, keeping)
         if self._reading is not None:
@@ -236,7 +236,7 @@ class HostWeights:
 
     @contextlib.contextmanager
     def referred_to(self) -> Iterator[None]:
-        """Context in which autograd saves weights by layer and offset, because their slot holds other layers until backward."""
+        """Return a context in which autograd saves weights by layer and offset, because slots are reused before backward."""
         if self._copying is None:
             yield
             return
@@ -258,7 +258,7 @@ class HostWeights:
         return torch.empty(0, dtype=dtype, device=slot.device).set_(slot.untyped_storage(), *layout)  # type: ignore[arg-type]
 
     def release(self) -> None:
-        """Detach all layers from the device, so that their blocks may be written."""
+        """Detach all layers from the device, so that their blocks can be written."""
         for layer, copied in zip(self._in_slot, self._copied, strict=True):
             if layer is not None:
                 self.layers[layer].attach(self.layers[layer].block)
@@ -284,7 +284,7 @@ class HostWeights:
 
 
 def _tensors(modules: Iterable[nn.Module], frozen: bool) -> list[tuple[Any, str]]:
-    """(holder, attribute) of every parameter, or of frozen parameters only; with the scales of NF4 weights."""
+    """Return (holder, attribute) for every parameter, or only frozen ones, including the scales of NF4 weights."""
     tensors: list[tuple[Any, str]] = []
     parameters = dict.fromkeys(p for root in modules for p in root.parameters() if not is_empty(p))
     for parameter in (candidate for candidate in parameters if not (frozen and candidate.requires_grad)):

@@ -1,8 +1,8 @@
-"""Optimizers of other libraries: AdamW, 8-bit AdamW, Adafactor and Muon.
+"""Optimizers from other libraries: AdamW, 8-bit AdamW, Adafactor and Muon.
 
-torch's AdamW; bitsandbytes' 8-bit AdamW (Dettmers et al. 2022, arXiv:2110.02861); transformers' Adafactor with factored moments
-(Shazeer and Stern 2018, arXiv:1804.04235); torch's Muon for matrices of blocks (Liu et al. 2025, arXiv:2502.16982), with AdamW
-for other parameters.
+AdamW comes from torch; 8-bit AdamW (Dettmers et al. 2022, arXiv:2110.02861) from bitsandbytes; Adafactor with factored moments
+(Shazeer and Stern 2018, arXiv:1804.04235) from transformers; and Muon for the matrices of blocks, with AdamW for all other
+parameters (Liu et al. 2025, arXiv:2502.16982), from torch.
 """
 
 import threading
@@ -25,20 +25,20 @@ _TORCH = {
     kinds.ONE: {"moments1": "momentum_buffer"},
 }
 _ADAFACTOR_VECTOR = {"moments2": "exp_avg_sq"}
-"""Adafactor's state of vectors."""
+"""Adafactor's state for vectors, which it does not factor."""
 _BITSANDBYTES = {"moments1": "state1", "moments2": "state2", "absmax1": "absmax1", "absmax2": "absmax2"}
-"""Kind of tensor in a checkpoint -> its name in the optimizer's state."""
+"""Maps each kind of tensor in a checkpoint to its name in the optimizer's state."""
 _PIECE_ELEMENTS = 1 << 18
-"""Elements per bitsandbytes step on the CPU, a multiple of its block size."""
+"""Number of elements per bitsandbytes step on the CPU; a multiple of its block size."""
 _PACKING_LOCK = threading.Lock()
-"""bitsandbytes 0.50 quantizes wrongly on CPUs if two threads of a process use different quantization maps at a time."""
+"""Held while bitsandbytes runs: version 0.50 quantizes wrongly on CPUs if two threads use different quantization maps at once."""
 
 
 class LibraryOptimizers:
-    """Steps fp32 parameters independently, so that results do not depend on the other parameters of a rank.
+    """Updates fp32 parameters independently of each other, so that results do not depend on a rank's other parameters.
 
     Args:
-        fused: use torch's fused AdamW kernel.
+        fused: whether to use torch's fused AdamW kernel.
         targets: (parameter, whether weight decay applies, kind of moments (``planning.types.moments``), learning rate relative to
             the job's).
     """
@@ -51,9 +51,9 @@ class LibraryOptimizers:
             target.data = target.data.contiguous()  # as bitsandbytes does; moments and gradients take this layout
         self._moments = {target: moments for target, _, moments, _ in listed}
         self._parts: list[Any] = []
-        """One optimizer per kind of moments."""
+        """One optimizer for each kind of moments."""
         self._places: dict[Parameter, tuple[Any, int, int]] = {}
-        """Parameter -> (its optimizer, group, index in the group)."""
+        """Maps each parameter to (its optimizer, group, index in the group)."""
         for moments, make in _optimizer_makers(train, fused).items():
             groups: list[dict[str, Any]] = []
             for decay, share in sorted({(decays, share) for _, decays, _, share in listed}, reverse=True):
@@ -68,11 +68,11 @@ class LibraryOptimizers:
 
     @property
     def groups(self) -> list[dict[str, Any]]:
-        """Parameter groups as in torch's optimizers: ``params``, ``weight_decay``, ``lr`` and more."""
+        """Parameter groups as in torch's optimizers, with keys such as ``params``, ``weight_decay`` and ``lr``."""
         return [group for part in self._parts for group in part.param_groups]
 
     def step(self, rate: float) -> None:
-        """Run one step; each group's learning rate is its share of ``rate``."""
+        """Run one step with learning rate ``rate``, scaled by each group's share."""
         for group in self.groups:
             group["lr"] = rate * group["share"]
         if not self._in_pieces:
@@ -86,19 +86,19 @@ class LibraryOptimizers:
                 _step_in_pieces(target, self._state_of(target), part.param_groups[number])
 
     def state(self, target: Parameter) -> dict[str, torch.Tensor]:
-        """Kind -> state tensor of a parameter (``moments.moment_tensors``), not copied."""
+        """Map each kind to the parameter's state tensor (``moments.moment_tensors``), without copying."""
         state = self._state_of(target)
         return {kind: state[name] for kind, name in self._names(target).items() if name in state}
 
     def restore(self, target: Parameter, state: Mapping[str, torch.Tensor], steps: int) -> None:
-        """Restore the result of ``state`` after ``steps`` steps."""
+        """Restore a state returned by ``state`` after ``steps`` steps."""
         target_state, names = self._state_of(target), self._names(target)
         for kind, value in state.items():
             target_state[names[kind]].copy_(value)
         target_state["step"] = self._counter(target, steps)
 
     def _state_of(self, target: Parameter) -> dict[str, Any]:
-        """Optimizer state of a parameter; zeros before its first step."""
+        """Return a parameter's optimizer state, initialised with zeros before its first step."""
         part, number, index = self._places[target]
         state: dict[str, Any] = part.state[target]
         if not state and self._packs:
@@ -112,7 +112,7 @@ class LibraryOptimizers:
         return state
 
     def _names(self, target: Parameter) -> Mapping[str, str]:
-        """Kind -> name in the optimizer's state."""
+        """Map each kind to its name in the optimizer's state."""
         moments = self._moments[target]
         names = _ADAFACTOR_VECTOR if moments == kinds.FACTORED and target.dim() < 2 else _TORCH.get(moments, {})
         return _BITSANDBYTES if self._packs else names
@@ -126,9 +126,9 @@ class LibraryOptimizers:
 
 @torch.no_grad()
 def _step_in_pieces(target: Parameter, state: dict[str, Any], group: Mapping[str, Any]) -> None:
-    """Run bitsandbytes' ``update_step`` piece by piece, as its CPU code takes up to 20 bytes of workspace per element.
+    """Run bitsandbytes' ``update_step`` piece by piece, because its CPU code takes up to 20 bytes of workspace per element.
 
-    Pieces are also faster within caches. Results equal those of one call for the whole tensor.
+    Pieces are also faster because they fit in caches. Results equal those of a single call for the whole tensor.
     """
     from bitsandbytes.functional import optimizer_update_8bit_blockwise, optimizer_update_32bit
 
@@ -150,7 +150,7 @@ def _step_in_pieces(target: Parameter, state: dict[str, Any], group: Mapping[str
 
 
 def _optimizer_makers(train: TrainTable, fused: bool) -> dict[str, Any]:
-    """Kind of moments -> constructor of the optimizer."""
+    """Map each kind of moments to the constructor of its optimizer."""
     settings: dict[str, Any] = {"betas": (train.beta1, train.beta2), "eps": train.epsilon}
     if train.optimizer == EIGHT_BIT:
         from bitsandbytes import optim

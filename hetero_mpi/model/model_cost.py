@@ -1,4 +1,4 @@
-"""Cost of a model's layers for the planner, from shapes and measured activation bytes, with the part sharded by groups."""
+"""Cost of a model's layers for the planner, from shapes and measured activation bytes, including what groups can shard."""
 
 import math
 from collections.abc import Mapping
@@ -24,15 +24,15 @@ from hetero_mpi.planning.types.moments import FACTORED, ONE, TWO, saved_bytes
 from hetero_mpi.planning.types.sizes import DTYPE_BYTES, GRADIENT_BYTES
 
 ADAM_BYTES = 8
-"""Two fp32 moments."""
+"""Bytes per parameter of two fp32 moments."""
 _STEPPING_BYTES = 12
-"""Workspace per matrix element of an Adafactor or Muon step."""
+"""Bytes of workspace per matrix element in an Adafactor or Muon step."""
 
 
 def model_cost(
     chain: LayerChain, tuning: Tuning, dtype: str, sequence_length: int, activation_bytes: Mapping[str, float]
 ) -> ModelCost:
-    """Cost of every layer. ``activation_bytes``: kind of layer -> bytes kept from forward to backward, per token."""
+    """Return the cost of every layer. ``activation_bytes`` maps kinds of layers to bytes per token kept until backward."""
     tied = chain.parameters[chain.tied[1]].count if chain.tied is not None else 0
     both_ends = tuning.tied(chain)
     layers = tuple(
@@ -99,7 +99,7 @@ def _layer_cost(
 
 
 def _dora_elements(chain: LayerChain, tuning: Tuning, layer: int) -> int:
-    """Elements of DoRA's temporary matrices: the weight, B A, and their sum."""
+    """Return the number of elements in DoRA's temporary matrices: the weight, B A, and their sum."""
     if tuning.adapter is None or not tuning.adapter.dora:
         return 0
     names = tuning.modules_in(layer, layer + 1)
@@ -108,7 +108,7 @@ def _dora_elements(chain: LayerChain, tuning: Tuning, layer: int) -> int:
 
 
 def _nf4_elements(chain: TransformersChain, tuning: Tuning, layer: int) -> tuple[int, int, int]:
-    """Elements of a block: (in NF4, in the largest matrix, unpacked at a time: one matrix, or fused experts with adapter sums)."""
+    """Count a block's elements: (in NF4, in its largest matrix, unpacked at a time: one matrix, or all fused experts)."""
     matrices, experts, sums = [], 0, 0
     for root in chain.module_names(layer):
         block = chain.model.get_submodule(root)
@@ -121,7 +121,7 @@ def _nf4_elements(chain: TransformersChain, tuning: Tuning, layer: int) -> tuple
 
 
 def shareable_heads(chain: LayerChain, tuning: Tuning) -> int | None:
-    """Key/value heads that a tensor-parallel group may share; None if the model does not support every such group."""
+    """Return how many key/value heads a tensor-parallel group can share; None if any such group is unsupported."""
     if not isinstance(chain, TransformersChain):
         return None
     heads = key_value_heads(chain)
@@ -129,13 +129,13 @@ def shareable_heads(chain: LayerChain, tuning: Tuning) -> int | None:
 
 
 def _finest_experts(chain: TransformersChain, heads: int) -> tuple[int, ...] | None:
-    """Number of experts of each rank in a group of ``heads`` ranks; None without experts."""
+    """Return the number of experts of each rank in a group of ``heads`` ranks; None if the model has no experts."""
     experts = experts_to_share(chain)
     return tuple((experts + member) // heads for member in range(heads)) if experts is not None else None
 
 
 def with_divisions(cost: ModelCost, chain: LayerChain, tuning: Tuning) -> ModelCost:
-    """The cost with the number of shareable heads and the sharded part of each layer."""
+    """Add to the cost the number of shareable heads and the sharded part of each layer."""
     heads = shareable_heads(chain, tuning)
     if heads is None:
         return cost
@@ -150,7 +150,7 @@ def with_divisions(cost: ModelCost, chain: LayerChain, tuning: Tuning) -> ModelC
 def _sharded(
     cost: LayerCost, index: int, dtype: str, chain: TransformersChain, tuning: Tuning, names: set[str]
 ) -> LayerCost:
-    """The cost of a layer with its sharded part. ``names``: sharded tensors."""
+    """Add to a layer's cost its sharded part. ``names`` holds the names of sharded tensors."""
     counts_of_layer = {
         spec.name: spec.count for spec in (*chain.specs(index, index + 1), *chain.constant_specs(index, index + 1))
     }
@@ -178,13 +178,13 @@ def _sharded(
 
 
 def _sharded_modules(chain: TransformersChain, index: int) -> int:
-    """Number of sharded modules of a block."""
+    """Return the number of sharded modules in a block."""
     (name,) = chain.module_names(index)
     return sum(hasattr(chain.model.get_submodule(name), container) for container in containers(chain))
 
 
 def _scale_bytes(chain: TransformersChain, index: int, names: set[str]) -> int:
-    """Additional bytes of a layer's sharded NF4 weights, which lack double quantization."""
+    """Return the additional bytes that a layer's sharded NF4 weights take because they lack double quantization."""
     if not 0 < index < chain.layer_count - 1:
         return 0
     (block,) = chain.module_names(index)
@@ -194,9 +194,9 @@ def _scale_bytes(chain: TransformersChain, index: int, names: set[str]) -> int:
 
 
 def _sharded_activations(chain: TransformersChain, index: int) -> int:
-    """Lower bound of a layer's sharded activations, in elements per token.
+    """Return a lower bound of a layer's sharded activations, in elements per token.
 
-    Block: outputs of column-parallel matrices and inputs of row-parallel matrices; head: logits.
+    For a block these are the outputs of column-parallel matrices and the inputs of row-parallel matrices; for the head, the logits.
     """
     if index == 0:
         return 0

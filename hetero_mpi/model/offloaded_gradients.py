@@ -1,7 +1,7 @@
-"""Gradients of an offloaded stage: fp32 sums in host memory, on the device only during a layer's backward.
+"""Gradients of an offloaded stage: fp32 sums in host memory that are on the device only during a layer's backward.
 
-The sums are copied to the device before a layer's backward (from a step's second micro-batch on) and back after it, both
-overlapping with computation. So the order of additions equals that of a resident stage, and the CPU adds nothing.
+The sums are copied to the device before a layer's backward (from a step's second micro-batch on) and back afterwards; both copies
+overlap with computation. Gradients are therefore added in the same order as in a resident stage, and never on the CPU.
 """
 
 from collections.abc import Iterable, Mapping
@@ -14,11 +14,11 @@ from hetero_mpi.device.backend import Backend, Copied
 from hetero_mpi.planning.types.sizes import OFFLOADED_LAYER_COUNT
 
 _ALIGNED_FLOAT_COUNT = 16
-"""Gradients in a flat buffer start at a cache line."""
+"""Alignment of gradients in a flat buffer, in floats: one cache line."""
 
 
 def flat_layout(sizes: Iterable[int]) -> tuple[list[int], int]:
-    """(offsets of gradients of the given ``sizes`` in a flat buffer, its length), both in floats and equal on all ranks."""
+    """Return (offsets of gradients with the given ``sizes`` in a flat buffer, its length), in floats; equal on all ranks."""
     starts, length = [], 0
     for size in sizes:
         starts.append(length)
@@ -27,23 +27,23 @@ def flat_layout(sizes: Iterable[int]) -> tuple[list[int], int]:
 
 
 class OffloadedGradients:
-    """The gradients of a stage in host memory.
+    """A stage's gradients in host memory.
 
     Attributes:
-        flat: layer -> flat buffer of the gradients of its trained parameters.
-        views: name -> view of a parameter's gradient.
-        tied: gradient of the head's copy of a tied matrix; None without one.
+        flat: maps each layer to the flat buffer that holds the gradients of its trained parameters.
+        views: maps each parameter name to a view of the parameter's gradient.
+        tied: gradient of the head's copy of a tied matrix; None if the stage has no such copy.
     """
 
     def __init__(
         self, backend: Backend, layers: Mapping[int, Mapping[str, nn.Parameter]], tied_head: nn.Parameter | None
     ) -> None:
-        """``layers``: layer -> name -> trained parameter."""
+        """Allocate the buffers. ``layers`` maps each layer to its trained parameters by name."""
         self.flat: dict[int, torch.Tensor] = {}
         self.views: dict[str, torch.Tensor] = {}
         self.tied: torch.Tensor | None = None
         self._parts: dict[int, list[torch.Tensor]] = {}
-        """Layer -> buffers that are copied to its slot on the device, one after the other."""
+        """Maps each layer to the buffers that are copied, one after the other, to its slot on the device."""
         for layer, parameters in layers.items():
             starts, length = flat_layout(parameter.numel() for parameter in parameters.values())
             self.flat[layer] = backend.host_buffer((length,), torch.float32).zero_()
@@ -63,17 +63,17 @@ class OffloadedGradients:
         ]
         self._in_slot: list[int | None] = [None] * OFFLOADED_LAYER_COUNT
         self._copied = [Copied()] * OFFLOADED_LAYER_COUNT
-        """Last copy from or to each slot."""
+        """The last copy into or out of each slot."""
         self._computing = 0
         self._layers_without_gradients = set(self._parts)
-        """Layers without gradients yet in this step."""
+        """Layers that have no gradients yet in this step."""
 
     def zero(self) -> None:
-        """Treat all gradients as zero at the end of a step."""
+        """Treat all gradients as zero; called at the end of a step."""
         self._layers_without_gradients = set(self._parts)
 
     def start_layer(self, layer: int) -> None:
-        """Provide the sums of a layer for its backward and prefetch those of the previous layer, which is next."""
+        """Make a layer's sums available for its backward, and prefetch those of the previous layer, whose backward is next."""
         if layer not in self._in_slot:
             self._fetch(layer)
         self._computing = self._in_slot.index(layer)
@@ -84,14 +84,14 @@ class OffloadedGradients:
             self._fetch(layer - 1)
 
     def finish_layer(self, layer: int) -> None:
-        """Start copying a layer's sums to the host after its backward, which has been submitted to the device."""
+        """Start copying a layer's sums to the host, once its backward has been submitted to the device."""
         self._copying.after_compute()
         self._copy(layer, self._computing, leaves=True)
         self._layers_without_gradients.discard(layer)
         self._in_slot[self._computing] = None
 
     def wait(self, newest: bool = True) -> None:
-        """Wait until all gradients are in host memory; ``newest=False`` excludes the last finished layer."""
+        """Wait until all gradients are in host memory; with ``newest=False``, do not wait for the last finished layer."""
         for slot, copied in enumerate(self._copied):
             if newest or slot != self._computing:
                 copied.wait()

@@ -1,7 +1,7 @@
-"""Optimizer of the parameters that a rank owns, with fp32 gradients and one collective decision per step.
+"""Optimizer for the parameters that a rank owns, with fp32 gradients and one collective decision per step.
 
-The order of additions in the global norm, the learning rate and weight decay depend only on parameter names and the global step,
-so the result does not depend on the partition.
+The order of additions in the global norm, the learning rate and weight decay depend only on parameter names and the global step.
+Results therefore do not depend on the partition.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from hetero_mpi.planning.types.moments import TWO
 
 
 class FlatGradients:
-    """Flat, preallocated fp32 gradient buffer of a shared part, padded between gradients.
+    """The flat, preallocated fp32 gradient buffer of a shared part, with padding between gradients.
 
     The buffer has one part per owner, for the segments that it owns (``HeldLayers.shared``), with the same layout on all ranks.
-    Between steps a part carries the new values of its segments, in their dtype. The gradient of a parameter that is split over
-    several shared parts is stored elsewhere and copied.
+    Between steps each part carries the new values of its segments, in their dtype. If a parameter is split over several shared
+    parts, its gradient is stored elsewhere and copied to and from the buffer.
 
     Attributes:
         gradients: (n,), on the stage's state device.
-        views: name -> gradient view of a parameter that lies wholly in this buffer.
-        parts: slice of ``gradients`` of each owner.
+        views: maps the name of each parameter that lies entirely in this buffer to a view of its gradient.
+        parts: slice of ``gradients`` that belongs to each owner.
         values: slice of ``gradients`` that each owner's new values occupy.
     """
 
@@ -47,9 +47,9 @@ class FlatGradients:
         self.parts: list[slice] = []
         self.values: list[slice] = []
         self._copied_views: list[list[tuple[Segment, torch.Tensor]]] = []
-        """Per owner: (segment that is a range, its view in the buffer)."""
+        """For each owner: (segment that covers only part of its parameter, its view in the buffer)."""
         self._value_views: list[list[tuple[Segment, torch.Tensor]]] = []
-        """Per owner: (segment, view for its new values)."""
+        """For each owner: (segment, view for the segment's new values)."""
         begin = 0
         for segments, numbers in zip(owned, sizes, strict=True):
             starts, used = flat_layout(numbers)
@@ -77,17 +77,17 @@ class FlatGradients:
         return words.view(torch.uint8)[:size].view(dtype).view(parameter_part.shape)
 
     def collect(self, gradient: Callable[[str], torch.Tensor]) -> None:
-        """Copy gradients that are stored elsewhere (``Optimizer.gradient``) to the buffer."""
+        """Copy gradients that are stored elsewhere (``Optimizer.gradient``) into the buffer."""
         for segment, buffer_view in itertools.chain(*self._copied_views):
             buffer_view.copy_(segment.of(gradient(segment.name)))
 
     def spread(self, owner_index: int, gradient: Callable[[str], torch.Tensor]) -> None:
-        """Copy an owner's sums from the buffer to gradients that are stored elsewhere."""
+        """Copy an owner's summed gradients from the buffer to gradients that are stored elsewhere."""
         for segment, buffer_view in self._copied_views[owner_index]:
             segment.of(gradient(segment.name)).copy_(buffer_view)
 
     def pack(self, owner_index: int) -> None:
-        """Copy an owner's parameters to the buffer as new values."""
+        """Copy an owner's parameters into the buffer as new values."""
         value_views = self._value_views[owner_index]
         if value_views:
             torch._foreach_copy_(
@@ -107,11 +107,11 @@ class FlatGradients:
 
 
 _BLOCK_ELEMENTS, _MAX_FP64_ELEMENTS = 1024, 4096
-"""Elements per fp32 block norm; maximum number of block norms that are added in fp64."""
+"""Number of elements per fp32 block norm; maximum number of block norms that are summed in fp64."""
 
 
 def learning_rate(train: TrainTable, step: int) -> float:
-    """Learning rate of optimizer step ``step`` (from 0): linear warmup, then the job's schedule. Stateless.
+    """Return the learning rate of optimizer step ``step`` (from 0): linear warmup, then the job's schedule. Stateless.
 
     Cosine: Loshchilov and Hutter 2017, arXiv:1608.03983; warmup-stable-decay: Hu et al. 2024, arXiv:2404.06395. Values equal those
     of transformers' schedules, whose import takes two seconds.
@@ -135,12 +135,12 @@ def learning_rate(train: TrainTable, step: int) -> float:
 
 
 def steps_of(steps: float, run: int) -> int:
-    """Number of steps of a job's key; a value below 1 is a fraction of the ``run`` steps."""
+    """Return the number of steps that a job key specifies; a value below 1 is a fraction of the ``run`` steps."""
     return math.ceil(run * steps) if 0 < steps < 1 else int(steps)
 
 
 def _decay_factor(decay: str, progress: float) -> float:
-    """Decay from 1 to 0 as ``progress`` goes from 0 to 1."""
+    """Return a factor that decays from 1 to 0 as ``progress`` goes from 0 to 1."""
     progress = min(max(progress, 0.0), 1.0)
     if decay == "cosine":
         return 0.5 * (1.0 + math.cos(math.pi * progress))
@@ -148,21 +148,21 @@ def _decay_factor(decay: str, progress: float) -> float:
 
 
 class Optimizer:
-    """Optimizer of the parameters that one rank owns: all that its stages train, except ``stage.foreign``.
+    """Updates the parameters that one rank owns: all that its stages train, except ``stage.foreign``.
 
-    In fp32 the parameters themselves are optimised. In a narrower dtype autograd's gradients are accumulated in fp32 at once, the
-    fp32 masters are stepped, and the parameters are rounded from the masters. Offloaded stages have all of these in host memory.
+    In fp32 the parameters themselves are updated. In a narrower dtype autograd's gradients are immediately accumulated in fp32, the
+    fp32 masters are updated, and the parameters are rounded from them. Offloaded stages keep all of these in host memory.
 
     Attributes:
-        targets: name -> stepped tensor (master or parameter) of each parameter that this rank owns.
-        flat: shared part -> its gradients.
+        targets: maps the name of each owned parameter to the tensor that is updated (master or parameter).
+        flat: maps each shared part to its gradients.
     """
 
     def __init__(self, stage: HeldLayers, train: TrainTable) -> None:
         self.stage, self.train = stage, train
         self.targets: dict[str, torch.nn.Parameter] = {}
         self._accumulators: dict[str, torch.nn.Parameter | SimpleNamespace] = {}
-        """Name -> object whose ``grad`` accumulates the gradient."""
+        """Maps each name to the object whose ``grad`` accumulates the gradient."""
         self._tied: torch.nn.Parameter | SimpleNamespace | None = stage.tied_head
         narrow, offloaded = stage.dtype != torch.float32, stage.offloaded
         for name, parameter in stage.parameters.items():
@@ -191,14 +191,14 @@ class Optimizer:
         self.library = LibraryOptimizers(train, True, groups)
 
     def end_step(self, step: int, scale: float | None) -> None:
-        """Step unless ``scale`` is None, then free the gradients' memory for evaluation and saving."""
+        """Update the parameters unless ``scale`` is None, then free the gradients' memory for evaluation and saving."""
         with self.stage.updating():
             if scale is not None:
                 self.step(step, scale)
             self.zero()
 
     def zero(self) -> None:
-        """Reset the gradients, except the buffers of ``flat``, which the exchange zeroes."""
+        """Reset the gradients, except for the buffers of ``flat``, which the exchange zeroes."""
         if self.stage.offloaded is not None:
             self.stage.offloaded.zero()
             return
@@ -211,13 +211,13 @@ class Optimizer:
             self._tied.grad = None
 
     def tied_gradient(self) -> torch.Tensor:
-        """fp32 gradient of the head's copy of a tied embedding matrix."""
+        """Return the fp32 gradient of the head's copy of a tied embedding matrix."""
         assert self._tied is not None
         self._wait()
         return self._tied.grad
 
     def gradient(self, name: str) -> torch.Tensor:
-        """Accumulated fp32 gradient; zeros for an unused parameter."""
+        """Return the accumulated fp32 gradient; zeros for an unused parameter."""
         holder = self._accumulators[name]
         if holder.grad is None:
             holder.grad = torch.zeros_like(self.stage.parameters[name], dtype=torch.float32)
@@ -225,12 +225,12 @@ class Optimizer:
         return holder.grad
 
     def _wait(self) -> None:
-        """Wait until gradients are in host memory, if they are offloaded."""
+        """Wait until gradients are in host memory if they are offloaded."""
         if self.stage.offloaded is not None:
             self.stage.offloaded.wait()
 
     def squared_norms(self) -> dict[str, float]:
-        """Name -> squared norm of the gradient of each parameter that this rank owns; added in fp64, from first to last."""
+        """Map each parameter that this rank owns to its gradient's squared norm, with blocks summed in fp64 from first to last."""
         if not self.targets:
             return {}
         parts = [_block_norms(self.gradient(name)) for name in self.targets]
@@ -240,7 +240,7 @@ class Optimizer:
         return dict(zip(self.targets, np.bincount(indices, squares, len(parts)).tolist(), strict=True))
 
     def step(self, step: int, scale: float) -> None:
-        """Run one step with gradients multiplied by ``scale`` (1 if not clipped)."""
+        """Run one step with gradients multiplied by ``scale``, the factor from the step decision."""
         gradients = [self.gradient(name) for name in self.targets]
         if scale != 1.0 and gradients:
             torch._foreach_mul_(gradients, scale)
@@ -249,18 +249,18 @@ class Optimizer:
             self.stage.overwrite(self.targets)
 
     def state(self, name: str) -> dict[str, torch.Tensor]:
-        """Moments of a parameter by their kinds in a checkpoint (``LibraryOptimizers.state``); zeros before its first step."""
+        """Return a parameter's moments by kind (``LibraryOptimizers.state``); zeros before its first step."""
         return self.library.state(self.targets[name])
 
     def restore(self, name: str, moments: dict[str, torch.Tensor], steps: int) -> None:
-        """Restore the moments of a parameter after ``steps`` optimizer steps."""
+        """Restore a parameter's moments to their values after ``steps`` optimizer steps."""
         self.library.restore(self.targets[name], moments, steps)
 
 
 def _block_norms(gradient: torch.Tensor) -> torch.Tensor:
-    """A vector of at most a few thousand elements with the norm of ``gradient``: norms of short blocks in fp32.
+    """Return a vector of at most a few thousand elements that has the same norm: norms of short blocks, computed in fp32.
 
-    This is as precise as fp64 addition, because each fp32 sum is short, in half the time.
+    This is as precise as fp64 addition, because each fp32 sum is short, and takes half the time.
     """
     flat = gradient.reshape(-1)
     while flat.numel() > _MAX_FP64_ELEMENTS:
@@ -274,7 +274,7 @@ def _block_norms(gradient: torch.Tensor) -> torch.Tensor:
 def _accumulate_in_fp32(
     stage: HeldLayers, parameter: torch.nn.Parameter, holder: torch.nn.Parameter | SimpleNamespace
 ) -> None:
-    """Accumulate every gradient of ``parameter`` in ``holder.grad`` (fp32) and free it at once."""
+    """Accumulate every gradient of ``parameter`` in ``holder.grad`` (fp32) and free it immediately."""
 
     def add(gradient: torch.Tensor) -> None:
         if holder.grad is None:
@@ -287,34 +287,34 @@ def _accumulate_in_fp32(
 
 @dataclass(frozen=True)
 class StepDecision:
-    """Collective decision about a step, equal on all ranks."""
+    """The collective decision about a step, equal on all ranks."""
 
     loss: float
-    """Mean over the target tokens of the global batch, in nats per token."""
+    """Mean loss over the target tokens of the global batch, in nats per token."""
     grad_norm: float
     scale: float
-    """Factor for the gradients (clipping)."""
+    """Factor by which gradients are multiplied (clipping and loss scaling)."""
     finite: bool
     first_non_finite: str | None = None
-    """First parameter in backward order with a non-finite gradient; None if the step is finite or only the sum overflows."""
+    """First parameter in backward order with a non-finite gradient; None if the step is finite, or if only the sum overflows."""
     stop: bool = False
-    """Some rank was asked to end the run."""
+    """Whether any rank was asked to end the run."""
     router_loss: float | None = None
-    """Mean over the sequences of the global batch, before its coefficient, included in ``loss``; None without routers."""
+    """Mean router loss over the global batch's sequences, before its coefficient; part of ``loss``. None if there is none."""
     rewards: tuple[float, ...] = ()
     """Reward statistics of preference training, summed over all micro-batches."""
 
 
 class StepDecider:
-    """Combines all ranks' squared norms and losses to one decision by an all-reduce of one fp64 vector.
+    """Combines all ranks' squared norms and losses into one decision by an all-reduce of one fp64 vector.
 
         | squared norm of each parameter, by name | loss of each micro-batch | router losses | rewards | ranks asked to stop |
 
-    Each parameter (or shard) and each micro-batch of all pipelines has a slot that exactly one rank fills, so the sum is exact in
-    any order, and adding slots in name and micro-batch order gives the same bits for every partition.
+    Each parameter (or shard) and each micro-batch of all pipelines has a slot that exactly one rank fills, so the all-reduce is
+    exact in any order. Adding the slots in name and micro-batch order then gives bitwise equal results for every partition.
 
-    ``names``: trained parameters, in the model's order. ``routers``: whether there are slots for router losses. ``parts``: name ->
-    number of shards, if sharded. ``rewards``: number of reward statistics per micro-batch.
+    ``names`` lists the trained parameters in the model's order. ``routers`` adds slots for router losses. ``parts`` maps each
+    sharded parameter to its number of shards. ``rewards`` is the number of reward statistics per micro-batch.
     """
 
     def __init__(
@@ -334,7 +334,7 @@ class StepDecider:
     def fill(
         self, squared_norms: dict[str, float], losses: dict[int, float], stop: bool = False, part: int = 0
     ) -> np.ndarray:
-        """This rank's fp64 vector. ``losses``: index behind the norms -> value; ``part``: index of its shards."""
+        """Return this rank's fp64 vector. ``losses`` maps indices after the norms to values; ``part`` is its shard index."""
         vector = np.zeros(len(self.slots) + self.micro_batches * (1 + self.routers + self.rewards) + 1)
         vector[-1] = stop
         for name, value in squared_norms.items():
@@ -344,7 +344,7 @@ class StepDecider:
         return vector
 
     def decide(self, summed: np.ndarray, loss_scale: float = 1.0) -> StepDecision:
-        """The step decision from the sum of all ranks' vectors; gradients are multiplied by ``loss_scale``."""
+        """Return the step decision, given the sum of all ranks' vectors; gradients contain the factor ``loss_scale``."""
         norms, losses = summed[: len(self.slots)], summed[len(self.slots) : -1]
         norm = float(np.sqrt(added(norms))) / loss_scale
         loss, *other_sums = (added(values) for values in losses.reshape(-1, self.micro_batches))
@@ -358,13 +358,13 @@ class StepDecider:
         return StepDecision(loss, norm, scale, finite, first_non_finite, stop, router_loss, tuple(other_sums))
 
     def _first_non_finite(self, norms: np.ndarray) -> str | None:
-        """The last non-finite parameter in model order: backward runs from the end and spreads non-finite values."""
+        """Return the last non-finite parameter in model order: backward starts at the end and spreads non-finite values."""
         non_finite_names = {name for (name, _), slot in self.slots.items() if not np.isfinite(norms[slot])}
         return next((name for name in reversed(self.names) if name in non_finite_names), None)
 
 
 def added(values: np.ndarray) -> float:
-    """Sum fp64 values from first to last; the order of additions in numpy's sum depends on their number."""
+    """Sum fp64 values from first to last; numpy's sum adds in an order that depends on the number of values."""
     total = 0.0
     for value in values.tolist():
         total += value
@@ -373,10 +373,10 @@ def added(values: np.ndarray) -> float:
 
 @dataclass
 class LossScale:
-    """Dynamic loss scaling for fp16 (Micikevicius et al. 2018, arXiv:1710.03740, section 3.2), by the collective step decision.
+    """Dynamic loss scaling for fp16 (Micikevicius et al. 2018, arXiv:1710.03740, section 3.2), per collective step decision.
 
     Scaling the loss keeps small gradients from vanishing in fp16. An overflow halves the factor and skips the step on every rank;
-    ``PATIENCE`` finite steps in a row double the factor. In other dtypes the factor is always 1.
+    ``PATIENCE`` finite steps in a row double it. In other dtypes the factor is always 1.
     """
 
     value: float

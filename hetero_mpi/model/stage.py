@@ -33,7 +33,7 @@ from hetero_mpi.model.stage_layers import StageSpec as StageSpec
 
 @dataclass(frozen=True)
 class _Saved:
-    """Tensors saved for backward: input (None: first stage), the layers' input, output, and each layer's first autograd node."""
+    """Kept for backward: the input (None on the first stage), the layers' input, the output, and each layer's first node."""
 
     position: MicroBatch
     x: torch.Tensor | None
@@ -47,9 +47,9 @@ class Stage(StageLayers):
 
     Attributes:
         deferred: tensors that the weight part of a split backward still needs; None if backward is not split.
-        compiled: compiled forwards of the blocks; empty if they are eager.
-        rewards: (micro-batch, its first sequence) -> reward statistics of preference training; in other evaluations, number of
-            correctly predicted targets.
+        compiled: compiled forwards of the blocks; empty if they run eagerly.
+        rewards: maps (micro-batch, its first sequence) to reward statistics in preference training; in other evaluations, to the
+            number of correctly predicted targets.
     """
 
     def __init__(
@@ -95,12 +95,12 @@ class Stage(StageLayers):
                 self.compiled.append(block.forward)
 
     def forward(self, position: MicroBatch, x: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
-        """Run forward of one micro-batch and keep its activations until ``backward`` of the same index.
+        """Run forward for one micro-batch and keep its activations until ``backward`` is called with the same index.
 
         Args:
             x: token ids (B, T) int64 on the first stage, else the previous stage's output (B, T, D) in the compute dtype; for a
-                custom model the samples (B, ...) or the previous layers' output.
-            targets: (B, T) int64 on the last stage, shifted by one, ``IGNORED`` where there is no loss; or the samples' targets.
+                custom model, the samples (B, ...) or the previous layers' output.
+            targets: on the last stage: (B, T) int64, shifted by one, ``IGNORED`` where there is no loss; or the samples' targets.
 
         Returns:
             Detached output, shaped as the next stage's ``x``; on the last stage the micro-batch's share of the loss (fp32 scalar).
@@ -115,18 +115,18 @@ class Stage(StageLayers):
         return self._join_outputs([entry.y.detach() for entry in saved])
 
     def _join_outputs(self, outputs: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Join the slices' outputs: concatenate rows, or sum the losses on the last stage."""
+        """Join the outputs of all slices: concatenate rows or, on the last stage, sum the losses."""
         return joined(outputs) if outputs[0].dim() else functools.reduce(torch.add, outputs)
 
     def backward(
         self, index: int, dy: torch.Tensor | None = None, finished: Finished | None = None
     ) -> torch.Tensor | None:
-        """Run backward of one micro-batch and add its gradients to the parameters'.
+        """Run backward for one micro-batch and accumulate its gradients in the parameters.
 
         Args:
-            dy: gradient of the output; on the last stage the factor of the loss (a scalar), None for 1.
-            finished: in the last micro-batch of a step, called with each layer that has trained parameters once their gradients
-                are final, in reverse layer order, while backward still runs.
+            dy: gradient of the output; on the last stage the loss factor (a scalar), where None means 1.
+            finished: for the last micro-batch of a step, called with each layer that has trained parameters as soon as their
+                gradients are final, in reverse layer order, while backward still runs.
 
         Returns:
             Gradient of the input; None on the first stage.
@@ -138,14 +138,14 @@ class Stage(StageLayers):
         return dx
 
     def backward_input(self, index: int, dy: torch.Tensor | None = None) -> torch.Tensor | None:
-        """Run backward of one micro-batch except the weight gradients of linear layers, which ``backward_weights`` adds.
+        """Run backward for one micro-batch, except for the weight gradients of linear layers, which ``backward_weights`` adds.
 
-        For arguments and result see ``backward``. The buffers of ``dy`` and of the stage's input may be overwritten afterwards.
+        Arguments and result are as for ``backward``. The buffers of ``dy`` and of the stage's input may be overwritten afterwards.
         """
         return self._backward(index, dy, borrowed=True)
 
     def backward_weights(self, index: int, finished: Finished | None = None) -> None:
-        """Run the weight part of a micro-batch's backward; ``finished`` as for ``backward``."""
+        """Run the weight part of a micro-batch's backward; ``finished`` is as for ``backward``."""
         report = GradientReadyHooks(self.trained_layers, finished)
         if self.deferred is not None:
             self.deferred.compute(index, report.down_to)
@@ -175,7 +175,7 @@ class Stage(StageLayers):
         return joined(dxs) if dxs else None
 
     def forget(self) -> None:
-        """Drop activations of forwards whose backward will not run."""
+        """Drop the activations of forwards whose backward will not run."""
         self._kept.clear()
         if self.deferred is not None:
             self.deferred.forget()
@@ -184,7 +184,7 @@ class Stage(StageLayers):
     def evaluate(
         self, x: torch.Tensor, targets: torch.Tensor | None = None, position: MicroBatch | None = None
     ) -> torch.Tensor:
-        """Run forward in evaluation mode; the last stage returns the *sum* of the losses, or a comparison's log-likelihoods."""
+        """Run forward in evaluation mode; the last stage returns the *summed* loss, or log-probabilities for a comparison."""
         set_training(self.model, False)
         try:
             micro_batch = replace(position or MicroBatch(0, 0, 0, 1), divisor=1, targets=targets)
@@ -196,13 +196,13 @@ class Stage(StageLayers):
         return [self._compute(self.first, self.last, part, x[rows]) for part, rows in slices]
 
     def apply(self, x: torch.Tensor, **keywords: Any) -> torch.Tensor:
-        """Run this stage's layers on ``x`` with the model's ``keywords``; the last stage returns the loss function's input."""
+        """Run this stage's layers on ``x``, passing ``keywords`` to the model; the last stage returns the loss function's input."""
         self._input = x
         with self.chain.attention([] if len(x) > 1 else None, self._repeats_keys):
             return self.chain.run(self.model, self.first, self.last, x, **keywords)
 
     def _compute(self, first: int, last: int, part: MicroBatch, x: torch.Tensor) -> torch.Tensor:
-        """Run layers ``[first, last)`` on a slice, and the loss after the model's last layer."""
+        """Run layers ``[first, last)`` on a slice and, if they include the model's last layer, compute the loss."""
         self._position = part
         self._input = x = x if self.routers is None else self.routers.enter(x)
         ends = last == self.chain.layer_count
@@ -215,9 +215,9 @@ class Stage(StageLayers):
         return y if self.routers is None else self.routers.leave(y)
 
     def _loss(self, part: MicroBatch, y: torch.Tensor, losses_of_head: HeadLosses | None) -> torch.Tensor:
-        """Share of the loss, from the last layer's output, or from the final norm's output if the head computes in slices.
+        """Compute the share of the loss from the last layer's output, or from the final norm's if the head computes in slices.
 
-        ``losses_of_head``: loss functions of a sliced head or of a tensor-parallel rank; None for the model's.
+        ``losses_of_head`` has the loss functions of a sliced head or a tensor-parallel rank; None for the model's loss.
         """
         assert part.targets is not None
         loss_by_target = target_losses if losses_of_head is None else losses_of_head.target_losses
@@ -245,9 +245,9 @@ class Stage(StageLayers):
         return loss + self.routers.loss((part.index, part.first_sample))
 
     def _feed_input(self, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, Any]:
-        """Feed the received tensor to the first module, past what a model does to embeddings (Granite's multiplier, a dropout).
+        """Feed the received tensor to the first module, bypassing what a model does to embeddings (scaling, dropout).
 
-        ``inputs_embeds`` only gives masks and positions their shape.
+        ``inputs_embeds`` only determines the shapes of masks and positions.
         """
         if arguments:
             return (self._input, *arguments[1:]), keywords
@@ -274,7 +274,7 @@ class Stage(StageLayers):
             self.backend.seed(dropout_seed(self.seed, self._position, layer))
 
     def _add_noise(self, alpha: float, module: nn.Module, arguments: object, output: torch.Tensor) -> torch.Tensor:
-        """Add NEFTune's noise to the embeddings as transformers does, but as a function of (seed, step, sequence)."""
+        """Add NEFTune noise to the embeddings as transformers does, but depending only on (seed, step, sequence)."""
         if not module.training or self._position is None:
             return output
         amplitude, on_host = alpha / math.sqrt(output.shape[1] * output.shape[2]), self.divided is not None
@@ -289,5 +289,5 @@ class Stage(StageLayers):
 
 
 def dropout_seed(seed: int, position: MicroBatch, layer: int) -> int:
-    """Seed of the random generator for a layer's dropout in a micro-batch."""
+    """Return the random seed for a layer's dropout in a micro-batch."""
     return seed_from(seed, "dropout", position.step, position.first_sample, layer)

@@ -3,8 +3,8 @@
     model of 4 blocks, stage [2, 4):   PassThrough  PassThrough  block 1  block 2  PassThrough  PassThrough
     layer                              0 embedding  1            2        3        4            5 head
 
-The frame is the whole model, with layers of other ranks replaced by modules that pass their input through. So transformers' own
-model class runs, with its attention masks, rotary embeddings and soft-capping, and parameters keep the whole model's names.
+A stage's model is the whole model, with the layers of other ranks replaced by modules that pass their input through. So
+transformers' own class runs, with its attention masks, rotary embeddings and soft-capping, and parameters keep their usual names.
 
 ``use_rows`` trains the rows of a few tokens over a frozen embedding or head, so that other rows need neither gradients nor moments.
 Results equal those of peft's ``trainable_token_indices``, which copies the whole matrix in every forward.
@@ -33,53 +33,53 @@ from hetero_mpi.model.tuning import ROWS, Tuning, full_training, inject, start_v
 
 
 class HeadLosses(Protocol):
-    """Loss functions on the output of a stage's head."""
+    """Loss functions that take the output of a stage's head."""
 
     def loss(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Summed loss of the logits; a tensor-parallel rank's logits are those of its vocabulary shard."""
+        """Return the summed loss of the logits; a tensor-parallel rank passes the logits of its vocabulary shard."""
 
     def target_losses(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Loss of each target."""
+        """Return the loss of each target."""
 
     def likeliest(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Number of targets with the largest logit."""
+        """Return the number of targets that have the largest logit."""
 
 
 class LayerShare(HeadLosses, Protocol):
-    """A tensor-parallel rank's shards of a stage's tensors, its exchanges, and its loss functions."""
+    """A tensor-parallel rank's shards of a stage's tensors, with the rank's exchanges and loss functions."""
 
     @property
     def leads(self) -> bool:
         """Whether this is the group's first rank."""
 
     def shard(self, name: str, full_tensor: torch.Tensor) -> torch.Tensor:
-        """This rank's shard of a tensor."""
+        """Return this rank's shard of a tensor."""
 
     def exists(self, name: str) -> bool:
-        """Whether this rank has a shard of the tensor."""
+        """Return whether this rank has a shard of the tensor."""
 
     def trains(self, name: str) -> bool:
-        """Whether a trained tensor has a gradient on this rank."""
+        """Return whether a trained tensor has a gradient on this rank."""
 
     def double_scales(self, block: str, module: nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """Name of each packed and sharded tensor of a block -> NF4 scales of this rank's shard."""
+        """Map the name of each packed, sharded tensor of a block to the NF4 scales of this rank's shard."""
 
     def cut(self, model: nn.Module, layer: int) -> None:
-        """Reduce a full layer in host memory to this rank's shards."""
+        """Replace a full layer in host memory by this rank's shards."""
 
     def fit(self, model: nn.Module, layer: int) -> None:
         """Set the sizes of a layer's modules to those of their sharded tensors."""
 
     def connect(self, model: nn.Module, first: int, last: int) -> None:
-        """Register the exchanges before and after the sharded modules of the layers [first, last)."""
+        """Register the exchanges before and after the sharded modules of layers ``[first, last)``."""
 
     def start_magnitudes(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """Adapted layer that is sharded by columns -> initial DoRA magnitudes. Collective."""
+        """Map each adapted layer that is sharded by columns to its initial DoRA magnitudes. Collective."""
 
 
 @dataclass(frozen=True)
 class StageSpec:
-    """A stage's layers, trained parameters, and memory strategy."""
+    """The layers, trained parameters and memory strategy of a stage."""
 
     chain: LayerChain
     first: int
@@ -87,33 +87,33 @@ class StageSpec:
     backend: Backend
     dtype: str
     seed: int = 0
-    """Seed of the job, for dropout masks and initial adapters."""
+    """The job's seed, for dropout masks and initial adapters."""
     tuning: Tuning | None = None
-    """None for full fine-tuning."""
+    """What is trained; None for full fine-tuning."""
     recompute: bool = False
     split_backward: bool = False
-    """Backward runs in two parts, ``backward_input`` and ``backward_weights``; with adapters the second part is empty."""
+    """Whether backward runs in two parts, ``backward_input`` and ``backward_weights``; with adapters the second part is empty."""
     slice_sequences: int | None = None
-    """Sequences per slice of a micro-batch, computed slice by slice; None for one slice."""
+    """Number of sequences per slice; a micro-batch is computed slice by slice. None for one slice."""
     kept_slices: int = 0
-    """Offloaded stages: number of slices per micro-batch whose forward is not recomputed."""
+    """For offloaded stages: number of slices per micro-batch whose forward is not recomputed."""
     on_disk: Collection[int] = ()
-    """Offloaded stages: layers whose frozen weights exceed host memory."""
+    """For offloaded stages: layers whose frozen weights exceed host memory."""
     shared: Shared = field(default_factory=dict)
-    """Shared part -> segments of trained parameters that each of its ranks owns."""
+    """Maps each shared part to the segments of trained parameters that each of its ranks owns."""
     foreign: Collection[str] = ()
-    """Trained parameters that other ranks own; they have no masters here."""
+    """Trained parameters that other ranks own and that have no masters on this rank."""
     compiled: bool = False
-    """Compile the blocks (``layer.compiled``), unless the backward is split or the stage is sharded."""
+    """Whether to compile the blocks (``layer.compiled``); ignored if backward is split or the stage is sharded."""
 
 
 class StageLayers(HeldLayers):
     """The modules, weights and masters of a ``Stage``.
 
     Attributes:
-        model: the frame with this stage's layers.
+        model: the whole model, in which only this stage's layers have weights.
         routers: router loss of this stage; None if the model has none.
-        divided: this rank's shard of the layers under tensor parallelism; else None.
+        divided: this rank's shard of the layers; None if the stage is not sharded.
     """
 
     def __init__(
@@ -127,14 +127,14 @@ class StageLayers(HeldLayers):
         """Build this stage's layers only.
 
         Args:
-            start: source of the weights; None leaves them uninitialised for a checkpoint.
+            start: source of the weights; None leaves them uninitialised, to be filled from a checkpoint.
             kept_layers: layers whose frozen weights are already in memory (``frozen_layers``) and are not read from ``start``.
-            first_stage: another stage of this rank with a tied model's embedding, whose values the head shares.
-            divided: this rank's shard of the layers under tensor parallelism: all ranks of the group build the stage and call
-                ``forward``, ``backward`` and ``evaluate`` with the same tensors and get the same results.
+            first_stage: another stage of this rank that holds a tied model's embedding, whose values the head shares.
+            divided: this rank's shard of the layers under tensor parallelism. All ranks of the group build the stage, call
+                ``forward``, ``backward`` and ``evaluate`` with the same tensors, and get the same results.
 
         Raises:
-            UserError: The model's files do not fit its configuration.
+            UserError: The model's files do not match its configuration.
         """
         chain, backend = spec.chain, spec.backend
         self.spec, self.chain, self.first, self.last = spec, chain, spec.first, spec.last
@@ -155,22 +155,25 @@ class StageLayers(HeldLayers):
         )
         chain.restore_buffers(self.model, backend.device)
         self._position: MicroBatch | None = None
-        """The micro-batch, or slice, being computed."""
+        """The micro-batch or slice that is being computed."""
         self.routers = self._router_loss()
         self.parameters = self._trained_parameters(getattr(start, "values", {}), first_stage)
+        # fp32 keeps peft's order of sums, to 1e-6 of every gradient; the compiler joins these operations itself.
+        if self.dtype != torch.float32 and not spec.compiled:
+            join_products(self.model)
         self.trained_layers = {chain.layer_of(name) for name in self.parameters}
-        """Layers with trained tensors, including the head's copy of a tied matrix."""
+        """Layers with trained tensors, including the head if it has a copy of a trained tied matrix."""
         if self.tied_head is not None and self.tied_head.requires_grad:
             self.trained_layers.add(spec.last - 1)
 
     @property
     def state_device(self) -> torch.device:
-        """Device of parameters, masters, gradients and moments between the computations of a layer."""
+        """The device of parameters, masters, gradients and moments while their layer is not being computed."""
         return self.backend.device
 
     @property
     def is_first(self) -> bool:
-        """Whether this stage takes token ids (it holds the embedding)."""
+        """Whether this stage takes token ids because it holds the embedding."""
         return self.first == 0
 
     @property
@@ -227,7 +230,7 @@ class StageLayers(HeldLayers):
                     model.set_submodule(name, PassThrough())
 
     def _fill(self, start: Start | None, layer: int) -> Mapping[str, torch.Tensor]:
-        """Fill a layer in host memory and return the NF4 scales of shards, computed from the full tensors."""
+        """Fill a layer in host memory and return the NF4 scales of its shards, which are computed from the full tensors."""
         if start is not None:
             start.fill(self.chain, self.model, layer)
         else:
@@ -245,9 +248,9 @@ class StageLayers(HeldLayers):
         return self.tuning.nf4 and 0 < layer < self.chain.layer_count - 1
 
     def _tie(self, other_embedding: nn.Parameter | None) -> None:
-        """Give the head a separate Parameter with the values of the embedding, or of another stage's ``other_embedding``.
+        """Give the head its own Parameter with the embedding's values, or with those of another stage's ``other_embedding``.
 
-        Separate parameters even on one rank keep the order of additions in the summed gradient equal for every partition.
+        With separate parameters even on one rank, the summed gradient is added in the same order for every partition.
         """
         assert self.chain.tied is not None
         head, embedding = self.chain.tied
@@ -258,9 +261,9 @@ class StageLayers(HeldLayers):
         setattr(self.model.get_submodule(module), attribute, self.tied_head)
 
     def _place(self, layer: int, scales: Mapping[str, torch.Tensor]) -> None:
-        """Move a layer to the device in the compute dtype and keep fp32 masters of trained weights if that is narrower.
+        """Move a layer to the device in the compute dtype, and keep fp32 masters of trained weights if that dtype is narrower.
 
-        ``scales``: result of ``_fill``.
+        ``scales`` is the result of ``_fill``.
         """
         if self._is_packed(layer):
             for name in self.chain.module_names(layer):
@@ -274,7 +277,7 @@ class StageLayers(HeldLayers):
             self.tied_head.data = self.model.get_parameter(self.chain.tied[1]).data
 
     def _on_layer_placed(self, layer: int) -> None:
-        """Hook that is called when a layer's weights are on the device."""
+        """Hook that is called once a layer's weights are on the device."""
 
     def _place_parameter(self, name: str, parameter: nn.Parameter) -> None:
         value = parameter.detach()
@@ -292,7 +295,7 @@ class StageLayers(HeldLayers):
     def _trained_parameters(
         self, values: Mapping[str, torch.Tensor], first_stage: StageLayers | None
     ) -> dict[str, nn.Parameter]:
-        """Inject adapters and return the parameters that this rank trains. ``values``: given initial values of adapters."""
+        """Inject adapters and return the parameters that this rank trains. ``values`` overrides the adapters' initial values."""
         specs = self.tuning.specs(self.first, self.last)
         local = [spec.name for spec in specs if self.divided is None or self.divided.exists(spec.name)]
         plain = {name: self.model.get_parameter(name) for name in local if name in self.chain.parameters}
@@ -308,7 +311,6 @@ class StageLayers(HeldLayers):
                 self._initial[name] = values[name].clone() if name in values else torch.zeros(spec.shape)
         start_value_of = partial(self._adapter_start, values)
         adapters = inject(self.model, self.tuning.adapter, modules, experts, self.backend.device, start_value_of)
-        join_products(self.model)
         for name in (name for name in local if name in adapters):
             if self.divided is not None and not self.divided.trains(name):  # all compute it; only the leader's is used
                 adapters[name].register_hook(torch.zeros_like)
@@ -326,7 +328,7 @@ class StageLayers(HeldLayers):
         return {name: adapters[name] for name in local}
 
     def _token_rows(self, names: Iterable[str]) -> dict[str, nn.Parameter]:
-        """Create trained token rows (fp32, on the device), initialised from the frozen rows."""
+        """Create trainable token rows (fp32, on the device), initialised from the frozen rows."""
         rows_by_name = {}
         for name in (name for name in names if name.endswith(ROWS)):
             module: Any = self.model.get_submodule(name.removesuffix(ROWS))
@@ -336,7 +338,7 @@ class StageLayers(HeldLayers):
         return rows_by_name
 
     def _tie_rows(self, first_parameters: Mapping[str, nn.Parameter]) -> None:
-        """Give the head a separate Parameter of tied token rows, as ``_tie`` does with the whole matrix."""
+        """Give the head its own Parameter for tied token rows, as ``_tie`` does for the whole matrix."""
         name = self.tuning.tied(self.chain) or ""
         if self.tied_head is not None and self.chain.tied is not None and name.endswith(ROWS):
             head_rows = self.tied_head.detach()[self.tuning.tokens].to(self.backend.device)
@@ -345,7 +347,7 @@ class StageLayers(HeldLayers):
             use_rows(self.model.get_submodule(head), self.tuning.tokens, self.tied_head)
 
     def _adapter_start(self, values: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
-        """Initial value of an adapter tensor, or of this rank's shard of it."""
+        """Return the initial value of an adapter tensor, or of this rank's shard of the tensor."""
         full_tensor = values.get(name)
         if full_tensor is None:
             full_tensor = start_value(name, self.tuning.trainable[name].shape, self.seed)
@@ -362,7 +364,7 @@ class StageLayers(HeldLayers):
 
 
 def use_rows(module: Any, tokens: Sequence[int], rows: nn.Parameter) -> None:
-    """Make an embedding or a linear layer use ``rows`` (tokens, width) for the given tokens, in ascending order."""
+    """Make an embedding or linear layer use ``rows`` (tokens, width) for the given tokens, which are in ascending order."""
     token_ids = torch.tensor(tokens, device=rows.device)
     if isinstance(module, nn.Embedding):
         padding = tokens.index(module.padding_idx) if module.padding_idx in tokens else None

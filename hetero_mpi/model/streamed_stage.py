@@ -1,12 +1,12 @@
-"""Offloaded stage, whose weights exceed device memory: runs layer by layer, each on all slices of a micro-batch.
+"""Offloaded stage, whose weights exceed device memory: runs layer by layer, each layer on all slices of a micro-batch.
 
     forward     layer 0 on slices a, b, c | layer 1 on a, b, c | ...      keeps each layer's inputs, prefetches the next weights
     backward    ... | layer 1 on a, b, c | layer 0 on a, b, c             recomputes a layer's forward, then runs its backward
 
 One copy of a layer's weights from host memory (``host_weights``) serves all slices: layered gradient accumulation (Cephalo,
-arXiv:2411.01075). Slices whose activations fit the device keep them and are not recomputed. Adapters and their optimizer state
-stay on the device. In full fine-tuning gradients leave it layer by layer (``offloaded_gradients``); masters and moments stay in
-host memory. A CPU rank keeps trained tensors in ordinary memory, because each step would write mapped files to the disk.
+arXiv:2411.01075). Slices whose activations fit on the device keep them and are not recomputed. Adapters and their optimizer state
+stay on the device. In full fine-tuning, gradients leave the device layer by layer (``offloaded_gradients``), while masters and
+moments stay in host memory. A CPU rank keeps trained tensors in ordinary memory, as each step would rewrite mapped files.
 """
 
 import contextlib
@@ -30,11 +30,11 @@ from hetero_mpi.model.offloaded_gradients import OffloadedGradients
 from hetero_mpi.model.stage import Stage, StageSpec
 
 Inputs = dict[int, list[tuple[torch.Tensor, torch.Tensor | None]]]
-"""Layer -> (input, output with its graph, or None if backward recomputes it) of each slice."""
+"""Maps each layer to (input, output with its graph, or None if backward recomputes the output) of each slice."""
 
 
 class StreamedStage(Stage):
-    """A ``Stage`` that runs layer by layer; results equal those of a stage with activation checkpointing and equal slices.
+    """A ``Stage`` that runs layer by layer; results equal those of a stage with activation checkpointing and the same slices.
 
     Attributes:
         weights: weights in host memory.
@@ -46,11 +46,11 @@ class StreamedStage(Stage):
         """Build the stage; see ``Stage`` for the arguments.
 
         Args:
-            folder: directory of mapped files for frozen weights: of all layers if the device shares host memory (CPUs, integrated
-                GPUs), else of ``spec.on_disk``; None keeps all weights in memory.
+            folder: directory for memory-mapped files with frozen weights: those of all layers if the device shares host memory
+                (CPUs, integrated GPUs), else those of ``spec.on_disk``. None keeps all weights in memory.
 
         Raises:
-            UserError: The model's files do not fit, or the folder cannot hold the mapped files.
+            UserError: The model's files do not match, or the folder cannot hold the mapped files.
         """
         self._folder = folder
         self._host_layers: dict[int, HostLayer] = {}
@@ -114,7 +114,7 @@ class StreamedStage(Stage):
         self._in_backward = False
 
     def frozen_layers(self, layers: Iterable[int]) -> Kept:
-        """Nothing: another stage can read the weights from the model's files just as fast."""
+        """Return nothing: another stage can read the weights from the model's files just as fast."""
         return {}
 
     def _on_layer_placed(self, layer: int) -> None:
@@ -142,7 +142,7 @@ class StreamedStage(Stage):
         return parameters_by_layer
 
     def _run_layers(self, slices: Slices, x: torch.Tensor, inputs: Inputs | None) -> list[torch.Tensor]:
-        """Run all layers forward, each on every slice, and store in ``inputs`` the tensors that backward starts from."""
+        """Run all layers forward, each on every slice, and store in ``inputs`` the tensors from which backward starts."""
         values = [x[rows] for _, rows in slices]
         kept_slices = 0 if inputs is None else self.spec.kept_slices
         for layer in self._activate_each(range(self.first, self.last)):
@@ -160,12 +160,12 @@ class StreamedStage(Stage):
     def _run_without_graph(
         self, layer: int, part: MicroBatch, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(input, output) of a layer without a graph, for a backward that recomputes the layer."""
+        """Return (input, output) of a layer, without a graph, for a backward that recomputes the layer."""
         with torch.no_grad():
             return value, self._compute(layer, layer + 1, part, value)
 
     def _run_with_graph(self, layer: int, part: MicroBatch, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(input, output) of a layer with its autograd graph."""
+        """Return (input, output) of a layer, with the output's autograd graph."""
         self._keeps_graph = True
         try:
             with torch.enable_grad(), self.weights.referred_to():
@@ -207,7 +207,7 @@ class StreamedStage(Stage):
         return None if self.is_first else joined([dx for dx in gradients if dx is not None])
 
     def _activate_each(self, layers: Iterable[int]) -> Iterator[int]:
-        """Activate ``layers`` one at a time; afterwards all are active again for other callers of the model."""
+        """Activate ``layers`` one at a time; afterwards activate all layers again, for other callers of the model."""
         try:
             for layer in layers:
                 self._activate([layer])
@@ -216,7 +216,7 @@ class StreamedStage(Stage):
             self._activate(self._modules)
 
     def _activate(self, layers: Iterable[int]) -> None:
-        """Activate only these layers in the model; the others pass their input through."""
+        """Activate only these layers in the model; all others pass their input through."""
         active = set(layers)
         for layer in self._active_layers ^ active:
             for name, module in self._modules[layer].items():
@@ -224,10 +224,10 @@ class StreamedStage(Stage):
         self._active_layers = active
 
     def _feed_input_if_alone(self, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        """Feed the layer's input to it if the previous layer is not active."""
+        """Replace the module's input with the stored layer input if only one layer is active."""
         return self._feed_input(module, arguments, keywords) if len(self._active_layers) == 1 else None
 
     def _await_weights(self, layer: int, *_: object) -> None:
-        """Wait for a layer's weights before it runs, and prefetch those of the next layer."""
+        """Wait for a layer's weights before the layer runs, and prefetch those of the layer that runs next."""
         self.weights.need(layer)
         self.weights.prefetch(layer - 1 if self._in_backward else layer + 1, keeping=layer)

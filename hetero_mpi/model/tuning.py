@@ -1,9 +1,9 @@
 """The trained part of a model: all weights (full fine-tuning), or LoRA adapters over frozen weights, which may be in NF4.
 
-LoRA (Hu et al. 2021, arXiv:2106.09685) is peft's, except the products of plain adapters (``layer.lora``). peft chooses the targets
-once, on the whole model (``adapter_tuning``), and each stage injects those in its layers, so that names, shapes and initial values
-do not depend on the partition. peft is imported where it is used, since the import takes seconds. Which modules an adapter reaches,
-its rank and alpha follow peft's rules.
+LoRA (Hu et al. 2021, arXiv:2106.09685) is implemented by peft, except for the products of plain adapters (``layer.lora``). peft
+chooses the targets once, for the whole model (``adapter_tuning``), and each stage injects those in its own layers, so that names,
+shapes and initial values do not depend on the partition. The modules that an adapter reaches, its rank and alpha follow peft's
+rules. peft is imported only where it is used, because the import takes seconds.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ if TYPE_CHECKING:
 
 
 MAGNITUDE = ".lora_magnitude_vector"
-"""DoRA's magnitude tensor; its name in adapter files lacks the module's ``.weight``."""
+"""DoRA's magnitude tensor; in adapter files its name lacks the module's ``.weight``."""
 FILE_PREFIX = "base_model.model."
-"""peft's prefix of the model's names in adapter files."""
+"""Prefix that peft adds to the model's names in adapter files."""
 ROWS = ".token_adapter.trainable_tokens_delta"
-"""Suffix of the name of trained token rows, after the name of the embedding or head."""
+"""Suffix that forms the name of trained token rows from the name of the embedding or head."""
 
 
 def lora_config(
     adapter: AdapterTable, targets: list[str] | str | None, parameters: list[str], layers: list[int] | None = None
 ) -> LoraConfig:
-    """The ``LoraConfig`` (peft) of the job's adapter.
+    """Return peft's ``LoraConfig`` for the job's adapter.
 
     Args:
-        targets: target modules; None for peft's choice for the family.
+        targets: target modules; None for peft's default choice for the family.
         parameters: target parameters of fused experts.
         layers: blocks in which modules are adapted; None for all.
     """
@@ -63,7 +63,7 @@ def lora_config(
 
 
 def scale_of(adapter: AdapterTable, name: str) -> float:
-    """Scaling factor of B A of an adapted module or parameter of fused experts."""
+    """Return the scaling factor of B A for an adapted module or fused experts' parameter."""
     rank = of_pattern(adapter.rank_pattern or {}, name, adapter.rank)
     alpha: float = of_pattern(adapter.alpha_pattern or {}, name, adapter.alpha)
     return alpha / (math.sqrt(rank) if adapter.rslora else rank)
@@ -81,10 +81,10 @@ def inject(
     """Inject adapters (fp32, on ``device``) into the named modules and parameters of a stage.
 
     Args:
-        start: initial value of an adapter tensor, by its name. DoRA's magnitudes keep peft's, the norms of the weights' rows.
+        start: returns an adapter tensor's initial value by name. DoRA magnitudes keep peft's values, the weight's row norms.
 
     Returns:
-        Name in adapter files, without prefix -> parameter.
+        Map from names in adapter files, without prefix, to parameters.
     """
     if not modules and not parameters:
         return {}
@@ -98,19 +98,19 @@ def inject(
 
 
 def add_adapters(config: LoraConfig, model: PreTrainedModel, name: str = ADAPTER_NAME) -> None:
-    """Inject peft's adapters into a model under ``name``; all other parameters lose their gradients."""
+    """Inject peft's adapters into a model under ``name``; all other parameters stop requiring gradients."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # about patterns for layers of other stages
         imported_peft().inject_adapter_in_model(config, model, name)
 
 
 def began_with(name: str) -> str:
-    """Name of the constant that stores an adapter tensor's initial value."""
+    """Return the name of the constant that stores an adapter tensor's initial value."""
     return name.replace(".lora_", ".began_with_")
 
 
 def start_value(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
-    """Initial value as in peft (A: Kaiming uniform, B: zero), as a function of (seed, name)."""
+    """Return the initial value as in peft (A: Kaiming uniform, B: zero); it depends only on (seed, name)."""
     value = torch.zeros(shape, dtype=torch.float32)
     if ".lora_A." in name:
         with seeded(seed, name):
@@ -119,23 +119,23 @@ def start_value(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
 
 
 def name_in_file(name: str, label: str = ADAPTER_NAME) -> str:
-    """Name of a tensor of the adapter ``label`` in files, without their prefix."""
+    """Return a tensor's name in the files of the adapter ``label``, without prefix."""
     return name.replace(f".{label}.", ".").replace(f"{MAGNITUDE}.weight", MAGNITUDE)
 
 
 @dataclass(frozen=True)
 class PeftTargets:
-    """Targets as written in ``adapter_config.json``: they reach exactly the adapted modules of the model."""
+    """Targets as written to ``adapter_config.json``; they match exactly the adapted modules of the model."""
 
     modules: tuple[str, ...] = ()
     layers: tuple[int, ...] | None = None
     parameters: tuple[str, ...] = ()
     saved: tuple[str, ...] = ()
-    """``modules_to_save``."""
+    """Value of ``modules_to_save``."""
     tokens: Mapping[str, list[int]] = field(default_factory=dict)
-    """``trainable_token_indices``."""
+    """Value of ``trainable_token_indices``."""
     tied: tuple[str, str] | None = None
-    """Names of a tied head and its embedding, if they are fully trained."""
+    """Names of a tied head and its embedding if they are fully trained."""
 
 
 @dataclass(frozen=True)
@@ -143,42 +143,42 @@ class Tuning:
     """The trained and frozen tensors of a whole model; equal on all ranks."""
 
     trainable: dict[str, ParameterSpec]
-    """Name -> trained tensor, in the model's order. Adapter tensors have their names in adapter files, without the prefix."""
+    """Maps names to trained tensors, in the model's order. Adapter tensors are named as in adapter files, without the prefix."""
     constants: dict[str, ParameterSpec] = field(default_factory=dict)
-    """Name -> untrained tensor of checkpoints and, in full fine-tuning, of model directories; for adapters the initial values that
-    were subtracted from the weights."""
+    """Maps names to untrained tensors that checkpoints and, in full fine-tuning, model directories store. For adapters these are
+    the initial values that were subtracted from the weights."""
     adapter: AdapterTable | None = None
-    """None for full fine-tuning."""
+    """The adapter's settings; None for full fine-tuning."""
     modules: tuple[tuple[int, str], ...] = ()
     """(layer, full name) of every adapted linear layer."""
     parameters: Mapping[str, str] = field(default_factory=dict)
-    """Full name of each adapted parameter of fused experts -> name prefix of its adapter tensors."""
+    """Maps each adapted parameter of fused experts to the name prefix of its adapter tensors, by full name."""
     written: PeftTargets = PeftTargets()
-    """Targets in ``adapter_config.json``."""
+    """Targets as written to ``adapter_config.json``."""
     nf4: bool = False
-    """Linear layers and fused experts of blocks are stored in NF4."""
+    """Whether linear layers and fused experts of blocks are stored in NF4."""
     double: bool = True
-    """Double quantization: the scales of NF4 weights are quantized too."""
+    """Whether the scales of NF4 weights are also quantized (double quantization)."""
     frozen: bool = False
-    """Nothing is trained; the model is only used for inference."""
+    """Whether nothing is trained because the model is only used for inference."""
     optimizer: str = "adamw"
-    """``train.optimizer``."""
+    """Value of ``train.optimizer``."""
     moments: Mapping[str, str] = field(default_factory=dict)
-    """Name -> kind of optimizer state (``planning.types.moments``) of a trained tensor, if not two fp32 moments."""
+    """Maps trained tensors whose optimizer state is not two fp32 moments to the kind of state (``planning.types.moments``)."""
     shares: Mapping[str, float] = field(default_factory=dict)
-    """Name -> learning rate relative to the job's, if different."""
+    """Maps names to learning rates relative to the job's, where they differ."""
     still: frozenset[str] = frozenset()
-    """Tensors frozen by the job, in the compute dtype, without gradients, masters or moments; they have owners."""
+    """Tensors that the job freezes: in the compute dtype, without gradients, masters or moments, but with owners."""
     noise: float | None = None
-    """``train.neftune_noise_alpha``."""
+    """Value of ``train.neftune_noise_alpha``."""
 
     @property
     def tokens(self) -> list[int]:
-        """Ids of the tokens with trained rows, in ascending order."""
+        """Ids of the tokens whose rows are trained, in ascending order."""
         return next(iter(self.written.tokens.values()), [])
 
     def tied(self, chain: LayerChain) -> str | None:
-        """Trained tensor of embedding and head: the tied matrix, or token rows of it; None if there is none."""
+        """Return the name of the trained tensor that embedding and head share (the tied matrix or its token rows), or None."""
         matrix = chain.tied[1] if chain.tied is not None else ""
         return next((name for name in (matrix, matrix.removesuffix(".weight") + ROWS) if name in self.trainable), None)
 
@@ -190,18 +190,18 @@ class Tuning:
         return [name for layer, name in self.modules if first <= layer < last]
 
     def specs(self, first: int, last: int) -> list[ParameterSpec]:
-        """Trained tensors of the layers [first, last)."""
+        """Return the trained tensors of layers ``[first, last)``."""
         return [s for s in self.trainable.values() if first <= s.layer < last and s.name not in self.still]
 
     def adapted_tensors(self, chain: LayerChain, first: int, last: int) -> dict[str, str]:
-        """Adapted tensor of the model -> name prefix of its adapter tensors."""
+        """Map each adapted tensor of the model to the name prefix of its adapter tensors."""
         wrapper_by_tensor = {f"{name}.weight": name for name in self.modules_in(first, last)}
         return wrapper_by_tensor | {
             n: wrapper for n, wrapper in self.parameters.items() if first <= chain.layer_of(n) < last
         }
 
     def summary(self, chain: LayerChain) -> str:
-        """One-line description of the adapter's size and targets."""
+        """Return a one-line description of the adapter's size and targets."""
         names = sorted({name.rpartition(".")[2] for name in (*(name for _, name in self.modules), *self.parameters)})
         count, total = (sum(spec.count for spec in specs.values()) for specs in (self.trainable, chain.parameters))
         blocks = len({spec.layer for name, spec in self.trainable.items() if ".lora_" in name})
@@ -215,7 +215,7 @@ class Tuning:
         )
 
     def uses_dropout(self, chain: LayerChain) -> bool:
-        """Whether training draws dropout masks, which depend on the sequences of a micro-batch; NEFTune's noise does not."""
+        """Return whether training draws dropout masks, which depend on a micro-batch's sequences, unlike NEFTune's noise."""
         return chain.draws or (self.adapter is not None and self.adapter.dropout > 0)
 
 
@@ -224,7 +224,7 @@ def full_training(chain: LayerChain) -> Tuning:
 
 
 def nothing_trained() -> Tuning:
-    """Tuning of a model for inference: no gradients, no masters."""
+    """Return the tuning of a model for inference: no gradients and no masters."""
     return Tuning({}, frozen=True)
 
 
@@ -246,7 +246,7 @@ def reaches(
     layers_pattern: list[str] | str | None = None,
     exclude: str | list[str] | None = None,
 ) -> bool:
-    """Whether an adapter's settings reach the module of this name, by peft's rules."""
+    """Return whether an adapter's settings match the module with this name, by peft's rules."""
     imported_peft()
     from peft.tuners.tuners_utils import check_target_module_exists
 
@@ -261,7 +261,7 @@ def reaches(
 
 
 def of_pattern(patterns: Mapping[str, Any], name: str, default: Any) -> Any:
-    """Value of ``rank_pattern`` or ``alpha_pattern`` for a module or parameter of fused experts, by peft's rules."""
+    """Look up a module or fused experts' parameter in ``rank_pattern`` or ``alpha_pattern``, by peft's rules."""
     imported_peft()
     from peft.utils.other import get_pattern_key
 

@@ -1,1 +1,1 @@
-"""Reports of plans, profiles and runs: text, tables, progress, figures and the report page. Imports neither torch nor MPI."""
+"""Report plans, profiles and runs as text, tables, figures and an HTML page. Imports neither torch nor MPI."""

@@ -1,8 +1,8 @@
-"""A run as read from its directory, the input of reports and comparisons; readable during the run and after a crash.
+"""Read a run from its directory, for reports and comparisons. This also works during the run and after a crash.
 
-``run.json`` holds the job with all overrides, versions, and each start with its step. ``profile.toml``, ``plan.toml``,
-``metrics.jsonl``, ``steps.jsonl`` and ``events.jsonl`` record the run. ``anonymous`` prepares a run for sharing: it numbers hosts,
-shortens paths to their last part, and removes user names.
+``run.json`` contains the job with all overrides, the versions, and the step of each start. ``profile.toml``, ``plan.toml``,
+``metrics.jsonl``, ``steps.jsonl`` and ``events.jsonl`` record the run. ``anonymous`` prepares a run for sharing: it replaces host
+names by numbers, shortens paths to their last component, and removes user names.
 """
 
 import contextlib
@@ -34,29 +34,27 @@ from hetero_mpi.util.shipped import USED_PROFILE
 from hetero_mpi.util.terminal import printable
 
 _PATH = re.compile(r"""(?<![\w./~}-])~?/(?:[^\s'"`,;:()\[\]{}<>|]*/)*([^\s'"`,;:()\[\]{}<>|/]*)""")
-"""Absolute path, or path in a home directory, within a text; the group is its last part."""
+"""Matches an absolute path, or a path in a home directory, within a string; the group is its last component."""
 _HOST_FIELDS = ("host", "hosts", "name")
-"""Fields whose value may be just the name of a host."""
+"""Fields whose value may be a host name and nothing else."""
 _CHECKPOINT = re.compile(r"step-(\d{8,})\.h5")
 
 
 @dataclass(frozen=True)
 class Happening:
-    """An event of a run, such as a start, a lost rank or a change of plan."""
+    """An event in a run, such as a start, the loss of a rank or a change of plan."""
 
     unix_s: float
     event: str
     text: str
     step: int | None = None
-    """Number of steps before the event; None if unknown."""
+    """Number of steps completed before the event; None if unknown."""
     ranks: tuple[int, ...] = ()
-    """Lost ranks."""
+    """Ranks lost in the event."""
 
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """A checkpoint in the run directory."""
-
     step: int
     bytes: int
     unix_s: float
@@ -64,40 +62,39 @@ class SavedCheckpoint:
 
 @dataclass(frozen=True)
 class PastRun:
-    """Data of a run; ``None`` or empty for missing files."""
+    """The data of a run. Fields whose files are missing are None or empty."""
 
     directory: Path
     name: str
     job: Mapping[str, Any]
-    """Values of the job with all overrides; empty if unknown."""
+    """The job's values with all overrides; empty if unknown."""
     versions: Mapping[str, str]
     report: PlanReport | None
-    """Newest plan, with its prediction."""
+    """The latest plan, with its prediction."""
     profile: ClusterProfile | None
     metrics: Metrics
     rank_steps: tuple[RankStep, ...] = ()
     happenings: tuple[Happening, ...] = ()
     checkpoints: tuple[SavedCheckpoint, ...] = ()
     speeds: Mapping[int, float] = field(default_factory=dict)
-    """Rank -> speed relative to the profile for which the newest plan was made; empty if the plan was made at a start."""
+    """Speed of each rank, relative to the profile, that the latest plan assumes; empty if the plan was made at a start."""
     sample: str = ""
-    """Content of ``sample.txt``; empty without the file."""
+    """Content of ``sample.txt``; empty if there is no such file."""
     typed_directory: str = ""
-    """Directory as the user types it."""
+    """The directory as the user typed it."""
     job_file: str = ""
     present: Present | None = None
-    """Newest status of the ranks; None if unknown."""
+    """Latest status of the ranks; None if unknown."""
     last_step: int | None = None
-    """Last step of the training; None if unknown."""
+    """Number of the last step to train; None if unknown."""
 
     @property
     def plan(self) -> Plan | None:
-        """Newest plan."""
         return self.report.plan if self.report is not None else None
 
     @property
     def over(self) -> bool:
-        """Whether the last step is done."""
+        """Whether the last step has been completed."""
         return bool(self.last_step and self.metrics.steps and self.metrics.steps[-1].step >= self.last_step)
 
     @property
@@ -113,28 +110,28 @@ class PastRun:
 
     @property
     def emulated(self) -> bool:
-        """Whether times are emulated."""
+        """Whether step times are emulated."""
         return (self.profile is not None and self.profile.emulated) or any(step.emulated for step in self.metrics.steps)
 
     def setting(self, table: str, key: str) -> Any:
-        """Value of a key of the job; None if unknown."""
+        """Return the value of a job key, or None if it is unknown."""
         values = self.job.get(table, {})
         return values.get(key) if isinstance(values, Mapping) else None
 
     @property
     def warm_steps(self) -> Sequence[StepMetrics]:
-        """Steps for time measurements: all but the first two of the last plan."""
+        """Steps that count for timing: those under the last plan, except the first two."""
         return warm_steps(self.metrics.steps)
 
     def median_step_s(self) -> float | None:
-        """Median seconds per step; None with too few steps."""
+        """Return the median seconds per step, or None if there are too few steps."""
         return measured_step_s(self.metrics.steps)
 
     def median_tokens_per_s(self) -> float | None:
         return statistics.median(step.tokens_per_s for step in self.warm_steps) if self.warm_steps else None
 
     def perplexity(self) -> float | None:
-        """Perplexity of the newest evaluation; None without one, or if the loss is not a pure token loss."""
+        """Return the perplexity at the latest evaluation, or None if there is none or its loss is not a pure token loss."""
         of_text = self.setting("train", "preference") in (None, "none") and self.setting("model", "factory") is None
         routed = any(step.router_loss is not None for step in self.metrics.steps)
         evaluations = self.metrics.evaluations
@@ -142,7 +139,7 @@ class PastRun:
 
     @cached_property
     def predicted(self) -> SimulatedStep | None:
-        """Simulated step of the newest plan at the speeds for which it was made; None without plan or profile."""
+        """The step of the latest plan, simulated at the speeds that it assumes; None if the plan or profile is missing."""
         if self.plan is None or self.profile is None:
             return None
         ratios = {rank: 1 / speed for rank, speed in self.speeds.items() if speed > 0}
@@ -150,12 +147,12 @@ class PastRun:
 
     @cached_property
     def recorded(self) -> tuple[Event, ...]:
-        """Events of the newest recorded step of the newest plan, on one clock."""
+        """Events of the most recent recorded step under the latest plan, on a common clock."""
         return on_one_clock(newest_step(self.rank_steps, self.plan)) if self.plan is not None else ()
 
 
 def read_run(directory: Path) -> PastRun:
-    """Read the run in a directory, without its unreadable files. Raises UserError: the directory is not a run directory."""
+    """Read the run in a directory, skipping unreadable files. Raises UserError if it is not a run directory."""
     if not any((directory / name).exists() for name in (METRICS_NAME, "plan.toml", RUN_NAME)):
         raise UserError(
             "run.not_a_run",
@@ -186,7 +183,7 @@ def read_run(directory: Path) -> PastRun:
 
 
 def _report_and_profile(directory: Path) -> tuple[PlanReport | None, ClusterProfile | None]:
-    """Read plan and profile, if present; omit the profile if its ranks or model do not match the plan."""
+    """Read the plan and the profile, if present. The profile is omitted if its ranks or model do not match the plan."""
     used = directory / USED_PROFILE
     paths = directory / "plan.toml", used if used.exists() else directory / "profile.toml"
     for path in paths:
@@ -229,7 +226,7 @@ def _happenings(directory: Path, run_values: Mapping[str, Any]) -> list[Happenin
 
 
 def _speeds(directory: Path, run_values: Mapping[str, Any]) -> dict[int, float]:
-    """Speeds for which the newest plan was made during the run; empty if it was made at a start or after a loss."""
+    """Return the speeds assumed by the latest plan, empty unless the plan was made by rebalancing."""
     last_start_s = max((start["unix_s"] for start in run_starts(run_values)), default=0.0)
     speeds: dict[int, float] = {}
     for values in _events(directory):
@@ -261,7 +258,7 @@ def _checkpoints(directory: Path) -> tuple[SavedCheckpoint, ...]:
 
 
 def anonymous(run: PastRun) -> PastRun:
-    """Remove host names, user names and absolute paths from a run, but not from the generated ``sample``."""
+    """Remove host names, user names and absolute paths from a run, except from the generated ``sample``."""
     hosts = _hosts(run)
     users = {getpass.getuser(), *(path.parts[2] for path in _homes(run))}
     replacements = {name: f"host {number}" for number, name in enumerate(hosts)} | {
@@ -299,7 +296,7 @@ def anonymous(run: PastRun) -> PastRun:
 
 
 def _hosts(run: PastRun) -> list[str]:
-    """Hosts of the run in rank order, then further hosts in its events."""
+    """Return the hosts of the run in rank order, followed by other hosts that its events name."""
     names = [device.host for device in run.profile.devices] if run.profile is not None else []
     for _, event in objects(run.directory / EVENTS_NAME):
         for key in ("host", "hosts", "present", "missing"):
@@ -311,7 +308,7 @@ def _hosts(run: PastRun) -> list[str]:
 
 
 def _homes(run: PastRun) -> list[Path]:
-    """Paths of the run and its job inside home directories."""
+    """Return the paths of the run and in its job that are inside home directories."""
     texts = [str(run.directory.absolute()), *(word for word in re.split(r"""[\s'",\[\]]+""", str(run.job)))]
     paths = [Path(text) for text in texts if text.startswith(("/home/", "/Users/"))]
     return [path for path in paths if len(path.parts) > 2]

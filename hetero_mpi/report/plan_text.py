@@ -1,4 +1,4 @@
-"""Plans as text: stages, idle ranks with reasons, batch, prediction, bottlenecks, and causes of waiting."""
+"""Describe plans as text: stages, idle ranks with reasons, batch, prediction, bottlenecks and causes of waiting."""
 
 from __future__ import annotations
 
@@ -33,24 +33,24 @@ if TYPE_CHECKING:
     from hetero_mpi.planning.decision.alternatives import Losses, Outcome  # brings the planner
 
 MAX_STAGE_ROWS = 48
-"""Maximum number of stages, or ranks, with a row each."""
+"""Maximum number of stages, or ranks, to show with a row each."""
 MAX_SCREEN_ROWS = 8
-"""Maximum number of rows on the screen of ``train``."""
+"""Maximum number of stages to show in the output of ``train``."""
 EVERY_STAGE = "all stages: `inspect PLAN --all`, with the plan.toml of `plan -o` or `train`"
 NOT_PREDICTED = "this file has no prediction; to compute one, use `plan --profile PROFILE --plan FILE`"
 _MIN_SHOWN_CHANGE = 0.0005
-"""Relative difference of step times below which "no change" is shown."""
+"""Relative change of the step time below which "no change" is shown."""
 LIMITS = {
     "device": "the speed of the devices",
     "link": "links",
     "memory": "memory",
     "granularity": "granularity (whole layers, whole micro-batches)",
 }
-"""Value of ``Losses.limit`` -> its description."""
+"""Maps the value of ``Losses.limit`` to its description."""
 
 
 def headline(report: PlanReport) -> str:
-    """Format as ``3 ranks, 389 ms per step (395 ms calibrated); best single rank: rank 1, 489 ms (1.26x)``."""
+    """Summarise a plan, as in ``3 ranks, 389 ms per step (395 ms calibrated); best single rank: rank 1, 489 ms (1.26x)``."""
     plan, best = report.plan, report.alone
     used_ranks, all_ranks = len(plan.ranks), len(report.memory) + len(report.idle)
     text = (
@@ -73,12 +73,12 @@ def headline(report: PlanReport) -> str:
 
 
 def plan_lines(source: PlanReport | Plan, profile: ClusterProfile | None, every: bool = False) -> list[str]:
-    """Describe a plan: headline, table of stages with memory and utilisation, idle ranks with reasons, batch, prediction.
+    """Describe a plan: headline, table of stages, idle ranks with reasons, batch and prediction.
 
     Args:
-        source: a plan, or a report with its prediction.
-        profile: profile of the plan; None omits columns that need it.
-        every: print a row for each stage, without a limit.
+        source: a plan, or a report that also has its prediction.
+        profile: profile that the plan was made for. Columns that need it are omitted if it is None.
+        every: print a row for every stage, without a limit.
     """
     plan, report = (source, None) if isinstance(source, Plan) else (source.plan, source)
     stages = _stages(plan, profile, report)
@@ -105,7 +105,7 @@ def plan_lines(source: PlanReport | Plan, profile: ClusterProfile | None, every:
 
 
 def planned_lines(report: PlanReport, profile: ClusterProfile, run_dir: Path) -> list[str]:
-    """Summarise a plan for the screen of ``train``; ``--verbose`` and ``inspect`` show the full ``plan_lines``."""
+    """Summarise a plan for the output of ``train``; ``--verbose`` and ``inspect`` show the full ``plan_lines``."""
     stages = _stages(report.plan, profile, report).without("weights", "warm-up")
     lines = [*wrap_text("", headline(report)), plan_title(report.plan, profile), *stages.lines(MAX_SCREEN_ROWS)]
     lines += [line for reason in idle_lines(report.idle) for line in wrap_text("  ", reason)]
@@ -115,7 +115,7 @@ def planned_lines(report: PlanReport, profile: ClusterProfile, run_dir: Path) ->
 
 
 def eager_lines(plan: Plan, profile: ClusterProfile | None) -> list[str]:
-    """Ranks that compile blocks, but not those of an offloaded or tensor-parallel stage or of one with a split backward."""
+    """List the ranks that compile blocks in general, but not under this plan, with the reason."""
     devices, eager_ranks = profile.devices if profile is not None else (), set[int]()
     for _, number, stage in plan.numbered if devices else ():
         pipeline = plan.pipelines[number]
@@ -126,7 +126,7 @@ def eager_lines(plan: Plan, profile: ClusterProfile | None) -> list[str]:
 
 
 def plan_title(plan: Plan, profile: ClusterProfile | None) -> str:
-    """Format as ``Plan: 4 stages in 2 pipelines, schedule 1F1B``."""
+    """Return the title of a plan, such as ``Plan: 4 stages in 2 pipelines, schedule 1F1B``."""
     interleaved = any(pipeline.interleaved for pipeline in plan.pipelines)
     on = f" on {units.plural(len(plan.ranks), 'rank')}" if interleaved else ""
     emulated = ", on emulated devices" if profile is not None and profile.emulated else ""
@@ -134,13 +134,13 @@ def plan_title(plan: Plan, profile: ClusterProfile | None) -> str:
 
 
 def stages_text(plan: Plan, on: str = "") -> str:
-    """Format as ``4 stages in 2 pipelines, schedule 1F1B``. ``on``: text about ranks to insert after the number of stages."""
+    """Return text such as ``4 stages in 2 pipelines, schedule 1F1B``, with ``on`` inserted after the number of stages."""
     pipelines = "" if len(plan.pipelines) == 1 else f" in {len(plan.pipelines)} pipelines"
     return f"{units.plural(len(plan.numbered), 'stage')}{on}{pipelines}{schedule_text(plan)}"
 
 
 def schedule_text(plan: Plan) -> str:
-    """``, schedule 1F1B``: schedules of the pipelines, with their variations; empty without a pipeline of several stages."""
+    """Return the pipelines' schedules, as in ``, schedule 1F1B``, or "" if no pipeline has several stages."""
     names = dict.fromkeys(_schedule_text(pipeline) for pipeline in plan.pipelines if len(pipeline.stages) > 1)
     return f", schedule {' and '.join(names)}" if names else ""
 
@@ -161,19 +161,19 @@ def _schedule_text(pipeline: PipelinePlan) -> str:
 
 
 def idle_lines(idle: Sequence[IdleRank]) -> list[str]:
-    """Format as ``ranks 4-7 idle: a slower card than ...``, one line per reason."""
+    """Return a line per reason why ranks are idle, such as ``ranks 4-7 idle: a slower card than ...``."""
     alike = idle_ranks_by_reason(idle).items()
     return [f"{units.ranks(r)} {'idles' if len(r) == 1 else 'idle'}: {reason}" for reason, r in alike]
 
 
 def idle_ranks_by_reason(idle: Sequence[IdleRank]) -> dict[str, list[int]]:
-    """Group idle ranks, in order, by reason."""
+    """Map each reason for being idle to the ranks that it applies to, in ascending order."""
     ranks_by_reason = grouped(sorted(idle, key=lambda idle_rank: idle_rank.rank), lambda idle_rank: idle_rank.reason)
     return {reason: [idle_rank.rank for idle_rank in members] for reason, members in ranks_by_reason.items()}
 
 
 def fullest_text(memory: Sequence[RankMemory]) -> str:
-    """Format as ``1.20 GB of 8.00 GB``: peak and budget of the rank with the highest share."""
+    """Return the peak and the budget of the rank that uses most of its budget, as in ``1.20 GB of 8.00 GB``."""
     if not memory:
         return ""
     fullest = max(memory, key=lambda rank_memory: rank_memory.peak_bytes / max(rank_memory.usable_bytes, 1))
@@ -181,7 +181,7 @@ def fullest_text(memory: Sequence[RankMemory]) -> str:
 
 
 def heads_text(stage: StagePlan) -> str:
-    """Key/value heads, and experts if sharded, of each TP rank: ``5 + 3 heads, 2 + 6 experts``."""
+    """List the key/value heads, and experts if sharded, of each TP rank, as in ``5 + 3 heads, 2 + 6 experts``."""
     heads = f"{' + '.join(map(str, stage.shares))} heads"
     return heads if stage.experts is None else f"{heads}, {' + '.join(map(str, stage.experts))} experts"
 
@@ -195,7 +195,7 @@ def stage_table(
     plan: Plan, profile: ClusterProfile | None, memory: Sequence[RankMemory],
     name: Callable[[DeviceProfile], str] = device_text,
 ) -> Table:  # fmt: skip
-    """Table with a row per stage. ``memory``: predicted memory of ranks; ``name``: formats a device."""
+    """Build a table with a row per stage from the predicted ``memory`` of each rank, with devices formatted by ``name``."""
     scaled = Durations(plan, profile).profile if profile is not None else None
     columns = [
         Column("pipeline", lambda row: row.pipeline_index if len(plan.pipelines) > 1 else None),
@@ -239,7 +239,7 @@ def _ranks_text(stage: StagePlan) -> str:
 
 
 def _recompute_text(pipeline: PipelinePlan, stage: StagePlan, plan: Plan, profile: ClusterProfile | None) -> str:
-    """Cell of the column ``recompute``: whether backward recomputes all, none or some slices of the stage."""
+    """Return the cell of the column ``recompute``: whether backward recomputes all, none or some slices of the stage."""
     if not stage.streamed:
         sliced = profile is not None and slices_head(profile.model, pipeline, stage, plan.sequence_length)
         head = "head" * sliced
@@ -251,7 +251,7 @@ def _recompute_text(pipeline: PipelinePlan, stage: StagePlan, plan: Plan, profil
 
 
 def stage_note(plan: Plan, profile: ClusterProfile | None) -> str:
-    """Legend of ``stage_table``."""
+    """Return the legend of ``stage_table``."""
     length = plan.sequence_length
     sizes = " or ".join(dict.fromkeys(units.amount(pipe.micro_batch * length, length) for pipe in plan.pipelines))
     note = f"weights: parameters; compute: forward + backward of {sizes}; " if profile is not None else ""
@@ -268,7 +268,7 @@ def _micro_batch_s(pipeline: PipelinePlan, stage: StagePlan, plan: Plan, profile
 
 
 def batch_lines(plan: Plan) -> list[str]:
-    """Format as ``64 sequences = 8 micro-batches x 8 sequences, 128 tokens each: 8,192 tokens per step``."""
+    """Describe the batch: ``64 sequences = 8 micro-batches x 8 sequences, 128 tokens each: 8,192 tokens per step``."""
     row = "sample" if units.unit_of(plan.sequence_length) == "samples" else "sequence"
     shares = []
     for pipeline in plan.pipelines:
@@ -294,7 +294,7 @@ def _prediction(report: PlanReport, bound: bool) -> str:
 
 
 def costed_plan_lines(report: PlanReport, profile: ClusterProfile, use: Mapping[int, float], lost: Losses) -> list[str]:
-    """Describe a plan with its prediction and bound, the utilisation of all ranks (``use``), and its bottleneck."""
+    """Describe a plan with its prediction and lower bound, the utilisation ``use`` of each rank, and the bottleneck."""
     lines = plan_lines(report, profile) + wrap_text("Utilisation: ", utilisation(use))
     parts = [(lost.links, "links"), (lost.memory, "memory"), (lost.granularity, "whole layers and micro-batches")]
     if lost.choice > 0:
@@ -305,7 +305,7 @@ def costed_plan_lines(report: PlanReport, profile: ClusterProfile, use: Mapping[
 
 
 def utilisation(shares: Mapping[int, float]) -> str:
-    """Format as ``rank 0 84 %, rank 1 90 %``; for many ranks, minimum, median and maximum."""
+    """List each rank's utilisation, as in ``rank 0 84 %, rank 1 90 %``, or the range and median if there are many ranks."""
     if len(shares) <= MAX_STAGE_ROWS:
         return ", ".join(f"rank {rank} {units.percent(shares[rank])}" for rank in sorted(shares))
     idlest, busiest = min(shares, key=lambda r: shares[r]), max(shares, key=lambda r: shares[r])
@@ -316,7 +316,7 @@ def utilisation(shares: Mapping[int, float]) -> str:
 
 
 def shared_nic_lines(step_s: float, predicted_s: float) -> list[str]:
-    """Cost of one shared NIC per host, from a step simulated with it."""
+    """Report how much longer the step takes with one shared NIC per host (``step_s``) than predicted."""
     more = units.ratio(step_s, predicted_s) - 1
     change = "no change" if abs(more) < _MIN_SHOWN_CHANGE else f"{units.percent(more)} more than predicted"
     return wrap_text("Simulated with one NIC per host ", f"for all messages to other hosts: {change}")
@@ -331,11 +331,11 @@ _CAUSES = {
     "TP group": "group_s",
     "step end": "end_s",
 }
-"""Column -> field of ``Idling``."""
+"""Maps a column's title to a field of ``Idling``."""
 
 
 def idling_lines(step: SimulatedStep, causes: Mapping[int, Idling], memory: Sequence[RankMemory]) -> list[str]:
-    """Table with a row per rank: shares of the step spent computing, and idle by cause, and peak memory."""
+    """Build a table with a row per rank: the shares of the step spent computing and idling, by cause, and peak memory."""
 
     def share(seconds: float) -> str:
         return units.percent(units.ratio(seconds, step.step_s))
@@ -359,7 +359,7 @@ def idling_lines(step: SimulatedStep, causes: Mapping[int, Idling], memory: Sequ
 
 
 def what_if_lines(answers: Sequence[Outcome], step_s: float) -> list[str]:
-    """Format variants as ``what if link 0 - 1 10x faster: -18 % (410 ms per step)``."""
+    """Return a heading and a line for each variant, such as ``link 0 - 1 10x faster: -18 % (410 ms per step)``."""
     lines = []
     for answer in answers:
         if answer.step_s is None:

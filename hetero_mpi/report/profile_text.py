@@ -1,4 +1,4 @@
-"""Profiles as text: a summary of ranks and links (``profile_lines``), or all measurements (``inspection_lines``)."""
+"""Describe profiles as text: a summary of ranks and links (``profile_lines``) or all measurements (``inspection_lines``)."""
 
 import math
 import statistics
@@ -23,22 +23,22 @@ from hetero_mpi.util import units
 from hetero_mpi.util.terminal import wrap_text
 
 LONGEST_DEVICE, LONGEST_HOST = 26, 20
-"""Maximum characters of a device or host name in a table, as some CPU names are very long."""
+"""Maximum number of characters of device and host names in a table, since some CPU names are very long."""
 ALL = "`inspect FILE --all` shows every rank, host and link"
 MAX_CURVE_DEVICES = 4
-"""Number of devices whose curves are shown if more than ``MAX_ROWS`` differ."""
+"""Number of devices whose curves are shown if there are more than ``MAX_ROWS`` different devices."""
 MAX_LINK_ROWS = 12
-"""Maximum number of links listed one by one; beyond it, only the links with the worst fit are."""
+"""Maximum number of links to list; if there are more, only those with the worst fit are listed."""
 
 
 def device_text(device: DeviceProfile) -> str:
-    """Backend and name of a device: ``cuda RTX 4090``."""
+    """Return a device's backend and name, such as ``cuda RTX 4090``."""
     name = device.name if device.name.lower().startswith(device.backend) else f"{device.backend} {device.name}"
     return units.device_name(name, LONGEST_DEVICE)
 
 
 def place_text(profile: ClusterProfile | None, rank: int) -> str:
-    """Device and host of a rank: ``RTX 4090, alpha``; empty if unknown."""
+    """Return a rank's device and host, such as ``RTX 4090, alpha``, or "" if they are unknown."""
     if profile is None or not 0 <= rank < len(profile.devices):
         return ""
     return f"{profile.devices[rank].name}, {profile.devices[rank].host}"
@@ -49,14 +49,14 @@ def device_heading(profile: ClusterProfile) -> str:
 
 
 def block_s(profile: ClusterProfile, device: DeviceProfile, op: Op) -> float:
-    """Mean seconds per block for one sequence, over all kinds of blocks."""
+    """Return the mean time per block, in seconds, for one sequence."""
     layers = len(profile.model.layers)
     total = compute_s(profile, device, 1, layers - 1, profile.model.sequence_length, op)
     return total / max(layers - 2, 1)
 
 
 def measured_lines(profile: ClusterProfile) -> list[str]:
-    """Summarise the speed of a profile's ranks and links; for an emulated profile, also its notes."""
+    """Summarise the speed of a profile's ranks and links. For an emulated profile, its notes follow."""
     ranks, tokens = len(profile.devices), profile.model.sequence_length
     blocks = [sum(block_s(profile, device, op) for op in (Op.F, Op.B)) for device in profile.devices]
     text = f"{units.plural(ranks, 'rank')}; forward and backward of one block over {units.amount(tokens, tokens)} take "
@@ -69,7 +69,7 @@ def measured_lines(profile: ClusterProfile) -> list[str]:
 
 
 def profile_lines(profile: ClusterProfile, every: bool = False) -> list[str]:
-    """Table with a row per rank (device, memory, speed), and a summary of links. ``every``: print all rows, without a limit."""
+    """Return a table with a row per rank (device, speed, memory) and a summary of the links. ``every`` removes the row limit."""
     tokens = profile.model.sequence_length
     lines = [f"Ranks: {len(profile.devices)}, {profile.mpi_library}; figures {profile.source}, {profile.date}"]
     lines += rank_table(profile).lines(None if every else MAX_ROWS)
@@ -116,9 +116,9 @@ def _link_lines(profile: ClusterProfile) -> list[str]:
 
 
 def inspection_lines(profile: ClusterProfile, every: bool = False) -> list[str]:
-    """Describe a profile in full: summary, curves with spread, hosts, and links (or the worst links) with residuals.
+    """Describe a profile in full: a summary, curves with their spread, hosts, and links with residuals.
 
-    ``every``: print all ranks, hosts and links, without a limit.
+    If ``every`` is true, all ranks, hosts and links are printed; otherwise the worst links if there are many.
     """
     lines, most = profile_lines(profile, every), None if every else MAX_ROWS
     devices = distinct_devices(profile)
@@ -143,7 +143,7 @@ def inspection_lines(profile: ClusterProfile, every: bool = False) -> list[str]:
 
 
 def distinct_devices(profile: ClusterProfile) -> list[tuple[list[int], DeviceProfile]]:
-    """Group ranks by device, ignoring rank and host."""
+    """Group the ranks whose devices have the same measurements, as (ranks, device of the first rank)."""
 
     def figures(device: DeviceProfile) -> str:
         return repr(replace(device, rank=0, host="", memory_reason=""))
@@ -152,7 +152,7 @@ def distinct_devices(profile: ClusterProfile) -> list[tuple[list[int], DevicePro
 
 
 def _curve_table(device: DeviceProfile) -> Table:
-    """Table of seconds by layer kind and tokens: value for planning, relative excess of the timed median, and its spread."""
+    """Build a table of seconds by layer kind and tokens: the planner's value, the timed median relative to it, and the spread."""
     sampled = (("timed", units.change), ("spread", units.percent))
     forms: tuple[tuple[str, Callable[[Any], str]], ...] = (
         ("layer", str), ("tokens", "{:,}".format), ("forward", units.seconds), *sampled, ("backward", units.seconds), *sampled,
@@ -173,7 +173,7 @@ def _curve_table(device: DeviceProfile) -> Table:
 
 
 def _sample(curve: Curve | None, tokens: int) -> tuple[float | None, float | None, float | None]:
-    """Seconds on the curve, relative excess of the samples' median, and their spread at one token count; None if not measured."""
+    """Return the curve's seconds at ``tokens``, the relative excess of the samples' median, and their spread; None if unknown."""
     if curve is None or tokens not in (curve.sample_tokens or curve.tokens):
         return None, None, None
     line_s = curve.at(tokens)
@@ -188,7 +188,7 @@ def finite_bandwidth(bytes_per_s: float) -> str:
 
 
 def _host_table(profile: ClusterProfile) -> Table:
-    """Table with a row per host: memory, NIC and copy bandwidth that its ranks share."""
+    """Build a table with a row per host: the memory, NIC, and copy bandwidth that its ranks share."""
 
     def ranks(host: HostProfile) -> list[int]:
         return [device.rank for device in profile.devices if device.host == host.name]
@@ -214,13 +214,13 @@ def _host_table(profile: ClusterProfile) -> Table:
 
 
 def residuals(link: LinkProfile) -> list[float]:
-    """Absolute relative error of ``latency_s + bytes / bytes_per_s`` for each sample of a link."""
+    """Return the absolute relative error of ``latency_s + bytes / bytes_per_s`` for each sample of a link."""
     samples = zip(link.sample_bytes, link.sample_s, strict=True)
     return [abs((link.latency_s + size / link.bytes_per_s) / seconds - 1) for size, seconds in samples if seconds > 0]
 
 
 def _links(profile: ClusterProfile, every: bool) -> list[str]:
-    """Describe the links between ranks (of many, only the worst fits), or else between pairs of hosts."""
+    """Describe the links between ranks, or only the worst fits if there are many. Without them, describe links between hosts."""
     if not profile.links:
         by_hosts = Table((Column("where", _host_link_ends), *_SPEED), profile.host_links)
         return ["", "Links", *by_hosts.lines(None if every else MAX_ROWS)] if by_hosts.rows else []

@@ -1,4 +1,4 @@
-"""Training progress: a screen of a few lines that is redrawn in place on a terminal, or else occasional plain lines.
+"""Show training progress: on a terminal, a screen of a few lines redrawn in place; otherwise, occasional plain lines.
 
 ::
 
@@ -40,40 +40,40 @@ from hetero_mpi.util.terminal import is_terminal, printable, terminal_size, writ
 LINE_EVERY_S, LINE_AT_LEAST_EVERY_S = 5.0, 600.0
 MIN_LINES_PER_RUN = 10
 LINE_INTERVAL_RATIO = 0.25
-"""Time to the next line, as a share of the elapsed time, within the limits above."""
+"""Time until the next line, as a fraction of the elapsed time, within the limits above."""
 _RECENT_STEPS = 20
-"""Number of latest steps whose median is shown as the speed."""
+"""The speed shown is the median over this number of recent steps."""
 DRAW_EVERY_S = 0.5
 _BAR, _SHORT_BAR = 30, 10
 _MAX_HOLDS = 26
-"""Maximum characters of the column ``holds``."""
+"""Maximum width of the column ``holds`` in characters."""
 _BAR_PARTS = re.compile("[━╸]+")
 
 
 @dataclass(frozen=True)
 class RankRow:
-    """Static part of a rank's row on the screen."""
+    """The static part of a rank's row on the screen."""
 
     rank: int
     holds: str
     predicted: float
-    """Share of the predicted step in which the rank computes."""
+    """Fraction of the predicted step during which the rank computes."""
 
 
 @dataclass(frozen=True)
 class Overview:
-    """Static part of the screen for a plan."""
+    """The static part of the screen, which changes only with the plan."""
 
     title: str
     ranks: tuple[RankRow, ...] = ()
 
 
 Standings = Callable[[], Mapping[int, Standing]]
-"""Returns rank -> current activity. Called by the drawing thread."""
+"""Returns the current activity of each rank. The drawing thread calls it."""
 
 
 def overview(plan: Plan, profile: ClusterProfile, name: str) -> Overview:
-    """Build the screen's first line, and a row for every rank with a stage."""
+    """Build the title of the screen, and a row for each rank that the plan uses."""
     use = simulate(plan, profile).use
     on = f" on {len(plan.ranks)} of {len(profile.devices)} ranks"
     title = f"{name}: {stages_text(plan, on)}{', EMULATED' if profile.emulated else ''}"
@@ -86,15 +86,15 @@ def overview(plan: Plan, profile: ClusterProfile, name: str) -> Overview:
 
 
 class ProgressDisplay:
-    """Context manager that shows the steps of a run; call ``update`` once per step.
+    """Context manager that shows the progress of a run. Call ``update`` once per step.
 
-    On a terminal, draws a screen. Otherwise prints a line for the first and the last step, and in between after a tenth of the run
-    or a quarter of the elapsed time (5 s to 10 minutes), whichever is earlier.
+    On a terminal, it draws a screen. Otherwise it prints a line for the first and the last step and, in between, after a tenth of
+    the run or a quarter of the elapsed time (5 s to 10 minutes), whichever is earlier.
 
     Args:
-        first_step: steps done before this run (0 unless resumed).
-        steps_per_epoch: set if the run counts epochs.
-        screen: allow the screen.
+        first_step: number of steps completed before this run (0 unless resumed).
+        steps_per_epoch: number of steps per epoch if epochs are to be shown.
+        screen: whether to draw the screen if the output is a terminal.
     """
 
     def __init__(
@@ -125,11 +125,11 @@ class ProgressDisplay:
         self._screen = Screen(self._stream, self.view) if watched else None
 
     def show(self, about: Overview, standings: Standings) -> None:
-        """Switch to another plan."""
+        """Show the overview and activities of a new plan from now on."""
         self.overview, self.standings = about, standings
 
     def update(self, line: StepMetrics) -> None:
-        """Record a step."""
+        """Record the metrics of a completed step, and print a line if one is due."""
         self._latest = line
         self._recent.append(line)
         if self._screen is None and self._is_due(line.step):
@@ -146,7 +146,7 @@ class ProgressDisplay:
             self._screen.__exit__()
 
     def view(self, rows: int) -> list[str]:
-        """Render the screen in at most ``rows`` rows."""
+        """Return the lines of the screen, at most ``rows`` of them if possible."""
         step, total, ranks = (
             self._latest.step if self._latest else self.first_step,
             self.total_steps,
@@ -176,7 +176,7 @@ class ProgressDisplay:
         return lines
 
     def _speed_text(self) -> str:
-        """Loss, current speed and predicted speed."""
+        """Return the latest loss, the current speed and the predicted step time."""
         if self._latest is None:
             return "running the first step"
         recent = list(self._recent)
@@ -208,17 +208,17 @@ class ProgressDisplay:
         return f", epoch {step / self._steps_per_epoch:.2f}" if self._steps_per_epoch is not None else ""
 
     def _left(self, step: int) -> str:
-        """Estimated time of the steps after ``step``, as a clock."""
+        """Return the estimated time for the steps after ``step``, formatted like a clock."""
         per_step_s = (self._now_s() - self._started_s) / (step - self.first_step)
         return units.clock(per_step_s * (self.total_steps - step))
 
 
 class Screen:
-    """Context manager that redraws lines in place, prints other output above them, and leaves the last lines at exit.
+    """Context manager that redraws lines in place and prints other output above them. The last lines remain at exit.
 
     Args:
-        stream: a terminal.
-        view: returns the lines for a number of rows; called from the drawing thread.
+        stream: the terminal to draw on.
+        view: a function that returns the lines for a maximum number of rows. The drawing thread calls it.
     """
 
     def __init__(self, stream: TextIO, view: Callable[[int], Sequence[str]], every_s: float = DRAW_EVERY_S) -> None:
@@ -228,7 +228,6 @@ class Screen:
         self._height = 0
 
     def print_above(self, text: str) -> None:
-        """Print a line above the screen."""
         self._draw(text + "\n")
 
     def __enter__(self) -> Screen:
@@ -248,7 +247,7 @@ class Screen:
             self._draw()
 
     def _draw(self, above: str = "") -> None:
-        """Overwrite the previous lines with ``above`` and the current ones, all complete: launchers hold back others."""
+        """Replace the previous lines with ``above`` and the current ones. All end in a newline, without which launchers buffer."""
         size = terminal_size(self._stream)
         self._lines = self._view(size.lines - 2) or self._lines
         lines = [_cut(printable(line), size.columns) for line in self._lines]

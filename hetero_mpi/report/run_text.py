@@ -1,4 +1,4 @@
-"""Runs as text: summary at the end, comparison of runs (``compare``) or with a single device (``baseline``), and job."""
+"""Describe runs as text: the final summary, comparisons of runs (``compare``) or with one device (``baseline``), and the job."""
 
 import math
 import shlex
@@ -19,12 +19,12 @@ from hetero_mpi.util import units
 from hetero_mpi.util.terminal import wrap_text
 
 MAX_UNEXPLAINED_RATIO = 0.15
-"""Relative difference between measured and predicted step time up to which no reason is reported."""
+"""Relative difference between measured and predicted step time below which no reason is given."""
 MAX_HARDLY_FACTOR = 1.1
-"""Gain up to which an answer is "Hardly": such gains are within the error of predictions and the variation of machines."""
+"""Speedup below which the answer is "Hardly", since it is within the prediction error and the variation between runs."""
 _PROFILED = "when they were measured"
 _LOSS_WINDOW_RATIO = 0.05
-"""Share of the tokens, counted from the end, over which the loss is averaged."""
+"""The loss is averaged over this last fraction of the tokens."""
 _TOO_FEW = "too few steps"
 _OPTIMIZERS = {"adamw_8bit": "8-bit AdamW", "adafactor": "Adafactor", "muon": "Muon and AdamW"}
 _IRRELEVANT = {("output", "run_dir")}
@@ -48,8 +48,9 @@ def final_lines(
 ) -> list[str]:
     """Summarise a run at its end.
 
-    ``steps``, ``evaluations``: since the last start. ``unigram_entropy``: of the training targets, in nats per token. ``paths``:
-    description -> path. ``compared``: "pair" or "answer" for preferences. ``cpu_text``: CPU use of other programs, as text.
+    ``steps`` and ``evaluations`` are those since the last start. ``unigram_entropy`` is that of the training targets, in nats per
+    token. ``paths`` maps descriptions to output paths. ``compared`` is the unit of a preference loss, "pair" or "answer".
+    ``cpu_text`` describes the CPU use of other programs.
     """
     lines = time_lines(report, profile, steps, speed_changes, cpu_text)
     per = "nats per token" if units.unit_of(report.plan.sequence_length) == "tokens" else "per sample"
@@ -67,7 +68,7 @@ def time_lines(
     speed_changes: SpeedChanges = (),
     cpu_text: str = "",
 ) -> list[str]:
-    """Compare measured and predicted step time, with the likely reason for a large difference; then list earlier plans."""
+    """Compare measured and predicted step times, for earlier plans too, and give the likely reason for a large difference."""
     *before, last = by_plan(steps) or [[]]
     warm = last[WARM_UP_STEPS:]
     if warm:
@@ -122,7 +123,7 @@ def _difference_reason(profile: ClusterProfile, changes: SpeedChanges, ratio: fl
 def loss_lines(
     steps: Sequence[StepMetrics], evaluations: Sequence[Evaluation], unigram_entropy: float | None, per: str
 ) -> list[str]:
-    """Report the first and the last loss, the last evaluation loss, and the difference from the unigram entropy, if known."""
+    """Report the first and last loss, the last evaluation loss, and the difference from the unigram entropy if it is known."""
     lines = []
     if steps:
         first, last = steps[0], steps[-1]
@@ -148,7 +149,7 @@ def loss_lines(
 
 
 def comparison_lines(runs: Sequence[PastRun]) -> list[str]:
-    """Compare runs in a table with a column per run: job differences, plan, speed, and loss after equal numbers of tokens."""
+    """Compare runs in a table with a column per run: job differences, plan, speed, and loss after the same number of tokens."""
     tokens = min(sum(step.tokens for step in run.metrics.steps) for run in runs)
     speeds = [run.median_tokens_per_s() for run in runs]
     evaluation_losses = [run.metrics.evaluations[-1].loss if run.metrics.evaluations else math.nan for run in runs]
@@ -179,7 +180,7 @@ def comparison_lines(runs: Sequence[PastRun]) -> list[str]:
 
 
 def loss_after(steps: Sequence[StepMetrics], tokens: int) -> float:
-    """Mean training loss over the last twentieth of the first ``tokens`` tokens (at least one step); NaN without steps."""
+    """Return the mean training loss over the last 5 % of the first ``tokens`` tokens, or NaN if there are no steps."""
     tokens_done, recent = 0, []
     for step in steps:
         if tokens_done >= tokens:
@@ -191,7 +192,7 @@ def loss_after(steps: Sequence[StepMetrics], tokens: int) -> float:
 
 
 def job_differences(jobs: Sequence[Mapping[str, Any]]) -> list[tuple[str, tuple[str, ...]]]:
-    """List the keys with different values: (``table.key``, value in each job)."""
+    """List the keys whose values differ between the jobs, as (``table.key``, value in each job)."""
     keys = dict.fromkeys(
         (name, key) for job in jobs for name, values in job.items() if isinstance(values, Mapping) for key in values
     )
@@ -209,7 +210,7 @@ def baseline_lines(
 ) -> list[str]:  # fmt: skip
     """Compare each kind of device alone with all devices together, and conclude whether the other devices help.
 
-    ``singles``: prediction for each kind of device. ``run``: run of the plan, whose measured times are shown too.
+    ``singles`` has a prediction for each kind of device. If ``run`` is given, its measured step time is shown as well.
     """
     kind = ", emulated" if profile.emulated else ""
     timed = [
@@ -240,7 +241,7 @@ def baseline_lines(
 def worth_adding(
     singles: Sequence[Alone], report: PlanReport, profile: ClusterProfile, measured_s: float | None
 ) -> str:
-    """Describe the gain over the best single device. ``measured_s``: step time of all devices together, if known."""
+    """Describe the gain over the best single device. ``measured_s`` is the step time of all devices together, if known."""
     if len(singles) == 1 and len(report.memory) + len(report.idle) <= 1:
         return "There is only one device."
     capable = [single for single in singles if single.step_s is not None]
@@ -262,7 +263,7 @@ def worth_adding(
 
 
 def next_steps(run: PastRun) -> list[tuple[str, str]]:
-    """Suggest next commands, (command, description), depending on the files of the run."""
+    """Suggest next commands, as (command, description), depending on the state of the run."""
     run_dir, program = shlex.quote(run.typed_directory), "python -m hetero_mpi"
     has_model = any((run.directory / name).is_dir() for name in ("model", "adapter"))
     done, total_steps = run.metrics.steps[-1].step if run.metrics.steps else 0, run.setting("train", "steps")
@@ -312,7 +313,7 @@ def _value(value: Any) -> str:
 
 
 def job_rows(job: Mapping[str, Any], used_dtype: str = "") -> list[tuple[str, str]]:
-    """Summarise a job as (topic, settings): method, model, data, optimizer, without unset keys. ``used_dtype``: if known."""
+    """Summarise a job as (topic, settings), omitting unset keys. ``used_dtype`` is the actual compute dtype, if known."""
 
     def setting(name: str) -> Any:
         table, key = name.split(".")

@@ -1,4 +1,4 @@
-"""Tables as data, columns and an object per row, rendered as text (``Table.lines``) or on the page of a run (``page.html``).
+"""Tables of columns and one object per row, rendered as text (``Table.lines``) or as HTML on the page of a run (``page.html``).
 
 Example: ``Table([Column("rank", "rank"), Column("memory", "memory_bytes", units.size)], profile.devices).lines()``.
 """
@@ -18,22 +18,22 @@ from hetero_mpi.util.terminal import line_width, printable, wrap_text
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
 MAX_ROWS = 16
-"""Maximum number of ranks or hosts to show."""
+"""Maximum number of ranks or hosts to show in a table."""
 _NO_BREAK = "\N{NO-BREAK SPACE}"
 _UNIT = re.compile(r"(?<=\d) (?=(%|[a-zA-Z]{1,2}(/s)?)(?:\s|,|;|\)|$))")
-"""Space between a number and its unit, where lines must not break."""
+"""Matches the space between a number and its unit, where lines must not break."""
 
 
 @dataclass(frozen=True)
 class Column:
-    """Heading, value and format of a column."""
+    """A column: its heading, and how to get and format its values."""
 
     title: str
     value: str | Callable[[Any], Any]
-    """Function of the row, or name of its attribute; a value of None is unknown."""
+    """Function of the row, or name of one of its attributes. None stands for an unknown value."""
     format: Callable[[Any], str] = str
     align_left: bool = False
-    """Align left; other columns align right if all their texts begin with a digit."""
+    """Whether to align left in any case. Other columns align right if all their cells begin with a digit."""
 
     def text(self, row: Any) -> str:
         value = getattr(row, self.value) if isinstance(self.value, str) else self.value(row)
@@ -42,22 +42,22 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """Columns, and an object per row. Columns without text are hidden."""
+    """Columns, and one object per row. Columns whose cells are all empty are hidden."""
 
     columns: Sequence[Column]
     rows: Sequence[Any]
 
     @classmethod
     def of_texts(cls, headings: Iterable[str], rows: Sequence[Sequence[Any]]) -> Table:
-        """Build a table of texts, one per heading in each row."""
+        """Build a table from rows of cells, one cell per heading."""
         return cls([Column(heading, itemgetter(index)) for index, heading in enumerate(headings)], rows)
 
     def without(self, *titles: str) -> Table:
-        """Return the table without the columns of these titles."""
+        """Return the table without the columns with these titles."""
         return replace(self, columns=[column for column in self.columns if column.title not in titles])
 
     def texts(self) -> list[tuple[Column, list[str]]]:
-        """Visible columns with their texts."""
+        """Return the visible columns, each with the text of its cells."""
         columns = [(column, [column.text(row) for row in self.rows]) for column in self.columns]
         return [(column, texts) for column, texts in columns if any(texts)]
 
@@ -66,15 +66,15 @@ class Table:
         return bool(self.texts())
 
     def html(self) -> tuple[list[tuple[str, bool]], list[tuple[str, ...]]]:
-        """Headings, each with whether its column aligns right; and rows of texts."""
+        """Return the headings, as (title, whether the column aligns right), and the rows of cell text, for use in HTML."""
         columns = self.texts()
         headings = [(column.title, _at_right(column, texts)) for column, texts in columns]
         return headings, list(zip(*(texts for _, texts in columns), strict=True))
 
     def lines(self, most: int | None = None) -> list[str]:
-        """Align columns within the terminal, wrapping wide ones; if single words are too wide, list the cells of each row instead.
+        """Render the table to fit the terminal, wrapping wide columns; if words are too wide, list the cells of each row instead.
 
-        ``most``: with more rows than this, show only the first rows (at most ``MAX_ROWS``).
+        If the table has more than ``most`` rows, only the first rows are shown, at most ``MAX_ROWS``.
         """
         if most is not None and len(self.rows) > most:
             rows = self.rows[: min(most, MAX_ROWS)]
@@ -93,7 +93,7 @@ class Table:
 
 
 def unbroken(text: str) -> str:
-    """Keep numbers and their units in ``text`` on one line."""
+    """Replace the spaces between numbers and their units in ``text`` with no-break spaces."""
     return _UNIT.sub(_NO_BREAK, text)
 
 
@@ -102,7 +102,6 @@ def _at_right(column: Column, texts: Sequence[str]) -> bool:
 
 
 def _lines(row: Sequence[str], widths: Sequence[int], right: Sequence[bool]) -> list[str]:
-    """Render a row as lines."""
     parts = [
         textwrap.wrap(cell, width, break_long_words=False, break_on_hyphens=False)
         for cell, width in zip(row, widths, strict=True)
@@ -117,7 +116,7 @@ def _lines(row: Sequence[str], widths: Sequence[int], right: Sequence[bool]) -> 
 
 
 def _stacked(cells: Sequence[Sequence[str]]) -> list[str]:
-    """Render each row as lines of a heading and a cell, followed by an empty line; omits empty cells."""
+    """Render each row as one ``heading  cell`` line per non-empty cell, followed by an empty line."""
     headings, *rows = zip(*cells, strict=True)
     wide = max(map(len, headings))
     lines: list[str] = []
@@ -129,7 +128,7 @@ def _stacked(cells: Sequence[Sequence[str]]) -> list[str]:
 
 
 def grouped(values: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
-    """Group values by key, in order of first occurrence."""
+    """Group values by key, with the keys in order of first occurrence."""
     groups: dict[K, list[T]] = {}
     for value in values:
         groups.setdefault(key(value), []).append(value)
@@ -137,7 +136,7 @@ def grouped(values: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
 
 
 def least_most(values: Sequence[float], show: Callable[[float], str]) -> str:
-    """Format the range of values: ``1.20 ms to 1.31 ms``, or one value if both ends look equal."""
+    """Format the range of values, as in ``1.20 ms to 1.31 ms``, or a single value if both ends are formatted alike."""
     if not values:
         return ""
     least, most = show(min(values)), show(max(values))

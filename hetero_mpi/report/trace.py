@@ -1,7 +1,7 @@
-"""Chrome trace of steps, for https://ui.perfetto.dev and chrome://tracing.
+"""Write predicted and measured steps as a Chrome trace, for https://ui.perfetto.dev and chrome://tracing.
 
-Format: "Trace Event Format" of the Chromium project (JSON object form, complete events ``"ph": "X"``, microseconds), for predicted
-and measured events alike.
+The format is the Chromium project's "Trace Event Format", in its JSON object form, with complete events (``"ph": "X"``). Times are
+in microseconds.
 """
 
 import json
@@ -22,22 +22,22 @@ LANES = {
     Op.SEND_B: (4, "send gradients"),
     Op.REDUCE: (5, "gradient all-reduce"),
 }
-"""Operation -> (thread number, lane name) within its rank; all other operations are computation."""
+"""Maps an operation to its lane, (thread number, name), within a rank; all other operations are computation."""
 COMPUTE = (0, "compute")
 EMBEDDING = (6, "all-reduce of the embedding's gradients")
-"""Lane of the tied embedding's gradients, whose all-reduce overlaps the others."""
+"""Lane for the gradients of a tied embedding, whose all-reduce overlaps other all-reduces."""
 COPY = (7, "copy between device and host")
 GROUP = (8, "tensor-parallel communication")
-"""Communication of a tensor-parallel rank, without waiting; in reality it interleaves with the preceding computation."""
+"""Lane for the communication of a tensor-parallel rank, without waiting. It really interleaves with the preceding computation."""
 _NUM_IDS_PER_PROCESS = 100
-"""IDs reserved per process for its lanes. Perfetto treats a thread with its process's ID as the main thread, and ID 0 as the
-kernel's, so lane 0 has the process's ID, no other lane has any process's ID, and no ID is 0."""
+"""Number of thread IDs reserved for the lanes of a process. Perfetto takes a thread with its process's ID for the main thread, and
+ID 0 for the kernel, so lane 0 has the process's ID, other lanes have no process's ID, and no ID is 0."""
 
 
 def trace(kinds: Mapping[str, Sequence[Event]], labels: Mapping[int, str] | None = None) -> dict[str, Any]:
-    """Build the trace as JSON values: a process per rank and kind, and a complete event per ``Event``.
+    """Build the trace as JSON values, with a process for each rank and kind, named by ``labels``.
 
-    Each step begins where the slowest rank of the previous step ended. ``labels``: names of ranks.
+    Each step begins when the slowest rank of the previous step has finished.
     """
     begins, entries = _begins_s([event for events in kinds.values() for event in events]), list[dict[str, Any]]()
     for index, (kind, events) in enumerate(kinds.items()):
@@ -83,7 +83,7 @@ def _copies(event: Event) -> TypeGuard[MeasuredEvent]:
 
 
 def run_events(run: PastRun) -> dict[str, Sequence[Event]]:
-    """Recorded steps of a run, and the predicted step at the start of each of them; empty if nothing is known."""
+    """Return the recorded steps of a run, and its predicted step once for each; empty if the run has no plan or profile."""
     simulation = run.predicted
     if run.plan is None or simulation is None:
         return {}
@@ -94,7 +94,7 @@ def run_events(run: PastRun) -> dict[str, Sequence[Event]]:
 
 
 def save_run_trace(run: PastRun, path: Path) -> Path | None:
-    """Write the trace of ``run_events``; returns None without events."""
+    """Write the trace of ``run_events`` to ``path`` and return it, or return None if there are no events."""
     kinds, devices = run_events(run), run.profile.devices if run.profile is not None else ()
     return (
         save_trace(kinds, path, {device.rank: place_text(run.profile, device.rank) for device in devices})
@@ -104,7 +104,7 @@ def save_run_trace(run: PastRun, path: Path) -> Path | None:
 
 
 def save_trace(kinds: Mapping[str, Sequence[Event]], path: Path, labels: Mapping[int, str]) -> Path:
-    """Write ``trace(kinds)`` to ``path``, creating its directory if missing."""
+    """Write ``trace(kinds)`` to ``path``, creating its directory if necessary."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(trace(kinds, labels), allow_nan=False), encoding="utf-8")
     return path
@@ -115,7 +115,7 @@ def _lane(event: Event) -> tuple[int, str]:
 
 
 def _begins_s(events: Sequence[Event]) -> dict[int, float]:
-    """Step -> start time in seconds."""
+    """Map each step to its start time in the trace, in seconds."""
     longest: dict[int, float] = {}
     for event in events:
         longest[event.step] = max(longest.get(event.step, 0.0), event.end_s)

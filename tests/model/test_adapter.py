@@ -17,6 +17,7 @@ from hetero_mpi.job.schema import JobConfig
 from hetero_mpi.job.training_tables import TrainTable
 from hetero_mpi.model.adapters.adapter_files import check_adapter, read_adapter, write_adapter
 from hetero_mpi.model.adapters.adapter_tuning import tuning_of
+from hetero_mpi.model.layer.lora import join_products
 from hetero_mpi.model.layer.quantize import packed_bytes
 from hetero_mpi.model.model_cost import model_cost
 from hetero_mpi.model.optimizer import Optimizer
@@ -177,6 +178,7 @@ def test_plain_adapters_are_one_function_and_equal_pefts(quantization: str, adap
     for of_peft, recompute in ((False, False), (False, True), (True, False)):
         spec = StageSpec(chain(), 0, chain().layer_count, Backend(), "fp32", 7, tuning, recompute)
         made = Stage(spec, SeededStart(1))
+        join_products(made.model)
         for name, parameter in made.parameters.items():
             parameter.data.normal_(0, 0.05, generator=torch.Generator().manual_seed(len(name)))
         layers = [layer for layer in made.model.modules() if hasattr(layer, "lora_A")]

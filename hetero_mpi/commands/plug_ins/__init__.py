@@ -1,10 +1,10 @@
-"""Plug-in commands: each module of this folder is a command with the module's name, in addition to those of ``options``.
+"""Plug-in commands. Each module in this folder adds a command with the module's name to those in ``options``.
 
 A module defines
 
-    ABOUT             summary in the list of commands; details after a ``;``
-    add_options(add)  declares options with ``add``, the ``add_argument`` of argparse
-    run(**options)    runs the command; returns lines or a text to print, or an exit code
+    ABOUT             summary for the list of commands, with any details after a ``;``
+    add_options(add)  declares the options by calling ``add``, argparse's ``add_argument``
+    run(**options)    runs the command and returns lines or a string to print, or an exit code
 
 Every ``--help`` imports all plug-ins, so import slow packages inside ``run``.
 """

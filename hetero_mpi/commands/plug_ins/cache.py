@@ -16,7 +16,7 @@ def add_options(add: Callable[..., argparse.Action]) -> None:
 
 
 def run(empty: bool) -> list[str]:
-    """List entries, bytes and folder of each cache, and clear them if ``empty``. Raises UserError: removal fails."""
+    """Report the entries, size and folder of each cache; clear the caches if ``empty``. Raises UserError if that fails."""
     lines = []
     for kind, description in _KINDS.items():
         folder = cache_folder(kind)

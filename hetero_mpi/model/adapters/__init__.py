@@ -1,1 +1,1 @@
-"""LoRA adapters: targets, initialisation, files, and merging into weights."""
+"""LoRA adapters: target modules, initialisation, files, and merging into weights."""

@@ -1,9 +1,9 @@
 """PEFT adapter directories: ``adapter_config.json`` and ``adapter_model.safetensors``, as ``PeftModel`` reads them.
 
-Adapters may be initialised from the weights, which keep the remainder: PiSSA (Meng et al. 2024, arXiv:2404.02948) takes the largest
-singular values, OLoRA (Büyükakyüz 2024, arXiv:2406.01775) the first columns of a QR decomposition. The initial values are kept, so
-that the adapter can be saved for the original weights with twice the rank, as peft converts it:
-W - s B0 A0 + s B A = W + s [B, -B0] [A; A0].
+An adapter may be initialised from the model's weights, from which its initial product is then subtracted: PiSSA (Meng et al. 2024,
+arXiv:2404.02948) takes the largest singular values, OLoRA (Büyükakyüz 2024, arXiv:2406.01775) the first columns of a QR
+decomposition. The initial values are kept, so that the adapter can be saved for the original weights with twice the rank, as in
+peft's conversion: W - s B0 A0 + s B A = W + s [B, -B0] [A; A0].
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from hetero_mpi.util.errors import UserError
 
 
 class ReducedStart:
-    """Source of initial weights from which the initial adapters are subtracted.
+    """Initialises adapters from a source of initial weights, and subtracts the initial adapters from those weights.
 
     Attributes:
-        values: adapter tensor, and its constant -> initial value, for the layers filled yet.
+        values: maps adapter tensors, and the constants that store them, to initial values, for the layers filled so far.
     """
 
     def __init__(self, start: Start, tuning: Tuning, seed: int) -> None:
@@ -58,7 +58,7 @@ class ReducedStart:
 
 
 def _initial_factors(start: str, weight: torch.Tensor, rank: int, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Initial (A, B), as in peft."""
+    """Return the initial factors (A, B), computed as in peft."""
     if start == "olora":
         q, r = torch.linalg.qr(weight)
         return r[:rank].contiguous(), q[:, :rank].contiguous()
@@ -72,7 +72,7 @@ def _initial_factors(start: str, weight: torch.Tensor, rank: int, scale: float) 
 
 
 def as_written(adapter: AdapterTable) -> AdapterTable:
-    """Settings of the adapter in its saved form."""
+    """Return the adapter's settings as they are saved."""
     if adapter.start == "default":
         return adapter
     more = math.sqrt(2) if adapter.rslora else 2
@@ -83,7 +83,7 @@ def as_written(adapter: AdapterTable) -> AdapterTable:
 
 
 def tensors_as_written(tuning: Tuning, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors of the adapter in its saved form. ``state``: trained tensors and constants."""
+    """Return the adapter's tensors as they are saved. ``state`` holds the trained tensors and constants."""
     tensors = dict(state)
     for name in (name for name in tuning.trainable if began_with(name) in tuning.constants):
         is_a, first = ".lora_A." in name, tensors.pop(began_with(name))
@@ -96,7 +96,7 @@ _A = ".lora_A.weight"
 
 
 def write_adapter(directory: Path, tuning: Tuning, state: dict[str, torch.Tensor], base: str | None) -> None:
-    """Write an adapter into an existing directory. ``state``: constant or adapter tensor (no peft prefix) -> fp32 host tensor."""
+    """Write an adapter to an existing directory. ``state`` maps names without peft's prefix to fp32 host tensors."""
     assert tuning.adapter is not None
     written = tuning.written
     layers = list(written.layers) if written.layers is not None else None
@@ -119,12 +119,12 @@ def write_adapter(directory: Path, tuning: Tuning, state: dict[str, torch.Tensor
 
 
 def adapter_directory(directory: Path) -> WholeDirectory:
-    """Temporary directory for ``write_adapter`` and the tokenizer, which replaces ``directory`` when complete."""
+    """Return a temporary directory for ``write_adapter`` and the tokenizer; it replaces ``directory`` on success."""
     return WholeDirectory(directory, "PEFT adapter directory", CONFIG, (WEIGHTS,))
 
 
 def check_adapter(directory: Path, tuning: Tuning) -> None:
-    """Check that an adapter fits the job and model.
+    """Check that an adapter matches the job and model.
 
     Raises:
         UserError: Files are missing or damaged, or a setting is unsupported or differs from the job's.
@@ -169,10 +169,10 @@ def check_adapter(directory: Path, tuning: Tuning) -> None:
 
 
 def adapter_of(directory: Path) -> tuple[AdapterTable, str | None]:
-    """An adapter's settings as keys of a job (targets by full names), and its base model's name or directory.
+    """Return an adapter's settings as job keys (with full target names), and the name or directory of its base model.
 
     Raises:
-        UserError: As ``check_adapter``, for the adapter alone.
+        UserError: Files are missing or damaged, or a setting is unsupported.
     """
     stored = _StoredAdapter.read(directory)
     parameters = list(stored.config.target_parameters or [])
@@ -181,10 +181,10 @@ def adapter_of(directory: Path) -> tuple[AdapterTable, str | None]:
 
 
 def with_patterns_of(directory: Path, adapter: AdapterTable) -> AdapterTable:
-    """The job's table, completed from the adapter that it starts from: patterns, blocks, and fully trained modules.
+    """Fill in the job's unset patterns, layers and fully trained modules from the adapter in ``directory``.
 
     Raises:
-        UserError: As ``adapter_of``.
+        UserError: See ``adapter_of``.
     """
     stored = _StoredAdapter.read(directory)
     stored_keys = {**stored.as_job(), "layers": stored.config.layers}
@@ -193,26 +193,24 @@ def with_patterns_of(directory: Path, adapter: AdapterTable) -> AdapterTable:
 
 
 def read_adapter(directory: Path, tuning: Tuning) -> dict[str, torch.Tensor]:
-    """Name (without peft's prefix) -> fp32 host tensor of an adapter that passes ``check_adapter``."""
+    """Read an adapter that passes ``check_adapter``, as a map from names without peft's prefix to fp32 host tensors."""
     stored = _StoredAdapter.read(directory)
     return {name: stored.tensor(name) for name in tuning.trainable}
 
 
 @dataclass(frozen=True)
 class _StoredAdapter:
-    """Contents of an adapter's directory."""
-
     config: PeftConfig
     modules: list[str]
     """Names of the adapted modules."""
     tensors: dict[str, StoredTensor]
-    """Name without peft's prefix -> tensor."""
+    """Maps names without peft's prefix to tensors."""
     rows: dict[str, StoredTensor]
-    """Name of a tensor with replaced rows -> these rows."""
+    """Maps the name of each tensor with replaced rows to those rows."""
 
     @classmethod
     def read(cls, directory: Path) -> _StoredAdapter:
-        """Read a directory; raises UserError for missing or damaged files, unsupported settings, or unreached tensors."""
+        """Read a directory. Raises UserError for missing or damaged files, unsupported settings, or unreached tensors."""
         config = read_peft_config(directory)
         try:
             stored = read_header(directory / WEIGHTS)
@@ -250,7 +248,7 @@ class _StoredAdapter:
         return adapter
 
     def _check_whole(self, directory: Path) -> None:
-        """Refuse settings of fully trained modules or token rows without tensors, and repeated tokens."""
+        """Reject fully trained modules or token rows without tensors, repeated tokens, and mismatched shapes of token rows."""
         indices = self.config.trainable_token_indices or []
         by_end = indices if isinstance(indices, dict) else {"": indices}
         with_rows = [name.removesuffix(ROWS) for name in self.tensors if name.endswith(ROWS)]
@@ -290,7 +288,7 @@ class _StoredAdapter:
                 )
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A tensor in fp32, with token rows in ascending order."""
+        """Return a tensor in fp32, with token rows in ascending order."""
         read = read_tensors({name: self.tensors[name]} | ({ROWS: self.rows[name]} if name in self.rows else {}))
         tensor = read[name].float()
         if name.endswith(ROWS):
@@ -300,14 +298,14 @@ class _StoredAdapter:
         return tensor
 
     def _tokens(self, name: str) -> list[int]:
-        """Token ids of the rows of an embedding or head, in stored order."""
+        """Return the token ids of an embedding's or head's trained rows, in stored order."""
         indices, module = self.config.trainable_token_indices or [], name.removesuffix(ROWS).removesuffix(".weight")
         if isinstance(indices, list):
             return indices
         return next((tokens for end, tokens in indices.items() if module.endswith(end)), [])
 
     def as_job(self) -> dict[str, Any]:
-        """Settings as keys of a job."""
+        """Return the settings as job keys."""
         config = self.config
         ends = {"embedding" if "." in n.removesuffix(ROWS) else "head": n for n in self.tensors if n.endswith(ROWS)}
         full_modules = {n.rpartition(".")[0] for n in self.tensors if ".lora_" not in n and not n.endswith(ROWS)}
@@ -326,4 +324,4 @@ class _StoredAdapter:
 
 _UNDER_ROWS = ".token_adapter.base_layer.weight"
 _IGNORED_PARTS = (".original_module.", ".modules_to_save.")
-"""Parts of the names of duplicate or unused tensors."""
+"""Substrings of the names of duplicate or unused tensors."""

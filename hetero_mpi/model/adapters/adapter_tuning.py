@@ -1,6 +1,6 @@
-"""Tuning of a job: adapter or full fine-tuning, frozen parameters, learning rates.
+"""Tuning of a job: adapter or full fine-tuning, frozen parameters, and learning rates.
 
-For an adapter, peft chooses the targets once, on the whole model on the meta device; some modules may be fully trained in addition.
+For an adapter, peft chooses the targets once, for the whole model on the meta device. Some modules may also be fully trained.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from hetero_mpi.planning.types.moments import OF_OPTIMIZER
 from hetero_mpi.util.errors import UserError
 
 _MIN_8BIT_ELEMENTS = 4096
-"""bitsandbytes keeps the moments of smaller parameters in fp32."""
+"""Minimum size for 8-bit moments; bitsandbytes keeps the moments of smaller parameters in fp32."""
 
 
 def tuning_of(job: JobConfig, chain: LayerChain) -> Tuning:
-    """The job's tuning of a model.
+    """Return what the job trains of a model, and how.
 
     Raises:
-        UserError: As ``adapter_tuning``, or a pattern in ``train`` matches no trained parameter.
+        UserError: See ``adapter_tuning``; or a pattern in ``train`` matches no trained parameter.
     """
     if job.adapter.method == "none":
         tuning = full_training(chain)
@@ -57,7 +57,7 @@ def tuning_of(job: JobConfig, chain: LayerChain) -> Tuning:
 
 
 def _shares(train: TrainTable, tuning: Tuning, still: frozenset[str]) -> dict[str, float]:
-    """:attr:`Tuning.shares`, from ``learning_rates``, then LoRA+. ``still``: frozen parameters."""
+    """Compute :attr:`Tuning.shares` from ``learning_rates``, then from LoRA+. ``still`` names the frozen parameters."""
     share_by_name: dict[str, float] = {}
     for pattern, rate in (train.learning_rates or {}).items():
         names = _named("learning_rates", pattern, tuning) - share_by_name.keys()
@@ -75,7 +75,7 @@ def _shares(train: TrainTable, tuning: Tuning, still: frozenset[str]) -> dict[st
 
 
 def _still(train: TrainTable, tuning: Tuning, chain: LayerChain) -> frozenset[str]:
-    """:attr:`Tuning.still`."""
+    """Compute :attr:`Tuning.still`, the names of the parameters that the job freezes."""
     frozen_names, blocks = set[str](), chain.layer_count - 2
     for entry in train.freeze:
         if isinstance(entry, str):
@@ -97,7 +97,7 @@ def _still(train: TrainTable, tuning: Tuning, chain: LayerChain) -> frozenset[st
 
 
 def _named(key: str, pattern: str, tuning: Tuning) -> set[str]:
-    """Names of trained tensors that a pattern matches; raises UserError if there are none."""
+    """Return the names of the trained tensors that match a pattern; raise UserError if none match."""
     names = {name for name in tuning.trainable if re.search(pattern, name)}
     if not names:
         examples = ", ".join(list(tuning.trainable)[:3])
@@ -109,10 +109,10 @@ def _named(key: str, pattern: str, tuning: Tuning) -> set[str]:
 
 
 def with_moments(tuning: Tuning, chain: LayerChain, optimizer: str) -> Tuning:
-    """The tuning with kinds of optimizer states.
+    """Return the tuning with the kind of optimizer state of each tensor.
 
-    As in bitsandbytes and transformers' Trainer, small tensors and embeddings have no 8-bit states. Muon applies to matrices
-    between embedding and head, without biases and norms.
+    As in bitsandbytes and transformers' Trainer, small tensors and embeddings have no 8-bit states. Muon applies to the matrices
+    between embedding and head, but not to biases and norms.
     """
 
     def is_compact(spec: ParameterSpec) -> bool:
@@ -129,22 +129,22 @@ def with_moments(tuning: Tuning, chain: LayerChain, optimizer: str) -> Tuning:
 
 @dataclass(frozen=True)
 class Adapted:
-    """The adapted modules of a whole model, and the adapter's tensors."""
+    """The adapted modules of a whole model and the adapter's tensors."""
 
     modules: list[str]
     """Full names of the adapted linear layers."""
     parameters: dict[str, str]
-    """Full name of each adapted parameter of fused experts -> name prefix of its adapter tensors. (peft wraps the module once for
-    each parameter.)"""
+    """Maps each adapted parameter of fused experts to the name prefix of its adapter tensors, by full name. peft wraps the module
+    once for each parameter."""
     shapes: dict[str, tuple[int, ...]]
-    """Adapter tensor -> shape."""
+    """Maps each adapter tensor to its shape."""
 
 
 def adapted(model: PreTrainedModel, adapter: AdapterTable) -> Adapted:
-    """The adapter's modules and tensors on ``model``, a model on the meta device, which is changed.
+    """Add the adapter to ``model``, which is on the meta device, and return the adapted modules and adapter tensors.
 
     Raises:
-        UserError: A target or pattern matches nothing, or a module that cannot be adapted.
+        UserError: A target or pattern matches nothing, or matches a module that cannot be adapted.
     """
     imported_peft()
     from peft.tuners.lora.layer import ParamWrapper
@@ -190,7 +190,7 @@ def adapted(model: PreTrainedModel, adapter: AdapterTable) -> Adapted:
 
 
 def _check_targets(model: PreTrainedModel, targets: list[str], layers: list[int] | None, linears: list[str]) -> None:
-    """Reject targets that match no module, or a module that is not a linear layer."""
+    """Reject targets that match no module, or that match a module other than a linear layer."""
     reached: dict[str, list[str]] = {target: [] for target in targets}
     indices = set()
     for name, _ in model.named_modules():
@@ -222,7 +222,7 @@ def _check_targets(model: PreTrainedModel, targets: list[str], layers: list[int]
 
 
 def _check_patterns(adapter: AdapterTable, names: list[str]) -> None:
-    """Refuse a pattern of the job (not of an adapter's file) that matches nothing."""
+    """Reject a pattern from the job (but not from an adapter's file) that matches nothing."""
     for key in ("rank_pattern", "alpha_pattern") if adapter.path is None else ():
         for pattern in getattr(adapter, key) or {}:
             if not any(of_pattern({pattern: True}, name, False) for name in names):
@@ -234,7 +234,7 @@ def _check_patterns(adapter: AdapterTable, names: list[str]) -> None:
 
 
 def _matched_experts(model: PreTrainedModel, adapter: AdapterTable) -> list[str]:
-    """Full names of the fused experts' parameters in ``[adapter] parameters``; raises UserError if a name matches none."""
+    """Return the fused experts' parameters that match ``[adapter] parameters``; raise UserError if a name matches none."""
     expert_names = [f"{path}.{name}" for path, _, name, _ in fused_experts(model)]
     for name_end in adapter.parameters:
         if not any(f".{name}".endswith(f".{name_end}") for name in expert_names):
@@ -253,11 +253,11 @@ def _matched_experts(model: PreTrainedModel, adapter: AdapterTable) -> list[str]
 _UNPACKABLE = {
     "longcat_flash": "has routers that read the matrix of a linear layer directly, which 4-bit weights do not allow"
 }
-"""Family -> reason why NF4 does not support it."""
+"""Maps each family to the reason why NF4 does not support it."""
 
 
 def peft_targets(model: PreTrainedModel, adapter: AdapterTable, targets: Adapted) -> PeftTargets:
-    """Shortest equivalent targets: last parts of names, with blocks if necessary, or full names. ``model``: without adapters."""
+    """Return the shortest equivalent targets: last parts of names, limited to certain blocks if needed, or full names."""
     names, adapted_names = [name for name, _ in model.named_modules()], set(targets.modules)
     ends = sorted({name.rpartition(".")[2] for name in adapted_names})
     modules, layers = tuple(sorted(adapted_names)), None
@@ -275,7 +275,7 @@ def peft_targets(model: PreTrainedModel, adapter: AdapterTable, targets: Adapted
 
 
 def adapter_tuning(chain: TransformersChain, adapter: AdapterTable, nf4: bool, double: bool) -> Tuning:
-    """Tuning of an adapter over frozen weights.
+    """Return the tuning for an adapter over frozen weights.
 
     Raises:
         UserError: Targets match nothing or lie outside the blocks, or NF4 does not support the family.
@@ -328,7 +328,7 @@ def adapter_tuning(chain: TransformersChain, adapter: AdapterTable, nf4: bool, d
 
 
 def _saved(chain: TransformersChain, adapter: AdapterTable, targets: Adapted, nf4: bool) -> set[str]:
-    """Parameters that are fully trained in addition to adapters; a tied head stands for the embedding."""
+    """Return the parameters that are fully trained in addition to adapters; for a tied head, return the embedding's name."""
     saved, heads, packed = set[str](), {} if chain.tied is None else dict([chain.tied]), set[str]()
     for block in [chain.module_names(layer)[0] for layer in range(1, chain.layer_count - 1)] if nf4 else ():
         packed |= {f"{block}.{name}" for name in packed_weights(chain.model.get_submodule(block))}
@@ -358,14 +358,14 @@ def _saved(chain: TransformersChain, adapter: AdapterTable, targets: Adapted, nf
 
 
 def _ends(chain: TransformersChain) -> dict[str, str]:
-    """Names of the embedding and the output projection."""
+    """Return the module names of the embedding and the output projection."""
     names = {module: name for name, module in chain.model.named_modules()}
     model = chain.model
     return {"embedding": names[model.get_input_embeddings()], "head": names[model.get_output_embeddings()]}
 
 
 def _with_rows(chain: TransformersChain, adapter: AdapterTable, tokens: list[int]) -> list[str]:
-    """Names of the modules with trained token rows; a tied head's rows are the embedding's."""
+    """Return the names of the modules with trained token rows; for a tied model, only the embedding."""
     if max(tokens, default=-1) >= chain.config.vocab_size:
         raise UserError(
             "adapter.tokens",

@@ -1,7 +1,7 @@
-"""``adapter_config.json`` of PEFT adapters: validation of supported settings, rejection of all others.
+"""Validation of a PEFT adapter's ``adapter_config.json``: supported settings are checked, all others are rejected.
 
-Supported keys are typed fields. Other keys must be known not to affect the adapter's computation, or be empty, so that new keys of
-later peft versions are rejected, never silently ignored.
+Supported keys are typed fields. Any other key must be empty or known not to affect the adapter's computation. New keys of later
+peft versions are therefore rejected, never silently ignored.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ _IGNORED_KEYS = {
     *("lora_dropout", "eva_config", "corda_config", "lora_ga_config", "loftq_config"),
     *("megatron_core", "qalora_group_size", "runtime_config"),
 }
-"""Keys that do not affect an adapter's computation: its training (``init_lora_weights`` tells whether the base changed), and
-options of features that other keys enable."""
+"""Keys that do not affect an adapter's computation: those used only for training (``init_lora_weights`` tells whether the base
+weights changed), and options of features that other keys enable."""
 _EMPTY_VALUES: tuple[Any, ...] = (None, False, "", [], {})
 _SUPPORTED_STARTS = (True, False, "gaussian", "orthogonal", "eva")
-"""Values of ``init_lora_weights`` with unchanged base weights. Other methods (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA) change the base,
-and the adapter needs the changed base."""
+"""Values of ``init_lora_weights`` that leave the base weights unchanged. Other methods (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA) change
+the base weights, and the adapter is only valid with the changed weights."""
 
 Number = Annotated[float, Field(gt=0)]
 
 
 class PeftConfig(BaseModel):
-    """Keys that affect an adapter's computation, by peft's names; ``model_extra`` has the others."""
+    """Keys that affect an adapter's computation, under peft's names; ``model_extra`` holds all other keys."""
 
     model_config = ConfigDict(extra="allow", strict=True, frozen=True, allow_inf_nan=False)
 
@@ -60,20 +60,20 @@ class PeftConfig(BaseModel):
 
     @property
     def layers(self) -> list[int] | None:
-        """``layers_to_transform`` as a list; None for all."""
+        """The blocks in ``layers_to_transform`` as a list; None for all blocks."""
         blocks = self.layers_to_transform
         return ([blocks] if isinstance(blocks, int) else sorted(set(blocks))) if blocks not in (None, []) else None
 
     def reaches(self, module: str) -> bool:
-        """Whether peft would adapt the module of this name."""
+        """Return whether peft would adapt the module with this name."""
         return reaches(module, self.target_modules or [], self.layers, self.layers_pattern, self.exclude_modules)
 
 
 def read_peft_config(directory: Path) -> PeftConfig:
-    """Read and check the configuration in an adapter's directory.
+    """Read and check the configuration in an adapter directory.
 
     Raises:
-        UserError: It is missing or damaged, no LoRA adapter's, or has an invalid or unsupported setting.
+        UserError: The file is missing, damaged or not that of a LoRA adapter, or a setting is invalid or unsupported.
     """
     path = directory / CONFIG
     keys = read_json(path, f"Without it {directory} is not a PEFT adapter directory.")

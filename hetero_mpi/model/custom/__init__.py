@@ -1,1 +1,1 @@
-"""Models of the user's own: a list of layers, with its loss and its data."""
+"""User-defined models: a list of layers with a loss function and data."""

@@ -1,7 +1,7 @@
-"""A user's list of layers (``LayeredModel``) as a chain of layers.
+"""A user-defined list of layers (``LayeredModel``) as a layer chain.
 
-Rank 0 builds every layer once, one at a time, and runs it on two real samples (``checked_layers``). The resulting descriptions are
-sent to all ranks, which build only their own layers.
+Rank 0 builds every layer once, one at a time, and runs it on two real samples (``checked_layers``). It sends the resulting
+descriptions to all ranks, which then build only their own layers.
 """
 
 from __future__ import annotations
@@ -27,34 +27,34 @@ REMEDY = (
     "...), where net is a torch.nn.Sequential, whose weights on rank 0 are then the initial weights"
 )
 _SAMPLES, _ALIKE = 8, 1e-3
-"""Number of elements compared per tensor, and relative tolerance, because CPUs round differently."""
+"""Number of elements compared per tensor, and the relative tolerance, which is needed because CPUs round differently."""
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Description of a layer that makes it unnecessary to build the layer again."""
+    """Description of a layer, so that other ranks need not build the layer."""
 
     name: str
     module: str
-    """Class name."""
+    """Class name of the layer's module."""
     output: tuple[int, ...]
-    """Shape of its output for one sample."""
+    """Shape of the layer's output for one sample."""
     parameters: dict[str, tuple[int, ...]]
-    """Name within the layer -> shape, in the layer's order."""
+    """Maps parameter names within the layer to shapes, in the layer's order."""
     frozen: tuple[str, ...]
-    """Names of parameters that are not trained (``requires_grad`` is false)."""
+    """Names of the parameters that are not trained (``requires_grad`` is false)."""
     buffers: dict[str, tuple[int, ...]]
-    """Name -> shape of its buffers, persistent or not."""
+    """Maps the names of persistent and non-persistent buffers to shapes."""
     embeddings: tuple[str, ...]
-    """Names of parameters that are the matrix of a ``torch.nn.Embedding``."""
+    """Names of the parameters that are the matrix of a ``torch.nn.Embedding``."""
     draws: bool
-    """Whether it draws random numbers in training."""
+    """Whether the layer draws random numbers in training."""
     start: dict[str, tuple[float, ...]]
-    """A few initial values of parameters and buffers (``sampled``), if all ranks' builders must agree on them."""
+    """A few initial values of parameters and buffers (``sampled``), if the builders of all ranks must agree on them."""
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> LayerShape:
-        """The inverse of ``dataclasses.asdict`` followed by JSON."""
+        """Inverse of ``dataclasses.asdict`` followed by conversion to JSON."""
         tuples = {
             table: {name: tuple(value) for name, value in values[table].items()}
             for table in ("parameters", "buffers", "start")
@@ -62,7 +62,7 @@ class LayerShape:
         return cls(**{**values, **tuples, **{key: tuple(values[key]) for key in ("output", "frozen", "embeddings")}})
 
     def differences(self, layer: nn.Module) -> str | None:
-        """Description of the differences of a layer in names and shapes; None if there are none."""
+        """Describe how a layer's names and shapes differ from this description; return None if they are equal."""
         for what, expected, actual in (
             ("parameters", self.parameters, shapes_of(layer.named_parameters())),
             ("buffers", self.buffers, shapes_of(layer.named_buffers())),
@@ -73,11 +73,11 @@ class LayerShape:
 
 
 class CustomChain(LayerChain):
-    """The chain of a user's layers.
+    """A user-defined model as a chain of layers.
 
     Args:
-        existing: builders give no initial values; rank 0 sends them.
-        loss: (outputs, targets) -> summed losses.
+        existing: whether rank 0 sends the initial values because the builders do not provide them.
+        loss: maps (outputs, targets) to the summed loss.
         sample: (input, target) of a real sample, for profiling.
     """
 
@@ -119,7 +119,7 @@ class CustomChain(LayerChain):
         return None
 
     def decays(self, name: str) -> bool:
-        """Weight decay excludes tensors with fewer than two dimensions, such as norms, and biases."""
+        """Whether weight decay applies: to tensors with at least two dimensions that are not biases."""
         return len(self.parameters[name].shape) >= 2 and not name.endswith("bias")
 
     def module_names(self, layer: int) -> tuple[str, ...]:
@@ -138,7 +138,7 @@ class CustomChain(LayerChain):
         model.set_submodule(self.shapes[layer].name, self.built(layer, seed))
 
     def built(self, index: int, seed: int) -> nn.Module:
-        """Build a layer (fp32, host).
+        """Build a layer in fp32 in host memory.
 
         Raises:
             UserError: The layer or its initial values differ from rank 0's.
@@ -170,7 +170,7 @@ class CustomChain(LayerChain):
         model.recompute = enabled
 
     def run(self, model: nn.Module, first: int, last: int, x: torch.Tensor, **keywords: Any) -> torch.Tensor:
-        """Run layers ``[first, last)`` on samples, or on the output of layer ``first - 1``."""
+        """Run the layers ``[first, last)`` on samples, or on the output of layer ``first - 1``."""
         y = x
         for index in range(first, last):
             layer = model.get_submodule(self.shapes[index].name)
@@ -204,16 +204,16 @@ class CustomChain(LayerChain):
         return len(targets)
 
     def buffers(self, layer: int) -> dict[str, torch.Tensor]:
-        """The layer's buffers by their names in a state dict; constant, so taken from the builder."""
+        """Return the layer's buffers under their state-dict names. They are constant, so a newly built layer provides them."""
         shape, state = self.shapes[layer], self.built(layer, self.seed).state_dict()
         return {f"{shape.name}.{name}": value for name, value in state.items() if name not in shape.parameters}
 
 
 def build_layer(name: str, builder: Builder, seed: int) -> nn.Module:
-    """Build a layer with random numbers from (seed, name), without changing the global generator.
+    """Build a layer with random numbers that depend on (seed, name), leaving the global generator unchanged.
 
     Raises:
-        UserError: The builder fails, returns no module, or a module with unsupported parameters.
+        UserError: The builder fails, or does not return a module, or a parameter of the module is unsupported.
     """
     with seeded(seed, name):
         try:
@@ -246,7 +246,7 @@ def build_layer(name: str, builder: Builder, seed: int) -> nn.Module:
 
 
 def sampled(layer: nn.Module) -> dict[str, tuple[float, ...]]:
-    """Name of each parameter and buffer -> a few evenly spaced elements."""
+    """Map the name of each parameter and buffer to a few evenly spaced elements."""
     samples = {}
     for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
         flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).detach().reshape(-1)
@@ -256,7 +256,7 @@ def sampled(layer: nn.Module) -> dict[str, tuple[float, ...]]:
 
 
 def unlike(expected: Mapping[str, Sequence[float]], actual: Mapping[str, Sequence[float]]) -> str | None:
-    """The first name under which ``expected`` has other numbers than ``actual``; None: there is none."""
+    """Return the first name whose values in ``expected`` and ``actual`` differ; None if there is no difference."""
     for name, values in expected.items():
         allowed = _ALIKE * float(np.max(np.abs(values), initial=0.0))
         if not np.allclose(values, actual[name], rtol=0.0, atol=allowed, equal_nan=True):
@@ -273,38 +273,38 @@ Builder = Callable[[], nn.Module]
 
 @dataclass(frozen=True)
 class LayeredModel:
-    """A model that is a chain of layers, each from one tensor to one tensor, which can be split between any two layers.
+    """A model that is a chain of layers and can be split between any two of them; each layer maps one tensor to one tensor.
 
-    The first dimension of every tensor is samples, and the outputs of samples must be independent (no batch normalisation). Tensors
-    between layers are fp32.
+    The first dimension of every tensor indexes samples, whose outputs must be independent of each other (no batch normalisation).
+    Tensors between layers are fp32.
     """
 
     layers: Sequence[Builder] | Mapping[str, Builder] | nn.Sequential
-    """At least two functions without arguments that build one layer each. A rank builds only its own layers; random
-    numbers depend on ``train.seed`` and the layer's name. Names are keys, or 0, 1, 2 ...: parameters are named as in
+    """At least two functions without arguments, each of which builds one layer. A rank builds only its own layers; random numbers
+    depend on ``train.seed`` and the layer's name. Layer names are the mapping's keys, or 0, 1, 2 ...: parameters are named as in a
     ``torch.nn.Sequential`` of the layers.
 
-    Or an existing model as ``torch.nn.Sequential``: its modules are the layers, and rank 0 sends its weights to the other ranks as
-    the initial weights. The model is copied, never changed."""
+    Alternatively, an existing model as a ``torch.nn.Sequential``: its modules are the layers, and rank 0 sends its weights to the
+    other ranks as initial weights. The model is copied, never changed."""
     loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    """(the last layer's output, targets) -> the losses of the samples, *summed*: a scalar."""
+    """Maps (the last layer's output, targets) to the *sum* of the samples' losses, a scalar."""
     data: Callable[[], Sequence[Any]]
-    """Returns the training set, on rank 0 only: a map-style dataset as in torch, with a length and pairs (input, target) of arrays.
-    Integers reach the model as int64, other numbers as fp32."""
+    """Returns the training set; called on rank 0 only. It is a map-style torch dataset with a length, whose items are (input,
+    target) pairs of arrays. Integers are passed to the model as int64, other numbers as fp32."""
     evaluation: Callable[[], Sequence[Any]] | None = None
-    """Returns the evaluation set; None to split ``data.evaluation_fraction`` off ``data``."""
+    """Returns the evaluation set; if None, ``data.evaluation_fraction`` of ``data`` is split off as the evaluation set."""
 
     @property
     def existing(self) -> bool:
         return isinstance(self.layers, nn.Sequential)
 
     def modules(self) -> dict[str, nn.Module]:
-        """Name -> layer of an existing model."""
+        """Map names to the layers of an existing model."""
         assert isinstance(self.layers, nn.Sequential)
         return dict(self.layers._modules.items())  # type: ignore[arg-type]  # ``named_children`` leaves out repeated modules
 
     def named_layers(self) -> dict[str, Builder]:
-        """Name -> builder; for an existing model, of a copy of the layer."""
+        """Map names to builders; the builders for an existing model copy its layers."""
         if self.existing:
             return {name: _copier(layer) for name, layer in self.modules().items()}
         assert not isinstance(self.layers, nn.Sequential)
@@ -318,7 +318,7 @@ def _copier(layer: nn.Module) -> Builder:
 
 
 def outline(layer: nn.Module) -> nn.Module:
-    """Copy of the layer with parameters and buffers on the meta device."""
+    """Copy the layer with its parameters and buffers on the meta device."""
     empty: dict[int, torch.Tensor] = {id(buffer): buffer.to("meta") for buffer in layer.buffers()}
     for parameter in layer.parameters():
         empty[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
@@ -326,7 +326,7 @@ def outline(layer: nn.Module) -> nn.Module:
 
 
 def builder_of(layer: nn.Module, buffers: Mapping[str, torch.Tensor]) -> Builder:
-    """Builder of a layer from its outline, on the host, with buffers filled and parameters uninitialised."""
+    """Return a builder that recreates a layer in host memory from its outline, with given buffers and uninitialised parameters."""
 
     def build() -> nn.Module:
         built = copy.deepcopy(layer).to_empty(device="cpu").train()
@@ -338,7 +338,7 @@ def builder_of(layer: nn.Module, buffers: Mapping[str, torch.Tensor]) -> Builder
 
 
 def check_not_shared(model: LayeredModel) -> None:
-    """Check that no two layers share a parameter, even under other names or shapes; raises UserError with both places."""
+    """Check that no two layers share a parameter, even under different names; raise UserError naming both places if they do."""
     places: dict[int, tuple[str, str]] = {}
     for name, layer in model.modules().items():
         for inner, parameter in layer.named_parameters():

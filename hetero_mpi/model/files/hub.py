@@ -1,6 +1,6 @@
-"""Models by their Hugging Face name: ``[model] path = "org/name"`` is found in the local Hugging Face cache, or downloaded to it.
+"""Hugging Face models by name: ``[model] path = "org/name"`` is looked up in the local Hugging Face cache or downloaded to it.
 
-A cached model is used without looking for newer revisions, so that jobs are reproducible and a complete copy needs no network.
+A cached model is used without checking for newer revisions, so jobs are reproducible and a complete copy needs no network.
 """
 
 import re
@@ -30,35 +30,35 @@ WANTED = (
     "chat_template.jinja",
     "README.md",
 )
-"""Configuration, tokenizer and weights, and the card, for its licence; never code, never pickles."""
+"""Files to download: configuration, tokenizer, weights, and the model card for its licence, but never code or pickles."""
 UNWANTED = ("*/*", "consolidated*")
-"""Copies of the weights in other layouts."""
+"""Files to skip: copies of the weights in other layouts."""
 _ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
 
 
 def is_hub_id(text: str, path: Path) -> bool:
-    """Whether ``text`` is the name of a model on the hub, not the path of a directory.
+    """Return whether ``text`` is the name of a model on the Hub rather than a directory path.
 
     Args:
         text: value in the job.
-        path: the value as a path; if it or its parent directory exists, the value is a path.
+        path: the value as a path; if the path or its parent directory exists, the value is a path.
     """
     return _ID.fullmatch(text) is not None and not path.exists() and not path.parent.exists()
 
 
 def cached(name: str) -> Path | None:
-    """Directory of the model in this machine's Hugging Face cache, perhaps incomplete; None when there is nothing of it."""
+    """Return the model's directory, possibly incomplete, in this machine's Hugging Face cache; None if the model is not cached."""
     return source_files.cached(name, "model", "config.json")
 
 
 def directory_of(name: str) -> Path:
-    """Directory of a base model's files on this machine. ``name``: a name of the hub, or a directory."""
+    """Return the directory of a base model's files on this machine. ``name`` is a Hub name or a directory."""
     path = Path(name)
     return (cached(name) if is_hub_id(name, path) else None) or path
 
 
 def name_of(directory: Path) -> str:
-    """Portable name of a model directory: its hub name if it is in this machine's cache, else its path."""
+    """Return a portable name for a model directory: the Hub name if this machine has cached it, else the path."""
     for path in (directory.absolute(), directory.resolve()):
         if path.parent.name == "snapshots" and path.parent.parent.name.startswith("models--"):
             name = path.parent.parent.name.removeprefix("models--").replace("--", "/")
@@ -69,10 +69,10 @@ def name_of(directory: Path) -> str:
 
 
 def obtain(name: str, path: Path, download: bool, report: Callable[[str], None]) -> Path:
-    """Directory of a complete model, downloaded if necessary and allowed. ``path``: the name as a path, for the message.
+    """Return the directory of a complete model, downloading it if necessary and allowed.
 
     Raises:
-        UserError: The model is not here and cannot be downloaded.
+        UserError: The model is not on this machine and cannot be downloaded; the message includes ``path``, the name as a path.
     """
     directory = cached(name)
     reason = "it is not cached" if directory is None else _damage(directory)

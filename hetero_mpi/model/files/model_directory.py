@@ -1,15 +1,15 @@
-"""From tensors, layer by layer, to a Hugging Face model directory that ``from_pretrained`` loads in a plain process.
+"""Write a Hugging Face model directory that ``from_pretrained`` can load, layer by layer.
 
     with ModelDirectoryWriter(model, directory, shard_bytes=1_000_000_000) as writer:
         for state in layers:                       # the embedding, each block, norm + head
             writer.add(state)
         tokenizer.save_pretrained(writer.path)    # and other files of the directory
 
-Names and contents of the files equal those of transformers' ``save_pretrained``, by its own conversion, but only one layer and one
-shard are in memory at a time. The complete directory replaces the previous one at the end, so that it is never half written.
+The names and contents of the files equal those of transformers' ``save_pretrained``, whose conversion is used, but only one layer
+and one shard are in memory at a time. The complete directory replaces the previous one at the end, so it is never half written.
 
-A custom model is written as one safetensors file with the full state dict. All shapes are known in advance, so the header comes
-first and only one layer at a time is in memory.
+A custom model is written as one safetensors file with the full state dict. All shapes are known in advance, so the header is
+written first and only one layer at a time is in memory.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ from hetero_mpi.util.errors import UserError
 
 T = TypeVar("T", bound="WholeDirectory")
 _OF_TOKENIZER = ("chat_template.jinja", "additional_chat_templates", "special_tokens_map.json", "added_tokens.json")
-"""Optional tokenizer files, which must not be kept with another tokenizer."""
+"""Optional tokenizer files that must not be combined with another tokenizer."""
 
 
 class WholeDirectory:
-    """Context manager that replaces ``directory`` by the files in ``path`` on success, and discards them on error.
+    """Context manager that replaces ``directory`` with the files in ``path`` on success and discards them on error.
 
-    A process killed at any time leaves the previous directory, none, or the new one. Temporary directories of killed writers
-    are removed, so only one process may write at a time. Other previous files are kept, except weights and files
-    of its tokenizer.
+    If the process is killed, ``directory`` is unchanged, absent or complete. Temporary directories left by killed writers are
+    removed, so only one process may write at a time. Other files in the previous directory are kept, except weights and tokenizer
+    files.
 
     Args:
         marker: name of the file that identifies such a directory.
-        weights: prefixes of the names of weight files, which are never kept.
+        weights: name prefixes of weight files, which are never kept.
 
     Raises:
-        UserError: ``directory`` holds something else, or cannot be written.
+        UserError: ``directory`` has other contents or cannot be written.
     """
 
     def __init__(self, directory: str | os.PathLike[str], kind: str, marker: str, weights: tuple[str, ...]) -> None:
@@ -59,7 +59,7 @@ class WholeDirectory:
         self._kind, self._marker, self._weights = kind, marker, weights
         self._former = self.directory.with_name(f".{self.directory.name}.former")
         self.path = self.directory.with_name(f".{self.directory.name}.tmp-{secrets.token_hex(4)}")
-        """Temporary directory for new files."""
+        """Temporary directory for the new files."""
         try:
             self.directory.parent.mkdir(parents=True, exist_ok=True)
             self._check_replaceable()
@@ -100,10 +100,10 @@ class WholeDirectory:
         )
 
     def _complete(self) -> None:
-        """Hook to write the remaining files on success."""
+        """Write the remaining files on success; a hook for subclasses."""
 
     def _check_replaceable(self) -> None:
-        """Refuse to replace other directories; undo a replacement that a crash interrupted."""
+        """Refuse to replace a directory of another kind, and undo a replacement that was interrupted by a crash."""
         if self._former.exists() and not self.directory.exists():
             os.rename(self._former, self.directory)
         if not self.directory.exists():
@@ -130,7 +130,7 @@ class WholeDirectory:
                 shutil.copy2(entry, self.path / entry.name, follow_symlinks=False)
 
     def _replace(self) -> None:
-        """Replace the directory by two renames; the next writer undoes a crash between them."""
+        """Replace the directory by two renames; if the process crashes between them, the next writer undoes the first."""
         shutil.rmtree(self._former, ignore_errors=True)
         if self.directory.exists():
             os.rename(self.directory, self._former)
@@ -144,12 +144,12 @@ _WEIGHT_FILES = ("model-", WEIGHTS, "pytorch_model")
 
 
 class ModelDirectoryWriter(WholeDirectory):
-    """Writes a model directory; other files (a tokenizer's) may be added to ``path``.
+    """Writes a model directory; other files, such as a tokenizer's, may be added to ``path``.
 
-    ``model`` gives class, configuration, generation configuration and names; its parameters may be on the meta device.
-    ``shard_bytes`` bounds the size of each safetensors file (a larger tensor gets a separate file).
-    ``generation``: keys of ``generation_config.json``; None: those that follow from the configuration.
-    Host memory: at most ``shard_bytes`` plus one layer and its converted copy.
+    ``model`` provides the class, configuration, generation configuration and names; its parameters may be on the meta device.
+    ``shard_bytes`` bounds the size of each safetensors file (a larger tensor gets its own file). ``generation`` holds the keys of
+    ``generation_config.json``; if None, they are derived from the configuration. Writing takes at most ``shard_bytes`` of host
+    memory, plus one layer and its converted copy.
     """
 
     def __init__(
@@ -173,8 +173,8 @@ class ModelDirectoryWriter(WholeDirectory):
     def add(self, state: dict[str, torch.Tensor]) -> None:
         """Add one layer's tensors, under the model's own parameter names.
 
-        A layer holds complete conversion groups (all experts of a block). The tensors are copied. Unknown or repeated names are
-        errors of the caller; the tied copy of a head is skipped.
+        A layer must hold complete conversion groups (such as all experts of a block). The tensors are copied. Unknown or repeated
+        names are programming errors; the tied copy of a head is skipped.
         """
         tied = set(self._model.all_tied_weights_keys)
         state = {name: tensor for name, tensor in state.items() if name not in tied}
@@ -213,7 +213,7 @@ class ModelDirectoryWriter(WholeDirectory):
         self._buffer, self._buffer_bytes = {}, 0
 
     def _name_shards(self) -> None:
-        """Rename the shards, whose number is now known, and write the index if there are several."""
+        """Rename the shards now that their number is known, and write the index if there are several."""
         count = len(self._shards)
         if count == 1:
             os.rename(self.path / _part(1), self.path / WEIGHTS)
@@ -238,15 +238,15 @@ def _part(number: int) -> str:
 
 
 Buffers = Callable[[], dict[str, torch.Tensor]]
-"""Returns a layer's buffers by their full names."""
+"""Returns a layer's buffers by full name."""
 
 
 class LayersWriter:
-    """Context manager that writes ``DIRECTORY/model.safetensors`` and replaces a previous file when the new one is complete.
+    """Context manager that writes ``DIRECTORY/model.safetensors``, replacing a previous file once the new one is complete.
 
     Args:
         buffers: buffers of each layer.
-        parameters: name -> shape of every parameter, trained or not.
+        parameters: maps the name of every parameter, trained or frozen, to its shape.
 
     Raises:
         UserError: The file cannot be written.

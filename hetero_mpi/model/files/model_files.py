@@ -1,6 +1,6 @@
-"""Reading of Hugging Face model directories: contents from headers alone, tensors one at a time.
+"""Read Hugging Face model directories: a directory's contents from headers alone, tensors one at a time.
 
-Only safetensors files are read, never pickles. Importing this module and reading headers needs no torch.
+Only safetensors files are read, never pickles. Importing this module and reading headers does not require torch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ AGAIN = "Download it again."
 _FILE_NAME = re.compile(r"[\w.+= -]{1,200}\.safetensors")
 _SAMPLE_BYTES, _PIECE = 4096, 1 << 22
 _IGNORED_KEYS = ("transformers_version", "_name_or_path")
-"""Keys of a config.json that differ between copies of one model."""
+"""Keys of config.json that differ between copies of the same model."""
 _DTYPES = {
     "F64": ("float64", 8),
     "F32": ("float32", 4),
@@ -48,15 +48,15 @@ _DTYPES = {
     "U8": ("uint8", 1),
     "BOOL": ("bool", 1),
 }
-"""safetensors dtype -> torch's name for it, bytes per element."""
+"""Maps each safetensors dtype to torch's name for it and its bytes per element."""
 _ITEM_BYTES = dict(_DTYPES.values()) | {"complex64": 8}
 _STORED = {name: stored for stored, (name, _) in _DTYPES.items()} | {"complex64": "C64"}
-"""torch's name of a dtype -> safetensors'; complex64 is only written, for buffers of custom layers."""
+"""Maps torch's dtype names to those of safetensors. complex64 is only written, for buffers of custom layers."""
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """The tensor ``name`` of ``file``. ``dtype`` is torch's name (``bfloat16``)."""
+    """The tensor ``name`` in ``file``. ``dtype`` is torch's name, such as ``bfloat16``."""
 
     file: Path
     name: str
@@ -83,11 +83,11 @@ class ListedTensor:
 
 @dataclass(frozen=True)
 class DirectoryContents:
-    """Description of a model directory, small enough to send and sufficient to distinguish two models.
+    """Description of a model directory that is small enough to send and sufficient to distinguish two models.
 
-    File sizes and times do not identify a model (another fine-tuning has equal sizes, a copy may have other shards), and hashing
-    all bytes would read the whole model at each start. So each tensor is identified by name, dtype, shape and a hash of two of its
-    blocks, in the middle and at the end.
+    File sizes and times do not identify a model: another fine-tuned model has the same sizes, and a copy may be sharded
+    differently. Hashing all bytes would read the whole model at each start. Each tensor is therefore identified by its name, dtype,
+    shape and a hash of two of its blocks, one in the middle and one at the end.
     """
 
     config: Mapping[str, Any]
@@ -95,12 +95,12 @@ class DirectoryContents:
 
     @cached_property
     def identity(self) -> str:
-        """Hexadecimal sha256 of the description."""
+        """The hexadecimal SHA-256 hash of the description."""
         canonical = {"config": _telling(self.config), "tensors": self.to_dict()["tensors"]}
         return hashlib.sha256(json.dumps(canonical, sort_keys=True).encode()).hexdigest()
 
     def difference(self, second: DirectoryContents) -> str | None:
-        """The first thing in which ``second`` differs, in words; None where both are of the same model."""
+        """Describe the first way in which ``second`` differs; return None if both describe the same model."""
         if self.identity == second.identity:
             return None
         keys, second_keys = _telling(self.config), _telling(second.config)
@@ -119,13 +119,12 @@ class DirectoryContents:
         raise AssertionError("other identities, but nothing differs")
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON values, in the order of the tensors."""
+        """Convert to JSON values, in the order of the tensors."""
         tensors = {name: [t.dtype, list(t.shape), t.sample] for name, t in self.tensors.items()}
         return {"config": dict(self.config), "tensors": tensors}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> DirectoryContents:
-        """The inverse of ``to_dict``."""
         listed = values["tensors"].items()
         tensors = {name: ListedTensor(dtype, tuple(shape), sample) for name, (dtype, shape, sample) in listed}
         return cls(values["config"], tensors)
@@ -136,11 +135,11 @@ def _telling(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class ModelFiles:
-    """``config.json`` and weights of a model directory.
+    """``config.json`` and the weights of a model directory.
 
     Raises:
         UserError: On construction if the directory or ``config.json`` is missing or unreadable; on first use of the weights if they
-            are missing, only pickled, truncated or corrupt.
+            are missing, pickled, truncated or corrupt.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
@@ -153,7 +152,7 @@ class ModelFiles:
 
     @cached_property
     def names(self) -> Mapping[str, StoredTensor]:
-        """Tensor name in the files -> stored tensor, from headers only."""
+        """Maps each tensor name in the files to its stored tensor; reads headers only."""
         index = self.weight_map
         stored_tensors: dict[str, StoredTensor] = {}
         for file in self.files:
@@ -171,12 +170,12 @@ class ModelFiles:
 
     @cached_property
     def files(self) -> tuple[str, ...]:
-        """Names of the safetensors files in use, sorted."""
+        """Sorted names of the safetensors files in use."""
         return (WEIGHTS,) if self.weight_map is None else tuple(sorted(set(self.weight_map.values())))
 
     @cached_property
     def weight_map(self) -> dict[str, str] | None:
-        """Tensor name -> file name from the index; None if ``model.safetensors`` holds all weights."""
+        """Maps tensor names to file names, as in the index; None if ``model.safetensors`` holds all weights."""
         if (self.directory / WEIGHTS).is_file():
             return None
         path = self.directory / INDEX
@@ -201,19 +200,19 @@ class ModelFiles:
         return weight_map
 
     def check(self) -> None:
-        """Check that index, headers and file lengths agree; raises UserError at the first contradiction."""
+        """Check that index, headers and file lengths are consistent; raise UserError at the first contradiction."""
         assert self.names is not None
 
     def read(self, name: str) -> torch.Tensor:
-        """Read one tensor to newly allocated host memory, and nothing else of its file."""
+        """Read one tensor, and nothing else of its file, into newly allocated host memory."""
         return self.read_layer(0, [name])[name]
 
     def read_layer(self, layer: int, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """The tensors of one layer of the chain (see ``TensorSource`` in weights.py)."""
+        """Read the tensors of one layer of the chain (see ``TensorSource`` in weights.py)."""
         return read_tensors({name: self.names[name] for name in names})
 
     def contents(self) -> DirectoryContents:
-        """Description from headers and a few blocks of every tensor."""
+        """Describe the directory, reading only headers and two blocks of every tensor."""
         tensors = {}
         for file in dict.fromkeys(tensor.file for tensor in self.names.values()):
             with safe_open(file, "pt") as opened:
@@ -234,9 +233,9 @@ class ModelFiles:
 
 
 def read_tensors(stored: Mapping[str, StoredTensor]) -> dict[str, torch.Tensor]:
-    """Read tensors to newly allocated host memory, by the given names, opening each file once.
+    """Read tensors into newly allocated host memory, keyed by the given names; each file is opened once.
 
-    Files are not memory-mapped, because a file that changes would end the process with a bus error.
+    Files are not memory-mapped, because a file that is modified meanwhile would kill the process with a bus error.
 
     Raises:
         UserError: A file is missing or no longer matches its header.
@@ -254,7 +253,7 @@ def read_tensors(stored: Mapping[str, StoredTensor]) -> dict[str, torch.Tensor]:
 
 
 def have_same_numbers(a: StoredTensor, b: StoredTensor) -> bool:
-    """Compare tensors of files in pieces, up to the first difference."""
+    """Return whether two stored tensors have equal values, comparing them piece by piece up to the first difference."""
     import torch
 
     if a.shape != b.shape:
@@ -268,7 +267,7 @@ def have_same_numbers(a: StoredTensor, b: StoredTensor) -> bool:
 
 
 def _sample(tensor: torch.Tensor) -> str:
-    """Hash of two blocks of the bytes of a mapped tensor."""
+    """Hash two blocks of the bytes of a memory-mapped tensor."""
     import torch
 
     digest = hashlib.blake2b(digest_size=8)
@@ -311,10 +310,10 @@ def _or_near(near: list[str]) -> str:
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """Tensors of a safetensors file, in file order.
+    """Return the tensors of a safetensors file, in file order.
 
     Raises:
-        UserError: It is not a safetensors file, or its header contradicts itself or the file's length.
+        UserError: The file is not a safetensors file, or its header is inconsistent with itself or the file's length.
     """
     require_regular(path)
     try:
@@ -339,7 +338,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def header_of(tensors: Mapping[str, tuple[str, Iterable[int]]]) -> tuple[bytes, dict[str, int]]:
-    """(safetensors header for tensors of a dtype and shape, offset of each tensor), in an order that aligns all tensors."""
+    """Return (safetensors header, offset of each tensor) for the given dtypes and shapes, ordered to align all tensors."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offsets, end = {}, 0
     for name, (dtype, shape) in sorted(tensors.items(), key=lambda entry: -_ITEM_BYTES[entry[1][0]]):

@@ -1,1 +1,1 @@
-"""Tensor parallelism with unequal shards: a group of ranks holds a stage, each rank a shard of every layer."""
+"""Tensor parallelism with unequal shards: the ranks of a group share a stage, and each holds a shard of every layer."""

@@ -6,7 +6,7 @@
                                         embedding, head     5/8 of the vocabulary   | 3/8
 
 transformers' table (``base_model_tp_plan``) names the column-parallel (colwise) and row-parallel (rowwise) linear layers of a
-block. Fused experts are sharded by whole experts. A rank with experts may have no heads, and then has no columns and no tokens.
+block. Fused experts are sharded by whole experts. A rank with experts may have no heads; it then has no MLP columns or vocabulary.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,12 +25,12 @@ from hetero_mpi.planning.types.sizes import MOMENT_BLOCK_SIZE
 
 _COLWISE, _ROWWISE, _EXPERTS = "colwise", "rowwise", "moe_tp_experts"
 _HEAD_NORM = "norm over heads"
-"""Style beyond the table: a norm over all heads."""
+"""A style that is not in transformers' table: a norm over all heads."""
 _FUSED_PAIR = "two colwise"
-"""Style beyond the table: two stacked matrices, each column-parallel."""
+"""A style that is not in transformers' table: two stacked matrices, each column-parallel."""
 _LATENT = dict.fromkeys(("self_attn.q_proj", "self_attn.q_b_proj", "self_attn.kv_b_proj"), _COLWISE)
 _LATENT["self_attn.o_proj"] = _ROWWISE
-"""Latent attention: heads are sharded, latents are computed by every rank."""
+"""Latent attention: heads are sharded, and every rank computes the latents."""
 _SHARED = dict.fromkeys(("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"), _COLWISE)
 _SHARED["mlp.shared_experts.down_proj"] = _ROWWISE
 _ATTENTION = dict.fromkeys(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.sinks"), _COLWISE)
@@ -60,11 +60,11 @@ _FAMILY_STYLES = {
     "solar_open": _SHARED,
     "youtu": _LATENT,
 }
-"""Family -> entries missing from its table."""
+"""Maps each family to the entries missing from its table."""
 _ALIGNED_COLUMN_COUNT = 64
-"""Shard bounds at multiples of this are fast on all devices."""
+"""Shard bounds at multiples of this number of columns are fast on all devices."""
 _MIN_UNITS = 64
-"""Minimum number of units of an MLP or a vocabulary, so that shards are within 1 % of the requested proportion."""
+"""Minimum number of units in an MLP or a vocabulary, so that shards are within 1 % of the requested proportion."""
 
 
 class Trained(Protocol):
@@ -89,12 +89,12 @@ class Trained(Protocol):
 
 
 def key_value_heads(chain: TransformersChain) -> int:
-    """Number of key/value heads of a block with sharded attention; 0 without one."""
+    """Return the number of key/value heads of a block with sharded attention; 0 if the model has no such block."""
     return next((heads for block in range(chain.blocks) if (heads := heads_of(chain, block)) is not None), 0)
 
 
 def heads_of(chain: TransformersChain, block: int) -> int | None:
-    """Key/value heads of a block; None if every rank computes all of its attention (linear attention)."""
+    """Return a block's number of key/value heads; None if every rank computes the whole attention (linear attention)."""
     modules = dict(chain.model.get_submodule(f"{chain.blocks_name}.{block}").named_children())
     attention_modules = [modules[name] for name in containers(chain) if is_attention(name) and name in modules]
     if not attention_modules:
@@ -112,7 +112,7 @@ def divisions(
     layers: Iterable[int],
     experts: Sequence[int] | None = None,
 ) -> dict[str, Division]:
-    """Name -> sharding of every tensor of the model and its adapter in ``layers``; requires that ``refusal`` returns None."""
+    """Map the tensors of the model and its adapter in ``layers`` to their sharding; ``refusal`` must return None."""
     requested, rules = set(layers), _Rules(chain, tuning, shares, experts)
     specs = {**chain.parameters, **chain.constants, **tuning.trainable}
     return {name: rules.division(spec) for name, spec in specs.items() if spec.layer in requested}
@@ -130,7 +130,7 @@ class _Rules:
         model = chain.model
         ends = model.get_input_embeddings(), model.get_output_embeddings()
         self._ends = {name for name, module in model.named_modules() if module in ends}
-        """Names of the embedding and the output projection."""
+        """Names of the embedding and output projection modules."""
 
     def division(self, spec: ParameterSpec) -> Division:
         module, _, leaf = spec.name.rpartition(".")
@@ -154,7 +154,7 @@ class _Rules:
         return Division(Holding.LEADER if alone else Holding.SUMMED)
 
     def _cut_dimension(self, spec: ParameterSpec, module: str, style: str | None, leaf: str) -> int | None:
-        """Sharded dimension; None if the tensor is not sharded. ``leaf``: "weight", "bias", or "A" or "B" of an adapter."""
+        """Return the sharded dimension, or None. ``leaf`` is "weight", "bias", or, for an adapter, "A" or "B"."""
         if style in (_COLWISE, _HEAD_NORM, _FUSED_PAIR):
             return None if leaf == "A" else 0
         if style == _ROWWISE:
@@ -171,7 +171,7 @@ class _Rules:
         return tuple(of_a_head * heads for heads in (0, *accumulate(self._shares)))
 
     def _of_experts(self, spec: ParameterSpec, module: str, adapter: str) -> Division:
-        """Sharding by whole experts of a fused parameter, or of an adapter's A (experts x r, in) or B (out, r x experts)."""
+        """Shard a fused parameter, an adapter's A (experts x r, in) or an adapter's B (out, r x experts) by whole experts."""
         count = next(
             spec_of_experts.shape[0]
             for name, spec_of_experts in self._chain.parameters.items()
@@ -183,7 +183,7 @@ class _Rules:
         return Division(Holding.CUT, 0, tuple(spec.shape[0] // count * bound for bound in bounds))
 
     def _in_proportion(self, width: int, unit: int) -> tuple[int, ...]:
-        """Bounds at whole units, in proportion to the shares."""
+        """Return bounds at multiples of ``unit``, in proportion to the shares."""
         return (0, *(unit * round(width * end / sum(self._shares) / unit) for end in accumulate(self._shares)))
 
 
@@ -195,44 +195,44 @@ def _unit(width: int) -> int:
 
 
 def styles(chain: TransformersChain) -> dict[str, str]:
-    """Module within a block ("mlp.up_proj") -> its tensor-parallel style."""
+    """Map each module within a block ("mlp.up_proj") to its tensor-parallel style."""
     prefix = f"{chain.blocks_name}.*."
     table = {name: style for name, style in (chain.model._tp_plan or {}).items() if name.startswith(prefix)}
     return {name[len(prefix) :]: style for name, style in table.items()} | _FAMILY_STYLES.get(chain.name, {})
 
 
 def rowwise(chain: TransformersChain) -> list[str]:
-    """Names of the row-parallel linear layers of a block, the last ones of sharded attention and MLPs."""
+    """Return the names of a block's row-parallel linear layers, which end its sharded attention and MLPs."""
     return [name for name, style in styles(chain).items() if style == _ROWWISE]
 
 
 def containers(chain: TransformersChain) -> set[str]:
-    """Names of the sharded modules of a block: attention and MLP."""
+    """Return the names of a block's sharded modules: attention and MLP."""
     return {name.partition(".")[0] for name in rowwise(chain)}
 
 
 def expert_modules(chain: TransformersChain) -> list[str]:
-    """Names of the modules within a block that hold its fused experts."""
+    """Return the names of the modules within a block that hold fused experts."""
     return [name for name, style in styles(chain).items() if style == _EXPERTS]
 
 
 def is_of_experts(chain: TransformersChain, name: str) -> bool:
-    """Whether a parameter or adapter tensor holds the fused experts of its layer."""
+    """Return whether a parameter or adapter tensor belongs to its layer's fused experts."""
     module = name.rpartition(".")[0].partition(".lora_")[0].replace(WRAPPED, "")
     return module.endswith(tuple(f".{path}" for path in expert_modules(chain)))
 
 
 def experts_to_share(chain: TransformersChain) -> int | None:
-    """Number of experts per layer with experts; None without experts."""
+    """Return the number of experts in a layer that has experts; None if the model has none."""
     counts = (spec.shape[0] for name, spec in chain.parameters.items() if is_of_experts(chain, name))
     return max(counts, default=None)
 
 
 def norms_over_heads(chain: TransformersChain) -> list[str]:
-    """Names of the norms within a block that are sharded by heads."""
+    """Return the names of the norms within a block that are sharded by heads."""
     return [name for name, style in styles(chain).items() if style == _HEAD_NORM]
 
 
 def is_attention(container: str) -> bool:
-    """Whether a module of a block is attention."""
+    """Return whether a module of a block, given by name, is attention."""
     return "attn" in container or "attention" in container

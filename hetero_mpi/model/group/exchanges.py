@@ -3,7 +3,7 @@
     forward     x ---- entered ---- shard of attention or MLP ---- left: all-reduce ---- y
     backward    dx <-- all-reduce -- backward of the shard <------- identity <---------- dy
 
-A rank without a shard of a module computes zeros there; its backward still reaches the earlier exchanges (``anchored``).
+A rank without a shard of a module outputs zeros for it, but its backward still reaches the earlier exchanges (``anchored``).
 """
 
 from collections.abc import Callable
@@ -21,8 +21,8 @@ from hetero_mpi.model.group.tensor_division import Division
 class GroupLink(Protocol):
     """Collectives of a tensor-parallel group.
 
-    All members call them in the same order, with equal shapes and dtypes, and get the same bits. Autograd also calls ``sum``, on
-    accelerators from another thread.
+    All members make the same calls in the same order, with equal shapes and dtypes, and get bitwise equal results. Autograd also
+    calls ``sum``, on accelerators from another thread.
 
     Attributes:
         member: this rank's index in the group; 0 is the leader.
@@ -33,32 +33,32 @@ class GroupLink(Protocol):
     size: int
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Sum over the members; overwrites and returns the contiguous ``tensor``, or returns a new tensor."""
+        """Sum over the members; either overwrite and return the contiguous ``tensor``, or return a new tensor."""
 
     def maximum(self, tensor: Tensor) -> Tensor:
-        """Elementwise maximum over the members, as ``sum``."""
+        """Elementwise maximum over the members; see ``sum``."""
 
 
 class StageLink(GroupLink, Protocol):
-    """A ``GroupLink`` whose leader also broadcasts tensors received from neighbouring stages.
+    """A ``GroupLink`` whose leader also broadcasts the tensors that it receives from neighbouring stages.
 
     Attributes:
-        summed_s: total seconds in sums and maxima, including waiting for other members.
+        summed_s: total seconds spent in ``sum`` and ``maximum``, including waiting for other members.
     """
 
     summed_s: float
 
     def broadcast(self, tensor: Tensor | None, shape: tuple[int, ...], dtype: DType) -> Tensor:
-        """Broadcast the leader's tensor to every member's device; the other members pass None."""
+        """Broadcast the leader's tensor to every member's device; members other than the leader pass None."""
 
     def apart(self) -> AbstractContextManager[None]:
-        """Context in which this member computes alone: sums use their usual memory but exchange nothing."""
+        """Return a context in which this member computes alone: reductions use their usual memory but exchange nothing."""
 
     def assembled(self, shard: Tensor | None, division: Division, shape: tuple[int, ...], dtype: DType) -> Tensor:
-        """Gather a sharded tensor in the leader's host memory. ``shard``: the leader's shard; None if it has none."""
+        """Gather a sharded tensor in the leader's host memory. ``shard`` is the leader's shard; None if it has no shard."""
 
     def give(self, part: Tensor) -> None:
-        """Send this member's shard to the leader, which calls ``assembled``."""
+        """Send this member's shard to the leader, which is calling ``assembled``."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class StageGroup:
 
     Attributes:
         shares: number of key/value heads of each member.
-        experts: number of experts per layer of each member; None for a split in proportion to the shares.
+        experts: number of experts that each member holds per layer; None to divide them in proportion to the shares.
     """
 
     shares: tuple[int, ...]
@@ -79,7 +79,7 @@ Exchange = Callable[[Tensor], Tensor]
 
 
 class Exchanged(torch.autograd.Function):
-    """Apply one exchange in forward and another to the gradient in backward."""
+    """Applies one exchange in forward and another to the gradient in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward_exchange: Exchange, backward_exchange: Exchange) -> Tensor:
@@ -92,14 +92,14 @@ class Exchanged(torch.autograd.Function):
 
 
 def entered(x: Tensor, link: GroupLink) -> Tensor:
-    """Enter a sharded module: identity of the replicated ``x`` in forward, all-reduce of its gradient in backward."""
+    """Enter a sharded module: pass on the replicated ``x`` in forward, all-reduce its gradient in backward."""
     if not (x.requires_grad and torch.is_grad_enabled()):
         return x
     return Exchanged.apply(x, lambda x: x.view_as(x), lambda gradient: link.sum(gradient.contiguous()))
 
 
 def left(x: Tensor, link: GroupLink) -> Tensor:
-    """Leave a sharded module: all-reduce of the partial ``x`` in forward, which may overwrite it; identity in backward."""
+    """Leave a sharded module: all-reduce the partial ``x`` in forward (possibly in place), pass on its gradient in backward."""
 
     def summed(x: Tensor) -> Tensor:
         total = link.sum(x.contiguous())
@@ -109,7 +109,7 @@ def left(x: Tensor, link: GroupLink) -> Tensor:
 
 
 def replace_forward(module: nn.Module, zeros: Callable[[torch.Tensor], torch.Tensor], pair: bool = False) -> None:
-    """Make ``module`` return ``zeros`` of its first argument; with ``pair``, also None as attention weights."""
+    """Make ``module`` return ``zeros`` of its first argument and, if ``pair`` is true, None as attention weights."""
 
     def forward(*arguments: Any, **keywords: Any) -> Any:
         x = arguments[0] if arguments else keywords["hidden_states"]
@@ -120,9 +120,9 @@ def replace_forward(module: nn.Module, zeros: Callable[[torch.Tensor], torch.Ten
 
 
 def anchored(output: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
-    """Connect ``output`` to the graph of ``inputs`` by zero gradients.
+    """Connect ``output`` to the graph of ``inputs`` with zero gradients.
 
-    So backward reaches the exchanges before ``inputs`` on every rank, even one that computes nothing from them.
+    Backward then reaches the exchanges before ``inputs`` on every rank, even on a rank that computes nothing from them.
     """
     trained = [tensor for tensor in inputs if tensor.requires_grad]
     result: torch.Tensor = _Anchored.apply(output, *trained)

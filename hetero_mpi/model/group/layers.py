@@ -1,12 +1,12 @@
-"""A tensor-parallel rank's part of a stage: shards of tensors, local experts, vocabulary-parallel loss, and the exchanges.
+"""A tensor-parallel rank's part of a stage: tensor shards, local experts, the vocabulary-parallel loss, and the exchanges.
 
     token ids -> sharded lookup, all-reduce -> blocks, each: attention shard, all-reduce, MLP shard, all-reduce
               -> logits of the local tokens -> all-reduce of (maximum, sum of exponentials, target's logit) -> loss
 
 Experts: each rank runs its experts on all tokens routed to them. Every rank computes the router, as in transformers' expert
-parallelism; since devices may round near ties differently, the leader's choices are used.
+parallelism. Since devices may round near ties differently, all ranks use the leader's choices.
 
-Loss: each rank has the logits of its vocabulary shard. Only three numbers per target are exchanged, none for the logits' gradient.
+Loss: each rank has the logits of its vocabulary shard. Only three numbers per target are exchanged, and none for the gradient.
 """
 
 from collections.abc import Callable, Iterator
@@ -36,7 +36,7 @@ from hetero_mpi.model.transformers.chain import TransformersChain
 
 
 class DividedLayers:
-    """The ``LayerShare`` of a stage: this rank's shards, exchanges and loss functions."""
+    """Implements ``LayerShare`` for a stage: this rank's shards, exchanges and loss functions."""
 
     def __init__(self, chain: TransformersChain, tuning: Trained, group: StageGroup) -> None:
         reason = refusal(chain, tuning, group.shares, group.experts)
@@ -59,24 +59,22 @@ class DividedLayers:
         return self._link.member == 0
 
     def shard(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """This rank's shard of a tensor."""
         return self._divisions[name].part(tensor, self._link.member)
 
     def exists(self, name: str) -> bool:
         return self._divisions[name].exists(self._link.member)
 
     def trains(self, name: str) -> bool:
-        """Whether a trained tensor has a gradient on this rank."""
         return self._divisions[name].trains(self._link.member)
 
     def double_scales(self, block: str, module: nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """Name of each packed and sharded tensor of a block -> NF4 scales of this rank's shard.
+        """Map the name of each packed, sharded tensor of a block to the NF4 scales of this rank's shard.
 
-        The full tensor is double-quantized, as shard bounds lie within the 256 blocks that share a scale of scales.
+        The full tensor is double-quantized, because shard bounds may lie within the 256 blocks that share a second-level scale.
 
         Args:
             block: name of the block in the model.
-            module: the block, not yet sharded.
+            module: the block before sharding.
         """
         scales = {}
         for name, weight in packed_weights(module).items():
@@ -86,7 +84,7 @@ class DividedLayers:
         return scales
 
     def cut(self, model: nn.Module, layer: int) -> None:
-        """Reduce a full layer in host memory to this rank's shards."""
+        """Replace a full layer in host memory by this rank's shards."""
         for root in self._chain.module_names(layer):
             for path, module in model.get_submodule(root).named_modules(prefix=root):
                 for name, parameter in list(module.named_parameters(recurse=False)):
@@ -114,7 +112,7 @@ class DividedLayers:
                     module._is_expert_parallel = True
 
     def _experts(self, path: str) -> tuple[int, int]:
-        """(index of the first, number) of this rank's experts in a module of fused experts."""
+        """Return (index of the first expert, number of experts) of this rank in a module of fused experts."""
         bounds = next(division.bounds for name, division in self._divisions.items() if name.rpartition(".")[0] == path)
         first, end = bounds[self._link.member : self._link.member + 2]
         return first, end - first
@@ -126,7 +124,7 @@ class DividedLayers:
             embedding.padding_idx = index if 0 <= index < embedding.num_embeddings else None
 
     def connect(self, model: nn.Module, first: int, last: int) -> None:
-        """Register the exchanges before and after the sharded modules of the layers ``[first, last)``."""
+        """Register the exchanges before and after the sharded modules of layers ``[first, last)``."""
         has_no_tokens = not self.exists(f"{self._embedding}.weight")
         if first == 0:
             embedding: Any = model.get_submodule(self._embedding)
@@ -157,7 +155,7 @@ class DividedLayers:
             head.register_forward_pre_hook(lambda _, arguments: (entered(arguments[0], self._link), *arguments[1:]))
 
     def start_magnitudes(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """Row-parallel adapted layer -> initial DoRA magnitudes. Collective."""
+        """Map each row-parallel adapted layer to its initial DoRA magnitudes. Collective."""
         magnitudes = {
             path: start_magnitude(layer, self._link) for path, layer, _ in adapted_across(model, self._divisions)
         }
@@ -171,7 +169,7 @@ class DividedLayers:
         block.register_forward_hook(entrance.forget, always_call=True)
 
     def _skip_empty_shards(self, name: str, block: nn.Module) -> None:
-        """Replace attention and MLPs without a shard on this rank by zeros."""
+        """Make attention and MLPs return zeros if this rank has no shard of them."""
         for local in rowwise(self._chain):
             if f"{name}.{local}.weight" in self._divisions and not self.exists(f"{name}.{local}.weight"):
                 inner = local.rpartition(".")[0]
@@ -179,15 +177,15 @@ class DividedLayers:
                 replace_forward(block.get_submodule(inner), zeros, pair=is_attention(inner))
 
     def loss(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Sum of the losses, as ``chain.loss``, from the logits of this rank's vocabulary shard."""
+        """Return the summed loss, as ``chain.loss`` does, from the logits of this rank's vocabulary shard."""
         return divided_summed_loss(logits, targets, self._first_token, self._link)
 
     def target_losses(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Loss of each target, as ``layer.loss.target_losses``."""
+        """Return the loss of each target; see ``layer.loss.target_losses``."""
         return divided_target_losses(logits, targets, self._first_token, self._link)
 
     def likeliest(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Number of targets with the largest logit, as ``layer.loss.likeliest``."""
+        """Return the number of targets that have the largest logit; see ``layer.loss.likeliest``."""
         rows, largest = logits.flatten(0, 1), torch.full((targets.numel(),), -torch.inf, device=logits.device)
         places, is_local = _local_targets(targets.flatten(), self._first_token, logits.shape[-1])
         target_logits = largest
@@ -197,7 +195,7 @@ class DividedLayers:
 
 
 class _Entrance:
-    """Entry of hidden states to a block's sharded modules. Parallel attention and MLP share one all-reduce of its gradient."""
+    """Entry of hidden states to a block's sharded modules. Parallel attention and MLP share one all-reduce of the gradient."""
 
     def __init__(self, link: GroupLink) -> None:
         self._link = link
@@ -220,12 +218,12 @@ def _enter_sharded(entrance: _Entrance, module: nn.Module, arguments: tuple[Any,
 
 
 def _leave_sharded(link: GroupLink, module: nn.Module, arguments: object, output: Any) -> Any:
-    """Forward hook of sharded modules: all-reduce the output. Attention's second output, its weights, is not used."""
+    """Forward hook of sharded modules: all-reduce the output. Attention weights, the second output of attention, are unused."""
     return (left(output[0], link), *output[1:]) if isinstance(output, tuple) else left(output, link)
 
 
 def _zeros(last: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """Output of a row-parallel layer without columns: zeros, plus the bias on the rank that adds it."""
+    """Return the output of a row-parallel layer without columns: zeros, plus the bias on the rank that adds it."""
     zeros, bias = torch.zeros_like(x), last.bias
     return zeros if bias is None else zeros + bias
 
@@ -233,19 +231,19 @@ def _zeros(last: nn.Module, x: torch.Tensor) -> torch.Tensor:
 def _sharded_lookup(
     lookup: Callable[[torch.Tensor], torch.Tensor], first: int, tokens: int, link: GroupLink, ids: torch.Tensor
 ) -> torch.Tensor:
-    """Embeddings of ``ids``: each rank looks up its vocabulary shard, with zeros for other tokens, and all-reduces."""
+    """Return the embeddings of ``ids``: each rank looks up its own tokens, uses zeros for all others, and all-reduces."""
     local_ids = ids - first
     foreign = (local_ids < 0) | (local_ids >= tokens)
     return left(lookup(local_ids.clamp(0, tokens - 1)).masked_fill(foreign.unsqueeze(-1), 0.0), link)
 
 
 def _require_gradient(module: nn.Module, arguments: object, output: torch.Tensor) -> torch.Tensor:
-    """Make the output require a gradient, so that every exchange has a backward."""
+    """Make the output require a gradient, so that every exchange also takes place in backward."""
     return output.requires_grad_() if torch.is_grad_enabled() and not output.requires_grad else output
 
 
 class ExpertShare:
-    """The experts [first, first + count) of a layer, called with hidden states (N, D), expert choices (N, K) and weights (N, K)."""
+    """Experts [first, first + count) of a layer. Called with hidden states (N, D), expert choices (N, K) and weights (N, K)."""
 
     def __init__(self, first: int, count: int, link: GroupLink) -> None:
         self._first, self._count, self._link = first, count, link
@@ -276,10 +274,10 @@ def _anchor(module: nn.Module, arguments: tuple[Any, ...], output: torch.Tensor)
 
 
 def divided_summed_loss(logits: torch.Tensor, targets: torch.Tensor, first: int, link: GroupLink) -> torch.Tensor:
-    """Sum of the losses of all targets that are not ``IGNORED``: a differentiable fp32 scalar, equal on all ranks.
+    """Sum the losses of all targets that are not ``IGNORED``: a differentiable fp32 scalar, equal on all ranks.
 
     Args:
-        logits: (B, T, V') of this rank's vocabulary shard.
+        logits: (B, T, V'), for this rank's vocabulary shard.
         targets: (B, T) int64, token ids of the whole vocabulary.
         first: first token id of the shard.
     """
@@ -290,13 +288,13 @@ def divided_summed_loss(logits: torch.Tensor, targets: torch.Tensor, first: int,
 
 
 def divided_target_losses(logits: torch.Tensor, targets: torch.Tensor, first: int, link: GroupLink) -> torch.Tensor:
-    """Loss of each target, (B, T) in fp32, differentiable; 0 for ``IGNORED``. Arguments: see ``divided_summed_loss``."""
+    """Return each target's loss, (B, T) in fp32, differentiable, 0 for ``IGNORED``. Arguments: see ``divided_summed_loss``."""
     losses: torch.Tensor = _Losses.apply(logits.flatten(0, 1), targets.flatten(), first, link)
     return losses.view_as(targets)
 
 
 class _Losses(torch.autograd.Function):
-    """Losses of all targets, computed for a few rows of logits at a time (``layer.loss``)."""
+    """Losses of all targets, computed for a few rows of logits at a time (see ``layer.loss``)."""
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, first: int, link: GroupLink) -> torch.Tensor:
@@ -328,13 +326,13 @@ class _Losses(torch.autograd.Function):
 
 
 def _local_targets(targets: torch.Tensor, first: int, words: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(index of each target in this rank's vocabulary shard, clamped; whether the target is in the shard)."""
+    """Return (each target's index in this rank's vocabulary shard, clamped; whether the target is in the shard)."""
     places = targets - first
     return places.clamp(0, words - 1), (places >= 0) & (places < words)
 
 
 def _rows(logits: torch.Tensor) -> Iterator[slice]:
-    """Slices of rows to compute at a time; empty for a rank without tokens."""
+    """Yield slices of the rows to compute at a time; yield nothing on a rank without vocabulary."""
     if logits.shape[1] == 0:
         return
     size = max(1, piece_size(logits.numel(), logits.is_cpu) // logits.shape[1])

@@ -1,4 +1,4 @@
-"""Checks whether tensor parallelism supports a model and shares; each message has the rule, the values and the remedy."""
+"""Check whether tensor parallelism supports a model and shares; each message states the rule, the values and the remedy."""
 
 import math
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ from hetero_mpi.util.errors import UserError
 def refusal(
     chain: LayerChain, tuning: Trained, shares: Sequence[int], experts: Sequence[int] | None = None
 ) -> str | None:
-    """Reason why a group with these shares cannot train the model: rule, values, remedy; None if it can."""
+    """Explain why a group with these shares cannot train the model (rule, values, remedy); return None if it can."""
     if not isinstance(chain, TransformersChain):
         return (
             f"tensor parallelism supports language models of transformers only, and {chain.name} is a custom model: give each rank "
@@ -49,7 +49,7 @@ def refusal(
 
 
 def require_divisible(chain: LayerChain, tuning: Trained, plan: Plan) -> None:
-    """Check that the plan's tensor-parallel groups can train the model; raises UserError with the setting in the way."""
+    """Check that the plan's tensor-parallel groups can train the model; raise UserError with the reason if one cannot."""
     for number, _, stage in plan.numbered:
         reason = refusal(chain, tuning, stage.shares, stage.experts) if stage.grouped else None
         if reason is not None:
@@ -81,7 +81,7 @@ def _refused_tuning(chain: TransformersChain, tuning: Trained) -> str | None:
 
 
 def _adapts_shares_only(chain: TransformersChain, tuning: Trained) -> bool:
-    """Whether all adapters are in sharded modules, where devices may draw different masks."""
+    """Whether all adapters are in sharded modules, where dropout masks may differ between ranks."""
     prefixes = tuple(
         f"{chain.blocks_name}.{block}.{container}." for block in range(chain.blocks) for container in containers(chain)
     )
@@ -96,7 +96,7 @@ def _refused_idle_heads(chain: TransformersChain, tuning: Trained, shares: Seque
 
 
 def needs_heads(chain: TransformersChain, tuning: Trained) -> str | None:
-    """Reason why every rank needs heads, as the end of a sentence; None if it does not."""
+    """Explain why every rank needs heads, as the end of a sentence; return None if a rank may have none."""
     if tuning.adapter is not None and tuning.adapter.dropout > 0:
         return "it would draw no dropout masks where other ranks do"
     if norms_over_heads(chain):

@@ -1,4 +1,4 @@
-"""Computations of a shard that depend on the full layer: dropout masks of adapters, row norms of DoRA, and norms over all heads."""
+"""Computations on a shard that depend on the full layer: adapters' dropout masks, DoRA's row norms, and norms over all heads."""
 
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -14,7 +14,7 @@ from hetero_mpi.model.layer.interface import ADAPTER_NAME
 
 
 def adapted_across(model: nn.Module, divisions: Mapping[str, Division]) -> Iterator[tuple[str, Any, Division]]:
-    """(name, peft's layer, division) of the row-parallel adapted layers of a stage's model."""
+    """Yield (name, peft's layer, sharding) of each row-parallel adapted layer in a stage's model."""
     for path, module in model.named_modules():
         division = divisions.get(f"{path}.weight")
         if hasattr(module, "lora_dropout") and division is not None and division.cut and division.dim:
@@ -22,7 +22,7 @@ def adapted_across(model: nn.Module, divisions: Mapping[str, Division]) -> Itera
 
 
 def join_adapter(adapted: Any, division: Division, link: GroupLink) -> None:
-    """Make an adapted layer draw the dropout masks of its full input and use the norms of full rows."""
+    """Make an adapted layer use the dropout masks of its full input and the norms of its full rows."""
     dropout = adapted.lora_dropout[ADAPTER_NAME]
     if isinstance(dropout, nn.Dropout):
         adapted.lora_dropout[ADAPTER_NAME] = _DividedDropout(dropout.p, division.bounds, link.member)
@@ -31,7 +31,7 @@ def join_adapter(adapted: Any, division: Division, link: GroupLink) -> None:
 
 
 def start_magnitude(adapted: Any, link: GroupLink) -> torch.Tensor | None:
-    """Initial DoRA magnitudes of an adapted layer, (out) in fp32: norms of the weight's full rows; None without magnitudes."""
+    """Return an adapted layer's initial DoRA magnitudes, (out) in fp32: the norms of full rows; None if it uses no DoRA."""
     from peft.utils.integrations import dequantize_module_weight
 
     if ADAPTER_NAME not in adapted.lora_magnitude_vector:
@@ -41,7 +41,7 @@ def start_magnitude(adapted: Any, link: GroupLink) -> torch.Tensor | None:
 
 
 class _DividedDropout(nn.Module):
-    """Dropout of the columns [bounds[member], bounds[member + 1]) of a layer's input, bitwise equal to that of the full input."""
+    """Dropout of columns [bounds[member], bounds[member + 1]) of a layer's input, bitwise equal to dropout of the full input."""
 
     def __init__(self, rate: float, bounds: tuple[int, ...], member: int) -> None:
         super().__init__()
@@ -58,13 +58,13 @@ class _DividedDropout(nn.Module):
 def _row_lengths(
     link: GroupLink, weight: torch.Tensor, lora_weight: torch.Tensor, scaling: float, adapter_name: str | None = None
 ) -> torch.Tensor:
-    """Row norms as peft's ``get_weight_norm``, of rows that are sharded over the group."""
+    """Compute row norms as peft's ``get_weight_norm`` does, for rows that are sharded across the group."""
     squares = (weight + scaling * lora_weight).float().square().sum(1)
     return link.sum(squares).sqrt().to(weight.dtype)
 
 
 def norm_over_members(norm: Any, width: int, link: GroupLink, narrow: bool, x: torch.Tensor) -> torch.Tensor:
-    """Forward of an RMSNorm over ``width`` elements; the last dimension of ``x`` has this rank's shard.
+    """Apply an RMSNorm over ``width`` elements; the last dimension of ``x`` holds this rank's shard.
 
     Args:
         narrow: apply the weight in the dtype of ``x`` (as Llama), else in fp32 (as OLMo 2).

@@ -1,1 +1,1 @@
-"""Code shared by all kinds of models: interface of layers, loss, seeds, gradient hooks, split backward, NF4."""
+"""Code shared by all kinds of models: the layer interface, loss, seeds, gradient hooks, split backward, and NF4."""

@@ -1,10 +1,10 @@
-"""Compiled blocks: ``torch.compile`` of each block's forward, whose code equal blocks share (regional compilation).
+"""Compiled blocks: ``torch.compile`` of each block's forward, with compiled code shared by equal blocks (regional compilation).
 
     micro-batches of 1 sequence     one graph
-    micro-batches of 2, 3, ...      one graph of any number of sequences, with kernels chosen for ``_HINT_ROW_COUNT``
-    packed records                  eager, as their bounds are values of tensors
+    micro-batches of 2, 3, ...      one graph for any number of sequences, with kernels chosen for ``_HINT_ROW_COUNT``
+    packed records                  eager, because record bounds are tensor values
 
-Kernels depend on shapes alone, not on measurements or earlier micro-batches, so equal blocks have equal bits in every plan.
+Kernels depend only on shapes, not on measurements or earlier micro-batches, so equal blocks give bitwise equal results in any plan.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ import torch
 _LOG = logging.getLogger(__name__)
 _HINT_ROW_COUNT = 8
 _MAX_GRAPHS = 64
-"""Maximum number of graphs: for sizes, kinds of layers and masks, training and evaluation."""
+"""Maximum number of graphs, for different sizes, kinds of layers and masks, and for training and evaluation."""
 _OPTIONS = "deterministic", "fallback_random"
-"""Switches of torch's compiler: kernels chosen without measuring, and the random numbers of eager blocks."""
+"""Options of torch's compiler: choose kernels without measurements, and draw the random numbers of eager blocks."""
 
 
 class CompiledForward:
-    """A block's ``forward``, compiled at its first call. ``failure``: why it is eager instead; empty while it is compiled."""
+    """A block's ``forward``, compiled at its first call. ``failure`` says why it runs eagerly; empty if it is compiled."""
 
     def __init__(self, forward: Callable[..., Any], is_packed: Callable[[], bool]) -> None:
-        """``is_packed``: whether the current micro-batch has packed records."""
+        """Prepare compilation. ``is_packed`` returns whether the current micro-batch has packed records."""
         # Only attributes of ``torch``, because ``eager_imports`` defers the import of the compiler to their use.
         torch._dynamo.config.recompile_limit = _MAX_GRAPHS
         supported = torch._inductor.list_options()
@@ -52,6 +52,6 @@ class CompiledForward:
 
 
 def compiler_failure(error: BaseException) -> str:
-    """Kind and first line of a compiler's error."""
+    """Return the type and the first line of a compiler error."""
     inner = getattr(error, "inner_exception", error)
     return f"{type(inner).__name__}: {str(inner).strip().partition(chr(10))[0]}"

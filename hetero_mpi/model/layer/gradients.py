@@ -1,8 +1,8 @@
-"""Gradient-ready hooks, which start a layer's gradient reduction while backward still runs, and the split backward.
+"""Gradient-ready hooks, which start reducing a layer's gradients while backward still runs, and the split backward.
 
-The input part of a split backward computes the gradient that the previous stage waits for, and all gradients except those of
-linear layers' matrices. The weight part computes the latter at any later time (Qi et al. 2023, arXiv:2401.10241, as its
-WeightGradStore). Matrices that are used otherwise, such as fused experts, belong to the input part.
+The input part of a split backward computes the gradient that the previous stage waits for, and all other gradients except those of
+linear layers' weight matrices. The weight part computes these at any later time (Qi et al. 2023, arXiv:2401.10241; see its
+WeightGradStore). Matrices that are not used by linear layers, such as fused experts, belong to the input part.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -17,19 +17,19 @@ from torch.autograd.graph import Node
 from hetero_mpi.model.layer.interface import LayerChain
 
 Finished = Callable[[int], None]
-"""Callback with the index of a layer whose gradients are final. On accelerators autograd calls it on its own thread, where device
+"""Called with the index of a layer whose gradients are final. On accelerators autograd calls it on its own thread, where device
 work is ordered after the gradients, while the caller of backward waits."""
 
 
 class Beginnings:
-    """Records the node of autograd's graph at which each layer of a stage begins.
+    """Records the autograd node at which each layer of a stage begins.
 
-    Autograd runs ready nodes in the reverse order of their creation. So when the node that created a layer's input runs in
-    backward, all later nodes are done and the layer's gradients are final.
+    Autograd runs ready nodes in the reverse order of their creation. When backward runs the node that created a layer's input, all
+    nodes created later are done, so the layer's gradients are final.
     """
 
     def __init__(self, chain: LayerChain, model: nn.Module, first: int, last: int) -> None:
-        """Watch the layers ``[first, last)``; the first layer is done when backward ends."""
+        """Watch the layers ``[first, last)``. The first layer needs no node: it is done when backward ends."""
         self._nodes: dict[int, Node] | None = None
         for layer in range(first + 1, last):
             for name in chain.module_names(layer):
@@ -37,11 +37,11 @@ class Beginnings:
                 module.register_forward_pre_hook(partial(self._note, layer), with_kwargs=True)
 
     def start(self) -> None:
-        """Start recording at the beginning of a forward; recomputation is not recorded."""
+        """Start recording before a forward; recomputation is not recorded."""
         self._nodes = {}
 
     def stop(self) -> dict[int, Node]:
-        """Stop recording; returns layer -> node that created its input."""
+        """Stop recording and return a map from each layer to the node that created its input."""
         nodes, self._nodes = self._nodes, None
         assert nodes is not None
         return nodes
@@ -55,14 +55,14 @@ class Beginnings:
 
 
 class GradientReadyHooks:
-    """Reports each of ``layers`` once to ``finished``, in reverse order; None reports nothing."""
+    """Reports each of ``layers`` once to ``finished``, in reverse order. If ``finished`` is None, nothing is reported."""
 
     def __init__(self, layers: Iterable[int], finished: Finished | None) -> None:
         self._waiting = sorted(layers) if finished is not None else []
         self._finished = finished
 
     def follow(self, nodes: Mapping[int, Node]) -> None:
-        """Report while the backward through ``nodes`` runs."""
+        """Report layers while backward runs through ``nodes``."""
         for layer, node in nodes.items() if self._waiting else ():
             node.register_prehook(lambda gradients, layer=layer: self.down_to(layer))
 
@@ -73,30 +73,30 @@ class GradientReadyHooks:
 
 
 Entry = tuple[nn.Parameter, torch.Tensor, torch.Tensor]
-"""(weight (O, I), input (..., I), gradient of the output (..., O))"""
+"""(weight (O, I), input (..., I), gradient of the output (..., O))."""
 
 
 class WeightGradients:
-    """Tensors that the weight parts of a stage's micro-batches still need."""
+    """The tensors that the weight parts of a stage's micro-batches still need."""
 
     def __init__(self) -> None:
         self.adders: dict[nn.Parameter, Callable[[torch.Tensor], object]] = {}
-        """Parameter -> function that receives its gradients in place of ``grad``."""
+        """Maps a parameter to the function that receives its gradients instead of ``grad``."""
         self._kept: dict[int, dict[int, list[Entry]]] = {}
         self._running: dict[int, list[Entry]] = {}
 
     def watch(self, module: nn.Linear, layer: int) -> None:
-        """Make backward defer the weight gradient of ``module``, part of ``layer``."""
+        """Make backward defer the weight gradient of ``module``, which belongs to ``layer``."""
         # The instance attribute takes precedence over the class's method and leaves parameters and names unchanged.
         module.forward = partial(self._forward, module, layer)
 
     def start_micro_batch(self, index: int) -> None:
-        """Start the input part of a micro-batch, to which the following entries belong."""
+        """Start the input part of a micro-batch; entries stored from now on belong to it."""
         assert index not in self._kept, f"the weight part of micro-batch {index} has not run"
         self._running = self._kept[index] = {}
 
     def detach_from(self, borrowed: Iterable[torch.Tensor | None]) -> None:
-        """Copy the running micro-batch's entries in ``borrowed`` buffers, which are overwritten after the input part."""
+        """Copy entries of the current micro-batch that use ``borrowed`` buffers, which are overwritten after the input part."""
         buffers = {tensor.untyped_storage().data_ptr() for tensor in borrowed if tensor is not None}
         copies: dict[tuple[int, torch.Size, tuple[int, ...]], torch.Tensor] = {}
 
@@ -112,12 +112,12 @@ class WeightGradients:
             entries[:] = [(weight, with_own_buffer(x), with_own_buffer(dy)) for weight, x, dy in entries]
 
     def forget(self) -> None:
-        """Drop the entries of weight parts that will not run."""
+        """Drop all entries; their weight parts will not run."""
         self._kept.clear()
         self._running = {}
 
     def compute(self, index: int, finished: Finished | None = None) -> None:
-        """Run the weight part of a micro-batch in reverse layer order, freeing its entries layer by layer."""
+        """Run a micro-batch's weight part in reverse layer order, freeing its entries layer by layer."""
         layers = self._kept.pop(index, {})
         for layer in sorted(layers, reverse=True):
             uses: dict[nn.Parameter, list[tuple[torch.Tensor, torch.Tensor]]] = {}
@@ -137,7 +137,7 @@ class WeightGradients:
                 finished(layer)
 
     def bytes_by_layer(self) -> dict[int, int]:
-        """Layer -> bytes of its entries of all micro-batches; a storage shared by several layers counts once."""
+        """Map each layer to the bytes of its entries over all micro-batches; a storage used by several layers counts once."""
         storages = {
             tensor.untyped_storage().data_ptr(): (layer, tensor.untyped_storage().nbytes())
             for layers in self._kept.values()
@@ -149,19 +149,19 @@ class WeightGradients:
         return {layer: sum(size for holder, size in storages.values() if holder == layer) for layer in holders}
 
     def _forward(self, module: nn.Linear, layer: int, x: torch.Tensor) -> torch.Tensor:
-        """Run the layer with a detached weight; gradients of input and bias equal autograd's bitwise."""
+        """Run a linear layer with a detached weight; the gradients of input and bias equal autograd's bitwise."""
         if not (torch.is_grad_enabled() and x.requires_grad):
             return F.linear(x, module.weight, module.bias)
         y = F.linear(x, module.weight.detach(), module.bias)
         return _StoreGradient.apply(y, x.detach(), (self, layer, module))
 
     def store_entry(self, layer: int, entry: Entry) -> None:
-        """Add an entry to the running micro-batch; called by backward."""
+        """Add an entry to the current micro-batch; called by backward."""
         self._running.setdefault(layer, []).append(entry)
 
 
 class _StoreGradient(torch.autograd.Function):
-    """Identity of a linear layer's output, whose backward passes (input, gradient of the output) to the store.
+    """Identity on a linear layer's output, whose backward passes (input, gradient of the output) to the store.
 
     Saving the input through autograd lets activation checkpointing free it.
     """

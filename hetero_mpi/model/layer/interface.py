@@ -1,9 +1,9 @@
-"""The interface of a model for stages, profiling, planning and runs: a chain of layers that can be split between any two layers.
+"""The interface of a model to stages, profiling, planning and runs: a layer chain that can be split after any layer.
 
-``TransformersChain`` implements it for transformers' language models (embedding, blocks, head), ``CustomChain`` for a user's own
-layers. One tensor is passed from layer to layer; its first dimension is sequences (or samples).
+``TransformersChain`` implements it for transformers' language models (embedding, blocks, head), and ``CustomChain`` for a
+user-defined list of layers. Each layer passes one tensor to the next; its first dimension is sequences (or samples).
 
-Random numbers are functions of names and positions (``seed_from``), so that they do not depend on the partition.
+Random numbers depend only on names and positions (``seed_from``), not on the partition.
 """
 
 import contextlib
@@ -23,14 +23,14 @@ from hetero_mpi.model.layer.loss import Routers
 
 
 def seed_from(*parts: int | str) -> int:
-    """A 63-bit seed from any parts, such as (seed, parameter name) or (seed, step, first sample, layer)."""
+    """Return a 63-bit seed derived from any parts, such as (seed, parameter name) or (seed, step, first sample, layer)."""
     text = "\x1f".join(str(part) for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 @contextlib.contextmanager
 def seeded(*parts: int | str) -> Iterator[None]:
-    """Context in which the host's random numbers are functions of ``parts``; the global generator is not changed."""
+    """Return a context in which the host's random numbers depend only on ``parts``; the global generator is unchanged."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed_from(*parts))
         yield
@@ -38,7 +38,7 @@ def seeded(*parts: int | str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Context with one thread, so that sums do not depend on a rank's number of threads."""
+    """Return a context that uses one thread, so that sums do not depend on a rank's number of threads."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -48,14 +48,14 @@ def one_thread() -> Iterator[None]:
 
 
 ADAPTER_NAME = "default"
-"""peft's name of the only adapter; part of module names but not of the names in adapter files."""
+"""peft's name for the only adapter; it is part of module names, but not of names in adapter files."""
 WRAPPED = ".base_layer"
-"""Part of the names of modules that peft wraps; distinguishes the adapters of a module's parameters."""
+"""Substring of the names of modules that peft wraps; it distinguishes the adapters of one module's parameters."""
 
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """A parameter of the whole model: the layer that holds it and its shape."""
+    """A parameter of the whole model, with the layer that holds it and its shape."""
 
     name: str
     layer: int
@@ -67,7 +67,7 @@ class ParameterSpec:
 
 
 class PassThrough(nn.Module):
-    """Replaces another rank's layer and returns its input."""
+    """Replaces a layer of another rank and returns its input unchanged."""
 
     def forward(self, hidden_states: torch.Tensor, *arguments: object, **keywords: object) -> torch.Tensor:
         return hidden_states
@@ -78,21 +78,21 @@ Example = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
 
 class LayerChain(ABC):
-    """Names, shapes and kinds of a model's layers, and methods to build and run them.
+    """The names, shapes and kinds of a model's layers, and methods to build and run them.
 
     Attributes:
         name: name of the model's family.
         summary: short description of the model.
         layer_count: number of layers, including embedding and head.
-        kinds: kind of each layer; layers of one kind cost the same.
-        parameters: name -> ``ParameterSpec`` of each trainable tensor, once, in the model's order.
-        constants: name -> ``ParameterSpec`` of each tensor of the model that is never trained.
-        embeddings: names of parameters that are the matrix of a ``torch.nn.Embedding``.
+        kinds: kind of each layer; layers of the same kind have the same cost.
+        parameters: maps the name of each trainable tensor to its ``ParameterSpec``, in the model's order; tied tensors appear once.
+        constants: maps the name of each tensor that is never trained to its ``ParameterSpec``.
+        embeddings: names of the parameters that are the matrix of a ``torch.nn.Embedding``.
         draws: whether any layer draws random numbers in training.
         tied: (head's name, embedding's name) if both share one matrix, else None.
-        start_is_sent: only rank 0 has the initial weights and sends them.
+        start_is_sent: whether only rank 0 has the initial weights and sends them to the other ranks.
         logits: vocabulary size, for the memory of logits and their gradient; None if outputs are as small as other activations.
-        routers: routers with a load-balancing loss; None without.
+        routers: routers with a load-balancing loss; None if there is no such loss.
     """
 
     name: str
@@ -110,52 +110,52 @@ class LayerChain(ABC):
 
     @property
     def appended_rows(self) -> int:
-        """Number of rows at the end of each sequence of a boundary tensor that are not hidden vectors."""
+        """Number of rows appended to each sequence of a boundary tensor that are not hidden vectors."""
         return self.boundary(0, 1, 0)[1] if self.routers is not None else 0
 
     def specs(self, first: int, last: int) -> list[ParameterSpec]:
-        """Parameters of layers ``[first, last)``."""
+        """Return the trainable parameters of layers ``[first, last)``."""
         return [spec for spec in self.parameters.values() if first <= spec.layer < last]
 
     def constant_specs(self, first: int, last: int) -> list[ParameterSpec]:
-        """Constants of layers ``[first, last)``."""
+        """Return the constants of layers ``[first, last)``."""
         return [spec for spec in self.constants.values() if first <= spec.layer < last]
 
     def dtype_of(self, name: str, compute: torch.dtype) -> torch.dtype:
-        """Dtype of a tensor if the compute dtype is ``compute``."""
+        """Return a tensor's dtype for the compute dtype ``compute``."""
         return compute
 
     def changed_since(self, described: Mapping[str, Any]) -> str | None:
-        """Description of values outside checkpoints that changed since ``to_dict`` returned ``described``; None if none."""
+        """Name a value outside checkpoints that has changed since ``to_dict`` returned ``described``; None if none has."""
         return None
 
     @abstractmethod
     def decays(self, name: str) -> bool:
-        """Whether weight decay is applied to a trained tensor."""
+        """Return whether weight decay applies to a trained tensor."""
 
     @abstractmethod
     def to_dict(self) -> dict[str, Any]:
-        """Description of the model for checkpoints, as JSON values."""
+        """Describe the model as JSON values, for checkpoints."""
 
     @abstractmethod
     def module_names(self, layer: int) -> tuple[str, ...]:
-        """Qualified names of the modules that make up a layer."""
+        """Return the qualified names of the modules that form a layer."""
 
     @abstractmethod
     def layer_of(self, name: str) -> int:
-        """Index of the layer that holds the parameter or module ``name``."""
+        """Return the index of the layer that holds the parameter or module ``name``."""
 
     @abstractmethod
     def frame(self) -> nn.Module:
-        """The whole model on the meta device, with its module names."""
+        """Build the whole model on the meta device, to be filled layer by layer."""
 
     @abstractmethod
     def vacate(self, model: nn.Module, layer: int) -> None:
-        """Allocate uninitialised tensors (fp32, host) for a layer of a frame."""
+        """Allocate uninitialised fp32 tensors in host memory for one layer of ``model``."""
 
     @abstractmethod
     def initialise(self, model: nn.Module, layer: int, seed: int) -> None:
-        """Initialise a layer of a frame (fp32, host) as a function of seed and names."""
+        """Initialise one layer of ``model`` in fp32 host memory; values depend only on the seed and names."""
 
     @abstractmethod
     def restore_buffers(self, model: nn.Module, device: torch.device) -> None:
@@ -167,56 +167,56 @@ class LayerChain(ABC):
 
     @abstractmethod
     def run(self, model: nn.Module, first: int, last: int, x: torch.Tensor, **keywords: Any) -> torch.Tensor:
-        """Run the layers ``[first, last)`` on ``x``; ``keywords`` are passed to the model."""
+        """Run the layers ``[first, last)`` on ``x``, passing ``keywords`` to the model."""
 
     def attention(self, records: list[list[int]] | None, repeats: bool) -> contextlib.AbstractContextManager[None]:
-        """Context of ``run`` and its backward; ``records``: see ``MicroBatch``; ``repeats``: repeat shared keys and values."""
+        """Return the context for ``run`` and its backward, which repeats shared keys and values if ``repeats`` is true."""
         return contextlib.nullcontext()
 
     def isolation(self, x: torch.Tensor, positions: torch.Tensor | None) -> dict[str, Any]:
-        """Keywords of ``run`` that prevent attention between the records of a sequence.
+        """Return keywords for ``run`` that prevent attention between the packed records of a sequence.
 
         Args:
             x: input of ``run``.
-            positions: (B, T) int64, each token's position in its record; None if a sequence is one text.
+            positions: (B, T) int64, each token's position in its record; None if no records are packed.
         """
         assert positions is None, f"{self.name} is not a language model"
         return {}
 
     @abstractmethod
     def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Sum of the losses of all targets: a differentiable fp32 scalar. ``outputs``: output of the last layer."""
+        """Return the summed loss of all targets, a differentiable fp32 scalar. ``outputs`` is the last layer's output."""
 
     def sliced_head(self, model: nn.Module, dtype: str, share: Any) -> Any:
-        """``HeadSlices`` of a model with large logits; None to compute them at once."""
+        """Return ``HeadSlices`` for a model with large logits; None if the logits can be computed all at once."""
         return None
 
     @abstractmethod
     def boundary(self, layer: int, rows: int, length: int) -> tuple[int, ...]:
-        """Shape of the layer's output for ``rows`` sequences of ``length`` tokens."""
+        """Return the shape of the layer's output for ``rows`` sequences of ``length`` tokens."""
 
     @abstractmethod
     def example(self, first: int, last: int, rows: int, length: int, dtype: torch.dtype) -> Example:
-        """Example input for the layers ``[first, last)``, in host memory."""
+        """Return an example input for the layers ``[first, last)``, in host memory."""
 
     @abstractmethod
     def length(self, inputs: NDArray[Any]) -> int:
-        """Tokens per sequence of a batch's inputs."""
+        """Return the number of tokens per sequence in a batch's inputs."""
 
     @abstractmethod
     def counted(self, targets: NDArray[Any]) -> int:
-        """Number of targets by which the summed loss of a batch is divided."""
+        """Return the number of targets by which a batch's summed loss is divided."""
 
 
 class Start(Protocol):
-    """Source of initial weights."""
+    """A source of initial weights."""
 
     def fill(self, chain: Any, model: Any, layer: int) -> None:
-        """Fill a layer of a chain's frame, fp32 in host memory. Some implementations support one kind of chain only."""
+        """Fill one layer of ``model`` in fp32 host memory. Some implementations support only one kind of chain."""
 
 
 def embedding_matrices(module: nn.Module) -> set[str]:
-    """Names of the matrices of all ``torch.nn.Embedding`` modules in a module."""
+    """Return the names of the matrices of all ``torch.nn.Embedding`` modules within a module."""
     return {
         f"{name}.weight".lstrip(".")
         for name, submodule in module.named_modules()
@@ -225,6 +225,6 @@ def embedding_matrices(module: nn.Module) -> set[str]:
 
 
 def as_input(array: NDArray[Any]) -> torch.Tensor:
-    """Convert a batch's array to a model input: int64 for integers, else fp32."""
+    """Convert a batch's array to a model input: integers to int64, other numbers to fp32."""
     tensor = torch.from_numpy(array)
     return tensor.float() if np.issubdtype(array.dtype, np.floating) else tensor.long()

@@ -1,7 +1,7 @@
-"""LoRA layers as one autograd function: y = W x + s B (A d(x)), where d is dropout.
+"""LoRA layers in 16 bits as one autograd function: y = W x + s B (A d(x)), where d is dropout.
 
-peft writes the product with B, its scaled copy, and the sum to separate tensors, and clones products with packed weights. Here B is
-multiplied into the base layer's product in place, and tensors of the adapter's rank are scaled.
+peft writes the product with B, its scaled copy and the sum to separate tensors, and clones products of packed weights. Here the
+product with B is added to the base layer's output in place, and only tensors as narrow as the adapter's rank are scaled.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hetero_mpi.model.layer.quantize import unpacked
 
 
 def join_products(model: nn.Module) -> None:
-    """Compute peft's plain LoRA over linear layers by ``_LoraProduct``; DoRA and adapters of experts keep peft's forward."""
+    """Replace peft's forward of plain LoRA on linear layers by ``_LoraProduct``; DoRA and adapters of experts keep peft's."""
     for layer in model.modules():
         if getattr(layer, "lora_variant", None) == {} and type(layer.base_layer).__name__ in ("Linear", "Linear4bit"):
             layer.forward = partial(_forward, layer)
@@ -25,14 +25,14 @@ def join_products(model: nn.Module) -> None:
 
 def _forward(layer: Any, x: torch.Tensor) -> torch.Tensor:
     a, b = layer.lora_A[ADAPTER_NAME].weight, layer.lora_B[ADAPTER_NAME].weight
-    if x.dtype != a.dtype:
+    if x.dtype != a.dtype or layer.active_adapters != [ADAPTER_NAME]:  # `serve` switches between adapters
         return type(layer).forward(layer, x)
     dropped = layer.lora_dropout[ADAPTER_NAME](x)
     return cast(torch.Tensor, _LoraProduct.apply(x, None if dropped is x else dropped, a, b, layer))
 
 
 class _LoraProduct(torch.autograd.Function):
-    """``dropped``: input of A; None if it is ``x``."""
+    """Computes a LoRA layer. ``dropped`` is the input of A; None if it equals ``x``."""
 
     @staticmethod
     def forward(

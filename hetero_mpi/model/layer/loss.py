@@ -1,12 +1,12 @@
 """Cross-entropy of a micro-batch, computed for a few rows of logits at a time, and the load-balancing loss of routers.
 
-Logits are a head's largest tensor: 2,048 tokens with a vocabulary of 150,000 take 0.6 GB in bf16. torch's loss keeps them in fp32
-and needs twice as much again in backward. In pieces only the logits and their gradient exist, both in the compute dtype. Each
-row's loss is computed and the losses are added as torch does, so pieces do not change any bit.
+Logits are a head's largest tensor: 2,048 tokens with a vocabulary of 150,000 take 0.6 GB in bf16. torch's loss stores them in fp32
+and needs twice as much again in backward. Computing in pieces stores only the logits and their gradient, both in the compute dtype.
+Each row's loss is computed, and the losses are added, exactly as torch does, so results are bitwise equal.
 
-The router loss is transformers' ``load_balancing_loss_func`` of each sequence: number of experts x sum over experts of (fraction of
-choices x mean probability). Both factors are means over the tokens of *all* layers, so the loss is no sum over layers. Each layer
-adds to sums per sequence, which are sent from stage to stage behind the hidden states, and their gradients back.
+The router loss is transformers' ``load_balancing_loss_func``, per sequence: number of experts x sum over experts of (fraction of
+choices x mean probability). Both factors are means over the tokens of *all* layers, so the loss is not a sum over layers. Each
+layer adds to running sums per sequence, which stages send on after the hidden states; their gradients are sent back.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ import torch.nn.functional as F
 from torch import nn
 
 IGNORED = -100
-"""Target of a position without loss."""
+"""Target value of a position without a loss."""
 PIECE = 1 << 22
-"""Logits per piece on the CPU (16 MB in fp32, which fits caches); fewer logits are computed in one call."""
+"""Logits per piece on the CPU (16 MB in fp32, which fits in caches); fewer logits than this are computed in one call."""
 LARGEST_PIECE = 1 << 26
-"""Maximum logits per piece on other devices, where each piece costs a dozen kernel launches."""
+"""Maximum number of logits per piece on other devices, where each piece costs a dozen kernel launches."""
 
 
 def summed_loss(logits: torch.Tensor, targets: torch.Tensor, piece: int | None = None) -> torch.Tensor:
-    """Sum of the losses of all targets that are not ``IGNORED``: a differentiable fp32 scalar.
+    """Sum the losses of all targets that are not ``IGNORED``: a differentiable fp32 scalar.
 
     Args:
         logits: (B, T, V) in the compute dtype.
         targets: (B, T) int64.
-        piece: logits computed at a time, by default ``piece_size``; does not affect the result.
+        piece: number of logits to compute at a time, by default ``piece_size``; does not affect the result.
     """
     rows, words = logits.flatten(0, 1), targets.flatten()
     piece = piece or piece_size(rows.numel(), rows.is_cpu)
@@ -44,12 +44,12 @@ def summed_loss(logits: torch.Tensor, targets: torch.Tensor, piece: int | None =
 
 
 def added_losses(losses: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
-    """Add losses (N) in the order of torch's sum over targets (N): each row is a vocabulary of one token."""
+    """Add losses (N) in the order of torch's sum over targets (N), by treating each row as a vocabulary of one token."""
     return F.nll_loss(-losses.unsqueeze(1), words.clamp(max=0), ignore_index=IGNORED, reduction="sum")
 
 
 def target_losses(logits: torch.Tensor, targets: torch.Tensor, piece: int | None = None) -> torch.Tensor:
-    """Loss of each target, (B, T) in fp32, differentiable; 0 for ``IGNORED``. Arguments: see ``summed_loss``."""
+    """Return the loss of each target, (B, T) in fp32, differentiable; 0 for ``IGNORED``. Arguments: see ``summed_loss``."""
     rows, words = logits.flatten(0, 1), targets.flatten()
     piece = piece or piece_size(rows.numel(), rows.is_cpu)
     if rows.numel() <= piece:
@@ -59,12 +59,12 @@ def target_losses(logits: torch.Tensor, targets: torch.Tensor, piece: int | None
 
 
 def likeliest(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Number of targets with the largest logit, a scalar. Arguments: see ``summed_loss``."""
+    """Return the number of targets that have the largest logit, a scalar. Arguments: see ``summed_loss``."""
     return (logits.argmax(-1) == targets).sum()
 
 
 def piece_size(logits: int, cpu: bool) -> int:
-    """Number of logits to compute at a time, of ``logits`` in all.
+    """Return the number of logits to compute at a time, out of ``logits`` in total.
 
     With an eighth of all logits per piece, the three fp32 tensors of backward take no more memory than the gradient, as
     ``model_cost`` assumes.
@@ -77,7 +77,7 @@ def _cross_entropy(logits: torch.Tensor, targets: torch.Tensor, reduction: str) 
 
 
 class _InPieces(torch.autograd.Function):
-    """Losses of all targets. Backward recomputes each piece's softmax, because storing it takes as much memory as the logits."""
+    """Losses of all targets. Backward recomputes each piece's softmax, which would take as much memory to store as the logits."""
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, rows: int) -> torch.Tensor:
@@ -96,7 +96,7 @@ class _InPieces(torch.autograd.Function):
 
 
 def _gradient(logits: torch.Tensor, targets: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-    """(softmax - one-hot) x the row's factor in fp32, by the kernel of torch's backward; 0 for ``IGNORED`` targets."""
+    """Return (softmax - one-hot) x factor per row in fp32, using torch's backward kernel; 0 for ``IGNORED`` targets."""
     likelihoods, words = F.log_softmax(logits, 1, dtype=torch.float32), targets.unsqueeze(1)
     of_words = torch.zeros_like(likelihoods).scatter_(1, words.clamp(min=0), -factors.unsqueeze(1) * (words != IGNORED))
     return torch.ops.aten._log_softmax_backward_data(of_words, likelihoods, 1, torch.float32)
@@ -112,13 +112,13 @@ _NARROWEST_BYTES = 2
 
 @dataclass(frozen=True)
 class Routers:
-    """The routers of a model with a router loss.
+    """A model's routers that have a load-balancing loss.
 
     Attributes:
         names: names of the router modules.
         output: index of the logits among a router's outputs.
-        experts, choices: number of experts of a layer, and of experts per token.
-        coefficient: factor of the loss.
+        experts, choices: number of experts per layer, and number of experts chosen per token.
+        coefficient: coefficient of the loss.
     """
 
     names: tuple[str, ...]
@@ -128,13 +128,13 @@ class Routers:
     coefficient: float
 
     def places(self, width: int) -> int:
-        """Number of rows of ``width`` elements that a sequence's sums take in any dtype; nearly always 1."""
+        """Return the number of rows of ``width`` elements that a sequence's sums need in any dtype; nearly always 1."""
         return math.ceil(2 * self.experts * _SUM_BYTES / _NARROWEST_BYTES / width)
 
 
 @dataclass(frozen=True)
 class Routed:
-    """The part of B sequences that counts for router losses."""
+    """The part of B sequences that counts towards the router loss."""
 
     lengths: torch.Tensor
     """(B,) int64: number of leading tokens that count; 0 excludes the sequence."""
@@ -146,21 +146,21 @@ class Routed:
 
 
 class RouterLoss:
-    """Router loss on one stage: between ``enter`` and ``leave`` (or ``loss``) the stage's routers add to the sums.
+    """The router loss on one stage. Between ``enter`` and ``leave`` (or ``loss``), the stage's routers add to the sums.
 
     Attributes:
-        seen: (micro-batch, its first sequence) -> weighted loss of its sequences, before the coefficient.
+        seen: maps (micro-batch, its first sequence) to the weighted loss of its sequences, before the coefficient is applied.
     """
 
     def __init__(
         self, routers: Routers, modules: Iterable[nn.Module], routed: Callable[[], Routed | None], trains: bool = True
     ) -> None:
-        """Hold the stage's routers.
+        """Register hooks on the stage's routers.
 
         Args:
             modules: routers of the stage's layers.
-            routed: returns the data of the sequences being computed or recomputed.
-            trains: whether the loss has a gradient here; False on tensor-parallel ranks except the leader.
+            routed: returns the ``Routed`` of the sequences being computed or recomputed.
+            trains: whether the loss has a gradient here; false on tensor-parallel ranks other than the leader.
         """
         self.routers, self._routed, self._trains = routers, routed, trains
         self.seen: dict[tuple[int, int], torch.Tensor] = {}
@@ -169,7 +169,7 @@ class RouterLoss:
             module.register_forward_hook(self._add)
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
-        """Split a stage's input into hidden states, which are returned, and sums; token ids are returned unchanged."""
+        """Split a stage's input into hidden states, which are returned, and sums. Token ids are returned unchanged."""
         if not x.is_floating_point():
             self._sums = torch.zeros((len(x), 2 * self.routers.experts), device=x.device)
             return x
@@ -178,12 +178,12 @@ class RouterLoss:
         return hidden
 
     def leave(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Join hidden states and sums to the output for the next stage."""
+        """Append the sums to the hidden states, as output for the next stage."""
         joined: torch.Tensor = _Join.apply(hidden, self._pop_sums(), self.routers)
         return joined
 
     def loss(self, key: tuple[int, int]) -> torch.Tensor:
-        """The sequences' share of the loss, a differentiable fp32 scalar, recorded in ``seen``."""
+        """Return the sequences' share of the loss, a differentiable fp32 scalar, and record it in ``seen``."""
         sums, routed = self._pop_sums(), self._routed()
         assert routed is not None
         tokens = (routed.lengths * len(self.routers.names)).clamp(min=1).unsqueeze(1)
@@ -193,7 +193,7 @@ class RouterLoss:
         return self.routers.coefficient * share
 
     def drop(self) -> None:
-        """Discard the sums of this forward."""
+        """Discard the sums of this forward pass."""
         self._sums = None
 
     def _pop_sums(self) -> torch.Tensor:
@@ -202,7 +202,7 @@ class RouterLoss:
         return sums
 
     def _add(self, module: nn.Module, arguments: object, output: tuple[torch.Tensor, ...]) -> None:
-        """Forward hook of routers: add their choices and probabilities to the sums; also runs in recomputation."""
+        """Forward hook of routers: add their choices and probabilities to the sums. Also runs during recomputation."""
         if self._sums is None and not torch.is_grad_enabled():
             return  # text generation
         logits, routed = output[self.routers.output], self._routed()
@@ -219,7 +219,7 @@ class RouterLoss:
 
 
 class _Split(torch.autograd.Function):
-    """Split a joined tensor into hidden states and sums; in 16-bit dtypes raw fp32 bits, on which autograd must not compute."""
+    """Splits a joined tensor into hidden states and sums; in 16-bit dtypes autograd must not process the sums' raw fp32 bits."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, routers: Routers) -> tuple[torch.Tensor, torch.Tensor]:

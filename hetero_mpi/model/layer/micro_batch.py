@@ -1,8 +1,8 @@
 """The data of a micro-batch for a stage: inputs and targets, slices, and answers for preference training.
 
 Preference training makes the chosen answer of a pair likelier than the rejected answer, or uses single answers that are desirable
-or undesirable. The records of pairs alternate in a row: chosen, rejected, chosen, rejected. Positions start at 0 in each record;
-records do not attend to each other (``LayerChain.isolation``), so that a pair can share a row.
+or undesirable. In a row, the records of pairs alternate: chosen, rejected, chosen, rejected. Positions start at 0 in each record;
+records do not attend to each other (``LayerChain.isolation``), so a pair can share a row.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from hetero_mpi.model.layer.loss import Routed
 from hetero_mpi.objectives import Answers, Settings, objective
 
 REWARD_COUNT = 3
-"""Number of reward statistics of a micro-batch: sums of rewards of chosen and of rejected answers, and number of pairs whose chosen
-answer has the higher reward."""
+"""Number of reward statistics of a micro-batch: the summed rewards of chosen answers and of rejected answers, and the number of
+pairs whose chosen answer has the higher reward."""
 DESIRABLE_CODE = 2
-"""Mark of a desirable single answer; 3 marks an undesirable answer."""
+"""Code of a desirable single answer; an undesirable answer has the next code, 3."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The answers of a micro-batch of preference training. B rows of T tokens have at most R records each.
+    """The answers of a micro-batch in preference training: B rows of T tokens with at most R records each.
 
     Attributes:
-        train: keys of the job; None to compute log-likelihoods only (of the reference model).
-        answers: (B, T), 0 outside of answers, 1 in a pair's answer, in a single one ``DESIRABLE_CODE`` or ``DESIRABLE_CODE + 1``.
-        reference: (B, R) fp32, log-likelihoods of the answers under the reference model; 0 without one.
-        likelihood_weight: factor of the cross-entropy of chosen records (``LEARNS_CHOSEN``).
+        train: keys of the job; None to compute only log-probabilities (of the reference model).
+        answers: (B, T): 0 outside answers, 1 in a pair's answer, ``DESIRABLE_CODE`` or ``DESIRABLE_CODE + 1`` in a single answer.
+        reference: (B, R) fp32, log-probabilities of the answers under the reference model; 0 if there is none.
+        likelihood_weight: weight of the cross-entropy of chosen records (``LEARNS_CHOSEN``).
         point: KTO's reference point.
     """
 
@@ -47,19 +47,19 @@ class Comparison:
         return replace(self, answers=self.answers[rows], reference=self.reference[rows])
 
     def likelihoods(self, losses: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Log-likelihood of each record's answer, (B, R). Arguments: see ``loss``."""
+        """Return the log-probability of each record's answer, (B, R). Arguments: see ``loss``."""
         return -(losses.unsqueeze(1) * self._record_mask(positions) * (self.answers > 0).unsqueeze(1)).sum(2)
 
     def _record_mask(self, positions: torch.Tensor) -> torch.Tensor:
-        """Whether a token belongs to a record, (B, R, T)."""
+        """Return whether each token belongs to each record, (B, R, T)."""
         records = torch.arange(self.reference.shape[1], device=positions.device).view(1, -1, 1)
         return ((positions == 0).cumsum(1) - 1).unsqueeze(1) == records
 
     def loss(self, losses: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(sum of the losses of all pairs or answers, a differentiable fp32 scalar; ``REWARD_COUNT`` statistics).
+        """Return (summed loss of all pairs or answers, a differentiable fp32 scalar; ``REWARD_COUNT`` statistics).
 
         Args:
-            losses: (B, T), loss of each target (``target_losses``).
+            losses: (B, T), the loss of each target (``target_losses``).
             positions: (B, T), each token's position in its record.
         """
         assert self.train is not None
@@ -92,7 +92,7 @@ def _summed(*values: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """A micro-batch with the data of its loss.
+    """A micro-batch with the data for its loss.
 
     ``step`` and ``first_sample`` (index of its first sequence in the global batch) determine the dropout masks.
     """
@@ -101,23 +101,23 @@ class MicroBatch:
     step: int
     first_sample: int
     divisor: float
-    """Number of targets (or sum of weights, pairs, answers) of the global batch, by which the loss is divided."""
+    """Number by which the loss is divided: the global batch's targets, pairs or answers, or the sum of its weights."""
     positions: torch.Tensor | None = None
-    """(B, T) int64: each token's position in its record, which attends to no other record; None if a sequence is one text."""
+    """(B, T) int64: each token's position in its record; records do not attend to each other. None if no records are packed."""
     comparison: Comparison | None = None
-    """Preference training, on the last stage."""
+    """Preference-training data, on the last stage."""
     routed: Routed | None = None
-    """Data of router losses, on every stage; None to skip these losses (also in profiling)."""
+    """Data for router losses, on every stage; None to skip these losses (as in profiling)."""
     targets: torch.Tensor | None = None
-    """On the last stage."""
+    """Targets, on the last stage."""
     weights: torch.Tensor | None = None
-    """(B, T) fp32, weights of the targets, on the last stage; None for equal weights."""
+    """(B, T) fp32: weights of the targets, on the last stage; None if all weights are equal."""
     host_positions: torch.Tensor | None = None
     """``positions`` in host memory; None if the device is the CPU."""
 
     @cached_property
     def records(self) -> list[list[int]] | None:
-        """Number of tokens of each record of each sequence; None if a sequence is one text."""
+        """Number of tokens of each record in each sequence; None if no records are packed."""
         positions = self.positions if self.host_positions is None else self.host_positions
         if positions is None:
             return None
@@ -129,14 +129,14 @@ class MicroBatch:
         return sizes
 
     def of_rows(self, rows: slice) -> MicroBatch:
-        """The micro-batch with the data of some of its sequences."""
+        """Return the micro-batch restricted to some of its sequences."""
         values = vars(self).items()
         sliced: dict[str, Any] = {name: value[rows] for name, value in values if isinstance(value, torch.Tensor)}
         sliced |= {name: value.of_rows(rows) for name, value in values if isinstance(value, Comparison | Routed)}
         return replace(self, **sliced)
 
     def slices(self, rows: int, size: int | None) -> Slices:
-        """Slices of at most ``size`` of the micro-batch's ``rows`` sequences (None for one slice), with the rows of each."""
+        """Split ``rows`` sequences into slices of at most ``size`` (None: one slice), each with its rows."""
         size = size or rows
         ranges = [slice(begin, min(begin + size, rows)) for begin in range(0, rows, size)]
         return [(replace(self.of_rows(part), first_sample=self.first_sample + part.start), part) for part in ranges]
@@ -146,50 +146,48 @@ Slices = list[tuple[MicroBatch, slice]]
 
 
 def joined(slices: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Concatenate the rows of all slices; a single slice is returned unchanged."""
+    """Concatenate the rows of all slices; return a single slice unchanged."""
     return slices[0] if len(slices) == 1 else torch.cat(list(slices))
 
 
 def split_rows(dy: torch.Tensor | None, sizes: Sequence[int]) -> Sequence[torch.Tensor | None]:
-    """Split ``dy`` into slices of the given numbers of rows; a loss factor (or None) is repeated."""
+    """Split ``dy`` into slices with the given numbers of rows; a scalar loss factor (or None) is repeated."""
     return [dy] * len(sizes) if dy is None or not dy.dim() or len(sizes) == 1 else dy.split(list(sizes))
 
 
 @dataclass(frozen=True)
 class StepData:
-    """A pipeline's input in a step: int64 tensors (rows, T) on the device, or samples (rows, ...); None: not needed here."""
+    """A pipeline's input for a step: int64 tensors (rows, T) on the device, or samples (rows, ...); None where not needed."""
 
     step: int
     sizes: tuple[int, ...]
-    """Number of sequences of each micro-batch, consecutive in the tensors."""
+    """Number of sequences of each micro-batch; micro-batches are consecutive in the tensors."""
     first_samples: tuple[int, ...]
     """Index of each micro-batch's first sequence in the global batch."""
     length: int
-    """Tokens T per sequence of this batch."""
+    """Number of tokens T per sequence in this batch."""
     tokens: torch.Tensor | None
     targets: torch.Tensor | None
     positions: torch.Tensor | None
-    """See ``MicroBatch``; on every stage if records are packed."""
+    """See ``MicroBatch``; present on every stage if records are packed."""
     divisor: float
-    """See ``MicroBatch``."""
     loss_scale: float = 1.0
-    """Factor of the loss in backward (fp16)."""
+    """Loss factor for the backward pass (fp16)."""
     comparison: Comparison | None = None
-    """Preference training, on the last stage."""
+    """Preference-training data, on the last stage."""
     routed: Routed | None = None
-    """Data of router losses, on every stage."""
+    """Data for router losses, on every stage."""
     weights: torch.Tensor | None = None
-    """fp32 weights of the targets, on the last stage; None for equal weights."""
+    """Weights of the targets (fp32), on the last stage; None if all weights are equal."""
     host_positions: torch.Tensor | None = None
-    """See ``MicroBatch``."""
 
     @cached_property
     def rows(self) -> tuple[slice, ...]:
-        """The rows of each micro-batch."""
+        """Slices of the tensors' rows, one per micro-batch."""
         return tuple(slice(end - size, end) for size, end in zip(self.sizes, accumulate(self.sizes), strict=True))
 
     def tokens_of(self, index: int) -> torch.Tensor:
-        """Tokens of a micro-batch, on a first stage."""
+        """Return the tokens of a micro-batch; only on a first stage."""
         assert self.tokens is not None
         return self.tokens[self.rows[index]]
 

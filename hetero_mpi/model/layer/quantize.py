@@ -1,9 +1,9 @@
-"""NF4 weights (QLoRA, Dettmers et al. 2023, arXiv:2305.14314) by bitsandbytes, with equal bits on every device.
+"""NF4 weights (QLoRA, Dettmers et al. 2023, arXiv:2305.14314) using bitsandbytes, bitwise equal on every device.
 
-Linear layers and fused experts of blocks are quantized on the host for every device, and only packed bytes are copied; embedding,
-norms and head stay in the compute dtype.
+The linear layers and fused experts of blocks are quantized on the host for every device, and only packed bytes are copied. The
+embedding, norms and head stay in the compute dtype.
 
-Fused experts are one tensor (experts, rows, columns) of a module that transformers' kernels read, so they are unpacked while the
+Fused experts are one tensor (experts, rows, columns) that transformers' kernels read from a module, so they are unpacked while the
 module computes. Autograd would keep the unpacked tensor until backward, so backward recomputes the module's forward instead.
 """
 
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
     from bitsandbytes.nn import Linear4bit
 
 BLOCK_SIZE = 64
-"""Weights that share one scale."""
+"""Number of weights that share one scale."""
 _SCALE_BLOCK_SIZE = 256
-"""Scales that share one scale of scales (double quantization)."""
+"""Number of scales that share one second-level scale (double quantization)."""
 _PIECE = 1 << 24
-"""Weights quantized at a time; bitsandbytes needs ten bytes of workspace for each."""
+"""Number of weights quantized at a time; bitsandbytes needs ten bytes of workspace for each."""
 _PACKED = "_nf4"
-"""Suffix of the parameter with the packed bytes of a fused experts' parameter."""
+"""Suffix of the parameter that holds the packed bytes of a fused experts' parameter."""
 
 
 def fused_experts(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
-    """(name of the holder, holder, name in it, parameter) of each fused experts' tensor in ``module``."""
+    """Yield (module name, module, parameter name, parameter) of each fused experts' tensor in ``module``."""
     for path, holder in module.named_modules():
         if "expert" in type(holder).__name__.lower():
             for name, parameter in holder.named_parameters(recurse=False):
@@ -44,7 +44,7 @@ def fused_experts(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.P
 
 
 def packed_weights(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Name in ``module`` -> parameter that ``quantize`` packs."""
+    """Map names in ``module`` to the parameters that ``quantize`` packs."""
     linear = {f"{name}.weight": layer.weight for name, layer in _linear_layers(module)}
     return linear | {f"{path}.{name}": parameter for path, _, name, parameter in fused_experts(module)}
 
@@ -55,10 +55,10 @@ def _linear_layers(module: nn.Module) -> list[tuple[str, nn.Linear]]:
 
 
 def double_scales(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Scales of a tensor's blocks after double quantization, fp32 (rows, blocks of a row).
+    """Return the scales of a tensor's blocks after double quantization, fp32 (rows, blocks per row).
 
     Args:
-        weight: (rows, ...); each row is a multiple of the block size.
+        weight: (rows, ...); the size of each row is a multiple of the block size.
         dtype: compute dtype, as for ``quantize``.
     """
     from bitsandbytes.functional import dequantize_blockwise
@@ -75,14 +75,14 @@ def quantize(
     double: bool,
     scales: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
-    """Replace every ``nn.Linear`` and all fused experts in ``module`` by NF4 weights on ``device``.
+    """Replace every ``nn.Linear`` and all fused experts in ``module`` with NF4 weights on ``device``.
 
-    Experts need ``unpack_experts`` to compute.
+    Experts need ``unpack_experts`` before they can compute.
 
     Args:
         module: a block with fp32 weights in host memory.
-        dtype: compute dtype, to which weights are rounded first, as if the model had been loaded in it.
-        scales: name of a tensor in ``module`` -> fp32 scales to use for its blocks.
+        dtype: compute dtype, to which weights are rounded first, as if the model had been loaded in this dtype.
+        scales: maps names of tensors in ``module`` to fp32 scales to use for their blocks.
     """
     scales = scales or {}
     for name, layer in _linear_layers(module):
@@ -101,20 +101,20 @@ def quantize(
 
 
 def is_empty(parameter: torch.Tensor) -> bool:
-    """Whether a parameter is a placeholder for packed experts."""
+    """Return whether a parameter is a placeholder for packed experts."""
     return parameter.device.type != "meta" and parameter.untyped_storage().nbytes() < parameter.nbytes
 
 
 def unpacked_bytes(module: nn.Module) -> int:
-    """Size in bytes of all packed experts in ``module`` after unpacking."""
+    """Return the size in bytes of all packed experts in ``module`` after unpacking."""
     return sum(parameter.nbytes for parameter in module.parameters() if is_empty(parameter))
 
 
 def unpack_experts(model: nn.Module, repeat: bool | Callable[[], bool], draws: bool) -> None:
-    """Make modules with packed experts unpack them for their forward.
+    """Make modules with packed experts unpack them during their forward.
 
     Args:
-        repeat: recompute such a module's forward in backward, so that unpacked tensors are not kept; otherwise the caller does.
+        repeat: whether backward recomputes the module's forward, so that unpacked tensors are not kept; if not, the caller does.
         draws: whether the model may draw random numbers.
     """
     for path, holder in list(model.named_modules()):
@@ -153,7 +153,7 @@ def _with_unpacked(
 
 
 class _PackedProduct(torch.autograd.Function):
-    """bitsandbytes' product with a packed matrix, whose backward uses the weights' current address, not that of the forward."""
+    """bitsandbytes' product with a packed matrix; backward uses the weights' current address instead of the address in forward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, layer: Any) -> torch.Tensor:
@@ -168,14 +168,14 @@ class _PackedProduct(torch.autograd.Function):
 
 
 def unpacked(weight: Any, dtype: torch.dtype) -> torch.Tensor:
-    """Matrix of a packed linear layer, (out, in)."""
+    """Return the matrix of a packed linear layer, (out, in)."""
     from bitsandbytes.functional import dequantize_4bit
 
     return cast(torch.Tensor, dequantize_4bit(weight.data.view(-1, 1), weight.quant_state).to(dtype))
 
 
 def refer_to_packed(model: nn.Module) -> None:
-    """Make autograd graphs of packed linear layers valid after their weights have moved in memory."""
+    """Keep autograd graphs of packed linear layers valid even if their weights move in memory."""
     from bitsandbytes.nn import Linear4bit
 
     for layer in model.modules():
@@ -188,16 +188,16 @@ def _product(layer: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def packed_bytes(parameters: int, double: bool) -> int:
-    """Size in bytes of ``parameters`` weights in NF4, including scales."""
+    """Return the size in bytes of ``parameters`` weights in NF4, including scales."""
     blocks = -(-parameters // BLOCK_SIZE)
     scales = blocks + 4 * -(-blocks // _SCALE_BLOCK_SIZE) if double else 4 * blocks
     return -(-parameters // 2) + scales
 
 
 def set_training(model: nn.Module, training: bool) -> None:
-    """``model.train(training)``, except NF4 layers, which stay in training mode.
+    """Call ``model.train(training)``, but leave NF4 layers in training mode.
 
-    In evaluation mode bitsandbytes repacks their bytes in place on CPUs with AVX512-BF16, the only effect of the mode on them.
+    In evaluation mode bitsandbytes repacks their bytes in place on CPUs with AVX512-BF16; it has no other effect on them.
     """
     model.train(training)
     for module in model.modules():
@@ -210,7 +210,7 @@ def _rounded(weight: torch.Tensor, dtype: torch.dtype) -> Iterator[torch.Tensor]
 
 
 def _quantized_twice(absmax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, QuantState]:
-    """Double quantization of scales to 8 bits: (codes, offset, scales of scales)."""
+    """Double-quantize scales to 8 bits; return (codes, offset, second-level scales)."""
     from bitsandbytes.functional import quantize_blockwise
 
     with one_thread():  # the last bit of a mean depends on the number of threads
@@ -222,7 +222,7 @@ def _quantized_twice(absmax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, 
 def _packed(
     weight: torch.Tensor, device: torch.device, dtype: torch.dtype, double: bool, scales: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, QuantState]:
-    """Quantize a tensor piece by piece, with the bits of one ``quantize_4bit``. ``scales``: given scales of its blocks."""
+    """Quantize a tensor piece by piece, bitwise equal to one ``quantize_4bit``. ``scales`` holds given scales for its blocks."""
     from bitsandbytes.functional import QuantState, quantize_4bit
 
     pieces = [quantize_4bit(piece, blocksize=BLOCK_SIZE, quant_type="nf4") for piece in _rounded(weight, dtype)]

@@ -1,1 +1,1 @@
-"""Models of transformers: a chain of layers, their start values, and the families that are supported."""
+"""Models from transformers: as a chain of layers, with initial weights and the list of supported families."""

@@ -1,10 +1,10 @@
 """A language model as a chain of layers: embedding, block 0 .. block L-1, head (final norm and output projection).
 
-``base_model_pp_plan`` of transformers' configurations says which modules come before and after the blocks. Everything here is
-on torch's meta device: names and shapes, no memory.
+``base_model_pp_plan`` of transformers' configurations lists the modules before and after the blocks. The chain's own model is on
+torch's meta device: it has names and shapes but takes no memory.
 
-Also here: first values of modules that were on the meta device: a family's own rules, seeded by name, and an error where it has
-none.
+This module also computes initial values for modules that were on the meta device, by the family's own rules and seeded by name. A
+module without such a rule is an error.
 """
 
 import contextlib
@@ -33,9 +33,9 @@ _NOT_DECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:
 
 
 def build_on_meta(config: PreTrainedConfig) -> PreTrainedModel:
-    """Build the full model of transformers in fp32 on the meta device; constants become parameters without a gradient.
+    """Build the full transformers model in fp32 on the meta device; buffers stored in model files become frozen parameters.
 
-    Raises UserError: contradictory sizes in the configuration.
+    Raises UserError if the configuration's sizes are inconsistent.
     """
     try:
         with torch.device("meta"):
@@ -58,7 +58,7 @@ def build_on_meta(config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def random_rates(model: nn.Module) -> list[tuple[nn.Module, str]]:
-    """(layer, attribute) of rates at which layers draw random numbers in training: of dropout, or of a router's jitter."""
+    """Return (module, attribute) of each non-zero rate of random numbers in training: dropout, or a router's jitter."""
     return [
         (module, name)
         for module in model.modules()
@@ -69,9 +69,9 @@ def random_rates(model: nn.Module) -> list[tuple[nn.Module, str]]:
 
 
 class TransformersChain(LayerChain):
-    """A causal language model of transformers; ``model`` is all of it, on the meta device.
+    """A causal language model from transformers; ``model`` is the whole model on the meta device.
 
-    Blocks with equal shapes and attention type are of one kind. Without ``dropout`` layers have none, whatever ``config`` says.
+    Blocks with equal shapes and attention type are of the same kind. If ``dropout`` is false, it is off whatever ``config`` says.
     """
 
     def __init__(self, config: PreTrainedConfig, dropout: bool = True) -> None:
@@ -126,7 +126,7 @@ class TransformersChain(LayerChain):
         return self.layer_count - 1
 
     def dtype_of(self, name: str, compute: torch.dtype) -> torch.dtype:
-        """The dtype a tensor has where ``compute`` is the model's: some families keep routers and decays in fp32."""
+        """Return a tensor's dtype if the model's dtype is ``compute``; some families keep routers and decay rates in fp32."""
         if compute == torch.float32:
             return compute
         if compute not in self._fp32_names:
@@ -141,7 +141,7 @@ class TransformersChain(LayerChain):
         return torch.float32 if name in self._fp32_names[compute] else compute
 
     def decays(self, name: str) -> bool:
-        """Decided by names, as transformers' ``Trainer.get_decay_parameter_names`` decides it: neither biases nor norms."""
+        """Return whether weight decay applies, by the name rules of transformers' ``Trainer``: not to biases and norms."""
         return _NOT_DECAYED.search(name.lower()) is None and not name.startswith(self._layer_norms)
 
     def to_dict(self) -> dict[str, Any]:
@@ -166,7 +166,7 @@ class TransformersChain(LayerChain):
                 materialize(module)
 
     def initialise(self, model: Any, layer: int, seed: int) -> None:
-        """Initialise meta parameters (fp32, host) by the family's rule, from a generator seeded by (seed, module name)."""
+        """Initialise meta parameters in fp32 host memory by the family's rules, seeded by (seed, module name)."""
         for root in self.module_names(layer):
             for name, module in model.get_submodule(root).named_modules(prefix=root):
                 names = [f"{name}.{parameter}" for parameter, _ in module.named_parameters(recurse=False)]
@@ -184,7 +184,7 @@ class TransformersChain(LayerChain):
                     _require_value(parameter, message)
 
     def restore_buffers(self, model: Any, device: torch.device) -> None:
-        """Compute the buffers that are in no file (rotary frequencies, embedding scale) by the family's own rule."""
+        """Compute the buffers that no file stores (rotary frequencies, embedding scale) by the family's own rules."""
         for module in model.modules():
             buffers = [(name, b) for name, b in module.named_buffers(recurse=False) if b is not None and b.is_meta]
             if not buffers:
@@ -204,7 +204,7 @@ class TransformersChain(LayerChain):
                 module.register_buffer(name, getattr(module, name).to(device), persistent=False)
 
     def recompute(self, model: nn.Module, enabled: bool) -> None:
-        """Switch transformers' activation checkpointing of blocks. Random states are saved only for models with dropout."""
+        """Enable or disable activation checkpointing of blocks; random states are saved only for models with dropout."""
         kind = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
         draws = bool(random_rates(model))
         unpack_experts(model, not enabled, draws)
@@ -214,7 +214,7 @@ class TransformersChain(LayerChain):
             getattr(model, f"{kind}_checkpointing_disable")()
 
     def run(self, model: nn.Module, first: int, last: int, x: torch.Tensor, **keywords: Any) -> torch.Tensor:
-        """Token ids (B, T) or hidden states (B, T, D) to hidden states, on the last stage to logits (B, T, V)."""
+        """Map token ids (B, T) or hidden states (B, T, D) to hidden states or, on the last stage, to logits (B, T, V)."""
         inputs = {"input_ids": x} if first == 0 else {"inputs_embeds": x}
         keywords.setdefault("use_cache", False)
         if self.routers is not None:
@@ -240,7 +240,7 @@ class TransformersChain(LayerChain):
         return keywords
 
     def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Cross-entropy of logits (B, T, V) and targets (B, T) that are not ``IGNORED``."""
+        """Return the summed cross-entropy of logits (B, T, V) for the targets (B, T) that are not ``IGNORED``."""
         return summed_loss(outputs, targets)
 
     def sliced_head(self, model: nn.Module, dtype: str, share: Any) -> HeadSlices:
@@ -288,7 +288,7 @@ class TransformersChain(LayerChain):
         return next(iter(pairs.items()))
 
     def _refuse_strays(self) -> None:
-        """Reject parameters outside every layer, which no rank would train."""
+        """Reject parameters outside all layers, which no rank would train."""
         prefixes = tuple(f"{name}." for name in (*self.before_names, self.blocks_name, *self.after_names))
         strays = [name for name in (*self.parameters, *self.constants) if not name.startswith(prefixes)]
         if strays:
@@ -313,21 +313,21 @@ class TransformersChain(LayerChain):
 
 
 def _align_rows(head: nn.Module, arguments: tuple[torch.Tensor]) -> torch.Tensor:
-    """Give the head's input (B, T, D) the strides of consecutive rows; a forward pre-hook.
+    """Give the head's input (B, T, D) the strides of contiguous rows; a forward pre-hook.
 
-    With the strides of a slice of a sequence, torch multiplies a batch of matrices, and a CPU copies a frozen head's weight.
+    For the strides of a slice of a sequence, torch runs a batched matrix product, and a CPU copies a frozen head's weight.
     """
     return arguments[0].reshape(-1, arguments[0].shape[-1]).view(arguments[0].shape)
 
 
 def language(chain: LayerChain) -> TransformersChain:
-    """The chain of what only language models can do: adapters, emulation, writing text. Jobs ask for it of no other."""
+    """Return the chain as a language model, for what only language models support: adapters, emulation, text generation."""
     assert isinstance(chain, TransformersChain), f"{chain.name} is not a language model"
     return chain
 
 
 def materialize(module: nn.Module) -> None:
-    """Replace the meta parameters directly in ``module`` by uninitialised host tensors, fp32 unless they are integers."""
+    """Replace meta parameters held directly by ``module`` with uninitialised host tensors, in fp32 unless they are integers."""
     for name, parameter in list(module.named_parameters(recurse=False)):
         if parameter.device.type == "meta":
             dtype = torch.float32 if parameter.is_floating_point() else parameter.dtype
@@ -335,7 +335,7 @@ def materialize(module: nn.Module) -> None:
 
 
 def _fill_with_nan(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Fill with NaN, so that what nothing initialises is seen."""
+    """Fill with NaN, so that values which are never initialised can be detected."""
     for _, tensor in tensors:
         if tensor.is_floating_point():
             tensor.detach().fill_(math.nan)

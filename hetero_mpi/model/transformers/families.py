@@ -1,7 +1,7 @@
-"""Which model families may be trained, and why others are refused.
+"""Which model families can be trained, and why others are rejected.
 
-A family is taken only when its split run was shown to equal the whole model (``model/transformers/supported.py``, docs/models.md):
-a family that is not proven is refused by name, not run on hope. So are the settings under which a proven family would differ.
+A family is supported only if tests have shown that its split run equals the unsplit model (``model/transformers/supported.py``,
+docs/models.md). Untested families are rejected by name, and so are settings that would change a supported family's results.
 """
 
 import difflib
@@ -36,9 +36,9 @@ _GENERAL_KEYS = ("model_type", "transformers_version", "architectures", "torch_d
 
 
 def read_config(source: dict[str, Any] | str | Path) -> PreTrainedConfig:
-    """Configuration of a causal language model. ``source``: the keys or the path of a ``config.json``.
+    """Read the configuration of a causal language model. ``source`` is a ``config.json`` path or its keys.
 
-    Raises UserError: unreadable file, unknown or untested ``model_type``, or an invalid or unsupported value.
+    Raises UserError for an unreadable file, an unknown or untested ``model_type``, or an invalid or unsupported value.
     """
     remedy = "Give a config.json or its keys inline as [model.config]."
     keys = source if isinstance(source, dict) else read_json(Path(source), remedy)
@@ -67,17 +67,17 @@ def read_config(source: dict[str, Any] | str | Path) -> PreTrainedConfig:
 
 
 def block_key(config: PreTrainedConfig, blocks: int) -> str:
-    """The key of ``config`` that says how many blocks its model has: not always ``num_hidden_layers``, which may count halves."""
+    """Return the ``config`` key that holds the number of blocks; ``num_hidden_layers`` may count half blocks instead."""
     return next((key for key in BLOCK_KEYS if getattr(config, key, None) == blocks), BLOCK_KEYS[0])
 
 
 def is_mxfp4(scheme: Any) -> bool:
-    """Whether a ``quantization_config`` is gpt-oss's published one: experts in MXFP4 (OCP Microscaling, 4 bits)."""
+    """Return whether ``quantization_config`` is that of published gpt-oss models: MXFP4 experts (OCP Microscaling, 4 bits)."""
     return isinstance(scheme, dict) and scheme.get("quant_method") == "mxfp4"
 
 
 def check_keys(keys: Mapping[str, Any]) -> None:
-    """Reject unknown keys, which transformers would silently ignore; the UserError suggests the nearest key."""
+    """Reject unknown keys, which transformers would silently ignore. The UserError suggests the nearest valid key."""
     family = str(keys.get("model_type"))
     if family not in CONFIG_MAPPING:
         return  # ``read_config`` rejects the family
@@ -94,7 +94,7 @@ def check_keys(keys: Mapping[str, Any]) -> None:
 
 
 def require_proven(family: str) -> None:
-    """Raise ``UserError`` unless the family is in ``PROVEN_FAMILIES``, and in the transformers that is installed."""
+    """Raise ``UserError`` unless the family is in ``PROVEN_FAMILIES`` and the installed transformers has it."""
     if family in PROVEN_FAMILIES and family in CONFIG_MAPPING:
         return
     if family in PROVEN_FAMILIES:

@@ -1,4 +1,4 @@
-"""``generation_config.json``: how transformers' ``generate()`` writes text with a model, and the tokens at which it stops."""
+"""``generation_config.json``: the settings that transformers' ``generate()`` uses with a model, including its end tokens."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -28,7 +28,7 @@ _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
 
 
 def read_generation(directory: Path | None) -> dict[str, Any] | None:
-    """Keys of a model directory's ``generation_config.json``; None without one. Raises UserError: unreadable or invalid."""
+    """Read a model directory's ``generation_config.json``; return None if it is absent. Raises UserError if invalid."""
     path = directory / GENERATION if directory is not None else None
     if path is None or not path.exists():
         return None
@@ -44,7 +44,7 @@ def read_generation(directory: Path | None) -> dict[str, Any] | None:
 
 
 def end_tokens(keys: Mapping[str, Any], path: Path | str) -> list[int]:
-    """Tokens of ``eos_token_id``: one, several or none. ``path``: file of the keys, for messages. Raises UserError: invalid."""
+    """Return the tokens in ``eos_token_id``, if any. ``path`` names the file in errors. Raises UserError if they are invalid."""
     value = keys.get("eos_token_id")
     tokens: Sequence[Any] = value if isinstance(value, list) else [] if value is None else [value]
     if any(type(token) is not int for token in tokens):
@@ -56,13 +56,13 @@ def end_tokens(keys: Mapping[str, Any], path: Path | str) -> list[int]:
 
 
 def model_stops(config: Mapping[str, Any], generation: Mapping[str, Any] | None) -> list[int]:
-    """End tokens of ``generation_config.json``, else of ``config.json``. Raises UserError: invalid tokens."""
+    """Return the end tokens in ``generation_config.json``, else those in ``config.json``. Raises UserError if invalid."""
     if generation is not None and "eos_token_id" in generation:
         return end_tokens(generation, GENERATION)
     return end_tokens(config, "config.json")
 
 
 def with_end(ends: Sequence[int], end: int | None) -> int | list[int] | None:
-    """``eos_token_id`` with one more token."""
+    """Return a value of ``eos_token_id`` that adds ``end``, if not None, to ``ends``."""
     both = list(dict.fromkeys([*ends, *([] if end is None else [end])]))
     return both[0] if len(both) == 1 else both or None

@@ -1,11 +1,11 @@
-"""Attention and rotary tables of packed sequences, computed separately for each record; attention of texts in a batch, for each.
+"""Attention and rotary tables of packed sequences, computed separately for each record, and attention of batched generation.
 
-Attention: transformers masks a packed sequence, but computes all pairs of its tokens. This module calls attention per record, with
-the causal kernel if the mask is causal; results equal those of the mask. Where records begin is known on the host.
+Attention: transformers masks a packed sequence but computes all pairs of its tokens. This module calls attention once per record,
+with the causal kernel if the mask is causal; results equal those with the mask. The host knows where records begin.
 
 Rotary tables that depend on the length (longrope, dynamic): transformers chooses one table per call by the largest position, and
-keeps the table of the longest text seen, so other records, padding and earlier texts would change a record's result. Here each
-record gets the table of its own length.
+keeps the table of the longest sequence so far, so other records, padding and earlier sequences would change a record's result. Here
+each record gets the table for its own length.
 """
 
 from __future__ import annotations
@@ -29,32 +29,32 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 Rows = list[tuple[torch.Tensor, torch.Tensor]]
-"""Keys and values (1, H, T, D) of texts of different lengths."""
+"""Keys and values (1, H, T, D) of sequences with different lengths."""
 _rows_by_key = WeakTensorKeyDictionary()
-"""Keys of a batch's new tokens -> the keys and values of its texts."""
+"""Maps the keys of a batch's new tokens to the keys and values of its sequences."""
 
 _UNKNOWN: Any = object()
 _records_by_mask = WeakTensorKeyDictionary()
-"""Mask -> (``MicroBatch.records``, size of the window or chunk that it lets a token see, or None). Recomputation in backward finds
-it too, on whichever thread it runs."""
+"""Maps each mask to (``MicroBatch.records``, size of the window or chunk of tokens that a token attends to, or None). Recomputation
+in backward also finds this entry, on whichever thread it runs."""
 
 _PLAIN, _SHARES_KEYS = ALL_ATTENTION_FUNCTIONS["sdpa"], sdpa_attention.use_gqa_in_sdpa
 _PLAIN_MASK, _PLAIN_INDICES = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"], masking_utils.find_packed_sequence_indices
 _lock, _active = threading.Lock(), Counter[str]()
-"""The blocks of ``attention`` that are under way, on all threads, by their arguments."""
+"""Number of open ``attention`` contexts on all threads, by their arguments."""
 _records: ContextVar[list[list[int]] | None] = ContextVar("records", default=_UNKNOWN)
-"""The records of this thread's block."""
+"""The records of this thread's ``attention`` context."""
 
 
 @contextlib.contextmanager
 def attention(records: list[list[int]] | None, repeats: bool) -> Iterator[None]:
-    """A block whose ``sdpa`` attention computes ``records`` separately and ``repeats`` shared keys and values.
+    """Return a context whose ``sdpa`` attention computes ``records`` separately; ``repeats`` repeats shared keys and values.
 
-    transformers repeats them itself when it gets a mask. In the block it does not search positions for records, which would wait
-    for the device. After the last such block, its own attention is restored.
+    transformers itself repeats them when it gets a mask. Within the context it does not search positions for records, which would
+    wait for the device. When the last such context ends, transformers' own attention is restored.
 
     Args:
-        records: sizes by sequence; empty: rows of ``hand_rows``; None: every sequence is one record.
+        records: record sizes of each sequence; empty for rows of ``hand_rows``; None if every sequence is one record.
     """
     token = _records.set(records)
     _count(1, records is not None, repeats)
@@ -75,7 +75,7 @@ def _count(blocks: int, packed: int, repeats: int) -> None:
 
 
 def _record_indices(positions: torch.Tensor) -> torch.Tensor | None:
-    """Number of each token's record in its sequence, (B, T); None if every sequence is one record."""
+    """Return the index of each token's record in its sequence, (B, T); None if every sequence is one record."""
     records = _records.get()
     if records is _UNKNOWN:
         return _PLAIN_INDICES(positions)
@@ -115,7 +115,7 @@ def _attend(
 
 
 def hand_rows(key: torch.Tensor, rows: Rows) -> torch.Tensor:
-    """Let the attention of ``key`` (W, H, 1, D) use these keys and values for its first rows; other rows are dummies."""
+    """Make the attention of ``key`` (W, H, 1, D) use these keys and values for its first rows; other rows are dummies."""
     _rows_by_key[key] = rows
     return key
 
@@ -123,7 +123,7 @@ def hand_rows(key: torch.Tensor, rows: Rows) -> torch.Tensor:
 def _attend_rows(
     module: torch.nn.Module, query: torch.Tensor, rows: Rows, scaling: float | None = None, **keywords: Any
 ) -> torch.Tensor:
-    """Attention (W, 1, H, D) of each row to all of its keys. Empties ``rows``: they have been used."""
+    """Compute attention (W, 1, H, D) of each row over all its keys, and empty ``rows``, which are used only once."""
     shared = getattr(module, "num_key_value_groups", 1) > 1
     pairs = list(zip(query.split(1), rows, strict=False))
     if shared and not sdpa_attention.use_gqa_in_sdpa(None, *rows[0]):
@@ -141,14 +141,14 @@ _LONG, _DYNAMIC = "longrope", "dynamic"
 
 
 def depends_on_length(config: PreTrainedConfig) -> bool:
-    """Whether the model turns keys and queries by a table that depends on the length of the text."""
+    """Return whether the model's rotary embeddings depend on the length of the sequence."""
     rope = getattr(config, "rope_parameters", None) or {}
     of_kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]
     return any(_by_length(parameters.get("rope_type")) for parameters in of_kinds)
 
 
 def install_rotary(model: nn.Module) -> None:
-    """Let the model's rotary embeddings compute record by record where their tables depend on the length."""
+    """Make the model's rotary embeddings compute each record separately if their tables depend on the length."""
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
         if any(_by_length(kind) for kind in (kinds.values() if isinstance(kinds, dict) else [kinds])):
@@ -160,7 +160,7 @@ def _by_length(kind: Any) -> bool:
 
 
 class _Rotary:
-    """The ``forward`` of a rotary embedding."""
+    """Replaces the ``forward`` of a rotary embedding."""
 
     def __init__(self, module: Any, original_forward: Callable[..., Any]) -> None:
         self._module, self._original_forward = module, original_forward
@@ -190,14 +190,14 @@ class _Rotary:
         return embeddings
 
     def _reset(self, prefix: str) -> None:
-        """Reset the table to that of the original length."""
+        """Reset the table to the one for the original length."""
         module = self._module
         module.register_buffer(f"{prefix}inv_freq", getattr(module, f"{prefix}original_inv_freq"), persistent=False)
         setattr(module, f"{prefix}max_seq_len_cached", module.original_max_seq_len)
 
 
 def record_lengths(positions: torch.Tensor) -> torch.Tensor:
-    """Length of each token's record (..., T); positions within a record are consecutive."""
+    """Return the length of each token's record (..., T); positions within a record are consecutive."""
     count = positions.shape[-1]
     places = torch.arange(count, device=positions.device).expand_as(positions)
     ends = torch.ones_like(positions, dtype=torch.bool)
@@ -207,7 +207,7 @@ def record_lengths(positions: torch.Tensor) -> torch.Tensor:
 
 
 def _where(mask: torch.Tensor, values: Any, fallback: Any) -> Any:
-    """The values given for some tokens, and others for the rest: (B, T, ...), or tuples of such."""
+    """Select ``values`` where ``mask`` is true and ``fallback`` elsewhere: (B, T, ...), or tuples of such tensors."""
     if isinstance(values, torch.Tensor):
         return torch.where(mask.view(*mask.shape, *[1] * (values.ndim - 2)), values, fallback)
     return tuple(_where(mask, value, fallback_value) for value, fallback_value in zip(values, fallback, strict=True))

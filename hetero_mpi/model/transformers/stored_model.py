@@ -1,7 +1,7 @@
-"""Configuration of a stored model: where ``config.json`` and the tensors disagree, the tensors win.
+"""Configuration of a stored model. Where ``config.json`` and the tensors disagree, the tensors take precedence.
 
-File headers (names, shapes, dtypes) suffice, except for two matrices that may be tied. Contradictions that the tensors do not
-resolve are rejected; unread tensors are rejected if they would change the model, else reported.
+File headers (names, shapes, dtypes) suffice, except for two matrices that may be tied. Contradictions that the tensors cannot
+resolve are rejected. Unread tensors are rejected if they would change the model, and reported otherwise.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from hetero_mpi.util.errors import UserError
 _COMPUTED = re.compile(r"rotary_emb\.\w*(inv_freq|cos_cached|sin_cached)$|(^|\.)masked_bias$|(^|\.)position_ids$")
 """Buffers in old files that every model recomputes."""
 _CAUSAL_MASK = re.compile(r"\.(attn|attention|self_attn)\.(bias|causal_mask)$")
-"""A buffer that every model recomputes, if it has four dimensions."""
+"""A buffer that every model recomputes if it has four dimensions."""
 _MAX_LISTED_NAMES = 3
 
 
 @dataclass(frozen=True)
 class StoredModel:
-    """The contents of a model directory."""
+    """The configuration of a model directory, with notes on its contents."""
 
     config: dict[str, Any]
-    """Keys of its ``config.json``, corrected where the tensors contradict them."""
+    """Keys of ``config.json``, corrected where the tensors contradict them."""
     notes: tuple[str, ...]
-    """A sentence for each correction and each group of unread tensors."""
+    """One sentence for each correction and each group of unread tensors."""
 
 
 def stored_model(files: ModelFiles) -> StoredModel:
-    """Check ``config.json`` against the files. Raises UserError for contradictions, damaged files or an unproven family."""
+    """Check ``config.json`` against the files and correct it. Raises UserError if the model is damaged or not supported."""
     keys, notes = dict(files.config), []
     notes += _settle_dtype(files, keys)
     fit = _Fit.build(files, keys)
@@ -53,7 +53,7 @@ def stored_model(files: ModelFiles) -> StoredModel:
 
 
 def _main_dtype(files: ModelFiles) -> str | None:
-    """Name, as in torch, of the dtype of most stored bytes; None without numbers."""
+    """Return the dtype, by torch's name, of most of the stored bytes; None if no floating-point tensors are stored."""
     bytes_of: Counter[str] = Counter()
     for tensor in files.names.values():
         if "float" in tensor.dtype:
@@ -62,7 +62,7 @@ def _main_dtype(files: ModelFiles) -> str | None:
 
 
 class _Fit:
-    """A model as its configuration describes it (on the meta device), compared with the tensors in its files."""
+    """Compares the model that a configuration describes (on the meta device) with the tensors in the files."""
 
     def __init__(self, files: ModelFiles, model: PreTrainedModel) -> None:
         self.files, self.model = files, model
@@ -73,11 +73,11 @@ class _Fit:
         blocks = _module(model, self.blocks)
         self.count = len(blocks) if isinstance(blocks, torch.nn.ModuleList) else model.config.num_hidden_layers
         self.unread: dict[str, str] = {}
-        """Name in the files -> name in the model."""
+        """Maps each unread tensor's name in the files to its name in the model."""
         self.keys: dict[str, list[str]] = {}
-        """Name in the model -> names in the files."""
+        """Maps each name in the model to the names in the files."""
         self.shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
-        """Name in the model -> (shape in the files, shape by the configuration), where these differ."""
+        """Maps a name in the model to (shape in the files, shape by the configuration) where the two differ."""
         for key, ((name, *further_names), converted) in names_in_model(model, files.names).items():
             if name not in names:
                 inside = f"{base}{name}".startswith(self.layers) and not name.startswith(
@@ -114,17 +114,17 @@ class _Fit:
 
     @property
     def faults(self) -> list[str]:
-        """Names in the model of what does not fit."""
+        """Names in the model of missing, differently shaped and foreign tensors."""
         return [*self.missing, *self.shapes, *self.foreign.values()]
 
     def rows(self, name: str) -> int | None:
-        """Rows of a matrix in the files; None if it is missing or stored differently."""
+        """Return a matrix's number of rows in the files; None if the matrix is missing or stored differently."""
         file_keys = self.keys.get(name, [])
         shape = self.files.names[file_keys[0]].shape if len(file_keys) == 1 else ()
         return shape[0] if len(shape) == 2 else None
 
     def require(self) -> None:
-        """Raise UserError unless the files hold every tensor of the model's layers in its shape, and no others."""
+        """Raise UserError unless the files hold exactly the tensors of the model's layers, in their shapes."""
         directory, config, count = self.files.directory, self.model.config, self._blocks_held()
         if count is not None and count != self.count:
             raise UserError(
@@ -153,21 +153,21 @@ class _Fit:
             )
 
     def unread_notes(self) -> list[str]:
-        """Note that tensors of other parts are not read, if there are any."""
+        """Return a note about tensors that are not read because they belong to other parts, if there are any."""
         unread_keys = [key for key, name in self.unread.items() if not self._computed(key, name)]
         if not unread_keys:
             return []
         return [f"the files hold tensors that are ignored, and missing from the result: {_some(unread_keys)}"]
 
     def _blocks_held(self) -> int | None:
-        """Number of blocks in the files; None: as many as in the model, or unknown."""
+        """Return the number of blocks in the files; None if unknown."""
         pattern = re.compile(rf"{re.escape(self.blocks)}\.(\d+)\.")
         matches = [match for name in (*self.keys, *self.foreign.values()) if (match := pattern.match(name))]
         return 1 + max((int(match[1]) for match in matches), default=-1) if matches else None
 
     @functools.cached_property
     def foreign(self) -> dict[str, str]:
-        """Unread tensors that belong to layers of the model."""
+        """Unread tensors that belong to the model's layers."""
         return {
             key: name
             for key, name in self.unread.items()
@@ -179,7 +179,7 @@ class _Fit:
         return is_mask or _COMPUTED.search(name) is not None or _COMPUTED.search(key) is not None
 
     def _left_out(self, key: str, name: str) -> bool:
-        """Whether transformers ignores the tensor on purpose, like those of multi-token prediction layers."""
+        """Return whether transformers ignores the tensor on purpose, as for multi-token prediction layers."""
         ignored_patterns = self.model._keys_to_ignore_on_load_unexpected or ()
         if any(re.search(pattern, text) for pattern in ignored_patterns for text in (key, name)):
             return True
@@ -235,7 +235,7 @@ def _settle_head(fit: _Fit, keys: dict[str, Any]) -> str | None:
 
 
 def _settle_bias(fit: _Fit, keys: dict[str, Any]) -> str | None:
-    """Change one bias setting if only biases differ and more tensors fit with it."""
+    """Change one bias setting if only biases do not match and more tensors match with the change."""
     if not fit.faults or not all(name.endswith(".bias") for name in fit.faults):
         return None
     config = fit.model.config

@@ -1,7 +1,7 @@
-"""Which families give the same numbers when split over ranks, and why others are refused: the content of docs/models.md.
+"""Families that give the same results when split over ranks, and why others are rejected: the content of docs/models.md.
 
-``tests/family_trial.py`` tries every causal-LM family of transformers that declares a pipeline plan, forward and backward,
-against the whole model; ``tests/model/test_all_families.py`` holds the two together. A family is moved here only by such a trial.
+``tests/family_trial.py`` compares every causal-LM family of transformers that declares a pipeline plan with the unsplit model,
+forward and backward. ``tests/model/test_all_families.py`` checks that the lists match. Only such a trial may add a family.
 """
 
 DIVIDED_FAMILIES = (
@@ -15,7 +15,7 @@ DIVIDED_FAMILIES = (
     *("qwen3_next", "sarvam_mla", "sarvam_moe", "seed_oss", "smollm3", "solar_open", "starcoder2", "vaultgemma"),
     *("youtu",),
 )
-"""Families with tensor parallelism in every layer, tested by ``tests/model/test_group.py``."""
+"""Families whose layers all support tensor parallelism, tested by ``tests/model/test_group.py``."""
 
 _INDEXED = "has an indexer, which reads all heads"
 _ONE_NAME = "uses one module name for linear and full attention"
@@ -36,13 +36,13 @@ UNDIVIDED_FAMILIES = {
     "minimax": _ONE_NAME,
     "phi3": "stores queries, keys and values one after the other in one matrix",
 }
-"""Proven families whose stages are of one rank each -> why, as the end of a sentence that begins with the family's name."""
+"""Maps supported families without tensor parallelism to the reason, phrased to follow the family's name."""
 
 PROVEN_FAMILIES = tuple(sorted((*DIVIDED_FAMILIES, *UNDIVIDED_FAMILIES)))
-"""Values of ``model_type``."""
+"""Values of ``model_type`` that are supported."""
 
 MASKED_FAMILIES = ("afmoe", "gpt_oss")
-"""Proven families whose models look at positions for their embedding only: packed records need finished attention masks."""
+"""Supported families that use positions only for embeddings, so that packed records need ready-made attention masks."""
 
 ROUTER_LOSS_FAMILIES = (
     *("ernie4_5_moe", "flex_olmo", "flint", "gpt_oss", "laguna", "lara_mini", "mellum", "minimax", "minimax_m2"),
@@ -68,10 +68,10 @@ LEAKING_FAMILIES = {
     "qwen3_5_text": _STATE,
     "qwen3_next": _STATE,
 }
-"""Proven families in which packed records see each other -> why, as the end of a sentence that begins with the family's name."""
+"""Maps supported families whose packed records affect each other to the reason, phrased to follow the family's name."""
 
 PADDING_FAMILIES = ("axk2", "deepseek_v32", "doge", "dots3_note_text")
-"""Proven families that choose which tokens are seen among all that are there, so that padding counts, in transformers as well."""
+"""Supported families that select attended tokens among all tokens, so that padding changes results, as it does in transformers."""
 
 _COMPOSITE = "is multimodal; only its text part, {}, is a chain of blocks"
 _NO_TEXT_PART = "is multimodal, and its text part, {}, is not supported either"
@@ -92,4 +92,4 @@ REFUSED_FAMILIES = {
     "qwen3_5": _COMPOSITE.format("qwen3_5_text"),
     "qwen3_5_moe": _COMPOSITE.format("qwen3_5_moe_text"),
 }
-"""``model_type`` -> what stands in the way, as the end of a sentence that begins with the family's name."""
+"""Maps each rejected ``model_type`` to the reason, phrased to follow the family's name."""

@@ -1,7 +1,7 @@
-"""Start weights of a few layers: initialised from seed and name, or read from the files of a language model.
+"""Initial weights of a few layers: initialised from seed and name, or read from a language model's files.
 
-Both fill real fp32 host tensors for modules that were on the meta device, one layer at a time, so that a rank's peak host
-memory is its own shard plus one layer.
+Both fill fp32 host tensors for modules that were on the meta device, one layer at a time. A rank's peak host memory is therefore
+its own shard plus one layer.
 """
 
 from collections import defaultdict
@@ -28,15 +28,15 @@ from hetero_mpi.util.errors import UserError
 
 _MXFP4 = ("gate_up_proj", "down_proj")
 _BLOCKS, _SCALES = HALVES = "_blocks", "_scales"
-"""Suffixes of the names of two tensors that form one."""
+"""Suffixes of the names of two stored tensors that form one tensor."""
 _MXFP4_ROWS = 1 << 20
-"""Rows of 32 weights that are unpacked at a time: transformers' own number takes gigabytes."""
+"""Number of rows of 32 weights to unpack at a time; transformers' default takes gigabytes."""
 
 
 class SeededStart:
-    """Initial values by the model's rules, as functions of seed and names.
+    """Initial values by the model's rules, derived only from the seed and names.
 
-    So the start does not depend on which rank initialises which layer.
+    They do not depend on which rank initialises which layer.
     """
 
     def __init__(self, seed: int) -> None:
@@ -47,35 +47,35 @@ class SeededStart:
 
 
 class TensorSource(Protocol):
-    """Tensors of a Hugging Face directory by their names in its files, on this rank's disk (``ModelFiles``) or with rank 0."""
+    """Tensors of a Hugging Face directory by their names in its files, on this rank's disk (``ModelFiles``) or on rank 0."""
 
     directory: Path
-    """Directory for messages."""
+    """The directory to name in messages."""
 
     @property
     def names(self) -> Mapping[str, Any]:
-        """All tensors, in the same order on every rank."""
+        """All tensors by name, in the same order on every rank."""
 
     def read_layer(self, layer: int, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """The tensors of one layer of the chain, in their own dtype, in host memory. Layers are asked for in increasing order."""
+        """Read one layer's tensors into host memory in their own dtype. Call with layers in increasing order."""
 
 
 class FileStart:
-    """Start weights from a Hugging Face directory, through transformers' own name conversion.
+    """Initial weights from a Hugging Face directory, with transformers' own name conversion.
 
-    The names in the files are not always the module's names (Mixtral keeps one fused tensor for all experts); the unit of
-    loading is one layer, which holds whole conversion groups.
+    Names in the files may differ from module names: Mixtral, for example, keeps one fused tensor for all experts of a layer. Layers
+    are loaded one at a time, because each holds complete conversion groups.
 
-    Raises UserError: tensors are missing from the files or have another shape than the configuration says.
+    Raises UserError if tensors are missing from the files or differ in shape from the configuration.
     """
 
     def __init__(self, files: TensorSource, chain: TransformersChain) -> None:
         self.files = files
         self.mapping = weight_mapping(chain.model)
         self.dtypes: dict[str, torch.dtype] = {}
-        """Name in the model -> dtype in the files."""
+        """Maps names in the model to dtypes in the files."""
         self._grown: dict[str, int] = {}
-        """Name in the files of an embedding or head -> larger number of rows in the model, for new tokens."""
+        """Maps an embedding's or head's name in the files to the larger number of rows in the model, which has new tokens."""
         self.keys_of_layer = self._assign(chain)
 
     def fill(self, chain: TransformersChain, model: PreTrainedModel, layer: int) -> None:
@@ -124,7 +124,7 @@ class FileStart:
 
 
 class UnpackMxfp4(ConversionOps):
-    """Unpack published gpt-oss experts (a byte for two weights, a scale byte for 32), exactly, also in bf16."""
+    """Unpacks published gpt-oss experts (one byte per two weights, one scale byte per 32 weights); exact, even in bf16."""
 
     def convert(
         self, input_dict: dict[str, Any], *, model: nn.Module, full_layer_name: str, **_: Any
@@ -141,7 +141,7 @@ class UnpackMxfp4(ConversionOps):
 
 
 def weight_mapping(model: PreTrainedModel) -> list[Any]:
-    """The conversion of names and tensors in transformers from a family's files to the model."""
+    """Return transformers' conversion of names and tensors from a family's files to the model."""
     packed = [
         WeightConverter([name + _BLOCKS, name + _SCALES], name, [UnpackMxfp4()])
         for name in (_MXFP4 if model.config.model_type == "gpt_oss" else ())
@@ -150,7 +150,7 @@ def weight_mapping(model: PreTrainedModel) -> list[Any]:
 
 
 def with_mean_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
-    """Extend an embedding, head or bias to ``rows`` by the mean row, in fp32. fp64 sums are independent of the thread count."""
+    """Extend an embedding, head or bias to ``rows`` by its mean row, in fp32; fp64 sums do not depend on the thread count."""
     wide = tensor.float()
     mean = torch.stack([piece.double().sum(0) for piece in wide.split(_MAX_SUMMED_ROWS)]).sum(0) / len(wide)
     return torch.cat([wide, mean.float().expand(rows - len(wide), *wide.shape[1:])])
@@ -160,9 +160,9 @@ _MAX_SUMMED_ROWS = 4096
 
 
 def names_in_model(model: PreTrainedModel, keys: Iterable[str]) -> dict[str, tuple[list[str], bool]]:
-    """Name in the files -> (names in the model, whether the tensor is a part or changes its shape on loading).
+    """Map each name in the files to (names in the model, whether the tensor is merged or reshaped on loading).
 
-    A split tensor has several names. A tensor that the model lacks has the name that transformers would give it.
+    A stored tensor that is split has several names. A tensor that the model lacks has the name that transformers would give it.
     """
     mapping = weight_mapping(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]

@@ -1,6 +1,6 @@
-"""Profile calibration: correct a profile by measured steps, and limit the length of a calibration run.
+"""Profile calibration: correct a profile with measured steps, and limit the length of a calibration run.
 
-Both the calibration run and rebalancing use it. Only ratios beyond the noise of the steps count.
+Calibration runs and rebalancing both use this module. Only ratios that exceed the noise of the measured steps count.
 """
 
 import itertools
@@ -24,7 +24,7 @@ MIN_RATIO_ERROR = 0.01
 MIN_STANDARD_ERRORS = 1.5
 """Deviations within this many standard errors change nothing."""
 MIN_LINK_RATIO = 0.1
-"""Minimum share of a message's time left to its link after copies are subtracted."""
+"""Minimum ratio of a link's measured to its predicted time, after copies are subtracted."""
 
 Key = TypeVar("Key", bound=Hashable)
 Pair = tuple[int, int]
@@ -34,7 +34,7 @@ Ratios = Sequence[float]
 
 @dataclass(frozen=True)
 class OptimizerSteps:
-    """A rank's optimizer steps, if measured; else its passes stand for them."""
+    """A rank's optimizer steps. If they are not measured, the ratio of the rank's passes is used."""
 
     rank: int
 
@@ -48,18 +48,18 @@ class GroupSums:
 
 @dataclass(frozen=True)
 class LinkBetween:
-    """Messages from one rank's device to another's; round trips during a run."""
+    """Messages from one rank's device to another's, or round trips if measured during a run."""
 
     ranks: Pair
 
 
 WatchedPart = int | GroupSums | LinkBetween
-"""A part of a step with its own speed. An int: forwards and backwards of a rank, or of a group by its first rank."""
+"""A part of a step with its own speed. An int stands for the passes of a rank, or of the group that it leads."""
 Part = WatchedPart | OptimizerSteps
 
 
 def part_text(part: WatchedPart, hosts: Sequence[str]) -> str:
-    """Name the part, as ``rank 1 (titan)``. ``hosts``: host of each rank."""
+    """Name a part, for example ``rank 1 (titan)``. ``hosts``: host of each rank."""
     if isinstance(part, GroupSums):
         return f"the all-reduce of ranks {' and '.join(map(str, part.ranks))} ({hosts[part.ranks[0]]})"
     if isinstance(part, LinkBetween):
@@ -68,7 +68,7 @@ def part_text(part: WatchedPart, hosts: Sequence[str]) -> str:
 
 
 def drifted_profile(profile: ClusterProfile, plan: Plan, ratios: Mapping[WatchedPart, float]) -> ClusterProfile:
-    """``profile`` at the speeds measured during a run. Other parts stay, even of the same kind."""
+    """``profile`` at the speeds measured during a run. Parts that were not measured keep their speed."""
     all_ratios: dict[Part, float] = dict.fromkeys(range(len(profile.devices)), 1.0)
     all_ratios.update(ratios.items())
     for part, ratio in ratios.items():
@@ -81,7 +81,7 @@ def drifted_profile(profile: ClusterProfile, plan: Plan, ratios: Mapping[Watched
 def calibrated_profile(profile: ClusterProfile, plan: Plan, ratios: Mapping[Part, Ratios]) -> ClusterProfile:
     """Calibrate ranks, group all-reduces and links to the measured steps of ``plan``.
 
-    Unmeasured parts follow measured parts of the same kind: the same device on like hosts, or links between the same hosts.
+    Unmeasured parts follow measured parts of the same kind: the same device on similar hosts, or links between the same hosts.
     """
     computing = {part: values for part, values in ratios.items() if isinstance(part, int)}
     for rank, leader in plan.leader_of.items():
@@ -113,7 +113,7 @@ def calibrated_profile(profile: ClusterProfile, plan: Plan, ratios: Mapping[Part
 
 
 def factors(measured: Mapping[Key, Ratios], items: Iterable[Key], kind: Callable[[Key], Hashable]) -> dict[Key, float]:
-    """Calibration factor of each key: the median ratio of its class and of its steps, as far as beyond the noise."""
+    """Calibration factor of each key: its class's median ratio times its own deviation from it, both reduced by the noise."""
     logs = {key: [math.log(ratio) for ratio in ratios if 0 < ratio < math.inf] for key, ratios in measured.items()}
     medians = {key: statistics.median(step_logs) for key, step_logs in logs.items() if step_logs}
     sigma = _step_noise([step_logs for step_logs in logs.values() if step_logs])
@@ -139,7 +139,7 @@ def _threshold(difference: float, error: float) -> float:
 
 
 def _step_noise(logs: Sequence[Sequence[float]]) -> float:
-    """Robust standard deviation of log step times, over all series of several steps."""
+    """Robust standard deviation of log ratios, pooled over all series that have several steps."""
     deviations = []
     for run in logs:
         middle, count = statistics.median(run), len(run)
@@ -172,7 +172,7 @@ def _with_links(profile: ClusterProfile, plan: Plan, measured: Mapping[Pair, Rat
 
 
 def _link_ratios(profile: ClusterProfile, plan: Plan, pair: Pair, ratios: Ratios) -> list[float]:
-    """Ratios of the link alone: copies at both ends keep their predicted time."""
+    """Ratios for the link alone, assuming that copies at both ends take their predicted time."""
     # Of the largest message between two ranks: activations, else a share of the largest layer's gradients.
     model, sizes = profile.model, [0.0]
     for pipeline in plan.pipelines:
@@ -195,14 +195,14 @@ def _slower(link: AnyLink, ratio: float) -> AnyLink:
 
 
 MAX_TRIAL_RATIO = 0.05
-"""Maximum share of the predicted run time spent on calibration, ..."""
+"""Maximum share of the predicted run time to spend on calibration."""
 LONG_RUN_S, MAX_LONG_TRIAL_RATIO = 60.0, 0.15
-"""... or this share for longer runs, also for trying another plan."""
+"""Runs of at least ``LONG_RUN_S`` may spend this share instead, which also limits the time for trying another plan."""
 MAX_COUNTED_STEPS, MIN_COUNTED_STEPS = 5, 1
-"""Number of measured steps, after the warm-up steps."""
+"""Maximum and minimum number of measured steps, which follow the warm-up steps."""
 _WARM_UP_STEPS = 2
 _PARAMETERS_PER_S = 1e8
-"""Approximate speed of random weight initialisation."""
+"""Approximate speed of random weight initialisation, in parameters per second."""
 _NO_FASTER_PLAN = "with the calibrated times, the search found no faster plan with it"
 
 
@@ -211,15 +211,15 @@ class Allowance:
     """Limits of a calibration run."""
 
     counted: int
-    """Measured steps; 0: skip calibration."""
+    """Number of steps to measure; 0 skips calibration."""
     seconds: float
-    """Approximate length of the calibration run."""
+    """Approximate length of the calibration run, in seconds."""
     most_s: float = math.inf
-    """Latest end of trying another plan, from the start of the first calibration run."""
+    """Time limit for trying another plan, in seconds from the start of the first calibration run."""
 
 
 def allowance(report: PlanReport, profile: ClusterProfile, steps: int, is_required: bool) -> Allowance:
-    """Limits of a calibration run before a run of ``steps`` steps. ``is_required``: calibrate whatever it costs."""
+    """Choose the limits of the calibration run before a run of ``steps`` steps. ``is_required``: calibrate at any cost."""
     run_s = steps * report.predicted_step_s
     seconds = partial(trial_s, report, profile)
     for share, least_s in ((MAX_TRIAL_RATIO, 0.0), (MAX_LONG_TRIAL_RATIO, LONG_RUN_S)):
@@ -265,7 +265,7 @@ def with_reasons(
 
 
 def _alone(calibrated: PlanReport, outcome: str, rejected: PlanReport | None) -> Alone | None:
-    """The best single rank, with its measured time and why it was rejected if it is ``rejected``."""
+    """The best single rank, with its measured time if ``rejected`` is its plan; if it is faster, ``outcome`` is its problem."""
     best = calibrated.alone
     if best is None or best.step_s is None:
         return best

@@ -9,7 +9,7 @@ from hetero_mpi.planning.types.plan import Plan
 
 @dataclass(frozen=True)
 class Idling:
-    """Seconds of a step in which one rank computes nothing, by cause."""
+    """Seconds per step in which a rank computes nothing, by cause."""
 
     activations_s: float = 0.0
     """Waiting for the previous stage to compute activations."""
@@ -18,11 +18,11 @@ class Idling:
     link_s: float = 0.0
     """Waiting for a message that is queued or in transit, or for a blocking send."""
     sums_s: float = 0.0
-    """Gradient all-reduce, or exchange of a tied matrix."""
+    """Gradient all-reduce or exchange of a tied matrix, not overlapped with compute."""
     group_s: float = 0.0
     """Exchange within a tensor-parallel group."""
     end_s: float = 0.0
-    """Finished while other ranks are not."""
+    """Waiting for other ranks after finishing its own micro-batches."""
 
     @property
     def total_s(self) -> float:
@@ -32,7 +32,7 @@ class Idling:
 def idling(events: Sequence[Event], plan: Plan) -> dict[int, Idling]:
     """Attribute each rank's idle time in one step to causes.
 
-    The step lasts from 0 to the last event's end; computing (F, B, I, W, STEP) and idling add up to it::
+    The step lasts from 0 to the end of the last event; computing (F, B, I, W, STEP) and idling add up to its length::
 
         clock     0   1   2   3   4   5   6   7
         rank 0    F   F   g   g   B   B   s   S
@@ -61,7 +61,7 @@ def idling(events: Sequence[Event], plan: Plan) -> dict[int, Idling]:
 
 
 def _done(sums: Iterable[tuple[float, float]], now: float, until: float) -> dict[str, float]:
-    """The causes of waiting of a rank that is done with its micro-batches."""
+    """Causes of the wait from ``now`` to ``until`` on a rank that has finished its micro-batches."""
     summing = _covered_s(sums, now, until)
     return {"sums_s": summing, "end_s": max(0.0, until - now) - summing}
 
@@ -90,7 +90,7 @@ def _covered_s(spans: Iterable[tuple[float, float]], begin: float, end: float) -
 
 
 def _computed(events: Sequence[Event]) -> dict[tuple[bool, int, int | None], float]:
-    """(forward?, stage, micro-batch) -> end of the first part of its computation."""
+    """Map (is forward, stage, micro-batch) to the end of the pass, or of its input part if backward is split."""
     ready: dict[tuple[bool, int, int | None], float] = {}
     for event in sorted(events, key=lambda event: event.end_s):
         if event.action.op in COMPUTE:

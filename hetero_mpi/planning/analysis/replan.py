@@ -1,9 +1,10 @@
-"""Replanning during a run after machines have changed their speed, without changing numerical results.
+"""Replan during a run when the speed of machines has changed, without changing numerical results.
 
-The number of pipelines, batch shares and micro-batches stay. With several pipelines each keeps its ranks.
+The number of pipelines, their batch shares and their micro-batch sizes stay the same. With several pipelines, each keeps its
+ranks.
 
-Run as a program, it reads a question from stdin and writes the answer to stdout as JSON, in a separate process so that
-planning does not hold the training process's interpreter lock.
+Run as a program, this module reads a question from stdin and writes the answer to stdout as JSON. The separate process keeps
+planning from holding the training process's interpreter lock.
 """
 
 import contextlib
@@ -32,25 +33,25 @@ _REPLANNED_REASON = "made during the run, for the speeds measured then"
 _TOO_SLOW_REASON = "the rank or its links are too slow, by the speeds measured during the run"
 _NO_FASTER_PLAN_REASON = "the search found no faster plan with it, by the speeds measured during the run"
 MIN_IDLING_GAIN_RATIO = 0.2
-"""Extra gain required to idle a working rank: an idle rank cannot show that it has recovered."""
+"""Minimum relative gain for idling a working rank, because an idle rank cannot show that it has recovered."""
 
 
 MIN_GAIN_RATIO = 0.05
-"""Minimum relative gain: predictions are no more accurate."""
+"""Minimum relative gain; predictions are too inaccurate for smaller ones to count."""
 MIN_PAYBACK = 2.0
-"""Minimum gain over the remaining steps, as a multiple of the cost of moving."""
+"""Minimum gain over the remaining steps, as a multiple of the cost of moving state."""
 _VALUE_BYTES, _MOMENTS_BYTES = 4, 8
-"""Bytes sent per trained parameter: the value, and two moments, in fp32."""
+"""Bytes sent per trained parameter for its value and for its two moments, in fp32."""
 _Transfer = tuple[int, int, int]
 """(from rank, to rank, layer)"""
 
 
 @dataclass(frozen=True)
 class ReplanQuestion:
-    """The running plan, and the measured cluster."""
+    """The running plan and the cluster at its measured speeds."""
 
     profile: ClusterProfile
-    """At the speeds measured during the run (``drifted_profile``)."""
+    """The profile at the speeds measured during the run (``drifted_profile``)."""
     request: PlanRequest
     report: PlanReport
     """The running plan."""
@@ -61,7 +62,7 @@ class ReplanQuestion:
 
 @dataclass(frozen=True)
 class Prospect:
-    """The gain and the cost of a change of plans."""
+    """The gain and the cost of changing plans."""
 
     now_s: float
     """Step time of the running plan at the new speeds."""
@@ -76,7 +77,7 @@ class Prospect:
         return self.now_s - self.then_s
 
     def hopeless(self, remaining_steps: int) -> bool:
-        """Whether the gain is too small or the run too short."""
+        """Whether the gain is too small, or too few steps remain to pay for the move."""
         return self.gain_s < MIN_GAIN_RATIO * self.now_s or self.gain_s * remaining_steps < MIN_PAYBACK * self.cost_s
 
     def pays(self, steps_since: int, remaining_steps: int) -> bool:
@@ -125,7 +126,7 @@ def answer(question: ReplanQuestion) -> ReplanAnswer:
 
 
 def _why_idle(rank: int, question: ReplanQuestion) -> str:
-    """The previous reason if it is not about speed, else a new one."""
+    """Keep a previous reason that is not about speed; otherwise give a new one."""
     reason_by_rank = {idle.rank: idle.reason for idle in question.report.idle}
     model, device = question.profile.model, question.profile.devices[rank]
     if rank in reason_by_rank and model.dtype not in device.dtypes:
@@ -134,7 +135,7 @@ def _why_idle(rank: int, question: ReplanQuestion) -> str:
 
 
 def _with_fewer_moves(plan: Plan, question: ReplanQuestion, seconds: Callable[[Plan], float]) -> Plan:
-    """Exchange ranks within pipelines where that keeps layers in place at no cost: like ranks differ by noise. Groups stay."""
+    """Swap ranks within pipelines where that keeps layers in place at no cost, as equal ranks differ only by noise."""
     if plan.leader_of:
         return plan
     before = question.report.plan.holders
@@ -174,7 +175,7 @@ def _candidates(question: ReplanQuestion) -> Iterator[Plan]:
 
 
 def _recut(pipeline: PipelinePlan, profile: ClusterProfile, request: PlanRequest) -> PipelinePlan:
-    """The pipeline with better cuts, rank order and depths, if any."""
+    """``pipeline`` with its cuts, rank order and depths planned again; unchanged if that yields no plan."""
     ranks = sorted(pipeline.stages_of)
     # A short last micro-batch counts as full.
     rounded_sequences = -(-pipeline.sequences // pipeline.micro_batch) * pipeline.micro_batch
@@ -202,8 +203,8 @@ def _decided_plan(profile: ClusterProfile, request: PlanRequest) -> Plan | None:
 def moving_s(profile: ClusterProfile, old: Plan, new: Plan) -> float:
     """Seconds to redistribute the trained state as ``state.redistribute`` does.
 
-    Groups first gather at their owner. Owners send values to all holders, and moments to the next owner. Each rank sends and
-    receives one message at a time.
+    Tensor-parallel groups first gather at their first rank. Owners then send values to all new holders, and moments to the new
+    owner. Each rank sends and receives one message at a time.
     """
     model, sent = profile.model, dict[_Transfer, float]()
     after, together = owned_units(new, model), {stage.ranks[0]: stage.ranks for _, _, stage in new.numbered}
@@ -217,7 +218,7 @@ def moving_s(profile: ClusterProfile, old: Plan, new: Plan) -> float:
 
 
 def _group_part_bytes(plan: Plan, model: ModelCost) -> dict[_Transfer, float]:
-    """Bytes that group members send to their first rank: their shards, or the part of them that it owns."""
+    """Bytes that group members send to their first rank: the part of their shards whose state that rank owns."""
     bytes_by_transfer, weight = {}, plan.state_weights
     for _, _, stage in plan.numbered:
         for member, rank in enumerate(stage.ranks[1:], 1):

@@ -1,11 +1,11 @@
-"""Measured steps against their prediction, for calibration, rebalancing and reports.
+"""Compare measured steps with their prediction, for calibration, rebalancing and reports.
 
     RankMeasurement      one rank's compute and all-reduce seconds, and message times
-    StepPrediction       the same as predicted; ``ratios``: measured over predicted per part of a step
+    StepPrediction       its predicted counterparts; ``ratios``: measured over predicted per part of a step
     StepComparison       ratios over several steps: noise, deviations, the calibrated profile
 
 Calibration compares all its steps at once, rebalancing each step as it ends. Wait time is excluded: a group's all-reduce
-takes its minimum over the members, a message starts when its link is free.
+counts as the minimum over its members, and a message starts when its link is free.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.planning.types.profile import ClusterProfile, HostProfile
 
 MIN_CROWDED_STRETCH = 1.1
-"""Minimum ratio of compute time to processor time at which ranks are taken to wait for other programs."""
+"""Minimum ratio of wall time to CPU time at which ranks are assumed to wait for other programs."""
 MAX_NAMED = 4
 """Maximum number of deviations reported."""
 MIN_COMPARED_RATIO = 0.02
 """Actions below this share of the step are too noisy to compare."""
 MIN_DEVIATION = 2.0
-"""Minimum factor between measurement and prediction to be reported."""
+"""Deviations are reported only if they exceed this factor."""
 MIN_GAIN_RATIO = 0.03
-"""Minimum relative gain: predictions are no more accurate."""
+"""Minimum relative gain; predictions are too inaccurate for smaller ones to count."""
 _NAMES = {
     Op.F: "forward",
     Op.B: "backward",
@@ -62,25 +62,25 @@ Seconds = Mapping[int, float]
 
 @dataclass(frozen=True)
 class RankMeasurement:
-    """One rank's measurements of a step; JSON values."""
+    """One rank's measurements of a step, in types that JSON supports."""
 
     rank: int
     computing_s: Mapping[str, float]
     """Operation -> seconds."""
     sums_s: float
-    """In its group's all-reduces."""
+    """Seconds in the all-reduces of its tensor-parallel group."""
     messages: Mapping[str, float]
-    """Action -> start of a send, or arrival on the device; missing if unknown."""
+    """Action -> time at which a send starts or a message arrives on the device; unknown times are missing."""
     wall_s: float = 0.0
-    """Since the end of the previous step."""
+    """Seconds since the end of the previous step."""
     worked_s: float = 0.0
-    """Processor seconds of a CPU rank's forwards and backwards."""
+    """CPU seconds that a CPU rank spends in forwards and backwards."""
 
     @classmethod
     def from_events(
         cls, rank: int, events: Iterable[Event], began_s: float, wall_s: float = 0.0, worked_s: float = 0.0
     ) -> RankMeasurement:
-        """Measurements of ``events``, whose times are relative to ``began_s``."""
+        """Summarise ``events``, whose times are relative to ``began_s``."""
         computing_s, sums_s, messages = dict[str, float](), 0.0, dict[str, float]()
         for event in events:
             op = event.action.op
@@ -95,17 +95,17 @@ class RankMeasurement:
 
     @property
     def passes_s(self) -> float:
-        """Seconds of forwards and backwards, all-reduces included."""
+        """Seconds in forwards and backwards, including group all-reduces."""
         return sum(self.computing_s.get(op.value, 0.0) for op in COMPUTE)
 
     @property
     def own_share(self) -> float:
-        """Share of forwards and backwards outside group all-reduces."""
+        """Fraction of forward and backward time that is not spent in group all-reduces."""
         return (self.passes_s - self.sums_s) / self.passes_s if self.passes_s > 0 else 1.0
 
 
 StepByRank = Mapping[int, RankMeasurement]
-"""Measurements of each active rank."""
+"""Rank -> its measurements, for each active rank."""
 
 
 class StepPrediction:
@@ -122,13 +122,13 @@ class StepPrediction:
     ) -> dict[WatchedPart, float]:
         """Measured over predicted seconds of each significant part of a step.
 
-        A tensor-parallel group counts as one device, as slow as its slowest member. Links between ranks that wait for a core
-        are left out.
+        A tensor-parallel group counts as one device, as slow as its slowest member. Links within a host are left out if its
+        ranks compete for cores.
 
         Args:
-            computing_s: forwards and backwards without all-reduces, by rank.
-            sums_s: all-reduces, by group member.
-            messages_s: (source, destination) -> (measured, predicted) of each message.
+            computing_s: seconds of forwards and backwards without all-reduces, by rank.
+            sums_s: seconds of all-reduces, by group member.
+            messages_s: (source, destination) -> (measured, predicted) seconds of each message.
         """
         ratio_by_part = dict[WatchedPart, float]()
         for rank, own_s in self.computing_s.items():
@@ -158,7 +158,7 @@ class StepPrediction:
 
     @cached_property
     def computing_s(self) -> dict[int, dict[Op, float]]:
-        """Rank -> operation -> seconds without all-reduces, and without the optimizer's fixed time."""
+        """Map rank and operation to seconds per step, excluding all-reduces and the optimizer's fixed time."""
         seconds_by_rank = dict[int, dict[Op, float]]()
         for rank, actions in self._schedule.items():
             rank_seconds = seconds_by_rank.setdefault(rank, {})
@@ -173,7 +173,7 @@ class StepPrediction:
 
     @cached_property
     def _sums_s(self) -> dict[tuple[int, ...], float]:
-        """Ranks of a group -> seconds in its all-reduces."""
+        """Map each group's ranks to the seconds per step that it spends in all-reduces."""
         seconds_by_group = dict[tuple[int, ...], float]()
         for _, _, stage in self.plan.numbered:
             if stage.grouped:
@@ -185,7 +185,7 @@ class StepPrediction:
         return seconds_by_group
 
     def message(self, send: Action) -> tuple[Pair, Action, float]:
-        """(source and destination, matching receive, seconds from device to device) of a send."""
+        """Source and destination of ``send``, the matching receive, and the seconds from device to device."""
         op, away = _RECEIVE[send.op]
         ends = (self._costs.stages[number].ranks[0] for number in (send.stage, send.stage + away))
         seconds, _ = self._costs.cost_of(send)
@@ -198,25 +198,25 @@ class StepPrediction:
 
 
 class StepExchange:
-    """A rank's numbers of a step, and on rank 0 the ratios computed from their sum over all ranks.
+    """Condenses a rank's measurements into numbers; from their sum over all ranks, rank 0 computes the ratios.
 
-    One number per rank (computing), per group member (all-reduces) and per pair of neighbouring ranks (the first round trip,
-    so that host clocks need not agree).
+    There is one number per rank (compute time), per group member (all-reduces) and per pair of neighbouring ranks (the first
+    round trip, so that host clocks need not agree).
 
     Args:
-        scale: seconds of the clock per second of an emulated run.
+        scale: clock seconds per second of an emulated run.
     """
 
     def __init__(self, rank: int, plan: Plan, profile: ClusterProfile, schedule: Schedule, scale: float = 1.0) -> None:
         self._rank, self._plan, self._profile, self._schedule, self._scale = rank, plan, profile, schedule, scale
         self._by_length: dict[int, StepPrediction] = {}
         self._prediction: StepPrediction | None = None
-        """For the step of the last ``numbers``."""
+        """The prediction for the step passed to the last call of ``numbers``."""
         self._members = list(dict.fromkeys(rank for _, _, s in plan.numbered if s.grouped for rank in s.ranks))
         self._round_trips = {} if profile.emulated else _round_trips(plan, schedule)
 
     def numbers(self, record: RankMeasurement | None, length: int = 0) -> NDArray[np.float64]:
-        """This rank's numbers for a step of ``length`` tokens per sequence; zeros before the first step."""
+        """This rank's numbers for a step with ``length`` tokens per sequence; zeros if there is no ``record``."""
         ranks = [*self._plan.ranks, *self._members]
         if record is None:
             self._prediction = None
@@ -244,7 +244,7 @@ class StepExchange:
         return prediction.ratios(computing_s, sums_s, messages_s)
 
     def _part(self, prediction: StepPrediction, sends: Sequence[Action], times: Mapping[str, float]) -> float:
-        """This rank's part of the round-trip seconds: arrivals minus starts; NaN: unknown."""
+        """This rank's contribution to a round trip in seconds: arrivals minus starts; NaN if a time is unknown."""
         seconds = 0.0
         for send in sends:
             (source, destination), receive, _ = prediction.message(send)
@@ -254,7 +254,7 @@ class StepExchange:
 
 
 def _round_trips(plan: Plan, schedule: Schedule) -> dict[Pair, tuple[Action, Action]]:
-    """Two ranks -> the first message between their neighbouring stages, and the first one back."""
+    """Map each pair of ranks to the first message between their neighbouring stages and the first message back."""
     round_trips: dict[Pair, tuple[Action, Action]] = {}
     for (number, index, stage), (_, next_index, after) in itertools.pairwise(plan.numbered):
         a, b = stage.ranks[0], after.ranks[0]
@@ -279,29 +279,29 @@ class StepTimes:
 
     @property
     def ratio(self) -> float:
-        """Measured over predicted; 1 without prediction."""
+        """Measured over predicted step time; 1 if there is no prediction."""
         return self.step_s / self.predicted_s if self.predicted_s > 0 else 1.0
 
     @property
     def error(self) -> float:
-        """Standard error of the log median; 0 for a single step."""
+        """Standard error of the median's logarithm; 0 for a single step."""
         logs = [math.log(seconds) for seconds in self.steps_s]
         return median_error(statistics.stdev(logs), len(logs)) if len(logs) > 1 else 0.0
 
     def clearly_below(self, reference: StepTimes) -> bool:
-        """Whether these steps are shorter beyond the noise of both."""
+        """Whether these steps are shorter than those of ``reference`` by more than the noise of both."""
         return math.log(reference.step_s / self.step_s) > max(MIN_GAIN_RATIO, math.hypot(self.error, reference.error))
 
 
 @dataclass(frozen=True)
 class StepComparison(StepTimes):
-    """Measured steps of a plan (mean wall time of all ranks) against the prediction."""
+    """Measured steps of a plan (wall time averaged over ranks) compared with the prediction."""
 
     prediction: StepPrediction
     ratios: Mapping[Part, Sequence[float]]
     """Measured over predicted seconds, one value per step in which the part is significant."""
     operations: Mapping[int, Mapping[Op, float]]
-    """Rank -> operation -> median ratio."""
+    """Rank -> operation -> median ratio of measured to predicted seconds."""
 
     @classmethod
     def from_steps(cls, prediction: StepPrediction, steps: Sequence[StepByRank], predicted_s: float) -> StepComparison:
@@ -335,7 +335,7 @@ class StepComparison(StepTimes):
         return calibrated_profile(self.prediction.profile, self.prediction.plan, self.ratios)
 
     def deviations(self) -> list[str]:
-        """Describe the parts that deviate, largest first, if the whole step deviates."""
+        """Describe the parts that deviate, largest deviation first; empty unless the whole step deviates."""
         if _deviation(self.ratio) <= MIN_DEVIATION:
             return []
         hosts, lines = [device.host for device in self.prediction.profile.devices], list[tuple[float, str]]()
@@ -355,7 +355,7 @@ def _deviation(ratio: float) -> float:
 
 
 def _messages_s(prediction: StepPrediction, step: StepByRank) -> dict[Pair, list[tuple[float, float]]]:
-    """(source, destination) -> measured and predicted seconds of each message in start order."""
+    """Map (source, destination) to the measured and predicted seconds of each message, in start order."""
     times = {parse_action(text): at_s for record in step.values() for text, at_s in record.messages.items()}
     messages_s: dict[Pair, list[tuple[float, float]]] = {}
     free_s: dict[Pair, float] = {}

@@ -43,30 +43,30 @@ MAX_SIMULATED_ACTIONS = 20_000
 """Plans with more actions get no simulated alternatives: simulation would take longer than planning."""
 AS_INT8 = 'activations and gradients as int8 (train.wire = "int8", which rounds them)'
 LINK_SPEEDUP_FACTOR = 10
-"""Factor by which what-if lines speed a link up."""
+"""Factor by which what-if alternatives speed up a link."""
 NEXT_GBIT = {1.0: 10.0, 2.5: 10.0, 5.0: 10.0, 10.0: 25.0, 25.0: 100.0, 40.0: 100.0, 50.0: 100.0}
-"""Common Ethernet speed -> the usual upgrade."""
+"""Common Ethernet speed -> its usual upgrade, in Gbit/s."""
 MIN_NOMINAL_RATIO = 0.75
-"""Minimum share of the nominal link speed that a program measures."""
+"""Minimum ratio of measured to nominal link speed."""
 MAX_NAMED_LINKS = 6
 MAX_NAMED_RANKS = 8
-"""Maximum number of links and ranks in the what-if lines."""
+"""Maximum number of links, and of ranks, named in what-if alternatives."""
 MIN_STEP_CHANGE_RATIO = 0.0005
-"""Step times within this ratio count as equal."""
+"""Step times that differ by no more than this ratio count as equal."""
 MIN_LIMITING_RATIO = 0.1
-"""Minimum share of the step at which a loss, not device speed, is reported as the limit."""
+"""If every loss is a smaller share of the step than this, device speed is reported as the limit."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The step time of an alternative; None: no plan, because of ``problem``."""
+    """The step time of an alternative, or None if ``problem`` prevents a plan."""
 
     change: str
     step_s: float | None
     problem: str = ""
 
     def sentence(self, best_s: float) -> str:
-        """Compare with a step of ``best_s`` seconds: ``one pipeline instead of 2: 1.20x slower (492 ms per step)``."""
+        """Compare with a step of ``best_s`` seconds, for example ``one pipeline instead of 2: 1.20x slower (492 ms per step)``."""
         if self.step_s is None:
             return f"{self.change}: does not fit in memory"
         times = f"{units.ratio(self.step_s, best_s):.2f}"
@@ -76,32 +76,32 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Alternative:
-    """A cluster and a request with one or several changes."""
+    """A cluster and a request with one or more changes."""
 
     name: str
     profile: ClusterProfile
     request: PlanRequest
     plans: tuple[Plan, ...] | None = None
-    """Plans to choose the fastest fitting one from; None: run the planner."""
+    """Candidate plans, of which the fastest that fits is chosen; None runs the planner."""
     known_plan: Plan | None = None
-    """A plan known to fit; the brief search may miss plans as fast."""
+    """A plan known to fit, as the brief search may not find a plan that is as fast."""
     settings: tuple[str, ...] = ()
     """Job settings that make the change."""
     estimated: str = ""
-    """Note that costs are estimated, not profiled."""
+    """Note appended if costs are estimated, not profiled."""
 
     @property
     def text(self) -> str:
         return ": ".join(filter(None, (self.name, " and ".join(self.settings)))) + self.estimated
 
     def changing(self, name: str, setting: str, **changes: Any) -> Alternative:
-        """Change the request as well."""
+        """Add a change to the request."""
         return replace(self, name=name, settings=(*self.settings, setting), request=replace(self.request, **changes))
 
     def costing(
         self, name: str, settings: Iterable[str], model: ModelCost, source: str = "this profile's figures"
     ) -> Alternative:
-        """Replace the model's costs as well, estimated from ``source``."""
+        """Add a change to the model's costs, estimated from ``source``."""
         settings, profile = (*self.settings, *settings), replace(self.profile, model=model)
         return replace(self, name=name, settings=settings, profile=profile, estimated=f" (estimated from {source})")
 
@@ -152,7 +152,7 @@ def alternative_outcomes(decision: Decision, profile: ClusterProfile, request: P
 def _alternative_pipelines(
     plan: Plan, profile: ClusterProfile, request: PlanRequest
 ) -> dict[str, Iterable[Iterable[PipelinePlan]]]:
-    """Name -> pipelines of plans for the same ranks that differ in one aspect."""
+    """Map names to the pipelines of alternative plans for the same ranks that differ from ``plan`` in one aspect."""
     pipelines, count, used = plan.pipelines, len(plan.pipelines), len(plan.numbered)
     sizes, auto = sorted(set(request.micro_batch_choices), reverse=True), request.schedule == "auto"
     share, rest = divmod(request.global_batch, count)
@@ -180,7 +180,7 @@ def _even_split(pipeline: PipelinePlan, layers: int) -> PipelinePlan:
 
 
 def _data_parallel(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> Iterator[list[PipelinePlan]]:
-    """Plans with one single-stage replica per rank: each micro-batch goes to the rank that finishes it first.
+    """Yield plans with one single-stage replica per rank; each micro-batch goes to the rank that would finish it first.
 
     Tries every micro-batch size and, if ``plan`` offloads a stage, every slice size.
     """
@@ -208,7 +208,7 @@ def what_ifs(
 
     Args:
         planned: plan for the unchanged cluster.
-        free_links_s: ``Losses.free_links_s`` if known; faster links are not planned for if free links gain nothing.
+        free_links_s: ``Losses.free_links_s`` if known; if even free links gain nothing, faster links are not planned for.
     """
     unchanged, model = planned.predicted_step_s <= free_links_s * (1 + MIN_STEP_CHANGE_RATIO), profile.model
     for name, faster in _faster_link_profiles(planned.plan, profile):
@@ -221,7 +221,7 @@ def what_ifs(
 
 
 def _faster_link_profiles(plan: Plan, profile: ClusterProfile) -> Iterator[tuple[str, ClusterProfile]]:
-    """Profiles with the next Ethernet, with each used link faster, and with all links faster."""
+    """Yield profiles with the next faster Ethernet, with each link in use faster, and with all links faster."""
     yield from faster_networks(plan, profile)
     pairs = link_pairs(plan)
     for pair in pairs[:MAX_NAMED_LINKS]:
@@ -231,7 +231,7 @@ def _faster_link_profiles(plan: Plan, profile: ClusterProfile) -> Iterator[tuple
 
 
 def faster_networks(plan: Plan, profile: ClusterProfile) -> Iterator[tuple[str, ClusterProfile]]:
-    """Profiles with the next faster Ethernet, for each Ethernet speed that messages between hosts use."""
+    """Yield a profile with the next faster Ethernet for each Ethernet speed in use between hosts."""
     used = {ethernet_gbit(profile.link(*pair)) for a, b in link_pairs(plan) for pair in ((a, b), (b, a))}
     for gbit in sorted(speed for speed in used if speed is not None):
         times, matches = NEXT_GBIT[gbit] / gbit, partial(lambda speed, link: ethernet_gbit(link) == speed, gbit)
@@ -240,7 +240,7 @@ def faster_networks(plan: Plan, profile: ClusterProfile) -> Iterator[tuple[str, 
 
 
 def ethernet_gbit(link: LinkProfile | HostLinkProfile) -> float | None:
-    """Nominal Ethernet speed that matches a link's bandwidth; None: same host or no common speed."""
+    """Nominal Ethernet speed that matches a link's bandwidth; None within a host or if no common speed matches."""
     measured = 8 * link.bytes_per_s / 1e9
     return None if link.same_host else next((g for g in NEXT_GBIT if MIN_NOMINAL_RATIO * g <= measured <= g), None)
 
@@ -257,7 +257,7 @@ def link_pairs(plan: Plan) -> list[tuple[int, int]]:
 
 
 def _cluster_alternatives(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> Iterator[Alternative]:
-    """The cluster without one rank of each class in use, fastest first; and with a second fastest rank."""
+    """Yield the cluster without one rank of each class in use, fastest class first, then with a copy of the fastest rank."""
 
     def speed(rank: int) -> tuple[float, int]:
         return whole_model_s(profile, profile.devices[rank]), rank
@@ -278,16 +278,16 @@ def _cluster_alternatives(plan: Plan, profile: ClusterProfile, request: PlanRequ
 
 @dataclass(frozen=True)
 class Losses:
-    """Step time lost against fully busy devices, by cause, as shares of the step.
+    """Step time lost compared with fully busy devices, by cause, as fractions of the step.
 
     ``1 - bound_s / step_s = choice + links + memory + granularity``, except for clipping at zero.
     """
 
     step_s: float
     bound_s: float
-    """Fluid bound with free links and unlimited memory: device speed only."""
+    """Fluid bound with free links and unlimited memory, so that only device speed counts."""
     choice: float
-    """Loss of a hand-written plan against the planner's."""
+    """Loss of a hand-written plan compared with the planner's plan."""
     links: float
     memory: float
     free_links_s: float
@@ -304,7 +304,7 @@ class Losses:
 
 
 def losses(plan: PlanReport, planned: PlanReport, profile: ClusterProfile, request: PlanRequest) -> Losses:
-    """The losses of ``plan`` by cause; ``planned``: the planner's plan for the same request."""
+    """Attribute the losses of ``plan`` to causes. ``planned``: the planner's plan for the same request."""
     free, step_s = with_free_links(profile), plan.predicted_step_s
     roomy = with_plenty_of_memory(free)
     # A hand-written plan may be faster than the planner's.

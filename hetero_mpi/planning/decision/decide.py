@@ -1,4 +1,4 @@
-"""Choose the plan: compare the results of the searches, and time single ranks. ``planner.make_plan`` adds figures and reasons."""
+"""Choose a plan by comparing search results, and time single ranks. ``planner.make_plan`` adds figures and reasons."""
 
 import math
 from collections.abc import Collection, Iterator, Sequence
@@ -26,32 +26,32 @@ from hetero_mpi.util import units
 from hetero_mpi.util.errors import UserError
 
 MIN_OFFLOAD_GAIN_RATIO = 0.02
-"""Minimum gain of a plan with offloaded stages over a resident plan, unless the job requires offloading."""
+"""Minimum relative gain over a resident plan for offloading to be chosen, unless the job requires offloading."""
 MIN_FULL_RATIO = 0.8
-"""Minimum share of a rank's memory in use at which memory limits the plan."""
+"""Memory is considered to limit a plan if some rank uses more than this fraction of its memory."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """A plan with its step time and those of alternatives."""
+    """The chosen plan with its step time and the step times of alternatives."""
 
     plan: Plan
     step_s: float
     one_pipeline_s: float | None = None
-    """Best plan with one pipeline; infinite: none fits, None: not searched."""
+    """Step time of the best plan with one pipeline; infinite if none fits, None if not searched."""
     at_work_s: float | None = None
-    """Best plan without idle ranks; infinite: none fits, None: not searched."""
+    """Step time of the best plan without idle ranks; infinite if none fits, None if not searched."""
     one_stage_s: float | None = None
-    """Best plan with one stage per rank, if the plan has virtual stages."""
+    """Step time of the best plan with one stage per rank, if the chosen plan has virtual stages."""
     without_groups_s: float | None = None
-    """Best plan without tensor parallelism, if the plan has it; infinite: none fits."""
+    """Step time of the best plan without tensor parallelism, if the chosen plan uses it; infinite if none fits."""
 
 
 def decide(profile: ClusterProfile, request: PlanRequest) -> Decision | None:
-    """Find the fastest plan that fits, by simulated step time; None: none fits. Deterministic.
+    """Find the plan with the shortest simulated step time that fits in memory; None if none fits. Deterministic.
 
     Raises:
-        UserError: the request cannot be planned for.
+        UserError: no plan can meet the request.
     """
     if request.schedule in OTHER_ORDERS:
         nearest = decide(profile, nearest_searched(request))
@@ -69,7 +69,7 @@ def decide(profile: ClusterProfile, request: PlanRequest) -> Decision | None:
 
 
 def _decide_for_ranks(profile: ClusterProfile, request: PlanRequest) -> Decision | None:
-    """Search with the device times of all ranks computing at once, then time the plan with those of the plan's ranks."""
+    """Search with the device times of all ranks computing at once, then time the plan with only its own ranks computing."""
     everyone = range(len(profile.devices))
     busy = while_computing(profile, everyone)
     resident = _with_groups(busy, request, _resident(busy, request), slowness(profile, everyone))
@@ -87,7 +87,7 @@ def _decide_for_ranks(profile: ClusterProfile, request: PlanRequest) -> Decision
 def _with_groups(
     profile: ClusterProfile, request: PlanRequest, best: Decision | None, crowded: Collection[int]
 ) -> Decision | None:
-    """``best``, or a clearly faster plan with tensor-parallel groups of ranks not in ``crowded``."""
+    """``best``, or a clearly faster plan with tensor-parallel groups that include no ``crowded`` ranks."""
 
     def search(profile: ClusterProfile, request: PlanRequest) -> Plan | None:
         return None if (decision := decide(profile, request)) is None else decision.plan
@@ -100,7 +100,7 @@ def _with_groups(
 
 
 def _offloaded(profile: ClusterProfile, request: PlanRequest, resident: Decision | None) -> Decision | None:
-    """Fastest plan with offloaded stages; None: none fits, or memory does not limit ``resident``."""
+    """Fastest plan with offloaded stages; None if none fits, or if offloading is disabled or would not help."""
     if request.streaming == "never" or not can_offload(profile):
         return None
     is_automatic = request.streaming == "auto"
@@ -127,7 +127,7 @@ def _offloaded(profile: ClusterProfile, request: PlanRequest, resident: Decision
 def _with_files(
     profile: ClusterProfile, request: PlanRequest, search_request: PlanRequest, slices: Sequence[int]
 ) -> Decision | None:
-    """Best plan for ``search_request`` with offloaded stages, and blocks on disk where host memory is short; None: none fits."""
+    """Best plan for ``search_request`` with offloaded stages, and with blocks on disk where host memory is short."""
     decision = _resident(with_copying(profile, range(len(profile.devices))), search_request, slices)
     fitter = Fitter(profile, request)
     plan = None if decision is None else fitter.fitted(decision.plan)
@@ -143,7 +143,7 @@ def _with_files(
 
 
 def can_offload(profile: ClusterProfile) -> bool:
-    """Whether weights can be offloaded. Full fine-tuning needs host memory apart from some device's."""
+    """Whether weights can be offloaded; full fine-tuning needs a device whose memory is separate from its host's."""
     model = profile.model
     if model.trained_whole:
         hosts = [profile.host(device.rank) for device in profile.devices if not device.shares_host_memory]
@@ -160,7 +160,7 @@ def _memory_binds(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> 
 
 
 def _resident(profile: ClusterProfile, request: PlanRequest, slices: Sequence[int] = ()) -> Decision | None:
-    """Find the best plan with one or more stages per rank; stages are offloaded only with ``slices``."""
+    """Find the best plan with one or more stages per rank; stages are offloaded only if ``slices`` are given."""
     without_layouts = len(profile.devices) <= MAX_RANKS_WITHOUT_LAYOUTS
     starts = [] if without_layouts else list(_starts(profile, request, slices))
     if len(profile.devices) > MAX_SEARCH_RANKS:
@@ -182,7 +182,7 @@ def _resident(profile: ClusterProfile, request: PlanRequest, slices: Sequence[in
 
 
 def check_request(profile: ClusterProfile, request: PlanRequest) -> None:
-    """Check everything about the request but memory.
+    """Check every aspect of the request except memory.
 
     Raises:
         UserError: no plan can meet the request.
@@ -218,7 +218,7 @@ def check_request(profile: ClusterProfile, request: PlanRequest) -> None:
 
 
 def nearest_searched(request: PlanRequest) -> PlanRequest:
-    """``request`` with a schedule that the search supports and that keeps as many micro-batches in flight."""
+    """``request`` with the schedule replaced by the closest one that the search supports."""
     if request.schedule not in OTHER_ORDERS:
         return request
     if request.schedule in INTERLEAVINGS:
@@ -227,7 +227,7 @@ def nearest_searched(request: PlanRequest) -> PlanRequest:
 
 
 def in_requested_order(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> Plan | None:
-    """``plan`` in the requested schedule, with virtual stages if needed; None: the ranks cannot hold several stages each."""
+    """Convert ``plan`` to the requested schedule, with virtual stages if needed; None if ranks cannot hold several stages."""
     schedule = request.schedule
     if schedule not in OTHER_ORDERS:
         return plan
@@ -253,9 +253,9 @@ def has_fitting_plan(profile: ClusterProfile, request: PlanRequest) -> bool:
 
 
 def _starts(profile: ClusterProfile, request: PlanRequest, slices: Sequence[int] = ()) -> Iterator[tuple[Plan, float]]:
-    """Fitting plans of the promising layouts with their step times, also with split backward toggled.
+    """Yield plans of promising layouts that fit, and their variants with split backward toggled, each with its step time.
 
-    Only the most promising layout if there are too many ranks to search; the plan with most free memory if no layout fits.
+    With too many ranks to search, use only the best layout that fits; if no layout fits, use plans with the most free memory.
     """
     fitter, has_fitting_layout = Fitter(profile, request), False
     for _, layout in layouts.best_layouts(profile, request, slices):
@@ -271,7 +271,7 @@ def _starts(profile: ClusterProfile, request: PlanRequest, slices: Sequence[int]
 
 
 def _roomiest(profile: ClusterProfile, request: PlanRequest) -> Iterator[tuple[Plan, float]]:
-    """The single-pipeline plan with most free memory, if it fits."""
+    """Yield the single-pipeline plans with the most free memory that fit, with their step times."""
     fitter = Fitter(profile, request)
     for plan in (closest_split(divided, request).plan for divided in with_hosts_divided(profile)):
         fitted = fitter.fitted(_scheduled(plan, request) if request.schedule != "auto" else plan)
@@ -280,7 +280,7 @@ def _roomiest(profile: ClusterProfile, request: PlanRequest) -> Iterator[tuple[P
 
 
 def _split_toggled(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> Iterator[Plan]:
-    """``plan`` with split backward toggled: other cuts suit it."""
+    """Yield ``plan`` with split backward toggled, at its own depths and at those of 1F1B."""
     if len(set(request.split_choices)) < 2 or request.schedule != "auto":
         return
     pipelines = [
@@ -296,7 +296,7 @@ def _split_toggled(plan: Plan, profile: ClusterProfile, request: PlanRequest) ->
 
 
 def _scheduled(plan: Plan, request: PlanRequest) -> Plan:
-    """``plan`` with the depths and split backward that the request prescribes."""
+    """``plan`` with the depths and the split backward that the request prescribes."""
     changed = []
     for pipeline in plan.pipelines:
         stages = pipeline.stages
@@ -309,7 +309,7 @@ def _scheduled(plan: Plan, request: PlanRequest) -> Plan:
 
 
 def time_alone(profile: ClusterProfile, request: PlanRequest, rank: int) -> Alone:
-    """Time ``rank`` alone at its best micro-batch size and recompute choice; copies of the trained state as in ``make_plan``."""
+    """Time ``rank`` alone at its best micro-batch size and recompute choice, with copies of state as in ``make_plan``."""
     try:
         decision = _decide_alone(profile, request, rank)
     except UserError as error:
@@ -320,7 +320,7 @@ def time_alone(profile: ClusterProfile, request: PlanRequest, rank: int) -> Alon
 
 
 def _decide_alone(profile: ClusterProfile, request: PlanRequest, rank: int) -> Decision | None:
-    """Plan for ``time_alone``; None: the model does not fit."""
+    """Plan for ``rank`` alone; None if the model does not fit."""
     single = restricted(profile, [rank])
     request = replace(
         request,
@@ -336,7 +336,7 @@ def _decide_alone(profile: ClusterProfile, request: PlanRequest, rank: int) -> D
 
 
 def best_alone(profile: ClusterProfile, request: PlanRequest) -> Alone | None:
-    """The fastest single rank, or the fastest-computing one if none can hold the model; None: no rank has the dtype."""
+    """The fastest single rank, or the one with the fastest device if none can hold the model; None if no rank has the dtype."""
     rank_by_content = {content: rank for rank, content in reversed(rank_contents(profile).items())}
     best: Alone | None = None
     for least_s, rank in sorted((_bound_s(profile, request, rank), rank) for rank in rank_by_content.values()):
@@ -349,7 +349,7 @@ def best_alone(profile: ClusterProfile, request: PlanRequest) -> Alone | None:
 
 
 def fastest(profile: ClusterProfile, request: PlanRequest) -> Decision | None:
-    """The fastest plan of several ranks or one, as ``decide``; None: none fits."""
+    """The plan of ``decide``, or a single rank if one is faster on its own; None if nothing fits."""
     decision = decide(profile, request)
     if decision is None or decision.step_s <= min(_bound_s(profile, request, rank) for rank in rank_contents(profile)):
         return decision
@@ -362,7 +362,7 @@ def faster_single_rank(
     """``decision``, or the ``best`` rank alone if it is faster and ranks may idle.
 
     Args:
-        counted: the profile with the copies of the trained state that ``decision`` leaves memory for.
+        counted: profile that includes the copies of trained state for which ``decision`` leaves memory.
     """
     if best is None or best.step_s is None or best.step_s >= decision.step_s or not request.allow_idle:
         return decision
@@ -378,7 +378,7 @@ def _sizes(request: PlanRequest) -> tuple[int, ...]:
 
 
 def _bound_s(profile: ClusterProfile, request: PlanRequest, rank: int) -> float:
-    """Compute time of a step on ``rank`` alone with unlimited memory, in seconds."""
+    """Lower bound of the step time on ``rank`` alone, in seconds: its compute time with unlimited memory."""
     device = profile.devices[rank]
     sequence_s = min(whole_model_s(profile, device, n * request.sequence_length) / n for n in _sizes(request))
     trained = sum(layer.trainable_parameters for layer in profile.model.layers)

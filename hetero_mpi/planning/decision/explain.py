@@ -1,4 +1,4 @@
-"""The reasons shown with a plan: alternatives and their cost, the bottleneck, and why ranks idle."""
+"""Explain a plan: the cost of alternatives, the bottleneck, and why ranks are idle."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -21,9 +21,9 @@ from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.util import units
 
 MAX_RANKS_TO_EXPLAIN_LEAST = 6
-"""With at most this many ranks in use, the reasons include the plan without the least busy one."""
+"""With at most this many ranks in use, the reasons include the best plan without the least busy rank."""
 MIN_LIMITING_COPY_RATIO = 0.1
-"""Minimum share of a stage's time at which copies are called its limit."""
+"""Minimum share of a stage's time that copies must take to be reported as its limit."""
 NO_FASTER_PLAN = "the search found no faster plan with it"
 
 
@@ -40,7 +40,7 @@ def reasons(decision: Decision, profile: ClusterProfile, request: PlanRequest, s
 
 
 def group_texts(plan: Plan, profile: ClusterProfile, step_s: float, without_s: float | None) -> Iterator[str]:
-    """Describe tensor-parallel groups and their gain. ``without_s``: best step time without groups; None: unknown."""
+    """Describe tensor-parallel groups and their gain. ``without_s``: best step time without groups, if known."""
     for number, index, stage in plan.numbered:
         if stage.grouped:
             where = f"stage {number} of pipeline {index}" if len(plan.pipelines) > 1 else f"stage {number}"
@@ -107,7 +107,7 @@ def _streamed_text(number: int, plan: Plan, profile: ClusterProfile) -> str:
 
 
 def _files_text(number: int, plan: Plan, profile: ClusterProfile) -> str:
-    """Describe each pass's disk reads and the time that a step waits for them; empty without reads."""
+    """Describe a stage's blocks on disk and how long a step waits for them; empty if all are in memory."""
     _, index, stage = plan.numbered[number]
     if not stage.on_disk:
         return ""
@@ -126,12 +126,12 @@ def _files_text(number: int, plan: Plan, profile: ClusterProfile) -> str:
 
 
 def _enumeration(numbers: Sequence[int]) -> str:
-    """Join like ``0, 1 and 2``."""
+    """Join numbers as in ``0, 1 and 2``."""
     return " and ".join([", ".join(map(str, numbers[:-1])), str(numbers[-1])])
 
 
 def _least_busy(plan: Plan, profile: ClusterProfile, request: PlanRequest, simulation: SimulatedStep) -> Iterator[str]:
-    """Compare with the best plan without the least busy rank, on small clusters. ``PlanReport.alone`` covers two ranks."""
+    """On small clusters, compare with the best plan without the least busy rank (two ranks: see ``PlanReport.alone``)."""
     used = sorted(simulation.busy_s)
     if len(profile.devices) == 2 or not 2 <= len(used) <= MAX_RANKS_TO_EXPLAIN_LEAST or not request.allow_idle:
         return
@@ -192,7 +192,7 @@ def busiest_text(plan: Plan, profile: ClusterProfile, simulation: SimulatedStep)
 
 
 def idle_ranks(decision: Decision, profile: ClusterProfile, request: PlanRequest) -> tuple[IdleRank, ...]:
-    """Idle ranks with the reason."""
+    """List the idle ranks and why each is idle."""
     layers, used = len(profile.model.layers), set(decision.plan.ranks)
     max_ranks = min(len(usable_devices(profile)), layers * min(request.max_pipelines, request.global_batch))
     spare = f"{layers} layers of work, {len(profile.devices)} ranks"
@@ -210,7 +210,7 @@ def idle_ranks(decision: Decision, profile: ClusterProfile, request: PlanRequest
 
 
 def _without_idle(decision: Decision, ranks: int, profile: ClusterProfile, request: PlanRequest) -> str:
-    """Explain what giving work to ``ranks`` ranks, the maximum, would cost."""
+    """Explain what it would cost to give work to ``ranks`` ranks, the largest possible number."""
     if decision.at_work_s is None:
         return NO_FASTER_PLAN
     if decision.at_work_s < math.inf:

@@ -1,9 +1,9 @@
 """Tensor parallelism: plans in which ranks of one host share the layers of a stage.
 
-Groups help when pipelining cannot overlap (a batch of one or two long sequences) or a layer exceeds one device's memory. The
+Groups help when a pipeline cannot overlap work (a batch of one or two long sequences) or a layer exceeds a device's memory. The
 search runs on a contracted cluster, where each group is one rank (``group_costs.group_device``). Its plans are expanded to
 the full cluster, simulated, and improved by moving heads, experts and layers. Groupings whose lower bounds rule out
-``MIN_GAIN_RATIO`` are never searched.
+a gain of ``MIN_GAIN_RATIO`` are not searched.
 """
 
 import itertools
@@ -21,31 +21,31 @@ from hetero_mpi.planning.types.profile import MEASURED, ClusterProfile, DevicePr
 from hetero_mpi.planning.types.request import PlanRequest
 
 MIN_GAIN_RATIO = 0.02
-"""Minimum gain of a plan with groups, whose members wait for the slowest in every layer."""
+"""Minimum relative gain for choosing groups, because their members wait for the slowest one in every layer."""
 MAX_GROUP_SEARCH_RANKS = 64
 """Maximum number of ranks for which groups are searched."""
 MAX_SEARCHES = 4
-"""Maximum number of groupings searched, lowest bounds first; without a fitting plan, all until one fits."""
+"""Maximum number of groupings searched, lowest bounds first; while no plan fits, further groupings are searched."""
 MAX_MULTI_SEARCHES = 2
 """Maximum number of groupings searched with several pipelines."""
 MAX_DESCENT_START_RATIO = 1.05
-"""Plans up to this many times slower than the target are improved."""
+"""Plans are improved by descent only if their step is shorter than this multiple of the target."""
 MEMORY_RATIOS = (1.0, 0.85, 0.7)
-"""Shares of a group's memory given to the search, until its plan fits."""
+"""Fractions of a group's memory that the search may use, tried in order until the plan fits on all members."""
 EXPERT_MOVE_DIVISOR = 16
-"""Experts move one at a time, and in steps of all experts divided by this."""
+"""Experts are moved one at a time, and in batches of the number of experts divided by this."""
 GROUP_SIZES = (2, 3, 4, 8)
-"""Group sizes, besides all ranks of a host and all but one."""
+"""Group sizes to try, besides all ranks of a host and all but one of them."""
 
 TimedPlan = tuple[Plan, float]
 """A plan and its step time in seconds."""
 PlanSearch = Callable[[ClusterProfile, PlanRequest], Plan | None]
 MemberCost = Callable[[int, int], float]
-"""(member, number of its heads or experts) -> cost; the maximum cost is minimised."""
+"""(member, number of heads or experts assigned to it) -> cost; the maximum cost is minimised."""
 
 
 Groups = tuple[StagePlan, ...]
-"""Disjoint groups, each as a stage of all layers."""
+"""Disjoint groups, each represented by a stage that holds all layers."""
 
 
 def with_groups(
@@ -58,8 +58,8 @@ def with_groups(
     """Find a plan with groups at least ``MIN_GAIN_RATIO`` faster than ``best_s``.
 
     Args:
-        best_s: step time without groups; None: nothing fits without.
-        crowded: ranks with less than a core per thread, which join no group: members would wait for them in every layer.
+        best_s: step time without groups; None if no plan without groups fits.
+        crowded: ranks with less than a core per thread, left out because a group would wait for them in every layer.
     """
     # Measured devices need a time for half the heads, since small layers divide badly.
     devices_by_host: dict[str, list[DeviceProfile]] = {}
@@ -80,7 +80,7 @@ def with_groups(
 
 
 def improve_group_plan(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> Plan:
-    """Move heads, experts and layers between ranks as long as the step gets shorter."""
+    """Move heads, experts and layers between ranks for as long as the step gets shorter."""
     fitter = Fitter(profile, request)
     return fitter.descended(plan, fitter.step_s(plan), _neighbours)[0]
 
@@ -100,7 +100,7 @@ class GroupSearch:
         self.chains = {device.rank: member_chain_s(profile, device, self.tokens) for device in usable_devices(profile)}
 
     def shorter_than(self, limit_s: float) -> TimedPlan | None:
-        """Best plan with groups found below ``limit_s``."""
+        """Find the best plan with groups whose step is shorter than ``limit_s``."""
         bounds_by_groups = {}
         for ranks in dict.fromkeys(self._groupings()):
             groups = tuple(map(self._quickest, ranks))
@@ -126,14 +126,14 @@ class GroupSearch:
         return best
 
     def _bounds_s(self, groups: Groups, limit_s: float) -> dict[int, float]:
-        """Number of pipelines -> lower bound of the step time with these groups, if below ``limit_s``."""
+        """Map pipeline counts to lower bounds of the step time with these groups, omitting bounds of ``limit_s`` or more."""
         small, request = contracted(self.profile, groups, self.tokens), self._asked(groups)
         by_itself = replace(request, micro_batch_choices=tuple(sorted(self._sizes(groups))))
         fluid_s, filling = fluid_bound_s(small, by_itself), filling_bounds_s(small, by_itself)
         return {number: max(fluid_s, fill_s) for number, fill_s in filling.items() if max(fluid_s, fill_s) < limit_s}
 
     def _for_several(self, bounds_by_groups: Mapping[Groups, Mapping[int, float]]) -> list[Groups]:
-        """The groupings with the lowest bounds for several pipelines, one per set of identical hosts."""
+        """The groupings with the lowest bounds for several pipelines; of groupings on identical devices, only the first."""
         distinct: dict[object, tuple[float, Groups]] = {}
         for groups, bounds_s in bounds_by_groups.items():
             least_s = min((bound_s for number, bound_s in bounds_s.items() if number > 1), default=math.inf)
@@ -143,14 +143,14 @@ class GroupSearch:
         return [groups for _, groups in sorted(distinct.values(), key=lambda entry: entry[0])[:MAX_MULTI_SEARCHES]]
 
     def _groupings(self) -> Iterator[tuple[tuple[int, ...], ...]]:
-        """Groupings: alike on all hosts, or on one host alone."""
+        """Yield groupings that apply the same option to all hosts, and groupings of a single host."""
         options = [self._options([device.rank for device in devices]) for devices in self.hosts]
         for name in dict.fromkeys(name for host_options in options for name in host_options):
             yield tuple(group for host_options in options for group in host_options.get(name, ()))
             yield from (host_options[name] for host_options in options if name in host_options)
 
     def _options(self, ranks: Sequence[int]) -> dict[str, tuple[tuple[int, ...], ...]]:
-        """Name -> groups of one host's ranks: all, the fastest, equal sizes, or one of each backend."""
+        """Map option names to groups of one host's ranks: all, the fastest, groups of equal size, or one rank per backend."""
         count = len(ranks)
         ordered = sorted(ranks, key=lambda rank: (sum(self.chains[rank]), rank))
         options: dict[str, tuple[tuple[int, ...], ...]] = {}
@@ -170,14 +170,14 @@ class GroupSearch:
         return options
 
     def _timed_experts(self, ranks: Sequence[int]) -> int:
-        """Number of experts to share; 0: these ranks have no expert times."""
+        """Number of experts to share; 0 unless all of these ranks have expert times."""
         timed = all(self.chains[rank].experts > 0 for rank in ranks)
         return (self.profile.model.experts or 0) if timed else 0
 
     def _quickest(self, ranks: tuple[int, ...]) -> StagePlan:
-        """Share heads and experts so that the slowest rank is fastest: each goes to the rank that would finish it first.
+        """Assign each head and expert to the rank that would finish it first, which minimises the time of the slowest rank.
 
-        Without expert times, experts are shared in proportion to heads.
+        If there are no expert times, experts are shared in proportion to heads.
         """
         chains = [self.chains[rank] for rank in ranks]
         timed = self._timed_experts(ranks)
@@ -187,7 +187,7 @@ class GroupSearch:
         return self._group(ranks, shares, lambda member, n: each_s[member] * n)
 
     def _roomiest(self, ranks: tuple[int, ...]) -> StagePlan:
-        """Share heads and experts in proportion to memory, with at least one head each if possible."""
+        """Share heads and experts in proportion to memory, with at least one head per rank if possible."""
         memory = [self.profile.devices[rank].memory_bytes for rank in ranks]
 
         def fullness(member: int, count: int) -> float:
@@ -202,7 +202,7 @@ class GroupSearch:
         return StagePlan(ranks, 0, len(self.profile.model.layers), 0, shares=shares, experts=experts)
 
     def _asked(self, groups: Groups) -> PlanRequest:
-        """The request for the contracted cluster: fewer pipelines allow larger micro-batches."""
+        """The request for the contracted cluster, whose fewer ranks allow larger micro-batches."""
         request = self.request
         remaining_ranks = len(self.profile.devices) - sum(len(group.ranks) - 1 for group in groups)
         max_size = max(1, request.global_batch // remaining_ranks)
@@ -217,11 +217,11 @@ class GroupSearch:
         )
 
     def _sizes(self, groups: Groups) -> set[int]:
-        """Micro-batch sizes of a group alone and of the contracted cluster."""
+        """Micro-batch sizes to try for a single group or for the contracted cluster."""
         return {*self.request.alone_micro_batch_choices, *self._asked(groups).micro_batch_choices}
 
     def _plans(self, groups: Groups, pipelines: Sequence[int]) -> Iterator[Plan]:
-        """Fitting plans: one stage on each group alone, and plans by pipeline limit until one with several pipelines fits."""
+        """Yield plans that fit: each group as a single stage, then searched plans, with fewer pipelines if several do not fit."""
         alone = len(groups) == 1 and len(groups[0].ranks) == len(self.profile.devices)
         if self.request.allow_idle or alone:
             yield from (plan for group in groups if (plan := self._by_itself(group)) is not None)
@@ -255,7 +255,7 @@ class GroupSearch:
         return self._shortest(self._fitted(Plan((p,), batch, self.request.sequence_length, layers)) for p in pipelines)
 
     def _written(self, plan: Plan, groups: Groups) -> Plan:
-        """Expand a plan of the contracted cluster."""
+        """Expand a plan for the contracted cluster to the full cluster."""
         leads = {group.ranks[0]: group for group in groups}
         follow = {rank for group in groups for rank in group.ranks[1:]}
         numbers = [rank for rank in range(len(self.profile.devices)) if rank not in follow]
@@ -268,7 +268,7 @@ class GroupSearch:
         return plan.with_stages([written(stage) for _, _, stage in plan.numbered])
 
     def _fitted(self, plan: Plan) -> Plan | None:
-        """``plan``, with recompute or other shares if memory requires it; None: it does not fit."""
+        """``plan``, with recomputation or other shares if memory requires it; None if it does not fit."""
         plans = [plan, with_recompute(plan, True)] if True in self.request.recompute_choices else [plan]
         if self.fitter.holds(plan):
             return plan
@@ -282,7 +282,7 @@ class GroupSearch:
 
 
 def _with_shares_that_fit(plan: Plan, fitter: Fitter) -> Plan | None:
-    """Move heads and experts until ``plan`` fits, each time at the least time per byte saved; None: it does not fit."""
+    """Move heads and experts until ``plan`` fits, each time at the least time per byte saved; None if it cannot fit."""
 
     def plan_shortage_bytes(candidate: Plan) -> float:
         memory = predict_memory(candidate, fitter.profile, fitter.request.memory_reserve)
@@ -303,13 +303,13 @@ def _with_shares_that_fit(plan: Plan, fitter: Fitter) -> Plan | None:
 
 
 def _neighbours(plan: Plan) -> Iterator[Plan]:
-    """Plans with a head, experts or a layer moved."""
+    """Yield plans in which a head, some experts or a layer has moved."""
     yield from _with_shares_moved(plan)
     yield from cut_otherwise(plan)
 
 
 def _deal(count: int, least: Sequence[int], cost: MemberCost) -> tuple[int, ...]:
-    """Deal ``count`` units to members, beyond the ``least`` of each, always to the member with the lowest cost."""
+    """Deal ``count`` units to members: first ``least`` to each, then one at a time to the member with the lowest cost."""
     counts = list(least)
     for _ in range(count - sum(least)):
         counts[min(range(len(counts)), key=lambda member: cost(member, counts[member] + 1))] += 1
@@ -317,7 +317,7 @@ def _deal(count: int, least: Sequence[int], cost: MemberCost) -> tuple[int, ...]
 
 
 def _with_shares_moved(plan: Plan, experts: bool = True) -> Iterator[Plan]:
-    """Move a head or, with ``experts``, experts in one stage, or in all stages of the same layers and shares."""
+    """Yield plans with a head or (if ``experts``) experts moved in one stage, or in all stages with equal layers and shares."""
     stages = [stage for _, _, stage in plan.numbered]
     alike = [(stage.first, stage.last, stage.shares, stage.experts) for stage in stages]
     for number, stage in enumerate(stages):
@@ -337,7 +337,7 @@ def _with_shares_moved(plan: Plan, experts: bool = True) -> Iterator[Plan]:
 
 
 def _transfers(numbers: Sequence[int], step: int) -> Iterator[tuple[int, ...]]:
-    """Move ``step`` units from one number to another."""
+    """Yield ``numbers`` with ``step`` units moved from one entry to another."""
     for giver, taker in itertools.permutations(range(len(numbers)), 2):
         if numbers[giver] >= step:
             changed = list(numbers)

@@ -51,14 +51,14 @@ from hetero_mpi.util.errors import UserError
 
 
 def make_plan(profile: ClusterProfile, request: PlanRequest) -> PlanReport:
-    """Make the fastest plan that fits in memory, by simulated step time. Deterministic.
+    """Make the plan with the shortest simulated step time that fits in memory. Deterministic.
 
-    The numbering of ranks changes nothing but ties within ``request.indifference``, for which ranks stay in order. Of equally
-    fast plans, the one with fewer ranks wins. Copies of the trained state count on ranks that compute in host memory, unless
-    nothing fits beside them.
+    Rank numbering only breaks ties within ``request.indifference``, in favour of ascending ranks. Of equally fast plans, the
+    one with fewer ranks wins. Ranks that compute in host memory also need memory for copies of the trained state, unless no
+    plan would fit then.
 
     Raises:
-        UserError: nothing fits; the message names each shortage and the changes that help.
+        UserError: no plan fits; the message names each shortage and the changes that would help.
     """
     if request.schedule in OTHER_ORDERS:
         return _make_ordered_plan(profile, request)
@@ -89,7 +89,7 @@ def make_plan(profile: ClusterProfile, request: PlanRequest) -> PlanReport:
 
 
 def _make_ordered_plan(profile: ClusterProfile, request: PlanRequest) -> PlanReport:
-    """Plan for the nearest searched schedule, then reorder to the requested one."""
+    """Plan with the closest schedule that the search supports, then convert the plan to the requested one."""
     nearest, name = nearest_searched(request), request.schedule
     report = make_plan(profile, nearest)
     plan = in_requested_order(report.plan, profile, request)
@@ -117,8 +117,8 @@ def complete_plan(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> 
     """Check a hand-written plan and report its figures and reasons.
 
     Raises:
-        UserError: every problem: layers not covered once, unknown or repeated ranks, missing dtypes, wrong batch sums, a
-            deadlocking schedule, or memory shortages.
+        UserError: the plan is invalid: layers not covered exactly once, unknown or repeated ranks, unsupported dtypes, wrong
+            batch sums, a deadlocking schedule, or memory shortages. The message lists all problems of a kind.
     """
     problems = [*plan_problems(plan, profile), *batch_problems(plan, request)]
     if problems:
@@ -144,7 +144,7 @@ def complete_plan(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> 
 
 
 def _shortage_text(who: str, predicted: RankMemory | HostMemory) -> str:
-    """Describe the memory shortage; empty: none."""
+    """Describe the memory shortage; empty if there is none."""
     shortage_bytes = predicted.peak_bytes - predicted.usable_bytes
     if shortage_bytes <= 0:
         return ""
@@ -153,7 +153,7 @@ def _shortage_text(who: str, predicted: RankMemory | HostMemory) -> str:
 
 
 def _tradeoff_sentences(plan: Plan, profile: ClusterProfile) -> Iterator[str]:
-    """Describe accuracy and time traded for speed and memory."""
+    """Describe where the plan trades accuracy or time for speed or memory."""
     model = profile.model
     if model.wire is not None and any(len(pipeline.stages_of) > 1 for pipeline in plan.pipelines):
         yield f"activations and gradients are sent as {model.wire} (train.wire): the loss differs from that of one process"
@@ -172,7 +172,7 @@ def _tradeoff_sentences(plan: Plan, profile: ClusterProfile) -> Iterator[str]:
 
 
 def request_differences(plan: Plan, request: PlanRequest) -> list[str]:
-    """Differences between a given plan and the request; none of them prevents running it."""
+    """List differences between a given plan and the request that do not prevent the plan from running."""
     sentences = []
     if len(plan.pipelines) > request.max_pipelines:
         sentences.append(f"{len(plan.pipelines)} pipelines: the job allows at most {request.max_pipelines}")
@@ -202,7 +202,7 @@ def request_differences(plan: Plan, request: PlanRequest) -> list[str]:
 
 
 def _sizes(plan: Plan, request: PlanRequest) -> list[int]:
-    """Allowed micro-batch sizes: larger ones too for a single rank or a tensor-parallel group."""
+    """Allowed micro-batch sizes, including larger ones for a single rank or with tensor-parallel groups."""
     larger = request.alone_micro_batch_choices if plan.leader_of or len(plan.ranks) == 1 else ()
     return sorted({*request.micro_batch_choices, *larger})
 
@@ -218,7 +218,7 @@ def _figures(plan: Plan, profile: ClusterProfile, request: PlanRequest, simulati
 
 
 def _bound_s(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> float:
-    """The fluid bound for the plan's allowed micro-batch sizes and the faster optimizer location."""
+    """Fluid bound for the allowed micro-batch sizes; with offloaded stages, for the faster optimizer of device and host."""
     if any(stage.streamed for _, _, stage in plan.numbered):
         quickest = tuple(
             replace(d, optimizer_s_per_parameter=min(d.optimizer_s_per_parameter, host_optimizer_s(d)))
@@ -229,10 +229,10 @@ def _bound_s(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> float
 
 
 MAX_NAMED_RANKS = 6
-"""Maximum number of ranks in the message, largest shortages first."""
+"""Maximum number of ranks named in the message, largest shortages first."""
 MAX_ADDED_RANKS = 8
 COMBINED_PREFIX = "together"
-"""First word of a line of combined changes."""
+"""First word of a line that combines changes."""
 MIN_SEQUENCE_LENGTH = 32
 LORA = 'adapter.method = "lora"'
 NOTHING_HELPS = (
@@ -243,7 +243,7 @@ NOTHING_HELPS = (
 
 
 def explain_shortage(profile: ClusterProfile, request: PlanRequest) -> str:
-    """Explain why the model fits nowhere and what would help."""
+    """Explain why no plan fits in memory and what would help."""
     divided = next(with_hosts_divided(profile))
     (pipeline,) = closest_split(divided, request).plan.pipelines
     count = len(pipeline.stages)
@@ -297,7 +297,7 @@ def _host_shortage(profile: ClusterProfile, request: PlanRequest) -> Iterator[st
 
 
 def _short_ranks(pipeline: PipelinePlan, profile: ClusterProfile, request: PlanRequest) -> list[tuple[int, str]]:
-    """(missing bytes, line of text) of every rank short of memory in the closest split, in order."""
+    """(missing bytes, line of text) for each rank of the closest split that is short of memory, in stage order."""
     result = []
     for stage in pipeline.stages:
         (rank,), holding = stage.ranks, (stage.warm_up + 1, 0)
@@ -318,7 +318,7 @@ def _short_ranks(pipeline: PipelinePlan, profile: ClusterProfile, request: PlanR
 
 
 def remedies(profile: ClusterProfile, request: PlanRequest) -> Iterator[str]:
-    """Single changes that make the model fit; if none does, the shortest combination."""
+    """Yield single changes that make the model fit; if none does, a combination of changes."""
     unchanged, helped = Alternative("", profile, request), False
     for changes in _changes(unchanged).values():
         change = next((candidate for candidate in changes if _fits(candidate, unchanged)), None)
@@ -336,7 +336,7 @@ def _fits(change: Alternative, now: Alternative) -> bool:
 
 
 def _changes(now: Alternative) -> dict[str, Iterable[Alternative]]:
-    """Kind -> possible changes, smallest first."""
+    """Map each kind of change to possible changes, smallest first."""
     profile, request, model = now.profile, now.request, now.profile.model
     full, half = model.trained_whole, request.sequence_length // 2
     sizes = [n for n in range(min(request.micro_batch_choices) - 1, 0, -1) if request.global_batch % n == 0]

@@ -1,4 +1,4 @@
-"""Rules for hand-written plans: each problem names its rule and values."""
+"""Rules for hand-written plans; each reported problem states the rule and the values that break it."""
 
 import itertools
 import math
@@ -12,7 +12,7 @@ from hetero_mpi.planning.types.request import PlanRequest
 
 
 def plan_problems(plan: Plan, profile: ClusterProfile) -> Iterator[str]:
-    """Problems that prevent running a plan, other than memory."""
+    """Yield problems, other than memory, that prevent a plan from running."""
     yield from _chain_problems(plan, profile)
     yield from _rank_problems(plan, profile)
 
@@ -68,7 +68,7 @@ def _rank_problems(plan: Plan, profile: ClusterProfile) -> Iterator[str]:
 
 
 def _reuse(where: str, pipeline: PipelinePlan, same: bool, stage: StagePlan, earlier: StagePlan) -> Iterator[str]:
-    """Problems of a rank's second stage. ``same``: both are in one pipeline."""
+    """Yield problems with a rank's second stage. ``same``: both stages are in the same pipeline."""
     if not same:
         yield f"{where}: a rank can be in one pipeline only"
     elif pipeline.order not in INTERLEAVINGS:
@@ -84,7 +84,7 @@ def _reuse(where: str, pipeline: PipelinePlan, same: bool, stage: StagePlan, ear
 
 
 def batch_problems(plan: Plan, request: PlanRequest) -> Iterator[str]:
-    """Batch sums that are wrong or differ from the job's."""
+    """Yield batch sizes and shares that are inconsistent or differ from the job's."""
     if plan.global_batch != request.global_batch:
         yield f"global_batch = {plan.global_batch}: the job has {request.global_batch}"
     if plan.sequence_length != request.sequence_length:
@@ -104,7 +104,7 @@ def batch_problems(plan: Plan, request: PlanRequest) -> Iterator[str]:
 
 
 def _mask_problems(plan: Plan, sequences: int) -> Iterator[str]:
-    """Pipelines whose dropout masks would differ between plans: masks are drawn per group of ``sequences`` sequences."""
+    """Yield pipelines whose dropout masks would differ: in every plan, masks must be drawn for ``sequences`` at a time."""
     for index, pipeline in enumerate(plan.pipelines):
         micro_batch, share = pipeline.micro_batch, pipeline.sequences
         sizes = {min(stage.slice_sequences or micro_batch, micro_batch) for stage in pipeline.stages}
@@ -119,7 +119,7 @@ def _mask_problems(plan: Plan, sequences: int) -> Iterator[str]:
 
 
 def group_problems(number: int, stage: StagePlan, plan: Plan, profile: ClusterProfile) -> Iterator[str]:
-    """Problems of a stage's ranks and shares. Ranks missing from the profile are reported elsewhere."""
+    """Yield problems with a stage's ranks and shares, except ranks missing from the profile (``_rank_problems``)."""
     problems = _single_problems(stage, plan)
     if stage.grouped:
         problems = itertools.chain(_share_problems(stage, profile.model), _group_problems(stage, plan, profile))

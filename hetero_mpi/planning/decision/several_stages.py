@@ -1,7 +1,7 @@
-"""Virtual pipeline stages: plans with several stages per rank, made from plans with one.
+"""Virtual pipeline stages: derive plans with several stages per rank from plans with one stage per rank.
 
-Interleaved or V-shaped stages shorten the bubble between similar ranks on fast links, and cost messages on slow links.
-Simulation decides.
+Interleaved or V-shaped stages shrink the pipeline bubble between similar ranks on fast links, but send more messages, which
+cost time on slow links. Simulation decides.
 """
 
 import itertools
@@ -20,22 +20,22 @@ from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
 
 MIN_GAIN_RATIO = 0.02
-"""Minimum gain of a plan with virtual stages, which sends more messages."""
+"""Minimum relative gain for choosing virtual stages, because they send more messages."""
 MAX_START_RATIO = 1.3
-"""Plans up to this many times slower than the best are tried with virtual stages."""
+"""Virtual stages are tried for plans whose step takes up to this multiple of the best step time."""
 MAX_ACTIONS, BISECTION_COUNT = 40_000, 40
-"""Maximum number of actions simulated for all candidates (about a second), and halvings of the time limit."""
+"""Maximum number of actions simulated for all candidates (about a second), and of bisection steps per cut search."""
 
 
 @dataclass(frozen=True)
 class _Shape:
-    """Assignment of stages to ranks: rank order repeated, in a V every second time reversed."""
+    """Assignment of stages to ranks: the order of ranks is repeated and, in a V, reversed every second time."""
 
     order: str
     stages_per_rank: int
     v_shaped: bool
     deep: bool
-    """Twice the micro-batches in flight needed with free links."""
+    """Keep twice as many micro-batches in flight as free links would require."""
 
     def ranks(self, ranks: Sequence[int]) -> list[int]:
         turns = (ranks if not self.v_shaped or turn % 2 == 0 else ranks[::-1] for turn in range(self.stages_per_rank))
@@ -43,7 +43,7 @@ class _Shape:
 
 
 def _shapes(orders: Sequence[str], most: int) -> Iterator[_Shape]:
-    """Interleaved shapes of up to ``most`` stages per rank, V shapes of two."""
+    """Yield interleaved shapes with up to ``most`` stages per rank, or V shapes with two."""
     for order in orders:
         if order == "interleaved":
             yield from (_Shape(order, each, False, False) for each in range(2, most + 1))
@@ -59,7 +59,7 @@ class VirtualStageSearch:
         self.fitter = Fitter(profile, request)
 
     def better(self, plans: Sequence[tuple[Plan, float]], best_s: float) -> tuple[Plan, float] | None:
-        """Best plan with virtual stages at least ``MIN_GAIN_RATIO`` faster than ``best_s``, made from ``plans``; None: none."""
+        """Best plan with virtual stages, derived from ``plans``; None unless it beats ``best_s`` by ``MIN_GAIN_RATIO``."""
         limit_s = best_s * (1 - MIN_GAIN_RATIO)
         orders = ("interleaved", "zbv", "dualpipev") if True in self.request.split_choices else ("interleaved", "zbv")
         near = [plan for plan, step_s in plans if step_s <= best_s * MAX_START_RATIO and self._waits(plan, limit_s)]
@@ -69,14 +69,14 @@ class VirtualStageSearch:
         return self._best(candidates, limit_s)
 
     def in_order(self, plan: Plan, order: str) -> Plan | None:
-        """``plan`` with virtual stages in schedule ``order``; None: it does not fit."""
+        """Convert ``plan`` to virtual stages in schedule ``order``; None if it does not fit."""
         if all(len(pipeline.stages) == 1 for pipeline in plan.pipelines):
             return plan
         best = self._best(self._shapes_of([plan], [order], force=True), math.inf)
         return None if best is None else best[0]
 
     def _shapes_of(self, plans: Sequence[Plan], orders: Sequence[str], force: bool = False) -> list[tuple[Plan, float]]:
-        """Plans with virtual stages and their step times. ``force``: try at least one, whatever it costs."""
+        """Plans with virtual stages and their step times. ``force``: ignore the action limit until one plan fits."""
         candidates: list[tuple[Plan, float]] = []
         for plan in plans:
             for shape in _shapes(orders, max(2, self.request.stages_per_rank)):
@@ -88,7 +88,7 @@ class VirtualStageSearch:
         return candidates
 
     def _best(self, candidates: Sequence[tuple[Plan, float]], limit_s: float) -> tuple[Plan, float] | None:
-        """The best candidate with cuts improved; None: not below ``limit_s``."""
+        """Improve the cuts of the best candidate; None if its step is not shorter than ``limit_s``."""
         if not candidates:
             return None
         best = self.fitter.descended(*min(candidates, key=lambda candidate: candidate[1]), self._near)
@@ -102,7 +102,7 @@ class VirtualStageSearch:
         return sum(busy_s.values()) / len(busy_s) < limit_s
 
     def _changed(self, plan: Plan, shape: _Shape) -> Plan | None:
-        """``plan`` with pipelines of this shape on several ranks; None: impossible or does not fit."""
+        """``plan`` with this shape for all pipelines of several ranks; None if impossible or out of memory."""
         pipelines = []
         for pipeline in plan.pipelines:
             ranks = [stage.ranks[0] for stage in pipeline.stages]
@@ -134,7 +134,7 @@ class VirtualStageSearch:
         return replace(pipeline, stages=stages, split_backward=splits, order=shape.order)
 
     def _cuts(self, ranks: Sequence[int], pipeline: PipelinePlan, plan: Plan) -> list[int] | None:
-        """Cuts that balance compute time across ranks and across a rank's stages; None: too few layers."""
+        """Cuts that balance compute time across ranks and across a rank's stages; None if there are too few layers."""
         if len(ranks) > plan.layers:
             return None
         tokens = pipeline.micro_batch * plan.sequence_length
@@ -148,7 +148,7 @@ class VirtualStageSearch:
         return best_cuts
 
     def _layers_s(self, rank: int, tokens: int) -> list[float]:
-        """Seconds of each layer's forward and backward of a micro-batch."""
+        """Seconds per layer for the forward and backward of one micro-batch."""
         times, repeats = self.profile.devices[rank].layers, self.request.recompute_choices == (True,)
         of_kind = {
             kind: layer_s(t, Op.F, tokens) + layer_s(t, Op.B, tokens) + (repeated_s(t, tokens) if repeats else 0.0)
@@ -161,14 +161,14 @@ class VirtualStageSearch:
         return self.fitter.step_s(plan)
 
     def _near(self, plan: Plan) -> Iterator[Plan]:
-        """``plan`` with a cut moved by a layer, within the action limit."""
+        """Yield ``plan`` with one cut moved by one layer, within the action limit."""
         for changed in itertools.takewhile(lambda p: _action_count(p) <= self.actions_left, cut_otherwise(plan)):
             self.actions_left -= _action_count(changed)
             yield changed
 
 
 def _rotations(plan: Plan) -> Iterator[Plan]:
-    """``plan`` with the ranks of its pipelines rotated."""
+    """Yield ``plan`` with the ranks of each pipeline rotated."""
     for by in range(1, max(len(pipeline.stages) for pipeline in plan.pipelines)):
         pipelines = []
         for pipeline in plan.pipelines:
@@ -185,7 +185,7 @@ def _action_count(plan: Plan) -> int:
 
 
 def _filled_cuts(ranks: Sequence[int], seconds: dict[int, list[float]], layers: int, step_s: float) -> list[int] | None:
-    """Greedy cuts with at most ``step_s`` seconds per rank: the i-th of its n stages fills it to i/n. None: layers are left."""
+    """Cut greedily so that the i-th of a rank's n stages fills it to i/n of ``step_s`` seconds; None if layers remain."""
     stages_of_rank = {rank: list(ranks).count(rank) for rank in ranks}
     stages_seen, busy_s, cuts = dict.fromkeys(ranks, 0), dict.fromkeys(ranks, 0.0), [0]
     for number, rank in enumerate(ranks):

@@ -1,4 +1,4 @@
-"""The single-pipeline split with the smallest worst memory shortage, at the fewest micro-batches in flight."""
+"""Find the single-pipeline split that comes closest to fitting in memory, with the fewest micro-batches in flight."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,19 +17,19 @@ from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
 
 KindOrder = tuple[int, ...]
-"""Kind of rank, by stage."""
+"""The kind of rank at each stage."""
 
 
 class ClosestSplit(NamedTuple):
-    """The split with the smallest worst shortage; negative: it fits."""
+    """The split that minimises the largest shortage of any rank; a negative shortage means that it fits."""
 
     shortage_bytes: float
     plan: Plan
-    """One pipeline; ``Fitter.fitted`` chooses recompute."""
+    """A plan with one pipeline; ``Fitter.fitted`` chooses recomputation."""
 
 
 class _Shortages:
-    """Shortages of stages by kind of rank (equal memory and activation bytes), at the smallest micro-batch."""
+    """Memory shortages of stages by kind of rank (equal memory and activation ratio), at the smallest micro-batch size."""
 
     def __init__(self, profile: ClusterProfile, request: PlanRequest) -> None:
         self.profile, self.request, self.memory = profile, request, MemoryModel(profile, request)
@@ -52,7 +52,7 @@ class _Shortages:
         return min(scheduled_depths(self.request.schedule, stages, count)[0] + 1, count)
 
     def _by_stage(self, kind: int, in_flight: int) -> NDArray[np.float64]:
-        """[first, last]: missing bytes at the cheapest recompute choice; negative: fits."""
+        """[first, last]: missing bytes with the recompute choice that needs least memory; negative if the stage fits."""
         usable, ratio = self.kinds[kind]
         tables = [
             self.memory.stage_bytes(*self.memory.every, self.micro_batch, StageMode(again), ratio=ratio)
@@ -61,11 +61,11 @@ class _Shortages:
         return np.asarray(np.minimum.reduce([fixed + in_flight * each for fixed, each in tables]) - usable)
 
     def _by_cut(self, order: KindOrder) -> NDArray[np.float64]:
-        """[first, last]: worst shortage of the stages of ``order``, whose first stage this is."""
+        """[first, last]: smallest possible maximum shortage over ``order`` if its first stage holds these layers."""
         return np.asarray(np.maximum(self._own(order[0], self.in_flight(len(order))), self.least(order[1:])))
 
     def _least(self, order: KindOrder) -> NDArray[np.float64]:
-        """[first]: smallest worst shortage of ``order`` from that layer on."""
+        """[first]: smallest possible maximum shortage over ``order`` if it starts at that layer."""
         if order:
             return np.asarray(self._by_cut(order).min(axis=1))
         nothing = np.full(self.layer_count + 1, np.inf)
@@ -86,7 +86,7 @@ class _Shortages:
 
 
 def closest_split(profile: ClusterProfile, request: PlanRequest) -> ClosestSplit:
-    """Find the closest split over 1, 2, ... ranks with most memory, largest first or last."""
+    """Find the closest split over the 1, 2, ... ranks with the most memory, largest first or largest last."""
     shortages = _Shortages(profile, request)
     largest = tuple(kind for kind, members in enumerate(shortages.ranks) for _ in members)[: shortages.longest]
     counts = range(1 if request.allow_idle else len(largest), len(largest) + 1)
@@ -96,7 +96,7 @@ def closest_split(profile: ClusterProfile, request: PlanRequest) -> ClosestSplit
 
 
 def with_hosts_divided(profile: ClusterProfile) -> Iterator[ClusterProfile]:
-    """Profiles with shared host memory divided evenly, then with half or more of it given to one rank."""
+    """Yield profiles in which shared host memory is divided evenly, then profiles in which one rank gets half of it or more."""
     shared = shared_memories(profile)
     if not shared:
         yield profile

@@ -1,8 +1,8 @@
 """Orders in which a stage computes the micro-batches of a step, one per file.
 
-A file's docstring begins with its description; ``SPLITS`` tells whether backward is split; ``computing`` yields a stage's
-operations, to which ``schedule`` adds the messages. ``[plan] schedule`` takes the name of any file here. An order for ranks
-with several stages has ``interleaving`` instead, which yields a rank's operations.
+The docstring of each file begins with a description of its order, ``SPLITS`` says whether backward is split, and ``computing``
+yields a stage's operations, to which ``schedule`` adds the messages. ``[plan] schedule`` accepts the name of any file here. An
+order for ranks with several stages defines ``interleaving`` instead, which returns each rank's operations.
 """
 
 from collections.abc import Iterable, Mapping
@@ -13,7 +13,7 @@ from hetero_mpi.util.plug_ins import plug_in, plug_in_names
 
 
 class Order(Protocol):
-    """Interface of a file here."""
+    """Interface of a module that defines an order."""
 
     __doc__: str | None
     SPLITS: bool
@@ -21,32 +21,32 @@ class Order(Protocol):
     def computing(self, pipeline: PipelinePlan, index: int) -> Iterable[tuple[str, int]]:
         """Yield (``F``, ``B``, ``I`` or ``W``, micro-batch) in order, for stage ``index`` of the pipeline.
 
-        Backwards come in micro-batch order on all stages, as gradients accumulate in it.
+        All stages run backwards in micro-batch order, because gradients accumulate in that order.
         """
 
 
 class Interleaving(Protocol):
-    """Interface of a file for ranks that hold several stages."""
+    """Interface of a module that defines an order for ranks with several stages."""
 
     __doc__: str | None
     SPLITS: bool
 
     def interleaving(self, pipeline: PipelinePlan) -> Mapping[int, Iterable[tuple[str, int, int]]]:
-        """Rank -> (``F``, ``B``, ``I`` or ``W``, index of the stage in the pipeline, micro-batch) in order.
+        """Map each rank to (``F``, ``B``, ``I`` or ``W``, index of the stage in the pipeline, micro-batch) tuples, in order.
 
-        Backwards come in micro-batch order on every stage. A rank's later stages end before its earlier ones.
+        All stages run backwards in micro-batch order. A rank's later stages finish before its earlier ones.
         """
 
 
 ORDERS: dict[str, Order | Interleaving] = {name: plug_in(__name__, name) for name in plug_in_names(__name__)}
 OTHER_ORDERS = {name: order for name, order in ORDERS.items() if name != WARM_UP}
-"""Orders except ``warm_up``."""
+"""All orders except ``warm_up``."""
 INTERLEAVINGS = {name for name, order in ORDERS.items() if hasattr(order, "interleaving")}
 """Orders for ranks that hold several stages."""
 
 
 def computed_by_rank(pipeline: PipelinePlan) -> Mapping[int, Iterable[tuple[str, int, int]]]:
-    """Rank -> (operation, index of the stage in the pipeline, micro-batch) in the pipeline's order."""
+    """Map each rank to its (operation, index of the stage in the pipeline, micro-batch) tuples, in the pipeline's order."""
     order = ORDERS[pipeline.order]
     if pipeline.order in INTERLEAVINGS:
         return cast(Interleaving, order).interleaving(pipeline)
@@ -64,4 +64,4 @@ SCHEDULES = {
     "split": "1f1b with deferred weight gradients (zero bubble, Qi et al. 2023, arXiv:2401.10241)",
     **{name: (order.__doc__ or "").split("\n")[0].rstrip(".") for name, order in OTHER_ORDERS.items()},
 }
-"""Values of a request's ``schedule``; the first four are depths of ``warm_up``."""
+"""Values of a request's ``schedule`` with descriptions; the first four use ``warm_up`` with different depths."""

@@ -1,8 +1,8 @@
 """several stages per rank in a loop, alternating forwards and backwards (Narayanan et al. 2021, arXiv:2104.04473).
 
-Ranks 0 to p - 1 hold stages 0 to p - 1, then p to 2p - 1, and so on. Micro-batches pass in groups of at least p, as even as can be
-and the larger first: a rank computes a group on its first stage, then on its next one. Rank r begins with ``2 (p - r - 1)``
-forwards and a group for each of its further stages; then forwards and backwards alternate. Two ranks, two stages each::
+Ranks 0 to p - 1 hold stages 0 to p - 1, then p to 2p - 1, and so on. Micro-batches run in groups of at least p, of nearly equal
+size, larger groups first: a rank computes a group on its first stage, then on its next one. Rank r begins with ``2 (p - r - 1)``
+forwards plus one group per additional stage; then forwards and backwards alternate. Two ranks with two stages each::
 
     clock    0   1   2   3   4   5   6   7   8   9  10  11  12  13  14  15  16  17
     rank 0 0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1   . 2B2   . 2B3 0B2 0B3

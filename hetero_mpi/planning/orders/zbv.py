@@ -1,17 +1,17 @@
 """several stages per rank, deferred weight gradients (ZB-V of Qi et al. 2024, arXiv:2405.15362): V-shaped, or looped.
 
-Two ranks that hold two of four stages each, three micro-batches, every forward and every part of a backward one clock long::
+Two ranks with two stages each and three micro-batches; every forward and each part of a backward takes one clock::
 
     clock    0   1   2   3   4   5   6   7   8   9  10  11  12  13  14  15  16  17  18
     rank 0  0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 0B0   . 0B1   . 3F2 3I2 3W1 3W2 0B2   .   .
     rank 1    . 1F0 2F0 1F1 2F1 2I0 1I0 1F2 2I1 1I1 2W0 2F2 1W0 2W1 2I2 1I2 1W1 2W2 1W2
 
 A V keeps the first and the last stage on one rank, and needs no message where it turns. A stage has at most ``warm_up`` + 1
-micro-batches in flight. Free of deadlock with any depths.
+micro-batches in flight. The order is deadlock-free at any depths.
 
-List scheduling: each rank runs the pass that can begin first. All stages count as equally long: a forward takes one unit, a
-backward two (its halves one each), a message none. Ties: backward before forward and later stages first, as other ranks wait
-longest for them; weight gradients fill idle time.
+It results from list scheduling: each rank runs the pass that can begin first. All stages are assumed to be equally long: a
+forward takes one unit, a backward two (one per half), a message none. In a tie, a backward goes before a forward and a later
+stage before an earlier one, because other ranks wait longest for them; weight gradients fill idle time.
 """
 
 from collections import deque
@@ -27,7 +27,7 @@ _UNITS = {"F": 1, "B": 2, "I": 1, "W": 1}
 
 
 class _Candidate(NamedTuple):
-    """An operation that could be next; the smallest comes first."""
+    """An operation that could run next; the smallest candidate runs first."""
 
     begin: int
     kind: int
@@ -43,13 +43,13 @@ def interleaving(pipeline: PipelinePlan) -> dict[int, list[Computed]]:
 
 
 def list_scheduled(pipeline: PipelinePlan, sparing: bool = False) -> dict[int, list[Computed]]:
-    """Rank -> its operations, in order.
+    """List-schedule a pipeline: map each rank to its operations, in order.
 
-    A stage has at most ``warm_up + 1`` micro-batches in flight. Where backward is split, a rank holds at most that many over
-    all its stages, in flight or deferred. ``sparing``: split a backward only if the previous stage would otherwise wait for it.
+    A stage has at most ``warm_up + 1`` micro-batches in flight. If backward is split, a rank holds at most the sum of these limits
+    over its stages, in flight or deferred. ``sparing``: split a backward only if the previous stage would otherwise wait for it.
 
-    Free of deadlock at any depths: the most advanced micro-batch can always proceed. Forwards, backwards and weight gradients
-    come in micro-batch order on every stage; a rank's later stages end before its earlier ones.
+    Deadlock-free at any depths, because the most advanced micro-batch can always proceed. Every stage runs forwards, backwards
+    and weight gradients in micro-batch order; a rank's later stages finish before its earlier ones.
     """
     ranks = tuple(stage.ranks[0] for stage in pipeline.stages)
     limits = tuple(min(stage.warm_up + 1, pipeline.micro_batches) for stage in pipeline.stages)
@@ -65,13 +65,13 @@ def _cached_lists(
 
 
 class _ListScheduler:
-    """State of the list scheduling.
+    """State of the list scheduler.
 
     Attributes:
-        clock: rank -> time at which it is free.
-        inputs, gradients: by stage: micro-batch -> time of arrival.
-        forwards, backwards: number begun, by stage.
-        deferred: rank -> (stage, micro-batch) with weight gradients due.
+        clock: rank -> time at which the rank becomes free.
+        inputs, gradients: for each stage, micro-batch -> time of arrival.
+        forwards, backwards: number of passes started, by stage.
+        deferred: rank -> (stage, micro-batch) pairs whose weight gradients are due.
     """
 
     def __init__(self, ranks: tuple[int, ...], limits: tuple[int, ...], count: int, split: bool, sparing: bool) -> None:
@@ -95,7 +95,7 @@ class _ListScheduler:
         return self.lists
 
     def _next_candidate(self, rank: int) -> _Candidate | None:
-        """Next operation of ``rank``; None: it must wait, or has ended."""
+        """Next operation of ``rank``; None if the rank must wait or has finished."""
         now, options = self.clock[rank], []
         owed = self.deferred[rank]
         held_count = len(owed) + sum(self._in_flight(index) for index in self.stages_of[rank])
@@ -137,9 +137,9 @@ class _ListScheduler:
                 self.gradients[index - 1][micro_batch] = end
 
     def _splits(self, index: int, micro_batch: int, begin: int) -> bool:
-        """True where the previous stage's rank would idle until an unsplit backward ends.
+        """Whether to split a backward because the previous stage's rank would idle until an unsplit one ends.
 
-        Deferred weight gradients force a split: a stage accumulates in micro-batch order, and a rank's last backward comes last.
+        Deferred weight gradients also force a split: a stage accumulates in micro-batch order, and a last backward comes last.
         """
         previous = self.ranks[index - 1]
         following = self._next_candidate(previous)

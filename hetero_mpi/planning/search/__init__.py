@@ -8,6 +8,6 @@ pipeline; 0.2 s latency per message::
     simulated (``rounds``)     0 1     4 2     4 1         37.2 s    at the best depths
                                0 1 2   3 2 1   4 3 1       42.7 s    all ranks in use
     descent (``moves``)        0 1 2   4 1 1   4 3 1       39.0 s    moved a layer from rank 1 to rank 0
-                               0 1 2   4 1 1   4 2 1       37.7 s    one micro-batch less in flight at rank 1; local optimum
+                               0 1 2   4 1 1   4 2 1       37.7 s    one fewer micro-batch in flight at rank 1; local optimum
     result (``search``)        0 1     4 2     4 1         37.2 s    annealing from here finds nothing faster
 """

@@ -1,18 +1,18 @@
-"""Columns of ranks, one rank per pipeline with the same layers, so that many pipelines are planned as one.
+"""Group ranks that hold the same layers, one per pipeline, into columns, so that many pipelines are planned as one.
 
-Stage k of P identically cut pipelines is a column of P ranks. It behaves like one device: as slow as its slowest member, with
-the least memory, linked to other columns by the worst link within a pipeline. Its members all-reduce their gradients around a
-ring. Ranks of one host in a column make that ring fast; ranks of one host in a pipeline make its messages fast::
+Stage k of P identically cut pipelines is a column of P ranks. A column behaves like one device: as slow as its slowest member,
+with the memory of its smallest, and linked to other columns by the slowest link of any pipeline. Its members all-reduce their
+gradients in a ring. The ring is fast if a column's ranks share a host; messages are fast if a pipeline's ranks share a host::
 
                  pipeline 0   pipeline 1   pipeline 2
     column 0       host A       host A       host A       <- all-reduce inside host A
     column 1       host B       host C       host D       <- all-reduce across the network
 
-Dynamic programming along an order of the columns, any of them optional, finds the best pipeline. Going backward,
-``_Best`` holds per layer the minimum time from the arrival of the first micro-batch there to the end of the step:
+Dynamic programming along an order of the columns, each of which may be skipped, finds the best pipeline. It runs backwards: for
+each layer, ``_Best`` holds the minimum time from the arrival of the first micro-batch at that layer to the end of the step:
 
-* ``back_s``: until the last gradient is back: the larger of ``M a`` and ``a + hop + back_s`` of the next stage (M
-  micro-batches, a seconds of forward and backward of one);
+* ``back_s``: time until the last gradient returns: the larger of ``M a`` and ``a + hop + back_s`` of the next stage, for ``M``
+  micro-batches that each take ``a`` seconds of forward and backward;
 * ``late_s``: additional all-reduce time: ``late = max(own all-reduce, late of the next stage - backward - message)``.
 """
 
@@ -28,11 +28,11 @@ from hetero_mpi.planning.search.costs import Costs
 from hetero_mpi.planning.tables import Floats, Indices
 
 Column = tuple[int, ...]
-"""Indices of ranks, one per pipeline."""
+"""Rank indices, one per pipeline."""
 
 
 def in_hosts(costs: Costs, pipelines: int, keys: Sequence[Floats]) -> list[Column]:
-    """Columns of like ranks within each host, then across hosts. ``keys``: as for ``numpy.lexsort``, largest values first."""
+    """Form columns of similar ranks within each host, then across hosts. ``keys``: as for ``numpy.lexsort``, largest first."""
     columns: list[Column] = []
     rest: list[int] = []
     for members in _by_host(costs):
@@ -43,9 +43,9 @@ def in_hosts(costs: Costs, pipelines: int, keys: Sequence[Floats]) -> list[Colum
 
 
 def along_hosts(costs: Costs, pipelines: int, keys: Sequence[Floats]) -> list[Column]:
-    """Columns across hosts, with ranks of a host consecutive in a pipeline.
+    """Form columns across hosts so that the ranks of a host are consecutive in a pipeline.
 
-    Ranks equal in all ``keys`` form K columns: in host order, the first K go to pipeline 0, and so on.
+    Ranks that are equal in all ``keys`` form K columns: in host order, the first K ranks go to pipeline 0, and so on.
     """
     columns: list[Column] = []
     rest: list[int] = []
@@ -69,14 +69,14 @@ def _by_host(costs: Costs) -> list[list[int]]:
 
 
 def _chunks(costs: Costs, ranks: list[int], pipelines: int, keys: Sequence[Floats]) -> list[Column]:
-    """``ranks`` sorted by ``keys`` and cut into full columns."""
+    """Sort ``ranks`` by ``keys`` and cut them into full columns."""
     rank_array = np.array(ranks, dtype=np.int64)
     order = rank_array[np.lexsort([rank_array, costs.host[rank_array], *(-key[rank_array] for key in keys)])].tolist()
     return [tuple(order[i : i + pipelines]) for i in range(0, len(order) - pipelines + 1, pipelines)]
 
 
 def in_columns(costs: Costs, members: Sequence[Column]) -> Costs:
-    """Costs of one pipeline through columns, each treated as a rank."""
+    """Costs of a pipeline in which each column acts as a single rank."""
     table, pipelines = np.array(members), len(members[0])
 
     def slowest(seconds: Floats) -> Floats:
@@ -113,32 +113,32 @@ ColumnOrder = tuple[int, ...]
 
 @dataclass
 class _Best:
-    """The best tail of a pipeline, by its first layer. ``depth``: micro-batches in flight at its first stage."""
+    """The best tail of a pipeline, by the tail's first layer. ``depth``: micro-batches in flight at the tail's first stage."""
 
     back_s: Floats
     late_s: Floats
     depth: Indices
     compute_s: Floats
     pick: Indices
-    """Index of the first column; -1: nothing follows."""
+    """Index of the tail's first column; -1 if the tail is empty."""
     choice: Indices
-    """Index of its ``_Choice``."""
+    """Index of the ``_Choice`` for that column; -1 if the tail is empty."""
 
 
 @dataclass
 class _Choice:
     column: int
     last: Indices
-    """By first layer: end of the stage."""
+    """The end of the stage, by its first layer."""
     following: Indices
-    """By first layer: the ``_Choice`` of the next stage."""
+    """Index of the next stage's ``_Choice``, by this stage's first layer."""
 
 
 class _Held(NamedTuple):
-    """The costs of every stage on one column."""
+    """The costs of every possible stage on one column."""
 
     ways: list[tuple[Floats, Floats]]
-    """Per memory strategy: seconds of a micro-batch, and the maximum number in flight."""
+    """For each memory strategy: seconds per micro-batch, and the maximum number of micro-batches in flight."""
     backward_s: Floats
     tail_s: Floats
     """All-reduce time not hidden by the last backward."""
@@ -154,7 +154,7 @@ class Chains:
         self.message = np.append(0.0, columns.message_bytes)
         sums = [columns.exchange_s((column,), columns.summed_bytes) for column in range(columns.count)]
         self.sum_s: Floats = np.array(sums)
-        """Seconds of the gradient all-reduce [column, layer]."""
+        """[column, layer]: seconds of the gradient all-reduce."""
         self.estimates: dict[int, _Held] = {}
 
     def estimates_of(self, column: int) -> _Held:
@@ -175,9 +175,9 @@ class Chains:
     def along(
         self, line: ColumnOrder, period_s: float, allowance: float = 0.1
     ) -> tuple[float, tuple[int, ...], tuple[int, ...]]:
-        """(estimated seconds, columns, cuts) of the best pipeline along ``line``; infinite: none fits.
+        """Find the best pipeline along ``line``: estimated seconds (infinite if none fits), columns and cuts.
 
-        ``period_s``: assumed seconds per micro-batch, from which depths follow; infinite: 1F1B depths.
+        ``period_s`` is the assumed time per micro-batch, from which depths follow; an infinite period gives 1F1B depths.
         """
         count = self.columns.layer_count + 1
         nothing = np.full(count, np.inf)
@@ -200,7 +200,7 @@ class Chains:
         return value, tuple(picks), tuple(cuts)
 
     def _one_more(self, column: int, best: _Best, choices: list[_Choice], period_s: float, allowance: float) -> _Best:
-        """``best``, or ``column`` followed by ``best`` where that is faster."""
+        """Put ``column`` in front of the tails in ``best`` wherever that is faster."""
         columns, last, estimates = self.columns, self.stages.last, self.estimates_of(column)
         follows = best.pick >= 0
         out_s = columns.latency_s[column, best.pick] + self.message * columns.per_byte_s[column, best.pick]

@@ -1,7 +1,7 @@
-"""Costs of stages on all usable ranks at one micro-batch size, as arrays and as lists for fast single lookups.
+"""Stage costs on all usable ranks for one micro-batch size, as arrays and as lists for fast single lookups.
 
-Times are tabulated per rank and layer, links per pair of *places*. A place is a rank in small clusters and a host in large
-ones.
+Compute times are tabulated per rank and layer, link times per pair of *places*. A place is a rank in small clusters and a host
+in large ones.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile
 from hetero_mpi.planning.types.request import PlanRequest
 
 MAX_SHARING_RANKS = 64
-"""Maximum number of ranks for which plans are laid out that fit only with sharded optimizer state."""
+"""Clusters with more ranks are searched as if optimizer state were not sharded."""
 
 
 @dataclass(eq=False)
 class Costs:
-    """Costs by rank. Ranks are indices into ``devices``, which leaves out devices without the model's dtype."""
+    """Costs per rank. A rank here is an index into ``devices``, which excludes devices without the model's dtype."""
 
     memory: MemoryModel
     micro_batch: int
@@ -51,27 +51,27 @@ class Costs:
     ways: list[StageMode]
     """Memory strategies, fastest first."""
     forward_s: Floats
-    """[way, rank, layer]"""
+    """[way, rank, layer]: seconds per micro-batch."""
     backward_s: Floats
-    """[way, rank, layer], including recomputed forwards."""
+    """[way, rank, layer]: seconds per micro-batch, including the recomputed forward."""
     overhead_s: Floats
-    """[way, rank, forward and backward]"""
+    """[way, rank, 2]: fixed seconds that each forward and each backward adds."""
     step_per_parameter_s: Floats
-    """[way, rank]"""
+    """[way, rank]: optimizer seconds per trained parameter."""
     place_of: Indices
     latency_s: Floats
-    """[place, place]"""
+    """[place, place], as is ``per_byte_s``."""
     per_byte_s: Floats
     members: Sequence[tuple[int, ...]]
-    """Indices in ``devices``: each rank alone, or the members of each column (``columns.in_columns``)."""
+    """Indices into ``devices``: one tuple per rank, or one per column with its members (``columns.in_columns``)."""
     base: Costs | None = None
-    """The costs of the ranks, if these are columns."""
+    """The costs per rank, if this object describes columns."""
     _bytes: dict[tuple[Any, ...], tuple[list[list[float]], ...]] = field(default_factory=dict, init=False)
-    """By way and memory budget, [first][layers - 1]: fixed bytes, bytes per micro-batch in flight, without optimizer state."""
+    """(way, kind of budget) -> [first][layers - 1]: fixed bytes and bytes per micro-batch, without optimizer state."""
     _times: dict[tuple[Any, ...], LineTimes] = field(default_factory=dict, init=False)
-    """By ranks, layer counts and ways."""
+    """Cache of ``times``, keyed by ranks, layer counts and ways."""
     _paced: dict[tuple[Any, ...], tuple[int, ...]] = field(default_factory=dict, init=False)
-    """By ranks, layer counts, sequences, allowance and ``repeat``."""
+    """Cache of ``paced`` depths, keyed by ranks, layer counts, sequences, ``allowance`` and ``repeat``."""
 
     @property
     def count(self) -> int:
@@ -83,7 +83,7 @@ class Costs:
 
     @cached_property
     def host(self) -> Indices:
-        """Host number of each rank, or of a column's first rank."""
+        """Host index of each rank, or of each column's first rank."""
         names = list(dict.fromkeys(device.host for device in self.devices))
         return np.array([names.index(self.devices[ranks[0]].host) for ranks in self.members])
 
@@ -127,12 +127,12 @@ class Costs:
 
     @cached_property
     def speed(self) -> Floats:
-        """Sequences per second of each rank alone with unlimited memory."""
+        """Sequences per second that each rank would process alone with unlimited memory."""
         return np.asarray(self.micro_batch / (self.forward_s[0].sum(axis=1) + self.backward_s[0].sum(axis=1)))
 
     @cached_property
     def outward_level(self) -> Floats:
-        """Speed level of each rank's best link to another host; equal for like ranks."""
+        """Speed level of each rank's fastest link to another host; equal for similar ranks."""
         away = self.latency_s + self.message_bytes.max() * self.per_byte_s
         host_of = np.zeros(len(away), dtype=np.int64)
         host_of[self.place_of] = self.host
@@ -140,7 +140,7 @@ class Costs:
         return levels(1 / np.maximum(np.where(np.isinf(away), 0.0, away)[self.place_of], 1e-9))
 
     def exchange_s(self, ranks: Sequence[int], size_bytes: Floats) -> Floats:
-        """``durations.exchange_s`` for several sizes; of a column, between its members."""
+        """``durations.exchange_s`` for several sizes at once; columns exchange among all their members."""
         if self.base is not None:
             return self.base.exchange_s([rank for column in ranks for rank in self.members[column]], size_bytes)
         count = len(ranks)
@@ -169,7 +169,7 @@ class Costs:
         return pipelines if self.model.trained_whole and len(self.devices) <= MAX_SHARING_RANKS else 1
 
     def grid(self, pipelines: float) -> StageGrid:
-        """All stages that fit on some rank, with state sharded over ``pipelines``."""
+        """All stages that fit on at least one rank if optimizer state is sharded over ``pipelines``."""
         if any(way.streamed for way in self.ways):
             return StageGrid(self.layer_count, self.layer_count)
         longest, most_bytes, (first, last) = 1, float(self.usable.max()), self.memory.every
@@ -180,17 +180,17 @@ class Costs:
         return StageGrid(self.layer_count, longest)
 
     def stage_bytes(self, first: Layer, last: Layer, way: StageMode, pipelines: float, *kind: Any) -> tuple[Any, Any]:
-        """``MemoryModel.stage_bytes`` with state sharded over ``pipelines``."""
+        """``MemoryModel.stage_bytes`` with optimizer state sharded over ``pipelines``."""
         return self.memory.stage_bytes(first, last, self.micro_batch, way, self.sharing(pipelines), *kind)
 
     def max_in_flight(self, grid: StageGrid, way: StageMode, room: MemoryBudget, pipelines: float) -> Floats:
-        """Maximum micro-batches in flight of each stage of ``grid``; negative: the stage does not fit."""
+        """Maximum number of micro-batches in flight for each stage of ``grid``; negative if the stage does not fit."""
         stages, share = (grid.first, grid.last), self.sharing(pipelines)
         return np.where(grid.inside, self.memory.max_in_flight(*stages, self.micro_batch, way, room, share), -1.0)
 
     @cached_property
     def deepest(self) -> dict[StageMode, list[list[list[int]]]]:
-        """StageMode -> [rank][first][layers - 1]: maximum micro-batches in flight; longer stages fit nowhere."""
+        """Map each strategy to [rank][first][layers - 1]: maximum micro-batches in flight; longer stages fit on no rank."""
         return self.unshared
 
     @cached_property
@@ -198,7 +198,7 @@ class Costs:
         return self._deepest(1)
 
     def shared_by(self, pipelines: float) -> Costs:
-        """Costs with state sharded over ``pipelines``; infinite: owned by other ranks."""
+        """Costs with optimizer state sharded over ``pipelines``; if infinite, other ranks own all of the state."""
         deepest = self._deepest(pipelines) if self.model.trained_whole else self.deepest
         if deepest == self.deepest:
             return self
@@ -222,7 +222,7 @@ class Costs:
     # Single lookups
 
     def _summed(self, table: Floats) -> dict[StageMode, list[list[float]]]:
-        """StageMode -> [rank][layer]: seconds of all earlier layers."""
+        """Map each strategy to [rank][layer]: total seconds of all earlier layers."""
         sums = zip(self.ways, np.cumsum(table, axis=2).tolist(), strict=True)
         return {way: [[0.0, *row] for row in rows] for way, rows in sums}
 
@@ -236,7 +236,7 @@ class Costs:
 
     @cached_property
     def trainable(self) -> list[float]:
-        """[layer]: trained parameters of all earlier layers."""
+        """[layer]: number of trained parameters in all earlier layers."""
         return [0.0, *itertools.accumulate(float(layer.trainable_parameters) for layer in self.model.layers)]
 
     @cached_property
@@ -252,7 +252,7 @@ class Costs:
         return self.step_fixed_s.tolist(), dict(zip(self.ways, self.step_per_parameter_s.tolist(), strict=True))
 
     def fitted(self, line: Line) -> Fitting | None:
-        """Fit ``line`` into memory, with the fastest strategies for its depth; None: it does not fit."""
+        """Fit ``line`` in memory with the fastest strategies for its depths, or smaller depths; None if it does not fit."""
         flying, ways, cuts = [], [], line.cuts
         max_flying = line.micro_batches
         for stage, rank in enumerate(line.ranks):
@@ -272,7 +272,7 @@ class Costs:
         return self.timed(line._replace(flying=tuple(flying)), tuple(ways))
 
     def timed(self, line: Line, ways: tuple[StageMode, ...]) -> Fitting:
-        """Time ``line`` without a memory check."""
+        """Time ``line`` without checking memory."""
         times, bound_s = self.times(line, ways), 0.0
         if not line.is_split:
             bound_s = cycle_bound_s(*times, [depth - 1 for depth in line.flying], line.micro_batches)
@@ -280,7 +280,7 @@ class Costs:
         return Fitting(line, ways, times, bound_s, self._spare_bytes(line, ways))
 
     def _spare_bytes(self, line: Line, ways: Sequence[StageMode]) -> float:
-        """Bytes left for optimizer state if others own it all; infinite: not tabulated."""
+        """Bytes that the ranks of ``line`` have left for optimizer state; infinite if not tabulated."""
         if not self._bytes:
             return math.inf
         spare = 0.0
@@ -291,7 +291,7 @@ class Costs:
         return spare
 
     def holds(self, fitting: Fitting) -> bool:
-        """Whether its ranks can hold all of their stages' state."""
+        """Whether every rank can hold all optimizer state of its stage."""
         line = fitting.line
         stages = zip(fitting.ways, line.ranks, line.cuts, line.counts, line.flying, strict=False)
         return self.deepest is self.unshared or all(
@@ -299,11 +299,11 @@ class Costs:
         )
 
     def paced(self, line: Line, allowance: float, repeat: bool) -> Line:
-        """Set depths so that gradients arrive in time at the pace of the slowest stage or link.
+        """Set depths so that gradients arrive in time when the slowest stage or link sets the pace.
 
         Args:
-            allowance: periods by which they arrive earlier.
-            repeat: allow recomputation for depth alone.
+            allowance: number of periods by which gradients arrive early.
+            repeat: allow depths that fit in memory only with recomputation.
         """
         schedule = self.request.schedule
         if schedule != "auto":
@@ -361,7 +361,7 @@ class Costs:
         return final_s
 
     def steps_s(self, line: Line, ways: Sequence[StageMode], pipelines: float) -> list[float]:
-        """Optimizer seconds of each stage with evenly sharded state; zero for tied models."""
+        """Optimizer seconds of each stage if state is sharded evenly over ``pipelines``; zero for tied models."""
         if self.model.tied:
             return [0.0] * len(line.ranks)
         trained, (fixed, per_parameter) = [self.trainable[cut] for cut in line.cuts], self._steps
@@ -372,7 +372,7 @@ class Costs:
 
 
 def costs_by_size(profile: ClusterProfile, request: PlanRequest, slices: Sequence[int] = ()) -> dict[int, Costs]:
-    """Micro-batch size -> costs, smallest first, independent of rank numbers. ``slices``: slice sizes of offloaded stages."""
+    """Map each micro-batch size, smallest first, to its costs. ``slices``: slice sizes to try for offloaded stages."""
     sizes, memory = sorted(set(request.micro_batch_choices)), MemoryModel(profile, request)
     devices = in_own_order(profile, sizes[0] * request.sequence_length)
     rooms, links, members = memory.budgets(devices), links_of(profile, devices), [(i,) for i in range(len(devices))]

@@ -1,7 +1,7 @@
-"""Data-parallel pipelines over many ranks: their number, members and batch shares.
+"""Choose the number, ranks and batch shares of data-parallel pipelines on many ranks.
 
-For each promising number of pipelines, dynamic programming estimates the best line of columns (``columns``). The best are
-simulated, and batch shares are balanced. Effort is counted in candidates, not seconds, so plans are deterministic.
+For each promising pipeline count, dynamic programming estimates the best sequence of columns (``columns``). The best estimates
+are simulated, and batch shares are balanced. Effort is limited in candidates, not seconds, so plans are deterministic.
 """
 
 import heapq
@@ -24,26 +24,26 @@ from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
 
 MAX_DENSE_COUNT, COUNT_RATIO = 12, 1.12
-"""Up to this many pipelines all numbers are tried, beyond it numbers in this ratio."""
+"""All pipeline counts up to ``MAX_DENSE_COUNT`` are tried; larger counts grow by a factor of ``COUNT_RATIO``."""
 COARSE_COUNTS = 6, 1.25
-"""The same limits for very many ranks."""
+"""The same two limits for clusters of more than ``MAX_PAIRED_RANKS`` ranks."""
 MAX_COLUMNS = 96
-"""Maximum number of columns, above any model's useful number of stages."""
+"""Maximum number of columns; no model benefits from this many stages."""
 MIN_LINES = 1
-"""Number of column orders estimated per layout; all for the best layouts."""
+"""Number of sort keys (``_KEYS``) tried per layout at first; all of them are tried for the best layouts."""
 MAX_LAYOUTS = 6
 MAX_LAYOUTS_PER_COUNT = 2
-"""Maximum number of simulated layouts, in all and per number of pipelines."""
+"""Maximum number of layouts simulated, in total and per pipeline count."""
 MAX_IMPROVED, MAX_SLOWDOWN = 3, 1.1
-"""Number of pipeline counts whose batch shares are balanced, and their maximum slowdown against the best."""
+"""Maximum number of pipeline counts whose batch shares are balanced, and their maximum step time relative to the best."""
 PACES = ((1.0, 0.1), (1.0, 0.5), (1.0, 1.5), (0.9, 0.5))
-"""(fraction of the estimated pace, allowance in periods) from which depths are guessed; with only one, plans of 32 to 64 ranks are
-up to 8 % slower."""
+"""(fraction of the estimated period, allowance in periods) pairs from which depths are guessed. With a single pair, plans for 32
+to 64 ranks are up to 8 % slower."""
 
 
 @dataclass
 class _Layout:
-    """Columns with their best line."""
+    """Columns and the best order in which a pipeline passes through them."""
 
     chains: Chains
     line: ColumnOrder
@@ -52,7 +52,7 @@ class _Layout:
 
 @dataclass
 class _SimulatedLayout:
-    """A layout's best simulated pipeline."""
+    """A layout with its fastest simulated pipeline."""
 
     layout: _Layout
     chain: Fitting
@@ -63,7 +63,7 @@ class _SimulatedLayout:
         return self.layout.chains
 
     def pipelines(self, sequences: Sequence[int]) -> list[Fitting]:
-        """Pipelines with these batch shares, timed on their ranks."""
+        """One pipeline per batch share in ``sequences``, timed on its own ranks."""
         columns, line = self.chains.columns, self.chain.line
         assert columns.base is not None
         return [
@@ -75,9 +75,9 @@ class _SimulatedLayout:
 
 
 def best_layouts(profile: ClusterProfile, request: PlanRequest, slices: Sequence[int] = ()) -> list[tuple[float, Plan]]:
-    """Plans for each promising number of pipelines with their step times, best first. Deterministic.
+    """The best plan for each promising pipeline count, with its step time, fastest first. Deterministic.
 
-    Step times are those of ``simulate``, or a little longer for columns of unlike ranks.
+    Step times are those of ``Clock``, or slightly longer if a column contains different devices.
     """
     by_size = costs_by_size(profile, request, slices)
     clock, best_by_count = Clock(by_size), dict[int, _SimulatedLayout]()
@@ -94,7 +94,7 @@ def best_layouts(profile: ClusterProfile, request: PlanRequest, slices: Sequence
 
 
 def _sized(by_size: Mapping[int, Costs]) -> list[_SimulatedLayout]:
-    """Simulate the best layouts at the smallest micro-batch, and the best of these at other sizes."""
+    """Simulate the best layouts at the smallest micro-batch size, then the fastest of them at larger sizes."""
     smallest, *larger = by_size.values()
     simulated = _simulated(_ranked(smallest))
     for costs in larger:
@@ -108,7 +108,7 @@ def _sized(by_size: Mapping[int, Costs]) -> list[_SimulatedLayout]:
 
 
 def _pipeline_counts(costs: Costs) -> list[int]:
-    """Pipeline counts to try, as far as ranks, batch and memory allow."""
+    """Pipeline counts to try, limited by ranks, batch size and memory."""
     request, room = costs.request, float(costs.usable.sum())
     shares = request.global_batch // costs.micro_batch  # at least one micro-batch each
 
@@ -148,7 +148,7 @@ def _ranked(costs: Costs) -> list[_Layout]:
 
 
 def _groupings(costs: Costs, pipelines: int, levelled: tuple[Floats, Floats, Floats]) -> Iterator[list[Column]]:
-    """Column groupings. ``levelled``: memory, outward link and speed, equal for like ranks."""
+    """Yield distinct groupings of ranks into columns. ``levelled``: memory, outward link and speed levels of the ranks."""
     memory, outward, speed = levelled
     yielded: set[tuple[Column, ...]] = set()
     builds = (in_hosts, along_hosts) if pipelines > 1 else (in_hosts,)
@@ -161,7 +161,7 @@ def _groupings(costs: Costs, pipelines: int, levelled: tuple[Floats, Floats, Flo
 
 
 def _worthwhile(costs: Costs, members: list[Column]) -> Chains:
-    """The columns with most work done in the ideal step time, without links."""
+    """Keep the columns that could do the most work in the ideal step time, ignoring links."""
     chains = Chains(in_columns(costs, members))
     if len(members) <= MAX_COLUMNS:
         return chains
@@ -194,7 +194,7 @@ def _lines(chains: Chains, most: int) -> list[ColumnOrder]:
 
 
 def _estimated(chains: Chains, lines: int) -> _Layout | None:
-    """The best of ``lines`` column orders by estimate; None: nothing fits."""
+    """The layout with the best estimate among the first ``lines`` sort keys; None if nothing fits."""
     best: _Layout | None = None
     for line in _lines(chains, lines):
         estimate_s = chains.along(line, math.inf)[0]
@@ -209,12 +209,12 @@ def _estimated(chains: Chains, lines: int) -> _Layout | None:
 
 
 def _simulated(layouts: Sequence[_Layout]) -> list[_SimulatedLayout]:
-    """Simulate each layout's best chain, best first."""
+    """Simulate the best pipeline of each layout; fastest first, without layouts that do not fit."""
     return sorted(filter(None, map(_simulated_layout, layouts)), key=lambda layout: layout.step_s)
 
 
 def _simulated_layout(layout: _Layout) -> _SimulatedLayout | None:
-    """The best chain along the layout's line; None: none fits."""
+    """Simulate the best pipeline along the layout's column order; None if none fits."""
     chains, columns = layout.chains, layout.chains.columns
     costs, n = {columns.micro_batch: columns.shared_by(chains.pipelines)}, chains.micro_batches
     clock, chain_lines = Clock(costs), dict[Line, None]()
@@ -234,7 +234,7 @@ def _simulated_layout(layout: _Layout) -> _SimulatedLayout | None:
 
 
 def _finished(layout: _SimulatedLayout, clock: Clock) -> tuple[float, Plan]:
-    """Step time and plan of a chain with batch shares by pipeline speed."""
+    """Step time and plan of ``layout``, with batch shares balanced by pipeline speed."""
     base = layout.chains.columns.base
     assert base is not None
     pipelines = layout.pipelines(_sequences_per_pipeline(layout))
@@ -244,7 +244,7 @@ def _finished(layout: _SimulatedLayout, clock: Clock) -> tuple[float, Plan]:
 
 
 def _sequences_per_pipeline(layout: _SimulatedLayout) -> list[int]:
-    """Batch shares that let all pipelines end as evenly as possible."""
+    """Choose batch shares so that all pipelines finish at nearly the same time."""
     costs, count = layout.chains.columns, layout.chains.pipelines
     size, total = costs.micro_batch, costs.request.global_batch // costs.micro_batch
     near = max(2, total // count)

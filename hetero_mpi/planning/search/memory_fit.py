@@ -1,4 +1,4 @@
-"""Fit plans into memory: recompute first, then smaller depths."""
+"""Fit plans in memory: recompute first, then reduce depths."""
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,11 +17,11 @@ ROUNDING_RATIO = 1e-9
 MAX_DEALS = 6
 """Maximum number of attempts to distribute optimizer state."""
 Owned = Mapping[int, float]
-"""Rank -> minimum bytes of optimizer state that it owns."""
+"""Rank -> bytes of optimizer state that the rank is assumed to own."""
 
 
 class Fitter:
-    """Fits plans of one profile and request into memory, and times them."""
+    """Fits plans for one profile and request in memory, and times them."""
 
     def __init__(self, profile: ClusterProfile, request: PlanRequest) -> None:
         self.profile, self.request, self.memory = profile, request, MemoryModel(profile, request)
@@ -36,7 +36,7 @@ class Fitter:
         return self.memory.check(plan)
 
     def descended(self, plan: Plan, step_s: float, near: Callable[[Plan], Iterable[Plan]]) -> tuple[Plan, float]:
-        """Descend from ``plan`` to faster plans ``near`` it, first improvement first."""
+        """Descend from ``plan``: move to the first plan in ``near`` that is faster and fits, until there is none."""
         improved = True
         while improved:
             improved = False
@@ -48,9 +48,9 @@ class Fitter:
         return plan, step_s
 
     def fitted(self, plan: Plan) -> Plan | None:
-        """Fit ``plan`` with the minimum of recomputation, then smaller depths; None: it does not fit.
+        """Fit ``plan`` with as little recomputation as possible, then with smaller depths; None if it does not fit.
 
-        With sharded optimizer state, guess each rank's share: nothing, equal parts, then what earlier attempts lacked.
+        If optimizer state is sharded, each rank's share is guessed: none, equal parts, then the shares that did not fit before.
         """
         if len(plan.pipelines) == 1 or not self.profile.model.trained_whole:
             return self._fitted(plan, None)
@@ -73,7 +73,7 @@ class Fitter:
         return self._fitted(plan, None)
 
     def _parts(self, plan: Plan) -> Iterator[Owned]:
-        """Equal state bytes per rank: first less for ranks with below-average memory, then unreduced."""
+        """Yield equal shares of state, in bytes: first reduced for ranks with below-average memory, then unreduced."""
         for levelled in (True, False):
             owned = dict[int, float]()
             for stage in (stage for pipeline in plan.pipelines for stage in pipeline.stages):
@@ -83,7 +83,7 @@ class Fitter:
             yield owned
 
     def repeating(self, plan: Plan) -> Plan:
-        """Improve ``plan`` by toggling recomputation, if memory determines who owns its state."""
+        """Improve ``plan`` by toggling recomputation if free memory determines which ranks own its state."""
         if len(set(self.request.recompute_choices)) < 2:
             return plan
         return self.descended(plan, self.step_s(plan), self._repeating_otherwise)[0]
@@ -91,7 +91,7 @@ class Fitter:
     def keeping(self, plan: Plan, sizes: Sequence[int] = ()) -> Plan:
         """Choose the fastest slice size of each offloaded stage (its own or one of ``sizes``) and keep as many slices as fit.
 
-        Ranks that compute in host memory keep slices only in memory left by the file blocks that they read.
+        Ranks that compute in host memory keep slices only in memory that the file blocks they read do not need.
         """
         for index, number in [(i, k) for i, line in enumerate(plan.pipelines) for k in range(len(line.stages))]:
             pipeline = plan.pipelines[index]
@@ -106,7 +106,7 @@ class Fitter:
         return plan
 
     def _fullest(self, plan: Plan, index: int, number: int, least: int) -> Plan | None:
-        """``plan`` with as many kept slices of a stage as fit, at least ``least``; None: none fits."""
+        """``plan`` with as many kept slices of a stage as fit; None if fewer than ``least`` fit."""
         pipeline = plan.pipelines[index]
         counts = range(pipeline.stages[number].slices(pipeline.micro_batch), least - 1, -1)
         plans = (_with_pipeline(plan, index, _with_stage(pipeline, number, kept_slices=count)) for count in counts)
@@ -128,13 +128,13 @@ class Fitter:
         return _with_files(plan, layers)
 
     def _can_read(self, plan: Plan) -> bool:
-        """Whether hosts can hold the file pages needed at once, with all blocks on disk."""
+        """Whether hosts could hold the file pages needed at any one time if all blocks were on disk."""
         every = {number: len(stage.blocks(plan.layers)) for number, _, stage in plan.numbered if stage.streamed}
         filed = _with_files(plan, every)
         return self.profile.model.trained_whole or not any(self._lacks(host, filed) for host in self.profile.hosts)
 
     def _lacks(self, host: HostProfile, plan: Plan) -> bool:
-        """Whether a host lacks memory for everything not on disk, including mapped pages of ranks that compute in it."""
+        """Whether a host lacks memory for all that is not on disk, including mapped pages of ranks that compute in its memory."""
         model, reserve = self.profile.model, self.request.memory_reserve
         needed_bytes = sum(
             predicted.peak_bytes for predicted in predict_hosts(plan, self.profile) if predicted.host == host.name
@@ -146,7 +146,7 @@ class Fitter:
         return needed_bytes > usable_bytes(host.memory_bytes, reserve)
 
     def _repeating_otherwise(self, plan: Plan) -> Iterator[Plan]:
-        """Toggle recomputation of one stage, if memory determines who owns the state."""
+        """Yield ``plan`` with one stage's recomputation toggled, if free memory determines which ranks own its state."""
         if len(set(plan.state_weights.values())) < 2:
             return
         for index, number in [(i, k) for i, line in enumerate(plan.pipelines) for k in range(len(line.stages))]:
@@ -157,7 +157,7 @@ class Fitter:
                 yield with_owners
 
     def _dealt(self, plan: Plan) -> tuple[Plan, dict[int, float]]:
-        """Distribute state evenly, or by free memory if that does not fit; and the ranks that still lack memory."""
+        """Distribute state evenly, or by free memory if that does not fit; also return ``_lacking`` for the result."""
         evenly = weighted(plan, dict.fromkeys(plan.state_weights, 1.0))
         if not self._lacking(evenly):
             return evenly, {}
@@ -165,7 +165,7 @@ class Fitter:
         return by_free_memory, self._lacking(by_free_memory)
 
     def _free(self, plan: Plan) -> dict[int, float]:
-        """Free bytes of each rank without state."""
+        """Bytes that each rank has free before optimizer state is added."""
         return {
             stage.ranks[0]: self._usable[stage.ranks[0]] - self._peak(pipeline, stage, {})
             for pipeline in plan.pipelines
@@ -173,7 +173,7 @@ class Fitter:
         }
 
     def _lacking(self, plan: Plan) -> dict[int, float]:
-        """Rank -> its state bytes, for ranks that lack memory themselves or on their host."""
+        """Map each rank that is short of memory, on its device or host, to the bytes of state that it owns."""
         state_bytes = owned_state_bytes(plan, self.profile.model)
         owned = {
             stage.ranks[0]: state_bytes[stage.ranks[0]] * state_on_device(self.profile, stage)
@@ -185,7 +185,7 @@ class Fitter:
         return {rank: owned[rank] for rank in lacking_ranks}
 
     def _fitted(self, plan: Plan, owned: Owned | None, sparing: frozenset[int] = frozenset()) -> Plan | None:
-        """``owned``: None: each rank owns all state of its layers. ``sparing``: ranks that recompute if allowed."""
+        """Fit ``plan`` with each rank's ``owned`` state (None: all state); ``sparing`` ranks recompute if allowed."""
         pipelines = []
         for pipeline in plan.pipelines:
             fitting = self._pipeline(pipeline, owned, sparing)
@@ -198,7 +198,7 @@ class Fitter:
         return None if short else replace(plan, pipelines=tuple(pipelines))
 
     def _short(self, pipelines: Sequence[PipelinePlan], owned: Owned | None) -> set[int]:
-        """Ranks that compute in host memory too small for all of them."""
+        """Ranks that compute in host memory which is too small for all of them together."""
         if not self._shared:
             return set()
         peaks = {stage.ranks[0]: self._peak(p, stage, owned) for p in pipelines for stage in p.stages}
@@ -227,12 +227,12 @@ class Fitter:
         return pipeline
 
     def _suffices(self, pipelines: Sequence[PipelinePlan]) -> bool:
-        """Whether every rank can hold all state of its stage."""
+        """Whether every rank can hold all optimizer state of its stage."""
         stages_fit = all(self.fits(pipeline, stage) for pipeline in pipelines for stage in pipeline.stages)
         return stages_fit and not self._short(pipelines, None)
 
     def fits(self, pipeline: PipelinePlan, stage: StagePlan, owned: Owned | None = None) -> bool:
-        """Whether ``stage`` of the pipeline fits on its rank."""
+        """Whether ``stage`` of ``pipeline`` fits on its rank."""
         return self._peak(pipeline, stage, owned) <= self._usable[stage.ranks[0]]
 
     def _peak(self, pipeline: PipelinePlan, stage: StagePlan, owned: Owned | None) -> float:
@@ -242,7 +242,7 @@ class Fitter:
         return need - max(0.0, self._state(stage) - owned.get(stage.ranks[0], 0.0))
 
     def _state(self, stage: StagePlan) -> float:
-        """Optimizer state bytes of ``stage``, regardless of the owner."""
+        """Bytes of optimizer state of ``stage``, whichever rank owns it."""
         return self.profile.model.owned_bytes(stage.first, stage.last) * state_on_device(self.profile, stage)
 
 
@@ -259,7 +259,7 @@ def _with_stage(pipeline: PipelinePlan, number: int, **changed: Any) -> Pipeline
 
 
 def _at_most(pipeline: PipelinePlan, number: int, warm_up: int) -> PipelinePlan:
-    """Limit the warm-up of the stages from ``number`` on."""
+    """Limit the warm-up of stage ``number`` and all later stages."""
     rest = pipeline.stages[number:]
     if all(stage.warm_up <= warm_up for stage in rest):
         return pipeline
@@ -268,17 +268,17 @@ def _at_most(pipeline: PipelinePlan, number: int, warm_up: int) -> PipelinePlan:
 
 
 def _with_files(plan: Plan, layers: Mapping[int, int]) -> Plan:
-    """``layers``: stage number -> layers on disk."""
+    """``plan`` with these numbers of ``layers`` on disk, by stage number."""
     return plan.with_stages(replace(stage, on_disk=layers.get(number, 0)) for number, _, stage in plan.numbered)
 
 
 def with_recompute(plan: Plan, recompute: bool) -> Plan:
-    """``plan`` with or without recomputation everywhere."""
+    """``plan`` with recomputation enabled or disabled in all stages."""
     return plan.with_stages(replace(stage, recompute=recompute) for _, _, stage in plan.numbered)
 
 
 def cut_otherwise(plan: Plan) -> Iterator[Plan]:
-    """Move one layer between neighbouring stages of the longest pipeline and all pipelines cut alike."""
+    """Yield ``plan`` with one layer moved across a cut of the longest pipeline and of all pipelines with the same cuts."""
     cuts = max(([stage.first for stage in pipeline.stages] for pipeline in plan.pipelines), key=len)
     for cut, by in itertools.product(range(1, len(cuts)), (-1, 1)):
         new_cuts = [*cuts[:cut], cuts[cut] + by, *cuts[cut + 1 :], plan.layers]

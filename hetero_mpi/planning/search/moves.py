@@ -1,4 +1,4 @@
-"""Local moves: small changes to pipelines, as new lines, or None if impossible; memory is checked later."""
+"""Local moves: small changes that return new pipelines, or None if impossible. The caller checks memory."""
 
 import itertools
 import math
@@ -12,17 +12,17 @@ ALLOWANCES = (0.0, 0.1, 0.25, 0.5, 0.9)
 """Fractions of a period by which gradients may arrive early."""
 DEPTH_CHANGES = (-2, -1, 1, 2)
 MOVED_SEQUENCES = (1, 2, 4)
-"""Sequences moved between pipelines at once."""
+"""Choices of the number of sequences moved between pipelines at once."""
 MOVES_AT_ONCE = (1, 1, 1, 2, 3)
-"""Choices of the number of moves made at once."""
+"""Choices of the number of moves applied together."""
 DEPTH_SLOPES = (0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
-"""Depth differences between neighbouring stages."""
+"""Choices of the depth difference between neighbouring stages."""
 JOINT_MOVE_RATIO = 0.5
-"""Probability of applying a move to all pipelines with as many stages."""
+"""Probability of applying a move to all pipelines with the same number of stages."""
 
 
 class Moves:
-    """Random moves. ``costs``: by micro-batch size; ``ranks``: allow ranks to change places."""
+    """Random moves. ``costs`` is keyed by micro-batch size; ``ranks=False`` allows only changes of layer counts and depths."""
 
     def __init__(self, costs: Mapping[int, Costs], draw: random.Random, ranks: bool = True) -> None:
         self.costs, self.draw, self.sizes = costs, draw, sorted(costs)
@@ -48,13 +48,13 @@ class Moves:
         return self.costs[line.micro_batch].paced(line, self.draw.choice(ALLOWANCES), self.draw.random() < 0.5)
 
     def _together(self, lines: Lines, index: int, change: Callable[[Line], Line]) -> Lines:
-        """Change one pipeline, or all with as many stages."""
+        """Change one pipeline or, at random, all pipelines with the same number of stages."""
         count, alone = len(lines[index].ranks), len(lines) < 2 or self.draw.random() >= JOINT_MOVE_RATIO
         alike = [index] if alone else [i for i, line in enumerate(lines) if len(line.ranks) == count]
         return _with(lines, {i: change(lines[i]) for i in alike})
 
     def _layer(self, lines: Lines, index: int) -> Lines | None:
-        """Move a layer to any other stage."""
+        """Move a layer from one stage to any other."""
         if len(lines[index].ranks) < 2:
             return None
         giving, taking = self.draw.sample(range(len(lines[index].ranks)), 2)
@@ -71,7 +71,7 @@ class Moves:
         return self._together(lines, index, recut)
 
     def _depth(self, lines: Lines, index: int) -> Lines:
-        """Change the depth of one stage, and of others to keep depths monotonic."""
+        """Change the depth of one stage, and adjust other stages to keep depths monotonic."""
         stage, by = self.draw.randrange(len(lines[index].ranks)), self.draw.choice(DEPTH_CHANGES)
         return self._together(lines, index, lambda line: deeper(line, stage, by))
 
@@ -101,7 +101,7 @@ class Moves:
         return self._together(lines, index, relocated)
 
     def _exchange(self, lines: Lines, index: int) -> Lines:
-        """Exchange a rank for an idle one or one of any pipeline."""
+        """Swap a rank with an idle rank or with a rank of any pipeline."""
         idle = self._idle(lines)
         mine = self.draw.choice(lines[index].ranks)
         if idle and self.draw.random() < 0.3:
@@ -117,7 +117,7 @@ class Moves:
         return _with(lines, changed)
 
     def _rank(self, lines: Lines, index: int) -> Lines | None:
-        """Add an idle rank; or remove a rank and perhaps add it elsewhere."""
+        """Add an idle rank, or remove a rank and possibly add it to another pipeline."""
         idle = self._idle(lines)
         if idle and self.draw.random() < 0.5:
             return self._added(lines, index, self.draw.choice(idle))
@@ -136,7 +136,7 @@ class Moves:
         return lines
 
     def _added(self, lines: Lines, index: int, rank: int) -> Lines | None:
-        """Give the rank some layers from either end of a stage."""
+        """Insert ``rank`` as a new stage with layers from either end of an existing stage."""
         line = lines[index]
         stage, before = self.draw.randrange(len(line.ranks)), self.draw.random() < 0.5
         count, at = line.counts[stage], stage + (not before)
@@ -168,7 +168,7 @@ class Moves:
         return _with(lines, {index: giving, receiver: taking}) if giving and taking else None
 
     def _with_share(self, line: Line, by: int) -> Line | None:
-        """Change a pipeline's share, with the largest micro-batch size up to its own that divides it."""
+        """Change a pipeline's batch share; its micro-batch size shrinks to the largest one that divides the new share."""
         sequences = line.sequences + by
         fitting = [size for size in self.sizes if size <= line.micro_batch and sequences % size == 0]
         return self._paced(line._replace(sequences=sequences, micro_batch=fitting[-1])) if fitting else None
@@ -185,7 +185,7 @@ class Moves:
 
 
 def nearest(lines: Lines, depths: bool) -> Iterator[Lines]:
-    """Smallest changes: a layer across a cut, a depth by one (or two opposite), a micro-batch to another pipeline."""
+    """Yield minimal changes: a layer moved across a cut, one or two depths changed, a micro-batch moved between pipelines."""
     for index, line in enumerate(lines):
         for stage, by in itertools.product(range(1, len(line.counts)), (-1, 1)):
             counts = list(line.counts)
@@ -208,7 +208,7 @@ def nearest(lines: Lines, depths: bool) -> Iterator[Lines]:
 
 
 def with_rank(lines: Lines, rank: int) -> Iterator[Lines]:
-    """Add ``rank`` as a stage of one layer, taken from either neighbour."""
+    """Yield ``lines`` with ``rank`` added as a one-layer stage; the layer comes from a neighbouring stage."""
     for index, line in enumerate(lines):
         for stage, at in ((stage, stage + behind) for stage in range(len(line.ranks)) for behind in (0, 1)):
             if line.counts[stage] > 1:
@@ -219,7 +219,7 @@ def with_rank(lines: Lines, rank: int) -> Iterator[Lines]:
 
 
 def deeper(line: Line, stage: int, by: int) -> Line:
-    """Change the depth at one stage by ``by``, and others to keep depths monotonic."""
+    """Change the depth of one stage by ``by``, and adjust other stages to keep depths monotonic."""
     depth = min(max(1, line.flying[stage] + by), line.micro_batches)
     flying = tuple(
         max(now, depth) if i <= stage and by > 0 else min(now, depth) if i >= stage and by < 0 else now

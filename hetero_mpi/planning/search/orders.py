@@ -1,13 +1,13 @@
-"""Vectorised search over rank orders, micro-batch sizes and batch shares: many candidates at once in numpy.
+"""Vectorised search over rank orders, micro-batch sizes and batch shares: numpy evaluates many candidates at once.
 
-A candidate is rated by the least time T at which all layers can be placed. Stages are filled from the first on, with as many
-layers as memory and the time left allow (c: seconds of forward and backward of one micro-batch, M micro-batches, A: seconds
-of one micro-batch through all earlier stages and messages)::
+A candidate is rated by the minimum step time T in which all its layers can be placed. Stages are filled in order, each with as
+many layers as its memory and the remaining time allow::
 
     A + M c + optimizer <= T
 
-Micro-batches in flight cover the round trip through later stages. Stages without layers vanish. All-reduces are left out; the
-caller simulates the best candidates.
+Here c is the forward and backward time of one micro-batch, M the number of micro-batches, and A the time that one micro-batch
+takes to pass all earlier stages and messages. The micro-batches in flight cover the round trip through later stages. Stages
+without layers are dropped. All-reduces are omitted; the caller simulates the best candidates.
 """
 
 from __future__ import annotations
@@ -23,39 +23,38 @@ from hetero_mpi.planning.search.pipelines import Line, Lines, falling
 from hetero_mpi.planning.tables import Floats, Indices
 
 MAX_IN_FLIGHT = 3
-"""Maximum tabulated micro-batches in flight, as a multiple of the number of ranks."""
+"""Maximum number of micro-batches in flight in the tables, as a multiple of the number of ranks."""
 POPULATION, SAMPLE_FACTOR = 96, 3
-"""Number of candidates improved together, and the factor for the initial sample."""
+"""Number of candidates improved together; the initial sample is larger by ``SAMPLE_FACTOR``."""
 ROUNDING_RATIO = 1e-6
 TARGET_RATIO, TOLERATED_LAYERS = 0.99, (1.0, 0.1)
-"""The next target as a fraction of the best time; mean tolerated increase of unplaced layers, at first and at last."""
+"""The next target as a fraction of the best time; mean tolerated increase in unplaced layers, initial and final."""
 DOUBLING_COUNT = 15
-"""Rounds after which the better half replaces the worse half."""
+"""Number of rounds after which the better half of the population replaces the worse half."""
 SWAP, SHIFT, GIVE = 0.40, 0.65, 0.85
-"""Cumulative probabilities of moves: swap two ranks, move one, move sequences between pipelines; else change a micro-batch
-size."""
+"""Cumulative probabilities of swapping two ranks, moving a rank and moving sequences; other moves change a micro-batch size."""
 MOVED_UNITS = (1, 1, 1, 2, 4)
-"""Micro-batches moved between pipelines at once."""
+"""Choices of how much of the batch to move, in least common multiples of two pipelines' micro-batch sizes."""
 
 
 class Candidates(NamedTuple):
     """N candidates of K ranks in P pipelines."""
 
     who: Indices
-    """[K, N] ranks in order, pipeline by pipeline; idle ranks last."""
+    """[K, N]: ranks in pipeline order, pipeline by pipeline; idle ranks come last."""
     pipeline: Indices
-    """[K, N] pipeline of each; P: idle."""
+    """[K, N]: pipeline of each rank; P if the rank is idle."""
     size: Indices
-    """[P + 1, N] index of the micro-batch size; the last row is unused."""
+    """[P + 1, N]: index of each pipeline's micro-batch size; the last row is unused."""
     sequences: Indices
-    """[P + 1, N]"""
+    """[P + 1, N]: batch share of each pipeline; the last row is unused."""
 
     def at(self, columns: Indices) -> Candidates:
         return Candidates(*(array[:, columns] for array in self))
 
 
 class Candidate(NamedTuple):
-    """A candidate with its time."""
+    """A single candidate with its estimated step time."""
 
     seconds: float
     who: tuple[int, ...]
@@ -65,7 +64,7 @@ class Candidate(NamedTuple):
 
 
 class Orders:
-    """Candidates for one number of pipelines. ``costs``: by micro-batch size, with state sharded accordingly."""
+    """Generates candidates for one pipeline count. ``costs``: by micro-batch size, with state sharded over that count."""
 
     def __init__(self, costs: Mapping[int, Costs]) -> None:
         self.sizes = np.array(sorted(costs))
@@ -83,8 +82,8 @@ class Orders:
             np.array([[each[min(way, len(each) - 1)] for way in range(most)] for each in by_size])
             for by_size in ([each.overhead_s.sum(axis=2) for each in ordered_costs], padded, tables)
         )
-        """[size, way, rank] seconds of a micro-batch; [size, way, rank, layer] those in all layers before; [size, way, rank, first,
-        micro-batches in flight] most layers that memory holds."""
+        """[size, way, rank]: fixed seconds per micro-batch; [size, way, rank, layer]: seconds in all earlier layers; [size, way,
+        rank, first, micro-batches in flight]: maximum number of layers that fit in memory."""
         each_s = first.step_per_parameter_s[0]
         self.fixed = first.step_fixed_s + each_s * first.trainable[-1] / self.count
         self._gap = float(self.seconds.max() * 1.001 + 1e-9)
@@ -94,7 +93,7 @@ class Orders:
         self.memory, self.host = first.usable, first.host.astype(float)
 
     def _rooms(self, deepest: list[list[list[int]]]) -> Indices:
-        """[rank, first, micro-batches in flight]: maximum layers. ``deepest``: by rank; equal ranks share tables."""
+        """[rank, first, micro-batches in flight]: maximum number of layers. ``deepest``: by rank; equal ranks share tables."""
         rooms_by_table: dict[int, Indices] = {}
         depths_asked = np.maximum(1, np.arange(self.most + 1))
         for table in deepest:
@@ -104,12 +103,10 @@ class Orders:
         return np.array([rooms_by_table[id(table)] for table in deepest])
 
     def place(self, time: Floats, these: Candidates, depth: float) -> tuple[Indices, Indices, Indices]:
-        """Place layers within ``time`` [N].
-
-        ``depth`` scales the micro-batches in flight.
+        """Place layers within ``time`` [N]; ``depth`` scales the number of micro-batches in flight.
 
         Returns:
-            Unplaced layers [N], layers of every rank [K, N], micro-batches in flight [K, N].
+            Unplaced layers [N], layers on each rank [K, N], micro-batches in flight [K, N].
         """
         (K, N), P, n = these.who.shape, len(these.size) - 1, self.count
         who, column = these.who, np.arange(N)
@@ -157,7 +154,7 @@ class Orders:
         return (count if schedule == "gpipe" else np.minimum(count, after + 1)).astype(np.int64)
 
     def least(self, these: Candidates, depth: float, steps: int = 9, span: float = 32.0) -> Floats:
-        """Minimum time [N] to place all layers, to 0.5 %; infinite: none found."""
+        """Minimum time [N] in which all layers can be placed, to 0.7 % by default; infinite if none was found."""
         column, power = np.arange(these.who.shape[1]), np.zeros(these.size.shape)
         size = these.size[these.pipeline, column]
         sequence_s = (self.seconds[..., -1] + self.overhead).min(axis=1)[size, these.who]
@@ -175,7 +172,7 @@ class Orders:
         return least_s
 
     def lines(self, candidate: Candidate, depth: float) -> Lines | None:
-        """The candidate's pipelines at its time; None: a layer is unplaced."""
+        """Convert a candidate to pipelines; None if a layer cannot be placed within its step time."""
         these = Candidates(*(np.array(column)[:, None] for column in candidate[1:]))
         unplaced, counts, flying = self.place(np.array([candidate.seconds * 1.0001]), these, depth)
         if unplaced[0] > 0:
@@ -190,7 +187,7 @@ class Orders:
         return tuple(pipelines)
 
     def spread_over_all_ranks(self, candidate: Candidate) -> Lines | None:
-        """The candidate's pipelines with layers on every rank by speed, at full depth; None: too many ranks."""
+        """The candidate's pipelines with layers on all ranks by speed, at full depth; None if a pipeline has too many ranks."""
         pipelines = []
         for p, (size, sequences) in enumerate(zip(candidate.size[:-1], candidate.sequences, strict=False)):
             ranks = tuple(rank for rank, of in zip(candidate.who, candidate.pipeline, strict=True) if of == p)
@@ -204,7 +201,7 @@ class Orders:
         return tuple(pipelines)
 
     def cut(self, lines: Lines, depth: float) -> Lines | None:
-        """Recut ``lines`` by this estimate; None: out of memory."""
+        """Recut ``lines`` for the minimum estimated time; None if out of memory."""
         who = [rank for line in lines for rank in line.ranks]
         pipeline = [p for p, line in enumerate(lines) for _ in line.ranks]
         sizes = [*(self.sizes.tolist().index(line.micro_batch) for line in lines), 0]
@@ -216,7 +213,7 @@ class Orders:
     # Initial candidates
 
     def random_candidates(self, pipelines: int, draw: np.random.Generator, depth: float = 1.0) -> Candidates:
-        """Sample candidates: ranks sorted by host, speed or memory, or shuffled; assigned block-wise, round-robin or snaking."""
+        """Sample candidates: sort ranks by host, speed or memory, or shuffle them, then assign them in blocks or in turn."""
         K, N = self.count, POPULATION * SAMPLE_FACTOR
         host, speed = self.host, self.speed
         keys = (host, -speed, -self.memory, host * 1e6 - speed, -host * 1e6 - speed, speed)
@@ -241,7 +238,7 @@ class Orders:
         return these.at(np.argsort(self.least(these, depth), kind="stable")[:POPULATION])
 
     def _shared(self, who: Indices, of: Indices, pipelines: int, sizes: Indices) -> Candidates:
-        """Share the batch by pipeline speed; use the smallest micro-batch if another is too large."""
+        """Share the batch by pipeline speed; use the smallest micro-batch size where the given one is too large."""
         sizes = np.where(self.request.global_batch // self.sizes[sizes] >= pipelines, sizes, 0)
         column, power = np.arange(len(sizes)), np.zeros((pipelines + 1, len(sizes)))
         np.add.at(power, (of, column), self.speed[who])
@@ -288,10 +285,10 @@ class Orders:
     def improved(
         self, these: Candidates, rounds: int, depth: float, draw: np.random.Generator, max_candidates: int
     ) -> tuple[list[Candidate], Candidates]:
-        """Improve candidates by ``rounds`` of random moves.
+        """Improve candidates by ``rounds`` rounds of random moves.
 
         Returns:
-            The best diverse candidates, best first (empty: none fits), and the final population.
+            A diverse selection of the best candidates, best first (empty if none fits), and the final population.
         """
         time = self.least(these, depth)
         best = {candidate[1:]: candidate for candidate in self._sorted(these, time, 4 * max_candidates)}
@@ -322,20 +319,20 @@ class Orders:
         return unlike(sorted(best.values()), max_candidates), these
 
     def _sorted(self, these: Candidates, seconds: Floats, most: int) -> list[Candidate]:
-        """The ``most`` best fitting candidates."""
+        """The ``most`` fastest candidates that fit."""
         order = [c for c in np.argsort(seconds, kind="stable")[:most].tolist() if seconds[c] < math.inf]
         arrays = [array.T.tolist() for array in these.at(np.array(order, dtype=np.int64))]
         return [Candidate(float(seconds[c]), *(tuple(array[at]) for array in arrays)) for at, c in enumerate(order)]
 
 
 def _hops_s(costs: Costs) -> Floats:
-    """[rank, rank] round-trip seconds of a message after the first layer."""
+    """[rank, rank]: round-trip seconds of a message sent after the first layer."""
     away = (costs.latency_s + costs.message_bytes[0] * costs.per_byte_s)[costs.place_of][:, costs.place_of]
     return np.where(np.eye(costs.count, dtype=bool), 0.0, away + away.T)
 
 
 def unlike(candidates: list[Candidate], max_candidates: int) -> list[Candidate]:
-    """A diverse selection, with few of equal micro-batches or ranks."""
+    """Select diverse candidates: few with equal micro-batches and batch shares, and few with equal rank orders."""
     diverse: list[Candidate] = []
     for candidate in candidates:
         sized = sum(earlier.sequences == candidate.sequences and earlier.size == candidate.size for earlier in diverse)

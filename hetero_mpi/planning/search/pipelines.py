@@ -1,4 +1,4 @@
-"""Compact pipelines for the search."""
+"""Lightweight pipelines for the search."""
 
 import itertools
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ ROUNDING_RATIO = 1e-9
 
 
 class Line(NamedTuple):
-    """One pipeline: rank, layer count and micro-batches in flight (non-increasing) of each stage."""
+    """A pipeline: the rank, layer count and number of micro-batches in flight (non-increasing) of each stage."""
 
     ranks: tuple[int, ...]
     counts: tuple[int, ...]
@@ -22,7 +22,7 @@ class Line(NamedTuple):
     micro_batch: int
     sequences: int
     split: bool = False
-    """Split backward, if there are several stages."""
+    """Split the backward if there are several stages."""
 
     @property
     def is_split(self) -> bool:
@@ -41,7 +41,7 @@ Lines = tuple[Line, ...]
 
 
 class LineTimes(NamedTuple):
-    """Seconds per micro-batch of every stage and of the messages after it."""
+    """Seconds per micro-batch for each stage's passes and for the messages between neighbouring stages."""
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
@@ -51,24 +51,24 @@ class LineTimes(NamedTuple):
 
 @dataclass(frozen=True)
 class Fitting:
-    """A line that fits in memory."""
+    """A ``Line`` that fits in memory, with its timing."""
 
     line: Line
     ways: tuple[StageMode, ...]
-    """Of every stage."""
+    """Memory strategy of each stage."""
     times: LineTimes
     bound_s: float
     """Lower bound of the step time."""
     spare_bytes: float
-    """Free bytes of all ranks without state; infinite: not tabulated."""
+    """Bytes that all ranks together have left for optimizer state; infinite if not tabulated."""
 
     @cached_property
     def spans_s(self) -> tuple[list[float], list[float]]:
-        """Start and end of each stage's last backward."""
+        """Start and end of each stage's last backward, in seconds."""
         return _spans_s(self.times, self.line.flying, self.line.micro_batches)
 
     def pipeline(self, ranks: Sequence[int], fixed: bool) -> PipelinePlan:
-        """Convert to a plan's pipeline. ``ranks``: job ranks by index; ``fixed``: keep scheduled depths for single stages too."""
+        """Convert to a ``PipelinePlan``. ``ranks``: job ranks by index; ``fixed``: single stages keep their depth too."""
         line, cuts, several = self.line, self.line.cuts, fixed or len(self.line.ranks) > 1
         warm_up = [depth - 1 if several else 0 for depth in line.flying]
         stages = tuple(
@@ -80,15 +80,15 @@ class Fitting:
 
 @lru_cache(maxsize=1 << 14)
 def _spans_s(times: LineTimes, flying: tuple[int, ...], micro_batches: int) -> tuple[list[float], list[float]]:
-    """Cached: equal pipelines are simulated once."""
+    """``Fitting.spans_s``, cached so that equal pipelines are simulated only once."""
     return spans_of_many_s(times, [depth - 1 for depth in flying], micro_batches)
 
 
 def used(lines: Sequence[Line]) -> int:
-    """Number of ranks in use."""
+    """Number of ranks that ``lines`` use."""
     return sum(len(line.ranks) for line in lines)
 
 
 def falling(flying: Sequence[int]) -> tuple[int, ...]:
-    """Make depths strictly decreasing, at least 1."""
+    """Make depths strictly decreasing, but no less than 1."""
     return tuple(itertools.accumulate(flying, lambda before, in_flight: max(1, min(in_flight, before - 1))))

@@ -1,7 +1,7 @@
 """Local search by step time: descent, and simulated annealing (Kirkpatrick, Gelatt & Vecchi, Science 220, 1983).
 
-Annealing draws the tolerated slowdown first, so a lower bound (``bounds``) drops most changes without simulation. Effort is
-counted in changes, not seconds, so plans are deterministic.
+Annealing draws the tolerated slowdown first, so that a lower bound (``bounds``) rejects most changes without simulation. Effort
+is limited in changes, not seconds, so plans are deterministic.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest, shares_nics
 
 DEPTH_ALLOWANCES = (0.0, 0.1, 0.25, 0.5, 0.9, 1.5, 2.5)
-"""Allowances for ``Costs.paced``."""
+"""Values of ``allowance`` to try in ``Costs.paced``."""
 OWNED_STATE_ACTIONS_FACTOR = 12
-"""Cost factor of simulated actions with sharded optimizer state."""
+"""Factor by which simulated actions cost more with sharded optimizer state."""
 
 Step = Callable[[Sequence[Fitting]], float]
 Start = tuple[Lines, float]
-"""Pipelines and their step time; infinite: they do not fit or idle too many ranks."""
+"""Pipelines and their step time, which is infinite if they do not fit or leave too many ranks idle."""
 
 
 class LocalSearch:
     """Improves pipelines by local moves.
 
     Args:
-        costs: by micro-batch size.
-        step_s: step time of pipelines that each fit; infinite: they do not fit together.
-        estimate_step_s: nearly ``step_s``, from tables alone.
-        owned_step_s: step time of pipelines that fit only with sharded optimizer state, with owners that have memory for it.
-        least: minimum number of ranks in use.
+        costs: costs by micro-batch size.
+        step_s: returns the step time of pipelines that fit individually, infinite if they do not fit together.
+        estimate_step_s: approximates ``step_s`` from tables alone.
+        owned_step_s: returns the step time of pipelines that fit only if other ranks own part of their optimizer state.
+        least_ranks: minimum number of ranks in use.
     """
 
     def __init__(
@@ -52,12 +52,12 @@ class LocalSearch:
         self.request, self.layer_count, self._splits = first.request, first.layer_count, first.splits
         self.count, self.fixed = first.count, self.request.schedule != "auto"
         self._levels: list[tuple[dict[int, Costs], dict[Line, Fitting | None]]] = [(costs, {})]
-        """Levels of memory checks: state owned by other ranks, then each rank's own part."""
+        """Memory checks to pass in order: with all state owned by other ranks, then with each rank's own share."""
         self._state_bytes = first.model.owned_bytes(0, self.layer_count)
         self._shared: dict[int, LocalSearch] = {1: self}
 
     def shared_by(self, pipelines: int) -> LocalSearch:
-        """The search with state sharded over ``pipelines``."""
+        """This search with optimizer state sharded over ``pipelines``."""
         if pipelines not in self._shared:
             costs = {size: costs_of_size.shared_by(pipelines) for size, costs_of_size in self.costs.items()}
             same = all(costs_of_size is self.costs[size] for size, costs_of_size in costs.items())
@@ -73,7 +73,7 @@ class LocalSearch:
         return self._shared[pipelines]
 
     def using_at_least(self, least_ranks: int) -> LocalSearch:
-        """The search restricted to at least ``least_ranks`` ranks in use."""
+        """This search restricted to pipelines that use at least ``least_ranks`` ranks."""
         restricted = copy.copy(self)
         restricted.least = least_ranks
         return restricted
@@ -87,13 +87,13 @@ class LocalSearch:
         draw: random.Random,
         ranks: bool = True,
     ) -> Start:
-        """Simulated annealing from ``start`` (infinite: it does not fit).
+        """Run simulated annealing from ``start``, which need not fit in memory.
 
         Args:
-            heat: mean tolerated relative slowdown, at first and at last.
-            looks: number of changes tried.
-            actions: number of forwards and backwards simulated.
-            ranks: allow ranks to change places.
+            heat: mean tolerated relative slowdown, initial and final.
+            looks: number of changes to try.
+            actions: maximum number of forwards and backwards to simulate.
+            ranks: as for ``Moves``.
         """
         warm, cold = heat
         changes = Moves(self.costs, draw, ranks)
@@ -128,7 +128,7 @@ class LocalSearch:
         return best, best_s
 
     def descended(self, start: Start, looks: int, actions: float) -> Start:
-        """Descend from ``start``; ``looks``, ``actions``: as for ``annealed``."""
+        """Descend from ``start`` to a local optimum; ``looks`` and ``actions`` are as for ``annealed``."""
         lines, step_s = start
         improved = used(lines) >= self.least
         while improved and looks > 0:
@@ -149,7 +149,7 @@ class LocalSearch:
         return lines, step_s
 
     def least_s(self, fittings: Sequence[Fitting]) -> float:
-        """Lower bound of the step time: no link contention, evenly sharded state."""
+        """Lower bound of the step time, without link contention and with evenly sharded state."""
         return (
             0.0
             if any(fitting.line.is_split for fitting in fittings)
@@ -157,11 +157,11 @@ class LocalSearch:
         )
 
     def holds(self, fittings: Sequence[Fitting]) -> bool:
-        """Whether every rank can hold all state of its stage."""
+        """Whether every rank can hold all optimizer state of its stage."""
         return all(self.costs[fitting.line.micro_batch].holds(fitting) for fitting in fittings)
 
     def may_split(self, lines: Lines) -> bool:
-        """Whether split backward is a choice for these lines."""
+        """Whether the search may choose a split backward for these pipelines."""
         if self.fixed or len(set(self.request.split_choices)) < 2 or len(lines) == used(lines):
             return False
         return all(self._splits[rank] for line in lines for rank in line.ranks)
@@ -169,12 +169,12 @@ class LocalSearch:
     def timed_starts(
         self, lines_to_time: Iterable[Lines], max_timed: int, actions: float, results_wanted: int
     ) -> list[Start]:
-        """Time lines with their best depths, with and without split backward; the fitting ones.
+        """Time pipelines at their best depths, with and without a split backward; return those that fit.
 
         Args:
-            max_timed: maximum number timed, best estimates first.
-            actions: forwards and backwards to simulate; at least one line is timed.
-            results_wanted: timing ends once this many results beat the next estimate.
+            max_timed: maximum number of candidates to time, best estimates first.
+            actions: maximum number of forwards and backwards to simulate, ignored until one candidate fits.
+            results_wanted: stop once this many step times beat the next estimate.
         """
         candidates = []
         for lines in lines_to_time:
@@ -194,7 +194,7 @@ class LocalSearch:
         return starts
 
     def with_idle_ranks_used(self, lines: Lines) -> Lines:
-        """Add idle ranks, with one layer each at the least cost, until ``least`` are in use."""
+        """Add idle ranks with one layer each, placed where it costs least time, until ``least`` ranks are in use."""
         for rank in range(self.count):
             if used(lines) < self.least and not any(rank in line.ranks for line in lines):
                 fitting = ((extended, self.fitted_within(math.inf, extended)) for extended in with_rank(lines, rank))
@@ -203,14 +203,14 @@ class LocalSearch:
         return lines
 
     def price(self, lines: Lines) -> float:
-        """Step time; infinite: out of memory or too few ranks."""
+        """Step time; infinite if out of memory or if too few ranks are in use."""
         fittings = self.fitted_within(math.inf, lines)
         if fittings is None or used(lines) < self.least:
             return math.inf
         return self.step_s(fittings) if self.holds(fittings) else self.owned_step_s(fittings)
 
     def with_promising_depths(self, lines: Lines) -> list[Start]:
-        """``lines`` at several depths, by estimated step time, if each pipeline fits."""
+        """``lines`` at several depths at which each pipeline fits, sorted by estimated step time."""
         estimates_s: dict[Lines, float] = {}
         ways = itertools.product(DEPTH_ALLOWANCES[: 1 if self.fixed else None], (True, False))
         paced = (tuple(self.costs[line.micro_batch].paced(line, *way) for line in lines) for way in ways)
@@ -223,12 +223,12 @@ class LocalSearch:
         return sorted(estimates_s.items(), key=lambda start: start[1])
 
     def fastest(self, starts: Sequence[Start]) -> Start:
-        """The first fitting start with its step time; infinite: none fits."""
+        """The first start that fits, with its step time; infinite if none fits."""
         priced = ((lines, self.price(lines)) for lines, _ in starts)
         return next((start for start in priced if start[1] < math.inf), (starts[0][0] if starts else (), math.inf))
 
     def fitted_within(self, limit_s: float, lines: Lines) -> list[Fitting] | None:
-        """Fit pipelines, with memory for the sharded state on all ranks together; None: out of memory or over ``limit_s``."""
+        """Fit pipelines in memory, with room for all sharded state; None if out of memory or slower than ``limit_s``."""
         for costs, fitting_of_line in self._levels:
             fittings = []
             for line in lines:
@@ -245,7 +245,7 @@ class LocalSearch:
         return None
 
     def _scheduled(self, line: Line) -> tuple[int, ...]:
-        """Micro-batches in flight of a fixed schedule."""
+        """Micro-batches in flight that a fixed schedule prescribes for each stage."""
         depths = scheduled_depths(self.request.schedule, len(line.ranks), line.micro_batches)
         return tuple(min(depth + 1, line.micro_batches) for depth in depths)
 
@@ -256,17 +256,17 @@ def actions_of(lines: Lines) -> int:
 
 
 def always_split(request: PlanRequest) -> bool:
-    """Whether every pipeline of several stages has split backward."""
+    """Whether every pipeline with several stages must split its backward."""
     return request.schedule == "split" or (request.schedule == "auto" and False not in request.split_choices)
 
 
 def is_plain(profile: ClusterProfile) -> bool:
-    """Whether pipelines share only all-reduces: no NIC, host memory or tied matrix."""
+    """Whether pipelines interact only through all-reduces, with no shared NIC, host memory or tied matrix."""
     return not (profile.model.tied or shares_nics(profile) or shared_memories(profile))
 
 
 class Clock:
-    """Step times of plans with gradient all-reduces, cached by ranks. ``costs``: by micro-batch size."""
+    """Computes step times including gradient all-reduces, cached by ranks. ``costs`` is keyed by micro-batch size."""
 
     def __init__(self, costs: Mapping[int, Costs]) -> None:
         self.costs, self.first = costs, next(iter(costs.values()))
@@ -275,7 +275,7 @@ class Clock:
         self._final_s: dict[Line, list[float]] = {}
 
     def step_s(self, lines: Sequence[Fitting]) -> float:
-        """Step time in seconds of disjoint pipelines. See ``is_plain``."""
+        """Step time, in seconds, of pipelines that interact only through all-reduces (``is_plain``)."""
         ended, coming = max(max(line.spans_s[1]) for line in lines), dict[int, float]()
         if len(lines) > 1 or self.first.base is not None:
             ended = max(ended, self._summed_s(lines, coming))
@@ -292,7 +292,7 @@ class Clock:
         ]
 
     def _summed_s(self, lines: Sequence[Fitting], coming: dict[int, float]) -> float:
-        """Time at which the last layer's gradient is reduced, in reverse order; adds seconds to receive values to ``coming``."""
+        """Time at which all gradients are reduced, last layer first; adds the seconds to receive values to ``coming``."""
         final_s = [max(times_s) for times_s in zip(*map(self._whole_s, lines), strict=True)]
         free: dict[int, float] = {}
         cuts = [line.line.cuts for line in lines]
@@ -318,7 +318,7 @@ class Clock:
         return self._final_s[line]
 
     def _exchanges_s(self, ranks: tuple[int, ...]) -> tuple[list[float], list[float]]:
-        """Per-layer seconds of the gradient all-reduce and of the value broadcast."""
+        """Seconds per layer for the gradient all-reduce and for the broadcast of updated values."""
         if ranks not in self._known:
             sizes = self.first.summed_bytes, self.first.value_bytes
             sums, values = (self.first.exchange_s(ranks, size).tolist() for size in sizes)

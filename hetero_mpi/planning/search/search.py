@@ -1,7 +1,7 @@
 """Search for plans with one stage per rank: estimate candidates, simulate the best, then improve them locally.
 
-Each number of pipelines starts with its own candidates (``orders``), independent of larger numbers and of rank numbering. The
-best are simulated and descended from; one is annealed.
+Each pipeline count starts from its own candidates (``orders``), independent of larger counts and of rank numbering. The best
+candidates are simulated and improved by descent; the best result is then annealed.
 """
 
 import math
@@ -23,48 +23,48 @@ from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest, shares_nics
 
 MAX_SEARCH_RANKS = 64
-"""Maximum number of ranks searched."""
+"""Larger clusters skip this search and use the best layout (``layouts``)."""
 MAX_RANKS_WITHOUT_LAYOUTS = 12
-"""With more ranks, only pipeline counts of given plans are searched: estimates leave out all-reduces."""
+"""With more ranks, only the pipeline counts of given start plans are searched, because estimates omit all-reduces."""
 MAX_SPREAD_RANKS = 4
-"""Maximum number of ranks for extra candidates that use all ranks, for plans that need very uneven state owners."""
+"""Up to this many ranks, extra candidates use all ranks, in case optimizer state must be sharded very unevenly."""
 MAX_ALL_COUNTS_RANKS = 6
-"""With at most this many ranks, all pipeline counts are improved; with fewer, effort shrinks."""
+"""Up to this many ranks, all pipeline counts are improved, with effort proportional to the number of ranks."""
 MAX_PIPELINE_COUNTS, MAX_COUNTS_IN_BRIEF = 3, 2
-"""Maximum number of improved pipeline counts for more ranks, and for brief requests."""
+"""Maximum number of pipeline counts improved with more ranks, for normal and for brief requests."""
 MAX_SLOWDOWN_RATIO = 1.08
-"""Pipeline counts are pruned whose best candidate is this much slower than a plan of fewer pipelines."""
+"""A pipeline count is pruned if its best candidate is slower than the best improved plan so far by more than this factor."""
 SCREENING_ROUNDS, IMPROVEMENT_ROUNDS, MAX_CANDIDATES, MAX_SIMULATED_CANDIDATES = 25, 15, 12, 8
-"""Rounds to screen and to improve candidates; maximum number kept and simulated."""
+"""Number of rounds to screen and to improve candidates; maximum number of candidates to keep and to simulate."""
 MAX_DESCENTS, MAX_DESCENT_LOOKS = 4, 120
-"""Number of descents, and of changes in each."""
+"""Maximum number of descents, and of changes tried in each."""
 HEAT = (0.01, 0.0005)
 MAX_ANNEALING_LOOKS, MAX_SIMULATED_ACTIONS = 1000, 300_000
-"""Annealing changes and simulated actions: a fraction of a second."""
+"""Maximum number of annealing changes and of simulated actions, which together take a fraction of a second."""
 THOROUGH_FACTOR = 4
-"""Factor on both for thorough requests."""
+"""Factor by which thorough requests raise both limits."""
 NIC_ACTIONS_FACTOR = 8
-"""Cost factor of simulated actions with shared NICs."""
+"""Factor by which simulated actions cost more with shared NICs."""
 
 
 class Best(NamedTuple):
-    """The best plan and step times of others; infinite: none fits, None: not searched."""
+    """The best plan and the step times of alternatives: infinite if none fits, None if not searched."""
 
     plan: Plan
     step_s: float
     one_pipeline_s: float | None
-    """Best plan with one pipeline."""
+    """Step time of the best plan with one pipeline."""
     at_work_s: float | None
-    """Best plan without idle ranks."""
+    """Step time of the best plan without idle ranks."""
     good_plans: list[tuple[Plan, float]]
-    """One good plan per number of pipelines, and some that leave out a host."""
+    """One good plan per pipeline count, and some plans that leave out a host."""
 
 
 class Search:
-    """Searches plans for one profile and request."""
+    """The search for the best plan for a profile and a request."""
 
     def __init__(self, profile: ClusterProfile, request: PlanRequest, slices: Sequence[int] = ()) -> None:
-        """``slices``: slice sizes of offloaded stages."""
+        """``slices``: slice sizes to try for offloaded stages; if empty, no stage is offloaded."""
         self.profile, self.request = profile, request
         self.layer_count = len(profile.model.layers)
         self.fitter = Fitter(profile, request)
@@ -74,7 +74,7 @@ class Search:
         self.clock, self.is_plain = Clock(self.costs), is_plain(profile)
         self.most = min(request.max_pipelines, request.global_batch // sizes[0], len(self.ranks))
         self.max_used_ranks = min(len(self.ranks), self.layer_count * min(request.max_pipelines, request.global_batch))
-        """Number of ranks in use if none may idle."""
+        """Number of ranks in use when as many as possible have work."""
         self.rounds = LocalSearch(
             self.costs, self._step_s, self.clock.step_s, self._owned_s, 0 if request.allow_idle else self.max_used_ranks
         )
@@ -90,7 +90,7 @@ class Search:
         self._candidates: dict[int, tuple[list[Candidate], Candidates, float]] = {}
 
     def best(self, starts: Sequence[tuple[Plan, float]] = ()) -> Best | None:
-        """The best plan; ranks leave the order of a start only beyond ``request.indifference``."""
+        """Find the best plan; it replaces the fastest of ``starts`` only if the gain exceeds ``request.indifference``."""
         numbers: dict[int, list[Start]] = {}
         for plan, step_s in starts:
             numbers.setdefault(len(plan.pipelines), []).append((self.lines(plan), step_s))
@@ -129,7 +129,7 @@ class Search:
     def _of_all(
         self, numbers: dict[int, list[Start]], rounds: LocalSearch, further_starts: Sequence[Start] = ()
     ) -> dict[int, Start]:
-        """Best start for each number of pipelines."""
+        """Find the best pipelines for each pipeline count in ``numbers``."""
         starts_by_count = {}
         for number, starts in numbers.items():
             local_search = rounds.shared_by(number).using_at_least(rounds.least)
@@ -156,7 +156,7 @@ class Search:
         return best
 
     def _begun(self, number: int) -> tuple[list[Candidate], Candidates, float]:
-        """Candidates for ``number`` pipelines, the population, and their depth: 0 if nothing fits at 1."""
+        """Best candidates for ``number`` pipelines, the population, and their depth factor: 1, or 0 if nothing fits at 1."""
         if number not in self._candidates:
             orders = self.orders(number)
             for depth in (1.0, 0.0):
@@ -170,7 +170,7 @@ class Search:
         return self._candidates[number]
 
     def _improved(self, starts: list[Start], number: int, rounds: LocalSearch) -> Start:
-        """Improve starts and further candidates by descent, then annealing unless brief."""
+        """Improve starts and further candidates by descent, then anneal the best one unless the request is brief."""
         _, state, depth = self._begun(number)
         candidates, _ = self.orders(number).improved(state, self.long, depth, np.random.default_rng(0), MAX_CANDIDATES)
         starts = best_of([*starts, *self._priced(candidates, rounds, depth)])
@@ -186,7 +186,7 @@ class Search:
         return best if self.request.brief else rounds.annealed(best, HEAT, self.looks, self.actions, random.Random(0))
 
     def _without_a_host(self, start: Start, rounds: LocalSearch, depth: float) -> Iterator[Start]:
-        """``start`` without the ranks of each of its hosts: behind a slow link no rank alone may be worth leaving out."""
+        """Yield variants of ``start`` that leave out one host: behind a slow link, leaving out a single rank may not pay."""
         lines, orders = start[0], self.orders(len(start[0]))
         host = self.rounds.costs[lines[0].micro_batch].host.tolist()
         used_hosts = {host[rank] for line in lines for rank in line.ranks}
@@ -200,7 +200,7 @@ class Search:
                     yield rounds.fastest(deepened)
 
     def _priced(self, candidates: Sequence[Candidate], rounds: LocalSearch, depth: float) -> list[Start]:
-        """The most promising candidates that fit, with step times."""
+        """Time the most promising candidates; return those that fit."""
         orders = [self.orders(len(candidate.size) - 1) for candidate in candidates]
         lines = [
             orders_of_count.lines(candidate, depth)
@@ -216,7 +216,7 @@ class Search:
         )
 
     def orders(self, number: int) -> Orders:
-        """``Orders`` for ``number`` pipelines; cached while state is not sharded."""
+        """``Orders`` for ``number`` pipelines, shared by pipeline counts with the same memory limits."""
         costs = self.rounds.shared_by(number).costs
         key = tuple(id(costs_of_size.deepest) for costs_of_size in costs.values())
         if key not in self._orders:
@@ -224,11 +224,11 @@ class Search:
         return self._orders[key]
 
     def in_natural_order(self, plan: Plan, step_s: float) -> tuple[Plan, float]:
-        """Reorder ranks towards ascending numbers within ``request.indifference``.
+        """Reorder ranks by ascending number if that slows the step by no more than ``request.indifference``.
 
-        Noise of measured links would otherwise decide the order of equal devices. Preferred are the lowest-numbered alike
-        ranks in ascending order (one pipeline), the same in ascending order within classes, then both for the ranks already
-        chosen.
+        Otherwise, noise in measured links would decide the order of equal devices. The lowest-numbered equal devices are
+        preferred, in ascending order overall (one pipeline only) or within each class of equal devices; then the ranks
+        already chosen, in the same two orders.
         """
         lines, limit_s = self.lines(plan), step_s * (1 + max(self.request.indifference, ROUNDING_RATIO))
         devices = self.profile.devices
@@ -247,7 +247,7 @@ class Search:
         return plan, step_s
 
     def in_order(self, lines: Lines, limit_s: float) -> tuple[Plan, float] | None:
-        """Plan these ranks in this order within ``limit_s``, with other cuts and depths if needed."""
+        """Keep the order of ranks, but change cuts and depths if needed to stay within ``limit_s``; None if impossible."""
         rounds = self.rounds.shared_by(len(lines))
         starts = [(lines, rounds.price(lines))]
         for depth in (1.0, 1.4):
@@ -277,7 +277,7 @@ class Search:
         )
 
     def plan(self, lines: Lines) -> Plan:
-        """Convert to a plan, with recompute and depth fitted to memory."""
+        """Convert to a plan, with recomputation and depths fitted to memory."""
         return self._plan(self.rounds.shared_by(len(lines)).fitted_within(math.inf, lines) or ())
 
     def _plan(self, fittings: Sequence[Fitting]) -> Plan:
@@ -298,12 +298,12 @@ class Search:
 
 
 def best_of(starts: Iterable[Start]) -> list[Start]:
-    """Distinct fitting starts, best first."""
+    """Distinct starts that fit, fastest first."""
     return sorted({start[0]: start for start in starts if start[1] < math.inf}.values(), key=lambda start: start[1])
 
 
 def _preferred_orders(ranks: list[int], alike: dict[int, list[int]], any_order: bool) -> Iterator[list[int]]:
-    """Orders of ranks preferred to ``ranks``, best first."""
+    """Yield rank orders that are preferred to ``ranks``, best first."""
     classes = {id(alike[rank]): alike[rank] for rank in ranks}
     counted = (sorted(members)[: sum(rank in members for rank in ranks)] for members in classes.values())
     for preferred in (sorted(rank for members in counted for rank in members), sorted(ranks)):
@@ -313,7 +313,7 @@ def _preferred_orders(ranks: list[int], alike: dict[int, list[int]], any_order: 
 
 
 def _in_class_order(ranks: list[int], ascending: list[int], alike: dict[int, list[int]]) -> list[int]:
-    """Assign the members of each class to its positions in ascending order."""
+    """Fill each class's positions in ``ranks`` with members of that class in ascending order."""
     waiting, result = list(ascending), []
     for rank in ranks:
         next_rank = next(candidate for candidate in waiting if candidate in alike[rank])

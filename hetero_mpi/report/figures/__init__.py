@@ -1,1 +1,1 @@
-"""Figures drawn by matplotlib in one style. Import these modules only to draw, as matplotlib loads slowly."""
+"""Figures in a common style. Import these modules only when drawing, since they load matplotlib, which is slow."""

@@ -1,4 +1,4 @@
-"""Architecture figure of a plan: hosts, devices, layers per stage, pipelines, links, and idle ranks.
+"""Draw the architecture of a plan: hosts, devices, layers per stage, pipelines, links and idle ranks.
 
 ::
 
@@ -8,8 +8,8 @@
     | [blocks 0-3     ]    [blocks 4 ] |   0.2 ms    | [blocks 5, head ] |
     +----------------------------------+             +-------------------+
 
-Tensor-parallel ranks are side by side in the box of their stage, each with its shard.
-A pipeline is a strip; long strips continue in the next row, and short strips share a row.
+Tensor-parallel ranks are drawn side by side in the box of their stage, each with its shard.
+Each pipeline is a strip; long strips continue in the next row, and short strips share a row.
 """
 
 import textwrap
@@ -28,26 +28,26 @@ from hetero_mpi.report.profile_text import place_text
 from hetero_mpi.util import units
 
 MAX_ROW_WIDTH = 1080.0
-"""Maximum width of a row in pixels, the width of the report page."""
+"""Maximum width of a row in pixels, which is the width of the report page."""
 _BOX_WIDTH, _BOX_HEIGHT = 172.0, 104.0
 _MEMBER_SIZE = 240.0
-"""Pixels per tensor-parallel rank in the box of its stage, if it fits."""
+"""Preferred width in pixels of a tensor-parallel rank in the box of its stage."""
 _GAP_SIZE = 74.0
-"""Pixels between two boxes, for an arrow and its labels."""
+"""Gap in pixels between two boxes, for an arrow and its labels."""
 _PADDING_SIZE = 10.0
-"""Pixels between a host's box and its inner boxes."""
+"""Padding in pixels between a host's box and the boxes inside it."""
 _HEADER_SIZE = 20.0
-"""Pixels at the top of a host's box for its name."""
+"""Height in pixels of a host's name at the top of its box."""
 _MARGIN_SIZE = 24.0
 _ROW = _BOX_HEIGHT + _HEADER_SIZE + 2 * _PADDING_SIZE
 _IDLE_WIDTH, _IDLE_HEIGHT = 412.0, 60.0
 _MAX_DIRECTION_RATIO = 0.1
-"""Relative difference above which the two directions of a link are labelled separately."""
+"""Relative difference in bandwidth above which the two directions of a link are labelled separately."""
 
 
 @dataclass(frozen=True)
 class _StageBox:
-    """A pipeline stage on ``rank``, or on the tensor-parallel group that ``rank`` leads."""
+    """The box of a pipeline stage on ``rank``, or on the tensor-parallel group that ``rank`` leads."""
 
     number: int
     stage: StagePlan
@@ -64,7 +64,7 @@ class _StageBox:
 def architecture(
     report: PlanReport, profile: ClusterProfile, title: str, busy: Mapping[int, float] | None = None
 ) -> Figure:
-    """Draw a plan. ``title``: name of the job. ``busy``: rank -> share of the predicted step in which it computes."""
+    """Draw a plan. ``busy`` maps each rank to the fraction of the predicted step during which it computes."""
     plan, sheet = report.plan, Sheet()
     y = _heading(sheet, report, profile, title)
     colours = host_colours([device.host for device in profile.devices])
@@ -130,7 +130,7 @@ def _pipeline_label(index: int, pipeline: PipelinePlan, plan: Plan) -> str:
 
 
 def _rows(boxes: Sequence[_StageBox]) -> list[list[_StageBox]]:
-    """Divide the boxes of a strip into rows that fit the page."""
+    """Split the boxes of a strip into rows that fit on the page."""
     rows: list[list[_StageBox]] = [[]]
     for box in boxes:
         if rows[-1] and _row_width([*rows[-1], box]) > MAX_ROW_WIDTH - 2 * _MARGIN_SIZE - 40:
@@ -146,7 +146,7 @@ def _row_width(row: Sequence[_StageBox]) -> float:
 
 @dataclass
 class _Painter:
-    """Draws strips and idle ranks."""
+    """Draws pipelines and idle ranks on a sheet."""
 
     sheet: Sheet
     report: PlanReport
@@ -155,7 +155,7 @@ class _Painter:
     busy: Mapping[int, float]
 
     def strip(self, rows: Sequence[Sequence[_StageBox]], x: float, y: float) -> float:
-        """Draw one pipeline from its upper left corner, and return its lower edge."""
+        """Draw the rows of a pipeline with the upper left corner at (x, y), and return the lower edge."""
         before: _StageBox | None = None
         below = x, y
         for row in rows:
@@ -178,7 +178,7 @@ class _Painter:
         return y - (24 if len(rows) > 1 else 0)
 
     def idle(self, y: float) -> tuple[float, float]:
-        """Draw the idle ranks, and return (lower edge, right edge)."""
+        """Draw the idle ranks from ``y`` downwards, and return (lower edge, right edge)."""
         self.sheet.text(_MARGIN_SIZE, y + 12, "idle according to the plan", 12, "soft")
         y, x, right = y + 20, _MARGIN_SIZE, _MARGIN_SIZE
         for reason, ranks in idle_ranks_by_reason(self.report.idle).items():
@@ -218,7 +218,7 @@ class _Painter:
         self._bars(box.rank, x + 10, y, inside)
 
     def _member(self, stage: StagePlan, index: int, rank: int, x: float, y: float, width: float) -> None:
-        """Draw one tensor-parallel rank, with its shard, in the box of its stage."""
+        """Draw a tensor-parallel rank with its shard inside the box of its stage."""
         device = self.profile.devices[rank]
         share = f"{stage.shares[index]}/{sum(stage.shares)} heads, {100 * stage.share(index):.0f} % of columns"
         share += f", {stage.experts[index]}/{sum(stage.experts)} experts" if stage.experts else ""
@@ -245,7 +245,7 @@ class _Painter:
     def _link(
         self, before: _StageBox, box: _StageBox, begin: float, end: float, y: float, below: tuple[float, float] | None
     ) -> None:  # fmt: skip
-        """Draw the arrow into ``box``. An arrow from the row above starts ``below`` its box and runs between the rows."""
+        """Draw the arrow to ``box``. An arrow from the previous row starts at the point ``below`` and runs between the rows."""
         speed, delay, unlike = self._speed(before.rank, box.rank)
         if below is not None:
             top = y - _BOX_HEIGHT / 2 - _HEADER_SIZE - _PADDING_SIZE - 14
@@ -261,7 +261,7 @@ class _Painter:
         self.sheet.text(middle, y + 16, delay, 10, "soft", "center")
 
     def _speed(self, before: int, after: int) -> tuple[str, str, bool]:
-        """Bandwidth and latency, as text, of the link between two ranks, and whether its two directions differ."""
+        """Return the bandwidth and latency of the link between two ranks, as text, and whether its two directions differ."""
         if before == after:
             return "no message", "", False
         forward_link, backward_link = self.profile.link(before, after), self.profile.link(after, before)
@@ -277,7 +277,7 @@ class _Painter:
 
 
 def _short(layers: str) -> str:
-    """Abbreviate ``embedding, blocks 0-3``."""
+    """Abbreviate a description of layers, such as ``embedding, blocks 0-3``."""
     if layers.startswith("embedding") and layers.endswith("head"):
         return "the whole model"
     return layers.replace("embedding", "emb.") if len(layers) > 22 else layers

@@ -1,4 +1,4 @@
-"""Line charts of values over steps as SVG, 30 times as fast as matplotlib, since the live page redraws twice a second."""
+"""Draw line charts over steps as SVG. This is 30 times as fast as matplotlib, since the live page redraws twice a second."""
 
 import math
 import statistics
@@ -14,32 +14,32 @@ from matplotlib.ticker import MaxNLocator
 from hetero_mpi.report.figures.style import FONTS, far_apart
 
 MAX_POINTS = 400
-"""Maximum points per series; longer series are drawn as means of neighbouring points."""
+"""Maximum number of points per series. In longer series, neighbouring points are averaged."""
 _ROUND = [1, 2, 2.5, 5, 10]
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM, _BETWEEN = 460, 250, 64, 446, 34, 214, 18
-"""Pixels: size of a chart, edges of its axes, and gap between two axes."""
+"""Size of a chart, edges of its axes, and gap between two axes, in pixels."""
 
 
 @dataclass(frozen=True)
 class Series:
-    """A line of a chart: label, points and colour."""
+    """A line of a chart, with its label, points and colour."""
 
     name: str
     points: tuple[tuple[float, float], ...]
     colour: str
-    """Colour role of the style."""
+    """Colour role (see ``style``)."""
     dots: bool = False
-    """Mark the points; for series of few points."""
+    """Whether to mark the points, for series with few points."""
     dashed: bool = False
 
 
 _Shown = tuple[Series, list[tuple[float, float]]]
-"""A series, and its drawn points."""
+"""A series, and the points of it that are drawn."""
 
 
 @dataclass(frozen=True)
 class StepMark:
-    """An event after a step, drawn as a vertical line with the tooltip ``text``."""
+    """An event after a step, which is drawn as a vertical line with the tooltip ``text``."""
 
     step: float
     text: str
@@ -47,7 +47,7 @@ class StepMark:
 
 
 def plain(value: float) -> str:
-    """Format an axis value."""
+    """Format the value of a tick label."""
     return f"{value:,.10g}"
 
 
@@ -55,13 +55,13 @@ def line_chart(
     label: str, series: Sequence[Series], y_text: Callable[[float], str] = plain, from_zero: bool = False,
     marks: Sequence[StepMark] = (),
 ) -> Markup | None:  # fmt: skip
-    """Draw the finite values of ``series``; returns None without any.
+    """Draw the finite values of ``series``, or return None if there are none.
 
     Args:
         label: label of the y axis, with its unit.
-        y_text: formats a value of the y axis.
-        from_zero: start the y axis at 0, and draw series of very different size on separate axes.
-        marks: events; those outside the steps of ``series`` are drawn at the edge.
+        y_text: function that formats the tick labels of the y axis.
+        from_zero: start the y axis at 0, and use separate axes if the series have very different magnitudes.
+        marks: events to mark. Those outside the range of steps are drawn at the edge.
     """
     drawn_series = [(line, points) for line in series if (points := _thinned(line.points))]
     if not drawn_series:
@@ -105,7 +105,7 @@ _MIDDLE, _END = 'fill="var(--soft)" text-anchor="middle"', 'fill="var(--soft)" t
 def _axes(
     group: Sequence[_Shown], across: Any, ends: tuple[float, float], y_text: Any, from_zero: bool
 ) -> list[Markup]:
-    """Draw the series that share a y axis, between the pixels ``ends``."""
+    """Draw the series that share a y axis, which extends vertically between the two pixel positions in ``ends``."""
     values = [y for _, points in group for _, y in points]
     ticks = MaxNLocator(5, steps=_ROUND).tick_values(0.0 if from_zero else min(values), max(values))
     heights = np.interp(ticks, (ticks[0], ticks[-1]), ends)
@@ -135,7 +135,7 @@ def _middle(points: Sequence[tuple[float, float]]) -> float:
 
 
 def _thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Reduce to at most ``MAX_POINTS`` finite points."""
+    """Drop non-finite points, and average neighbouring points so that at most ``MAX_POINTS`` remain."""
     finite = [point for point in points if math.isfinite(point[1])]
     size = max(1, -(-len(finite) // MAX_POINTS))
     groups = [finite[first : first + size] for first in range(0, len(finite), size)]

@@ -1,4 +1,4 @@
-"""Figure of a profile: seconds over tokens per layer kind and device, and bandwidth and latency of the links."""
+"""Draw a profile: time over tokens for each layer kind and device, and the bandwidth and latency of the links."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -17,16 +17,16 @@ from hetero_mpi.report.profile_text import distinct_devices
 from hetero_mpi.util import units
 
 LINES = tuple(COLOURS[role][0] for role in ("accent", "warm", "good", "violet", "alert", "soft"))
-"""Colours of the devices' curves; further devices share one colour."""
+"""Colours of the devices' curves. If there are more devices, the remaining ones share the last colour."""
 MAX_LAYER_KINDS = 4
-"""Maximum number of layer kinds to draw, in the order of the model."""
+"""Maximum number of layer kinds to draw, in the order in which they occur in the model."""
 MAX_LABELLED_RANKS = 8
-"""Maximum number of ranks of a heat map with numbers in its cells."""
+"""Maximum number of ranks for which heat maps have numbers in their cells."""
 
 
 @drawn
 def profile_picture(profile: ClusterProfile) -> Figure:
-    """Draw the curves of the devices, and heat maps of the links below."""
+    """Draw the curves of the devices and, below them, heat maps of the links."""
     kinds = list(dict.fromkeys(layer.kind for layer in profile.model.layers))[:MAX_LAYER_KINDS]
     heights = [4.4, 5.2][: 2 if profile.links else 1]
     figure = Figure(figsize=(max(12.0, 4.4 * len(kinds)), sum(heights) + 0.5), dpi=72, layout="constrained")
@@ -55,7 +55,7 @@ def profile_picture(profile: ClusterProfile) -> Figure:
 
 
 def _draw_curves(axes: Axes, kind: str, devices: Sequence[tuple[str, DeviceProfile]]) -> None:
-    """Draw forward (solid) and backward (dashed) curves, with timed medians as points and quartiles as error bars."""
+    """Draw the forward (solid) and backward (dashed) curves of one layer kind for all devices."""
     for index, (name, device) in enumerate(devices):
         colour = LINES[min(index, len(LINES) - 1)]
         has_own_colour = len(devices) <= len(LINES) or index < len(LINES) - 1
@@ -77,7 +77,7 @@ def _draw_curves(axes: Axes, kind: str, devices: Sequence[tuple[str, DeviceProfi
 
 
 def _apart(counts: Sequence[int]) -> list[int]:
-    """Select counts whose labels do not overlap on a logarithmic axis."""
+    """Select the token counts whose labels do not overlap on a logarithmic axis."""
     selected: list[int] = []
     least = max(1.6, (counts[-1] / counts[0]) ** 0.2)
     for count in counts:
@@ -87,7 +87,7 @@ def _apart(counts: Sequence[int]) -> list[int]:
 
 
 def _draw_curve(axes: Axes, curve: Curve, colour: str, line: str, label: str | None) -> None:
-    """Draw the planner's curve, and the timed medians with their quartiles."""
+    """Draw the planner's curve, and the timed medians as points with quartiles as error bars."""
     if min(curve.seconds) <= 0:  # a logarithmic axis has no zero
         return
     tokens = np.geomspace(curve.tokens[0], curve.tokens[-1], 33)
@@ -107,7 +107,7 @@ def _heat_map(
     part: SubFigure, axes: Axes, count: int, values: Mapping[tuple[int, int], float], title: str, colours: str,
     text: Callable[[float], str],
 ) -> None:  # fmt: skip
-    """Draw a cell per directed link, sender by receiver, with logarithmic colours unless all values are equal."""
+    """Draw a heat map of directed links, by sender and receiver, with a logarithmic colour scale unless values are equal."""
     cells = np.full((count, count), np.nan)
     for pair, value in values.items():
         cells[pair] = value if math.isfinite(value) and value > 0 else np.nan  # missing and unlimited values stay white

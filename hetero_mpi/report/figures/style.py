@@ -1,7 +1,7 @@
-"""Style of all figures: colours, sizes in pixels, and output to files and pages.
+"""The style of all figures: colours, sizes in pixels, and output to files and HTML pages.
 
-A colour role (``ink``, ``faint``, ``host-2``) has a value for light and one for dark backgrounds. Files are light. On a page, roles
-are CSS variables, so that figures follow the reader's colour scheme.
+Each colour role (``ink``, ``faint``, ``host-2``) has a colour for light and one for dark backgrounds. Files use the light colours.
+On a page, roles are CSS variables, so that figures follow the reader's colour scheme.
 """
 
 import io
@@ -56,7 +56,7 @@ COLOURS: dict[str, tuple[str, str]] = {
     "host-6": ("#f4f4e2", "#32321f"),
     "host-7": ("#f0f0f0", "#2b2b2e"),
 }
-"""Role -> (colour on light, colour on dark). Light colours are unique, since pages look up the role by the light colour."""
+"""Maps roles to colours on (light, dark) backgrounds. Light colours are unique, since pages look up the role by them."""
 NUM_HOST_COLOURS = 8
 INK, SOFT, FAINT, PAPER = (COLOURS[role][0] for role in ("ink", "soft", "faint", "paper"))
 STYLE: Any = {
@@ -93,23 +93,23 @@ STYLE: Any = {
     "svg.fonttype": "none",
 }
 drawn = matplotlib.rc_context(STYLE)
-"""Decorator of drawing functions that applies this style, regardless of the program's matplotlib settings."""
+"""Decorator for drawing functions that applies this style, regardless of other matplotlib settings in the program."""
 PNG_SCALE_FACTOR = 2
-"""Pixels of a PNG per pixel of a figure."""
+"""Number of PNG pixels per pixel of a figure."""
 _MAX_AXIS_RATIO = 3.0
-"""Ratio of values above which they are drawn on separate axes."""
+"""Ratio of the largest to the smallest value above which separate axes are used."""
 _MARGIN_SIZE = 10
-"""Pixels around the figure in a file."""
+"""Margin in pixels around a figure in a file."""
 FONTS = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif"
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """Create an empty figure of this size in pixels, without pyplot, which needs a display and global state."""
+    """Create an empty figure of this size in pixels, without pyplot, which uses a display and global state."""
     return Figure(figsize=(width / 72, height / 72))
 
 
 def panel(figure: Figure, left: float, top: float, right: float, bottom: float) -> Axes:
-    """Add axes at these distances in pixels from the edges of the figure."""
+    """Add axes to a figure at these distances, in pixels, from its edges."""
     width, height = figure.bbox.width, figure.bbox.height
     return figure.add_axes(
         (left / width, bottom / height, (width - left - right) / width, (height - top - bottom) / height)
@@ -117,12 +117,12 @@ def panel(figure: Figure, left: float, top: float, right: float, bottom: float) 
 
 
 def far_apart(values: Sequence[float]) -> bool:
-    """Whether the values are too different for a common axis."""
+    """Return whether the values differ too much to share an axis."""
     return bool(values) and max(values) > _MAX_AXIS_RATIO * min(values) > 0
 
 
 def host_colours(hosts: list[str]) -> Mapping[str, str]:
-    """Assign colour roles to hosts, in the order of ``hosts``."""
+    """Assign a colour role to each host, in order of first occurrence."""
     return {host: f"host-{index % NUM_HOST_COLOURS}" for index, host in enumerate(dict.fromkeys(hosts))}
 
 
@@ -132,14 +132,14 @@ def _font(size: float, bold: bool) -> FontProperties:
 
 
 def width_of(text: str, size: float, bold: bool = False) -> float:
-    """Width of ``text`` in pixels in the font of files; browser fonts have nearly the same width."""
+    """Return the width of ``text`` in pixels in the font used for files. Browser fonts have nearly the same width."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # missing glyphs
         return float(text_to_path.get_text_width_height_descent(text, _font(size, bold), False)[0])
 
 
 def fitted(text: str, size: float, width: float, bold: bool = False) -> str:
-    """Shorten ``text`` to at most ``width`` pixels."""
+    """Truncate ``text`` to at most ``width`` pixels, including an ellipsis."""
     if width_of(text, size, bold) <= width:
         return text
     while text and width_of(text + "…", size, bold) > width:
@@ -148,7 +148,7 @@ def fitted(text: str, size: float, width: float, bold: bool = False) -> str:
 
 
 class Sheet:
-    """Figure of boxes, texts and lines, in pixels from the upper left corner; later elements cover earlier ones."""
+    """A figure of boxes, text and arrows. Positions are in pixels from the upper left; later elements cover earlier ones."""
 
     def __init__(self) -> None:
         self.figure = new_figure(1, 1)
@@ -160,7 +160,7 @@ class Sheet:
         self, x: float, y: float, width: float, height: float, fill: str, edge: str | None = None,
         radius: float = 6, dashed: bool = False, title: str | None = None,
     ) -> None:  # fmt: skip
-        """Draw a box. ``title``: tooltip in a browser."""
+        """Draw a box. ``title`` is its tooltip in a browser."""
         style = f"round,pad=0,rounding_size={min(radius, width / 2, height / 2)}"
         line = COLOURS[edge][0] if edge else "none"
         look: dict[str, Any] = {
@@ -176,18 +176,18 @@ class Sheet:
         self, x: float, y: float, text: str, size: float = 12, colour: str = "ink", anchor: str = "left", bold: bool = False,
         width: float | None = None,
     ) -> None:  # fmt: skip
-        """Draw a text, shortened to ``width``. ``y``: position of the baseline. ``anchor``: ``left``, ``center`` or ``right``."""
+        """Draw ``text`` with the baseline at ``y``, truncated to ``width``. ``anchor`` is ``left``, ``center`` or ``right``."""
         text = text if width is None else fitted(text, size, width, bold)
         look: dict[str, Any] = {"size": size, "color": COLOURS[colour][0], "weight": "bold" if bold else "normal"}
         self._above(self._axes.text(x, y, text, ha=anchor, va="baseline", **look))
 
     def arrow(self, *corners: tuple[float, float], colour: str = "accent") -> None:
-        """Draw an arrow from the first corner to the last."""
+        """Draw an arrow along ``corners``, with its head at the last one."""
         look: dict[str, Any] = {"arrowstyle": "-|>", "mutation_scale": 9, "shrinkA": 0, "shrinkB": 0, "linewidth": 1.4}
         self._axes.add_patch(self._above(FancyArrowPatch(path=MplPath(corners), color=COLOURS[colour][0], **look)))
 
     def finished(self, width: float, height: float) -> Figure:
-        """Return the figure with this size."""
+        """Set the size of the figure in pixels, and return it."""
         self.figure.set_size_inches(width / 72, height / 72)
         self._axes.set(xlim=(0, width), ylim=(height, 0))
         return self.figure
@@ -201,7 +201,7 @@ class Sheet:
 def add_bars(
     axes: Axes, bars: Sequence[tuple[float, float, float, float]], titles: Sequence[str], role: str, edge: float = 0
 ) -> None:
-    """Draw bars (left, right, top, bottom) of one colour, with edges of ``edge`` pixels and tooltips ``titles``."""
+    """Draw bars, given as (left, right, top, bottom), in one colour, with edges of ``edge`` pixels and tooltips ``titles``."""
     corners = [((left, top), (right, top), (right, bottom), (left, bottom)) for left, right, top, bottom in bars]
     # At least two titles, as matplotlib treats a collection with one as markers, without titles.
     look: dict[str, Any] = {"facecolors": COLOURS[role][0], "edgecolors": PAPER if edge else "none", "linewidths": edge}
@@ -219,7 +219,7 @@ def svg(figure: Figure, label: str, page: bool = False) -> str:
 
     Args:
         label: description for screen readers.
-        page: use the CSS variables of a page (``palette_css``) as colours, instead of colours for a light background.
+        page: use a page's CSS variables (``palette_css``) as colours, instead of the colours for a light background.
     """
     out = io.StringIO()
     _render(figure, out, "svg", label, 0 if page else _MARGIN_SIZE)
@@ -242,7 +242,7 @@ def svg(figure: Figure, label: str, page: bool = False) -> str:
 
 
 def save(figure: Figure, path: Path, label: str) -> Path:
-    """Write a figure in the format of the file suffix. Raises UserError: write_errors fails."""
+    """Write a figure in the format given by the file suffix. Raises UserError if the file cannot be written."""
     with write_errors(path, "choose another path with -o or --run-dir"):
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.suffix == ".svg":
@@ -253,7 +253,7 @@ def save(figure: Figure, path: Path, label: str) -> Path:
 
 
 def palette_css() -> str:
-    """CSS variables of the colour roles, for light and dark backgrounds."""
+    """Return CSS that defines the colour roles as variables, for light and dark backgrounds."""
 
     def variables(which: int) -> str:
         return "".join(f"--{role}:{pair[which]};" for role, pair in COLOURS.items())

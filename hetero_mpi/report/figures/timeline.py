@@ -1,6 +1,6 @@
-"""The timeline of a step: a lane per rank, with tall bars for computing and thin ones below for messages and gradient all-reduces.
+"""Draw the timeline of a step: a lane per rank, with tall bars for computation and thin bars for messages and all-reduces.
 
-Predicted and measured steps are drawn alike, one above the other on one time axis.
+Predicted and measured steps are drawn in the same way, one above the other on a common time axis.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,12 +17,12 @@ from hetero_mpi.util import units
 
 WIDTH, LEFT, RIGHT = 1080, 184, 14
 MAX_LANES = 48
-"""Maximum number of ranks on a page."""
+"""Maximum number of ranks to draw on a page."""
 _LANE, _THIN_LANE = 32, 20
 _MIN_THIN_LANES = 12
-"""Number of ranks from which lanes are thin."""
+"""Number of ranks from which lanes are drawn thinner."""
 _MAX_NUMBERED_BARS = 800
-"""Maximum number of bars labelled with micro-batch numbers."""
+"""Number of bars of one colour above which they are not labelled with micro-batch numbers."""
 _MIN_BAR_WIDTH = 0.35
 """Minimum width of a bar in pixels; narrower bars are merged with the previous bar."""
 _STROKE = "\N{PRIME}"
@@ -37,17 +37,17 @@ KINDS: dict[Op, tuple[str, str]] = {
     Op.SEND_B: ("message transfer", "send"),
     Op.REDUCE: ("gradient all-reduce", "all-reduce"),
 }
-"""Operation -> (name, colour role). Receives are not drawn, so that waiting stays white."""
+"""Maps operations to (name, colour role). Receives are not drawn, so that waiting stays white."""
 EXCHANGE = ("tensor-parallel communication", "exchange")
-"""Name and colour role of tensor-parallel communication, drawn after the computation of each action."""
+"""Name and colour role of tensor-parallel communication, which is drawn after the computation of each action."""
 _PLACES = {"send": (0.74, 0.1), "all-reduce": (0.86, 0.1)}
 _COMPUTING = (0.06, 0.62)
-"""(top, height) of computation bars within a lane."""
+"""(top, height) of computation bars, as fractions of the lane height."""
 
 
 @dataclass(frozen=True)
 class Panel:
-    """A step to draw."""
+    """A step to draw, with its title."""
 
     title: str
     events: Sequence[Event]
@@ -55,7 +55,7 @@ class Panel:
 
 @drawn
 def timeline(panels: Sequence[Panel], labels: Mapping[int, str], most_lanes: int | None = None) -> Figure:
-    """Draw all panels, with ranks in the order of their first stage. ``labels``: rank -> device name."""
+    """Draw the panels, with ranks in the order of their first stage. ``labels`` maps ranks to device names."""
     ranks = _in_order([event for part in panels for event in part.events])
     shown_ranks = ranks[:most_lanes]
     lane = _LANE if len(shown_ranks) < _MIN_THIN_LANES else _THIN_LANE
@@ -99,7 +99,7 @@ def timeline(panels: Sequence[Panel], labels: Mapping[int, str], most_lanes: int
 
 
 def _in_order(events: Sequence[Event]) -> list[int]:
-    """Sort ranks by their first stage."""
+    """Return the ranks of the events, sorted by their first stage."""
     first: dict[int, int] = {}
     for event in events:
         first[event.rank] = min(first.get(event.rank, event.action.stage), event.action.stage)
@@ -107,7 +107,7 @@ def _in_order(events: Sequence[Event]) -> list[int]:
 
 
 def _turns(events: Sequence[Event]) -> dict[int, int]:
-    """Stage -> number of earlier stages of its rank."""
+    """Map each stage to the number of earlier stages on the same rank."""
     stages_by_rank: dict[int, set[int]] = {}
     for event in events:
         stages_by_rank.setdefault(event.rank, set()).add(event.action.stage)
@@ -117,7 +117,7 @@ def _turns(events: Sequence[Event]) -> dict[int, int]:
 def _draw_bars(
     axes: Axes, ranks: Sequence[int], events: Sequence[Event], scale: float, turns: Mapping[int, int] | None
 ) -> None:
-    """Draw all lanes. ``scale``: pixels per second; ``turns``: from ``_turns``, or None to omit numbers from bars."""
+    """Draw all lanes at ``scale`` pixels per second. ``turns`` is the result of ``_turns``, or None to draw no numbers in bars."""
     coloured = dict[str, dict[int, list[Event]]]()
     for event, exchanges in in_parts(events):
         if event.rank in ranks and event.action.op in KINDS:
@@ -151,7 +151,7 @@ def _draw_bars(
 
 
 def _joined(events: Sequence[Event], least_s: float) -> list[tuple[float, float, Event | None]]:
-    """Compute bars as (begin, end, event), merging bars that are too short and close together into one without an event."""
+    """Compute bars as (begin, end, event). Short bars that are close together are merged into one whose event is None."""
     bars: list[tuple[float, float, Event | None]] = []
     for event in sorted(events, key=lambda event: event.start_s):
         if bars:

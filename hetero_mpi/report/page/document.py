@@ -1,6 +1,6 @@
-"""The page of a run: its parts in order, as a file (``report.html``) or served one by one to the live page.
+"""Render the page of a run: as a file (``report.html``), or part by part for the live page.
 
-One column, light or dark by the reader's system setting (``page.css``).
+The page has one column, and is light or dark depending on the reader's system setting (``page.css``).
 """
 
 import datetime
@@ -25,7 +25,7 @@ from hetero_mpi.util.disk import write_atomic, write_errors
 _TEMPLATES = jinja2.Environment(
     loader=jinja2.PackageLoader("hetero_mpi.report", "page"), autoescape=True, undefined=jinja2.StrictUndefined
 )
-"""Escapes all text, so that names of devices and jobs cannot become markup."""
+"""The page templates. All text is escaped, so that names of devices and jobs cannot become markup."""
 _TEMPLATES.filters["unbroken"] = unbroken
 _TEMPLATES.globals.update(units=units, moment=sections.moment, place_text=place_text)
 SECTIONS = (
@@ -35,14 +35,14 @@ SECTIONS = (
 
 
 def draw_part(macro: str, *values: Any) -> Markup:
-    """Render a part of the page with a macro of ``page.html``."""
+    """Render a part of the page by calling a macro of ``page.html``."""
     return Markup(getattr(_TEMPLATES.get_template("page.html").module, macro)(*values))
 
 
 def page_parts(run: PastRun, drawn: Mapping[str, Markup] = MappingProxyType({})) -> dict[str, Markup]:
-    """Render the parts of the page, in order, by name; a part without data is empty.
+    """Render the parts of the page, in order, by name. A part with no data is empty.
 
-    ``drawn``: parts to reuse, since rendering them is slow.
+    ``drawn`` contains parts that are already rendered and can be reused, since rendering is slow.
     """
     parts = {
         "header": draw_part("header", run, about(run)),
@@ -56,12 +56,12 @@ def page_parts(run: PastRun, drawn: Mapping[str, Markup] = MappingProxyType({}))
 
 
 def live_page() -> str:
-    """Render the page without its parts, which its script requests and inserts."""
+    """Render the page without its parts, which its script fetches and inserts."""
     return draw_part("page", None, {}, True, Markup(palette_css()), "")
 
 
 def report_html(run: PastRun, linked: bool = False) -> str:
-    """Render the page of a run as self-contained HTML. ``linked``: link to the files of the run directory."""
+    """Render the page of a run as self-contained HTML. If ``linked``, it links to the files in the run directory."""
     parts = page_parts(run)
     now = datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="minutes")
     if run.present is not None and run.present.alive and not run.over:
@@ -74,7 +74,7 @@ def report_html(run: PastRun, linked: bool = False) -> str:
 
 
 def write_report(run: PastRun, path: Path) -> Path:
-    """Write the page atomically. Raises UserError: write_errors fails."""
+    """Write the page of a run atomically. Raises UserError if the file cannot be written."""
     page = report_html(run, linked=path.resolve().parent == run.directory.resolve())
     with write_errors(path):  # JSON text may contain a lone surrogate
         write_atomic(path, page.encode(errors="backslashreplace"))
@@ -103,7 +103,7 @@ def about(run: PastRun) -> str:
 
 
 def key_figures(run: PastRun) -> list[tuple[str, str, str]]:
-    """Key figures at the top of the page: (name, value, remark)."""
+    """Return the key figures at the top of the page, as (name, value, remark)."""
     figures = []
     steps, evaluations = run.metrics.steps, run.metrics.evaluations
     if steps and run.last_step and not run.over:

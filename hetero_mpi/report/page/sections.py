@@ -1,4 +1,4 @@
-"""Sections of the page of a run, built from a ``PastRun``; empty without data. ``page.html`` lays them out."""
+"""Build the sections of a run's page from a ``PastRun``. A section with no data is empty; ``page.html`` lays sections out."""
 
 import datetime
 from collections.abc import Callable, Mapping, Sequence
@@ -47,7 +47,7 @@ MARKS_NOTE = (
     "events at the end of this page."
 )
 _LOSSES = ("ranks-lost", "silent", "broken", "memory")
-"""Events of a loss; a later start, or an event of ``_GOING_ON``, has the step at which the run continued."""
+"""Events that report a loss. The next start or event in ``_GOING_ON`` tells the step from which the run continued."""
 _GOING_ON = ("recovered", "first-step")
 SPENT = (
     ("computing_s", "computing", "forward"),
@@ -59,8 +59,8 @@ SPENT = (
     ("group_wait_s", "waiting in the TP group", "faint"),
     ("end_s", "waiting for the batch and other ranks", "send"),
 )
-"""(field of Usage or a part of it, name, colour role). The rank of a TP group with the least communication time is assumed not to
-have waited for its peers."""
+"""Activities as (field of ``_shares_of_time``, name, colour role). The rank of a TP group with the least communication time is
+assumed not to have waited for its peers."""
 _MAX_LINKS = 40
 FILES = {
     "model": "trained model, for AutoModelForCausalLM.from_pretrained",
@@ -74,21 +74,21 @@ FILES = {
     "profile.toml": "measured devices and links, for --profile",
     "logs": "output of each rank",
 }
-"""File or directory of a run directory -> its content."""
+"""Maps the files and directories of a run directory to descriptions."""
 
 
 @dataclass(frozen=True)
 class Section:
-    """A heading and its contents, in this order."""
+    """A section of the page. Its contents appear in the order of the fields."""
 
     title: str
     note: str = ""
     times: bool = False
-    """Whether it contains times, which are labelled if emulated."""
+    """Whether the section contains times, which are labelled if they are emulated."""
     charts: Sequence[Markup] = ()
-    """Figures side by side, scaled to the page."""
+    """Figures shown side by side, scaled to fit the page."""
     picture: Markup | None = None
-    """Figure of fixed size, which scrolls if wider than the page."""
+    """Figure of fixed size, which scrolls if it is wider than the page."""
     table: Table | None = None
     remarks: Sequence[str] = ()
     points: Sequence[str] = ()
@@ -101,18 +101,17 @@ class Section:
 
 
 def job(run: PastRun) -> Section:
-    """The job: method, model, data, optimizer."""
+    """Summarise the job: method, model, data, optimizer and other settings."""
     rows = job_rows(run.job, run.profile.model.dtype if run.profile is not None else "")
     return Section("Job", table=Table.of_texts(("", "setting"), rows))
 
 
 def sample(run: PastRun) -> Section:
-    """Sample text of the trained model."""
     return Section("Sample of the trained model", text=run.sample.strip())
 
 
 def marks(run: PastRun) -> list[StepMark]:
-    """Marks of lost ranks and plan changes for charts. A loss is marked at the step from which the run continued."""
+    """Return chart marks for lost ranks and plan changes. A loss is marked at the step from which the run continued."""
     step_marks, loss_texts = [], list[str]()
     for happening in run.happenings:
         resumed = happening.event == "training" and happening.step is not None and happening.step > 0
@@ -128,7 +127,7 @@ def marks(run: PastRun) -> list[StepMark]:
 
 
 def learning(run: PastRun) -> Section:
-    """Charts over steps: training and evaluation loss, learning rate, gradient norm, measured and predicted step time."""
+    """Plot the losses, evaluation accuracy, step time, learning rate and gradient norm over steps, and preference rewards."""
     steps, evaluations, events = run.metrics.steps, run.metrics.evaluations, marks(run)
     expected = [step for step in steps if step.predicted_step_s > 0]
     loss = [
@@ -163,13 +162,13 @@ _REWARDS = {
         "reward_accuracy": ("accuracy", "accent")
     },
 }
-"""Preference charts: label -> metric -> (name, colour)."""
+"""Charts for preference training: maps the label of a chart to its metrics, and each metric to (name, colour)."""
 
 
 def _series(
     steps: Sequence[StepMetrics | Evaluation], labels: Mapping[str, tuple[str, str]], dots: bool = False, dashed: bool = False
 ) -> list[Series]:  # fmt: skip
-    """Series of known metric values over steps. ``labels``: metric -> (name, colour)."""
+    """Return a series of known values over steps for each metric in ``labels``, which maps metrics to (name, colour)."""
     series = []
     for key, (name, colour) in labels.items():
         points = tuple((step.step, value) for step in steps if (value := getattr(step, key)) is not None)
@@ -178,7 +177,7 @@ def _series(
 
 
 def usage(run: PastRun) -> Section:
-    """Table with a row per rank: shares of its time by activity, as bar and numbers, and predicted share of computing."""
+    """Build a table with a row per rank: shares of time by activity, as a bar and as numbers, and predicted utilisation."""
     use = run.predicted.use if run.predicted is not None else {}
     shares = _shares_of_time(run, use)
     kinds = [activity for activity in SPENT if any(spent[activity[0]] >= 0.0005 for spent in shares.values())]
@@ -199,7 +198,7 @@ def usage(run: PastRun) -> Section:
 
 
 def _shares_of_time(run: PastRun, ranks: Mapping[int, float]) -> dict[int, dict[str, float]]:
-    """Rank -> share of its time per field of ``SPENT``."""
+    """Map each rank to the shares of its time by activity, under the field names in ``SPENT``."""
     usage_by_rank = {rank: usage for rank, usage in last_usage(run.rank_steps).items() if usage.seconds > 0}
     usage_by_rank = {rank: usage for rank, usage in usage_by_rank.items() if rank in (ranks or [rank])}
     group_of = {rank: stage.ranks for _, _, stage in (run.plan.numbered if run.plan else ()) for rank in stage.ranks}
@@ -213,7 +212,7 @@ def _shares_of_time(run: PastRun, ranks: Mapping[int, float]) -> dict[int, dict[
 
 
 def _bar(shares: Sequence[float], kinds: Sequence[tuple[str, str, str]]) -> Markup:
-    """Draw a bar of shares of time by activity (of ``SPENT``), with tooltips."""
+    """Draw a stacked bar of shares of time by activity (entries of ``SPENT``), with tooltips."""
     part = Markup('<i style="width:{:.1f}%;background:var(--{})" title="{}"></i>')
     pairs = zip(shares, kinds, strict=True)
     parts = [part.format(100 * share, colour, f"{name}: {units.percent(share)}") for share, (_, name, colour) in pairs]
@@ -221,7 +220,7 @@ def _bar(shares: Sequence[float], kinds: Sequence[tuple[str, str, str]]) -> Mark
 
 
 def memory(run: PastRun) -> Section:
-    """Table with a row per rank: predicted and measured peak memory, and memory budget."""
+    """Build a table with a row per rank: predicted and measured peak memory, and memory budget."""
     # An emulated rank holds the small stand-in model, so its memory does not measure this plan.
     usage = {} if run.emulated else last_usage(run.rank_steps)
     peaks = {rank: used.peak_bytes for rank, used in usage.items() if used.peak_bytes}
@@ -242,7 +241,7 @@ def memory(run: PastRun) -> Section:
 
 
 def step(run: PastRun) -> Section:
-    """Timeline of a step, predicted above measured."""
+    """Draw the timeline of a step: the predicted one and, below it, the measured one."""
     panels, measured = [], run.recorded
     if run.predicted is not None:
         panels.append(Panel(f"predicted: {units.seconds(run.predicted.step_s)}", run.predicted.events))
@@ -258,7 +257,7 @@ def step(run: PastRun) -> Section:
 
 
 def links(run: PastRun) -> Section:
-    """Table with a row per directed pair of ranks: bytes per step, and speeds."""
+    """Build a table with a row per directed pair of ranks: messages and bytes per step, and speeds."""
     predicted, profile = run.predicted, run.profile
     if run.plan is None or profile is None or predicted is None:
         return Section("Links")
@@ -299,7 +298,7 @@ def _all_reduce_text(expected: Mapping[int, float], measured: Mapping[int, float
 
 
 def topology(run: PastRun) -> Section:
-    """Architecture figure of the plan."""
+    """Draw the architecture of the plan."""
     figure = None
     if run.report is not None and run.profile is not None:
         figure = architecture(run.report, run.profile, run.name, run.predicted.use if run.predicted is not None else {})
@@ -307,7 +306,7 @@ def topology(run: PastRun) -> Section:
 
 
 def plan(run: PastRun) -> Section:
-    """Stages, reasons and idle ranks of the plan."""
+    """Build the section about the plan: its stages, the reasons for it, and idle ranks."""
     if run.report is None:
         return Section("Plan and reasons")
     stages = stage_table(run.report.plan, run.profile, (), lambda device: f"{device.name}, {device.host}")
@@ -327,7 +326,6 @@ def _reasons(report: PlanReport) -> list[str]:
 
 
 def checkpoints(run: PastRun) -> Section:
-    """Table of the checkpoints."""
     columns = (
         Column("after step", "step"),
         Column("size", "bytes", units.size),
@@ -337,13 +335,13 @@ def checkpoints(run: PastRun) -> Section:
 
 
 def happenings(run: PastRun) -> Section:
-    """Table of starts, recoveries, plan changes and restarts, by time."""
+    """Build a table of the run's events, such as starts, lost ranks and plan changes, in chronological order."""
     columns = Column("time", "unix_s", moment, align_left=True), Column("event", "event"), Column("", "text")
     return Section("Events", table=Table(columns, run.happenings))
 
 
 def files(run: PastRun, linked: bool) -> Section:
-    """Table of the files of the run, with links if the page is in the run directory."""
+    """Build a table of the run's files, with links to them if ``linked``."""
     name = Markup('<a href="{0}">{0}</a>') if linked else Markup("{0}")
 
     def size(file: str) -> int | None:
@@ -355,7 +353,7 @@ def files(run: PastRun, linked: bool) -> Section:
 
 
 def next_commands(run: PastRun) -> Section:
-    """Suggested next commands."""
+    """List suggested next commands."""
     return Section("Next steps", points=[Markup("<code>{}</code><br>{}").format(*pair) for pair in next_steps(run)])
 
 
@@ -364,7 +362,7 @@ def _picture(figure: Figure | None, label: str) -> Markup | None:
 
 
 def moment(unix_s: float) -> str:
-    """Format as local time; a number outside the calendar is shown as a number."""
+    """Format a Unix timestamp as local time, or as a number of seconds if it is not a valid date."""
     try:
         return datetime.datetime.fromtimestamp(unix_s).strftime("%Y-%m-%d %H:%M:%S")
     except (ValueError, OverflowError, OSError):
