@@ -259,7 +259,7 @@ def _prepare_thread() -> None:
     """Start MPI on the main thread, for use by the run's thread. Collective. Raises UserError if MPI does not allow this."""
     with collective() as world:
         close_at_exit()
-        with world.collective_errors("beginning a run"):
+        with world.collective_errors("starting a run"):
             if world.thread_level in ("single", "funneled"):
                 raise UserError(
                     "mpi.thread_level",

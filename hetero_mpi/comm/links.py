@@ -285,7 +285,7 @@ def fit_line(sample_bytes: Sequence[float], sample_s: Sequence[float]) -> tuple[
     because noise alone can produce lines with a tiny or negative slope.
     """
     sizes, seconds = np.asarray(sample_bytes, np.float64), np.asarray(sample_s, np.float64)
-    assert sizes.size == seconds.size > 0 and bool(np.all(seconds > 0)), "samples must be positive seconds"
+    assert sizes.size == seconds.size > 0 and bool(np.all(seconds > 0)), "samples must be positive times in seconds"
     weights = 1 / seconds
     if np.ptp(sizes) == 0:
         return _fit_without_latency(sizes, seconds)

@@ -190,7 +190,7 @@ def _add_generate(commands: Commands) -> None:
     most = "maximum number of new tokens (default: 128, or the model's context length)"
     add("--max-new-tokens", type=int, metavar="N", help=most)
     add("--temperature", type=float, default=0.0, metavar="T", help="0 (default): greedy decoding")
-    fewest = "nucleus sampling: the fewest tokens whose probabilities sum to P"
+    fewest = "nucleus sampling: sample from the fewest tokens whose probabilities sum to at least P"
     add("--top-p", type=float, default=1.0, metavar="P", help=fewest)
     add("--seed", type=int, default=0, metavar="N", help="random seed for sampling (default 0)")
     add("--raw", action="store_true", help="do not apply the chat template to the prompt")
@@ -211,7 +211,7 @@ def _add_serve(commands: Commands) -> None:
     add("--keys", type=Path, metavar="FILE", help="file with additional API keys: a client name and a key per line")
     adapter = "also serve an adapter of the same base model as the model NAME; may be repeated"
     add("--adapter", dest="adapters", action="append", default=[], metavar="NAME=RUN_OR_DIR", help=adapter)
-    context = "maximum tokens of a request with its answer (default: the model's context length, if memory allows)"
+    context = "maximum tokens in a request and its answer (default: the model's context length if memory allows)"
     add("--context", type=int, metavar="N", help=context)
     parallel = "maximum number of concurrent requests (default %(default)s)"
     add("--parallel", type=int, default=8, metavar="N", help=parallel)
@@ -227,7 +227,7 @@ def _add_evaluate(commands: Commands) -> None:
     limit = "maximum number of sequences per set (default 1000), or of examples per task"
     add("--limit", type=int, metavar="N", help=limit)
     add("-o", "--output", type=Path, metavar="DIR", help="directory for the results (default: the run directory)")
-    parallel = "maximum number of texts evaluated concurrently (default %(default)s)"
+    parallel = "maximum number of sequences evaluated concurrently (default %(default)s)"
     add("--parallel", type=int, default=8, metavar="N", help=parallel)
     harness_options = 'additional options for lm-evaluation-harness, e.g. --lm-eval-args="--num_fewshot 5"'
     add("--lm-eval-args", default="", metavar="TEXT", help=harness_options)
@@ -236,7 +236,7 @@ def _add_evaluate(commands: Commands) -> None:
 def _add_listening(add: Add, address: str, token: str) -> None:
     add("--host", default="127.0.0.1", metavar="ADDRESS", help=address)
     add("--token", metavar="TEXT", help=token)
-    allowed = "also accept requests for this host name, such as behind a proxy; may be repeated"
+    allowed = "also accept requests for this host name, for example behind a proxy; may be repeated"
     add("--allow-host", action="append", default=[], metavar="NAME", help=allowed)
 
 
@@ -248,7 +248,7 @@ def add_launch_options(parser: argparse.ArgumentParser) -> None:
     hosts.add_argument("--hostfile", metavar="FILE", help="machines, one per line: `name slots=2` or `name:2`")
     hosts_toml = "hosts file (TOML) for mixed machines, each with its own Python, device and directory"
     hosts.add_argument("--hosts", metavar="FILE", help=hosts_toml)
-    add("--print", dest="print_only", action="store_true", help="print the command line, run nothing")
+    add("--print", dest="print_only", action="store_true", help="print the command line without running it")
     add("--verbose", action="store_true", help="show the command line, and the reasons for its options")
     mpirun_options = 'additional options for the launcher, e.g. --mpirun-args="--tag-output"'
     add("--mpirun-args", default="", metavar="TEXT", help=mpirun_options)
@@ -268,16 +268,16 @@ def add_launch_options(parser: argparse.ArgumentParser) -> None:
             "--heartbeat-timeout",
             HEARTBEAT_TIMEOUT_S,
             "SECONDS",
-            "silence after which a machine is lost",
+            "silence after which a machine counts as lost",
         ),
-        ("probe_timeout_s", "--probe-timeout", PROBE_TIMEOUT_S, "SECONDS", "maximum wait for machines before a start"),
+        ("probe_timeout_s", "--probe-timeout", PROBE_TIMEOUT_S, "SECONDS", "longest wait for machines before a start"),
     ):
         help_text = f"{text} (default %(default)g)"
         group.add_argument(option, dest=field, type=type(default), default=default, metavar=metavar, help=help_text)
 
 
 def _add_doctor(commands: Commands) -> None:
-    text = "check that everything is ready for a run; exit code 0: no problems, 1: a run would, or may, fail"
+    text = "check that everything is ready for a run; exit code 0: no problems, 1: a run would or might fail"
     doctor = _command(commands, "doctor", "cli:doctor", text)
     files = doctor.add_mutually_exclusive_group()
     files.add_argument("--hostfile", metavar="FILE", help="also check these hosts, as for launch")

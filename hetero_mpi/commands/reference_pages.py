@@ -75,7 +75,7 @@ ENVIRONMENT = {
 
 _SHORT = {
     'empty ("")': "empty",
-    "texts in quotes": "texts",
+    "quoted strings": "strings",
     "text in quotes": "text",
     "true or false": "true/false",
     "a whole number": "integer",
@@ -167,7 +167,7 @@ def completion(shell: str) -> str:
     try:
         import shtab
     except ImportError:
-        raise UserError("completion.package_missing", "completion needs the package shtab: pip install shtab") from None
+        raise UserError("completion.package_missing", "completion requires shtab: pip install shtab") from None
     top = parser()
     for _, _, command in _commands(top, ""):
         for action in command._actions:

@@ -266,7 +266,7 @@ class Samples:
         if count < 1 or (held_out > 0 and evaluation is None and count < 2):
             raise UserError(
                 "samples.too_few",
-                f"the factory's data has {count} samples; it needs one to train on, and one to evaluate "
+                f"the factory's data has {count} samples; at least one is needed for training and one for evaluation, "
                 f"unless data.evaluation_fraction = 0 or the factory returns evaluation data",
             )
         self.train, self.held_out = shares(count, held_out if evaluation is None else 0, seed)
@@ -334,7 +334,7 @@ def _gather_samples(source: Sequence[Any], numbers: Indices) -> Batch:
             if array.shape != arrays[0].shape:
                 raise UserError(
                     "samples.shapes",
-                    f"all samples must have one shape: the {what} of sample {int(numbers[0])} is {arrays[0].shape}, that of "
+                    f"all samples must have the same shape: the {what} of sample {int(numbers[0])} is {arrays[0].shape}, that of "
                     f"{int(number)} is {array.shape}; crop or pad them in the factory's data",
                 )
     return Batch(np.stack([x for x, _ in pairs]), np.stack([y for _, y in pairs]), len(pairs))

@@ -71,8 +71,8 @@ def tools_of(tools: Any, key: str) -> list[Mapping[str, Any]] | None:
         return None
     parsed = json_of(tools)
     if not isinstance(parsed, list) or not all(isinstance(tool, dict) for tool in parsed):
-        what = "a text that is not JSON" if isinstance(parsed, str) else kind_name(parsed)
-        raise BadRecord("record.tools", f"{key!r} must be a list of objects, or JSON of one; it is {what}")
+        what = "text that is not valid JSON" if isinstance(parsed, str) else kind_name(parsed)
+        raise BadRecord("record.tools", f"{key!r} must be a list of objects, or JSON with such a list; it is {what}")
     _check_characters(parsed, repr(key))
     return parsed
 

@@ -93,9 +93,9 @@ def values_of(path: Path, keys: OwnKeys | None = None, read_keys: Set[str] = _RE
             BadRecord("records.damaged", f"the file is truncated or damaged: {error}. Copy it again", rest=True),
         )
     except OSError as error:
-        raise UserError("records.unreadable", f"{path}: the file of records cannot be read: {error.strerror}") from None
+        raise UserError("records.unreadable", f"{path}: the records file cannot be read: {error.strerror}") from None
     if empty:
-        raise UserError("records.empty", f"{path}: the file of records is empty. Remove it, or add records.\n{SHAPES}")
+        raise UserError("records.empty", f"{path}: the records file is empty. Remove it, or add records.\n{SHAPES}")
 
 
 def _select_format(path: Path) -> Any:

@@ -212,8 +212,8 @@ def _with_mismatched(entries: Sequence[tuple[_Part, ...]], capacity: int, key: s
     if len(runs) == 1:
         raise UserError(
             "records.too_few_prompts",
-            f'{key} must hold answers to at least two prompts for train.preference = "kto", which compares with answers to other '
-            f"prompts; its {len(entries):,} records have one. Add records, or set another preference",
+            f'{key} must hold answers to at least two prompts for train.preference = "kto", which compares each answer '
+            f"with answers to other prompts; its {len(entries):,} records have only one. Add records, or set another preference",
         )
     matched_pairs = []
     for previous, run in zip([*runs[-1:], *runs[:-1]], runs, strict=True):

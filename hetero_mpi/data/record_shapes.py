@@ -8,12 +8,12 @@ from hetero_mpi.util.errors import Problem, UserError
 
 Shape = Literal["chat", "alpaca", "prompt/completion"]
 SHAPES = """\
-A file holds JSON lines, JSON, or the rows of a parquet file: records in these shapes (docs/data.md has their further keys):
+A file holds JSON lines, JSON, or the rows of a parquet file: records in these shapes (docs/data.md lists their other keys):
   alpaca             {"instruction": "...", "input": "...", "output": "..."}; input may be omitted
   chat               {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
   chat (ShareGPT)    {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}
   prompt/completion  {"prompt": "...", "completion": "..."}
-  preference         {"prompt": "...", "chosen": "...", "rejected": "..."}, for [train] preference; texts, or lists of messages
+  preference         {"prompt": "...", "chosen": "...", "rejected": "..."}, for [train] preference; strings, or lists of messages
   labelled           any shape above with "label": true (desirable) or false, for [train] preference = "kto"; or preference"""
 SPELLINGS = {"messages": ("role", "content"), "conversations": ("from", "value")}
 """Maps the key of a chat to the keys of role and content in its messages."""

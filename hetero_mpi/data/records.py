@@ -136,7 +136,7 @@ def read_records(
             bad.add(source, problem)
             continue
         except RecursionError:
-            bad.add(source, BadRecord("record.nesting", "JSON nested too deeply to be a record"))
+            bad.add(source, BadRecord("record.nesting", "the JSON is nested too deeply for a record"))
             continue
         answered = [replace(record, weight=weight) for record in parsed if record is not None]
         # A record needs a trainable answer: any answer, or the last one in preference training.
@@ -283,7 +283,7 @@ def _parse_dialogue(text: str, key: str) -> list[ChatMessage]:
     if before or rest[:1] != ["Human"] or rest[-2] != "Assistant":
         raise BadRecord(
             "record.prompt_missing",
-            f"'prompt' is missing, and {key!r} is not a conversation with a prompt (messages, or a text with Human: and "
+            f"'prompt' is missing, and {key!r} is not a conversation with a prompt (messages, or text with Human: and "
             f"Assistant:)",
         )
     return [

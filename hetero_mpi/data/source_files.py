@@ -90,7 +90,7 @@ def hub_files(text: str, key: str, tell: Callable[[str], None] | None) -> list[P
     match = _NAME.fullmatch(text)
     if match is None:
         forms = '"hf:org/name", "hf:org/name:split" or "hf:org/name/config:split"'
-        raise UserError("data.hub_name", f'{key}: a dataset of the Hugging Face Hub must be {forms}, not "{text}"')
+        raise UserError("data.hub_name", f'{key}: a Hugging Face Hub dataset must be written as {forms}, not "{text}"')
     source = HubName(key if text in key else f'{key} "{text}"', match[1], match[2], match[3] or "train")
     directory = cached(source.name, "dataset", "README.md")
     if directory is not None:
@@ -143,7 +143,7 @@ def why_not(name: str, kind: str, key: str, error: Exception) -> str:
     login = "`hf auth login` (formerly `huggingface-cli login`) on rank 0's machine, or set HF_TOKEN"
     if isinstance(error, errors.GatedRepoError):
         base_url = constants.ENDPOINT + ("" if kind == "model" else "/datasets")
-        return f"{name} is a gated {kind}, and this user may not read it: accept its terms at {base_url}/{name}, then run {login}"
+        return f"{name} is a gated {kind} that this user cannot access: accept its terms at {base_url}/{name}, then run {login}"
     if isinstance(error, errors.RepositoryNotFoundError):
         return f"{constants.ENDPOINT} has no {kind} {name}, or it is private: correct {key}; for a private {kind} run {login}"
     first_line = (str(error) or type(error).__name__).strip().splitlines()[0]
@@ -178,7 +178,7 @@ def _files_of_split(source: HubName, names: Sequence[str], directory: Path, comp
     has = f"it has the splits {listed}" if listed else f"none of its {len(names):,} files ends with {', '.join(kinds)}"
     raise UserError(
         "data.hub_split",
-        f'{source.label}: {source.name} must have files of the split "{source.split}" in a supported format; '
+        f'{source.label}: {source.name} must have files for the split "{source.split}" in a supported format; '
         f"{has}. Select another split or config, or convert the dataset and list its files",
     )
 
@@ -236,7 +236,7 @@ def _has_all_shards(names: Sequence[str]) -> bool:
 
 def _missing_message(source: HubName, reason: str) -> str:
     return (
-        f"{source.label} is not in the Hugging Face cache {constants.HF_HUB_CACHE}: {reason}. On a machine with a "
-        f"network, run `hf download {source.name} --repo-type dataset`, copy the printed directory to rank 0's machine, "
+        f"{source.label} is not in the Hugging Face cache {constants.HF_HUB_CACHE}: {reason}. On a machine with "
+        f"network access, run `hf download {source.name} --repo-type dataset`, copy the printed directory to rank 0's machine, "
         f"and list its files instead"
     )

@@ -70,7 +70,7 @@ class CorpusReport:
     """Whether reading stopped at ``max_bytes`` before the end of the text."""
 
     def lines(self) -> list[str]:
-        limit = ", cut at data.max_bytes" if self.truncated else ""
+        limit = ", truncated at data.max_bytes" if self.truncated else ""
         counts = f"{units.plural(self.documents, 'document')} from {units.plural(self.files, 'file')}"
         lines = [f"{counts}, {self.bytes / 1e6:,.1f} MB of text{limit}"]
         if self.skipped:
@@ -294,7 +294,7 @@ def ids_of(
         prefix_ids_by_piece = encoded(engine, [piece.before for piece in batch])
         ids_by_piece = encoded(engine, [piece.before + piece.text for piece in batch])
         for piece, lead, ids in zip(batch, prefix_ids_by_piece, ids_by_piece, strict=True):
-            assert ids[: len(lead)] == lead, "a piece begins where a token does"
+            assert ids[: len(lead)] == lead, "a piece must begin at the start of a token"
             first = [] if piece.before or ids[: len(start_ids)] == start_ids else start_ids
             yield np.array([*first, *ids[len(lead) :]], np.int32), piece.ends
             characters_done += len(piece.text)

@@ -57,7 +57,7 @@ def open_backend(name: str, index: int | None = None) -> Backend:
         raise UserError(
             "device.too_few",
             f"this rank needs {named}, but {name} has {units.plural(kind.count(), 'device')} on this host: start fewer ranks, "
-            f'or set device = "auto" so that further ranks use the CPU',
+            f'or set device = "auto" so that the other ranks use the CPU',
         )
     backend = kind(index)
     backend.make_current()

@@ -18,7 +18,7 @@ MIN_CORES_PER_GPU = 2.0
 """Cores that a GPU rank needs for its two threads, one of which submits work to the GPU while the other communicates."""
 _GPUS = plug_in_names("hetero_mpi.device.backends")
 DEVICE = re.compile(rf"auto|cpu|({'|'.join(_GPUS)})(:\d+)?")
-DEVICE_RULE = ", ".join(f'"{name}"' for name in ("auto", "cpu", *_GPUS)) + ', or one GPU of them, such as "cuda:1"'
+DEVICE_RULE = ", ".join(f'"{name}"' for name in ("auto", "cpu", *_GPUS)) + ', or a single GPU, such as "cuda:1"'
 
 
 @dataclass(frozen=True)

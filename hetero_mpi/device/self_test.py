@@ -66,9 +66,7 @@ class Result:
             return self.error
         if self.worst is None:
             return f"{self.what} is not finite"
-        return (
-            f"{self.what} differs by {self.worst:.1e}, allowed is {self.allowed:g}" if self.worst > self.allowed else ""
-        )
+        return f"{self.what} differs by {self.worst:.1e} (limit: {self.allowed:g})" if self.worst > self.allowed else ""
 
 
 @dataclass(frozen=True)

@@ -212,7 +212,7 @@ def punctuality_lines(world: World, emulation: Emulation) -> list[str]:
     remedy = (
         "; raise [cluster] time_scale, or make the model or its sequences smaller" if late > MAX_LATE * actions else ""
     )
-    return [f"Emulation: {late:,} of {actions:,} actions took longer here than in the emulated cluster{mean}{remedy}"]
+    return [f"Emulation: {late:,} of {actions:,} actions took longer than in the emulated cluster{mean}{remedy}"]
 
 
 STAMP_TAG = 1 << 14

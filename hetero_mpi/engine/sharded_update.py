@@ -174,7 +174,7 @@ class _ExchangedPart:
     def start(self, transport: Transport) -> None:
         """Start reducing this rank's final gradients once they are in host memory."""
         self._summed = False
-        assert self._values is None, "a backward has ended whose forward did not take the new values"
+        assert self._values is None, "a backward pass has ended whose forward pass did not use the new values"
         self._flat.collect(self._gradient)
         parts = [self._host[part].numpy() for part in self._flat.parts]
         callbacks = self._start_host_copy(slice(None), self._copy_sums_back)

@@ -92,7 +92,7 @@ class Opened:
     def prompt_tokens(self, prompt: str, raw: bool) -> list[int]:
         """Tokenise a prompt in the model's format. Raises UserError if it is empty or if the template rejects it."""
         if not prompt.strip():
-            raise UserError("generate.empty_prompt", "the prompt is empty: pass a text with --prompt")
+            raise UserError("generate.empty_prompt", "the prompt is empty: pass some text with --prompt")
         return render_prompt(self.tokenizer, prompt, None if raw else self.template)
 
 
@@ -133,8 +133,8 @@ def _adapter(path: Path) -> tuple[GenerateSource, Path, Path]:
     if base is None or not base.is_dir():
         raise UserError(
             "adapter.base_missing",
-            f"{path / 'adapter_config.json'}: the base model {name!r} (base_model_name_or_path) is not a directory here; "
-            f"put the model there, or correct the path",
+            f"{path / 'adapter_config.json'}: the base model {name!r} (base_model_name_or_path) is not a directory on this "
+            f"machine; put the model there, or correct the path",
         )
     source = replace(_model(base), adapter=table.model_dump())
     source.config["vocab_size"] = rows_with_added(_tokenizer_of(path, base), read_config(source.config).vocab_size)

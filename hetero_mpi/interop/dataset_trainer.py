@@ -95,7 +95,7 @@ class DatasetTrainer:
             values_by_name |= {"save_strategy": "steps", "save_steps": self._per_epoch(values_by_name)}
         values, refused, ignored = convert_arguments(title, values_by_name, changed)
         self.notes = [
-            f"{title}: {', '.join(key for key, why in ignored if why == reason)} has no effect here: {reason}"
+            f"{title}: {', '.join(key for key, why in ignored if why == reason)} has no effect: {reason}"
             for reason in dict.fromkeys(why for _, why in ignored)
         ]
         refused += _convert_lora(values, model, peft_config)
@@ -244,7 +244,7 @@ def _convert_extras(values: dict[str, Any], model: str | Path, lora: dict[str, A
     ends = {_TOKEN_MODULES.get(name.rpartition(".")[2]) for name in by_end}
     lora["trainable_token_indices"] = next(iter(by_end.values()), None) or None
     if None in ends or len({tuple(sorted(indices or ())) for indices in by_end.values()}) > 1:
-        reason = "must list the same rows for embed_tokens and lm_head, or for one of them"
+        reason = "must list the same rows for embed_tokens and lm_head, or rows for only one of them"
         refused.append(("peft_config.trainable_token_indices", reason))
     elif rows:
         values["adapter.tokens_in"] = "both" if len(ends) == 2 else ends.pop()

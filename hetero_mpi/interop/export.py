@@ -81,8 +81,8 @@ def export(source: Path, target: Path, merge: bool, best: bool = False, gguf: bo
         if gguf and opened.job.tokenizer.train_vocab_size is not None:
             raise UserError(
                 "gguf.trained_tokenizer",
-                f"{path}: its job trained the tokenizer ([tokenizer] train_vocab_size), and llama.cpp's converter knows published "
-                "tokenizers only: leave --gguf out, or train with the tokenizer of a published model ([tokenizer] path)",
+                f"{path}: its job trained the tokenizer ([tokenizer] train_vocab_size), and llama.cpp's converter supports "
+                "only published tokenizers: omit --gguf, or train with the tokenizer of a published model ([tokenizer] path)",
             )
         if merge and opened.tuning.full:
             raise UserError("export.nothing_to_merge", f"{path} is a full model without an adapter: leave out --merge")
@@ -216,7 +216,7 @@ def _copy_tokenizer(source: ExportSource, target: Path) -> str:
         if directory is not None and (directory / "tokenizer.json").is_file():
             save_tokenizer(load_tokenizer(directory), target)
             return ""
-    return f"; without a tokenizer, as none is in {run} or in the base's directory: copy its files there"
+    return f"; without a tokenizer, as neither {run} nor the base's directory has one: copy its files there"
 
 
 def push_directory(directory: Path, name: str) -> str:
@@ -240,8 +240,8 @@ def push_directory(directory: Path, name: str) -> str:
     if rule is not None:
         raise UserError(
             "export.push_failed",
-            f"{directory} is written, but not pushed to {constants.ENDPOINT}/{name}: {rule}. With a network, and a token that may "
-            f"write (`hf auth login`, or HF_TOKEN): hf upload {shlex.quote(name)} {shlex.quote(str(directory))}",
+            f"{directory} is written, but not pushed to {constants.ENDPOINT}/{name}: {rule}. With network access and a "
+            f"write token (`hf auth login`, or HF_TOKEN), run: hf upload {shlex.quote(name)} {shlex.quote(str(directory))}",
         )
     return f"{constants.ENDPOINT}/{name}"
 

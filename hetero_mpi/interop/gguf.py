@@ -66,7 +66,7 @@ def write_gguf(directory: Path, kind: str, command: str) -> str:
     converter = next((path for path in paths if path.is_file()), None)
     problem = (
         f"{directory} is written, with a Modelfile, but no GGUF file: llama.cpp's {script} is neither on the PATH nor in "
-        f"$LLAMA_CPP nor in ~/llama.cpp. These two commands make it:\n  git clone https://github.com/ggml-org/llama.cpp\n"
+        f"$LLAMA_CPP nor in ~/llama.cpp. These two commands create it:\n  git clone https://github.com/ggml-org/llama.cpp\n"
         f"  LLAMA_CPP=llama.cpp {command}"
     )
     if converter is not None:
@@ -107,13 +107,13 @@ def _alpha_and_base(directory: Path) -> tuple[float, str]:
         float(f"{scale_of(adapter, name) * rank:.12g}") for name, rank in ranks.items()
     }  # equal ones are so when rounded
     if adapter.dora:
-        reason = "llama.cpp has no DoRA"
+        reason = "llama.cpp does not support DoRA"
     elif adapter.parameters:
         reason = "llama.cpp's converter does not support adapters of fused experts (target_parameters)"
     elif adapter.modules_to_save or adapter.tokens:
         reason = "llama.cpp's converter does not support modules_to_save or trained tokens"
     elif len(alphas) > 1:
-        reason = "llama.cpp has one alpha for all layers, and alpha_pattern or rank_pattern give this adapter several"
+        reason = "llama.cpp uses one alpha for all layers, but alpha_pattern or rank_pattern give this adapter several"
     elif base is None:
         reason = "the base model is unknown (base_model_name_or_path is empty)"
     if reason is not None:
@@ -255,7 +255,7 @@ def layout_of(tokenizer: PreTrainedTokenizerFast) -> Layout | None:
             if texts.render(messages) != _render(tokenizer, messages):
                 raise ValueError("text around a message depends on more than its role")
     if '"""' in texts.template:
-        raise ValueError('it has """ in it')
+        raise ValueError('it contains """')
     return texts
 
 
@@ -294,7 +294,7 @@ def _render(tokenizer: PreTrainedTokenizerFast, messages: Sequence[Mapping[str, 
 def _between(text: str, first: str | None, second: str | None) -> str:
     """Return the text between two markers that must each occur once. None stands for the start or end of ``text``."""
     if any(marker is not None and text.count(marker) != 1 for marker in (first, second)):
-        raise ValueError("it leaves a message out")
+        raise ValueError("it omits a message")
     after = text.split(first)[1] if first is not None else text
     return after.split(second)[0] if second is not None else after
 

@@ -97,9 +97,9 @@ def _command_line(file: Path, text: str) -> dict[str, Any]:
     programs = [
         at for at, word in enumerate(words) if word == "train" or Path(word).suffix == ".py" or words[at - 1] == "trl"
     ]
-    unset = [f"; {word} has none" for word in words if "$" in word]
+    unset = [f"; {word} has no value" for word in words if "$" in word]
     if len(programs) != 1 or unset:
-        expected = "one command that names its trainer, such as `trl sft --model_name_or_path ...`, with its values"
+        expected = "one command naming its trainer, such as `trl sft --model_name_or_path ...`, with all variables set"
         raise UserError("convert.command", f"{file}: must be {expected}{''.join(unset[:1])}")
     (at,) = programs
     values = dict(_options(words[:at])) | dict(_options(words[at + 1 :]))

@@ -132,7 +132,7 @@ class _Draft(JobDraft):
             if kind != "simpo" or self._count("likelihood", 1):
                 self._stop(
                     *self._parts["objective"],
-                    "of CPO, only SimPO: cpo_alpha = 0 (in TRL, and loss_type = simpo)",
+                    "of the CPO losses, only SimPO is supported: set cpo_alpha = 0 (in TRL, also loss_type = simpo)",
                 )
         elif kind == "dpo" or self.tool == "trl":
             kind = self._word("loss") or kind
@@ -157,7 +157,7 @@ class _Draft(JobDraft):
             self._drop(ours, "applies to adapters or 4-bit quantisation, which are off")
         self._put("adapter.method", "lora" if is_lora else "none", "adapter")
         if self.compared != "none" and self._of("still", True):
-            self._drop("adapter.dropout", "preference training has no dropout there")
+            self._drop("adapter.dropout", "preference training there does not use dropout")
             self._put("train.dropout", False, "still")
         if not is_lora:
             if "unfrozen" in self._parts:
@@ -191,7 +191,7 @@ class _Draft(JobDraft):
             if any(name.startswith("hf:") or _RECORDS.search(name) for name in names):
                 self._put("data.documents", "record")
                 if len(columns) > 1:
-                    self._leave("columns", sorted(columns), "all files must use one text column")
+                    self._leave("columns", sorted(columns), "all files must use the same text column")
                 elif columns != {"text"}:
                     self._put("data.keys", {"text": columns.pop()})
         else:
@@ -289,13 +289,13 @@ class _Draft(JobDraft):
         if self._of("drop") is not True and (self.tool != "axolotl" or not self._of("packing")):
             self._put("train.last_batch", "smaller", "drop")
         if not self.values.get("train.neftune_noise_alpha", (1, ""))[0]:
-            self._drop("train.neftune_noise_alpha", "off in both")
+            self._drop("train.neftune_noise_alpha", "disabled in both tools")
         if self._of("muon") is True:
             self._drop("train.optimizer", "set by use_muon")
             self._put("train.optimizer", "muon", "muon")
         if self.values.get("train.optimizer", ("",))[0] == "adafactor":
             for key in ("beta1", "beta2", "epsilon"):
-                self._drop(f"train.{key}", "AdamW's; Adafactor has none")
+                self._drop(f"train.{key}", "applies to AdamW, not to Adafactor")
         self._schedule()
         if "clip" in self._parts:
             self._put("train.clip_norm", self._count("clip") or "", "clip")

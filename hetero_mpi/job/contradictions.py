@@ -162,7 +162,7 @@ def _data(values: JobValues) -> Problems:
         rule = "needs entries of data.records that add files, and an entry with ! excludes files: rewrite the patterns without !"
         yield "data.weights", rule
     if values("data.template") == "chat" and values("tokenizer.train_vocab_size") is not None:
-        rule = 'a tokenizer trained here (tokenizer.train_vocab_size) has no chat template: use "plain"'
+        rule = 'a tokenizer trained by the job (tokenizer.train_vocab_size) has no chat template: use "plain"'
         yield "data.template", rule
     if values("train.preference") not in (None, "none") and values("data.isolate") is False:
         yield "data.isolate", "does not apply to preference records (train.preference): leave this key out"
@@ -223,7 +223,7 @@ def _run_dir(values: JobValues, name: str) -> Problems:
     if not text.strip():
         yield "output.run_dir", "must name a directory"
     elif re.search("[{}]", expanded):
-        yield "output.run_dir", "may contain no placeholder but {name}"
+        yield "output.run_dir", "must not contain placeholders other than {name}"
     elif not (run_dir := Path(expanded).expanduser()).is_absolute() and is_outside(cwd / run_dir, cwd):
         yield "output.run_dir", f"must stay inside the working directory {cwd}; {ABSOLUTE_PATH_HINT}"
 

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-ABSOLUTE_PATH_HINT = "write an absolute path for a place outside"
+ABSOLUTE_PATH_HINT = "write an absolute path for a location outside it"
 EIGHT_BIT = "adamw_8bit"
 """Value of ``[train] optimizer`` for bitsandbytes' AdamW with 8-bit optimizer states."""
 MAX_AUTO_MICRO_BATCH = 16
@@ -79,7 +79,7 @@ def _describe(annotation: Any, bounds: Mapping[str, Any]) -> str:
         min_length = bounds.get("min_length")
         (element,) = get_args(annotation)
         element_text = _describe(element, {})
-        elements = "texts in quotes" if element is str else element_text.removeprefix("a ").replace("number", "numbers")
+        elements = "quoted strings" if element is str else element_text.removeprefix("a ").replace("number", "numbers")
         return f"a list of {elements}" + (f" (at least {min_length})" if min_length else "")
     if get_origin(annotation) is dict:
         key, value = get_args(annotation)

@@ -50,7 +50,7 @@ RecordKey = Literal[
 Patterns = Annotated[list[str], Field(min_length=1)]
 """Glob patterns of files."""
 SetName = Annotated[
-    str, Field(pattern=r"^[\w.-]{1,40}$", description="a name of at most 40 letters, digits, points, - and _")
+    str, Field(pattern=r"^[\w.-]{1,40}$", description="a name of at most 40 letters, digits, periods, - and _")
 ]
 
 
@@ -207,9 +207,9 @@ class PlanTable(JobTable):
     memory_reserve: Annotated[Fraction, Unit("share")] = 0.05
     """Fraction of each rank's usable memory to keep free."""
     schedule: ScheduleName = "auto"
-    """Pipeline schedule. "gpipe": all forwards, then all backwards; "1f1b": one forward, one backward; "split": 1f1b with deferred
-    weight gradients (zero bubble; requires full fine-tuning); "auto": the planner chooses the warm-up depth and whether to defer.
-    "interleaved", "zbv" (ZB-V) and "dualpipev" use virtual pipeline stages, several per rank."""
+    """Pipeline schedule. "gpipe": all forward passes, then all backward passes; "1f1b": one forward, one backward; "split":
+    1f1b with deferred weight gradients (zero bubble; requires full fine-tuning); "auto": the planner chooses the warm-up depth and
+    whether to defer. "interleaved", "zbv" (ZB-V) and "dualpipev" use virtual pipeline stages, several per rank."""
     stages_per_rank: Annotated[Positive, Unit("stages")] = 4
     """Maximum number of virtual pipeline stages per rank. Several are used only if they shorten the step by at least 2 %, or if
     ``schedule`` requires at least 2."""

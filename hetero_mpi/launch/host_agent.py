@@ -54,7 +54,7 @@ def _error(door: Mapping[str, Any], patience_s: float) -> str:
             reply = connection.makefile("rb").read(len(door["word"]))
     except OSError as error:
         return (error.strerror or str(error)).lower()
-    return "" if reply == door["word"].encode() else "another program uses its port"
+    return "" if reply == door["word"].encode() else "its port is in use by another program"
 
 
 def _report(**orders: Any) -> dict[str, Any]:

@@ -89,7 +89,7 @@ def _start(namespace: argparse.Namespace, command: CommandLine, program: Sequenc
         resume_words = [*without_option(program, "--resume", needs_value=False), "--resume", "any"]
         launch_args = sys.argv[1 : -len(program)] if sys.argv[-len(program) :] == program else ["launch", "...", "--"]
         command_line = shlex.join(["python", "-m", "hetero_mpi", *launch_args, *resume_words])
-        text = f"the run has not finished (exit code {code}). To resume from its newest state, or restart without one"
+        text = f"the run has not finished (exit code {code}). To resume from its newest state or, without one, restart"
         print_lines([f"{text}:", command_line])
     return code
 

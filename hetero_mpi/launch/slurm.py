@@ -195,7 +195,7 @@ def step_command(host: str, command: Sequence[str], job_components: Sequence[Com
     group = next((number for number, component in enumerate(job_components) if host in component.nodes), None)
     if group is None:
         nodes = ", ".join(node for component in job_components for node in component.nodes)
-        raise UserError("slurm.foreign_node", f"{host} is not a node of this SLURM job: it has {nodes or 'none'}.")
+        raise UserError("slurm.foreign_node", f"{host} is not a node of this SLURM job (nodes: {nodes or 'none'}).")
     groups = [f"--het-group={group}"] if len(job_components) > 1 else []
     # The daemon's step also holds its ranks: all cores, GPUs and memory of the job on the node.
     step = ["--nodes=1", "--ntasks=1", f"--nodelist={host}", "--overlap", "--cpu-bind=none", "--mpi=none"]

@@ -64,7 +64,7 @@ class LibraryOptimizers:
         for part in self._parts:
             for number, group in enumerate(part.param_groups):
                 self._places |= {p: (part, number, index) for index, p in enumerate(group["params"])}
-        assert self._places.keys() == self._moments.keys(), "the job's optimizer has no such kind of moments"
+        assert self._places.keys() == self._moments.keys(), "the job's optimizer does not keep moments of this kind"
 
     @property
     def groups(self) -> list[dict[str, Any]]:

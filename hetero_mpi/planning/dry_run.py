@@ -114,7 +114,7 @@ def _rank_problems(rank: int, actions: Sequence[Action], expected: Sequence[Acti
             continue
         full_action = _full_action(action)
         if full_action not in allowed or (full_action != action and not _may_split(action.stage, plan)):
-            yield rank, position, f"{action} is no action of stage {action.stage} on rank {rank}"
+            yield rank, position, f"{action} is not an action of stage {action.stage} on rank {rank}"
         requirements = (required for required in _prerequisites(action) if required in allowed or required.op is Op.I)
         missing = [str(required) for required in requirements if required not in done_actions]
         if missing:

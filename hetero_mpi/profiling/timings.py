@@ -118,7 +118,7 @@ class TimedPart(Enum):
 
     FORWARD = "forward"
     BACKWARD = "backward"
-    RECOMPUTE = "backward that repeats the forward"
+    RECOMPUTE = "backward pass that repeats the forward pass"
     INPUT = "input part of a split backward"
     WEIGHT = "weight part"
 

@@ -121,7 +121,7 @@ def eager_lines(plan: Plan, profile: ClusterProfile | None) -> list[str]:
         pipeline = plan.pipelines[number]
         if stage.streamed or stage.grouped or (pipeline.split_backward and stage is not pipeline.stages[0]):
             eager_ranks.update(rank for rank in stage.ranks if devices[rank].compiled)
-    reason = "blocks are eager: offloading, tensor parallelism or a split backward"
+    reason = "blocks are not compiled: offloading, tensor parallelism or a split backward"
     return [f"  {units.ranks(sorted(eager_ranks))}: {reason}"] if eager_ranks else []
 
 
@@ -310,8 +310,8 @@ def utilisation(shares: Mapping[int, float]) -> str:
         return ", ".join(f"rank {rank} {units.percent(shares[rank])}" for rank in sorted(shares))
     idlest, busiest = min(shares, key=lambda r: shares[r]), max(shares, key=lambda r: shares[r])
     return (
-        f"of {len(shares)} ranks the least busy is rank {idlest} with {units.percent(shares[idlest])}, the median "
-        f"{units.percent(statistics.median(shares.values()))}, the busiest rank {busiest} with {units.percent(shares[busiest])}"
+        f"of {len(shares)} ranks, rank {idlest} is the least busy ({units.percent(shares[idlest])}) and rank {busiest} the busiest "
+        f"({units.percent(shares[busiest])}); the median is {units.percent(statistics.median(shares.values()))}"
     )
 
 

@@ -105,7 +105,7 @@ def time_lines(
 def _difference_reason(profile: ClusterProfile, changes: SpeedChanges, ratio: float, cpu_text: str, when: str) -> str:
     if changes:
         changed = ", ".join(f"rank {rank} at {share:g} from step {step + 1}" for rank, step, share in changes)
-        return f"devices changed speed by [cluster] emulate_changes ({changed}), which the prediction does not include"
+        return f"devices changed speed because of [cluster] emulate_changes ({changed}), which the prediction does not include"
     if profile.emulated:
         return "the ranks were slower than the emulated times (see the line Emulation): raise [cluster] time_scale"
     if cpu_text and ratio > 1:
@@ -340,7 +340,7 @@ def job_rows(job: Mapping[str, Any], used_dtype: str = "") -> list[tuple[str, st
     by_plan = setting("train.micro_batch") == "auto"
     warm_up = formatted("{} steps of warm-up", "train.warmup_steps")
     if isinstance(share := setting("train.warmup_steps"), float) and 0 < share < 1:
-        warm_up = f"warm-up in {units.percent(share)} of the steps{formatted(', at most {}', 'train.max_warmup_steps')}"
+        warm_up = f"warm-up over {units.percent(share)} of steps{formatted(', at most {}', 'train.max_warmup_steps')}"
     betas = [_setting_text(beta) for key in ("beta1", "beta2") if (beta := setting(f"train.{key}")) is not None]
     rows = {
         "method": [

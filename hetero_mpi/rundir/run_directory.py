@@ -62,7 +62,7 @@ def claim(run_dir: str | Path, tell: Callable[[str], None] = write_line) -> Iter
         try:
             if not lock(file):
                 tell(
-                    f"{directory}: its file system has no locks, so a second run cannot be prevented: start only one run there"
+                    f"{directory}: its file system has no file locks, so a second run cannot be prevented: start only one there"
                 )
         except BlockingIOError:
             raise UserError(

@@ -281,7 +281,7 @@ class ChatRequest(_Request):
     @model_validator(mode="after")
     def _of_wanted_likelihoods(self) -> ChatRequest:
         if self.top_logprobs and not self.logprobs:
-            raise ValueError("top_logprobs needs logprobs = true")
+            raise ValueError("top_logprobs requires logprobs = true")
         return self
 
     @property

@@ -144,14 +144,14 @@ class _ApiConnection(Connection):
         elif self.route in _ROUTES:
             raise HttpError(405, f"{self.route} accepts only POST", allow="POST")
         else:
-            raise HttpError(404, f"there is no {self.route[:100]} here", code="not_found")
+            raise HttpError(404, f"there is no {self.route[:100]} on this server", code="not_found")
 
     def _post(self, service: Service) -> None:
         client = self.check_key()
         kind = _ROUTES.get(self.route)
         if kind is None:
             raise HttpError(
-                404, f"there is no {self.route[:100]} here; POST to {' or '.join(_ROUTES)}", code="not_found"
+                404, f"there is no {self.route[:100]} on this server; POST to {' or '.join(_ROUTES)}", code="not_found"
             )
         labels, status = {"route": self.route, "model": "", "client": client}, "499"
         try:

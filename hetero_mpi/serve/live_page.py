@@ -90,7 +90,7 @@ class Parts:
         """Return the end of a rank's log. Raises HttpError if the log does not exist or is not shown to this viewer."""
         path = self._directory / "logs" / f"rank-{number}.log"
         if self._shared or not path.is_file() or path.is_symlink():
-            raise HttpError(404, f"no log of rank {number} is shown", code="not_found")
+            raise HttpError(404, f"no log is available for rank {number}", code="not_found")
         with path.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG_BYTES))
             return file.read()
@@ -104,7 +104,7 @@ class Parts:
         except Exception as error:  # as in ``_draw``; a dropped connection would look like the end of the run
             logging.getLogger(__name__).exception("reading the run")
             detail = "" if self._shared else f": {error}"
-            text = f"The files of the run cannot be shown now ({type(error).__name__}{detail})."
+            text = f"The run's files cannot be shown at the moment ({type(error).__name__}{detail})."
         self._show({"header": Markup("<h1>A run</h1><p>{}</p>").format(text)})
 
     def _parts(self) -> dict[str, Markup]:
@@ -155,7 +155,7 @@ class _LiveConnection(Connection):
 
     def answer(self) -> None:
         if self.command == "POST":
-            raise HttpError(405, "the page of a run is read-only (GET)", allow="GET, HEAD")
+            raise HttpError(405, "a run's page is read-only: use GET", allow="GET, HEAD")
         if self.route == "":
             self.send_content(live_page().encode(), "text/html; charset=utf-8", _PRIVATE)
             return
@@ -169,7 +169,7 @@ class _LiveConnection(Connection):
         elif match := re.fullmatch(r"/log/([0-9]{4,9})", self.route):
             self.send_content(self.server.parts.log(match[1]), "text/plain; charset=utf-8", _PRIVATE)
         else:
-            raise HttpError(404, f"there is no {self.route[:100]} here", code="not_found")
+            raise HttpError(404, f"there is no {self.route[:100]} on this server", code="not_found")
 
 
 def _page_socket(port: int | None, host: str) -> socket.socket:

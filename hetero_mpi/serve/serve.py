@@ -82,7 +82,7 @@ class ServeOptions:
         if self.keys is not None and len(keys) == (token is not None):
             raise UserError(
                 "serve.keys",
-                f"--keys {self.keys}: has no name and key in any line; omit the option to serve all clients",
+                f"--keys {self.keys}: no line has a name and a key; omit the option to serve all clients",
             )
         for name, key in keys.items():
             if not (key.isascii() and key.isprintable()) or " " in key:
@@ -134,7 +134,7 @@ def serve(world: World, options: ServeOptions, client: Client | None = None) -> 
         setup = set_up(world, models[0].opened if models else None)
 
         def work(members: World, writer: Writer) -> None:
-            members.current_action = "measuring the memory of a text"
+            members.current_action = "measuring the memory that a sequence needs"
             room = cache_budgets(members, setup.memory, writer)
             writer.settle_width(members, int(members.broadcast_json(options.parallel)))
             members.current_action = "serving"
@@ -269,7 +269,7 @@ def _print_address(server: ApiServer, options: ServeOptions, width: int) -> None
     say(
         f"a request may have up to {context.tokens:,} tokens: {context.reason}",
         f"up to {options.parallel} answers are generated concurrently, "
-        + (f"in batches of {width} rows" if width > 1 else "each by itself"),
+        + (f"in batches of {width} rows" if width > 1 else "one row at a time"),
         _default_sampling(service.model.defaults),
     )
     variable = TOKEN_VARIABLE if os.environ.get(TOKEN_VARIABLE, "").strip() in server.keys.values() else "TOKEN"

@@ -26,7 +26,7 @@ _CALL_TOKENS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]")
 _EXCLUSIVE_KEYS = {
     "parameters": "adapters of fused experts",
     "modules_to_save": "adapters with whole modules (modules_to_save)",
-    "tokens": "adapters with rows of tokens (tokens)",
+    "tokens": "adapters with trained token embeddings (tokens)",
 }
 """Maps a key of ``[adapter]`` to a description of the adapters that have it, which cannot be switched between requests."""
 
@@ -132,7 +132,7 @@ def _check_compatible(word: str, opened: Opened, first: Opened) -> None:
     if rows > served_rows:
         raise UserError(
             "serve.adapter",
-            f"--adapter {word}: its tokenizer has new tokens, for which it needs {rows:,} rows of the embedding, but the "
+            f"--adapter {word}: its tokenizer has new tokens, which need {rows:,} embedding rows, but the "
             f"served model has {served_rows:,}; serve it alone",
         )
     adapter_dtype, served_dtype = (f"{model.source.dtype}{', 4 bits' * model.source.nf4}" for model in (opened, first))

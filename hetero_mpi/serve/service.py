@@ -85,7 +85,7 @@ class Service:
         if request.model not in self.models:
             raise HttpError(
                 404,
-                f"there is no model {request.model[:100]!r} here; available: {', '.join(self.models)}",
+                f"there is no model {request.model[:100]!r} on this server; available: {', '.join(self.models)}",
                 code="model_not_found",
             )
         return self.models[request.model]
@@ -116,9 +116,7 @@ class Service:
             raise self._too_long(f"{len(prompt):,}, and {max(1, limit):,} new tokens are requested")
         min_tokens = request.min_tokens or 0
         if min_tokens > limit:
-            raise HttpError(
-                400, f"min_tokens = {min_tokens:,} must be at most the number of new tokens, {limit:,} here"
-            )
+            raise HttpError(400, f"min_tokens = {min_tokens:,} must be at most the number of new tokens ({limit:,})")
         echo, sampling = _echo(request), request.sampling(model.defaults, number)
         # If no new token is requested, one is still generated but not returned.
         return Task(prompt, stops, max(1, limit), sampling, min_tokens, request.likeliest, echo, adapter=model.adapter)
@@ -220,7 +218,7 @@ class Service:
             if hidden is not None and text not in special:
                 raise HttpError(
                     400,
-                    f"stop: {text[:60]!r} cannot occur, as answers do not show the special token {hidden!r}; stop at "
+                    f"stop: {text[:60]!r} cannot occur, as answers never contain the special token {hidden!r}; stop at "
                     f"{hidden!r} alone, or at the rest",
                 )
         requested = request.stop_token_ids or []

@@ -222,7 +222,7 @@ def open_file(path: Path) -> Any:
         ) from None
     if not stat.S_ISREG(mode):
         raise CheckpointError(
-            "checkpoint.not_a_file", f"{path}: not a regular file, so not a checkpoint. Name one with --resume PATH."
+            "checkpoint.not_a_file", f"{path}: not a regular file. Pass a checkpoint file with --resume PATH."
         )
     if not os.access(path, os.R_OK):
         raise CheckpointError("checkpoint.permission", f"{path}: permission denied. Change the permissions.")
@@ -305,7 +305,7 @@ def _checked_name(parent: Any, name: str, kind: int) -> bytes:
 
 def _reject_link(group: Any, name: bytes) -> None:
     if group.links.get_info(name).type != h5py.h5l.TYPE_HARD:
-        raise ValueError(f"{name.decode(errors='replace')} is a link that leaves its group")
+        raise ValueError(f"{name.decode(errors='replace')} is a link that points outside its group")
 
 
 def _attribute_value(opened: Any) -> Any:
@@ -314,7 +314,7 @@ def _attribute_value(opened: Any) -> Any:
     if plain and kind.get_class() == h5py.h5t.STRING:
         plain = not kind.is_variable_str()
     if not plain or opened.get_space().get_simple_extent_type() != h5py.h5s.SCALAR:
-        raise TypeError(f"attribute {opened.name!r} is neither a number nor a fixed-length text")
+        raise TypeError(f"attribute {opened.name!r} is neither a number nor a fixed-length string")
     array = np.empty((), kind.dtype)
     opened.read(array)
     value = array.item()

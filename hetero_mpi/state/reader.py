@@ -200,7 +200,7 @@ class CheckpointReader:
         root = self._file.id
         if hdf5.attribute(root, "format") != hdf5.FORMAT.encode():
             raise CheckpointError(
-                "checkpoint.foreign_hdf5", f"{self.path}: an HDF5 file, but not a checkpoint of hetero_mpi."
+                "checkpoint.foreign_hdf5", f"{self.path}: an HDF5 file, but not a hetero_mpi checkpoint."
             )
         version = int(hdf5.attribute(root, "format_version"))
         program = f"hetero_mpi {hdf5.attribute(root, 'program_version').decode()}"
@@ -240,7 +240,7 @@ def _metadata_value(stored: Stored) -> Any:
         _check_crc32(stored, _read_pieces(stored, array.reshape(-1)).crc32)
         return array
     if stored.dtype != TEXT or stored.shape:
-        raise TypeError("it is not a single text")
+        raise TypeError("it is not a single string")
     text = np.empty((), f"S{stored.bytes}")
     stored.id.read(h5py.h5s.ALL, h5py.h5s.ALL, text, stored.type)
     raw: bytes = text.item()  # without the padding
@@ -331,11 +331,11 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "data_fingerprint version_id": (lambda value: isinstance(value, str), "a text"),
     "base_model run begun newest_checkpoint good_checkpoint": (
         lambda value: value is None or isinstance(value, str),
-        "a text, or null",
+        "a string, or null",
     ),
     "names": (
         lambda value: isinstance(value, list) and all(isinstance(name, str) for name in value),
-        "a list of texts",
+        "a list of strings",
     ),
 }
 """Maps space-separated keys to (check of their values, description of the rule)."""

@@ -44,7 +44,7 @@ def check_fits(
     if names is None and "version_id" in reader.metadata:
         raise UserError(
             "checkpoint.copy",
-            f"{path} is a shard of one rank, not a checkpoint; plain `--resume` finds the shards on all hosts",
+            f"{path} is one rank's shard, not a complete checkpoint; `--resume` without a path finds the shards on all hosts",
         )
     check_train(reader, path, train)
     _check_adapter(reader, path, tuning)
@@ -56,8 +56,8 @@ def check_fits(
     if changed is not None:
         raise UserError(
             "resume.setting",
-            f"{path} was written with other values of {changed}, which checkpoints do not contain: the run would not continue "
-            f"where it stopped; restore the values, or start without --resume",
+            f"{path} was written with different values of {changed}, which are not stored in checkpoints, so the run would "
+            f"not continue where it left off. Restore the original values, or start without --resume",
         )
 
 
@@ -102,8 +102,8 @@ def _require_equal(path: Path, key: str, was: Any, now: Any) -> None:
     if was != now:
         raise UserError(
             "resume.setting",
-            f"{path} was written with {key} = {as_toml(was)}, this job has {as_toml(now)}: the run would not continue where it "
-            f"stopped; set it back, or start without --resume",
+            f"{path} was written with {key} = {as_toml(was)}, but this job has {as_toml(now)}: the run would not continue "
+            f"where it left off; restore the old value, or start without --resume",
         )
 
 
@@ -122,7 +122,7 @@ def check_tensors(reader: CheckpointReader, path: Path, tuning: Tuning, names: C
                 was = reader.shape(kind, name), reader.dtype(kind, name)
                 now = tuple(expected[0]), str(expected[1]).removeprefix("torch.")
                 if was != now:
-                    differences.append(f"{kind}/{name} is {was[0]} of {was[1]} there and {now[0]} of {now[1]} here")
+                    differences.append(f"{kind}/{name} is {was[1]} {was[0]} in the checkpoint, not {now[1]} {now[0]}")
     if differences:
         raise UserError(
             "resume.other_model",
@@ -153,8 +153,8 @@ def check_data(then: str | None, path: Path, fingerprint: str, allowed: bool) ->
     if not allowed:
         raise UserError(
             "resume.data",
-            f"{path} was written with other data: its files, tokenizer or split have changed, so the run would not "
-            "continue where it stopped; restore the data, start without --resume, or continue with the new data: "
+            f"{path} was written with different data: its files, tokenizer or split have changed, so the run would not "
+            "continue where it left off; restore the data, start without --resume, or continue with the new data: "
             "--set checkpoint.allow_other_data=true",
         )
     return "The data has changed since the checkpoint was written; the run uses the new data, as the job allows"

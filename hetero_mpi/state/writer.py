@@ -90,7 +90,7 @@ class CheckpointWriter:
         self, kind: str, name: str, shape: tuple[int, ...], dtype: str, arrays: Iterable[NDArray[Any]]
     ) -> None:
         """Store one tensor from flat arrays, one for each of ``hdf5.pieces(shape, item bytes)``."""
-        assert self._file is not None and self._sink is not None, "write outside of the with block"
+        assert self._file is not None and self._sink is not None, "write outside the with block"
         assert kind in KINDS and "/" not in name and name not in ("", "."), (kind, name)
         try:
             summary = _write_array(self._file[kind], name, shape, dtype, arrays)

@@ -175,8 +175,8 @@ def _checked_cache_root(context: RunContext, members: World) -> Path | None:
             if is_outside(root, context.loaded.directory):
                 raise UserError(
                     "shard_cache.link",
-                    f"[model] shard_cache = {as_toml(cache)}: a link in it leads out of the job file's directory, to "
-                    f"{root.resolve()}; {ABSOLUTE_PATH_HINT}",
+                    f"[model] shard_cache = {as_toml(cache)}: the path contains a symbolic link that points outside the job "
+                    f"file's directory, to {root.resolve()}; {ABSOLUTE_PATH_HINT}",
                 )
     return root
 

@@ -266,7 +266,7 @@ class Loop:
         good = self.state.good_checkpoint
         checkpoint = self.world.broadcast_json(str(good) if good is not None and good.exists() else None)
         if checkpoint is None:
-            return "there is no good checkpoint to --resume: lower [train] learning_rate, add warmup_steps, or check the data"
+            return "there is no good checkpoint for --resume: lower [train] learning_rate, add warmup_steps, or check the data"
         return (
             f"the last good checkpoint is {checkpoint}: lower [train] learning_rate or check the data, "
             f"then use --resume {checkpoint}"

@@ -85,9 +85,7 @@ class RunHistory:
         """Explain how to continue a run that ends before its last step; "" if no step can have been taken."""
         if self.state is None or self.job is None:
             return ""
-        return (
-            f"`train --resume any` continues from the newest state in {self.job[1]}, or from the beginning without one"
-        )
+        return f"`train --resume any` continues from the newest state in {self.job[1]}, or from the beginning if there is none"
 
     def all_ranks_have(self, world: World, value: object) -> bool:
         """Whether all ranks have ``value`` from an earlier attempt. Collective."""
@@ -180,7 +178,7 @@ class RunHistory:
                     raise UserError("recovery.data_unreadable", f"{who}: {error}; {remedy}") from None
                 if fingerprint is not None and material.dataset.fingerprint() != fingerprint:
                     raise UserError(
-                        "recovery.data_differ", f"{who}: it reads other data under the same names; {remedy}"
+                        "recovery.data_differ", f"{who}: it reads different data under the same names; {remedy}"
                     )
         self.fingerprint = fingerprint
         return replace(context, world=world, transport=transport, material=material if world.rank == 0 else None)

@@ -23,7 +23,7 @@ from hetero_mpi.util.errors import ABORT_SIGNALS
 
 ECHO_S = 1.0
 """Time within which a second signal is taken for a duplicate: terminals signal process groups, and launchers forward signals."""
-_BEFORE_STEPS = "before the first step, so this start saved nothing" + (
+_BEFORE_STEPS = "before the first step, so this launch saved nothing" + (
     ". Under SLURM: raise --time, which must cover the start (imports, profile, plan, weights), some steps, and --signal's seconds"
     if "SLURM_JOB_ID" in os.environ
     else ""

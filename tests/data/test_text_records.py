@@ -81,7 +81,7 @@ def test_texts_of_the_hub_and_an_evaluation_of_their_own(folder: Path, monkeypat
 def test_bytes_of_texts_are_counted_and_no_text_is_cut(folder: Path) -> None:
     most = sum(len(text) for text in TEXTS[:4]) + 3
     found = prepared(folder, RECORD, "data.text=['text.jsonl']", f"data.max_bytes={most}")
-    assert any(note.startswith("corpus: 4 documents") and "cut at data.max_bytes" in note for note in found.notes)
+    assert any(note.startswith("corpus: 4 documents") and "truncated at data.max_bytes" in note for note in found.notes)
 
 
 def test_bad_records_of_texts(folder: Path) -> None:

@@ -222,7 +222,7 @@ def test_clocks_and_disks() -> None:
         and all(one in fails[1] for one in ("4.00 MB", "/w/runs", "500 MB"))
         and "12 bytes" in fails[2]
     )
-    shut = {"path": "/h/.cache", "free_bytes": 10**11, "problem": "this user may not write to /h"}
+    shut = {"path": "/h/.cache", "free_bytes": 10**11, "problem": "no permission to write to /h"}
     gone = {"path": "/srv/it", "free_bytes": 0, "problem": "no such directory"}
     no_room = {"path": "/tmp", "free_bytes": 0, "problem": "has no room"}
     for directories, expected in (

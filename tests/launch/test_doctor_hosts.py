@@ -39,7 +39,7 @@ def test_a_connection_counts_where_the_host_itself_answers() -> None:
         port = shut.getsockname()[1]
     stranger, refused = {**door, "word": "0" * 32}, {**door, "port": port}
     errors = connect([door, stranger, refused], 10.0)["errors"]
-    assert errors == ["", "another program uses its port", "connection refused"]
+    assert errors == ["", "its port is in use by another program", "connection refused"]
 
 
 def test_what_ends_badly_is_told_by_its_last_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

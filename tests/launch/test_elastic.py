@@ -124,7 +124,7 @@ def test_a_host_without_power_whose_disk_held_the_checkpoints(tmp_path: Path) ->
         assert [(event["ranks"], event["resume"]) for event in events(run, "start")] == [(3, 0), (2, 0)]
         (found,) = events(run, "copies")
         assert found["step"] >= 4 and found["step"] % 2 == 0 and found["hosts"] == ["hA", "hC"]
-        assert "from copies on the disks of hA, hC; there is no checkpoint here" in running.output.read_text()
+        assert "from copies on the disks of hA, hC; there is no local checkpoint" in running.output.read_text()
         steps = read_metrics(run / "metrics.jsonl").steps
         assert [step.step for step in steps] == list(range(found["step"] + 1, STEPS + 1))
         assert losses(run) == job.straight_losses()[found["step"] :]

@@ -94,4 +94,4 @@ def test_figures_of_many() -> None:
     )
     assert units.join_with_counts(["a", "b", "a"], " + ") == "2 x (a) + b"
     assert utilisation({0: 0.5, 1: 0.75}) == "rank 0 50 %, rank 1 75 %"
-    assert utilisation({rank: rank / 100 for rank in range(1, 100)}).startswith("of 99 ranks the least busy is rank 1 ")
+    assert utilisation({r: r / 100 for r in range(1, 100)}).startswith("of 99 ranks, rank 1 is the least busy ")

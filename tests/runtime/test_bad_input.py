@@ -225,10 +225,10 @@ CASES: dict[str, tuple[Make, tuple[str, ...]]] = {
         lambda s, n: s.resumed(n, model={"path": str(s.model("deeper", blocks=3))}, profile={"path": ""}),
         ("checkpoint of another model", "it lacks 'model.layers.2.", "resume with the job that wrote it"),
     ),
-    "resume-other-seed": (lambda s, n: s.resumed(n, train={"seed": 8}), ("[train] seed = 7", "has 8", "set it back")),
+    "resume-other-seed": (lambda s, n: s.resumed(n, train={"seed": 8}), ("[train] seed = 7", "has 8", "old value")),
     "resume-other-batch": (
         lambda s, n: s.resumed(n, train={"global_batch": 2}),
-        ("[train] global_batch = 4", "has 2", "set it back"),
+        ("[train] global_batch = 4", "has 2", "old value"),
     ),
     "resume-beyond-the-end": (
         lambda s, n: s.resumed(n, train={"steps": 2}),
@@ -244,7 +244,7 @@ CASES: dict[str, tuple[Make, tuple[str, ...]]] = {
     ),
     "shard-cache-link": (
         linked_cache,
-        ("[model] shard_cache = \"away/cache\"", "leads out of the job file's directory", "absolute path"),
+        ("[model] shard_cache = \"away/cache\"", "points outside the job file's directory", "absolute path"),
     ),
     "run-directory-in-use": ({}, ("one run at a time", f"process {os.getpid()}", "--run-dir")),
     "long-sequences": ({"data": {"sequence_length": 100}},

@@ -283,12 +283,12 @@ WRONG = {
     "missing": "has no function missing",
     "batch_norm": "layer 'pool' normalises over the batch",
     "in_place": "layer 'pool' changes its input in place",
-    "looks_around": "layer 'flat' gives another output for a sample if the batch has further samples",
+    "looks_around": "layer 'flat' gives a different output for a sample if the batch contains other samples",
     "mean_loss": 'use reduction="sum"',
     "built_already": "layer '0' is a Flatten: pass a function that builds it",
-    "outside": "layer '0' was built outside its builder: parameter 0.weight is the same tensor at every call",
-    "copied": "layer '0' has other initial values here than on rank 0 (0.weight)",
-    "drawn": "layer 'hidden' has other initial values at every call of its builder (weight)",
+    "outside": "layer '0' was built outside its builder: parameter 0.weight is the same tensor on every call",
+    "copied": "layer '0' has different initial values than on rank 0 (0.weight)",
+    "drawn": "layer 'hidden' has different initial values on every call of its builder (weight)",
     "shared": "layers 'hidden' and 'again' share a parameter (weight of 'again')",
     "shared_inside": "layers 'hidden' and 'again' share a parameter (0.weight of 'again')",
     "shared_existing": "layers 'hidden' and 'again' share a parameter (0.weight of 'again')",
@@ -309,7 +309,7 @@ def refused(lab: Lab) -> dict[str, Outcome]:
 
 
 def test_buffers_that_have_changed_since_the_checkpoint_are_refused(refused: dict[str, Outcome]) -> None:
-    assert "was written with other values of buffer features of layer 'scaled'" in refused["changed"].texts[1]
+    assert "was written with different values of buffer features of layer 'scaled'" in refused["changed"].texts[1]
 
 
 @pytest.mark.parametrize("name", WRONG)

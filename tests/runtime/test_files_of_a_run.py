@@ -237,7 +237,7 @@ def test_rank_0_says_what_it_sends_and_why_np3(outcomes: dict[str, Outcome], sce
     assert " of the model in " in printed and "/s)" in printed
     assert "sending" not in outcomes["everywhere"].printed
     other = outcomes["other-there"].printed
-    assert "differs from rank 0's model (" in other and "has other values); sending" in other and "rank 1 (" in other
+    assert "differs from rank 0's model (" in other and "has different values); send" in other and "rank 1 (" in other
     assert "damaged/model-00002-" in outcomes["damaged-there"].printed
     second = outcomes["cache-second"].printed
     assert (

@@ -93,4 +93,4 @@ def test_what_is_said_of_the_data(on: Any, ranks: int) -> None:
         in outcomes["large"].printed
     )
     assert "larger than the training data" not in printed
-    assert outcomes["other"].codes == (2,) * ranks and "other data" in outcomes["other"].texts[0]
+    assert outcomes["other"].codes == (2,) * ranks and "different data" in outcomes["other"].texts[0]

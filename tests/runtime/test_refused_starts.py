@@ -70,7 +70,7 @@ REFUSED: dict[str, tuple[Callable[[Scene, str], dict[str, Any]], str]] = {
     "other-length": (lambda s, n: s.resumed(n, data={"sequence_length": 16}), "sequence_length = 24"),
     "other-data": (
         lambda s, n: s.resumed(n, train={"steps": 6}, data={"evaluation_fraction": 0.2}),
-        "was written with other data",
+        "was written with different data",
     ),
     "other-model": (
         lambda s, n: s.resumed(n, model={"path": str(s.model("deeper", blocks=3))}, train={"steps": 6}),

@@ -112,7 +112,7 @@ def test_a_signal_while_profiling_says_what_to_do_np2(tmp_path: Path) -> None:
         running.process.send_signal(signal.SIGUSR1)
         assert running.end() == 128 + signal.SIGUSR1, running.text()
     told = running.text()
-    assert "SIGUSR1 before the first step, so this start saved nothing" in told and "SLURM" not in told, (
+    assert "SIGUSR1 before the first step, so this launch saved nothing" in told and "SLURM" not in told, (
         "there is none here"
     )
     assert "MPI_ABORT" not in told and "prterun" not in told

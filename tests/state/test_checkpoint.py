@@ -292,7 +292,7 @@ def test_foreign_newer_and_unfinished_files_are_named(tmp_path: Path) -> None:
     for path, words in {
         tmp_path / "absent.h5": "checkpoint not found",
         text: "not an HDF5 file",
-        foreign: "not a checkpoint of hetero_mpi",
+        foreign: "not a hetero_mpi checkpoint",
         newer: "format version 99, written by hetero_mpi 9.9",
         unfinished: "is incomplete",
     }.items():

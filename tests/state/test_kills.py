@@ -211,7 +211,7 @@ def test_other_data_is_refused_unless_allowed_and_the_best_checkpoint_stays_np2(
     assert outcomes["first"].raised == ("", ""), outcomes["first"]
     refused = outcomes["refused"]
     assert refused.raised == ("CollectiveUserError",) * 2
-    assert "was written with other data" in refused.texts[0] and "checkpoint.allow_other_data=true" in refused.texts[0]
+    assert "written with different data" in refused.texts[0] and "checkpoint.allow_other_data=true" in refused.texts[0]
     assert outcomes["allowed"].raised == ("", ""), outcomes["allowed"]
     assert "the run uses the new data" in outcomes["allowed"].printed
     jump = "the learning rate jumps from 0.003 to 30 at step 5, since [train] steps is 6, was 4, learning_rate is 30.0, was 0.003: "

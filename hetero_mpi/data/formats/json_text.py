@@ -52,7 +52,8 @@ def _parse_line(line: bytes) -> Any:
         return value
     except UnicodeDecodeError as error:
         return BadRecord(
-            "records.encoding", f"records must be JSON in UTF-8; byte {error.start + 1} of the line is not. Convert it"
+            "records.encoding",
+            f"records must be JSON in UTF-8; byte {error.start + 1} of the line is invalid. Convert it",
         )
     except (ValueError, RecursionError) as error:
         return BadRecord("record.json", _describe_error(error))
@@ -64,7 +65,7 @@ def _read_document(path: Path) -> Iterator[tuple[str, Any]]:
         text = b"".join(lines_of(path)).decode("utf-8")
     except UnicodeDecodeError as error:
         raise UserError(
-            "records.encoding", f"{path}: records must be JSON in UTF-8; byte {error.start + 1} is not. Convert it."
+            "records.encoding", f"{path}: records must be JSON in UTF-8; byte {error.start + 1} is invalid. Convert it."
         ) from None
     end, line, is_first = 0, 1, True
     while (start := _skip_spaces(text, end)) < len(text):
@@ -124,7 +125,7 @@ _CAUSE_BY_CHARACTER = {
     "\ufeff": "a byte order mark (BOM), as left by concatenating files: remove it",
     "\x1e": "a record separator (RS) of JSON text sequences: remove it",
     "\0": "a NUL byte, as left by an interrupted write: write the file again",
-    "\r": "a lone carriage return (CR): end lines with a line feed (LF), and write \\r in texts",
+    "\r": "a lone carriage return (CR): end lines with a line feed (LF), and write \\r in strings",
     "'": "a single quotation mark, as in a Python repr: write JSON",
 }
 """Maps the character at which parsing fails to the likely cause and its remedy."""
@@ -150,5 +151,5 @@ def _describe_error(error: Exception) -> str:
         cause = _cause(error)
         return f"broken JSON at column {error.colno}: {error.msg}" + (f" ({cause})" if cause else "")
     if isinstance(error, ValueError):
-        return "JSON with a number of too many digits"
-    return "JSON nested too deeply to be a record"
+        return "JSON with a number that has too many digits"
+    return "the JSON is nested too deeply for a record"

@@ -190,7 +190,7 @@ class Accelerator(Backend):
             with contextlib.suppress(RuntimeError):
                 torch.ones(1, device=self.device)
         if not self._refused:
-            text = "%s of host memory could not be pinned (error %d of cudaHostRegister): copies between %s and it take longer"
+            text = "%s of host memory could not be pinned (cudaHostRegister error %d): copies between %s and it take longer"
             _LOG.warning(text, gigabytes(memory.nbytes), error, self.device)
         self._refused = True
 

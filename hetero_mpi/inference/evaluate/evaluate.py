@@ -140,7 +140,7 @@ def own_set(loaded: LoadedJob, limit: int) -> list[ScoredText]:
     if loaded.job.model.factory is not None or loaded.job.train.preference != "none":
         raise UserError(
             "evaluate.no_data",
-            "the run's evaluation set is not text with a token loss; use --data NAME=FILES or --tasks",
+            "the run's evaluation set is not text with a loss per token; use --data NAME=FILES or --tasks",
         )
     dataset = prepare(loaded).dataset
     batch = next(dataset.held_out_batches(limit, limit), None)
@@ -258,7 +258,7 @@ def evaluate(world: World, options: EvaluateOptions) -> int:
     setup = set_up(world, opened)
 
     def work(members: World, writer: Writer) -> dict[str, list[list[Scored]]]:
-        members.current_action = "measuring the memory of a text"
+        members.current_action = "measuring the memory that a sequence needs"
         room = cache_budgets(members, setup.memory, writer)
         members.current_action = "evaluating"
         tasks = [asdict(text.task) for texts in sets.values() for text in texts]

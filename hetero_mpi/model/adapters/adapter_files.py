@@ -243,7 +243,7 @@ class _StoredAdapter:
         adapter._check_whole(directory)
         if len({tuple(sorted(adapter._tokens(name))) for name in tensors if name.endswith(ROWS)}) > 1:
             raise UserError(
-                "adapter.unsupported", f"{directory}: trainable_token_indices of embedding and head differ, {UNKNOWN}"
+                "adapter.unsupported", f"{directory}: trainable_token_indices differ for embedding and head, {UNKNOWN}"
             )
         return adapter
 
@@ -276,7 +276,7 @@ class _StoredAdapter:
         if repeated is not None:
             raise UserError(
                 "adapter.unsupported",
-                f"{directory}: trainable_token_indices = {as_toml(repeated)} contain a token twice, {UNKNOWN}",
+                f"{directory}: trainable_token_indices = {as_toml(repeated)} lists a token more than once, {UNKNOWN}",
             )
         for name, stored in self.rows.items():
             tokens, shape = self._tokens(name), self.tensors[name].shape

@@ -68,7 +68,7 @@ class LayerShape:
             ("buffers", self.buffers, shapes_of(layer.named_buffers())),
         ):
             if expected != actual:
-                return f"has the {what} {actual} here, but {expected}"
+                return f"has the {what} {actual} on this rank, but {expected}"
         return None
 
 
@@ -149,15 +149,15 @@ class CustomChain(LayerChain):
         if difference is not None:
             raise UserError(
                 "custom.builder_differs",
-                f"{self.name}: layer {shape.name!r} {difference} on rank 0: a builder must return the same layer at every call "
+                f"{self.name}: layer {shape.name!r} {difference} on rank 0: a builder must return the same layer on every call "
                 f"and on every rank",
             )
         name = unlike(shape.start, sampled(layer))
         if name is not None:
             raise UserError(
                 "custom.builder_differs",
-                f"{self.name}: layer {shape.name!r} has other initial values here than on rank 0 ({name}): a builder must give "
-                f"the same values on every rank. {REMEDY}",
+                f"{self.name}: layer {shape.name!r} has different initial values than on rank 0 ({name}): a builder must "
+                f"give the same values on every rank. {REMEDY}",
             )
         return layer
 

@@ -93,7 +93,7 @@ def obtain(name: str, path: Path, download: bool, report: Callable[[str], None])
         ) from None
     damage = _damage(directory)  # without a network, an incomplete copy may be returned unchanged
     if damage is not None:
-        raise UserError("model.missing", _not_here(name, path, f"{damage}; {constants.ENDPOINT} gave no better copy"))
+        raise UserError("model.missing", _not_here(name, path, f"{damage}; a new download did not repair it"))
     return directory
 
 
@@ -108,6 +108,6 @@ def _damage(directory: Path) -> str | None:
 def _not_here(name: str, path: Path, reason: str) -> str:
     return (
         f'[model] path = "{name}" is neither a directory ({path}) nor a complete model in the Hugging Face cache '
-        f"{constants.HF_HUB_CACHE}: {reason}. Correct the path; or, on a machine with a network, run `hf download {name}`, "
+        f"{constants.HF_HUB_CACHE}: {reason}. Correct the path; or, on a machine with network access, run `hf download {name}`, "
         f"copy the printed directory to rank 0's machine, and set model.path to it"
     )

@@ -115,7 +115,7 @@ class DirectoryContents:
             if (tensor.dtype, tensor.shape) != (second_tensor.dtype, second_tensor.shape):
                 return f"{name} is {second_tensor.dtype} {list(second_tensor.shape)}, not {tensor.dtype} {list(tensor.shape)}"
             if tensor.sample != second_tensor.sample:
-                return f"{name} has other values"
+                return f"{name} has different values"
         raise AssertionError("other identities, but nothing differs")
 
     def to_dict(self) -> dict[str, Any]:
@@ -188,7 +188,7 @@ class ModelFiles:
             if not isinstance(file, str) or not _FILE_NAME.fullmatch(file):
                 raise UserError(
                     "model.index",
-                    f"{path}: {name!r} is listed in {file!r}, which is not the name of a safetensors file here. {AGAIN}",
+                    f"{path}: {file!r}, listed for {name!r}, must name a safetensors file in this directory. {AGAIN}",
                 )
         absent = sorted({file for file in weight_map.values() if not (self.directory / file).is_file()})
         if absent:
@@ -224,12 +224,12 @@ class ModelFiles:
     def _no_weights(self) -> str:
         if any(self.directory.glob("pytorch_model*.bin*")):
             return (
-                f"{self.directory}: the weights are pickled (pytorch_model*.bin), and loading a pickle can run any code. If you "
-                f"trust it, convert it: AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW)."
+                f"{self.directory}: the weights are pickled (pytorch_model*.bin), and loading a pickle can run arbitrary code. If "
+                f"you trust it, convert it: AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW)."
             )
         safetensors = sorted(path.name for path in self.directory.glob("*.safetensors"))
         files_text = f"only {', '.join(safetensors[:5])}" if safetensors else "no *.safetensors at all"
-        return f"{self.directory}: neither {WEIGHTS} nor {INDEX} is here ({files_text}). Download the weights into it."
+        return f"{self.directory}: contains neither {WEIGHTS} nor {INDEX} ({files_text}). Download the weights into it."
 
 
 def read_tensors(stored: Mapping[str, StoredTensor]) -> dict[str, torch.Tensor]:

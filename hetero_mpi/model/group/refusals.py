@@ -66,15 +66,15 @@ def _refused_tuning(chain: TransformersChain, tuning: Trained) -> str | None:
     if drawn or chain.draws:
         rates = ", ".join(f"{name} = {value}" for name, value in drawn.items())
         return (
-            f"random settings ({rates}) would differ on the ranks of a tensor-parallel group, which must compute the same: "
-            f"set it to 0, {remedy}"
+            f"random settings ({rates}) would differ between the ranks of a tensor-parallel group, which must compute the "
+            f"same values: set them to 0, {remedy}"
         )
     if not {EIGHT_BIT}.issuperset(tuning.moments.values()):
-        problem = f'steps full matrices, which tensor parallelism shards: set it to "adamw", {remedy}'
+        problem = f'updates full matrices, which tensor parallelism shards: set it to "adamw", {remedy}'
         return f'[train] optimizer = "{tuning.optimizer}" {problem}'
     if tuning.tokens:
         return (
-            "[adapter] tokens: tensor parallelism does not support trained token rows: train the full modules "
+            "[adapter] tokens: tensor parallelism cannot train single token embeddings: train the full modules "
             '([adapter] modules_to_save = ["embed_tokens", "lm_head"]), or give each rank its own stage'
         )
     return None

@@ -47,7 +47,7 @@ class CompiledForward:
             return self._compiled(*arguments, **keywords)
         except (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit) as error:
             self.failure = compiler_failure(error)
-            _LOG.warning("a block is eager from now on, as compiling it failed: %s", self.failure)
+            _LOG.warning("a block runs eagerly from now on, because compiling it failed: %s", self.failure)
         return self._forward(*arguments, **keywords)
 
 

@@ -121,7 +121,7 @@ class MicroBatch:
         positions = self.positions if self.host_positions is None else self.host_positions
         if positions is None:
             return None
-        assert positions.is_cpu, "reading positions waits for the device"
+        assert positions.is_cpu, "reading positions would wait for the device"
         sizes = []
         for row in positions:
             starts = (torch.nonzero(row.diff() != 1).flatten() + 1).tolist()

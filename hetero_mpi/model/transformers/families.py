@@ -108,7 +108,7 @@ def require_proven(family: str) -> None:
         hint = f"; did you mean {near[0]!r}?" if near else "."
         raise UserError(
             "model.family_unknown",
-            f"model_type {family!r} is not a causal language model of transformers{hint} Supported: {_names()}",
+            f"model_type {family!r} is not a causal language model type in transformers{hint} Supported: {_names()}",
         )
     if family not in REFUSED_FAMILIES and getattr(CONFIG_MAPPING[family], "base_model_pp_plan", None):
         raise UserError(

@@ -136,7 +136,7 @@ class _Fit:
             name, (stored, shape) = next(iter(self.shapes.items()))
             raise UserError(
                 "model.shapes_differ",
-                f"{directory}: {name} has shape {stored} in the files but {shape} by config.json (differing tensors: "
+                f"{directory}: {name} has shape {stored} in the files but {shape} according to config.json (differing tensors: "
                 f"{len(self.shapes)}): they belong to two models; correct the sizes in config.json, or download the files again",
             )
         if self.missing:

@@ -31,7 +31,7 @@ UNDIVIDED_FAMILIES = {
     "gemma4_text": "has experts directly in its blocks, next to MLPs",
     "inkling_text": "mixes keys and values of neighbouring tokens (short convolutions)",
     "kimi_linear": _ONE_NAME,
-    "longcat_flash": "has two attentions and two MLPs in a block",
+    "longcat_flash": "has two attention layers and two MLPs in each block",
     "mimo_v2_flash": "has different numbers of key/value heads in some blocks",
     "minimax": _ONE_NAME,
     "phi3": "stores queries, keys and values one after the other in one matrix",

@@ -212,7 +212,7 @@ def check_request(profile: ClusterProfile, request: PlanRequest) -> None:
     if request.schedule == "split" and not any(may_split(profile, device.rank) for device in profile.devices):
         raise UserError(
             "plan.split_times",
-            'schedule = "split": the profile has no times of a split backward (input_s and weight_s of blocks '
+            'schedule = "split": the profile has no times for a split backward pass (input_s and weight_s of blocks '
             "and head), which are measured only if all weights are trained; profile again, or use another schedule",
         )
 

@@ -262,7 +262,7 @@ def explain_shortage(profile: ClusterProfile, request: PlanRequest) -> str:
     for host, ranks in shared_memories(profile):
         listed = ", ".join(map(str, ranks))
         lines.append(
-            f"  ranks {listed} share the memory of host {host.name}, {units.size(host.memory_bytes)}, here divided evenly"
+            f"  ranks {listed} share the memory of host {host.name}, {units.size(host.memory_bytes)}, divided evenly"
         )
     if request.streaming != "never" and can_offload(profile):
         lines += _host_shortage(profile, request)
@@ -287,7 +287,7 @@ def _host_shortage(profile: ClusterProfile, request: PlanRequest) -> Iterator[st
     if needed_bytes > available_bytes:
         remedy = "would make it fit (trained state is not kept on disk, because every step writes all of it)"
         if not full:
-            remedy = "would make it fit, or a disk whose speed is measured: [model] shard_cache, or TMPDIR, on one"
+            remedy = "would make it fit, as would [model] shard_cache or TMPDIR on a disk whose speed is measured"
         yield (
             f"{text}, of which {units.size(available_bytes)} is usable ([[hosts]] memory_bytes): short by "
             f"{units.size(needed_bytes - available_bytes)}; that much more host memory {remedy}"

@@ -169,7 +169,7 @@ def _share_problems(stage: StagePlan, model: ModelCost) -> Iterator[str]:
     elif model.heads is None:
         yield (
             "tensor parallelism does not support this model with this job (possible reasons: the family, dropout of hidden states "
-            "or attention, [adapter] tokens, [train] optimizers that step full matrices, and matrices in which NF4 or 8-bit "
+            "or attention, [adapter] tokens, [train] optimizers that update full matrices, and matrices in which NF4 or 8-bit "
             "optimizer states cross shards; `train --plan` says which); give the stage one rank"
         )
     elif sum(shares) != model.heads:

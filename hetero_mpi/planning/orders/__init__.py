@@ -58,9 +58,9 @@ def computed_by_rank(pipeline: PipelinePlan) -> Mapping[int, Iterable[tuple[str,
 
 
 SCHEDULES = {
-    "auto": "warm-up depths and splitting as the planner finds best",
-    "gpipe": "all forwards, then all backwards (Huang et al. 2019, arXiv:1811.06965)",
-    "1f1b": "alternates forwards and backwards after the classic warm-up (Narayanan et al. 2019, PipeDream)",
+    "auto": "warm-up depths and splitting chosen by the planner",
+    "gpipe": "all forward passes, then all backward passes (Huang et al. 2019, arXiv:1811.06965)",
+    "1f1b": "alternates forward and backward passes after the classic warm-up (Narayanan et al. 2019, PipeDream)",
     "split": "1f1b with deferred weight gradients (zero bubble, Qi et al. 2023, arXiv:2401.10241)",
     **{name: (order.__doc__ or "").split("\n")[0].rstrip(".") for name, order in OTHER_ORDERS.items()},
 }

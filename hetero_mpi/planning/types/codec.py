@@ -81,7 +81,7 @@ def _decode(kind: Any, data: Any, path: str, problems: list[str]) -> Any:
         return _refuse(path, data, "must be a number", problems)
     if type(data) is kind:
         return data
-    words = {int: "a whole number without a decimal point", str: "a text in quotes", bool: "true or false"}
+    words = {int: "a whole number without a decimal point", str: "a string in quotes", bool: "true or false"}
     return _refuse(path, data, f"must be {words[kind]}", problems)
 
 

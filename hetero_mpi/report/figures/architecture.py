@@ -179,7 +179,7 @@ class _Painter:
 
     def idle(self, y: float) -> tuple[float, float]:
         """Draw the idle ranks from ``y`` downwards, and return (lower edge, right edge)."""
-        self.sheet.text(_MARGIN_SIZE, y + 12, "idle, by the plan", 12, "soft")
+        self.sheet.text(_MARGIN_SIZE, y + 12, "idle according to the plan", 12, "soft")
         y, x, right = y + 20, _MARGIN_SIZE, _MARGIN_SIZE
         for reason, ranks in idle_ranks_by_reason(self.report.idle).items():
             if x + _IDLE_WIDTH > MAX_ROW_WIDTH - _MARGIN_SIZE:

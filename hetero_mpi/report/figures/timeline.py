@@ -26,7 +26,7 @@ _MAX_NUMBERED_BARS = 800
 _MIN_BAR_WIDTH = 0.35
 """Minimum width of a bar in pixels; narrower bars are merged with the previous bar."""
 _STROKE = "\N{PRIME}"
-SEVERAL = f"2: micro-batch 2 on a rank's first stage; 2{_STROKE}: on its second one"
+SEVERAL = f"2: micro-batch 2 on a rank's first stage; 2{_STROKE}: on its second stage"
 KINDS: dict[Op, tuple[str, str]] = {
     Op.F: ("forward", "forward"),
     Op.B: ("backward", "backward"),

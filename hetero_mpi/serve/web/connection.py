@@ -71,10 +71,10 @@ class Connection(BaseHTTPRequestHandler):
         """Yield the request body, with content type ``kind`` and at most ``max_bytes``; it counts as pending during the block."""
         content_type = self.headers.get_content_type() if "Content-Type" in self.headers else "none"
         if content_type != kind:
-            raise HttpError(415, f"the body must have the type {kind} (Content-Type), not {content_type[:60]}")
+            raise HttpError(415, f"the body must have Content-Type {kind}, not {content_type[:60]}")
         text = ",".join(self.headers.get_all("Content-Length", []))
         if not text.isascii() or not text.isdigit() or "Transfer-Encoding" in self.headers:
-            raise HttpError(411, "a request needs one Content-Length, and no Transfer-Encoding")
+            raise HttpError(411, "a request must have exactly one Content-Length header and no Transfer-Encoding")
         length = int(text[:18])
         if len(text) > 18 or length > max_bytes:
             raise HttpError(413, f"a request may have at most {max_bytes:,} bytes, this one has {text[:18]}")
@@ -195,16 +195,16 @@ class Connection(BaseHTTPRequestHandler):
         if not names.has_host(hosts[0]):
             raise HttpError(
                 403,
-                f"this server does not accept the host name {hosts[0][:100]!r} (Host); start it with --allow-host NAME "
-                f"if that is one of its names",
+                f"this server does not accept the host name {hosts[0][:100]!r} (Host); if it is one of the server's "
+                f"names, start the server with --allow-host NAME",
                 code="foreign_host",
             )
         for origin in self.headers.get_all("Origin", []):
             if not names.has_origin(origin, hosts[0]):
                 raise HttpError(
                     403,
-                    f"pages of {origin[:100]!r} (Origin) may not use this server; start it with --allow-host NAME, the "
-                    f"name of that site, if they may",
+                    f"requests from {origin[:100]!r} (Origin) are not allowed; to allow them, start the server with "
+                    f"--allow-host NAME, the name of that site",
                     code="foreign_origin",
                 )
 

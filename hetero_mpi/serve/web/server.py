@@ -191,7 +191,7 @@ class WebServer(ThreadingHTTPServer):
         """Reserve memory for a request body during the block. Raises HttpError if the pending bodies are too large."""
         with self._lock:
             if self._body_bytes + length > MAX_PENDING_BODY_BYTES:
-                raise HttpError(503, f"requests of {self._body_bytes:,} bytes are being received; try again later")
+                raise HttpError(503, f"{self._body_bytes:,} bytes of requests are being received; try again later")
             self._body_bytes += length
         try:
             yield

@@ -74,7 +74,7 @@ def custom_chain(world: World, loaded: LoadedJob, keys: Mapping[str, Any], sampl
         if local_model != (keys["digest"], keys["existing"], [shape.name for shape in shapes]):
             raise UserError(
                 "custom.module_differs",
-                f"{_key(loaded)}: the module here differs from rank 0's: copy the same file to all machines",
+                f"{_key(loaded)}: the module on this rank differs from rank 0's: copy the same file to all machines",
             )
     builders = _existing(world, loaded, model, shapes) if model.existing else model.named_layers()
     seed = loaded.job.train.seed
@@ -182,7 +182,7 @@ def _data(loaded: LoadedJob, what: str, give: Any) -> Any:
         raise UserError(
             "samples.factory",
             f"LayeredModel.{what} returns a {type(data).__name__}: it must return a map-style dataset, such as a list or a torch "
-            f"Dataset: a length, and a pair (input, target) for each index",
+            f"Dataset, with a length and a pair (input, target) for each index",
         )
     return data
 
@@ -237,7 +237,7 @@ def checked_layers(model: LayeredModel, pairs: tuple[Pair, Pair], seed: int) -> 
     if not isinstance(total, torch.Tensor) or total.ndim != 0 or not total.is_floating_point():
         raise UserError(
             "custom.loss",
-            'LayeredModel.loss must give a scalar tensor: the sum of the samples\' losses (reduction="sum")',
+            'LayeredModel.loss must return a scalar tensor: the sum of the samples\' losses (reduction="sum")',
         )
     if not _all_close(total, single[0] + single[1]):
         raise UserError(
@@ -287,15 +287,15 @@ def _check_built_inside(name: str, model: LayeredModel, seed: int) -> None:
                     raise shared_parameter_error(name, second, inner)
         raise UserError(
             "custom.builder_repeats",
-            f"layer {name!r} was built outside its builder: parameter {outside} is the same tensor at every call, so each process "
+            f"layer {name!r} was built outside its builder: parameter {outside} is the same tensor on every call, so each process "
             f"would start from different weights. {REMEDY}",
         )
     drawn = unlike(sampled(built), sampled(second_build))
     if drawn is not None:
         raise UserError(
             "custom.builder_repeats",
-            f"layer {name!r} has other initial values at every call of its builder ({drawn}): runs would not be reproducible, and "
-            f"ranks would differ. {REMEDY}",
+            f"layer {name!r} has different initial values on every call of its builder ({drawn}): runs would not be reproducible, "
+            f"and ranks would differ. {REMEDY}",
         )
 
 
@@ -326,7 +326,7 @@ def _inspect(name: str, builder: Builder, x: torch.Tensor, seed: int, last: bool
     if y.ndim == 0 or len(y) != 2:
         raise UserError(
             "custom.layer_output",
-            f"layer {name!r} returns a tensor of shape {tuple(y.shape)} for two samples: the first dimension must be the samples",
+            f"layer {name!r} returns a tensor of shape {tuple(y.shape)} for two samples: the first dimension must be the batch",
         )
     if not last and y.dtype != torch.float32:
         raise UserError(
@@ -345,8 +345,8 @@ def _inspect(name: str, builder: Builder, x: torch.Tensor, seed: int, last: bool
     if not _all_close(alone, y[:1]):
         raise UserError(
             "custom.batch_dependent",
-            f"layer {name!r} gives another output for a sample if the batch has further samples: results would depend on the "
-            f"micro-batch size, which the plan decides. Compute each sample independently of the others",
+            f"layer {name!r} gives a different output for a sample if the batch contains other samples: results would depend on "
+            f"the micro-batch size, which the plan decides. Compute each sample independently of the others",
         )
     shape = LayerShape(
         name,

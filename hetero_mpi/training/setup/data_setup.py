@@ -327,8 +327,8 @@ def _placed(dataset: Dataset, config: dict[str, Any]) -> tuple[Dataset, list[str
     notes, family = [], str(config["model_type"])
     if family in PADDING_FAMILIES and dataset.padded:
         notes.append(
-            f"padding has an effect: the tokens that a {family} model attends to depend on their number, so the loss of a padded "
-            f"text differs slightly"
+            f"padding has an effect: the tokens that a {family} model attends to depend on the sequence length, so the loss of a "
+            f"padded sequence differs slightly"
         )
     return dataset.placed() if depends_on_length(read_config(config)) else dataset, notes
 
