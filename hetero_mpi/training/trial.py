@@ -234,7 +234,7 @@ class _CalibrationRun:
                     if host.other_threads
                 ]
                 say(
-                    f"Measured: {measured_s} per step ({predicted_s} predicted){'; ' + decision_text if decision_text else ''}",
+                    f"Calibration result: {measured_s} per step ({predicted_s} predicted){'; ' + decision_text if decision_text else ''}",
                     *(f"  {text}" for text in [*steps.deviations(), *other_programs]),
                 )
                 notes = [note for note in profile.notes if not note.startswith(_NOTE)]

@@ -302,7 +302,9 @@ def test_a_death_while_a_plan_is_tried_np2(tmp_path: Path, victim: int) -> None:
         running.ranks[victim].send_signal(signal.SIGKILL)
         assert running.end() == 0, running.text()
         told = running.text()
-    assert f"Lost rank {victim} on " in told and "Measured: " not in told and told.count("Calibration run") == 1, told
+    assert (
+        f"Lost rank {victim} on " in told and "Calibration result: " not in told and told.count("Calibration run") == 1
+    ), told
     np.testing.assert_allclose(losses(run), alone(job), rtol=1e-4)
 
 

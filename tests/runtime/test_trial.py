@@ -119,9 +119,11 @@ def test_a_trial_changes_no_bit_of_the_training_np3(shop: Shop, given: dict[str,
     for outcome in (given[f"{name}-True"], given[f"{name}-False"]):
         assert outcome.raised == ("",) * RANKS, outcome.texts
     assert shop.losses(f"{name}-True") == shop.losses(f"{name}-False")
-    assert "Measured: " not in given[f"{name}-False"].printed
+    assert "Calibration result: " not in given[f"{name}-False"].printed
     told = re.findall(
-        r"^Calibration run .*: about .*\nMeasured: .* per step \(.* predicted\)$", given[f"{name}-True"].printed, re.M
+        r"^Calibration run .*: about .*\nCalibration result: .* per step \(.* predicted\)$",
+        given[f"{name}-True"].printed,
+        re.M,
     )
     assert len(told) == 1, given[f"{name}-True"].printed
 
@@ -172,20 +174,23 @@ def chosen(shop: Shop, given: dict[str, Outcome]) -> dict[str, Outcome]:
 def test_another_plan_is_taken_where_it_was_faster_np3(shop: Shop, chosen: dict[str, Outcome]) -> None:
     printed, run = chosen["slow"].printed, shop.directory / "slow"
     assert chosen["slow"].raised == ("",) * RANKS, chosen["slow"].texts
-    first, second = re.findall(r"^Measured: (.*)$", printed, re.M)
+    first, second = re.findall(r"^Calibration result: (.*)$", printed, re.M)
     assert " predicted" in first and second.endswith("; using it"), printed
     assert re.search(r"^  rank 2 \(.*\): .*forward .* times as long as predicted$", printed, re.M), printed
     report, used = load_report(run / "plan.toml"), load_profile(run / USED_PROFILE)
     assert sum(2 in ranks for ranks in holders(report.plan).values()) == 1
     assert re.match(r"calibration run: .* per step; the first plan took .* per step$", report.reasons[0])
-    assert report.tried_step_s is not None and f"Measured: {units.seconds(report.tried_step_s)} per step" in printed
+    assert (
+        report.tried_step_s is not None
+        and f"Calibration result: {units.seconds(report.tried_step_s)} per step" in printed
+    )
     assert used.devices[2].layers["embedding"].forward_s.seconds > used.devices[0].layers["embedding"].forward_s.seconds
 
 
 def test_no_other_plan_is_looked_for_where_there_is_no_time_np3(shop: Shop, chosen: dict[str, Outcome]) -> None:
     printed = chosen["hurried"].printed
     assert re.search(
-        r"^Calibration run .*: about 100 ms, or at most 0 s with a second plan\nMeasured: .*\n(  .*\n)*"
+        r"^Calibration run .*: about 100 ms, or at most 0 s with a second plan\nCalibration result: .*\n(  .*\n)*"
         r"Planning again would take about .*, too long for this run: keeping the first plan$",
         printed,
         re.M,
@@ -219,7 +224,7 @@ def test_a_given_plan_that_does_not_fit_is_refused_by_name_np3(shop: Shop, chose
 
 
 def test_when_a_plan_is_not_tried_np3(shop: Shop, chosen: dict[str, Outcome]) -> None:
-    assert "Measured: " in chosen["dry"].printed, "true: a dry run, too"
+    assert "Calibration result: " in chosen["dry"].printed, "true: a dry run, too"
     for name in ("dry-auto", "short", "other", "goes-on"):
         assert chosen[name].raised == ("",) * RANKS, chosen[name].texts
         assert "Trying" not in chosen[name].printed
@@ -252,7 +257,7 @@ def test_on_gpus_beside_a_cpu_np3(tmp_path: Path) -> None:
     assert {outcome.codes for outcome in found.values()} == {(0, 0, 0)}, found
     for name in ("streamed-nf4", "group"):
         assert shop.losses(f"{name}-True") == shop.losses(f"{name}-False")
-        assert "Measured: " in found[f"{name}-True"].printed
+        assert "Calibration result: " in found[f"{name}-True"].printed
     assert set(refused.codes) == {2} and len(set(refused.texts)) == 1
     assert re.match(
         r"Calibration failed: rank 1 on \S+ ran out of memory in \d[FB]\d: .* predicted of .*CUDA", refused.texts[0]

@@ -88,7 +88,7 @@ def test_a_trial_that_hangs_ends_the_job_and_everybody_is_named_np2(tmp_path: Pa
     where = [line.strip() for line in told.splitlines() if line.startswith("  rank ")]
     assert "calibration run, step 2" in where[0] and " waits for " in where[0], told
     assert "calibration run, step 1" in where[1] and " waits for " not in where[1], told
-    assert "Measured: " not in told and not (run / "metrics.jsonl").exists()
+    assert "Calibration result: " not in told and not (run / "metrics.jsonl").exists()
 
 
 @pytest.mark.long
