@@ -197,7 +197,7 @@ class _CalibrationRun:
         faster = timed is not None and steps is not None and timed.clearly_below(steps)
         faster = self._world.broadcast_json(faster)
         profile_then, calibrated_report = self._calibrated(
-            better, second, timed, "using it" if faster else "keeping the first plan"
+            better, second, timed, "; using it" if faster else "; keeping the first plan"
         )
         if faster:
             return profile_then, with_reasons(
@@ -234,7 +234,7 @@ class _CalibrationRun:
                     if host.other_threads
                 ]
                 say(
-                    f"Calibration result: {measured_s} per step ({predicted_s} predicted){'; ' + decision_text if decision_text else ''}",
+                    f"Calibration result: {measured_s} per step ({predicted_s} predicted)" + decision_text,
                     *(f"  {text}" for text in [*steps.deviations(), *other_programs]),
                 )
                 notes = [note for note in profile.notes if not note.startswith(_NOTE)]
