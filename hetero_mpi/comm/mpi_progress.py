@@ -145,7 +145,7 @@ class MpiProgress:
                 self._cancel(handle)
         self._abandon_handles()
         for request in list(self.requests):
-            self.complete_request(request, TransportError("the transport was closed before it was complete"))
+            self.complete_request(request, TransportError("the transport was closed before the operation completed"))
 
     def _cancel(self, handle: Any) -> None:
         try:

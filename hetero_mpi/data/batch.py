@@ -42,7 +42,7 @@ class Compared:
 
     @classmethod
     def from_batch(cls, batch: Batch, answers: npt.NDArray[np.uint8], reference: npt.NDArray[np.float32]) -> Compared:
-        """Count the compared answers of a complete batch, which must have positions."""
+        """Count the compared answers of a complete batch. The batch must include positions."""
         assert batch.positions is not None
         of_chosen = ((batch.positions == 0).cumsum(axis=1) % 2 == 1) & (batch.targets != IGNORED)
         in_pairs, good, bad = (int(answer_counts(answers == mark).sum()) for mark in (1, 2, 3))
@@ -101,7 +101,7 @@ class Batch:
         return np.where(learnt.any(axis=1), np.minimum(ends, learnt.shape[1]), 0)
 
     def rows(self, numbers: Sequence[int]) -> Batch:
-        """Copy the rows with these numbers. The loss divisor remains that of the full batch."""
+        """Copy the rows at the given indices. The loss divisor remains that of the full batch."""
         index = np.array(numbers, np.intp)
         positions = None if self.positions is None else self.positions[index]
         compared = None if self.compared is None else self.compared.rows(index)

@@ -153,7 +153,7 @@ class Dataset(Rows):
         return digest.hexdigest()
 
     def gather(self, numbers: Indices) -> Batch:
-        """Return a batch of the rows with these numbers."""
+        """Return a batch of the rows at the given indices."""
         targets = self.targets[numbers]
         positions = None if self.positions is None else self.positions[numbers]
         weights = None if self.weights is None else Weighed.from_batch(targets, self.weights[numbers])

@@ -314,7 +314,9 @@ def _history(fields: _RecordFields) -> list[ChatMessage]:
     if is_chat(value):
         return messages_of(value, "history", fields.unread_in_messages)
     if not isinstance(value, list) or not all(isinstance(exchange, list) and len(exchange) == 2 for exchange in value):
-        raise BadRecord("record.history", f"'history' must be a list of [question, answer]; it is {kind_name(value)}")
+        raise BadRecord(
+            "record.history", f"'history' must be a list of [question, answer] pairs, not {kind_name(value)}"
+        )
     return [
         ChatMessage(role, text_of(content, f"history[{index}]"))
         for index, pair in enumerate(value)

@@ -13,14 +13,14 @@ def memory_kills(counters: Path = Path("/proc/vmstat")) -> int:
 def memory_kills_text(kills: dict[str, int]) -> str:
     """Describe OOM kills, given the number of killed processes on each host. Returns "" if there were none."""
     lines = [
-        f"the kernel of {host} killed {count} process{'es' if count > 1 else ''} because it ran out of memory"
+        f"the kernel on {host} killed {count} process{'es' if count > 1 else ''} because it ran out of memory"
         for host, count in kills.items()
         if count > 0
     ]
     if not lines:
         return ""
     return (
-        f"{', '.join(lines)} meanwhile (`oom_kill` in /proc/vmstat). Raise the limit of the control group (SLURM: --mem; Docker: "
+        f"{', '.join(lines)} meanwhile (`oom_kill` in /proc/vmstat). Raise the cgroup memory limit (SLURM: --mem; Docker: "
         "--memory), stop other programs on that host, or lower the planner's memory budget: --set plan.memory_reserve=0.2, or "
         "--set cluster.memory_bytes=8000000000 per rank"
     )

@@ -265,11 +265,12 @@ def _rows_of(dataset: Any, name: str) -> tuple[Iterable[Mapping[str, Any]], dict
         first = {key: value for key, value in first.items() if value is not None}  # columns without a value
     elif first is not None:
         raise UserError(
-            "trainer.dataset", f"{name}: rows must be dicts, not {type(first).__name__}; docs/data.md has the formats"
+            "trainer.dataset",
+            f"{name}: rows must be dicts, not {type(first).__name__}; see docs/data.md for the formats",
         )
     if not first or "input_ids" in first:
         raise UserError(
-            "trainer.dataset", f"{name}: must have rows with text, not token ids; docs/data.md has the formats"
+            "trainer.dataset", f"{name}: must have rows with text, not token ids; see docs/data.md for the formats"
         )
     return rows, first
 

@@ -26,7 +26,7 @@ _ADAPTER = ".lora_"
 def frozen_layers(chain: LayerChain, model: nn.Module, layers: Iterable[int]) -> Kept:
     """Return the frozen weights of ``layers`` in a stage's model that trains only adapters.
 
-    The first and last layer of a tied model are left out: a stage creates the head's copy itself.
+    Skips the first and last layers of a model with tied embeddings: the stage that holds the head copies the shared weight.
     """
     return {
         layer: {

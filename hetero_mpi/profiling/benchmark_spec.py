@@ -158,7 +158,7 @@ def key_of(content: Sequence[Any]) -> str:
 
 
 def device_key(world: World, backend: Backend, subject: BenchmarkSpec, repeats: int) -> str:
-    """Cache key of device times, from host, device, local ranks, model shape, dtype, token counts and versions."""
+    """Return the cache key of device times, built from host, device, local ranks, model shape, dtype, token counts and versions."""
     products = backend.products(subject.train.dtype)
     device = [world.host, backend.name, backend.index, backend.description(), products]
     device += [subject.threads, round(subject.cores, 3), subject.compiled]

@@ -1,4 +1,4 @@
-"""Tables of columns and one object per row, rendered as text (``Table.lines``) or as HTML on the page of a run (``page.html``).
+"""Tables defined by columns, with one object per row; rendered as text (``Table.lines``) or as HTML (``page.html``).
 
 Example: ``Table([Column("rank", "rank"), Column("memory", "memory_bytes", units.size)], profile.devices).lines()``.
 """

@@ -61,9 +61,7 @@ def claim(run_dir: str | Path, tell: Callable[[str], None] = write_line) -> Iter
     with opened_in(directory, LOCK_NAME) as file:
         try:
             if not lock(file):
-                tell(
-                    f"{directory}: its file system has no file locks, so a second run cannot be prevented: start only one there"
-                )
+                tell(f"{directory}: its file system does not support file locking, so start only one run there")
         except BlockingIOError:
             raise UserError(
                 "run.in_use",

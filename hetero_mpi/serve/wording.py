@@ -42,7 +42,7 @@ def _value_at(text: str, position: int) -> tuple[Any, int]:
         value, end = _DECODER.raw_decode(text, blanks.end())
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError:
-        raise ValueError("half of a surrogate pair is not a character") from None
+        raise ValueError("contains an unpaired surrogate") from None
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     return value, end

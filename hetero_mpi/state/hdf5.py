@@ -252,7 +252,7 @@ def open_dataset(parent: Any, name: str, file_bytes: int) -> Stored:
     kind = opened.get_type()
     dtype = TEXT if kind.get_class() == h5py.h5t.STRING and not kind.is_variable_str() else dtype_name(kind)
     if dtype is None:
-        raise TypeError("its type is not part of this format")
+        raise TypeError("its type is not supported")
     space = opened.get_space()
     if space.get_simple_extent_type() == h5py.h5s.NULL:
         raise TypeError("it has no shape")
@@ -319,5 +319,5 @@ def _attribute_value(opened: Any) -> Any:
     opened.read(array)
     value = array.item()
     if not isinstance(value, (bool, int, float, bytes)):
-        raise TypeError(f"attribute {opened.name!r} has a type outside this format")
+        raise TypeError(f"attribute {opened.name!r} has an unsupported type")
     return value

@@ -24,7 +24,7 @@ from hetero_mpi.util.errors import ABORT_SIGNALS
 ECHO_S = 1.0
 """Time within which a second signal is taken for a duplicate: terminals signal process groups, and launchers forward signals."""
 _BEFORE_STEPS = "before the first step, so this launch saved nothing" + (
-    ". Under SLURM: raise --time, which must cover the start (imports, profile, plan, weights), some steps, and --signal's seconds"
+    ". Under SLURM: increase --time: it must cover startup (imports, profile, plan, weights), a few steps and --signal's seconds"
     if "SLURM_JOB_ID" in os.environ
     else ""
 )
@@ -84,7 +84,8 @@ class StopRequest:
         elif number in ABORT_SIGNALS and now - self._first_s > ECHO_S:
             name = signal.Signals(number).name
             os.write(
-                2, f"{name} after {self.asked_by.name}: ending at once, without waiting for a checkpoint\n".encode()
+                2,
+                f"{name} after {self.asked_by.name}: exiting immediately, without waiting for a checkpoint\n".encode(),
             )
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)

@@ -223,13 +223,13 @@ class _CalibrationRun:
     ) -> tuple[ClusterProfile, PlanReport]:
         """Return the profile calibrated by rank 0's measured ``steps`` of a plan, and that plan with new predictions."""
         values = None
-        with self._world.on_leader("comparing steps with their prediction"):
+        with self._world.on_leader("comparing measured and predicted step times"):
             if steps is not None:
                 from hetero_mpi.planning.decision.planner import complete_plan
 
                 measured_s, predicted_s = units.seconds(steps.step_s), units.seconds(steps.predicted_s)
                 other_programs = [
-                    f"{host.name}: other programs run about {host.other_threads:.1f} threads on its {host.cores:g} cores"
+                    f"{host.name}: other programs are running about {host.other_threads:.1f} threads on its {host.cores:g} cores"
                     for host in steps.prediction.profile.hosts
                     if host.other_threads
                 ]
@@ -287,7 +287,7 @@ def _steps(context: RunContext, share: Share, allowed: Allowance) -> tuple[list[
         share = replace(share, trainer=built.pop() if built else None)
         if not short and share.trainer is not None:
             rehearse = partial(share.trainer.rehearse, share.trainer.shared_batch(batch, False))
-            short = _ranks_out_of_memory(members, rank, ", each rank by itself", rehearse)
+            short = _ranks_out_of_memory(members, rank, ", each rank on its own", rehearse)
             steps = _timed_steps(context, share, share.trainer, batch, allowed) if not short else []
             del rehearse
         share.release_trainer()

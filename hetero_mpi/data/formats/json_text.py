@@ -53,7 +53,7 @@ def _parse_line(line: bytes) -> Any:
     except UnicodeDecodeError as error:
         return BadRecord(
             "records.encoding",
-            f"records must be JSON in UTF-8; byte {error.start + 1} of the line is invalid. Convert it",
+            f"records must be JSON in UTF-8; byte {error.start + 1} of the line is invalid. Convert the file",
         )
     except (ValueError, RecursionError) as error:
         return BadRecord("record.json", _describe_error(error))
@@ -65,7 +65,8 @@ def _read_document(path: Path) -> Iterator[tuple[str, Any]]:
         text = b"".join(lines_of(path)).decode("utf-8")
     except UnicodeDecodeError as error:
         raise UserError(
-            "records.encoding", f"{path}: records must be JSON in UTF-8; byte {error.start + 1} is invalid. Convert it."
+            "records.encoding",
+            f"{path}: records must be JSON in UTF-8; byte {error.start + 1} is invalid. Convert the file.",
         ) from None
     end, line, is_first = 0, 1, True
     while (start := _skip_spaces(text, end)) < len(text):

@@ -33,7 +33,7 @@ class MpsBackend(Backend):
 
     def _free_memory(self) -> Memory:
         limit, host = int(torch.mps.recommended_max_memory()), host_memory()
-        metal = Memory(limit, f"{gigabytes(limit)} recommended by Metal, of the host's memory")
+        metal = Memory(limit, f"{gigabytes(limit)} of host memory (Metal's recommended limit)")
         return metal if limit < host.usable_bytes else host
 
     def synchronize(self) -> None:

@@ -140,7 +140,7 @@ def own_set(loaded: LoadedJob, limit: int) -> list[ScoredText]:
     if loaded.job.model.factory is not None or loaded.job.train.preference != "none":
         raise UserError(
             "evaluate.no_data",
-            "the run's evaluation set is not text with a loss per token; use --data NAME=FILES or --tasks",
+            "the run's evaluation set has no per-token loss on text; use --data NAME=FILES or --tasks",
         )
     dataset = prepare(loaded).dataset
     batch = next(dataset.held_out_batches(limit, limit), None)

@@ -97,7 +97,7 @@ _REACH_REMEDIES: tuple[tuple[tuple[str, ...], str], ...] = (
     (_TIMEOUT_COMPLAINTS, "check the machine's power and cable, then `ping {host}` and `ssh {host}`"),
     (
         ("not found", "No such file", "cannot execute"),
-        "that Python does not exist there: create the environment under the same path as on this host, or set its path as "
+        "that Python was not found there: create the environment at the same path as on this host, or set its path as "
         'python = "/PATH/bin/python" in a hosts.toml (non-interactive logins do not read .bashrc, so PATH does not help)',
     ),
 )  # fmt: skip
@@ -232,7 +232,9 @@ def check_interfaces(targets: Sequence[Target]) -> Iterator[Finding]:
         direct = [ip for ip in remote_ips if any(ipaddress.IPv4Address(ip) in item.network for item in local)]
         choice = choose_interface(direct, local)
         if choice is not None:
-            routes = [f"{', '.join(choice.interfaces)} ({', '.join(choice.networks)}) leads to the other hosts"]
+            routes = [
+                f"the other hosts are reachable via {', '.join(choice.interfaces)} ({', '.join(choice.networks)})"
+            ]
             if len(choice.interfaces) > 1:
                 routes = [
                     f"{item.interface} ({item.network}) to {remote.title}"

@@ -89,7 +89,7 @@ def _still(train: TrainTable, tuning: Tuning, chain: LayerChain) -> frozenset[st
     if chain.tied is not None and not frozen_names.isdisjoint(chain.tied):
         raise UserError(
             "train.freeze",
-            f"[train] freeze: {chain.tied[1]} is also the head's matrix and must be trained: remove it from the list",
+            f"[train] freeze: {chain.tied[1]} is tied to the LM head and must be trained: remove it from the list",
         )
     if frozen_names >= tuning.trainable.keys():
         raise UserError("train.freeze", "[train] freeze: no parameter is left to train; list fewer parameters")

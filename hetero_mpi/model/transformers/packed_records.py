@@ -148,7 +148,7 @@ def depends_on_length(config: PreTrainedConfig) -> bool:
 
 
 def install_rotary(model: nn.Module) -> None:
-    """Make the model's rotary embeddings compute each record separately if their tables depend on the length."""
+    """Patch rotary embeddings whose cos/sin tables depend on sequence length to handle each record separately."""
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
         if any(_by_length(kind) for kind in (kinds.values() if isinstance(kinds, dict) else [kinds])):

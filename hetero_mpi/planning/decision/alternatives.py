@@ -304,7 +304,7 @@ class Losses:
 
 
 def losses(plan: PlanReport, planned: PlanReport, profile: ClusterProfile, request: PlanRequest) -> Losses:
-    """Attribute the losses of ``plan`` to causes. ``planned``: the planner's plan for the same request."""
+    """Break down by cause the time that ``plan`` loses. ``planned``: the planner's plan for the same request."""
     free, step_s = with_free_links(profile), plan.predicted_step_s
     roomy = with_plenty_of_memory(free)
     # A hand-written plan may be faster than the planner's.

@@ -113,7 +113,7 @@ ColumnOrder = tuple[int, ...]
 
 @dataclass
 class _Best:
-    """The best tail of a pipeline, by the tail's first layer. ``depth``: micro-batches in flight at the tail's first stage."""
+    """Return the best pipeline tail for each possible first layer. ``depth``: micro-batches in flight at the tail's first stage."""
 
     back_s: Floats
     late_s: Floats

@@ -194,7 +194,7 @@ def _lines(chains: Chains, most: int) -> list[ColumnOrder]:
 
 
 def _estimated(chains: Chains, lines: int) -> _Layout | None:
-    """The layout with the best estimate among the first ``lines`` sort keys; None if nothing fits."""
+    """Return the layout with the best estimated time among the first ``lines`` sort keys, or None if none fits."""
     best: _Layout | None = None
     for line in _lines(chains, lines):
         estimate_s = chains.along(line, math.inf)[0]

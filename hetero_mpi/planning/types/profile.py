@@ -23,7 +23,7 @@ EMULATED = "emulated"
 class Curve:
     """Seconds as a piecewise linear function of the token count, extrapolated from the nearest segment.
 
-    ``tokens`` is strictly increasing. With one knot the line runs through the origin. Extrapolation is bounded against noise:
+    ``tokens`` is strictly increasing. With one knot the line runs through the origin. Extrapolation is clamped against noise:
     more tokens take at least as long as the last knot, fewer at least a proportional share of the first.
     """
 

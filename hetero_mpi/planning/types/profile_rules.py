@@ -149,7 +149,7 @@ def _device_problems(device: DeviceProfile, trained: dict[str, int], path: str) 
 def _times_problems(times: LayerTimes, trained: bool, path: str) -> Iterator[str]:
     """Check that curves are positive, or 0 if nothing is computed (frozen first layers, no weight gradients)."""
     if (times.input_s is None) != (times.weight_s is None):
-        yield f"{path}: input_s and weight_s are the two parts of one backward: set both or neither"
+        yield f"{path}: input_s and weight_s are the two parts of the backward pass: set both or neither"
     for field in fields(times):
         curve: Curve | None = getattr(times, field.name)
         yield from _sample_problems(curve, f"{path}.{field.name}") if curve is not None else ()
@@ -177,7 +177,7 @@ def _sample_problems(curve: Curve, path: str) -> Iterator[str]:
     if any(low >= high for low, high in itertools.pairwise((0, *counts))):
         yield f"{path}.sample_tokens = {list(counts)}: must be positive and strictly increasing"
     if any(not times for times in curve.samples):
-        yield f"{path}.samples: each of sample_tokens needs at least one repetition; remove those without"
+        yield f"{path}.samples: every entry of sample_tokens needs at least one sample; remove entries that have none"
 
 
 def _host_problems(profile: ClusterProfile) -> Iterator[str]:

@@ -155,7 +155,7 @@ def say_plan(
 def _save_later(
     context: RunContext, pending: Pending, save: Callable[[Any, Path], None], value: Any, *paths: Path
 ) -> None:
-    """Save a file on rank 0 once the start of the run is accepted; the last write to a path wins."""
+    """Defer saving a file on rank 0 until the startup checks have passed; the last write to a path wins."""
 
     def write(path: Path) -> None:
         with warn_on_failure(f"writing {path}"):
@@ -166,7 +166,7 @@ def _save_later(
 
 
 def keep_plan(context: RunContext, pending: Pending, report: PlanReport) -> None:
-    """Save a plan in the run directory on rank 0 once the start of the run is accepted."""
+    """Defer saving a plan in the run directory, on rank 0, until the startup checks have passed."""
     _save_later(context, pending, save_plan, report, context.run_dir / "plan.toml")
 
 
