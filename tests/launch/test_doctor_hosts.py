@@ -174,7 +174,7 @@ def test_a_host_whose_mesh_is_down(tmp_path: Path, capsys: pytest.CaptureFixture
     }
     assert "Connection timed out" in failed["hosts"]["text"]
     assert (
-        "`sudo wg-quick up hetero0` on both" in failed["hosts"]["remedy"] and "cable" not in failed["hosts"]["remedy"]
+        "`sudo wg-quick up hetero0` on each" in failed["hosts"]["remedy"] and "cable" not in failed["hosts"]["remedy"]
     )
     assert failed["mesh"]["where"][0].endswith(" (here)") and "wg-quick up" in failed["mesh"]["remedy"]
 

@@ -217,7 +217,7 @@ def test_an_adapter_goes_on_over_its_base_in_the_same_form_and_other_places_are_
     entries["other-masks"] = {"job": moved, **resumed, "plan": run / "plan.toml"}
     outcomes = scene.run_entries(1, {**entries, "moved": {"job": moved, **resumed}})
     assert outcomes["first"].codes == (0,), outcomes["first"]
-    assert '[model] quantization = "none", this job has "nf4"' in outcomes["packed"].texts[0], outcomes["packed"]
+    assert '[model] quantization = "none", but this job has "nf4"' in outcomes["packed"].texts[0], outcomes["packed"]
     told = f'From step 3 on, [adapter] dropout is 0.5, was 0.0; [model] path is "{other}", was "{scene.model()}"'
     assert outcomes["moved"].codes == (0,) and told in outcomes["moved"].printed, outcomes["moved"]
     assert "dropout masks are drawn for 2 sequences at a time, previously 1" in outcomes["moved"].printed

@@ -195,7 +195,7 @@ def test_damaged_shards_are_named_and_passed_over_np2(left: Left) -> None:
 def test_copies_of_another_job_or_other_data_are_refused_np2(left: Left) -> None:
     named, seed, data, late = (left.outcomes[name] for name in ("named", "other-seed", "other-data", "too-late"))
     assert named.codes == (2,) and "is one rank's shard, not a complete checkpoint" in named.texts[0]
-    assert seed.codes == (2,) and "[train] seed = 7, this job has 8" in seed.printed
+    assert seed.codes == (2,) and "[train] seed = 7, but this job has 8" in seed.printed
     kept = [newest_copy_step(left.job.directory / name) for name in ("named", "other-seed", "other-data", "too-late")]
     assert kept == [left.step] * 4, "a mistake in the job costs nothing"
     assert data.codes == (2,) and "was written with different data" in data.texts[0]
