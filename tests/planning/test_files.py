@@ -166,7 +166,7 @@ def test_all_problems_of_a_profile_are_listed_with_file_key_and_value(tmp_path: 
         (
             "0.1] }",
             "0.1], samples = [[]], sample_tokens = [8] }",
-            "forward_s.samples: each of sample_tokens needs",
+            "forward_s.samples: every entry of sample_tokens needs",
         ),
         (
             "0.1] }",
