@@ -121,5 +121,5 @@ def test_the_count_of_the_kernel_and_its_words(tmp_path: Path) -> None:
     assert memory_kills_text({"a": 0, "b": 0}) == ""
     text = memory_kills_text({"a": 2, "b": 0, "c": 1})
     assert text.startswith(
-        "the kernel of a killed 2 processes because it ran out of memory, the kernel of c killed 1 process because"
+        "the kernel on a killed 2 processes because it ran out of memory, the kernel on c killed 1 process because"
     )
