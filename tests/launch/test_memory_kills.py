@@ -103,7 +103,7 @@ def test_a_rank_that_the_kernel_kills_is_named_with_the_reason_np2(
     code, text = kill_rank_1(job, run, group, *options)
     assert memory_kills() > before, text
     host = socket.gethostname()
-    assert re.search(rf"he kernel of {host} killed \d+ process(es)? because it ran out of memory", text), text
+    assert re.search(rf"he kernel on {host} killed \d+ process(es)? because it ran out of memory", text), text
     assert "--set plan.memory_reserve=0.2" in text
     if recover:
         assert code == 0, text
