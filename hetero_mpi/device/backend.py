@@ -131,6 +131,8 @@ class Backend:
 
     name = "cpu"
     torch_type = "cpu"
+    compiles_by_default = False
+    """Whether ``[train] compile`` compiles blocks on this backend if it is "auto" or "accelerators"."""
 
     def __init__(self, index: int = 0) -> None:
         self.index = index

@@ -15,6 +15,7 @@ os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # the order of nvidia-
 
 class CudaBackend(Accelerator):
     name = "cuda"
+    compiles_by_default = True
     torch_type = "cuda"
     visibility = ("CUDA_VISIBLE_DEVICES",)
 

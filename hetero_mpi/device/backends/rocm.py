@@ -14,6 +14,7 @@ class RocmBackend(Accelerator):
     """Backend for AMD GPUs, which the HIP build of torch calls ``cuda``."""
 
     name = "rocm"
+    compiles_by_default = True
     torch_type = "cuda"
     visibility = ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
     other_kernels = OTHER_KERNELS

@@ -9,6 +9,7 @@ PREFERENCE = 3
 
 class XpuBackend(Accelerator):
     name = "xpu"
+    compiles_by_default = True
     torch_type = "xpu"
     visibility = ("ZE_AFFINITY_MASK",)
 

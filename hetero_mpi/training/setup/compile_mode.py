@@ -11,13 +11,11 @@ from hetero_mpi.training.setup.context import RunContext
 from hetero_mpi.training.setup.profile_and_plan import subject_of
 from hetero_mpi.util import units
 
-_ACCELERATORS = "cuda", "rocm", "xpu"
-
 
 def settle_compile_mode(context: RunContext) -> RunContext:
     """Return the context with ``[train] compile`` resolved and ``compiled`` set for this rank. Collective."""
     world, mode = context.world, context.job.train.compile
-    compiles = mode is True or (mode is not False and context.backend.name in _ACCELERATORS)
+    compiles = mode is True or (mode is not False and context.backend.compiles_by_default)
     trials: list[CompileTrial] = []
     if any(world.all_gather_json(compiles)):
         world.current_action = "compiling a block"
