@@ -5,14 +5,15 @@ from __future__ import annotations
 import html
 import json
 import socket
-import threading
 import time
-from bisect import bisect_left
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate, chain
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote
+
+import prometheus_client
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from hetero_mpi.rundir.logs import say
 from hetero_mpi.serve.api_requests import ApiRequest, ChatRequest, CompletionRequest, parse
@@ -22,67 +23,27 @@ from hetero_mpi.serve.web.connection import Connection
 from hetero_mpi.serve.web.server import HttpError, Names, WebServer
 from hetero_mpi.serve.wording import Choice
 
-KIND = "text/plain; version=0.0.4; charset=utf-8"
-_BUCKET_LIMITS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-COUNTERS = {
-    "requests": "Finished requests by response status (499: the client disconnected)",
-    "prompt_tokens": "Prompt tokens",
-    "generated_tokens": "Generated tokens",
-}
-TIMES = {
-    "first_token_seconds": "Time to first token",
-    "token_seconds": "Mean time per output token of a request, after the first",
-}
+_TIME_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 
-class Counts:
-    """Thread-safe counters and histograms for ``/metrics``."""
+class ServiceMetrics:
+    """The metrics at ``/metrics``. ``active_answers`` returns the number of answers in each state."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._counters: dict[str, Counter[tuple[tuple[str, str], ...]]] = {name: Counter() for name in COUNTERS}
-        self._times = {name: [0] * (len(_BUCKET_LIMITS_S) + 1) for name in TIMES}
-        self._sums = dict.fromkeys(TIMES, 0.0)
-
-    def add(self, name: str, count: int, **labels: str) -> None:
-        with self._lock:
-            self._counters[name][tuple(labels.items())] += count
-
-    def observe(self, name: str, seconds: float) -> None:
-        with self._lock:
-            self._times[name][bisect_left(_BUCKET_LIMITS_S, seconds)] += 1
-            self._sums[name] += seconds
-
-    def text(self, under_way: Mapping[str, int]) -> str:
-        """Return all metrics in Prometheus' text format, with the numbers of active answers in ``under_way``."""
-        with self._lock:
-            return "".join(f"{line}\n" for line in self._lines(under_way))
-
-    def _lines(self, under_way: Mapping[str, int]) -> Iterator[str]:
-        for name, values in self._counters.items():
-            yield from _head(f"{name}_total", COUNTERS[name], "counter")
-            yield from (f"hetero_mpi_{name}_total{_labels(dict(labels))} {count}" for labels, count in values.items())
-        for name, number in under_way.items():
-            yield from _head(f"answers_{name}", f"Answers that are {name}", "gauge")
-            yield f"hetero_mpi_answers_{name} {number}"
-        for name, buckets in self._times.items():
-            yield from _head(name, TIMES[name], "histogram")
-            for bound, count in zip((*map(str, _BUCKET_LIMITS_S), "+Inf"), accumulate(buckets), strict=True):
-                yield f'hetero_mpi_{name}_bucket{{le="{bound}"}} {count}'
-            yield f"hetero_mpi_{name}_sum {self._sums[name]}"
-            yield f"hetero_mpi_{name}_count {sum(buckets)}"
-
-
-def _head(name: str, text: str, kind: str) -> Iterator[str]:
-    yield f"# HELP hetero_mpi_{name} {text}."
-    yield f"# TYPE hetero_mpi_{name} {kind}"
-
-
-def _labels(labels: Mapping[str, str]) -> str:
-    escaped = {
-        name: text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") for name, text in labels.items()
-    }
-    return "{" + ",".join(f'{name}="{text}"' for name, text in escaped.items()) + "}"
+    def __init__(self, active_answers: Callable[[], Mapping[str, int]]) -> None:
+        prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
+        self.registry, client_labels = CollectorRegistry(), ("model", "client")
+        options: dict[str, Any] = {"namespace": "hetero_mpi", "registry": self.registry}
+        text = "Finished requests by response status (499: the client disconnected)."
+        self.requests = Counter("requests", text, ("route", *client_labels, "status"), **options)
+        self.prompt_tokens = Counter("prompt_tokens", "Prompt tokens.", client_labels, **options)
+        self.generated_tokens = Counter("generated_tokens", "Generated tokens.", client_labels, **options)
+        for state in active_answers():
+            gauge = Gauge(f"answers_{state}", f"Answers that are {state}.", **options)
+            gauge.set_function(lambda state=state: active_answers()[state])  # type: ignore[misc]
+        options["buckets"] = _TIME_BUCKETS_S
+        self.first_token_s = Histogram("first_token_seconds", "Time to first token.", **options)
+        text = "Mean time per output token of a request, after the first."
+        self.token_s = Histogram("token_seconds", text, **options)
 
 
 _ROUTES: dict[str, type[ApiRequest]] = {"/v1/chat/completions": ChatRequest, "/v1/completions": CompletionRequest}
@@ -99,7 +60,7 @@ class ApiServer(WebServer):
     def __init__(
         self, bound: socket.socket, keys: Mapping[str, str], service: Service, names: Names, quiet: bool = False
     ) -> None:
-        self.service, self.counts, self.quiet = service, Counts(), quiet
+        self.service, self.metrics, self.quiet = service, ServiceMetrics(service.scheduler.counts), quiet
         fields = {"object": "model", "created": int(time.time()), "owned_by": "hetero_mpi"}
         fields |= {"max_model_len": service.context.tokens}
         self.models = {name: {"id": name, **fields} for name in service.models}
@@ -138,7 +99,8 @@ class _ApiConnection(Connection):
         if self.route == "/v1/models":
             self.send({"object": "list", "data": list(models.values())})
         elif self.route == "/metrics":
-            self.send_content(self.server.counts.text(service.scheduler.counts()).encode(), KIND)
+            content = prometheus_client.generate_latest(self.server.metrics.registry)
+            self.send_content(content, prometheus_client.CONTENT_TYPE_LATEST)
         elif self.route.startswith("/v1/models/") and name in models:
             self.send(models[name])
         elif self.route in _ROUTES:
@@ -163,11 +125,11 @@ class _ApiConnection(Connection):
             status = str(error.status)
             raise
         finally:
-            self.server.counts.add("requests", 1, **labels, status=status)
+            self.server.metrics.requests.labels(**labels, status=status).inc()
 
     def _answered(self, service: Service, request: ApiRequest, labels: dict[str, str]) -> str:
         """Answer a request and return its HTTP status for the metrics. ``labels`` has the route, the model and the client."""
-        tasks, counts = service.tasks(request), self.server.counts
+        tasks, metrics = service.tasks(request), self.server.metrics
         choices, bodies = service.choices(request, tasks), service.bodies(request, tasks)
         begin = time.monotonic()
         answers = service.scheduler.submit(tasks, labels["client"])
@@ -186,8 +148,8 @@ class _ApiConnection(Connection):
             client_labels = {name: labels[name] for name in ("model", "client")}
             prompt_tokens = sum(len(task.prompt) for task in tasks[:: request.n])
             new_tokens = sum(choice.wording.tokens for choice in choices)
-            counts.add("prompt_tokens", prompt_tokens, **client_labels)
-            counts.add("generated_tokens", new_tokens, **client_labels)
+            metrics.prompt_tokens.labels(**client_labels).inc(prompt_tokens)
+            metrics.generated_tokens.labels(**client_labels).inc(new_tokens)
             outcome = choices[0].finish or "aborted"
             client_text = f", of {labels['client']}" if labels["client"] else ""
             if not self.server.quiet:
@@ -198,15 +160,15 @@ class _ApiConnection(Connection):
         self, pieces: Iterator[tuple[Choice, str]], choices: Sequence[Choice], begin: float
     ) -> Iterator[tuple[Choice, str]]:
         """Yield the pieces unchanged and record the time to the first token and the time per token."""
-        first_token_s, counts = None, self.server.counts
+        first_token_s, metrics = None, self.server.metrics
         for piece in pieces:
             if first_token_s is None and piece[0].wording.tokens:
                 first_token_s = time.monotonic()
-                counts.observe("first_token_seconds", first_token_s - begin)
+                metrics.first_token_s.observe(first_token_s - begin)
             yield piece
         longest = max(choice.wording.tokens for choice in choices)
         if first_token_s is not None and longest > 1:
-            counts.observe("token_seconds", (time.monotonic() - first_token_s) / (longest - 1))
+            metrics.token_s.observe((time.monotonic() - first_token_s) / (longest - 1))
 
     def _stream(self, pieces: Iterator[tuple[Choice, str]], choices: Sequence[Choice], bodies: ResponseBuilder) -> str:
         first_piece = [next(pieces)]  # an error before the first token has its own HTTP status

@@ -15,7 +15,7 @@ from hetero_mpi.util.errors import UserError
 DISTRIBUTION = "hetero_mpi"
 REQUIRED = (
     "torch", "mpi4py", "numpy", "transformers", "tokenizers", "safetensors", "huggingface_hub", "peft", "bitsandbytes", "h5py",
-    "tomli", "tomli_w", "pydantic", "psutil", "matplotlib", "jinja2",
+    "tomli", "tomli_w", "pydantic", "psutil", "matplotlib", "jinja2", "prometheus_client",
 )  # fmt: skip
 """Modules that a run imports. A test compares this list with pyproject.toml."""
 USED_PROFILE = "used-profile.toml"

@@ -2,6 +2,8 @@
 
 It is based on ``http.server``. waitress 3.0.2 was rejected: it cannot both answer clients that have closed their sending side and
 detect clients that leave before a response, has no time limit for slow request bodies, and resets clients that send too much.
+uvicorn 0.54 was rejected because it has no time limit for slow request headers and disconnects clients that have closed their
+sending side.
 
 The server answers only to known host names. Browsers let any web page send requests to this machine and, using a host name that
 resolves to it (DNS rebinding), read the responses. Such requests carry a foreign name in the Host or Origin header; programs other
