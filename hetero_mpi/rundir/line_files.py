@@ -6,7 +6,6 @@ If the disk is full, training continues and lines are buffered until there is sp
 import contextlib
 import json
 import logging
-import math
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -56,10 +55,14 @@ class LineFile:
 
 
 def _line(values: Mapping[str, Any]) -> bytes:
-    # JSON has no NaN: a line with NaN would make the whole file unreadable to strict parsers.
-    non_finite_keys = [key for key, value in values.items() if isinstance(value, float) and not math.isfinite(value)]
-    fields = {**values, **dict.fromkeys(non_finite_keys), **({"non_finite": True} if non_finite_keys else {})}
-    return (json.dumps(fields, allow_nan=False) + "\n").encode()
+    try:
+        text = json.dumps(values, allow_nan=False)
+    except ValueError:  # JSON has no NaN: a line with NaN would make the whole file unreadable to strict parsers
+        from pydantic_core import to_json  # host agents import this module and may lack packages
+
+        finite = json.loads(to_json(values, inf_nan_mode="null"))
+        text = json.dumps({**finite, "non_finite": True})
+    return f"{text}\n".encode()
 
 
 def _append(path: Path, data: bytes) -> None:

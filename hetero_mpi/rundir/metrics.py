@@ -6,6 +6,7 @@ is opened or later, is disabled with a message and never ends the run.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -13,13 +14,18 @@ from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from hetero_mpi.rundir.line_files import LineFile, keep_until, lines, object_of
+from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
+
+from hetero_mpi.rundir.line_files import LineFile, keep_until, lines
 from hetero_mpi.rundir.logs import say
 from hetero_mpi.util.background import BestEffort, warn_on_failure
 from hetero_mpi.util.plug_ins import plug_in
 
+Number = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
+"""A number of a metrics file, whose ``null`` is NaN."""
+Count = Annotated[int, Field(ge=0, lt=2**63)]
 WARM_UP_STEPS = 2
 """Number of initial steps under each plan that are excluded from timing, because caches, allocators and links are warming up."""
 
@@ -43,17 +49,17 @@ class Rewards:
 class StepMetrics(Rewards):
     """Metrics of one step. ``step`` is the number of completed steps, so the first step has number 1."""
 
-    step: int
-    loss: float
+    step: Count
+    loss: Number
     """Mean cross-entropy per target token in nats, plus the router loss multiplied by its coefficient."""
-    grad_norm: float
+    grad_norm: Number
     """Global gradient norm before clipping."""
-    lr: float
-    tokens: int
+    lr: Number
+    tokens: Count
     """Number of target tokens in the step."""
-    tokens_per_s: float
-    step_s: float
-    predicted_step_s: float
+    tokens_per_s: Number
+    step_s: Number
+    predicted_step_s: Number
     emulated: bool = False
     """Whether ``step_s`` and ``tokens_per_s`` are emulated."""
     router_loss: float | None = None
@@ -64,13 +70,13 @@ class StepMetrics(Rewards):
 class Evaluation(Rewards):
     """Evaluation loss after ``step`` steps, in nats per token, and related metrics."""
 
-    step: int
-    loss: float
+    step: Count
+    loss: Annotated[Number, Field(validation_alias="evaluation_loss")]
     perplexity: float | None = None
     """Perplexity, or None if the loss is not a token cross-entropy."""
     token_accuracy: float | None = None
     """Share of target tokens to which the model assigns the highest probability. None without tokens or in preference training."""
-    sets: Mapping[str, float] | None = None
+    sets: Mapping[str, Number] | None = None
     """Maps the name of each additional evaluation set to its loss."""
 
     def beside(self) -> str:
@@ -137,32 +143,15 @@ def read_metrics(path: str | Path) -> Metrics:
     return Metrics(steps, tuple(record for record in records if isinstance(record, Evaluation)))
 
 
+_ADAPTERS: Sequence[TypeAdapter[StepMetrics | Evaluation]] = (TypeAdapter(StepMetrics), TypeAdapter(Evaluation))
+
+
 @lru_cache(1 << 17)  # the web page of a run reads all lines twice a second
 def _parse_line(line: str) -> StepMetrics | Evaluation | None:
-    values = object_of(line) or {}
-    kind = Evaluation if "evaluation_loss" in values else StepMetrics
-    kwargs = _field_values({**values, "loss": values["evaluation_loss"]} if kind is Evaluation else values, kind)
-    return kind(**kwargs) if kwargs is not None else None
-
-
-_ALLOWED = {"float": (int, float), "float | None": (int, float, type(None)), "int": (int,), "bool": (bool,)}
-_SETS = "Mapping[str, float] | None"
-
-
-def _field_values(values: Mapping[str, Any], kind: type[StepMetrics] | type[Evaluation]) -> dict[str, Any] | None:
-    """Return the values of the fields of ``kind``, or None if one is missing or has the wrong type."""
-    result: dict[str, Any] = {}
-    for field in fields(kind):
-        value = values.get(field.name, field.default)
-        value = math.nan if value is None and field.type == "float" else value
-        if field.type == _SETS:
-            value = (
-                {name: loss for name, loss in value.items() if type(loss) is float} if isinstance(value, dict) else None
-            )
-        elif type(value) not in _ALLOWED[str(field.type)] or (type(value) is int and abs(value) >= 2**63):
-            return None
-        result[field.name] = value
-    return result
+    for adapter in _ADAPTERS:
+        with contextlib.suppress(ValidationError):
+            return adapter.validate_json(line, strict=True)
+    return None
 
 
 def measured_step_s(steps: Sequence[StepMetrics]) -> float | None:

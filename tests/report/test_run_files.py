@@ -62,15 +62,17 @@ def test_non_finite_numbers_stay_valid_json(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     with MetricsWriter(path) as writer:
         writer.step(metrics(1, loss=math.nan))
-        writer.evaluation(1, math.inf)
+        writer.evaluation(1, math.inf, sets={"a": math.nan, "b": 0.1})
 
     def refuse(text: str) -> None:
         raise AssertionError(f"{text} is no JSON")
 
     lines = [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
     assert lines[0]["loss"] is None and lines[0]["non_finite"] is True and lines[0]["grad_norm"] == 1.0
-    assert lines[1] == {"step": 1, "evaluation_loss": None, "non_finite": True}
-    assert math.isnan(read_metrics(path).steps[0].loss)
+    sets = {"a": None, "b": 0.1}
+    assert lines[1] == {"step": 1, "evaluation_loss": None, "sets": sets, "non_finite": True}
+    found = read_metrics(path)
+    assert math.isnan(found.steps[0].loss) and str(found.evaluations[0].sets) == "{'a': nan, 'b': 0.1}"
 
 
 @pytest.mark.parametrize(("resume_step", "kept"), [(0, []), (2, [1, 2]), (3, [1, 2, 3])])
