@@ -4,7 +4,6 @@
 """
 
 import fnmatch
-import json
 import math
 import os
 import re
@@ -75,7 +74,7 @@ class JobDraft:
             keys = {key.partition(".")[2]: entry for key, entry in self.values.items() if key.startswith(f"{table}.")}
             lines += ["", f"[{table}]"] if keys else []
             for key, (value, source) in keys.items():
-                lines.append(f"{key} = {_written(value)}" + (f"  # {source}" if source else ""))
+                lines.append(f"{key} = {toml.inline(value)}" + (f"  # {source}" if source else ""))
         lines += ["", "# Keys that were left out, by reason:"]
         for reason, names in sorted((reason, names) for reason, names in self.omitted.items() if names):
             lines += textwrap.wrap(f"# * {reason}: {', '.join(sorted(names))}", 120, subsequent_indent="#   ")
@@ -165,17 +164,6 @@ class JobDraft:
         """Make a path relative to the job's directory instead of the working directory. Hub names are unchanged."""
         is_path = (FILE_PATTERN.match(text) or os.path.exists(text)) and not text.startswith("~")
         return os.path.relpath(Path(text).absolute(), self.directory) if is_path else text
-
-
-def _written(value: Any) -> str:
-    """Format a value as TOML."""
-    if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{_written(key)} = {_written(inner)}" for key, inner in value.items()) + " }"
-    if isinstance(value, list):
-        return f"[{', '.join(map(_written, value))}]"
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return json.dumps("" if value is None else value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def number_of(value: Any) -> Any:

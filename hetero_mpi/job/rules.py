@@ -6,7 +6,6 @@ They work for any pydantic models, such as the tables of job files and of hosts 
 from __future__ import annotations
 
 import difflib
-import json
 import re
 import types
 from collections.abc import Iterable, Mapping
@@ -15,6 +14,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
+
+from hetero_mpi.util import toml
 
 ABSOLUTE_PATH_HINT = "write an absolute path for a location outside it"
 EIGHT_BIT = "adamw_8bit"
@@ -107,16 +108,7 @@ def _range(bounds: Mapping[str, Any]) -> str:
 
 def as_toml(value: Any) -> str:
     """Format a value as in a job file, on one line that is truncated to 60 characters."""
-    if isinstance(value, Mapping):
-        text = "{" + ", ".join(f"{key} = {as_toml(inner)}" for key, inner in value.items()) + "}"
-    elif isinstance(value, (list, tuple)):
-        text = "[" + ", ".join(as_toml(inner) for inner in value) + "]"
-    elif isinstance(value, (str, bool)):
-        text = json.dumps(value, ensure_ascii=False)
-    elif value is None:
-        text = '""'
-    else:
-        text = str(value)
+    text = toml.inline(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 

@@ -1,5 +1,8 @@
-"""TOML parsing with a single error type for malformed documents and for documents that exceed sane limits."""
+"""TOML: parsing with a single error type for malformed documents and for documents that exceed sane limits, and formatting."""
 
+import json
+import re
+from collections.abc import Mapping
 from typing import Any
 
 import tomli
@@ -35,3 +38,20 @@ def loads(text: str) -> dict[str, Any]:
 
 
 _TOO_DEEP = f"tables and lists are nested more than {MAX_NESTING_DEPTH} deep"
+
+
+def inline(value: Any) -> str:
+    """Format a value as TOML on one line. None, which TOML does not have, becomes an empty string."""
+    if isinstance(value, Mapping):
+        items = [f"{key_text(str(key))} = {inline(item)}" for key, item in value.items()]
+        return f"{{ {', '.join(items)} }}" if items else "{}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(inline, value)) + "]"
+    if value is None or isinstance(value, str | bool):
+        # A JSON string is a TOML basic string, except that TOML wants the DEL character escaped.
+        return json.dumps("" if value is None else value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return str(value)  # Python writes ints and floats (1e-05, inf) as TOML does
+
+
+def key_text(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else inline(key)

@@ -99,7 +99,7 @@ def test_bad_records_of_texts(folder: Path) -> None:
         (["data.text=['body.jsonl']", RECORD], "record.no_text", "'id', 'body'"),
         (["data.text=['body.parquet']", RECORD], "record.unknown_shape", "'id', 'body'"),
         (["data.text=['text.jsonl']", RECORD, BODY], "records.key_missing", "'body'"),
-        (["data.text=['a'] ", BODY], "job.data.keys", 'keys = {text = "body"}'),
+        (["data.text=['a'] ", BODY], "job.data.keys", 'keys = { text = "body" }'),
         (["data.text=['a']", RECORD, "data.keys={prompt = 'q'}"], "job.data.keys", "prompt"),
         (["data.records=['a']", "data.keys={text = 'q'}"], "job.data.keys", "text"),
         (["data.records=['a']", "data.keys={prompt = 'q', output = 'q'}"], "job.data.keys", "output"),

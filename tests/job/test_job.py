@@ -98,7 +98,7 @@ lerning_rate = 3
         ("data.sequence_length", "small.toml", "true"), ("data.dtype", '"bf16"', "[train]"), ("train.micro_batch", "some", "auto"),
         ("train.seed", "--set: ", "many", "9223372036854775808"), ("train.learning_rate", "nan"), ("train.beta1", "1.0"),
         ("train.stpes", "5", "'steps'"), ("train.data", "1", "[data]"), ("checkpoint.keep", "--set: ", "0"),
-        ("plan.lerning_rate", "3", "'learning_rate' in [train]"), ("model.config", "{hidden_size = 4}", "model_type"),
+        ("plan.lerning_rate", "3", "'learning_rate' in [train]"), ("model.config", "{ hidden_size = 4 }", "model_type"),
         ("tokenizer.path", "tokenizer.train_vocab_size"), ("data.text", "data.records"),
     ]  # fmt: skip
     with refuses("job.invalid") as caught:
@@ -144,7 +144,7 @@ CONTRADICTIONS: list[tuple[tuple[str, ...], str, tuple[object, ...]]] = [
     (("train.checkpoint.every=2",), "train.checkpoint", ("[checkpoint]",)),
     (("data.text=a.txt",), "data.text", ('"a.txt"',)),
     (("data.records=[]",), "data.records", ("[]",)),
-    (("train.learning_rates={q_proj = 0}",), "train.learning_rates", ("{q_proj = 0}",)),
+    (("train.learning_rates={q_proj = 0}",), "train.learning_rates", ("{ q_proj = 0 }",)),
     (("train.freeze=['(']",), "train.freeze", ("(",)),
     (("data.records=['a.jsonl']",), "data.text", ('["notes/*.txt", "{stdlib}/*.py", "!a/**"]',)),
     (("data.text=",), "data.text", ("data.records",)),

@@ -130,7 +130,7 @@ def test_a_resume_with_other_rates_of_some_parameters_says_so() -> None:
     assert text is not None and text.startswith(
         "Warning: learning rates of some parameters jump at step 6, since [train]"
     )
-    assert 'learning_rates is {q_proj = 0.0001}, was "", lora_plus_ratio is 1.0, was 2.0' in text
+    assert 'learning_rates is { q_proj = 0.0001 }, was "", lora_plus_ratio is 1.0, was 2.0' in text
 
 
 def test_a_resume_with_other_steps_says_so() -> None:

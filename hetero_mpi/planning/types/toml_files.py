@@ -6,9 +6,7 @@ shorthand.
 """
 
 import itertools
-import json
 import os
-import re
 from pathlib import Path
 from typing import Any
 
@@ -210,9 +208,9 @@ def _table_lines(table: dict[str, Any], prefix: str) -> list[str]:
     lines: list[str] = []
     below: list[str] = []
     for key, value in table.items():
-        name = f"{prefix}.{_key(key)}" if prefix else _key(key)
+        name = f"{prefix}.{toml.key_text(key)}" if prefix else toml.key_text(key)
         if isinstance(value, dict):
-            line = f"{_key(key)} = {_value(value)}"
+            line = f"{toml.key_text(key)} = {toml.inline(value)}"
             if prefix and value and _is_leaf(value) and len(line) <= MAX_INLINE_COLUMNS:
                 lines.append(line)
             else:
@@ -223,9 +221,9 @@ def _table_lines(table: dict[str, Any], prefix: str) -> list[str]:
             for item in value:
                 below += ["", f"[[{name}]]", *_table_lines(item, name)]
         elif isinstance(value, list) and value and all(isinstance(item, str) and len(item) > 20 for item in value):
-            lines += [f"{_key(key)} = [", *(f"    {_value(item)}," for item in value), "]"]
+            lines += [f"{toml.key_text(key)} = [", *(f"    {toml.inline(item)}," for item in value), "]"]
         else:
-            lines.append(f"{_key(key)} = {_value(value)}")
+            lines.append(f"{toml.key_text(key)} = {toml.inline(value)}")
     return lines + below
 
 
@@ -233,27 +231,6 @@ def _is_leaf(table: dict[str, Any]) -> bool:
     """Whether a table contains no other tables."""
     inside = [item for value in table.values() for item in (value if isinstance(value, list) else [value])]
     return not any(isinstance(item, dict) for item in inside)
-
-
-def _key(key: str) -> str:
-    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _text(key)
-
-
-def _text(text: str) -> str:
-    # A JSON string is a TOML basic string, except that TOML wants the DEL character escaped.
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        return _text(value)
-    if isinstance(value, dict):
-        return "{ " + ", ".join(f"{_key(key)} = {_value(item)}" for key, item in value.items()) + " }"
-    if isinstance(value, list):
-        return "[" + ", ".join(_value(item) for item in value) + "]"
-    return repr(value)  # Python writes ints and floats (1e-05, inf) as TOML does.
 
 
 def _read(path: Path) -> dict[str, Any]:
