@@ -42,7 +42,7 @@ from hetero_mpi.model.transformers.weights import FileStart, SeededStart
 from hetero_mpi.model.tuning import Tuning, lora_config
 from hetero_mpi.util.errors import UserError
 from tests.support.family_configs import VOCABULARY, dropout_rates, families, tiny_keys
-from tests.support.stages import stage_of
+from tests.support.stages import stage_of, trained_once
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "models.md"
 LIMIT = 1e-6
@@ -185,25 +185,15 @@ def _run(chain: TransformersChain, stages: list[Stage]) -> tuple[float, dict[str
     tokens, targets = _batch()
     count = int((targets != IGNORED).sum())
     if chain.routers is None:
-        loss = _through(stages, MicroBatch(0, 0, 0, count), tokens, targets)
+        loss = trained_once(stages, MicroBatch(0, 0, 0, count), tokens, targets)
     else:
         routed = [Routed(torch.tensor([length]), 0.5) for length in _LENGTHS]
         positions = (MicroBatch(0, 0, row, count, routed=own) for row, own in enumerate(routed))
-        loss = sum(map(_through, [stages] * 2, positions, tokens.split(1), targets.split(1)))
+        loss = sum(map(trained_once, [stages] * 2, positions, tokens.split(1), targets.split(1)))
     found = {n: p.grad for stage in stages for n, p in stage.parameters.items() if p.grad is not None}
     if chain.tied is not None and chain.tied[1] in found:
         found[chain.tied[1]] = found[chain.tied[1]] + stages[-1].tied_head.grad
     return loss, found
-
-
-def _through(stages: list[Stage], position: MicroBatch, x: torch.Tensor, targets: torch.Tensor) -> float:
-    """Forward and backward; the loss."""
-    for stage in stages:
-        x = stage.forward(position, x, targets if stage.is_last else None)
-    gradient = None
-    for stage in reversed(stages):
-        gradient = stage.backward(0, gradient)
-    return float(x)
 
 
 def _compare(chain: TransformersChain, whole: PreTrainedModel, start: FileStart) -> None:
@@ -266,19 +256,25 @@ def _compare_adapter(
     """Three stages with LoRA against plain peft, from a random B; ``whole`` is changed. Returns the adapted modules."""
     tuning = adapter_tuning(chain, adapter, False, True)
     stages = _stages(chain, start, 2, 4, tuning=tuning)
-    values = {name: parameter for stage in stages for name, parameter in stage.parameters.items()}
-    for name, parameter in values.items():
-        if ".lora_B." in name:
-            torch.nn.init.normal_(parameter, std=0.1)
+    for stage in stages:
+        for name, parameter in stage.parameters.items():
+            if ".lora_B." in name:
+                torch.nn.init.normal_(parameter, std=0.1)
     reference = get_peft_model(whole, lora_config(adapter, adapter.targets, list(tuning.parameters))).train()
-    own = {n.removeprefix("base_model.model.").replace(".default.", "."): p for n, p in reference.named_parameters()}
+    require_equal_to_peft(chain, stages, reference)
+    return [name for _, name in tuning.modules]
+
+
+def require_equal_to_peft(chain: TransformersChain, stages: list[Stage], plain: torch.nn.Module) -> None:
+    """The loss and all gradients of the stages are those of peft's model, with the stages' values."""
+    values = {name: parameter for stage in stages for name, parameter in stage.parameters.items()}
+    own = {n.removeprefix("base_model.model.").replace(".default.", "."): p for n, p in plain.named_parameters()}
     with torch.no_grad():
         for name, parameter in values.items():
             own[name].copy_(parameter)
     loss, found = _run(chain, stages)
-    expected = _run_whole(reference)
+    expected = _run_whole(plain.train())
     _require_equal(loss, expected, found, {n: own[n].grad for n in values if own[n].grad is not None})
-    return [name for _, name in tuning.modules]
 
 
 def _compare_dropout(family: str, start: FileStart) -> None:
@@ -331,7 +327,7 @@ def _isolates(family: str) -> bool:
         tokens, targets = _batch()
         count = int((targets != IGNORED).sum())
         places = [torch.cat([torch.arange(n) for n in lengths]) for lengths in _RECORDS]
-        packed = _through(stages, MicroBatch(0, 0, 0, count, torch.stack(places)), tokens, targets)
+        packed = trained_once(stages, MicroBatch(0, 0, 0, count, torch.stack(places)), tokens, targets)
         found = {name: p.grad.clone() for stage in stages for name, p in stage.parameters.items() if p.grad is not None}
         for stage in stages:
             for parameter in stage.parameters.values():
@@ -339,7 +335,7 @@ def _isolates(family: str) -> bool:
         apart = 0.0
         for row, lengths in enumerate(_RECORDS):
             for own, targets_of in zip(tokens[row].split(lengths), targets[row].split(lengths), strict=True):
-                apart += _through(stages, MicroBatch(0, 0, 0, count), own[None], targets_of[None])
+                apart += trained_once(stages, MicroBatch(0, 0, 0, count), own[None], targets_of[None])
     expected = {name: p.grad for stage in stages for name, p in stage.parameters.items() if p.grad is not None}
     alike = [(found[name] - expected[name]).norm() <= ISOLATION_LIMIT * expected[name].norm() for name in expected]
     return set(found) == set(expected) and all(alike) and abs(packed - apart) <= LIMIT * apart
@@ -361,7 +357,7 @@ def _compare_by_length(family: str, kind: str) -> bool:
         whole = _whole_model(chain.config, directory)
         stages = _stages(chain, FileStart(ModelFiles(directory), chain), 2, 4)
     places = torch.stack([torch.cat([torch.arange(n) for n in lengths]) for lengths in records])
-    together = _through(stages, MicroBatch(0, 0, 0, count, places), tokens, targets)
+    together = trained_once(stages, MicroBatch(0, 0, 0, count, places), tokens, targets)
     alone = 0.0
     for row, lengths in enumerate(records):
         for own, targets_of in zip(tokens[row].split(lengths), targets[row].split(lengths), strict=True):

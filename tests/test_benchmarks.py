@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.forked_scripts import read_arguments, run_script
-from tests.support.mpi import ROOT
+from tests.support.mpi import ROOT, require_success
 
 SCRIPTS = sorted(
     path.name for path in (ROOT / "benchmarks").glob("*.py") if '__name__ == "__main__"' in path.read_text()
@@ -53,8 +53,7 @@ MAX_RUN_S = 900.0
 def test_a_benchmark_runs_at_its_smallest_size(script: str, tmp_path: Path) -> None:
     if script in LONG:
         words = ["--smallest", *NEEDED.get(script, ())]
-        done = read_arguments(ROOT / "benchmarks" / script, [words], tmp_path, MAX_RUN_S)
-        assert done.returncode == 0, done.stdout[-5000:]
+        require_success(read_arguments(ROOT / "benchmarks" / script, [words], tmp_path, MAX_RUN_S))
     else:
         run(script, (), tmp_path)
 

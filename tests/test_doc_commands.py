@@ -25,7 +25,7 @@ from hetero_mpi.planning.types.request import PlanRequest
 from tests.support.checkpoint_samples import told, write_checkpoint
 from tests.support.forked_scripts import read_arguments
 from tests.support.long_run import started
-from tests.support.mpi import ROOT, SHARING, launcher_or_skip
+from tests.support.mpi import ROOT, SHARING, launcher_or_skip, require_success
 from tests.support.past_runs import make_run
 from tests.support.planning_samples import make_model, make_profile
 from tests.support.processes import run_within
@@ -215,8 +215,7 @@ def test_benchmarks_take_the_arguments_that_documents_give(tmp_path: Path) -> No
             by_script[command.program[1]].add(command.program[2:])
     assert len(by_script) > 25
     for script, given in by_script.items():
-        done = read_arguments(ROOT / script, sorted(given), tmp_path, PATIENCE_S)
-        assert done.returncode == 0, f"{script}:\n{done.stdout[-2000:]}"
+        require_success(read_arguments(ROOT / script, sorted(given), tmp_path, PATIENCE_S))
 
 
 COLLECT = """
@@ -285,8 +284,7 @@ threads = 1
 
 def run(line: str, folder: Path) -> str:
     """What a command prints in ``folder``, with the programs of this environment."""
-    done = run_within(PATIENCE_S, ["bash", "-c", line], environment(folder), folder)
-    assert done.returncode == 0, f"{line}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    done = require_success(run_within(PATIENCE_S, ["bash", "-c", line], environment(folder), folder))
     return done.stdout + done.stderr
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.mpi import ROOT, launcher_or_skip
+from tests.support.mpi import ROOT, launcher_or_skip, require_success
 
 EXERCISES = {
     "hetero_mpi/planning/orders/all_forward_two_backward.py": "a schedule of your own",
@@ -62,8 +62,7 @@ def copy(tmp_path: Path) -> Path:
 def run(copy: Path, words: str) -> str:
     """What a command in the copy prints."""
     command = [sys.executable, *shlex.split(words)]
-    done = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = require_success(subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=300))
     return done.stdout
 
 

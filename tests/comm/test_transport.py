@@ -18,7 +18,7 @@ from hetero_mpi.emulation.emulated_cluster import PacedTransport
 from hetero_mpi.emulation.paced_stage import Sleeper
 from tests.support.exchange_cases import SUM_CASES, bytes_of
 from tests.support.message_cases import CASES, HELD_CASES, PIECE_CASES
-from tests.support.mpi import run_mpi
+from tests.support.mpi import finish_mpi
 from tests.support.rank_pool import run_pooled
 from tests.support.ranks import LoopbackNetwork, play_ranks
 
@@ -251,8 +251,7 @@ def test_a_piece_that_others_overtake_keeps_its_messages(
 
 @pytest.mark.long
 def test_messages_and_sums_over_two_gibibytes() -> None:
-    result = run_mpi(2, ["tests/programs/comm_large.py"], timeout_s=600)
-    assert result.returncode == 0, result.stderr
+    result = finish_mpi(2, ["tests/programs/comm_large.py"], timeout_s=600)
     assert result.stdout.split() == ["message", "sum"]
 
 

@@ -28,15 +28,14 @@ from hetero_mpi.comm.ranks.mpi_start import host_labels
 from hetero_mpi.comm.ranks.versions import MATCH_RULES, own_source, own_versions, version_problem
 from hetero_mpi.comm.ranks.world import describe_problems
 from hetero_mpi.util.errors import ExitCode
-from tests.support.mpi import ROOT, launcher_or_skip, outliving_or_skip, run_bounded, run_mpi
+from tests.support.mpi import ROOT, finish_mpi, launcher_or_skip, outliving_or_skip, run_bounded, run_mpi
 
 FAILURES = "tests/programs/comm_failures.py"
 
 
 @pytest.mark.parametrize("np", [1, 3])
 def test_collectives(np: int) -> None:
-    result = run_mpi(np, ["tests/programs/comm_world.py"])
-    assert result.returncode == 0, result.stderr
+    result = finish_mpi(np, ["tests/programs/comm_world.py"])
     views = json.loads(result.stdout)
     assert [(view["rank"], view["size"]) for view in views] == [(rank, np) for rank in range(np)]
     assert [(view["local_rank"], view["local_size"]) for view in views] == [(rank, np) for rank in range(np)]

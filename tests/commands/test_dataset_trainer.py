@@ -16,7 +16,7 @@ from transformers import TrainingArguments
 import hetero_mpi
 from hetero_mpi.cli import main
 from tests.support.errors import refuses
-from tests.support.mpi import ROOT, run_mpi
+from tests.support.mpi import ROOT, finish_mpi, require_success
 from tests.support.processes import run_within
 
 ROWS = [{"prompt": "The grass is", "completion": " green"}]
@@ -149,8 +149,7 @@ def test_other_trainers_have_the_same_losses_in_one_process(tmp_path: Path, caps
     pytest.importorskip("trl", reason="TRL is in the extra `trl`")
     pytest.importorskip("datasets")
     program = ["-m", "tests.programs.dataset_trainer", str(tmp_path)]
-    done = run_within(600, [sys.executable, *program, "theirs"], os.environ, ROOT)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    require_success(run_within(600, [sys.executable, *program, "theirs"], os.environ, ROOT))
     found = {case: json.loads((tmp_path / f"{case}-0.json").read_text()) for case in
              ("texts", "cut", "chats", "completions", "pairs", "still", "plain")}  # fmt: skip
     for case, (theirs, ours) in found.items():
@@ -158,8 +157,7 @@ def test_other_trainers_have_the_same_losses_in_one_process(tmp_path: Path, caps
         np.testing.assert_allclose(ours["evaluations"], theirs["evaluations"], rtol=0, atol=2e-6, err_msg=case)
         assert len(ours["losses"]) == (3 if case == "plain" else 4) and ours["losses"][-1] < ours["losses"][0]
     alone = found["texts"][1]
-    result = run_mpi(2, [*program, "ours"], 300)
-    assert result.returncode == 0, result.stderr[-3000:]
+    finish_mpi(2, [*program, "ours"], 300)
     for rank in (0, 1):
         (two,) = json.loads((tmp_path / f"texts-{rank}.json").read_text())
         np.testing.assert_allclose(two["losses"], alone["losses"], rtol=0, atol=2e-6)

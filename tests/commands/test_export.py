@@ -24,7 +24,7 @@ from hetero_mpi.state.directory import checkpoint_path
 from tests.support import training_cases
 from tests.support.errors import refuses
 from tests.support.jobs import write_profile
-from tests.support.mpi import ROOT
+from tests.support.mpi import ROOT, require_success
 from tests.support.rank_pool import run_pooled
 from tests.support.training_cases import Case
 
@@ -57,8 +57,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         profile = write_profile(root / f"{case.name}.profile.toml", job, 2)
         entries.append({"job": str(job), "profile": str(profile), "run_dir": str(root / case.name)})
     (root / "cases.json").write_text(json.dumps(entries))
-    result = run_pooled(2, "train_cases", [str(root / "cases.json")], timeout_s=240)
-    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
+    require_success(run_pooled(2, "train_cases", [str(root / "cases.json")], timeout_s=240))
     return root
 
 
@@ -117,11 +116,10 @@ def test_a_card_that_cannot_be_written_is_left_out_np2(
 
 @pytest.mark.slow
 def test_an_adapter_np2(runs: Path, tmp_path: Path) -> None:
-    done = subprocess.run(
+    require_success(subprocess.run(
         [sys.executable, "-m", "hetero_mpi", "export", str(runs / "tuned"), str(tmp_path / "out")],
         cwd=ROOT, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    ))  # fmt: skip
     start = runs / "tuned-start"
     base = logits(AutoModelForCausalLM.from_pretrained(start))
     ours, written = (

@@ -19,7 +19,7 @@ from hetero_mpi.model.layer.quantize import set_training
 from hetero_mpi.util.terminal import printable
 from tests.support.family_configs import tiny_keys
 from tests.support.jobs import write_profile
-from tests.support.mpi import run_mpi
+from tests.support.mpi import finish_mpi, require_success
 from tests.support.plain_training import load_reference
 from tests.support.rank_pool import run_pooled
 from tests.support.training_cases import (
@@ -209,8 +209,7 @@ def outcomes(place: Path, entries: dict[str, dict[str, Any]]) -> dict[int, dict[
     for ranks in (3, 1):
         listed, results = place / f"np{ranks}.json", place / f"np{ranks}-outcomes.json"
         listed.write_text(json.dumps({k: v for k, v in entries.items() if ranks == 3 or "job" not in v}, default=str))
-        result = run_pooled(ranks, "generate_cases", [str(listed), str(results)], timeout_s=240)
-        assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+        require_success(run_pooled(ranks, "generate_cases", [str(listed), str(results)], timeout_s=240))
         found[ranks] = json.loads(results.read_text())
     return found
 
@@ -298,8 +297,7 @@ def test_command_line_np1(place: Path, outcomes: Outcomes) -> None:
     """Of 1 and of 3 ranks in a program, and of the command: the text is printed as it is spelt."""
     path = model_directory(place, MODELS[0])
     words = ["--max-new-tokens", str(TOKENS), "--temperature", "0", "--top-p", "1", "--seed", "0"]
-    result = run_mpi(1, ["-m", "hetero_mpi", "generate", str(path), "--prompt", PROMPT, *words])
-    assert result.returncode == 0, result.stderr
+    result = finish_mpi(1, ["-m", "hetero_mpi", "generate", str(path), "--prompt", PROMPT, *words])
     text = load_tokenizer(path).decode(tokens_of(outcomes, 1, "llama"), skip_special_tokens=True)
     for printed in (result.stdout, *(outcomes[ranks]["llama"][0]["printed"] for ranks in (1, 3))):
         assert text in printed and "tokens/s" in printed

@@ -13,7 +13,7 @@ import pytest
 
 from hetero_mpi.rundir.metrics import read_metrics
 from tests.support.environments import second_environment
-from tests.support.mpi import ROOT, launcher_or_skip, run_bounded
+from tests.support.mpi import ROOT, launcher_or_skip, require_success, run_bounded
 from tests.support.rack import Rack
 
 pytestmark = pytest.mark.slow
@@ -65,8 +65,7 @@ def test_the_commands_of_the_page_work_in_their_order(tmp_path: Path) -> None:
             if place.startswith("file: "):
                 (home / place.removeprefix("file: ")).write_text(ours(text))
             elif place == "first machine":
-                result = follow(ours(text))
-                assert result.returncode == 0, text + result.stdout[-3000:] + result.stderr[-3000:]
+                result = require_success(follow(ours(text)))
                 printed += result.stdout
     assert "No problems found." in printed or "A run would work" in printed
     assert [len(read_metrics(home / "runs" / run / "metrics.jsonl").steps) for run in ("first", "second")] == [10, 10]

@@ -21,7 +21,7 @@ from hetero_mpi.planning.types.toml_files import load_profile
 from hetero_mpi.util import shipped
 from tests.support.environments import second_environment
 from tests.support.errors import refuses
-from tests.support.mpi import ROOT
+from tests.support.mpi import ROOT, require_success
 
 pytestmark = pytest.mark.slow
 
@@ -158,8 +158,7 @@ def installed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     pip: list[str | Path] = [sys.executable, "-m", "pip", "--python", python]
     options: list[str | Path] = ["--no-deps", "--no-build-isolation", "--no-index", "-q"]
     if request.param == "wheel":
-        made = run([*pip, "wheel", *options, "-w", place, place / "clone"], place)
-        assert made.returncode == 0, made.stderr
+        require_success(run([*pip, "wheel", *options, "-w", place, place / "clone"], place))
         shutil.rmtree(place / "clone")
         (wheel,) = place.glob("*.whl")
         done = run([*pip, "install", *options, wheel], place)
@@ -171,8 +170,7 @@ def installed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 def test_an_installation_has_jobs_and_profiles(installed: Path, tmp_path: Path) -> None:
     program = installed.parent / "hetero-mpi"
-    done = run([program, "init", "llama8b_alpaca"], tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = require_success(run([program, "init", "llama8b_alpaca"], tmp_path))
     assert f"{installed} -m hetero_mpi launch" in done.stdout, "the command as it can be typed here"
     done = run([program, "plan", "jobs/llama8b_alpaca.toml", "--profile", HOMELAB], tmp_path)
     assert done.returncode == 0 and "RTX 5090" in done.stdout, done.stderr
@@ -194,6 +192,5 @@ def test_an_installation_has_jobs_and_profiles(installed: Path, tmp_path: Path) 
 def test_an_installation_trains_the_quickstart(installed: Path, tmp_path: Path) -> None:
     assert run([installed, "-m", "hetero_mpi", "init", "quickstart"], tmp_path).returncode == 0
     words = ["launch", "-np", "2", "--", "train", "jobs/quickstart.toml", "--set", "train.steps=2"]
-    done = run([installed, "-m", "hetero_mpi", *words], tmp_path, OMP_NUM_THREADS="1")
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    require_success(run([installed, "-m", "hetero_mpi", *words], tmp_path, OMP_NUM_THREADS="1"))
     assert (tmp_path / "runs" / "quickstart" / "model" / "config.json").is_file()

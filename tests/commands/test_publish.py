@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.mpi import ROOT
+from tests.support.mpi import ROOT, require_success
 
 
 def directory(path: Path, files: dict[str, Any]) -> Path:
@@ -93,8 +93,7 @@ def pushed(path: Path, **environment: str) -> subprocess.CompletedProcess[str]:
 def test_a_directory_is_pushed_as_a_private_model(tmp_path: Path, hub: tuple[str, type[_Hub]]) -> None:
     endpoint, handler = hub
     model = directory(tmp_path / "model", {"config.json": {"model_type": "llama"}, "model.safetensors": [1]})
-    done = pushed(model, HF_ENDPOINT=endpoint)
-    assert done.returncode == 0, done.stderr
+    done = require_success(pushed(model, HF_ENDPOINT=endpoint))
     assert done.stdout.strip() == f"{endpoint}/org/mine"
     ((token, asked),) = handler.asked
     assert token == "Bearer hf_test" and (asked["organization"], asked["name"]) == ("org", "mine")

@@ -14,7 +14,7 @@ import pytest
 
 import hetero_mpi
 from tests.support.errors import refuses
-from tests.support.mpi import ROOT, launcher_or_skip, run_mpi
+from tests.support.mpi import ROOT, launcher_or_skip, require_success, run_mpi
 from tests.support.pages import follow, write_files
 from tests.support.processes import run_within
 from tests.support.rank_pool import run_pooled
@@ -26,8 +26,7 @@ pytestmark = pytest.mark.slow
 def used(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     """The directory and what each of 3 ranks saw, of one run of the program."""
     out = tmp_path_factory.mktemp("api")
-    result = run_pooled(3, "python_api", [str(out)], timeout_s=300)
-    assert result.returncode == 0, result.stderr[-4000:]
+    result = require_success(run_pooled(3, "python_api", [str(out)], timeout_s=300))
     assert result.stdout.count("the end of the program") == 3
     return out, [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(3)]
 
@@ -57,8 +56,7 @@ def test_errors_are_raised_on_all_ranks_and_the_program_goes_on(used: tuple[Path
 def followed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of 3 ranks, the last one idle, saw of the steps of runs that it followed."""
     out = tmp_path_factory.mktemp("follow")
-    result = run_pooled(3, "python_api", [str(out), "follow"], timeout_s=300)
-    assert result.returncode == 0, result.stderr[-4000:]
+    result = require_success(run_pooled(3, "python_api", [str(out), "follow"], timeout_s=300))
     assert "Stopped after step 3 (the program left its loop): " in result.stdout
     return [json.loads((out / f"follow{rank}.json").read_text()) for rank in range(3)]
 

@@ -18,7 +18,7 @@ from hetero_mpi.device.backends.cuda import CudaBackend
 from hetero_mpi.device.backends.rocm import RocmBackend
 from hetero_mpi.rundir.metrics import read_metrics
 from tests.support.long_run import LongRun
-from tests.support.mpi import run_bounded
+from tests.support.mpi import require_success, run_bounded
 from tests.support.products_checks import ALONE, settle_products
 
 AVX2 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
@@ -29,8 +29,7 @@ x86 = pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="
 @x86
 def test_products_in_fp32() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/support/products_checks.py"]
-    result = run_bounded(command, {**os.environ, **AVX2, "OMP_NUM_THREADS": "1"}, 300)
-    assert result.returncode == 0, result.stdout + result.stderr
+    result = require_success(run_bounded(command, {**os.environ, **AVX2, "OMP_NUM_THREADS": "1"}, 300))
     assert " passed" in result.stdout and "skipped" not in result.stdout, result.stdout
 
 

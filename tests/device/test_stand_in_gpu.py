@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.stand_in_gpu import build
-from tests.support.mpi import run_bounded
+from tests.support.mpi import require_success, run_bounded
 
 pytestmark = pytest.mark.slow
 
@@ -31,6 +31,5 @@ def test_device_code_on_a_stand_in_gpu() -> None:
         "tests.stand_in_gpu.fixtures",
         *sorted(str(path) for path in Path(build.__file__).parent.glob("*_checks.py")),
     ]
-    result = run_bounded(command, {**os.environ, "OMP_NUM_THREADS": "1"}, 600)
-    assert result.returncode == 0, result.stdout + result.stderr
+    result = require_success(run_bounded(command, {**os.environ, "OMP_NUM_THREADS": "1"}, 600))
     assert " passed" in result.stdout and "skipped" not in result.stdout, result.stdout

@@ -21,7 +21,7 @@ from hetero_mpi.planning.types.toml_files import save_plan
 from hetero_mpi.rundir.metrics import read_metrics
 from tests import arm_host
 from tests.support.jobs import GLOBAL_BATCH, SEQUENCE, Workshop
-from tests.support.mpi import ROOT, launcher_or_skip, run_bounded
+from tests.support.mpi import ROOT, launcher_or_skip, require_success, run_bounded
 from tests.support.rack import Rack
 
 pytestmark = pytest.mark.slow
@@ -46,8 +46,7 @@ class Pair:
         self.agent.chmod(0o755)
         same_place = f"mkdir -p {root}{sys.prefix} && mount --bind {root}{arm_host.prefix()} {root}{sys.prefix}"
         mount = f"{arm_host.mount_command(root, ROOT)} && {same_place}"
-        mounted = run_bounded([str(rack.agent), self.arm, mount], os.environ, 60)
-        assert mounted.returncode == 0, mounted.stderr
+        require_success(run_bounded([str(rack.agent), self.arm, mount], os.environ, 60))
 
     def on(self, host: str, command: str) -> subprocess.CompletedProcess[str]:
         return run_bounded([str(self.agent), host, command], os.environ, PATIENCE_S)
@@ -98,10 +97,10 @@ def test_unlike_processors_train_one_model(pair: Pair, tmp_path: Path, python: s
     launch = [*start, "launch", "--hosts", str(pair.hosts_file(tmp_path, python)), f"--mpirun-args={agent}", "--"]
     train = ["train", str(job), "--run-dir"]
     together = [*launch, *train, str(tmp_path / "together"), "--plan", str(tmp_path / "plan.toml")]
-    result = pair.on(pair.x86, f"cd {ROOT}; env {variables} {shlex.join(together)}")
-    assert result.returncode == 0, result.stderr[-6000:]
-    alone = pair.on(pair.x86, f"cd {ROOT}; env {variables} {shlex.join([*start, *train, str(tmp_path / 'alone')])}")
-    assert alone.returncode == 0, alone.stderr[-4000:]
+    require_success(pair.on(pair.x86, f"cd {ROOT}; env {variables} {shlex.join(together)}"))
+    require_success(
+        pair.on(pair.x86, f"cd {ROOT}; env {variables} {shlex.join([*start, *train, str(tmp_path / 'alone')])}")
+    )
 
     losses = [
         [step.loss for step in read_metrics(tmp_path / run / "metrics.jsonl").steps] for run in ("together", "alone")

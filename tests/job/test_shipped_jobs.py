@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hetero_mpi.job.load import load_job
 from hetero_mpi.planning.types.toml_files import load_profile, load_report
 from hetero_mpi.rundir.metrics import read_metrics
-from tests.support.mpi import ROOT, launcher_or_skip, run_mpi
+from tests.support.mpi import ROOT, finish_mpi, launcher_or_skip
 from tests.support.pages import follow, write_files
 
 JOBS = sorted(path for path in (ROOT / "jobs").glob("*.toml") if path.name != "reference.toml")
@@ -47,8 +47,7 @@ def test_the_small_mixture_of_experts_runs_np2(tmp_path: Path) -> None:
     """Two steps, as docs/mixtures.md shows it: experts of both ranks are packed and have adapters that changed."""
     run = tmp_path / "run"
     command = ["-m", "hetero_mpi", "train", str(ROOT / "jobs" / "moe_small.toml"), "--run-dir", str(run)]
-    done = run_mpi(2, [*command, "--set", "train.steps=2", "--set", "profile.repeats=1"], 300)
-    assert done.returncode == 0, done.stdout
+    finish_mpi(2, [*command, "--set", "train.steps=2", "--set", "profile.repeats=1"], 300)
     assert {rank for _, _, stage in load_report(run / "plan.toml").plan.numbered for rank in stage.ranks} == {0, 1}
     written = load_file(run / "adapter" / "adapter_model.safetensors")
     later = {name: bool(tensor.any()) for name, tensor in written.items() if ".experts." in name and "lora_B" in name}
@@ -72,13 +71,11 @@ def test_quickstart_trains_a_model_that_loads_elsewhere_np3(careful: bool, tmp_p
         )
         command += [word for change in less for word in ("--set", change)]
     if careful:
-        dry = run_mpi(3, [*command, "--dry-run"], timeout_s=200)
-        assert dry.returncode == 0, dry.stderr
+        dry = finish_mpi(3, [*command, "--dry-run"], timeout_s=200)
         assert "Dry run" in dry.stdout and not (run / "model").exists()
         command += ["--plan", str(run / "plan.toml")]
 
-    result = run_mpi(3, command, timeout_s=300)
-    assert result.returncode == 0, result.stderr
+    result = finish_mpi(3, command, timeout_s=300)
     assert len(load_profile(run / "profile.toml").devices) == 3
     assert (f"Profile: {run / 'profile.toml'}" in result.stdout) == careful
     assert "Unigram entropy" in result.stdout

@@ -24,12 +24,12 @@ from tests.support.elastic import (
     STEPS,
     Cluster,
     Elastic,
-    Running,
     environment,
     events,
     hosts_of_starts,
     losses,
     ranks_under,
+    supervised,
     tell,
 )
 from tests.support.errors import refuses
@@ -44,21 +44,21 @@ def test_a_killed_rank_on_one_host_then_no_restart_left_np2(tmp_path: Path) -> N
     """SIGKILL of a rank: started again from the newest checkpoint; a second one is one too many."""
     launcher_or_skip()
     job, run = Elastic(tmp_path, steps=100_000), tmp_path / "run"
-    with Running(job.command(run, 2, "--max-restarts", "1"), run) as running:
+    with supervised(job.command(run, 2, "--max-restarts", "1"), run) as running:
         for start in (1, 2):
             running.until_step(3, start)
             step = len(losses(run))
             killed_s = time.time()
-            ranks = ranks_under(running.tree)
+            ranks = ranks_under(running.process)
             assert len(ranks) == 2
             ranks[1].kill()
-            running.until(lambda start=start: len(events(run, "ended")) == start, "the end")
+            running.wait_for("the end", lambda start=start: len(events(run, "ended")) == start)
             assert alive(ranks) == []
             if start == 1:
                 running.until_step(step, 2)
                 tell(run, "a killed rank", killed_s)
         assert running.end() == 75
-    assert "--max-restarts 1 reached: giving up (exit code 75)" in running.output.read_text()
+    assert "--max-restarts 1 reached: giving up (exit code 75)" in running.text()
     names = [event["event"] for event in events(run) if event["event"] != "copies"]  # where they beat the checkpoint
     once = ["hosts", "start", "first-step", "broken", "ended"]
     assert names == [*once, *once, "given-up"]
@@ -111,11 +111,11 @@ def test_a_host_without_power_whose_disk_held_the_checkpoints(tmp_path: Path) ->
         rack.start(job, runs / "run", "--heartbeat-timeout", "4") as running,
     ):
         lost, kept = rack.disks["hB"] / "run", [rack.disks[name] / "run" for name in ("hA", "hC")]
-        running.until(lambda: events(running.run, "first-step") != [] and newest_copy_step(kept[0]) >= 6, "copies")
+        running.wait_for("copies", lambda: events(running.run, "first-step") != [] and newest_copy_step(kept[0]) >= 6)
         assert list((lost / "checkpoints").glob("step-*.h5")) != []
         killed_s = time.time()
         rack.lose("hB")
-        assert running.end() == 0, running.output.read_text()[-6000:]
+        running.finish()
         assert rack.orphans() == []
         run = running.run
         tell(run, "a host without power (--heartbeat-timeout 4)", killed_s)
@@ -124,7 +124,7 @@ def test_a_host_without_power_whose_disk_held_the_checkpoints(tmp_path: Path) ->
         assert [(event["ranks"], event["resume"]) for event in events(run, "start")] == [(3, 0), (2, 0)]
         (found,) = events(run, "copies")
         assert found["step"] >= 4 and found["step"] % 2 == 0 and found["hosts"] == ["hA", "hC"]
-        assert "from copies on the disks of hA, hC; there is no local checkpoint" in running.output.read_text()
+        assert "from copies on the disks of hA, hC; there is no local checkpoint" in running.text()
         steps = read_metrics(run / "metrics.jsonl").steps
         assert [step.step for step in steps] == list(range(found["step"] + 1, STEPS + 1))
         assert losses(run) == job.straight_losses()[found["step"] :]
@@ -134,7 +134,7 @@ def test_a_host_without_power_whose_disk_held_the_checkpoints(tmp_path: Path) ->
 def test_a_host_whose_temporary_folder_is_full_takes_no_part(tmp_path: Path) -> None:
     job, run = Elastic(tmp_path, steps=4), tmp_path / "run"
     with Cluster(tmp_path / "rack", full=["hB"]) as rack, rack.start(job, run) as running:
-        assert running.end() == 0, running.output.read_text()[-6000:]
+        running.finish()
         assert hosts_of_starts(run, rack) == [["hA", "hC"]]
         (found,) = events(run, "hosts")
         assert (
@@ -159,11 +159,11 @@ def test_hosts_that_cannot_read_the_data_do_not_lead(tmp_path: Path) -> None:
     with Cluster(tmp_path / "rack", ("hB", "hA", "hC"), own=runs) as rack:
         shutil.copy(job.text, rack.disks["hB"] / "text.txt")
         with rack.start(job, runs / "run", "--heartbeat-timeout", "4") as running:
-            running.until(lambda: events(running.run, "first-step") != [], "the first step")
+            running.wait_for("the first step", lambda: events(running.run, "first-step") != [])
             rack.lose("hB")
-            assert running.end() == 2, running.output.read_text()[-6000:]
+            assert running.end() == 2, running.text()
             assert rack.orphans() == []
-        told = running.output.read_text()
+        told = running.text()
         assert hosts_of_starts(running.run, rack) == [["hB", "hA", "hC"], ["hA", "hC"], ["hC", "hA"]]
         names = {host: name for name, host in rack.addresses.items()}
         assert [names[event["host"]] for event in events(running.run, "unfit")] == ["hA", "hC"]
@@ -181,17 +181,17 @@ def test_a_cut_link_a_host_that_returns_and_one_that_crashes(tmp_path: Path) -> 
         assert len(cut) == 1
         killed_s = time.time()
         rack.pull_cable("hB")
-        running.until(lambda: len(events(run, "first-step")) == 2, "the second start's first step")
+        running.wait_for("the second start's first step", lambda: len(events(run, "first-step")) == 2)
         tell(run, "a cable pulled out", killed_s)
-        running.until(lambda: not alive(cut), "the end of the rank that was cut off")
+        running.wait_for("the end of the rank that was cut off", lambda: not alive(cut))
         rack.plug_in("hB")
         killed_s = time.time()
         rack.ranks("hC")[0].kill()
-        running.until(lambda: len(events(run, "first-step")) == 3, "the third start's first step")
+        running.wait_for("the third start's first step", lambda: len(events(run, "first-step")) == 3)
         tell(run, "a killed rank on another host", killed_s)
         killed_s = time.time()
         rack.crash("hC")
-        assert running.end() == 0, running.output.read_text()[-6000:]
+        running.finish()
         assert rack.orphans() == []
     tell(run, "a crashed host", killed_s)
     assert hosts_of_starts(run, rack) == [["hB", "hA", "hC"], ["hA", "hC"], ["hB", "hA", "hC"], ["hB", "hA"]]
@@ -216,11 +216,11 @@ def test_hosts_lost_one_after_the_other_of_which_two_come_back(tmp_path: Path) -
             running.until_step(len(losses(run)) + 3 if start > 1 else 3, start)
             killed_s = time.time()
             lose[how](rack, name)
-            running.until(lambda start=start: len(events(run, "first-step")) == start + 1, f"start {start + 1}")
+            running.wait_for(f"start {start + 1}", lambda start=start: len(events(run, "first-step")) == start + 1)
             tell(run, f"{name}, {how}", killed_s)
             if comes_back:
                 rack.power_on(name)
-        assert running.end() == 0, running.output.read_text()[-6000:]
+        running.finish()
         assert rack.orphans() == []
     assert hosts_of_starts(run, rack) == [["hB", "hA", "hC"], ["hA", "hC"], ["hB", "hA"], ["hA", "hC"]]
     assert [event["resume"] > 0 for event in events(run, "start")] == [False, True, True, True]
@@ -235,9 +235,9 @@ def test_an_outage_of_twelve_seconds_is_ridden_out(tmp_path: Path) -> None:
         rack.pull_cable("hB")
         time.sleep(12)
         rack.plug_in("hB")
-        assert running.end() == 0, running.output.read_text()[-6000:]
+        running.finish()
         told = [event["event"] for event in events(run)]
-        assert told == ["hosts", "start", "first-step", "ended", "end"], running.output.read_text()[-6000:]
+        assert told == ["hosts", "start", "first-step", "ended", "end"], running.text()
     assert losses(run) == job.straight_losses()
 
 
@@ -248,9 +248,9 @@ def test_signals_reach_the_job_and_end_the_supervisor_np2(tmp_path: Path) -> Non
     job = Elastic(tmp_path, steps=100_000)
     for number, name in ((signal.SIGTERM, "asked"), (signal.SIGKILL, "killed")):
         run = tmp_path / name
-        with Running(job.command(run, 2), run) as running:
+        with supervised(job.command(run, 2), run) as running:
             running.until_step(1, 1)
-            below = running.tree.children(recursive=True)
+            below = running.process.children(recursive=True)
             running.process.send_signal(number)
             assert running.end() != 0
             deadline = time.monotonic() + 20

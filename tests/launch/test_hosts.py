@@ -24,7 +24,7 @@ from hetero_mpi.launch.supervisor import watched_hosts
 from hetero_mpi.launch.supervisor.elastic import Supervisor
 from hetero_mpi.launch.supervisor.elastic_options import ElasticOptions
 from hetero_mpi.rundir.run_directory import START_VARIABLE
-from tests.support.elastic import Cluster, Elastic, Running, environment, hosts_of_starts
+from tests.support.elastic import Cluster, Elastic, environment, hosts_of_starts, supervised
 from tests.support.environments import second_environment
 from tests.support.equality import losses
 from tests.support.errors import refuses
@@ -361,10 +361,10 @@ def test_a_supervisor_over_unlike_environments_goes_on_when_a_host_dies(tmp_path
         variables = ["env", "OMP_NUM_THREADS=1", f"PYTHONPATH={ROOT}", "MPIR_CVAR_CH4_NETMOD=ofi", "FI_PROVIDER=tcp"]
         variables.append(f"XDG_CACHE_HOME={tmp_path}")
         words = shlex.join([*variables, *job.command(run, 3, *options)])
-        with Running([str(rack.agent), rack.addresses["hA"], f"cd {ROOT} && exec {words}"], run) as running:
+        with supervised([str(rack.agent), rack.addresses["hA"], f"cd {ROOT} && exec {words}"], run) as running:
             running.until_step(3, start=1)
             rack.cut_power("hC")
-            assert running.end() == 0, running.output.read_text()[-6000:]
+            running.finish()
             assert rack.orphans() == []
         assert hosts_of_starts(run, rack) == [["hA", "hB", "hC"], ["hA", "hB"]]
     assert losses(run) == job.straight_losses()

@@ -25,7 +25,7 @@ from hetero_mpi.launch.launcher import command_line as building
 from hetero_mpi.launch.launcher.command_line import CommandLine, hosts_command
 from hetero_mpi.launch.launcher.launcher import Launcher
 from tests.support.errors import refuses
-from tests.support.mpi import ROOT, launcher_or_skip
+from tests.support.mpi import ROOT, launcher_or_skip, require_success
 from tests.support.rack import Rack
 
 pytestmark = pytest.mark.slow
@@ -301,8 +301,7 @@ def test_messages_go_through_wireguard_or_it_is_told(tunnelled: Tunnelled) -> No
     assert before.returncode == 2 and "sudo wg-quick up hetero0" in before.stderr, before.stderr
     for name in ("first", "second"):
         tunnelled.up(name)
-    inside = tunnelled.verify(tunnelled.inner)
-    assert inside.returncode == 0, inside.stdout + inside.stderr
+    inside = require_success(tunnelled.verify(tunnelled.inner))
     assert "4.2 MB in each direction, between each pair of 2 hosts, used WireGuard (10.86.0.0/24)" in flat(
         inside.stdout
     )

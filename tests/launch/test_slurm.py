@@ -17,7 +17,7 @@ from tests.support.environments import second_environment
 from tests.support.equality import losses
 from tests.support.errors import refuses
 from tests.support.long_run import LongRun
-from tests.support.mpi import ROOT, launcher_or_skip
+from tests.support.mpi import ROOT, launcher_or_skip, require_success
 from tests.support.slurm_lab import SlurmLab
 
 pytestmark = pytest.mark.slow
@@ -257,8 +257,7 @@ def test_the_time_limit_of_two_nodes_np2(lab: SlurmLab, tmp_path: Path) -> None:
         f"seconds after sbatch: {stopped_s:.0f} stopped by the limit's signal, after step {steps}; {ended_s:.0f} done"
     )
     straight = tmp_path / "straight"
-    result = job.job.finish(straight, steps + 2)
-    assert result.returncode == 0, result.stdout + result.stderr
+    require_success(job.job.finish(straight, steps + 2))
     assert job.losses() == losses(straight)
 
 

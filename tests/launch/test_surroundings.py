@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.long_run import LongRun
-from tests.support.mpi import ROOT, launcher_or_skip
+from tests.support.mpi import ROOT, launcher_or_skip, require_success
 from tests.support.slurm_lab import SlurmLab
 
 pytestmark = pytest.mark.slow
@@ -32,8 +32,7 @@ def launched(*words: str, before: tuple[str, ...] = (), **changed: str) -> subpr
 
 def test_a_service_without_a_home_starts(tmp_path: Path) -> None:
     launcher_or_skip()
-    answer = launched("-np", "1", *CACHE, HOME="")
-    assert answer.returncode == 0, answer.stdout + answer.stderr
+    require_success(launched("-np", "1", *CACHE, HOME=""))
     missing = launched("-np", "1", *CACHE, HETERO_MPI_MPIEXEC="/bin/ls")
     assert missing.returncode == 2 and "/bin/ls (ls (GNU coreutils)" in missing.stderr, "what it said is shown"
 
@@ -56,8 +55,7 @@ def test_what_a_killed_launcher_left_under_the_same_process_number_does_not_matt
         left = tmp_path / f"ompi.{number}"
         left.mkdir()
         (left / f"pmix.{os.uname().nodename}.tool").touch()
-    answer = launched("-np", "1", *CACHE, TMPDIR=str(tmp_path), PRTE_MCA_prte_local_tmpdir_base="")
-    assert answer.returncode == 0, answer.stdout + answer.stderr
+    require_success(launched("-np", "1", *CACHE, TMPDIR=str(tmp_path), PRTE_MCA_prte_local_tmpdir_base=""))
     assert all(path.name.startswith("ompi.") for path in tmp_path.iterdir()), "and it leaves nothing itself"
 
 

@@ -64,7 +64,9 @@ def test_packed_experts_equal_bitsandbytes(family: str, recompute: bool, tmp_pat
     stages = stages_of(chain, tmp_path, ATTENTION, True)
     for stage in stages:
         chain.recompute(stage.model, recompute)
-    require_equal(chain, stages, get_peft_model(reference(chain, tmp_path), lora_config(ATTENTION, ["o_proj"], [])))
+    family_trial.require_equal_to_peft(
+        chain, stages, get_peft_model(reference(chain, tmp_path), lora_config(ATTENTION, ["o_proj"], []))
+    )
 
 
 def stages_of(chain: TransformersChain, folder: Path, adapter: AdapterTable, nf4: bool) -> list[Stage]:
@@ -76,18 +78,6 @@ def stages_of(chain: TransformersChain, folder: Path, adapter: AdapterTable, nf4
             if ".lora_B." in name:
                 nn.init.normal_(parameter, std=0.1)
     return stages
-
-
-def require_equal(chain: TransformersChain, stages: list[Stage], plain: nn.Module) -> None:
-    """The loss and all gradients of the stages are those of peft's model, with the stages' values."""
-    values = {name: parameter for stage in stages for name, parameter in stage.parameters.items()}
-    own = {n.removeprefix("base_model.model.").replace(".default.", "."): p for n, p in plain.named_parameters()}
-    with torch.no_grad():
-        for name, parameter in values.items():
-            own[name].copy_(parameter)
-    loss, found = family_trial._run(chain, stages)
-    expected = family_trial._run_whole(plain.train())
-    family_trial._require_equal(loss, expected, found, {n: own[n].grad for n in values})
 
 
 EXPERTS = AdapterTable(
@@ -113,7 +103,7 @@ def test_adapters_of_experts_equal_peft_which_reads_them(family: str, nf4: bool,
     (tmp_path / "adapter").mkdir()
     write_adapter(tmp_path / "adapter", stages[0].tuning, state, str(tmp_path))
     plain = PeftModel.from_pretrained(whole, tmp_path / "adapter", is_trainable=True)
-    require_equal(chain, stages, plain)
+    family_trial.require_equal_to_peft(chain, stages, plain)
     check_adapter(tmp_path / "adapter", stages[0].tuning)
     table, _ = adapter_of(tmp_path / "adapter")
     assert adapter_tuning(chain, table, nf4, True).trainable == stages[0].tuning.trainable

@@ -28,7 +28,7 @@ from hetero_mpi.model.transformers.weights import FileStart, SeededStart
 from tests.support.errors import refuses
 from tests.support.group_cases import batch
 from tests.support.operations import Operations
-from tests.support.stages import stage_of
+from tests.support.stages import stage_of, trained_once
 
 BLOCKS = 4
 LAYERS = BLOCKS + 2
@@ -70,14 +70,7 @@ def run_stages(stages: list[Stage]) -> float:
     """Forward and backward through all stages; returns the loss, the mean over the targets."""
     tokens, targets = batch()
     position = MicroBatch(0, 0, 0, int((targets != IGNORED).sum()))
-    x = tokens
-    for stage in stages:
-        x = stage.forward(position, x, targets if stage.is_last else None)
-    gradient = None
-    for stage in reversed(stages):
-        gradient = stage.backward(0, gradient)
-    assert gradient is None, "token ids have no gradient"
-    return float(x)
+    return trained_once(stages, position, tokens, targets)
 
 
 def gradients(stages: list[Stage], chain: TransformersChain) -> dict[str, torch.Tensor]:

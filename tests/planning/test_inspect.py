@@ -17,7 +17,7 @@ from hetero_mpi.planning.types.toml_files import load_profile, plan_from_dict, s
 from hetero_mpi.report.profile_text import residuals
 from tests.support import past_runs
 from tests.support.checkpoint_samples import told, write_checkpoint
-from tests.support.mpi import run_mpi
+from tests.support.mpi import finish_mpi, require_success
 from tests.support.planning_folder import JOB, REQUEST, cluster, run
 
 ROOT = Path(__file__).parents[2]
@@ -50,8 +50,7 @@ def test_profile_measures_under_mpirun_and_its_file_is_planned_with_offline(
     job = tmp_path / "tiny.toml"
     job.write_text(TINY)
     output = tmp_path / "new" / "profile.toml"
-    done = run_mpi(2, ["-m", "hetero_mpi", "profile", str(job), "-o", str(output), "--set", "profile.repeats=1"])
-    assert done.returncode == 0, done.stderr
+    done = finish_mpi(2, ["-m", "hetero_mpi", "profile", str(job), "-o", str(output), "--set", "profile.repeats=1"])
     assert done.stdout.count("Written: ") == 1 and str(output) in done.stdout
     measured = load_profile(output)
     assert measured.source == "measured" and len(measured.devices) == 2 and len(measured.links) == 2
@@ -163,8 +162,7 @@ assert "matplotlib" in sys.modules
 @pytest.mark.slow
 def test_offline_commands_need_neither_torch_nor_mpi(folder: Path) -> None:
     path = f"import sys; sys.path[:0] = [{str(ROOT)!r}]\n"
-    done = subprocess.run([sys.executable, "-c", path + PROGRAM], cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    require_success(subprocess.run([sys.executable, "-c", path + PROGRAM], cwd=folder, capture_output=True, text=True))
     assert (folder / "out" / "timeline.svg").is_file() and (folder / "profile.png").is_file()
 
 

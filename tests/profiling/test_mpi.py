@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hetero_mpi.planning.types.toml_files import load_profile
-from tests.support.mpi import run_mpi
+from tests.support.mpi import finish_mpi
 
 pytestmark = pytest.mark.slow
 
@@ -14,8 +14,7 @@ pytestmark = pytest.mark.slow
 def test_a_rank_that_joins_makes_nobody_else_measure_again(tmp_path: Path) -> None:
     environment = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
     program = ["tests/programs/profiling_joins.py", str(tmp_path / "p.toml")]
-    result = run_mpi(3, program, timeout_s=240, env=environment)
-    assert result.returncode == 0, result.stderr
+    result = finish_mpi(3, program, timeout_s=240, env=environment)
     first, joined, shared, fresh = json.loads(result.stdout.splitlines()[-1])
     assert first["measured"] == [["together"], ["together"], []], "two hosts of one rank: nobody disturbs them"
     assert joined["measured"] == [[], [], ["together"]], "only the rank that is new"

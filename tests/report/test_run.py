@@ -33,7 +33,7 @@ from hetero_mpi.rundir.run_directory import describe_run
 from hetero_mpi.util.shipped import USED_PROFILE
 from tests.support.errors import refuses
 from tests.support.jobs import Workshop
-from tests.support.mpi import run_mpi
+from tests.support.mpi import finish_mpi
 from tests.support.past_runs import JOB, cluster, make_run, measured, planned, several_stages
 from tests.support.planning_samples import make_model, make_plan_of, make_profile, with_split
 
@@ -258,8 +258,7 @@ def test_a_run_leaves_all_of_it_behind(tmp_path: Path) -> None:
         "shown", shop.values(shop.model()), report={"write": True}, train={"steps": 5}, plan={"allow_idle": False}
     )
     run = tmp_path / "run"
-    done = run_mpi(2, ["-m", "hetero_mpi", "train", str(job), "--run-dir", str(run)], timeout_s=400)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = finish_mpi(2, ["-m", "hetero_mpi", "train", str(job), "--run-dir", str(run)], timeout_s=400)
     assert "report.html" in done.stdout and "\x1b" not in done.stdout
     found = read_run(run)
     assert (

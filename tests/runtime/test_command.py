@@ -33,7 +33,7 @@ from hetero_mpi.rundir.metrics import read_metrics
 from hetero_mpi.state.directory import checkpoint_path
 from tests.support.equality import assert_same_run, assert_same_tensors, evaluation, losses, tensors
 from tests.support.jobs import GLOBAL_BATCH, SEQUENCE, Outcome, Workshop, once_per_ranks, write_profile
-from tests.support.mpi import ROOT, on_ranks, run_mpi
+from tests.support.mpi import ROOT, finish_mpi, on_ranks
 from tests.support.plans import pipeline, write_plan
 from tests.support.stages import stage_of
 
@@ -336,8 +336,7 @@ def test_a_true_command_line_np2(tmp_path: Path) -> None:
     job = workshop.job("job", workshop.values(workshop.model()))
     dry, run = tmp_path / "dry", tmp_path / "run"
     command = ["-m", "hetero_mpi", "train", str(job)]
-    first = run_mpi(2, [*command, "--dry-run", "--run-dir", str(dry)])
-    assert first.returncode == 0, first.stderr
+    first = finish_mpi(2, [*command, "--dry-run", "--run-dir", str(dry)])
     assert first.stdout.count("Dry run: stopping before weights are read") == 1
     assert sorted(path.name for path in dry.iterdir()) == [".lock", "logs", "plan.toml", "profile.toml"]
 
@@ -346,8 +345,7 @@ def test_a_true_command_line_np2(tmp_path: Path) -> None:
     save_profile(edited, dry / "profile.toml")
     write_plan(dry / "plan.toml", pipeline([1, 0], [0, 1, 4], 1, plan.global_batch))
     given = ["--plan", str(dry / "plan.toml"), "--profile", str(dry / "profile.toml")]
-    second = run_mpi(2, [*command, *given, "--set", "train.steps=2", "--run-dir", str(run)])
-    assert second.returncode == 0, second.stderr
+    second = finish_mpi(2, [*command, *given, "--set", "train.steps=2", "--run-dir", str(run)])
     assert second.stdout.count(f"Profile: {dry / 'profile.toml'} (edited by hand") == 1
     assert second.stdout.count("step 2/2") == second.stdout.count("Written:") == 1
     assert "because" not in second.stdout, "the reasons are in the log"

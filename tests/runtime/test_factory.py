@@ -29,7 +29,7 @@ from tests.programs import layers_model
 from tests.support import plans
 from tests.support.equality import assert_equals_reference, assert_same_run, tensors
 from tests.support.jobs import Outcome, Workshop
-from tests.support.mpi import ROOT, on_ranks, run_mpi
+from tests.support.mpi import ROOT, finish_mpi, on_ranks, run_mpi
 from tests.support.plans import pipeline
 
 pytestmark = pytest.mark.slow
@@ -328,8 +328,7 @@ def test_a_missing_module_is_told_with_the_place(refused: dict[str, Outcome], la
 def test_the_example_learns(tmp_path: Path) -> None:
     """jobs/cnn.toml as it is, but for its length."""
     command = ["-m", "hetero_mpi", "train", "jobs/cnn.toml", "--run-dir", str(tmp_path), "--set", "train.steps=40"]
-    result = run_mpi(2, [*command, "--set", "report.write=false"], timeout_s=200)
-    assert result.returncode == 0, result.stderr
+    result = finish_mpi(2, [*command, "--set", "report.write=false"], timeout_s=200)
     assert "cnn_model:cnn, 5 layers" in result.stdout
     found = read_metrics(tmp_path / "metrics.jsonl")
     assert found.steps[-1].loss < 0.7 * found.steps[0].loss

@@ -27,7 +27,7 @@ from hetero_mpi.state.reader import CheckpointReader
 from tests.support import case_plans, training_cases
 from tests.support.equality import assert_same_run, losses
 from tests.support.jobs import write_profile
-from tests.support.mpi import run_mpi
+from tests.support.mpi import finish_mpi
 from tests.support.training_cases import NORMAL, Case
 
 pytestmark = pytest.mark.slow
@@ -165,8 +165,7 @@ def outcomes(scene: Scene) -> dict[str, Outcome]:
     listed, results = scene.directory / "entries.json", scene.directory / "outcomes.json"
     listed.write_text(json.dumps(list(entries.values()), default=str))
     environment = {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(home / "hub")}
-    result = run_mpi(RANKS, ["tests/programs/train_files.py", str(listed), str(results)], 240, environment)
-    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
+    finish_mpi(RANKS, ["tests/programs/train_files.py", str(listed), str(results)], 240, environment)
     return {
         name: Outcome(
             [rank["raised"] for rank in ranks],

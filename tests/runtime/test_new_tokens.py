@@ -19,7 +19,7 @@ from hetero_mpi.interop.export import export
 from hetero_mpi.state.directory import checkpoint_path
 from tests.support.equality import assert_same_run, evaluation, losses
 from tests.support.jobs import GLOBAL_BATCH, SEQUENCE, Workshop, once_per_ranks
-from tests.support.mpi import on_ranks
+from tests.support.mpi import on_ranks, require_success
 from tests.support.plain_training import short
 from tests.support.plans import pipeline, write_plan
 from tests.support.rank_pool import run_pooled
@@ -94,8 +94,7 @@ def _run(place: Workshop, ranks: int) -> Runs:
     options = {"prompt": PROMPT, "max_new_tokens": 12, "raw": True}
     shares = {"shares": [(0, 1), (1, 3), (3, 4)]} if ranks == 3 else {}
     listed.write_text(json.dumps({name: {"source": str(one), **options, **shares} for name, one in sources.items()}))
-    result = run_pooled(ranks, "generate_cases", [str(listed), str(results)], timeout_s=240)
-    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    require_success(run_pooled(ranks, "generate_cases", [str(listed), str(results)], timeout_s=240))
     told = json.loads(results.read_text())
     assert not any(one[0]["error"] for one in told.values()), [one[0]["error"] for one in told.values()]
     return Runs(place, {name: one[0]["tokens"] for name, one in told.items()})

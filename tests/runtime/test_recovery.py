@@ -9,6 +9,7 @@ import random
 import re
 import signal
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,7 +32,7 @@ from tests.support.elastic import Cluster, Elastic, events
 from tests.support.equality import assert_same_run, losses, tensors
 from tests.support.errors import refuses
 from tests.support.long_run import LongRun, kill, kill_until_one_is_left, newest_step
-from tests.support.mpi import outliving_or_skip, run_mpi
+from tests.support.mpi import finish_mpi, outliving_or_skip, require_success
 from tests.support.plans import pipeline, plan_of, write_plan
 
 pytestmark = pytest.mark.slow
@@ -103,7 +104,7 @@ def test_a_planned_run_that_fixes_its_sums_keeps_every_bit_np3(tmp_path: Path) -
     with job.started(arguments, environment, run) as running:
         running.wait_for_steps(5)
         kill(running, 0)
-        assert running.end() == 0, running.text()
+        running.finish()
     entry = {"job": job.file, "run_dir": calm, "set": options[1::2]}
     job.finish_entries(1, {"calm": entry})
     assert_same_run(run, calm, tensors_apart=None)
@@ -133,6 +134,14 @@ def start(job: LongRun, run: Path, *more: str, planned: bool = True) -> tuple[li
     return [arguments[0], *outliving_or_skip(), *arguments[1:]], environment
 
 
+def printed_by_survivors(job: LongRun, run: Path, steps: int, victims: Sequence[int], *options: str) -> str:
+    """Of a run that loses ranks after so many steps and ends well."""
+    with job.started(*start(job, run, *options), run) as running:
+        running.wait_for_steps(steps)
+        kill(running, *victims)
+        return running.finish()
+
+
 def test_launch_says_what_it_adds_and_what_cannot_be(capfd: pytest.CaptureFixture[str]) -> None:
     outliving_or_skip()
     assert main(["launch", "-np", "2", "--recover", "--verbose", "--print", "--", "train", "job.toml"]) == 0
@@ -148,8 +157,7 @@ def test_survivors_meet_and_go_on_np4(way: str) -> None:
     """All that ranks wait in (messages, sums, collectives, sleep, heartbeats), one death after the other, until one is left."""
     arguments = ["tests/programs/comm_survivors.py", "1"]
     environment = {} if way == "any" else {"OMPI_MCA_btl": way, "OMPI_MCA_pml": "ob1"}
-    result = run_mpi(4, arguments, 120, env=environment, options=outliving_or_skip())
-    assert result.returncode == 0, result.stdout + result.stderr
+    result = finish_mpi(4, arguments, 120, env=environment, options=outliving_or_skip())
     assert [line.split(" ")[3:5] for line in result.stdout.splitlines() if "died" in line] == [
         ["4", "died;"],
         ["3", "died;"],
@@ -161,11 +169,7 @@ def test_survivors_meet_and_go_on_np4(way: str) -> None:
 def test_the_leader_dies_and_the_other_rank_goes_on_np2(tmp_path: Path) -> None:
     job, run = LongRun(tmp_path, 2), tmp_path / "run"
     expected = alone(job)
-    with job.started(*start(job, run, "--set", "checkpoint.replicate_every=2"), run) as running:
-        running.wait_for_steps(5)
-        kill(running, 0)
-        assert running.end() == 0, running.text()
-        told = running.text()
+    told = printed_by_survivors(job, run, 5, [0], "--set", "checkpoint.replicate_every=2")
     assert losses(run) == expected
     assert "Lost rank 0 on " in told and told.count("from copies in memory") == 1, told
     assert checkpoint_path(run / "checkpoints", STEPS).exists() and (run / "model" / "model.safetensors").exists()
@@ -181,11 +185,7 @@ def test_state_that_only_the_dead_rank_owned_comes_from_its_peer_np2(tmp_path: P
     write_plan(job.plan, *(pipeline([rank], [0, 4], 1, 2, recompute=streams, streamed=streams) for rank in range(2)))
     sets = [f"plan.offload={str(streams).lower()}", f"train.steps={steps}"]
     options = [word for value in [*sets, "checkpoint.replicate_every=4"] for word in ("--set", value)]
-    with job.started(*start(job, run, *options), run) as running:
-        running.wait_for_steps(6)
-        kill(running, 1)
-        assert running.end() == 0, running.text()
-        told = running.text()
+    told = printed_by_survivors(job, run, 6, [1], *options)
     version = re.search(r"Continuing after step (\d+), from copies in memory", told)
     assert version is not None and ("streamed" in told) == streams, told
     entry = {"job": job.file, "run_dir": resumed, "set": sets}
@@ -206,11 +206,7 @@ def goes_on_without(directory: Path, victim: int, *pipelines: PipelinePlan) -> N
     expected = alone(job)[:steps]
     save_plan(plan, job.plan)
     options = ("--set", "checkpoint.replicate_every=2", "--set", f"train.steps={steps}")
-    with job.started(*start(job, run, *options), run) as running:
-        running.wait_for_steps(5)
-        kill(running, victim)
-        assert running.end() == 0, running.text()
-        told = running.text()
+    told = printed_by_survivors(job, run, 5, [victim], *options)
     np.testing.assert_allclose(losses(run), expected, rtol=1e-3)
     assert f"Lost rank {victim} on " in told and told.count("from copies in memory") == 1, told
 
@@ -238,8 +234,7 @@ def test_two_deaths_in_one_run_one_of_them_the_leader_np4(job: LongRun, undistur
         kill(running, 1)
         running.wait_for("more steps", lambda: newest_step(run) >= 60)
         kill(running, 0)
-        assert running.end() == 0, running.text()
-        told = running.text()
+        told = running.finish()
     assert losses(run) == undisturbed
     assert "Lost rank 1 on " in told and "Lost rank 0 on " in told, told
     assert told.count("from copies in memory") == 2, told
@@ -261,32 +256,24 @@ def test_any_ranks_at_any_moment_until_one_is_left_np4(job: LongRun, undisturbed
     del arguments[place : place + 2]
     with job.started(arguments, environment, run) as running:
         kill_until_one_is_left(running, 4, chance, steps_between=40)
-        assert running.end() == 0, running.text()
+        running.finish()
     assert losses(run) == undisturbed
 
 
 @pytest.mark.long
-def test_without_a_living_copy_the_newest_checkpoint_serves_np4(job: LongRun, undisturbed: list[float]) -> None:
-    """The two ranks with stages are each other's peers, and die together."""
-    run = job.directory / "both"
-    with job.started(*start(job, run, "--set", "checkpoint.every=10"), run) as running:
-        running.wait_for_steps(25)
-        kill(running, 0, 1)
-        assert running.end() == 0, running.text()
-        told = running.text()
-    assert "Resuming from " in told and "from copies in memory" not in told, told
-    assert losses(run) == undisturbed
-
-
-@pytest.mark.long
-def test_with_nothing_left_the_run_begins_anew_np4(job: LongRun, undisturbed: list[float]) -> None:
-    run = job.directory / "nothing"
-    with job.started(*start(job, run, "--set", "checkpoint.replicate_every=0"), run) as running:
-        running.wait_for_steps(10)
-        kill(running, 1)
-        assert running.end() == 0, running.text()
-        told = running.text()
-    assert "Copies of" not in told and "Continuing after" not in told and "Resuming" not in told, told
+@pytest.mark.parametrize(
+    ("key", "victims", "resumes"),
+    [("every=10", [0, 1], True), ("replicate_every=0", [1], False)],
+    ids=["both", "nothing"],
+)
+def test_without_a_living_copy_the_newest_checkpoint_serves_np4(
+    job: LongRun, undisturbed: list[float], key: str, victims: list[int], resumes: bool
+) -> None:
+    """The two ranks with stages are each other's peers, and die together. With nothing left the run begins anew."""
+    run = job.directory / key.partition("=")[0]
+    told = printed_by_survivors(job, run, 25 if resumes else 10, victims, "--set", f"checkpoint.{key}")
+    assert ("Resuming from " in told) == resumes and "from copies in memory" not in told, told
+    assert resumes or not any(text in told for text in ("Copies of", "Continuing after", "Resuming")), told
     assert losses(run) == undisturbed
 
 
@@ -300,8 +287,7 @@ def test_a_death_while_a_plan_is_tried_np2(tmp_path: Path, victim: int) -> None:
         running.wait_for("the trial", lambda: "Calibration run of the plan" in running.text())
         running.find_ranks()
         running.ranks[victim].send_signal(signal.SIGKILL)
-        assert running.end() == 0, running.text()
-        told = running.text()
+        told = running.finish()
     assert (
         f"Lost rank {victim} on " in told and "Calibration result: " not in told and told.count("Calibration run") == 1
     ), told
@@ -319,8 +305,7 @@ def test_a_death_while_profiling_np4(job: LongRun, undisturbed: list[float], see
         time.sleep(chance.random() * 2)
         running.find_ranks()
         running.ranks[chance.randrange(4)].send_signal(signal.SIGKILL)
-        assert running.end() == 0, running.text()
-        told = running.text()
+        told = running.finish()
     assert told.count("Lost rank ") == 1, told
     assert losses(run) == undisturbed
 
@@ -349,14 +334,13 @@ def test_an_adapter_goes_on_with_the_same_numbers_np4(tmp_path_factory: pytest.T
     job = LongRun(tmp_path_factory.mktemp("adapter"), 4)
     more = ["--set", "adapter.method=lora"]
     calm, run = job.directory / "calm" / "run", job.directory / "disturbed"
-    result = job.finish(calm, STEPS, *more)
-    assert result.returncode == 0, result.stdout + result.stderr
+    require_success(job.finish(calm, STEPS, *more))
     with job.started(*start(job, run, *more), run) as running:
         running.wait_for_steps(10)
         kill(running, 1)
         kill(running, 0)
-        assert running.end() == 0, running.text()
-        assert running.text().count("from copies in memory") == 2, running.text()
+        told = running.finish()
+        assert told.count("from copies in memory") == 2, told
     assert losses(run) == losses(calm)
     assert (run / "adapter" / "adapter_model.safetensors").exists()
 
@@ -370,11 +354,11 @@ def test_a_rank_on_another_host_and_then_a_whole_host(tmp_path: Path) -> None:
         running.until_step(5, start=1)
         began = time.monotonic()
         rack.ranks("hB")[0].kill()
-        running.until(lambda: len(events(run, "recovered")) == 1, "the first step without hB's rank")
+        running.wait_for("the first step without hB's rank", lambda: len(events(run, "recovered")) == 1)
         print(f"a rank on another host: next step {time.monotonic() - began:.1f} s after its death")
         assert len(events(run, "start")) == 1
         rack.cut_power("hC")
-        assert running.end() == 0, running.output.read_text()[-6000:]
+        running.finish()
         assert rack.orphans() == []
     assert [event["ranks"] for event in events(run, "start")] == [3, 2]
     assert losses(run) == job.straight_losses()

@@ -25,7 +25,7 @@ from tests.stand_in_gpu import THROUGH, build
 from tests.support.equality import assert_same_run, losses
 from tests.support.jobs import Workshop, write_profile
 from tests.support.long_run import LongRun, kill, kill_until_one_is_left
-from tests.support.mpi import ROOT, run_bounded
+from tests.support.mpi import ROOT, require_success, run_bounded
 from tests.support.plans import pipeline, write_plan
 
 pytestmark = pytest.mark.slow
@@ -225,8 +225,7 @@ def losses_in_one_process(deep: LongStreamed, name: str, *more: str) -> list[flo
     run = deep.directory / name / "run"
     program = deep.command(run, "--set", f"train.steps={STEPS}", *more, planned=False)[0]
     words = [*program[program.index("-m") - 1 :], "--set", "cluster.memory_bytes=1000000000"]
-    result = run_bounded(words, deep.environment(), 300)
-    assert result.returncode == 0, result.stdout + result.stderr
+    result = require_success(run_bounded(words, deep.environment(), 300))
     assert "streams" not in result.stdout
     return losses(run)
 
@@ -242,8 +241,8 @@ def test_any_streaming_ranks_die_until_one_is_left_np3(
     )
     with deep.started(words, environment, run) as running:
         kill_until_one_is_left(running, 3, chance, steps_between=20)
-        assert running.end() == 0, running.text()
-        assert running.text().count("streamed") >= 3, running.text()  # the plan and both that followed
+        told = running.finish()
+        assert told.count("streamed") >= 3, told  # the plan and both that followed
     assert losses(run) == resident_losses
     assert not list((run / "mapped").glob("*")), "mapped files have no names that could be left"
 
@@ -260,8 +259,8 @@ def test_one_of_two_neighbours_streams_and_one_dies_np3(
     with deep.started(words, environment, run) as running:
         running.wait_for_steps(5)
         kill(running, victim)
-        assert running.end() == 0, running.text()
-        assert running.text().count("streamed") == 1, running.text()
+        told = running.finish()
+        assert told.count("streamed") == 1, told
     assert losses(run) == resident_losses
 
 
@@ -282,8 +281,8 @@ def test_one_of_two_gpus_with_layers_on_disk_dies_np2(tmp_path: Path, victim: in
     with card.started(words, environment, run) as running:
         running.wait_for_steps(5)
         kill(running, victim)
-        assert running.end() == 0, running.text()
-        assert running.text().count("read from the disk") >= 2, running.text()
+        told = running.finish()
+        assert told.count("read from the disk") >= 2, told
     whole = tmp_path / "whole"
     write_plan(card.plan, pipeline([0], [0, BLOCKS + 2]))
     assert card.finish(whole, STEPS, *fp32, "--set", "cluster.memory_bytes=1000000000").returncode == 0

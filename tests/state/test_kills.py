@@ -21,7 +21,7 @@ from hetero_mpi.state.reader import CheckpointReader
 from tests.support.equality import assert_same_run, losses
 from tests.support.jobs import write_profile
 from tests.support.long_run import LongRun, rank_of
-from tests.support.mpi import ROOT, run_bounded
+from tests.support.mpi import ROOT, require_success, run_bounded
 
 pytestmark = pytest.mark.slow
 
@@ -96,8 +96,7 @@ def test_killed_while_saving_the_newest_is_whole_and_continues_to_the_bit_np2(ki
         newest, damaged = newest_good(killed / "checkpoints")
         assert newest is not None and damaged == [], (died, damaged)
         assert whole is None or newest >= whole, "what was whole is lost"
-    result = runs.run(killed, "--resume")
-    assert result.returncode == 0, result.stdout + result.stderr
+    result = require_success(runs.run(killed, "--resume"))
     assert f"Resuming from {newest}" in result.stdout
     print(f"killed {died} times, {caught} times while a checkpoint was being written")
 
@@ -130,8 +129,7 @@ def test_killed_while_the_result_is_written_it_is_the_former_or_the_new_one_np2(
     runs, run, dice = Runs(tmp_path, steps=2), tmp_path / "straight", random.Random(3)
     lora = ["--set=adapter.method=lora", "--set=adapter.rank=4"] if kind == "adapter" else []
     options = [*lora, "--set=checkpoint.keep=100"]
-    result = runs.run(run, *options)
-    assert result.returncode == 0, result.stdout + result.stderr
+    require_success(runs.run(run, *options))
     died, caught, outcomes, former = 0, 0, Counter[str](), step_of_result(run, kind)
     while caught < 10 and died < 60:
         steps = former + 1
@@ -148,8 +146,7 @@ def test_killed_while_the_result_is_written_it_is_the_former_or_the_new_one_np2(
         former = found
     print(f"killed {died} times, {caught} times while {kind}/ was being written; then there was: {dict(outcomes)}")
     assert caught == 10
-    result = runs.run(run, "--resume", *options, f"--set=train.steps={former + 2}")
-    assert result.returncode == 0, result.stdout + result.stderr
+    require_success(runs.run(run, "--resume", *options, f"--set=train.steps={former + 2}"))
     assert step_of_result(run, kind) == former + 2
     assert not list(run.glob(".*.tmp-*")) and not (run / f".{kind}.former").exists(), "leftovers are cleaned up"
 
@@ -165,8 +162,7 @@ def test_a_full_disk_costs_checkpoints_but_not_the_run_np2(tmp_path: Path) -> No
     if mounted.returncode != 0:
         pytest.skip(f"needs root, to mount a small file system: {mounted.stderr.strip()}")
     try:
-        result = runs.run(run, "--set", "checkpoint.keep=9")
-        assert result.returncode == 0, result.stdout + result.stderr
+        result = require_success(runs.run(run, "--set", "checkpoint.keep=9"))
         assert "Training continues, but" in result.stdout and "could not be written" in result.stdout
         assert "Traceback" not in result.stdout + result.stderr
         assert len(read_metrics(run / "metrics.jsonl").steps) == 5
@@ -236,8 +232,7 @@ def test_a_checkpoint_of_one_mpi_library_continues_under_another_np2(tmp_path: P
     assert runs.run(moved, "--set", "train.steps=2").returncode == 0
     launcher = str(Path(other).with_name("mpiexec"))
     arguments = [launcher, "-n", "2", other, "-m", "hetero_mpi", *runs.arguments(moved, "--resume")]
-    result = run_bounded(arguments, runs.environment(), 240)
-    assert result.returncode == 0, result.stdout + result.stderr
+    require_success(run_bounded(arguments, runs.environment(), 240))
     assert_same_run(moved, straight)
     libraries = set()
     for step in (2, 4):

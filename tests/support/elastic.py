@@ -6,10 +6,9 @@ import contextlib
 import json
 import os
 import shlex
-import subprocess
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,8 @@ import psutil
 from hetero_mpi.rundir.metrics import read_metrics
 from tests.support.equality import losses
 from tests.support.jobs import Workshop
-from tests.support.mpi import ROOT, launcher_or_skip, run_bounded
+from tests.support.long_run import Running, started
+from tests.support.mpi import ROOT, launcher_or_skip, require_success, run_bounded
 from tests.support.rack import Rack
 
 STEPS = 60
@@ -49,8 +49,7 @@ class Elastic(Workshop):
         """Of an undisturbed run, on one rank."""
         run = self.directory / "straight"
         command = [sys.executable, "-m", "hetero_mpi", "train", str(self.file), "--run-dir", str(run)]
-        result = run_bounded(command, environment(), PATIENCE_S)
-        assert result.returncode == 0, result.stderr
+        require_success(run_bounded(command, environment(), PATIENCE_S))
         return losses(run)
 
 
@@ -78,34 +77,8 @@ def ranks_under(process: psutil.Process) -> list[psutil.Process]:
     return found
 
 
-class Running:
-    """A supervisor at work. A context manager that ends it and all below it."""
-
-    def __init__(self, command: Sequence[str], run: Path) -> None:
-        self.run = run
-        self.output = run.with_name(run.name + ".out")
-        with self.output.open("wb") as file:
-            self.process = subprocess.Popen(
-                list(command), env=environment(), cwd=ROOT, stdin=subprocess.DEVNULL, stdout=file, stderr=file
-            )
-        self.tree = psutil.Process(self.process.pid)
-
-    def __enter__(self) -> Running:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        left = [*self.tree.children(recursive=True), self.tree] if self.process.poll() is None else []
-        for process in left:
-            process.kill()
-        self.process.wait()
-
-    def until(self, holds: Callable[[], bool], what: str) -> None:
-        deadline = time.monotonic() + PATIENCE_S
-        while not holds():
-            text = self.output.read_text()[-6000:]
-            assert self.process.poll() is None, f"it ended with {self.process.returncode} before {what}:\n{text}"
-            assert time.monotonic() < deadline, f"{what} did not come:\n{text}"
-            time.sleep(0.05)
+class Supervised(Running):
+    """A supervisor at work."""
 
     def until_step(self, step: int, start: int) -> None:
         """Until that start of the job has done so many steps."""
@@ -115,14 +88,12 @@ class Running:
             starts = [event["start"] for event in events(self.run, "first-step")]
             return start in starts and len(read_metrics(path).steps) >= step
 
-        self.until(there, f"step {step} of start {start}")
+        self.wait_for(f"step {step} of start {start}", there)
 
-    def end(self) -> int:
-        deadline = time.monotonic() + PATIENCE_S
-        while self.process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert self.process.poll() is not None, self.output.read_text()[-6000:]
-        return self.process.returncode
+
+def supervised(command: Sequence[str], run: Path) -> AbstractContextManager[Supervised]:
+    """A supervisor that is ended, with all below it, at the end of the block."""
+    return started(list(command), environment(), run, run.with_name(f"{run.name}.out"), Supervised)
 
 
 def tell(run: Path, what: str, killed_s: float) -> None:
@@ -155,13 +126,13 @@ class Cluster(Rack):
         open_mpi = f"--mca plm_rsh_agent {self.agent} --mca btl tcp,self --mca pml ob1"
         self.mpirun_args = mpich if launcher.family == "MPICH" else open_mpi
 
-    def start(self, job: Elastic, run: Path, *options: str) -> Running:
+    def start(self, job: Elastic, run: Path, *options: str) -> AbstractContextManager[Supervised]:
         given = ["--hostfile", str(self.hostfile), f"--mpirun-args={self.mpirun_args}", *options]
         # MPICH's other network library, UCX, takes hosts of one kernel for one machine.
         variables = ["env", "OMP_NUM_THREADS=1", f"PYTHONPATH={ROOT}", "MPIR_CVAR_CH4_NETMOD=ofi", "FI_PROVIDER=tcp"]
         words = shlex.join([*variables, *job.command(run, 3, *given)])
         seen = self.disks["hA"] / run.name if run.parent == self.own else run
-        return Running([str(self.agent), self.addresses["hA"], f"cd {ROOT} && exec {words}"], seen)
+        return supervised([str(self.agent), self.addresses["hA"], f"cd {ROOT} && exec {words}"], seen)
 
     def ranks(self, name: str) -> list[psutil.Process]:
         return ranks_under(self.login(name))

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -76,6 +77,11 @@ class Running:
             time.sleep(0.05)
         return int(code)
 
+    def finish(self) -> str:
+        """All that was printed, once the job has ended well."""
+        assert self.end() == 0, self.text()
+        return self.text()
+
     def text(self) -> str:
         """All that was printed so far."""
         return self.output.read_text(errors="replace")
@@ -123,7 +129,9 @@ class LongRun(Workshop):
 
 
 @contextmanager
-def started(arguments: list[str], environment: dict[str, str], run: Path, output: Path) -> Iterator[Running]:
+def started(
+    arguments: list[str], environment: dict[str, str], run: Path, output: Path, kind: type[Any] = Running
+) -> Iterator[Any]:
     """The job in the background, which prints to ``output``; whatever is left of it at the end of the block is killed."""
     with output.open("w") as stream:
         process = psutil.Popen(
@@ -135,7 +143,7 @@ def started(arguments: list[str], environment: dict[str, str], run: Path, output
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    running = Running(process, run, output)
+    running = kind(process, run, output)
     try:
         yield running
     finally:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -65,6 +66,17 @@ def run_mpi(
     command = build_command(launcher or launcher_or_skip(), np, None, program, options)
     environment = {**os.environ, **SHARING, **command.environment, **(env or {})}
     return run_bounded(command.arguments, environment, timeout_s)
+
+
+def finish_mpi(*arguments: Any, **options: Any) -> subprocess.CompletedProcess[str]:
+    """As ``run_mpi``, of ranks that all end well."""
+    return require_success(run_mpi(*arguments, **options))
+
+
+def require_success(done: subprocess.CompletedProcess[str]) -> subprocess.CompletedProcess[str]:
+    """Fail the test, with the end of what the process printed, unless its exit code is 0."""
+    assert done.returncode == 0, f"{done.args}\n{str(done.stdout)[-4000:]}\n{str(done.stderr)[-4000:]}"
+    return done
 
 
 def run_bounded(

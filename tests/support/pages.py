@@ -5,7 +5,7 @@ import re
 import sys
 from pathlib import Path
 
-from tests.support.mpi import ROOT
+from tests.support.mpi import ROOT, require_success
 from tests.support.processes import run_within
 
 FILE = re.compile(r"<!-- file: (\S+) -->\n```\w+\n(.*?)```", re.DOTALL)
@@ -38,7 +38,6 @@ def follow(page: Path, folder: Path, timeout_s: float) -> str:
     printed = ""
     for found in COMMANDS.finditer(page.read_text(encoding="utf-8")):
         if found["mark"] not in ("installs", "several machines"):
-            done = run_within(timeout_s, ["bash", "-e", "-c", found["text"]], environment, folder)
-            assert done.returncode == 0, f"{found['text']}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+            done = require_success(run_within(timeout_s, ["bash", "-e", "-c", found["text"]], environment, folder))
             printed += done.stdout
     return printed

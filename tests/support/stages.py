@@ -1,13 +1,15 @@
 """Stages for tests, in one call."""
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import pytest
+import torch
 
 from hetero_mpi.device.backend import Backend
 from hetero_mpi.model.layer.interface import LayerChain, Start
-from hetero_mpi.model.stage import Stage, StageSpec
+from hetero_mpi.model.stage import MicroBatch, Stage, StageSpec
 from hetero_mpi.model.streamed_stage import StreamedStage
 from hetero_mpi.model.tuning import Tuning
 from hetero_mpi.planning.types import sizes
@@ -30,6 +32,18 @@ def stage_of(
     """A stage of this kind. ``options``: further fields of ``StageSpec``, and arguments of the stage."""
     built_with = {name: options.pop(name) for name in _BUILT_WITH if name in options}
     return kind(StageSpec(chain, first, last, backend, dtype, seed, tuning, **options), start, **built_with)
+
+
+def trained_once(stages: Sequence[Stage], position: MicroBatch, tokens: torch.Tensor, targets: torch.Tensor) -> float:
+    """Forward and backward of a micro-batch through all stages; the loss."""
+    x = tokens
+    for stage in stages:
+        x = stage.forward(position, x, targets if stage.is_last else None)
+    gradient = None
+    for stage in reversed(stages):
+        gradient = stage.backward(0, gradient)
+    assert gradient is None, "token ids have no gradient"
+    return float(x)
 
 
 def slice_heads(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
