@@ -14,7 +14,11 @@ from tests.support.mpi import ROOT, require_success
 SCRIPTS = sorted(
     path.name for path in (ROOT / "benchmarks").glob("*.py") if '__name__ == "__main__"' in path.read_text()
 )
-NEEDED = {"make_profiles.py": ("--to", "."), "reference_runs.py": ("--freeze", "reference.json")}
+NEEDED = {
+    "make_profiles.py": ("--to", "."),
+    "reference_runs.py": ("--freeze", "reference.json"),
+    "tool_keys.py": ("--check",),
+}
 """What a script cannot do without, beside ``--smallest``."""
 FURTHER = (
     ("shard_memory.py", "--streamed", "--only", "8bit"),

@@ -3,6 +3,7 @@
 ``other_tools.toml`` lists the keys of each tool, their defaults, and why some have no counterpart.
 """
 
+import difflib
 import fnmatch
 import math
 import os
@@ -19,14 +20,25 @@ from hetero_mpi.util.errors import UserError
 from hetero_mpi.util.terminal import printable
 
 TABLE = toml.loads(Path(__file__).with_name("other_tools.toml").read_text(encoding="utf-8"))
+_KNOWN = toml.loads(Path(__file__).with_name("known_keys.toml").read_text(encoding="utf-8"))["keys"]
 TOOLS = ("axolotl", "llamafactory", "trl")
 PATHS = ("model.path", "tokenizer.path", "adapter.path")
-NOT_UNDERSTOOD = "not understood"
+NOT_UNDERSTOOD = "unknown, perhaps misspelled"
 _LISTS = ("adapter.modules_to_save", "tokenizer.add", "tokenizer.add_special")
 """Keys whose value may be a comma-separated string."""
 FILE_PATTERN = re.compile(r"[./~]|.*\.(jsonl?|parquet|csv|txt|gz|zst)$")
 _OFF_VALUES = r"^(false|no|none|null)$"
-_LIST_PARTS = ("=datasets", "=texts", "=test_sets", "=weights", "=targets", "=report_to", "=kwargs", "=unfrozen")
+_LIST_PARTS = (
+    "=datasets",
+    "=texts",
+    "=test_sets",
+    "=weights",
+    "=targets",
+    "=report_to",
+    "=kwargs",
+    "=unfrozen",
+    "=groups",
+)
 """Parts (see ``_parts``) that may have several values."""
 
 
@@ -45,9 +57,13 @@ class JobDraft:
 
     def __init__(self, file: Path, source: Mapping[str, Any], directory: Path, tool: str | None = None) -> None:
         self.file, self.directory = file, directory
+        kinds = (group["reason"] for group in TABLE["others"] if source.keys() & set(group["keys"]))
+        self.kind_of_file = next(kinds, None)
+        """Kind of a file that does not train, as its keys suggest."""
         if not source.keys() & {"base_model", "model_name_or_path"}:
             tools = "axolotl (base_model), LLaMA-Factory and TRL (model_name_or_path)"
-            raise UserError("convert.no_model", f"{file}: has no model key: init supports files of {tools}")
+            kind = self.kind_of_file or "has no model key"
+            raise UserError("convert.no_model", f"{file}: {kind}: init converts training files of {tools}")
         self.tool = tool or max(TOOLS, key=lambda tool: len(source.keys() & keys_of(tool).keys()))
         self.title = str(TABLE[self.tool]["title"])
         self.values: dict[str, tuple[Any, str]] = {}
@@ -56,12 +72,16 @@ class JobDraft:
         """Maps a reason to the source keys, with their values, that are omitted for it."""
         self.stops: list[tuple[str, str, str]] = []
         """Keys that prevent the conversion: (source key, value, reason)."""
+        self.differing: list[str] = []
+        """Omitted source keys, with values and reasons, without which training differs."""
         self._parts: dict[str, tuple[str, Any]] = {}
         """Maps a part, an input of a conversion rule named in ``other_tools.toml``, to its source key and value."""
         self._used: set[str] = set()
         self._steps_of_logging = source.get("logging_steps", TABLE[self.tool].get("logging_steps"))
         """Default number of steps between evaluations."""
         self._keys = keys_of(self.tool)
+        self._known = {*_KNOWN[self.tool], *(f"trl.{key}" for key in _KNOWN["axolotl.trl"])}
+        self._known |= set(_KNOWN["trainer"] if self.tool != "axolotl" else ())
         inner = source["trl"] if isinstance(source.get("trl"), Mapping) else {}
         for key, value in {**source, **{f"trl.{key}": value for key, value in inner.items()}}.items():
             self._take(key, value)
@@ -104,30 +124,43 @@ class JobDraft:
                 self._leave(*dropped, f"set by {chosen[0]}")
         elif ours in _LISTS and isinstance(value, str):
             self.values[ours] = re.split(r"\s*,\s*", value.strip()), key + by
+        elif ours in _LISTS and isinstance(value, Mapping):
+            self._leave(key, value, f"{ours} has no such value, so the default applies", differs=True)
         elif words is None:
             self.values[ours] = self._path(str(value)) if ours in PATHS else number_of(value), key + by
         elif str(value).lower() in words:
             self.values[ours] = words[str(value).lower()], key + by
         else:
-            self._leave(key, value, f"{ours} has no such value, so the default applies")
+            self._leave(key, value, f"{ours} has no such value, so the default applies", differs=True)
 
     def _leave_group(self, key: str, value: Any, tables: Sequence[Mapping[str, Any]], where: str = "") -> None:
         """Omit a key, or stop the conversion, as the first matching pattern says. ``where`` is a prefix for the key's name."""
-        groups = (group for table in tables for group in table["left"])
-        fitting = (group for group in groups if any(fnmatch.fnmatchcase(key, pattern) for pattern in group["keys"]))
-        group = next(fitting, {"reason": NOT_UNDERSTOOD})
-        values = {str(text) for text in (value if isinstance(value, list) else [value]) if text}
-        enabled = [text for text in values if not re.search(group.get("unless", _OFF_VALUES), text, re.IGNORECASE)]
-        (self._stop if group.get("stop") and enabled else self._leave)(where + key, value, group["reason"])
+        groups = [group for table in tables for group in table["left"]]
+        exact = [group for group in groups if key in group["keys"]]
+        fitting = exact or [group for group in groups if any(fnmatch.fnmatchcase(key, name) for name in group["keys"])]
+        keys = self._known if not where else set(_KNOWN["entries"])
+        likeness = 0.9 if fitting else 0.7
+        similar = [] if exact or key in keys else difflib.get_close_matches(key, keys | self._keys.keys(), 1, likeness)
+        if similar or not fitting:
+            hint = f" (did you mean {similar[0]}?)" if similar else ""
+            return self._leave(where + key, value, NOT_UNDERSTOOD, hint)
+        group, texts = fitting[0], {str(text) for text in (value if isinstance(value, list) else [value]) if text}
+        pattern = group.get("unless", _OFF_VALUES)
+        enabled = any(not re.search(pattern, text, re.IGNORECASE) for text in texts)
+        if group.get("stop") and enabled:
+            self._stop(where + key, value, group["reason"])
+        else:
+            self._leave(where + key, value, group["reason"], differs=group.get("differs", False) and enabled)
 
     def _stop(self, key: str, value: Any, reason: str) -> None:
         self.stops.append((printable(" ".join(key.split())), printable(as_toml(value)), reason))
 
-    def _leave(self, key: str, value: Any, reason: str) -> None:
+    def _leave(self, key: str, value: Any, reason: str, hint: str = "", differs: bool = False) -> None:
         names = self.omitted.setdefault(reason, [])
-        text = f"{printable(' '.join(key.split()))} = {printable(as_toml(value))}"
+        text = f"{printable(' '.join(key.split()))} = {printable(as_toml(value))}{hint}"
         if not key.endswith(" by default") and text not in names:
             names.append(text)
+            self.differing.extend([f"{text}: {reason}"] if differs else [])
 
     def _of(self, part: str, otherwise: Any = None) -> Any:
         """Return the value of a part, converted to a number if possible, or ``otherwise`` if the part is missing."""

@@ -55,7 +55,12 @@ def convert_file(file: Path, target: Path, gpus: int | None) -> list[str]:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text, encoding="utf-8")
     unknown = [f"{NOT_UNDERSTOOD}: {', '.join(names)}"] if (names := draft.omitted.get(NOT_UNDERSTOOD)) else []
-    counted = f"{len(draft.values)} keys converted from a {draft.title} file; comments at its end list the other keys"
+    unknown += (
+        ["Training differs from the file's in:", *(f"  {text}" for text in draft.differing)] if draft.differing else []
+    )
+    counted = (
+        f"{len(draft.values)} keys converted from a file of {draft.title}; comments at its end list the other keys"
+    )
     program = f"hetero-mpi launch -np 3 -- train {shlex.quote(str(target))} --dry-run"
     count = sum(map(len, draft.omitted.values()))
     return [f"{target}: {counted}, with reasons ({count})", *unknown, "Then:", f"  {program}"]
@@ -182,20 +187,24 @@ class _Draft(JobDraft):
 
     def _data(self) -> None:
         sets = self._sets("texts") or self._sets("datasets")
-        names, columns = [name for name, _ in sets], {column for _, column in sets}
+        names, columns = [name for name, _ in sets], [column for _, column in sets]
         if not sets:
-            raise UserError("convert.no_data", f"{self.file}: has no dataset, so no job was written")
-        texts = None not in columns
+            raise UserError(
+                "convert.no_data", f"{self.file}: {self.kind_of_file or 'has no dataset'}, so no job was written"
+            )
+        texts = all(isinstance(column, str) for column in columns)
         if texts:
             self._put("data.text", names, "texts", "datasets", "folder", "config_name", "split")
             if any(name.startswith("hf:") or _RECORDS.search(name) for name in names):
                 self._put("data.documents", "record")
-                if len(columns) > 1:
-                    self._leave("columns", sorted(columns), "all files must use the same text column")
-                elif columns != {"text"}:
-                    self._put("data.keys", {"text": columns.pop()})
+                columns = [{"text": column} if column != "text" else {} for column in columns]
         else:
             self._put("data.records", names, "datasets", "folder", "config_name", "split")
+        keys = [column for column in columns if isinstance(column, dict)]
+        if any(keys) and (len(keys) < len(columns) or any(column != keys[0] for column in keys)):
+            self._leave("columns", keys, "data.keys maps the columns of all files alike", differs=True)
+        elif any(keys):
+            self._put("data.keys", keys[0])
         if "weights" in self._parts:
             shares = str(self._of("weights")).strip("[]").split(",")
             self._put("data.weights", [number_of(share) for share in shares], "weights")
@@ -214,8 +223,8 @@ class _Draft(JobDraft):
                 prompts = "chats"
             self._put("data.train_on_prompt", prompts, "everything", "answers", "completions")
 
-    def _sets(self, part: str, split: str = "train") -> list[tuple[str, str | None]]:
-        """Return the datasets of a part as (name for ``data.records``, text column or None)."""
+    def _sets(self, part: str, split: str = "train") -> list[tuple[str, str | dict[str, str]]]:
+        """Return the datasets of a part as (name for ``data.records``, text column or the names of a record's columns)."""
         key, value = self._parts.get(part, ("", []))
         if self.tool == "llamafactory" and value and not isinstance(value, Mapping):
             names = value if isinstance(value, list) else re.split(r"\s*,\s*", str(value))
@@ -235,17 +244,30 @@ class _Draft(JobDraft):
                 f"{self.file}: {key} = {as_toml(value)}: must be a list of datasets, each with a path",
             )
         columns = [self._column(part, entry) for entry in value]
-        converted_keys = () if None in columns else ("type", *_COLUMNS)
+        texts = ("type", *_COLUMNS) if all(isinstance(column, str) for column in columns) else ()
+        converted_keys = [*texts, *TABLE["columns"], "message_property_mappings", "tags", "columns"]
         names = [self._records(f"{key}[{at}]", listed, split, converted_keys) for at, listed in enumerate(value)]
         return list(zip(names, columns, strict=True))
 
-    def _column(self, part: str, entry: Mapping[str, Any]) -> str | None:
-        """Return the text column of a dataset, or None if it consists of records."""
-        if part != "texts" and self._of("objective") != "pt" and entry.get("type") not in ("completion", "pretrain"):
-            return None
-        columns = [entry[key] for key in _COLUMNS if entry.get(key)]
-        column = (columns[0].get("prompt") if isinstance(columns[0], Mapping) else columns[0]) if columns else None
-        return str(column or "text")
+    def _column(self, part: str, entry: Mapping[str, Any]) -> str | dict[str, str]:
+        """Return the text column of a dataset, or the columns of its records by our name, without those of that name."""
+        style = entry.get("type")
+        if part == "texts" or self._of("objective") == "pt" or style in ("completion", "pretrain"):
+            columns = [entry[key] for key in _COLUMNS if entry.get(key)]
+            column = (columns[0].get("prompt") if isinstance(columns[0], Mapping) else columns[0]) if columns else None
+            return str(column or "text")
+        inner = [entry.get(key) for key in ("columns", "message_property_mappings", "tags")]
+        named = {**entry, **(style if isinstance(style, Mapping) else {})}
+        for mapping in inner:
+            named |= mapping if isinstance(mapping, Mapping) else {}
+        role = next(
+            (named[key] for key in ("role", "message_field_role", "role_tag") if isinstance(named.get(key), str)), ""
+        )
+        chats = {"from": "conversations"}.get(
+            role or ("from" if entry.get("formatting") == "sharegpt" else ""), "messages"
+        )
+        names = [(chats if ours == "messages" else ours, named.get(key)) for key, ours in TABLE["columns"].items()]
+        return {ours: name for ours, name in names if isinstance(name, str) and name != ours}
 
     def _records(self, where: str, entry: Mapping[str, Any], default_split: str, converted_keys: Sequence[str]) -> str:
         path, name = str(entry.get("path") or entry.get("id")), entry.get("name") or entry.get("config")
@@ -296,6 +318,13 @@ class _Draft(JobDraft):
         if self.values.get("train.optimizer", ("",))[0] == "adafactor":
             for key in ("beta1", "beta2", "epsilon"):
                 self._drop(f"train.{key}", "applies to AdamW, not to Adafactor")
+        groups = [group for group in self._of("groups", []) if isinstance(group, Mapping) and group.get("lr")]
+        rates = {str(module): group["lr"] for group in groups for module in group.get("modules") or ()}
+        scale, rate = self._count("embedding_scale"), self.values.get("train.learning_rate", (0, ""))[0]
+        if embedding := scale * rate or self._count("embedding_rate"):
+            rates = {"embed_tokens|lm_head": embedding} | rates
+        if rates:
+            self._put("train.learning_rates", rates, "groups", "embedding_scale", "embedding_rate")
         self._schedule()
         if "clip" in self._parts:
             self._put("train.clip_norm", self._count("clip") or "", "clip")
@@ -326,6 +355,9 @@ class _Draft(JobDraft):
             schedule = "constant"
         if schedule:
             self._put("train.schedule", schedule, "schedule")
+        elif named:
+            self._used.add("schedule")
+            self._leave(*self._parts["schedule"], TABLE["parts"]["schedule"].replace("`", ""), differs=True)
         if schedule not in (None, "cosine"):
             self._drop("train.min_learning_rate_ratio", "applies only to the cosine schedule there")
         options, words = self._of("kwargs", {}), TABLE["schedules"].get(named, {})
