@@ -21,8 +21,8 @@ from hetero_mpi.data.tokenizer import load_tokenizer
 from hetero_mpi.launch.supervisor.host_reports import RunDirectory
 from hetero_mpi.model.adapters.adapter_files import adapter_of
 from hetero_mpi.model.files.model_files import ModelFiles, read_header, read_json
+from hetero_mpi.report.comparison_text import comparison_lines
 from hetero_mpi.report.past_run import read_run
-from hetero_mpi.report.run_text import comparison_lines
 from hetero_mpi.rundir.line_files import EVENTS_NAME, METRICS_NAME, STEPS_NAME
 from hetero_mpi.rundir.present import PRESENT_NAME, Present, write_present
 from hetero_mpi.rundir.run_directory import LOCK_NAME, RUN_NAME, SAMPLE_NAME, append_event, claim, refuse_links

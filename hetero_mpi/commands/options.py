@@ -365,7 +365,8 @@ def _add_looking_back(commands: Commands) -> None:
 
     text = "compare runs side by side; jobs, plans, speed, loss after the same number of tokens"
     add = _command(commands, "compare", "commands.run_commands:compare", text).add_argument
-    add("runs", type=Path, nargs="+", metavar="RUN", help="run directories")
+    add("runs", type=Path, nargs="+", metavar="RUN|DIR", help="run directories, or directories that contain runs")
+    add("-o", "--output", type=Path, metavar="FILE", help="also write an HTML page with the curves of all runs")
 
     text = "compare all devices with the best single device; for the same number of tokens"
     add = _command(commands, "baseline", "commands.run_commands:baseline", text).add_argument

@@ -15,8 +15,9 @@ from hetero_mpi.planning.types.plan import PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.planning.types.toml_files import load_profile
-from hetero_mpi.report.past_run import PastRun, anonymous, read_run
-from hetero_mpi.report.run_text import baseline_lines, comparison_lines
+from hetero_mpi.report.comparison_text import comparison_lines
+from hetero_mpi.report.past_run import PastRun, anonymous, read_run, runs_in
+from hetero_mpi.report.run_text import baseline_lines
 from hetero_mpi.rundir.run_directory import REPORT_NAME
 from hetero_mpi.util import units
 from hetero_mpi.util.errors import UserError
@@ -37,11 +38,26 @@ def report(run_dir: Path, output: Path | None, share: bool = False) -> list[str]
     return [f"Report: {written}"]
 
 
-def compare(runs: list[Path]) -> list[str]:
-    """Compare runs side by side. Raises UserError for fewer than two directories, or if one of them is not a run directory."""
-    if len(runs) < 2:
-        raise UserError("compare.too_few_runs", f"compare needs at least two runs (got {len(runs)}): compare RUN RUN")
-    return comparison_lines([read_run(run) for run in runs])
+def compare(runs: list[Path], output: Path | None = None) -> list[str]:
+    """Compare runs side by side, and write a page with their curves to ``output``.
+
+    Raises:
+        UserError: For fewer than two runs, if a directory neither is a run nor contains runs, or if ``output`` cannot be written.
+    """
+    directories = [directory for path in runs for directory in (runs_in(path) or [path])]
+    if len(directories) < 2:
+        count = units.plural(len(directories), "run")
+        raise UserError(
+            "compare.too_few_runs", f"compare needs at least two runs (got {count}): compare RUN RUN, or compare DIR"
+        )
+    compared = [read_run(directory) for directory in directories]
+    lines = comparison_lines(compared)
+    if output is None:
+        return lines
+    from hetero_mpi.report.page.comparison import comparison_html  # loads matplotlib
+    from hetero_mpi.report.page.document import write_page
+
+    return [*lines, f"Page: {write_page(comparison_html(compared, output), output)}"]
 
 
 def baseline(job: Path | None, overrides: Sequence[str], profile: Path) -> list[str]:

@@ -151,9 +151,20 @@ class PastRun:
         return on_one_clock(newest_step(self.rank_steps, self.plan)) if self.plan is not None else ()
 
 
+def is_run(directory: Path) -> bool:
+    return any((directory / name).exists() for name in (METRICS_NAME, "plan.toml", RUN_NAME))
+
+
+def runs_in(directory: Path) -> list[Path]:
+    """List the runs in a directory, by name. Empty if the directory is a run itself or contains no runs."""
+    if is_run(directory) or not directory.is_dir():
+        return []
+    return sorted(path for path in directory.iterdir() if path.is_dir() and is_run(path))
+
+
 def read_run(directory: Path) -> PastRun:
     """Read the run in a directory, skipping unreadable files. Raises UserError if it is not a run directory."""
-    if not any((directory / name).exists() for name in (METRICS_NAME, "plan.toml", RUN_NAME)):
+    if not is_run(directory):
         raise UserError(
             "run.not_a_run",
             f"{directory}: not a run directory ({RUN_NAME}, plan.toml and metrics.jsonl are missing); "

@@ -1,4 +1,4 @@
-"""Describe runs as text: the final summary, comparisons of runs (``compare``) or with one device (``baseline``), and the job."""
+"""Describe runs as text: the final summary, comparisons with one device (``baseline``), and the job."""
 
 import math
 import shlex
@@ -11,7 +11,6 @@ from hetero_mpi.planning.analysis.step_comparison import StepTimes
 from hetero_mpi.planning.types.plan import Alone, PlanReport
 from hetero_mpi.planning.types.profile import MEASURED, ClusterProfile
 from hetero_mpi.report.past_run import PastRun
-from hetero_mpi.report.plan_text import stages_text
 from hetero_mpi.report.profile_text import place_text
 from hetero_mpi.report.table import Table
 from hetero_mpi.rundir.metrics import WARM_UP_STEPS, Evaluation, StepMetrics, by_plan, rewards_text
@@ -23,11 +22,7 @@ MAX_UNEXPLAINED_RATIO = 0.15
 MAX_HARDLY_FACTOR = 1.1
 """Speedup below which the answer is "Hardly", since it is within the prediction error and the variation between runs."""
 _PROFILED = "when they were measured"
-_LOSS_WINDOW_RATIO = 0.05
-"""The loss is averaged over this last fraction of the tokens."""
-_TOO_FEW = "too few steps"
 _OPTIMIZERS = {"adamw_8bit": "8-bit AdamW", "adafactor": "Adafactor", "muon": "Muon and AdamW"}
-_IRRELEVANT = {("output", "run_dir")}
 SpeedChanges = Sequence[tuple[int, int, float]]
 """Emulated speed changes: (rank, step counted from 0, speed relative to the profile)."""
 
@@ -145,64 +140,7 @@ def loss_lines(
     return lines
 
 
-# Comparison of runs
-
-
-def comparison_lines(runs: Sequence[PastRun]) -> list[str]:
-    """Compare runs in a table with a column per run: job differences, plan, speed, and loss after the same number of tokens."""
-    tokens = min(sum(step.tokens for step in run.metrics.steps) for run in runs)
-    speeds = [run.median_tokens_per_s() for run in runs]
-    evaluation_losses = [run.metrics.evaluations[-1].loss if run.metrics.evaluations else math.nan for run in runs]
-    rows = [(key, *values) for key, values in job_differences([run.job for run in runs])]
-    rows += [
-        ("devices", *(_devices(run.profile) for run in runs)),
-        ("plan", *(_plan(run.report) for run in runs)),
-        ("steps done", *(f"{run.metrics.steps[-1].step:,}" if run.metrics.steps else "none" for run in runs)),
-        ("step, predicted", *(units.seconds(run.report.predicted_step_s) if run.report else "" for run in runs)),
-        ("step, median", *(units.seconds(run.median_step_s() or 0) if run.warm_steps else _TOO_FEW for run in runs)),
-        ("tokens/s, median", *(f"{speed:,.0f}" if speed is not None else _TOO_FEW for speed in speeds)),
-        ("speed", *(f"{speed / speeds[0]:.2f}x" if speed and speeds[0] else "" for speed in speeds)),
-        (f"loss after {units.count(tokens)} tokens", *(_loss(loss_after(run.metrics.steps, tokens)) for run in runs)),
-        ("evaluation loss, last", *map(_loss, evaluation_losses)),
-        ("energy", *("not measured" for _ in runs)),
-    ]  # fmt: skip
-    by_job = len({run.name for run in runs}) == len(runs)
-    names = [run.name if by_job else str(run.directory) for run in runs]
-    names = [f"{name}{' (emulated)' if run.emulated else ''}" for name, run in zip(names, runs, strict=True)]
-    lines = Table.of_texts(("", *names), rows).lines()
-    if any(run.emulated for run in runs):
-        lines += wrap_text(
-            "  ", "emulated: times and speeds are of emulated devices, losses of the small stand-in model"
-        )
-    if len({_model(run.profile) for run in runs}) > 1:
-        lines += wrap_text("  ", "the models differ: losses and tokens per second are not comparable")
-    return lines
-
-
-def loss_after(steps: Sequence[StepMetrics], tokens: int) -> float:
-    """Return the mean training loss over the last 5 % of the first ``tokens`` tokens, or NaN if there are no steps."""
-    tokens_done, recent = 0, []
-    for step in steps:
-        if tokens_done >= tokens:
-            break
-        tokens_done += step.tokens
-        recent.append((tokens_done, step.loss))
-    losses = [loss for at, loss in recent if at > (1 - _LOSS_WINDOW_RATIO) * tokens]
-    return statistics.fmean(losses) if losses else math.nan
-
-
-def job_differences(jobs: Sequence[Mapping[str, Any]]) -> list[tuple[str, tuple[str, ...]]]:
-    """List the keys whose values differ between the jobs, as (``table.key``, value in each job)."""
-    keys = dict.fromkeys(
-        (name, key) for job in jobs for name, values in job.items() if isinstance(values, Mapping) for key in values
-    )
-    differences = []
-    for name, key in keys:
-        tables = (job.get(name) for job in jobs)
-        values = tuple(_value(table.get(key) if isinstance(table, Mapping) else None) for table in tables)
-        if len(set(values)) > 1 and (name, key) not in _IRRELEVANT:
-            differences.append((f"{name}.{key}", values))
-    return differences
+# Comparison of devices
 
 
 def baseline_lines(
@@ -223,7 +161,7 @@ def baseline_lines(
         for single in singles
     ]
     together = f"{len(report.plan.ranks)} of {len(profile.devices)} ranks"
-    timed.append((together, _devices(profile), report.predicted_step_s, f"predicted{kind}"))
+    timed.append((together, devices_text(profile), report.predicted_step_s, f"predicted{kind}"))
     measured = run.median_step_s() if run is not None else None
     if run is not None and measured is not None:
         how = f"measured{kind}, median of {len(run.warm_steps)} steps"
@@ -285,28 +223,8 @@ def next_steps(run: PastRun) -> list[tuple[str, str]]:
     return commands
 
 
-def _devices(profile: ClusterProfile | None) -> str:
+def devices_text(profile: ClusterProfile | None) -> str:
     return units.join_with_counts((device.name for device in profile.devices), ", ") if profile is not None else ""
-
-
-def _plan(report: PlanReport | None) -> str:
-    if report is None:
-        return ""
-    return f"{stages_text(report.plan)}{f', {len(report.idle)} idle' if report.idle else ''}"
-
-
-def _model(profile: ClusterProfile | None) -> tuple[object, ...]:
-    if profile is None:
-        return ()
-    return profile.model.model_type, tuple(layer.parameters for layer in profile.model.layers)
-
-
-def _loss(value: float) -> str:
-    return f"{value:.4f}" if math.isfinite(value) else "unknown"
-
-
-def _value(value: Any) -> str:
-    return "empty" if value is None else str(value)
 
 
 # The job

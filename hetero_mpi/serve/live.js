@@ -12,7 +12,7 @@ async function ask(path) {
 }
 
 // What can be scrolled, opened or focused within a part, in its order; another version of the part has the same, as a rule.
-const KEPT = "[tabindex],details,summary,a";
+const KEPT = "[tabindex],details,summary,a,input";
 
 function put(name, markup) {
   let place = find("part-" + name);
@@ -23,14 +23,15 @@ function put(name, markup) {
     find("parts").append(place);
   }
   const before = [...place.querySelectorAll(KEPT)];
-  const kept = before.map(one => [one.scrollLeft, one.scrollTop, one.open, one === document.activeElement]);
+  const kept = before.map(one => [one.scrollLeft, one.scrollTop, one.open, one.checked, one === document.activeElement]);
   const logs = new Map([...place.querySelectorAll("[data-log]")].map(one => [one.dataset.log, one.lastChild.textContent]));
   place.innerHTML = markup;
   place.hidden = markup === "";
   [...place.querySelectorAll(KEPT)].forEach((one, number) => {
     if (!kept[number]) return;
-    const [left, top, open, focused] = kept[number];
+    const [left, top, open, checked, focused] = kept[number];
     if (open) one.open = true;
+    if (checked) one.checked = true;
     if (logs.has(one.dataset.log)) one.lastChild.textContent = logs.get(one.dataset.log);
     one.scrollLeft = left;
     one.scrollTop = top;

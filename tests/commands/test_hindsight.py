@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,8 +15,10 @@ from hetero_mpi.cli import main
 from hetero_mpi.commands import run_commands
 from hetero_mpi.planning.types.plan import Alone
 from hetero_mpi.planning.types.toml_files import save_profile
+from hetero_mpi.report.comparison_text import job_differences, loss_after
+from hetero_mpi.report.page.document import write_report
 from hetero_mpi.report.past_run import read_run
-from hetero_mpi.report.run_text import job_differences, loss_after, worth_adding
+from hetero_mpi.report.run_text import worth_adding
 from tests.report.test_run_files import ODD_LINES
 from tests.support.errors import refuses
 from tests.support.past_runs import JOB, cluster, make_run, planned
@@ -33,9 +36,29 @@ def test_runs_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     rows = {line[2:28].strip(): line[28:].split() for line in capsys.readouterr().out.splitlines()}
     assert "first" in " ".join(rows[""]) and rows["train.learning_rate"] == ["0.003", "0.001"]
     assert rows["loss after 2.40 k tokens"][0] == rows["loss after 2.40 k tokens"][1], "equal losses at equal tokens"
-    assert rows["energy"] == ["not", "measured", "not", "measured"] and "train.steps" not in rows
+    assert "train.steps" not in rows
     with refuses("compare.too_few_runs"):
         run_commands.compare([first])
+
+
+def test_all_runs_of_a_directory_have_one_page(tmp_path: Path) -> None:
+    profile = cluster(2)
+    runs = [make_run(tmp_path / "runs" / name, planned(profile), profile) for name in "abcde"]
+    (tmp_path / "runs" / "notes").mkdir()
+    write_report(read_run(runs[1]), runs[1] / "report.html")
+    page = tmp_path / "pages" / "all.html"
+    page.parent.mkdir()
+    lines = run_commands.compare([tmp_path / "runs"], page)
+    assert [line.split()[0].rpartition("/")[2] for line in lines[1:6]] == list("abcde"), "a row for each run"
+    html = page.read_text()
+    assert re.findall(r'<a href="([^"]*)">', html) == ["../runs/b/report.html"] and html.count("<svg") == 4
+    assert [html.count(f">{run.name} ") for run in runs] == [html.count(f">{runs[0].name} ")] * 5 > [100] * 5, (
+        "values on hovering"
+    )
+    with refuses("compare.too_few_runs"):
+        run_commands.compare([runs[0]])
+    with refuses("run.not_a_run"):
+        run_commands.compare([tmp_path / "runs", page.parent])
 
 
 def test_the_loss_after_equally_many_tokens(tmp_path: Path) -> None:

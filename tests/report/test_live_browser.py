@@ -141,6 +141,26 @@ def test_it_is_used_with_a_keyboard_and_stays_as_it_was_left(watched: Watched) -
     assert "process" in page.value(log)
 
 
+def test_curves_are_read_by_hovering_and_keep_their_form(watched: Watched) -> None:
+    page, boxes = watched.browser, "['log', 'smooth'].map(name => document.getElementById(name))"
+    page.value(f"{boxes}.forEach(box => box.click())")
+    before = watched.step()
+    page.wait_for("further steps", lambda: watched.step() > before + 5)
+    assert page.value(f"{boxes}.map(box => box.checked)") == [True, True]
+    shown = "['linear', 'log', 'smooth'].map(name => getComputedStyle(document.querySelector('svg .' + name)).display)"
+    assert page.value(shown) == ["none", "inline", "inline"]
+    place = "(rect => [rect.x + rect.width / 2, rect.y + 20])(document.querySelector('.reading rect').getBoundingClientRect())"
+
+    def reading() -> str:
+        page.value("document.querySelector('.reading').scrollIntoView({block: 'center'})")
+        x, y = page.value(place)
+        page.driver.execute_cdp_cmd("Input.dispatchMouseEvent", {"type": "mouseMoved", "x": x, "y": y})
+        visible = "(text => getComputedStyle(text).visibility === 'visible' ? text.textContent : '')"
+        return str(page.value(f"{visible}(document.querySelector('.reading text'))"))
+
+    assert re.match(r"step \d+training \d", page.wait_for("a reading", reading))
+
+
 def test_it_shows_a_death_the_recovery_and_the_end(watched: Watched) -> None:
     page, running = watched.browser, watched.running
     running.find_ranks()

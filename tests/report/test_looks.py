@@ -21,11 +21,12 @@ from hetero_mpi.planning.types.cost import LayerCost, ModelCost
 from hetero_mpi.planning.types.plan import Alone, IdleRank, PipelinePlan, Plan, PlanReport, RankMemory, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve, DeviceProfile, HostProfile, LayerTimes, LinkProfile
 from hetero_mpi.planning.types.sizes import EMBEDDING, HEAD
+from hetero_mpi.report.comparison_text import comparison_lines
 from hetero_mpi.report.page.document import page_parts
 from hetero_mpi.report.past_run import PastRun, anonymous, read_run
 from hetero_mpi.report.plan_text import headline, plan_lines, plan_title, planned_lines
 from hetero_mpi.report.profile_text import inspection_lines, measured_lines, profile_lines
-from hetero_mpi.report.run_text import comparison_lines, final_lines
+from hetero_mpi.report.run_text import final_lines
 from hetero_mpi.rundir.metrics import Evaluation
 from hetero_mpi.rundir.present import Present, Standing, write_present
 from hetero_mpi.rundir.run_directory import SAMPLE_NAME

@@ -9,6 +9,7 @@ from html import unescape
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from matplotlib.colors import to_rgba
 from matplotlib.patches import FancyArrowPatch
@@ -16,7 +17,7 @@ from matplotlib.patches import FancyArrowPatch
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.plan import Alone, RankMemory
 from hetero_mpi.report.figures.architecture import architecture
-from hetero_mpi.report.figures.curves import Series, StepMark, line_chart
+from hetero_mpi.report.figures.curves import HOVER_STEPS, Series, StepMark, line_chart
 from hetero_mpi.report.figures.style import COLOURS, svg
 from hetero_mpi.report.figures.timeline import Panel, timeline
 from hetero_mpi.report.page import sections
@@ -124,7 +125,7 @@ def test_series_that_are_far_apart_have_an_axis_each() -> None:
         ]
         found = line_chart("time per step", series, from_zero=from_zero, marks=[StepMark(2, "a death", "alert")])
         assert found is not None
-        tops = [max(ticks.values()) for ticks in y_ticks(found)]
+        tops = [max(ticks.values()) for ticks in y_ticks(re.sub('<g class="log".*?</g>', "", found))]
         assert found.count("<title>a death</title>") == len(tops) == 1 + ("an axis each" in found)
         return tops
 
@@ -133,6 +134,34 @@ def test_series_that_are_far_apart_have_an_axis_each() -> None:
         limits = chart(measured)
         assert len(limits) == 2 and limits[0] > 3 * limits[1]
         assert 0.5 < 1.0 / limits[place] <= 1.0, "the prediction is no flat line"
+
+
+def test_a_chart_has_readings_and_a_logarithmic_axis_without_a_script() -> None:
+    noise = tuple((float(step), 10.0 ** (step / 100) * (1 + 0.1 * (step % 2))) for step in range(201))
+    chart = line_chart("loss", [Series("loss", noise, "accent", noisy=True)])
+    assert chart is not None
+    readings = re.findall(r">step (\d+)<tspan [^>]*>loss ([\d.]+)</tspan>", chart)
+    assert HOVER_STEPS / 2 < len(readings) <= HOVER_STEPS
+    values = dict(noise)
+    assert all(float(value) == pytest.approx(values[float(step)], rel=1e-3) for step, value in readings)
+    linear, logarithmic = re.findall(r'<g class="(?:linear|log)".*?</g>', chart)
+    assert 'display="none"' not in linear[:40] and 'display="none"' in logarithmic[:40]
+
+    def heights(layer: str, kind: str) -> list[float]:
+        path = re.search(rf'<path d="M([^"]*)"[^>]*class="{kind}"', layer)
+        assert path is not None
+        return [float(point.split()[1]) for point in path[1].split("L")]
+
+    ticks = {value: pixel for pixel, value in y_ticks(logarithmic)[0].items()}
+    assert {1.0, 10.0, 100.0} <= ticks.keys()
+    assert ticks[1.0] - ticks[10.0] == pytest.approx(ticks[10.0] - ticks[100.0], abs=0.2)
+    raw, smooth = heights(logarithmic, "raw"), heights(logarithmic, "smooth")
+    assert raw[100] == pytest.approx(ticks[10.0] - 4, abs=0.2), "labels stand 4 pixels lower"
+    assert max(map(abs, np.diff(smooth, 2))) < 0.4 * max(map(abs, np.diff(raw, 2)))
+    assert (
+        "class"
+        not in str(line_chart("loss", [Series("loss", ((1.0, 0.0), (2.0, -1.0)), "accent")])).split("reading")[0]
+    )
 
 
 def test_steps_that_are_far_apart_have_a_time_axis_each() -> None:

@@ -1,20 +1,39 @@
-"""Draw line charts over steps as SVG. This is 30 times as fast as matplotlib, since the live page redraws twice a second."""
+"""Draw line charts over steps as SVG. This is 30 times as fast as matplotlib, since the live page redraws twice a second.
+
+A chart contains everything that a page can show of it: hovering shows the values at a step, and the page's check boxes
+(``page.css``) choose between linear and logarithmic axes, and show or hide smoothed curves. No script is needed, so that reports
+that are sent by mail and notebooks keep these functions; without the page's CSS, the linear axes are shown.
+"""
 
 import math
 import statistics
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from markupsafe import Markup
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import LogLocator, MaxNLocator
 
 from hetero_mpi.report.figures.style import FONTS, far_apart
 
 MAX_POINTS = 400
 """Maximum number of points per series. In longer series, neighbouring points are averaged."""
+HOVER_STEPS = 80
+"""Maximum number of steps per chart whose values are shown on hovering."""
+SMOOTHING_WEIGHT = 0.9
+"""Weight of the previous value in the exponential moving average of smoothed curves."""
+_MIN_SMOOTHED = 10
+"""Minimum number of points of a curve that is smoothed."""
+_MAX_KEYS = 5
+"""Maximum number of series that have a legend next to the title. More would cover the title."""
+_MIN_LOG_RATIO = 1.01
+"""Ratio of the largest to the smallest value below which the y axis stays linear."""
+_MAX_TICKS = 7
+"""Maximum number of tick labels of a logarithmic y axis."""
 _ROUND = [1, 2, 2.5, 5, 10]
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM, _BETWEEN = 460, 250, 64, 446, 34, 214, 18
 """Size of a chart, edges of its axes, and gap between two axes, in pixels."""
@@ -31,6 +50,8 @@ class Series:
     dots: bool = False
     """Whether to mark the points, for series with few points."""
     dashed: bool = False
+    noisy: bool = False
+    """Whether the page can show a smoothed line instead."""
 
 
 _Shown = tuple[Series, list[tuple[float, float]]]
@@ -53,7 +74,7 @@ def plain(value: float) -> str:
 
 def line_chart(
     label: str, series: Sequence[Series], y_text: Callable[[float], str] = plain, from_zero: bool = False,
-    marks: Sequence[StepMark] = (),
+    marks: Sequence[StepMark] = (), x_name: str = "step", x_text: Callable[[float], str] = plain,
 ) -> Markup | None:  # fmt: skip
     """Draw the finite values of ``series``, or return None if there are none.
 
@@ -62,6 +83,8 @@ def line_chart(
         y_text: function that formats the tick labels of the y axis.
         from_zero: start the y axis at 0, and use separate axes if the series have very different magnitudes.
         marks: events to mark. Those outside the range of steps are drawn at the edge.
+        x_name: label of the x axis.
+        x_text: function that formats positions on the x axis.
     """
     drawn_series = [(line, points) for line in series if (points := _thinned(line.points))]
     if not drawn_series:
@@ -78,20 +101,21 @@ def line_chart(
     parts = [_text(0, 14, label + (", an axis each" if len(groups) > 1 else ""), _TITLE)]
     for index, group in enumerate(sorted(groups, key=lambda group: -_middle(group[0][1]))):
         top = _TOP + index * (tall + _BETWEEN)
-        parts += _axes(group, across, (top + tall, top), y_text, from_zero)
+        parts += _scales(group, across, (top + tall, top), y_text, from_zero)
         for mark in marks:
             x = across(mark.step)
             lines = [_path([(x, top), (x, top + tall)], mark.colour, form) for form in ('9" opacity="0.18', "1.2")]
             parts.append(Markup("<g><title>{}</title>{}{}</g>").format(mark.text, *lines))
     ticks = MaxNLocator(5, steps=_ROUND, integer=True).tick_values(*ends)
-    parts += [_text(across(at), 226, plain(at), _MIDDLE) for at in ticks if ends[0] <= at <= ends[1]]
-    parts.append(_text(_RIGHT, 241, "step", _END))
-    if len(drawn_series) > 1:
+    parts += [_text(across(at), 231, x_text(at), _MIDDLE) for at in ticks if ends[0] <= at <= ends[1]]
+    parts.append(_text(_RIGHT, 245, x_name, _END))
+    parts += _readings(drawn_series, across, lambda step: f"{x_name} {x_text(step)}", y_text)
+    if 1 < len(drawn_series) <= _MAX_KEYS:
         key = Markup('\N{EM SPACE}<tspan fill="var(--{})">{}</tspan> {}').format
         kinds = ["–●–" if line.dots else "– –" if line.dashed else "——" for line, _ in drawn_series]
         keys = [key(line.colour, kind, line.name) for kind, (line, _) in zip(kinds, drawn_series, strict=True)]
         parts.append(_text(_WIDTH, 14, Markup("").join(keys), _END))
-    about = f"{label}, steps {plain(min(steps))} to {plain(max(steps))}"
+    about = f"{label}, {x_name} {plain(min(steps))} to {plain(max(steps))}"
     return Markup(
         '<svg width="{}" height="{}" viewBox="0 0 {} {}" role="img" aria-label="{}" font-family="{}" font-size="11" '
         'fill="none" stroke-linejoin="round" xmlns="http://www.w3.org/2000/svg">{}</svg>'
@@ -102,23 +126,83 @@ _TITLE = 'fill="var(--ink)" font-size="12" font-weight="700"'
 _MIDDLE, _END = 'fill="var(--soft)" text-anchor="middle"', 'fill="var(--soft)" text-anchor="end"'
 
 
-def _axes(
+def _scales(
     group: Sequence[_Shown], across: Any, ends: tuple[float, float], y_text: Any, from_zero: bool
 ) -> list[Markup]:
-    """Draw the series that share a y axis, which extends vertically between the two pixel positions in ``ends``."""
+    """Draw a group on a linear and, if its values are positive and differ, on a hidden logarithmic y axis."""
     values = [y for _, points in group for _, y in points]
     ticks = MaxNLocator(5, steps=_ROUND).tick_values(0.0 if from_zero else min(values), max(values))
-    heights = np.interp(ticks, (ticks[0], ticks[-1]), ends)
+    linear = _axes(group, across, ticks, np.interp(ticks, (ticks[0], ticks[-1]), ends), y_text)
+    if min(values) <= 0 or max(values) < _MIN_LOG_RATIO * min(values):
+        return linear
+    for multiples in ((1.0, 2.0, 5.0), (1.0,)):
+        decades = LogLocator(subs=multiples).tick_values(min(values), max(values))
+        first, last = np.searchsorted(decades, min(values), "right") - 1, np.searchsorted(decades, max(values))
+        decades = decades[max(0, first) : last + 1]
+        if len(decades) <= _MAX_TICKS:
+            break
+    heights = np.interp(np.log(decades), np.log([decades[0], decades[-1]]), ends)
+    layer = Markup('<g class="{}"{}>{}</g>').format
+    logarithmic = Markup("").join(_axes(group, across, decades, heights, y_text, np.log))
+    return [layer("linear", "", Markup("").join(linear)), layer("log", Markup(' display="none"'), logarithmic)]
+
+
+def _axes(
+    group: Sequence[_Shown], across: Any, ticks: Any, heights: Any, y_text: Any, scale: Any = np.asarray
+) -> list[Markup]:
+    """Draw the series that share a y axis with these ticks, whose vertical positions in pixels are ``heights``."""
     parts = [_path([(_LEFT, y), (_RIGHT, y)], "faint", "0.8") for y in heights]
-    parts += [_text(_LEFT - 4, y + 4, y_text(tick), _END) for tick, y in zip(ticks, heights, strict=True)]
+    every = -(-len(ticks) // _MAX_TICKS)
+    parts += [
+        _text(_LEFT - 4, y + 4, y_text(tick), _END) for tick, y in list(zip(ticks, heights, strict=True))[::every]
+    ]
     for line, points in group:
         x, y = zip(*points, strict=True)
-        drawn = list(zip(across(x), np.interp(y, (ticks[0], ticks[-1]), ends), strict=True))
-        parts.append(_path(drawn, line.colour, '1.6" stroke-dasharray="6 2.6' if line.dashed else "1.6"))
+
+        def drawn(values: Sequence[float], x: Sequence[float] = x) -> list[tuple[float, float]]:
+            return list(zip(across(x), np.interp(scale(values), scale(ticks), heights), strict=True))
+
+        smoothed = line.noisy and len(points) >= _MIN_SMOOTHED
+        form = '1.6" stroke-dasharray="6 2.6' if line.dashed else '1.6" class="raw' if smoothed else "1.6"
+        parts.append(_path(drawn(y), line.colour, form))
+        if smoothed:
+            parts.append(_path(drawn(_smoothed(y)), line.colour, '2" class="smooth" display="none'))
         if line.dots or len(points) == 1:
             dot = f'<circle cx="%.1f" cy="%.1f" r="3.5" fill="var(--{line.colour})"/>'
-            parts += [Markup(dot % point) for point in drawn]
+            parts += [Markup(dot % point) for point in drawn(y)]
     return parts
+
+
+def _readings(
+    drawn_series: Sequence[_Shown], across: Any, position_text: Callable[[float], str], y_text: Callable[[float], str]
+) -> list[Markup]:
+    """Draw hidden readings, each with a line at a step and the values there, which the page shows on hovering."""
+    steps = sorted({step for _, points in drawn_series for step, _ in points})
+    steps = steps[:: -(-len(steps) // HOVER_STEPS)]
+    positions = [float(x) for x in across(steps)]
+    edges = [_LEFT, *((a + b) / 2 for a, b in pairwise(positions)), _RIGHT]
+    readings, entry = [], Markup('<tspan x="{}" dy="13" fill="var(--{})">{} {}</tspan>').format
+    for step, x, (left, right) in zip(steps, positions, pairwise(edges), strict=True):
+        lines = []
+        for line, points in drawn_series:
+            value = points[min(bisect_left(points, (step,)), len(points) - 1)][1]
+            value_text = f"{value:,.4g}" if y_text is plain else y_text(value)
+            lines.append(entry(_RIGHT - 4, line.colour, line.name, value_text))
+        area = f'<rect x="{left:.1f}" y="{_TOP}" width="{max(right - left, 0.1):.1f}" height="{_BOTTOM - _TOP}"/>'
+        cursor = f'<path d="M{x:.1f} {_TOP}V{_BOTTOM}"/>'
+        text = _text(_RIGHT - 4, _TOP + 10, Markup("{}{}").format(position_text(step), Markup("").join(lines)), "")
+        readings.append(Markup('<g class="reading">{}{}{}</g>').format(Markup(area), Markup(cursor), text))
+    return [Markup('<g visibility="hidden">{}</g>').format(Markup("").join(readings))]
+
+
+def _smoothed(values: Sequence[float]) -> list[float]:
+    """Return the exponential moving average of ``values``, corrected for its start."""
+    average, weight, averages = 0.0, 0.0, []
+    for value in values:
+        average = SMOOTHING_WEIGHT * average + (1 - SMOOTHING_WEIGHT) * value
+        weight = SMOOTHING_WEIGHT * weight + (1 - SMOOTHING_WEIGHT)
+        averages.append(average / weight)
+    return averages
 
 
 def _path(points: Sequence[tuple[float, float]], colour: str, form: str) -> Markup:

@@ -57,25 +57,33 @@ def page_parts(run: PastRun, drawn: Mapping[str, Markup] = MappingProxyType({}))
 
 def live_page() -> str:
     """Render the page without its parts, which its script fetches and inserts."""
-    return draw_part("page", None, {}, True, Markup(palette_css()), "")
+    return draw_part("page", "a run", {}, True, Markup(palette_css()), "")
 
 
 def report_html(run: PastRun, linked: bool = False) -> str:
     """Render the page of a run as self-contained HTML. If ``linked``, it links to the files in the run directory."""
     parts = page_parts(run)
-    now = datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="minutes")
+    now = time_now()
     if run.present is not None and run.present.alive and not run.over:
         parts["header"] += draw_part("as_of", now)
     parts["files"] = draw_part("section", sections.files(run, linked), run.emulated)
     written = f"Written by hetero_mpi {hetero_mpi.__version__}, {now}."
     trained_with = ", ".join(f"{name} {version}" for name, version in run.versions.items())
     written += f" Trained with {trained_with}." if trained_with else ""
-    return draw_part("page", run, parts, False, Markup(palette_css()), written)
+    return draw_part("page", f"{run.name}: run report", parts, False, Markup(palette_css()), written)
+
+
+def time_now() -> str:
+    return datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="minutes")
 
 
 def write_report(run: PastRun, path: Path) -> Path:
     """Write the page of a run atomically. Raises UserError if the file cannot be written."""
-    page = report_html(run, linked=path.resolve().parent == run.directory.resolve())
+    return write_page(report_html(run, linked=path.resolve().parent == run.directory.resolve()), path)
+
+
+def write_page(page: str, path: Path) -> Path:
+    """Write a page atomically. Raises UserError if the file cannot be written."""
     with write_errors(path):  # JSON text may contain a lone surrogate
         write_atomic(path, page.encode(errors="backslashreplace"))
     return path

@@ -131,23 +131,23 @@ def learning(run: PastRun) -> Section:
     steps, evaluations, events = run.metrics.steps, run.metrics.evaluations, marks(run)
     expected = [step for step in steps if step.predicted_step_s > 0]
     loss = [
-        *_series(steps, {"loss": ("training", "accent")}),
+        *_series(steps, {"loss": ("training", "accent")}, noisy=True),
         *_series(evaluations, {"loss": ("evaluation", "warm")}, dots=True),
     ]
     for index, name in enumerate(evaluations[-1].sets or () if evaluations else ()):
         points = tuple((e.step, e.sets[name]) for e in evaluations if e.sets and name in e.sets)
         loss.append(Series(name, points, ("good", "violet", "alert")[index % 3], dots=True))
-    step_s = _series(steps, {"step_s": ("measured", "accent")})
+    step_s = _series(steps, {"step_s": ("measured", "accent")}, noisy=True)
     step_s += _series(expected, {"predicted_step_s": ("predicted", "warm")}, dashed=True)
     records = learns_from(str(run.setting("train", "preference")))
     loss_label = {None: "loss, nats per token", "labels": "loss per answer", "pairs": "loss per pair"}[records]
     accuracy = _series(evaluations, {"token_accuracy": ("token accuracy", "warm")})
     rate = _series(steps, {"lr": ("learning rate", "good")})
-    norm = _series(steps, {"grad_norm": ("gradient norm", "violet")})
+    norm = _series(steps, {"grad_norm": ("gradient norm", "violet")}, noisy=True)
     charts = [
         line_chart(loss_label, loss, marks=events),
-        line_chart("evaluation token accuracy", accuracy, marks=events),
-        *(line_chart(label, _series(steps, named)) for label, named in _REWARDS.items()),
+        line_chart("evaluation token accuracy", accuracy, units.percent, marks=events),
+        *(line_chart(label, _series(steps, named, noisy=True)) for label, named in _REWARDS.items()),
         line_chart(f"time per step{', emulated' * run.emulated}", step_s, units.seconds, from_zero=True, marks=events),
         line_chart("learning rate", rate, from_zero=True),
         line_chart("gradient norm before clipping", norm, from_zero=True),
@@ -166,13 +166,13 @@ _REWARDS = {
 
 
 def _series(
-    steps: Sequence[StepMetrics | Evaluation], labels: Mapping[str, tuple[str, str]], dots: bool = False, dashed: bool = False
+    steps: Sequence[StepMetrics | Evaluation], labels: Mapping[str, tuple[str, str]], noisy: bool = False, **form: bool
 ) -> list[Series]:  # fmt: skip
     """Return a series of known values over steps for each metric in ``labels``, which maps metrics to (name, colour)."""
     series = []
     for key, (name, colour) in labels.items():
         points = tuple((step.step, value) for step in steps if (value := getattr(step, key)) is not None)
-        series += [Series(name, points, colour, dots, dashed)] if points else []
+        series += [Series(name, points, colour, noisy=noisy, **form)] if points else []
     return series
 
 
@@ -321,8 +321,7 @@ def plan(run: PastRun) -> Section:
 def _reasons(report: PlanReport) -> list[str]:
     schedule = schedule_text(report.plan).removeprefix(", schedule")
     points = [f"Predicted: {headline(report)}.", *([f"Schedule{schedule}."] if schedule else [])]
-    points += [f"Because: {reason}" for reason in report.reasons]
-    return points + [line[:1].upper() + line[1:] for line in idle_lines(report.idle)]
+    return points + [line[:1].upper() + line[1:] for line in (*report.reasons, *idle_lines(report.idle))]
 
 
 def checkpoints(run: PastRun) -> Section:
