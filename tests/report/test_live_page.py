@@ -3,6 +3,7 @@ rank 0 writes for it."""
 
 import contextlib
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -117,6 +118,15 @@ def test_damaged_files_tell_nothing(run: Path) -> None:
     ):
         (run / "now.json").write_text(damaged)
         assert read_present(run) is None
+
+
+def test_a_rank_without_a_stage_is_idle_now(tmp_path: Path) -> None:
+    profile = cluster(3)
+    job = {**JOB, "train": {**JOB["train"], "steps": 100}}
+    run = make_run(tmp_path, planned(profile, 2), profile, job=job)
+    write_present(run, Present(time.time(), "training step 61", ranks=RANKS))
+    stages, _, idle = document.page_parts(read_run(run))["now"].partition(">idle<")
+    assert [re.findall(r'data-rank="(\d)"', part) for part in (stages, idle)] == [["0", "1"], ["2"]]
 
 
 def test_a_dead_rank_is_dead_until_the_run_goes_on(run: Path) -> None:
