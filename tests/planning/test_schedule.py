@@ -36,32 +36,30 @@ def test_other_texts_are_no_actions(text: str) -> None:
         parse_action(text)
 
 
-def test_classic_schedule_as_a_grid() -> None:
-    schedule = schedule_of(make_plan_of((0, 1, 2, 4), (0, 1, 2), 4), MODEL)
-    assert drawn(grid(schedule)) == drawn("""
+GRIDS = {
+    "classic": (make_plan_of((0, 1, 2, 4), (0, 1, 2), 4), """
         clock    0   1   2   3   4   5   6   7   8   9  10  11
         rank 0 0F0 0F1 0F2   .   . 0B0 0F3 0B1   . 0B2   . 0B3
         rank 1   . 1F0 1F1   . 1B0 1F2 1B1 1F3 1B2   . 1B3   .
         rank 2   .   . 2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3   .   .
-    """)
-
-
-def test_deeper_warm_up_as_a_grid_on_ranks_in_another_order() -> None:
-    schedule = schedule_of(make_plan_of((0, 2, 4), (3, 1), 3, warm_up=(9, 0)), MODEL)
-    assert drawn(grid(schedule)) == drawn("""
+    """),
+    "deeper warm-up, ranks in another order": (make_plan_of((0, 2, 4), (3, 1), 3, warm_up=(9, 0)), """
         clock    0   1   2   3   4   5   6   7
         rank 1   . 1F0 1B0 1F1 1B1 1F2 1B2   .
         rank 3 0F0 0F1 0F2 0B0   . 0B1   . 0B2
-    """)
-
-
-def test_gpipe_is_a_warm_up_of_all_micro_batches() -> None:
-    schedule = schedule_of(make_plan_of((0, 2, 4), (0, 1), 3, warm_up=(3, 3)), MODEL)
-    assert drawn(grid(schedule)) == drawn("""
+    """),
+    "GPipe, a warm-up of all micro-batches": (make_plan_of((0, 2, 4), (0, 1), 3, warm_up=(3, 3)), """
         clock    0   1   2   3   4   5   6   7
         rank 0 0F0 0F1 0F2   .   . 0B0 0B1 0B2
         rank 1   . 1F0 1F1 1F2 1B0 1B1 1B2   .
-    """)
+    """),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_schedules_as_grids(name: str) -> None:
+    plan, expected = GRIDS[name]
+    assert drawn(grid(schedule_of(plan, MODEL))) == drawn(expected)
 
 
 def split(plan: Plan) -> Plan:
