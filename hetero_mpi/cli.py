@@ -38,11 +38,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not words:
         parser().print_help(sys.stderr)
         return ExitCode.USER_ERROR
-    options = vars(parser().parse_args(words))
-    module, _, function = options.pop("run").partition(":")
     try:
-        _check_paths(options.values())
         with _require_packages():
+            options = vars(parser().parse_args(words))
+            module, _, function = options.pop("run").partition(":")
+            _check_paths(options.values())
             output = getattr(import_module(f"hetero_mpi.{module}"), function)(**options)
             return int(output) if isinstance(output, int) else _print_output(output)
     except UserError as error:

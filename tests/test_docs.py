@@ -368,7 +368,7 @@ def test_toml_in_the_documents_is_valid(document: Path, tmp_path: Path) -> None:
             assert set(content) <= set(TABLES), text
             for table, values in content.items():
                 missing = {key for key, field in TABLES[table].model_fields.items() if field.is_required()}
-                broken = broken_keys(table, TABLES[table], values, TABLES)
+                broken = broken_keys(TABLES[table], values)
                 assert not {key: rule for key, rule in broken.items() if key not in missing - set(values)}, text
 
 

@@ -72,7 +72,7 @@ def whole_files() -> dict[Path, str]:
 COMING_FROM = """\
 # Coming from axolotl, LLaMA-Factory or TRL
 
-<!-- Written by `python -m tests.written_docs` from hetero_mpi/interop/other_tools.toml. -->
+<!-- Written by `python -m tests.written_docs` from hetero_mpi/job/other_tools.toml. -->
 
 Convert your configuration into a job file, then check it with a dry run:
 

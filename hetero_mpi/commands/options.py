@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import difflib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hetero_mpi import __version__
+from hetero_mpi.commands.parsing import Key, Parser
 from hetero_mpi.util.plug_ins import plug_in, plug_in_names
-from hetero_mpi.util.terminal import fold_line
 
 if TYPE_CHECKING:
-    Commands = argparse._SubParsersAction["_Parser"]
+    Commands = argparse._SubParsersAction["Parser"]
 
 Add = Callable[..., argparse.Action]
 """The method ``add_argument`` of a command's parser."""
@@ -34,61 +33,10 @@ options of a command: hetero-mpi COMMAND --help
 """
 
 
-class _Help(argparse.HelpFormatter):
-    """Help formatter that breaks lines only between words and prints each command on one line."""
-
-    def add_argument(self, action: argparse.Action) -> None:
-        super().add_argument(action)
-        if isinstance(action, argparse._SubParsersAction):
-            self._action_max_length += 2  # argparse ignores the indent of commands
-
-    def _split_lines(self, text: str, width: int) -> list[str]:
-        return fold_line(" ".join(text.split()), width, indent="")
-
-    def _fill_text(self, text: str, width: int, indent: str) -> str:
-        return "\n".join(line for part in text.splitlines() for line in fold_line(part, width, indent, indent))
-
-
-class _Parser(argparse.ArgumentParser):
-    """Argument parser that suggests the nearest valid command or option for a misspelt one. Also the class of subparsers."""
-
-    def __init__(self, *arguments: Any, **named: Any) -> None:
-        super().__init__(*arguments, **{**named, "formatter_class": _Help})
-
-    def parse_known_args(self, *arguments: Any, **named: Any) -> Any:
-        namespace, unknown_words = super().parse_known_args(*arguments, **named)
-        for word in unknown_words:
-            if word.startswith("-"):
-                self.error(f"unknown option: {word}{_nearest(word.partition('=')[0], self._option_string_actions)}")
-        return namespace, unknown_words
-
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
-        try:
-            super()._check_value(action, value)
-        except argparse.ArgumentError as error:
-            raise argparse.ArgumentError(action, error.message + _nearest(str(value), action.choices or ())) from None
-
-
-def _nearest(word: str, valid_words: Iterable[str]) -> str:
-    matches = difflib.get_close_matches(word, list(valid_words), n=1)
-    return f"; did you mean {matches[0]}?" if matches else ""
-
-
-class _Key(argparse._AppendAction):
-    """Action for an option that is an alias for ``--set KEY=VALUE``."""
-
-    def __init__(self, key: str, **named: Any) -> None:
-        super().__init__(**{**named, "dest": "overrides", "default": argparse.SUPPRESS})
-        self._key = key
-
-    def __call__(self, parser: Any, namespace: Any, value: Any, option: Any = None) -> None:
-        super().__call__(parser, namespace, f"{self._key}={'true' if value is True else value}", option)
-
-
 def parser() -> argparse.ArgumentParser:
     """Build the parser. The namespace that it returns has ``run`` (``MODULE:FUNCTION``) and the arguments of that function."""
     description = "Train and fine-tune language models on mixed GPUs, CPUs and machines in one MPI job."
-    root = _Parser(prog="hetero-mpi", description=description, epilog=ORDER_OF_USE)
+    root = Parser(prog="hetero-mpi", description=description, epilog=ORDER_OF_USE)
     root.add_argument("--version", action="version", version=f"hetero_mpi {__version__}")
     commands = root.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
@@ -120,7 +68,7 @@ def parser() -> argparse.ArgumentParser:
     add("--best", action="store_true", help="export the run's checkpoint with the lowest evaluation loss")
     types = ("auto", "f32", "f16", "bf16", "q8_0")
     gguf = "also write a Modelfile for Ollama and, with llama.cpp's converter, a GGUF file"
-    add("--gguf", nargs="?", const="auto", choices=types, help=gguf)
+    add("--gguf", nargs="?", const="auto", type=_gguf_type, choices=types, help=gguf)
     add("--push", metavar="ORG/NAME", help="also upload OUT to the Hugging Face Hub as a private model")
 
     for name in plug_in_names(PLUG_INS):
@@ -145,6 +93,11 @@ def _command(commands: Commands, name: str, run: str, text: str) -> argparse.Arg
     return command
 
 
+def _gguf_type(text: str) -> str:
+    """Accept the spellings of a dtype that people know from other places, such as ``bfloat16`` and ``fp16``."""
+    return text.lower().replace("float", "f").replace("fp", "f").removeprefix("torch.").replace("half", "f16")
+
+
 def _add_set(add: Add) -> None:
     text = "override a key of the job; may be repeated"
     add("--set", dest="overrides", action="append", default=[], metavar="TABLE.KEY=VALUE", help=text)
@@ -154,7 +107,7 @@ def _add_schedule(add: Add) -> None:
     from hetero_mpi.planning.orders import SCHEDULES
 
     text = f"pipeline schedule: {', '.join(SCHEDULES)}"
-    add("--schedule", action=_Key, key="plan.schedule", choices=list(SCHEDULES), metavar="NAME", help=text)
+    add("--schedule", action=Key, key="plan.schedule", choices=list(SCHEDULES), metavar="NAME", help=text)
 
 
 def _add_train(commands: Commands) -> None:
@@ -178,7 +131,7 @@ def _add_train(commands: Commands) -> None:
     add("--dry-run", action="store_true", help="validate, profile, plan and predict, then stop")
     add("--verbose", action="store_true", help="show the full profile and plan, with reasons")
     page = "serve a live page of the run on rank 0's machine (put after JOB; default port: 8642)"
-    add("--watch", action=_Key, key="report.watch", nargs="?", const=True, type=int, metavar="PORT", help=page)
+    add("--watch", action=Key, key="report.watch", nargs="?", const=True, type=int, metavar="PORT", help=page)
     _add_schedule(add)
 
 

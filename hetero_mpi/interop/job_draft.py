@@ -13,13 +13,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hetero_mpi.job.other_names import read_names
 from hetero_mpi.job.rules import as_toml
 from hetero_mpi.job.schema import TABLES
 from hetero_mpi.util import toml
 from hetero_mpi.util.errors import UserError
 from hetero_mpi.util.terminal import printable
 
-TABLE = toml.loads(Path(__file__).with_name("other_tools.toml").read_text(encoding="utf-8"))
+TABLE = read_names("other_tools.toml")
 _KNOWN = toml.loads(Path(__file__).with_name("known_keys.toml").read_text(encoding="utf-8"))["keys"]
 TOOLS = ("axolotl", "llamafactory", "trl")
 PATHS = ("model.path", "tokenizer.path", "adapter.path")

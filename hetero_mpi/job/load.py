@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import difflib
 import glob
+import shlex
 import sysconfig
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,12 +15,13 @@ from pathlib import Path, PurePath
 from typing import Any, Literal
 
 from hetero_mpi.job.contradictions import JobValues, contradictions
-from hetero_mpi.job.rules import as_toml, broken_keys, may_be_empty, unknown_table
+from hetero_mpi.job.other_names import instead_of_key, read_names, settings_for, written
+from hetero_mpi.job.rules import as_toml, broken_keys, may_be_empty, override_value, unknown_name
 from hetero_mpi.job.schema import TABLES, JobConfig
 from hetero_mpi.util import toml
 from hetero_mpi.util.disk import require_regular
 from hetero_mpi.util.errors import Problem, UserError
-from hetero_mpi.util.shipped import profile_file
+from hetero_mpi.util.shipped import profile_file, shipped_folder
 
 
 @dataclass(frozen=True)
@@ -141,10 +144,12 @@ class _Draft:
             dotted, equals, value = text.partition("=")
             keys = [part.strip() for part in dotted.split(".")]
             if not equals or not _is_key(keys):
-                self._add("job.set", f"--set {text}: must be table.key=value, such as --set train.steps=6")
+                example = instead_of_key(keys[-1], value.strip() if equals else None, True)
+                rule = "must be table.key=value"
+                self._add("job.set", f"--set {text}: {rule}; {example or 'such as --set train.steps=6'}")
                 continue
             try:
-                self._put("--set", text, keys, _override_value(value.strip()))
+                self._put("--set", text, keys, override_value(value.strip()))
             except toml.TomlError as error:
                 self._add("job.set", f"--set {text}: the value is not valid TOML: {error}")
         for dotted, value in settings.items():
@@ -172,8 +177,15 @@ class _Draft:
         """Validate the values as a job named ``name``. Raises UserError as in ``load_job``."""
         values = self.values
         for unknown in [table for table in values if table not in TABLES]:
-            value_text = as_toml(values.pop(unknown))
-            self._add("job.table", f"{self.source}: {unknown} = {value_text}: {unknown_table(unknown, TABLES)}")
+            value = values.pop(unknown)
+            hints = [
+                instead_of_key(*entry, False)
+                for entry in (value if isinstance(value, dict) else {unknown: value}).items()
+            ]
+            kind = "unknown table; " if isinstance(value, dict) else "a key outside a table; "
+            hint = "; ".join(dict.fromkeys(filter(None, hints)))
+            rule = kind + hint if hint else unknown_name(f"[{unknown}]", [f"[{table}]" for table in TABLES], "table")
+            self._add("job.table", f"{self.source}: {unknown} = {as_toml(value)}: {rule}")
         for table in TABLES:
             self._check_table(table)
         for dotted, rule in [*contradictions(JobValues(values, self._broken, TABLES), name)]:
@@ -195,43 +207,69 @@ class _Draft:
         for key, field in model.model_fields.items():
             if table.get(key) == "" and may_be_empty(field):
                 table[key] = None
-        for key, rule in broken_keys(name, model, table, TABLES).items():
-            self._report(f"{name}.{key}", rule)
+            other_spellings = read_names()["synonyms"].get(f"{name}.{key}", {})
+            if (word := str(table.get(key)).lower().removeprefix("torch.")) in other_spellings:
+                table[key] = other_spellings[word]
+        for key, rule in broken_keys(model, table).items():
+            self._report(f"{name}.{key}", rule, table)
 
-    def _report(self, dotted: str, rule: str) -> None:
-        table, _, key = dotted.partition(".")
-        value_text = f" = {as_toml(self.values[table][key])}" if key in self.values.get(table, {}) else ""
-        self._add(f"job.{dotted}", f"{self._sources.get(dotted, self.source)}: [{table}] {key}{value_text}: {rule}")
+    def _report(self, dotted: str, rule: str, table: Mapping[str, Any] | None = None) -> None:
+        """Add a problem of a key. ``table`` has its value if one of the two is invalid in itself; then say what to write."""
+        name, _, key = dotted.partition(".")
+        source = self._sources.get(dotted, self.source)
+        if table is not None and key in TABLES[name].model_fields:
+            settings = settings_for(dotted, table.get(key))
+            rule += f"; write {written(settings, source == '--set')}" if key in table and settings else ""
+        elif table is not None:
+            hint = f"[{key}] is a table" if key in TABLES else instead_of_key(key, table[key], source == "--set", name)
+            rule = f"unknown key; {hint}" if hint else rule
+        value_text = f" = {as_toml(self.values[name][key])}" if key in self.values.get(name, {}) else ""
+        self._add(f"job.{dotted}", f"{source}: [{name}] {key}{value_text}: {rule}")
         self._broken.add(dotted)
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
+    if path.is_dir():
+        text = f"{path}: must be a job file, but is a directory"
+        raise UserError("file.not_regular", text + _instead_of_file(path))
     require_regular(path)
     try:
         # utf-8-sig: some editors put a byte order mark at the start, which TOML does not allow.
         return toml.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
-        raise UserError("job.missing", f"{path}: job file not found (working directory: {Path.cwd()})") from None
+        text = f"{path}: job file not found (working directory: {Path.cwd()})"
+        raise UserError("job.missing", text + _instead_of_file(path)) from None
     except OSError as error:
         raise UserError("job.unreadable", f"{path}: cannot read the job file: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise UserError("job.encoding", f"{path}: the job file is not UTF-8; save it as TOML in UTF-8") from None
+        text = f"{path}: the job file is not UTF-8; save it as TOML in UTF-8"
+        raise UserError("job.encoding", text + _instead_of_file(path)) from None
     except toml.TomlError as error:
-        raise UserError("job.toml", f"{path}: the job file is not valid TOML: {error}") from None
+        text = f"{path}: the job file is not valid TOML: {error}"
+        raise UserError("job.toml", text + _instead_of_file(path)) from None
+
+
+def _instead_of_file(path: Path) -> str:
+    """Return what to type instead of a file that is not a job, or does not exist."""
+    quoted = shlex.quote(str(path))
+    if path.suffix in (".yml", ".yaml", ".json", ".sh"):
+        return f"; convert another tool's config with `hetero-mpi init --from {quoted}`"
+    if path.suffix == ".py":
+        return f"; start a Python program with `mpirun -np N python {quoted}` (docs/python.md)"
+    if path.suffix in (".jsonl", ".parquet", ".csv", ".txt", ".gz"):
+        return f"; data files need a job: {instead_of_key('data', str(path), True)} after a job file"
+    folders = [path] if path.is_dir() else [] if path.exists() else [path.parent, Path("jobs")]
+    nearby = [str(file) for folder in folders for file in sorted(folder.glob("*.toml"))]
+    if path.exists():
+        return f"; job files: {', '.join(nearby)}" if nearby else ""
+    if similar := difflib.get_close_matches(str(path), nearby, n=1, cutoff=0.5):
+        return f"; did you mean {similar[0]}?"
+    is_shipped = (shipped_folder("jobs") / path.name).exists()
+    return f"; `hetero-mpi init {path.stem if is_shipped else 'quickstart'}` copies an example job"
 
 
 def _is_key(keys: Sequence[str]) -> bool:
     return 2 <= len(keys) <= toml.MAX_NESTING_DEPTH and all(keys)
-
-
-def _override_value(text: str) -> Any:
-    try:
-        parsed = toml.loads(f"value = {text}")
-        return parsed["value"] if len(parsed) == 1 else text
-    except toml.TomlError:
-        if text[:1] in ("[", "{", '"', "'"):  # mistyped TOML rather than a bare word
-            raise
-        return text
 
 
 def _as_values(value: Any) -> Any:

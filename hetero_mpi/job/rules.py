@@ -39,9 +39,6 @@ def speed_change(text: str) -> tuple[int, int, float] | None:
     return int(match[1]), int(match[3]) - 1, float(match[2])
 
 
-Tables = Mapping[str, type[BaseModel]]
-"""Maps a table's name to the pydantic model that validates it."""
-
 _PLAIN = {str: "text in quotes", bool: "true or false"}
 
 
@@ -112,51 +109,25 @@ def as_toml(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-RENAMED_KEYS = {
-    "train.patience": "early_stopping_patience",
-    "data.held_out": "evaluation_fraction",
-    "plan.groups": "tensor_parallel",
-    "plan.stream": "offload",
-    "profile.trial": "calibrate",
-}
-REMOVED_KEYS = {"train.stale_step": "was removed: every step applies all earlier updates first. Delete this key"} | {
-    key: f"is now called {key.split('.')[0]}.{name}" for key, name in RENAMED_KEYS.items()
-}
-"""Maps a key of an earlier version to a message that names its replacement or says what to do."""
+def override_value(text: str) -> Any:
+    """Parse the value of ``--set``: TOML, or a bare word, which is a string. Raises TomlError for mistyped TOML."""
+    try:
+        parsed = toml.loads(f"value = {text}")
+        return parsed["value"] if len(parsed) == 1 else text
+    except toml.TomlError:
+        if text[:1] in ("[", "{", '"', "'"):  # mistyped TOML rather than a bare word
+            raise
+        return text
 
 
-def unknown_key(table: str, key: str, tables: Tables) -> str:
-    """Explain why ``[table]`` does not have this key: it was removed, belongs to another table or is misspelt."""
-    if f"{table}.{key}" in REMOVED_KEYS:
-        return REMOVED_KEYS[f"{table}.{key}"]
-    keys = tables[table].model_fields
-    homes = [name for name, model in tables.items() if key in model.model_fields]
-    if key in tables:
-        return f"unknown key; [{key}] is a top-level table"
-    if homes:
-        return "unknown key in this table; it belongs to " + " or ".join(f"[{home}]" for home in homes)
-    close_keys = difflib.get_close_matches(key, keys, n=1)
-    if close_keys:
-        return f"unknown key; did you mean {close_keys[0]!r}?"
-    table_by_key = {name: home for home, model in tables.items() for name in model.model_fields}
-    close_elsewhere = difflib.get_close_matches(key, table_by_key, n=1)
-    if close_elsewhere:
-        return f"unknown key; did you mean {close_elsewhere[0]!r} in [{table_by_key[close_elsewhere[0]]}]?"
-    return f"unknown key; [{table}] has {', '.join(keys)}"
+def unknown_name(name: str, valid_names: Iterable[str], kind: str) -> str:
+    """Explain that a name is not valid, with the closest valid one or all of them. ``kind``: "key", "table" or similar."""
+    names = list(valid_names)
+    close = difflib.get_close_matches(name, names, n=1)
+    return f"unknown {kind}; did you mean {close[0]!r}?" if close else f"unknown {kind}; there are {', '.join(names)}"
 
 
-def unknown_table(name: str, tables: Tables) -> str:
-    """Explain why a top-level name is not a table: it is a key outside its table, misspelt or unknown."""
-    homes = [table for table, model in tables.items() if name in model.model_fields]
-    if homes:
-        return "a key outside a table; it belongs to " + " or ".join(f"[{home}]" for home in homes)
-    close_tables = difflib.get_close_matches(name, tables, n=1)
-    if close_tables:
-        return f"unknown table; did you mean '[{close_tables[0]}]'?"
-    return f"unknown table; a job file has {', '.join(f'[{table}]' for table in tables)}"
-
-
-def broken_keys(table: str, model: type[BaseModel], values: Mapping[str, Any], tables: Tables) -> dict[str, str]:
+def broken_keys(model: type[BaseModel], values: Mapping[str, Any]) -> dict[str, str]:
     """Validate one table and map each invalid key to the rule that it breaks.
 
     pydantic reports an error for each branch of a union and each element of a list. The messages are derived from the field
@@ -169,7 +140,7 @@ def broken_keys(table: str, model: type[BaseModel], values: Mapping[str, Any], t
         for entry in error.errors(include_url=False, include_context=False, include_input=False):
             key = str(entry["loc"][0])
             if entry["type"] == "extra_forbidden":
-                broken[key] = unknown_key(table, key, tables)
+                broken[key] = unknown_name(key, model.model_fields, "key")
             elif entry["type"] == "missing":
                 broken[key] = f"is required: {rule_text(model.model_fields[key])}"
             else:

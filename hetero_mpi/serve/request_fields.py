@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+
+from hetero_mpi.util import toml
 
 _METADATA_FIELDS = (
     "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention prompt_cache_options "
@@ -24,81 +27,7 @@ _DEPENDENT_FIELDS = (
 )
 """Settings of methods that have to be selected with another field, which is unsupported."""
 _IGNORED_FIELDS = frozenset([*_METADATA_FIELDS.split(), *_DEPENDENT_FIELDS.split()])
-_NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
-    # OpenAI
-    "best_of": (1,),
-    "top_logprobs": (0,),
-    "echo": (False,),
-    "suffix": ("",),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "logit_bias": ({}, []),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "response_format": ({"type": "text"},),
-    "modalities": (["text"],),
-    "audio": (),
-    "reasoning_effort": (),
-    "verbosity": ("medium",),
-    "web_search_options": (),
-    "moderation": (),
-    # vLLM
-    "use_beam_search": (False,),
-    "include_stop_str_in_output": (False,),
-    "skip_special_tokens": (True,),
-    "truncate_prompt_tokens": (),
-    "prompt_logprobs": (),
-    "allowed_token_ids": (),
-    "bad_words": ([],),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
-    "documents": ([],),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "mm_processor_kwargs": ({},),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "structural_tag": (),
-    "logits_processors": ([],),
-    "return_token_ids": (False,),
-    "include_reasoning": (True,),
-    "thinking_token_budget": (-1,),
-    "prompt_embeds": (),
-    "kv_transfer_params": ({},),
-    "vllm_xargs": ({},),
-    "repetition_min_count": (0,),
-    # llama.cpp
-    "n_predict": (-1,),
-    "n_indent": (0,),
-    "n_probs": (0,),
-    "n_cmpl": (1,),
-    "t_max_predict_ms": (0, -1),
-    "repeat_penalty": (1,),
-    "typical_p": (1,),
-    "typ_p": (1,),
-    "tfs_z": (1,),
-    "top_n_sigma": (-1, 0),
-    "adaptive_target": (-1,),
-    "mirostat": (0,),
-    "dynatemp_range": (0,),
-    "dry_multiplier": (0,),
-    "xtc_probability": (0,),
-    "samplers": (),
-    "grammar": ("",),
-    "json_schema": (),
-    "lora": ([],),
-    "response_fields": ([],),
-    "return_tokens": (False,),
-    "return_progress": (False,),
-    "timings_per_token": (False,),
-    "reasoning_format": ("none",),
-    "reasoning_in_content": (False,),
-    "reasoning_budget": (-1,),
-    "thinking_forced_open": (False,),
-}
+_NEUTRAL_VALUES = toml.loads(Path(__file__).with_name("neutral_values.toml").read_text(encoding="utf-8"))
 """Maps an unsupported field to the values that are accepted in addition to null."""
 _EMPTY_VALUES: tuple[Any, ...] = (False, "", [], {})
 """Values of unknown fields that are accepted in addition to null."""

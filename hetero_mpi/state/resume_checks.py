@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from hetero_mpi.job.plan_request import micro_batch_choices
-from hetero_mpi.job.rules import REMOVED_KEYS, as_toml, field_metadata
+from hetero_mpi.job.rules import as_toml, field_metadata
 from hetero_mpi.job.schema import JobConfig
 from hetero_mpi.job.training_tables import AdapterTable, OnResume, TrainTable
 from hetero_mpi.model.layer.interface import LayerChain
@@ -64,12 +64,11 @@ def check_fits(
 def check_train(reader: CheckpointReader, path: Path, train: TrainTable) -> None:
     """Reject a stored state whose training settings differ in a key that must not change. Raises UserError."""
     then = reader.metadata["job"]
-    for dotted in REMOVED_KEYS:
-        table, _, key = dotted.partition(".")
-        if value := then.get(table, {}).get(key):
+    for key, value in then["train"].items():
+        if value and key not in TrainTable.model_fields:
             raise UserError(
                 "resume.setting",
-                f"{path} was written with [{table}] {key} = {as_toml(value)}, which this version does not support: start without "
+                f"{path} was written with [train] {key} = {as_toml(value)}, which this version does not support: start without "
                 f"--resume, or resume with {reader.writer.partition(',')[0]}",
             )
     for key, was in _values(then["train"], _FIXED).items():

@@ -10,7 +10,8 @@ import pytest
 
 from hetero_mpi.commands.reference_pages import reference_text
 from hetero_mpi.job.load import job_from_dict, job_to_dict, load_job, run_directory
-from hetero_mpi.job.rules import REMOVED_KEYS, field_metadata
+from hetero_mpi.job.other_names import read_names
+from hetero_mpi.job.rules import broken_keys, field_metadata, override_value
 from hetero_mpi.job.schema import TABLES, JobConfig
 from hetero_mpi.job.training_tables import Example
 from tests.support.errors import refuses
@@ -57,18 +58,15 @@ def test_an_optional_key_is_emptied_by_an_empty_string(tmp_path: Path) -> None:
         ("train.steps=6", "train", "steps", 6),
         ("train.dtype=bf16", "train", "dtype", "bf16"),
         ('train.dtype="bf16"', "train", "dtype", "bf16"),
+        ("train.dtype=float16", "train", "dtype", "fp16"),
+        ("train.dtype=torch.bfloat16", "train", "dtype", "bf16"),
         ("train.learning_rate = 1e-3", "train", "learning_rate", 1e-3),
         ("data.packing=false", "data", "packing", False),
         ('data.text=["a.txt", "b.txt"]', "data", "text", ["a.txt", "b.txt"]),
         ("output.run_dir=runs/a=b", "output", "run_dir", "runs/a=b"),
-        (
-            "model.config.hidden_size=64",
-            "model",
-            "config",
-            {"model_type": "llama", "vocab_size": 512, "hidden_size": 64},
-        ),
+        ("model.config.hidden_size=64", "model", "config", {"model_type": "llama", "vocab_size": 512, "hidden_size": 64}),
     ],
-)
+)  # fmt: skip
 def test_overrides(tmp_path: Path, override: str, table: str, key: str, value: object) -> None:
     job = load_job(write(tmp_path, SMALL), [override]).job
     assert getattr(getattr(job, table), key) == value
@@ -97,8 +95,8 @@ lerning_rate = 3
         ("set", "x=[1"), ("set", "train.steps.x=[1"), ("table", "small.toml: steps = 3", "[train]"), ("table", "trian", "[train]"),
         ("data.sequence_length", "small.toml", "true"), ("data.dtype", '"bf16"', "[train]"), ("train.micro_batch", "some", "auto"),
         ("train.seed", "--set: ", "many", "9223372036854775808"), ("train.learning_rate", "nan"), ("train.beta1", "1.0"),
-        ("train.stpes", "5", "'steps'"), ("train.data", "1", "[data]"), ("checkpoint.keep", "--set: ", "0"),
-        ("plan.lerning_rate", "3", "'learning_rate' in [train]"), ("model.config", "{ hidden_size = 4 }", "model_type"),
+        ("train.stpes", "5", "[train] steps = 5"), ("train.data", "1", "[data]"), ("checkpoint.keep", "--set: ", "0"),
+        ("plan.lerning_rate", "3", "[train] learning_rate = 3"), ("model.config", "{ hidden_size = 4 }", "model_type"),
         ("tokenizer.path", "tokenizer.train_vocab_size"), ("data.text", "data.records"),
     ]  # fmt: skip
     with refuses("job.invalid") as caught:
@@ -109,12 +107,48 @@ lerning_rate = 3
         assert all(value in problem.text for value in values), problem.text
 
 
-@pytest.mark.parametrize("dotted", REMOVED_KEYS)
-def test_removed_keys_are_refused_with_what_to_do(tmp_path: Path, dotted: str) -> None:
-    table, _, key = dotted.partition(".")
-    assert key not in TABLES[table].model_fields
-    with refuses(f"job.{dotted}", REMOVED_KEYS[dotted]):
-        load_job(write(tmp_path, SMALL), [f"{dotted}=true"])
+@pytest.mark.parametrize(
+    ("override", "key", "written"),
+    [
+        ("train.lr=1e-4", "train.lr", "--set train.learning_rate=0.0001"),
+        ("train.patience=3", "train.patience", "--set train.early_stopping_patience=3"),
+        ("train.stepz=10", "train.stepz", "--set train.steps=10"),
+        ("train.packing=True", "train.packing", "--set data.packing=true"),
+        ("train.max_seq_length=512", "train.max_seq_length", "--set data.sequence_length=512"),
+        ("train.load_in_4bit=true", "train.load_in_4bit", "--set adapter.method=lora --set model.quantization=nf4"),
+        ("train.warmup_ratio=0.1", "train.warmup_ratio", "--set train.warmup_steps=0.1"),
+        ("model.torch_dtype=float16", "model.torch_dtype", "--set train.dtype=float16"),
+        ("adapter.method=qlora", "adapter.method", "--set adapter.method=lora --set model.quantization=nf4"),
+        ("data.text=a.txt", "data.text", "--set 'data.text=[\"a.txt\"]'"),
+        ("adapter.targets=q_proj,v_proj", "adapter.targets", '--set \'adapter.targets=["q_proj", "v_proj"]\''),
+        ("train.steps=1e3", "train.steps", "--set train.steps=1000"),
+        ("train.optimizer=adamw_torch", "train.optimizer", "--set train.optimizer=adamw"),
+        ("cluster.memory_bytes=8GB", "cluster.memory_bytes", "--set cluster.memory_bytes=8000000000"),
+        ("cluster.device=cuda:0", "cluster.device", "--set cluster.device=cuda"),
+        ("train.warmup_steps=5%", "train.warmup_steps", "--set train.warmup_steps=0.05"),
+        ("train.clip_norm=none", "train.clip_norm", "--set 'train.clip_norm=\"\"'"),
+        ("steps=10", "set", "--set train.steps=10"),
+        ("lora.r=8", "table", "[adapter] rank = 8"),
+    ],
+)
+def test_a_name_or_value_from_elsewhere_gets_what_to_write(
+    tmp_path: Path, override: str, key: str, written: str
+) -> None:
+    with refuses(f"job.{key}", written):
+        load_job(write(tmp_path, SMALL), [override])
+
+
+def test_what_to_write_is_accepted() -> None:
+    """Every setting in the table of names is one of an existing key, with a value that it accepts."""
+    names = read_names()
+    words = [
+        (key, word) for kind in ("synonyms", "values") for key, words in names[kind].items() for word in words.values()
+    ]
+    entries = [*names["keys"].values(), *(word if "=" in word else f"{key}={word}" for key, word in words)]
+    for dotted, equals, word in (setting.partition("=") for entry in entries for setting in entry.split()):
+        table, _, key = dotted.partition(".")
+        assert key in TABLES[table].model_fields, dotted
+        assert not equals or not broken_keys(TABLES[table], {key: override_value(word)}).keys() & {key}, (dotted, word)
 
 
 RECORDS = "data.text=", "data.records=['a.jsonl']"
@@ -128,7 +162,6 @@ CONTRADICTIONS: list[tuple[tuple[str, ...], str, tuple[object, ...]]] = [
     (("cluster.time_scale=2.0",), "cluster.time_scale", ("2.0",)),
     (("cluster.emulate_first=true",), "cluster.emulate_first", ("true",)),
     (("profile.calibrate=true", "cluster.emulate=p.toml"), "profile.calibrate", ("true",)),
-    (("profile.calibrate=maybe",), "profile.calibrate", ("maybe",)),
     (("profile.save_as=a.toml", "cluster.emulate=p.toml"), "profile.save_as", ("a.toml",)),
     ((LORA, "plan.schedule=split"), "plan.schedule", ("split",)),
     (("plan.pipelines=0",), "plan.pipelines", (0, '"auto"')),
@@ -140,9 +173,7 @@ CONTRADICTIONS: list[tuple[tuple[str, ...], str, tuple[object, ...]]] = [
     (("output.run_dir=runs/{host}",), "output.run_dir", ("{name}",)),
     (("model.config=config.json", "model.config.hidden_size=4"), "set", ("config.json",)),
     (("train=3",), "set", ("train=3",)),
-    (("train.steps",), "set", ("train.steps",)),
     (("train.checkpoint.every=2",), "train.checkpoint", ("[checkpoint]",)),
-    (("data.text=a.txt",), "data.text", ('"a.txt"',)),
     (("data.records=[]",), "data.records", ("[]",)),
     (("train.learning_rates={q_proj = 0}",), "train.learning_rates", ("{ q_proj = 0 }",)),
     (("train.freeze=['(']",), "train.freeze", ("(",)),
@@ -152,11 +183,7 @@ CONTRADICTIONS: list[tuple[tuple[str, ...], str, tuple[object, ...]]] = [
     (("train.cycles=2",), "train.cycles", ('"cosine_with_restarts"',)),
     (("train.decay=linear",), "train.decay", ('"warmup_stable_decay"',)),
     (("train.warmup_steps=1.5",), "train.warmup_steps", ("1.5",)),
-    (
-        ("train.schedule=constant", "train.min_learning_rate_ratio=0.1"),
-        "train.min_learning_rate_ratio",
-        ('"constant"',),
-    ),
+    (("train.schedule=constant", "train.min_learning_rate_ratio=0.1"), "train.min_learning_rate_ratio", ('"constant"',)),
     (("data.template=plain",), "data.template", ("data.records",)),
     (("data.train_on_prompt=true",), "data.train_on_prompt", ("data.records",)),
     (("train.epochs=2", "train.steps=7"), "train.steps", ("train.epochs",)),
@@ -164,11 +191,8 @@ CONTRADICTIONS: list[tuple[tuple[str, ...], str, tuple[object, ...]]] = [
     (("data.evaluation_sets={a=['x']}", "data.evaluation_fraction=0"), "data.evaluation_sets", ("data.evaluation",)),
     ((*RECORDS, "data.evaluation_sets={a=['x']}", "train.preference='dpo'"), "data.evaluation_sets", ()),
     (("data.evaluation_sets={'a b'=['x']}",), "data.evaluation_sets", ("a b", 40)),
-    (
-        ("train.early_stopping_patience=2", "train.evaluate_every=5", "data.evaluation_fraction=0"),
-        "train.early_stopping_patience",
-        (),
-    ),
+    (("train.early_stopping_patience=2", "train.evaluate_every=5", "data.evaluation_fraction=0"),
+     "train.early_stopping_patience", ()),
     (("data.isolate=true",), "data.isolate", ("data.records",)),
     ((*RECORDS, "data.max_bytes=5", "data.documents=line"), "data.max_bytes", ("data.text",)),
     ((*RECORDS, "data.documents=line"), "data.documents", ("data.text",)),
@@ -176,16 +200,10 @@ CONTRADICTIONS: list[tuple[tuple[str, ...], str, tuple[object, ...]]] = [
     (("train.preference=dpo",), "train.preference", ("data.records",)),
     (("train.preference_beta=0.2",), "train.preference_beta", ("dpo or hinge or ipo",)),
     (("train.preference_margin=1",), "train.preference_margin", ("simpo",)),
-    (
-        ("train.preference=orpo", "train.preference_smoothing=0.1"),
-        "train.preference_smoothing",
-        ("dpo or robust or simpo",),
-    ),
+    (("train.preference=orpo", "train.preference_smoothing=0.1"), "train.preference_smoothing", ("dpo or robust or simpo",)),
     (("train.preference=dpo", "train.undesirable_weight=2"), "train.undesirable_weight", ("kto",)),
     (("train.preference_smoothing=0.5",), "train.preference_smoothing", (0.5,)),
-    (("data.packing=1",), "data.packing", ("true", "false")),
     (("train.learning_rate=inf",), "train.learning_rate", ("inf",)),
-    (("train.steps=2.0",), "train.steps", ("2.0",)),
     (("train.optimizer=adafactor", "train.beta2=0.9"), "train.beta2", ('"adafactor"',)),
     ((LORA, "adapter.start=pissa_4"), "adapter.start", ("pissa_4", '"pissa_niter_4"')),
     ((LORA, "adapter.start=olora", "adapter.dora=true"), "adapter.start", ("adapter.dora",)),
@@ -193,7 +211,7 @@ CONTRADICTIONS: list[tuple[tuple[str, ...], str, tuple[object, ...]]] = [
     ((LORA, "adapter.start="), "adapter.start", ('"default"',)),
     (("adapter.start=pissa",), "adapter.start", ('adapter.method = "lora"',)),
     (("adapter.tokens_in=head",), "adapter.tokens_in", ('adapter.method = "lora"',)),
-]
+]  # fmt: skip
 """(overrides of a small job, the key that is named, values beside it)."""
 
 
@@ -244,19 +262,21 @@ def test_a_broken_value_is_named_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "kind"),
+    ("name", "content", "kind", "written"),
     [
-        (None, "job.missing"),
-        (b"[train\nsteps = 3", "job.toml"),
-        (b"[train]\nsteps = 3\nsteps = 4", "job.toml"),
-        (b"# \xff\xfe", "job.encoding"),
+        ("small.toml", None, "job.missing", "init quickstart"), ("smol", None, "job.missing", "small.toml"),
+        ("small.toml", b"[train\nsteps = 3", "job.toml", ""), ("small.toml", b"[train]\nsteps = 3\nsteps = 4", "job.toml", ""),
+        ("small.toml", b"# \xff\xfe", "job.encoding", ""), ("axolotl.yml", b"a: b\n", "job.toml", "init --from "),
+        ("a.jsonl", b"{}\n", "job.toml", "data.records="), ("train.py", b"import torch\n", "job.toml", "mpirun -np N python "),
     ],
-)
-def test_unreadable_files(tmp_path: Path, content: bytes | None, kind: str) -> None:
-    path = tmp_path / "small.toml"
+)  # fmt: skip
+def test_unreadable_files(tmp_path: Path, name: str, content: bytes | None, kind: str, written: str) -> None:
+    path = tmp_path / name
     if content is not None:
         path.write_bytes(content)
-    with refuses(kind, path):
+    if name == "smol":
+        (tmp_path / "small.toml").touch()
+    with refuses(kind, path, written):
         load_job(path)
     with refuses("file.not_regular", tmp_path):
         load_job(tmp_path)

@@ -162,8 +162,8 @@ def damaged_elsewhere(scene: Scene, name: str) -> dict[str, Any]:
 CASES: dict[str, tuple[Make, tuple[str, ...]]] = {
     "unknown-keys": (
         {"train": {"stepz": 3, "learning_rate": "fast"}, "modle": {"path": "x"}, "data": {"packng": 1}},
-        ("modle", "did you mean '[model]'?", "[train] stepz = 3", "did you mean 'steps'?", '[train] learning_rate = "fast"',
-         "[data] packng = 1", "did you mean 'packing'?"),
+        ("modle", "'[model]'", "[train] stepz = 3", "[train] steps = 3", '[train] learning_rate = "fast"',
+         "[data] packng = 1", "[data] packing = "),
     ),
     "missing-job": ({"job": "{here}/absent.toml"}, ("absent.toml",)),
     "missing-model": ({"model": {"path": "{here}/lama-start"}}, ("lama-start", "llama-start")),
@@ -180,72 +180,45 @@ CASES: dict[str, tuple[Make, tuple[str, ...]]] = {
     "missing-shard": (lambda s, n: s.with_model(n, lose_shard),
          ("1 of the 1 files", "model-00001-of-00002.safetensors", "Download them")),
     "unproven-family": (lambda s, n: s.with_model(n, configure(model_type="gpt2")), ("'gpt2'", "not supported", "llama")),
-    "other-shapes": (
-        lambda s, n: s.with_model(n, configure(intermediate_size=48), profile={"path": ""}),
-        ("other-shapes-model", "mlp", "(32, 64)", "(32, 48)", "to two models"),
-    ),
+    "other-shapes": (lambda s, n: s.with_model(n, configure(intermediate_size=48), profile={"path": ""}),
+         ("other-shapes-model", "mlp", "(32, 64)", "(32, 48)", "to two models")),
     "fits-nowhere": ({"cluster": {"memory_bytes": 100_000}},
                      ("does not fit in memory", "rank 0", "rank 1", "is short by", "B: it needs", "more ranks")),
-    "plan-of-other-layers": (
-        lambda s, n: s.planned(n, two_stages((0, 1, 3))),
-        ("ends with layer 2", "the chain's last layer is 3"),
-    ),
-    "plan-of-other-rank": (
-        lambda s, n: s.planned(n, two_stages((0, 1, 4), (0, 5))),
-        ("names rank 5", "ranks 0 to 1"),
-    ),
+    "plan-of-other-layers": (lambda s, n: s.planned(n, two_stages((0, 1, 3))),
+         ("ends with layer 2", "the chain's last layer is 3")),
+    "plan-of-other-rank": (lambda s, n: s.planned(n, two_stages((0, 1, 4), (0, 5))),
+         ("names rank 5", "ranks 0 to 1")),
     "plan-of-other-batch": (
-        lambda s, n: s.planned(n, replace(two_stages((0, 1, 4)), pipelines=(pipeline([0, 1], [0, 1, 4], 1, 3),))),
-        ("plan-of-other-batch.plan.toml does not fit", "shares must add up to global_batch = 4", "omit --plan"),
-    ),
-    "plan-of-other-length": (
-        lambda s, n: s.planned(n, two_stages((0, 1, 4), sequence_length=16)),
-        (f"sequence_length = 16: the job has {SEQUENCE}", "omit --plan"),
-    ),
-    "plan-that-deadlocks": (
-        lambda s, n: s.planned(n, deadlocking()),
-        ("the schedule deadlocks", "rank 1 waits at 1RECV_F", "> rank 1", "omit --plan"),
-    ),
+         lambda s, n: s.planned(n, replace(two_stages((0, 1, 4)), pipelines=(pipeline([0, 1], [0, 1, 4], 1, 3),))),
+         ("plan-of-other-batch.plan.toml does not fit", "shares must add up to global_batch = 4", "omit --plan")),
+    "plan-of-other-length": (lambda s, n: s.planned(n, two_stages((0, 1, 4), sequence_length=16)),
+         (f"sequence_length = 16: the job has {SEQUENCE}", "omit --plan")),
+    "plan-that-deadlocks": (lambda s, n: s.planned(n, deadlocking()),
+         ("the schedule deadlocks", "rank 1 waits at 1RECV_F", "> rank 1", "omit --plan")),
     "missing-plan": ({"plan": "{here}/absent.plan.toml"}, ("absent.plan.toml",)),
-    "profile-of-3-ranks": (
-        lambda s, n: named_profile(s, n, 3, 2),
-        ("describes 3 ranks, this job has 2", "start 3 ranks"),
-    ),
-    "profile-of-other-model": (
-        lambda s, n: named_profile(s, n, 2, 1),
-        ("in 3 layers", "this job trains", "in 4: use another profile", "omit the profile to measure"),
-    ),
+    "profile-of-3-ranks": (lambda s, n: named_profile(s, n, 3, 2),
+         ("describes 3 ranks, this job has 2", "start 3 ranks")),
+    "profile-of-other-model": (lambda s, n: named_profile(s, n, 2, 1),
+         ("in 3 layers", "this job trains", "in 4: use another profile", "omit the profile to measure")),
     "missing-profile": ({"profile_file": "{here}/absent.profile.toml"},
                         ("absent.profile.toml: no such file", "no shipped profile of this name; shipped profiles:")),
     "missing-profile-of-the-job": ({"profile": {"path": "{here}/mistyped.profile.toml"}}, ("mistyped.profile.toml: no such file",)),
     "profile-to-use-and-to-keep": ({"profile": {"path": "{here}/profile.toml", "save_as": "kept.toml"}}, ("save_as",)),
     "nothing-to-resume": ({"resume": "latest"}, ("no valid checkpoint to resume from", "start without --resume")),
     "resume-missing-file": ({"resume": "{here}/absent.h5"}, ("absent.h5: no such checkpoint", "--resume latest")),
-    "resume-other-model": (
-        lambda s, n: s.resumed(n, model={"path": str(s.model("deeper", blocks=3))}, profile={"path": ""}),
-        ("checkpoint of another model", "it lacks 'model.layers.2.", "resume with the job that wrote it"),
-    ),
+    "resume-other-model": (lambda s, n: s.resumed(n, model={"path": str(s.model("deeper", blocks=3))}, profile={"path": ""}),
+         ("checkpoint of another model", "it lacks 'model.layers.2.", "resume with the job that wrote it")),
     "resume-other-seed": (lambda s, n: s.resumed(n, train={"seed": 8}), ("[train] seed = 7", "has 8", "old value")),
-    "resume-other-batch": (
-        lambda s, n: s.resumed(n, train={"global_batch": 2}),
-        ("[train] global_batch = 4", "has 2", "old value"),
-    ),
-    "resume-beyond-the-end": (
-        lambda s, n: s.resumed(n, train={"steps": 2}),
-        ("after step 4", "[train] steps = 2", "raise it"),
-    ),
-    "infinite-weights": (
-        lambda s, n: s.with_model(n, make_infinite),
-        ("step 1: the loss is nan", "there is no good checkpoint", "lower [train] learning_rate"),
-    ),
-    "run-directory-link": (
-        linked_run,
-        ("its run directory", "checkpoints is a link to", "Remove the link"),
-    ),
-    "shard-cache-link": (
-        linked_cache,
-        ("[model] shard_cache = \"away/cache\"", "points outside the job file's directory", "absolute path"),
-    ),
+    "resume-other-batch": (lambda s, n: s.resumed(n, train={"global_batch": 2}),
+         ("[train] global_batch = 4", "has 2", "old value")),
+    "resume-beyond-the-end": (lambda s, n: s.resumed(n, train={"steps": 2}),
+         ("after step 4", "[train] steps = 2", "raise it")),
+    "infinite-weights": (lambda s, n: s.with_model(n, make_infinite),
+         ("step 1: the loss is nan", "there is no good checkpoint", "lower [train] learning_rate")),
+    "run-directory-link": (linked_run,
+         ("its run directory", "checkpoints is a link to", "Remove the link")),
+    "shard-cache-link": (linked_cache,
+         ("[model] shard_cache = \"away/cache\"", "points outside the job file's directory", "absolute path")),
     "run-directory-in-use": ({}, ("one run at a time", f"process {os.getpid()}", "--run-dir")),
     "long-sequences": ({"data": {"sequence_length": 100}},
                        ("[data] sequence_length = 100", "positions for 64 tokens", "shorten")),
@@ -336,19 +309,9 @@ def test_a_person_sees_the_problems_once_and_nothing_else_np2(tmp_path: Path) ->
     result = run_mpi(2, ["-m", "hetero_mpi", "train", str(job)])
     assert result.returncode == 2
     assert result.stdout == ""
-    for part in ("[train] stepz = 3", "did you mean 'steps'?", "[train] global_batch = 0"):
+    for part in ("[train] stepz = 3", "[train] steps = 3", "[train] global_batch = 0"):
         assert result.stderr.count(part) == 1, result.stderr
     assert "Traceback" not in result.stderr
-
-
-@pytest.mark.slow
-def test_a_person_sees_why_a_run_was_lost_np2(tmp_path: Path) -> None:
-    scene = Scene(tmp_path)
-    entry = scene.with_model("lost", make_infinite)
-    result = run_mpi(2, ["-m", "hetero_mpi", "train", str(entry["job"]), "--run-dir", str(entry["run_dir"])])
-    assert result.returncode == 2
-    assert (result.stdout + result.stderr).count("step 1: the loss is nan; there is no good checkpoint") == 1
-    assert "Traceback" not in result.stderr and "MPI_A" not in result.stderr, "nobody had to abort"
 
 
 @pytest.mark.slow

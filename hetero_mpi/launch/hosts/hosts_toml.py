@@ -72,9 +72,6 @@ class Host(BaseModel):
         return {**device, **self.environment}
 
 
-_TABLES: dict[str, type[BaseModel]] = {"host": Host}
-
-
 def read_hosts(path: str | Path) -> tuple[Host, ...]:
     """Return the entries of a ``hosts.toml``, in order.
 
@@ -128,7 +125,7 @@ def tables_of(path: Path) -> dict[str, Any]:
 
 def _rules(entry: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield (key, rule) for each rule that an entry breaks."""
-    broken = broken_keys("host", Host, entry, _TABLES)
+    broken = broken_keys(Host, entry)
     if isinstance(entry.get("environment"), dict) and "environment" in broken:
         broken["environment"] = 'must hold strings in quotes, such as { OMP_NUM_THREADS = "8" }'
     yield from broken.items()

@@ -86,7 +86,7 @@ def read_mesh(path: str | Path) -> Mesh | None:
 
 
 def _broken_rules(values: Mapping[str, Any]) -> dict[str, str]:
-    broken = broken_keys("mesh", Mesh, values, {"mesh": Mesh})
+    broken = broken_keys(Mesh, values)
     if "network" in values and "network" not in broken:
         try:
             ipaddress.IPv4Network(values["network"])

@@ -23,39 +23,10 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 from matplotlib.path import Path as MplPath
 from matplotlib.textpath import text_to_path
 
+from hetero_mpi.util import toml
 from hetero_mpi.util.disk import write_errors
 
-COLOURS: dict[str, tuple[str, str]] = {
-    "paper": ("#fdfdfc", "#16181c"),
-    "surface": ("#ffffff", "#1f2228"),
-    "ink": ("#25282d", "#e8e8e4"),
-    "soft": ("#626974", "#9aa1ab"),
-    "faint": ("#dcdfe3", "#353a42"),
-    "accent": ("#3f6fa5", "#7ba7d9"),
-    "warm": ("#b0641f", "#e5a35c"),
-    "good": ("#4f8a55", "#7fb985"),
-    "alert": ("#b5483f", "#e08379"),
-    "violet": ("#7b5fae", "#ac93d8"),
-    "forward": ("#4c78a8", "#6c9bcf"),
-    "backward": ("#f2b36b", "#d99a52"),
-    "input-gradients": ("#f7cf9c", "#b98a55"),
-    "weight-gradients": ("#d98a3d", "#e8a566"),
-    "optimizer": ("#6a9f58", "#83b872"),
-    "send": ("#9aa5b1", "#7d8894"),
-    "all-reduce": ("#8c6bb1", "#a98bcf"),
-    "exchange": ("#3f9c9a", "#5cbcb8"),
-    "copy": ("#b8524a", "#d4766e"),
-    "on-dark": ("#fefefe", "#15171b"),
-    "on-light": ("#24272c", "#14161a"),
-    "host-0": ("#eaf0f7", "#222c38"),
-    "host-1": ("#f7efe4", "#362c20"),
-    "host-2": ("#e9f3ea", "#213226"),
-    "host-3": ("#f1ecf7", "#2d2638"),
-    "host-4": ("#f8eaea", "#382525"),
-    "host-5": ("#e6f3f4", "#1e3234"),
-    "host-6": ("#f4f4e2", "#32321f"),
-    "host-7": ("#f0f0f0", "#2b2b2e"),
-}
+COLOURS: dict[str, tuple[str, str]] = toml.loads(Path(__file__).with_name("colours.toml").read_text(encoding="utf-8"))
 """Maps roles to colours on (light, dark) backgrounds. Light colours are unique, since pages look up the role by them."""
 NUM_HOST_COLOURS = 8
 INK, SOFT, FAINT, PAPER = (COLOURS[role][0] for role in ("ink", "soft", "faint", "paper"))
