@@ -48,7 +48,7 @@ FOREIGN_OPTIONS = {
     "Open MPI": {"--mca", "--prtemca", "--prefix", "--host", "--wdir", "--with-ft", "--oversubscribe"},
     "SLURM": {
         "--gpus-per-task", "--gpus-per-node", "--gres", "--mem", "--ntasks", "--ntasks-per-node", "--cpus-per-task", "--requeue",
-        "--open-mode", "--signal", "--time", "--mpi", "--het-group",
+        "--account", "--open-mode", "--signal", "--time", "--mpi", "--het-group",
     },
     "Docker": {"--shm-size", "--ipc"},
     "uv, pip": {"--torch-backend", "--pip-args", "--constraint"},

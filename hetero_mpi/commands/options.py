@@ -292,8 +292,8 @@ def _add_offline_commands(commands: Commands) -> None:
 def _add_question(add: Add) -> None:
     """Declare the options of ``plan`` and ``simulate``: job, profile and planning options."""
     add("job", type=Path, nargs="?", metavar="JOB", help="job file (TOML); default: a job for the profile's model")
-    profile = "profile file, shipped profile, or run whose profile to use"
-    add("--profile", type=Path, required=True, metavar="FILE|NAME|RUN", help=profile)
+    profile = "profile file, shipped profile, or run whose profile to use (default: list the profiles)"
+    add("--profile", type=Path, metavar="FILE|NAME|RUN", help=profile)
     plan = "plan file, or run whose plan to use, instead of planning"
     add("--plan", dest="plan_source", type=Path, metavar="FILE|RUN", help=plan)
     _add_schedule(add)
@@ -325,6 +325,6 @@ def _add_looking_back(commands: Commands) -> None:
     add = _command(commands, "baseline", "commands.run_commands:baseline", text).add_argument
     job = "job file (TOML); default: the run's job, or a job for the profile's model"
     add("job", type=Path, nargs="?", metavar="JOB", help=job)
-    profile = "profile, or run, whose measured times are then used"
-    add("--profile", type=Path, required=True, metavar="FILE|NAME|RUN", help=profile)
+    profile = "profile, or run, whose measured times are then used (default: list the profiles)"
+    add("--profile", type=Path, metavar="FILE|NAME|RUN", help=profile)
     _add_set(add)

@@ -3,6 +3,7 @@
 A profile contains the measured costs of the model, so a laptop can plan for any cluster, given its profile.
 """
 
+import contextlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -29,7 +30,7 @@ from hetero_mpi.report.profile_text import inspection_lines
 from hetero_mpi.util import toml, units
 from hetero_mpi.util.disk import require_regular, write_errors
 from hetero_mpi.util.errors import UserError
-from hetero_mpi.util.shipped import profile_file
+from hetero_mpi.util.shipped import profile_file, shipped_profiles
 from hetero_mpi.util.terminal import wrap_text
 
 HDF5_MAGIC = b"\x89HDF\r\n\x1a\n"
@@ -110,13 +111,18 @@ def _inspect_run(directory: Path, picture: Path | None, every: bool) -> list[str
 def plan(
     job: Path | None,
     overrides: Sequence[str],
-    profile: Path,
+    profile: Path | None,
     plan_source: Path | None,
     output: Path | None,
     explain: bool,
     as_json: bool,
 ) -> str | list[str]:
-    """Analyse the planner's plan for a job, or a given plan. Returns lines to print or, with ``as_json``, a JSON object."""
+    """Analyse the planner's plan for a job, or a given plan. Returns lines to print or, with ``as_json``, a JSON object.
+
+    Without a job and a profile, list the profiles.
+    """
+    if job is profile is None and not as_json:
+        return profile_list("plan [JOB]")
     question = ask(job, overrides, profile)
     report = chosen_plan(question, plan_source)
     best, no_plan_reason = (report, "") if plan_source is None else _planner_report(question, report)
@@ -168,7 +174,7 @@ def _planner_report(question: PlanQuestion, fallback: PlanReport) -> tuple[PlanR
 def simulation(
     job: Path | None,
     overrides: Sequence[str],
-    profile: Path,
+    profile: Path | None,
     plan_source: Path | None,
     output: Path | None,
     shared_nic: bool,
@@ -184,7 +190,7 @@ def simulation(
     folder = output if output is not None else run_directory(question.loaded) / "simulation"
     labels = {device.rank: device.name for device in question.profile.devices}
     used_ranks, ranks = len(result.busy_s), len(question.profile.devices)
-    title = f"predicted step: {units.seconds(result.step_s)}, {used_ranks} of {ranks} ranks, {question.loaded.name}"
+    title = f"predicted step: {units.seconds(result.step_s)}, {used_ranks} of {units.plural(ranks, 'rank')}, {question.loaded.name}"
     figure = timeline([Panel(title, result.events)], labels)
     with write_errors(folder):
         paths = [save(figure, folder / f"timeline.{kind}", title) for kind in ("png", "svg")]
@@ -202,11 +208,32 @@ def simulation(
     ]
 
 
-def ask(job: Path | None, overrides: Sequence[str], profile_path: Path) -> PlanQuestion:
+def profile_list(command: str) -> list[str]:
+    """List the shipped profiles and those in the working directory, ``profiles/`` and ``runs/``, one per line."""
+    shipped = shipped_profiles()
+    files = sorted([*Path().glob("*.toml"), *Path("profiles").glob("*.toml"), *Path("runs").glob("*/profile.toml")])
+    saved = [
+        file.parent if file.parts[0] == "runs" else file for file in files if file.resolve() not in shipped.values()
+    ]
+    paths = {str(path): path for path in saved} | shipped
+    lines = [f"Profiles (hetero-mpi {command} --profile NAME):"]
+    for name, path in paths.items():
+        with contextlib.suppress(UserError):  # another kind of file
+            profile = load_profile(path)
+            kinds = units.join_with_counts((device.name for device in profile.devices), ", ")
+            model = f"{profile.model.model_type}, {units.plural(len(profile.model.layers) - 2, 'block')}, {profile.model.dtype}"
+            lines.append(f"  {name}: {kinds}; {model}")
+    return [*lines, "Measure your machines: hetero-mpi launch -np N -- profile JOB -o FILE"]
+
+
+def ask(job: Path | None, overrides: Sequence[str], profile_path: Path | None) -> PlanQuestion:
     """Read a profile and a job that matches it. If no job is given, plan for the profile's model.
 
-    Raises UserError if a file is invalid, or if the profile was made for another model, dtype or sequence length.
+    Raises UserError if no profile is given, if a file is invalid, or if the profile was made for another model, dtype or sequence
+    length.
     """
+    if profile_path is None:
+        raise UserError("plan.no_profile", "\n".join(["--profile is required", *profile_list("... [JOB]")]))
     if job is not None:
         loaded, profile = load_job(job, overrides), load_profile(profile_path)
         command = f"plan --profile {profile_path} --set train.global_batch={loaded.job.train.global_batch}"
@@ -218,7 +245,7 @@ def ask(job: Path | None, overrides: Sequence[str], profile_path: Path) -> PlanQ
     train, model = loaded.job.train, profile.model
     remark = f"No job given: planning {train.global_batch} {units.rows_of(model.sequence_length)} per step of the profile's model "
     remark += (
-        f"({model.model_type}, {len(model.layers) - 2} blocks, {model.dtype}); change with --set train.global_batch=N"
+        f"({model.model_type}, {len(model.layers) - 2:,} blocks, {model.dtype}); change with --set train.global_batch=N"
     )
     return replace(question, remarks=(remark, *question.remarks))
 
@@ -332,7 +359,7 @@ def _differences(loaded: LoadedJob, config: dict[str, Any] | None, profile: Clus
         problems.append(f'model_type = "{kind}": the profile has "{model.model_type}"')
     blocks = next((config[key] for key in BLOCK_KEYS if config and key in config), None)
     if blocks is not None and blocks != len(model.layers) - 2:
-        problems.append(f"{blocks} blocks: the profile has {len(model.layers) - 2}")
+        problems.append(f"{units.plural(blocks, 'block')}: the profile has {len(model.layers) - 2}")
     if model.layers[1:-1] and not job.train.freeze and _trains_adapter(profile) != (job.adapter.method != "none"):
         measured = "an adapter over frozen weights" if _trains_adapter(profile) else "full fine-tuning"
         problems.append(f'adapter.method = "{job.adapter.method}": the profile has {measured}')

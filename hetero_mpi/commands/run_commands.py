@@ -60,7 +60,7 @@ def compare(runs: list[Path], output: Path | None = None) -> list[str]:
     return [*lines, f"Page: {write_page(comparison_html(compared, output), output)}"]
 
 
-def baseline(job: Path | None, overrides: Sequence[str], profile: Path) -> list[str]:
+def baseline(job: Path | None, overrides: Sequence[str], profile: Path | None) -> list[str]:
     """Compare each kind of device of a profile, used alone, with all devices together.
 
     Args:
@@ -70,7 +70,7 @@ def baseline(job: Path | None, overrides: Sequence[str], profile: Path) -> list[
     Raises:
         UserError: If the job and the profile do not match, or if there is no plan that fits.
     """
-    run = read_run(profile) if profile.is_dir() else None
+    run = read_run(profile) if profile is not None and profile.is_dir() else None
     cluster, request, remarks = _planning_inputs(job, overrides, profile, run)
     report = run.report if run is not None and run.report is not None else make_plan(cluster, request)
     singles = [time_alone(cluster, request, members[0]) for members in rank_classes(cluster)]
@@ -79,12 +79,13 @@ def baseline(job: Path | None, overrides: Sequence[str], profile: Path) -> list[
 
 
 def _planning_inputs(
-    job: Path | None, overrides: Sequence[str], source: Path, run: PastRun | None
+    job: Path | None, overrides: Sequence[str], source: Path | None, run: PastRun | None
 ) -> tuple[ClusterProfile, PlanRequest, tuple[str, ...]]:
     """Return the profile, the planning request and remarks. A run on emulated devices is planned for its profile's own model."""
     if run is None:
         question = ask(job, overrides, source)
         return question.profile, question.request, question.remarks
+    assert source is not None
     loaded = load_job(job, overrides) if job else job_from_tables(run.job, run.name, ".", overrides=overrides)
     if run.profile is not None and run.profile.emulated:
         train = loaded.job.train

@@ -75,9 +75,9 @@ class CorpusReport:
         lines = [f"{counts}, {self.bytes / 1e6:,.1f} MB of text{limit}"]
         if self.skipped:
             path, reason = next(iter(self.skipped.items()))
-            lines.append(f"{len(self.skipped):,} files skipped, such as {path}: {reason}")
+            lines.append(f"{units.plural(len(self.skipped), 'file')} skipped, such as {path}: {reason}")
         if self.textless:
-            lines.append(f"{self.textless:,} records without text dropped")
+            lines.append(f"{units.plural(self.textless, 'record')} without text dropped")
         return lines + self.bad.lines()
 
 
@@ -356,7 +356,9 @@ def _pack(pieces: Iterable[tuple[Tokens, bool]], end: int, length: int, path: Pa
                 documents += 1
         content = file.getvalue() if isinstance(file, io.BytesIO) else b""
     stream = np.frombuffer(content, np.int32) if path is None else mapped(path)
-    return Rows(*overlapping(stream, length), f"{len(stream)} tokens in {documents} documents")
+    return Rows(
+        *overlapping(stream, length), f"{units.plural(len(stream), 'token')} in {units.plural(documents, 'document')}"
+    )
 
 
 def overlapping(stream: Tokens, length: int) -> tuple[Tokens, Tokens]:
@@ -385,7 +387,7 @@ def _pad(pieces: Iterable[tuple[Tokens, bool]], end: int, pad: int, length: int)
     for row, part in enumerate(parts):
         tokens[row, : len(part) - 1] = part[:-1]
         targets[row, : len(part) - 1] = part[1:]
-    short = f"{dropped:,} documents of fewer than 2 tokens dropped"
+    short = f"{units.plural(dropped, 'document')} of fewer than 2 tokens dropped"
     long = f"{cut:,} documents are longer than a sequence and are truncated (data.sequence_length = {length})"
     notes = tuple(note for count, note in ((dropped, short), (cut, long)) if count)
-    return Rows(tokens, targets, f"{len(parts)} documents of at least 2 tokens", notes)
+    return Rows(tokens, targets, f"{units.plural(len(parts), 'document')} of at least 2 tokens", notes)

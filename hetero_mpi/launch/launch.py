@@ -83,9 +83,10 @@ def _start(namespace: argparse.Namespace, command: CommandLine, program: Sequenc
     doctor = ["python", "-m", "hetero_mpi", "doctor"]
     for option, file in (("--hostfile", namespace.hostfile), ("--hosts", namespace.hosts)):
         doctor += [option, file] if file is not None else []
-    asked_text = STOP_TEXTS.get(program[0])
+    is_dry_run = program[0] == "train" and "--dry-run" in program
+    asked_text = STOP_TEXTS.get("dry run" if is_dry_run else program[0])
     code = start(command, namespace.print_only, namespace.verbose, asked_text, shlex.join(doctor))
-    if program[0] == "train" and code not in _EXPLAINED_CODES and code <= MAX_RANK_EXIT_CODE:
+    if program[0] == "train" and not is_dry_run and code not in _EXPLAINED_CODES and code <= MAX_RANK_EXIT_CODE:
         resume_words = [*without_option(program, "--resume", needs_value=False), "--resume", "any"]
         launch_args = sys.argv[1 : -len(program)] if sys.argv[-len(program) :] == program else ["launch", "...", "--"]
         command_line = shlex.join(["python", "-m", "hetero_mpi", *launch_args, *resume_words])

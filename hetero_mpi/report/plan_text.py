@@ -148,7 +148,7 @@ def schedule_text(plan: Plan) -> str:
 def _schedule_text(pipeline: PipelinePlan) -> str:
     count, last = pipeline.micro_batches, len(pipeline.stages) - 1
     if pipeline.interleaved:
-        return f"{pipeline.order} ({max(map(len, pipeline.stages_of.values()))} stages per rank)"
+        return f"{pipeline.order} ({units.plural(max(map(len, pipeline.stages_of.values())), 'stage')} per rank)"
     if pipeline.order != WARM_UP:
         return pipeline.order
     depths = [min(stage.warm_up, count) for stage in pipeline.stages]

@@ -75,7 +75,7 @@ Standings = Callable[[], Mapping[int, Standing]]
 def overview(plan: Plan, profile: ClusterProfile, name: str) -> Overview:
     """Build the title of the screen, and a row for each rank that the plan uses."""
     use = simulate(plan, profile).use
-    on = f" on {len(plan.ranks)} of {len(profile.devices)} ranks"
+    on = f" on {len(plan.ranks)} of {units.plural(len(profile.devices), 'rank')}"
     title = f"{name}: {stages_text(plan, on)}{', EMULATED' if profile.emulated else ''}"
     rows = []
     for rank in plan.ranks:

@@ -87,7 +87,9 @@ def time_lines(
         elif cpu_text:
             lines.append(f"  {cpu_text}")
     else:
-        lines = [f"Step time: not measured; {len(last)} steps are too few (the first {WARM_UP_STEPS} do not count)"]
+        lines = [
+            f"Step time: not measured; {units.plural(len(last), 'step')} are too few (the first {WARM_UP_STEPS} do not count)"
+        ]
     for earlier_steps in before:
         measured = statistics.median(step.step_s for step in earlier_steps[WARM_UP_STEPS:] or earlier_steps)
         lines.append(
@@ -160,11 +162,11 @@ def baseline_lines(
         )
         for single in singles
     ]
-    together = f"{len(report.plan.ranks)} of {len(profile.devices)} ranks"
+    together = f"{len(report.plan.ranks)} of {units.plural(len(profile.devices), 'rank')}"
     timed.append((together, devices_text(profile), report.predicted_step_s, f"predicted{kind}"))
     measured = run.median_step_s() if run is not None else None
     if run is not None and measured is not None:
-        how = f"measured{kind}, median of {len(run.warm_steps)} steps"
+        how = f"measured{kind}, median of {units.plural(len(run.warm_steps), 'step')}"
         timed.append((together, f"run {run.name}", measured, how))
     rows = [
         (who, device, *((units.seconds(step_s), f"{tokens / step_s:,.0f}") if step_s else ("", "")), how)

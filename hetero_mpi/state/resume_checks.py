@@ -15,6 +15,7 @@ from hetero_mpi.model.tuning import Tuning
 from hetero_mpi.state.hdf5 import KINDS, damage_named
 from hetero_mpi.state.reader import CheckpointReader
 from hetero_mpi.state.redistribute import held_as
+from hetero_mpi.util import units
 from hetero_mpi.util.errors import UserError
 
 
@@ -221,6 +222,6 @@ def other_change(then: Mapping[str, Any], job: JobConfig, tuning: Tuning, chain:
         sizes = then["train"].get("micro_batch", "auto"), job.train.micro_batch
         before, now = (micro_batch_choices(job.train.global_batch, size, 1, True)[0][0] for size in sizes)
         if now != before:
-            text = f"dropout masks are drawn for {now} sequences at a time, previously {before}"
+            text = f"dropout masks are drawn for {units.plural(now, 'sequence')} at a time, previously {before}"
             notes.append(f"{text} ([train] micro_batch)")
     return f"From step {step + 1} on, {'; '.join(notes)}" if notes and step < job.train.steps else None

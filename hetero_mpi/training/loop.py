@@ -26,6 +26,7 @@ from hetero_mpi.state.saving import Saver, Snapshots
 from hetero_mpi.state.state import State
 from hetero_mpi.training.follower import Event, Follower, Reply
 from hetero_mpi.training.setup.context import RunContext, Share
+from hetero_mpi.util import units
 from hetero_mpi.util.background import warn_on_failure
 from hetero_mpi.util.errors import ExitCode, UserError
 
@@ -176,8 +177,8 @@ class Loop:
         if done and self._stops_early():
             waited, lowest = self.state.higher_in_a_row, self.state.lowest_loss
             say(
-                f"step {self.state.step}: early stopping: the evaluation loss has not improved for {waited} evaluations "
-                f"(best: {lowest:.4f}); `python -m hetero_mpi export {self._run_dir} OUT --best` writes the best model"
+                f"step {self.state.step}: early stopping: the evaluation loss has not improved for "
+                f"{units.plural(waited, 'evaluation')} (best: {lowest:.4f}); `python -m hetero_mpi export {self._run_dir} OUT --best` writes the best model"
             )
         if self.world.rank == 0:
             if done:

@@ -328,7 +328,7 @@ class Decider:
         ratios = self.ratios()
         return ", ".join(
             f"{part_text(part, hosts)}{' and back' if isinstance(part, LinkBetween) else ''} at {1 / ratios[part]:.2g} of the "
-            f"profiled speed for {steps} steps"
+            f"profiled speed for {units.plural(steps, 'step')}"
             for part, steps in self.changed().items()
         )
 

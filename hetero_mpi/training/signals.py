@@ -82,10 +82,6 @@ class StopRequest:
             if not self._noting:
                 raise Interrupted(number, self._saved)
         elif number in ABORT_SIGNALS and now - self._first_s > ECHO_S:
-            name = signal.Signals(number).name
-            os.write(
-                2,
-                f"{name} after {self.asked_by.name}: exiting immediately, without waiting for a checkpoint\n".encode(),
-            )
+            os.write(2, b"asked to stop a second time: exiting immediately, without waiting for a checkpoint\n")
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)

@@ -26,7 +26,7 @@ def seconds(value_s: float) -> str:
     for factor, unit in ((1, "s"), (1e-3, "ms")):
         if value_s >= 0.9995 * factor:
             return f"{_digits(value_s / factor)} {unit}"
-    return f"{_digits(value_s * 1e6)} us" if value_s else "0 s"
+    return f"{_digits(value_s * 1e6)} µs" if value_s else "0 s"
 
 
 def clock(value_s: float) -> str:

@@ -442,7 +442,7 @@ def test_a_signal_ends_the_service_in_order(served: Served) -> None:
             waiting.result()
         running.ranks[1].send_signal(signal.SIGCONT)
     assert running.end() == ExitCode.DONE, running.text()
-    assert "SIGINT" in running.text() and "Traceback" not in running.text()
+    assert "Ctrl-C" in running.text() and "Traceback" not in running.text()
 
 
 @pytest.mark.long

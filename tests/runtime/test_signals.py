@@ -104,17 +104,19 @@ def test_a_second_sigusr1_changes_nothing_np2(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_signal_while_profiling_says_what_to_do_np2(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "words"), [(signal.SIGUSR1, []), (signal.SIGINT, []), (signal.SIGTERM, ["--dry-run"])]
+)
+def test_a_signal_while_profiling_says_what_to_do_np2(tmp_path: Path, number: int, words: list[str]) -> None:
     job, run = LongRun(tmp_path, 2), tmp_path / "run"
     launch = [sys.executable, "-m", "hetero_mpi", "launch", "-np", "2", "--", *job.arguments(run, planned=False)]
-    with job.started([*launch, "--set", "profile.repeats=1000"], job.environment(), run) as running:
+    with job.started([*launch, "--set", "profile.repeats=1000", *words], job.environment(), run) as running:
         running.wait_for("the profile", lambda: "Profiling 2 ranks" in running.text())
-        running.process.send_signal(signal.SIGUSR1)
-        assert running.end() == 128 + signal.SIGUSR1, running.text()
+        running.process.send_signal(number)
+        assert running.end() == 128 + number, running.text()
     told = running.text()
-    assert "SIGUSR1 before the first step, so this launch saved nothing" in told and "SLURM" not in told, (
-        "there is none here"
-    )
+    assert "before the first step" in told and "SLURM" not in told, "there is none here"
+    assert ("SIGUSR1" in told) == (number == signal.SIGUSR1) and ("--resume" in told) == (not words)
     assert "MPI_ABORT" not in told and "prterun" not in told
 
 

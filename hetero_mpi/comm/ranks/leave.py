@@ -52,7 +52,7 @@ class Interrupted(KeyboardInterrupt):
         self.number, self.when = number, when
 
     def __str__(self) -> str:
-        return f"{signal.Signals(self.number).name} {self.when}"
+        return f"asked to stop {self.when}"
 
 
 def exit_together(world: World, problem: str | None, code: int) -> str | None:

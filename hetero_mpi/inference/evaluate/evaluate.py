@@ -41,6 +41,7 @@ from hetero_mpi.serve.serve import ServeOptions, cache_budgets, serve
 from hetero_mpi.training.setup.data_setup import prepare
 from hetero_mpi.training.setup.named_sets import read_set
 from hetero_mpi.training.setup.setup import look_around
+from hetero_mpi.util import units
 from hetero_mpi.util.background import start_module
 from hetero_mpi.util.disk import write_atomic, write_errors
 from hetero_mpi.util.errors import ExitCode, UserError
@@ -294,7 +295,7 @@ def _sets(opened: Opened, options: EvaluateOptions) -> dict[str, list[ScoredText
         if empty := [name for name, texts in sets.items() if not texts]:
             raise UserError(
                 "evaluate.nothing_to_score",
-                f"--data {empty[0]}: its first {limit:,} sequences have no target tokens; raise --limit",
+                f"--data {empty[0]}: its first {units.plural(limit, 'sequence')} have no target tokens; raise --limit",
             )
         return sets
     if loaded is None:

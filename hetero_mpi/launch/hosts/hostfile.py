@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hetero_mpi.comm.ranks.library import OPEN_MPI
+from hetero_mpi.util import units
 from hetero_mpi.util.disk import require_regular
 from hetero_mpi.util.errors import UserError
 
@@ -137,7 +138,7 @@ def check_slots(entries: Iterable[HostEntry], ranks: int, path: str | Path) -> N
     if len(known_slots) == len(slots) and sum(known_slots) < ranks:
         raise UserError(
             "hosts.too_many_ranks",
-            f"-np {ranks} asks for more ranks than the {sum(known_slots)} slots in {path}: "
+            f"-np {ranks} asks for more ranks than the {units.plural(sum(known_slots), 'slot')} in {path}: "
             f"raise `slots=` of a host there, or start with -np {sum(known_slots)}.",
         )
 

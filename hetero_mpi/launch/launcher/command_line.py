@@ -28,6 +28,7 @@ from hetero_mpi.launch.hosts.agent import launch_agent
 from hetero_mpi.launch.hosts.hostfile import HostEntry, check_slots, format_hostfile, read_by_launcher, read_hostfile
 from hetero_mpi.launch.hosts.interface import InterfaceChoice, LocalAddress, choose_interface, local_addresses, resolve
 from hetero_mpi.launch.launcher.launcher import AS_ROOT, Launcher
+from hetero_mpi.util import units
 from hetero_mpi.util.disk import atomic_write, cache_folder, write_errors
 from hetero_mpi.util.errors import UserError
 from hetero_mpi.util.host_limits import usable_cores
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
     Shares = Sequence[tuple[Host, int]]
     """Entries that take part, each as (entry, number of its ranks)."""
 
+MAX_RANKS_PER_CORE = 2
+"""With more local ranks per core, ``launch`` remarks that they share cores."""
 _SCRIPT = """#!/bin/sh
 # AGENT [OPTIONS] HOST COMMAND...: runs a launcher's command on HOST, with the path of MPI on that host.
 # Written by `hetero_mpi launch --hosts`; may be deleted while no job is being started.
@@ -93,7 +96,10 @@ def summary(launcher: Launcher, ranks: int, hosts: Sequence[tuple[str, int | Non
     else:
         where = ", ".join(f"{name} ({count})" for name, count in counts.items() if count)
     default_place = "the nodes of this SLURM job" if "SLURM_JOB_ID" in os.environ else "this machine"
-    return f"{ranks} rank{'s' if ranks > 1 else ''} on {where or default_place}, by {launcher.library}"
+    text = f"{units.plural(ranks, 'rank')} on {where or default_place}, by {launcher.library}"
+    if (where or default_place) == "this machine" and ranks > MAX_RANKS_PER_CORE * usable_cores():
+        text += f"; they share {units.plural(usable_cores(), 'core')}, so fewer ranks (-np {usable_cores()}) are usually faster"
+    return text
 
 
 def build_command(

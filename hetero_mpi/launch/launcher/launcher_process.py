@@ -35,8 +35,12 @@ from hetero_mpi.util.terminal import UNWATCHED_VARIABLE, write_text
 
 _MORE_TEXT = "the full command: --print; with the reasons for its options: --verbose"
 _PR_SET_PDEATHSIG_CODE = 1
-STOP_TEXT = "asking the job to finish its step, write a checkpoint and end (SIGINT or SIGTERM now: end at once)"
-STOP_TEXTS = {"train": STOP_TEXT, "serve": "asking the service to end (SIGINT or SIGTERM now: end at once)"}
+_AGAIN = "(Ctrl-C or SIGTERM now: end at once)"
+STOP_TEXTS = {
+    "train": f"asking the job to finish its step, write a checkpoint and end {_AGAIN}",
+    "dry run": f"asking the dry run to end {_AGAIN}",
+    "serve": f"asking the service to end {_AGAIN}",
+}
 """Each program that can be stopped gracefully -> the message about the stop."""
 ABORT_TEXT = "ending the job at once, without a checkpoint"
 MAX_RANK_EXIT_CODE = 128 + 64
@@ -94,23 +98,25 @@ def run_command(command: CommandLine, asked_text: str | None = None, doctor: str
     ``doctor``: see ``start``.
     """
     process, errors = start_process(command)
-    stop_requested = asked_text is None
+    stop_requested, first_signal = asked_text is None, 0
 
     def pass_on(number: int, _frame: FrameType | None) -> None:
-        nonlocal stop_requested
+        nonlocal stop_requested, first_signal
         if stop_requested and asked_text is not None and number not in ABORT_SIGNALS:
             return
         if asked_text is not None:
             text = ABORT_TEXT if stop_requested else asked_text
-            print_lines([f"{signal.Signals(number).name}: {text}"])
+            print_lines([f"{signal_name(number)}: {text}"])
         request_stop(process, again=stop_requested)
-        stop_requested = True
+        stop_requested, first_signal = True, first_signal or number
 
     with on_stop_signal(pass_on):
         if (code := process.wait()) != 0:
             _end_session(process.pid)
     # A negative code means a signal, which a shell reports as 128 + its number.
     code = errors.finish(code if code >= 0 else 128 - code)
+    if first_signal and code == 128 + getattr(signal, "SIGUSR1", 0):  # as ``request_stop`` passes on any signal
+        code = 128 + first_signal
     if code > MAX_RANK_EXIT_CODE:
         print_lines([_NOT_STARTED, f"to find the cause: {doctor}"])
     return code
@@ -183,6 +189,10 @@ def on_stop_signal(handler: Callable[[int, FrameType | None], None]) -> Iterator
     finally:
         for number, previous in previous_handlers.items():
             signal.signal(number, previous)
+
+
+def signal_name(number: int) -> str:
+    return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
 
 
 def request_stop(process: subprocess.Popen[bytes], again: bool) -> None:

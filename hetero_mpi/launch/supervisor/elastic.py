@@ -33,10 +33,11 @@ from hetero_mpi.launch.launcher.command_line import CommandLine, build_command, 
 from hetero_mpi.launch.launcher.launcher import Launcher
 from hetero_mpi.launch.launcher.launcher_process import (
     ABORT_TEXT,
-    STOP_TEXT,
+    STOP_TEXTS,
     announce,
     on_stop_signal,
     request_stop,
+    signal_name,
     start_process,
 )
 from hetero_mpi.launch.supervisor.elastic_options import ElasticOptions
@@ -283,11 +284,11 @@ class Supervisor:
                 self.events.report("silent", text, hosts=names)
                 return StartOutcome(128 + self.signals[0] if self.signals else None, silent)
             if len(self.signals) > passed_on:
-                name = signal.Signals(self.signals[-1]).name
+                name = signal_name(self.signals[-1])
                 if passed_on:
                     self.events.report("signal", f"{name}: {ABORT_TEXT}")
                     return StartOutcome(128 + self.signals[-1])
-                self.events.report("signal", f"{name}: {STOP_TEXT}")
+                self.events.report("signal", f"{name}: {STOP_TEXTS['train']}")
                 request_stop(process, again=False)
                 passed_on = len(self.signals)
             time.sleep(_POLL_S)

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hetero_mpi.model.layer.interface import Example, LayerChain, ParameterSpec, PassThrough, as_input, seeded
 from hetero_mpi.planning.types.sizes import EMBEDDING, HEAD
+from hetero_mpi.util import units
 from hetero_mpi.util.errors import UserError
 
 REMEDY = (
@@ -92,7 +93,7 @@ class CustomChain(LayerChain):
         seed: int,
     ) -> None:
         self.name, self.shapes, self.layer_count, self.seed = name, shapes, len(shapes), seed
-        self.summary, self.start_is_sent = f"{name}, {len(shapes)} layers", existing
+        self.summary, self.start_is_sent = f"{name}, {units.plural(len(shapes), 'layer')}", existing
         self.embeddings = {f"{shape.name}.{inner}" for shape in shapes for inner in shape.embeddings}
         self.draws = any(shape.draws for shape in shapes)
         self._builders, self._loss, self._sample = builders, loss, sample

@@ -27,6 +27,7 @@ from hetero_mpi.model.transformers import packed_records
 from hetero_mpi.model.transformers.head_slices import HeadSlices
 from hetero_mpi.model.transformers.supported import MASKED_FAMILIES
 from hetero_mpi.planning.types.sizes import DTYPE_BYTES, EMBEDDING, HEAD
+from hetero_mpi.util import units
 from hetero_mpi.util.errors import UserError
 
 _NOT_DECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
@@ -97,7 +98,7 @@ class TransformersChain(LayerChain):
         self.after_names = tuple(inner[position + 1 :] + outer)
         self.blocks = len(self.model.get_submodule(self.blocks_name))
         self.layer_count = self.blocks + 2
-        self.summary = f"{self.name}, {self.blocks} blocks"
+        self.summary = f"{self.name}, {units.plural(self.blocks, 'block')}"
         self.embeddings, self.draws = embedding_matrices(self.model), bool(random_rates(self.model))
         self.tied = self._tied_pair()
         spec_and_trained = {

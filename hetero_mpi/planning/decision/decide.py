@@ -205,7 +205,7 @@ def check_request(profile: ClusterProfile, request: PlanRequest) -> None:
     if not request.allow_idle and len(profile.devices) > min(len(usable), max_ranks):
         raise UserError(
             "plan.idle_ranks",
-            f"plan.allow_idle = false requires work on all {len(profile.devices)} ranks, but {len(usable)} support "
+            f"plan.allow_idle = false requires work on all {units.plural(len(profile.devices), 'rank')}, but {len(usable)} support "
             f"{profile.model.dtype} and at most {max_ranks} can work: a stage holds at least one of the model's "
             f"{len(profile.model.layers)} layers; start fewer ranks",
         )

@@ -167,7 +167,7 @@ def _counts_sentence(plan: Plan, profile: ClusterProfile) -> str:
         (f"{units.plural(p.micro_batches, 'micro-batch')} of {p.micro_batch}" for p in plan.pipelines), " + "
     )
     pipelines_text = f" in {len(plan.pipelines)} pipelines" if len(plan.pipelines) > 1 else ""
-    return f"{used} of {len(profile.devices)} ranks{pipelines_text}, {shares} = global batch {plan.global_batch}"
+    return f"{used} of {units.plural(len(profile.devices), 'rank')}{pipelines_text}, {shares} = global batch {plan.global_batch}"
 
 
 def busiest_text(plan: Plan, profile: ClusterProfile, simulation: SimulatedStep) -> str:
@@ -195,7 +195,7 @@ def idle_ranks(decision: Decision, profile: ClusterProfile, request: PlanRequest
     """List the idle ranks and why each is idle."""
     layers, used = len(profile.model.layers), set(decision.plan.ranks)
     max_ranks = min(len(usable_devices(profile)), layers * min(request.max_pipelines, request.global_batch))
-    spare = f"{layers} layers of work, {len(profile.devices)} ranks"
+    spare = f"{units.plural(layers, 'layer')} of work, {units.plural(len(profile.devices), 'rank')}"
     reason = spare if len(used) >= max_ranks else _without_idle(decision, max_ranks, profile, request)
     dtype = profile.model.dtype
     return tuple(
@@ -216,9 +216,9 @@ def _without_idle(decision: Decision, ranks: int, profile: ClusterProfile, reque
     if decision.at_work_s < math.inf:
         best, at_work = (units.seconds(seconds) for seconds in (decision.step_s, decision.at_work_s))
         if best == at_work or decision.at_work_s < decision.step_s:
-            return f"using {ranks} ranks would not shorten the step ({best} either way)"
-        return f"using {ranks} ranks would take {at_work} per step instead of {best}"
-    text = f"no plan that uses {ranks} ranks was found to fit in memory"
+            return f"using {units.plural(ranks, 'rank')} would not shorten the step ({best} either way)"
+        return f"using {units.plural(ranks, 'rank')} would take {at_work} per step instead of {best}"
+    text = f"no plan that uses {units.plural(ranks, 'rank')} was found to fit in memory"
     if True in request.recompute_choices:
         return text
     with_recompute = decide(profile, replace(request, recompute_choices=(False, True)))

@@ -97,10 +97,14 @@ def about(run: PastRun) -> str:
         parameters = sum(layer.parameters for layer in model.layers) - shared_parameters(model, *all_layers)
         facts.append(f"{model.model_type}, {units.count(parameters)} parameters, {model.dtype}")
     if run.plan is not None and run.profile is not None:
-        facts.append(f"{len(run.plan.ranks)} of {len(run.profile.devices)} ranks")
+        facts.append(f"{len(run.plan.ranks)} of {units.plural(len(run.profile.devices), 'rank')}")
     done = run.metrics.steps[-1].step if run.metrics.steps else 0
     total = run.setting("train", "steps")
-    facts.append(f"{done:,} of {total:,} steps" if type(total) is int and total else f"{done:,} steps")
+    facts.append(
+        f"{done:,} of {units.plural(total, 'step')}"
+        if type(total) is int and total
+        else f"{units.plural(done, 'step')}"
+    )
     text = ", ".join(facts)
     if run.emulated:
         text += (

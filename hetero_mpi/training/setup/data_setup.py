@@ -43,6 +43,7 @@ from hetero_mpi.objectives import learns_from
 from hetero_mpi.rundir.logs import say
 from hetero_mpi.training.setup.custom_model import read_factory
 from hetero_mpi.training.setup.named_sets import evaluation_sets
+from hetero_mpi.util import units
 from hetero_mpi.util.errors import UserError
 
 
@@ -305,7 +306,7 @@ def _model_keys(loaded: LoadedJob) -> tuple[dict[str, Any], dict[str, Any] | Non
     if positions is not None and length > positions:
         raise UserError(
             "data.sequence_length",
-            f"{loaded.path}: [data] sequence_length = {length}: the model has positions for {positions} tokens "
+            f"{loaded.path}: [data] sequence_length = {length}: the model has positions for {units.plural(positions, 'token')} "
             f"(max_position_embeddings); shorten the sequences",
         )
     return config, generation, notes
