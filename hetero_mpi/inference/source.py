@@ -170,6 +170,12 @@ def _run(path: Path) -> Opened:
             )
         return open_source(result)
     job, metadata = newest
+    if job.model.factory is not None:
+        raise UserError(
+            "generate.custom_model",
+            f"{path} holds a custom model ({job.model.factory}), which writes no text: generate, serve and evaluate need a "
+            f"language model. Load {path}/model/model.safetensors in Python instead (docs/python.md)",
+        )
     result = path / ("model" if job.adapter.method == "none" else "adapter")
     if not result.is_dir():
         raise UserError(

@@ -155,8 +155,8 @@ def _device_times(
         assert cached_times is not None
         return replace(cached_times, from_cache=True)
     measuring = world.subset(ranks)
-    counts = ", ".join(map(str, sampled_rows(subject.micro_batches)))
-    say(f"Profiling {units.plural(len(ranks), 'rank')}: layers with {counts} sequences, all ranks at once ...")
+    counts = f"{', '.join(map(str, sampled_rows(subject.micro_batches)))} {units.row(subject.sequence_length)}s"
+    say(f"Profiling {units.plural(len(ranks), 'rank')}: layers with {counts}, all ranks at once ...")
     times = cached_times
     if measuring is not None:
         begin = time.perf_counter()

@@ -111,7 +111,8 @@ def _link_lines(profile: ClusterProfile) -> list[str]:
         f"latency {', '.join(map(units.seconds, spread([link.latency_s for link in links])))}; "
         f"bandwidth {', '.join(map(units.bandwidth, spread([link.bytes_per_s for link in links])))}",
         f"  slowest: rank {slowest.source} -> rank {slowest.destination}, "
-        f"{units.seconds(message_s(slowest))} for one sequence's activations ({units.size(boundary)})",
+        f"{units.seconds(message_s(slowest))} for the activations of one {units.row(profile.model.sequence_length)} "
+        f"({units.size(boundary)})",
     ]
 
 
@@ -128,7 +129,7 @@ def inspection_lines(profile: ClusterProfile, every: bool = False) -> list[str]:
     for ranks, device in devices:
         name = f"{device.name} ({device.backend}), {units.size(device.memory_bytes)} usable"
         lines += ["", *wrap_text("", f"{units.ranks(ranks).capitalize()}: {name}")]
-        lines += _curve_table(device).lines()
+        lines += _curve_table(device, units.unit_of(profile.model.sequence_length)).lines()
         if any(times.recompute_s or times.input_s for times in device.layers.values()):
             lines.append("  recompute: backward with recomputation; input, weights: split backward")
         in_host = device.host_optimizer_s_per_parameter
@@ -151,11 +152,11 @@ def distinct_devices(profile: ClusterProfile) -> list[tuple[list[int], DevicePro
     return [([device.rank for device in like], like[0]) for like in grouped(profile.devices, figures).values()]
 
 
-def _curve_table(device: DeviceProfile) -> Table:
+def _curve_table(device: DeviceProfile, unit: str) -> Table:
     """Build a table of seconds by layer kind and tokens: the planner's value, the timed median relative to it, and the spread."""
     sampled = (("timed", units.change), ("spread", units.percent))
     forms: tuple[tuple[str, Callable[[Any], str]], ...] = (
-        ("layer", str), ("tokens", "{:,}".format), ("forward", units.seconds), *sampled, ("backward", units.seconds), *sampled,
+        ("layer", str), (unit, "{:,}".format), ("forward", units.seconds), *sampled, ("backward", units.seconds), *sampled,
         ("recompute", units.seconds), ("input", units.seconds), ("weights", units.seconds),
     )  # fmt: skip
     rows: list[tuple[Any, ...]] = []

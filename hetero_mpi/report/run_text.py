@@ -172,7 +172,7 @@ def baseline_lines(
         (who, device, *((units.seconds(step_s), f"{tokens / step_s:,.0f}") if step_s else ("", "")), how)
         for who, device, step_s, how in timed
     ]
-    table = Table.of_texts(("", "device", "step", "tokens/s", ""), rows)
+    table = Table.of_texts(("", "device", "step", f"{units.unit_of(report.plan.sequence_length)}/s", ""), rows)
     lines = [f"For {units.amount(tokens, report.plan.sequence_length)} per step{kind}:", *table.lines(), ""]
     lines += ["Do the other devices help?", *wrap_text("  ", worth_adding(singles, report, profile, measured)), ""]
     return [*lines, *(line for remark in remarks for line in wrap_text("", remark))]
@@ -244,7 +244,7 @@ def job_rows(job: Mapping[str, Any], used_dtype: str = "") -> list[tuple[str, st
         text = _setting_text(setting(name))
         return form.format(text) if text else ""
 
-    lora, packed = setting("adapter.method") == "lora", setting("data.packing")
+    lora, packed = setting("adapter.method") == "lora", setting("model.factory") is None and setting("data.packing")
     method = "LoRA" if lora else "full fine-tuning" if setting("adapter.method") == "none" else ""
     if lora and setting("model.quantization") == "nf4":
         method += f" on NF4 weights{', double quantization' if setting('model.double_quantization') else ''}"
@@ -255,7 +255,8 @@ def job_rows(job: Mapping[str, Any], used_dtype: str = "") -> list[tuple[str, st
         formatted("{}", "train.dtype"),
     )
     is_share = isinstance(held_out, (int, float)) and 0 < held_out < 1
-    held_out_text = f"{units.percent(held_out)} of the sequences for evaluation" if is_share else ""
+    kind = f"{units.row(setting('data.sequence_length'))}s"
+    held_out_text = f"{units.percent(held_out)} of the {kind} for evaluation" if is_share else ""
     new = f"a new {config.get('model_type', '')} model" if isinstance(config, Mapping) else _setting_text(config)
     by_plan = setting("train.micro_batch") == "auto"
     warm_up = formatted("{} steps of warm-up", "train.warmup_steps")
@@ -275,12 +276,12 @@ def job_rows(job: Mapping[str, Any], used_dtype: str = "") -> list[tuple[str, st
             formatted("text {}", "data.text"),
             formatted("records {}", "data.records"),
             units.rows_of(length) if (length := setting("data.sequence_length")) else "",
-            "packed" if packed is True else "one document per sequence" if packed is False else "",
+            "packed" if packed is True else "one document per sequence" if packed is False and kind == "sequences" else "",
             formatted("evaluated on {}", "data.evaluation") or held_out_text,
         ],
         "steps": [
-            formatted("{} steps", "train.steps"),
-            formatted("{} sequences per step", "train.global_batch"),
+            "1 step" if setting("train.steps") == 1 else formatted("{} steps", "train.steps"),
+            formatted(f"{{}} {kind} per step", "train.global_batch"),
             "micro-batches chosen by the plan" if by_plan else formatted("micro-batches of {}", "train.micro_batch"),
         ],
         "optimizer": [

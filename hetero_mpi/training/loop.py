@@ -178,7 +178,8 @@ class Loop:
             waited, lowest = self.state.higher_in_a_row, self.state.lowest_loss
             say(
                 f"step {self.state.step}: early stopping: the evaluation loss has not improved for "
-                f"{units.plural(waited, 'evaluation')} (best: {lowest:.4f}); `python -m hetero_mpi export {self._run_dir} OUT --best` writes the best model"
+                f"{units.plural(waited, 'evaluation')} (best: {lowest:.4f}); "
+                f"`python -m hetero_mpi export {self._run_dir} OUT --best` writes the best model"
             )
         if self.world.rank == 0:
             if done:

@@ -71,6 +71,11 @@ def amount(tokens: int, sequence_length: int) -> str:
     return plural(tokens, unit_of(sequence_length)[:-1])
 
 
+def row(sequence_length: int) -> str:
+    """Return the name of a row of a batch: ``sequence`` or, in custom layer models, ``sample``."""
+    return "sample" if sequence_length == 1 else "sequence"
+
+
 def rows_of(sequence_length: int, ending: str = "s") -> str:
     """Return ``sequences of 1,024 tokens`` or ``samples``; with ``ending`` "", the singular."""
     return f"sample{ending}" if sequence_length == 1 else f"sequence{ending} of {sequence_length:,} tokens"

@@ -25,7 +25,7 @@ from tests.support.past_runs import metrics
 
 def test_units() -> None:
     assert [units.seconds(value) for value in (0, 4.2e-6, 0.0123, 0.99999, 1.5, 62, 150, 3723, math.inf)] == [
-        "0 s", "4.20 us", "12.3 ms", "1.00 s", "1.50 s", "62.0 s", "2:30", "1:02:03", "unknown",
+        "0 s", "4.20 µs", "12.3 ms", "1.00 s", "1.50 s", "62.0 s", "2:30", "1:02:03", "unknown",
     ]  # fmt: skip
     assert [units.size(value) for value in (0, 999, 1e3, 8.53e9, 999.9e6)] == [
         "0 B",

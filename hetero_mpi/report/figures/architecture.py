@@ -97,7 +97,8 @@ def architecture(
 def _heading(sheet: Sheet, report: PlanReport, profile: ClusterProfile, title: str) -> float:
     hosts = len({device.host for device in profile.devices})
     facts = f"{len(report.plan.ranks)} of {units.plural(len(profile.devices), 'rank')} on {hosts} host{'s' if hosts > 1 else ''}"
-    facts += f", {report.plan.global_batch} sequences per step, {units.seconds(report.predicted_step_s)} predicted"
+    facts += f", {units.plural(report.plan.global_batch, units.row(report.plan.sequence_length))} per step"
+    facts += f", {units.seconds(report.predicted_step_s)} predicted"
     sheet.text(_MARGIN_SIZE, 34, title, 17, bold=True, width=MAX_ROW_WIDTH / 2)
     sheet.text(_MARGIN_SIZE, 54, facts, 12, "soft")
     if profile.emulated:
@@ -125,7 +126,8 @@ def _footer(sheet: Sheet, plan: Plan, profile: ClusterProfile, y: float, width: 
 
 def _pipeline_label(index: int, pipeline: PipelinePlan, plan: Plan) -> str:
     if len(plan.pipelines) > 1:
-        return f"pipeline {index}: {units.plural(pipeline.sequences, 'sequence')}, {pipeline.micro_batch} at a time"
+        share = units.plural(pipeline.sequences, units.row(plan.sequence_length))
+        return f"pipeline {index}: {share}, {pipeline.micro_batch} at a time"
     return f"{units.plural(pipeline.micro_batches, 'micro-batch')} of {pipeline.micro_batch}"
 
 

@@ -134,9 +134,9 @@ def key_figures(run: PastRun) -> list[tuple[str, str, str]]:
     if evaluations and (accuracy := evaluations[-1].token_accuracy) is not None:
         figures.append(("token accuracy", f"{100 * accuracy:.1f} %", "on the evaluation set"))
     seconds, speed = run.median_step_s(), run.median_tokens_per_s()
-    kind = "emulated" if run.emulated else "median"
+    kind, unit = "emulated" if run.emulated else "median", units.unit_of(run.setting("data", "sequence_length"))
     if speed is not None:
-        figures.append(("tokens per second", f"{speed:,.0f}", kind))
+        figures.append((f"{unit} per second", f"{speed:,.0f}", kind))
     if seconds is not None:
         remark = kind
         if run.report is not None:
@@ -152,5 +152,5 @@ def key_figures(run: PastRun) -> list[tuple[str, str, str]]:
         if run.emulated:  # times are of the profile's model, tokens of the stand-in
             emulated_tokens = sum(step.tokens_per_s * step.step_s for step in steps)
             remark = f"of the stand-in model; for {units.count(emulated_tokens)} {remark}, emulated"
-        figures.append(("training tokens", units.count(tokens), remark))
+        figures.append((f"training {unit}", units.count(tokens), remark))
     return figures

@@ -140,7 +140,8 @@ def learning(run: PastRun) -> Section:
     step_s = _series(steps, {"step_s": ("measured", "accent")}, noisy=True)
     step_s += _series(expected, {"predicted_step_s": ("predicted", "warm")}, dashed=True)
     records = learns_from(str(run.setting("train", "preference")))
-    loss_label = {None: "loss, nats per token", "labels": "loss per answer", "pairs": "loss per pair"}[records]
+    plain = "loss per sample" if run.setting("data", "sequence_length") == 1 else "loss, nats per token"
+    loss_label = {None: plain, "labels": "loss per answer", "pairs": "loss per pair"}[records]
     accuracy = _series(evaluations, {"token_accuracy": ("token accuracy", "warm")})
     rate = _series(steps, {"lr": ("learning rate", "good")})
     norm = _series(steps, {"grad_norm": ("gradient norm", "violet")}, noisy=True)

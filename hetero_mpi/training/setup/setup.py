@@ -127,16 +127,17 @@ def set_up(world: World, transport: Transport, loaded: LoadedJob, run_dir: Path)
     if material is not None:
         dataset = material.dataset
         say(*material.notes)
-        smaller = job.train.last_batch == "smaller"
+        smaller, row = job.train.last_batch == "smaller", units.row(job.data.sequence_length)
         epochs = job.train.steps / steps_per_epoch(len(dataset.train), job.train.global_batch, smaller)
         say(
             f"data: {len(dataset.train):,} training and {len(dataset.held_out):,} evaluation "
             f"{units.rows_of(job.data.sequence_length)}; "
-            f"{job.train.steps:,} steps of {job.train.global_batch} sequences are {epochs:.3g} epochs"
+            f"{units.plural(job.train.steps, 'step')} of {units.plural(job.train.global_batch, row)} "
+            f"{'is' if job.train.steps == 1 else 'are'} {epochs:.3g} epochs"
         )
         if job.train.global_batch > len(dataset.train) and not smaller:
             say(
-                f"the batch is larger than the training data: each sequence occurs in every step "
+                f"the batch is larger than the training data: each {row} occurs in every step "
                 f"{job.train.global_batch / len(dataset.train):.3g} times. Lower train.global_batch, or add data"
             )
     parameters = sum(spec.count for spec in chain.parameters.values())
