@@ -18,52 +18,14 @@ from hetero_mpi.job.training_tables import LANGUAGE, Example, OnlyIf, OnResume, 
 from hetero_mpi.util.errors import UserError
 from hetero_mpi.util.terminal import line_width
 
-HEADER = """\
-# Every key of a job file, with its meaning, accepted values and default. A job file needs only the keys that differ
-# from their defaults. Keys without a default are commented out and show an example; to leave an optional key empty,
-# omit it or set it to "".
-# Paths are relative to the job file; output.run_dir is relative to the working directory.
-#
-# Any key can be changed for one run on the command line: --set train.steps=6 --set model.config.hidden_size=64
-"""
 
-JOB_HEADER = """\
-# Job file reference
+def _text(file: str) -> str:
+    return Path(__file__).with_name(file).read_text(encoding="utf-8")
 
-<!-- Generated from hetero_mpi/job/schema.py by `python -m hetero_mpi reference --markdown > docs/job.md`. -->
 
-A job file is a TOML file that sets the model, the data and the training options, as far as they differ from the defaults below.
-[jobs/quickstart.toml](../jobs/quickstart.toml) is a complete example; this command prints a job file that documents every key:
-
-```sh
-python -m hetero_mpi reference
-```
-
-* Paths are relative to the job file; `[output] run_dir` is relative to the working directory; `~` is your home directory.
-* A key with the default *empty* is optional; to leave it empty, omit it or set it to `""`.
-* Write *text* in quotes. Units of numbers are in parentheses.
-* *Fixed on resume*: a resumed run must not change the key.
-* To change keys for one run, add `--set train.steps=20 --set model.config.hidden_size=64`. The value is TOML; a bare word is text.
-* All errors of a file are reported at once, including contradictions between keys.
-
-"""
-
-COMMANDS_HEADER = """\
-# Command reference
-
-<!-- Generated from `--help` by `python -m hetero_mpi reference --commands > docs/commands.md`. -->
-
-Run a command with `python -m hetero_mpi COMMAND` or `hetero-mpi COMMAND`.
-`COMMAND --help` prints its section of this page; [recovery](recovery.md#exit-codes) lists the exit codes.
-
-| run it | commands |
-| --- | --- |
-| on all ranks (`mpirun`, `launch`) | `train`, `profile`, `mesh verify`; optionally `generate`, `serve`, `evaluate`, `doctor` |
-| on one machine of the cluster | `launch`, `doctor`, `mesh init`, `generate`, `serve`, `evaluate`, `export`, `cache` |
-| on any machine, without torch and MPI | `plan`, `simulate`, `inspect`, `report`, `watch`, `compare`, `baseline`, `init` |
-| on any machine, for reference | `reference`, `completion` |
-
-"""
+HEADER = _text("reference_toml_head.txt")
+JOB_HEADER = _text("job_page_head.md")
+COMMANDS_HEADER = _text("commands_page_head.md")
 
 ENVIRONMENT = {
     "HETERO_MPI_DEVICE": "device of this rank, such as `cuda` or `cuda:1`; overrides `[cluster] device`",

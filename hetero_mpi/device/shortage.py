@@ -27,18 +27,10 @@ def memory_kills_text(kills: dict[str, int]) -> str:
 
 
 _OOM_PHRASES = (
-    "not enough memory",
-    "can't allocate memory",
-    "Cannot allocate memory",
-    "out of memory",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUDNN_STATUS_ALLOC_FAILED",
-    "HIPBLAS_STATUS_ALLOC_FAILED",
-    "UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY",
-    "UR_RESULT_ERROR_OUT_OF_HOST_MEMORY",
-    "UR_RESULT_ERROR_OUT_OF_RESOURCES",
-    "Invalid buffer size",
-)
+    "not enough memory", "can't allocate memory", "Cannot allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED", "HIPBLAS_STATUS_ALLOC_FAILED", "UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY",
+    "UR_RESULT_ERROR_OUT_OF_HOST_MEMORY", "UR_RESULT_ERROR_OUT_OF_RESOURCES", "Invalid buffer size",
+)  # fmt: skip
 """Phrases that mean out of memory in a RuntimeError from an allocator, driver or library: CPU, cuBLAS, cuDNN, SYCL, Metal."""
 
 

@@ -30,16 +30,8 @@ _LISTS = ("adapter.modules_to_save", "tokenizer.add", "tokenizer.add_special")
 FILE_PATTERN = re.compile(r"[./~]|.*\.(jsonl?|parquet|csv|txt|gz|zst)$")
 _OFF_VALUES = r"^(false|no|none|null)$"
 _LIST_PARTS = (
-    "=datasets",
-    "=texts",
-    "=test_sets",
-    "=weights",
-    "=targets",
-    "=report_to",
-    "=kwargs",
-    "=unfrozen",
-    "=groups",
-)
+    "=datasets", "=texts", "=test_sets", "=weights", "=targets", "=report_to", "=kwargs", "=unfrozen", "=groups",
+)  # fmt: skip
 """Parts (see ``_parts``) that may have several values."""
 
 

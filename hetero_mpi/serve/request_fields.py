@@ -12,22 +12,9 @@ from typing import Any
 
 from hetero_mpi.util import toml
 
-_METADATA_FIELDS = (
-    "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention prompt_cache_options "
-    "prediction include_obfuscation cache_control request_id priority cache_salt cache_prompt id_slot "
-    "n_keep n_discard n_cache_reuse"
-)
-"""Fields that describe a request's origin, or where and when it is processed."""
-_DEPENDENT_FIELDS = (
-    "guided_decoding_backend guided_whitespace_pattern length_penalty spaces_between_special_tokens "
-    "return_tokens_as_token_ids post_sampling_probs repeat_last_n penalize_nl mirostat_tau mirostat_eta dynatemp_exponent "
-    "xtc_threshold dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers min_keep adaptive_decay "
-    "parse_tool_calls preserved_tokens grammar_lazy grammar_triggers chat_format speculative.n_max speculative.n_min "
-    "speculative.p_min max_repetition_pattern_size min_repetition_pattern_size"
-)
-"""Settings of methods that have to be selected with another field, which is unsupported."""
-_IGNORED_FIELDS = frozenset([*_METADATA_FIELDS.split(), *_DEPENDENT_FIELDS.split()])
-_NEUTRAL_VALUES = toml.loads(Path(__file__).with_name("neutral_values.toml").read_text(encoding="utf-8"))
+_FIELDS = toml.loads(Path(__file__).with_name("request_fields.toml").read_text(encoding="utf-8"))
+_IGNORED_FIELDS = frozenset([*_FIELDS["metadata"], *_FIELDS["dependent"]])
+_NEUTRAL_VALUES = _FIELDS["neutral"]
 """Maps an unsupported field to the values that are accepted in addition to null."""
 _EMPTY_VALUES: tuple[Any, ...] = (False, "", [], {})
 """Values of unknown fields that are accepted in addition to null."""

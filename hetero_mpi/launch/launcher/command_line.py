@@ -42,22 +42,7 @@ if TYPE_CHECKING:
 
 MAX_RANKS_PER_CORE = 2
 """With more local ranks per core, ``launch`` remarks that they share cores."""
-_SCRIPT = """#!/bin/sh
-# AGENT [OPTIONS] HOST COMMAND...: runs a launcher's command on HOST, with the path of MPI on that host.
-# Written by `hetero_mpi launch --hosts`; may be deleted while no job is being started.
-while case "$1" in -*) true ;; *) false ;; esac; do shift; done
-host=$1; shift
-case "$host" in
-{cases}
-  *) there= ;;
-esac
-command=$*
-if [ -n "$there" ]; then
-  # The prefix ends at a path separator or at the end of the word.
-  command=$(printf '%s\\n' "$command " | sed -e {here}"$there"{rest})
-fi
-exec {agent} "$host" "$command"
-"""
+_SCRIPT = Path(__file__).with_name("agent.sh").read_text(encoding="utf-8")
 
 
 @dataclass

@@ -15,21 +15,10 @@ from hetero_mpi.model.files.model_files import ModelFiles
 from hetero_mpi.util.errors import UserError
 
 WANTED = (
-    "config.json",
-    "generation_config.json",
-    "*.safetensors",
-    "*.safetensors.index.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.json",
-    "chat_template.jinja",
-    "README.md",
-)
+    "config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json", "tokenizer.json",
+    "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "chat_template.json", "chat_template.jinja", "README.md",
+)  # fmt: skip
 """Files to download: configuration, tokenizer, weights, and the model card for its licence, but never code or pickles."""
 UNWANTED = ("*/*", "consolidated*")
 """Files to skip: copies of the weights in other layouts."""

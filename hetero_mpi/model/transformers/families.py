@@ -20,17 +20,8 @@ from hetero_mpi.planning.types.sizes import BLOCK_KEYS
 from hetero_mpi.util.errors import UserError
 
 _WELL_KNOWN = (
-    "deepseek_v3",
-    "gemma2",
-    "gemma3_text",
-    "gpt_oss",
-    "llama",
-    "mistral",
-    "mixtral",
-    "phi3",
-    "qwen2",
-    "qwen3",
-)
+    "deepseek_v3", "gemma2", "gemma3_text", "gpt_oss", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3",
+)  # fmt: skip
 
 _GENERAL_KEYS = ("model_type", "transformers_version", "architectures", "torch_dtype")
 

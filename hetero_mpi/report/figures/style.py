@@ -26,43 +26,12 @@ from matplotlib.textpath import text_to_path
 from hetero_mpi.util import toml
 from hetero_mpi.util.disk import write_errors
 
-COLOURS: dict[str, tuple[str, str]] = toml.loads(Path(__file__).with_name("colours.toml").read_text(encoding="utf-8"))
+_STYLE = toml.loads(Path(__file__).with_name("style.toml").read_text(encoding="utf-8"))
+COLOURS: dict[str, tuple[str, str]] = _STYLE["colours"]
 """Maps roles to colours on (light, dark) backgrounds. Light colours are unique, since pages look up the role by them."""
 NUM_HOST_COLOURS = 8
-INK, SOFT, FAINT, PAPER = (COLOURS[role][0] for role in ("ink", "soft", "faint", "paper"))
-STYLE: Any = {
-    "figure.dpi": 72,  # makes a point a pixel
-    "figure.facecolor": PAPER,
-    "font.family": "DejaVu Sans",
-    "font.size": 11,
-    "text.color": INK,
-    "text.parse_math": False,  # names of hosts and devices may contain a dollar sign
-    "axes.facecolor": "none",
-    "axes.edgecolor": FAINT,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.titlelocation": "left",
-    "axes.titlesize": 12,
-    "axes.titleweight": "bold",
-    "axes.labelcolor": SOFT,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": FAINT,
-    "grid.linewidth": 0.8,
-    "xtick.color": SOFT,
-    "ytick.color": SOFT,
-    "xtick.major.size": 0,
-    "ytick.major.size": 0,
-    "xtick.minor.size": 0,
-    "ytick.minor.size": 0,
-    "legend.frameon": False,
-    "legend.borderaxespad": 0,
-    "legend.borderpad": 0,
-    "legend.handlelength": 0.9,
-    "legend.labelcolor": SOFT,
-    "legend.fontsize": 11,
-    "svg.fonttype": "none",
-}
+INK, PAPER = COLOURS["ink"][0], COLOURS["paper"][0]
+STYLE: Any = {key: COLOURS[value][0] if value in COLOURS else value for key, value in _STYLE["matplotlib"].items()}
 drawn = matplotlib.rc_context(STYLE)
 """Decorator for drawing functions that applies this style, regardless of other matplotlib settings in the program."""
 PNG_SCALE_FACTOR = 2
