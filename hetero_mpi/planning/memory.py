@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from hetero_mpi.planning.schedule import holdings, schedule_of
+from hetero_mpi.planning.orders import computed_by_rank
+from hetero_mpi.planning.schedule import Action, Op, holdings
 from hetero_mpi.planning.types.cost import ModelCost
-from hetero_mpi.planning.types.plan import WARM_UP, PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.types.plan import WARM_UP, PipelinePlan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, HostProfile
 from hetero_mpi.planning.types.sizes import GRADIENT_BYTES, OFFLOADED_LAYER_COUNT
 
@@ -181,19 +182,19 @@ def slices_head(model: ModelCost, pipeline: PipelinePlan, stage: StagePlan, sequ
     return stage.last == len(model.layers) and model.sliced(tokens) is not model
 
 
-def stage_holdings(pipeline: PipelinePlan, stage: StagePlan, model: ModelCost) -> tuple[tuple[int, int], ...]:
+def stage_holdings(pipeline: PipelinePlan, stage: StagePlan) -> tuple[tuple[int, int], ...]:
     """Return ``holdings`` of one stage, in closed form if its order is ``warm_up`` and its backward is not split."""
     if pipeline.order == WARM_UP and (not pipeline.split_backward or stage is pipeline.stages[0]):
         return ((min(stage.warm_up + 1, pipeline.micro_batches), 0),)
-    alone = Plan((pipeline,), pipeline.sequences, 1, len(model.layers))
-    return holdings(schedule_of(alone, model)[stage.ranks[0]])
+    computed = computed_by_rank(pipeline)[stage.ranks[0]]
+    return holdings([Action(Op(name), index, micro_batch) for name, index, micro_batch in computed])
 
 
 def peak_bytes(
     profile: ClusterProfile, pipeline: PipelinePlan, stage: StagePlan, sequence_length: int, member: int = 0
 ) -> int:
     """Peak bytes of a rank that holds a single stage, over its schedule."""
-    pairs = stage_holdings(pipeline, stage, profile.model)
+    pairs = stage_holdings(pipeline, stage)
     return int(max(memory_of(profile, pipeline, stage, sequence_length, pair, member).total for pair in pairs))
 
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,12 +19,12 @@ from hetero_mpi.planning.memory import (
     peak_bytes,
     rank_usable_bytes,
     shared_bytes,
+    stage_holdings,
     stage_memory,
     state_on_device,
     usable_bytes,
 )
 from hetero_mpi.planning.orders import computed_by_rank
-from hetero_mpi.planning.orders.warm_up import weight_lag
 from hetero_mpi.planning.owners import owned_state_bytes
 from hetero_mpi.planning.types.cost import ModelCost
 from hetero_mpi.planning.types.plan import HostMemory, PipelinePlan, Plan, RankMemory, StagePlan
@@ -57,7 +58,9 @@ class MemoryModel:
         """First and last layer of every stage, as index arrays."""
         self._owned = np.cumsum([0.0, *(self.model.owned_bytes(i, i + 1) for i in range(count - 1))])
         self._tables: dict[tuple[int, StageMode, float, bool], tuple[NDArray[np.float64], NDArray[np.float64]]] = {}
-        self._peaks: dict[tuple[object, ...], int] = {}
+        self._kinds = [(device.activation_ratio, device.shares_host_memory) for device in profile.devices]
+        self._parts: dict[tuple[object, ...], tuple[int, int, int]] = {}
+        self._held: dict[tuple[int, int, int], tuple[tuple[int, int], ...]] = {}
 
     def budgets(self, devices: Sequence[DeviceProfile]) -> list[MemoryBudget]:
         """Return the memory budgets of stages on the given devices."""
@@ -118,18 +121,31 @@ class MemoryModel:
         shared = 1 - 1 / pipelines if self.model.trained_whole else 0.0
         return shared * (self._owned[last] - self._owned[first])
 
-    def peak(self, pipeline: PipelinePlan, stage: StagePlan) -> int:
-        """Peak bytes of a stage on one rank that owns all the state of its layers."""
-        split = pipeline.split_backward and stage is not pipeline.stages[0]
-        lag = weight_lag(pipeline, stage) if split else 0
-        lists = (split, lag, min(stage.warm_up, pipeline.micro_batches - 1), pipeline.micro_batches)
-        device = self.profile.devices[stage.ranks[0]]
-        kind = device.activation_ratio, device.shares_host_memory
-        mode = stage.recompute, stage.streamed, stage.slice_sequences, stage.kept_slices
-        key = (stage.first, stage.last, mode, pipeline.micro_batch, lists, kind)
-        if key not in self._peaks:
-            self._peaks[key] = peak_bytes(self.profile, pipeline, stage, self.request.sequence_length)
-        return self._peaks[key]
+    def parts(self, pipeline: PipelinePlan, stage: StagePlan, recompute: bool) -> tuple[int, int, int]:
+        """Bytes of a stage on one rank that owns all the state of its layers.
+
+        Returns:
+            Fixed bytes, bytes per micro-batch in flight, bytes per micro-batch with deferred weight gradients.
+        """
+        mode = recompute, stage.streamed, stage.slice_sequences, stage.kept_slices
+        key = stage.first, stage.last, mode, pipeline.size(0), self._kinds[stage.ranks[0]]
+        if key not in self._parts:
+            length, variant = self.request.sequence_length, replace(stage, recompute=recompute)
+            one, deferred = (memory_of(self.profile, pipeline, variant, length, pair) for pair in ((1, 0), (0, 1)))
+            self._parts[key] = one.total - one.activations, one.activations, deferred.activations
+        return self._parts[key]
+
+    def held(self, pipeline: PipelinePlan, index: int, warm_up: int, first_warm_up: int) -> tuple[tuple[int, int], ...]:
+        """``stage_holdings`` of stage ``index`` if it and the first stage had these depths."""
+        most = pipeline.micro_batches - 1
+        if index == 0 or not pipeline.split_backward:
+            return ((min(warm_up, most) + 1, 0),)
+        key = min(warm_up, most), min(first_warm_up, most), most
+        if key not in self._held:
+            own = replace(pipeline.stages[index], warm_up=warm_up)
+            stages = replace(pipeline.stages[0], warm_up=first_warm_up), own
+            self._held[key] = stage_holdings(replace(pipeline, stages=stages), own)
+        return self._held[key]
 
     def check(self, plan: Plan) -> bool:
         """Return whether the plan fits in the memory of every rank and every host."""

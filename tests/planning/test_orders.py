@@ -42,7 +42,7 @@ def test_messages_are_added_to_what_is_computed() -> None:
     lists = schedule_of(plan, MODEL)
     assert " ".join(map(str, lists[0])) == "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1 0STEP"
     assert " ".join(map(str, lists[1])) == "1RECV_F0 1F0 1RECV_F1 1F1 1I0 1SEND_B0 1I1 1SEND_B1 1W0 1W1 1STEP"
-    assert stage_holdings(plan.pipelines[0], plan.pipelines[0].stages[1], MODEL) == ((2, 0), (1, 1), (0, 2))
+    assert stage_holdings(plan.pipelines[0], plan.pipelines[0].stages[1]) == ((2, 0), (1, 1), (0, 2))
     assert schedule_text(plan) == ", schedule two_backwards"
 
 

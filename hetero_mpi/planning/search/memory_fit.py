@@ -158,7 +158,8 @@ class Fitter:
 
     def _dealt(self, plan: Plan) -> tuple[Plan, dict[int, float]]:
         """Distribute state evenly, or by free memory if that does not fit; also return ``_lacking`` for the result."""
-        evenly = weighted(plan, dict.fromkeys(plan.state_weights, 1.0))
+        weights = plan.state_weights
+        evenly = plan if {*weights.values()} == {1.0} else weighted(plan, dict.fromkeys(weights, 1.0))
         if not self._lacking(evenly):
             return evenly, {}
         by_free_memory = weighted(plan, self._free(plan))
@@ -167,9 +168,9 @@ class Fitter:
     def _free(self, plan: Plan) -> dict[int, float]:
         """Bytes that each rank has free before optimizer state is added."""
         return {
-            stage.ranks[0]: self._usable[stage.ranks[0]] - self._peak(pipeline, stage, {})
+            stage.ranks[0]: self._usable[stage.ranks[0]] - self._peak(pipeline, index, {})
             for pipeline in plan.pipelines
-            for stage in pipeline.stages
+            for index, stage in enumerate(pipeline.stages)
         }
 
     def _lacking(self, plan: Plan) -> dict[int, float]:
@@ -181,7 +182,8 @@ class Fitter:
         }
         lacking_ranks = self._short(plan.pipelines, owned)
         for pipeline in plan.pipelines:
-            lacking_ranks |= {s.ranks[0] for s in pipeline.stages if not self.fits(pipeline, s, owned)}
+            stages = enumerate(pipeline.stages)
+            lacking_ranks |= {stage.ranks[0] for index, stage in stages if not self.fits(pipeline, index, owned)}
         return {rank: owned[rank] for rank in lacking_ranks}
 
     def _fitted(self, plan: Plan, owned: Owned | None, sparing: frozenset[int] = frozenset()) -> Plan | None:
@@ -201,7 +203,7 @@ class Fitter:
         """Ranks that compute in host memory which is too small for all of them together."""
         if not self._shared:
             return set()
-        peaks = {stage.ranks[0]: self._peak(p, stage, owned) for p in pipelines for stage in p.stages}
+        peaks = {s.ranks[0]: self._peak(p, index, owned) for p in pipelines for index, s in enumerate(p.stages)}
         reserve, short = self.request.memory_reserve, set[int]()
         for host, ranks in self._shared:
             if sum(peaks.get(rank, 0) for rank in ranks) > usable_bytes(host.memory_bytes, reserve):
@@ -209,37 +211,52 @@ class Fitter:
         return short
 
     def _pipeline(self, pipeline: PipelinePlan, owned: Owned | None, sparing: frozenset[int]) -> PipelinePlan | None:
-        choices, number = sorted(set(self.request.recompute_choices)), 0
-        while number < len(pipeline.stages):
-            stage, first_warm_up = pipeline.stages[number], pipeline.stages[0].warm_up
+        choices, automatic = sorted(set(self.request.recompute_choices)), self.request.schedule == "auto"
+        depths, repeats, index = [stage.warm_up for stage in pipeline.stages], list[bool](), 0
+        while index < len(depths):
+            stage = pipeline.stages[index]
             allowed = choices[-1:] if stage.ranks[0] in sparing else choices
-            depths = range(stage.warm_up, -1, -1) if self.request.schedule == "auto" else (stage.warm_up,)
-            changes = ({"warm_up": depth, "recompute": again} for depth, again in itertools.product(depths, allowed))
-            ways = (_with_stage(pipeline, number, **changed) for changed in changes)
-            fitting = next((way for way in ways if self.fits(way, way.stages[number], owned)), None)
-            if fitting is not None:
-                pipeline, number = _at_most(fitting, number, fitting.stages[number].warm_up), number + 1
-            elif pipeline.split_backward and number and first_warm_up and self.request.schedule == "auto":
+            wishes = range(depths[index], -1, -1) if automatic else depths[index : index + 1]
+            ways = itertools.product(wishes, allowed)
+            way = next((way for way in ways if self.fits(pipeline, index, owned, *way, depths[0])), None)
+            if way is not None:
+                depths[index:] = [min(depth, way[0]) for depth in depths[index:]]
+                repeats[index:], index = [way[1]], index + 1
+            elif pipeline.split_backward and index and depths[0] and automatic:
                 # A deeper first stage makes later ones defer more weight gradients.
-                pipeline, number = _at_most(_at_most(pipeline, number, 0), 0, first_warm_up - 1), 0
+                most = depths[0] - 1
+                depths[:], index = [min(depth, most * (at < index)) for at, depth in enumerate(depths)], 0
             else:
                 return None
-        return pipeline
+        changed = zip(pipeline.stages, depths, repeats, strict=True)
+        return replace(pipeline, stages=tuple(replace(s, warm_up=d, recompute=again) for s, d, again in changed))
 
     def _suffices(self, pipelines: Sequence[PipelinePlan]) -> bool:
         """Whether every rank can hold all optimizer state of its stage."""
-        stages_fit = all(self.fits(pipeline, stage) for pipeline in pipelines for stage in pipeline.stages)
-        return stages_fit and not self._short(pipelines, None)
+        fit = all(self.fits(pipeline, index) for pipeline in pipelines for index in range(len(pipeline.stages)))
+        return fit and not self._short(pipelines, None)
 
-    def fits(self, pipeline: PipelinePlan, stage: StagePlan, owned: Owned | None = None) -> bool:
-        """Whether ``stage`` of ``pipeline`` fits on its rank."""
-        return self._peak(pipeline, stage, owned) <= self._usable[stage.ranks[0]]
+    def fits(self, pipeline: PipelinePlan, index: int, owned: Owned | None = None, *way: Any) -> bool:
+        """Whether stage ``index`` of ``pipeline`` fits on its rank. ``way``: as for ``_peak``."""
+        return self._peak(pipeline, index, owned, *way) <= self._usable[pipeline.stages[index].ranks[0]]
 
-    def _peak(self, pipeline: PipelinePlan, stage: StagePlan, owned: Owned | None) -> float:
-        need = self.memory.peak(pipeline, stage)
-        if owned is None:
-            return need
-        return need - max(0.0, self._state(stage) - owned.get(stage.ranks[0], 0.0))
+    def _peak(
+        self,
+        pipeline: PipelinePlan,
+        index: int,
+        owned: Owned | None,
+        warm_up: int | None = None,
+        recompute: bool = False,
+        first_warm_up: int = 0,
+    ) -> float:
+        """Peak bytes of stage ``index``, as it is or with another depth, recomputation and depth of the first stage."""
+        stage = pipeline.stages[index]
+        if warm_up is None:
+            warm_up, recompute, first_warm_up = stage.warm_up, stage.recompute, pipeline.stages[0].warm_up
+        fixed, each, each_deferred = self.memory.parts(pipeline, stage, recompute)
+        held = self.memory.held(pipeline, index, warm_up, first_warm_up)
+        peak = fixed + max(each * in_flight + each_deferred * deferred for in_flight, deferred in held)
+        return peak if owned is None else peak - max(0.0, self._state(stage) - owned.get(stage.ranks[0], 0.0))
 
     def _state(self, stage: StagePlan) -> float:
         """Bytes of optimizer state of ``stage``, whichever rank owns it."""
@@ -256,15 +273,6 @@ def _with_stage(pipeline: PipelinePlan, number: int, **changed: Any) -> Pipeline
         return pipeline
     stages = (*pipeline.stages[:number], replace(stage, **changed), *pipeline.stages[number + 1 :])
     return replace(pipeline, stages=stages)
-
-
-def _at_most(pipeline: PipelinePlan, number: int, warm_up: int) -> PipelinePlan:
-    """Limit the warm-up of stage ``number`` and all later stages."""
-    rest = pipeline.stages[number:]
-    if all(stage.warm_up <= warm_up for stage in rest):
-        return pipeline
-    limited = (replace(stage, warm_up=min(stage.warm_up, warm_up)) for stage in rest)
-    return replace(pipeline, stages=(*pipeline.stages[:number], *limited))
 
 
 def _with_files(plan: Plan, layers: Mapping[int, int]) -> Plan:

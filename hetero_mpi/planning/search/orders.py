@@ -76,7 +76,7 @@ class Orders:
         self.hop = np.array([_hops_s(each) for each in ordered_costs])
         seconds = [np.cumsum(each.forward_s + each.backward_s, axis=2) for each in ordered_costs]
         padded = [np.pad(each, [(0, 0), (0, 0), (1, 0)]) for each in seconds]
-        tables = [[self._rooms(own_way) for own_way in each.deepest.values()] for each in ordered_costs]
+        tables = [[self._rooms_of(own_way) for own_way in each.deepest.values()] for each in ordered_costs]
         # Sizes with fewer ways repeat their last one.
         self.overhead, self.seconds, self.room = (
             np.array([[each[min(way, len(each) - 1)] for way in range(most)] for each in by_size])
@@ -89,10 +89,11 @@ class Orders:
         self._gap = float(self.seconds.max() * 1.001 + 1e-9)
         rows = self.seconds.reshape(-1, self.layers + 1)
         self._rows, self._rising = rows, (rows + self._gap * np.arange(len(rows))[:, None]).ravel()
+        self._overheads, self._rooms = self.overhead.ravel(), self.room.reshape(len(rows), *self.room.shape[3:])
         self.speed = 1 / np.maximum(self.seconds[0, 0, :, -1], 1e-12)
         self.memory, self.host = first.usable, first.host.astype(float)
 
-    def _rooms(self, deepest: list[list[list[int]]]) -> Indices:
+    def _rooms_of(self, deepest: list[list[list[int]]]) -> Indices:
         """[rank, first, micro-batches in flight]: maximum number of layers. ``deepest``: by rank; equal ranks share tables."""
         rooms_by_table: dict[int, Indices] = {}
         depths_asked = np.maximum(1, np.arange(self.most + 1))
@@ -120,7 +121,9 @@ class Orders:
             hops_left_s[k] = hops[k] + np.where(same[k], hops_left_s[k + 1], 0.0)
             after[k] = np.where(same[k], after[k + 1] + 1, 0.0)
         filling = (count - 1) * (1 - (1 - 1 / count) ** after)
-        base, ways = size * (self.seconds.shape[1] * n) + who, self.seconds.shape[1]
+        every_way = np.arange(self.seconds.shape[1])[:, None]
+        rows = (size * len(every_way) + every_way[:, None]) * n + who
+        overhead = self._overheads[rows]
         left_s = np.where(these.pipeline < P, time - self.fixed[who], -1.0)
         counts, flying = np.zeros((K, N), dtype=np.int64), np.ones((K, N), dtype=np.int64)
         first, passed = np.zeros(N, dtype=np.int64), np.zeros(N)
@@ -129,20 +132,16 @@ class Orders:
                 first, passed = np.where(same[k - 1], first, 0), np.where(same[k - 1], passed, 0.0)
             pace = np.maximum((left_s[k] - passed) / count[k], 1e-30)
             flying[k] = self._flying(filling[k] + hops_left_s[k] / pace, after[k], count[k], depth)
-            depth_index, last, busy = np.minimum(flying[k], self.most), first, np.zeros(N)
-            for way in range(ways):
-                row = base[k] + way * n
-                begin_s = self._rows[row, first]
-                overhead = self.overhead[size[k], way, who[k]]
-                until = begin_s + (pace - overhead) + row * self._gap
-                end = np.searchsorted(self._rising, until, side="right") - 1 - row * (self.layers + 1)
-                room = np.minimum(first + self.room[size[k], way, who[k], first, depth_index], self.layers)
-                end = np.clip(end, first, room)
-                more = end > last
-                busy, last = np.where(more, self._rows[row, end] - begin_s + overhead, busy), np.where(more, end, last)
+            row, way_s = rows[:, k], overhead[:, k]
+            begin_s = self._rows[row, first]
+            end = self._rising.searchsorted(begin_s + (pace - way_s) + row * self._gap, side="right")
+            room = np.minimum(first + self._rooms[row, first, np.minimum(flying[k], self.most)], self.layers)
+            end = np.minimum(np.maximum(end - 1 - row * (self.layers + 1), first), room)
+            way = end.argmax(axis=0), column
+            last = end[way]
             counts[k] = last - first
-            passed = passed + np.where(counts[k] > 0, busy + hops[k], 0.0)
-            first = last
+            busy_s = self._rows[row[way], last] - begin_s[way] + way_s[way] + hops[k]
+            first, passed = last, passed + np.where(counts[k] > 0, busy_s, 0.0)
         placed = np.zeros((P + 1, N), dtype=np.int64)
         np.add.at(placed, (these.pipeline, column), counts)
         return (self.layers - placed[:-1]).sum(axis=0), counts, flying

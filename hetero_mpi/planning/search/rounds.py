@@ -223,9 +223,16 @@ class LocalSearch:
         return sorted(estimates_s.items(), key=lambda start: start[1])
 
     def fastest(self, starts: Sequence[Start]) -> Start:
-        """The first start that fits, with its step time; infinite if none fits."""
-        priced = ((lines, self.price(lines)) for lines, _ in starts)
-        return next((start for start in priced if start[1] < math.inf), (starts[0][0] if starts else (), math.inf))
+        """The first start that fits, with its step time; infinite if none fits.
+
+        If neither the first start nor the one with the fewest micro-batches in flight fits, none is assumed to fit.
+        """
+        shallowest = sorted(starts[1:], key=lambda start: sum(sum(line.flying) for line in start[0]))[:1]
+        for lines, _ in (*starts[:1], *shallowest):
+            if self.price(lines) < math.inf:
+                priced = ((lines, self.price(lines)) for lines, _ in starts)
+                return next(start for start in priced if start[1] < math.inf)
+        return (starts[0][0] if starts else ()), math.inf
 
     def fitted_within(self, limit_s: float, lines: Lines) -> list[Fitting] | None:
         """Fit pipelines in memory, with room for all sharded state; None if out of memory or slower than ``limit_s``."""

@@ -2,9 +2,10 @@
 
 import bisect
 import statistics
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -301,6 +302,11 @@ class ClusterProfile:
     @cached_property
     def group_devices(self) -> dict[tuple[tuple[int, ...] | None, ...], DeviceProfile]:
         """Cache of ``group_costs``: (ranks, shares, experts, ranks considered) -> tensor-parallel group as one device."""
+        return {}
+
+    @cached_property
+    def known_s(self) -> dict[Hashable, Any]:
+        """Cache of ``durations``: seconds of stages and exchanges."""
         return {}
 
     @cached_property
