@@ -129,6 +129,12 @@ def _fastest(profile: ClusterProfile, request: PlanRequest) -> Decision | None:
     return fastest(profile, replace(request, brief=True))
 
 
+def near(plan: Plan, request: PlanRequest) -> PlanRequest:
+    """A brief request for plans with about as many pipelines as ``plan``."""
+    count = len(plan.pipelines)
+    return replace(request, brief=True, pipeline_counts=tuple(range(count - 1, count + 2)))
+
+
 # Reasons: alternative plans
 
 
@@ -210,6 +216,7 @@ def what_ifs(
         planned: plan for the unchanged cluster.
         free_links_s: ``Losses.free_links_s`` if known; if even free links gain nothing, faster links are not planned for.
     """
+    request = near(planned.plan, request)
     unchanged, model = planned.predicted_step_s <= free_links_s * (1 + MIN_STEP_CHANGE_RATIO), profile.model
     for name, faster in _faster_link_profiles(planned.plan, profile):
         faster_links = Alternative(name, faster, request, known_plan=planned.plan)
@@ -317,7 +324,7 @@ def losses(plan: PlanReport, planned: PlanReport, profile: ClusterProfile, reque
         if roomy_decision is None:
             raise UserError("memory.exceeded", DOES_NOT_FIT)
         fits = MemoryModel(free, request).check(roomy_decision.plan)
-        free_decision = roomy_decision if fits else _fastest(free, request)
+        free_decision = roomy_decision if fits else _fastest(free, near(planned.plan, request))
         roomy_s = roomy_decision.step_s
         free_s += [free_decision.step_s] if free_decision is not None else []
     without_links = min(free_s)

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from hetero_mpi.planning.bounds import usable_devices
 from hetero_mpi.planning.contention import slowness, while_running
-from hetero_mpi.planning.decision.alternatives import Outcome, alternative_outcomes
+from hetero_mpi.planning.decision.alternatives import Outcome, alternative_outcomes, near
 from hetero_mpi.planning.decision.decide import Decision, decide
 from hetero_mpi.planning.device_times import disk_s, weights_s
 from hetero_mpi.planning.durations import Durations, pass_s, update_s
@@ -138,7 +138,7 @@ def _least_busy(plan: Plan, profile: ClusterProfile, request: PlanRequest, simul
     rank = min(used, key=lambda r: (simulation.busy_s[r], r))
     layers_text = _layers_text(plan, rank)
     remaining = restricted(profile, [d.rank for d in profile.devices if d.rank != rank])
-    decision = decide(remaining, replace(request, brief=True))
+    decision = decide(remaining, near(plan, request))
     name = f"rank {rank} ({profile.devices[rank].name}) holds {layers_text} ({_stages_text(plan, rank)}): without it"
     if decision is None:
         yield f"{name} the model does not fit in memory"

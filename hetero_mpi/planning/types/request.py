@@ -45,6 +45,8 @@ class PlanRequest:
     """Search several times as long (see ``search``)."""
     brief: bool = False
     """Search few replica counts, without annealing or interleaved stages; for comparisons, not for plans that will run."""
+    pipeline_counts: tuple[int, ...] = ()
+    """Pipeline counts to search if any of them fits; if empty, all."""
     memory_reserve: float = 0.05
     """Fraction of every device's usable memory that is kept free."""
     copy_bytes_per_trainable_parameter: float = 0.0
