@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from hetero_mpi.commands.plan_commands import PlanQuestion, chosen_plan, plan_question
 from hetero_mpi.job.load import LoadedJob, job_from_tables, load_job
 from hetero_mpi.job.schema import JobConfig as Tables
-from hetero_mpi.planning.schedule import Event
+from hetero_mpi.planning.simulator import SimulatedStep
 from hetero_mpi.planning.simulator import simulate as simulate_step
 from hetero_mpi.planning.types.plan import HostMemory, Plan, PlanReport, RankMemory
 from hetero_mpi.planning.types.profile import ClusterProfile
@@ -48,7 +48,7 @@ _ACTIVE_RUN = threading.Lock()
 """Held during a run or measurement of this program, because two cannot use MPI at the same time."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Job(LoadedJob):
     """A validated, immutable job with its model, data and training options. Create it with ``load`` or ``build``."""
 
@@ -92,23 +92,16 @@ class Job(LoadedJob):
         return self.job
 
 
-@dataclass(frozen=True)
-class Simulation:
+@dataclass(frozen=True, repr=False)
+class Simulation(SimulatedStep):
     """The simulated step of a plan. Idle ranks are not included."""
 
-    step_s: float
     tokens_per_s: float
     """Throughput in tokens per second, or in samples per second for a custom model."""
-    use: dict[int, float]
-    """Maps each rank to the share of the step in which it computes."""
-    busy_s: dict[int, float]
-    """Maps each rank to its seconds in forward, backward and optimizer. Unlike ``use``, includes tensor-parallel communication."""
     memory: tuple[RankMemory, ...]
     """Peak and usable memory of each rank, in bytes."""
     hosts: tuple[HostMemory, ...]
     """Peak and usable memory, in bytes, of each host whose memory several ranks share."""
-    events: tuple[Event, ...]
-    """All actions of all ranks, with their start and end times."""
     report: PlanReport
     """The plan (``report.plan``) with its prediction, lower bound and reasons."""
 
@@ -152,18 +145,9 @@ def simulate(job: Job | str | Path, plan: Plan | str | Path, profile: ClusterPro
     """
     question = _question(job, profile)
     report = chosen_plan(question, plan)
-    simulated = simulate_step(report.plan, question.profile)
-    seconds = simulated.step_s
-    return Simulation(
-        step_s=seconds,
-        tokens_per_s=report.plan.global_batch * report.plan.sequence_length / seconds if seconds > 0 else float("inf"),
-        use=simulated.use,
-        busy_s=simulated.busy_s,
-        memory=report.memory,
-        hosts=report.hosts,
-        events=simulated.events,
-        report=report,
-    )
+    step, plan = simulate_step(report.plan, question.profile), report.plan
+    tokens_per_s = plan.global_batch * plan.sequence_length / step.step_s if step.step_s > 0 else float("inf")
+    return Simulation(**vars(step), tokens_per_s=tokens_per_s, memory=report.memory, hosts=report.hosts, report=report)
 
 
 def load_run(directory: str | Path) -> PastRun:

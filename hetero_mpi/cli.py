@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-import logging
 import os
 import shlex
 import signal
@@ -117,8 +116,6 @@ def _on_all_ranks(command: Callable[[World], int]) -> int:
     with _require_packages(need_all=True):
         from hetero_mpi.comm.ranks.mpi_start import run_guarded
 
-    # bitsandbytes (imported by peft) warns about an optional kernel package that we never call.
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     return run_guarded(command)
 
 

@@ -20,12 +20,13 @@ from hetero_mpi.job.rules import as_toml, broken_keys, may_be_empty, override_va
 from hetero_mpi.job.schema import TABLES, JobConfig
 from hetero_mpi.util import toml
 from hetero_mpi.util.disk import require_regular
+from hetero_mpi.util.display import Displayed
 from hetero_mpi.util.errors import Problem, UserError
 from hetero_mpi.util.shipped import profile_file, shipped_folder
 
 
-@dataclass(frozen=True)
-class LoadedJob:
+@dataclass(frozen=True, repr=False)
+class LoadedJob(Displayed):
     """A validated job and where it was loaded from."""
 
     job: JobConfig

@@ -29,6 +29,7 @@ from hetero_mpi.job.training_tables import (
     Unit,
 )
 from hetero_mpi.planning.orders import SCHEDULES
+from hetero_mpi.util.display import short_repr
 from hetero_mpi.util.plug_ins import plug_in_names
 
 if TYPE_CHECKING:
@@ -312,6 +313,9 @@ class JobConfig(JobTable):
     profile: ProfileTable = ProfileTable()
     cluster: ClusterTable = ClusterTable()
     report: ReportTable = ReportTable()
+
+    def __repr__(self) -> str:
+        return short_repr(self, type(self).model_fields)
 
 
 TABLES: dict[str, type[JobTable]] = {

@@ -15,12 +15,13 @@ from hetero_mpi.planning.schedule import WHOLE_STEP, Action, Event, Op, Schedule
 from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import Resource, resources
+from hetero_mpi.util.display import Displayed
 
 Pairs = Iterable[tuple[int, int]]
 
 
-@dataclass(frozen=True)
-class SimulatedStep:
+@dataclass(frozen=True, repr=False)
+class SimulatedStep(Displayed):
     """A predicted step."""
 
     step_s: float

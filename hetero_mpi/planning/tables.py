@@ -81,7 +81,7 @@ def rank_contents(profile: ClusterProfile) -> dict[int, str]:
         host = profile.host(device.rank)
         limits = None if host is None else (host.memory_bytes, host.shared_nic, host.cores, counts[device.host] == 1)
         plain = replace(device, rank=0, host="", memory_reason="", layers={})
-        content_by_rank[device.rank] = f"{limits} {text_by_table[id(device.layers)]} {plain}"
+        content_by_rank[device.rank] = f"{limits} {text_by_table[id(device.layers)]} {vars(plain)}"
     return content_by_rank
 
 

@@ -29,6 +29,7 @@ from hetero_mpi.rundir.present import Present, read_present
 from hetero_mpi.rundir.rank_steps import RankStep, newest_step, on_one_clock, read_rank_steps
 from hetero_mpi.rundir.run_directory import RUN_NAME, SAMPLE_NAME, run_json, run_starts, run_table
 from hetero_mpi.util.disk import require_regular
+from hetero_mpi.util.display import Displayed
 from hetero_mpi.util.errors import UserError
 from hetero_mpi.util.shipped import USED_PROFILE
 from hetero_mpi.util.terminal import printable
@@ -60,8 +61,8 @@ class SavedCheckpoint:
     unix_s: float
 
 
-@dataclass(frozen=True)
-class PastRun:
+@dataclass(frozen=True, repr=False)
+class PastRun(Displayed):
     """The data of a run. Fields whose files are missing are None or empty."""
 
     directory: Path

@@ -74,7 +74,7 @@ def profile_lines(profile: ClusterProfile, every: bool = False) -> list[str]:
     lines = [f"Ranks: {len(profile.devices)}, {profile.mpi_library}; figures {profile.source}, {profile.date}"]
     lines += rank_table(profile).lines(None if every else MAX_ROWS)
     lines += wrap_text("  ", f"forward and backward: one block, one {units.rows_of(tokens, '')}, {profile.model.dtype}")
-    lines += _link_lines(profile)
+    lines += link_lines(profile)
     return lines + [line for note in profile.notes for line in wrap_text("  ", note)]
 
 
@@ -92,7 +92,7 @@ def rank_table(profile: ClusterProfile) -> Table:
     return Table(columns, profile.devices)
 
 
-def _link_lines(profile: ClusterProfile) -> list[str]:
+def link_lines(profile: ClusterProfile) -> list[str]:
     links = profile.described_links()
     if not links:
         return []
@@ -145,11 +145,8 @@ def inspection_lines(profile: ClusterProfile, every: bool = False) -> list[str]:
 
 def distinct_devices(profile: ClusterProfile) -> list[tuple[list[int], DeviceProfile]]:
     """Group the ranks whose devices have the same measurements, as (ranks, device of the first rank)."""
-
-    def figures(device: DeviceProfile) -> str:
-        return repr(replace(device, rank=0, host="", memory_reason=""))
-
-    return [([device.rank for device in like], like[0]) for like in grouped(profile.devices, figures).values()]
+    groups = grouped(profile.devices, lambda device: repr(vars(replace(device, rank=0, host="", memory_reason=""))))
+    return [([device.rank for device in like], like[0]) for like in groups.values()]
 
 
 def _curve_table(device: DeviceProfile, unit: str) -> Table:

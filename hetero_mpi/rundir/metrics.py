@@ -21,6 +21,7 @@ from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 from hetero_mpi.rundir.line_files import LineFile, keep_until, lines
 from hetero_mpi.rundir.logs import say
 from hetero_mpi.util.background import BestEffort, warn_on_failure
+from hetero_mpi.util.display import Displayed
 from hetero_mpi.util.plug_ins import plug_in
 
 Number = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
@@ -87,8 +88,8 @@ class Evaluation(Rewards):
         return text + rewards_text(self)
 
 
-@dataclass(frozen=True)
-class Metrics:
+@dataclass(frozen=True, repr=False)
+class Metrics(Displayed):
     """The contents of a metrics file, in the order of the file."""
 
     steps: tuple[StepMetrics, ...]

@@ -15,6 +15,7 @@ from pydantic import TypeAdapter
 
 from hetero_mpi.util import units
 from hetero_mpi.util.disk import require_regular, write_atomic
+from hetero_mpi.util.display import Displayed
 
 PRESENT_NAME = "now.json"
 NICENESS = 10
@@ -70,8 +71,8 @@ class Standing:
         return f"{text}, for {units.seconds(self.still_s)}" if self.still_s >= _LONG_S else text
 
 
-@dataclass(frozen=True)
-class Present:
+@dataclass(frozen=True, repr=False)
+class Present(Displayed):
     """The contents of ``now.json``."""
 
     unix_s: float

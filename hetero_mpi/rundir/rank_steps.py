@@ -17,6 +17,7 @@ from pydantic import FiniteFloat, TypeAdapter
 from hetero_mpi.planning.schedule import COMPUTE, Action, Event, MeasuredEvent, Op, parse_action
 from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.rundir.line_files import objects
+from hetero_mpi.util.display import Displayed
 from hetero_mpi.util.errors import UserError
 
 _MAX_TIME_DECIMALS = 7
@@ -72,8 +73,8 @@ class Usage:
         return Usage(**totals)
 
 
-@dataclass(frozen=True)
-class RankStep:
+@dataclass(frozen=True, repr=False)
+class RankStep(Displayed):
     """The record of one step on one rank."""
 
     rank: int

@@ -28,13 +28,14 @@ from hetero_mpi.rundir.logs import say
 from hetero_mpi.rundir.metrics import Evaluation
 from hetero_mpi.rundir.run_directory import result_step
 from hetero_mpi.state.redistribute import LiveState, collect, tensor_shards
+from hetero_mpi.util.display import Displayed
 
 _PATHS = ("run_dir", "result", "checkpoint")
 """Fields of ``TrainResult`` that are paths."""
 
 
-@dataclass(frozen=True)
-class TrainResult:
+@dataclass(frozen=True, repr=False)
+class TrainResult(Displayed):
     """The results of a finished run, the same on every rank; the files are on rank 0's host."""
 
     run_dir: Path
@@ -96,10 +97,7 @@ def share_result(world: World, result: TrainResult | None) -> TrainResult | None
     values: dict[str, Any] | None = None
     if result is not None:
         values = {
-            **{
-                name: value if value is None or name not in _PATHS else str(value)
-                for name, value in vars(result).items()
-            },
+            **{name: str(value) if isinstance(value, Path) else value for name, value in vars(result).items()},
             "evaluations": [asdict(evaluation) for evaluation in result.evaluations],
             "report": plan_to_dict(result.report),
             "profile": profile_to_dict(result.profile),

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from hetero_mpi.model.layer.interface import Example, LayerChain, ParameterSpec, PassThrough, as_input, seeded
 from hetero_mpi.planning.types.sizes import EMBEDDING, HEAD
 from hetero_mpi.util import units
+from hetero_mpi.util.display import Displayed
 from hetero_mpi.util.errors import UserError
 
 REMEDY = (
@@ -272,8 +273,8 @@ def shapes_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, tuple[in
 Builder = Callable[[], nn.Module]
 
 
-@dataclass(frozen=True)
-class LayeredModel:
+@dataclass(frozen=True, repr=False)
+class LayeredModel(Displayed):
     """A model that is a chain of layers and can be split between any two of them; each layer maps one tensor to one tensor.
 
     The first dimension of every tensor indexes samples, whose outputs must be independent of each other (no batch normalisation).

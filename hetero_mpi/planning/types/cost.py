@@ -25,6 +25,7 @@ from hetero_mpi.planning.types.sizes import (
     in_slices,
     sent_bytes,
 )
+from hetero_mpi.util.display import Displayed
 
 
 @dataclass(frozen=True)
@@ -95,8 +96,8 @@ class LayerCost:
         return math.ceil(used * self.workspace_bytes)
 
 
-@dataclass(frozen=True)
-class ModelCost:
+@dataclass(frozen=True, repr=False)
+class ModelCost(Displayed):
     """A model as planning sees it."""
 
     model_type: str

@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 
+from hetero_mpi.util.display import Displayed
+
 SCHEMA_VERSION = 3
 """Version of the plan file's layout."""
 FROM_DISK = "read from the disk in every pass"
@@ -81,8 +83,8 @@ class StagePlan:
         return -(-micro_batch // max(1, self.slice_sequences or micro_batch))
 
 
-@dataclass(frozen=True)
-class PipelinePlan:
+@dataclass(frozen=True, repr=False)
+class PipelinePlan(Displayed):
     """Stages in chain order that together hold every layer once.
 
     A rank may hold several stages if the order allows it (``orders``): ranks 0, 1, 0, 1 are interleaved, 0, 1, 1, 0 V-shaped.
@@ -125,8 +127,8 @@ class PipelinePlan:
         return min(self.micro_batch, self.sequences - micro_batch * self.micro_batch)
 
 
-@dataclass(frozen=True)
-class Plan:
+@dataclass(frozen=True, repr=False)
+class Plan(Displayed):
     """A plan without its prediction (see ``PlanReport``).
 
     Each pipeline is a replica of the full model. The replicas split the global batch: the first takes the first ``sequences``
@@ -219,8 +221,8 @@ class HostMemory:
     usable_bytes: int
 
 
-@dataclass(frozen=True)
-class PlanReport:
+@dataclass(frozen=True, repr=False)
+class PlanReport(Displayed):
     """A plan with its prediction, bound and reasons, from ``planner.make_plan`` or ``planner.complete_plan``."""
 
     plan: Plan

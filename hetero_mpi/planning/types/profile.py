@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hetero_mpi.planning.types.cost import ModelCost
+from hetero_mpi.util.display import Displayed
 from hetero_mpi.util.errors import UserError
 
 SCHEMA_VERSION = 3
@@ -92,8 +93,8 @@ class LayerTimes:
     """Second part of a split backward: gradients of the matrices."""
 
 
-@dataclass(frozen=True)
-class DeviceProfile:
+@dataclass(frozen=True, repr=False)
+class DeviceProfile(Displayed):
     """Measurements of one rank."""
 
     rank: int
@@ -165,8 +166,8 @@ class HostProfile:
     """Read bandwidth for frozen weights in files; if None (not measured), no plan reads them from disk."""
 
 
-@dataclass(frozen=True)
-class LinkProfile:
+@dataclass(frozen=True, repr=False)
+class LinkProfile(Displayed):
     """One directed pair of ranks: ``seconds(bytes) = latency_s + bytes / bytes_per_s``, host buffer to host buffer."""
 
     source: int
@@ -202,8 +203,8 @@ _Floats = NDArray[np.float64]
 _Pairs = tuple[NDArray[np.int64], _Floats, _Floats, _Floats, _Floats]
 
 
-@dataclass(frozen=True)
-class ClusterProfile:
+@dataclass(frozen=True, repr=False)
+class ClusterProfile(Displayed):
     """Everything that planning knows: an editable TOML file in ``profiles/`` or the run directory."""
 
     source: str
