@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -84,7 +85,7 @@ def plan_lines(source: PlanReport | Plan, profile: ClusterProfile | None, every:
     stages = _stages(plan, profile, report)
     lines = wrap_text("", headline(report)) if report is not None else []
     lines += [plan_title(plan, profile), *stages.lines(None if every else MAX_STAGE_ROWS)]
-    lines.append(f"  {stage_note(plan, profile)}")
+    lines += [f"  {note}" for note in [stage_note(plan, profile)] if note]
     if len(stages.rows) > MAX_STAGE_ROWS and not every:
         lines.append(f"  {EVERY_STAGE}")
     if report is not None:
@@ -134,9 +135,21 @@ def plan_title(plan: Plan, profile: ClusterProfile | None) -> str:
 
 
 def stages_text(plan: Plan, on: str = "") -> str:
-    """Return text such as ``4 stages in 2 pipelines, schedule 1F1B``, with ``on`` inserted after the number of stages."""
-    pipelines = "" if len(plan.pipelines) == 1 else f" in {len(plan.pipelines)} pipelines"
-    return f"{units.plural(len(plan.numbered), 'stage')}{on}{pipelines}{schedule_text(plan)}"
+    """Return text such as ``4 stages in 2 pipelines, schedule 1F1B``, with ``on`` inserted after the number of stages or copies."""
+    count, ranks_text = len(plan.pipelines), units.plural(len(plan.ranks), "rank")
+    stages = [len(pipeline.stages) for pipeline in plan.pipelines]
+    if plan.undivided and len(plan.ranks) == count > 1:
+        return f"{plan.replicas}{on}, one per rank"
+    if plan.undivided:
+        return f"{plan.replicas if count > 1 else 'the whole model'}{on or f' on {ranks_text}'}"
+    if min(stages) > 1:
+        return f"{units.plural(sum(stages), 'stage')}{on}{f' in {plan.replicas}' * (count > 1)}{schedule_text(plan)}"
+    kinds = Counter(
+        f"in {number} stages" if number > 1 else f"on {units.plural(len(pipeline.stages_of), 'rank')}"
+        for number, pipeline in zip(stages, plan.pipelines, strict=True)
+    )
+    parts = ", ".join(f"{number} {kind}{' each' * (number > 1)}" for kind, number in kinds.items())
+    return f"{plan.replicas}{on} ({parts}){schedule_text(plan)}"
 
 
 def schedule_text(plan: Plan) -> str:
@@ -197,9 +210,10 @@ def stage_table(
 ) -> Table:  # fmt: skip
     """Build a table with a row per stage from the predicted ``memory`` of each rank, with devices formatted by ``name``."""
     scaled = Durations(plan, profile).profile if profile is not None else None
+    replica, shares = "copy" if "copies" in plan.replicas else "pipeline", {pipe.sequences for pipe in plan.pipelines}
     columns = [
-        Column("pipeline", lambda row: row.pipeline_index if len(plan.pipelines) > 1 else None),
-        Column("stage", "number"),
+        Column(replica, lambda row: row.pipeline_index if len(plan.pipelines) > 1 else None),
+        Column("stage", lambda row: None if plan.undivided else row.number),
         Column("rank", lambda row: _ranks_text(row.stage)),
         Column(
             device_heading(profile) if profile is not None else "device",
@@ -208,6 +222,7 @@ def stage_table(
             ),
         ),
         Column("layers", lambda row: units.layers(row.stage.first, row.stage.last, plan.layers)),
+        Column("sequences", lambda row: row.pipeline.sequences if len(shares) > 1 else None),
         Column("micro-batches", lambda row: f"{row.pipeline.micro_batches} x {row.pipeline.micro_batch}"),
         Column("weights", lambda row: _parameters(row.stage, scaled) if scaled else None, units.count),
         # Memory is per rank, not per stage, so the rank's first stage shows it.
@@ -220,7 +235,7 @@ def stage_table(
             units.seconds,
         ),
         Column("recompute", lambda row: _recompute_text(row.pipeline, row.stage, plan, scaled)),
-        Column("warm-up", lambda row: row.stage.warm_up),
+        Column("warm-up", lambda row: None if plan.undivided else row.stage.warm_up),
     ]
     rows = [_StageRow(number, index, plan.pipelines[index], stage) for number, index, stage in plan.numbered]
     return Table(columns, rows)
@@ -251,11 +266,11 @@ def _recompute_text(pipeline: PipelinePlan, stage: StagePlan, plan: Plan, profil
 
 
 def stage_note(plan: Plan, profile: ClusterProfile | None) -> str:
-    """Return the legend of ``stage_table``."""
+    """Return the legend of ``stage_table``, which may be empty."""
     length = plan.sequence_length
     sizes = " or ".join(dict.fromkeys(units.amount(pipe.micro_batch * length, length) for pipe in plan.pipelines))
-    note = f"weights: parameters; compute: forward + backward of {sizes}; " if profile is not None else ""
-    return f"{note}warm-up: micro-batches ahead of the first backward"
+    parts = ["weights: parameters", f"compute: forward + backward of {sizes}"] if profile is not None else []
+    return "; ".join([*parts, *["warm-up: micro-batches ahead of the first backward"] * (not plan.undivided)])
 
 
 def _parameters(stage: StagePlan, profile: ClusterProfile) -> int:

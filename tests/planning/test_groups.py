@@ -131,8 +131,8 @@ def test_groups_of_two_pipelines_compute_side_by_side_and_are_told_of_each_by_it
     assert set(quick.busy_s) == {0, 1, 2, 3, 4} and quick.busy_s == pytest.approx(simulated.busy_s)
     told = [reason for reason in report.reasons if "tensor parallelism" in reason]
     assert told == [
-        "ranks 0 and 1 share stage 0 of pipeline 0 (tensor parallelism): 5 and 3 of 8 key/value heads",
-        "ranks 3 and 4 share stage 2 of pipeline 1 (tensor parallelism): 1 and 7 of 8 key/value heads",
+        "ranks 0 and 1 share stage 0 (tensor parallelism): 5 and 3 of 8 key/value heads",
+        "ranks 3 and 4 share stage 2 (tensor parallelism): 1 and 7 of 8 key/value heads",
     ]
 
 

@@ -109,7 +109,7 @@ def test_simulate_shows_memory_per_rank_and_host_of_several_pipelines(
     assert f"host alpha: {units.size(peaks[0] + peaks[1])} of {units.size(380_000)} for all its ranks" in text
     assert f"{units.size(peaks[2])} of {units.size(9_500_000)}" in text and "memory peak" in text
     assert "8 sequences = 4 micro-batches x 2 sequences (the last: 1) + 1 micro-batch x 1 sequence" in text
-    assert "3 stages in 2 pipelines, schedule 1F1B pipeline" in text
+    assert "2 copies of the model (1 in 2 stages, 1 on 1 rank), schedule 1F1B copy " in text
 
 
 def test_idling_is_explained_where_nics_are_shared() -> None:

@@ -285,7 +285,7 @@ def test_hosts_that_hold_a_part_each_stream_as_stages(disk: float | None) -> Non
     one, two = (make_plan(profile, request(max_pipelines=most)) for most in (1, 2))
     assert two.predicted_step_s <= one.predicted_step_s and streamed_in(two.plan)
     assert not any(stage.on_disk for _, _, stage in two.plan.numbered)
-    (by_itself,) = (reason for reason in two.reasons if reason.startswith("every rank by itself"))
+    (by_itself,) = (reason for reason in two.reasons if reason.startswith("a copy of the model on every rank"))
     assert by_itself.endswith("does not fit in memory") == (disk is None)
 
 

@@ -130,6 +130,13 @@ def with_depths(*depths: int, **changes: Any) -> PlanReport:
     return with_pipelines(replace(PLAN.pipelines[0], stages=stages, **changes))
 
 
+def copies(*shares: int) -> list[PipelinePlan]:
+    return [
+        replace(ALONE, stages=(replace(ALONE.stages[0], ranks=(rank,)),), sequences=share)
+        for rank, share in enumerate(shares)
+    ]
+
+
 TWO_PIPELINES = with_pipelines(
     replace(PLAN.pipelines[0], sequences=56, stages=(replace(STAGES[0], recompute=True), STAGES[1])),
     PipelinePlan((StagePlan((2,), 0, 8, 0),), micro_batch=8, sequences=8),
@@ -159,7 +166,7 @@ TEXTS: dict[str, dict[str, Callable[[], list[str]]]] = {
         "GPipe": lambda: [plan_title(with_depths(7, 7).plan, PROFILE)],
         "split backward": lambda: [plan_title(with_depths(1, 0, split_backward=True).plan, PROFILE)],
         "own depths": lambda: [plan_title(with_depths(3, 0).plan, PROFILE)],
-        "whole models side by side": lambda: plan_lines(with_pipelines(*[ALONE] * 3), PROFILE),
+        "a copy per rank": lambda: plan_lines(with_pipelines(*copies(24, 24, 16)), PROFILE),
         "alone": lambda: plan_lines(with_pipelines(ALONE), PROFILE),
         "alone, tied: the matrix counts once": lambda: plan_lines(with_pipelines(ALONE), TIED),
     },
@@ -255,8 +262,9 @@ def pages(folder: Path) -> str:
     found["emulated"] = words_of(read_run(make_run(folder / "emulated", planned(emulated), emulated, steps=10)))
     alone = [PipelinePlan((StagePlan((rank,), 0, planned(three).plan.layers, 0),), 1, 4) for rank in range(3)]
     beside = replace(planned(three), plan=replace(planned(three).plan, pipelines=tuple(alone)))
-    run = read_run(make_run(folder / "beside", beside, three, steps=10))
-    found["whole models side by side"] = words_of(replace(run, rank_steps=()), "plan", "links")
+    run = make_run(folder / "beside", beside, three, steps=10, job=ONGOING)
+    write_present(run, Present(time.time(), "training step 11", ranks=RANKS))
+    found["whole models side by side"] = words_of(replace(read_run(run), rank_steps=()), "now", "plan", "links")
     found["of one rank"] = words_of(read_run(make_run(folder / "one", planned(one), one, steps=2)))
     run = make_run(folder / "goes on", planned(three), three, job=ONGOING)
     write_present(run, Present(time.time(), "training step 61", ranks=RANKS))

@@ -8,16 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from hetero_mpi.planning.types.plan import IdleRank
 from hetero_mpi.planning.types.profile import HostProfile
-from hetero_mpi.planning.types.toml_files import plan_to_dict, report_from_dict
 from hetero_mpi.report.plan_text import plan_lines, planned_lines
-from hetero_mpi.report.profile_text import measured_lines, profile_lines
 from hetero_mpi.report.progress import ProgressDisplay
 from hetero_mpi.rundir.metrics import measured_step_s
 from hetero_mpi.util import units
-from hetero_mpi.util.terminal import MAX_COLUMNS
-from tests.report.test_looks import MODEL, PLAN, PROFILE, REPORT, steps
+from tests.report.test_looks import PROFILE, REPORT, steps
 from tests.support.past_runs import metrics
 
 # Units
@@ -39,34 +35,9 @@ def test_units() -> None:
     assert units.bandwidth(math.inf) == "unlimited"
 
 
-def test_pictures_are_counted_as_samples() -> None:
-    """A sequence of one token is a sample of a model made of layers."""
-    profile = replace(PROFILE, model=replace(MODEL, sequence_length=1))
-    report = replace(REPORT, plan=replace(PLAN, sequence_length=1))
-    lines = [*profile_lines(profile), *measured_lines(profile), *plan_lines(report, profile)]
-    assert not re.search(r"\btokens?\b", "\n".join(lines)) and "one block, one sample, fp32" in "\n".join(lines)
-
-
-def test_no_line_is_too_long() -> None:
-    long = replace(PROFILE, notes=("word " * 60,), mpi_library="Open MPI 5.0.11")
-    wordy = replace(REPORT, reasons=("word " * 60,), idle=(IdleRank(2, "word " * 60),))
-    assert max(map(len, [*profile_lines(long), *plan_lines(wordy, long)])) <= MAX_COLUMNS
-
-
-@pytest.mark.parametrize(
-    ("first", "last", "expected"),
-    [
-        (0, 8, "embedding, blocks 0-5, head"),
-        (0, 1, "embedding"),
-        (0, 2, "embedding, block 0"),
-        (1, 2, "block 0"),
-        (4, 7, "blocks 3-5"),
-        (6, 8, "block 5, head"),
-        (7, 8, "head"),
-    ],
-)
-def test_layers_by_name(first: int, last: int, expected: str) -> None:
-    assert units.layers(first, last, 8) == expected
+def test_layers_by_name() -> None:
+    names = {(0, 8): "embedding, blocks 0-5, head", (0, 2): "embedding, block 0", (4, 7): "blocks 3-5", (7, 8): "head"}
+    assert {part: units.layers(*part, 8) for part in names} == names
 
 
 @pytest.mark.parametrize(
@@ -102,11 +73,6 @@ def test_the_last_plan_is_measured_without_its_first_steps() -> None:
     before, after = steps(6.0, 1, 10, 5.5), steps(2.0, 11, 20)
     assert measured_step_s([*before, *steps(9.0, 11, 12), *after[2:]]) == 2.0
     assert measured_step_s([*before, *after[:2]]) is None
-
-
-def test_the_tried_time_is_in_the_file() -> None:
-    tried = replace(REPORT, tried_step_s=2.1)
-    assert report_from_dict(plan_to_dict(tried)) == tried
 
 
 @pytest.mark.parametrize(

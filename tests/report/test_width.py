@@ -76,29 +76,6 @@ def test_help_fits(name: str, width: int, monkeypatch: pytest.MonkeyPatch, capsy
     assert max(map(len, narrow.splitlines())) <= width and set(narrow.split()) <= set(whole.split())
 
 
-def test_a_table_that_is_too_wide_is_wrapped_then_stacked(monkeypatch: pytest.MonkeyPatch) -> None:
-    headers, row = ("rank", "device", "layers", "memory"), ("0", "cuda A100", "embedding, blocks 0-31", "27.7 GB")
-    monkeypatch.setenv("COLUMNS", "60")
-    assert Table.of_texts(headers, [row]).lines() == [
-        "  rank  device     layers                   memory",
-        "     0  cuda A100  embedding, blocks 0-31  27.7 GB",
-    ]
-    monkeypatch.setenv("COLUMNS", "42")
-    assert Table.of_texts(headers, [row]).lines() == [
-        "  rank  device     layers           memory",
-        "     0  cuda A100  embedding,      27.7 GB",
-        "                   blocks 0-31",
-    ]
-    monkeypatch.setenv("COLUMNS", "34")
-    assert Table.of_texts(headers, [row]).lines() == [
-        "  rank    0",
-        "  device  cuda A100",
-        "  layers  embedding, blocks 0-31",
-        "  memory  27.7 GB",
-        "",
-    ]
-
-
 def test_lines_are_whole_where_nobody_watches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
     long = "word " * 60 + "end"

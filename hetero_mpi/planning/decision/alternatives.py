@@ -152,7 +152,7 @@ def alternative_outcomes(decision: Decision, profile: ClusterProfile, request: P
             yield Alternative(name, profile, request, plans).plan_again()
     if count > 1 and decision.one_pipeline_s is not None and request.allow_idle:
         step_s = decision.one_pipeline_s if decision.one_pipeline_s < math.inf else None
-        yield Outcome(f"one pipeline instead of {count}", step_s)
+        yield Outcome(f"one pipeline instead of {decision.plan.replicas}", step_s)
 
 
 def _alternative_pipelines(
@@ -167,7 +167,7 @@ def _alternative_pipelines(
     depths = units.join_with_counts((str([stage.warm_up for stage in pipeline.stages]) for pipeline in pipelines), ", ")
     return {
         "the same ranks with an even cut": [[_even_split(pipeline, plan.layers) for pipeline in pipelines]],
-        "every rank by itself, with a share of the batch": _data_parallel(plan, profile, request) if enough else (),
+        "a copy of the model on every rank": _data_parallel(plan, profile, request) if enough else (),
         "equal shares of the batch": (
             [replace(pipeline, sequences=share, micro_batch=size) for pipeline in pipelines]
             for size in sizes

@@ -43,7 +43,8 @@ def group_texts(plan: Plan, profile: ClusterProfile, step_s: float, without_s: f
     """Describe tensor-parallel groups and their gain. ``without_s``: best step time without groups, if known."""
     for number, index, stage in plan.numbered:
         if stage.grouped:
-            where = f"stage {number} of pipeline {index}" if len(plan.pipelines) > 1 else f"stage {number}"
+            where = "the model" if plan.undivided else f"stage {number}"
+            where += f" (copy {index})" if plan.undivided and len(plan.pipelines) > 1 else ""
             text = f"ranks {_enumeration(stage.ranks)} share {where} (tensor parallelism): {_enumeration(stage.shares)} of "
             text += f"{profile.model.heads} key/value heads"
             experts = f", {_enumeration(stage.experts)} of {profile.model.experts} experts" if stage.experts else ""
@@ -136,10 +137,10 @@ def _least_busy(plan: Plan, profile: ClusterProfile, request: PlanRequest, simul
     if len(profile.devices) == 2 or not 2 <= len(used) <= MAX_RANKS_TO_EXPLAIN_LEAST or not request.allow_idle:
         return
     rank = min(used, key=lambda r: (simulation.busy_s[r], r))
-    layers_text = _layers_text(plan, rank)
     remaining = restricted(profile, [d.rank for d in profile.devices if d.rank != rank])
     decision = decide(remaining, near(plan, request))
-    name = f"rank {rank} ({profile.devices[rank].name}) holds {layers_text} ({_stages_text(plan, rank)}): without it"
+    part = "the whole model" if plan.undivided else f"{_layers_text(plan, rank)} ({_stages_text(plan, rank)})"
+    name = f"rank {rank} ({profile.devices[rank].name}) holds {part}: without it"
     if decision is None:
         yield f"{name} the model does not fit in memory"
     else:
@@ -166,7 +167,7 @@ def _counts_sentence(plan: Plan, profile: ClusterProfile) -> str:
     shares = units.join_with_counts(
         (f"{units.plural(p.micro_batches, 'micro-batch')} of {p.micro_batch}" for p in plan.pipelines), " + "
     )
-    pipelines_text = f" in {len(plan.pipelines)} pipelines" if len(plan.pipelines) > 1 else ""
+    pipelines_text = f", {plan.replicas}" if len(plan.pipelines) > 1 else ""
     return f"{used} of {units.plural(len(profile.devices), 'rank')}{pipelines_text}, {shares} = global batch {plan.global_batch}"
 
 
@@ -174,8 +175,8 @@ def busiest_text(plan: Plan, profile: ClusterProfile, simulation: SimulatedStep)
     """Describe the busiest rank, and the busiest link if it is busier."""
     rank = max(sorted(simulation.busy_s), key=lambda r: simulation.busy_s[r])
     share = units.ratio(simulation.busy_s[rank], simulation.step_s)
-    stages_text = f"{_stages_text(plan, rank)} (rank {rank}: {_layers_text(plan, rank)})"
-    text = f"busiest: {stages_text} computes {units.percent(share)} of the step"
+    part = f"rank {rank}" if plan.undivided else f"{_stages_text(plan, rank)} (rank {rank}: {_layers_text(plan, rank)})"
+    text = f"busiest: {part} computes {units.percent(share)} of the step"
     costs, links = Durations(plan, profile), dict[tuple[int, int], float]()
     for (number, index, stage), (_, next_index, behind) in pairwise(plan.numbered):
         if index != next_index or stage.ranks == behind.ranks:

@@ -147,6 +147,17 @@ class Plan(Displayed):
         pipelines = (replace(pipeline, stages=tuple(islice(rest, len(pipeline.stages)))) for pipeline in self.pipelines)
         return replace(self, pipelines=tuple(pipelines))
 
+    @property
+    def undivided(self) -> bool:
+        """Whether every pipeline is a single stage and so holds a copy of the whole model."""
+        return all(len(pipeline.stages) == 1 for pipeline in self.pipelines)
+
+    @property
+    def replicas(self) -> str:
+        """The pipelines' number and name: "copies" if at least one of them is a single stage."""
+        copies = any(len(pipeline.stages) == 1 for pipeline in self.pipelines)
+        return f"{len(self.pipelines)} {'copies of the model' if copies else 'pipelines'}"
+
     @cached_property
     def state_weights(self) -> dict[int, float]:
         return {stage.ranks[0]: stage.state_weight for _, _, stage in self.numbered}

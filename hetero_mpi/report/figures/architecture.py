@@ -116,7 +116,7 @@ def _footer(sheet: Sheet, plan: Plan, profile: ClusterProfile, y: float, width: 
         )
     sums = len(reduced_layers(plan, profile.model))
     if sums and len(plan.pipelines) > 1:
-        lines.append(f"a step ends with a gradient all-reduce of {sums} layers over {len(plan.pipelines)} pipelines")
+        lines.append(f"a step ends with a gradient all-reduce of {sums} layers over {plan.replicas}")
     for line in lines:
         for part in textwrap.wrap(line, int((width - 2 * _MARGIN_SIZE) / (0.55 * 11))):
             sheet.text(_MARGIN_SIZE, y + 14, part, 11, "soft")
@@ -126,8 +126,9 @@ def _footer(sheet: Sheet, plan: Plan, profile: ClusterProfile, y: float, width: 
 
 def _pipeline_label(index: int, pipeline: PipelinePlan, plan: Plan) -> str:
     if len(plan.pipelines) > 1:
+        name = "copy" if len(pipeline.stages) == 1 else "pipeline"
         share = units.plural(pipeline.sequences, units.row(plan.sequence_length))
-        return f"pipeline {index}: {share}, {pipeline.micro_batch} at a time"
+        return f"{name} {index}: {share}, {pipeline.micro_batch} at a time"
     return f"{units.plural(pipeline.micro_batches, 'micro-batch')} of {pipeline.micro_batch}"
 
 
@@ -205,7 +206,8 @@ class _Painter:
         about = heads_text(stage) if stage.grouped else f"{device.name} ({device.backend})"
         sheet.box(x, y, box.width, _BOX_HEIGHT, "surface", "faint", title=about)
         sheet.text(x + 10, y + 19, ranks, 13, bold=True, width=inside - 60)
-        sheet.text(x + box.width - 10, y + 19, f"stage {box.number}", 11, "soft", "right")
+        stage_text = "" if self.report.plan.undivided else f"stage {box.number}"
+        sheet.text(x + box.width - 10, y + 19, stage_text, 11, "soft", "right")
         layers = _short(units.layers(stage.first, stage.last, self.report.plan.layers))
         layers += " (recompute)" if stage.recompute else ""
         if stage.grouped:

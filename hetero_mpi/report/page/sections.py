@@ -16,7 +16,7 @@ from hetero_mpi.report.figures.curves import Series, StepMark, line_chart
 from hetero_mpi.report.figures.style import svg
 from hetero_mpi.report.figures.timeline import MAX_LANES, Panel, timeline
 from hetero_mpi.report.past_run import PastRun
-from hetero_mpi.report.plan_text import headline, idle_lines, schedule_text, stage_note, stage_table
+from hetero_mpi.report.plan_text import headline, idle_lines, stage_note, stage_table, stages_text
 from hetero_mpi.report.profile_text import finite_bandwidth, place_text
 from hetero_mpi.report.run_text import job_rows, next_steps, worth_adding
 from hetero_mpi.report.table import Column, Table, least_most
@@ -311,7 +311,7 @@ def plan(run: PastRun) -> Section:
     if run.report is None:
         return Section("Plan and reasons")
     stages = stage_table(run.report.plan, run.profile, (), lambda device: f"{device.name}, {device.host}")
-    note = f"{stage_note(run.report.plan, run.profile).capitalize()}."
+    note = f"{stage_note(run.report.plan, run.profile).capitalize()}.".removeprefix(".")
     points = _reasons(run.report)
     if run.report.alone is not None and run.profile is not None and len(run.profile.devices) > 1:
         worth = worth_adding([run.report.alone], run.report, run.profile, run.median_step_s())
@@ -320,8 +320,7 @@ def plan(run: PastRun) -> Section:
 
 
 def _reasons(report: PlanReport) -> list[str]:
-    schedule = schedule_text(report.plan).removeprefix(", schedule")
-    points = [f"Predicted: {headline(report)}.", *([f"Schedule{schedule}."] if schedule else [])]
+    points = [f"Predicted: {headline(report)}.", f"Plan: {stages_text(report.plan)}."]
     return points + [line[:1].upper() + line[1:] for line in (*report.reasons, *idle_lines(report.idle))]
 
 

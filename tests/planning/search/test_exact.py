@@ -158,7 +158,7 @@ def test_slow_links_make_pipelines_of_their_own(batch: int) -> None:
     shares = {pipeline.stages[0].ranks[0]: pipeline.sequences for pipeline in report.plan.pipelines}
     assert len(report.plan.pipelines) == 2 and abs(shares[0] - 0.75 * batch) <= 1
     assert report.predicted_step_s == simulate(report.plan, profile).step_s
-    assert any("one pipeline instead of 2: " in reason for reason in report.reasons)
+    assert any("one pipeline instead of 2 copies of the model: " in reason for reason in report.reasons)
     alone = make_plan(profile, PlanRequest(batch, SEQUENCE, (1,)))
     assert len(alone.plan.pipelines) == 1 and alone.predicted_step_s > report.predicted_step_s
 

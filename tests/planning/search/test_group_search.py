@@ -92,7 +92,7 @@ def test_one_long_sequence_is_computed_by_all_ranks_of_the_fastest_host_in_propo
     without = make_plan(profile, replace(asked(1), groups=False))
     assert report.predicted_step_s < (1 - MIN_GAIN_RATIO) * without.predicted_step_s
     shares = " and ".join(map(str, held(report.plan)[0][1]))
-    assert f"ranks 0 and 1 share stage 0 (tensor parallelism): {shares} of {HEADS} key/value heads" in report.reasons
+    assert f"ranks 0 and 1 share the model (tensor parallelism): {shares} of {HEADS} key/value heads" in report.reasons
     ratio = without.predicted_step_s / report.predicted_step_s
     assert any(r.startswith(f"the best plan without tensor parallelism: {ratio:.2f}x") for r in report.reasons)
     complete_plan(report.plan, profile, asked(1))  # and it can be run again from its file
@@ -178,7 +178,7 @@ def test_experts_are_shared_by_how_fast_ranks_are_at_them_and_heads_by_how_fast_
     assert report.predicted_step_s == pytest.approx(best_s)
     assert (stage.shares, stage.experts) == (heads, experts)
     assert (
-        f"ranks 0 and 1 share stage 0 (tensor parallelism): {heads[0]} and {heads[1]} of 8 key/value heads, "
+        f"ranks 0 and 1 share the model (tensor parallelism): {heads[0]} and {heads[1]} of 8 key/value heads, "
         f"{experts[0]} and {experts[1]} of 10 experts"
     ) in report.reasons
     complete_plan(report.plan, profile, request)

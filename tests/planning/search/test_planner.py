@@ -198,7 +198,7 @@ def test_every_rank_by_itself_is_priced_where_the_batch_has_a_share_for_each(
     profile, request = make_profile((1.0, 1.0, 1.0)), PlanRequest(4, SEQUENCE, sizes, max_pipelines=3)
     plan = make_plan_of((0, 1, 3, 4), (0, 1, 2), 4)
     names = [other.change for other in alternative_outcomes(Decision(plan, 1.0), profile, request)]
-    assert ("every rank by itself, with a share of the batch" in names) == told
+    assert ("a copy of the model on every rank" in names) == told
 
 
 def test_alternatives_are_priced_with_the_micro_batches_that_fit() -> None:
@@ -209,7 +209,7 @@ def test_alternatives_are_priced_with_the_micro_batches_that_fit() -> None:
     layers = len(profile.model.layers)
     alone = [PipelinePlan((StagePlan((rank,), 0, layers, 0),), 1, share) for rank, share in ((0, 10), (1, 6))]
     unequal, staged = Plan(tuple(alone), 16, SEQUENCE, layers), make_plan_of((0, 2, layers), (0, 1), 16)
-    names = "equal shares of the batch", "every rank by itself, with a share of the batch"
+    names = "equal shares of the batch", "a copy of the model on every rank"
     for plan, name in zip((unequal, staged), names, strict=True):
         steps = {other.change: other.step_s for other in alternative_outcomes(Decision(plan, 1.0), profile, request)}
         assert steps[name] is not None, name
