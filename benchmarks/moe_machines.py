@@ -4,7 +4,7 @@
 
 Qwen3-30B-A3B and gpt-oss-20b on the three ``moe-*`` clusters of ``profiles/``: in 4 bits with adapters on attention, or on the
 experts too, and in 16 bits. 16 sequences of 512 tokens per step. For the fastest card alone, without streaming, and for both
-as planned: tokens per second. ``-``: it does not fit.
+as planned: tokens per second, and how many cards the plan uses. ``-``: it does not fit.
 
 Last come two measurements of others on an RTX 4090, beside the rule by which the times are derived (``moe_parts``): they are not
 fitted. ``--check`` exits 1 where no plan for both cards fits in 4 bits with adapters on attention, or one is slower than a card
@@ -50,8 +50,16 @@ class Cell:
     @property
     def text(self) -> str:
         stages = [] if self.planned is None else [stage for _, _, stage in self.planned.plan.numbered]
-        streams = "streams" if any(stage.streamed for stage in stages) else ""
-        return f"{_speed(self.alone)} | {_speed(self.planned)} {streams}".rstrip()
+        offloaded = ", offloaded" * any(stage.streamed for stage in stages)
+        used = f" ({len(self.planned.plan.ranks)}{offloaded})" if self.planned is not None else ""
+        return f"{_speed(self.alone)} | {_speed(self.planned)}{used}"
+
+    @property
+    def gain(self) -> float | None:
+        """Speed of both as a multiple of the best card alone, where it fits on one."""
+        if self.alone is None or self.planned is None:
+            return None
+        return self.alone.predicted_step_s / self.planned.predicted_step_s
 
 
 def main() -> int:
@@ -61,7 +69,7 @@ def main() -> int:
     arguments = parser.parse_args()
     ways = {name: WAYS[name] for name in arguments.ways}
     found: dict[str, dict[str, str]] = {}
-    unsound = []
+    unsound, gains = [], []
     print("| tokens/s by prediction: best card alone, both |" + "".join(f" {way} | |" for way in ways))
     print("| --- |" + " --- | --- |" * len(ways))
     for model in MODELS:
@@ -71,12 +79,17 @@ def main() -> int:
                 continue
             cells = {way: cell(home, model, given) for way, given in ways.items()}
             found[row] = {way: one.text for way, one in cells.items()}
+            gains += [one.gain for way, one in cells.items() if one.gain is not None and WAYS[way].nf4]
             print(f"| {row} | " + " | ".join(found[row].values()) + " |", flush=True)
             small = cells.get("4 bits")
             if small is None:
                 continue
             if small.planned is None or (small.alone and small.planned.predicted_step_s > small.alone.predicted_step_s):
                 unsound.append(row)
+    if gains:
+        print(
+            f"in 4 bits, plans are {100 * min(gains) - 100:.0f} to {100 * max(gains) - 100:.0f} % faster than the best card alone"
+        )
     _others()
     if arguments.json:
         arguments.json.write_text(json.dumps(found, indent=1) + "\n")

@@ -3,6 +3,7 @@
 import fcntl
 import io
 import os
+import re
 import select
 import signal
 import struct
@@ -68,17 +69,10 @@ def test_plain_lines_at_a_sensible_rate(step_s: float, first_step: int, expected
 
 
 OVERVIEW = Overview(
-    "small: 2 stages on 2 of 3 ranks", (RankRow(0, "blocks 2-5, head", 0.8), RankRow(1, "embedding, blocks 0-1", 0.9))
+    "quickstart: 2 stages on 2 of 3 ranks, schedule 1F1B",
+    (RankRow(0, "blocks 2-5, head", 0.8), RankRow(1, "embedding, blocks 0-1", 0.9)),
 )
-SCREEN = """\
-small: 2 stages on 2 of 3 ranks
-step  3/40 ━━                               8 %, 3:05 left
-loss 2.5000   8,192 tokens/s   1.00 s per step, 1.10 s predicted (-9.1 %)
-
-rank  holds                  computes          predicted  now
-   0  blocks 2-5, head       ━━━━━━━╸    75 %       80 %  forward 3
-   1  embedding, blocks 0-1                         90 %  waits for rank 0 to send
-"""
+SCREEN = re.findall(r"```\n(quickstart: .*?)```", (ROOT / "docs" / "reading-a-run.md").read_text(), re.S)[0]
 
 
 def drawn(progress: ProgressDisplay, monkeypatch: pytest.MonkeyPatch, columns: int, rows: int) -> str:
@@ -113,7 +107,7 @@ def test_a_calm_screen_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
         narrow = drawn(progress, monkeypatch, 40, 30).splitlines()
         assert max(map(len, narrow)) == 40 and len(narrow) == 7, "a narrow one cuts"
     shown = stream.getvalue()
-    assert "small: 2 stages" in shown and "step  3/40" in shown and shown.endswith("\n")
+    assert "quickstart: 2 stages" in shown and "step  3/40" in shown and shown.endswith("\n")
     assert "\x1b[?25l" not in shown, "who is killed leaves no terminal without a cursor"
 
 

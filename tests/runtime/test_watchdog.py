@@ -7,13 +7,15 @@ import socket
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
-from hetero_mpi.training.watchdog import limit_s
+from hetero_mpi.training.watchdog import limit_s, report
 from hetero_mpi.util.errors import ExitCode
 from tests.support.long_run import LongRun
-from tests.support.mpi import finish_mpi, run_mpi
+from tests.support.mpi import ROOT, finish_mpi, run_mpi
 
 pytestmark = pytest.mark.slow
 
@@ -24,6 +26,18 @@ TRIED = ("--set", "profile.calibrate=true")
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> LongRun:
     return LongRun(tmp_path_factory.mktemp("watched"), 2)
+
+
+def test_the_report_is_the_one_in_the_document() -> None:
+    words = {
+        0: {"at": "training step 18, 0RECV_B2", "still_s": 61.0, "waits_for": "rank 1 to send"},
+        1: {"at": "training step 18, 1F2", "still_s": 0.5},
+    }
+    heartbeat = SimpleNamespace(rank=0, heard_s={1: 0.0}, words=words, silent_s={0: 0.0, 1: 60.0}.__getitem__)
+    world = SimpleNamespace(size=2, hosts=("rtx", "titan"), numbers=())
+    assert (
+        f"```\n{report(cast(Any, world), 60.0, cast(Any, heartbeat))}\n" in (ROOT / "docs" / "recovery.md").read_text()
+    )
 
 
 @pytest.mark.long
