@@ -224,7 +224,8 @@ def _simulated_layout(layout: _Layout) -> _SimulatedLayout | None:
         if picks:
             chain_lines[Line(picks, counts, tuple(classic), columns.micro_batch, n * columns.micro_batch)] = None
     rounds = LocalSearch(costs, clock.step_s, clock.step_s, clock.step_s)
-    starts = [start for line in chain_lines for start in rounds.with_promising_depths((line,))]
+    depths = filter(None, (rounds.with_promising_depths((line,)) for line in chain_lines))
+    starts = [variants.first for variants in depths]
     if not starts:
         return None
     lines, step_s = min(starts, key=lambda start: start[1])

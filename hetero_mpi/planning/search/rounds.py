@@ -7,11 +7,13 @@ is limited in changes, not seconds, so plans are deterministic.
 from __future__ import annotations
 
 import copy
+import heapq
 import itertools
 import math
 import random
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from hetero_mpi.planning.durations import exposed_s
 from hetero_mpi.planning.memory import shared_memories
@@ -30,6 +32,17 @@ OWNED_STATE_ACTIONS_FACTOR = 12
 Step = Callable[[Sequence[Fitting]], float]
 Start = tuple[Lines, float]
 """Pipelines and their step time, which is infinite if they do not fit or leave too many ranks idle."""
+
+
+class Depths(NamedTuple):
+    """Pipelines at several depths with estimated step times."""
+
+    first: Start
+    """The variant with the smallest estimate."""
+    rest: Iterator[Start]
+    """The other variants, smallest estimates first."""
+    shallowest: Lines
+    """The variant with the fewest micro-batches in flight."""
 
 
 class LocalSearch:
@@ -184,11 +197,11 @@ class LocalSearch:
                 self.with_promising_depths(tuple(line._replace(split=split) for line in lines)) for split in splits
             ]
         starts: list[Start] = []
-        for deepened in sorted(filter(None, candidates), key=lambda deepened: deepened[0][1])[:max_timed]:
-            if sum(step_s <= deepened[0][1] for _, step_s in starts) >= results_wanted:
+        for depths in sorted(filter(None, candidates), key=lambda depths: depths.first[1])[:max_timed]:
+            if sum(step_s <= depths.first[1] for _, step_s in starts) >= results_wanted:
                 break
             if actions > 0 or not starts:
-                start = self.fastest(deepened)
+                start = self.fastest(depths)
                 actions -= actions_of(start[0])
                 starts += [start] if start[1] < math.inf else []
         return starts
@@ -209,30 +222,43 @@ class LocalSearch:
             return math.inf
         return self.step_s(fittings) if self.holds(fittings) else self.owned_step_s(fittings)
 
-    def with_promising_depths(self, lines: Lines) -> list[Start]:
-        """``lines`` at several depths at which each pipeline fits, sorted by estimated step time."""
-        estimates_s: dict[Lines, float] = {}
+    def with_promising_depths(self, lines: Lines) -> Depths | None:
+        """``lines`` at several depths at which each pipeline fits; None if there are none."""
+        variants: dict[Lines, list[Fitting]] = {}
         ways = itertools.product(DEPTH_ALLOWANCES[: 1 if self.fixed else None], (True, False))
         paced = (tuple(self.costs[line.micro_batch].paced(line, *way) for line in lines) for way in ways)
         for candidate in paced if self.fixed else (lines, *paced):
             fittings = self.fitted_within(math.inf, candidate)
             if fittings is not None and used(candidate) >= self.least:
-                fitted = tuple(fitting.line for fitting in fittings)
-                if fitted not in estimates_s:
-                    estimates_s[fitted] = self.estimate_step_s(fittings)
-        return sorted(estimates_s.items(), key=lambda start: start[1])
+                variants.setdefault(tuple(fitting.line for fitting in fittings), fittings)
+        if not variants:
+            return None
+        by_estimate = self._by_estimate(list(variants.items()))
+        return Depths(next(by_estimate), by_estimate, min(variants, key=lambda v: sum(sum(line.flying) for line in v)))
 
-    def fastest(self, starts: Sequence[Start]) -> Start:
+    def _by_estimate(self, variants: Sequence[tuple[Lines, list[Fitting]]]) -> Iterator[Start]:
+        """Yield pipelines with their estimated step times, fastest first; lower bounds postpone estimates until needed."""
+        bounds = [max(fitting.bound_s for fitting in fittings) for _, fittings in variants]
+        waiting = [(bound_s, False, index) for index, bound_s in enumerate(bounds)]
+        heapq.heapify(waiting)
+        while waiting:
+            seconds, is_estimated, index = waiting[0]
+            if is_estimated:
+                heapq.heappop(waiting)
+                yield variants[index][0], seconds
+            else:
+                heapq.heapreplace(waiting, (self.estimate_step_s(variants[index][1]), True, index))
+
+    def fastest(self, depths: Depths) -> Start:
         """The first start that fits, with its step time; infinite if none fits.
 
         If neither the first start nor the one with the fewest micro-batches in flight fits, none is assumed to fit.
         """
-        shallowest = sorted(starts[1:], key=lambda start: sum(sum(line.flying) for line in start[0]))[:1]
-        for lines, _ in (*starts[:1], *shallowest):
-            if self.price(lines) < math.inf:
-                priced = ((lines, self.price(lines)) for lines, _ in starts)
-                return next(start for start in priced if start[1] < math.inf)
-        return (starts[0][0] if starts else ()), math.inf
+        lines = depths.first[0]
+        if (step_s := self.price(lines)) < math.inf or self.price(depths.shallowest) == math.inf:
+            return lines, step_s
+        priced = ((lines, self.price(lines)) for lines, _ in depths.rest)
+        return next(start for start in priced if start[1] < math.inf)
 
     def fitted_within(self, limit_s: float, lines: Lines) -> list[Fitting] | None:
         """Fit pipelines in memory, with room for all sharded state; None if out of memory or slower than ``limit_s``."""

@@ -197,8 +197,8 @@ class Search:
             for size in self.costs if all(remaining_ranks) else ():
                 fewer = (line._replace(ranks=ranks, micro_batch=size) for line, ranks in pairs)
                 cut = None if any(line.sequences % size for line in lines) else orders.cut(tuple(fewer), depth)
-                if cut is not None and (deepened := rounds.with_promising_depths(cut)):
-                    yield rounds.fastest(deepened)
+                if cut is not None and (depths := rounds.with_promising_depths(cut)):
+                    yield rounds.fastest(depths)
 
     def _priced(self, candidates: Sequence[Candidate], rounds: LocalSearch, depth: float) -> list[Start]:
         """Time the most promising candidates; return those that fit."""
@@ -253,8 +253,8 @@ class Search:
         starts = [(lines, rounds.price(lines))]
         for depth in (1.0, 1.4):
             cut = self.orders(len(lines)).cut(lines, depth)
-            if cut is not None and used(cut) == used(lines):
-                starts.append(rounds.fastest(rounds.with_promising_depths(cut)))
+            if cut is not None and used(cut) == used(lines) and (depths := rounds.with_promising_depths(cut)):
+                starts.append(rounds.fastest(depths))
         best = min(starts, key=lambda start: start[1])
         if limit_s < best[1] < math.inf:
             best = rounds.annealed(best, HEAT, self.looks // 4, self.actions / 4, random.Random(0), ranks=False)
