@@ -245,7 +245,7 @@ def _last_run(answer: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
 def _notes(what: str, entries: Sequence[tuple[_Part, ...]], dropped: Sequence[str], targets: Tokens) -> tuple[str, ...]:
     """Summarise the records for the user. ``targets``: the targets of all sequences."""
     sequences, length = targets.shape
-    total, scored = sum(len(part.ids) for entry in entries for part in entry), np.count_nonzero(targets != IGNORED)
+    total, scored = sum(len(part.ids) for entry in entries for part in entry), int(np.count_nonzero(targets != IGNORED))
     cut = sum(any(part.uncut > len(part.ids) for part in entry) for entry in entries)
     forgotten = sum(any(part.forgotten for part in entry) for entry in entries)
     notes = [

@@ -197,7 +197,7 @@ class _Draft(JobDraft):
             self._put("data.text", names, "texts", "datasets", "folder", "config_name", "split")
             if any(name.startswith("hf:") or _RECORDS.search(name) for name in names):
                 self._put("data.documents", "record")
-                columns = [{"text": column} if column != "text" else {} for column in columns]
+                columns = [{"text": str(column)} if column != "text" else {} for column in columns]
         else:
             self._put("data.records", names, "datasets", "folder", "config_name", "split")
         keys = [column for column in columns if isinstance(column, dict)]

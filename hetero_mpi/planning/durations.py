@@ -195,7 +195,7 @@ def stage_s(
 
 
 def _content(stage: StagePlan) -> tuple[Hashable, ...]:
-    """What determines the compute time of a resident stage."""
+    """Return the fields that determine the compute time of a resident stage."""
     return stage.ranks, stage.shares, stage.experts, stage.first, stage.last, stage.recompute, stage.slice_sequences
 
 

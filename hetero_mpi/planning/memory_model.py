@@ -60,7 +60,7 @@ class MemoryModel:
         self._tables: dict[tuple[int, StageMode, float, bool], tuple[NDArray[np.float64], NDArray[np.float64]]] = {}
         self._kinds = [(device.activation_ratio, device.shares_host_memory) for device in profile.devices]
         self._parts: dict[tuple[object, ...], tuple[int, int, int]] = {}
-        self._held: dict[tuple[int, int, int], tuple[tuple[int, int], ...]] = {}
+        self._holdings: dict[tuple[int, int, int], tuple[tuple[int, int], ...]] = {}
 
     def budgets(self, devices: Sequence[DeviceProfile]) -> list[MemoryBudget]:
         """Return the memory budgets of stages on the given devices."""
@@ -131,21 +131,23 @@ class MemoryModel:
         key = stage.first, stage.last, mode, pipeline.size(0), self._kinds[stage.ranks[0]]
         if key not in self._parts:
             length, variant = self.request.sequence_length, replace(stage, recompute=recompute)
-            one, deferred = (memory_of(self.profile, pipeline, variant, length, pair) for pair in ((1, 0), (0, 1)))
-            self._parts[key] = one.total - one.activations, one.activations, deferred.activations
+            resident, deferred = (memory_of(self.profile, pipeline, variant, length, pair) for pair in ((1, 0), (0, 1)))
+            self._parts[key] = resident.total - resident.activations, resident.activations, deferred.activations
         return self._parts[key]
 
-    def held(self, pipeline: PipelinePlan, index: int, warm_up: int, first_warm_up: int) -> tuple[tuple[int, int], ...]:
+    def holdings(
+        self, pipeline: PipelinePlan, index: int, warm_up: int, first_warm_up: int
+    ) -> tuple[tuple[int, int], ...]:
         """``stage_holdings`` of stage ``index`` if it and the first stage had these depths."""
         most = pipeline.micro_batches - 1
         if index == 0 or not pipeline.split_backward:
             return ((min(warm_up, most) + 1, 0),)
         key = min(warm_up, most), min(first_warm_up, most), most
-        if key not in self._held:
-            own = replace(pipeline.stages[index], warm_up=warm_up)
-            stages = replace(pipeline.stages[0], warm_up=first_warm_up), own
-            self._held[key] = stage_holdings(replace(pipeline, stages=stages), own)
-        return self._held[key]
+        if key not in self._holdings:
+            stage = replace(pipeline.stages[index], warm_up=warm_up)
+            stages = replace(pipeline.stages[0], warm_up=first_warm_up), stage
+            self._holdings[key] = stage_holdings(replace(pipeline, stages=stages), stage)
+        return self._holdings[key]
 
     def check(self, plan: Plan) -> bool:
         """Return whether the plan fits in the memory of every rank and every host."""

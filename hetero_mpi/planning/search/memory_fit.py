@@ -254,8 +254,8 @@ class Fitter:
         if warm_up is None:
             warm_up, recompute, first_warm_up = stage.warm_up, stage.recompute, pipeline.stages[0].warm_up
         fixed, each, each_deferred = self.memory.parts(pipeline, stage, recompute)
-        held = self.memory.held(pipeline, index, warm_up, first_warm_up)
-        peak = fixed + max(each * in_flight + each_deferred * deferred for in_flight, deferred in held)
+        holdings = self.memory.holdings(pipeline, index, warm_up, first_warm_up)
+        peak = fixed + max(each * in_flight + each_deferred * deferred for in_flight, deferred in holdings)
         return peak if owned is None else peak - max(0.0, self._state(stage) - owned.get(stage.ranks[0], 0.0))
 
     def _state(self, stage: StagePlan) -> float:

@@ -100,7 +100,7 @@ class Search:
         )
         if len(self.ranks) <= MAX_RANKS_WITHOUT_LAYOUTS:
             numbers = {number: numbers.get(number, []) for number in range(1, self.most + 1)}
-        wished = {number: given for number, given in numbers.items() if number in self.request.pipeline_counts}
+        wished = {number: plans for number, plans in numbers.items() if number in self.request.pipeline_counts}
         best_by_count = self._of_all(wished, self.rounds) or self._of_all(numbers, self.rounds)
         best = min(best_by_count.values(), key=lambda start: start[1], default=((), math.inf))
         one_s = at_work_s = None

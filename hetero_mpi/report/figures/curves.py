@@ -24,7 +24,7 @@ MAX_POINTS = 400
 """Maximum number of points per series. In longer series, neighbouring points are averaged."""
 HOVER_STEPS = 80
 """Maximum number of steps per chart whose values are shown on hovering."""
-SMOOTHING_WEIGHT = 0.9
+SMOOTHING_FACTOR = 0.9
 """Weight of the previous value in the exponential moving average of smoothed curves."""
 _MIN_SMOOTHED = 10
 """Minimum number of points of a curve that is smoothed."""
@@ -182,13 +182,13 @@ def _readings(
     positions = [float(x) for x in across(steps)]
     edges = [_LEFT, *((a + b) / 2 for a, b in pairwise(positions)), _RIGHT]
     readings, entry = [], Markup('<tspan x="{}" dy="13" fill="var(--{})">{} {}</tspan>').format
-    for step, x, (left, right) in zip(steps, positions, pairwise(edges), strict=True):
+    for step, x, (start, end) in zip(steps, positions, pairwise(edges), strict=True):
         lines = []
         for line, points in drawn_series:
             value = points[min(bisect_left(points, (step,)), len(points) - 1)][1]
             value_text = f"{value:,.4g}" if y_text is plain else y_text(value)
             lines.append(entry(_RIGHT - 4, line.colour, line.name, value_text))
-        area = f'<rect x="{left:.1f}" y="{_TOP}" width="{max(right - left, 0.1):.1f}" height="{_BOTTOM - _TOP}"/>'
+        area = f'<rect x="{start:.1f}" y="{_TOP}" width="{max(end - start, 0.1):.1f}" height="{_BOTTOM - _TOP}"/>'
         cursor = f'<path d="M{x:.1f} {_TOP}V{_BOTTOM}"/>'
         text = _text(_RIGHT - 4, _TOP + 10, Markup("{}{}").format(position_text(step), Markup("").join(lines)), "")
         readings.append(Markup('<g class="reading">{}{}{}</g>').format(Markup(area), Markup(cursor), text))
@@ -199,8 +199,8 @@ def _smoothed(values: Sequence[float]) -> list[float]:
     """Return the exponential moving average of ``values``, corrected for its start."""
     average, weight, averages = 0.0, 0.0, []
     for value in values:
-        average = SMOOTHING_WEIGHT * average + (1 - SMOOTHING_WEIGHT) * value
-        weight = SMOOTHING_WEIGHT * weight + (1 - SMOOTHING_WEIGHT)
+        average = SMOOTHING_FACTOR * average + (1 - SMOOTHING_FACTOR) * value
+        weight = SMOOTHING_FACTOR * weight + (1 - SMOOTHING_FACTOR)
         averages.append(average / weight)
     return averages
 

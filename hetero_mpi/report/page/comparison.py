@@ -61,8 +61,8 @@ def _charts(runs: Sequence[PastRun], names: Sequence[str]) -> list[Markup]:
         evaluation.append(Series(name, points, colour, dots=True, dashed=dashed))
         rates = tuple((step.step, step.tokens_per_s) for step in steps)
         speed.append(Series(name, rates, colour, dashed=dashed, noisy=True))
-        known = tuple((step.step, step.grad_norm) for step in steps)
-        norms.append(Series(name, known, colour, dashed=dashed, noisy=True))
+        grad_norms = tuple((step.step, step.grad_norm) for step in steps)
+        norms.append(Series(name, grad_norms, colour, dashed=dashed, noisy=True))
     charts = [
         line_chart("training loss", training, x_name="tokens", x_text=units.count),
         line_chart("evaluation loss", evaluation, x_name="tokens", x_text=units.count),
