@@ -29,7 +29,7 @@ from tests.support.mpi import ROOT, SHARING, launcher_or_skip, require_success
 from tests.support.past_runs import make_run
 from tests.support.planning_samples import make_model, make_profile
 from tests.support.processes import run_within
-from tests.test_docs import DOCUMENTS, FENCED, OFFLINE, WRITTEN_WHOLE, spans
+from tests.test_docs import DOCUMENTS, FENCED, OFFLINE, WRITTEN_WHOLE, simple_commands, spans
 
 SPAN = re.compile(
     r"(\w+=\S+ )*(\S*/)?(python3?|pytest|mpirun|srun|hetero-mpi|pip|docker|conda|bash|git|ctest|cmake) [^.]"
@@ -77,6 +77,8 @@ RUN_BY = {
     f"{OURS}doctor --selftest": "tests/launch/test_self_test.py::test_doctor_goes_on_with_the_next_device",
     f"{OURS}launch -np 2 -- train jobs/moe_small.toml": "tests/job/test_shipped_jobs.py::"
     "test_the_small_mixture_of_experts_runs_np2",
+    f"{OURS}launch -np 3 -- train jobs/stages.toml": "tests/job/test_shipped_jobs.py::"
+    "test_the_job_of_stages_has_a_stage_per_rank_np3",
     f"{OURS}launch --hosts mesh/hosts.toml -- .*": "tests/launch/test_mesh.py::"
     "test_messages_go_through_wireguard_or_it_is_told",
     f"{OURS}launch -np 3 -- train jobs/dpo.toml": "tests/runtime/test_preference.py::test_the_shipped_jobs",
@@ -171,24 +173,6 @@ def typed(document: Path) -> Iterator[Typed]:
         for words in simple_commands(re.sub(r"<([\w ]+)>", "PLACE", line)):
             if not FORM.search(shlex.join(words)):
                 yield Typed(name, words, mark)
-
-
-def simple_commands(line: str) -> Iterator[tuple[str, ...]]:
-    """The words of each command of a line, without redirections; programs of an environment by their names."""
-    lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
-    lexer.whitespace_split = True
-    part: list[str] = []
-    redirected = False
-    for word in [*lexer, ";"]:
-        if set(word) <= set("();<>|&"):
-            if part and not set(word) <= set("<>"):
-                yield tuple(re.sub(r"^\S*/bin/(?=\w)", "", one) for one in part)
-            part = part if set(word) <= set("<>") else []
-            redirected = set(word) <= set("<>")
-        elif not redirected:
-            part.append(word)
-        else:
-            redirected = False
 
 
 COMMANDS = [command for document in DOCUMENTS for command in typed(document)]

@@ -4,6 +4,7 @@ into them (``written_docs.py``) is what it writes today.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shlex
 import shutil
@@ -19,7 +20,6 @@ import tomli
 from hetero_mpi import __version__
 from hetero_mpi.cli import main, parser
 from hetero_mpi.commands.reference_pages import COMMANDS_HEADER, ENVIRONMENT
-from hetero_mpi.job.load import load_job
 from hetero_mpi.job.rules import broken_keys, field_metadata, rule_text
 from hetero_mpi.job.schema import TABLES
 from hetero_mpi.job.training_tables import Unit
@@ -67,6 +67,8 @@ SOURCES = [
     for folder in ("hetero_mpi", "tests", "benchmarks", "jobs")
     for path in (ROOT / folder).rglob("*.py")
 ]
+FIGURE = re.compile(r"(?<![\w.-])(?:\d+\.\d+|\d[\d,]*(?= (?:%|times|tokens|[MG]B|m?s)\b))")
+"""A figure with a fraction or a unit."""
 LARGEST_PICTURE = 100_000
 TOP_LEVEL = {
     "hetero_mpi", "jobs", "profiles", "tests", "benchmarks", "docs", "CMakeLists.txt", "pyproject.toml", "README.md", "LICENSE",
@@ -103,26 +105,33 @@ def spans(document: Path) -> list[str]:
     return SPAN.findall(prose(document).replace("``", ""))
 
 
-def command_lines(document: Path) -> Iterator[list[str]]:
+def command_lines(document: Path) -> Iterator[tuple[str, ...]]:
     """Words of every command in the document's shell blocks, and of code spans that are whole commands of ours."""
     lines = [] if document.name in WRITTEN_WHOLE else [span for span in spans(document) if "hetero_mpi " in span]
     for language, text in fenced(document):
         if language in ("sh", "bash", "") and document.name not in WRITTEN_WHOLE:
             lines += text.replace("\\\n", " ").splitlines()
     for line in lines:
-        try:
-            lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
-            lexer.whitespace_split = True
-            words = list(lexer)
-        except ValueError:
-            continue  # a line of output with an apostrophe
-        part: list[str] = []
-        for word in [*words, ";"]:
-            if word and set(word) <= set("();<>|&"):
-                yield part
-                part = []
-            else:
-                part.append(word)
+        with contextlib.suppress(ValueError):  # a line of output with an apostrophe
+            yield from simple_commands(line)
+
+
+def simple_commands(line: str) -> Iterator[tuple[str, ...]]:
+    """The words of each command of a line, without redirections; programs of an environment by their names."""
+    lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
+    lexer.whitespace_split = True
+    part: list[str] = []
+    redirected = False
+    for word in [*lexer, ";"]:
+        if set(word) <= set("();<>|&"):
+            if part and not set(word) <= set("<>"):
+                yield tuple(re.sub(r"^\S*/bin/(?=\w)", "", one) for one in part)
+            part = part if set(word) <= set("<>") else []
+            redirected = set(word) <= set("<>")
+        elif not redirected:
+            part.append(word)
+        else:
+            redirected = False
 
 
 def commands(document: Path) -> list[Command]:
@@ -131,23 +140,24 @@ def commands(document: Path) -> list[Command]:
         for marker in (("-m", "hetero_mpi"), ("hetero-mpi",)):
             for place in range(len(words)):
                 whole = "..." not in words and "COMMAND" not in words  # else it is a form, not a command
-                if whole and tuple(words[place : place + len(marker)]) == marker:
-                    found.append(Command(document, tuple(words[place + len(marker) :])))
+                if whole and words[place : place + len(marker)] == marker:
+                    found.append(Command(document, words[place + len(marker) :]))
     return found
-
-
-COMMANDS = [command for document in DOCUMENTS for command in commands(document)]
 
 
 def slugs(document: Path) -> set[str]:
     """Anchors of the headings, as GitHub makes them."""
     found: set[str] = set()
     for heading in re.findall(r"^#+ (.*)$", prose(document), re.M):
-        plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()
-        slug = re.sub(r"[^\w\- ]", "", plain).strip().replace(" ", "-")
+        slug = slug_of(heading)
         number = sum(1 for other in found if re.fullmatch(re.escape(slug) + r"(-\d+)?", other))
         found.add(f"{slug}-{number}" if number else slug)
     return found
+
+
+def slug_of(heading: str) -> str:
+    plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()
+    return re.sub(r"[^\w\- ]", "", plain).strip().replace(" ", "-")
 
 
 @pytest.mark.parametrize("document", [*DOCUMENTS, LOG], ids=lambda path: str(path.relative_to(ROOT)))
@@ -173,7 +183,7 @@ def test_pictures_are_used_and_small() -> None:
     linked = {
         (document.parent / target).resolve()
         for document in DOCUMENTS
-        for target in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", prose(document))
+        for target in re.findall(r"!\[[^\]]*\]\((?!https:)([^)]+)\)", prose(document))
     }
     pictures = {path.resolve() for path in (ROOT / "docs" / "images").iterdir()}
     assert pictures <= linked, "a picture that no document shows"
@@ -185,12 +195,6 @@ def test_pictures_are_used_and_small() -> None:
 
 
 # Commands
-
-
-def test_commands_are_found() -> None:
-    names = {command.words[0] for command in COMMANDS if command.words}
-    assert len(COMMANDS) > 50
-    assert names >= {"train", "launch", "doctor", "mesh", "generate", "export"} | OFFLINE
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
@@ -255,8 +259,16 @@ def test_the_top_level_stays_short() -> None:
     assert {Path(line).parts[0] for line in git.stdout.splitlines() if not line.startswith((".", '"'))} <= TOP_LEVEL
 
 
-def test_the_readme_counts_the_profiles() -> None:
-    found = re.search(r"\((\w+) clusters are in \[profiles/\]", (ROOT / "README.md").read_text())
+def test_the_readme_counts_the_profiles_and_its_badges_are_the_projects() -> None:
+    text = (ROOT / "README.md").read_text()
+    project = tomli.loads((ROOT / "pyproject.toml").read_text())["project"]
+    badges = [
+        f"python-{project['requires-python'].removeprefix('>=')}%2B-",
+        f"licence-{project['license'].replace('-', '--')}-",
+    ]
+    assert re.findall(r"img\.shields\.io/badge/", text) == ["img.shields.io/badge/"] * len(badges)
+    assert [badge for badge in badges if f"shields.io/badge/{badge}" not in text] == []
+    found = re.search(r"\((\w+) clusters are in \[profiles/\]", text)
     numbers = ["eight", "nine", "ten", "eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen"]
     assert found is not None and numbers.index(found[1]) + 8 == len(list((ROOT / "profiles").glob("*.toml")))
 
@@ -283,17 +295,6 @@ def test_tables_of_options_and_keys_are_complete() -> None:
     pages = "".join((ROOT / "docs" / name).read_text() for name in ("devices.md", "wireguard.md"))
     for key in Host.model_fields:
         assert f"| `{key}` |" in pages, f"[[host]] {key}"
-
-
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_benchmarks_and_tests_named_by_a_document_exist(document: Path) -> None:
-    text = document.read_text(encoding="utf-8")
-    for script, rest in re.findall(r"python (benchmarks/\w+\.py)([^`\n]*)", text):
-        assert (ROOT / script).is_file(), script
-        assert set(re.findall(r"--[\w-]+", rest)) <= BENCHMARK_OPTIONS, f"{script}{rest}"
-    for module in re.findall(r"python -m (tests[\w.]*|benchmarks[\w.]*)", text):
-        place = ROOT / module.replace(".", "/")
-        assert place.with_suffix(".py").is_file() or (place / "__main__.py").is_file(), module
 
 
 def offline_lines(document: Path) -> list[str]:
@@ -332,6 +333,36 @@ def test_offline_commands_run(document: Path, tmp_path: Path, monkeypatch: pytes
         assert written_docs.printed(line).strip(), line
 
 
+@pytest.mark.slow
+def test_shortened_blocks_and_marked_figures_are_printed() -> None:
+    for document in DOCUMENTS:
+        text = document.read_text(encoding="utf-8")
+        with written_docs.workplace(text):
+            for block in written_docs.SHORTENED.finditer(text):
+                lines = iter(written_docs.printed(block["command"]).splitlines())
+                assert [line for line in block["text"].splitlines() if line not in lines] == [], "not in this order"
+            for marked in written_docs.FIGURES.finditer(text):
+                figures, output = FIGURE.findall(SPAN.sub("", marked["text"])), written_docs.printed(marked["command"])
+                assert figures and [figure for figure in figures if figure not in output] == []
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert written_docs.SHORTENED.search(readme) and written_docs.FIGURES.search(readme)
+
+
+def test_figures_beside_a_link_to_the_results_stand_there() -> None:
+    results = (ROOT / "benchmarks" / "RESULTS.md").read_text(encoding="utf-8")
+    for line in "\n".join(document.read_text(encoding="utf-8") for document in DOCUMENTS).splitlines():
+        linked = "\n".join(section(results, anchor) for anchor in re.findall(r"RESULTS\.md#([\w-]+)", line))
+        figures = FIGURE.findall(re.sub(r"\]\([^)]*\)", "]", SPAN.sub("", line))) if linked else []
+        assert not [one for one in figures if not re.search(rf"(?<![\d.]){one}(?!\.?\d)", linked)], line
+
+
+def section(text: str, anchor: str) -> str:
+    """A heading and what is below it, down to the next heading of its level or a higher one."""
+    found = next(one for one in re.finditer(r"^(#+) (.*)$", text, re.M) if slug_of(one[2]) == anchor)
+    end = re.compile(rf"^#{{1,{len(found[1])}}} ", re.M).search(text, found.end())
+    return text[found.start() : end.start() if end else None]
+
+
 # Keys
 
 
@@ -355,8 +386,10 @@ def test_keys_of_the_job_exist(document: Path) -> None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_toml_in_the_documents_is_valid(document: Path, tmp_path: Path) -> None:
+def test_toml_and_python_in_the_documents_are_valid(document: Path, tmp_path: Path) -> None:
     for language, text in fenced(document):
+        if language == "python":
+            compile(text, str(document), "exec")
         if language != "toml":
             continue
         content = tomli.loads(text)
@@ -370,13 +403,6 @@ def test_toml_in_the_documents_is_valid(document: Path, tmp_path: Path) -> None:
                 missing = {key for key, field in TABLES[table].model_fields.items() if field.is_required()}
                 broken = broken_keys(TABLES[table], values)
                 assert not {key: rule for key, rule in broken.items() if key not in missing - set(values)}, text
-
-
-def test_python_in_the_documents_compiles() -> None:
-    for document in DOCUMENTS:
-        for language, text in fenced(document):
-            if language == "python":
-                compile(text, str(document), "exec")
 
 
 # What the program writes
@@ -428,11 +454,6 @@ def test_pictures_of_the_concepts_show_what_their_commands_draw(tmp_path: Path) 
         old = Image.open(ROOT / "docs" / "images" / new.name)
         assert old.text[written_docs.SHOWS] == Image.open(new).text[written_docs.SHOWS], f"run: {written_docs.REWRITE}"
         assert f"<!-- draws: {new.name} -->\n![" in text and f"](images/{new.name})" in text
-
-
-def test_concepts_job_is_a_job(tmp_path: Path) -> None:
-    with written_docs.workplace(written_docs.CONCEPTS.read_text(encoding="utf-8")) as place:
-        assert load_job(place / "small.toml").job.train.micro_batch == 1
 
 
 def test_the_changelog_begins_with_this_version() -> None:

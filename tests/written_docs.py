@@ -4,10 +4,12 @@
   ``tests/messages.txt``: whole files;
 * the fenced block after ``<!-- grid: 1f1b, 3 stages, 4 micro-batches -->``: the grid of such a schedule;
 * the fenced block after ``<!-- prints -->``: what the last command of the ``sh`` block before it prints;
+* the block after ``<!-- prints, shortened -->`` and the paragraph after ``<!-- figures: COMMAND -->``, which are compared but not
+  written: the lines, and the figures, are among what the command prints;
 * after ``<!-- draws: NAME.png -->``: ``docs/images/NAME.png``, the timeline that the command before it draws.
 
-``--run`` makes the other pictures, in two minutes: ``architecture.png`` and ``report.png`` of the run in ``docs/reading-a-run.md``
-(the second one needs ``chromium``).
+``--run`` makes the other pictures, in four minutes: ``architecture.png`` and ``report.png`` of the run in
+``docs/reading-a-run.md``, and ``live.png`` of the live page of ``jobs/stages.toml`` (with ``chromium`` and ``selenium``).
 
 Commands run in a directory with the repository's ``jobs/`` and ``profiles/``, and the files that the document itself shows after
 ``<!-- file: NAME -->``.
@@ -29,11 +31,14 @@ from pathlib import Path
 from hetero_mpi.cli import main, parser
 from hetero_mpi.commands.reference_pages import commands_page, job_page, reference_text
 from hetero_mpi.interop.job_draft import TABLE, TOOLS
+from hetero_mpi.launch.launcher.command_line import build_command
 from hetero_mpi.planning.schedule import schedule_of
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from tests import module_tests
 from tests.messages import messages
-from tests.support.mpi import ROOT
+from tests.support.browser import Browser, browser
+from tests.support.long_run import started
+from tests.support.mpi import ROOT, launcher_or_skip
 from tests.support.planning_samples import grid, make_model
 
 REWRITE = "python -m tests.written_docs"
@@ -46,6 +51,8 @@ GRID = re.compile(
 )
 COMMAND = r"```sh\n(?:[^`]*\n)?python -m hetero_mpi (?P<command>[^\n]*)\n```\n\n"
 PRINTS = re.compile(COMMAND + r"<!-- prints -->\n" + FENCE, re.S)
+SHORTENED = re.compile(COMMAND + r"<!-- prints, shortened -->\n" + FENCE, re.S)
+FIGURES = re.compile(r"<!-- figures: (?P<command>[^>]+) -->\n(?P<text>.+?)\n\n", re.S)
 DRAWS = re.compile(COMMAND + r"<!-- draws: (?P<name>[\w.-]+) -->\n", re.S)
 FILES = re.compile(r"<!-- file: (?P<name>[\w./-]+) -->\n" + FENCE, re.S)
 SHOWS = "Shows"
@@ -53,8 +60,8 @@ SHOWS = "Shows"
 COLOURS = 64
 """Of a picture in docs/images: a timeline has a dozen, and lettering wants some shades."""
 RUN = re.compile(r"^python -m hetero_mpi (?P<command>launch -np 3 -- train homelab.toml)$", re.M)
-CROPPED = "<style>header, .tiles, footer, section:not(:nth-of-type(n+4):nth-of-type(-n+6)) {display: none}</style>"
-"""Leaves of a report what the ranks do, memory, and a step."""
+LIVE_STEPS = 20
+"""After so many steps the live page is drawn: the curves have a shape, and the run goes on."""
 
 
 def whole_files() -> dict[Path, str]:
@@ -204,7 +211,7 @@ def simulated(output: str) -> str:
     return found[0]
 
 
-def draw_run() -> None:
+def draw_run(page: Browser, folder: Path) -> None:
     """Take the run of ``reading-a-run.md``, and save its architecture and the middle of its report."""
     text = READING.read_text(encoding="utf-8")
     found = RUN.search(text)
@@ -212,12 +219,37 @@ def draw_run() -> None:
     with workplace(text) as place:
         subprocess.run([sys.executable, "-m", "hetero_mpi", *shlex.split(found["command"])], check=True)
         run = place / "runs" / "homelab"
-        page = (run / "report.html").read_text(encoding="utf-8")
-        (run / "middle.html").write_text(page.replace("</head>", CROPPED + "</head>"), encoding="utf-8")
-        browser = ["chromium", "--headless", "--no-sandbox", "--hide-scrollbars", "--window-size=1150,2000"]
-        subprocess.run([*browser, f"--screenshot={run}/middle.png", f"file://{run}/middle.html"], check=True)
+        page.look(1150)
+        page.open(f"file://{run}/report.html")
+        draw_parts(page, "usage memory step", folder / "report.png")
         _save(run / "architecture.png", IMAGES / "architecture.png")
-        _save(run / "middle.png", IMAGES / "report.png")
+
+
+def draw_live_page(page: Browser, folder: Path) -> None:
+    """Start three CPU ranks with ``jobs/stages.toml``, and save their live page as it looks after a few steps."""
+    program = [
+        sys.executable,
+        *["-m", "hetero_mpi", "train", "jobs/stages.toml", "--watch", "0", "--run-dir"],
+        str(folder / "run"),
+    ]
+    command = build_command(launcher_or_skip(), 3, None, program)
+    environment = {**os.environ, **command.environment, "OMP_NUM_THREADS": "1"}
+    with started(command.arguments, environment, folder / "run", folder / "output.txt") as running:
+        running.wait_for_steps(LIVE_STEPS)
+        page.look(1000)
+        page.open(re.findall(r"http://127\.0\.0\.1:\d+/#\S+", running.text())[0])
+        page.wait_for("the curves", lambda: page.value("document.querySelectorAll('#part-learning svg').length"))
+        draw_parts(page, "header tiles now learning", folder / "live.png")
+
+
+def draw_parts(page: Browser, names: str, drawn: Path) -> None:
+    """Save some sections of a report or a live page in ``docs/images``, under the name of ``drawn``."""
+    shown = ", ".join(f"#part-{name}" for name in names.split())
+    hidden = f"footer, #parts > :not({shown}), #part-learning .charts > :nth-child(n + 3)"
+    style = f"<style>{hidden} {{display: none}}</style>"
+    page.driver.execute_script("document.head.insertAdjacentHTML('beforeend', arguments[0])", style)
+    page.picture(drawn)
+    _save(drawn, IMAGES / drawn.name)
 
 
 def _save(drawn: Path, saved: Path) -> None:
@@ -240,6 +272,8 @@ def write() -> None:
 
 if __name__ == "__main__":
     if "--run" in sys.argv:
-        draw_run()
+        with tempfile.TemporaryDirectory() as folder, browser(Path(folder)) as page:
+            draw_live_page(page, Path(folder))
+            draw_run(page, Path(folder))
     else:
         write()

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hetero_mpi.job.load import load_job
+from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.planning.types.toml_files import load_profile, load_report
 from hetero_mpi.rundir.metrics import read_metrics
 from tests.support.mpi import ROOT, finish_mpi, launcher_or_skip
@@ -42,14 +43,23 @@ def test_git_ignores_what_slurm_writes_beside_the_jobs() -> None:
     assert len(names) > 4 and ignored == names
 
 
+def plan_of_two_steps(job: str, ranks: int, run: Path) -> Plan:
+    command = ["-m", "hetero_mpi", "train", str(ROOT / "jobs" / f"{job}.toml"), "--run-dir", str(run)]
+    finish_mpi(ranks, [*command, "--set", "train.steps=2", "--set", "profile.repeats=1"], 300)
+    return load_report(run / "plan.toml").plan
+
+
+@pytest.mark.slow
+def test_the_job_of_stages_has_a_stage_per_rank_np3(tmp_path: Path) -> None:
+    (pipeline,) = plan_of_two_steps("stages", 3, tmp_path).pipelines
+    assert sorted(stage.ranks for stage in pipeline.stages) == [(0,), (1,), (2,)]
+
+
 @pytest.mark.slow
 def test_the_small_mixture_of_experts_runs_np2(tmp_path: Path) -> None:
-    """Two steps, as docs/mixtures.md shows it: experts of both ranks are packed and have adapters that changed."""
-    run = tmp_path / "run"
-    command = ["-m", "hetero_mpi", "train", str(ROOT / "jobs" / "moe_small.toml"), "--run-dir", str(run)]
-    finish_mpi(2, [*command, "--set", "train.steps=2", "--set", "profile.repeats=1"], 300)
-    assert {rank for _, _, stage in load_report(run / "plan.toml").plan.numbered for rank in stage.ranks} == {0, 1}
-    written = load_file(run / "adapter" / "adapter_model.safetensors")
+    """As docs/mixtures.md shows it: experts of both ranks are packed and have adapters that changed."""
+    assert plan_of_two_steps("moe_small", 2, tmp_path).ranks == [0, 1]
+    written = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     later = {name: bool(tensor.any()) for name, tensor in written.items() if ".experts." in name and "lora_B" in name}
     assert len(later) == 12 and all(later.values())
 
