@@ -110,7 +110,8 @@ def open_source(path: Path) -> Opened:
         return _without_run(*_adapter(path))
     if any((path / name).is_dir() for name in ("model", "adapter", "checkpoints")):
         return _run(path)
-    raise UserError("generate.source", f"{path} contains no model. Pass {_KINDS}")
+    hint = f" A job's run directory is, by default, runs/{path.stem}." if path.suffix == ".toml" else ""
+    raise UserError("generate.source", f"{path} contains no model. Pass {_KINDS}.{hint}")
 
 
 def stop_tokens(config: dict[str, Any], directory: Path | None, tokenizer: PreTrainedTokenizerFast) -> list[int]:

@@ -108,7 +108,7 @@ def export(source: Path, target: Path, merge: bool, best: bool = False, gguf: bo
 
 
 def _checkpoint(source: Path, best: bool) -> Path:
-    if source.is_file():
+    if source.is_file() and source.suffix != ".toml":
         if best:
             raise UserError(
                 "export.best_of_file", f"--best needs a run directory, and {source} is a checkpoint: leave out --best"

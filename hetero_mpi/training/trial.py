@@ -176,7 +176,7 @@ class _CalibrationRun:
         better, first = self._calibrated(profile, report, steps)
         if self._has_user_plan:
             return better, first
-        if not self._in_time("Planning again", self._planning_s + self._seconds(better, first)):
+        if not self._in_time("planning again", self._planning_s + self._seconds(better, first)):
             return better, with_reasons(first, "there was no time to plan again")
         second = self._planned(better)
         if second.plan == first.plan:
@@ -186,7 +186,7 @@ class _CalibrationRun:
         if second.predicted_step_s > (1 - MIN_GAIN_RATIO) * first.predicted_step_s:
             return better, keep(f"with the measured times, another plan {takes_text}", rejected=second)
         say(f"With these times, another plan {takes_text}: running it too")
-        if not self._in_time("  It", self._seconds(better, second)):
+        if not self._in_time("running it", self._seconds(better, second)):
             return better, keep(
                 f"there was no time to run another plan, which {takes_text} with these times", rejected=second
             )
@@ -215,7 +215,7 @@ class _CalibrationRun:
         """Whether an action that takes about ``seconds`` fits in the time limit; tells the user if it does not."""
         fits = bool(self._world.broadcast_json(seconds <= self._ends_s - time.perf_counter()))
         if not fits:
-            say(f"{action} would take about {units.seconds(seconds)}, too long for this run: keeping the first plan")
+            say(f"Keeping the first plan: {action} would take about {units.seconds(seconds)}, too long for this run")
         return fits
 
     def _calibrated(

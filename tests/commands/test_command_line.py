@@ -21,21 +21,14 @@ from tests.support.mpi import ROOT
 @pytest.mark.parametrize(
     ("words", "written"),
     [
-        ("trian job.toml", "train"),
-        ("sft job.toml", "train"),
-        ("mesh inti hosts.toml", "init"),
-        ("train job.toml --sett train.steps=6", "--set"),
-        ("train job.toml --dryrun=yes", "--dry-run"),
-        ("train job.toml --run_dir out", "--run-dir"),
-        ("plan job.toml --profile p.toml --explane", "--explain"),
-        ("launch -np 2 --hosfile hosts -- train job.toml", "--hostfile"),
-        ("launch -np 2 -- trian job.toml", "train"),
-        ("launch -np 2 -- train job.toml --resme", "--resume"),
-        ("launch -np 2 job.toml", "train job.toml"),
+        ("trian job.toml", "train"), ("sft job.toml", "train"), ("mesh inti hosts.toml", "init"),
+        ("train job.toml --sett train.steps=6", "--set"), ("train job.toml --dryrun=yes", "--dry-run"),
+        ("train job.toml --run_dir out", "--run-dir"), ("plan job.toml --profile p.toml --explane", "--explain"),
+        ("launch -np 2 --hosfile hosts -- train job.toml", "--hostfile"), ("launch -np 2 -- trian job.toml", "train"),
+        ("launch -np 2 -- train job.toml --resme", "--resume"), ("launch -np 2 job.toml", "train job.toml"),
         ("launch --nproc_per_node=2 train job.toml", "-np 2"),
         ("launch -np 2 --bind-to none -- train job.toml", '--mpirun-args="--bind-to none"'),
-        ("launch axolotl.yml", "init --from axolotl.yml"),
-        ("train job.toml --steps 10", "--set train.steps=10"),
+        ("launch axolotl.yml", "init --from axolotl.yml"), ("train job.toml --steps 10", "--set train.steps=10"),
         ("train --lr 1e-4 job.toml", "--set train.learning_rate=1e-4"),
         ("train job.toml --learning-rate=1e-4", "--set train.learning_rate=1e-4"),
         ("train job.toml --model org/name --bf16", "--set model.path=org/name"),
@@ -45,13 +38,11 @@ from tests.support.mpi import ROOT
         ("train job.toml --data a.txt", "--set 'data.text=[\"a.txt\"]'"),
         ("train job.toml --load_in_4bit", "--set adapter.method=lora --set model.quantization=nf4"),
         ("train job.toml --train.steps=10", "--set train.steps=10"),
-        ("train job.toml --set train.steps 10", "--set train.steps=10"),
-        ("train job.toml steps=10", "--set train.steps=10"),
-        ("train --config job.toml", "train job.toml"),
-        ("serve runs/x --max-model-len 100", "--context 100"),
+        ("train job.toml --set train.steps 10", "--set train.steps=10"), ("train job.toml steps=10", "--set train.steps=10"),
+        ("train --config job.toml", "train job.toml"), ("serve runs/x --max-model-len 100", "--context 100"),
         ("generate --model runs/x --prompt hi", "generate runs/x"),
     ],
-)
+)  # fmt: skip
 def test_a_mistyped_command_line_gets_what_to_write(
     words: str, written: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -126,11 +126,10 @@ lerning_rate = 3
         ("cluster.memory_bytes=8GB", "cluster.memory_bytes", "--set cluster.memory_bytes=8000000000"),
         ("cluster.device=cuda:0", "cluster.device", "--set cluster.device=cuda"),
         ("train.warmup_steps=5%", "train.warmup_steps", "--set train.warmup_steps=0.05"),
-        ("train.clip_norm=none", "train.clip_norm", "--set 'train.clip_norm=\"\"'"),
-        ("steps=10", "set", "--set train.steps=10"),
+        ("train.clip_norm=none", "train.clip_norm", "--set 'train.clip_norm=\"\"'"), ("steps=10", "set", "--set train.steps=10"),
         ("lora.r=8", "table", "[adapter] rank = 8"),
     ],
-)
+)  # fmt: skip
 def test_a_name_or_value_from_elsewhere_gets_what_to_write(
     tmp_path: Path, override: str, key: str, written: str
 ) -> None:
@@ -172,8 +171,7 @@ CONTRADICTIONS: list[tuple[tuple[str, ...], str, tuple[object, ...]]] = [
     (("output.run_dir=../elsewhere",), "output.run_dir", ("../elsewhere",)),
     (("output.run_dir=runs/{host}",), "output.run_dir", ("{name}",)),
     (("model.config=config.json", "model.config.hidden_size=4"), "set", ("config.json",)),
-    (("train=3",), "set", ("train=3",)),
-    (("train.checkpoint.every=2",), "train.checkpoint", ("[checkpoint]",)),
+    (("train=3",), "set", ("train=3",)), (("train.checkpoint.every=2",), "train.checkpoint", ("[checkpoint]",)),
     (("data.records=[]",), "data.records", ("[]",)),
     (("train.learning_rates={q_proj = 0}",), "train.learning_rates", ("{ q_proj = 0 }",)),
     (("train.freeze=['(']",), "train.freeze", ("(",)),

@@ -23,6 +23,7 @@ from hetero_mpi.launch.launcher import launcher as launching
 from hetero_mpi.launch.launcher.command_line import CommandLine, build_command
 from hetero_mpi.launch.launcher.launcher import Launcher, launcher_version
 from hetero_mpi.launch.launcher.launcher_process import ErrorStream, run_command
+from hetero_mpi.util.host_limits import usable_cores
 from tests.support.errors import refuses
 from tests.support.mpi import ROOT, launcher_or_skip, run_bounded
 
@@ -253,7 +254,9 @@ def test_what_is_started_where_is_told_in_words(network: None, tmp_path: Path) -
     def told(text: str | None, ranks: int = 3) -> str:
         return build_command(OPEN_MPI, ranks, write(tmp_path, text) if text else None, ["python"]).summary
 
-    assert "Open MPI 5.0.11" in told(None, 1)
+    assert (
+        "Open MPI 5.0.11" in told(None, 1) and "-np" not in told(None, 1) and f"-np {usable_cores()}" in told(None, 999)
+    )
     assert "hA (2), hB (1)" in told("hA slots=2\nhB slots=4\n"), "filled in order"
     assert "hA (3)" in told("hA slots=4\nhB slots=4\n")
     assert "hA, hB" in told("hA slots=1\nhB\n"), "the launcher decides how many"

@@ -18,6 +18,7 @@ from torch import nn
 from transformers import get_scheduler
 
 from hetero_mpi.data.dataset import Samples
+from hetero_mpi.inference.source import open_source
 from hetero_mpi.job.load import load_job
 from hetero_mpi.model.layer.interface import as_input, seed_from
 from hetero_mpi.model.stage import MicroBatch, dropout_seed
@@ -28,6 +29,7 @@ from hetero_mpi.state.directory import checkpoint_path
 from tests.programs import layers_model
 from tests.support import plans
 from tests.support.equality import assert_equals_reference, assert_same_run, tensors
+from tests.support.errors import refuses
 from tests.support.jobs import Outcome, Workshop
 from tests.support.mpi import ROOT, finish_mpi, on_ranks, run_mpi
 from tests.support.plans import pipeline
@@ -329,7 +331,11 @@ def test_the_example_learns(tmp_path: Path) -> None:
     """jobs/cnn.toml as it is, but for its length."""
     command = ["-m", "hetero_mpi", "train", "jobs/cnn.toml", "--run-dir", str(tmp_path), "--set", "train.steps=40"]
     result = finish_mpi(2, [*command, "--set", "report.write=false"], timeout_s=200)
-    assert "cnn_model:cnn, 5 layers" in result.stdout
+    assert "cnn_model:cnn, 5 layers" in result.stdout and not re.search("tokens|sequences", result.stdout), (
+        result.stdout
+    )
+    with refuses("generate.custom_model", "cnn_model:cnn"):
+        open_source(tmp_path)
     found = read_metrics(tmp_path / "metrics.jsonl")
     assert found.steps[-1].loss < 0.7 * found.steps[0].loss
     assert found.evaluations[-1].loss < 0.7 * found.steps[0].loss
