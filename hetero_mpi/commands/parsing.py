@@ -69,9 +69,9 @@ class Parser(argparse.ArgumentParser):
         text = instead_of_option(self.prog.split()[-1], name, value)
         if not text and "--set" in self._option_string_actions:
             text = instead_of_key(name, value, True)
-        if text and not text.startswith("did you mean"):
-            return f"; {text}"
-        nearest = _nearest(option, self._option_string_actions, 0.8 if text else 0.6)
+        nearest = _nearest(
+            option, self._option_string_actions, 0.8 if text.startswith("did you mean") else 0.9 if text else 0.75
+        )
         return nearest or f"; {text or f'`{self.prog} --help` lists the options'}"
 
     def error(self, message: str) -> NoReturn:
@@ -90,7 +90,7 @@ class Parser(argparse.ArgumentParser):
 def _instead_of_command(word: str) -> str:
     from hetero_mpi.job.other_names import read_names
 
-    if text := read_names()["commands"].get(word.lower()):
+    if text := read_names()["commands"].get(word.lower().replace("_", "-")):
         return f"; write {text}"
     kinds = {".toml": f"train {word}", ".py": "its own command: mpirun -np N python " + word}
     kinds |= dict.fromkeys((".yml", ".yaml", ".json", ".sh"), f"init --from {word}")

@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-from hetero_mpi.job.rules import broken_keys, field_metadata, override_value
+from hetero_mpi.job.rules import broken_keys, field_metadata, override_value, rule_text
 from hetero_mpi.job.schema import TABLES
 from hetero_mpi.job.training_tables import Unit
 from hetero_mpi.util import toml
@@ -32,6 +32,8 @@ class _Typed(str):
     """A value in the form in which it was typed, such as ``1e-4``."""
 
 
+_UNCLEAR = "VALUE"
+"""Stands for a value that the user has to find."""
 Settings = list[tuple[str, Any]]
 """Dotted keys of a job and the values to write for them."""
 
@@ -51,6 +53,7 @@ def instead_of_key(name: str, value: Any, as_options: bool, table_name: str = ""
         table_name: table in which the name was found.
     """
     name = name if len(name) == 1 else name.lower().replace("-", "_")
+    name = name if name in KEYS else name.rpartition(".")[2]
     homes = [dotted for dotted in KEYS if name in (dotted, dotted.partition(".")[2])]
     tools, names = read_names("other_tools.toml"), read_names()
     targets = [target for tool in _TOOLS if (target := tools[tool]["keys"].get(name, "")) in KEYS]
@@ -61,7 +64,8 @@ def instead_of_key(name: str, value: Any, as_options: bool, table_name: str = ""
         return "leave it out"
     if entry:
         settings = [setting for text in entry.split() for setting in _settings(text, value)]
-        note = names["notes"].get(entry, "")
+        unclear = [rule_text(KEYS[dotted]) for dotted, setting_value in settings if setting_value == _UNCLEAR]
+        note = "; ".join(unclear) or names["notes"].get(entry, "")
         return f"write {written(settings, as_options)}" + (f" ({note})" if note else "")
     for table in () if homes else (tools[tool] for tool in _TOOLS):
         if name in table["keys"]:
@@ -75,7 +79,8 @@ def instead_of_key(name: str, value: Any, as_options: bool, table_name: str = ""
         else {key.partition(".")[2]: key for key in sorted(KEYS, key=lambda key: key.startswith(f"{table_name}."))}
     )
     close_keys = difflib.get_close_matches(name, own_keys, n=1, cutoff=0.7)
-    return f"did you mean {written(_settings(own_keys[close_keys[0]], value), as_options)}?" if close_keys else ""
+    settings = _settings(own_keys[close_keys[0]], value) if close_keys else []
+    return f"did you mean {written(settings, as_options)}?" if settings else ""
 
 
 def instead_of_option(command: str, name: str, value: str | None) -> str:
@@ -92,12 +97,12 @@ def _settings(text: str, value: Any) -> Settings:
     """Parse ``KEY``, which gets the given value, or ``KEY=VALUE``, where ``{}`` stands for it."""
     dotted, equals, template = text.partition("=")
     if equals:
-        return [(dotted, override_value(template.replace("{}", "VALUE" if value is None else str(value))))]
+        return [(dotted, override_value(template.replace("{}", _UNCLEAR if value is None else str(value))))]
     if value is None:
-        return [(dotted, next(iter(_fitting(dotted, True)), "VALUE"))]
+        return [(dotted, next(iter(_fitting(dotted, True)), _UNCLEAR))]
     if dotted == "data.records" and str(value).endswith((".txt", ".md", ".py")):
         dotted = "data.text"
-    settings = settings_for(dotted, value) or [(dotted, value)]
+    settings = settings_for(dotted, value) or [(dotted, _UNCLEAR)]
     with contextlib.suppress(toml.TomlError):
         if isinstance(value, str) and settings == [(dotted, override_value(value))]:
             return [(dotted, _Typed(value))]
@@ -106,8 +111,13 @@ def _settings(text: str, value: Any) -> Settings:
 
 def settings_for(dotted: str, value: Any) -> Settings:
     """Return the settings that a value of a key stands for, such as ``["a.txt"]`` for ``"a.txt"``; empty if there are none."""
-    word, tool_values = str(value).lower(), read_names("other_tools.toml")["values"]
-    tables = (read_names()["values"], tool_values, {"train.schedule": tool_values["=schedule"]})
+    word, tool_values = str(value).lower().removeprefix("torch."), read_names("other_tools.toml")["values"]
+    tables = (
+        read_names()["synonyms"],
+        read_names()["values"],
+        tool_values,
+        {"train.schedule": tool_values["=schedule"]},
+    )
     alias = next((text for table in tables if (text := table.get(dotted, {}).get(word))), "")
     if "=" in alias:
         return [setting for text in alias.split() for setting in _settings(text, None)]

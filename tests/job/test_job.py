@@ -117,7 +117,7 @@ lerning_rate = 3
         ("train.max_seq_length=512", "train.max_seq_length", "--set data.sequence_length=512"),
         ("train.load_in_4bit=true", "train.load_in_4bit", "--set adapter.method=lora --set model.quantization=nf4"),
         ("train.warmup_ratio=0.1", "train.warmup_ratio", "--set train.warmup_steps=0.1"),
-        ("model.torch_dtype=float16", "model.torch_dtype", "--set train.dtype=float16"),
+        ("model.torch_dtype=float16", "model.torch_dtype", "--set train.dtype=fp16"),
         ("adapter.method=qlora", "adapter.method", "--set adapter.method=lora --set model.quantization=nf4"),
         ("data.text=a.txt", "data.text", "--set 'data.text=[\"a.txt\"]'"),
         ("adapter.targets=q_proj,v_proj", "adapter.targets", '--set \'adapter.targets=["q_proj", "v_proj"]\''),
