@@ -28,6 +28,7 @@ from hetero_mpi.rundir.logs import say
 from hetero_mpi.rundir.metrics import Evaluation
 from hetero_mpi.rundir.run_directory import result_step
 from hetero_mpi.state.redistribute import LiveState, collect, tensor_shards
+from hetero_mpi.util import units
 from hetero_mpi.util.display import Displayed
 
 _PATHS = ("run_dir", "result", "checkpoint")
@@ -86,8 +87,8 @@ def share_past_result(world: World, result: TrainResult | None) -> TrainResult |
     shared = share_result(world, result)
     if shared is not None:
         say(
-            f"the run is already finished: all {len(shared.losses):,} steps are done, and the result is in {shared.result}. "
-            f"To train further, raise [train] steps; to start again, omit --resume or choose another --run-dir"
+            f"the run is already finished: all {units.plural(len(shared.losses), 'step')} are done, and the result is in "
+            f"{shared.result}. To train further, raise [train] steps; to start again, omit --resume or choose another --run-dir"
         )
     return shared
 

@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     Shares = Sequence[tuple[Host, int]]
     """Entries that take part, each as (entry, number of its ranks)."""
 
-MAX_RANKS_PER_CORE = 2
-"""With more local ranks per core, ``launch`` remarks that they share cores."""
 _SCRIPT = Path(__file__).with_name("agent.sh").read_text(encoding="utf-8")
 
 
@@ -82,7 +80,7 @@ def summary(launcher: Launcher, ranks: int, hosts: Sequence[tuple[str, int | Non
         where = ", ".join(f"{name} ({count})" for name, count in counts.items() if count)
     default_place = "the nodes of this SLURM job" if "SLURM_JOB_ID" in os.environ else "this machine"
     text = f"{units.plural(ranks, 'rank')} on {where or default_place}, by {launcher.library}"
-    if (where or default_place) == "this machine" and ranks > MAX_RANKS_PER_CORE * usable_cores():
+    if (where or default_place) == "this machine" and ranks > 2 * usable_cores():
         text += f"; they share {units.plural(usable_cores(), 'core')}, so fewer ranks (-np {usable_cores()}) are usually faster"
     return text
 

@@ -42,6 +42,7 @@ from hetero_mpi.report.profile_text import measured_lines, profile_lines
 from hetero_mpi.rundir.logs import note, say
 from hetero_mpi.state.peer_replicas import versions_in_memory
 from hetero_mpi.training.setup.context import Pending, RunContext, TrainOptions
+from hetero_mpi.util import units
 from hetero_mpi.util.background import warn_on_failure
 from hetero_mpi.util.errors import UserError
 from hetero_mpi.util.shipped import profile_file
@@ -293,11 +294,9 @@ def _given_plan(
 def _check_fits(profile: ClusterProfile, path: str, subject: BenchmarkSpec, ranks: int) -> None:
     """Raise UserError if the user's profile was made for another model or another number of ranks."""
     if len(profile.devices) != ranks:
-        raise UserError(
-            "profile.ranks",
-            f"{path} describes {len(profile.devices)} ranks, this job has {ranks}: start {len(profile.devices)} ranks, or "
-            f"omit the profile to measure again",
-        )
+        profile_ranks = units.plural(len(profile.devices), "rank")
+        text = f"{path} describes {profile_ranks}, this job has {ranks}: start {profile_ranks}, or omit the profile to measure"
+        raise UserError("profile.ranks", text)
     kinds = tuple(layer.kind for layer in profile.model.layers)
     parameters = sum(layer.trainable_parameters for layer in profile.model.layers)
     trained_parameters = sum(spec.count for spec in subject.tuning.specs(0, subject.chain.layer_count))
