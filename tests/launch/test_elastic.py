@@ -1,6 +1,5 @@
 """``launch --elastic``: real jobs whose ranks and whole hosts are killed, and that end as if nothing had happened."""
 
-import contextlib
 import shlex
 import shutil
 import signal
@@ -34,7 +33,9 @@ from tests.support.elastic import (
 )
 from tests.support.errors import refuses
 from tests.support.jobs import newest_copy_step
+from tests.support.long_run import is_alive
 from tests.support.mpi import launcher_or_skip, run_bounded
+from tests.support.processes import wait_until
 from tests.support.rack import Rack
 
 pytestmark = pytest.mark.slow
@@ -253,21 +254,13 @@ def test_signals_reach_the_job_and_end_the_supervisor_np2(tmp_path: Path) -> Non
             below = running.process.children(recursive=True)
             running.process.send_signal(number)
             assert running.end() != 0
-            deadline = time.monotonic() + 20
-            while alive(below) and time.monotonic() < deadline:
-                time.sleep(0.1)
-            assert alive(below) == []
+            wait_until(lambda below=below: not alive(below), "the end of the job", 20)
         told = [event["event"] for event in events(run)][3:]
         assert told == (["signal", "ended", "end"] if name == "asked" else [])
 
 
 def alive(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
-    left = []
-    for process in processes:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
-                left.append(process)
-    return left
+    return [process for process in processes if is_alive(process)]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import gc
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ from hetero_mpi.util.disk import SPARE_BYTES
 from hetero_mpi.util.errors import UserError
 from tests.stand_in_gpu import module
 from tests.support.planning_samples import make_device, make_profile
+from tests.support.processes import wait_until
 from tests.support.stages import stage_of, streamed_stage_of
 
 CONFIG = {
@@ -74,13 +75,6 @@ def check_waits_for_copies(
     module.device.set_delays(copy_s, 0.0)
     for one, other in zip(expected, steps(streamed, gpu, micro_batches), strict=True):
         assert torch.equal(one, other)
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def tuning(chain: TransformersChain, nf4: bool, **further: Any) -> Tuning:
@@ -268,10 +262,10 @@ def test_layers_are_read_ahead_and_a_file_that_fails_ends_the_pass(
     weights, tokens = stage.weights, torch.ones((ROWS, TOKENS), dtype=torch.int64).to(gpu.device)
     weights.need(0)
     weights.prefetch(1, keeping=0)
-    wait_until(lambda: len(read) == OFFLOADED_LAYER_COUNT)  # 1, which leaves, and 3
+    wait_until(lambda: len(read) == OFFLOADED_LAYER_COUNT, "layers are read")  # 1, which leaves, and 3
     weights.need(1)
     weights.prefetch(2, keeping=1)
-    wait_until(lambda: len(read) == 3)
+    wait_until(lambda: len(read) == 3, "layers are read")
     monkeypatch.setattr(os, "preadv", lambda *_: 0)
     with pytest.raises(OSError, match="an offloaded layer's file ends after 0 of"):
         for index in range(3):

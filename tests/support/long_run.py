@@ -72,7 +72,7 @@ class Running:
         """The launcher's exit code, once it has ended; nothing of the job may be left then."""
         code = self.process.wait(PATIENCE_S)
         deadline = time.monotonic() + 30
-        while any(_alive(process) for process in self.ranks.values()):
+        while any(is_alive(process) for process in self.ranks.values()):
             assert time.monotonic() < deadline, f"ranks are left:\n{self.text()}"
             time.sleep(0.05)
         return int(code)
@@ -149,7 +149,7 @@ def started(
     finally:
         left = [*running.ranks.values(), *(process.children(recursive=True) if process.is_running() else [])]
         for one in [*left, process]:
-            if _alive(one):
+            if is_alive(one):
                 one.send_signal(signal.SIGKILL)
         process.wait(60)
 
@@ -184,7 +184,7 @@ def kill_until_one_is_left(running: Running, ranks: int, chance: random.Random, 
         kill(running, alive.pop(chance.randrange(len(alive))))
 
 
-def _alive(process: psutil.Process) -> bool:
+def is_alive(process: psutil.Process) -> bool:
     try:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:

@@ -5,7 +5,8 @@ Ending a process group is not enough: launchers of ranks (mpirun, torchrun) star
 
 import contextlib
 import subprocess
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -20,6 +21,14 @@ def end_tree(process: psutil.Popen) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             one.kill()
     process.wait()
+
+
+def wait_until(holds: Callable[[], object], what: str, patience_s: float = 60.0, text: Callable[[], str] = str) -> None:
+    """Fail, with ``text``, unless it holds in time."""
+    deadline = time.monotonic() + patience_s
+    while not holds():
+        assert time.monotonic() < deadline, f"not within {patience_s:g} s: {what}\n{text()}"
+        time.sleep(0.02)
 
 
 def run_within(

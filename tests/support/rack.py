@@ -13,13 +13,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
 import psutil
 import pytest
+
+from tests.support.processes import wait_until
 
 LOGIN = Path(__file__).parents[1] / "programs" / "launch_host.py"
 NETWORK = "10.79.14"
@@ -102,7 +103,7 @@ class Rack:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-        _until(lambda: (self.directory / f"{name}.socket").exists())
+        wait_until(lambda: (self.directory / f"{name}.socket").exists(), f"host {name} is up")
         inside = str(self.login(name).pid)
         # The kernel takes its time to remove what a host without power was plugged in with.
         subprocess.run(["ip", "-n", self.switch, "link", "delete", f"to{name}"], capture_output=True)
@@ -156,10 +157,3 @@ class Rack:
                     first.kill()  # takes everything in there with it
             process.kill()
             process.wait()
-
-
-def _until(holds: Callable[[], bool], patience_s: float = 20.0) -> None:
-    deadline = time.monotonic() + patience_s
-    while not holds():
-        assert time.monotonic() < deadline, "the host did not come up"
-        time.sleep(0.02)

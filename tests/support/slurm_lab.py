@@ -22,6 +22,7 @@ from types import TracebackType
 import pytest
 
 from tests.support.mpi import ROOT
+from tests.support.processes import wait_until
 
 TOOLS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "unshare")
 NODES = ("n1", "n2")
@@ -91,13 +92,13 @@ class SlurmLab:
             names = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
             files = [f"--{option}={self.directory}/munge.{ending}" for option, ending in names.items()]
             self._start("munged", "--foreground", "--force", *files)
-            _until(lambda: (self.directory / "munge.socket").exists(), "munged did not come up", self.logs)
+            wait_until(lambda: (self.directory / "munge.socket").exists(), "munged is up", text=self.logs)
             self._start("slurmctld", "-D", "-c")
             for node in NODES:
                 (self.directory / f"spool-{node}").mkdir()
                 # Equal host names would make an MPI library believe in one host.
                 self._start("slurmd", "-D", "-N", node, host=node)
-            _until(self._ready, "the nodes did not become idle", self.logs)
+            wait_until(self._ready, "the nodes are idle", text=self.logs)
         except BaseException:
             self.__exit__(None, None, None)
             raise
@@ -184,7 +185,7 @@ class SlurmLab:
 
     def until(self, holds: Callable[[], bool], what: str, text: Callable[[], str], patience_s: float) -> None:
         """Wait until it holds; the test fails with ``text`` if that takes longer."""
-        _until(holds, f"not {what}", text, patience_s)
+        wait_until(holds, what, patience_s, text)
 
     def logs(self) -> str:
         """Ends of the daemons' logs, for the person who reads why a test failed."""
@@ -206,10 +207,3 @@ def free_ports(count: int) -> list[int]:
 
 def _found(tool: str) -> str | None:
     return shutil.which(tool, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
-
-
-def _until(holds: Callable[[], bool], what: str, text: Callable[[], str], patience_s: float = 30.0) -> None:
-    deadline = time.monotonic() + patience_s
-    while not holds():
-        assert time.monotonic() < deadline, f"{what} within {patience_s:g} s\n{text()}"
-        time.sleep(0.1)

@@ -20,6 +20,7 @@ import pytest
 from hetero_mpi.serve.web import connection, server
 from hetero_mpi.serve.web.connection import Connection
 from hetero_mpi.serve.web.server import HttpError, Names, WebServer, bound_socket
+from tests.support.processes import wait_until
 
 
 class _Answers(Connection):
@@ -218,10 +219,8 @@ def test_a_defect_is_an_answer_unless_another_has_begun(web: WebServer, caplog: 
     assert head.startswith(b"HTTP/1.1 500 ") and "internal server error" in json.loads(body)["error"]["message"]
     asked(web, "GET /events/defect")
     assert asked(web, "GET /").startswith(b"HTTP/1.1 200 ")
-    end = time.monotonic() + 60
-    while caplog.text.count("ZeroDivisionError: a defect") < 2:  # told once the client has its answer
-        assert time.monotonic() < end, caplog.text
-        time.sleep(0.02)
+    # Told once the client has its answer.
+    wait_until(lambda: caplog.text.count("ZeroDivisionError: a defect") == 2, "both are told")
 
 
 @pytest.mark.parametrize(("route", "whole"), [("", True), ("/refused", False), ("/defect", False)])
@@ -296,23 +295,15 @@ def test_what_is_no_http_is_told_so_in_json(web: WebServer) -> None:
         assert answer.startswith(b"HTTP/1.1 ") and b'{"error": {' in answer, sent[:20]
 
 
-def received_bytes(web: WebServer, wanted: int) -> None:
-    """Wait until so many bytes of bodies have room: a server's thread takes and frees it when it comes to run."""
-    deadline = time.monotonic() + 60
-    while web._body_bytes != wanted and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert web._body_bytes == wanted
-
-
 def test_bodies_have_a_size_together(web: WebServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "MAX_PENDING_BODY_BYTES", 1500)
     monkeypatch.setattr(connection, "RECEIVE_TIMEOUT_S", 60.0)
     kind, size = "Content-Type: application/json", "Content-Length: 1000"
     with connected(web) as other:
         other.sendall(f"POST / HTTP/1.1\r\nHost: localhost\r\n{kind}\r\n{size}\r\n\r\n{{".encode())
-        received_bytes(web, 1000)
+        wait_until(lambda: web._body_bytes == 1000, "the server's thread has come to run")
         assert asked(web, "POST /", kind, size, body=bytes(1000)).startswith(b"HTTP/1.1 503")
         other.sendall(bytes(999))
         assert other.recv(100).startswith(b"HTTP/1.1 200")
-        received_bytes(web, 0)
+        wait_until(lambda: web._body_bytes == 0, "the server's thread has come to run")
         assert asked(web, "POST /", kind, size, body=bytes(1000)).startswith(b"HTTP/1.1 200"), "its room is free again"
