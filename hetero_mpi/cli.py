@@ -211,7 +211,7 @@ def export(source: Path, target: Path, merge: bool, best: bool, gguf: str | None
         from hetero_mpi.interop.export import export, push_directory
         from hetero_mpi.interop.gguf import write_gguf
 
-    yield export(source, target, merge, best, gguf is not None)
+    yield export(source, target, merge, best, gguf)
     if gguf is not None:
         yield write_gguf(target, gguf, shlex.join(["python", "-m", "hetero_mpi", *sys.argv[1:]]))
     if push is not None:

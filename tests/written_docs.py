@@ -88,9 +88,10 @@ python -m hetero_mpi init --from axolotl.yml --gpus 2      # writes job.toml; in
 python -m hetero_mpi launch -np 3 -- train job.toml --dry-run
 ```
 
-`init --from` reads axolotl's or LLaMA-Factory's YAML, the YAML of `trl sft --config`, or a text file with the training command.
+`init --from` reads YAML of axolotl, LLaMA-Factory or TRL, a Python script that uses TRL, or a file with the training command.
 It runs and downloads nothing, and does not need the other tool.
 The job file names the source of each key, and lists each key without an equivalent with its value and the reason.
+`init` prints misspelled keys and those without which training differs.
 
 * Set `--gpus` to the other run's number of GPUs: the batch of a step is micro-batch x accumulation x GPUs.
 * The job states the other tool's defaults (axolotl 0.18, LLaMA-Factory 0.9.6, TRL 1.16) where they differ from those here.
@@ -103,8 +104,13 @@ COMING_FROM_TABLES = {
     "Converted keys": "The last column has arguments of transformers' trainers, which several tools accept.",
     "Keys that stop the conversion": "No job is written unless these keys are off (`false`, 0, empty).\n"
     "PPO, GRPO, reward models, diffusion, images and sound stop the conversion too.",
-    "Keys that are left out": "The comments of the job file list those that your file sets.",
+    "Keys without which training differs": "`init` prints those that your file sets.",
 }
+COMING_FROM_REST = """
+## Keys that are left out
+
+The comments of the job file list those that your file sets, with one of these reasons:
+"""
 
 
 def coming_from_page() -> str:
@@ -120,7 +126,11 @@ def coming_from_page() -> str:
         text += f"\n## {section}\n\n{introduction}\n\n| meaning | {' | '.join(titles.values())} |\n|{' --- |' * 5}\n"
         for meaning, keys in sorted(keys_by_meaning.items()):
             text += f"| {meaning} | {' | '.join(', '.join(keys.get(part, [])) for part in titles)} |\n"
-    return text
+    groups = [group for part in titles for group in TABLE[part]["left"] if not group.keys() & {"stop", "differs"}]
+    return (
+        text
+        + "".join(f"* {reason}\n" for reason in [COMING_FROM_REST, *sorted({group["reason"] for group in groups})])[2:]
+    )
 
 
 def _rows(part: str) -> dict[str, list[tuple[str, str]]]:
@@ -132,7 +142,7 @@ def _rows(part: str) -> dict[str, list[tuple[str, str]]]:
             for key, ours in TABLE[part]["keys"].items()
         ],
         "Keys that stop the conversion": [(key, group["reason"]) for key, group in left if group.get("stop")],
-        "Keys that are left out": [(key, group["reason"]) for key, group in left if not group.get("stop")],
+        "Keys without which training differs": [(key, group["reason"]) for key, group in left if group.get("differs")],
     }
 
 

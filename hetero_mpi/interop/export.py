@@ -19,6 +19,7 @@ from transformers.utils import logging as transformers_logging
 
 from hetero_mpi.data.tokenizer import load_tokenizer, save_tokenizer
 from hetero_mpi.device.backend import DTYPES
+from hetero_mpi.interop.gguf import announce_gguf
 from hetero_mpi.job.load import job_from_dict
 from hetero_mpi.job.schema import JobConfig
 from hetero_mpi.job.training_tables import AdapterTable
@@ -39,6 +40,7 @@ from hetero_mpi.report.past_run import PastRun, anonymous
 from hetero_mpi.report.plan_text import plan_title, stage_table
 from hetero_mpi.report.run_text import job_rows, loss_lines
 from hetero_mpi.rundir.line_files import METRICS_NAME
+from hetero_mpi.rundir.logs import write_line
 from hetero_mpi.rundir.metrics import Metrics, read_metrics
 from hetero_mpi.state.directory import lowest_held_out, newest_good
 from hetero_mpi.state.reader import CheckpointReader
@@ -63,13 +65,13 @@ class ExportSource:
     """Local directory of the base weights; None if the model was trained from scratch."""
 
 
-def export(source: Path, target: Path, merge: bool, best: bool = False, gguf: bool = False) -> str:
+def export(source: Path, target: Path, merge: bool, best: bool = False, gguf: str | None = None) -> str:
     """Export a run directory or checkpoint file to the directory ``target``, and return a summary.
 
     Args:
         merge: merge the adapter into its base weights and write a full model.
         best: export the checkpoint of the run with the lowest evaluation loss.
-        gguf: reject models that cannot be converted to GGUF.
+        gguf: type of the GGUF file to be made of the export; models that cannot be converted to GGUF are rejected.
 
     Raises:
         UserError: If there is no complete checkpoint, no adapter to merge, no base weights, or no GGUF support.
@@ -78,7 +80,7 @@ def export(source: Path, target: Path, merge: bool, best: bool = False, gguf: bo
     path = _checkpoint(source, best)
     with CheckpointReader(path) as reader:
         opened = _open(reader, path)
-        if gguf and opened.job.tokenizer.train_vocab_size is not None:
+        if gguf is not None and opened.job.tokenizer.train_vocab_size is not None:
             raise UserError(
                 "gguf.trained_tokenizer",
                 f"{path}: its job trained the tokenizer ([tokenizer] train_vocab_size), and llama.cpp's converter supports "
@@ -91,6 +93,8 @@ def export(source: Path, target: Path, merge: bool, best: bool = False, gguf: bo
                 "export.base_missing",
                 f"merging needs the base weights, which are not at {opened.base}: export without --merge",
             )
+        for line in announce_gguf(target, gguf, not (opened.tuning.full or merge)) if gguf is not None else ():
+            write_line(line)
         if opened.tuning.full:
             what = _write_model(opened, target, _trained_layers(opened))
         elif merge:

@@ -10,6 +10,7 @@
 import json
 import math
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -43,40 +44,102 @@ _PARAMETERS = {
 """Maps keys of ``generation_config.json`` to Ollama's parameter names."""
 
 
-def write_gguf(directory: Path, kind: str, command: str) -> str:
-    """Write ``directory``/NAME.gguf with llama.cpp's converter, and a ``Modelfile``. Return a summary.
+_CONVERTER_TYPES = ("auto", "f32", "f16", "bf16", "q8_0")
+"""Types that llama.cpp's converters write; ``llama-quantize`` makes the other ones from a 16-bit file."""
+_OLLAMA_TYPES = {"q4_k_s": " -q q4_K_S", "q4_k_m": " -q q4_K_M", "q8_0": " -q q8_0"}
+"""Types to which ``ollama create`` quantises, with its option."""
+_PLACES = "neither on the PATH nor in $LLAMA_CPP nor in ~/llama.cpp"
 
-    The converter is searched for on the PATH, in ``$LLAMA_CPP`` and in ``~/llama.cpp``. The Modelfile is written even without it.
+
+def announce_gguf(directory: Path, kind: str, is_adapter: bool) -> list[str]:
+    """Return what to print before the export to ``directory``: which program of llama.cpp is missing, and what to run later.
+
+    Raises UserError if ``kind`` is not a type of adapters.
+    """
+    if is_adapter and kind not in _CONVERTER_TYPES:
+        types = ", ".join(_CONVERTER_TYPES)
+        raise UserError(
+            "gguf.adapter_type", f"--gguf {kind}: adapters are not quantised: choose one of {types}, or add --merge"
+        )
+    script = f"convert_{'lora' if is_adapter else 'hf'}_to_gguf.py"
+    if _program(script) is None:
+        ollama = "" if is_adapter else f" Ollama imports it: {_ollama(directory, kind)}"
+        return [f"llama.cpp's {script} is {_PLACES}: {directory} will have a Modelfile but no GGUF file.{ollama}"]
+    if kind not in _CONVERTER_TYPES and _program("llama-quantize") is None:
+        return [
+            f"llama-quantize is {_PLACES}: the GGUF file will be in 16 bits. Then run: {_remaining(directory, kind)}"
+        ]
+    return []
+
+
+def _program(name: str) -> Path | None:
+    """Return the path of a program of llama.cpp, or None if it is not found."""
+    folders = [Path(folder) for folder in (os.environ.get("LLAMA_CPP"), Path.home() / "llama.cpp") if folder]
+    paths = [
+        Path(shutil.which(name) or ""),
+        *(folder / part / name for folder in folders for part in ("", "build/bin")),
+    ]
+    return next((path for path in paths if path.is_file()), None)
+
+
+def _files(directory: Path, kind: str) -> tuple[Path, Path]:
+    """Return the paths of the converter's file and of the quantised file."""
+    name = directory.resolve().name
+    return directory / f"{name}.gguf", directory / f"{name}-{kind.upper()}.gguf"
+
+
+def _ollama(directory: Path, kind: str = "") -> str:
+    name, file = shlex.quote(directory.resolve().name), shlex.quote(str(directory / "Modelfile"))
+    return f"ollama create {name}{_OLLAMA_TYPES.get(kind, '')} -f {file}"
+
+
+def _remaining(directory: Path, kind: str) -> str:
+    """Return the command that quantises the 16-bit file."""
+    words = ["llama-quantize", *map(str, _files(directory, kind)), kind.upper()]
+    return _ollama(directory, kind) if kind in _OLLAMA_TYPES else shlex.join(words)
+
+
+def write_gguf(directory: Path, kind: str, command: str) -> str:
+    """Write ``directory``/NAME.gguf, or NAME-TYPE.gguf if quantised, with llama.cpp, and a ``Modelfile``. Return a summary.
 
     Args:
-        kind: value for the converter's ``--outtype``.
+        kind: type of the file, in lower case.
         command: the user's command line, to quote in messages.
 
     Raises UserError if the adapter is not supported, or if the converter is missing or fails.
     """
-    name = directory.resolve().name
-    target = directory / f"{name}.gguf"
     if (directory / CONFIG).exists():
         script, (alpha, base) = "convert_lora_to_gguf.py", _alpha_and_base(directory)
     else:
         script, alpha, base = "convert_hf_to_gguf.py", None, None
-    target.unlink(missing_ok=True)  # of another export
-    paths = [Path(shutil.which(script) or "")]
-    paths += [Path(folder) / script for folder in (os.environ.get("LLAMA_CPP"), Path.home() / "llama.cpp") if folder]
-    converter = next((path for path in paths if path.is_file()), None)
+    programs, notes, is_quantized = [_program(script)], list[str](), kind not in _CONVERTER_TYPES
+    target, quantized = _files(directory, kind)
+    for path in (target, quantized):
+        path.unlink(missing_ok=True)  # of another export
     problem = (
-        f"{directory} is written, with a Modelfile, but no GGUF file: llama.cpp's {script} is neither on the PATH nor in "
-        f"$LLAMA_CPP nor in ~/llama.cpp. These two commands create it:\n  git clone https://github.com/ggml-org/llama.cpp\n"
-        f"  LLAMA_CPP=llama.cpp {command}"
+        f"{directory} is written, with a Modelfile, but no GGUF file: llama.cpp's {script} is {_PLACES}. "
+        f"These two commands create it:\n  git clone https://github.com/ggml-org/llama.cpp\n  LLAMA_CPP=llama.cpp {command}"
     )
-    if converter is not None:
-        problem = _convert(converter, directory, target, kind, alpha, base)
+    if programs[0] is not None:
+        problem = _convert(programs[0], directory, target, "auto" if is_quantized else kind, alpha, base)
+        if is_quantized and not problem:
+            programs.append(quantizer := _program("llama-quantize"))
+            if quantizer is None:
+                notes.append(f"in 16 bits: to quantise, run: {_remaining(directory, kind)}")
+            else:
+                output, problem = _run(
+                    [str(quantizer), str(target), str(quantized), kind.upper()], directory, quantized
+                )
+                wide = re.search(r"(\d+ of \d+) tensor\(s\) required fallback", output)
+                notes += [f"{wide[1]} tensors have a wider type, as rows are no multiple of its block"] if wide else []
+                (quantized if problem else target).unlink(missing_ok=True)
+                target = quantized
         problem = problem and f"{problem}, and run this again: {command}"
-    notes = write_modelfile(directory, target, base)
+    notes += write_modelfile(directory, target, base)
     if problem:
         raise UserError("gguf.unsupported", problem)
-    ollama = f"ollama create {shlex.quote(name)} -f {shlex.quote(str(directory / 'Modelfile'))}"
-    return "; ".join([f"{target}, by {converter}", f"for Ollama: {ollama}", *notes])
+    by = " and ".join(str(program) for program in programs if program is not None)
+    return "; ".join([f"{target}, by {by}", f"for Ollama: {_ollama(directory)}", *notes])
 
 
 def _convert(converter: Path, directory: Path, target: Path, kind: str, alpha: float | None, base: str | None) -> str:
@@ -87,13 +150,17 @@ def _convert(converter: Path, directory: Path, target: Path, kind: str, alpha: f
         if base is not None:
             files = hub.directory_of(base)
             arguments += ["--base", str(files)] if files.is_dir() else ["--base-model-id", base]
-        command = [sys.executable, str(converter), *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace")
-    if done.returncode == 0 and target.is_file():
-        return ""
-    last = "\n".join(done.stderr.splitlines()[-8:])
-    return (
-        f"{directory} is written, but no GGUF file: {converter} ended with {done.returncode}:\n{last}\n"
+        return _run([sys.executable, str(converter), *arguments], directory, target)[1]
+
+
+def _run(command: list[str], directory: Path, result: Path) -> tuple[str, str]:
+    """Run a program of llama.cpp that writes ``result``. Return its output, and an error message, or "" if it succeeds."""
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+    if done.returncode == 0 and result.is_file():
+        return done.stdout + done.stderr, ""
+    last = "\n".join((done.stderr or done.stdout).splitlines()[-8:])
+    return "", (
+        f"{directory} is written, but not {result.name}: {shlex.join(command[:2])} ended with {done.returncode}:\n{last}\n"
         "Fix the reported error (llama.cpp's requirements list the converter's packages)"
     )
 

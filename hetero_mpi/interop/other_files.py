@@ -1,4 +1,4 @@
-"""Read other tools' files: YAML configs, or text files that contain a training command."""
+"""Read other tools' files: YAML configs, TRL scripts, or text files that contain a training command."""
 
 import contextlib
 import json
@@ -11,12 +11,17 @@ from typing import Any
 
 import yaml
 
+from hetero_mpi.interop.trl_script import read_script
 from hetero_mpi.util.disk import require_regular
 from hetero_mpi.util.errors import UserError
 from hetero_mpi.util.toml import MAX_NESTING_DEPTH
 
 _MAX_FILE_BYTES, _MAX_VALUES = 1 << 20, 100_000
 """Limits on the size of a file, and on the number of its values after YAML aliases are expanded."""
+
+
+_TRAINER = r"(?<![\w.-])(train|axolotl\.cli\.train|\S+\.py)(?=\s|$)"
+"""What names a trainer in a command line, other than the word after ``trl``."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -39,12 +44,22 @@ def read_keys(file: Path) -> dict[str, Any]:
         if file.stat().st_size > _MAX_FILE_BYTES:
             raise ValueError(f"it has more than {_MAX_FILE_BYTES:,} bytes")
         text = file.read_text(encoding="utf-8-sig")
-        if re.search(r"^(?!\s*#).*\s--\w", text, re.MULTILINE) and not _has_keys(text):
+        if file.suffix == ".py":
+            values = _plain(read_script(text), iter(range(_MAX_VALUES)))
+            if "model_name_or_path" not in values or not values.get("datasets"):
+                raise ValueError(
+                    "its model or dataset is not a literal; for scripts with options, convert their command line"
+                )
+            return dict(values)
+        if re.search(rf"^(?!\s*#).*(\s--\w|{_TRAINER}\s+\S+\.(ya?ml|json)\b)", text, re.MULTILINE) and not _has_keys(
+            text
+        ):
             return _command_line(file, text)
         values = _plain(_loaded(text), iter(range(_MAX_VALUES)))
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, SyntaxError, yaml.YAMLError) as error:
         raise UserError(
-            "convert.format", f"{file}: must be YAML, or a command line: {' '.join(str(error).split())}"
+            "convert.format",
+            f"{file}: must be YAML, a command line, or a script that uses TRL: {' '.join(str(error).split())}",
         ) from None
     if not isinstance(values, dict):
         raise UserError("convert.format", f"{file}: must be YAML with keys, or a command line with --options")
@@ -91,22 +106,30 @@ def _plain(value: Any, budget: Iterator[int], depth: int = 0) -> Any:
 
 def _command_line(file: Path, text: str) -> dict[str, Any]:
     text = re.sub(r"\\\s*\n|\n(?=\s*--)", " ", text)  # some examples of TRL's lack a backslash
-    lines = [line for line in text.splitlines() if " --" in line and not line.lstrip().startswith("#")]
+    lines = [
+        line
+        for line in text.splitlines()
+        if not line.lstrip().startswith("#") and re.search(r"\s--|\.(ya?ml|json)\b", line)
+    ]
+    lines = [line for line in lines if re.search(rf"{_TRAINER}|\btrl\s", line)] or lines
     variables = dict(re.findall(r"^\s*(?:export\s+)?(\w+)=[\"']?([^\s\"']+)", text, re.MULTILINE))
     words = shlex.split(string.Template(lines[0] if len(lines) == 1 else "").safe_substitute(variables), comments=True)
-    programs = [
-        at for at, word in enumerate(words) if word == "train" or Path(word).suffix == ".py" or words[at - 1] == "trl"
-    ]
+    programs = [at for at, word in enumerate(words) if re.fullmatch(rf".*{_TRAINER}", word) or words[at - 1] == "trl"]
     unset = [f"; {word} has no value" for word in words if "$" in word]
     if len(programs) != 1 or unset:
         expected = "one command naming its trainer, such as `trl sft --model_name_or_path ...`, with all variables set"
         raise UserError("convert.command", f"{file}: must be {expected}{''.join(unset[:1])}")
     (at,) = programs
     values = dict(_options(words[:at])) | dict(_options(words[at + 1 :]))
-    if (config := values.pop("config", None)) is not None:
-        values = read_keys(Path(str(config))) | values
+    if (devices := variables.get("CUDA_VISIBLE_DEVICES")) and not values.keys() & {"num_processes", "nproc_per_node"}:
+        values["num_processes"] = len(devices.split(","))
+    files = [word for word in words[at + 1 : at + 2] if Path(word).suffix in (".yaml", ".yml", ".json")]
+    for config in [*files, *([values.pop("config")] if "config" in values else [])]:
+        path = Path(str(config))
+        values = read_keys(path if path.exists() else file.parent / path) | values
+    values |= dict(_options([f"--{word}" for word in words[at + 2 :] if re.match(r"\w+=", word)] if files else []))
     name = Path(words[at]).stem
-    return values if name == "train" else {"trainer": name, **values}
+    return values if name in ("train", "axolotl.cli") else {"trainer": name, **values}
 
 
 def _options(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
@@ -118,7 +141,7 @@ def _options(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
             key, equals, value = word[2:].partition("=")
             key = key.replace("-", "_")
             texts_by_key[key] = [value] if equals else []
-        elif key:
+        elif key and not re.match("-[a-z]", word):
             texts_by_key[key].append(word)
     for key, texts in texts_by_key.items():
         values = [yaml.safe_load(word) if re.fullmatch(r"[\w.+-]+", word) else word for word in texts]

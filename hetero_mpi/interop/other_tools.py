@@ -374,7 +374,7 @@ class _Draft(JobDraft):
     def _evaluation(self) -> None:
         when, share = self._word("evaluation"), self._count("held_out")
         sets = self._sets("test_sets", "test")
-        if self.tool == "trl" and when in ("steps", "epoch"):
+        if self.tool == "trl" and not sets and when in ("steps", "epoch"):
             train_sets = self._sets("datasets")  # without a test split: files, and datasets with a split
             sets = [entry for entry in self._sets("datasets", "test") if entry not in train_sets]
         if sets:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,9 @@ from typing import Any
 import pytest
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-from hetero_mpi.interop.gguf import write_gguf
+from hetero_mpi.interop.gguf import announce_gguf, write_gguf
 from tests.support import training_cases
 from tests.support.errors import refuses
 from tests.support.training_cases import Case
@@ -98,6 +99,45 @@ def test_without_llama_cpp_there_is_a_modelfile_and_two_commands(base: Path, pla
         commands = str(caught.value).splitlines()[1:]
         assert commands == ["  git clone https://github.com/ggml-org/llama.cpp", f"  LLAMA_CPP=llama.cpp {AGAIN}"]
         assert (places / name / "Modelfile").read_text().startswith(first + "\n")
+
+
+def test_missing_programs_are_named_before_the_export(places: Path) -> None:
+    mine = model(places / "my model", {"model_type": "llama"})
+    assert f"ollama create 'my model' -q q4_K_M -f '{mine}/Modelfile'" in announce_gguf(mine, "q4_k_m", False)[0]
+    assert "ollama" not in announce_gguf(mine, "f16", True)[0]
+    with refuses("gguf.adapter_type", "q6_k", "q8_0"):
+        announce_gguf(mine, "q6_k", True)
+    converters(places)
+    assert announce_gguf(mine, "q8_0", False) == announce_gguf(mine, "bf16", True) == []
+    command = f"llama-quantize '{mine}/my model.gguf' '{mine}/my model-Q6_K.gguf' Q6_K"
+    assert command in announce_gguf(mine, "q6_k", False)[0]
+    (mine / "my model-Q6_K.gguf").write_text("of an earlier export")
+    assert command in write_gguf(mine, "q6_k", AGAIN)
+    assert json.loads((mine / "my model.gguf").read_text())["outtype"] == "auto"
+    assert not (mine / "my model-Q6_K.gguf").exists() and "FROM ./my model.gguf" in (mine / "Modelfile").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("width", "is_wider"), [(256, False), (96, True)])
+def test_llama_cpp_quantises_a_model(width: int, is_wider: bool, tmp_path: Path) -> None:
+    """transformers reads the file with nearly the weights of the model; rows of 96 are no multiple of K-quants' 256."""
+    folder = Path(os.environ.get("LLAMA_CPP", Path.home() / "llama.cpp"))
+    if not (folder / "models/ggml-vocab-gpt-2.gguf").exists() or not (folder / "build/bin/llama-quantize").exists():
+        pytest.skip("needs llama.cpp in $LLAMA_CPP or ~/llama.cpp, with llama-quantize in its build/bin")
+    pytest.importorskip("gguf", reason="needs the packages of llama.cpp's converter")
+    AutoTokenizer.from_pretrained(folder / "models", gguf_file="ggml-vocab-gpt-2.gguf").save_pretrained(
+        tmp_path / "out"
+    )
+    sizes = {"hidden_size": width, "intermediate_size": width, "num_hidden_layers": 1, "num_attention_heads": 4}
+    before = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=50257, **sizes))
+    before.save_pretrained(tmp_path / "out")
+    assert ("wider type" in write_gguf(tmp_path / "out", "q4_k_m", AGAIN)) == is_wider
+    assert [path.name for path in (tmp_path / "out").glob("*.gguf")] == ["out-Q4_K_M.gguf"]
+    assert "FROM ./out-Q4_K_M.gguf" in (tmp_path / "out/Modelfile").read_text()
+    after = AutoModelForCausalLM.from_pretrained(tmp_path / "out", gguf_file="out-Q4_K_M.gguf").state_dict()
+    for name, weight in before.state_dict().items():
+        error = (after[name] - weight).norm() / weight.norm()
+        assert error < 0.1 and (error > 1e-4) == (weight.dim() > 1), name
 
 
 def test_a_model(places: Path) -> None:

@@ -22,121 +22,7 @@ from tests.support.errors import refuses
 
 FILES = Path(__file__).with_name("other_tools")
 KNOWN = toml.loads(Path(job_draft.__file__).with_name("known_keys.toml").read_text(encoding="utf-8"))["keys"]
-EXPECTED: dict[str, dict[str, Any]] = {
-    "axolotl-alpaca-qlora.yml": {
-        "model.path": "example/Base-8B", "model.quantization": "nf4", "adapter.method": "lora", "adapter.rank": 24,
-        "adapter.alpha": 12, "adapter.dropout": 0.1, "adapter.targets": "all-linear", "data.records": ["hf:example/instructions"],
-        "data.packing": True, "data.sequence_length": 2047, "data.evaluation_fraction": 0,
-        "train.global_batch": 12, "train.epochs": 2,
-        "train.learning_rate": 0.00015, "train.warmup_steps": 12, "train.optimizer": "adamw", "train.weight_decay": 0,
-        "train.beta2": 0.999, "train.dtype": "auto", "output.run_dir": "outputs/first",
-    },
-    "axolotl-dpo-8bit.yml": {
-        "train.preference": "dpo", "train.preference_beta": 0.2, "data.sequence_length": 2047, "data.packing": False,
-        "train.optimizer": "adamw_8bit", "model.quantization": "none", "data.pad": "full",
-    },
-    "axolotl-full-fsdp.yml": {
-        "adapter.method": "none", "train.evaluate_every": 0.5, "data.records": ["hf:example/fine-chats"],
-        "train.learning_rate": 2e-5, "train.dtype": "bf16",
-        "train.weight_decay": 0.1,
-    },
-    "axolotl-kernels.yml": {
-        "adapter.targets": ["gate_proj", "down_proj", "q_proj"], "train.steps": 300, "train.warmup_steps": 30,
-        "train.epochs": None,
-        "train.evaluate_every": 50, "checkpoint.every": 150, "checkpoint.keep": 2, "train.early_stopping_patience": 3,
-        "train.schedule": "linear", "report.trackers": ["wandb"],
-    },
-    "axolotl-pretrain.yml": {
-        "data.text": ["hf:example/web-text/en"], "data.records": None, "data.documents": "record", "data.keys": None,
-        "train.steps": 200,
-    },
-    "axolotl-moe-pattern.yml": {"adapter.targets": "all-linear", "train.warmup_steps": 0.1},
-    "axolotl-fp8.yml": {
-        "data.evaluation_fraction": 0, "train.global_batch": 16, "train.schedule": "constant", "train.warmup_steps": 10,
-    },
-    "axolotl-local-files.yml": {
-        "tokenizer.add": ["<tool>", "<call>"], "adapter.tokens": [7, 9],
-        "model.path": "models/own", "tokenizer.path": "models/own-tokenizer", "adapter.path": "outputs/before",
-        "data.records": ["data/chats.jsonl", "data/more.jsonl"], "data.evaluation": ["data/held.jsonl"], "adapter.dora": True,
-        "adapter.rslora": True, "train.schedule": "constant", "train.warmup_steps": 0, "train.clip_norm": 0.3,
-        "train.dtype": "fp16",
-        "train.seed": 7, "data.train_on_prompt": True, "data.pad": "longest", "train.evaluate_every": 20,
-    },
-    "axolotl-completion.yml": {
-        "data.text": ["hf:example/books"], "data.documents": "record", "data.keys": {"text": "body"},
-        "data.evaluation_fraction": 0.02, "train.optimizer": "adamw", "train.neftune_noise_alpha": 5.0,
-    },
-    "axolotl-orpo.yml": {
-        "adapter.modules_to_save": ["embed_tokens"],
-        "train.preference": "orpo", "train.preference_beta": 0.1, "train.warmup_steps": 15, "report.trackers": ["tensorboard"],
-    },
-    "llamafactory-lora.yaml": {
-        "tokenizer.add": ["<tool>", "<call>"], "tokenizer.add_special": ["<|end of it|>"],
-        "adapter.modules_to_save": ["embed_tokens", "lm_head"],
-        "adapter.rank": 12, "adapter.alpha": 24, "data.records": ["data/who_am_i.json"], "train.global_batch": 8, "train.epochs": 3,
-        "checkpoint.every": 400, "data.packing": False, "data.pad": "longest", "data.evaluation_fraction": 0, "train.dtype": "bf16",
-        "train.schedule": "cosine", "train.optimizer": "adamw", "train.weight_decay": 0,
-    },
-    "llamafactory-dpo.yaml": {
-        "train.preference": "dpo", "train.preference_beta": 0.3, "data.sequence_length": 2999, "train.evaluate_every": 250,
-        "data.evaluation_fraction": 0.1,
-    },
-    "llamafactory-orpo.yaml": {
-        "train.preference": "orpo", "data.weights": [0.7, 0.3], "adapter.targets": ["q_proj", "v_proj"], "adapter.rank": 8,
-        "train.schedule": "linear",
-    },
-    "llamafactory-full-ds3.yaml": {
-        "adapter.method": "none", "train.clip_norm": 0.001, "report.trackers": ["wandb"], "train.weight_decay": 0.01,
-    },
-    "llamafactory-pretrain.yaml": {
-        "data.text": ["data/web_demo.json"], "data.documents": "record", "data.packing": True, "train.warmup_steps": 0.1,
-    },
-    "llamafactory-qlora.yaml": {
-        "model.quantization": "nf4", "model.double_quantization": False, "adapter.alpha": 40, "adapter.rslora": True,
-        "data.packing": True, "data.isolate": "auto", "train.dtype": "fp16", "train.evaluate_every": 0.333333333333,
-    },
-    "llamafactory-galore.yaml": {"train.dtype": "bf16", "train.evaluate_every": 500, "train.warmup_steps": 0.1},
-    "llamafactory-ray.yaml": {"train.global_batch": 32, "train.schedule": "cosine"},
-    "llamafactory-eval-set.yaml": {
-        "data.records": ["data/known.json"], "data.evaluation": ["data/held.json"], "data.isolate": False,
-        "data.train_on_prompt": True, "adapter.path": "saves/before", "checkpoint.every": 0,
-        "report.trackers": ["tensorboard", "wandb"],
-    },
-    "llamafactory-command.sh": {"train.global_batch": 32, "model.path": "example/Instruct-8B", "train.learning_rate": 1e-4},
-    "trl-smallest.yaml": {
-        "train.global_batch": 8, "train.epochs": 3, "data.sequence_length": 1023, "train.dtype": "bf16",
-        "data.evaluation_fraction": 0, "train.learning_rate": 1e-4, "checkpoint.every": 500,
-    },
-    "trl-sft.sh": {
-        "train.global_batch": 16, "data.packing": True, "data.evaluation": ["hf:example/chats:test"], "train.evaluate_every": 100,
-        "train.schedule": "linear",
-    },
-    "trl-sft-lora.sh": {
-        "train.global_batch": 64, "data.records": ["hf:example/chats/german"], "adapter.targets": ["q_proj", "v_proj"],
-        "adapter.rank": 32, "adapter.dropout": 0.05,
-    },
-    "trl-dpo.sh": {
-        "train.preference": "dpo", "train.learning_rate": 5e-7, "data.sequence_length": 2047, "report.trackers": ["wandb"],
-    },
-    "trl-orpo.sh": {
-        "train.preference": "orpo", "train.preference_beta": 0.25, "train.warmup_steps": 0.1, "train.learning_rate": 1e-6,
-        "data.sequence_length": 3071, "report.trackers": ["tensorboard", "trackio"], "adapter.targets": "all-linear",
-    },
-    "trl-handbook-qlora.yaml": {
-        "data.records": ["hf:example/large-chats/default:train_sft"], "model.quantization": "nf4",
-        "model.double_quantization": False, "checkpoint.keep": 1,
-    },
-    "trl-handbook-dpo.yaml": {"train.preference": "dpo", "train.preference_beta": 0.01, "data.evaluation_fraction": 0},
-    "trl-datasets.yaml": {
-        "data.records": ["hf:example/chats", "hf:example/code/python"], "train.schedule": "cosine", "train.warmup_steps": 0.03,
-        "checkpoint.every": 0.5,
-    },
-    "trl-local.yaml": {
-        "data.records": ["data/pairs.jsonl"], "model.double_quantization": True, "adapter.dora": True, "train.warmup_steps": 30,
-        "train.schedule": "constant", "train.dtype": "fp16",
-    },
-    "trl-unknown.yaml": {"train.evaluate_every": 500},
-}  # fmt: skip
+EXPECTED: dict[str, dict[str, Any]] = json.loads(FILES.with_name("other_tools_jobs.json").read_text())
 """File -> keys of its job."""
 UNKNOWN = {"trl-unknown.yaml": ["train_split", "max_train_samples", "mtp_enabled", "mtp_num_predictions"]}
 """File -> those of its keys that nobody knows."""
@@ -212,11 +98,55 @@ def test_gpus_go_before_what_a_launcher_was_told() -> None:
     assert "nproc_per_node = 2" in text and "nnodes = 2" in text
 
 
-def test_a_command_line_reads_its_config() -> None:
-    Path("more.yaml").write_text("model_name_or_path: a/b\ndataset_name: a/c\nlearning_rate: 1e-3\n")
-    Path("run.sh").write_text("trl orpo --config more.yaml --learning_rate 2e-6 --beta 0.5\n")
-    job = made(Path("run.sh")).job
-    assert (job.train.preference, job.train.learning_rate, job.train.preference_beta) == ("orpo", 2e-6, 0.5)
+@pytest.mark.parametrize(
+    ("command", "preference", "batch"),
+    [("trl orpo --config more.yaml --learning_rate 2e-6 --beta 0.5", "orpo", 8),
+     ("pip install x\nexport CUDA_VISIBLE_DEVICES=0,1\nllamafactory-cli train more.yaml learning_rate=2e-6 stage=dpo", "dpo", 16),
+     ("accelerate launch --num_processes 3 -m axolotl.cli.train axolotl.yml --learning_rate 2e-6", "none", 3),
+     ("torchrun --nproc_per_node 2 src/train.py more.yaml learning_rate=2e-6", "none", 16)],
+)  # fmt: skip
+def test_a_command_line_reads_its_config(command: str, preference: str, batch: int) -> None:
+    Path("below").mkdir()
+    Path("below/more.yaml").write_text(
+        "model_name_or_path: a/b\ndataset_name: a/c\ndataset: a/c\nlearning_rate: 1e-3\n"
+    )
+    Path("below/axolotl.yml").write_text(THEIRS["axolotl"])
+    Path("below/run.sh").write_text(f"#!/bin/bash\n{command}\n")
+    job = made(Path("below/run.sh")).job
+    assert (job.train.preference, job.train.learning_rate, job.train.global_batch) == (preference, 2e-6, batch)
+
+
+SCRIPT = """
+import torch
+NAME = "org/model"
+RANK = 8
+model = AutoModelForCausalLM.from_pretrained(NAME, quantization_config=BitsAndBytesConfig(load_in_4bit=True))
+rows = load_dataset("json", data_files="rows.jsonl", split="train").train_test_split(test_size=0.1)
+config = SFTConfig("out", learning_rate=2e-4, bf16=torch.cuda.is_bf16_supported(), max_steps=len(rows), packing=True)
+lora = LoraConfig(r=RANK, target_modules=["q_proj"], task_type="CAUSAL_LM")
+trainer = trl.SFTTrainer(args=config, train_dataset=rows["train"].map(str), eval_dataset=rows["test"], peft_config=lora)
+"""
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [(("", ""), {"model.path": "org/model", "model.quantization": "nf4", "adapter.alpha": 8, "data.records": ["rows.jsonl"],
+        "data.evaluation_fraction": 0.1, "train.learning_rate": 2e-4, "train.dtype": "auto", "train.epochs": 3, "adapter.rank": 8}),
+     (("SFT", "DPO"), {"train.preference": "dpo", "data.packing": False}),
+     (("SFTConfig", "TrainingArguments"), {"train.preference": "none", "train.learning_rate": 2e-4}),
+     (("SFT", "GRPO"), "convert.value"), (("CausalLM", "SequenceClassification"), "convert.other_objective"),
+     (("(NAME,", "(args.model,"), "convert.format"), (("RANK = 8", "RANK = = 8"), "convert.format")],
+)  # fmt: skip
+def test_a_script_that_uses_trl_is_read_and_not_run(changes: tuple[str, str], expected: Any) -> None:
+    Path("train.py").write_text(SCRIPT.replace(*changes))
+    if isinstance(expected, str):
+        with refuses(expected, "train.py"):
+            convert_file(Path("train.py"), Path("job.toml"), None)
+        return
+    job = made(Path("train.py"))
+    assert {key: of(job, key) for key in expected} == expected
+    left = left_keys(Path("job.toml").read_text()).replace("\n#  ", "")
+    assert "(computed) max_steps" in left and "(computed) datasets.map" in left
 
 
 def test_data_sets_that_llama_factory_lists() -> None:
