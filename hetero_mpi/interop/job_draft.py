@@ -180,6 +180,18 @@ class JobDraft:
         self._used.update(parts)
         self.values[ours] = value, ", ".join(self._parts[part][0] for part in parts if part in self._parts)
 
+    def _put_interval(self, ours: str, strategy: str, every: str, times: str) -> None:
+        """Set ``ours`` to the interval ``every`` (in steps or as a share of the run), or derive it from ``times`` per epoch."""
+        when, steps = self._word(strategy), self.values.get("train.steps", (0, ""))[0]
+        if every in self._parts and (when == "steps" or self.tool == "axolotl"):
+            part, value = every, self._count(every)
+        elif self._count(times) or (when == "epoch" and not steps):
+            part, value = times, 1 / (self._count(times) or 1) / (self._count("epochs", 1) or 1)
+            value = math.floor(value * 1e12) / 1e12 if value < 1 else 0  # rounding up might add a step
+        else:
+            return
+        self._put(ours, int(value) if value >= 1 else math.ceil(value * steps) if steps else value, part, strategy)
+
     def _drop(self, ours: str, reason: str) -> None:
         """Remove a converted key from the job, and list it as omitted."""
         if ours in self.values:

@@ -106,6 +106,7 @@ def _plain(value: Any, budget: Iterator[int], depth: int = 0) -> Any:
 
 def _command_line(file: Path, text: str) -> dict[str, Any]:
     text = re.sub(r"\\\s*\n|\n(?=\s*--)", " ", text)  # some examples of TRL's lack a backslash
+    text = re.sub(r"\s(\d?&?>|\|\s).*", "", re.sub(r"&&|;", "\n", text))  # without redirections
     lines = [
         line
         for line in text.splitlines()

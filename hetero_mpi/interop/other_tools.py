@@ -113,18 +113,6 @@ class _Draft(JobDraft):
         for part in self._parts.keys() - self._used:
             self._leave(*self._parts[part], TABLE["parts"][part].replace("`", ""))
 
-    def _put_interval(self, ours: str, strategy: str, every: str, times: str) -> None:
-        """Set ``ours`` to the interval ``every`` (in steps or as a share of the run), or derive it from ``times`` per epoch."""
-        when, steps = self._word(strategy), self.values.get("train.steps", (0, ""))[0]
-        if every in self._parts and (when == "steps" or self.tool == "axolotl"):
-            part, value = every, self._count(every)
-        elif self._count(times) or (when == "epoch" and not steps):
-            part, value = times, 1 / (self._count(times) or 1) / (self._count("epochs", 1) or 1)
-            value = math.floor(value * 1e12) / 1e12 if value < 1 else 0  # rounding up might add a step
-        else:
-            return
-        self._put(ours, int(value) if value >= 1 else math.ceil(value * steps) if steps else value, part, strategy)
-
     def _preference(self, source: Mapping[str, Any]) -> str:
         """Convert the preference objective and return its name, or "none" for supervised training."""
         hints = [key for key in TABLE["trl"]["tells"] if key in source]
@@ -260,6 +248,8 @@ class _Draft(JobDraft):
         named = {**entry, **(style if isinstance(style, Mapping) else {})}
         for mapping in inner:
             named |= mapping if isinstance(mapping, Mapping) else {}
+        for key in named.keys() & {"images", "videos", "audios", "format"}:
+            self._leave_group(key, named[key], [TABLE["entries"]], f"{part}.")
         role = next(
             (named[key] for key in ("role", "message_field_role", "role_tag") if isinstance(named.get(key), str)), ""
         )
@@ -296,7 +286,7 @@ class _Draft(JobDraft):
         if not isinstance(entry, dict):
             self._leave("dataset", name, f"{folder}/dataset_info.json has no such entry: correct data.records")
             entry = {"file_name": f"{name}.json"}
-        path = entry.get("hf_hub_url") or f"./{folder}/{entry.get('file_name', name)}"
+        path = entry.get("hf_hub_url") or os.path.join(".", folder, str(entry.get("file_name", name)))
         rest = {key: value for key, value in entry.items() if key not in ("hf_hub_url", "file_name", "subset")}
         return {"path": path, "name": entry.get("subset"), **rest}
 
@@ -357,7 +347,9 @@ class _Draft(JobDraft):
             self._put("train.schedule", schedule, "schedule")
         elif named:
             self._used.add("schedule")
-            self._leave(*self._parts["schedule"], TABLE["parts"]["schedule"].replace("`", ""), differs=True)
+            self._leave(
+                *self._parts["schedule"], "train.schedule has no such value, so the default applies", differs=True
+            )
         if schedule not in (None, "cosine"):
             self._drop("train.min_learning_rate_ratio", "applies only to the cosine schedule there")
         options, words = self._of("kwargs", {}), TABLE["schedules"].get(named, {})
@@ -381,7 +373,10 @@ class _Draft(JobDraft):
             self._put("data.evaluation", [name for name, _ in sets], "test_sets", "test_split")
         elif share < 1:
             self._put("data.evaluation_fraction", share, "held_out")
-        if sets or 0 < share < 1:
+        else:
+            self._used.add("held_out")
+            self._leave(*self._parts["held_out"], TABLE["parts"]["held_out"].replace("`", ""), differs=True)
+        if sets or share > 0:
             if when == "steps" and self.tool != "axolotl":
                 self._parts.setdefault("every", ("logging_steps", self._steps_of_logging))
             self._put_interval("train.evaluate_every", "evaluation", "every", "per_epoch")

@@ -103,7 +103,7 @@ def test_gpus_go_before_what_a_launcher_was_told() -> None:
     [("trl orpo --config more.yaml --learning_rate 2e-6 --beta 0.5", "orpo", 8),
      ("pip install x\nexport CUDA_VISIBLE_DEVICES=0,1\nllamafactory-cli train more.yaml learning_rate=2e-6 stage=dpo", "dpo", 16),
      ("accelerate launch --num_processes 3 -m axolotl.cli.train axolotl.yml --learning_rate 2e-6", "none", 3),
-     ("torchrun --nproc_per_node 2 src/train.py more.yaml learning_rate=2e-6", "none", 16)],
+     ("cd x && torchrun --nproc_per_node 2 src/train.py more.yaml learning_rate=2e-6 2>&1 | tee log", "none", 16)],
 )  # fmt: skip
 def test_a_command_line_reads_its_config(command: str, preference: str, batch: int) -> None:
     Path("below").mkdir()
@@ -152,12 +152,16 @@ def test_a_script_that_uses_trl_is_read_and_not_run(changes: tuple[str, str], ex
 def test_data_sets_that_llama_factory_lists() -> None:
     Path("data").mkdir()
     listed = {
-        "who_am_i": {"file_name": "me.json", "columns": {"prompt": "q", "kto_tag": "label"}},
+        "who_am_i": {"file_name": f"{Path().absolute()}/data/me.json", "columns": {"prompt": "q", "kto_tag": "label"}},
+        "seen": {"file_name": "seen.json", "columns": {"prompt": "q", "images": "images"}},
         "more": {"hf_hub_url": "a/c", "subset": "en", "columns": {"prompt": "q"}},
     }
     Path("data/dataset_info.json").write_text(json.dumps(listed))
     job = made(FILES / "llamafactory-qlora.yaml").job
     assert job.data.records == ["data/me.json", "hf:a/c/en"] and job.data.keys == {"instruction": "q"}
+    Path("images.yaml").write_text("model_name_or_path: a/b\nstage: sft\ndataset: seen\n")
+    with refuses("convert.other_objective", "images"):
+        convert_file(Path("images.yaml"), Path("other.toml"), None)
 
 
 def test_the_table_leads_to_keys_that_there_are() -> None:
@@ -287,7 +291,7 @@ BECOMES: list[tuple[str, str, dict[str, Any]]] = [
           ("val_set_size: 0.1\nevals_per_epoch: 1\nsaves_per_epoch: 0", 0, 0),
           ("num_epochs: 3\nevals_per_epoch: 5\nsave_strategy: 'no'", 0, 0),
           ("num_epochs: 2\nval_set_size: 0.1\neval_strategy: epoch", 0.5, 0.5),
-          ("val_set_size: 0.1\neval_steps: 0.2\nsave_steps: 30", 0.2, 30))),
+          ("val_set_size: 0.1\neval_steps: 0.2\nsave_steps: 30", 0.2, 30), ("val_set_size: 500\neval_steps: 20", 20, 0))),
     ("axolotl", RATE + "embedding_lr_scale: 0.1\nlr_groups: [{name: low, modules: [q_proj, o_proj], lr: 1.0e-6}]",
      {"learning_rates": {"embed_tokens|lm_head": 1e-4 * 0.1, "q_proj": 1e-6, "o_proj": 1e-6}}),
     *(("", f"base_model: a/b\ndatasets: [{{path: a/c, {text}}}]", {"data.keys": keys}) for text, keys in (
