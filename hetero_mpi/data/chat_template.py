@@ -15,7 +15,7 @@ import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import chain
+from itertools import chain, groupby
 from typing import Any, Literal
 
 import numpy as np
@@ -116,7 +116,8 @@ def choose_template(
     """
     special = tokenizer.special_tokens_map
     if template == "none":
-        dialogue = next((r for r in records if [turn.role for turn in r.messages] != ["user", "assistant"]), None)
+        pair = ["user", "assistant"]
+        dialogue = next((r for r in records if [turn.role for turn in r.messages] not in ([], pair)), None)
         if dialogue is not None:
             raise UserError(
                 "template.conversation_without_template",
@@ -215,10 +216,23 @@ def tokenize_records(
     Raises UserError once more records are bad than may be skipped.
     """
     backend, end = own_tokens_only(tokenizer), end_token(tokenizer)
-    stops, rendered = {end, *ends}, _render_records(template, records, bad)
+    stops = {end, *ends}
     closing = cache(lambda calls: _closing_token(backend, template, stops, calls) or end)
-    for batch in in_batches(rendered, lambda pair: len(pair[1].text)):
-        yield from _tokenized(backend, end, stops, closing, batch)
+    for tokenised, group in groupby(records, lambda record: record.shape == "tokens"):
+        if tokenised:
+            yield from (_given_tokens(record, len(tokenizer)) for record in group)
+            continue
+        for batch in in_batches(_render_records(template, group, bad), lambda pair: len(pair[1].text)):
+            yield from _tokenized(backend, end, stops, closing, batch)
+
+
+def _given_tokens(record: Record, vocabulary: int) -> Tokenized:
+    ids, answer = np.array(record.ids), np.array(record.targets)
+    if not 0 <= ids.min() <= ids.max() < vocabulary:
+        raise UserError(
+            "records.token_ids", f"{record.source}: 'input_ids' exceed the tokenizer's {vocabulary:,} tokens"
+        )
+    return Tokenized(record, ids.astype(np.int32), answer, ~answer, np.full(len(ids), record.weight, np.float32))
 
 
 def _closing_token(backend: Tokenizer, template: ChatTemplate, stops: Collection[int], calls: bool) -> int | None:

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from hetero_mpi.util.errors import Problem, UserError
 
-Shape = Literal["chat", "alpaca", "prompt/completion"]
+Shape = Literal["chat", "alpaca", "prompt/completion", "tokens"]
 SHAPES = """\
 A file holds JSON lines, JSON, or the rows of a parquet file: records in these shapes (docs/data.md lists their other keys):
   alpaca             {"instruction": "...", "input": "...", "output": "..."}; input may be omitted
@@ -14,6 +14,7 @@ A file holds JSON lines, JSON, or the rows of a parquet file: records in these s
   chat (ShareGPT)    {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}
   prompt/completion  {"prompt": "...", "completion": "..."}
   preference         {"prompt": "...", "chosen": "...", "rejected": "..."}, for [train] preference; strings, or lists of messages
+  tokens             {"input_ids": [...], "labels": [...]}; -100 excludes a token from the loss; without labels, all are targets
   labelled           any shape above with "label": true (desirable) or false, for [train] preference = "kto"; or preference"""
 SPELLINGS = {"messages": ("role", "content"), "conversations": ("from", "value")}
 """Maps the key of a chat to the keys of role and content in its messages."""
@@ -27,7 +28,7 @@ PREFERENCE = ("chosen", "rejected")
 Compared = Literal["pairs", "labels"]
 """Form of preference records: pairs of answers to the same prompt, or single answers with a label."""
 SYSTEM = ("system", "system_prompt")
-FURTHER = ("input", "history", "tools", "functions", "label", "weight", *SYSTEM, *PREFERENCE)
+FURTHER = ("input_ids", "labels", "input", "history", "tools", "functions", "label", "weight", *SYSTEM, *PREFERENCE)
 """Other keys that are read."""
 
 

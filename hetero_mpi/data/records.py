@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from hetero_mpi.data.batch import IGNORED
 from hetero_mpi.data.messages import (
     ChatMessage,
     Role,
@@ -58,6 +59,10 @@ class Record:
     """Factor by which the loss weights of all tokens in the record are multiplied."""
     is_dialogue: bool = False
     """Whether the record is a single list of messages, without a separate prompt."""
+    ids: tuple[int, ...] = ()
+    """Token ids of a tokenised record, which has no messages."""
+    targets: tuple[bool, ...] = ()
+    """Whether each of ``ids`` is a target."""
 
     def needs_tools(self) -> bool:
         return bool(self.tools) or any(message.role == "tool" or message.calls() for message in self.messages)
@@ -144,7 +149,8 @@ def read_records(
         if len(answered) < len(parsed):
             unanswered.append(source)
         elif not all(record.weight for record in answered) or not all(
-            any(message.trained for message in messages if message.role == "assistant") for messages in trainable
+            fields.get("input_ids") or any(message.trained for message in messages if message.role == "assistant")
+            for messages in trainable
         ):
             untrained.append(source)
         else:
@@ -208,6 +214,8 @@ class _RecordFields:
 
 def _record(fields: _RecordFields, source: str) -> Record | None:
     """Parse a record of any shape; None if an answer is missing. Raises BadRecord."""
+    if "input_ids" in fields.values:
+        return _tokenised(fields, source)
     tools = fields.tools()
     for key in SPELLINGS:
         if key in fields.values:
@@ -220,6 +228,19 @@ def _record(fields: _RecordFields, source: str) -> Record | None:
             chat = any(isinstance(fields.values.get(key), list) for key in (question, answer))
             return _conversation(turns, "chat" if chat else shape, source, tools, answer)
     raise BadRecord("record.unknown_shape", unrecognised(fields.values))
+
+
+def _tokenised(fields: _RecordFields, source: str) -> Record | None:
+    """Parse a record of token ids; None if no token is a target."""
+    ids = fields.get("input_ids")
+    labels = fields.get("labels", ids)
+    lists = isinstance(ids, list) and isinstance(labels, list) and len(ids) == len(labels)
+    if not lists or not all(type(i) is int and label in (i, IGNORED) for i, label in zip(ids, labels, strict=True)):
+        raise BadRecord(
+            "record.tokens", "'input_ids' must list token ids, and 'labels' the same ids or -100 (no target)"
+        )
+    targets = tuple(label != IGNORED for label in labels)
+    return Record((), "tokens", source, ids=tuple(ids), targets=targets) if any(targets[1:]) else None
 
 
 def _preference_pair(fields: _RecordFields, source: str) -> list[Record | None]:
