@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from hetero_mpi.api import simulate as simulate
     from hetero_mpi.api import steps as steps
     from hetero_mpi.api import train as train
+    from hetero_mpi.interop.dataset_trainer import DPOTrainer as DPOTrainer
+    from hetero_mpi.interop.dataset_trainer import KTOTrainer as KTOTrainer
+    from hetero_mpi.interop.dataset_trainer import ORPOTrainer as ORPOTrainer
+    from hetero_mpi.interop.dataset_trainer import SFTTrainer as SFTTrainer
     from hetero_mpi.interop.dataset_trainer import Trainer as Trainer
     from hetero_mpi.model.custom.custom_chain import LayeredModel as LayeredModel
     from hetero_mpi.planning.types.plan import Plan as Plan
@@ -47,7 +51,7 @@ if not any(name in os.environ for name in (*_PASSIVE_WAITING, "KMP_BLOCKTIME")):
 
 _NAMES = {
     "api": "Job Simulation load_run plan profile simulate steps train",
-    "interop.dataset_trainer": "Trainer",
+    "interop.dataset_trainer": "Trainer SFTTrainer DPOTrainer KTOTrainer ORPOTrainer",
     "util.errors": "UserError",
     "model.custom.custom_chain": "LayeredModel",
     "planning.types.toml_files": "load_plan load_profile load_report save_plan save_profile",

@@ -1,151 +1,305 @@
-"""A trainer with the interface of transformers' and TRL's trainers, which takes an in-memory dataset and their arguments.
+"""Trainers that take the calls of transformers' and TRL's trainers, and train on all ranks.
 
-Arguments are converted to job keys by the same tables as config files (``interop.other_tools``). A non-default argument without a
-counterpart is rejected, or only reported if it affects nothing but speed, memory or output.
+A script for TRL or transformers trains under mpirun as soon as it imports its trainer from ``hetero_mpi``.
 """
 
 import glob
-import hashlib
 import json
 import math
-import secrets
+import os
 import shutil
-import tempfile
-import warnings
-from collections.abc import Iterable, Iterator, Mapping
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from itertools import chain
+from os import PathLike
 from pathlib import Path
-from types import NoneType
+from types import NoneType, SimpleNamespace
 from typing import Any
 
+from transformers import TrainerCallback, TrainerState, trainer_pt_utils
+
 from hetero_mpi.api import Job, collective, steps, train
-from hetero_mpi.interop.other_tools import PEFT, convert_arguments
+from hetero_mpi.interop.export import export, push_directory
+from hetero_mpi.interop.other_tools import convert_arguments
+from hetero_mpi.interop.trainer_arguments import (
+    arguments_of,
+    convert_lora,
+    convert_quantization,
+    keep_accelerate_local,
+    take_settings,
+    unsupported_options,
+)
+from hetero_mpi.interop.trainer_events import TrainerEvents
+from hetero_mpi.interop.trainer_inputs import (
+    RECORD_KEYS,
+    Rows,
+    formatted,
+    model_directory,
+    rows_file,
+    rows_of,
+    text_tokens,
+    tokenised,
+    tokenizer_directory,
+)
+from hetero_mpi.objectives import objective
 from hetero_mpi.rundir.logs import write_line
 from hetero_mpi.rundir.metrics import Evaluation
 from hetero_mpi.step_iterator import Steps
 from hetero_mpi.training.result import TrainResult
-from hetero_mpi.util.disk import cache_folder, sync, write_errors
+from hetero_mpi.util.disk import write_errors
 from hetero_mpi.util.errors import UserError
-from hetero_mpi.util.sealed import discard, load_sealed, store_folder
 
-_OBJECTIVES = {
-    "SFTConfig": "sft",
-    "TrainingArguments": "sft",
-    "DPOConfig": "dpo",
-    "KTOConfig": "kto",
-    "ORPOConfig": "orpo",
-}
-"""Maps the class of the arguments to TRL's name for the objective."""
-_RECORD_KEYS = ("messages", "conversations", "prompt", "instruction", "chosen")
-"""Keys that identify a row as a record; other rows are plain text."""
-_CACHE_HINT = "set XDG_CACHE_HOME to a directory that you can write to"
+keep_accelerate_local()
+_MIN_RATE = 1e-30
+"""Learning rate of the step that precedes an evaluation: too small to change a weight."""
 
 
 class DatasetTrainer:
-    """Train a model on a dataset (``hetero_mpi.Trainer``).
+    """Train a model on a dataset. Takes the call of transformers' ``Trainer``; the subclasses take those of TRL's trainers.
 
-    Under mpirun, create a trainer with the same arguments on every rank; only rank 0's data is used.
+    Under mpirun, create a trainer with the same arguments on every rank; only rank 0's data and callbacks are used.
 
     Args:
-        model: a model directory, or the name of a model on the Hugging Face Hub.
-        dataset: a ``datasets.Dataset``, or a list of dicts with ``text``, ``messages``, ``prompt`` and ``completion``, or pairs.
-        args: ``SFTConfig``, ``TrainingArguments``, ``DPOConfig``, ``KTOConfig`` or ``ORPOConfig``, or a dict of their arguments.
-        eval_dataset: evaluation rows in the same format.
-        processing_class: a tokenizer. Defaults to the model's tokenizer.
-        peft_config: a ``LoraConfig``, or None for full fine-tuning.
+        model: a model directory, the name of a model on the Hugging Face Hub, or a loaded model of transformers or peft.
+        args: ``TrainingArguments``, ``SFTConfig``, ``DPOConfig``, ``KTOConfig``, ``ORPOConfig``, or a dict of their arguments.
+        data_collator: makes token ids and labels of single tokenised rows or texts.
+        train_dataset: a ``datasets.Dataset``, or a list of dicts, in the formats of docs/data.md.
+        eval_dataset: evaluation rows, or a dict of sets, the first of which determines the best model.
+        processing_class: a tokenizer; its older name is ``tokenizer``. Defaults to the model's tokenizer.
+        callbacks: ``TrainerCallback`` objects or classes. They receive no model, since no rank has all of it.
+        quantization_config: a ``BitsAndBytesConfig`` for NF4.
+        formatting_func: returns the text of a row.
         set: overrides for job keys, such as ``{"model.quantization": "nf4"}``.
+        options: further arguments, as if they were in ``args``; older versions of TRL take some of them here.
 
     Attributes:
         notes: messages about arguments that have no effect, one for each reason; ``train`` prints them.
+        result: result of the last call of ``train``, or None.
 
     Raises:
         UserError: If an argument is not supported. Lists all such arguments with reasons.
     """
 
+    _objective: str | None = None
+    """TRL's name for the objective; None: the class of the arguments determines it."""
+
     def __init__(
         self,
-        model: str | Path,
-        dataset: Iterable[Mapping[str, Any]],
+        model: Any = None,
         args: Any = None,
-        *,
-        eval_dataset: Iterable[Mapping[str, Any]] | None = None,
+        data_collator: Callable[[Any], Any] | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
         processing_class: Any = None,
+        *,
+        callbacks: Any = None,
         peft_config: Any = None,
+        quantization_config: Any = None,
+        formatting_func: Callable[[Any], Any] | None = None,
+        tokenizer: Any = None,
         set: Mapping[str, Any] | None = None,
+        **options: Any,
     ) -> None:
-        if not isinstance(model, (str, Path)):
-            raise UserError(
-                "trainer.model", f"model: must be a directory or the name of a Hub model, not a {type(model).__name__}"
+        trainer, loaded = type(self).__name__.removeprefix("Dataset"), hasattr(model, "save_pretrained")
+        if not loaded and not isinstance(model, (str, PathLike)):
+            text = (
+                f"model: must be a directory, the name of a Hub model or a loaded model, not a {type(model).__name__}"
             )
-        if not isinstance(processing_class, (str, Path, NoneType)) and not hasattr(processing_class, "save_pretrained"):
-            raise UserError(
-                "trainer.processing_class",
-                f"processing_class: must be a tokenizer, not a {type(processing_class).__name__}",
-            )
-        self._rows, first = _rows_of(dataset, "dataset")
-        self._test_rows = _rows_of(eval_dataset, "eval_dataset")[0] if eval_dataset is not None else None
-        self._tokenizer = processing_class
-        values_by_name, changed, title = _arguments_of(args)
-        column = values_by_name.pop("dataset_text_field", "text")
-        self._texts = not any(key in first for key in _RECORD_KEYS)
-        self._run_dir = Path(values_by_name.pop("output_dir", None) or "trainer_output")
-        evaluation = {key: values_by_name.pop(key, None) for key in ("eval_strategy", "eval_steps")}
-        rows = {"path": "./rows.jsonl"} | ({"type": "completion", "text_column": column} if self._texts else {})
-        values_by_name |= {"model_name_or_path": str(model), "datasets": [rows], "use_peft": peft_config is not None}
+            raise UserError("trainer.model", text)
+        processing_class = tokenizer if processing_class is None else processing_class
+        if not (
+            isinstance(processing_class, (str, PathLike, NoneType)) or hasattr(processing_class, "save_pretrained")
+        ):
+            kind = type(processing_class).__name__
+            raise UserError("trainer.processing_class", f"processing_class: must be a tokenizer, not a {kind}")
+        values_by_name, changed, title = arguments_of(args, trainer, self._objective)
+        refused = [(trainer, *entry) for entry in unsupported_options(options, model)]
+        options = {"max_length" if key == "max_seq_length" else key: options[key] for key in options}
+        values_by_name |= {key: value for key, value in options.items() if value is not None}
+        changed |= {key for key, value in options.items() if value not in (None, False)}
+        settings = self._settings = take_settings(values_by_name, changed)
+        self.args = SimpleNamespace(**values_by_name | vars(settings)) if title == "args" else args
+        quantization = quantization_config or settings.quantization_config
+        quantization = getattr(model.config, "quantization_config", None) if loaded else quantization
+        refused += [(trainer, *entry) for entry in convert_quantization(values_by_name, quantization)]
+        adapters = getattr(model, "peft_config", {})
+        if adapters and peft_config is not None:
+            refused.append((trainer, "peft_config", "the model has an adapter: pass the base model, or no peft_config"))
+        peft_config = next(iter(adapters.values()), peft_config)
+        self._model, self.processing_class, self._column = model, processing_class, settings.dataset_text_field
+        self._name = str(model.name_or_path or "model") if loaded else os.fspath(model)
+        self._collator, self._formatting_func, self._run_dir = data_collator, formatting_func, Path(settings.output_dir)
+        self._limit = (values_by_name.get("max_steps") or 0) * self._batch(values_by_name)
+        self._rows, form = self._read(train_dataset, "train_dataset")
+        self._tests, self._texts = self._read_sets(eval_dataset), form == "texts"
+        if form == "tokens" and (self._objective, title) == (None, "TrainingArguments"):  # which never truncates
+            token_rows = chain(self._rows, *self._tests.values())
+            values_by_name["max_length"] = max(len(row["input_ids"]) for row in token_rows)
+        rows = {"path": "./rows.jsonl"} | ({"type": "completion", "text_column": self._column} if self._texts else {})
+        values_by_name |= {"model_name_or_path": "model", "datasets": [rows], "use_peft": peft_config is not None}
         if values_by_name.get("save_strategy") == "epoch":
             values_by_name |= {"save_strategy": "steps", "save_steps": self._per_epoch(values_by_name)}
-        values, refused, ignored = convert_arguments(title, values_by_name, changed)
+        values, unsupported, ignored = convert_arguments(title, values_by_name, changed)
         self.notes = [
             f"{title}: {', '.join(key for key, why in ignored if why == reason)} has no effect: {reason}"
             for reason in dict.fromkeys(why for _, why in ignored)
         ]
-        refused += _convert_lora(values, model, peft_config)
+        file = Path(self._name) / "config.json"
+        config = model.config.to_dict() if loaded else json.loads(file.read_text("utf-8")) if file.is_file() else {}
+        unsupported += convert_lora(values, config, peft_config)
+        main = f"eval_{next(iter(self._tests), '')}".removesuffix("_") + "_loss"
+        if settings.load_best_model_at_end and settings.metric_for_best_model not in (None, "loss", main, main[5:]):
+            unsupported.append(("metric_for_best_model", f"the best model is that with the lowest {main}"))
+        refused += [(title, *entry) for entry in unsupported]
         if refused:
-            raise UserError(
-                "trainer.argument", "\n".join(f"{title}: {key} is not supported: {reason}" for key, reason in refused)
-            )
-        if self._test_rows is not None:
-            intervals = {"no": 0, "steps": evaluation["eval_steps"] or values_by_name.get("logging_steps") or 500}
-            interval = intervals.get(str(evaluation["eval_strategy"] or "no"))
+            lines = [f"{where}: {key} is not supported: {reason}" for where, key, reason in refused]
+            raise UserError("trainer.argument", "\n".join(lines))
+        if self._tests:
+            intervals = {"no": 0, "steps": settings.eval_steps or settings.logging_steps}
+            interval = intervals.get(str(settings.eval_strategy))
             values["train.evaluate_every"] = self._per_epoch(values_by_name) if interval is None else interval
-            values["train.evaluate_sequences"] = len(list(self._test_rows))
-        values |= {"data.evaluation_fraction": 0.0, "output.run_dir": self._run_dir.absolute(), "model.path": model}
-        if isinstance(first.get("prompt"), str):
-            values["data.template"] = "none"
+            values["train.evaluate_sequences"] = max(map(len, self._tests.values()))
+        positions = config.get("max_position_embeddings") or values["data.sequence_length"]
+        values["data.sequence_length"] = min(values["data.sequence_length"], positions)  # longer rows fail there
+        values |= {"data.evaluation_fraction": 0.0, "output.run_dir": self._run_dir.absolute()}
+        values |= {"data.template": "none"} if form in ("tokens", "completions") else {}
         self._values = values | dict(set or {})
-        self._result: TrainResult | None = None
-        self._job(Path("rows.jsonl"), None, None)  # report problems early
+        table = self._job(False, self._tests).tables.train  # reports problems early
+        per_epoch = None if values["data.packing"] else self._per_epoch(values_by_name)
+        self._max_steps = math.ceil(table.epochs * (per_epoch or 0)) if table.epochs is not None else table.steps
+        every = {"no": 0, "steps": settings.logging_steps}.get(str(settings.logging_strategy), per_epoch or 0)
+        self._events = TrainerEvents(self.args, every, bool(settings.logging_first_step), per_epoch, self._max_steps)
+        self.result: TrainResult | None = None
+        self._evaluation: Evaluation | None = None
+        for callback in callbacks or ():
+            self.add_callback(callback)
 
-    @property
-    def result(self) -> TrainResult | None:
-        """Result of the last call of ``train``, or None."""
-        return self._result
+    def train(self, resume_from_checkpoint: bool | str | PathLike[str] | None = None, **options: Any) -> TrainResult:
+        """Train to the end. Collective. Accepts the options of ``hetero_mpi.train``, but callbacks only as ``callbacks``.
 
-    def train(self, **options: Any) -> TrainResult:
-        """Train to the end. Collective. Accepts the options of ``hetero_mpi.train``, including callbacks and ``resume``."""
-        self._result = train(self._ready(), **options)
-        return self._result
+        Args:
+            resume_from_checkpoint: a checkpoint to resume from; True: the newest one in ``output_dir``.
+        """
+        if resume_from_checkpoint:
+            options["resume"] = "latest" if resume_from_checkpoint is True else os.fspath(resume_from_checkpoint)
+        job, events, begin_s = self._ready(self._tests), self._events, time.perf_counter()
+        events.begin(self._rank, self._max_steps)
+        events.call("on_train_begin")
+        on_step = partial(events.on_step, sets=list(self._tests))
+        result = train(job, on_step=on_step, on_checkpoint=events.on_checkpoint, **options)
+        seconds, evaluations = time.perf_counter() - begin_s, result.evaluations
+        is_last = bool(evaluations) and evaluations[-1].step == len(result.losses)
+        self._evaluation = evaluations[-1] if is_last else None
+        if self._settings.load_best_model_at_end and evaluations:
+            result = replace(result, result=self._export_best(result.run_dir))
+            self._evaluation = min(evaluations, key=lambda evaluation: evaluation.loss)
+        metrics = events.end(result, seconds, len(result.losses) * job.tables.train.global_batch)
+        self.result = replace(result, metrics=metrics)
+        return self.result
 
     def steps(self, **options: Any) -> Steps:
         """Iterate over the steps of a run, like ``hetero_mpi.steps``. Collective."""
-        return steps(self._ready(), **options)
+        return steps(self._ready(self._tests), **options)
 
-    def evaluate(self) -> Evaluation:
-        """Return the last evaluation of ``train``. Raises UserError if there was no training or no evaluation."""
-        if self._result is None or not self._result.evaluations:
-            raise UserError(
-                "trainer.not_evaluated",
-                "evaluate() returns the last evaluation of train(): pass an eval_dataset, and call train() first",
-            )
-        return self._result.evaluations[-1]
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Evaluate the trained model, or before ``train`` the given model. Collective.
 
-    def save_model(self, output_dir: str | Path) -> None:
-        """Copy the model, or the adapter, to ``output_dir`` on rank 0's host. Collective."""
+        Returns:
+            Metrics by transformers' names, such as ``eval_loss``.
+        """
+        tests = self._tests if eval_dataset is None else self._read_sets(eval_dataset)
+        evaluation = self._evaluation if eval_dataset is None else None
+        return self._events.on_evaluate(evaluation or self._measure(tests), list(tests), metric_key_prefix)
+
+    def save_model(self, output_dir: str | PathLike[str] | None = None) -> None:
+        """Copy the model, or the adapter, to ``output_dir`` on rank 0's host, by default that of ``args``. Collective."""
+        target = Path(output_dir or self._run_dir)
         with collective() as world, world.on_leader("copying the result"):
-            if self._result is None:
-                raise UserError("trainer.not_trained", "save_model() copies the result of train(): call train() first")
+            trained = self._trained("save_model")
             if world.rank == 0:
-                with write_errors(Path(output_dir), "choose another directory"):
-                    shutil.copytree(self._result.result, output_dir, dirs_exist_ok=True)
+                with write_errors(target, "choose another directory"):
+                    shutil.copytree(trained, target, dirs_exist_ok=True)
+        if self._settings.push_to_hub:
+            self.push_to_hub()
+
+    def push_to_hub(self, commit_message: str = "End of training", **options: Any) -> None:
+        """Upload the model, or the adapter, from rank 0's host to the Hugging Face Hub. Collective."""
+        with collective() as world, world.on_leader("uploading the result"):
+            trained, settings = self._trained("push_to_hub"), self._settings
+            if world.rank == 0:
+                name, token = (
+                    settings.hub_model_id or self._run_dir.absolute().name,
+                    options.get("token") or settings.hub_token,
+                )
+                private = options.get("private", settings.hub_private_repo) is not False
+                write_line(push_directory(trained, name, private, token, commit_message))
+
+    def add_callback(self, callback: Any) -> None:
+        """Add a ``TrainerCallback``, or its class."""
+        callback = callback() if isinstance(callback, type) else callback
+        if not isinstance(callback, TrainerCallback):
+            kind = type(callback).__name__
+            raise UserError("trainer.callback", f"callbacks: must be TrainerCallback objects, not a {kind}")
+        self._events.callbacks.append(callback)
+
+    log_metrics, save_metrics = trainer_pt_utils.log_metrics, trainer_pt_utils.save_metrics
+    save_state = trainer_pt_utils.save_state
+
+    @property
+    def state(self) -> TrainerState:
+        """The state of the last run, with ``log_history``."""
+        return self._events.state
+
+    def is_world_process_zero(self) -> bool:
+        """Whether this is rank 0. Starts MPI."""
+        from hetero_mpi.comm.ranks.mpi_start import program_world
+
+        return program_world().rank == 0
+
+    def __getattr__(self, name: str) -> Any:
+        names = ", ".join(key for key in dir(type(self)) if not key.startswith("_"))
+        raise AttributeError(
+            f"{type(self).__name__.removeprefix('Dataset')} has no {name!r}; it has args, processing_class, result, {names}"
+        )
+
+    def _trained(self, caller: str) -> Path:
+        if self.result is None:
+            raise UserError("trainer.not_trained", f"{caller}() needs the result of train(): call train() first")
+        return self.result.result
+
+    def _read_sets(self, dataset: Any) -> dict[str, Rows]:
+        """Return the rows of evaluation sets by name; "" is the name of a single set."""
+        sets = dataset if isinstance(dataset, Mapping) else {} if dataset is None else {"": dataset}
+        return {name: self._read(rows, " ".join(["eval_dataset", name]).strip())[0] for name, rows in sets.items()}
+
+    def _read(self, dataset: Any, name: str) -> tuple[Rows, str]:
+        """Return rows of a dataset and their form: ``texts``, ``tokens``, ``completions`` or ``records``."""
+        rows, first = rows_of(dataset, name, self._limit if self._limit > 0 else None)
+        if self._formatting_func is not None and "input_ids" not in first:
+            rows, first, self._column = formatted(rows, self._formatting_func), {"text": ""}, "text"
+        is_text = self._column in first and not any(key in first for key in RECORD_KEYS)
+        if is_text and self._collator is not None:
+            tokenizer = self.processing_class or getattr(self._collator, "tokenizer", None) or self._name
+            rows = text_tokens(rows, self._column, tokenizer, self._settings.eos_token)
+        elif is_text:
+            return rows, "texts"
+        elif "input_ids" not in first:
+            if self._collator is not None:
+                raise UserError("trainer.data_collator", f"data_collator: needs texts or input_ids in {name}; omit it")
+            return rows, "completions" if isinstance(first.get("prompt"), str) else "records"
+        return tokenised(rows, name, self._collator), "tokens"
+
+    def _batch(self, options: Mapping[str, Any]) -> int:
+        """Return the number of rows per step."""
+        keys = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
+        sizes = [options.get(key, default) for key, default in keys.items()]
+        if not all(isinstance(size, int) and size > 0 for size in sizes):
+            raise UserError("trainer.value", f"{' and '.join(keys)}: must be whole numbers above 0")
+        return math.prod(sizes)
 
     def _per_epoch(self, options: Mapping[str, Any]) -> int:
         """Return the number of steps per epoch. Raises UserError with packing, which makes the number unknown in advance."""
@@ -154,162 +308,88 @@ class DatasetTrainer:
                 "trainer.steps_per_epoch",
                 "with packing, steps per epoch are unknown in advance: set save_strategy and eval_strategy to steps",
             )
-        keys = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
-        batch = [options.get(key, default) for key, default in keys.items()]
-        if not all(isinstance(size, int) and size > 0 for size in batch):
-            raise UserError("trainer.value", f"{' and '.join(keys)}: must be whole numbers above 0")
-        return math.ceil(len(list(self._rows)) / math.prod(batch))
+        return math.ceil(len(self._rows) / self._batch(options))
 
-    def _ready(self) -> Job:
-        """Write the data to files on rank 0's host, and build the job. Collective."""
+    def _measure(self, tests: Mapping[str, Rows]) -> Evaluation:
+        """Evaluate the model by a run of one step that changes no weight. Collective."""
+        if not tests:
+            raise UserError("trainer.not_evaluated", "evaluate() needs rows: pass eval_dataset here or to the trainer")
+        values: dict[str, Any] = {"train.steps": 1, "train.epochs": None, "train.learning_rate": _MIN_RATE}
+        values |= {"train.evaluate_every": 1, "train.evaluate_sequences": max(map(len, tests.values()))}
+        values |= {"checkpoint.every": 0, "train.warmup_steps": 0, "report.trackers": []}
+        if self.result is not None:
+            compared = objective(self._values.get("train.preference", "none"))
+            if compared is not None and compared.reference:
+                raise UserError(
+                    "trainer.not_evaluated", "rewards compare with the first model: pass eval_dataset to the trainer"
+                )
+            is_adapter = self._values["adapter.method"] == "lora"
+            values["adapter.path" if is_adapter else "model.path"] = self.result.result
+        run_dir = self._run_dir.with_name(f"{self._run_dir.absolute().name}.evaluation")
+        evaluation = train(self._ready(tests, values), run_dir=run_dir).evaluations[-1]
+        if self._rank == 0:
+            shutil.rmtree(run_dir, ignore_errors=True)
+        return evaluation
+
+    def _export_best(self, run_dir: Path) -> Path:
+        """Export the checkpoint with the lowest evaluation loss, and return its directory on rank 0's host. Collective."""
+        target = run_dir / "best"
+        with collective() as world, world.on_leader("exporting the best checkpoint"):
+            if world.rank == 0:
+                shutil.rmtree(target, ignore_errors=True)
+                export(run_dir, target, merge=False, best=True)
+        return target
+
+    def _ready(self, tests: Mapping[str, Rows], values: Mapping[str, Any] | None = None) -> Job:
+        """Write the inputs to files on rank 0's host, and build the job. Collective. ``values``: further job keys."""
         with collective() as world, world.on_leader("writing the dataset"):
-            if world.rank != 0:
-                return self._job(Path("rows.jsonl"), None, None)  # rank 0's value counts
-            for line in self.notes:
+            self._rank = world.rank
+            for line in self.notes if world.rank == 0 and values is None else ():
                 write_line(line)
-            test = _rows_file(self._test_rows) if self._test_rows is not None else None
-            return self._job(_rows_file(self._rows), test, _tokenizer_directory(self._tokenizer))
+            return self._job(world.rank == 0, tests, values)
 
-    def _job(self, rows: Path, test_rows: Path | None, tokenizer: str | None) -> Job:
-        values: dict[str, Any] = {"data.text" if self._texts else "data.records": [glob.escape(str(rows))]}
-        values |= {"data.evaluation": [glob.escape(str(test_rows))]} if test_rows is not None else {}
-        values |= {"tokenizer.path": tokenizer} if tokenizer is not None else {}
-        return Job.build({}, self._run_dir.name or "run", set=self._values | values)
+    def _job(self, write: bool, tests: Mapping[str, Rows], further: Mapping[str, Any] | None = None) -> Job:
+        """Build the job, with the files of all inputs if ``write``; other ranks than 0 need only a valid job."""
+        files = {name: [glob.escape(str(rows_file(rows))) if write else "rows.jsonl"] for name, rows in tests.items()}
+        rows = glob.escape(str(rows_file(self._rows))) if write else "rows.jsonl"
+        model, adapter = model_directory(self._model) if write else (self._name, None)
+        values: dict[str, Any] = {"data.text" if self._texts else "data.records": [rows], "model.path": model}
+        values |= {"data.evaluation": next(iter(files.values()), None)}
+        values |= {"data.evaluation_sets": {name: files[name] for name in list(files)[1:]} or None}
+        values |= {"adapter.path": adapter} if adapter is not None else {}
+        if write:
+            named = self.processing_class or getattr(self._collator, "tokenizer", None)
+            named = self._name if named is None and model != self._name else named
+            if (tokenizer := tokenizer_directory(named, self._name, self._settings.eos_token)) is not None:
+                values["tokenizer.path"] = tokenizer
+        return Job.build({}, self._run_dir.name or "run", set=self._values | values | dict(further or {}))
 
 
 Trainer = DatasetTrainer
 
 
-def _arguments_of(args: Any) -> tuple[dict[str, Any], set[str], str]:
-    """Return the values of the arguments by name, the names of non-default arguments, and the name of their class."""
-    if args is None or isinstance(args, Mapping):
-        named = dict(args or {})
-        if odd := [key for key in named if not isinstance(key, str)]:
-            raise UserError("trainer.argument", f"args: argument name {odd[0]!r} must be a string")
-        return named, {key for key, value in named.items() if value not in (None, False, "no", "none", [], {})}, "args"
-    title = type(args).__name__
-    if title not in _OBJECTIVES:
-        raise UserError(
-            "trainer.argument",
-            f"args: {title} is not supported; use {', '.join(_OBJECTIVES)}, or a dict of their arguments",
-        )
-    basics = {key: getattr(args, key) for key in ("output_dir", "use_cpu", "bf16", "fp16")}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about arguments that the user did not set
-        values, defaults = args.to_dict(), type(args)(**basics).to_dict()
-    changed = {key for key, value in values.items() if value != defaults.get(key)} - {"do_eval", "do_train"}
-    changed -= {"save_strategy"} if values["save_strategy"] == "no" else set()
-    return values | {"trainer": _OBJECTIVES[title]}, changed, title
+class SFTTrainer(DatasetTrainer):
+    """Supervised fine-tuning by the call of TRL's ``SFTTrainer``."""
+
+    _objective = "sft"
 
 
-def _convert_lora(values: dict[str, Any], model: str | Path, config: Any) -> list[tuple[str, str]]:
-    """Add the job keys for peft's arguments to ``values``, and return the unsupported arguments with reasons."""
-    if config is None:
-        return []
-    if type(config).__name__ != "LoraConfig":
-        return [(f"peft_config: {type(config).__name__}", "only LoRA is supported: pass a LoraConfig")]
-    lora, defaults = config.to_dict(), type(config)().to_dict()
-    targets, layers = lora["target_modules"], lora["layers_to_transform"]
-    if isinstance(targets, str) and targets != "all-linear":
-        return [("target_modules", 'patterns are not supported: list layer names, or use "all-linear"')]
-    lora["target_modules"] = sorted(targets) if isinstance(targets, (list, set)) else targets or "family"
-    if values.get("train.dropout") is False:
-        lora["lora_dropout"] = 0.0
-    lora["layers_to_transform"] = [layers] if isinstance(layers, int) else layers
-    refused = _convert_extras(values, model, lora)
-    values |= {ours: lora[key] for key, ours in PEFT["keys"].items() if lora[key] not in (None, {})}
-    changed = {key for key, value in lora.items() if value != defaults.get(key)} - PEFT["keys"].keys()
-    return refused + [(f"peft_config.{key}", PEFT["reason"]) for key in sorted(changed - set(PEFT["aside"]))]
+class DPOTrainer(DatasetTrainer):
+    """Direct preference optimisation by the call of TRL's ``DPOTrainer``."""
+
+    _objective = "dpo"
+
+    def __init__(self, model: Any = None, ref_model: Any = None, *arguments: Any, **options: Any) -> None:
+        super().__init__(model, *arguments, ref_model=ref_model, **options)
 
 
-_TOKEN_MODULES = {"embed_tokens": "embedding", "lm_head": "head"}
-"""Maps a module in ``trainable_token_indices`` to the value of ``adapter.tokens_in``."""
+class KTOTrainer(DPOTrainer):
+    """Kahneman-Tversky optimisation by the call of TRL's ``KTOTrainer``."""
+
+    _objective = "kto"
 
 
-def _convert_extras(values: dict[str, Any], model: str | Path, lora: dict[str, Any]) -> list[tuple[str, str]]:
-    """Convert peft's ``init_lora_weights``, ``modules_to_save`` and ``trainable_token_indices``; return unsupported arguments."""
-    refused = []
-    start, saved, rows = (lora[key] for key in ("init_lora_weights", "modules_to_save", "trainable_token_indices"))
-    lora["init_lora_weights"] = start if isinstance(start, str) else None
-    if start is not True and not str(start).startswith(("pissa", "olora")):
-        refused.append(("peft_config.init_lora_weights", 'must be True, "pissa", "pissa_niter_4" or "olora"'))
-    lora["modules_to_save"] = sorted(saved) if saved else None
-    description = Path(model) / "config.json"
-    keys = json.loads(description.read_text(encoding="utf-8")) if saved and description.is_file() else {}
-    untied = keys.get("tie_word_embeddings") and not lora["ensure_weight_tying"]
-    if untied and any(name.endswith(tuple(_TOKEN_MODULES)) for name in saved):
-        reason = "must be True, as this model ties embedding and LM head"
-        refused.append(("peft_config.ensure_weight_tying", reason))
-    by_end = rows if isinstance(rows, dict) else {"embed_tokens": rows}
-    ends = {_TOKEN_MODULES.get(name.rpartition(".")[2]) for name in by_end}
-    lora["trainable_token_indices"] = next(iter(by_end.values()), None) or None
-    if None in ends or len({tuple(sorted(indices or ())) for indices in by_end.values()}) > 1:
-        reason = "must list the same rows for embed_tokens and lm_head, or rows for only one of them"
-        refused.append(("peft_config.trainable_token_indices", reason))
-    elif rows:
-        values["adapter.tokens_in"] = "both" if len(ends) == 2 else ends.pop()
-    return refused
+class ORPOTrainer(DatasetTrainer):
+    """Odds ratio preference optimisation by the call of TRL's ``ORPOTrainer``."""
 
-
-def _rows_of(dataset: Any, name: str) -> tuple[Iterable[Mapping[str, Any]], dict[str, Any]]:
-    """Return the rows as a re-iterable, and the first row. Raises UserError if there are no rows or their format is unsupported."""
-    if isinstance(dataset, (str, bytes, Mapping)) or not isinstance(dataset, Iterable):
-        hint = ": pass one of its splits" if isinstance(dataset, Mapping) else ""
-        raise UserError(
-            "trainer.dataset",
-            f"{name}: must be a datasets.Dataset, or a list of dicts, not a {type(dataset).__name__}{hint}",
-        )
-    rows = list(dataset) if isinstance(dataset, Iterator) else dataset
-    first = next(iter(rows), None)
-    if isinstance(first, Mapping):
-        first = {key: value for key, value in first.items() if value is not None}  # columns without a value
-    elif first is not None:
-        raise UserError(
-            "trainer.dataset",
-            f"{name}: rows must be dicts, not {type(first).__name__}; see docs/data.md for the formats",
-        )
-    if not first or "input_ids" in first:
-        raise UserError(
-            "trainer.dataset", f"{name}: must have rows with text, not token ids; see docs/data.md for the formats"
-        )
-    return rows, first
-
-
-def _rows_file(rows: Iterable[Mapping[str, Any]]) -> Path:
-    """Write the rows as JSON Lines to the user's cache, where equal datasets share a file."""
-    folder, digest = cache_folder("datasets"), hashlib.sha256()
-    temporary = folder / f".{secrets.token_hex(8)}"
-    with write_errors(folder, _CACHE_HINT):
-        folder.mkdir(parents=True, exist_ok=True)
-        try:
-            with temporary.open("wb") as file:
-                for number, row in enumerate(rows):
-                    try:
-                        line = json.dumps(dict(row), ensure_ascii=False).encode() + b"\n"
-                    except (TypeError, ValueError) as error:
-                        raise UserError(
-                            "trainer.dataset", f"dataset: row {number} is not serialisable as JSON: {error}"
-                        ) from None
-                    digest.update(line)
-                    file.write(line)
-            sync(temporary)
-            path = folder / f"{digest.hexdigest()[:32]}.jsonl"
-            if not path.is_file():
-                discard(path)
-            return temporary.rename(path)
-        finally:
-            temporary.unlink(missing_ok=True)
-
-
-def _tokenizer_directory(tokenizer: Any) -> str | None:
-    """Return the path of a tokenizer. An object is saved to the user's cache, where equal tokenizers share a directory."""
-    if tokenizer is None or isinstance(tokenizer, (str, Path)):
-        return str(tokenizer) if tokenizer is not None else None
-    with tempfile.TemporaryDirectory() as folder:
-        tokenizer.save_pretrained(folder)
-        files = sorted(file for file in Path(folder).rglob("*") if file.is_file())
-        digest = hashlib.sha256(b"".join(file.name.encode() + file.read_bytes() for file in files)).hexdigest()[:32]
-        path = cache_folder("datasets") / f"tokenizer-{digest}"
-        if load_sealed(path, lambda *_: True, write_line) is None:
-            store_folder(path, tokenizer.save_pretrained, _CACHE_HINT)
-    return str(path)
+    _objective = "orpo"

@@ -223,8 +223,10 @@ def _copy_tokenizer(source: ExportSource, target: Path) -> str:
     return f"; without a tokenizer, as neither {run} nor the base's directory has one: copy its files there"
 
 
-def push_directory(directory: Path, name: str) -> str:
-    """Upload a directory to the Hugging Face Hub as the model ``name`` ("org/name"), which is created as private if missing.
+def push_directory(
+    directory: Path, name: str, private: bool = True, token: str | None = None, message: str | None = None
+) -> str:
+    """Upload a directory to the Hugging Face Hub as the model ``name`` ("org/name"), which is created if missing.
 
     Raises UserError if the upload fails, for example without a network or write access.
     """
@@ -236,9 +238,9 @@ def push_directory(directory: Path, name: str) -> str:
         rule = "HF_HUB_OFFLINE is set"
     else:
         try:
-            api = huggingface_hub.HfApi()
-            api.create_repo(name, private=True, exist_ok=True)
-            api.upload_folder(repo_id=name, folder_path=directory)
+            api = huggingface_hub.HfApi(token=token)
+            name = api.create_repo(name, private=private, exist_ok=True).repo_id
+            api.upload_folder(repo_id=name, folder_path=directory, commit_message=message)
         except Exception as error:  # network libraries raise many types; none is a defect of this program
             rule = (str(error) or type(error).__name__).strip().splitlines()[0]
     if rule is not None:

@@ -181,7 +181,7 @@ def rewards_text(line: Rewards) -> str:
 
 # Trackers
 
-_TRACKER_NAMES = {
+TRACKER_NAMES = {
     "rewards/chosen": "chosen_reward",
     "rewards/rejected": "rejected_reward",
     "rewards/margins": "reward_margin",
@@ -220,14 +220,14 @@ class Trackers:
         }
         if line.router_loss is not None:
             values["loss/routers"] = line.router_loss
-        values |= {name: value for name, key in _TRACKER_NAMES.items() if (value := getattr(line, key)) is not None}
+        values |= {name: value for name, key in TRACKER_NAMES.items() if (value := getattr(line, key)) is not None}
         if line.predicted_step_s > 0:
             values[f"{speed}/seconds per step, predicted"] = line.predicted_step_s
         self._write(line.step, values)
 
     def evaluation(self, step: int, loss: float, **values: Any) -> None:
         """Send the evaluation loss after ``step`` steps and, as ``values``, other fields of ``Evaluation``."""
-        tracked = {**_TRACKER_NAMES, "perplexity": "perplexity", "token accuracy": "token_accuracy"}
+        tracked = {**TRACKER_NAMES, "perplexity": "perplexity", "token accuracy": "token_accuracy"}
         logged = {f"{name}, held out": values[key] for name, key in tracked.items() if key in values}
         logged |= {f"loss/{name}, held out": set_loss for name, set_loss in values.get("sets", {}).items()}
         self._write(step, {"loss/held out": loss, **logged})

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -56,6 +56,18 @@ class TrainResult(Displayed):
     """The newest checkpoint; None if none could be written."""
     skipped: int
     """Number of steps that were skipped because of non-finite gradients."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Speed and loss by transformers' names, such as ``train_runtime`` (seconds), for ``hetero_mpi.Trainer``."""
+
+    @property
+    def training_loss(self) -> float:
+        """Mean loss of all steps."""
+        return sum(self.losses) / len(self.losses)
+
+    @property
+    def global_step(self) -> int:
+        """Number of completed steps, including those before a resumed checkpoint."""
+        return len(self.losses)
 
 
 def past_result(metadata: Mapping[str, Any], path: Path, job: JobConfig, run_dir: Path) -> TrainResult | None:

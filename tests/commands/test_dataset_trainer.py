@@ -31,12 +31,12 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def job_of(args: Any, rows: Any = ROWS, **more: Any) -> Any:
     """The tables of the job that ``train`` would run."""
-    return hetero_mpi.Trainer("model", rows, args, **more)._job(Path("rows.jsonl"), None, None).tables
+    return hetero_mpi.Trainer("model", args, train_dataset=rows, **more)._job(False, {}).tables
 
 
 def refused(args: Any, *values: str, kind: str = "trainer.argument", rows: Any = ROWS, **more: Any) -> None:
     with refuses(kind, *values):
-        hetero_mpi.Trainer("model", rows, args, **more)
+        hetero_mpi.Trainer("model", args, train_dataset=rows, **more)
 
 
 def test_arguments_become_keys_of_a_job() -> None:
@@ -63,23 +63,22 @@ def test_text_rows_are_learnt_as_they_are_and_chats_as_trl_learns_them() -> None
 
 def test_each_argument_that_is_not_taken_is_named_with_the_reason() -> None:
     args = TrainingArguments(
-        "out", use_cpu=True, label_smoothing_factor=0.1, push_to_hub=True, lr_scheduler_type="polynomial",
-        gradient_checkpointing=True, load_best_model_at_end=False, dataloader_drop_last=True,
+        "out", use_cpu=True, label_smoothing_factor=0.1, lr_scheduler_type="polynomial", gradient_checkpointing=True,
+        dataloader_drop_last=True, metric_for_best_model="bleu", load_best_model_at_end=True, eval_strategy="steps",
     )  # fmt: skip
-    refused(
-        args,
-        "dataloader_drop_last",
-        "label_smoothing_factor",
-        "lr_scheduler_type",
-        "push_to_hub",
-        "export RUN OUT --push",
-    )
-    refused({"learning_rates": 1}, "args: learning_rates")
-    trainer = hetero_mpi.Trainer(
-        "model", ROWS, {"gradient_checkpointing": True, "logging_steps": 3, "run_name": "mine"}
-    )
-    about = "\n".join(trainer.notes)
-    assert "gradient_checkpointing" in about and "logging_steps, run_name" in about
+    names = ("dataloader_drop_last", "label_smoothing_factor", "lr_scheduler_type", "metric_for_best_model")
+    given = {"compute_metrics": len, "ref_model": "other", "quantization_config": {"load_in_8bit": True}}
+    refused(args, *names, *given, eval_dataset=ROWS, **given)
+    refused({"learning_rates": 1, "truncation_mode": "keep_end"}, "args: learning_rates", "args: truncation_mode")
+    assert job_of({"max_length": 20}, max_seq_length=None, ref_model="model").data.sequence_length == 19
+    given = {"gradient_checkpointing": True, "log_level": "info", "run_name": "mine", "logging_steps": 3}
+    given["model_init_kwargs"] = {"torch_dtype": "auto", "quantization_config": None}
+    about = "\n".join(hetero_mpi.Trainer("model", given, train_dataset=ROWS).notes)
+    assert "gradient_checkpointing" in about and "log_level, run_name" in about and "torch_dtype" in about
+    with pytest.raises(AttributeError, match=r"DPOTrainer.*'predict'.*evaluate"):
+        _ = hetero_mpi.DPOTrainer("model", None, {}, train_dataset=ROWS).predict
+    with refuses("trainer.argument", "DPOTrainer", "SFTConfig"):
+        hetero_mpi.DPOTrainer("model", args=type("SFTConfig", (), {})(), train_dataset=ROWS)
 
 
 def test_an_adapter_s_arguments() -> None:
@@ -107,13 +106,9 @@ def test_preferences_are_learnt_without_dropout() -> None:
 
 @pytest.mark.parametrize(
     ("rows", "tokens_in"),
-    [
-        ([4, 2], "embedding"),
-        ({"model.embed_tokens": [2, 4]}, "embedding"),
-        ({"lm_head": [2, 4]}, "head"),
-        ({"embed_tokens": [2, 4], "lm_head": [4, 2]}, "both"),
-    ],
-)
+    [([4, 2], "embedding"), ({"model.embed_tokens": [2, 4]}, "embedding"), ({"lm_head": [2, 4]}, "head"),
+     ({"embed_tokens": [2, 4], "lm_head": [4, 2]}, "both")],
+)  # fmt: skip
 def test_what_an_adapter_begins_with_and_what_is_trained_beside_it(rows: Any, tokens_in: str) -> None:
     further: dict[str, Any] = {"modules_to_save": ["norm"], "trainable_token_indices": rows}
     config = LoraConfig(target_modules="all-linear", init_lora_weights="pissa_niter_4", **further)
@@ -135,39 +130,46 @@ def test_what_is_not_trained_so_beside_an_adapter_is_refused() -> None:
     assert job_of({}, peft_config=config).adapter.modules_to_save == ["lm_head"]
 
 
-def test_models_and_rows_that_are_not_taken() -> None:
-    for rows in ([], [{"input_ids": [1]}]):
-        refused({}, "dataset: ", kind="trainer.dataset", rows=rows)
-    with refuses("trainer.model", "LoraConfig"):
-        hetero_mpi.Trainer(LoraConfig(), ROWS)  # type: ignore[arg-type]
-    refused(type("GRPOConfig", (), {})(), "GRPOConfig")
-
-
 @pytest.mark.slow
 def test_other_trainers_have_the_same_losses_in_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """TRL's SFTTrainer on texts, chats and completions (cut, by an adapter), DPOTrainer (with dropout), transformers' Trainer."""
     pytest.importorskip("trl", reason="TRL is in the extra `trl`")
-    pytest.importorskip("datasets")
-    program = ["-m", "tests.programs.dataset_trainer", str(tmp_path)]
-    require_success(run_within(600, [sys.executable, *program, "theirs"], os.environ, ROOT))
-    found = {case: json.loads((tmp_path / f"{case}-0.json").read_text()) for case in
-             ("texts", "cut", "chats", "completions", "pairs", "still", "plain")}  # fmt: skip
+    program = ["-m", "tests.programs.dataset_trainer", str(tmp_path), "theirs"]
+    require_success(run_within(600, [sys.executable, *program], os.environ, ROOT))
+    found = {case: json.loads((tmp_path / f"{case}.json").read_text()) for case in
+             ("texts", "chats", "completions", "pairs", "still", "plain")}  # fmt: skip
     for case, (theirs, ours) in found.items():
         np.testing.assert_allclose(ours["losses"], theirs["losses"], rtol=0, atol=2e-6, err_msg=case)
         np.testing.assert_allclose(ours["evaluations"], theirs["evaluations"], rtol=0, atol=2e-6, err_msg=case)
         assert len(ours["losses"]) == (3 if case == "plain" else 4) and ours["losses"][-1] < ours["losses"][0]
-    alone = found["texts"][1]
-    finish_mpi(2, [*program, "ours"], 300)
-    for rank in (0, 1):
-        (two,) = json.loads((tmp_path / f"texts-{rank}.json").read_text())
-        np.testing.assert_allclose(two["losses"], alone["losses"], rtol=0, atol=2e-6)
-    # four kinds of rows, and the tokenizer
-    assert main(["cache"]) == 0 and "data of Python programs: 5, " in capsys.readouterr().out
+    # three kinds of rows, two models, two adapters and a tokenizer
+    assert main(["cache"]) == 0 and "data of Python programs: 13, " in capsys.readouterr().out
 
 
-def file_of(rows: Any, **more: Any) -> list[Any]:
+@pytest.mark.slow
+def test_scripts_of_other_trainers_run_on_two_ranks_as_in_plain_python(tmp_path: Path) -> None:
+    pytest.importorskip("trl", reason="TRL is in the extra `trl`")
+    program = ["-m", "tests.programs.dataset_trainer", str(tmp_path), "scripts"]
+    require_success(run_within(600, [sys.executable, *program], os.environ, ROOT))
+    alone = json.loads((tmp_path / "scripts-0.json").read_text())
+    finish_mpi(2, program, 300)
+    first, other = (json.loads((tmp_path / f"scripts-{rank}.json").read_text()) for rank in (0, 1))
+    assert first[:3] == other[:3] and other[4][0] == [], "only rank 0 calls callbacks"
+    np.testing.assert_allclose(np.hstack(first[:3]), np.hstack(alone[:3]), rtol=0, atol=2e-6)
+    lora, formatted, preferences, tokens, (seen, steps, resumed, best) = first
+    assert lora[1] == 2 and formatted[0] > formatted[1] > formatted[-1] and len(preferences) == 2
+    assert tokens[2:] == ["export.push_failed", True] and {"eval_a_loss", "eval_b_loss"} <= tokens[1].keys()
+    assert (steps, resumed, best[0]) == (5, 8, best[1])
+    assert seen == alone[4][0]
+    assert [step for name, step in seen if name == "evaluate"] == [2, 4] and seen[-1] == ["train_end", 5]
+    for file in ("train_results.json", "trainer_state.json"):
+        assert json.loads((tmp_path / "tokens" / file).read_text())
+
+
+def file_of(rows: Any, args: Any = None, **more: Any) -> list[Any]:
     """What ``train`` would read."""
-    data = hetero_mpi.Trainer("model", rows, {}, **more)._ready().tables.data
+    trainer = hetero_mpi.Trainer("model", args, train_dataset=rows, **more)
+    data = trainer._ready(trainer._tests).tables.data
     (path,) = data.evaluation or data.records or data.text or ()
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
@@ -175,8 +177,7 @@ def file_of(rows: Any, **more: Any) -> list[Any]:
 def test_rows_that_come_once_are_all_there_every_time() -> None:
     rows = [{"prompt": "a", "completion": f" {n}"} for n in range(5)]
     assert file_of(iter(rows)) == rows and file_of(ROWS, eval_dataset=iter(rows)) == rows
-    trainer = hetero_mpi.Trainer("model", iter(rows), {})
-    assert trainer._ready().tables.data.records == trainer._ready().tables.data.records
+    assert len(file_of(iter(rows), args={"max_steps": 1, "per_device_train_batch_size": 2})) == 2
 
 
 def test_a_column_that_is_none_is_not_there() -> None:
@@ -184,29 +185,41 @@ def test_a_column_that_is_none_is_not_there() -> None:
     assert job_of({}, rows).data.text is not None and file_of(rows) == rows
 
 
-@pytest.mark.parametrize("name", ["dataset", "eval_dataset"])
+def test_rows_of_tokens_come_without_padding_and_texts_from_a_function() -> None:
+    rows = [{"input_ids": [5, 6, 7, 0], "attention_mask": [1, 1, 1, 0], "labels": [-100, 6, 7, -100]}]
+    assert file_of(rows) == [{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}]
+    assert job_of({}, rows).data.template == "none"
+    assert job_of(TrainingArguments("out", use_cpu=True), rows * 2).data.sequence_length == 2
+    refused({}, "row 0", kind="trainer.labels", rows=[rows[0] | {"labels": [0, 6, 7, 0]}])
+    masked = [{"input_ids": [5, 6], "completion_mask": [0, 1]}]
+    assert file_of(masked, data_collator=lambda batch: {key: np.array([batch[0][key]]) for key in batch[0]}) == [
+        {"input_ids": [5, 6], "labels": [-100, 6]}
+    ]
+    assert file_of(ROWS, formatting_func=lambda row: row["prompt"]) == [{"text": "The grass is"}]
+    by_batch = lambda rows: [*rows["prompt"]] if isinstance(rows["prompt"], list) else []  # noqa: E731
+    assert file_of(ROWS, formatting_func=by_batch) == [{"text": "The grass is"}]
+    refused({}, "data_collator", kind="trainer.data_collator", data_collator=len)
+
+
+@pytest.mark.parametrize("name", ["train_dataset", "eval_dataset"])
 @pytest.mark.parametrize(
     ("rows", "shown"),
-    [
-        ("rows.jsonl", "str"),
-        (Path("rows.jsonl"), "PosixPath"),
-        ({"train": ROWS}, "dict"),
-        (5, "int"),
-        (["a"], "str"),
-        ([], ""),
-        ([{"text": None}], ""),
-    ],
-)
+    [("rows.jsonl", "str"), (Path("rows.jsonl"), "PosixPath"), (5, "int"), (["a"], "str"), ([], ""), ([{"text": None}], "")],
+)  # fmt: skip
 def test_what_is_no_data_set_is_refused(name: str, rows: Any, shown: str) -> None:
-    given = {"rows": rows} if name == "dataset" else {"eval_dataset": rows}
+    given = {"rows": rows} if name == "train_dataset" else {"eval_dataset": rows}
     refused({}, f"{name}: ", shown, kind="trainer.dataset", **given)
 
 
 def test_arguments_of_a_wrong_kind_are_refused() -> None:
     for size in ("x", 0, None, 1.5):
-        args = {"per_device_train_batch_size": size, "save_strategy": "epoch"}
-        refused(args, "per_device_train_batch_size", kind="trainer.value")
+        refused({"per_device_train_batch_size": size}, "per_device_train_batch_size", kind="trainer.value")
+    refused({}, "train", kind="trainer.dataset", rows={"train": ROWS})
+    refused({}, "str", kind="trainer.callback", callbacks=["x"])
     refused({5: 1}, "5")
+    with refuses("trainer.model", "dict"):
+        hetero_mpi.Trainer({})
+    refused(type("GRPOConfig", (TrainingArguments,), {})("out", use_cpu=True), "GRPOConfig")
     refused({}, "int", kind="trainer.processing_class", processing_class=5)
     refused({}, "peft_config", peft_config={"r": 8})
     with refuses("trainer.dataset", "row 1"):

@@ -1,0 +1,108 @@
+"""The state, the logs and the callbacks of transformers' Trainer during a run.
+
+Every rank keeps the state; callbacks (``transformers.TrainerCallback``) are called on rank 0.
+"""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerControl, TrainerState
+
+from hetero_mpi.rundir.logs import write_line
+from hetero_mpi.rundir.metrics import TRACKER_NAMES, Evaluation
+from hetero_mpi.step_iterator import Step, StopTraining
+from hetero_mpi.training.result import TrainResult
+
+
+class TrainerEvents:
+    """Keeps the state of a trainer and calls its callbacks.
+
+    Args:
+        args: arguments that callbacks receive.
+        log_every: steps between logs; 0: never.
+        log_first: whether to log the first step.
+        per_epoch: steps per epoch; None if unknown.
+        max_steps: total number of steps; 0 if unknown.
+    """
+
+    def __init__(self, args: Any, log_every: int, log_first: bool, per_epoch: int | None, max_steps: int) -> None:
+        self._args, self._log_every, self._log_first, self._per_epoch = args, log_every, log_first, per_epoch
+        self.callbacks: list[Any] = []
+        self.begin(0, max_steps)
+
+    def begin(self, rank: int, max_steps: int) -> None:
+        """Prepare for a run with an empty log."""
+        first = rank == 0
+        self.state = TrainerState(max_steps=max_steps, is_world_process_zero=first, is_local_process_zero=first)
+        self._control, self._losses, self._checkpoint = TrainerControl(), list[float](), ""
+
+    def on_step(self, step: Step, sets: Sequence[str]) -> None:
+        """Pass a completed step on. Raises StopTraining if a callback stops the run. ``sets``: names of the evaluation sets."""
+        state, per_epoch = self.state, self._per_epoch
+        if state.global_step == 0 or (per_epoch and state.global_step % per_epoch == 0):
+            self.call("on_epoch_begin")
+        self.call("on_step_begin")
+        self.state = replace(state, global_step=step.step, epoch=step.step / per_epoch if per_epoch else 0)
+        self._losses.append(step.loss)
+        self.call("on_step_end")
+        if per_epoch and step.step % per_epoch == 0:
+            self.call("on_epoch_end")
+        is_due = bool(self._log_every) and step.step % self._log_every == 0
+        if is_due or self._control.should_log or (self._log_first and step.step == 1):
+            values = {"loss": statistics.fmean(self._losses), "grad_norm": step.grad_norm, "learning_rate": step.lr}
+            self._losses.clear()
+            self.log(values | _rewards(step))
+        for evaluation in step.evaluations:
+            self.on_evaluate(evaluation, sets)
+        if self._checkpoint:
+            self.call("on_save")
+        if self._control.should_evaluate or self._control.should_save:
+            write_line("should_evaluate and should_save of callbacks have no effect: set eval_steps and save_steps")
+        stops, self._control, self._checkpoint = self._control.should_training_stop, TrainerControl(), ""
+        if stops:
+            raise StopTraining
+
+    def on_checkpoint(self, path: Path) -> None:
+        self._checkpoint = str(path)
+
+    def on_evaluate(self, evaluation: Evaluation, sets: Sequence[str], prefix: str = "eval") -> dict[str, float]:
+        """Log an evaluation, note whether it is the best, and return it by transformers' names."""
+        main, *names = [f"{prefix}_{name}".removesuffix("_") for name in sets or [""]]
+        named = {"loss": evaluation.loss, "mean_token_accuracy": evaluation.token_accuracy} | _rewards(evaluation)
+        values = {f"{main}_{name}": value for name, value in named.items() if value is not None}
+        losses = evaluation.sets or {}
+        values |= {f"{name}_loss": losses[key] for name, key in zip(names, sets[1:], strict=True)}
+        values = self.log(values)
+        self.call("on_evaluate", metrics=values)
+        if self.state.best_metric is None or evaluation.loss < self.state.best_metric:
+            best = {"best_global_step": evaluation.step, "best_model_checkpoint": self._checkpoint or None}
+            self.state = replace(self.state, best_metric=evaluation.loss, **best)
+        return values
+
+    def log(self, values: dict[str, float]) -> dict[str, float]:
+        """Add values to ``state.log_history``, pass them on, and return them with the epoch."""
+        values = {**values, "epoch": self.state.epoch}
+        self.state.log_history.append({**values, "step": self.state.global_step})
+        self.call("on_log", logs=values)
+        return values
+
+    def end(self, result: TrainResult, seconds: float, rows: int) -> dict[str, float]:
+        """Log the end of a run of ``rows`` rows, and return its metrics by transformers' names."""
+        rates = {"train_samples_per_second": rows / seconds, "train_steps_per_second": len(result.losses) / seconds}
+        metrics = self.log({"train_runtime": seconds, **rates, "train_loss": result.training_loss})
+        self.call("on_train_end")
+        return metrics
+
+    def call(self, event: str, **values: Any) -> None:
+        """Call a method of all callbacks, on rank 0."""
+        for callback in self.callbacks if self.state.is_world_process_zero else ():
+            control = getattr(callback, event)(self._args, self.state, self._control, model=None, **values)
+            self._control = control or self._control
+
+
+def _rewards(line: Step | Evaluation) -> dict[str, float]:
+    """Return the rewards of preference training by TRL's names."""
+    return {name: value for name, key in TRACKER_NAMES.items() if (value := getattr(line, key)) is not None}

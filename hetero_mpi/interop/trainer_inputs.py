@@ -1,0 +1,177 @@
+"""The datasets, models and tokenizers in memory that a program passes to a trainer, which become files in the user's cache."""
+
+import copy
+import hashlib
+import json
+import re
+import secrets
+import shutil
+import tempfile
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
+from itertools import islice
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import AutoTokenizer
+
+from hetero_mpi.data.batch import IGNORED
+from hetero_mpi.rundir.logs import write_line
+from hetero_mpi.util.disk import cache_folder, sync, write_errors
+from hetero_mpi.util.errors import UserError
+from hetero_mpi.util.sealed import discard, load_sealed, store_folder
+
+Rows = Collection[Mapping[str, Any]]
+RECORD_KEYS = ("messages", "conversations", "prompt", "chosen")
+"""Keys that identify a row as a record, as in TRL, even if it has a text as well."""
+_CACHE_HINT = "set XDG_CACHE_HOME to a directory that you can write to"
+_MODEL_INPUTS = ("input_ids", "attention_mask", "labels")
+_MASKS = ("completion_mask", "assistant_masks")
+
+
+def rows_of(dataset: Any, name: str, limit: int | None) -> tuple[Rows, dict[str, Any]]:
+    """Return the rows as a re-iterable, and the first row. Raises UserError if there are no rows or their format is unsupported.
+
+    ``limit``: number of rows to take from a dataset of unknown length.
+    """
+    if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and not isinstance(dataset, (Iterable, Mapping)):
+        dataset = [dataset[number] for number in range(len(dataset))]  # a dataset of torch
+    if isinstance(dataset, (str, bytes, Mapping)) or not isinstance(dataset, Iterable):
+        hint = ": pass one of its splits" if isinstance(dataset, Mapping) else ""
+        raise UserError(
+            "trainer.dataset",
+            f"{name}: must be a datasets.Dataset, or a list of dicts, not a {type(dataset).__name__}{hint}",
+        )
+    rows: Any = dataset if hasattr(dataset, "__len__") else list(islice(dataset, limit))
+    first = next(iter(rows), None)
+    if first is not None and not isinstance(first, Mapping):
+        raise UserError(
+            "trainer.dataset",
+            f"{name}: rows must be dicts, not {type(first).__name__}; see docs/data.md for the formats",
+        )
+    first = {key: value for key, value in (first or {}).items() if value is not None}  # columns without a value
+    if not first:
+        raise UserError("trainer.dataset", f"{name}: must have rows; see docs/data.md for the formats")
+    return rows, first
+
+
+def formatted(rows: Rows, formatting_func: Callable[[Any], Any]) -> list[dict[str, Any]]:
+    """Return the texts that ``formatting_func`` makes of rows; one that takes a batch gets batches of one row."""
+    texts = [formatting_func(row) for row in rows]
+    if any(isinstance(text, list) for text in texts):
+        texts = [text for row in rows for text in formatting_func({key: [value] for key, value in row.items()})]
+    if any(not isinstance(text, str) for text in texts):
+        raise UserError("trainer.formatting_func", "formatting_func: must return the text of a row")
+    return [{"text": text} for text in texts]
+
+
+def text_tokens(rows: Rows, column: str, tokenizer: Any, end: str | None) -> list[dict[str, list[int]]]:
+    """Tokenise texts as TRL does, each with the end token."""
+    if isinstance(tokenizer, (str, PathLike)):
+        tokenizer = AutoTokenizer.from_pretrained(tokenizer)
+    end = end or tokenizer.eos_token
+    return [{"input_ids": tokenizer(row[column].removesuffix(end) + end)["input_ids"]} for row in rows]
+
+
+def tokenised(rows: Rows, name: str, data_collator: Callable[[Any], Any] | None) -> list[dict[str, list[int]]]:
+    """Return token ids and labels of tokenised rows, after the collator, if any, and without padding."""
+    result = []
+    for number, row in enumerate(rows):
+        inputs = {key: row[key] for key in (*_MODEL_INPUTS, *_MASKS) if row.get(key) is not None}
+        batch = {key: [values] for key, values in inputs.items()} if data_collator is None else data_collator([inputs])
+        columns = {key: np.asarray(batch[key])[0] for key in (*_MODEL_INPUTS, *_MASKS) if key in batch}
+        ids = columns["input_ids"]
+        is_input = columns.get("attention_mask", np.ones_like(ids)) != 0
+        labels = columns.get("labels")
+        if labels is None:
+            targets = np.logical_and.reduce([columns.get(key, np.ones_like(ids)) != 0 for key in _MASKS])
+            labels = np.where(targets & is_input, ids, IGNORED)
+        if labels.shape != ids.shape or (labels[~is_input] != IGNORED).any():
+            raise UserError(
+                "trainer.labels",
+                f"{name}: row {number}: labels must be as many as input_ids, and -100 for padding, which would be learnt",
+            )
+        result.append({"input_ids": ids[is_input].tolist(), "labels": labels[is_input].tolist()})
+    return result
+
+
+def rows_file(rows: Iterable[Mapping[str, Any]]) -> Path:
+    """Write the rows as JSON Lines to the user's cache, where equal datasets share a file."""
+    folder, digest = cache_folder("datasets"), hashlib.sha256()
+    temporary = folder / f".{secrets.token_hex(8)}"
+    with write_errors(folder, _CACHE_HINT):
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            with temporary.open("wb") as file:
+                for number, row in enumerate(rows):
+                    try:
+                        line = json.dumps(dict(row), ensure_ascii=False).encode() + b"\n"
+                    except (TypeError, ValueError) as error:
+                        raise UserError(
+                            "trainer.dataset", f"dataset: row {number} is not serialisable as JSON: {error}"
+                        ) from None
+                    digest.update(line)
+                    file.write(line)
+            sync(temporary)
+            path = folder / f"{digest.hexdigest()[:32]}.jsonl"
+            if not path.is_file():
+                discard(path)
+            return temporary.rename(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def tokenizer_directory(tokenizer: Any, model: str, end: str | None) -> str | None:
+    """Return the path of a tokenizer, or None for that of ``model``. ``end``: end token to use instead of its own."""
+    if end is not None:
+        named = model if tokenizer is None else tokenizer
+        tokenizer = AutoTokenizer.from_pretrained(named) if isinstance(named, (str, PathLike)) else copy.deepcopy(named)
+        tokenizer.eos_token = end
+    if tokenizer is None or isinstance(tokenizer, (str, PathLike)):
+        return fspath(tokenizer) if tokenizer is not None else None
+    return _stored("tokenizer", getattr(tokenizer, "tokenizer", tokenizer).save_pretrained)
+
+
+def model_directory(model: Any) -> tuple[str, str | None]:
+    """Return the directory or name of a model, and the directory of its adapter, if any.
+
+    Loaded weights, which the program may have changed, are saved to the user's cache. Quantised weights are read from the model's
+    own directory, since they have lost precision.
+    """
+    if isinstance(model, (str, PathLike)):
+        return fspath(model), None
+    base, adapter = model, None
+    if hasattr(model, "peft_config"):
+        base, adapter = model.get_base_model(), _stored("adapter", model.save_pretrained)
+    if getattr(base.config, "quantization_config", None) is not None:
+        return base.name_or_path, adapter
+    state = {
+        _PEFT_PREFIX.sub(".", name): tensor for name, tensor in base.state_dict().items() if not _PEFT_ONLY.search(name)
+    }
+    return _stored("model", partial(base.save_pretrained, state_dict=state)), adapter
+
+
+_PEFT_PREFIX = re.compile(r"\.(base_layer|original_module)\.")
+_PEFT_ONLY = re.compile(r"\.(lora_|modules_to_save\.|token_adapter\.)")
+"""Names of the tensors that peft adds to a base model."""
+
+
+def _stored(kind: str, save: Callable[[Path], object]) -> str:
+    """Save an object to the user's cache, where equal objects share a directory, and return the directory's path."""
+    folder = cache_folder("datasets")
+    with write_errors(folder, _CACHE_HINT):
+        folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as temporary:
+        save(Path(temporary))
+        digest = hashlib.sha256()
+        files = sorted(file for file in Path(temporary).rglob("*") if file.is_file())
+        for file in files:
+            digest.update(file.name.encode() + np.memmap(file, np.uint8).data)
+        path = folder / f"{kind}-{digest.hexdigest()[:32]}"
+        if load_sealed(path, lambda *_: True, write_line) is None:
+            store_folder(
+                path, lambda target: shutil.copytree(temporary, target, dirs_exist_ok=True) and None, _CACHE_HINT
+            )
+    return str(path)
