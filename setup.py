@@ -1,12 +1,16 @@
-"""The build's one hook: the files of ``jobs/`` and ``profiles/`` go into the package as ``hetero_mpi/shipped_files/``.
+"""The build's two hooks; everything else about the build is in ``pyproject.toml`` and ``MANIFEST.in``.
 
-An editable install reads them where they are. Everything else about the build is in ``pyproject.toml``.
+* The files of ``jobs/`` and ``profiles/`` go into the package as ``hetero_mpi/shipped_files/``. An editable install reads them
+  where they are.
+* The description has no relative links, because a package index does not have their targets.
 """
 
+import re
 from pathlib import Path
 
 from setuptools import setup
 from setuptools.command.build_py import build_py
+from setuptools.command.egg_info import egg_info
 
 ROOT = Path(__file__).parent
 FOLDERS = ("jobs", "profiles")
@@ -36,4 +40,20 @@ class BuildWithShippedFiles(build_py):
         return {} if self.editable_mode else {str(place / name): name for name in names}
 
 
-setup(cmdclass={"build_py": BuildWithShippedFiles})
+RELATIVE = r"\((?![a-z]+:|#)([^)\s]+)\)"
+IMAGE = re.compile(r"!\[([^\]]*)\]" + RELATIVE)
+LINK = re.compile(r"(?<!!)\[((?:!\[[^\]]*\]\([^)]*\)|[^\[\]])*)\]" + RELATIVE)
+
+
+class DescribeWithoutRelativeLinks(egg_info):
+    """``egg_info`` whose description links to the files of the repository ``Source`` in ``[project.urls]``, or to none if unset."""
+
+    def run(self) -> None:
+        metadata = self.distribution.metadata
+        source = (metadata.project_urls or {}).get("Source")
+        image, link = (f"![\\1]({source}/raw/HEAD/\\2)", f"[\\1]({source}/blob/HEAD/\\2)") if source else ("", r"\1")
+        metadata.long_description = LINK.sub(link, IMAGE.sub(image, metadata.long_description))
+        super().run()
+
+
+setup(cmdclass={"build_py": BuildWithShippedFiles, "egg_info": DescribeWithoutRelativeLinks})

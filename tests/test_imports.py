@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+import tomli
+from packaging.requirements import Requirement
+
+from tests.support.mpi import ROOT
+from tests.support.past_runs import cluster, make_run, planned
 
 LIGHT = """
-import contextlib, sys
+import contextlib, importlib, pkgutil, sys
+import hetero_mpi.planning
 from hetero_mpi.cli import main
 
 def unwanted(*names):
@@ -19,10 +27,30 @@ with contextlib.suppress(SystemExit):
     main(["--help"])
 found = unwanted("numpy", "pydantic", "psutil", "hetero_mpi.launch.launcher.launcher", "hetero_mpi.launch.supervisor.elastic")
 assert not found, found
-profile = "homelab-m4max-2titanx"
-assert main(["plan", "--profile", profile]) == main(["inspect", profile, "-o", sys.argv[1] + "/picture.svg"]) == 0
-found = unwanted("torch", "transformers", "mpi4py", "h5py", "huggingface_hub", "tokenizers", "safetensors", "psutil")
+for module in pkgutil.walk_packages(hetero_mpi.planning.__path__, "hetero_mpi.planning."):
+    importlib.import_module(module.name)
+assert "hetero_mpi.planning.decision.planner" in sys.modules
+found = unwanted("torch", "transformers", "mpi4py", "h5py", "pydantic", "psutil")
 assert not found, found
+"""
+
+PLANNING = """
+import importlib.util, sys
+import hetero_mpi
+from hetero_mpi.cli import main
+
+assert not any(map(importlib.util.find_spec, ("torch", "mpi4py", "transformers", "h5py", "psutil")))
+job, profile, run = sys.argv[1], "homelab-5090-strix-halo", sys.argv[2]
+for words in (["plan", job, "--profile", profile, "-o", "plan.toml"], ["plan", "--profile", profile], ["inspect", profile],
+              ["inspect", "plan.toml"], ["simulate", job, "--profile", profile], ["baseline", "--profile", profile],
+              ["report", run], ["compare", run, run], ["init", "quickstart"]):
+    assert main(words) == 0, words
+report = hetero_mpi.plan(job, profile)
+assert report == hetero_mpi.load_report("plan.toml")
+step = hetero_mpi.simulate(job, report.plan, profile)
+assert step.step_s == report.predicted_step_s and step.events and set(step.use) == set(step.busy_s)
+assert all(0 < share <= 1 for share in step.use.values()) and "<table>" in hetero_mpi.load_run(run)._repr_html_()
+assert main(["train", job]) == 2
 """
 
 RANK = """
@@ -69,14 +97,41 @@ assert sys.modules["torch._dynamo"].config.cache_size_limit > 0
 """
 
 
-def run(program: str, *arguments: str) -> None:
-    done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=300)
+def run(program: str, *arguments: str, python: str = sys.executable, place: Path = ROOT) -> None:
+    done = subprocess.run([python, "-c", program, *arguments], capture_output=True, text=True, timeout=300, cwd=place)
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow
-def test_the_light_commands_import_nothing_of_the_ranks(tmp_path: Path) -> None:
-    run(LIGHT, str(tmp_path))
+def test_help_and_planning_import_nothing_of_the_ranks() -> None:
+    run(LIGHT)
+
+
+def required(names: set[str]) -> set[str]:
+    """Distributions and all that they require."""
+    found, waiting = set[str](), [*names]
+    while waiting:
+        if (name := re.sub(r"[-_.]+", "-", waiting.pop()).lower()) not in found:
+            found.add(name)
+            needs = map(Requirement, metadata.requires(name) or ())
+            waiting += [need.name for need in needs if need.marker is None or need.marker.evaluate({"extra": ""})]
+    return found
+
+
+@pytest.mark.slow
+def test_its_group_is_all_that_planning_needs(tmp_path: Path) -> None:
+    """In an environment that has this program and the group `planning`, as `pip install --group` leaves it."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
+    (packages,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
+    (packages / "program.pth").write_text(str(ROOT))
+    group = tomli.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]["planning"]
+    for distribution in map(metadata.distribution, required({Requirement(entry).name for entry in group})):
+        for top in {file.parts[0] for file in distribution.files or () if ".." not in file.parts} - {"__pycache__"}:
+            (packages / top).symlink_to(Path(str(distribution.locate_file(top))))
+    profile = cluster(2)
+    past = make_run(tmp_path / "past", planned(profile), profile)
+    job = str(ROOT / "jobs" / "llama8b_alpaca.toml")
+    run(PLANNING, job, str(past), python=str(tmp_path / "venv" / "bin" / "python"), place=tmp_path)
 
 
 @pytest.mark.slow

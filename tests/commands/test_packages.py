@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -57,3 +62,40 @@ def test_security_names_tests_that_there_are() -> None:
     text = (ROOT / "SECURITY.md").read_text()
     named = re.findall(r"`(tests/[\w/.]+)`", text)
     assert len(named) > 8 and all((ROOT / path).exists() for path in named), named
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", ["", "https://example.org/me/hetero_mpi"])
+def test_an_sdist_has_the_documents_and_no_link_that_leads_nowhere(source: str, tmp_path: Path) -> None:
+    pytest.importorskip("setuptools", minversion="77")
+    ignored = shutil.ignore_patterns(".*", "__pycache__", "runs", "shared", "build", "*.egg-info")
+    shutil.copytree(ROOT, tmp_path / "clone", ignore=ignored)
+    if source:
+        with (tmp_path / "clone" / "pyproject.toml").open("a") as file:
+            file.write(f'[project.urls]\nSource = "{source}"\n')
+    code = f"from setuptools import build_meta; build_meta.build_sdist({str(tmp_path)!r})"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path / "clone", capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (path,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        files = {name.partition("/")[2] for name in archive.getnames() if "." in name.rpartition("/")[2]}
+        information = archive.extractfile(f"{path.name.removesuffix('.tar.gz')}/PKG-INFO")
+        assert information is not None
+        text = information.read().decode()
+    wanted = {
+        "CITATION.cff",
+        "README.md",
+        "setup.py",
+        "jobs/quickstart.toml",
+        "profiles/README.md",
+        "tests/requirements.txt",
+    }
+    documents = {
+        str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.*") if ".ipynb_checkpoints" not in page.parts
+    }
+    assert files >= wanted | documents and {name for name in files if name.startswith("tests/")} < wanted
+    links = [link for link in re.findall(r"\]\(([^)#\s]+)", text) if not link.startswith("http")]
+    assert links == [] and "](" in (ROOT / "README.md").read_text()
+    targets = re.findall(rf"\]\({source}/(?:blob|raw)/HEAD/([^)#\s]+)", text) if source else []
+    assert all((ROOT / target).exists() for target in targets) and bool(targets) == bool(source)
+    assert (f"Project-URL: Source, {source}" in text) == bool(source)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -151,28 +150,6 @@ def test_a_notebook_trains_with_one_rank_and_no_launcher(tmp_path: Path) -> None
     left = re.findall(r"Stopped after step (\d) \(the program left its loop\): \S+ is complete", printed)
     assert left == ["2", "4", "1"]
     assert (tmp_path / "open" / "checkpoints" / "step-00000001.h5").is_file()
-
-
-def test_planning_needs_neither_torch_nor_mpi(used: tuple[Path, list[dict[str, Any]]]) -> None:
-    """With the modules blocked; the plan is the one that the cluster made."""
-    out, _ = used
-    program = f"""
-import sys
-for name in ("torch", "mpi4py", "transformers"):
-    sys.modules[name] = None
-import hetero_mpi
-assert not set(sys.modules) & {{"numpy", "pydantic", "hetero_mpi.job.load"}}, "importing the package is cheap"
-job = hetero_mpi.Job.build({{"model": {{"factory": "tests.programs.layers_model:plain"}},
-    "train": {{"global_batch": 4, "micro_batch": 2}}, "plan": {{"pipelines": 1}}}})
-report = hetero_mpi.plan(job, {str(out / "profile.toml")!r})
-there = hetero_mpi.load_report({str(out / "plan.toml")!r})
-assert (report.plan, report.predicted_step_s) == (there.plan, there.predicted_step_s)
-step = hetero_mpi.simulate(job, report.plan, {str(out / "profile.toml")!r})
-assert step.report.plan == report.plan and step.step_s == report.predicted_step_s and set(step.use) == set(step.busy_s)
-assert all(0 < share <= 1 for share in step.use.values()) and len(step.memory) == len(step.use)
-assert step.tokens_per_s == 4 / step.step_s and step.events
-"""
-    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=60)
 
 
 def test_a_job_built_in_python_tells_all_its_problems() -> None:
