@@ -98,15 +98,16 @@ def exchange_s(profile: ClusterProfile, ranks: Sequence[int], size_bytes: float)
     count = len(ranks)
     if count < 2 or not size_bytes:
         return 0.0
-    key = tuple(ranks), size_bytes
-    if key not in profile.known_s:
-        seconds = profile.messages_s(ranks, size_bytes / count)
-        # Sorted first: the same sums to the last bit however ranks are numbered.
-        busiest_s = float(max(np.sort(seconds, axis=axis).sum(axis=axis).max() for axis in (0, 1)))
-        in_ring = ring_of(ranks, [profile.devices[rank].host for rank in ranks]) is not None
-        profile.known_s[key] = (count - 1) * float(seconds.max()) if in_ring else busiest_s
-    exchange_s: float = profile.known_s[key]
-    return exchange_s
+    return profile.cached((tuple(ranks), size_bytes), lambda: _uncached_exchange_s(profile, ranks, size_bytes / count))
+
+
+def _uncached_exchange_s(profile: ClusterProfile, ranks: Sequence[int], part_bytes: float) -> float:
+    seconds = profile.messages_s(ranks, part_bytes)
+    if ring_of(ranks, [profile.devices[rank].host for rank in ranks]) is not None:
+        return (len(ranks) - 1) * float(seconds.max())
+    # Sorted first: the same sums to the last bit however ranks are numbered.
+    busiest = (np.sort(seconds, axis=axis).sum(axis=axis).max() for axis in (0, 1))
+    return float(max(busiest))
 
 
 def summed_bytes(model: ModelCost, layer: int) -> int:
@@ -186,12 +187,9 @@ def stage_s(
     if stage.streamed:
         leave_s = offload_s(profile.devices[stage.ranks[0]], profile.model, stage.first) if op is not Op.F else 0.0
         return sum(_streamed_s(profile, pipeline, stage, _slices(stage, size, sequence_length), op)) + leave_s
+    device, slices = device_of(profile, stage), _slices(stage, size, sequence_length)
     key = (*_content(stage), size, sequence_length, op)
-    if key not in profile.known_s:
-        device, slices = device_of(profile, stage), _slices(stage, size, sequence_length)
-        profile.known_s[key] = reduce(add, [_slice_s(profile, device, stage, tokens, op) for tokens in slices])
-    seconds: float = profile.known_s[key]
-    return seconds
+    return profile.cached(key, lambda: reduce(add, [_slice_s(profile, device, stage, part, op) for part in slices]))
 
 
 def _content(stage: StagePlan) -> tuple[Hashable, ...]:
@@ -300,15 +298,15 @@ def finished_layers_s(action: Action, plan: Plan, profile: ClusterProfile) -> di
             number: end_s + offload_s(device, profile.model, number)
             for number, end_s in zip(order, itertools.islice(ends, 1, None), strict=True)
         }
-    key = ("final", *_content(stage), *earlier_slices, tokens, action.op)
-    if key not in profile.known_s:
+
+    def finished() -> dict[int, float]:
         earlier_s = sum(_slice_s(profile, device, stage, part, action.op) for part in earlier_slices)
-        profile.known_s[key] = {
+        return {
             number: earlier_s + _slice_s(profile, device, replace(stage, first=number), tokens, action.op)
             for number in reversed(range(stage.first, stage.last))
         }
-    final_s: dict[int, float] = profile.known_s[key]
-    return final_s
+
+    return profile.cached(("finished", *_content(stage), *earlier_slices, tokens, action.op), finished)
 
 
 class Durations:

@@ -1,6 +1,7 @@
 """Memory budgets: how many micro-batches a stage can keep in flight, and the predicted peaks of every rank and host."""
 
 import math
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -27,7 +28,7 @@ from hetero_mpi.planning.memory import (
 from hetero_mpi.planning.orders import computed_by_rank
 from hetero_mpi.planning.owners import owned_state_bytes
 from hetero_mpi.planning.types.cost import ModelCost
-from hetero_mpi.planning.types.plan import HostMemory, PipelinePlan, Plan, RankMemory, StagePlan
+from hetero_mpi.planning.types.plan import WARM_UP, HostMemory, PipelinePlan, Plan, RankMemory, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.planning.types.sizes import GRADIENT_BYTES
@@ -60,17 +61,17 @@ class MemoryModel:
         self._tables: dict[tuple[int, StageMode, float, bool], tuple[NDArray[np.float64], NDArray[np.float64]]] = {}
         self._kinds = [(device.activation_ratio, device.shares_host_memory) for device in profile.devices]
         self._parts: dict[tuple[object, ...], tuple[int, int, int]] = {}
-        self._holdings: dict[tuple[int, int, int], tuple[tuple[int, int], ...]] = {}
+        self._holdings: dict[tuple[object, ...], tuple[tuple[int, int], ...]] = {}
 
     def budgets(self, devices: Sequence[DeviceProfile]) -> list[MemoryBudget]:
         """Return the memory budgets of stages on the given devices."""
         mean, budgets = sum(float(self.usable[d.rank]) for d in devices) / len(devices), []
         limited = self.model.trained_whole or self.request.without_files
+        sharers = Counter(device.host for device in self.profile.devices if not device.shares_host_memory)
         for device in devices:
             host, own_bytes, of_host = self.profile.host(device.rank), float(self.usable[device.rank]), math.inf
             if host is not None and limited:
-                sharers = sum(d.host == device.host and not d.shares_host_memory for d in self.profile.devices)
-                of_host = usable_bytes(host.memory_bytes, self.request.memory_reserve) / max(1, sharers)
+                of_host = usable_bytes(host.memory_bytes, self.request.memory_reserve) / max(1, sharers[device.host])
             shares, relief = device.shares_host_memory, max(0.0, mean - own_bytes)
             budgets.append(MemoryBudget(own_bytes, device.activation_ratio, relief, shares, of_host))
         return budgets
@@ -140,12 +141,13 @@ class MemoryModel:
     ) -> tuple[tuple[int, int], ...]:
         """``stage_holdings`` of stage ``index`` if it and the first stage had these depths."""
         most = pipeline.micro_batches - 1
-        if index == 0 or not pipeline.split_backward:
+        if pipeline.order == WARM_UP and (index == 0 or not pipeline.split_backward):
             return ((min(warm_up, most) + 1, 0),)
-        key = min(warm_up, most), min(first_warm_up, most), most
+        key = pipeline.order, index > 0, min(warm_up, most), min(first_warm_up, most), most
         if key not in self._holdings:
+            first_stage = replace(pipeline.stages[0], warm_up=first_warm_up)
             stage = replace(pipeline.stages[index], warm_up=warm_up)
-            stages = replace(pipeline.stages[0], warm_up=first_warm_up), stage
+            stages = (first_stage, stage) if index else (stage,)
             self._holdings[key] = stage_holdings(replace(pipeline, stages=stages), stage)
         return self._holdings[key]
 

@@ -2,10 +2,10 @@
 
 import bisect
 import statistics
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -199,6 +199,7 @@ class HostLinkProfile:
         return self.destination in (self.source, ITSELF) and self.destination != ANY_HOST
 
 
+_Value = TypeVar("_Value")
 _Floats = NDArray[np.float64]
 _Pairs = tuple[NDArray[np.int64], _Floats, _Floats, _Floats, _Floats]
 
@@ -306,9 +307,14 @@ class ClusterProfile(Displayed):
         return {}
 
     @cached_property
-    def known_s(self) -> dict[Hashable, Any]:
-        """Cache of ``durations``: seconds of stages and exchanges."""
+    def _known(self) -> dict[Hashable, Any]:
         return {}
+
+    def cached(self, key: Hashable, compute: Callable[[], _Value]) -> _Value:
+        """Return ``compute()``, computed once for each key."""
+        if key not in self._known:
+            self._known[key] = compute()
+        return cast(_Value, self._known[key])
 
     @cached_property
     def _pairs(self) -> _Pairs:
