@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1")
@@ -64,11 +65,12 @@ COMPILES = "compile" in TrainTable.model_fields
 
 @dataclass(frozen=True)
 class Case:
-    """Training of all parameters or of an adapter in a dtype, or generation of some texts."""
+    """Training of all parameters or of an adapter in a dtype, or generation of some texts, or of the first token of each."""
 
     dtype: str
     adapter: bool = False
     texts: int = 0
+    first: bool = False
 
 
 CASES = {
@@ -77,6 +79,8 @@ CASES = {
     "LoRA bf16": Case("bf16", True),
     "generate 1 text": Case("bf16", texts=1),
     "generate 8 texts": Case("bf16", texts=8),
+    "first token of 1": Case("bf16", texts=1, first=True),
+    "first token of 8": Case("bf16", texts=8, first=True),
 }
 
 
@@ -105,6 +109,7 @@ class Contenders:
 
     def __init__(self, case: Case, arguments: argparse.Namespace) -> None:
         self.case, self.device, self.sizes = case, arguments.device, arguments
+        self.new_tokens = 1 if case.first else arguments.new_tokens
         self.dtype, self.mixed = DTYPES[case.dtype], case == CASES["full bf16"]
         hidden, heads = arguments.hidden, arguments.hidden // 64
         self.config: dict[str, Any] = {
@@ -131,7 +136,7 @@ class Contenders:
     @property
     def tokens(self) -> int:
         """Tokens of a step, or new tokens of all texts."""
-        return self.case.texts * self.sizes.new_tokens or self.sizes.rows * self.sizes.length
+        return self.case.texts * self.new_tokens or self.sizes.rows * self.sizes.length
 
     def job(self, compiled: bool = False) -> hetero_mpi.Job:
         rows = {"global_batch": self.sizes.rows, "micro_batch": self.sizes.rows}
@@ -211,7 +216,7 @@ class Contenders:
         return torch.randint(1, VOCABULARY, size, generator=torch.Generator().manual_seed(1))
 
     def generate_by_transformers(self, gate: Gate) -> None:
-        model, prompts, count = self.model().eval(), self.prompts().to(self.device), self.sizes.new_tokens
+        model, prompts, count = self.model().eval(), self.prompts().to(self.device), self.new_tokens
         options = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False, "pad_token_id": 0}
         for _ in range(MAX_STEPS):
             model.generate(prompts, attention_mask=torch.ones_like(prompts), **options)
@@ -219,10 +224,11 @@ class Contenders:
 
     def generate_ours(self, gate: Gate) -> None:
         chain = TransformersChain(read_config({"model_type": "llama", **self.config}))
-        backend, count = open_backend(self.device), self.sizes.new_tokens
+        backend, count = open_backend(self.device), self.new_tokens
         spec = StageSpec(chain, 0, chain.layer_count, backend, self.case.dtype, tuning=nothing_trained())
         writer = Writer(0, [0], [0], LoopbackNetwork(1).transports[0], chain, [Stage(spec, SeededStart(0))])
-        writer.width = self.case.texts  # as `serve --parallel` sets it
+        one_rank: Any = SimpleNamespace(all_gather_json=lambda sizes: [sizes])
+        writer.settle_width(one_rank, 8)  # as `serve` does
         tasks = {number: Task(prompt, [], count, Sampling()) for number, prompt in enumerate(self.prompts().tolist())}
         for _ in range(MAX_STEPS):
             waiting = [TextChanges(tasks)]

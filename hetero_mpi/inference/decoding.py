@@ -11,6 +11,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from copy import deepcopy
+from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -18,11 +20,13 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.model.layer.interface import ADAPTER_NAME
 from hetero_mpi.model.layer.quantize import set_training
 from hetero_mpi.model.stage import Stage
-from hetero_mpi.model.transformers.chain import language
-from hetero_mpi.model.transformers.packed_records import Rows, depends_on_length, hand_rows
+from hetero_mpi.model.streamed_stage import StreamedStage
+from hetero_mpi.model.transformers.chain import TransformersChain, language
+from hetero_mpi.model.transformers.packed_records import TextStates, depends_on_length, hand_texts, install_expansion
 from hetero_mpi.model.tuning import Tuning, inject
 from hetero_mpi.util.errors import UserError
 
@@ -34,6 +38,10 @@ _SWITCHING_ROTARY = ("phi3", "phimoe")
 """Families whose rotary embedding changes at a certain length, at which their ``generate`` recomputes the whole text."""
 _SELECTING_KEYS = ("doge",)
 """Families without an indexer (``index_topk``) whose attention nevertheless selects keys by score."""
+_PROMPT_TOKENS = 256
+"""Tokens of a pass of prompts in which other sizes are not used unless they give the same bits."""
+_PROMPT_SIZES = (32, 64, 128, _PROMPT_TOKENS, 512)
+_TRIED_TOKENS = 16
 
 
 def require_decodable(config: PreTrainedConfig) -> None:
@@ -65,21 +73,24 @@ def takes_pieces(config: PreTrainedConfig) -> bool:
     return not depends_on_length(config)
 
 
-def takes_batches(config: PreTrainedConfig, model: nn.Module) -> bool:
-    """Whether single tokens of several texts can be computed in a batch, where each row attends only to its text's keys.
+def has_experts(model: nn.Module) -> bool:
+    return any("expert" in name for name, _ in model.named_modules())
 
-    This requires that the only states are keys and values, and that attention calls transformers' ``sdpa`` with all cached keys
-    (latent attention does not). It excludes experts, where the rows that an expert computes together depend on other rows.
+
+def reason_against_batches(config: PreTrainedConfig, model: nn.Module) -> str | None:
+    """Return why texts cannot be packed into one pass, where each token attends only to its text's keys; None if they can.
+
+    This requires that the only states are keys and values, and that attention calls transformers' ``sdpa`` with all cached keys.
     """
-    if (
-        config._attn_implementation != "sdpa"
-        or config.model_type in _SELECTING_KEYS
-        or "kv_lora_rank" in config.to_dict()
-    ):
-        return False
-    kinds = {type(layer) for layer in DynamicCache(config=config).layers}
-    has_experts = any("expert" in name for name, _ in model.named_modules())
-    return kinds <= {DynamicLayer, DynamicSlidingWindowLayer} and not has_experts
+    if config._attn_implementation != "sdpa":
+        return f"the model's attention implementation is {config._attn_implementation}, not sdpa"
+    if config.model_type in _SELECTING_KEYS or hasattr(config, "index_topk"):
+        return "the model's attention selects keys"
+    if "kv_lora_rank" in config.to_dict() and not any(hasattr(module, "expand_kv") for module in model.modules()):
+        return "the model has latent attention of an unknown form"
+    if not {type(layer) for layer in DynamicCache(config=config).layers} <= {DynamicLayer, DynamicSlidingWindowLayer}:
+        return "the model has linear attention, or other states than keys and values"
+    return None
 
 
 def cache_keyword(model: PreTrainedModel) -> str:
@@ -99,15 +110,17 @@ class Decoder:
     def __init__(self, stage: Stage) -> None:
         self.stage = stage
         self._caches: dict[int, _Cache] = {}
+        self._empty_cache = _Cache(stage)
         self._cache_keyword = cache_keyword(stage.model)
-        self._adapters = AdapterSwitch(stage)
+        self.adapters = AdapterSwitch(stage)
+        install_expansion(stage.model)
 
     def __enter__(self) -> Decoder:
         set_training(self.stage.model, False)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._adapters.turn_to(OPENED)
+        self.adapters.turn_to(OPENED)
         set_training(self.stage.model, True)
         self._caches.clear()
 
@@ -130,61 +143,94 @@ class Decoder:
 
         Returns (1, T, D), or on the last stage fp32 logits (``rows``, V).
         """
-        if text not in self._caches:
-            self._caches[text] = _Cache(self.stage)
-        cache = self._caches[text]
-        first = cache.pass_on(x.shape[1])
-        y = self._apply(x, [range(first, first + x.shape[1])], cache.layers, rows, adapter)
+        cache = self._cache(text)
+        logit_rows = rows or torch.arange(0, device=x.device)
+        y = self._apply(x, cache.pass_on(x.shape[1]), cache.layers, logit_rows, adapter)
         return y[0, -rows:].float() if self.stage.is_last else y
 
     @torch.no_grad()
-    def step_batch(self, x: torch.Tensor, texts: Sequence[int], adapter: str = OPENED) -> torch.Tensor:
-        """Process one further token of each of several texts in a batch of W rows.
+    def step_packed(
+        self, x: torch.Tensor, texts: Sequence[int], lengths: Sequence[int], rows: int, adapter: str = OPENED
+    ) -> torch.Tensor:
+        """Process the next tokens of several texts, packed into one sequence of N tokens.
 
         Args:
-            x: token ids (W, 1) int64 on the first stage, else (W, 1, D); rows beyond the number of ``texts`` are padding.
+            x: token ids (1, N) int64 on the first stage, else (1, N, D): those of each text, then padding.
+            lengths: number of tokens of each text.
+            rows: number of rows of the logits, at least the number of texts.
 
-        Returns (W, 1, D), or on the last stage fp32 logits (W, V).
+        Returns (1, N, D), or on the last stage fp32 logits (``rows``, V) after each text's last token, then padding.
         """
-        caches = [self._caches[text] for text in texts]
-        positions = [[cache.pass_on(1)] for cache in caches] + [[0]] * (len(x) - len(texts))
-        batch_cache = _BatchCache([cache.layers for cache in caches])
-        y = self._apply(x, positions, batch_cache, 1, adapter)
+        caches = [self._cache(text) for text in texts]
+        positions = [p for cache, length in zip(caches, lengths, strict=True) for p in cache.pass_on(length)]
+        padding = x.shape[1] - len(positions)
+        batch_cache = _BatchCache([cache.layers for cache in caches], [*lengths, padding])
+        lasts = [end - 1 for end in accumulate(lengths)] + [0] * (rows - len(texts))
+        y = self._apply(x, [*positions, *[0] * padding], batch_cache, torch.tensor(lasts, device=x.device), adapter)
         assert not any(batch_cache.handed)
-        return y[:, 0].float() if self.stage.is_last else y
+        return y[0].float() if self.stage.is_last else y
+
+    def _cache(self, text: int) -> _Cache:
+        if text not in self._caches:
+            self._caches[text] = deepcopy(self._empty_cache)
+        return self._caches[text]
 
     def _apply(
-        self, x: torch.Tensor, positions: Sequence[Sequence[int]], cache: DynamicCache, rows: int, adapter: str
+        self, x: torch.Tensor, positions: Sequence[int], cache: DynamicCache, rows: int | torch.Tensor, adapter: str
     ) -> torch.Tensor:
-        self._adapters.turn_to(adapter)
-        logit_rows = rows or torch.arange(0, device=x.device)
-        last: dict[str, Any] = {"logits_to_keep": logit_rows} if self.stage.is_last else {}
-        position_ids = torch.tensor(positions, device=x.device)
-        return self.stage.apply(x, position_ids=position_ids, use_cache=True, **{self._cache_keyword: cache}, **last)
+        self.adapters.turn_to(adapter)
+        keywords: dict[str, Any] = {"logits_to_keep": rows} if self.stage.is_last else {}
+        keywords |= {self._cache_keyword: cache, "position_ids": torch.tensor([positions], device=x.device)}
+        return self.stage.apply(x, packed=isinstance(cache, _BatchCache), use_cache=True, **keywords)
 
-    def rows_are_alike(self, width: int) -> bool:
-        """Test with random inputs whether a row's result is bitwise independent of its place in a batch and of the other rows.
+    def packed_sizes(self, width: int, adapter: str) -> tuple[list[int], list[int]]:
+        """Test with random inputs in which passes a text's bits depend on neither their size, its place, nor other texts.
 
-        It may not be, because some kernels compute the last elements of a tensor, or of a thread's part, differently.
+        They may, because products sum in an order that depends on their number of rows, and because some kernels compute the last
+        elements of a tensor, or of a thread's part, differently. Returns the sizes with the bits of ``width`` single tokens, and
+        those with the bits of ``_PROMPT_TOKENS`` tokens of prompts; none if that size fails.
         """
         stage, generator = self.stage, torch.Generator().manual_seed(0)
-        config = stage.model.config
+        config, experts = stage.model.config, has_experts(stage.model)
 
-        def inputs(rows: int) -> torch.Tensor:
+        def inputs(count: int) -> torch.Tensor:
             if stage.first == 0:
-                return torch.randint(config.vocab_size, (rows, 1), generator=generator)
-            return torch.randn((rows, 1, config.hidden_size), generator=generator).to(stage.dtype)
+                return torch.randint(config.vocab_size, (1, count), generator=generator).to(stage.backend.device)
+            x = torch.randn((1, count, config.hidden_size), generator=generator)
+            return x.to(stage.dtype).to(stage.backend.device)
 
-        first, row, neighbours = (inputs(rows).to(stage.backend.device) for rows in (1, 1, width))
-        outputs = []
+        def outputs(size: int, *pieces: torch.Tensor) -> list[torch.Tensor]:
+            """Return the outputs of pieces of texts that have one token in their caches."""
+            self._caches = {text: deepcopy(cache) for text in range(len(pieces))}
+            lengths = [piece.shape[1] for piece in pieces]
+            x = torch.cat([*pieces, inputs(size - sum(lengths))], 1)
+            y = self.step_packed(x, [*self._caches], lengths, min(size, width), adapter)
+            return [*y[: len(pieces)].split(1)] if stage.is_last else [*y.split([*lengths, size - sum(lengths)], 1)]
+
+        def is_alike(size: int) -> bool:
+            """Whether ``token`` has the same bits in each place and, with experts, next to any number of its copies."""
+            batches = [[token] * count + neighbours[count:size] for count in (1, size)]
+            batches += [[token] * count + neighbours[:1] * (size - count) for count in range(1, size) if experts]
+            pairs = [pair for batch in batches for pair in zip(outputs(size, *batch), batch, strict=False)]
+            return all(torch.equal(output, reference) for output, piece in pairs if piece is token)
+
+        resident = not isinstance(stage, StreamedStage)  # each pass of the others reads all weights
         with self:
-            self.step(first)
+            self.step(inputs(1), adapter=adapter)
             cache = self._caches[0]
-            for batch in (row.expand_as(neighbours), torch.cat([row, neighbours[1:]])):
-                self._caches.update((text, deepcopy(cache)) for text in range(width))
-                outputs.append(self.step_batch(batch.contiguous(), range(width)))
-        alike, mixed = outputs
-        return all(torch.equal(alike[0], output) for output in (*alike, mixed[0]))
+            token, neighbours = inputs(1), [*inputs(width).split(1, 1)]
+            reference = outputs(width, *[token] * width)[0]
+            sizes = [size for size in range(1, width + 1) if width % size == 0 and (resident or size == width)]
+            widths = [size for size in sizes if is_alike(size)]
+            if width not in widths or experts:
+                return (widths if width in widths else []), []
+            piece = inputs(_TRIED_TOKENS)
+            reference = outputs(_PROMPT_TOKENS, piece)[0]
+            longest = getattr(config, "max_position_embeddings", None) or max(_PROMPT_SIZES)
+            sizes = [*_PROMPT_SIZES] if resident else [_PROMPT_TOKENS]
+            fillers = {size: inputs(min(size - _TRIED_TOKENS, longest - 1)) for size in sizes}
+            prompts = [s for s, filler in fillers.items() if torch.equal(outputs(s, filler, piece)[1], reference)]
+            return widths, prompts if _PROMPT_TOKENS in prompts else []
 
 
 class _CountingLayer(DynamicLayer):
@@ -213,34 +259,46 @@ class _Cache:
                 layer = self.layers.layers[index] = _CountingLayer()
             self._counting.append(layer)
 
-    def pass_on(self, length: int) -> int:
-        """Count the next ``length`` tokens and return the position of the first of them."""
+    def pass_on(self, length: int) -> range:
+        """Count the next ``length`` tokens and return their positions."""
         for layer in self._counting:
             layer.cumulative_length = self._passed
         self._passed += length
-        return self._passed - length
+        return range(self._passed - length, self._passed)
 
 
 class _BatchCache(DynamicCache):
-    """Cache of a batch, which passes each row's keys and values to the cache of its text.
+    """Cache of packed texts, which passes the keys and values of each to the cache of its text.
 
-    Its own layers stay empty so that transformers creates no mask: each row attends to all keys that its text's cache returns.
+    Its own layers stay empty, and transformers creates no mask: each token attends to keys that its text's cache returns.
     """
 
-    def __init__(self, texts: Sequence[DynamicCache]) -> None:
+    def __init__(self, texts: Sequence[DynamicCache], lengths: Sequence[int]) -> None:
         super().__init__()
-        self._texts = texts
-        self.handed: list[Rows] = []
-        """Keys and values of each row per layer; the layer's attention empties its entry."""
+        self._texts, self._lengths = texts, [*lengths]
+        self.handed: list[list[TextStates]] = []
+        """Keys and values of each text per layer; the layer's attention empties its entry."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **keywords: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        keys, values = key_states.split(1), value_states.split(1)
-        states = zip(self._texts, keys, values, strict=False)
-        rows = [text.layers[layer_idx].update(key, value) for text, key, value in states]
-        self.handed.append(rows)
-        return hand_rows(key_states, rows), value_states
+        texts, (keys, values) = [], (states.split(self._lengths, 2) for states in (key_states, value_states))
+        for text, length, *new_states in zip(self._texts, self._lengths, keys, values, strict=False):
+            layer = text.layers[layer_idx]
+            states = layer.update(*new_states)
+            mask = _mask_of(length, states[0].shape[2], getattr(layer, "sliding_window", None), key_states.device)
+            texts.append(TextStates(length, *states, mask))
+        self.handed.append(texts)
+        return hand_texts(key_states, texts), value_states
+
+
+@lru_cache(2)  # most texts and layers of a pass have the same
+def _mask_of(queries: int, keys: int, window: int | None, device: torch.device) -> torch.Tensor | None:
+    """Return which of the ``keys`` the last ``queries`` tokens attend to, (T, K); None if causal attention alone decides."""
+    if queries == 1 or (queries == keys and keys <= (window or keys)):
+        return None
+    ages = torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(keys, device=device)
+    return (ages >= 0) & (ages < (window or keys))
 
 
 def _tensor_bytes(value: Any) -> int:
@@ -262,12 +320,33 @@ def add_adapter(stage: Stage, name: str, tuning: Tuning) -> dict[str, nn.Paramet
     return parameters
 
 
+def common_sizes(
+    members: World, chain: TransformersChain, decoders: Sequence[Decoder], width: int
+) -> tuple[list[int], list[int], str]:
+    """Return the ``Decoder.packed_sizes`` of all stages and adapters on all ranks, and their description. Collective."""
+    reason = reason_against_batches(chain.config, chain.model)
+    if width == 1 or reason is not None:
+        return [], [], "each computed separately" + (f", as {reason}" if width > 1 else "")
+    own_sizes = [decoder.packed_sizes(width, name) for decoder in decoders for name in decoder.adapters.names]
+    every = [sizes for of_rank in members.all_gather_json(own_sizes) for sizes in of_rank]
+    widths, prompts = (sorted(set.intersection(*map(set, of_kind))) for of_kind in zip(*every, strict=True))
+    if not widths:
+        return [], [], "each computed separately, as some kernel would let its last bits depend on the other answers"
+    prompts = prompts if takes_pieces(chain.config) else []
+    passes = f"in passes of up to {prompts[-1]} tokens" if prompts else "one by one"
+    return widths, prompts, f"in batches of up to {width} rows; prompts {passes}"
+
+
 class AdapterSwitch:
     """Selects the active adapter of a stage."""
 
     def __init__(self, stage: Stage) -> None:
         self._modules = [module for module in stage.model.modules() if hasattr(module, "lora_A")]
         self._now: str | None = None
+
+    @property
+    def names(self) -> set[str]:
+        return {OPENED}.union(*(module.lora_A for module in self._modules))
 
     def turn_to(self, name: str) -> None:
         """Activate an adapter, or none for "". Modules for which the adapter has no tensors compute as the base model."""

@@ -4,9 +4,9 @@ prefill   every stage processes the prompt in pieces, one (1, T, D) per round, w
           activation memory does not grow with the square of the prompt's length
 decode    each token takes one (1, 1, D) message from stage to stage, and 8 bytes from the last stage to every active rank
 
-Several texts are generated concurrently: in each round, every text that is not paused gets one token. Pieces are pipelined over the
-stages one by one; single tokens are computed in batches (W, 1, D) of ``width`` rows, padded with dummy rows. Thus a text's bits
-depend on the width, but not on the other texts.
+Several texts are generated concurrently: in each round, every text that is not paused gets one token or passes a piece.
+Single tokens of several texts, and pieces of several prompts, are packed into passes (1, N, D) of fixed sizes, with padding. Thus a
+text's bits depend on ``Writer.settle_width``, but not on the other texts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from hetero_mpi.comm.ranks.world import CollectiveUserError, World
 from hetero_mpi.comm.transport import Request, Transport
 from hetero_mpi.device.backend import host_bytes
-from hetero_mpi.inference.decoding import OPENED, Decoder, begins_anew_at, takes_batches, takes_pieces
+from hetero_mpi.inference.decoding import OPENED, Decoder, begins_anew_at, common_sizes, takes_pieces
 from hetero_mpi.inference.sampling import NOT_A_NUMBER, Sampling, Scored, pick, scored
 from hetero_mpi.model.stage import Stage
 from hetero_mpi.model.transformers.chain import TransformersChain
@@ -135,14 +135,15 @@ class _Text:
 
 @dataclass(frozen=True)
 class _Pass:
-    """Input of a stage: a piece of a text, or the next tokens of several texts with the same adapter."""
+    """Input of a stage: a piece of a text, or pieces of several packed texts with the same adapter, and padding."""
 
     texts: Sequence[int]
-    """Numbers of the texts, one per row; any further rows are padding."""
-    tokens: Sequence[Sequence[int]]
+    tokens: Sequence[int]
     adapter: str
-    rows: int = 1
-    """Number of tokens at the end whose logits are needed."""
+    rows: int
+    """Number of rows of the logits: of a single text's last tokens, or of packed texts."""
+    lengths: Sequence[int] = ()
+    """Number of tokens of each packed text; empty for a single text."""
 
 
 @dataclass(frozen=True)
@@ -165,10 +166,14 @@ class Writer:
         piece_tokens: maximum number of prompt tokens per piece, the same on every rank; unused if the model rules out pieces.
 
     Attributes:
-        width: number of rows in batches of single tokens (``settle_width``), the same on every rank; 1 disables batches.
+        widths: numbers of rows, ascending, in batches of single tokens (``settle_width``), the same on every rank; maybe none.
+        prompt_sizes: likewise numbers of tokens in passes of packed prompts.
+        batches: how texts are computed together, or why they are not.
     """
 
-    width = 1
+    widths: Sequence[int] = ()
+    prompt_sizes: Sequence[int] = ()
+    batches = "each computed separately"
 
     def __init__(
         self,
@@ -237,11 +242,11 @@ class Writer:
                 self._end(texts, [number for number in result.tokens if texts[number].has_ended])
 
     def settle_width(self, members: World, width: int) -> None:
-        """Enable batches of ``width`` rows if on every rank a row's bits are independent of the other rows. Collective."""
-        alike = width > 1 and takes_batches(self.chain.config, self.chain.model)
-        alike = alike and all(stage.decoder.rows_are_alike(width) for stage in self._stages)
-        if all(members.all_gather_json(alike)):
-            self.width = width
+        """Pack up to ``width`` texts into a pass if on every rank a text's bits are independent of the other texts. Collective."""
+        decoders = [stage.decoder for stage in self._stages]
+        self.widths, self.prompt_sizes, self.batches = common_sizes(members, self.chain, decoders, width)
+        if self.prompt_sizes and self._piece_tokens is not None:
+            self._piece_tokens = min(self._piece_tokens, self.prompt_sizes[-1])
 
     def cache_bytes(self) -> tuple[int, int]:
         """Measure the memory of a text on this rank; returns fixed bytes and bytes per token. Collective.
@@ -274,7 +279,7 @@ class Writer:
         tokens: Sequence[int] = []
         logits: dict[int, torch.Tensor] = {}
         for part, output in zip(passes, passed if self.rank == self.last_rank else (), strict=False):
-            logits.update(zip(part.texts, output.tensor_split(len(part.tokens)), strict=False))
+            logits.update(zip(part.texts, output.split(1) if part.lengths else [output], strict=False))
         if complete and logits:
             tokens = self._send_tokens([texts[n].pick(logits[n][-1]) for n in complete])
         elif complete:
@@ -287,22 +292,35 @@ class Writer:
         return Round(written, scores if self.rank == _SCORES_RANK else {})
 
     def _passes(self, texts: Mapping[int, _Text]) -> list[_Pass]:
-        """Plan the passes of a round: pieces of prompts, and batches of single tokens for texts that are being decoded."""
+        """Plan the passes of a round: pieces of prompts, and single tokens of texts that are being decoded."""
         passes = []
         by_adapter = sorted(texts.items(), key=lambda item: item[1].task.adapter)  # activates each adapter once
         for adapter, group in groupby(by_adapter, lambda item: item[1].task.adapter):
-            singles: list[tuple[int, Sequence[int]]] = []
+            singles, prompts = dict[int, list[int]](), dict[int, list[int]]()
             for number, text in group:
                 piece = text.next_piece(self._piece_tokens)
-                if self.width > 1 and len(piece) == 1 < text.cached:
-                    singles.append((number, piece))
+                if self.widths and len(piece) == 1 < text.cached:
+                    singles[number] = piece
+                elif self.prompt_sizes and not text.task.echo:  # echo needs more logits than a row
+                    prompts[number] = piece
                 else:
                     rows = max(text.rows, text.is_complete)  # only the last piece's logits choose a token
-                    passes.append(_Pass([number], [piece], adapter, rows))
-            for first in range(0, len(singles), self.width):
-                numbers, pieces = zip(*singles[first : first + self.width], strict=True)
-                passes.append(_Pass(numbers, [*pieces, *[[0]] * (self.width - len(pieces))], adapter))
+                    passes.append(_Pass([number], piece, adapter, rows))
+            passes += self._packed(singles, self.widths, adapter)
+            passes += self._packed(prompts, self.prompt_sizes, adapter)
         return passes
+
+    def _packed(self, pieces: dict[int, list[int]], sizes: Sequence[int], adapter: str) -> Iterator[_Pass]:
+        """Pack the ``pieces`` of texts, by number, into passes of the smallest of ``sizes`` (tokens). Empties ``pieces``."""
+        while pieces:
+            numbers, total = list[int](), 0
+            for number, piece in pieces.items():
+                if total + len(piece) <= sizes[-1] and len(numbers) < self.widths[-1]:
+                    numbers.append(number)
+                    total += len(piece)
+            parts, size = [pieces.pop(number) for number in numbers], next(size for size in sizes if size >= total)
+            tokens = [token for part in parts for token in part] + [0] * (size - total)
+            yield _Pass(numbers, tokens, adapter, min(size, self.widths[-1]), [*map(len, parts)])
 
     def _scores(
         self, text: _Text, tokens: Sequence[int], logits: torch.Tensor | None, sent: list[Request]
@@ -345,9 +363,9 @@ class Writer:
                 self.transport.wait(coming[index][0])
                 x = backend.from_host(coming[index][1])
             else:
-                x = torch.tensor(part.tokens, device=backend.device) if stage.previous is None else before[index]
-            if len(part.tokens) > 1:
-                y = stage.decoder.step_batch(x, part.texts, part.adapter)
+                x = torch.tensor([part.tokens], device=backend.device) if stage.previous is None else before[index]
+            if part.lengths:
+                y = stage.decoder.step_packed(x, part.texts, part.lengths, part.rows, part.adapter)
             else:
                 y = stage.decoder.step(x, part.texts[0], part.rows, part.adapter)
             if stage.next is None or stage.next == self.rank:
@@ -359,7 +377,7 @@ class Writer:
     def _post_receive(self, stage: _OwnStage, part: _Pass) -> tuple[Request, torch.Tensor]:
         """Post the receive of a pass's hidden states; returns the request and its buffer."""
         assert stage.previous is not None
-        shape = len(part.tokens), len(part.tokens[0]), self.chain.config.hidden_size
+        shape = 1, len(part.tokens), self.chain.config.hidden_size
         buffer = torch.empty(shape, dtype=stage.decoder.stage.dtype)
         return self.transport.post_receive(stage.previous, _HIDDEN, host_bytes(buffer)), buffer
 

@@ -195,10 +195,10 @@ class Stage(StageLayers):
     def _evaluated(self, slices: Slices, x: torch.Tensor) -> list[torch.Tensor]:
         return [self._compute(self.first, self.last, part, x[rows]) for part, rows in slices]
 
-    def apply(self, x: torch.Tensor, **keywords: Any) -> torch.Tensor:
+    def apply(self, x: torch.Tensor, packed: bool = False, **keywords: Any) -> torch.Tensor:
         """Run this stage's layers on ``x``, passing ``keywords`` to the model; the last stage returns the loss function's input."""
         self._input = x
-        with self.chain.attention([] if len(x) > 1 else None, self._repeats_keys):
+        with self.chain.attention([] if packed else None, self._repeats_keys):
             return self.chain.run(self.model, self.first, self.last, x, **keywords)
 
     def _compute(self, first: int, last: int, part: MicroBatch, x: torch.Tensor) -> torch.Tensor:

@@ -148,7 +148,7 @@ def serve(world: World, options: ServeOptions, client: Client | None = None) -> 
             service = Service(models, context, scheduler, stop)
             servers.append(ApiServer(bound, keys, service, names, client is not None))
             if client is None:
-                _print_address(servers[0], options, writer.width)
+                _print_address(servers[0], options, writer.batches)
             else:
                 client.on_ready(servers[0])
             should_stop = lambda: stop() or (client is not None and client.has_ended())  # noqa: E731
@@ -264,12 +264,11 @@ def _default_sampling(defaults: SamplingDefaults) -> str:
     return f"default sampling: {values} ({source}); temperature 0 is greedy"
 
 
-def _print_address(server: ApiServer, options: ServeOptions, width: int) -> None:
+def _print_address(server: ApiServer, options: ServeOptions, batches: str) -> None:
     service, context = server.service, server.service.context
     say(
         f"a request may have up to {context.tokens:,} tokens: {context.reason}",
-        f"up to {options.parallel} answers are generated concurrently, "
-        + (f"in batches of {width} rows" if width > 1 else "one row at a time"),
+        f"up to {options.parallel} answers are generated concurrently, {batches}",
         _default_sampling(service.model.defaults),
     )
     variable = TOKEN_VARIABLE if os.environ.get(TOKEN_VARIABLE, "").strip() in server.keys.values() else "TOKEN"

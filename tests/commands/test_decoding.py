@@ -30,7 +30,13 @@ from transformers.generation.logits_process import (
 from hetero_mpi.data.tokenizer import load_tokenizer
 from hetero_mpi.device.accelerators import open_backend
 from hetero_mpi.inference import sampling as sampling_module
-from hetero_mpi.inference.decoding import OWN_CACHE, Decoder, cache_keyword, takes_batches, takes_pieces
+from hetero_mpi.inference.decoding import (
+    OWN_CACHE,
+    Decoder,
+    cache_keyword,
+    reason_against_batches,
+    takes_pieces,
+)
 from hetero_mpi.inference.sampling import NOT_A_NUMBER, Sampling, pick
 from hetero_mpi.inference.spelling import Spelling
 from hetero_mpi.inference.writer import Round, Task, TextChanges, Writer
@@ -245,9 +251,9 @@ def test_the_heads_matrix_is_not_copied(tmp_path: Path) -> None:
                 made.append(operator.overloadpacket._qualified_op_name)
             return result
 
-    batch = torch.ones(4, 1, dtype=torch.long)
+    tokens = torch.ones(1, 8, dtype=torch.long)
     with Decoder(stage) as decoder:
-        for step in (lambda: decoder.step(torch.ones(1, 8, dtype=torch.long)), lambda: decoder.step_batch(batch, [0])):
+        for step in (lambda: decoder.step(tokens), lambda: decoder.step_packed(tokens, [0, 1], [1, 3], 4)):
             made = list[str]()
             with Products():
                 step()
@@ -274,6 +280,7 @@ def generated(model: Any, task: Task) -> list[int]:
 
 PIECE = 4
 CHANGES = {"llama": {}, "mistral": {"sliding_window": 6}, "phi3": {"original_max_position_embeddings": 24}}
+BATCHED: dict[str, dict[str, Any]] = {**CHANGES, "minicpm3": {"num_key_value_heads": 4, "scale_emb": 0.5}}
 
 
 @pytest.mark.parametrize(
@@ -346,12 +353,12 @@ def rounds_by(
             [*(TextChanges(rest=numbers) for numbers in reversed(rests)), TextChanges(tasks)],
         )
         writer = Writer(rank, ranks, active, network.transports[rank], own[0].chain, own, piece_tokens)
-        writer.settle_width(cast(Any, SimpleNamespace(all_gather_json=lambda alike: [alike])), width)
-        assert writer.width == width
+        writer.settle_width(cast(Any, SimpleNamespace(all_gather_json=lambda sizes: [sizes])), width)
+        assert width == 1 or width == writer.widths[-1]
         return list(writer.written(lambda idle: begun.pop() if begun else None if idle else TextChanges()))
 
     def counted(stage: Stage, x: torch.Tensor, **keywords: Any) -> torch.Tensor:
-        lengths.append(x.shape[1] if len(x) == 1 else -len(x))
+        lengths.append(-x.shape[1] if keywords["packed"] else x.shape[1])
         return apply(stage, x, **keywords)
 
     apply = Stage.apply
@@ -363,43 +370,32 @@ def rounds_by(
 
 
 @pytest.mark.parametrize(
-    ("cuts", "ranks"), [((), (0,)), ((2, 3, 4), (1, 0, 0, 1))], ids=["one stage", "V"]
-)  # fmt: skip
-@pytest.mark.parametrize("family", CHANGES)
+    ("cuts", "ranks", "width"),
+    [((), (0,), 4), ((2, 3, 4), (1, 0, 0, 1), 4), ((2, 3, 4), (1, 0, 0, 1), 1)],
+    ids=["one stage", "V", "V, one by one"],
+)
+@pytest.mark.parametrize("family", BATCHED)
 def test_a_text_in_a_batch_has_the_bits_of_the_text_alone(
-    family: str, cuts: tuple[int, ...], ranks: tuple[int, ...], tmp_path: Path
+    family: str, cuts: tuple[int, ...], ranks: tuple[int, ...], width: int, tmp_path: Path
 ) -> None:
     """At the same width, whoever begins, rests and ends; the tokens are those of transformers' ``generate``."""
-    path = changed_model(tmp_path, family, CHANGES[family])
+    path = changed_model(tmp_path, family, BATCHED[family])
     generator = torch.Generator().manual_seed(6)
     prompts = [torch.randint(1, 300, (length,), generator=generator).tolist() for length in (21, 3, 1, 9, 12, 5)]
     tasks = {n: Task(prompt, [], 6 + 2 * n, Sampling(), likeliest=2) for n, prompt in enumerate(prompts)}
     rests = [(), (), (0, 3), (1,), (), (2, 4, 5), (2, 3)]
-    together, lengths = rounds_by(path, cuts, ranks, tasks, PIECE, rests, width=4)
-    assert lengths.count(-4) > 20, "single tokens are computed in batches"
+    together, lengths = rounds_by(path, cuts, ranks, tasks, PIECE, rests, width)
+    packed = [-length for length in lengths if length < 0]
+    if width > 1:
+        assert sum(n <= 4 for n in packed) > 20 and packed.count(32) > 5, "tokens and prompts are computed together"
+    assert not together[3].tokens.keys() & {0, 3}, "these rest"
     model = AutoModelForCausalLM.from_pretrained(path)
     set_training(model, False)
     for number, task in tasks.items():
-        alone, _ = rounds_by(path, cuts, ranks, {number: task}, PIECE, width=4)
+        alone, _ = rounds_by(path, cuts, ranks, {number: task}, PIECE, width=width)
         of_text = [[o for o in (one.scores.get(number) for one in found) if o] for found in (together, alone)]
         assert of_text[0] == of_text[1] and len(of_text[0]) >= task.limit
         assert [one.tokens[number] for one in together if number in one.tokens] == generated(model, task)
-
-
-@pytest.mark.parametrize("family", CHANGES)
-def test_a_text_that_rests_goes_on_with_the_same_bits(family: str, tmp_path: Path) -> None:
-    """Also one that rests while its prompt passes, and one that begins anew."""
-    path = changed_model(tmp_path, family, CHANGES[family])
-    tasks = {n: Task([5 + n] * (15 - 6 * n), [], 14, Sampling(1.0, seed=n), likeliest=1) for n in range(3)}
-    rests = [(0,), (0, 1), (0, 1), (1, 2), (), (0, 2), (2,), (2,), (1,), (0, 1), (0, 1)]
-    without, resting = (rounds_by(path, (2, 3, 4), (1, 0, 0, 1), tasks, PIECE, these)[0] for these in ((), rests))
-    for number in tasks:
-        of_text = [
-            [(found.tokens.get(number), found.scores.get(number)) for found in rounds if number in found.scores]
-            for rounds in (without, resting)
-        ]
-        assert of_text[0] == of_text[1] and len(of_text[0]) >= 14
-    assert len(resting) > len(without) and not any(found.tokens.keys() & {0, 1} for found in resting[2:4])
 
 
 @pytest.mark.parametrize(
@@ -482,18 +478,22 @@ def test_every_proven_family_decodes_over_three_stages(family: str, tmp_path: Pa
             torch.testing.assert_close(x[-1], expected.logits[0, -1], rtol=1e-4, atol=1e-4)
             if takes_pieces(config):
                 torch.testing.assert_close(x[-1], at_once[last - 1], rtol=1e-4, atol=1e-4)
-        if not takes_batches(config, whole):
-            assert family not in ("llama", "qwen3", "gemma3_text", "mistral", "phi3")
+        if reason_against_batches(config, whole) is not None:
+            assert family not in ("llama", "qwen3", "gemma3_text", "mistral", "phi3", "mixtral")
             return
-        lengths = {1: 12, 2: 3}
-        for text, length in lengths.items():
-            x = tokens[:, :length]
+        ends = {1: 0, 2: 0}
+        rounds = [(12, 3), (9, 1), *[(1, 1)] * 15, (2, 11)]
+        if not takes_pieces(config):
+            ends, rounds = {1: 12, 2: 3}, [(1, 1)] * 20
+            for text, end in ends.items():
+                x = tokens[:, :end]
+                for decoder in decoders:
+                    x = decoder.step(x, text)
+        for lengths in rounds:
+            pieces = [tokens[:, end : end + length] for end, length in zip(ends.values(), lengths, strict=True)]
+            x = torch.cat([*pieces, torch.zeros(1, 2, dtype=torch.long)], 1)
             for decoder in decoders:
-                x = decoder.step(x, text)
-        for step in range(20):
-            x = torch.tensor([[int(tokens[0, length + step])] for length in lengths.values()] + [[0]] * 2)
-            for decoder in decoders:
-                x = decoder.step_batch(x, [*lengths])
-            for row, length in zip(x, lengths.values(), strict=False):
-                expected = whole(input_ids=tokens[:, : length + step + 1]).logits[0, -1]
-                torch.testing.assert_close(row, expected, rtol=1e-4, atol=1e-4)
+                x = decoder.step_packed(x, [*ends], lengths, 3)
+            ends = {text: end + length for (text, end), length in zip(ends.items(), lengths, strict=True)}
+            for row, end in zip(x, ends.values(), strict=False):
+                torch.testing.assert_close(row, whole(input_ids=tokens[:, :end]).logits[0, -1], rtol=1e-4, atol=1e-4)

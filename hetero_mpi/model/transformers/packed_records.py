@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -28,10 +28,20 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-Rows = list[tuple[torch.Tensor, torch.Tensor]]
-"""Keys and values (1, H, T, D) of sequences with different lengths."""
-_rows_by_key = WeakTensorKeyDictionary()
-"""Maps the keys of a batch's new tokens to the keys and values of its sequences."""
+
+class TextStates(NamedTuple):
+    """Keys and values for the new tokens of one of several packed texts."""
+
+    tokens: int
+    """Number of new tokens T, which are the last of K."""
+    keys: torch.Tensor
+    values: torch.Tensor
+    mask: torch.Tensor | None
+    """(T, K); None for causal attention."""
+
+
+_texts_by_key = WeakTensorKeyDictionary()
+"""Maps the keys of the new tokens of packed texts to the list of their ``TextStates``."""
 
 _UNKNOWN: Any = object()
 _records_by_mask = WeakTensorKeyDictionary()
@@ -54,7 +64,7 @@ def attention(records: list[list[int]] | None, repeats: bool) -> Iterator[None]:
     wait for the device. When the last such context ends, transformers' own attention is restored.
 
     Args:
-        records: record sizes of each sequence; empty for rows of ``hand_rows``; None if every sequence is one record.
+        records: record sizes of each sequence; empty for texts of ``hand_texts``; None if every sequence is one record.
     """
     token = _records.set(records)
     _count(1, records is not None, repeats)
@@ -85,7 +95,8 @@ def _record_indices(positions: torch.Tensor) -> torch.Tensor | None:
 
 
 def _mask(**keywords: Any) -> torch.Tensor | None:
-    mask, records = _PLAIN_MASK(**keywords), _records.get()
+    records = _records.get()
+    mask = _PLAIN_MASK(**keywords) if records != [] else None
     if mask is not None and records and records is not _UNKNOWN:
         _records_by_mask[mask] = records, 0 if keywords.get("use_vmap") else keywords.get("local_size")
     return mask
@@ -99,8 +110,8 @@ def _attend(
     attention_mask: torch.Tensor | None,
     **keywords: Any,
 ) -> tuple[torch.Tensor, None]:
-    if key in _rows_by_key:
-        return _attend_rows(module, query, _rows_by_key[key], **keywords), None
+    if key in _texts_by_key:
+        return _attend_texts(module, query, _texts_by_key[key], **keywords), None
     if attention_mask is None or attention_mask not in _records_by_mask or "position_bias" in keywords:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **keywords)
     (records, window), outputs = _records_by_mask[attention_mask], []
@@ -114,27 +125,48 @@ def _attend(
     return output.view(len(records), -1, *output.shape[2:]), None
 
 
-def hand_rows(key: torch.Tensor, rows: Rows) -> torch.Tensor:
-    """Make the attention of ``key`` (W, H, 1, D) use these keys and values for its first rows; other rows are dummies."""
-    _rows_by_key[key] = rows
+def hand_texts(key: torch.Tensor, texts: list[TextStates]) -> torch.Tensor:
+    """Make the attention of ``key`` (1, H, N, D) use these keys and values for its first tokens; others are padding."""
+    _texts_by_key[key] = texts
     return key
 
 
-def _attend_rows(
-    module: torch.nn.Module, query: torch.Tensor, rows: Rows, scaling: float | None = None, **keywords: Any
+def install_expansion(model: nn.Module) -> None:
+    """Patch latent attention to expand each packed text's latents, which ``hand_texts`` got, separately."""
+    for module in model.modules():
+        if hasattr(module, "expand_kv"):
+            vars(module).update(expand_kv=partial(_expand, partial(type(module).expand_kv, module)))
+
+
+def _expand(expand: Callable[..., Any], latents: torch.Tensor, rotated: torch.Tensor) -> Any:
+    if latents not in _texts_by_key:
+        return expand(latents, rotated)
+    texts = _texts_by_key[latents]
+    for index, text in enumerate(texts):
+        keys, values = expand(text.keys, text.values)
+        texts[index] = text._replace(keys=keys, values=values)
+    return hand_texts(latents.view_as(latents), texts), rotated
+
+
+def _attend_texts(
+    module: torch.nn.Module, query: torch.Tensor, texts: list[TextStates], scaling: float | None = None, **keywords: Any
 ) -> torch.Tensor:
-    """Compute attention (W, 1, H, D) of each row over all its keys, and empty ``rows``, which are used only once."""
+    """Compute attention (1, N, H, D) of each text separately, and empty ``texts``, which are used only once."""
     shared = getattr(module, "num_key_value_groups", 1) > 1
-    pairs = list(zip(query.split(1), rows, strict=False))
-    if shared and not sdpa_attention.use_gqa_in_sdpa(None, *rows[0]):
-        attend = partial(sdpa_attention_forward, module, attention_mask=None, scaling=scaling, **keywords)
-        outputs = [attend(row, key, value)[0].transpose(1, 2) for row, (key, value) in pairs]
-    else:  # without transformers' work for masks, which takes as long as the attention of a short text
-        attend = partial(nn.functional.scaled_dot_product_attention, scale=scaling, enable_gqa=shared)
-        outputs = [attend(row, key, value) for row, (key, value) in pairs]
-    rows.clear()
-    outputs += [torch.zeros_like(outputs[0])] * (len(query) - len(outputs))
-    return torch.cat(outputs).transpose(1, 2).contiguous()
+    outputs, first = list[torch.Tensor](), 0
+    for tokens, key, value, mask in texts:
+        queries = query[:, :, first : first + tokens]
+        first += tokens
+        if shared and not sdpa_attention.use_gqa_in_sdpa(mask, key, value):
+            attended, _ = sdpa_attention_forward(module, queries, key, value, mask, scaling=scaling, **keywords)
+            outputs.append(attended.transpose(1, 2))
+        else:  # without transformers' work for masks, which takes as long as the attention of a short text
+            options: Any = {"is_causal": mask is None and tokens > 1, "scale": scaling, "enable_gqa": shared}
+            outputs.append(nn.functional.scaled_dot_product_attention(queries, key, value, mask, **options))
+    texts.clear()
+    padding = query.shape[2] - first
+    outputs.append(torch.zeros_like(outputs[0][:, :, :1]).expand(-1, -1, padding, -1))
+    return torch.cat(outputs, 2).transpose(1, 2).contiguous()
 
 
 _LONG, _DYNAMIC = "longrope", "dynamic"
