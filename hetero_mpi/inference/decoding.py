@@ -283,11 +283,11 @@ class _BatchCache(DynamicCache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **keywords: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         texts, (keys, values) = [], (states.split(self._lengths, 2) for states in (key_states, value_states))
-        for text, length, *new_states in zip(self._texts, self._lengths, keys, values, strict=False):
+        for text, length, key, value in zip(self._texts, self._lengths, keys, values, strict=False):
             layer = text.layers[layer_idx]
-            states = layer.update(*new_states)
-            mask = _mask_of(length, states[0].shape[2], getattr(layer, "sliding_window", None), key_states.device)
-            texts.append(TextStates(length, *states, mask))
+            all_keys, all_values = layer.update(key, value)
+            mask = _mask_of(length, all_keys.shape[2], getattr(layer, "sliding_window", None), key.device)
+            texts.append(TextStates(length, all_keys, all_values, mask))
         self.handed.append(texts)
         return hand_texts(key_states, texts), value_states
 
