@@ -72,7 +72,7 @@ FIGURE = re.compile(r"(?<![\w.-])(?:\d+\.\d+|\d[\d,]*(?= (?:%|times|tokens|[MG]B
 LARGEST_PICTURE = 100_000
 TOP_LEVEL = {
     "hetero_mpi", "jobs", "profiles", "tests", "benchmarks", "docs", "CMakeLists.txt", "pyproject.toml", "README.md", "LICENSE",
-    "setup.py", "SECURITY.md", "CONTRIBUTING.md", "CITATION.cff",
+    "setup.py", "MANIFEST.in", "SECURITY.md", "CONTRIBUTING.md", "CITATION.cff",
 }  # fmt: skip
 """What stands at the top, beside dot files: other documents go to docs/."""
 

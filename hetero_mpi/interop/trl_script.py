@@ -94,10 +94,8 @@ def _datasets(node: ast.expr, key: str, assigned: dict[str, list[ast.expr]]) -> 
     calls, entries = [part for part in parts if isinstance(part, ast.Call)], list[dict[str, Any]]()
     splits = [part.slice for part in parts if isinstance(part, ast.Subscript) and isinstance(part.slice, ast.Constant)]
     for call in (call for call in calls if _name(call) == "load_dataset"):
-        words = {
-            **dict(zip(("path", "name"), call.args, strict=False)),
-            **{word.arg: word.value for word in call.keywords},
-        }
+        words: dict[str | None, ast.expr] = dict(zip(("path", "name"), call.args, strict=False))
+        words |= {word.arg: word.value for word in call.keywords}
         entry = {str(name): _value(value, assigned) for name, value in words.items()}
         entry = {name: value for name, value in entry.items() if not isinstance(value, ast.expr)}
         entries.append({"split": str(_value(splits[0], {})) if splits else "train", **entry})

@@ -224,7 +224,7 @@ def test_text_files_that_give_nothing_are_told(workshop: Path) -> None:
     ]
     notes = prepare(job(workshop, *text)).notes
     assert "corpus: 1 document from 1 file, 0.0 MB of text" in notes
-    assert f"corpus: 1 files skipped, such as {workshop}/empty.txt: is empty" in notes
+    assert f"corpus: 1 file skipped, such as {workshop}/empty.txt: is empty" in notes
 
 
 def test_records_are_packed_only_where_they_can_be_isolated(workshop: Path) -> None:
