@@ -17,7 +17,6 @@ from hetero_mpi.data.dataset import Dataset, Rows, SequenceSettings, join_evalua
 from hetero_mpi.data.record_shapes import BadRecords, Compared
 from hetero_mpi.data.records import Record
 from hetero_mpi.data.tokenizer import pad_token
-from hetero_mpi.util import units
 from hetero_mpi.util.errors import UserError
 
 ADVICE = "Add records ({}), lower data.sequence_length, or set data.packing = false."
@@ -250,7 +249,7 @@ def _notes(what: str, entries: Sequence[tuple[_Part, ...]], dropped: Sequence[st
     forgotten = sum(any(part.forgotten for part in entry) for entry in entries)
     notes = [
         f"{len(entries):,} {what} of {total:,} tokens in {sequences:,} sequences "
-        f"({100 * total / (sequences * (length + 1)):.0f} % full); {units.plural(scored, 'token')} are targets"
+        f"({100 * total / (sequences * (length + 1)):.0f} % full); {scored:,} tokens are targets"
     ]
     if cut:
         notes.append(f"{cut:,} {what} are longer than a sequence and are truncated (data.sequence_length = {length})")
