@@ -132,6 +132,7 @@ def test_its_group_is_all_that_planning_needs(tmp_path: Path) -> None:
     past = make_run(tmp_path / "past", planned(profile), profile)
     job = str(ROOT / "jobs" / "llama8b_alpaca.toml")
     run(PLANNING, job, str(past), python=str(tmp_path / "venv" / "bin" / "python"), place=tmp_path)
+    assert (tmp_path / "homelab-5090-strix-halo.png").is_file(), "drawn here, not where the program is"
 
 
 @pytest.mark.slow

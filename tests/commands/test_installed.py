@@ -100,18 +100,6 @@ def test_a_shipped_profile_is_found_by_its_name(tmp_path: Path, monkeypatch: pyt
         load_profile(HOMELAB)  # a file of that name goes first
 
 
-def test_commands_take_a_profiles_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    init.init("llama8b_alpaca", tmp_path)
-    for command in ("plan", "simulate", "baseline"):
-        assert main([command, "jobs/llama8b_alpaca.toml", "--profile", HOMELAB]) == 0
-        assert "5090" in capsys.readouterr().out
-    assert main(["inspect", HOMELAB]) == 0
-    assert (tmp_path / f"{HOMELAB}.png").is_file(), "drawn here, not where the program is installed"
-
-
 # How another machine gets the same
 
 

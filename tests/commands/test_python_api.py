@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,6 @@ import hetero_mpi
 from tests.support.errors import refuses
 from tests.support.mpi import ROOT, launcher_or_skip, require_success, run_mpi
 from tests.support.pages import follow, write_files
-from tests.support.processes import run_within
 from tests.support.rank_pool import run_pooled
 
 pytestmark = pytest.mark.slow
@@ -97,75 +94,12 @@ def test_an_exception_of_one_rank_ends_all(where: str, tmp_path: Path) -> None:
     assert "rank 1/2 on" in result.stderr and "ValueError: rank 1 has had enough" in result.stderr
 
 
-CELLS = """
-import time
-from pathlib import Path
-import hetero_mpi
-from tests.programs.python_api import job_in
-out = Path({out!r})
-job = job_in(out, **{{"train.steps": 6}})
-result = hetero_mpi.train(job)
-# %%
-def fail(step):
-    raise KeyError("of mine")
-hetero_mpi.train(job, run_dir=out / "failed", on_step=fail)
-# %%
-run = hetero_mpi.steps(job, run_dir=out / "half")
-for step in run:
-    if step.step == 2:
-        raise ValueError("half way")
-# %%
-run = hetero_mpi.steps(job, run_dir=out / "half", resume="latest")
-print("begins with", next(run).step)
-# %%
-# interrupt asleep beside it
-print("asleep beside it")
-time.sleep(60)
-# %%
-# interrupt asleep in step 4
-for step in run:
-    print("asleep in step", step.step)
-    time.sleep(60)
-# %%
-print("under way:", run.under_way)
-run = hetero_mpi.steps(job, run_dir=out / "half", resume="latest")
-print("the rest", [step.step for step in run], run.result.losses == result.losses)
-# %%
-run = hetero_mpi.steps(job, run_dir=out / "open")
-next(run)
-"""
-
-
-def test_a_notebook_trains_with_one_rank_and_no_launcher(tmp_path: Path) -> None:
-    """Errors are the cell's; an interrupt in the body ends the run with a checkpoint, as its end with the kernel does."""
-    (tmp_path / "cells.py").write_text(CELLS.format(out=str(tmp_path)))
-    alone = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI", "PMIX"))}
-    command = [sys.executable, "-m", "tests.programs.notebook", str(tmp_path / "cells.py")]
-    done = run_within(300, command, alone, ROOT)
-    printed = done.stdout
-    assert done.returncode == 0, printed[-4000:] + done.stderr[-4000:]
-    assert printed.count("KeyError: 'of mine'") == 1 and printed.count("ValueError: half way") == 1
-    assert "begins with 3" in printed and "the rest [5, 6] True" in printed and "under way: False" in printed
-    assert printed.count("KeyboardInterrupt\n") == 2
-    left = re.findall(r"Stopped after step (\d) \(the program left its loop\): \S+ is complete", printed)
-    assert left == ["2", "4", "1"]
-    assert (tmp_path / "open" / "checkpoints" / "step-00000001.h5").is_file()
-
-
 def test_a_job_built_in_python_tells_all_its_problems() -> None:
     tables = {"model": {"config": {"model_type": "llama"}}, "data": {"text": ["*.txt"]}, "train": {"steps": 0}}
     with refuses("job.invalid", "job 'mine': ", "set 'steps'") as caught:
         hetero_mpi.Job.build(tables, name="mine", set={"train.global_batch": -1, "steps": 3})
     kinds = ("job.set", "job.train.steps", "job.train.global_batch", "job.tokenizer.path")
     assert caught.value.kinds >= set(kinds)
-
-
-def test_names_of_the_package() -> None:
-    assert set(hetero_mpi.__all__) <= set(dir(hetero_mpi))
-    for name in hetero_mpi.__all__:
-        assert getattr(hetero_mpi, name).__doc__
-    with pytest.raises(AttributeError, match="has no attribute 'trian'"):
-        _ = hetero_mpi.trian
 
 
 def test_the_programs_and_commands_of_the_document_run_in_an_empty_folder(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from hetero_mpi.cli import main
 from hetero_mpi.planning.memory_model import predict_memory
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, PlanReport, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile
-from hetero_mpi.planning.types.toml_files import save_plan, save_profile
+from hetero_mpi.planning.types.toml_files import save_profile
 from hetero_mpi.report.plan_text import plan_lines, planned_lines, utilisation
 from hetero_mpi.report.profile_text import inspection_lines, profile_lines
 from hetero_mpi.report.table import least_most
@@ -62,14 +62,6 @@ def test_a_plan_of_two_hundred_ranks(profile: ClusterProfile) -> None:
     assert "  ... and 184 more" in planned_lines(report, profile, Path("run"))
     assert "  ... and 176 more" in plan_lines(report, None)
     assert len(plan_lines(report, None, every=True)) > 192
-
-
-def test_the_commands_say_it(profile: ClusterProfile, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    save_plan(planned(profile), tmp_path / "plan.toml")
-    assert main(["inspect", str(tmp_path / "plan.toml")]) == 0
-    assert len(capsys.readouterr().out.splitlines()) < SCREEN
-    assert main(["inspect", "--all", str(tmp_path / "plan.toml")]) == 0
-    assert len(capsys.readouterr().out.splitlines()) > 192
 
 
 @pytest.mark.long

@@ -21,12 +21,10 @@ from hetero_mpi.report.figures.curves import HOVER_STEPS, Series, StepMark, line
 from hetero_mpi.report.figures.style import COLOURS, svg
 from hetero_mpi.report.figures.timeline import Panel, timeline
 from hetero_mpi.report.page import sections
-from hetero_mpi.report.page.document import key_figures, report_html, write_report
+from hetero_mpi.report.page.document import key_figures, report_html
 from hetero_mpi.report.past_run import anonymous, read_run
 from hetero_mpi.report.run_text import job_rows, next_steps, worth_adding
 from hetero_mpi.rundir.metrics import Evaluation
-from hetero_mpi.rundir.run_directory import SAMPLE_NAME
-from tests.report.test_looks import LORA
 from tests.support.past_runs import JOB, cluster, make_run, planned
 
 
@@ -267,18 +265,6 @@ def test_perplexity_is_that_of_tokens(tmp_path: Path) -> None:
     assert replace(run, metrics=replace(run.metrics, evaluations=())).perplexity() is None
 
 
-def test_files_have_links_where_the_page_lies_beside_them(tmp_path: Path) -> None:
-    profile = cluster(1)
-    run = make_run(tmp_path / "a", planned(profile), profile, steps=20)
-    (run / SAMPLE_NAME).write_text("a sample")
-    beside, elsewhere = (write_report(read_run(run), folder / "page.html").read_text() for folder in (run, tmp_path))
-    for name in ("metrics.jsonl", "plan.toml", SAMPLE_NAME):
-        assert f'<a href="{name}">{name}</a>' in beside and name in elsewhere
-        assert (run / name).is_file()
-    assert "<a " not in elsewhere and "trace.json" not in beside, "only what is there"
-    assert "<td>sample text of the trained model</td>" in re.sub(r'<span class="of">.*?</span>', "", beside)
-
-
 def test_the_page_answers_whether_the_others_were_worth_adding(tmp_path: Path) -> None:
     profile = cluster(2)
     report = planned(profile)
@@ -291,20 +277,6 @@ def test_the_page_answers_whether_the_others_were_worth_adding(tmp_path: Path) -
     assert not any("worth" in point for point in sections.plan(replace(run, report=report)).points), (
         "nothing to compare with"
     )
-
-
-def test_on_a_phone_rows_are_cards_and_pictures_say_that_they_scroll(tmp_path: Path) -> None:
-    """Cells tell their headings themselves there; tables of two columns fit as they are."""
-    profile = cluster(2)
-    page = report_html(read_run(make_run(tmp_path / "a", planned(profile), profile, job=LORA)))
-    tables = re.findall(r"<table(.*?)>(.*?)</table>", page, re.S)
-    for look, content in tables:
-        columns = len(re.findall("<th[ >]", content))
-        assert ("cards" in look) == (columns > 2) == ('<span class="of">' in content)
-    assert len([look for look, _ in tables if "cards" in look]) >= 5
-    assert page.count("Scrolls sideways") == page.count('<div class="wide" tabindex="0"><svg') == 2
-    unit = "(+5.0\N{NO-BREAK SPACE}%)"
-    assert re.search(r"predicted \([+-][\d.]+\N{NO-BREAK SPACE}%\)", page), f"no line ends between {unit}"
 
 
 def test_ranks_without_a_stage_now_have_no_row(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ import itertools
 import json
 import struct
 import zlib
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -80,14 +79,6 @@ def test_parts_of_a_split_backward_and_sums_have_colours_of_their_own(tmp_path: 
         assert text.count(COLOURS[colour][0]) > 1, "in the legend, and as a bar"
     plain = svg(timeline([Panel("", predicted(1, 2))], {}), "step")
     assert ">gradient all-reduce</text>" not in plain and ">backward</text>" in plain
-
-
-def test_a_timeline_of_measured_events_is_drawn_by_the_same_code(tmp_path: Path) -> None:
-    """Measured steps have a number, and receives that overlap what else the rank does."""
-    events = [replace(event, step=17) for event in predicted(3, 8)]
-    events.append(Event(1, 17, Action(Op.RECV_F, 1, 0), 0.0, 3.0, 100))
-    figure = timeline([Panel("", events)], {})
-    assert save(figure, tmp_path / "step.png", "step").stat().st_size > 10_000
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 20])

@@ -195,6 +195,8 @@ def test_the_report_holds_everything_and_leads_nowhere(tmp_path: Path) -> None:
     assert reader.open == [] and "url(" not in text and "@import" not in text
     assert reader.leads == ["data:,", "checkpoints", "metrics.jsonl", "steps.jsonl", "plan.toml", "profile.toml"]
     assert not list(run.glob(".*.tmp-*"))
+    elsewhere = write_report(read_run(run), tmp_path / "page.html").read_text()
+    assert "<a " not in elsewhere and "metrics.jsonl" in elsewhere and "trace.json" not in text, "only what is there"
 
 
 def test_the_report_counts_a_tied_matrix_once(tmp_path: Path) -> None:

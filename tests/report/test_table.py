@@ -30,12 +30,6 @@ def test_both_forms_show_the_same() -> None:
     ]
 
 
-def test_of_many_rows_the_first_are_shown_and_the_others_counted() -> None:
-    table = Table(COLUMNS, ROWS)
-    assert table.lines(3) == table.lines()
-    assert table.lines(2) == [*Table(COLUMNS, ROWS[:2]).lines(), "  ... and 1 more"]
-
-
 def test_columns_without_a_text_are_left_out() -> None:
     assert not Table(COLUMNS, []) and not Table(COLUMNS, [(None,) * 5])
     assert Table(COLUMNS, ROWS[2:]).html()[0] == [("rank", True), ("device", False), ("memory", True)]
