@@ -93,6 +93,8 @@ class TrainerEvents:
         """Log the end of a run of ``rows`` rows, and return its metrics by transformers' names."""
         rates = {"train_samples_per_second": rows / seconds, "train_steps_per_second": len(result.losses) / seconds}
         metrics = self.log({"train_runtime": seconds, **rates, "train_loss": result.training_loss})
+        if self._checkpoint:
+            self.call("on_save")
         self.call("on_train_end")
         return metrics
 

@@ -194,7 +194,7 @@ def formatted(cases: Cases) -> Any:
 
 
 def preferences(cases: Cases) -> Any:
-    args = cases.arguments(trl.DPOConfig, "dpo", beta=0.1, num_train_epochs=1, eval_strategy="steps", eval_steps=1)
+    args = cases.arguments(trl.DPOConfig, "dpo", beta=0.1, num_train_epochs=2, eval_strategy="steps", eval_steps=1)
     config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     given = {"train_dataset": PAIRS, "eval_dataset": PAIRS, "processing_class": cases.tokenizer}
     trainer = DPOTrainer(model=cases.started(), ref_model=None, args=args, peft_config=config, set=QUICK, **given)
