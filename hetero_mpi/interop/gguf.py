@@ -18,6 +18,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +38,10 @@ from hetero_mpi.util.errors import UserError
 
 _SYSTEM, _USERS, _ANSWERS = "Qsysq", ("Quaq", "Qubq", "Qucq"), ("Qaaq", "Qabq")
 _LAST = "eq (len (slice $.Messages $i)) 1"
-_PARAMETERS = {
-    **{key: key for key in ("temperature", "top_k", "top_p", "min_p")},
-    "repetition_penalty": "repeat_penalty",
+_PARAMETERS = {key: key for key in ("temperature", "top_k", "top_p", "min_p")} | {
+    "repetition_penalty": "repeat_penalty"
 }
 """Maps keys of ``generation_config.json`` to Ollama's parameter names."""
-
-
 _CONVERTER_TYPES = ("auto", "f32", "f16", "bf16", "q8_0")
 """Types that llama.cpp's converters write; ``llama-quantize`` makes the other ones from a 16-bit file."""
 _OLLAMA_TYPES = {"q4_k_s": " -q q4_K_S", "q4_k_m": " -q q4_K_M", "q8_0": " -q q8_0"}
@@ -61,8 +59,7 @@ def announce_gguf(directory: Path, kind: str, is_adapter: bool) -> list[str]:
         raise UserError(
             "gguf.adapter_type", f"--gguf {kind}: adapters are not quantised: choose one of {types}, or add --merge"
         )
-    script = f"convert_{'lora' if is_adapter else 'hf'}_to_gguf.py"
-    if _program(script) is None:
+    if _program(script := _converter_name(is_adapter)) is None:
         ollama = "" if is_adapter else f" Ollama imports it: {_ollama(directory, kind)}"
         return [f"llama.cpp's {script} is {_PLACES}: {directory} will have a Modelfile but no GGUF file.{ollama}"]
     if kind not in _CONVERTER_TYPES and _program("llama-quantize") is None:
@@ -72,14 +69,15 @@ def announce_gguf(directory: Path, kind: str, is_adapter: bool) -> list[str]:
     return []
 
 
+def _converter_name(is_adapter: bool) -> str:
+    return f"convert_{'lora' if is_adapter else 'hf'}_to_gguf.py"
+
+
 def _program(name: str) -> Path | None:
     """Return the path of a program of llama.cpp, or None if it is not found."""
     folders = [Path(folder) for folder in (os.environ.get("LLAMA_CPP"), Path.home() / "llama.cpp") if folder]
-    paths = [
-        Path(shutil.which(name) or ""),
-        *(folder / part / name for folder in folders for part in ("", "build/bin")),
-    ]
-    return next((path for path in paths if path.is_file()), None)
+    paths = [folder / part / name for folder in folders for part in ("", "build/bin")]
+    return next((path for path in (Path(shutil.which(name) or ""), *paths) if path.is_file()), None)
 
 
 def _files(directory: Path, kind: str) -> tuple[Path, Path]:
@@ -108,99 +106,92 @@ def write_gguf(directory: Path, kind: str, command: str) -> str:
 
     Raises UserError if the adapter is not supported, or if the converter is missing or fails.
     """
-    if (directory / CONFIG).exists():
-        script, (alpha, base) = "convert_lora_to_gguf.py", _alpha_and_base(directory)
-    else:
-        script, alpha, base = "convert_hf_to_gguf.py", None, None
-    programs, notes, is_quantized = [_program(script)], list[str](), kind not in _CONVERTER_TYPES
+    alpha, base = _alpha_and_base(directory) if (directory / CONFIG).exists() else (None, None)
     target, quantized = _files(directory, kind)
     for path in (target, quantized):
         path.unlink(missing_ok=True)  # of another export
-    problem = (
-        f"{directory} is written, with a Modelfile, but no GGUF file: llama.cpp's {script} is {_PLACES}. "
-        f"These two commands create it:\n  git clone https://github.com/ggml-org/llama.cpp\n  LLAMA_CPP=llama.cpp {command}"
-    )
-    if programs[0] is not None:
-        problem = _convert(programs[0], directory, target, "auto" if is_quantized else kind, alpha, base)
-        if is_quantized and not problem:
-            programs.append(quantizer := _program("llama-quantize"))
-            if quantizer is None:
-                notes.append(f"in 16 bits: to quantise, run: {_remaining(directory, kind)}")
-            else:
-                output, problem = _run(
-                    [str(quantizer), str(target), str(quantized), kind.upper()], directory, quantized
-                )
-                wide = re.search(r"(\d+ of \d+) tensor\(s\) required fallback", output)
-                notes += [f"{wide[1]} tensors have a wider type, as rows are no multiple of its block"] if wide else []
-                (quantized if problem else target).unlink(missing_ok=True)
-                target = quantized
-        problem = problem and f"{problem}, and run this again: {command}"
-    notes += write_modelfile(directory, target, base)
-    if problem:
-        raise UserError("gguf.unsupported", problem)
-    by = " and ".join(str(program) for program in programs if program is not None)
+    is_quantized, notes = kind not in _CONVERTER_TYPES, list[str]()
+    converter = _program(script := _converter_name(base is not None))
+    quantizer = _program("llama-quantize") if is_quantized else None
+    try:
+        if converter is None:
+            raise UserError(
+                "gguf.unsupported",
+                f"{directory} is written, with a Modelfile, but no GGUF file: llama.cpp's {script} is {_PLACES}. These two "
+                f"commands create it:\n  git clone https://github.com/ggml-org/llama.cpp\n  LLAMA_CPP=llama.cpp {command}",
+            )
+        with tempfile.TemporaryDirectory() as folder:
+            source = directory
+            words = [sys.executable, str(converter), "--outfile", str(target)]
+            words += ["--outtype", "auto" if is_quantized else kind]
+            if alpha is not None and base is not None:
+                source, files = _with_alpha(directory, Path(folder), alpha), hub.directory_of(base)
+                words += ["--base", str(files)] if files.is_dir() else ["--base-model-id", base]
+            _run([*words, str(source)], directory, target, command)
+        if quantizer is not None:
+            output = _run([str(quantizer), str(target), str(quantized), kind.upper()], directory, quantized, command)
+            target.unlink()
+            target = quantized
+            if wide := re.search(r"(\d+ of \d+) tensor\(s\) required fallback", output):
+                notes.append(f"{wide[1]} tensors have a wider type, as rows are no multiple of its block")
+        elif is_quantized:
+            notes.append(f"in 16 bits: to quantise, run: {_remaining(directory, kind)}")
+    finally:
+        notes += write_modelfile(directory, target, base)
+    by = " and ".join(str(program) for program in (converter, quantizer) if program is not None)
     return "; ".join([f"{target}, by {by}", f"for Ollama: {_ollama(directory)}", *notes])
 
 
-def _convert(converter: Path, directory: Path, target: Path, kind: str, alpha: float | None, base: str | None) -> str:
-    """Run the converter, and return an error message, or "" if it succeeds."""
-    with tempfile.TemporaryDirectory() as folder:
-        source = directory if alpha is None else _with_alpha(directory, Path(folder) / directory.resolve().name, alpha)
-        arguments = [str(source), "--outfile", str(target), "--outtype", kind]
-        if base is not None:
-            files = hub.directory_of(base)
-            arguments += ["--base", str(files)] if files.is_dir() else ["--base-model-id", base]
-        return _run([sys.executable, str(converter), *arguments], directory, target)[1]
-
-
-def _run(command: list[str], directory: Path, result: Path) -> tuple[str, str]:
-    """Run a program of llama.cpp that writes ``result``. Return its output, and an error message, or "" if it succeeds."""
-    done = subprocess.run(command, capture_output=True, text=True, errors="replace")
-    if done.returncode == 0 and result.is_file():
-        return done.stdout + done.stderr, ""
-    last = "\n".join((done.stderr or done.stdout).splitlines()[-8:])
-    return "", (
-        f"{directory} is written, but not {result.name}: {shlex.join(command[:2])} ended with {done.returncode}:\n{last}\n"
-        "Fix the reported error (llama.cpp's requirements list the converter's packages)"
-    )
+def _run(words: list[str], directory: Path, result: Path, command: str) -> str:
+    """Run a program of llama.cpp that writes ``result``, and return its output. Raises UserError if the program fails."""
+    done = subprocess.run(words, capture_output=True, text=True, errors="replace")
+    if done.returncode != 0 or not result.is_file():
+        result.unlink(missing_ok=True)
+        last = "\n".join((done.stderr or done.stdout).splitlines()[-8:])
+        raise UserError(
+            "gguf.unsupported",
+            f"{directory} is written, but not {result.name}: {shlex.join(words[:2])} ended with {done.returncode}:\n{last}\n"
+            f"Fix the reported error (llama.cpp's requirements list the converter's packages), and run this again: {command}",
+        )
+    return done.stdout + done.stderr
 
 
 def _alpha_and_base(directory: Path) -> tuple[float, str]:
     """Return the ``lora_alpha`` whose ratio to the rank, llama.cpp's scale, is right for every layer, and the base model."""
     adapter, base = adapter_of(directory)
-    reason = None
     ranks = {name: of_pattern(adapter.rank_pattern or {}, name, adapter.rank) for name in adapter.targets}
     alphas = {
         float(f"{scale_of(adapter, name) * rank:.12g}") for name, rank in ranks.items()
-    }  # equal ones are so when rounded
-    if adapter.dora:
-        reason = "llama.cpp does not support DoRA"
-    elif adapter.parameters:
-        reason = "llama.cpp's converter does not support adapters of fused experts (target_parameters)"
-    elif adapter.modules_to_save or adapter.tokens:
-        reason = "llama.cpp's converter does not support modules_to_save or trained tokens"
-    elif len(alphas) > 1:
-        reason = "llama.cpp uses one alpha for all layers, but alpha_pattern or rank_pattern give this adapter several"
-    elif base is None:
-        reason = "the base model is unknown (base_model_name_or_path is empty)"
-    if reason is not None:
+    }  # without rounding errors
+    unsupported = {
+        "llama.cpp does not support DoRA": adapter.dora,
+        "llama.cpp's converter does not support adapters of fused experts (target_parameters)": adapter.parameters,
+        "llama.cpp's converter does not support modules_to_save or trained tokens": adapter.modules_to_save
+        or adapter.tokens,
+        "llama.cpp uses one alpha for all layers, but alpha_pattern or rank_pattern give this adapter several": len(
+            alphas
+        )
+        > 1,
+        "the base model is unknown (base_model_name_or_path is empty)": base is None,
+    }
+    reasons = [reason for reason, applies in unsupported.items() if applies]
+    if base is None or reasons:
         raise UserError(
             "gguf.adapter_unsupported",
-            f"{directory} is written, but no GGUF file: {reason}; to convert the merged model, export with --merge --gguf",
+            f"{directory} is written, but no GGUF file: {reasons[0]}; to convert the merged model, export with --merge --gguf",
         )
-    assert base is not None
     return alphas.pop(), base
 
 
-def _with_alpha(directory: Path, copy: Path, alpha: float) -> Path:
-    """Copy the adapter to ``copy``, with a config of plain LoRA with this ``lora_alpha`` and links to its other files."""
+def _with_alpha(directory: Path, folder: Path, alpha: float) -> Path:
+    """Copy the adapter to ``folder``, with a config of plain LoRA with this ``lora_alpha`` and links to its other files."""
+    copy = folder / directory.resolve().name
     copy.mkdir()
     for path in directory.iterdir():
         if path.name != CONFIG:
             (copy / path.name).symlink_to(path.absolute())
-    keys = read_json(directory / CONFIG, "") | {"lora_alpha": alpha, "use_rslora": False}
-    keys |= {"rank_pattern": {}, "alpha_pattern": {}}
-    (copy / CONFIG).write_text(json.dumps(keys), encoding="utf-8")
+    plain = {"lora_alpha": alpha, "use_rslora": False, "rank_pattern": {}, "alpha_pattern": {}}
+    (copy / CONFIG).write_text(json.dumps(read_json(directory / CONFIG, "") | plain), encoding="utf-8")
     return copy
 
 
@@ -257,19 +248,16 @@ class Layout:
     end: str
     """Text after an answer that is followed by another turn."""
 
-    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """Render a conversation: an optional system message, then turns that begin and end with a user message."""
-        system = messages[0]["content"] if messages[0]["role"] == "system" else None
-        turns = messages if system is None else messages[1:]
-        text, folded = self.head, ""
+    def render(self, system: str | None, turns: Sequence[Mapping[str, str]]) -> str:
+        """Render turns that begin and end with a user message, after a system message if there is one."""
+        text, system_text = self.head, ""
         if system is not None:
-            text = self.system_head or ""
-            folded = system + self.system_end if self.folded else ""
-            text += "" if self.folded else system + self.system_end
+            text, system_text = self.system_head or "", system + self.system_end
+        before_first = self.user + system_text if self.folded else system_text + self.user
         for index, turn in enumerate(turns):
             if turn["role"] == "user":
-                suffix = self.last if index == len(turns) - 1 else self.answer
-                text += self.user + (folded if index == 0 else "") + turn["content"] + suffix
+                before = before_first if index == 0 else self.user
+                text += before + turn["content"] + (self.last if index == len(turns) - 1 else self.answer)
             else:
                 text += turn["content"] + self.end
         return text
@@ -277,25 +265,25 @@ class Layout:
     @property
     def template(self) -> str:
         """The layout as a Go template that uses Ollama's variables."""
-        system = "" if self.folded else "{{ .System }}" + _literal(self.system_end)
-        head = _literal(self.head)
+        head, system_end, inner = _literal(self.head), _literal(self.system_end), ""
         if self.system_head is not None:
-            alternative = f"{{{{ else }}}}{head}" if head else ""
-            head = f"{{{{ if .System }}}}{_literal(self.system_head)}{system}{alternative}{{{{ end }}}}"
-        inner = (
-            f"{{{{ if and $.System (eq $i 1) }}}}{{{{ $.System }}}}{_literal(self.system_end)}{{{{ end }}}}"
-            if self.folded
-            else ""
-        )
-        suffix = _literal(self.last)
-        if self.answer != self.last:
-            suffix = f"{{{{ if {_LAST} }}}}{suffix}{{{{ else }}}}{_literal(self.answer)}{{{{ end }}}}"
+            system = "" if self.folded else "{{ .System }}" + system_end
+            head = _choice(".System", _literal(self.system_head) + system, head)
+        if self.folded:
+            inner = _choice("and $.System (eq $i 1)", "{{ $.System }}" + system_end)
+        suffix = _choice(_LAST, _literal(self.last), _literal(self.answer))
         return (
             f"{head}{{{{ range $i, $_ := .Messages }}}}"
             f'{{{{ if eq .Role "user" }}}}{_literal(self.user)}{inner}{{{{ .Content }}}}{suffix}'
-            f'{{{{ else if eq .Role "assistant" }}}}{{{{ .Content }}}}{{{{ if not ({_LAST}) }}}}{_literal(self.end)}{{{{ end }}}}'
-            f"{{{{ end }}}}{{{{ end }}}}"
+            f'{{{{ else if eq .Role "assistant" }}}}{{{{ .Content }}}}{_choice(f"not ({_LAST})", _literal(self.end))}'
+            "{{ end }}{{ end }}"
         )
+
+
+def _choice(condition: str, text: str, otherwise: str = "") -> str:
+    """Return a Go template that renders ``text`` if the condition holds, else ``otherwise``."""
+    alternative = f"{{{{ else }}}}{otherwise}" if otherwise else ""
+    return text if text == otherwise else f"{{{{ if {condition} }}}}{text}{alternative}{{{{ end }}}}"
 
 
 def layout_of(tokenizer: PreTrainedTokenizerFast) -> Layout | None:
@@ -310,16 +298,15 @@ def layout_of(tokenizer: PreTrainedTokenizerFast) -> Layout | None:
         raise ValueError("there are several")
     if "strftime_now" in source:
         raise ValueError("it prints the date")
-    short, long = _render(tokenizer, _conversation(1)), _render(tokenizer, _conversation(2))
+    short, long = _render(tokenizer, None, 1), _render(tokenizer, None, 2)
     head, end = _between(long, None, _USERS[0]), _between(long, _ANSWERS[0], _USERS[1])
     user = next(head[first:] for first in range(len(head) + 1) if end.endswith(head[first:]))
     answer, last = _between(long, _USERS[0], _ANSWERS[0]), _between(short, _USERS[0], None)
     system_head, system_end, folded = _system(tokenizer, user)
     texts = Layout(head.removesuffix(user), system_head, system_end, folded, user, answer, last, end.removesuffix(user))
-    for turns in (1, 2, 3):
-        for system in (False, True) if system_head is not None else (False,):
-            messages = _conversation(turns, system)
-            if texts.render(messages) != _render(tokenizer, messages):
+    for system in (None, _SYSTEM) if system_head is not None else (None,):
+        for count in (1, 2, 3):
+            if texts.render(system, _turns(count)) != _render(tokenizer, system, count):
                 raise ValueError("text around a message depends on more than its role")
     if '"""' in texts.template:
         raise ValueError('it contains """')
@@ -329,7 +316,7 @@ def layout_of(tokenizer: PreTrainedTokenizerFast) -> Layout | None:
 def _system(tokenizer: PreTrainedTokenizerFast, user: str) -> tuple[str | None, str, bool]:
     """Return ``system_head``, ``system_end`` and ``folded`` of the layout."""
     try:
-        text = _render(tokenizer, _conversation(1, True))
+        text = _render(tokenizer, _SYSTEM, 1)
         before, behind = _between(text, None, _SYSTEM), _between(text, _SYSTEM, _USERS[0])
     except ValueError:  # refused, or left out
         return None, "", False
@@ -340,20 +327,20 @@ def _system(tokenizer: PreTrainedTokenizerFast, user: str) -> tuple[str | None, 
     raise ValueError("the position of the system message depends on more than the text before it")
 
 
-def _conversation(turns: int, system: bool = False) -> list[dict[str, str]]:
-    messages = [{"role": "system", "content": _SYSTEM}] if system else []
-    for turn in range(turns):
-        messages.append({"role": "user", "content": _USERS[turn]})
-        messages += [{"role": "assistant", "content": _ANSWERS[turn]}] if turn < turns - 1 else []
-    return messages
+def _turns(count: int) -> list[dict[str, str]]:
+    """Return ``count`` user messages, with answers between them."""
+    users = [{"role": "user", "content": text} for text in _USERS[:count]]
+    answers = [{"role": "assistant", "content": text} for text in _ANSWERS[: count - 1]]
+    return [message for pair in zip_longest(users, answers) for message in pair if message is not None]
 
 
-def _render(tokenizer: PreTrainedTokenizerFast, messages: Sequence[Mapping[str, str]]) -> str:
-    """Render messages with the chat template, without a BOS token that the tokenizer adds too, as Ollama does."""
+def _render(tokenizer: PreTrainedTokenizerFast, system: str | None, count: int) -> str:
+    """Render ``count`` turns with the chat template, without a BOS token that the tokenizer adds too, as Ollama does."""
+    messages = [{"role": "system", "content": system}] if system is not None else []
     begin = str(tokenizer.bos_token) if tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id] else ""
     template = ChatTemplate("chat", str(tokenizer.chat_template), None, tokenizer.special_tokens_map)
     try:
-        return rendered_prompt(template, messages).removeprefix(begin)
+        return rendered_prompt(template, messages + _turns(count)).removeprefix(begin)
     except BadRecord as error:
         raise ValueError(f"it refuses a conversation ({str(error).splitlines()[0]})") from None
 
@@ -387,14 +374,9 @@ def _sampling(settings: Mapping[str, Any]) -> list[tuple[str, float]]:
     """Return the sampling parameters in ``generation_config.json``, with Ollama's names."""
     if settings.get("do_sample") is False:
         return [("temperature", 0)]
-    parameters = []
-    for key, name in _PARAMETERS.items():
-        value = settings.get(key)
-        if value is None:
-            continue
+    values = {key: settings[key] for key in _PARAMETERS if settings.get(key) is not None}
+    for key, value in values.items():
         if not math.isfinite(value):
-            raise UserError(
-                "generation.value", f"{GENERATION}: {key} = {value!r} is not a number; correct or remove it"
-            )
-        parameters.append((name, value))
-    return parameters
+            text = f"{GENERATION}: {key} = {value!r} is not a number; correct or remove it"
+            raise UserError("generation.value", text)
+    return [(_PARAMETERS[key], value) for key, value in values.items()]
