@@ -26,7 +26,6 @@ from hetero_mpi.job.training_tables import AdapterTable
 from hetero_mpi.model.adapters.adapter_files import adapter_directory, write_adapter
 from hetero_mpi.model.adapters.adapter_tuning import tuning_of
 from hetero_mpi.model.files import hub
-from hetero_mpi.model.files.hub import is_hub_id
 from hetero_mpi.model.files.model_directory import ModelDirectoryWriter
 from hetero_mpi.model.files.model_files import ModelFiles
 from hetero_mpi.model.layer.interface import PassThrough
@@ -89,40 +88,32 @@ def export(source: Path, target: Path, merge: bool, best: bool = False, gguf: st
         if merge and opened.tuning.full:
             raise UserError("export.nothing_to_merge", f"{path} is a full model without an adapter: leave out --merge")
         if merge and (opened.base is None or not opened.base.is_dir()):
-            raise UserError(
-                "export.base_missing",
-                f"merging needs the base weights, which are not at {opened.base}: export without --merge",
-            )
+            text = f"merging needs the base weights, which are not at {opened.base}: export without --merge"
+            raise UserError("export.base_missing", text)
         for line in announce_gguf(target, gguf, not (opened.tuning.full or merge)) if gguf is not None else ():
             write_line(line)
-        if opened.tuning.full:
-            what = _write_model(opened, target, _trained_layers(opened))
-        elif merge:
-            what = _write_model(opened, target, _merged_layers(opened))
+        if opened.tuning.full or merge:
+            layers = _trained_layers(opened) if opened.tuning.full else _merged_layers(opened)
+            what = _write_model(opened, target, layers)
         else:
             state = {name: _read(opened, name) for name in (*opened.tuning.trainable, *opened.tuning.constants)}
             base = opened.reader.required("base_model")
             with adapter_directory(target) as output:
                 write_adapter(output.path, opened.tuning, state, base)
-                tokenizer_note = _copy_tokenizer(opened, output.path)
-                with warn_on_failure("writing the model card"):
-                    write_card(output.path, target, opened.path, opened.reader.metadata, opened.base, "adapter")
-            what = f"a PEFT adapter{tokenizer_note}"
+                what = f"a PEFT adapter{_complete(opened, output.path, target, 'adapter')}"
     return f"{target}: {what}, from {path}"
 
 
 def _checkpoint(source: Path, best: bool) -> Path:
     if source.is_file() and source.suffix != ".toml":
-        if best:
-            raise UserError(
-                "export.best_of_file", f"--best needs a run directory, and {source} is a checkpoint: leave out --best"
-            )
-        return source
+        if not best:
+            return source
+        text = f"--best needs a run directory, and {source} is a checkpoint: leave out --best"
+        raise UserError("export.best_of_file", text)
     directory = source / "checkpoints"
     if not directory.is_dir():
-        raise UserError(
-            "export.source", f"{source} is neither a checkpoint file nor a run directory (it has no checkpoints/)"
-        )
+        text = f"{source} is neither a checkpoint file nor a run directory (it has no checkpoints/)"
+        raise UserError("export.source", text)
     if best:
         if lowest := lowest_held_out(directory):
             return lowest[0]
@@ -164,10 +155,7 @@ def _write_model(source: ExportSource, target: Path, layers: Iterator[dict[str, 
     with ModelDirectoryWriter(source.chain.model, target, source.job.output.shard_bytes, generation) as writer:
         for state in layers:
             writer.add(state)
-        tokenizer_note = _copy_tokenizer(source, writer.path)
-        kind = "model" if source.tuning.full else "merged"
-        with warn_on_failure("writing the model card"):
-            write_card(writer.path, target, source.path, source.reader.metadata, source.base, kind)
+        tokenizer_note = _complete(source, writer.path, target, "model" if source.tuning.full else "merged")
     base = source.reader.required("base_model")
     added = "" if source.tuning.full else f": the weights of {base}, not quantised, with the adapter merged"
     return f"a model in {ModelFiles(target).config['dtype']}{added}{tokenizer_note}"
@@ -213,12 +201,14 @@ def _read(source: ExportSource, name: str) -> torch.Tensor:
     return torch.from_numpy(source.reader.read("parameters", name)[0])
 
 
-def _copy_tokenizer(source: ExportSource, target: Path) -> str:
-    """Copy the tokenizer from the run's result or the base weights, and return a note for the summary if neither has one."""
+def _complete(source: ExportSource, folder: Path, target: Path, kind: str) -> str:
+    """Write model card and tokenizer to ``folder``, which will be ``target``. Return a note if there is no tokenizer, or ""."""
+    with warn_on_failure("writing the model card"):
+        write_card(folder, target, source.path, source.reader.metadata, source.base, kind)
     run = source.path.parent.parent
     for directory in (*(run / name for name in _RESULTS), source.base):
         if directory is not None and (directory / "tokenizer.json").is_file():
-            save_tokenizer(load_tokenizer(directory), target)
+            save_tokenizer(load_tokenizer(directory), folder)
             return ""
     return f"; without a tokenizer, as neither {run} nor the base's directory has one: copy its files there"
 
@@ -233,22 +223,19 @@ def push_directory(
     import huggingface_hub
     from huggingface_hub import constants
 
-    rule = None
-    if constants.HF_HUB_OFFLINE:
-        rule = "HF_HUB_OFFLINE is set"
-    else:
-        try:
-            api = huggingface_hub.HfApi(token=token)
-            name = api.create_repo(name, private=private, exist_ok=True).repo_id
-            api.upload_folder(repo_id=name, folder_path=directory, commit_message=message)
-        except Exception as error:  # network libraries raise many types; none is a defect of this program
-            rule = (str(error) or type(error).__name__).strip().splitlines()[0]
-    if rule is not None:
+    try:
+        if constants.HF_HUB_OFFLINE:
+            raise OSError("HF_HUB_OFFLINE is set")
+        api = huggingface_hub.HfApi(token=token)
+        name = api.create_repo(name, private=private, exist_ok=True).repo_id
+        api.upload_folder(repo_id=name, folder_path=directory, commit_message=message)
+    except Exception as error:  # network libraries raise many types; none is a defect of this program
+        reason = (str(error) or type(error).__name__).strip().splitlines()[0]
         raise UserError(
             "export.push_failed",
-            f"{directory} is written, but not pushed to {constants.ENDPOINT}/{name}: {rule}. With network access and a "
+            f"{directory} is written, but not pushed to {constants.ENDPOINT}/{name}: {reason}. With network access and a "
             f"write token (`hf auth login`, or HF_TOKEN), run: hf upload {shlex.quote(name)} {shlex.quote(str(directory))}",
-        )
+        ) from None
     return f"{constants.ENDPOINT}/{name}"
 
 
@@ -298,17 +285,20 @@ def write_card(
         return
     name, library = metadata["base_model"], "peft" if kind == "adapter" else "transformers"
     data: dict[str, Any] = {"library_name": library, "pipeline_tag": "text-generation", "tags": ["hetero_mpi"]}
-    if name and is_hub_id(name, Path(name)):
+    if name and hub.is_hub_id(name, Path(name)):
         data |= {"base_model": name, "base_model_relation": "adapter" if kind == "adapter" else "finetune"}
-    unclear = False
+    licence = "unknown"
     if base is not None and (base / CARD).is_file():
         with contextlib.suppress(Exception):  # a foreign file of any form
             keys = ModelCard.load(base / CARD).data.to_dict()
-            data |= {key: keys[key] for key in _LICENCE_KEYS if keys.get(key) and _is_text(keys[key])}
-            unclear = bool(keys.get("license")) and "license" not in data
+            named = {key: keys[key] for key in _LICENCE_KEYS if keys.get(key)}
+            data |= {key: value for key, value in named.items() if _is_text(value)}
+            licence = "unrecognised: see the card of the base model" if "license" in named else licence
+    if stated := data.get("license"):
+        licence = ", ".join(stated) if isinstance(stated, list) else stated
     facts = {
         "base": data.get("base_model") or (Path(name).name if name else "none: trained from scratch"),
-        "licence of the base": _licence(data.get("license"), unclear) if name else "",
+        "licence of the base": licence if name else "",
         "adapter": "added to the weights of the base" if kind == "merged" else "",
     }
     lines = [f"---\n{ModelCardData(**data).to_yaml()}\n---", _MARK, f"# {_cell(replaced.name)}"]
@@ -319,12 +309,6 @@ def _is_text(value: Any) -> bool:
     """Return whether a licence value is a printable string or a list of printable strings."""
     texts = value if isinstance(value, list) else [value]
     return all(isinstance(text, str) and printable(text) == text for text in texts)
-
-
-def _licence(licence: Any, unclear: bool) -> str:
-    if unclear:
-        return "unrecognised: see the card of the base model"
-    return ", ".join(licence) if isinstance(licence, list) else licence or "unknown"
 
 
 def _run_of(checkpoint: Path, metadata: Mapping[str, Any]) -> PastRun:
