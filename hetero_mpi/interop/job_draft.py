@@ -106,10 +106,7 @@ class JobDraft:
             self._leave_group(key, value, tables_of(self.tool))
         elif ours.startswith("="):
             if single and isinstance(value, (list, dict)):
-                raise UserError(
-                    "convert.value",
-                    f"{self.file}: {key} = {as_toml(value)}: must be a single value; no job was written",
-                )
+                raise self._bad_value(key, as_toml(value), "must be a single value; no job was written")
             first = self._parts.get(ours[1:], (key, None))
             chosen, dropped = (first, (key, value)) if first[1] else ((key + by, value), first)
             self._parts[ours[1:]] = chosen
@@ -117,11 +114,9 @@ class JobDraft:
                 self._leave(*dropped, f"set by {chosen[0]}")
         elif ours in _LISTS and isinstance(value, str):
             self.values[ours] = re.split(r"\s*,\s*", value.strip()), key + by
-        elif ours in _LISTS and isinstance(value, Mapping):
-            self._leave(key, value, f"{ours} has no such value, so the default applies", differs=True)
-        elif words is None:
+        elif words is None and not (ours in _LISTS and isinstance(value, Mapping)):
             self.values[ours] = self._path(str(value)) if ours in PATHS else number_of(value), key + by
-        elif str(value).lower() in words:
+        elif words is not None and str(value).lower() in words:
             self.values[ours] = words[str(value).lower()], key + by
         else:
             self._leave(key, value, f"{ours} has no such value, so the default applies", differs=True)
@@ -155,6 +150,13 @@ class JobDraft:
             names.append(text)
             self.differing.extend([f"{text}: {reason}"] if differs else [])
 
+    def _leave_part(self, part: str, reason: str, differs: bool = False) -> None:
+        self._used.add(part)
+        self._leave(*self._parts[part], reason, differs=differs)
+
+    def _bad_value(self, key: str, value: str, rule: str) -> UserError:
+        return UserError("convert.value", f"{self.file}: {key} = {value}: {rule}")
+
     def _of(self, part: str, otherwise: Any = None) -> Any:
         """Return the value of a part, converted to a number if possible, or ``otherwise`` if the part is missing."""
         return number_of(self._parts[part][1]) if part in self._parts else otherwise
@@ -163,17 +165,15 @@ class JobDraft:
         value = self._of(part, otherwise)
         if isinstance(value, (int, float)) and 0 <= value < math.inf:
             return value
-        raise UserError(
-            "convert.value", f"{self.file}: {self._parts[part][0]} = {as_toml(value)}: must be a number of at least 0"
-        )
+        raise self._bad_value(self._parts[part][0], as_toml(value), "must be a number of at least 0")
 
     def _word(self, part: str) -> str:
         """Return the job's value for a part, or "" if the part is missing. Raises UserError if its value is not supported."""
         words, value = TABLE["values"][f"={part}"], self._of(part, "")
         value = str(value).lower()
         if value and value not in words:
-            reason = f"not supported, so no job was written; supported: {', '.join(words)}"
-            raise UserError("convert.value", f"{self.file}: {self._parts[part][0]} = {value}: {reason}")
+            rule = f"not supported, so no job was written; supported: {', '.join(words)}"
+            raise self._bad_value(self._parts[part][0], value, rule)
         return words.get(value, "")
 
     def _put(self, ours: str, value: Any, *parts: str) -> None:

@@ -18,10 +18,9 @@ from hetero_mpi.util.toml import MAX_NESTING_DEPTH
 
 _MAX_FILE_BYTES, _MAX_VALUES = 1 << 20, 100_000
 """Limits on the size of a file, and on the number of its values after YAML aliases are expanded."""
-
-
 _TRAINER = r"(?<![\w.-])(train|axolotl\.cli\.train|\S+\.py)(?=\s|$)"
 """What names a trainer in a command line, other than the word after ``trl``."""
+_COMMAND = re.compile(rf"^(?!\s*#).*(\s--\w|{_TRAINER}\s+\S+\.(ya?ml|json)\b)", re.MULTILINE)
 
 
 class _Loader(yaml.SafeLoader):
@@ -45,25 +44,16 @@ def read_keys(file: Path) -> dict[str, Any]:
             raise ValueError(f"it has more than {_MAX_FILE_BYTES:,} bytes")
         text = file.read_text(encoding="utf-8-sig")
         if file.suffix == ".py":
-            values = _plain(read_script(text), iter(range(_MAX_VALUES)))
-            if "model_name_or_path" not in values or not values.get("datasets"):
-                raise ValueError(
-                    "its model or dataset is not a literal; for scripts with options, convert their command line"
-                )
-            return dict(values)
-        if re.search(rf"^(?!\s*#).*(\s--\w|{_TRAINER}\s+\S+\.(ya?ml|json)\b)", text, re.MULTILINE) and not _has_keys(
-            text
-        ):
+            values = read_script(text)
+        elif _COMMAND.search(text) and not _has_keys(text):
             return _command_line(file, text)
-        values = _plain(_loaded(text), iter(range(_MAX_VALUES)))
+        elif not isinstance(values := _loaded(text), dict):
+            raise ValueError("it has no keys")
+        return dict(_plain(values, iter(range(_MAX_VALUES))))
     except (OSError, ValueError, RecursionError, SyntaxError, yaml.YAMLError) as error:
-        raise UserError(
-            "convert.format",
-            f"{file}: must be YAML, a command line, or a script that uses TRL: {' '.join(str(error).split())}",
-        ) from None
-    if not isinstance(values, dict):
-        raise UserError("convert.format", f"{file}: must be YAML with keys, or a command line with --options")
-    return values
+        expected = "YAML, a command line, or a script that uses TRL"
+        reason = " ".join(str(error).split())
+        raise UserError("convert.format", f"{file}: must be {expected}: {reason}") from None
 
 
 def _loaded(text: str) -> Any:
@@ -81,11 +71,10 @@ def _loaded(text: str) -> Any:
 
 def _has_keys(text: str) -> bool:
     """Return whether ``text``, which contains ``--``, is YAML with ``--`` only in comments or values."""
-    try:
+    with contextlib.suppress(yaml.YAMLError):
         values = _loaded(text)
-    except yaml.YAMLError:
-        return False
-    return isinstance(values, dict) and not any(" --" in str(key) for key in values)
+        return isinstance(values, dict) and not any(" --" in str(key) for key in values)
+    return False
 
 
 def _plain(value: Any, budget: Iterator[int], depth: int = 0) -> Any:
@@ -107,11 +96,7 @@ def _plain(value: Any, budget: Iterator[int], depth: int = 0) -> Any:
 def _command_line(file: Path, text: str) -> dict[str, Any]:
     text = re.sub(r"\\\s*\n|\n(?=\s*--)", " ", text)  # some examples of TRL's lack a backslash
     text = re.sub(r"\s(\d?&?>|\|\s).*", "", re.sub(r"&&|;", "\n", text))  # without redirections
-    lines = [
-        line
-        for line in text.splitlines()
-        if not line.lstrip().startswith("#") and re.search(r"\s--|\.(ya?ml|json)\b", line)
-    ]
+    lines = [match[0] for match in re.finditer(r"^(?!\s*#).*(\s--|\.(ya?ml|json)\b).*", text, re.MULTILINE)]
     lines = [line for line in lines if re.search(rf"{_TRAINER}|\btrl\s", line)] or lines
     variables = dict(re.findall(r"^\s*(?:export\s+)?(\w+)=[\"']?([^\s\"']+)", text, re.MULTILINE))
     words = shlex.split(string.Template(lines[0] if len(lines) == 1 else "").safe_substitute(variables), comments=True)

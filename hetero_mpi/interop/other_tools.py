@@ -24,7 +24,7 @@ from hetero_mpi.util import toml
 from hetero_mpi.util.disk import write_errors
 from hetero_mpi.util.errors import UserError
 
-PEFT = TABLE["peft"]
+PEFT, PARTS = TABLE["peft"], {part: text.replace("`", "") for part, text in TABLE["parts"].items()}
 _RECORDS = re.compile(r"\.(jsonl?|parquet)(\.\w+)?$")
 _COLUMNS = ("field", "text_column", "columns")
 """Keys of a dataset entry that may name its text column."""
@@ -48,22 +48,18 @@ def convert_file(file: Path, target: Path, gpus: int | None) -> list[str]:
     try:
         job_from_tables(toml.loads(text), target.stem, target.absolute().parent)
     except (UserError, toml.TomlError) as error:
-        raise UserError(
-            "convert.invalid_job", f"{file}: cannot be converted to a valid job; no job was written: {error}"
-        ) from None
+        reason = f"cannot be converted to a valid job; no job was written: {error}"
+        raise UserError("convert.invalid_job", f"{file}: {reason}") from None
     with write_errors(target, "choose another directory or FILE.toml"):
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text, encoding="utf-8")
-    unknown = [f"{NOT_UNDERSTOOD}: {', '.join(names)}"] if (names := draft.omitted.get(NOT_UNDERSTOOD)) else []
-    unknown += (
-        ["Training differs from the file's in:", *(f"  {text}" for text in draft.differing)] if draft.differing else []
-    )
-    counted = (
-        f"{len(draft.values)} keys converted from a file of {draft.title}; comments at its end list the other keys"
-    )
+    lines = [f"{NOT_UNDERSTOOD}: {', '.join(names)}"] if (names := draft.omitted.get(NOT_UNDERSTOOD)) else []
+    if draft.differing:
+        lines += ["Training differs from the file's in:", *(f"  {text}" for text in draft.differing)]
+    converted = f"{len(draft.values)} keys converted from a file of {draft.title}"
+    left_out = f"comments at its end list the other keys, with reasons ({sum(map(len, draft.omitted.values()))})"
     program = f"hetero-mpi launch -np 3 -- train {shlex.quote(str(target))} --dry-run"
-    count = sum(map(len, draft.omitted.values()))
-    return [f"{target}: {counted}, with reasons ({count})", *unknown, "Then:", f"  {program}"]
+    return [f"{target}: {converted}; {left_out}", *lines, "Then:", f"  {program}"]
 
 
 Reasons = list[tuple[str, str]]
@@ -79,7 +75,7 @@ def convert_arguments(
     """
     draft = _Draft(Path(title), args, Path.cwd(), None, "trl")
     harmless = {group["reason"] for table in tables_of("trl") for group in table["left"] if group.get("told")}
-    harmless |= {TABLE["parts"][part].replace("`", "") for part in TABLE["without_effect"]}
+    harmless |= {PARTS[part] for part in TABLE["without_effect"]}
     omitted = [(text.partition(" = ")[0], why) for why, names in draft.omitted.items() for text in names]
     stops = {(key, why) for key, _, why in draft.stops}
     omitted = sorted({(key, why) for key, why in omitted if key in changed} | stops)
@@ -111,7 +107,7 @@ class _Draft(JobDraft):
         for step in (self._adapter, self._data, self._training, self._evaluation, self._output):
             step()
         for part in self._parts.keys() - self._used:
-            self._leave(*self._parts[part], TABLE["parts"][part].replace("`", ""))
+            self._leave_part(part, PARTS[part])
 
     def _preference(self, source: Mapping[str, Any]) -> str:
         """Convert the preference objective and return its name, or "none" for supervised training."""
@@ -123,10 +119,10 @@ class _Draft(JobDraft):
         if kind == "cpo":
             kind = "simpo" if self.tool == "axolotl" else self._word("loss")
             if kind != "simpo" or self._count("likelihood", 1):
-                self._stop(
-                    *self._parts["objective"],
-                    "of the CPO losses, only SimPO is supported: set cpo_alpha = 0 (in TRL, also loss_type = simpo)",
+                reason = (
+                    "of the CPO losses, only SimPO is supported: set cpo_alpha = 0 (in TRL, also loss_type = simpo)"
                 )
+                self._stop(*self._parts["objective"], reason)
         elif kind == "dpo" or self.tool == "trl":
             kind = self._word("loss") or kind
         compared = kind != "none"
@@ -154,7 +150,7 @@ class _Draft(JobDraft):
             self._put("train.dropout", False, "still")
         if not is_lora:
             if "unfrozen" in self._parts:
-                self._stop(*self._parts["unfrozen"], TABLE["parts"]["unfrozen"])
+                self._stop(*self._parts["unfrozen"], PARTS["unfrozen"])
             return
         if in_four_bits:
             self._put("model.quantization", "nf4", "adapter", "four_bits")
@@ -177,9 +173,8 @@ class _Draft(JobDraft):
         sets = self._sets("texts") or self._sets("datasets")
         names, columns = [name for name, _ in sets], [column for _, column in sets]
         if not sets:
-            raise UserError(
-                "convert.no_data", f"{self.file}: {self.kind_of_file or 'has no dataset'}, so no job was written"
-            )
+            reason = self.kind_of_file or "has no dataset"
+            raise UserError("convert.no_data", f"{self.file}: {reason}, so no job was written")
         texts = all(isinstance(column, str) for column in columns)
         if texts:
             self._put("data.text", names, "texts", "datasets", "folder", "config_name", "split")
@@ -227,10 +222,8 @@ class _Draft(JobDraft):
         if not isinstance(value, list) or not all(
             isinstance(listed, Mapping) and (listed.get("path") or listed.get("id")) for listed in value
         ):
-            raise UserError(
-                "convert.data_sets",
-                f"{self.file}: {key} = {as_toml(value)}: must be a list of datasets, each with a path",
-            )
+            text = f"{self.file}: {key} = {as_toml(value)}: must be a list of datasets, each with a path"
+            raise UserError("convert.data_sets", text)
         columns = [self._column(part, entry) for entry in value]
         texts = ("type", *_COLUMNS) if all(isinstance(column, str) for column in columns) else ()
         converted_keys = [*texts, *TABLE["columns"], "message_property_mappings", "tags", "columns"]
@@ -250,12 +243,9 @@ class _Draft(JobDraft):
             named |= mapping if isinstance(mapping, Mapping) else {}
         for key in named.keys() & {"images", "videos", "audios", "format"}:
             self._leave_group(key, named[key], [TABLE["entries"]], f"{part}.")
-        role = next(
-            (named[key] for key in ("role", "message_field_role", "role_tag") if isinstance(named.get(key), str)), ""
-        )
-        chats = {"from": "conversations"}.get(
-            role or ("from" if entry.get("formatting") == "sharegpt" else ""), "messages"
-        )
+        roles = [named[key] for key in ("role", "message_field_role", "role_tag") if isinstance(named.get(key), str)]
+        is_sharegpt = roles[0] == "from" if roles and roles[0] else entry.get("formatting") == "sharegpt"
+        chats = "conversations" if is_sharegpt else "messages"
         names = [(chats if ours == "messages" else ours, named.get(key)) for key, ours in TABLE["columns"].items()]
         return {ours: name for ours, name in names if isinstance(name, str) and name != ours}
 
@@ -268,8 +258,8 @@ class _Draft(JobDraft):
         if isinstance(files, Mapping):  # by split, the training split first
             files = [files[split_name] for split_name in sorted(files, key=lambda split_name: split_name != base_split)]
         if files and (is_file or path in ("json", "csv", "parquet", "text")):
-            path, files, is_file = (files, None, True) if not isinstance(files, list) else (files[0], files[1:], True)
-            path = str(path)
+            first, *files = files if isinstance(files, list) else [files]
+            path, is_file = str(first), True
         for key, value in {**entry, "data_files": files, "split": split if split != base_split else None}.items():
             if key not in ("path", "id", "name", "config", *converted_keys) and value:
                 self._leave_group(key, value, [TABLE["entries"]], f"{where}.")
@@ -346,10 +336,7 @@ class _Draft(JobDraft):
         if schedule:
             self._put("train.schedule", schedule, "schedule")
         elif named:
-            self._used.add("schedule")
-            self._leave(
-                *self._parts["schedule"], "train.schedule has no such value, so the default applies", differs=True
-            )
+            self._leave_part("schedule", "train.schedule has no such value, so the default applies", differs=True)
         if schedule not in (None, "cosine"):
             self._drop("train.min_learning_rate_ratio", "applies only to the cosine schedule there")
         options, words = self._of("kwargs", {}), TABLE["schedules"].get(named, {})
@@ -374,8 +361,7 @@ class _Draft(JobDraft):
         elif share < 1:
             self._put("data.evaluation_fraction", share, "held_out")
         else:
-            self._used.add("held_out")
-            self._leave(*self._parts["held_out"], TABLE["parts"]["held_out"].replace("`", ""), differs=True)
+            self._leave_part("held_out", PARTS["held_out"], differs=True)
         if sets or share > 0:
             if when == "steps" and self.tool != "axolotl":
                 self._parts.setdefault("every", ("logging_steps", self._steps_of_logging))

@@ -4,11 +4,8 @@ import ast
 from collections.abc import Iterator
 from typing import Any
 
-_LORA = {
-    "LoraConfig": {"r": 8, "lora_alpha": 8, "lora_dropout": 0.0},
-    "get_peft_model": {"r": 16, "lora_alpha": 16, "lora_dropout": 0.0},
-}
-"""Calls that set up LoRA (of peft and Unsloth), and the defaults of their arguments."""
+_LORA_RANKS = {"LoraConfig": 8, "get_peft_model": 16}
+"""Calls that set up LoRA (of peft and Unsloth), and the default of their rank and alpha."""
 _OBJECTS = ("args", "data_collator", "model", "peft_config", "processing_class", "ref_model", "tokenizer")
 """Arguments of a trainer whose values are objects."""
 _CHANGES = ("concatenate_datasets", "filter", "from_dict", "from_generator", "from_list", "map", "select")
@@ -18,7 +15,8 @@ _CHANGES = ("concatenate_datasets", "filter", "from_dict", "from_generator", "fr
 def read_script(text: str) -> dict[str, Any]:
     """Return the arguments of the trainer, its config, LoRA, quantisation, model and datasets by TRL's names.
 
-    Names of arguments that are not literals begin with "(computed) ". Raises SyntaxError or ValueError if ``text`` is no Python.
+    Names of arguments that are not literals begin with "(computed) ". Raises SyntaxError or ValueError if ``text`` is no
+    Python, or if model or dataset is not a literal.
     """
     nodes = list(ast.walk(ast.parse(text)))
     assigned: dict[str, list[ast.expr]] = {}
@@ -35,15 +33,14 @@ def read_script(text: str) -> dict[str, Any]:
         if name == "TrainingArguments" or (name.endswith("Config") and f"{name[:-6]}Trainer" in map(_name, trainers)):
             values |= {"learning_rate": 5e-5, "bf16": False} if name == "TrainingArguments" else {}
             arguments |= ({"output_dir": call.args[0]} if call.args else {}) | words
-        elif name in _LORA and (name == "LoraConfig" or "r" in words):
-            values |= {"use_peft": True} | {f"LoraConfig.{key}": value for key, value in _LORA[name].items()}
+        elif name in _LORA_RANKS and (name == "LoraConfig" or "r" in words):
+            defaults = dict.fromkeys(("r", "lora_alpha"), _LORA_RANKS[name]) | {"lora_dropout": 0.0}
+            values |= {"use_peft": True} | {f"LoraConfig.{key}": value for key, value in defaults.items()}
             arguments |= {f"LoraConfig.{key}": value for key, value in words.items()}
         elif name == "BitsAndBytesConfig":
-            double = words.get("bnb_4bit_use_double_quant", ast.Constant(False))
-            arguments |= {
-                "load_in_4bit": words.get("load_in_4bit", ast.Constant(False)),
-                "use_bnb_nested_quant": double,
-            }
+            off = ast.Constant(False)
+            arguments["load_in_4bit"] = words.get("load_in_4bit", off)
+            arguments["use_bnb_nested_quant"] = words.get("bnb_4bit_use_double_quant", off)
         elif name == "from_pretrained" and "Model" in (owner := ast.unparse(call.func).rpartition(".")[0]):
             names = [words[key] for key in ("model_name", "pretrained_model_name_or_path") if key in words]
             values["model_class"] = owner
@@ -61,6 +58,8 @@ def read_script(text: str) -> dict[str, Any]:
         if isinstance(value, ast.expr) and key in ("bf16", "fp16"):  # what the device supports
             key, value = "bf16", "auto"
         values |= {f"(computed) {key}": ast.unparse(value)} if isinstance(value, ast.expr) else {key: value}
+    if "model_name_or_path" not in values or not values.get("datasets"):
+        raise ValueError("its model or dataset is not a literal; for scripts with options, convert their command line")
     return values
 
 

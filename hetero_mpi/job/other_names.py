@@ -73,11 +73,8 @@ def instead_of_key(name: str, value: Any, as_options: bool, table_name: str = ""
         for group in table["left"]:
             if any(fnmatch.fnmatchcase(name, pattern) for pattern in group["keys"]):
                 return f"leave it out: {group['reason']}"
-    own_keys = (
-        {}
-        if homes
-        else {key.partition(".")[2]: key for key in sorted(KEYS, key=lambda key: key.startswith(f"{table_name}."))}
-    )
+    keys = sorted(KEYS, key=lambda key: key.startswith(f"{table_name}."))
+    own_keys = {key.partition(".")[2]: key for key in keys if not homes}
     close_keys = difflib.get_close_matches(name, own_keys, n=1, cutoff=0.7)
     settings = _settings(own_keys[close_keys[0]], value) if close_keys else []
     return f"did you mean {written(settings, as_options)}?" if settings else ""
@@ -112,12 +109,8 @@ def _settings(text: str, value: Any) -> Settings:
 def settings_for(dotted: str, value: Any) -> Settings:
     """Return the settings that a value of a key stands for, such as ``["a.txt"]`` for ``"a.txt"``; empty if there are none."""
     word, tool_values = str(value).lower().removeprefix("torch."), read_names("other_tools.toml")["values"]
-    tables = (
-        read_names()["synonyms"],
-        read_names()["values"],
-        tool_values,
-        {"train.schedule": tool_values["=schedule"]},
-    )
+    schedules = {"train.schedule": tool_values["=schedule"]}
+    tables = (read_names()["synonyms"], read_names()["values"], tool_values, schedules)
     alias = next((text for table in tables if (text := table.get(dotted, {}).get(word))), "")
     if "=" in alias:
         return [setting for text in alias.split() for setting in _settings(text, None)]
