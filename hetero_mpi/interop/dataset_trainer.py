@@ -21,28 +21,11 @@ from typing import Any
 from transformers import TrainerCallback, TrainerState, trainer_pt_utils
 
 from hetero_mpi.api import Job, collective, steps, train
+from hetero_mpi.interop import trainer_arguments, trainer_inputs
 from hetero_mpi.interop.export import export, push_directory
 from hetero_mpi.interop.other_tools import convert_arguments
-from hetero_mpi.interop.trainer_arguments import (
-    arguments_of,
-    convert_lora,
-    convert_quantization,
-    keep_accelerate_local,
-    take_settings,
-    unsupported_options,
-)
 from hetero_mpi.interop.trainer_events import TrainerEvents
-from hetero_mpi.interop.trainer_inputs import (
-    RECORD_KEYS,
-    Rows,
-    formatted,
-    model_directory,
-    rows_file,
-    rows_of,
-    text_tokens,
-    tokenised,
-    tokenizer_directory,
-)
+from hetero_mpi.interop.trainer_inputs import Rows, require
 from hetero_mpi.objectives import objective
 from hetero_mpi.rundir.logs import write_line
 from hetero_mpi.rundir.metrics import Evaluation
@@ -51,7 +34,7 @@ from hetero_mpi.training.result import TrainResult
 from hetero_mpi.util.disk import write_errors
 from hetero_mpi.util.errors import UserError
 
-keep_accelerate_local()
+trainer_arguments.keep_accelerate_local()
 _MIN_RATE = 1e-30
 """Learning rate of the step that precedes an evaluation: too small to change a weight."""
 
@@ -103,32 +86,26 @@ class DatasetTrainer:
         **options: Any,
     ) -> None:
         trainer, loaded = type(self).__name__.removeprefix("Dataset"), hasattr(model, "save_pretrained")
-        if not loaded and not isinstance(model, (str, PathLike)):
-            text = (
-                f"model: must be a directory, the name of a Hub model or a loaded model, not a {type(model).__name__}"
-            )
-            raise UserError("trainer.model", text)
-        processing_class = tokenizer if processing_class is None else processing_class
-        if not (
-            isinstance(processing_class, (str, PathLike, NoneType)) or hasattr(processing_class, "save_pretrained")
-        ):
-            kind = type(processing_class).__name__
-            raise UserError("trainer.processing_class", f"processing_class: must be a tokenizer, not a {kind}")
-        values_by_name, changed, title = arguments_of(args, trainer, self._objective)
-        refused = [(trainer, *entry) for entry in unsupported_options(options, model)]
+        is_valid = loaded or isinstance(model, (str, PathLike))
+        require(is_valid, "trainer.model", "model", "a directory, the name of a Hub model or a loaded model", model)
+        named = tokenizer if processing_class is None else processing_class
+        is_valid = isinstance(named, (str, PathLike, NoneType)) or hasattr(named, "save_pretrained")
+        require(is_valid, "trainer.processing_class", "processing_class", "a tokenizer", named)
+        values_by_name, changed, title = trainer_arguments.arguments_of(args, trainer, self._objective)
+        refused = [(trainer, *entry) for entry in trainer_arguments.unsupported_options(options, model)]
         options = {"max_length" if key == "max_seq_length" else key: options[key] for key in options}
         values_by_name |= {key: value for key, value in options.items() if value is not None}
         changed |= {key for key, value in options.items() if value not in (None, False)}
-        settings = self._settings = take_settings(values_by_name, changed)
+        settings = self._settings = trainer_arguments.take_settings(values_by_name, changed)
         self.args = SimpleNamespace(**values_by_name | vars(settings)) if title == "args" else args
         quantization = quantization_config or settings.quantization_config
         quantization = getattr(model.config, "quantization_config", None) if loaded else quantization
-        refused += [(trainer, *entry) for entry in convert_quantization(values_by_name, quantization)]
+        refused += [(trainer, *entry) for entry in trainer_arguments.convert_quantization(values_by_name, quantization)]
         adapters = getattr(model, "peft_config", {})
         if adapters and peft_config is not None:
             refused.append((trainer, "peft_config", "the model has an adapter: pass the base model, or no peft_config"))
         peft_config = next(iter(adapters.values()), peft_config)
-        self._model, self.processing_class, self._column = model, processing_class, settings.dataset_text_field
+        self._model, self.processing_class, self._column = model, named, settings.dataset_text_field
         self._name = str(model.name_or_path or "model") if loaded else os.fspath(model)
         self._collator, self._formatting_func, self._run_dir = data_collator, formatting_func, Path(settings.output_dir)
         self._limit = (values_by_name.get("max_steps") or 0) * self._batch(values_by_name)
@@ -148,7 +125,7 @@ class DatasetTrainer:
         ]
         file = Path(self._name) / "config.json"
         config = model.config.to_dict() if loaded else json.loads(file.read_text("utf-8")) if file.is_file() else {}
-        unsupported += convert_lora(values, config, peft_config)
+        unsupported += trainer_arguments.convert_lora(values, config, peft_config)
         main = f"eval_{next(iter(self._tests), '')}".removesuffix("_") + "_loss"
         if settings.load_best_model_at_end and settings.metric_for_best_model not in (None, "loss", main, main[5:]):
             unsupported.append(("metric_for_best_model", f"the best model is that with the lowest {main}"))
@@ -231,19 +208,16 @@ class DatasetTrainer:
         with collective() as world, world.on_leader("uploading the result"):
             trained, settings = self._trained("push_to_hub"), self._settings
             if world.rank == 0:
-                name, token = (
-                    settings.hub_model_id or self._run_dir.absolute().name,
-                    options.get("token") or settings.hub_token,
-                )
+                name = settings.hub_model_id or self._run_dir.absolute().name
+                token = options.get("token") or settings.hub_token
                 private = options.get("private", settings.hub_private_repo) is not False
                 write_line(push_directory(trained, name, private, token, commit_message))
 
     def add_callback(self, callback: Any) -> None:
         """Add a ``TrainerCallback``, or its class."""
         callback = callback() if isinstance(callback, type) else callback
-        if not isinstance(callback, TrainerCallback):
-            kind = type(callback).__name__
-            raise UserError("trainer.callback", f"callbacks: must be TrainerCallback objects, not a {kind}")
+        is_valid = isinstance(callback, TrainerCallback)
+        require(is_valid, "trainer.callback", "callbacks", "TrainerCallback objects", callback)
         self._events.callbacks.append(callback)
 
     log_metrics, save_metrics = trainer_pt_utils.log_metrics, trainer_pt_utils.save_metrics
@@ -278,20 +252,20 @@ class DatasetTrainer:
 
     def _read(self, dataset: Any, name: str) -> tuple[Rows, str]:
         """Return rows of a dataset and their form: ``texts``, ``tokens``, ``completions`` or ``records``."""
-        rows, first = rows_of(dataset, name, self._limit if self._limit > 0 else None)
+        rows, first = trainer_inputs.rows_of(dataset, name, self._limit if self._limit > 0 else None)
         if self._formatting_func is not None and "input_ids" not in first:
-            rows, first, self._column = formatted(rows, self._formatting_func), {"text": ""}, "text"
-        is_text = self._column in first and not any(key in first for key in RECORD_KEYS)
+            rows, first, self._column = trainer_inputs.formatted(rows, self._formatting_func), {"text": ""}, "text"
+        is_text = self._column in first and not any(key in first for key in trainer_inputs.RECORD_KEYS)
         if is_text and self._collator is not None:
             tokenizer = self.processing_class or getattr(self._collator, "tokenizer", None) or self._name
-            rows = text_tokens(rows, self._column, tokenizer, self._settings.eos_token)
+            rows = trainer_inputs.text_tokens(rows, self._column, tokenizer, self._settings.eos_token)
         elif is_text:
             return rows, "texts"
         elif "input_ids" not in first:
             if self._collator is not None:
                 raise UserError("trainer.data_collator", f"data_collator: needs texts or input_ids in {name}; omit it")
             return rows, "completions" if isinstance(first.get("prompt"), str) else "records"
-        return tokenised(rows, name, self._collator), "tokens"
+        return trainer_inputs.tokenised(rows, name, self._collator), "tokens"
 
     def _batch(self, options: Mapping[str, Any]) -> int:
         """Return the number of rows per step."""
@@ -350,18 +324,24 @@ class DatasetTrainer:
 
     def _job(self, write: bool, tests: Mapping[str, Rows], further: Mapping[str, Any] | None = None) -> Job:
         """Build the job, with the files of all inputs if ``write``; other ranks than 0 need only a valid job."""
-        files = {name: [glob.escape(str(rows_file(rows))) if write else "rows.jsonl"] for name, rows in tests.items()}
-        rows = glob.escape(str(rows_file(self._rows))) if write else "rows.jsonl"
-        model, adapter = model_directory(self._model) if write else (self._name, None)
-        values: dict[str, Any] = {"data.text" if self._texts else "data.records": [rows], "model.path": model}
-        values |= {"data.evaluation": next(iter(files.values()), None)}
-        values |= {"data.evaluation_sets": {name: files[name] for name in list(files)[1:]} or None}
+
+        def file_of(rows: Rows) -> list[str]:
+            return [glob.escape(trainer_inputs.rows_file(rows)) if write else "rows.jsonl"]
+
+        model, adapter = trainer_inputs.model_directory(self._model) if write else (self._name, None)
+        values: dict[str, Any] = {
+            "data.text" if self._texts else "data.records": file_of(self._rows),
+            "model.path": model,
+        }
+        files = {name: file_of(rows) for name, rows in tests.items()}
+        values["data.evaluation"] = files.pop(next(iter(files), ""), None)
+        values["data.evaluation_sets"] = files or None
         values |= {"adapter.path": adapter} if adapter is not None else {}
         if write:
             named = self.processing_class or getattr(self._collator, "tokenizer", None)
             named = self._name if named is None and model != self._name else named
-            if (tokenizer := tokenizer_directory(named, self._name, self._settings.eos_token)) is not None:
-                values["tokenizer.path"] = tokenizer
+            tokenizer = trainer_inputs.tokenizer_directory(named, self._name, self._settings.eos_token)
+            values |= {"tokenizer.path": tokenizer} if tokenizer is not None else {}
         return Job.build({}, self._run_dir.name or "run", set=self._values | values | dict(further or {}))
 
 

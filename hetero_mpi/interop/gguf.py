@@ -160,18 +160,13 @@ def _alpha_and_base(directory: Path) -> tuple[float, str]:
     """Return the ``lora_alpha`` whose ratio to the rank, llama.cpp's scale, is right for every layer, and the base model."""
     adapter, base = adapter_of(directory)
     ranks = {name: of_pattern(adapter.rank_pattern or {}, name, adapter.rank) for name in adapter.targets}
-    alphas = {
-        float(f"{scale_of(adapter, name) * rank:.12g}") for name, rank in ranks.items()
-    }  # without rounding errors
+    alphas = {f"{scale_of(adapter, name) * rank:.12g}" for name, rank in ranks.items()}  # without rounding errors
+    is_more, is_uneven = bool(adapter.modules_to_save or adapter.tokens), len(alphas) > 1
     unsupported = {
         "llama.cpp does not support DoRA": adapter.dora,
         "llama.cpp's converter does not support adapters of fused experts (target_parameters)": adapter.parameters,
-        "llama.cpp's converter does not support modules_to_save or trained tokens": adapter.modules_to_save
-        or adapter.tokens,
-        "llama.cpp uses one alpha for all layers, but alpha_pattern or rank_pattern give this adapter several": len(
-            alphas
-        )
-        > 1,
+        "llama.cpp's converter does not support modules_to_save or trained tokens": is_more,
+        "llama.cpp uses one alpha for all layers, but alpha_pattern or rank_pattern give this adapter several": is_uneven,
         "the base model is unknown (base_model_name_or_path is empty)": base is None,
     }
     reasons = [reason for reason, applies in unsupported.items() if applies]
@@ -180,7 +175,7 @@ def _alpha_and_base(directory: Path) -> tuple[float, str]:
             "gguf.adapter_unsupported",
             f"{directory} is written, but no GGUF file: {reasons[0]}; to convert the merged model, export with --merge --gguf",
         )
-    return alphas.pop(), base
+    return float(alphas.pop()), base
 
 
 def _with_alpha(directory: Path, folder: Path, alpha: float) -> Path:

@@ -13,13 +13,7 @@ from typing import Any
 from hetero_mpi.interop.other_tools import PEFT
 from hetero_mpi.util.errors import UserError
 
-OBJECTIVES = {
-    "TrainingArguments": "sft",
-    "SFTConfig": "sft",
-    "DPOConfig": "dpo",
-    "KTOConfig": "kto",
-    "ORPOConfig": "orpo",
-}
+OBJECTIVES = {"TrainingArguments": "sft"} | {f"{name.upper()}Config": name for name in ("sft", "dpo", "kto", "orpo")}
 """Maps the class of the arguments to TRL's name for the objective."""
 _METRICS = "evaluations measure loss, token accuracy and rewards; compute other metrics with the saved model"
 _OPTIMIZER = "set optim, learning_rate and lr_scheduler_type in args"

@@ -3,15 +3,15 @@
 import copy
 import hashlib
 import json
+import os
 import re
-import secrets
-import shutil
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from itertools import islice
-from os import PathLike, fspath
+from os import PathLike
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -19,16 +19,23 @@ from transformers import AutoTokenizer
 
 from hetero_mpi.data.batch import IGNORED
 from hetero_mpi.rundir.logs import write_line
-from hetero_mpi.util.disk import cache_folder, sync, write_errors
+from hetero_mpi.util.disk import cache_folder, write_errors
 from hetero_mpi.util.errors import UserError
-from hetero_mpi.util.sealed import discard, load_sealed, store_folder
+from hetero_mpi.util.sealed import load_sealed, store_folder
 
 Rows = Collection[Mapping[str, Any]]
 RECORD_KEYS = ("messages", "conversations", "prompt", "chosen")
 """Keys that identify a row as a record, as in TRL, even if it has a text as well."""
 _CACHE_HINT = "set XDG_CACHE_HOME to a directory that you can write to"
+_ROWS_NAME = "rows.jsonl"
 _MODEL_INPUTS = ("input_ids", "attention_mask", "labels")
 _MASKS = ("completion_mask", "assistant_masks")
+
+
+def require(is_valid: bool, kind: str, name: str, expected: str, value: object) -> None:
+    """Raise a UserError of this kind about the argument ``name`` unless its value is valid."""
+    if not is_valid:
+        raise UserError(kind, f"{name}: must be {expected}, not {type(value).__name__}")
 
 
 def rows_of(dataset: Any, name: str, limit: int | None) -> tuple[Rows, dict[str, Any]]:
@@ -38,19 +45,12 @@ def rows_of(dataset: Any, name: str, limit: int | None) -> tuple[Rows, dict[str,
     """
     if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and not isinstance(dataset, (Iterable, Mapping)):
         dataset = [dataset[number] for number in range(len(dataset))]  # a dataset of torch
-    if isinstance(dataset, (str, bytes, Mapping)) or not isinstance(dataset, Iterable):
-        hint = ": pass one of its splits" if isinstance(dataset, Mapping) else ""
-        raise UserError(
-            "trainer.dataset",
-            f"{name}: must be a datasets.Dataset, or a list of dicts, not a {type(dataset).__name__}{hint}",
-        )
+    is_valid = isinstance(dataset, Iterable) and not isinstance(dataset, (str, bytes, Mapping))
+    require(is_valid, "trainer.dataset", name, "a datasets.Dataset, such as a split, or a list of dicts", dataset)
     rows: Any = dataset if hasattr(dataset, "__len__") else list(islice(dataset, limit))
     first = next(iter(rows), None)
-    if first is not None and not isinstance(first, Mapping):
-        raise UserError(
-            "trainer.dataset",
-            f"{name}: rows must be dicts, not {type(first).__name__}; see docs/data.md for the formats",
-        )
+    is_valid = isinstance(first, (Mapping, NoneType))
+    require(is_valid, "trainer.dataset", name, "rows that are dicts, as in docs/data.md", first)
     first = {key: value for key, value in (first or {}).items() if value is not None}  # columns without a value
     if not first:
         raise UserError("trainer.dataset", f"{name}: must have rows; see docs/data.md for the formats")
@@ -97,30 +97,19 @@ def tokenised(rows: Rows, name: str, data_collator: Callable[[Any], Any] | None)
     return result
 
 
-def rows_file(rows: Iterable[Mapping[str, Any]]) -> Path:
-    """Write the rows as JSON Lines to the user's cache, where equal datasets share a file."""
-    folder, digest = cache_folder("datasets"), hashlib.sha256()
-    temporary = folder / f".{secrets.token_hex(8)}"
-    with write_errors(folder, _CACHE_HINT):
-        folder.mkdir(parents=True, exist_ok=True)
-        try:
-            with temporary.open("wb") as file:
-                for number, row in enumerate(rows):
-                    try:
-                        line = json.dumps(dict(row), ensure_ascii=False).encode() + b"\n"
-                    except (TypeError, ValueError) as error:
-                        raise UserError(
-                            "trainer.dataset", f"dataset: row {number} is not serialisable as JSON: {error}"
-                        ) from None
-                    digest.update(line)
-                    file.write(line)
-            sync(temporary)
-            path = folder / f"{digest.hexdigest()[:32]}.jsonl"
-            if not path.is_file():
-                discard(path)
-            return temporary.rename(path)
-        finally:
-            temporary.unlink(missing_ok=True)
+def rows_file(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Write the rows as JSON Lines to the user's cache, and return the file's path."""
+
+    def save(folder: Path) -> None:
+        with (folder / _ROWS_NAME).open("w", encoding="utf-8") as file:
+            for number, row in enumerate(rows):
+                try:
+                    file.write(json.dumps(dict(row), ensure_ascii=False) + "\n")
+                except (TypeError, ValueError) as error:
+                    text = f"dataset: row {number} is not serialisable as JSON: {error}"
+                    raise UserError("trainer.dataset", text) from None
+
+    return os.path.join(_stored("rows", save), _ROWS_NAME)
 
 
 def tokenizer_directory(tokenizer: Any, model: str, end: str | None) -> str | None:
@@ -130,7 +119,7 @@ def tokenizer_directory(tokenizer: Any, model: str, end: str | None) -> str | No
         tokenizer = AutoTokenizer.from_pretrained(named) if isinstance(named, (str, PathLike)) else copy.deepcopy(named)
         tokenizer.eos_token = end
     if tokenizer is None or isinstance(tokenizer, (str, PathLike)):
-        return fspath(tokenizer) if tokenizer is not None else None
+        return os.fspath(tokenizer) if tokenizer is not None else None
     return _stored("tokenizer", getattr(tokenizer, "tokenizer", tokenizer).save_pretrained)
 
 
@@ -141,7 +130,7 @@ def model_directory(model: Any) -> tuple[str, str | None]:
     own directory, since they have lost precision.
     """
     if isinstance(model, (str, PathLike)):
-        return fspath(model), None
+        return os.fspath(model), None
     base, adapter = model, None
     if hasattr(model, "peft_config"):
         base, adapter = model.get_base_model(), _stored("adapter", model.save_pretrained)
@@ -160,18 +149,19 @@ _PEFT_ONLY = re.compile(r"\.(lora_|modules_to_save\.|token_adapter\.)")
 
 def _stored(kind: str, save: Callable[[Path], object]) -> str:
     """Save an object to the user's cache, where equal objects share a directory, and return the directory's path."""
-    folder = cache_folder("datasets")
+    folder, digest = cache_folder("datasets"), hashlib.sha256()
     with write_errors(folder, _CACHE_HINT):
         folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as temporary:
-        save(Path(temporary))
-        digest = hashlib.sha256()
-        files = sorted(file for file in Path(temporary).rglob("*") if file.is_file())
-        for file in files:
-            digest.update(file.name.encode() + np.memmap(file, np.uint8).data)
-        path = folder / f"{kind}-{digest.hexdigest()[:32]}"
-        if load_sealed(path, lambda *_: True, write_line) is None:
-            store_folder(
-                path, lambda target: shutil.copytree(temporary, target, dirs_exist_ok=True) and None, _CACHE_HINT
-            )
+        with tempfile.TemporaryDirectory(dir=folder) as temporary:
+            save(Path(temporary))
+            files = sorted(file for file in Path(temporary).rglob("*") if file.is_file())
+            for file in files:
+                digest.update(file.name.encode())
+                digest.update(np.memmap(file, np.uint8).data)
+            path = folder / f"{kind}-{digest.hexdigest()[:32]}"
+            if load_sealed(path, lambda *_: True, write_line) is None:
+                parts = [*Path(temporary).iterdir()]
+                store_folder(
+                    path, lambda target: [part.rename(target / part.name) for part in parts] and None, _CACHE_HINT
+                )
     return str(path)
