@@ -100,11 +100,8 @@ def _remaining(directory: Path, kind: str) -> str:
 def write_gguf(directory: Path, kind: str, command: str) -> str:
     """Write ``directory``/NAME.gguf, or NAME-TYPE.gguf if quantised, with llama.cpp, and a ``Modelfile``. Return a summary.
 
-    Args:
-        kind: type of the file, in lower case.
-        command: the user's command line, to quote in messages.
-
-    Raises UserError if the adapter is not supported, or if the converter is missing or fails.
+    ``command`` is the user's command line, to quote in messages. Raises UserError if the adapter is not supported, or if the
+    converter is missing or fails.
     """
     alpha, base = _alpha_and_base(directory) if (directory / CONFIG).exists() else (None, None)
     target, quantized = _files(directory, kind)
@@ -195,7 +192,10 @@ def write_modelfile(directory: Path, gguf: Path, base: str | None) -> list[str]:
 
     Raises UserError if the tokenizer or ``generation_config.json`` cannot be read.
     """
-    lines, notes = _origin(gguf, base), []
+    lines, notes = [f"FROM ./{gguf.name}" if gguf.is_file() else "FROM ."], []
+    if base is not None:
+        note = f"# {base} is a Hugging Face Hub name: replace it with Ollama's name of the model, or its GGUF file"
+        lines = [*([] if os.path.isabs(base) else [note]), f"FROM {base}", f"ADAPTER ./{gguf.name}"]
     folders = [directory, *([hub.directory_of(base)] if base is not None else [])]
     home = next((folder for folder in folders if (folder / "tokenizer.json").is_file()), None)
     tokenizer = load_tokenizer(home) if home is not None else None
@@ -215,33 +215,23 @@ def write_modelfile(directory: Path, gguf: Path, base: str | None) -> list[str]:
     return notes
 
 
-def _origin(gguf: Path, base: str | None) -> list[str]:
-    if base is None:
-        return [f"FROM ./{gguf.name}" if gguf.is_file() else "FROM ."]
-    note = f"# {base} is a Hugging Face Hub name: replace it with Ollama's name of the model, or its GGUF file"
-    return [*([] if os.path.isabs(base) else [note]), f"FROM {base}", f"ADAPTER ./{gguf.name}"]
-
-
 @dataclass(frozen=True)
 class Layout:
-    """The text that a chat template adds around messages."""
+    """The text that a chat template adds around messages.
+
+    A conversation is ``head`` or, with a system message, ``system_head`` SYSTEM ``system_end``; then ``user`` USER ``answer``
+    ANSWER ``end`` per turn; then ``user`` USER ``last`` for the answer to generate. If ``folded``, SYSTEM ``system_end`` stands
+    directly before the first USER instead. ``system_head`` is None if the template does not support system messages.
+    """
 
     head: str
-    """Text before the first user turn if there is no system message."""
     system_head: str | None
-    """Text before the system message; None if the template does not support system messages."""
     system_end: str
-    """Text after the system message."""
     folded: bool
-    """Whether the system message is part of the first user turn, before the user's message."""
     user: str
-    """Text before a user message."""
     answer: str
-    """Text between a user message and its answer."""
     last: str
-    """Text between the last user message and the answer to generate."""
     end: str
-    """Text after an answer that is followed by another turn."""
 
     def render(self, system: str | None, turns: Sequence[Mapping[str, str]]) -> str:
         """Render turns that begin and end with a user message, after a system message if there is one."""
