@@ -24,7 +24,7 @@ from hetero_mpi.util import toml
 from hetero_mpi.util.disk import write_errors
 from hetero_mpi.util.errors import UserError
 
-PEFT, PARTS = TABLE["peft"], {part: text.replace("`", "") for part, text in TABLE["parts"].items()}
+PARTS = {part: text.replace("`", "") for part, text in TABLE["parts"].items()}
 _RECORDS = re.compile(r"\.(jsonl?|parquet)(\.\w+)?$")
 _COLUMNS = ("field", "text_column", "columns")
 """Keys of a dataset entry that may name its text column."""
@@ -36,10 +36,8 @@ def convert_file(file: Path, target: Path, gpus: int | None) -> list[str]:
     Raises UserError if the format is unknown, the kind of training is not supported, or ``target`` exists.
     """
     if target.exists():
-        raise UserError(
-            "init.exists",
-            f"{target}: already exists, and init does not overwrite files; choose another directory or FILE.toml",
-        )
+        text = f"{target}: already exists, and init does not overwrite files; choose another directory or FILE.toml"
+        raise UserError("init.exists", text)
     draft = _Draft(file, read_keys(file), target.absolute().parent, gpus)
     if draft.stops:
         stops = "".join(f"\n  {key} = {value}: {why}" for key, value, why in draft.stops)

@@ -10,13 +10,19 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from hetero_mpi.interop.other_tools import PEFT
+from hetero_mpi.interop.job_draft import TABLE
 from hetero_mpi.util.errors import UserError
 
 OBJECTIVES = {"TrainingArguments": "sft"} | {f"{name.upper()}Config": name for name in ("sft", "dpo", "kto", "orpo")}
 """Maps the class of the arguments to TRL's name for the objective."""
 _METRICS = "evaluations measure loss, token accuracy and rewards; compute other metrics with the saved model"
 _OPTIMIZER = "set optim, learning_rate and lr_scheduler_type in args"
+_PEFT, _SCRIPT_KEYS = TABLE["peft"], TABLE["trl"]["keys"]
+_LORA_KEYS = {
+    key.removeprefix("LoraConfig."): _SCRIPT_KEYS[key] for key in _SCRIPT_KEYS if key.startswith("LoraConfig.")
+}
+_LORA_KEYS |= _PEFT["keys"]
+"""Maps arguments of peft's ``LoraConfig`` to job keys."""
 _UNSUPPORTED = {
     "compute_metrics": _METRICS,
     "preprocess_logits_for_metrics": _METRICS,
@@ -27,13 +33,8 @@ _UNSUPPORTED = {
     "ref_model": "the reference model is the model before the first step: remove it",
 }
 """Maps parameters of other trainers to the reason why they are not supported."""
-_SETTINGS = {
-    "output_dir": "trainer_output",
-    "dataset_text_field": "text",
-    "eval_strategy": "no",
-    "logging_strategy": "steps",
-    "logging_steps": 10,
-}
+_SETTINGS: dict[str, Any] = {"output_dir": "trainer_output", "dataset_text_field": "text", "eval_strategy": "no"}
+_SETTINGS |= {"logging_strategy": "steps", "logging_steps": 10}
 _NONE = "eval_steps logging_first_step load_best_model_at_end metric_for_best_model greater_is_better push_to_hub hub_model_id"
 _SETTINGS |= dict.fromkeys([*_NONE.split(), "hub_token", "hub_private_repo", "quantization_config", "eos_token"])
 """Arguments that the trainer itself implements, with their defaults."""
@@ -88,10 +89,8 @@ def arguments_of(args: Any, trainer: str, objective: str | None) -> tuple[dict[s
     objective = objective or OBJECTIVES.get(title)
     allowed = [name for name, kind in OBJECTIVES.items() if name == "TrainingArguments" or objective in (None, kind)]
     if title not in allowed:
-        raise UserError(
-            "trainer.argument",
-            f"{trainer}(args=...): {title} is not supported; use {', '.join(allowed)}, or a dict of their arguments",
-        )
+        rule = f"is not supported; use {', '.join(allowed)}, or a dict of their arguments"
+        raise UserError("trainer.argument", f"{trainer}(args=...): {title} {rule}")
     basics = {key: getattr(args, key) for key in ("output_dir", "use_cpu", "bf16", "fp16")}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about arguments that the user did not set
@@ -128,9 +127,9 @@ def convert_lora(values: dict[str, Any], model_config: Mapping[str, Any], config
         lora["lora_dropout"] = 0.0
     lora["layers_to_transform"] = [layers] if isinstance(layers, int) else layers
     refused = _convert_extras(values, model_config, lora)
-    values |= {ours: lora[key] for key, ours in PEFT["keys"].items() if lora[key] not in (None, {})}
-    changed = {key for key, value in lora.items() if value != defaults.get(key)} - PEFT["keys"].keys()
-    return refused + [(f"peft_config.{key}", PEFT["reason"]) for key in sorted(changed - set(PEFT["aside"]))]
+    values |= {ours: lora[key] for key, ours in _LORA_KEYS.items() if lora[key] not in (None, {})}
+    changed = {key for key, value in lora.items() if value != defaults.get(key)} - _LORA_KEYS.keys()
+    return refused + [(f"peft_config.{key}", _PEFT["reason"]) for key in sorted(changed - set(_PEFT["aside"]))]
 
 
 _TOKEN_MODULES = {"embed_tokens": "embedding", "lm_head": "head"}
