@@ -196,22 +196,21 @@ class DatasetTrainer:
         """Copy the model, or the adapter, to ``output_dir`` on rank 0's host, by default that of ``args``. Collective."""
         target = Path(output_dir or self._run_dir)
         with collective() as world, world.on_leader("copying the result"):
-            trained = self._trained("save_model")
             if world.rank == 0:
                 with write_errors(target, "choose another directory"):
-                    shutil.copytree(trained, target, dirs_exist_ok=True)
+                    shutil.copytree(self._trained("save_model"), target, dirs_exist_ok=True)
         if self._settings.push_to_hub:
             self.push_to_hub()
 
     def push_to_hub(self, commit_message: str = "End of training", **options: Any) -> None:
         """Upload the model, or the adapter, from rank 0's host to the Hugging Face Hub. Collective."""
         with collective() as world, world.on_leader("uploading the result"):
-            trained, settings = self._trained("push_to_hub"), self._settings
             if world.rank == 0:
+                settings = self._settings
                 name = settings.hub_model_id or self._run_dir.absolute().name
                 token = options.get("token") or settings.hub_token
                 private = options.get("private", settings.hub_private_repo) is not False
-                write_line(push_directory(trained, name, private, token, commit_message))
+                write_line(push_directory(self._trained("push_to_hub"), name, private, token, commit_message))
 
     def add_callback(self, callback: Any) -> None:
         """Add a ``TrainerCallback``, or its class."""
@@ -278,10 +277,8 @@ class DatasetTrainer:
     def _per_epoch(self, options: Mapping[str, Any]) -> int:
         """Return the number of steps per epoch. Raises UserError with packing, which makes the number unknown in advance."""
         if options.get("packing"):
-            raise UserError(
-                "trainer.steps_per_epoch",
-                "with packing, steps per epoch are unknown in advance: set save_strategy and eval_strategy to steps",
-            )
+            text = "with packing, steps per epoch are unknown in advance: set save_strategy and eval_strategy to steps"
+            raise UserError("trainer.steps_per_epoch", text)
         return math.ceil(len(self._rows) / self._batch(options))
 
     def _measure(self, tests: Mapping[str, Rows]) -> Evaluation:
@@ -294,9 +291,8 @@ class DatasetTrainer:
         if self.result is not None:
             compared = objective(self._values.get("train.preference", "none"))
             if compared is not None and compared.reference:
-                raise UserError(
-                    "trainer.not_evaluated", "rewards compare with the first model: pass eval_dataset to the trainer"
-                )
+                text = "rewards compare with the first model: pass eval_dataset to the trainer"
+                raise UserError("trainer.not_evaluated", text)
             is_adapter = self._values["adapter.method"] == "lora"
             values["adapter.path" if is_adapter else "model.path"] = self.result.result
         run_dir = self._run_dir.with_name(f"{self._run_dir.absolute().name}.evaluation")
@@ -329,10 +325,8 @@ class DatasetTrainer:
             return [glob.escape(trainer_inputs.rows_file(rows)) if write else "rows.jsonl"]
 
         model, adapter = trainer_inputs.model_directory(self._model) if write else (self._name, None)
-        values: dict[str, Any] = {
-            "data.text" if self._texts else "data.records": file_of(self._rows),
-            "model.path": model,
-        }
+        key = "data.text" if self._texts else "data.records"
+        values: dict[str, Any] = {key: file_of(self._rows), "model.path": model}
         files = {name: file_of(rows) for name, rows in tests.items()}
         values["data.evaluation"] = files.pop(next(iter(files), ""), None)
         values["data.evaluation_sets"] = files or None

@@ -133,10 +133,8 @@ def _open(reader: CheckpointReader, path: Path) -> ExportSource:
     try:
         job = job_from_dict(reader.required("job"))
     except ValidationError as error:
-        raise UserError(
-            "export.job_version",
-            f"{path}: its job is not valid in this version: {error}; export with the version that wrote it",
-        ) from error
+        text = f"{path}: its job is not valid in this version: {error}; export with the version that wrote it"
+        raise UserError("export.job_version", text) from error
     if job.model.factory is not None:
         raise UserError(
             "export.custom_model",
@@ -251,12 +249,9 @@ def expert_delta(model: PreTrainedModel, name: str, a: torch.Tensor, b: torch.Te
 def merged(
     adapter: AdapterTable, name: str, weight: torch.Tensor, delta: torch.Tensor, magnitude: torch.Tensor | None
 ) -> torch.Tensor:
-    """Merge an adapter's update into a weight (out, in).
+    """Merge ``delta``, the adapter's unscaled product B A (out, in), into a weight (out, in).
 
-    Args:
-        name: name of the adapted module, or of the parameter of fused experts.
-        delta: unscaled product B A (out, in).
-        magnitude: DoRA's magnitude (out), or None without DoRA.
+    ``name``: the adapted module or fused experts. ``magnitude``: that of DoRA (out), or None without DoRA.
     """
     summed = weight + scale_of(adapter, name) * delta
     return summed if magnitude is None else (magnitude / torch.linalg.norm(summed, dim=1)).unsqueeze(1) * summed
@@ -273,11 +268,7 @@ def write_card(
 ) -> None:
     """Write the model card to ``target``, unless ``replaced``, the directory to be replaced, has a card not written by ``export``.
 
-    Args:
-        checkpoint: the exported checkpoint file; its run directory contains the losses.
-        metadata: the checkpoint's metadata.
-        base: directory of the base weights.
-        kind: ``model``, ``adapter`` or ``merged``.
+    ``kind`` is ``model``, ``adapter`` or ``merged``. The run directory that contains ``checkpoint`` provides the losses.
     """
     from huggingface_hub import ModelCard, ModelCardData
 

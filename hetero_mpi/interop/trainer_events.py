@@ -18,14 +18,9 @@ from hetero_mpi.training.result import TrainResult
 
 
 class TrainerEvents:
-    """Keeps the state of a trainer and calls its callbacks.
+    """Keeps the state of a trainer and calls its callbacks with ``args``.
 
-    Args:
-        args: arguments that callbacks receive.
-        log_every: steps between logs; 0: never.
-        log_first: whether to log the first step.
-        per_epoch: steps per epoch; None if unknown.
-        max_steps: total number of steps; 0 if unknown.
+    It logs every ``log_every`` steps (0: never). ``per_epoch``, the steps of an epoch, is None and ``max_steps`` is 0 if unknown.
     """
 
     def __init__(self, args: Any, log_every: int, log_first: bool, per_epoch: int | None, max_steps: int) -> None:

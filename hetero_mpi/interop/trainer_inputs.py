@@ -89,10 +89,8 @@ def tokenised(rows: Rows, name: str, data_collator: Callable[[Any], Any] | None)
             targets = np.logical_and.reduce([columns.get(key, np.ones_like(ids)) != 0 for key in _MASKS])
             labels = np.where(targets & is_input, ids, IGNORED)
         if labels.shape != ids.shape or (labels[~is_input] != IGNORED).any():
-            raise UserError(
-                "trainer.labels",
-                f"{name}: row {number}: labels must be as many as input_ids, and -100 for padding, which would be learnt",
-            )
+            rule = "labels must be as many as input_ids, and -100 for padding, which would be learnt"
+            raise UserError("trainer.labels", f"{name}: row {number}: {rule}")
         result.append({"input_ids": ids[is_input].tolist(), "labels": labels[is_input].tolist()})
     return result
 

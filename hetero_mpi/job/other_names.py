@@ -47,10 +47,8 @@ def read_names(file: str = "other_names.toml") -> dict[str, Any]:
 def instead_of_key(name: str, value: Any, as_options: bool, table_name: str = "") -> str:
     """Return what to write for a key that a job does not have, or "" if the name is unknown.
 
-    Args:
-        value: value given with the name; None without one.
-        as_options: answer with ``--set`` options instead of lines of a job file.
-        table_name: table in which the name was found.
+    The answer is in ``--set`` options, or else in lines of a job file. ``value``: value given with the name, or None.
+    ``table_name``: table in which the name was found.
     """
     name = name if len(name) == 1 else name.lower().replace("-", "_")
     name = name if name in KEYS else name.rpartition(".")[2]
