@@ -23,7 +23,7 @@ from hetero_mpi.planning.device_times import (
 )
 from hetero_mpi.planning.group_costs import broadcast_s, device_of, group_device, whole_sums_s
 from hetero_mpi.planning.owners import owned_share
-from hetero_mpi.planning.schedule import COMPUTE, Action, Op, held_by, reduced_layers, tied_heads
+from hetero_mpi.planning.schedule import COMPUTE, Action, Op, reduced_layers, tied_heads
 from hetero_mpi.planning.types.cost import ModelCost
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile
@@ -52,7 +52,7 @@ def _late_values_s(number: int, plan: Plan, profile: ClusterProfile) -> float:
         return 0.0
     like_layers: dict[tuple[tuple[int, ...], int], list[int]] = {}
     for layer in range(stage.first, stage.last):
-        like_layers.setdefault((held_by(plan, layer), value_bytes(profile.model, layer)), []).append(layer)
+        like_layers.setdefault((plan.holders[layer], value_bytes(profile.model, layer)), []).append(layer)
     coming_s = sum(len(layers) * values_s(plan, profile, layers[0]) for layers in like_layers.values())
     pipeline = plan.pipelines[index]
     forward_s = stage_s(profile, pipeline, stage, pipeline.size(0), plan.sequence_length, Op.F)
@@ -136,8 +136,9 @@ def _exchange_s(plan: Plan, profile: ClusterProfile, layer: int, size_bytes: int
 
     A tensor-parallel group is modelled as its leader exchanging everything, since its members share one NIC.
     """
-    weights = [plan.state_weights[rank] for rank in held_by(plan, layer)]
-    return exchange_s(profile, held_by(plan, layer), size_bytes) * (len(weights) * max(weights) / sum(weights))
+    ranks = plan.holders[layer]
+    weights = [plan.state_weights[rank] for rank in ranks]
+    return exchange_s(profile, ranks, size_bytes) * (len(weights) * max(weights) / sum(weights))
 
 
 def _reduce_s(action: Action, plan: Plan, profile: ClusterProfile) -> float:
@@ -321,7 +322,7 @@ class Durations:
         self._cache: dict[tuple[Op, int, int | None], tuple[float, int]] = {}
         first: dict[tuple[tuple[int, ...], int], int] = {}
         self._first_alike = {
-            layer: first.setdefault((held_by(plan, layer), summed_bytes(profile.model, layer)), layer)
+            layer: first.setdefault((plan.holders[layer], summed_bytes(profile.model, layer)), layer)
             for layer in self.summed
         }
         """Layer -> first layer with the same holders and gradient size, whose all-reduce costs the same."""

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from hetero_mpi.planning.contention import copying_at_once
 from hetero_mpi.planning.memory import stage_memory
 from hetero_mpi.planning.types.cluster_changes import restricted
-from hetero_mpi.planning.types.cost import LayerCost, ModelCost
+from hetero_mpi.planning.types.cost import LayerCost
 from hetero_mpi.planning.types.plan import StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve, DeviceProfile, LayerTimes
 from hetero_mpi.planning.types.sizes import EMBEDDING, GRADIENT_BYTES, HEAD
@@ -33,10 +33,8 @@ def device_of(profile: ClusterProfile, stage: StagePlan) -> DeviceProfile:
 def group_device(profile: ClusterProfile, group: StagePlan, alone: int | None = None) -> DeviceProfile:
     """Return the group, or only its rank ``alone`` without exchanges, as one device (``memory_bytes`` is meaningless)."""
     ranks = group.ranks if alone is None else (alone,)
-    device_by_key, key = profile.group_devices, (group.ranks, group.shares, group.experts, ranks)
-    if key not in device_by_key:
-        device_by_key[key] = _group_as_device(profile, group, ranks)
-    return device_by_key[key]
+    key = "group", group.ranks, group.shares, group.experts, ranks
+    return profile.cached(key, lambda: _group_as_device(profile, group, ranks))
 
 
 def _group_as_device(profile: ClusterProfile, group: StagePlan, ranks: Sequence[int]) -> DeviceProfile:
@@ -50,15 +48,17 @@ def _group_as_device(profile: ClusterProfile, group: StagePlan, ranks: Sequence[
             for device, member in zip(members, map(group.ranks.index, ranks), strict=True)
         ]
         layers[kind] = _slowest(profile, ranks, layer if len(ranks) > 1 else replace(layer, group_sums=0), parts)
-    full_stage = replace(group, first=0, last=len(profile.model.layers))
-    trained = max(1, sum(layer.trainable_parameters for layer in profile.model.layers))
+    trained = [
+        sum(layer.trainable_parameters for layer in profile.model.part(group.share(i), group.expert_share(i)).layers)
+        for i in range(len(members))
+    ]
+    all_trained = max(1, sum(layer.trainable_parameters for layer in profile.model.layers))
     return replace(
         members[0],
         layers=layers,
         optimizer_fixed_s=max(device.optimizer_fixed_s for device in members),
         optimizer_s_per_parameter=max(
-            device.optimizer_s_per_parameter * member_trained(profile.model, full_stage, member) / trained
-            for member, device in enumerate(members)
+            device.optimizer_s_per_parameter * own / all_trained for device, own in zip(members, trained, strict=True)
         ),
         forward_overhead_s=max(device.forward_overhead_s for device in members),
         backward_overhead_s=max(device.backward_overhead_s for device in members),
@@ -185,16 +185,8 @@ def broadcast_s(profile: ClusterProfile, stage: StagePlan, tokens: int, is_backw
     return rounds * max(link.latency_s + size_bytes / link.bytes_per_s for link in links) + into_s
 
 
-def member_trained(model: ModelCost, stage: StagePlan, member: int) -> int:
-    """Number of a stage's trainable parameters on one member."""
-    member_model = model.part(stage.share(member), stage.expert_share(member))
-    return sum(layer.trainable_parameters for layer in member_model.layers[stage.first : stage.last])
-
-
 def whole_sums_s(profile: ClusterProfile, stage: StagePlan) -> float:
     """Seconds per step to all-reduce the gradients of parameters that every member of a group holds."""
-    if not stage.grouped:
-        return 0.0
     replicated_parameters = [layer.trainable_parameters - layer.divided_trainable for layer in profile.model.layers]
     gradient_bytes = [GRADIENT_BYTES * count for count in replicated_parameters[stage.first : stage.last] if count]
     return sum(sum_s(profile, stage.ranks, size_bytes) for size_bytes in gradient_bytes)

@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import TypeVar
 
-from hetero_mpi.planning.schedule import held_by
 from hetero_mpi.planning.types.cost import ModelCost
 from hetero_mpi.planning.types.plan import Plan, StagePlan
 
@@ -45,7 +44,7 @@ def owned_share(plan: Plan, model: ModelCost, number: int) -> float:
     """Trainable elements of a stage that its rank would own if parameters were divisible, to time the optimizer step."""
     stage, weight, owned = plan.numbered[number][2], plan.state_weights, 0.0
     for layer in range(stage.first, stage.last):
-        layer_weight = sum(weight[rank] for rank in held_by(plan, layer))
+        layer_weight = sum(weight[rank] for rank in plan.holders[layer])
         owned += model.layers[layer].trainable_parameters * weight[stage.ranks[0]] / layer_weight
     return owned
 

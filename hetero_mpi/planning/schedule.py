@@ -142,11 +142,6 @@ def busy(events: Iterable[Event]) -> dict[int, float]:
     return result
 
 
-def held_by(plan: Plan, layer: int) -> tuple[int, ...]:
-    """Ranks that hold ``layer``, one per pipeline (the leader of a tensor-parallel group), in plan order."""
-    return plan.holders[layer] if layer < plan.layers else ()
-
-
 def holders(plan: Plan) -> dict[int, tuple[int, ...]]:
     """Map each layer to the ranks that hold it or a shard of it, in plan order."""
     ranks_by_layer: dict[int, tuple[int, ...]] = {}
@@ -160,9 +155,9 @@ def reduced_layers(plan: Plan, model: ModelCost) -> dict[int, tuple[int, ...]]:
     """Map each trained layer on several ranks to the ranks that reduce its gradients (tied layer 0: heads too)."""
     ranks_by_layer = {}
     for index, layer in enumerate(model.layers):
-        ranks = held_by(plan, index)
+        ranks = plan.holders[index]
         if index == 0 and model.tied:
-            ranks = tuple(dict.fromkeys((*ranks, *held_by(plan, plan.layers - 1))))
+            ranks = tuple(dict.fromkeys((*ranks, *plan.holders[-1])))
         if len(ranks) > 1 and layer.trainable_parameters > 0:
             ranks_by_layer[index] = ranks
     return ranks_by_layer

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from hetero_mpi.planning.dry_run import awaited, validate
 from hetero_mpi.planning.durations import Durations, finished_layers_s
-from hetero_mpi.planning.schedule import WHOLE_STEP, Action, Event, Op, Schedule, busy, held_by, schedule_of
+from hetero_mpi.planning.schedule import WHOLE_STEP, Action, Event, Op, Schedule, busy, schedule_of
 from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import Resource, resources
@@ -171,7 +171,7 @@ def gradient_sums(costs: Durations, final_s: dict[tuple[int, int], float]) -> It
         final_s[embedding, 0] = max(final_s[embedding, 0], part.end_s)
         yield part
     stages = {stage.ranks[0]: number for number, stage in reversed([*enumerate(costs.stages)])}
-    ranks_of = {layer: held_by(costs.plan, layer) for layer in sorted(costs.summed)}
+    ranks_of = {layer: costs.plan.holders[layer] for layer in sorted(costs.summed)}
     layers_of: dict[int, list[int]] = {}
     for layer, ranks in ranks_of.items():
         for rank in ranks:

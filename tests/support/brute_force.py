@@ -16,7 +16,7 @@ from hetero_mpi.planning.memory import state_on_device, usable_bytes
 from hetero_mpi.planning.memory_model import predict_hosts, predict_memory
 from hetero_mpi.planning.outline import spans_s
 from hetero_mpi.planning.owners import owned_state_bytes, weighted
-from hetero_mpi.planning.schedule import Action, Op, held_by, reduced_layers, tied_heads
+from hetero_mpi.planning.schedule import Action, Op, reduced_layers, tied_heads
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve, DeviceProfile, HostProfile, LayerTimes, LinkProfile
@@ -243,7 +243,7 @@ def together_s(parts: list[Timed], plan: Plan, profile: ClusterProfile) -> float
         ends[source] = max(ends[source], come)
     free = dict.fromkeys(ends, 0.0)
     for layer in sorted(reduced_layers(plan, profile.model), reverse=True):
-        ranks = held_by(plan, layer)
+        ranks = plan.holders[layer]
         start = max(max(free[rank], whole[rank, layer]) for rank in ranks)
         free.update(dict.fromkeys(ranks, start + sum_s(plan, profile, layer)))
     steps = (Action(Op.STEP, number) for number in range(len(numbered)))

@@ -20,7 +20,7 @@ from hetero_mpi.planning.decision.groups import improve_group_plan
 from hetero_mpi.planning.decision.planner import complete_plan
 from hetero_mpi.planning.outline import outlined
 from hetero_mpi.planning.owners import owned_units
-from hetero_mpi.planning.schedule import held_by, holders
+from hetero_mpi.planning.schedule import holders
 from hetero_mpi.planning.types.cluster_changes import renumbered, restricted
 from hetero_mpi.planning.types.codec import decode, encode
 from hetero_mpi.planning.types.cost import LayerCost, ModelCost
@@ -224,7 +224,7 @@ def _group_part_bytes(plan: Plan, model: ModelCost) -> dict[_Transfer, float]:
         for member, rank in enumerate(stage.ranks[1:], 1):
             for number in range(stage.first, stage.last):
                 layer, leader = model.layers[number], stage.ranks[0]
-                owned = weight[leader] / sum(weight[holder] for holder in held_by(plan, number))
+                owned = weight[leader] / sum(weight[holder] for holder in plan.holders[number])
                 experts = layer.expert_trainable * stage.expert_share(member)
                 cut = (layer.divided_trainable - layer.expert_trainable) * stage.share(member) + experts
                 bytes_by_transfer[rank, leader, number] = owned * cut * (_VALUE_BYTES + _moments_bytes(layer))

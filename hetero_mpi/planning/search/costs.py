@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from hetero_mpi.planning.bounds import cycle_bound_s
-from hetero_mpi.planning.durations import summed_bytes, value_bytes
+from hetero_mpi.planning.durations import exchange_s, summed_bytes, value_bytes
 from hetero_mpi.planning.memory import Layer, StageMode
 from hetero_mpi.planning.memory_model import MemoryBudget, MemoryModel
 from hetero_mpi.planning.orders.warm_up import paced_each, period_s, scheduled_depths
@@ -108,14 +108,10 @@ class Costs:
     def layer_count(self) -> int:
         return len(self.model.layers)
 
-    @property
-    def tokens(self) -> int:
-        return self.micro_batch * self.request.sequence_length
-
     @cached_property
     def message_bytes(self) -> Floats:
-        sent = [self.model.sent_bytes_per_token(layer) for layer in range(self.layer_count)]
-        return np.array([float(each * self.tokens) for each in sent])
+        tokens = self.micro_batch * self.request.sequence_length
+        return np.array([float(self.model.sent_bytes_per_token(i) * tokens) for i in range(self.layer_count)])
 
     @cached_property
     def summed_bytes(self) -> Floats:
@@ -141,26 +137,9 @@ class Costs:
 
     def exchange_s(self, ranks: Sequence[int], size_bytes: Floats) -> Floats:
         """``durations.exchange_s`` for several sizes at once; columns exchange among all their members."""
-        if self.base is not None:
-            return self.base.exchange_s([rank for column in ranks for rank in self.members[column]], size_bytes)
-        count = len(ranks)
-        if count < 2:
-            return np.zeros(len(size_bytes))
+        members = [self.devices[index].rank for rank in ranks for index in self.members[rank]]
         sizes, which = np.unique(size_bytes, return_inverse=True)
-        part = sizes / count
-        places = self.place_of[np.array(ranks)]
-        off_diagonal = ~np.eye(count, dtype=bool)
-        latency_s = self.latency_s[np.ix_(places, places)] * off_diagonal
-        per_byte_s = self.per_byte_s[np.ix_(places, places)] * off_diagonal
-        hosts = len(set(self.host[np.array(ranks)].tolist()))
-        if hosts not in (1, count):  # a ring across hosts (``comm.transport``)
-            slowest = [float((latency_s + per_byte_s * size).max()) for size in part.tolist()]
-            return np.where(sizes > 0, (count - 1) * np.array(slowest), 0.0)[which]
-        busiest = np.maximum(
-            (latency_s.sum(axis=1)[:, None] + per_byte_s.sum(axis=1)[:, None] * part).max(axis=0),
-            (latency_s.sum(axis=0)[:, None] + per_byte_s.sum(axis=0)[:, None] * part).max(axis=0),
-        )
-        return np.where(sizes > 0, busiest, 0.0)[which]
+        return np.array([exchange_s(self.memory.profile, members, size) for size in sizes.tolist()])[which]
 
     # Memory
 
@@ -305,14 +284,17 @@ class Costs:
             allowance: number of periods by which gradients arrive early.
             repeat: allow depths that fit in memory only with recomputation.
         """
-        schedule = self.request.schedule
-        if schedule != "auto":
-            depths = scheduled_depths(schedule, len(line.ranks), line.micro_batches)
-            return line._replace(flying=tuple(min(depth + 1, line.micro_batches) for depth in depths))
+        if self.request.schedule != "auto":
+            return self.scheduled(line)
         key = line.ranks, line.counts, line.sequences, allowance, repeat
         if key not in self._paced:
             self._paced[key] = self._depths(line, allowance, repeat)
         return line._replace(flying=self._paced[key])
+
+    def scheduled(self, line: Line) -> Line:
+        """Set the depths that the request's schedule prescribes."""
+        depths = scheduled_depths(self.request.schedule, len(line.ranks), line.micro_batches)
+        return line._replace(flying=tuple(min(depth + 1, line.micro_batches) for depth in depths))
 
     def _depths(self, line: Line, allowance: float, repeat: bool) -> tuple[int, ...]:
         modes, max_depths = list[StageMode](), list[int]()

@@ -76,7 +76,7 @@ class Fitter:
         """Yield equal shares of state, in bytes: first reduced for ranks with below-average memory, then unreduced."""
         for levelled in (True, False):
             owned = dict[int, float]()
-            for stage in (stage for pipeline in plan.pipelines for stage in pipeline.stages):
+            for _, _, stage in plan.numbered:
                 part = self._state(stage) / len(plan.pipelines)
                 lack = max(0.0, self._mean - self._usable[stage.ranks[0]]) if levelled else 0.0
                 owned[stage.ranks[0]] = part - min(lack, part)
@@ -93,23 +93,21 @@ class Fitter:
 
         Ranks that compute in host memory keep slices only in memory that the file blocks they read do not need.
         """
-        for index, number in [(i, k) for i, line in enumerate(plan.pipelines) for k in range(len(line.stages))]:
-            pipeline = plan.pipelines[index]
-            stage = pipeline.stages[number]
+        for number, index, stage in plan.numbered:
             if stage.streamed:
                 least = 0 if self.profile.devices[stage.ranks[0]].shares_host_memory else stage.kept_slices
-                unchecked = _with_pipeline(plan, index, _with_stage(pipeline, number, kept_slices=least))
-                plan = self._fullest(plan, index, number, least + 1) or unchecked
-                resliced = (_with_stage(pipeline, number, slice_sequences=n) for n in sizes if n < pipeline.micro_batch)
-                fuller = [self._fullest(_with_pipeline(plan, index, line), index, number, 0) for line in resliced]
+                smaller = [n for n in sizes if n < plan.pipelines[index].micro_batch]
+                resliced = [_with_stage(plan, number, slice_sequences=n) for n in smaller]
+                plan = self._fullest(plan, number, least + 1) or _with_stage(plan, number, kept_slices=least)
+                fuller = [self._fullest(changed, number, 0) for changed in resliced]
                 plan = min((plan, *filter(None, fuller)), key=self.step_s) if any(fuller) else plan
         return plan
 
-    def _fullest(self, plan: Plan, index: int, number: int, least: int) -> Plan | None:
+    def _fullest(self, plan: Plan, number: int, least: int) -> Plan | None:
         """``plan`` with as many kept slices of a stage as fit; None if fewer than ``least`` fit."""
-        pipeline = plan.pipelines[index]
-        counts = range(pipeline.stages[number].slices(pipeline.micro_batch), least - 1, -1)
-        plans = (_with_pipeline(plan, index, _with_stage(pipeline, number, kept_slices=count)) for count in counts)
+        _, index, stage = plan.numbered[number]
+        counts = range(stage.slices(plan.pipelines[index].micro_batch), least - 1, -1)
+        plans = (_with_stage(plan, number, kept_slices=count) for count in counts)
         return next((candidate for candidate in plans if self.holds(candidate) and self._can_read(candidate)), None)
 
     def with_files(self, plan: Plan) -> Plan:
@@ -149,10 +147,8 @@ class Fitter:
         """Yield ``plan`` with one stage's recomputation toggled, if free memory determines which ranks own its state."""
         if len(set(plan.state_weights.values())) < 2:
             return
-        for index, number in [(i, k) for i, line in enumerate(plan.pipelines) for k in range(len(line.stages))]:
-            pipeline = plan.pipelines[index]
-            pipeline = _with_stage(pipeline, number, recompute=not pipeline.stages[number].recompute)
-            with_owners, lacking_bytes = self._dealt(_with_pipeline(plan, index, pipeline))
+        for number, _, stage in plan.numbered:
+            with_owners, lacking_bytes = self._dealt(_with_stage(plan, number, recompute=not stage.recompute))
             if not lacking_bytes:
                 yield with_owners
 
@@ -263,16 +259,8 @@ class Fitter:
         return self.profile.model.owned_bytes(stage.first, stage.last) * state_on_device(self.profile, stage)
 
 
-def _with_pipeline(plan: Plan, index: int, pipeline: PipelinePlan) -> Plan:
-    return replace(plan, pipelines=(*plan.pipelines[:index], pipeline, *plan.pipelines[index + 1 :]))
-
-
-def _with_stage(pipeline: PipelinePlan, number: int, **changed: Any) -> PipelinePlan:
-    stage = pipeline.stages[number]
-    if all(getattr(stage, name) == value for name, value in changed.items()):
-        return pipeline
-    stages = (*pipeline.stages[:number], replace(stage, **changed), *pipeline.stages[number + 1 :])
-    return replace(pipeline, stages=stages)
+def _with_stage(plan: Plan, number: int, **changed: Any) -> Plan:
+    return plan.with_stages(replace(stage, **changed) if n == number else stage for n, _, stage in plan.numbered)
 
 
 def _with_files(plan: Plan, layers: Mapping[int, int]) -> Plan:
@@ -287,15 +275,9 @@ def with_recompute(plan: Plan, recompute: bool) -> Plan:
 
 def cut_otherwise(plan: Plan) -> Iterator[Plan]:
     """Yield ``plan`` with one layer moved across a cut of the longest pipeline and of all pipelines with the same cuts."""
-    cuts = max(([stage.first for stage in pipeline.stages] for pipeline in plan.pipelines), key=len)
-    for cut, by in itertools.product(range(1, len(cuts)), (-1, 1)):
-        new_cuts = [*cuts[:cut], cuts[cut] + by, *cuts[cut + 1 :], plan.layers]
-        if all(first < last for first, last in itertools.pairwise(new_cuts)):
-            yield replace(plan, pipelines=tuple(_cut(line, new_cuts, cuts) for line in plan.pipelines))
-
-
-def _cut(pipeline: PipelinePlan, new_cuts: Sequence[int], cuts: Sequence[int]) -> PipelinePlan:
-    if [stage.first for stage in pipeline.stages] != cuts:
-        return pipeline
-    ends = zip(pipeline.stages, itertools.pairwise(new_cuts), strict=True)
-    return replace(pipeline, stages=tuple(replace(stage, first=first, last=last) for stage, (first, last) in ends))
+    cuts = max((pipeline.cuts for pipeline in plan.pipelines), key=len)
+    for cut, by in itertools.product(range(1, len(cuts) - 1), (-1, 1)):
+        moved = [*cuts[:cut], cuts[cut] + by, *cuts[cut + 1 :]]
+        if all(first < last for first, last in itertools.pairwise(moved)):
+            pipelines = (line.with_cuts(moved) if line.cuts == cuts else line for line in plan.pipelines)
+            yield replace(plan, pipelines=tuple(pipelines))

@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 from hetero_mpi.planning.durations import exposed_s
 from hetero_mpi.planning.memory import shared_memories
-from hetero_mpi.planning.orders.warm_up import scheduled_depths
 from hetero_mpi.planning.search.costs import Costs
 from hetero_mpi.planning.search.moves import Moves, nearest, with_rank
 from hetero_mpi.planning.search.pipelines import ROUNDING_RATIO, Fitting, Line, Lines, used
@@ -270,17 +269,12 @@ class LocalSearch:
                 fitting = fitting_of_line[line]
                 if fitting is None or fitting.bound_s > limit_s:
                     return None
-                if self.fixed and fitting.line.flying != self._scheduled(line):
+                if self.fixed and fitting.line != costs[line.micro_batch].scheduled(line):
                     return None
                 fittings.append(fitting)
             if sum(fitting.spare_bytes for fitting in fittings) >= self._state_bytes:
                 return fittings
         return None
-
-    def _scheduled(self, line: Line) -> tuple[int, ...]:
-        """Micro-batches in flight that a fixed schedule prescribes for each stage."""
-        depths = scheduled_depths(self.request.schedule, len(line.ranks), line.micro_batches)
-        return tuple(min(depth + 1, line.micro_batches) for depth in depths)
 
 
 def actions_of(lines: Lines) -> int:

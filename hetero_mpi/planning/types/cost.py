@@ -140,14 +140,7 @@ class ModelCost(Displayed):
 
     def owned_bytes(self, first: int, last: int) -> float:
         """Bytes of moments and master weights of the layers [first, last), each owned by one of a parameter's holders."""
-        if (first, last) not in self._owned_bytes:
-            gradients = GRADIENT_BYTES * sum(layer.trainable_parameters for layer in self.layers[first:last])
-            self._owned_bytes[first, last] = max(0.0, self.state_bytes(first, last) - gradients)
-        return self._owned_bytes[first, last]
-
-    @cached_property
-    def _owned_bytes(self) -> dict[tuple[int, int], float]:
-        return {}
+        return float(self.stage_tables.owned[first, last])
 
     @property
     def copy_bytes_per_trainable_parameter(self) -> float:
@@ -218,6 +211,8 @@ class StageTables:
         self.model, self._workspaces = model, dict[int, NDArray[np.int64]]()
         self.parameters = _over([layer.parameter_bytes for layer in layers])
         self.state = _over([model.state_bytes(i, i + 1) for i in numbers])
+        gradients = _over([GRADIENT_BYTES * layer.trainable_parameters for layer in layers])
+        self.owned = np.maximum(0.0, self.state - gradients)
         self.kept, self.most_kept = _over(saved), _over(saved, np.maximum)
         self.kept_recomputing = _over([saved[0], *inputs, *saved[1:][-1:]])
         """Bytes kept with recomputation, in which a block keeps only its input."""

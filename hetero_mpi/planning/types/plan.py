@@ -5,10 +5,10 @@ Plans are saved as TOML and can be passed back with ``--plan``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import islice
+from itertools import islice, pairwise
 
 from hetero_mpi.util.display import Displayed
 
@@ -109,6 +109,15 @@ class PipelinePlan(Displayed):
             for rank in stage.ranks:
                 indices[rank] = (*indices.get(rank, ()), index)
         return indices
+
+    @property
+    def cuts(self) -> list[int]:
+        """First layer of each stage, then the end of the chain."""
+        return [0, *(stage.last for stage in self.stages)]
+
+    def with_cuts(self, cuts: Sequence[int]) -> PipelinePlan:
+        stages = zip(self.stages, pairwise(cuts), strict=True)
+        return replace(self, stages=tuple(replace(stage, first=first, last=last) for stage, (first, last) in stages))
 
     @property
     def interleaved(self) -> bool:

@@ -302,11 +302,6 @@ class ClusterProfile(Displayed):
         return np.asarray(seconds)
 
     @cached_property
-    def group_devices(self) -> dict[tuple[tuple[int, ...] | None, ...], DeviceProfile]:
-        """Cache of ``group_costs``: (ranks, shares, experts, ranks considered) -> tensor-parallel group as one device."""
-        return {}
-
-    @cached_property
     def _known(self) -> dict[Hashable, Any]:
         return {}
 
