@@ -45,12 +45,13 @@ def fluid_bound_s(profile: ClusterProfile, request: PlanRequest) -> float:
     devices, layers = usable_devices(profile), profile.model.layers
     if not devices:
         return float("inf")
-    kinds = list(dict.fromkeys(layers))
+    kinds, sizes = list(dict.fromkeys(layers)), set(request.micro_batch_choices)
     counts = np.array([layers.count(layer) for layer in kinds])
     work = np.array(
         [
             [
-                request.global_batch * _least_s(device.layers[layer.kind], request)
+                request.global_batch
+                * min(least_s(device.layers[layer.kind], n * request.sequence_length, request) / n for n in sizes)
                 + device.optimizer_s_per_parameter * layer.trainable_parameters
                 for layer in kinds
             ]
@@ -64,10 +65,6 @@ def fluid_bound_s(profile: ClusterProfile, request: PlanRequest) -> float:
         bounds_s.append(float(counts @ (prices[:, None] / worth * work).min(axis=0)))
     # Every used rank also spends its optimizer's fixed time, and at least one rank is used.
     return max(bounds_s) + min(device.optimizer_fixed_s for device in devices)
-
-
-def _least_s(times: LayerTimes, request: PlanRequest) -> float:
-    return min(least_s(times, n * request.sequence_length, request) / n for n in set(request.micro_batch_choices))
 
 
 def least_s(times: LayerTimes, tokens: int, request: PlanRequest) -> float:

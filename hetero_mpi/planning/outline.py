@@ -53,15 +53,14 @@ def _simulate_without_events(plan: Plan, profile: ClusterProfile) -> SimulatedSt
     costs, clock, busy = Durations(plan, profile), dict[int, float](), dict[int, float]()
     final_s: dict[tuple[int, int], float] = {}
     """(rank, layer) -> time at which the layer's gradients are final on the rank."""
-    starts = itertools.accumulate((len(pipeline.stages) for pipeline in plan.pipelines), initial=0)
-    times = [_times(costs, pipeline, number) for pipeline, number in zip(plan.pipelines, starts, strict=False)]
+    starts = [*itertools.accumulate((len(pipeline.stages) for pipeline in plan.pipelines[:-1]), initial=0)]
+    times = [_times(costs, pipeline, number) for pipeline, number in zip(plan.pipelines, starts, strict=True)]
     if shares_nics(profile):
         spans = queued_spans_s(times, plan.pipelines, costs.profile)
     else:
         spans_by_timing = {timing: spans_s(*timing) for timing in dict.fromkeys(times)}
         spans = [spans_by_timing[timing] for timing in times]
-    number = 0
-    for pipeline, timing, (begins, ends) in zip(plan.pipelines, times, spans, strict=True):
+    for number, pipeline, timing, (begins, ends) in zip(starts, plan.pipelines, times, spans, strict=True):
         for index, stage in enumerate(pipeline.stages):
             rank = stage.ranks[0]
             weights_s = timing.weights[index] if timing.weights is not None else 0.0
@@ -72,7 +71,6 @@ def _simulate_without_events(plan: Plan, profile: ClusterProfile) -> SimulatedSt
                 last = Action(op, number + index, pipeline.micro_batches - 1)
                 for layer, after_s in finished_layers_s(last, plan, costs.profile).items():
                     final_s[rank, layer] = begins[index] + after_s
-        number += len(pipeline.stages)
     for reduced in gradient_sums(costs, final_s):
         for rank in reduced.ranks:
             clock[rank] = max(clock[rank], reduced.end_s)

@@ -33,12 +33,12 @@ class _Shape:
 
     order: str
     stages_per_rank: int
-    v_shaped: bool
-    deep: bool
+    deep: bool = False
     """Keep twice as many micro-batches in flight as free links would require."""
 
     def ranks(self, ranks: Sequence[int]) -> list[int]:
-        turns = (ranks if not self.v_shaped or turn % 2 == 0 else ranks[::-1] for turn in range(self.stages_per_rank))
+        back = ranks if self.order == "interleaved" else ranks[::-1]
+        turns = (back if turn % 2 else ranks for turn in range(self.stages_per_rank))
         return [rank for turn in turns for rank in turn]
 
 
@@ -46,9 +46,9 @@ def _shapes(orders: Sequence[str], most: int) -> Iterator[_Shape]:
     """Yield interleaved shapes with up to ``most`` stages per rank, or V shapes with two."""
     for order in orders:
         if order == "interleaved":
-            yield from (_Shape(order, each, False, False) for each in range(2, most + 1))
+            yield from (_Shape(order, each) for each in range(2, most + 1))
         else:
-            yield from (_Shape(order, 2, True, deep) for deep in (False, True))
+            yield from (_Shape(order, 2, deep) for deep in (False, True))
 
 
 class VirtualStageSearch:
@@ -84,7 +84,8 @@ class VirtualStageSearch:
                     continue
                 changed = self._changed(plan, shape)
                 if changed is not None:
-                    candidates.append((changed, self._step_s(changed)))
+                    self.actions_left -= _action_count(changed)
+                    candidates.append((changed, self.fitter.step_s(changed)))
         return candidates
 
     def _best(self, candidates: Sequence[tuple[Plan, float]], limit_s: float) -> tuple[Plan, float] | None:
@@ -155,10 +156,6 @@ class VirtualStageSearch:
             for kind, t in times.items()
         }
         return [of_kind[layer.kind] for layer in self.profile.model.layers]
-
-    def _step_s(self, plan: Plan) -> float:
-        self.actions_left -= _action_count(plan)
-        return self.fitter.step_s(plan)
 
     def _near(self, plan: Plan) -> Iterator[Plan]:
         """Yield ``plan`` with one cut moved by one layer, within the action limit."""

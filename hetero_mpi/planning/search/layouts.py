@@ -54,13 +54,9 @@ class _Layout:
 class _SimulatedLayout:
     """A layout with its fastest simulated pipeline."""
 
-    layout: _Layout
+    chains: Chains
     chain: Fitting
     step_s: float
-
-    @property
-    def chains(self) -> Chains:
-        return self.layout.chains
 
     def pipelines(self, sequences: Sequence[int]) -> list[Fitting]:
         """One pipeline per batch share in ``sequences``, timed on its own ranks."""
@@ -86,11 +82,8 @@ def best_layouts(profile: ClusterProfile, request: PlanRequest, slices: Sequence
     least_s = min((layout.step_s for layout in best_by_count.values()), default=0.0)
     near = [layout for layout in best_by_count.values() if layout.step_s <= MAX_SLOWDOWN * least_s]
     plans = [_finished(layout, clock) for layout in near[:MAX_IMPROVED]]
-    best: dict[int, tuple[float, Plan]] = {}
-    for plan in sorted(plans, key=lambda plan: plan[0]):
-        best.setdefault(len(plan[1].pipelines), plan)
     memory = MemoryModel(profile, request)
-    return [layout for layout in best.values() if memory.check_hosts(layout[1])]
+    return [plan for plan in sorted(plans, key=lambda plan: plan[0]) if memory.check_hosts(plan[1])]
 
 
 def _sized(by_size: Mapping[int, Costs]) -> list[_SimulatedLayout]:
@@ -231,7 +224,7 @@ def _simulated_layout(layout: _Layout) -> _SimulatedLayout | None:
     lines, step_s = min(starts, key=lambda start: start[1])
     fittings = rounds.fitted_within(math.inf, lines)
     assert fittings is not None
-    return _SimulatedLayout(layout, fittings[0], step_s)
+    return _SimulatedLayout(chains, fittings[0], step_s)
 
 
 def _finished(layout: _SimulatedLayout, clock: Clock) -> tuple[float, Plan]:

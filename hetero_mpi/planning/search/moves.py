@@ -196,12 +196,9 @@ def nearest(lines: Lines, depths: bool) -> Iterator[Lines]:
             yield _with(lines, {index: deeper(line, stage, by)})
         for receiver, taking in enumerate(lines):
             if receiver != index and line.sequences > line.micro_batch == taking.micro_batch:
-                shares = line.sequences - line.micro_batch, taking.sequences + line.micro_batch
-                reshared = (
-                    changed_line._replace(sequences=share)
-                    for changed_line, share in zip((line, taking), shares, strict=True)
-                )
-                yield _with(lines, dict(zip((index, receiver), reshared, strict=True)))
+                less = line._replace(sequences=line.sequences - line.micro_batch)
+                more = taking._replace(sequences=taking.sequences + line.micro_batch)
+                yield _with(lines, {index: less, receiver: more})
     for index, line in enumerate(lines if depths else ()):
         for stage, receiver in itertools.permutations(range(len(line.counts)), 2):
             yield _with(lines, {index: deeper(deeper(line, stage, 1), receiver, -1)})

@@ -10,7 +10,7 @@ import pytest
 from hetero_mpi.planning.memory_model import MemoryModel, predict_hosts, predict_memory
 from hetero_mpi.planning.search.columns import Chains, along_hosts, in_columns, in_hosts
 from hetero_mpi.planning.search.costs import Costs
-from hetero_mpi.planning.search.layouts import _Layout, _sequences_per_pipeline, _SimulatedLayout
+from hetero_mpi.planning.search.layouts import _sequences_per_pipeline, _SimulatedLayout
 from hetero_mpi.planning.search.layouts import best_layouts as layouts_of
 from hetero_mpi.planning.search.pipelines import Line
 from hetero_mpi.planning.search.rounds import Clock
@@ -94,7 +94,7 @@ def found_of(columns: Costs, cuts: tuple[int, ...], warm_up: tuple[int, ...]) ->
     chain = columns.fitted(line)
     assert chain is not None
     step_s = Clock({columns.micro_batch: columns}).step_s([chain])
-    return _SimulatedLayout(_Layout(chains, places, step_s), chain, step_s)
+    return _SimulatedLayout(chains, chain, step_s)
 
 
 def plan_of(found: _SimulatedLayout, shares: list[int]) -> Plan:
