@@ -3,7 +3,7 @@
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 _BYTES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 _DROPPABLE_PATTERNS = (
@@ -132,6 +132,11 @@ def layers(first: int, last: int, count: int) -> str:
     elif blocks:
         parts.append(f"blocks {blocks[0]}-{blocks[-1]}")
     return ", ".join(parts + (["head"] if last == count else []))
+
+
+def listed(items: Sequence[object], joint: str = "and") -> str:
+    """List at least two items, as in ``0, 1 and 2``."""
+    return f"{', '.join(map(str, items[:-1]))} {joint} {items[-1]}"
 
 
 def join_with_counts(texts: Iterable[str], joint: str) -> str:

@@ -9,8 +9,9 @@ import pytest
 
 from hetero_mpi.planning.bounds import fluid_bound_s
 from hetero_mpi.planning.decision.alternatives import AS_INT8, losses, what_ifs
-from hetero_mpi.planning.decision.decide import Decision, decide
+from hetero_mpi.planning.decision.decide import decide
 from hetero_mpi.planning.decision.planner import make_plan
+from hetero_mpi.planning.search.search import Decision
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.cluster_changes import (
     restricted,

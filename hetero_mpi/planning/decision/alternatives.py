@@ -14,13 +14,13 @@ from typing import Any
 
 from hetero_mpi.planning.bounds import fluid_bound_s, usable_devices
 from hetero_mpi.planning.contention import while_computing
-from hetero_mpi.planning.decision.decide import Decision, fastest
+from hetero_mpi.planning.decision.decide import fastest
 from hetero_mpi.planning.device_times import whole_model_s
 from hetero_mpi.planning.memory_model import MemoryModel
 from hetero_mpi.planning.orders.warm_up import with_classic_depths
 from hetero_mpi.planning.outline import outlined
 from hetero_mpi.planning.search.memory_fit import Fitter, with_recompute
-from hetero_mpi.planning.search.search import MAX_RANKS_WITHOUT_LAYOUTS
+from hetero_mpi.planning.search.search import MAX_RANKS_WITHOUT_LAYOUTS, Decision
 from hetero_mpi.planning.tables import rank_classes
 from hetero_mpi.planning.types.cluster_changes import (
     restricted,
@@ -180,9 +180,8 @@ def _alternative_pipelines(
 
 def _even_split(pipeline: PipelinePlan, layers: int) -> PipelinePlan:
     """``pipeline`` with layers split evenly across its stages."""
-    cuts = [round(i * layers / len(pipeline.stages)) for i in range(len(pipeline.stages) + 1)]
-    ends = zip(pipeline.stages, cuts, cuts[1:], strict=False)
-    return replace(pipeline, stages=tuple(replace(stage, first=first, last=last) for stage, first, last in ends))
+    count = len(pipeline.stages)
+    return pipeline.with_cuts([round(i * layers / count) for i in range(count + 1)])
 
 
 def _data_parallel(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> Iterator[list[PipelinePlan]]:

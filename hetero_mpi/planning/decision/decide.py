@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from hetero_mpi.planning.contention import slowness, spread_out, while_computing, with_copying
 from hetero_mpi.planning.decision.groups import with_groups
@@ -16,7 +16,7 @@ from hetero_mpi.planning.outline import outlined
 from hetero_mpi.planning.search import layouts
 from hetero_mpi.planning.search.memory_fit import Fitter, cut_otherwise
 from hetero_mpi.planning.search.rounds import always_split
-from hetero_mpi.planning.search.search import MAX_RANKS_WITHOUT_LAYOUTS, MAX_SEARCH_RANKS, Search
+from hetero_mpi.planning.search.search import MAX_RANKS_WITHOUT_LAYOUTS, MAX_SEARCH_RANKS, Decision, Search
 from hetero_mpi.planning.tables import may_split, rank_contents
 from hetero_mpi.planning.types.cluster_changes import renumbered, restricted, with_copies
 from hetero_mpi.planning.types.plan import Alone, Plan
@@ -29,22 +29,6 @@ MIN_OFFLOAD_GAIN_RATIO = 0.02
 """Minimum relative gain over a resident plan for offloading to be chosen, unless the job requires offloading."""
 MIN_FULL_RATIO = 0.8
 """Memory is considered to limit a plan if some rank uses more than this fraction of its memory."""
-
-
-@dataclass(frozen=True)
-class Decision:
-    """The chosen plan with its step time and the step times of alternatives."""
-
-    plan: Plan
-    step_s: float
-    one_pipeline_s: float | None = None
-    """Step time of the best plan with one pipeline; infinite if none fits, None if not searched."""
-    at_work_s: float | None = None
-    """Step time of the best plan without idle ranks; infinite if none fits, None if not searched."""
-    one_stage_s: float | None = None
-    """Step time of the best plan with one stage per rank, if the chosen plan has virtual stages."""
-    without_groups_s: float | None = None
-    """Step time of the best plan without tensor parallelism, if the chosen plan uses it; infinite if none fits."""
 
 
 def decide(profile: ClusterProfile, request: PlanRequest) -> Decision | None:
@@ -173,12 +157,12 @@ def _resident(profile: ClusterProfile, request: PlanRequest, slices: Sequence[in
         return None
     plan, step_s = search.in_natural_order(best.plan, best.step_s)
     if request.schedule != "auto":
-        return Decision(_scheduled(plan, request), step_s, best.one_pipeline_s, best.at_work_s)
+        return replace(best, plan=_scheduled(plan, request), step_s=step_s)
     if request.stages_per_rank > 1 and not request.brief:
-        several = VirtualStageSearch(profile, request).better([(plan, step_s), *best.good_plans], step_s)
+        several = VirtualStageSearch(profile, request).better([(plan, step_s), *search.good_plans()], step_s)
         if several is not None:
-            return Decision(*several, best.one_pipeline_s, best.at_work_s, step_s)
-    return Decision(plan, step_s, best.one_pipeline_s, best.at_work_s)
+            return replace(best, plan=several[0], step_s=several[1], one_stage_s=step_s)
+    return replace(best, plan=plan, step_s=step_s)
 
 
 def check_request(profile: ClusterProfile, request: PlanRequest) -> None:

@@ -1,20 +1,21 @@
 """Explain a plan: the cost of alternatives, the bottleneck, and why ranks are idle."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 
 from hetero_mpi.planning.bounds import usable_devices
 from hetero_mpi.planning.contention import slowness, while_running
 from hetero_mpi.planning.decision.alternatives import Outcome, alternative_outcomes, near
-from hetero_mpi.planning.decision.decide import Decision, decide
+from hetero_mpi.planning.decision.decide import decide
 from hetero_mpi.planning.device_times import disk_s, weights_s
 from hetero_mpi.planning.durations import Durations, pass_s, update_s
 from hetero_mpi.planning.memory import host_state_bytes, streamed_bytes
 from hetero_mpi.planning.schedule import Action, Op
+from hetero_mpi.planning.search.search import Decision
 from hetero_mpi.planning.simulator import SimulatedStep
-from hetero_mpi.planning.types.cluster_changes import restricted
+from hetero_mpi.planning.types.cluster_changes import restricted, with_free_links
 from hetero_mpi.planning.types.plan import FROM_DISK, IdleRank, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
@@ -45,9 +46,9 @@ def group_texts(plan: Plan, profile: ClusterProfile, step_s: float, without_s: f
         if stage.grouped:
             where = "the model" if plan.undivided else f"stage {number}"
             where += f" (copy {index})" if plan.undivided and len(plan.pipelines) > 1 else ""
-            text = f"ranks {_enumeration(stage.ranks)} share {where} (tensor parallelism): {_enumeration(stage.shares)} of "
+            text = f"ranks {units.listed(stage.ranks)} share {where} (tensor parallelism): {units.listed(stage.shares)} of "
             text += f"{profile.model.heads} key/value heads"
-            experts = f", {_enumeration(stage.experts)} of {profile.model.experts} experts" if stage.experts else ""
+            experts = f", {units.listed(stage.experts)} of {profile.model.experts} experts" if stage.experts else ""
             yield text + experts
             yield from _cpu_expert_sentences(stage, profile)
         if stage.grouped and slowness(profile, plan.ranks).keys() & {*stage.ranks}:
@@ -93,9 +94,8 @@ def _streamed_text(number: int, plan: Plan, profile: ClusterProfile) -> str:
     size_bytes, files = streamed_bytes(model, stage.first, stage.last), _files_text(number, plan, profile)
     if weights_s(device, size_bytes) == 0.0:
         return f"streams {units.size(size_bytes)} from mapped files, cached as far as memory allows{files}"
-    free = replace(device, copy_latency_s=0.0, host_to_device_bytes_per_s=math.inf, device_to_host_bytes_per_s=math.inf)
-    without = replace(profile, devices=tuple(free if d is device else d for d in profile.devices))
-    seconds, computing = (pass_s(p, plan.pipelines[index], stage, plan.sequence_length) for p in (profile, without))
+    profiles = profile, with_free_links(profile)
+    seconds, computing = (pass_s(p, plan.pipelines[index], stage, plan.sequence_length) for p in profiles)
     share, cost = 1 - computing / seconds, "copies take"
     if share >= MIN_LIMITING_COPY_RATIO:
         cost = f"copies limit it: {units.bandwidth(device.host_to_device_bytes_per_s)},"
@@ -124,11 +124,6 @@ def _files_text(number: int, plan: Plan, profile: ClusterProfile) -> str:
     )
     waits = units.seconds(pipeline.micro_batches * (with_s - without_s))
     return f"{text} at {units.bandwidth(filed / second_s)}: a step waits {waits} for it"
-
-
-def _enumeration(numbers: Sequence[int]) -> str:
-    """Join numbers as in ``0, 1 and 2``."""
-    return " and ".join([", ".join(map(str, numbers[:-1])), str(numbers[-1])])
 
 
 def _least_busy(plan: Plan, profile: ClusterProfile, request: PlanRequest, simulation: SimulatedStep) -> Iterator[str]:

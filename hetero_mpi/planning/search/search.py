@@ -7,7 +7,7 @@ candidates are simulated and improved by descent; the best result is then anneal
 import math
 import random
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -47,17 +47,20 @@ NIC_ACTIONS_FACTOR = 8
 """Factor by which simulated actions cost more with shared NICs."""
 
 
-class Best(NamedTuple):
-    """The best plan and the step times of alternatives: infinite if none fits, None if not searched."""
+@dataclass(frozen=True)
+class Decision:
+    """The chosen plan with its step time and the step times of alternatives."""
 
     plan: Plan
     step_s: float
-    one_pipeline_s: float | None
-    """Step time of the best plan with one pipeline."""
-    at_work_s: float | None
-    """Step time of the best plan without idle ranks."""
-    good_plans: list[tuple[Plan, float]]
-    """One good plan per pipeline count, and some plans that leave out a host."""
+    one_pipeline_s: float | None = None
+    """Step time of the best plan with one pipeline; infinite if none fits, None if not searched."""
+    at_work_s: float | None = None
+    """Step time of the best plan without idle ranks; infinite if none fits, None if not searched."""
+    one_stage_s: float | None = None
+    """Step time of the best plan with one stage per rank, if the chosen plan has virtual stages."""
+    without_groups_s: float | None = None
+    """Step time of the best plan without tensor parallelism, if the chosen plan uses it; infinite if none fits."""
 
 
 class Search:
@@ -89,7 +92,7 @@ class Search:
         self._orders: dict[tuple[int, ...], Orders] = {}
         self._candidates: dict[int, tuple[list[Candidate], Candidates, float]] = {}
 
-    def best(self, starts: Sequence[tuple[Plan, float]] = ()) -> Best | None:
+    def best(self, starts: Sequence[tuple[Plan, float]] = ()) -> Decision | None:
         """Find the best plan; it replaces the fastest of ``starts`` only if the gain exceeds ``request.indifference``."""
         numbers: dict[int, list[Start]] = {}
         for plan, step_s in starts:
@@ -123,9 +126,12 @@ class Search:
             step_s, gain = self.fitter.step_s(plan), max(ROUNDING_RATIO, self.request.indifference)
             if best_given is None or step_s < best_given[1] * (1 - gain):
                 result = plan, step_s
-        good_starts = best_of([*best_by_count.values(), *self._good_starts])
-        good_plans = [(self.plan(lines), step_s) for lines, step_s in good_starts]
-        return None if result is None else Best(*result, one_s, at_work_s, good_plans)
+        self._good_starts = [*best_by_count.values(), *self._good_starts]
+        return None if result is None else Decision(*result, one_s, at_work_s)
+
+    def good_plans(self) -> list[tuple[Plan, float]]:
+        """One good plan per pipeline count, and some plans that leave out a host."""
+        return [(self.plan(lines), step_s) for lines, step_s in best_of(self._good_starts)]
 
     def _of_all(
         self, numbers: dict[int, list[Start]], rounds: LocalSearch, further_starts: Sequence[Start] = ()
@@ -142,7 +148,7 @@ class Search:
             ]
             starts = [further for further in starts if used(further[0]) >= rounds.least]
             candidates, _, depth = self._begun(number)
-            starts_by_count[number] = best_of([*starts, *more, *self._priced(candidates, local_search, depth)])
+            starts_by_count[number] = best_of([*starts, *more, *self._priced(candidates, number, local_search, depth)])
         starts_by_count = {number: starts for number, starts in starts_by_count.items() if starts}
         best = {number: starts[0] for number, starts in starts_by_count.items()}
         close = sorted(best, key=lambda number: (best[number][1], number))
@@ -174,7 +180,7 @@ class Search:
         """Improve starts and further candidates by descent, then anneal the best one unless the request is brief."""
         _, state, depth = self._begun(number)
         candidates, _ = self.orders(number).improved(state, self.long, depth, np.random.default_rng(0), MAX_CANDIDATES)
-        starts = best_of([*starts, *self._priced(candidates, rounds, depth)])
+        starts = best_of([*starts, *self._priced(candidates, number, rounds, depth)])
         fewer_hosts = list(self._without_a_host(starts[0], rounds, depth))
         self._good_starts += best_of(fewer_hosts)[:1]
         alive = best_of([*starts, *fewer_hosts])[:MAX_DESCENTS]
@@ -200,18 +206,12 @@ class Search:
                 if cut is not None and (depths := rounds.with_promising_depths(cut)):
                     yield rounds.fastest(depths)
 
-    def _priced(self, candidates: Sequence[Candidate], rounds: LocalSearch, depth: float) -> list[Start]:
-        """Time the most promising candidates; return those that fit."""
-        orders = [self.orders(len(candidate.size) - 1) for candidate in candidates]
-        lines = [
-            orders_of_count.lines(candidate, depth)
-            for orders_of_count, candidate in zip(orders, candidates, strict=True)
-        ]
+    def _priced(self, candidates: Sequence[Candidate], number: int, rounds: LocalSearch, depth: float) -> list[Start]:
+        """Time the most promising candidates for ``number`` pipelines; return those that fit."""
+        orders = self.orders(number)
+        lines = [orders.lines(candidate, depth) for candidate in candidates]
         if len(self.ranks) <= MAX_SPREAD_RANKS:
-            lines += [
-                orders_of_count.spread_over_all_ranks(candidate)
-                for orders_of_count, candidate in zip(orders, candidates, strict=True)
-            ]
+            lines += map(orders.spread_over_all_ranks, candidates)
         return rounds.timed_starts(
             filter(None, dict.fromkeys(lines)), 2 * MAX_SIMULATED_CANDIDATES, self.actions / 4, MAX_DESCENTS
         )

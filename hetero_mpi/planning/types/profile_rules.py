@@ -10,6 +10,7 @@ from typing import Any
 from hetero_mpi.planning.types.codec import encode
 from hetero_mpi.planning.types.profile import ANY_HOST, ITSELF, TABLES, ClusterProfile, Curve, DeviceProfile, LayerTimes
 from hetero_mpi.planning.types.sizes import DTYPE_BYTES, EMBEDDING, HEAD
+from hetero_mpi.util import units
 from hetero_mpi.util.plug_ins import plug_in_names
 
 DTYPES = tuple(DTYPE_BYTES)
@@ -102,7 +103,7 @@ def _link_problems(profile: ClusterProfile) -> Iterator[str]:
 def _model_problems(profile: ClusterProfile) -> Iterator[str]:
     model = profile.model
     if model.dtype not in DTYPES:
-        yield f"model.dtype = {model.dtype!r}: must be {_either(DTYPES)}"
+        yield f"model.dtype = {model.dtype!r}: must be {units.listed(DTYPES, 'or')}"
     if model.sequence_length < 1:
         yield f"model.sequence_length = {model.sequence_length}: must be at least 1"
     for name, count in (("heads", model.heads), ("experts", model.experts)):
@@ -124,10 +125,10 @@ def _model_problems(profile: ClusterProfile) -> Iterator[str]:
 def _device_problems(device: DeviceProfile, trained: dict[str, int], path: str) -> Iterator[str]:
     """Yield the problems of one device; ``trained`` maps each layer kind to its trainable parameters."""
     if device.backend not in BACKENDS:
-        yield f"{path}.backend = {device.backend!r}: must be {_either(BACKENDS)}"
+        yield f"{path}.backend = {device.backend!r}: must be {units.listed(BACKENDS, 'or')}"
     for dtype in device.dtypes:
         if dtype not in DTYPES:
-            yield f"{path}.dtypes: {dtype!r} is unknown: must be {_either(DTYPES)}"
+            yield f"{path}.dtypes: {dtype!r} is unknown: must be {units.listed(DTYPES, 'or')}"
     if device.threads < 1:
         yield f"{path}.threads = {device.threads}: must be at least 1"
     if not device.activation_ratio >= 1:
@@ -199,7 +200,3 @@ def _host_problems(profile: ClusterProfile) -> Iterator[str]:
                 f"devices[{device.rank}].shares_host_memory = true: this needs a [[hosts]] table with name = {device.host!r} and "
                 f"the host's memory"
             )
-
-
-def _either(names: tuple[str, ...]) -> str:
-    return " or ".join([", ".join(names[:-1]), names[-1]])

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from hetero_mpi.planning.bounds import fluid_bound_s
 from hetero_mpi.planning.decision.alternatives import alternative_outcomes
-from hetero_mpi.planning.decision.decide import Decision, decide
+from hetero_mpi.planning.decision.decide import decide
 from hetero_mpi.planning.decision.planner import complete_plan, make_plan
 from hetero_mpi.planning.decision.rules import batch_problems
 from hetero_mpi.planning.memory_model import predict_memory
+from hetero_mpi.planning.search.search import Decision
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve, LayerTimes
