@@ -270,7 +270,7 @@ def _print_summary(context: RunContext, report: PlanReport, state: State, result
             f"{context.material.skipped_records} bad records were skipped (data.skip_bad); they are listed at the start of the log"
         )
     if state.skipped:
-        say(f"{units.plural(state.skipped, 'step')} were skipped because their gradients were not finite")
+        say(f"{units.plural(state.skipped, 'step')} skipped, because of gradients that were not finite")
 
 
 MIN_OTHER_CORES = 0.25

@@ -295,7 +295,7 @@ def _sets(opened: Opened, options: EvaluateOptions) -> dict[str, list[ScoredText
         if empty := [name for name, texts in sets.items() if not texts]:
             raise UserError(
                 "evaluate.nothing_to_score",
-                f"--data {empty[0]}: its first {units.plural(limit, 'sequence')} have no target tokens; raise --limit",
+                f"--data {empty[0]}: there is no target token in the first {units.plural(limit, 'sequence')}; raise --limit",
             )
         return sets
     if loaded is None:
