@@ -55,17 +55,14 @@ def announce_gguf(directory: Path, kind: str, is_adapter: bool) -> list[str]:
     Raises UserError if ``kind`` is not a type of adapters.
     """
     if is_adapter and kind not in _CONVERTER_TYPES:
-        types = ", ".join(_CONVERTER_TYPES)
-        raise UserError(
-            "gguf.adapter_type", f"--gguf {kind}: adapters are not quantised: choose one of {types}, or add --merge"
-        )
+        rule = f"adapters are not quantised: choose one of {', '.join(_CONVERTER_TYPES)}, or add --merge"
+        raise UserError("gguf.adapter_type", f"--gguf {kind}: {rule}")
     if _program(script := _converter_name(is_adapter)) is None:
         ollama = "" if is_adapter else f" Ollama imports it: {_ollama(directory, kind)}"
         return [f"llama.cpp's {script} is {_PLACES}: {directory} will have a Modelfile but no GGUF file.{ollama}"]
     if kind not in _CONVERTER_TYPES and _program("llama-quantize") is None:
-        return [
-            f"llama-quantize is {_PLACES}: the GGUF file will be in 16 bits. Then run: {_remaining(directory, kind)}"
-        ]
+        later = _remaining(directory, kind)
+        return [f"llama-quantize is {_PLACES}: the GGUF file will be in 16 bits. Then run: {later}"]
     return []
 
 
@@ -207,9 +204,8 @@ def write_modelfile(directory: Path, gguf: Path, base: str | None) -> list[str]:
             lines += [f'TEMPLATE """{layout.template}"""'] if layout is not None else []
         except ValueError as error:
             notes.append(f"no TEMPLATE in the Modelfile, so Ollama guesses the chat template: {error}")
-        lines += [
-            f"PARAMETER stop {_quoted(text)}" for text in _stops(tokenizer, layout, end_tokens(settings, GENERATION))
-        ]
+        stops = _stops(tokenizer, layout, end_tokens(settings, GENERATION))
+        lines += [f"PARAMETER stop {_quoted(text)}" for text in stops]
     lines += [f"PARAMETER {name} {value}" for name, value in _sampling(settings)]
     (directory / "Modelfile").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return notes

@@ -17,17 +17,6 @@ REFERENCE = "reference.toml"
 """A file in ``jobs`` that is not an example job; the command ``reference`` prints it."""
 
 
-def _example_list() -> list[str]:
-    """List the example jobs, one per line."""
-    width = max(map(len, _names()))
-    return [
-        "Example jobs (init NAME [DIR]):",
-        *(f"  {name:<{width}}  {_purpose(name)}" for name in _names()),
-        "All keys of a job: `hetero-mpi reference`.",
-        "Convert a config of axolotl, LLaMA-Factory or TRL: `hetero-mpi init --from FILE`.",
-    ]
-
-
 def init(name: str | None, directory: Path, source: Path | None = None, gpus: int | None = None) -> list[str]:
     """Copy an example job to ``directory``/jobs without overwriting files, and return the lines to print.
 
@@ -40,15 +29,18 @@ def init(name: str | None, directory: Path, source: Path | None = None, gpus: in
         destination = Path(name or ".")
         return convert_file(source, destination if destination.suffix == ".toml" else destination / "job.toml", gpus)
     if name is None:
-        return _example_list()
+        width = max(map(len, _names()))
+        return [
+            "Example jobs (init NAME [DIR]):",
+            *(f"  {name:<{width}}  {_purpose(name)}" for name in _names()),
+            "All keys of a job: `hetero-mpi reference`.",
+            "Convert a config of axolotl, LLaMA-Factory or TRL: `hetero-mpi init --from FILE`.",
+        ]
     job_files, inputs = _files(name)
     existing = [directory / "jobs" / path for path in job_files if (directory / "jobs" / path).exists()]
     if existing:
-        raise UserError(
-            "init.exists",
-            f"{', '.join(map(str, existing))}: already exists, and init does not overwrite files; choose another directory "
-            f"(init {name} DIR), or move it away",
-        )
+        rule = f"already exists, and init does not overwrite files; choose another directory (init {name} DIR), or move it away"
+        raise UserError("init.exists", f"{', '.join(map(str, existing))}: {rule}")
     lines = []
     for path in [*job_files, *inputs]:
         target = directory / "jobs" / path

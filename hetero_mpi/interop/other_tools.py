@@ -74,11 +74,10 @@ def convert_arguments(
     draft = _Draft(Path(title), args, Path.cwd(), None, "trl")
     harmless = {group["reason"] for table in tables_of("trl") for group in table["left"] if group.get("told")}
     harmless |= {PARTS[part] for part in TABLE["without_effect"]}
-    omitted = [(text.partition(" = ")[0], why) for why, names in draft.omitted.items() for text in names]
-    stops = {(key, why) for key, _, why in draft.stops}
-    omitted = sorted({(key, why) for key, why in omitted if key in changed} | stops)
+    omitted = {(text.partition(" = ")[0], why) for why, names in draft.omitted.items() for text in names}
+    rows = sorted({row for row in omitted if row[0] in changed} | {(key, why) for key, _, why in draft.stops})
     values = {ours: value for ours, (value, _) in draft.values.items()}
-    return values, [row for row in omitted if row[1] not in harmless], [row for row in omitted if row[1] in harmless]
+    return values, [row for row in rows if row[1] not in harmless], [row for row in rows if row[1] in harmless]
 
 
 _MAX_DEFAULT_WARMUP_STEPS = 100

@@ -17,10 +17,8 @@ OBJECTIVES = {"TrainingArguments": "sft"} | {f"{name.upper()}Config": name for n
 """Maps the class of the arguments to TRL's name for the objective."""
 _METRICS = "evaluations measure loss, token accuracy and rewards; compute other metrics with the saved model"
 _OPTIMIZER = "set optim, learning_rate and lr_scheduler_type in args"
-_PEFT, _SCRIPT_KEYS = TABLE["peft"], TABLE["trl"]["keys"]
-_LORA_KEYS = {
-    key.removeprefix("LoraConfig."): _SCRIPT_KEYS[key] for key in _SCRIPT_KEYS if key.startswith("LoraConfig.")
-}
+_PEFT, _SCRIPT = TABLE["peft"], TABLE["trl"]["keys"]
+_LORA_KEYS = {key.partition(".")[2]: ours for key, ours in _SCRIPT.items() if key.startswith("LoraConfig.")}
 _LORA_KEYS |= _PEFT["keys"]
 """Maps arguments of peft's ``LoraConfig`` to job keys."""
 _UNSUPPORTED = {

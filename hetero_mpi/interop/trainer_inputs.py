@@ -134,9 +134,8 @@ def model_directory(model: Any) -> tuple[str, str | None]:
         base, adapter = model.get_base_model(), _stored("adapter", model.save_pretrained)
     if getattr(base.config, "quantization_config", None) is not None:
         return base.name_or_path, adapter
-    state = {
-        _PEFT_PREFIX.sub(".", name): tensor for name, tensor in base.state_dict().items() if not _PEFT_ONLY.search(name)
-    }
+    tensors = base.state_dict().items()
+    state = {_PEFT_PREFIX.sub(".", name): tensor for name, tensor in tensors if not _PEFT_ONLY.search(name)}
     return _stored("model", partial(base.save_pretrained, state_dict=state)), adapter
 
 
