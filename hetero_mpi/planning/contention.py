@@ -13,6 +13,7 @@ from dataclasses import replace
 from hetero_mpi.planning.types.cluster_changes import with_slowness
 from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile, HostProfile
+from hetero_mpi.util.grouping import grouped
 
 
 def while_running(profile: ClusterProfile, plan: Plan) -> ClusterProfile:
@@ -69,11 +70,8 @@ def _sharing(
 ) -> Iterator[tuple[HostProfile, float, list[DeviceProfile]]]:
     """Yield each host with a core limit and CPU ranks among ``ranks``: the host, its core count and those devices."""
     limited = [(host, host.cores) for host in profile.hosts if host.cores is not None]
-    by_host: dict[str, list[DeviceProfile]] = {}
-    for rank in ranks if limited else ():  # searches ask of every plan, mostly where nothing is limited
-        device = profile.devices[rank]
-        if device.backend == "cpu":
-            by_host.setdefault(device.host, []).append(device)
+    devices = [profile.devices[rank] for rank in ranks] if limited else ()  # searches ask for every plan
+    by_host = grouped((device for device in devices if device.backend == "cpu"), lambda device: device.host)
     for host, cores in limited:
         if host.name in by_host:
             yield host, cores, by_host[host.name]
@@ -100,8 +98,6 @@ def copying_at_once(profile: ClusterProfile, ranks: Iterable[int]) -> dict[int, 
 
 def with_copying(profile: ClusterProfile, ranks: Iterable[int]) -> ClusterProfile:
     """Return the cluster with the copy bandwidths that remain while the devices of ``ranks`` copy concurrently."""
-    if all(math.isinf(host.copies_bytes_per_s) for host in profile.hosts):
-        return profile
     changed = copying_at_once(profile, ranks)
     if all(device is profile.devices[rank] for rank, device in changed.items()):
         return profile

@@ -28,6 +28,7 @@ from hetero_mpi.planning.types.cost import ModelCost
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile
 from hetero_mpi.planning.types.sizes import DTYPE_BYTES, GRADIENT_BYTES, OFFLOADED_LAYER_COUNT
+from hetero_mpi.util.grouping import grouped
 
 
 def update_s(number: int, plan: Plan, profile: ClusterProfile) -> float:
@@ -50,13 +51,12 @@ def _late_values_s(number: int, plan: Plan, profile: ClusterProfile) -> float:
     _, index, stage = plan.numbered[number]
     if len(plan.pipelines) == 1:
         return 0.0
-    like_layers: dict[tuple[tuple[int, ...], int], list[int]] = {}
-    for layer in range(stage.first, stage.last):
-        like_layers.setdefault((plan.holders[layer], value_bytes(profile.model, layer)), []).append(layer)
+    held = range(stage.first, stage.last)
+    like_layers = grouped(held, lambda layer: (plan.holders[layer], value_bytes(profile.model, layer)))
     coming_s = sum(len(layers) * values_s(plan, profile, layers[0]) for layers in like_layers.values())
     pipeline = plan.pipelines[index]
     forward_s = stage_s(profile, pipeline, stage, pipeline.size(0), plan.sequence_length, Op.F)
-    return exposed_s(coming_s, forward_s, stage.last - stage.first) if coming_s else 0.0
+    return exposed_s(coming_s, forward_s, len(held)) if coming_s else 0.0
 
 
 def exposed_s(coming_s: float, forward_s: float, layers: int) -> float:
@@ -122,8 +122,7 @@ def sum_s(plan: Plan, profile: ClusterProfile, layer: int) -> float:
 
 def values_s(plan: Plan, profile: ClusterProfile, layer: int) -> float:
     """Seconds to send updated parameters of ``layer``, in the compute dtype, from their owners to its other holders."""
-    model = profile.model
-    return _exchange_s(plan, profile, layer, value_bytes(model, layer))
+    return _exchange_s(plan, profile, layer, value_bytes(profile.model, layer))
 
 
 def value_bytes(model: ModelCost, layer: int) -> int:

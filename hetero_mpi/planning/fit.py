@@ -15,6 +15,7 @@ import numpy as np
 
 from hetero_mpi.planning.types.cluster_changes import SECONDS, STEP_SECONDS
 from hetero_mpi.planning.types.profile import TABLES, ClusterProfile, Curve, DeviceProfile, LayerTimes
+from hetero_mpi.util.grouping import grouped
 
 MIN_NOISE = 0.03
 """Minimum relative error assumed for a point."""
@@ -185,14 +186,14 @@ def pooled(profile: ClusterProfile) -> ClusterProfile:
 
 def like_ranks(profile: ClusterProfile) -> list[list[int]]:
     """Group ranks that have the same device on hosts with the same devices."""
-    names: dict[str, list[str]] = {}
-    for device in profile.devices:
-        names.setdefault(device.host, []).append(f"{device.backend} {device.name}")
-    classes: dict[tuple[Any, ...], list[int]] = {}
-    for device in profile.devices:
-        key = (device.backend, device.name, device.dtypes, device.shares_host_memory, tuple(sorted(names[device.host])))
-        classes.setdefault(key, []).append(device.rank)
-    return list(classes.values())
+    by_host = grouped(profile.devices, lambda device: device.host)
+    names = {host: tuple(sorted(f"{d.backend} {d.name}" for d in devices)) for host, devices in by_host.items()}
+
+    def kind(rank: int) -> tuple[object, ...]:
+        device = profile.devices[rank]
+        return device.backend, device.name, device.dtypes, device.shares_host_memory, names[device.host]
+
+    return list(grouped(range(len(profile.devices)), kind).values())
 
 
 _CurveKey = tuple[str, str, str]

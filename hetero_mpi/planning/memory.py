@@ -16,6 +16,7 @@ from hetero_mpi.planning.types.cost import ModelCost
 from hetero_mpi.planning.types.plan import WARM_UP, PipelinePlan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, HostProfile
 from hetero_mpi.planning.types.sizes import GRADIENT_BYTES, OFFLOADED_LAYER_COUNT
+from hetero_mpi.util.grouping import grouped
 
 STAGING_BUFFER_COUNT = 2
 """Host buffers per boundary and direction: one in transfer, one being filled or read."""
@@ -73,12 +74,9 @@ def rank_usable_bytes(profile: ClusterProfile, rank: int, reserve: float) -> int
 
 def shared_memories(profile: ClusterProfile) -> list[tuple[HostProfile, tuple[int, ...]]]:
     """Return each host in whose memory several ranks compute, with those ranks."""
-    ranks_by_host = []
-    for host in profile.hosts:
-        ranks = tuple(d.rank for d in profile.devices if d.host == host.name and d.shares_host_memory)
-        if len(ranks) > 1:
-            ranks_by_host.append((host, ranks))
-    return ranks_by_host
+    computing = grouped((device for device in profile.devices if device.shares_host_memory), lambda device: device.host)
+    ranks_of = {host: tuple(device.rank for device in computing.get(host.name, ())) for host in profile.hosts}
+    return [(host, ranks) for host, ranks in ranks_of.items() if len(ranks) > 1]
 
 
 def shared_parameters(model: ModelCost, first: Layer, last: Layer) -> Any:

@@ -16,6 +16,7 @@ from hetero_mpi.planning.memory import StageMode
 from hetero_mpi.planning.types.cost import ModelCost
 from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile
 from hetero_mpi.planning.types.request import PlanRequest
+from hetero_mpi.util.grouping import grouped
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.int64]
@@ -37,10 +38,8 @@ def rank_classes(profile: ClusterProfile) -> list[list[int]]:
     # With host links only, equal ranks of one host have equal links: one of them represents all.
     groups = in_classes(ordered, lambda a, b: not profile.links and (hosts[a], contents[a]) == (hosts[b], contents[b]))
     ranks = {group[0]: group for group in groups}
-    links = {}
-    for a, b in itertools.permutations(ranks, 2):
-        link = profile.link(a, b)
-        links[a, b] = link.latency_s, link.bytes_per_s
+    pairs = ((pair, profile.link(*pair)) for pair in itertools.permutations(ranks, 2))
+    links = {pair: (link.latency_s, link.bytes_per_s) for pair, link in pairs}
 
     def exchangeable(a: int, b: int) -> bool:
         return bool(
@@ -188,9 +187,7 @@ def links_of(profile: ClusterProfile, devices: list[DeviceProfile]) -> tuple[Ind
 def in_own_order(profile: ClusterProfile, tokens: int) -> list[DeviceProfile]:
     """Return the usable devices by host, in an order independent of rank numbers and host names (except for ties)."""
     devices = usable_devices(profile)
-    hosts: dict[str, list[DeviceProfile]] = {}
-    for device in devices:
-        hosts.setdefault(device.host, []).append(device)
+    hosts = grouped(devices, lambda device: device.host)
     # In large clusters one rank of a host says how it is linked to the others.
     ends = devices if len(devices) <= MAX_PAIRED_RANKS else [members[0] for members in hosts.values()]
 

@@ -18,6 +18,7 @@ from hetero_mpi.planning.types.plan import Alone, IdleRank, Plan, PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.sizes import GRADIENT_BYTES
 from hetero_mpi.util import units
+from hetero_mpi.util.grouping import grouped
 
 MIN_RATIO_ERROR = 0.01
 """Minimum relative error of a measured ratio."""
@@ -99,10 +100,8 @@ def calibrated_profile(profile: ClusterProfile, plan: Plan, ratios: Mapping[Part
                 sums.setdefault(host.name, []).extend(values)
             else:  # all-reduces over links
                 links = {**dict.fromkeys(itertools.permutations(part.ranks, 2), values), **links}
-    classes: dict[str, list[int]] = {}
-    for device in profile.devices:
-        classes.setdefault(device.host, []).append(class_of[device.rank])
-    of_hosts = factors(sums, classes, lambda name: tuple(sorted(classes[name])))
+    ranks_of = grouped(range(len(profile.devices)), lambda rank: profile.devices[rank].host)
+    of_hosts = factors(sums, ranks_of, lambda name: tuple(sorted(class_of[rank] for rank in ranks_of[name])))
     hosts = tuple(
         host
         if host.sum_bytes_per_s is None
@@ -118,11 +117,8 @@ def factors(measured: Mapping[Key, Ratios], items: Iterable[Key], kind: Callable
     medians = {key: statistics.median(step_logs) for key, step_logs in logs.items() if step_logs}
     sigma = _step_noise([step_logs for step_logs in logs.values() if step_logs])
     errors = {key: max(MIN_RATIO_ERROR, median_error(sigma, len(logs[key]))) for key in medians}
-    classes: dict[Hashable, list[Key]] = {}
-    for key in items:
-        classes.setdefault(kind(key), []).append(key)
     factor_by_key = {}
-    for keys in classes.values():
+    for keys in grouped(items, kind).values():
         timed = [key for key in keys if key in medians]
         if timed:
             median = statistics.median(medians[key] for key in timed)
@@ -159,15 +155,13 @@ def _with_links(profile: ClusterProfile, plan: Plan, measured: Mapping[Pair, Rat
     ratios = factors(ratios_by_pair, {**listed, **ratios_by_pair}, hosts)
     links = tuple(_slower(link, ratios.get(pair, 1.0)) for pair, link in listed.items())
     # Pairs without a link of their own share their hosts' median ratio.
-    ratios_by_hosts: dict[tuple[str, str], list[float]] = {}
-    for pair, ratio in ratios.items():
-        if pair not in listed:
-            ratios_by_hosts.setdefault(hosts(pair), []).append(ratio)
+    unlisted = grouped((pair for pair in ratios if pair not in listed), hosts)
     between = {(link.source, link.destination): link for link in profile.host_links}
-    for ends, host_ratios in ratios_by_hosts.items():
+    for ends, pairs in unlisted.items():
         link = profile.host_link(*ends)
         if link is not None:
-            between[ends] = _slower(replace(link, source=ends[0], destination=ends[1]), statistics.median(host_ratios))
+            median = statistics.median(ratios[pair] for pair in pairs)
+            between[ends] = _slower(replace(link, source=ends[0], destination=ends[1]), median)
     return replace(profile, links=links, host_links=tuple(between.values()))
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields
 
 from hetero_mpi.planning.schedule import COMPUTE, COMPUTING, Event, Op
 from hetero_mpi.planning.types.plan import Plan
+from hetero_mpi.util.grouping import grouped
 
 
 @dataclass(frozen=True)
@@ -40,11 +41,9 @@ def idling(events: Sequence[Event], plan: Plan) -> dict[int, Idling]:
     """
     last = max((event.end_s for event in events), default=0.0)
     computed, pipeline_of = _computed(events), {number: index for number, index, _ in plan.numbered}
-    by_rank: dict[int, list[Event]] = {}
-    for event in sorted(events, key=lambda event: (event.rank, event.start_s, event.end_s)):
-        by_rank.setdefault(event.rank, []).append(event)
+    ordered = sorted(events, key=lambda event: (event.rank, event.start_s, event.end_s))
     result: dict[int, Idling] = {}
-    for rank, rank_events in by_rank.items():
+    for rank, rank_events in grouped(ordered, lambda event: event.rank).items():
         sums = [(event.start_s, event.end_s) for event in rank_events if event.action.op is Op.REDUCE]
         parts, now = [{"group_s": sum(event.exchanged_s for event in rank_events)}], 0.0
         for event in rank_events:

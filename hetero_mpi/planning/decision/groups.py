@@ -19,6 +19,7 @@ from hetero_mpi.planning.search.memory_fit import Fitter, cut_otherwise, with_re
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import MEASURED, ClusterProfile, DeviceProfile
 from hetero_mpi.planning.types.request import PlanRequest
+from hetero_mpi.util.grouping import grouped
 
 MIN_GAIN_RATIO = 0.02
 """Minimum relative gain for choosing groups, because their members wait for the slowest one in every layer."""
@@ -53,7 +54,7 @@ def with_groups(
     request: PlanRequest,
     best_s: float | None,
     search: PlanSearch,
-    crowded: Collection[int] = (),
+    crowded: Collection[int],
 ) -> TimedPlan | None:
     """Find a plan with groups at least ``MIN_GAIN_RATIO`` faster than ``best_s``.
 
@@ -62,11 +63,9 @@ def with_groups(
         crowded: ranks with less than a core per thread, left out because a group would wait for them in every layer.
     """
     # Measured devices need a time for half the heads, since small layers divide badly.
-    devices_by_host: dict[str, list[DeviceProfile]] = {}
-    for device in usable_devices(profile):
-        if device.rank not in crowded and (device.halved or profile.source != MEASURED):
-            devices_by_host.setdefault(device.host, []).append(device)
-    hosts = [devices for devices in devices_by_host.values() if len(devices) > 1]
+    timed = [device for device in usable_devices(profile) if device.halved or profile.source != MEASURED]
+    by_host = grouped((device for device in timed if device.rank not in crowded), lambda device: device.host)
+    hosts = [devices for devices in by_host.values() if len(devices) > 1]
     may_group = request.groups and request.schedule == "auto" and not profile.emulated
     divisible = (profile.model.heads or 0) > 1 and len(profile.devices) <= MAX_GROUP_SEARCH_RANKS
     if not may_group or not divisible or not hosts:
@@ -162,9 +161,7 @@ class GroupSearch:
                 options[f"{size} fastest"] = (tuple(sorted(ordered[:size])),)
                 begins = range(0, count - size + 1, size)
                 options[f"each {size}"] = tuple(tuple(sorted(ordered[begin : begin + size])) for begin in begins)
-        kinds: dict[str, list[int]] = {}
-        for rank in ordered:
-            kinds.setdefault(self.profile.devices[rank].backend, []).append(rank)
+        kinds = grouped(ordered, lambda rank: self.profile.devices[rank].backend)
         if 1 < len(kinds) <= max_size:  # such as a GPU with heads and a processor with experts
             options["one of each kind"] = tuple(tuple(sorted(ranks)) for ranks in zip(*kinds.values(), strict=False))
         return options

@@ -15,6 +15,7 @@ from hetero_mpi.planning.tables import in_own_order
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
+from hetero_mpi.util.grouping import grouped
 
 KindOrder = tuple[int, ...]
 """The kind of rank at each stage."""
@@ -34,12 +35,10 @@ class _Shortages:
     def __init__(self, profile: ClusterProfile, request: PlanRequest) -> None:
         self.profile, self.request, self.memory = profile, request, MemoryModel(profile, request)
         self.layer_count, self.micro_batch = len(profile.model.layers), min(request.micro_batch_choices)
-        self.tokens = self.micro_batch * request.sequence_length
-        ranks: dict[tuple[int, float], list[int]] = {}
-        for device in in_own_order(profile, self.tokens):
-            ranks.setdefault((self.memory.usable[device.rank], device.activation_ratio), []).append(device.rank)
-        self.kinds = sorted(ranks, key=lambda kind: (-kind[0], kind[1]))
-        self.ranks = [ranks[kind] for kind in self.kinds]
+        devices = in_own_order(profile, self.micro_batch * request.sequence_length)
+        by_kind = grouped(devices, lambda device: (self.memory.usable[device.rank], device.activation_ratio))
+        self.kinds = sorted(by_kind, key=lambda kind: (-kind[0], kind[1]))
+        self.ranks = [[device.rank for device in by_kind[kind]] for kind in self.kinds]
         self.longest = min(sum(map(len, self.ranks)), self.layer_count)
         self.least = lru_cache(maxsize=None)(self._least)
         self._own = lru_cache(maxsize=None)(self._by_stage)

@@ -26,6 +26,7 @@ import numpy as np
 from hetero_mpi.planning.memory_model import MemoryBudget
 from hetero_mpi.planning.search.costs import Costs
 from hetero_mpi.planning.tables import Floats, Indices
+from hetero_mpi.util.grouping import grouped
 
 Column = tuple[int, ...]
 """Rank indices, one per pipeline."""
@@ -49,10 +50,7 @@ def along_hosts(costs: Costs, pipelines: int, keys: Sequence[Floats]) -> list[Co
     """
     columns: list[Column] = []
     rest: list[int] = []
-    groups: dict[tuple[float, ...], list[int]] = {}
-    for rank in range(costs.count):
-        groups.setdefault(tuple(float(key[rank]) for key in keys), []).append(rank)
-    for members in groups.values():
+    for members in grouped(range(costs.count), lambda rank: tuple(float(key[rank]) for key in keys)).values():
         members.sort(key=lambda rank: (int(costs.host[rank]), rank))
         width = len(members) // pipelines
         columns += [tuple(members[p * width + k] for p in range(pipelines)) for k in range(width)]

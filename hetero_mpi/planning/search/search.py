@@ -21,6 +21,7 @@ from hetero_mpi.planning.tables import in_classes
 from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest, shares_nics
+from hetero_mpi.util.grouping import grouped
 
 MAX_SEARCH_RANKS = 64
 """Larger clusters skip this search and use the best layout (``layouts``)."""
@@ -94,13 +95,10 @@ class Search:
 
     def best(self, starts: Sequence[tuple[Plan, float]] = ()) -> Decision | None:
         """Find the best plan; it replaces the fastest of ``starts`` only if the gain exceeds ``request.indifference``."""
-        numbers: dict[int, list[Start]] = {}
-        for plan, step_s in starts:
-            numbers.setdefault(len(plan.pipelines), []).append((self.lines(plan), step_s))
-        least = self.rounds.least
-        best_given = min(
-            (start for start in starts if used(self.lines(start[0])) >= least), key=lambda start: start[1], default=None
-        )
+        given = [(self.lines(plan), step_s) for plan, step_s in starts]
+        numbers = grouped(given, lambda start: len(start[0]))
+        allowed = (start for start, (lines, _) in zip(starts, given, strict=True) if used(lines) >= self.rounds.least)
+        best_given = min(allowed, key=lambda start: start[1], default=None)
         if len(self.ranks) <= MAX_RANKS_WITHOUT_LAYOUTS:
             numbers = {number: numbers.get(number, []) for number in range(1, self.most + 1)}
         wished = {number: plans for number, plans in numbers.items() if number in self.request.pipeline_counts}

@@ -1,6 +1,7 @@
 """A measured cluster: devices, links, and the model they were measured with."""
 
 import bisect
+import itertools
 import statistics
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 from hetero_mpi.planning.types.cost import ModelCost
 from hetero_mpi.util.display import Displayed
 from hetero_mpi.util.errors import UserError
+from hetero_mpi.util.grouping import grouped
 
 SCHEMA_VERSION = 3
 MEASURED = "measured"
@@ -261,10 +263,8 @@ class ClusterProfile(Displayed):
         """Return ``links``, or one link per pair of hosts if ``links`` is empty."""
         if self.links:
             return self.links
-        ranks: dict[str, list[int]] = {}
-        for device in self.devices:
-            ranks.setdefault(device.host, []).append(device.rank)
-        ends = ((a[0], b[-1]) for a in ranks.values() for b in ranks.values())
+        ranks = grouped(range(len(self.devices)), lambda rank: self.devices[rank].host).values()
+        ends = ((a[0], b[-1]) for a in ranks for b in ranks)
         return tuple(self.link(a, b) for a, b in ends if a != b)
 
     @cached_property
@@ -324,12 +324,11 @@ class ClusterProfile(Displayed):
         places = np.array([hosts.index(name) if by_host else rank for rank, name in enumerate(names)])
         count = len(hosts) if by_host else len(names)
         latency_s, per_byte_s = np.full((count, count), np.nan), np.full((count, count), np.nan)
-        for a in range(count):
-            for b in range(count):
-                pair = (hosts[a], hosts[b]) if by_host else (names[a], names[b])
-                link = (None if by_host else self._link_of.get((a, b))) or self.host_link(*pair)
-                if link is not None:
-                    latency_s[a, b], per_byte_s[a, b] = link.latency_s, 1 / link.bytes_per_s
+        for a, b in itertools.product(range(count), repeat=2):
+            pair = (hosts[a], hosts[b]) if by_host else (names[a], names[b])
+            link = (None if by_host else self._link_of.get((a, b))) or self.host_link(*pair)
+            if link is not None:
+                latency_s[a, b], per_byte_s[a, b] = link.latency_s, 1 / link.bytes_per_s
         out = np.array([(d.copy_latency_s, 1 / d.device_to_host_bytes_per_s) for d in self.devices])
         into = np.array([(d.copy_latency_s, 1 / d.host_to_device_bytes_per_s) for d in self.devices])
         return places, latency_s, per_byte_s, out, into
