@@ -28,7 +28,7 @@ from hetero_mpi.planning.memory import (
 from hetero_mpi.planning.orders import computed_by_rank
 from hetero_mpi.planning.owners import owned_state_bytes
 from hetero_mpi.planning.types.cost import ModelCost
-from hetero_mpi.planning.types.plan import WARM_UP, HostMemory, PipelinePlan, Plan, RankMemory, StagePlan
+from hetero_mpi.planning.types.plan import HostMemory, PipelinePlan, Plan, RankMemory, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.planning.types.sizes import GRADIENT_BYTES
@@ -141,9 +141,7 @@ class MemoryModel:
     ) -> tuple[tuple[int, int], ...]:
         """``stage_holdings`` of stage ``index`` if it and the first stage had these depths."""
         most = pipeline.micro_batches - 1
-        if pipeline.order == WARM_UP and (index == 0 or not pipeline.split_backward):
-            return ((min(warm_up, most) + 1, 0),)
-        key = pipeline.order, index > 0, min(warm_up, most), min(first_warm_up, most), most
+        key = pipeline.order, pipeline.split_backward, index > 0, min(warm_up, most), min(first_warm_up, most), most
         if key not in self._holdings:
             first_stage = replace(pipeline.stages[0], warm_up=first_warm_up)
             stage = replace(pipeline.stages[index], warm_up=warm_up)
@@ -256,12 +254,8 @@ def predict_hosts(plan: Plan, profile: ClusterProfile, reserve: float = 0.0) -> 
     stored, layers = dict[int, int](), plan.layers
     for stage in (stage for _, _, stage in plan.numbered if stage.streamed):
         stored[stage.ranks[0]] = host_state_bytes(profile.model, stage.first, stage.last, stage.disk_layers(layers))
-    usage = {
-        device.rank: (peaks if device.shares_host_memory else stored).get(device.rank, 0) for device in profile.devices
-    }
-    host_memories = []
-    for host in profile.hosts:
-        peak = sum(usage[device.rank] for device in profile.devices if device.host == host.name)
-        if peak:
-            host_memories.append(HostMemory(host.name, int(peak), usable_bytes(host.memory_bytes, reserve)))
-    return tuple(host_memories)
+    used = Counter[str]()
+    for device in profile.devices:
+        used[device.host] += int((peaks if device.shares_host_memory else stored).get(device.rank, 0))
+    limits = ((host.name, usable_bytes(host.memory_bytes, reserve)) for host in profile.hosts)
+    return tuple(HostMemory(name, used[name], usable) for name, usable in limits if used[name])

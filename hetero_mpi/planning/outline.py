@@ -147,7 +147,10 @@ def spans_s(
                 free = back_free[s]
                 returned[s - 1][b] = back_free[s] = (now if now > free else free) + back_s[s - 1]
                 if weight_s is not None:
-                    _defer_weights(s, b, depths[0] - depths[s], micro_batches, weight_s[s], clock, begin_s)
+                    lag = depths[0] - depths[s]  # due are the weight gradients ``lag`` behind and, at the end, the rest
+                    for _ in range((b >= lag) + (lag if b == micro_batches - 1 else 0)):
+                        begin_s[s] = clock[s]
+                        clock[s] += weight_s[s]
     return begin_s, clock
 
 
@@ -164,15 +167,6 @@ def spans_of_many_s(
     n = (micro_batches - full) / PERIOD_MICRO_BATCHES
     begins, ends = ([a + n * (b - a) for a, b in zip(*pair, strict=True)] for pair in zip(before, after, strict=True))
     return begins, ends
-
-
-def _defer_weights(
-    s: int, b: int, lag: int, micro_batches: int, weight_s: float, clock: list[float], begin_s: list[float]
-) -> None:
-    """Compute the weight gradients due on stage ``s`` after backward ``b``: one ``lag`` behind, at the end the rest."""
-    for _ in range((b >= lag) + (lag if b == micro_batches - 1 else 0)):
-        begin_s[s] = clock[s]
-        clock[s] += weight_s
 
 
 def queued_spans_s(
@@ -217,10 +211,8 @@ def queued_spans_s(
             heapq.heappop(queue)
         if receiver.is_blocked and receiver.compute_until_message():
             heapq.heappush(queue, (receiver.clock, receiver.rank, receiver))
-    return [
-        ([sender.begin_s for sender in row], [sender.clock if sender.is_done else math.inf for sender in row])
-        for row in senders
-    ]
+    ended = ([s.clock if s.done == len(s.program) else math.inf for s in row] for row in senders)
+    return [([sender.begin_s for sender in row], ends) for row, ends in zip(senders, ended, strict=True)]
 
 
 FORWARD, BACKWARD, WEIGHTS = range(3)
@@ -247,10 +239,6 @@ class _Sender:
         self.returned: list[float] = []
         self.forwards = self.backwards = 0
         self.program = [_KINDS[name] for name, _ in computing(pipeline, stage)]
-
-    @property
-    def is_done(self) -> bool:
-        return self.done == len(self.program)
 
     def compute_until_message(self) -> bool:
         """Compute until a message is ready to send; return False if the stage blocks or its program ends first."""

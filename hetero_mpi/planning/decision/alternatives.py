@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 from hetero_mpi.planning.bounds import fluid_bound_s, usable_devices
@@ -253,13 +254,9 @@ def ethernet_gbit(link: LinkProfile | HostLinkProfile) -> float | None:
 
 def link_pairs(plan: Plan) -> list[tuple[int, int]]:
     """Pairs of ranks that exchange messages, lower rank first, in pipeline order."""
-    pairs: dict[tuple[int, int], None] = {}
-    for pipeline in plan.pipelines:
-        for before, behind in zip(pipeline.stages, pipeline.stages[1:], strict=False):
-            a, b = before.ranks[0], behind.ranks[0]
-            if a != b:
-                pairs[min(a, b), max(a, b)] = None
-    return list(pairs)
+    neighbours = (pair for pipeline in plan.pipelines for pair in pairwise(pipeline.stages))
+    pairs = ((before.ranks[0], behind.ranks[0]) for before, behind in neighbours)
+    return list(dict.fromkeys((min(pair), max(pair)) for pair in pairs if pair[0] != pair[1]))
 
 
 def _cluster_alternatives(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> Iterator[Alternative]:

@@ -71,15 +71,14 @@ class LocalSearch:
     def shared_by(self, pipelines: int) -> LocalSearch:
         """This search with optimizer state sharded over ``pipelines``."""
         if pipelines not in self._shared:
-            costs = {size: costs_of_size.shared_by(pipelines) for size, costs_of_size in self.costs.items()}
-            same = all(costs_of_size is self.costs[size] for size, costs_of_size in costs.items())
-            shared_search = (
-                self if same else LocalSearch(costs, self.step_s, self.estimate_step_s, self.owned_step_s, self.least)
+            shared_search = copy.copy(self)
+            shared_search.costs, owning_none = (
+                {size: costs_of_size.shared_by(sharers) for size, costs_of_size in self.costs.items()}
+                for sharers in (pipelines, math.inf)
             )
-            owning_none = {size: costs_of_size.shared_by(math.inf) for size, costs_of_size in self.costs.items()}
-            if any(costs_of_size is not self.costs[size] for size, costs_of_size in owning_none.items()):
-                if shared_search is self:
-                    shared_search = copy.copy(self)
+            if shared_search.costs != self.costs:
+                shared_search._levels = [(shared_search.costs, {})]
+            if owning_none != self.costs:
                 shared_search._levels = [(owning_none, {}), *shared_search._levels]
             self._shared[pipelines] = shared_search
         return self._shared[pipelines]
@@ -162,11 +161,8 @@ class LocalSearch:
 
     def least_s(self, fittings: Sequence[Fitting]) -> float:
         """Lower bound of the step time, without link contention and with evenly sharded state."""
-        return (
-            0.0
-            if any(fitting.line.is_split for fitting in fittings)
-            else self.estimate_step_s(fittings) * (1 - ROUNDING_RATIO)
-        )
+        splits = any(fitting.line.is_split for fitting in fittings)
+        return 0.0 if splits else self.estimate_step_s(fittings) * (1 - ROUNDING_RATIO)
 
     def holds(self, fittings: Sequence[Fitting]) -> bool:
         """Whether every rank can hold all optimizer state of its stage."""

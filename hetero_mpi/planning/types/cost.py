@@ -78,6 +78,8 @@ class LayerCost:
         stored = _held_share(self.parameters, self.divided_parameters, self.expert_parameters, share, experts)
         trained = _held_share(self.trainable_parameters, self.divided_trainable, self.expert_trainable, share, experts)
         saved, used = (1 - (1 - share) * divided for divided in (self.divided_activations, self.divided_workspace))
+        of_experts = max(self.matrix_bytes, experts * self.workspace_bytes)
+        workspace = of_experts if self.expert_parameters else used * self.workspace_bytes
         return replace(
             self,
             parameters=math.ceil(stored * self.parameters),
@@ -85,15 +87,10 @@ class LayerCost:
             parameter_bytes=math.ceil(stored * self.parameter_bytes + max(share, experts) * self.divided_scale_bytes),
             activation_bytes_per_token=saved * self.activation_bytes_per_token,
             workspace_bytes_per_token=used * self.workspace_bytes_per_token,
-            workspace_bytes=self._part_of_workspace(used, experts),
+            workspace_bytes=math.ceil(workspace),
             logits_bytes_per_token=used * self.logits_bytes_per_token,
             moments_saving_bytes=trained * self.moments_saving_bytes,
         )
-
-    def _part_of_workspace(self, used: float, experts: float) -> int:
-        if self.expert_parameters:
-            return math.ceil(max(self.matrix_bytes, experts * self.workspace_bytes))
-        return math.ceil(used * self.workspace_bytes)
 
 
 @dataclass(frozen=True, repr=False)
