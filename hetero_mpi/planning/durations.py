@@ -51,12 +51,12 @@ def _late_values_s(number: int, plan: Plan, profile: ClusterProfile) -> float:
     _, index, stage = plan.numbered[number]
     if len(plan.pipelines) == 1:
         return 0.0
-    held = range(stage.first, stage.last)
-    like_layers = grouped(held, lambda layer: (plan.holders[layer], value_bytes(profile.model, layer)))
-    coming_s = sum(len(layers) * values_s(plan, profile, layers[0]) for layers in like_layers.values())
+    layers = range(stage.first, stage.last)
+    like_layers = grouped(layers, lambda layer: (plan.holders[layer], value_bytes(profile.model, layer)))
+    coming_s = sum(len(alike) * values_s(plan, profile, alike[0]) for alike in like_layers.values())
     pipeline = plan.pipelines[index]
     forward_s = stage_s(profile, pipeline, stage, pipeline.size(0), plan.sequence_length, Op.F)
-    return exposed_s(coming_s, forward_s, len(held)) if coming_s else 0.0
+    return exposed_s(coming_s, forward_s, len(layers)) if coming_s else 0.0
 
 
 def exposed_s(coming_s: float, forward_s: float, layers: int) -> float:

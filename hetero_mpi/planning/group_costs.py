@@ -58,7 +58,8 @@ def _group_as_device(profile: ClusterProfile, group: StagePlan, ranks: Sequence[
         layers=layers,
         optimizer_fixed_s=max(device.optimizer_fixed_s for device in members),
         optimizer_s_per_parameter=max(
-            device.optimizer_s_per_parameter * own / all_trained for device, own in zip(members, trained, strict=True)
+            device.optimizer_s_per_parameter * count / all_trained
+            for device, count in zip(members, trained, strict=True)
         ),
         forward_overhead_s=max(device.forward_overhead_s for device in members),
         backward_overhead_s=max(device.backward_overhead_s for device in members),

@@ -277,7 +277,7 @@ def cut_otherwise(plan: Plan) -> Iterator[Plan]:
     """Yield ``plan`` with one layer moved across a cut of the longest pipeline and of all pipelines with the same cuts."""
     cuts = max((pipeline.cuts for pipeline in plan.pipelines), key=len)
     for cut, by in itertools.product(range(1, len(cuts) - 1), (-1, 1)):
-        moved = [*cuts[:cut], cuts[cut] + by, *cuts[cut + 1 :]]
-        if all(first < last for first, last in itertools.pairwise(moved)):
-            pipelines = (line.with_cuts(moved) if line.cuts == cuts else line for line in plan.pipelines)
+        new_cuts = [*cuts[:cut], cuts[cut] + by, *cuts[cut + 1 :]]
+        if all(first < last for first, last in itertools.pairwise(new_cuts)):
+            pipelines = (line.with_cuts(new_cuts) if line.cuts == cuts else line for line in plan.pipelines)
             yield replace(plan, pipelines=tuple(pipelines))

@@ -95,9 +95,9 @@ class Search:
 
     def best(self, starts: Sequence[tuple[Plan, float]] = ()) -> Decision | None:
         """Find the best plan; it replaces the fastest of ``starts`` only if the gain exceeds ``request.indifference``."""
-        given = [(self.lines(plan), step_s) for plan, step_s in starts]
-        numbers = grouped(given, lambda start: len(start[0]))
-        allowed = (start for start, (lines, _) in zip(starts, given, strict=True) if used(lines) >= self.rounds.least)
+        timed = [(self.lines(plan), step_s) for plan, step_s in starts]
+        numbers = grouped(timed, lambda start: len(start[0]))
+        allowed = (start for start, (lines, _) in zip(starts, timed, strict=True) if used(lines) >= self.rounds.least)
         best_given = min(allowed, key=lambda start: start[1], default=None)
         if len(self.ranks) <= MAX_RANKS_WITHOUT_LAYOUTS:
             numbers = {number: numbers.get(number, []) for number in range(1, self.most + 1)}
