@@ -6,7 +6,7 @@ import json
 import re
 import secrets
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, field_validator, model_validator
 
@@ -77,7 +77,7 @@ class _Request(BaseModel):
     repetition_penalty: float | None = Field(None, ge=0.01, le=100)
     seed: int | None = None
     stop: tuple[str, ...] = ()
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: list[int] | None = Field(None, max_length=MAX_STOP_TOKENS)
     min_tokens: int | None = Field(None, ge=0)
     ignore_eos: bool | None = None
     stream: bool | None = None
@@ -92,18 +92,6 @@ class _Request(BaseModel):
         if len(texts) > MAX_STOP_TEXTS or not all(1 <= len(text) <= MAX_STOP_CHARACTERS for text in texts):
             raise ValueError(f"at most {MAX_STOP_TEXTS} stop strings, each of 1 to {MAX_STOP_CHARACTERS:,} characters")
         return tuple(texts)
-
-    @field_validator("stop_token_ids", mode="before")
-    @classmethod
-    def _few(cls, tokens: Any) -> Any:
-        if isinstance(tokens, list) and len(tokens) > MAX_STOP_TOKENS:
-            raise ValueError(f"at most {MAX_STOP_TOKENS} stop tokens")
-        return tokens
-
-    @property
-    def limit(self) -> int | None:
-        """Maximum number of new tokens, or None if only the context limits it."""
-        return self.max_tokens
 
     @property
     def include_usage(self) -> bool:
@@ -121,6 +109,7 @@ class _Request(BaseModel):
 class CompletionRequest(_Request):
     """The body of a request to ``/v1/completions``. ``prompt`` is a string, a list of token ids, or a list of either."""
 
+    usable_tools: ClassVar[list[dict[str, Any]]] = []
     prompt: list[str | list[int]]
     max_tokens: int | None = Field(None, ge=0)
     echo: bool = Field(False, strict=True)
@@ -154,6 +143,7 @@ class CompletionRequest(_Request):
 
     @property
     def limit(self) -> int | None:
+        """Maximum number of new tokens, or None if only the context limits it."""
         return self.max_tokens if self.max_tokens is not None else COMPLETION_TOKENS
 
     @property
@@ -254,6 +244,7 @@ class _Message(_StrictObject):
 class ChatRequest(_Request):
     """The body of a request to ``/v1/chat/completions``."""
 
+    echo: ClassVar[bool] = False
     messages: Annotated[list[_Message], FailFast(), Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = Field(None, strict=True)

@@ -61,11 +61,8 @@ class LogprobFormatter:
         self, columns: dict[str, list[Any]], token: int, likelihood: float | None, top: Any, wording: StopStringFilter
     ) -> None:
         new_index = self._number - max(0, len(self._starts) - 1)
-        start = (
-            self._starts[self._number]
-            if new_index < 0
-            else wording.start(new_index) + (self._starts[-1] if self._starts else 0)
-        )
+        echoed = self._starts[min(self._number, len(self._starts) - 1)] if self._starts else 0
+        start = echoed + (wording.start(new_index) if new_index >= 0 else 0)
         for name, value in zip(columns, (self._text(token), likelihood, top, start), strict=True):
             columns[name].append(value)
         self._before, self._number = token, self._number + 1
@@ -122,12 +119,11 @@ class ResponseBuilder:
 
     def chunk(self, choice: Choice, text: str | None, first: bool = False) -> dict[str, Any]:
         """Build a chunk of a streamed answer. ``text`` is None for the answer's last chunk."""
-        delta: dict[str, Any] = {
-            **({"role": "assistant"} if first else {}),
-            **({"content": text} if text is not None else {}),
-        }
-        if text is None and (calls := self._calls(choice)):
-            delta = {**delta, "tool_calls": [{"index": index, **call} for index, call in enumerate(calls)]}
+        delta: dict[str, Any] = {"role": "assistant"} if first else {}
+        if text is not None:
+            delta["content"] = text
+        elif calls := self._calls(choice):
+            delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
         content = {"delta": delta} if self._chat else {"text": text or ""}
         return self._chunk([self._choice(choice, content, choice.finish if text is None else None)])
 
@@ -140,11 +136,9 @@ class ResponseBuilder:
         return {**self._head, "object": name, "choices": choices, **({"usage": None} if self._include_usage else {})}
 
     def _choice(self, choice: Choice, content: dict[str, Any], finish: str | None) -> dict[str, Any]:
-        scores = (
-            self._likelihoods[choice.number].format_scores(choice.take_scores(), choice.wording)
-            if self._likelihoods
-            else None
-        )
+        scores = None
+        if self._likelihoods:
+            scores = self._likelihoods[choice.number].format_scores(choice.take_scores(), choice.wording)
         return {"index": choice.number, **content, "logprobs": scores, "finish_reason": finish}
 
     def _calls(self, choice: Choice) -> list[dict[str, Any]]:

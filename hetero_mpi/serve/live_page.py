@@ -198,11 +198,8 @@ def watch(
         if beside_run:
             sys.stdin.buffer.read()
             present = read_present(run_dir)  # a lost rank 0 frees the port for its successor at once
-            if (
-                present is not None
-                and present.ended is not None
-                and time.monotonic() - server.parts.asked_s < _WATCHER_TIMEOUT_S
-            ):
+            is_watched = time.monotonic() - server.parts.asked_s < _WATCHER_TIMEOUT_S
+            if present is not None and present.ended is not None and is_watched:
                 time.sleep(_LINGER_S)
         else:
             with contextlib.suppress(KeyboardInterrupt):

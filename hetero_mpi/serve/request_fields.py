@@ -23,14 +23,12 @@ _MAX_LISTED = 5
 
 def refused_fields(values: Mapping[str, Any], honoured: frozenset[str], chat: bool) -> str:
     """List the unsupported fields of a request body as text, or "" if all fields are supported."""
-    defaults = {"add_special_tokens": (not chat,)}
+    defaults = _NEUTRAL_VALUES | {"add_special_tokens": (not chat,)}
     refused = [
         name
         for name, value in values.items()
-        if name not in honoured
-        and name not in _IGNORED_FIELDS
-        and value is not None
-        and not any(_same(value, neutral) for neutral in defaults.get(name, _NEUTRAL_VALUES.get(name, _EMPTY_VALUES)))
+        if name not in honoured | _IGNORED_FIELDS
+        and not (value is None or any(_same(value, neutral) for neutral in defaults.get(name, _EMPTY_VALUES)))
     ]
     texts = [f"{name[:60]} = {json.dumps(values[name])[:60]}" for name in refused[:_MAX_LISTED]]
     return ", ".join([*texts, *([f"and {len(refused) - _MAX_LISTED} more"] if len(refused) > _MAX_LISTED else [])])

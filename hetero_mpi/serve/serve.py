@@ -44,8 +44,6 @@ _STOP_TIMEOUT_S = 1.0
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """The command-line options of ``serve``."""
-
     source: Path
     host: str = "127.0.0.1"
     port: int = 8000
@@ -59,14 +57,10 @@ class ServeOptions:
     allow_host: Sequence[str] = ()
     """Additional host names that clients may use for the server."""
 
-    def known_token(self) -> str | None:
-        """Return the API key from ``token`` or, if that is unset, from the environment; None if neither has one."""
-        return (self.token or "").strip() or os.environ.get(TOKEN_VARIABLE, "").strip() or None
-
     def known_keys(self) -> dict[str, str]:
         """Map each client's name to its API key; empty if access is open to all. Raises UserError for an invalid key."""
-        token = self.known_token()
-        keys = {} if token is None else {_TOKEN_CLIENT: token}
+        token = (self.token or "").strip() or os.environ.get(TOKEN_VARIABLE, "").strip()
+        keys = {_TOKEN_CLIENT: token} if token else {}
         source_by_name = dict.fromkeys(keys, f"--token or {TOKEN_VARIABLE}")
         for number, line in enumerate(_lines(self.keys), start=1):
             if not line.strip() or line.startswith("#"):
@@ -79,7 +73,7 @@ class ServeOptions:
                     f"{location}: must be a unique name (letters, digits, . _ -) and a unique key, separated by a space",
                 )
             keys[name], source_by_name[name] = rest[0].strip(), location
-        if self.keys is not None and len(keys) == (token is not None):
+        if self.keys is not None and len(keys) == bool(token):
             raise UserError(
                 "serve.keys",
                 f"--keys {self.keys}: no line has a name and a key; omit the option to serve all clients",
@@ -256,11 +250,7 @@ def _default_sampling(defaults: SamplingDefaults) -> str:
     """Describe the default sampling parameters and where they come from."""
     shown_values = {"temperature": defaults.temperature, **defaults.given}
     values = ", ".join(f"{name} {value:g}" for name, value in shown_values.items())
-    source = (
-        f"the model's generation_config.json sets {', '.join(defaults.given)}"
-        if defaults.given
-        else "the model's generation_config.json sets none of these"
-    )
+    source = f"the model's generation_config.json sets {', '.join(defaults.given) or 'none of these'}"
     return f"default sampling: {values} ({source}); temperature 0 is greedy"
 
 

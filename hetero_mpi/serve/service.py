@@ -97,7 +97,7 @@ class Service:
             prompts = self._prompts(model, request)
         except UserError as error:
             raise HttpError(400, str(error)) from None
-        logprobs = sum(map(len, prompts)) * request.n * (1 + (request.likeliest or 0)) if _echo(request) else 0
+        logprobs = sum(map(len, prompts)) * request.n * (1 + (request.likeliest or 0)) if request.echo else 0
         if request.likeliest is not None and logprobs > MAX_PROMPT_LOGPROBS:
             raise HttpError(
                 400,
@@ -117,9 +117,9 @@ class Service:
         min_tokens = request.min_tokens or 0
         if min_tokens > limit:
             raise HttpError(400, f"min_tokens = {min_tokens:,} must be at most the number of new tokens ({limit:,})")
-        echo, sampling = _echo(request), request.sampling(model.defaults, number)
+        requested = request.sampling(model.defaults, number), min_tokens, request.likeliest, request.echo
         # If no new token is requested, one is still generated but not returned.
-        return Task(prompt, stops, max(1, limit), sampling, min_tokens, request.likeliest, echo, adapter=model.adapter)
+        return Task(prompt, stops, max(1, limit), *requested, adapter=model.adapter)
 
     def _prompts(self, model: ServedModel, request: ApiRequest) -> list[list[int]]:
         if isinstance(request, ChatRequest):
@@ -154,7 +154,7 @@ class Service:
     def choices(self, request: ApiRequest, tasks: Sequence[Task]) -> list[Choice]:
         """Create an empty answer for each task of a request."""
         model = self.model_of(request)
-        tools = [tool["function"]["name"] for tool in request.usable_tools] if isinstance(request, ChatRequest) else []
+        tools = [tool["function"]["name"] for tool in request.usable_tools]
         choices = []
         for number, task in enumerate(tasks):
             wording = StopStringFilter(model.tokenizer, task, request.stop, model.visible_tokens if tools else None)
@@ -183,18 +183,11 @@ class Service:
 
     def bodies(self, request: ApiRequest, tasks: Sequence[Task]) -> ResponseBuilder:
         model, chat = self.model_of(request), isinstance(request, ChatRequest)
-        visible = model.visible_tokens if isinstance(request, ChatRequest) and request.usable_tools else {}
-        hidden = {*model.special.values()} - {*visible}
-        likelihoods = [
-            LogprobFormatter(
-                model.tokenizer,
-                chat,
-                hidden,
-                task.prompt,
-                self._starts(model, request, number // request.n, task.prompt),
-            )
-            for number, task in enumerate(tasks if request.likeliest is not None else [])
-        ]
+        hidden = {*model.special.values()} - {*(model.visible_tokens if request.usable_tools else ())}
+        likelihoods = []
+        for number, task in enumerate(tasks if request.likeliest is not None else []):
+            starts = self._starts(model, request, number // request.n, task.prompt)
+            likelihoods.append(LogprobFormatter(model.tokenizer, chat, hidden, task.prompt, starts))
         return ResponseBuilder(request, model.name, sum(len(task.prompt) for task in tasks[:: request.n]), likelihoods)
 
     def _tokens(self, model: ServedModel, text: str, begins: bool) -> list[int]:
@@ -265,10 +258,6 @@ class Service:
             if choice.finish is not None:
                 answers[event.choice].cancelled.set()
             yield choice, text
-
-
-def _echo(request: ApiRequest) -> bool:
-    return not isinstance(request, ChatRequest) and request.echo
 
 
 def _are_tokens(model: ServedModel, tokens: Sequence[int]) -> bool:

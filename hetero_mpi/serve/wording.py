@@ -188,7 +188,6 @@ class StopStringFilter:
         return None if complete else max(0, self._sent - starts[0])
 
     def end_silently(self) -> None:
-        """Finish the answer without adding another token."""
         self.finish = "length"
 
     def _partial_stop_length(self) -> int:
@@ -234,8 +233,9 @@ class Choice:
         self._scores += event.scores[:-1] if ends_here else event.scores
         if ends_here:
             self.wording.end_silently()
-        if ends_here or event.token is None:
-            return self._echoed if ends_here else ""
+            return self._echoed
+        if event.token is None:
+            return ""
         text, self._echoed = self._echoed + self.wording.add(event.token), ""
         if self._form is None:
             return text
