@@ -68,13 +68,11 @@ def takes_pieces(config: PreTrainedConfig) -> bool:
     This fails if rotary embeddings depend on the length of the whole text, because the cached states of a shorter text differ, and
     if attention selects the keys with the highest scores, because the choice among ties depends on the number of keys.
     """
-    if config.model_type in _SELECTING_KEYS or hasattr(config, "index_topk"):
-        return False
-    return not depends_on_length(config)
+    return not (_selects_keys(config) or depends_on_length(config))
 
 
-def has_experts(model: nn.Module) -> bool:
-    return any("expert" in name for name, _ in model.named_modules())
+def _selects_keys(config: PreTrainedConfig) -> bool:
+    return config.model_type in _SELECTING_KEYS or hasattr(config, "index_topk")
 
 
 def reason_against_batches(config: PreTrainedConfig, model: nn.Module) -> str | None:
@@ -84,7 +82,7 @@ def reason_against_batches(config: PreTrainedConfig, model: nn.Module) -> str | 
     """
     if config._attn_implementation != "sdpa":
         return f"the model's attention implementation is {config._attn_implementation}, not sdpa"
-    if config.model_type in _SELECTING_KEYS or hasattr(config, "index_topk"):
+    if _selects_keys(config):
         return "the model's attention selects keys"
     if "kv_lora_rank" in config.to_dict() and not any(hasattr(module, "expand_kv") for module in model.modules()):
         return "the model has latent attention of an unknown form"
@@ -191,7 +189,7 @@ class Decoder:
         those with the bits of ``_PROMPT_TOKENS`` tokens of prompts; none if that size fails.
         """
         stage, generator = self.stage, torch.Generator().manual_seed(0)
-        config, experts = stage.model.config, has_experts(stage.model)
+        config, experts = stage.model.config, any("expert" in name for name, _ in stage.model.named_modules())
 
         def inputs(count: int) -> torch.Tensor:
             if stage.first == 0:

@@ -42,8 +42,6 @@ DEFAULT_TOKENS = 128
 
 @dataclass(frozen=True)
 class GenerateOptions:
-    """Command-line options of ``generate``."""
-
     source: Path
     prompt: str
     max_new_tokens: int | None = None

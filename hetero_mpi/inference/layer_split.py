@@ -185,10 +185,8 @@ def _plan(
 
 def _print_split(setup: GenerateSetup) -> None:
     chain, source, stages = setup.chain, setup.source, setup.plan.pipelines[0].stages
-    say(
-        f"model: {chain.config.model_type}, {units.plural(chain.blocks, 'block')}, {source.dtype}"
-        + ", NF4" * source.nf4
-    )
+    dtype = source.dtype + ", NF4" * source.nf4
+    say(f"model: {chain.config.model_type}, {units.plural(chain.blocks, 'block')}, {dtype}")
     for stage, memory in zip(stages, setup.memory, strict=True):
         sizes = f"{units.size(memory.peak_bytes)} of parameters, {units.size(memory.usable_bytes)} of memory"
         streamed = ", offloaded layer by layer" * stage.streamed

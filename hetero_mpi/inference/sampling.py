@@ -22,8 +22,6 @@ _CANDIDATE_COUNT = 4096
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling settings."""
-
     temperature: float = 0.0
     """Softmax temperature; 0 selects the most likely token (greedy decoding)."""
     top_p: float = 1.0

@@ -213,10 +213,8 @@ def _adapter_of_run(job: JobConfig, metadata: dict[str, Any], result: Path) -> G
         job.train.seed,
         job.cluster.model_dump(),
     )
-    check_adapter(
-        result,
-        adapter_tuning(TransformersChain(read_config(config)), adapter, source.nf4, job.model.double_quantization),
-    )
+    chain = TransformersChain(read_config(config))
+    check_adapter(result, adapter_tuning(chain, adapter, source.nf4, source.double))
     return source
 
 

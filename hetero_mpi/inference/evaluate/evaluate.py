@@ -215,8 +215,6 @@ _OUTPUT_REMEDY = "set another directory for the results with -o"
 
 @dataclass(frozen=True)
 class EvaluateOptions:
-    """Command-line options of ``evaluate``."""
-
     source: Path
     data: Sequence[str] = ()
     """Datasets as ``NAME=FILES`` or ``FILES``; if empty, the run's own evaluation set is used."""
