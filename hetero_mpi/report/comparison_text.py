@@ -63,7 +63,6 @@ def run_names(runs: Sequence[PastRun]) -> list[str]:
 
 
 def comparison_remarks(runs: Sequence[PastRun]) -> list[str]:
-    """Return remarks on what is not comparable."""
     remarks = []
     if any(run.emulated for run in runs):
         remarks.append("emulated: times and speeds are of emulated devices, losses of the small stand-in model")

@@ -201,10 +201,8 @@ def _report_and_profile(directory: Path) -> tuple[PlanReport | None, ClusterProf
     for path in paths:
         require_regular(path)
     versions = [(p.stat().st_ino, p.stat().st_size, p.stat().st_mtime_ns) if p.exists() else () for p in paths]
-    report, profile = (
-        _load_cached(load_report, paths[0], versions[0]),
-        _load_cached(load_profile, paths[1], versions[1]),
-    )
+    loads: tuple[Callable[[Path], Any], ...] = load_report, load_profile
+    report, profile = map(_load_cached, loads, paths, versions)
     if report is not None and profile is not None:
         plan = report.plan
         ranks = plan.ranks + [idle.rank for idle in report.idle]
@@ -297,10 +295,8 @@ def anonymous(run: PastRun) -> PastRun:
         if isinstance(value, (list, tuple)):
             return type(value)(anonymise(inner, field) for inner in value)
         if is_dataclass(value) and not isinstance(value, type):
-            return replace(
-                value,
-                **{part.name: anonymise(getattr(value, part.name), part.name) for part in fields(value) if part.init},
-            )
+            names = [part.name for part in fields(value) if part.init]
+            return replace(value, **{name: anonymise(getattr(value, name), name) for name in names})
         return value
 
     anonymised_fields = ("typed_directory", "name", "job_file", "job", "report", "profile", "happenings", "present")

@@ -54,11 +54,7 @@ def headline(report: PlanReport) -> str:
     """Summarise a plan, as in ``3 ranks, 389 ms per step (395 ms calibrated); best single rank: rank 1, 489 ms (1.26x)``."""
     plan, best = report.plan, report.alone
     used_ranks, all_ranks = len(plan.ranks), len(report.memory) + len(report.idle)
-    text = (
-        f"{units.plural(used_ranks, 'rank')}"
-        if used_ranks >= all_ranks
-        else f"{used_ranks} of {units.plural(all_ranks, 'rank')}"
-    )
+    text = f"{used_ranks} of " * (used_ranks < all_ranks) + units.plural(max(used_ranks, all_ranks), "rank")
     text += f", {units.seconds(report.predicted_step_s)} per step"
     text += f" ({units.seconds(report.tried_step_s)} calibrated)" if report.tried_step_s is not None else ""
     if best is None or all_ranks <= 1:

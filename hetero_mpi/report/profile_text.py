@@ -158,10 +158,8 @@ def _curve_table(device: DeviceProfile, unit: str) -> Table:
     )  # fmt: skip
     rows: list[tuple[Any, ...]] = []
     for kind, times in device.layers.items():
-        main_curves, further_curves = (
-            (times.forward_s, times.backward_s),
-            (times.recompute_s, times.input_s, times.weight_s),
-        )
+        main_curves = times.forward_s, times.backward_s
+        further_curves = times.recompute_s, times.input_s, times.weight_s
         tokens = sorted({count for curve in main_curves for count in curve.sample_tokens or curve.tokens})
         for count in tokens:
             cells = [cell for curve in main_curves for cell in _sample(curve, count)]

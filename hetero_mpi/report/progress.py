@@ -147,11 +147,8 @@ class ProgressDisplay:
 
     def view(self, rows: int) -> list[str]:
         """Return the lines of the screen, at most ``rows`` of them if possible."""
-        step, total, ranks = (
-            self._latest.step if self._latest else self.first_step,
-            self.total_steps,
-            self.overview.ranks,
-        )
+        step, total = self._latest.step if self._latest else self.first_step, self.total_steps
+        ranks = self.overview.ranks
         share = step / total if total else 1.0
         time_left = f", {self._left(step)} left" if self.first_step < step < total else ""
         progress = f"step {step:>{len(str(total))}}/{total} {_bar(share, _BAR)} {100 * share:3.0f} %{self._epoch(step)}{time_left}"
@@ -168,10 +165,8 @@ class ProgressDisplay:
         lines = [f"rank  {'holds':<{wide}}  {'computes':<16}  predicted  now"]
         for row in ranks:
             now = standings.get(row.rank, Standing(""))
-            computes = (
-                f"{_bar(now.computed, _SHORT_BAR)} {100 * now.computed:3.0f} %" if now.computed is not None else ""
-            )
-            predicted = f"{100 * row.predicted:.0f} %"
+            share, predicted = now.computed, f"{100 * row.predicted:.0f} %"
+            computes = f"{_bar(share, _SHORT_BAR)} {100 * share:3.0f} %" if share is not None else ""
             lines.append(f"{row.rank:>4}  {_cut(row.holds, wide):<{wide}}  {computes:<16}  {predicted:>9}  {now.text}")
         return lines
 

@@ -87,9 +87,8 @@ def time_lines(
         elif cpu_text:
             lines.append(f"  {cpu_text}")
     else:
-        lines = [
-            f"Step time: not measured; {units.plural(len(last), 'step')} are too few (the first {WARM_UP_STEPS} do not count)"
-        ]
+        done = units.plural(len(last), "step")
+        lines = [f"Step time: not measured; {done} are too few (the first {WARM_UP_STEPS} do not count)"]
     for earlier_steps in before:
         measured = statistics.median(step.step_s for step in earlier_steps[WARM_UP_STEPS:] or earlier_steps)
         lines.append(
@@ -124,13 +123,10 @@ def loss_lines(
     lines = []
     if steps:
         first, last = steps[0], steps[-1]
-        lines.append(
-            f"Loss: {first.loss:.4f} at step {first.step}, {last.loss:.4f} at step {last.step} ({per}){rewards_text(last)}"
-        )
-    if evaluations:
-        lines.append(
-            f"Evaluation loss: {evaluations[-1].loss:.4f} at step {evaluations[-1].step}{evaluations[-1].beside()}"
-        )
+        both = f"{first.loss:.4f} at step {first.step}, {last.loss:.4f} at step {last.step}"
+        lines.append(f"Loss: {both} ({per}){rewards_text(last)}")
+    for evaluation in evaluations[-1:]:
+        lines.append(f"Evaluation loss: {evaluation.loss:.4f} at step {evaluation.step}{evaluation.beside()}")
     if unigram_entropy is not None:
         line = f"Unigram entropy of the training text: {unigram_entropy:.4f}"
         if (evaluations or steps) and not any(step.router_loss is not None for step in steps):
@@ -153,15 +149,10 @@ def baseline_lines(
     ``singles`` has a prediction for each kind of device. If ``run`` is given, its measured step time is shown as well.
     """
     kind = ", emulated" if profile.emulated else ""
-    timed = [
-        (
-            f"rank {single.rank} alone",
-            place_text(profile, single.rank),
-            single.step_s,
-            single.problem or f"predicted{kind}",
-        )
-        for single in singles
-    ]
+    timed = []
+    for single in singles:
+        how, device = single.problem or f"predicted{kind}", place_text(profile, single.rank)
+        timed.append((f"rank {single.rank} alone", device, single.step_s, how))
     together = f"{len(report.plan.ranks)} of {units.plural(len(profile.devices), 'rank')}"
     timed.append((together, devices_text(profile), report.predicted_step_s, f"predicted{kind}"))
     measured = run.median_step_s() if run is not None else None
@@ -249,11 +240,8 @@ def job_rows(job: Mapping[str, Any], used_dtype: str = "") -> list[tuple[str, st
     if lora and setting("model.quantization") == "nf4":
         method += f" on NF4 weights{', double quantization' if setting('model.double_quantization') else ''}"
     of_adapter = (("rank {}", "rank"), ("alpha {}", "alpha"), ("dropout {}", "dropout"), ("targets {}", "targets"))
-    config, held_out, job_dtype = (
-        setting("model.config"),
-        setting("data.evaluation_fraction"),
-        formatted("{}", "train.dtype"),
-    )
+    config, held_out = setting("model.config"), setting("data.evaluation_fraction")
+    job_dtype = formatted("{}", "train.dtype")
     is_share = isinstance(held_out, (int, float)) and 0 < held_out < 1
     kind = f"{units.row(setting('data.sequence_length'))}s"
     held_out_text = f"{units.percent(held_out)} of the {kind} for evaluation" if is_share else ""

@@ -96,11 +96,8 @@ def run_events(run: PastRun) -> dict[str, Sequence[Event]]:
 def save_run_trace(run: PastRun, path: Path) -> Path | None:
     """Write the trace of ``run_events`` to ``path`` and return it, or return None if there are no events."""
     kinds, devices = run_events(run), run.profile.devices if run.profile is not None else ()
-    return (
-        save_trace(kinds, path, {device.rank: place_text(run.profile, device.rank) for device in devices})
-        if kinds
-        else None
-    )
+    labels = {device.rank: place_text(run.profile, device.rank) for device in devices}
+    return save_trace(kinds, path, labels) if kinds else None
 
 
 def save_trace(kinds: Mapping[str, Sequence[Event]], path: Path, labels: Mapping[int, str]) -> Path:

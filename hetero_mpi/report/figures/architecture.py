@@ -269,15 +269,10 @@ class _Painter:
         if before == after:
             return "no message", "", False
         forward_link, backward_link = self.profile.link(before, after), self.profile.link(after, before)
-        unlike = abs(forward_link.bytes_per_s - backward_link.bytes_per_s) > _MAX_DIRECTION_RATIO * max(
-            forward_link.bytes_per_s, backward_link.bytes_per_s
-        )
-        also = (
-            f" / {units.bandwidth(backward_link.bytes_per_s)}"
-            if unlike and forward_link.bytes_per_s != backward_link.bytes_per_s
-            else ""
-        )
-        return units.bandwidth(forward_link.bytes_per_s) + also, units.seconds(forward_link.latency_s), unlike
+        there, back = (link.bytes_per_s for link in (forward_link, backward_link))
+        unlike = abs(there - back) > _MAX_DIRECTION_RATIO * max(there, back)
+        also = f" / {units.bandwidth(back)}" if unlike else ""
+        return units.bandwidth(there) + also, units.seconds(forward_link.latency_s), unlike
 
 
 def _short(layers: str) -> str:

@@ -89,11 +89,8 @@ def line_chart(
     drawn_series = [(line, points) for line in series if (points := _thinned(line.points))]
     if not drawn_series:
         return None
-    groups = (
-        [[line] for line in drawn_series]
-        if from_zero and far_apart([_middle(points) for _, points in drawn_series])
-        else [drawn_series]
-    )
+    separate = from_zero and far_apart([_middle(points) for _, points in drawn_series])
+    groups = [[line] for line in drawn_series] if separate else [drawn_series]
     steps = [step for _, points in drawn_series for step, _ in points]
     ends = (min(steps), max(steps)) if min(steps) < max(steps) else (steps[0] - 1, steps[0] + 1)
     across = partial(np.interp, xp=ends, fp=(_LEFT, _RIGHT))

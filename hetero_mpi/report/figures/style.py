@@ -102,15 +102,9 @@ class Sheet:
     ) -> None:  # fmt: skip
         """Draw a box. ``title`` is its tooltip in a browser."""
         style = f"round,pad=0,rounding_size={min(radius, width / 2, height / 2)}"
-        line = COLOURS[edge][0] if edge else "none"
-        look: dict[str, Any] = {
-            "fc": COLOURS[fill][0],
-            "ec": line,
-            "lw": 1,
-            "ls": "--" if dashed else "-",
-            "url": title,
-        }
-        self._axes.add_patch(self._above(FancyBboxPatch((x, y), width, height, style, **look)))
+        colours: dict[str, Any] = {"fc": COLOURS[fill][0], "ec": COLOURS[edge][0] if edge else "none"}
+        patch = FancyBboxPatch((x, y), width, height, style, lw=1, ls="--" if dashed else "-", url=title, **colours)
+        self._axes.add_patch(self._above(patch))
 
     def text(
         self, x: float, y: float, text: str, size: float = 12, colour: str = "ink", anchor: str = "left", bold: bool = False,

@@ -55,14 +55,15 @@ def _charts(runs: Sequence[PastRun], names: Sequence[str]) -> list[Markup]:
         colour, dashed = _COLOURS[index % len(_COLOURS)], index >= len(_COLOURS)
         steps = run.metrics.steps
         tokens = dict(zip((step.step for step in steps), accumulate(step.tokens for step in steps), strict=True))
-        losses = tuple((tokens[step.step], step.loss) for step in steps)
-        training.append(Series(name, losses, colour, dashed=dashed, noisy=True))
         points = tuple((tokens[e.step], e.loss) for e in run.metrics.evaluations if e.step in tokens)
         evaluation.append(Series(name, points, colour, dots=True, dashed=dashed))
-        rates = tuple((step.step, step.tokens_per_s) for step in steps)
-        speed.append(Series(name, rates, colour, dashed=dashed, noisy=True))
-        grad_norms = tuple((step.step, step.grad_norm) for step in steps)
-        norms.append(Series(name, grad_norms, colour, dashed=dashed, noisy=True))
+        for series, x_of, key in (
+            (training, tokens.__getitem__, "loss"),
+            (speed, int, "tokens_per_s"),
+            (norms, int, "grad_norm"),
+        ):
+            points = tuple((x_of(step.step), getattr(step, key)) for step in steps)
+            series.append(Series(name, points, colour, dashed=dashed, noisy=True))
     charts = [
         line_chart("training loss", training, x_name="tokens", x_text=units.count),
         line_chart("evaluation loss", evaluation, x_name="tokens", x_text=units.count),

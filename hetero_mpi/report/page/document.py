@@ -100,11 +100,8 @@ def about(run: PastRun) -> str:
         facts.append(f"{len(run.plan.ranks)} of {units.plural(len(run.profile.devices), 'rank')}")
     done = run.metrics.steps[-1].step if run.metrics.steps else 0
     total = run.setting("train", "steps")
-    facts.append(
-        f"{done:,} of {units.plural(total, 'step')}"
-        if type(total) is int and total
-        else f"{units.plural(done, 'step')}"
-    )
+    is_known = type(total) is int and total
+    facts.append(f"{done:,} of {units.plural(total, 'step')}" if is_known else units.plural(done, "step"))
     text = ", ".join(facts)
     if run.emulated:
         text += (

@@ -269,6 +269,7 @@ def links(run: PastRun) -> Section:
     def field_of(traffic_by_pair: Mapping[tuple[int, int], Traffic], field: str) -> Callable[[tuple[int, int]], Any]:
         return lambda pair: getattr(traffic_by_pair.get(pair), field, None)
 
+    share_text = lambda seconds: units.percent(units.ratio(seconds, predicted.step_s))  # noqa: E731
     columns = (
         Column("ranks", "{0[0]} → {0[1]}".format, align_left=True),
         Column("hosts", lambda pair: " → ".join(profile.devices[rank].host for rank in pair), align_left=True),
@@ -277,17 +278,13 @@ def links(run: PastRun) -> Section:
         Column("bytes, measured", field_of(measured, "bytes"), units.size),
         Column("link", lambda pair: profile.link(*pair).bytes_per_s, units.bandwidth),
         Column("transfer speed", field_of(measured, "bytes_per_s"), finite_bandwidth),
-        Column("link busy, predicted", field_of(expected, "seconds"), partial(_share_text, predicted.step_s)),
+        Column("link busy, predicted", field_of(expected, "seconds"), share_text),
     )
     pairs = sorted({*expected, *measured})
     remarks = [f"And {len(pairs) - _MAX_LINKS} more pairs."] if len(pairs) > _MAX_LINKS else []
     remarks += _all_reduce_text(sums(predicted.events), sums(run.recorded))
     table = Table(columns, pairs[:_MAX_LINKS])
     return Section("Links", LINKS_NOTE if pairs else "", True, table=table, remarks=remarks)
-
-
-def _share_text(step_s: float, seconds: float) -> str:
-    return units.percent(seconds / step_s) if step_s > 0 else ""
 
 
 def _all_reduce_text(expected: Mapping[int, float], measured: Mapping[int, float]) -> list[str]:
@@ -352,7 +349,6 @@ def files(run: PastRun, linked: bool) -> Section:
 
 
 def next_commands(run: PastRun) -> Section:
-    """List suggested next commands."""
     return Section("Next steps", points=[Markup("<code>{}</code><br>{}").format(*pair) for pair in next_steps(run)])
 
 
