@@ -37,9 +37,8 @@ def _progress(metadata: Mapping[str, Any]) -> list[str]:
     losses = [float(loss) for loss in metadata["losses"]]
     lines = []
     if losses:
-        lines.append(
-            f"  loss: {losses[-1]:.4f} (last step), {losses[0]:.4f} (first step), {min(losses):.4f} (best step)"
-        )
+        named = {"last": losses[-1], "first": losses[0], "best": min(losses)}
+        lines.append("  loss: " + ", ".join(f"{loss:.4f} ({name} step)" for name, loss in named.items()))
     evaluation_loss = metadata.get("held_out_loss")
     if evaluation_loss is not None:
         lines.append(f"  evaluation loss: {evaluation_loss:.4f}")

@@ -116,13 +116,8 @@ def _add_train(commands: Commands) -> None:
     add("job", type=Path, metavar="JOB", help="job file (TOML); jobs/reference.toml documents every key")
     _add_set(add)
     add("--run-dir", metavar="DIR", help="run directory, instead of [output] run_dir")
-    add(
-        "--resume",
-        nargs="?",
-        const="latest",
-        metavar="latest|any|PATH",
-        help="resume from a checkpoint; any: start from the beginning if there is none",
-    )
+    resume = "resume from a checkpoint; any: start from the beginning if there is none"
+    add("--resume", nargs="?", const="latest", metavar="latest|any|PATH", help=resume)
     plan = "plan file, or run whose plan to use, instead of planning"
     add("--plan", type=Path, metavar="FILE|RUN", help=plan)
     profile = "profile file, shipped profile, or run whose profile to use, instead of measuring"
@@ -213,16 +208,11 @@ def add_launch_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("recovery from lost machines (docs/recovery.md)")
     elastic = "elastic restart: after losing a machine or a rank, restart on the remaining machines"
     group.add_argument("--elastic", action="store_true", help=elastic)
+    heartbeat = "silence after which a machine counts as lost"
     for field, option, default, metavar, text in (
         ("max_restarts", "--max-restarts", MAX_RESTARTS, "N", "maximum number of restarts"),
         ("min_ranks", "--min-ranks", 1, "N", "minimum number of ranks for a restart"),
-        (
-            "heartbeat_timeout_s",
-            "--heartbeat-timeout",
-            HEARTBEAT_TIMEOUT_S,
-            "SECONDS",
-            "silence after which a machine counts as lost",
-        ),
+        ("heartbeat_timeout_s", "--heartbeat-timeout", HEARTBEAT_TIMEOUT_S, "SECONDS", heartbeat),
         ("probe_timeout_s", "--probe-timeout", PROBE_TIMEOUT_S, "SECONDS", "longest wait for machines before a start"),
     ):
         help_text = f"{text} (default %(default)g)"
@@ -265,17 +255,15 @@ def _add_offline_commands(commands: Commands) -> None:
     add("--reprofile", action="store_true", help="ignore earlier measurements")
     _add_set(add)
 
-    add = _command(
-        commands, "inspect", "commands.plan_commands:inspect", "show a profile, a plan or a checkpoint"
-    ).add_argument
+    text = "show a profile, a plan or a checkpoint"
+    add = _command(commands, "inspect", "commands.plan_commands:inspect", text).add_argument
     file = "profile, plan or checkpoint file, the name of a shipped profile, or a run directory"
     add("file", type=Path, metavar="FILE|NAME|RUN", help=file)
     add("-o", "--output", type=Path, metavar="PNG", help="picture of a profile (default: next to the profile)")
     add("--all", dest="every", action="store_true", help="show every rank, host and link of a large cluster")
 
-    add = _command(
-        commands, "plan", "commands.plan_commands:plan", "plan a job for the cluster of a profile; needs no cluster"
-    ).add_argument
+    text = "plan a job for the cluster of a profile; needs no cluster"
+    add = _command(commands, "plan", "commands.plan_commands:plan", text).add_argument
     add("-o", "--output", type=Path, metavar="FILE", help="write the plan to a file, for editing and train --plan")
     add("--explain", action="store_true", help="also answer what-if questions by planning again")
     add("--json", dest="as_json", action="store_true", help="print one JSON object instead of tables")

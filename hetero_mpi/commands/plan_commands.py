@@ -243,10 +243,9 @@ def ask(job: Path | None, overrides: Sequence[str], profile_path: Path | None) -
     loaded = _job_for_profile(profile, profile_path.stem, overrides)
     question = plan_question(loaded, profile, str(profile_path))
     train, model = loaded.job.train, profile.model
+    about = f"{model.model_type}, {len(model.layers) - 2:,} blocks, {model.dtype}"
     remark = f"No job given: planning {train.global_batch} {units.rows_of(model.sequence_length)} per step of the profile's model "
-    remark += (
-        f"({model.model_type}, {len(model.layers) - 2:,} blocks, {model.dtype}); change with --set train.global_batch=N"
-    )
+    remark += f"({about}); change with --set train.global_batch=N"
     return replace(question, remarks=(remark, *question.remarks))
 
 
@@ -333,9 +332,8 @@ def _model_keys(loaded: LoadedJob) -> dict[str, Any] | None:
     model = loaded.job.model
     if isinstance(model.config, dict):
         return model.config
-    path = (
-        loaded.resolve(model.config) if model.config is not None else loaded.resolve(model.path or "") / "config.json"
-    )
+    path = loaded.resolve(model.config or model.path or "")
+    path = path if model.config is not None else path / "config.json"
     require_regular(path)
     try:
         keys = json.loads(path.read_text(encoding="utf-8"))

@@ -5,7 +5,6 @@
 """
 
 import argparse
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from hetero_mpi.job.rules import as_toml, field_metadata, rule_text
 from hetero_mpi.job.schema import TABLES
 from hetero_mpi.job.training_tables import LANGUAGE, Example, OnlyIf, OnResume, Unit
 from hetero_mpi.util.errors import UserError
-from hetero_mpi.util.terminal import line_width
+from hetero_mpi.util.terminal import fold_line, line_width
 
 
 def _text(file: str) -> str:
@@ -89,14 +88,7 @@ def _key_description(table: str, key: str) -> str:
 
 
 def _comment(text: str) -> str:
-    return textwrap.fill(
-        _plain(text),
-        width=min(118, line_width()),
-        initial_indent="# ",
-        subsequent_indent="# ",
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    return "\n".join(fold_line(_plain(text), min(118, line_width()), "# ", "# "))
 
 
 def job_page() -> str:
@@ -143,7 +135,8 @@ def commands_page(top: argparse.ArgumentParser) -> str:
     command_rows = list(_commands(top, ""))
     parts = [COMMANDS_HEADER]
     for name, help_text, command in command_rows:
-        parts.append(f"## {name}\n\n{_sentence(help_text)}\n\n```\n{_usage(name, command)}\n```\n\n")
+        sentence = help_text[:1].upper() + help_text[1:] + "." * (not help_text.endswith((".", "?", "!")))
+        parts.append(f"## {name}\n\n{sentence}\n\n```\n{_usage(name, command)}\n```\n\n")
         rows = [_argument_row(action, command) for action in _visible_arguments(command)]
         if rows:
             parts.append("| argument | |\n| --- | --- |\n" + "".join(rows) + "\n")
@@ -206,7 +199,3 @@ def _row(*cells: str) -> str:
 def _plain(text: str) -> str:
     """Convert a docstring to one line of Markdown."""
     return " ".join(text.replace("``", "`").split())
-
-
-def _sentence(text: str) -> str:
-    return text[:1].upper() + text[1:] + ("" if text.endswith((".", "?", "!")) else ".")

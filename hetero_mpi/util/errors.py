@@ -75,5 +75,4 @@ class UserError(ValueError):
 
     @property
     def kinds(self) -> frozenset[str]:
-        """The kinds of the error and of its problems."""
         return frozenset({self.kind, *(problem.kind for problem in self.problems)})
