@@ -68,9 +68,8 @@ class HostFlows:
 
     @property
     def shares_nic(self) -> bool:
-        return any(
-            total < MIN_SPEEDUP * single for single, total in zip(self.single_rates, self.total_rates, strict=True)
-        )
+        pairs = zip(self.single_rates, self.total_rates, strict=True)
+        return any(total < MIN_SPEEDUP * single for single, total in pairs)
 
 
 def measure_links(world: World, transport: Transport, sizes_bytes: Sequence[int], repeats: int) -> list[LinkSamples]:
@@ -87,15 +86,12 @@ def measure_links(world: World, transport: Transport, sizes_bytes: Sequence[int]
         pairs_by_hosts.setdefault(tuple(sorted(world.hosts[rank] for rank in pair)), []).append(pair)
     representative_pairs = {pair for pairs in pairs_by_hosts.values() for pair in representative_pairs_of(pairs)}
     samples = _measure_pairs(world, transport, representative_pairs, sizes_bytes, repeats)
-    models_by_hosts = {
-        hosts: models
-        for hosts, pairs in pairs_by_hosts.items()
-        if (models := common_samples(world.hosts, pairs, samples)) is not None
-    }
-    remaining_pairs = {
-        pair for hosts, pairs in pairs_by_hosts.items() if hosts not in models_by_hosts for pair in pairs
-    }
-    remaining_pairs -= representative_pairs
+    models_by_hosts, remaining_pairs = {}, set[Pair]()
+    for hosts, pairs in pairs_by_hosts.items():
+        if (models := common_samples(world.hosts, pairs, samples)) is not None:
+            models_by_hosts[hosts] = models
+        else:
+            remaining_pairs |= {*pairs} - representative_pairs
     samples += _measure_pairs(world, transport, remaining_pairs, sizes_bytes, repeats) if remaining_pairs else []
     measured_links = {(link.source, link.destination) for link in samples}
     for hosts, pairs in pairs_by_hosts.items():
@@ -124,9 +120,8 @@ def common_samples(
         best_s: dict[Pair, float] = {}  # two directions per pair within a host; noise only adds time
         for link in one_way:
             best_s[link.pair] = min(link.sample_s[-1], best_s.get(link.pair, math.inf))
-        if len({link.sample_bytes for link in one_way}) > 1 or max(best_s.values()) > MAX_TIME_RATIO * min(
-            best_s.values()
-        ):
+        slow = max(best_s.values()) > MAX_TIME_RATIO * min(best_s.values())
+        if slow or len({link.sample_bytes for link in one_way}) > 1:
             return None
         model_by_direction[direction] = one_way[len(one_way) // 2]
     return model_by_direction

@@ -96,10 +96,8 @@ def _start(namespace: argparse.Namespace, command: CommandLine, program: Sequenc
 
 
 def _launch_on_hosts(namespace: argparse.Namespace, program: list[str], mpirun_args: list[str]) -> int:
-    from hetero_mpi.launch.hosts.hosts_toml import (  # imports pydantic, which a plain launch does not need
-        ranks_of,
-        read_hosts,
-    )
+    # Import pydantic, which a plain launch does not need.
+    from hetero_mpi.launch.hosts.hosts_toml import ranks_of, read_hosts
     from hetero_mpi.launch.hosts.mesh import read_mesh
 
     shares = ranks_of(read_hosts(namespace.hosts), namespace.ranks, namespace.hosts)

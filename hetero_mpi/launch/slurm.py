@@ -154,10 +154,8 @@ def entries(job_components: Sequence[Component], pythons: Sequence[str]) -> tupl
     hosts = []
     for number, component in enumerate(job_components):
         python = str(Path(pythons[min(number, len(pythons) - 1)]).absolute()) if pythons else None
-        hosts += [
-            Host(address=node, slots=tasks, python=python)
-            for node, tasks in zip(component.nodes, component.tasks, strict=True)
-        ]
+        for node, tasks in zip(component.nodes, component.tasks, strict=True):
+            hosts.append(Host(address=node, slots=tasks, python=python))
     return tuple(hosts)
 
 
@@ -167,9 +165,8 @@ def heterogeneous_command(
     """Build the command line for ``python -m hetero_mpi PROGRAM`` on ``hosts``; if ``ranks`` is None, on all tasks."""
     from hetero_mpi.launch.hosts.hosts_toml import ranks_of
 
-    agent = str(
-        write_cached("launch-agent", ".sh", _AGENT.format(python=sys.executable), "for the launch agent of SLURM jobs")
-    )
+    script = _AGENT.format(python=sys.executable)
+    agent = str(write_cached("launch-agent", ".sh", script, "for the launch agent of SLURM jobs"))
     if launcher.family == OPEN_MPI:
         # Open MPI's SLURM support sees only the first component.
         options = ["--prtemca", "ras", "^slurm", "--prtemca", "plm", "ssh", "--prtemca", "plm_ssh_agent", agent]

@@ -112,7 +112,6 @@ class MetricsWriter:
         self._file = LineFile(self.path, say)
 
     def step(self, metrics: StepMetrics) -> None:
-        """Write the metrics of one step."""
         rewards = {field.name: getattr(metrics, field.name) for field in fields(Rewards)}
         values = {name: value for name, value in asdict(metrics).items() if name not in rewards} | rewards
         self._file.write({name: value for name, value in values.items() if value is not None and value is not False})
@@ -209,7 +208,6 @@ class Trackers:
                 self._using.append(BestEffort(f"sending metrics to {name}", lambda use, of=tracker: use(of)))
 
     def step(self, line: StepMetrics) -> None:
-        """Send the metrics of one step."""
         speed = "speed (emulated)" if line.emulated else "speed"
         values = {
             "loss/training": line.loss,

@@ -75,8 +75,6 @@ class Usage:
 
 @dataclass(frozen=True, repr=False)
 class RankStep(Displayed):
-    """The record of one step on one rank."""
-
     rank: int
     step: int
     """Number of completed steps, as in ``metrics.jsonl``."""
@@ -199,7 +197,6 @@ def in_parts(events: Iterable[Event]) -> list[tuple[Event, bool]]:
 
 
 def _matching_send(receive: Action) -> Action:
-    """Return the send action that matches ``receive``."""
     if receive.op is Op.RECV_F:
         return Action(Op.SEND_F, receive.stage - 1, receive.micro_batch)
     return Action(Op.SEND_B, receive.stage + 1, receive.micro_batch)

@@ -54,7 +54,6 @@ class MpiLibrary:
 
 
 def parse_library_version(text: str) -> MpiLibrary:
-    """Parse the version string that ``MPI_Get_library_version`` returns."""
     for name, family, pattern in _LIBRARY_PATTERNS:
         match = re.search(pattern, text)
         if match:

@@ -232,9 +232,8 @@ def check_interfaces(targets: Sequence[Target]) -> Iterator[Finding]:
         direct = [ip for ip in remote_ips if any(ipaddress.IPv4Address(ip) in item.network for item in local)]
         choice = choose_interface(direct, local)
         if choice is not None:
-            routes = [
-                f"the other hosts are reachable via {', '.join(choice.interfaces)} ({', '.join(choice.networks)})"
-            ]
+            names, networks = ", ".join(choice.interfaces), ", ".join(choice.networks)
+            routes = [f"the other hosts are reachable via {names} ({networks})"]
             if len(choice.interfaces) > 1:
                 routes = [
                     f"{item.interface} ({item.network}) to {remote.title}"
@@ -357,9 +356,7 @@ def self_test_lines(targets: Sequence[Target]) -> list[str]:
     """Format all self-test results, without host names; empty if nothing was tested."""
     lines = []
     for _, facts in answering(targets):
-        drivers = {
-            backend: f"{driver} {facts.drivers[driver]}" for driver, backend, _ in _VENDORS if driver in facts.drivers
-        }
+        drivers = {backend: f"{name} {facts.drivers[name]}" for name, backend, _ in _VENDORS if name in facts.drivers}
         for test in map(SelfTest.from_dict, facts.self_tests):
             lines += text_of(test, drivers.get(test.backend, ""))
     return ["", f"Self-test, to paste into an issue (hetero_mpi {__version__}):", *lines] if lines else []

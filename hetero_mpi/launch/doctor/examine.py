@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hetero_mpi.comm.ranks.library import MPICH, OPEN_MPI, detect_launcher
@@ -72,9 +73,7 @@ def examine_hosts(options: DoctorOptions) -> tuple[list[Finding], list[Target]]:
             for host in targets
         ]
         with ThreadPoolExecutor(len(targets) or 1) as pool:
-            results = list(
-                pool.map(lambda target, remote: _ask_facts(target, remote, options.run_dir), targets, agents)
-            )
+            results = list(pool.map(partial(_ask_facts, run_dir=options.run_dir), targets, agents))
             if options.self_test:
                 results = list(pool.map(_with_self_tests, results, agents))
         networks = [LocalAddress(*item) for result in results if result.facts for item in result.facts.addresses]

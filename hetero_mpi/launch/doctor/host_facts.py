@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import shutil
 import socket
 import subprocess
@@ -237,9 +238,7 @@ def _json_of(command: list[str], environment: dict[str, str], patience_s: float)
 def _error_line(text: str) -> str:
     """Return the most informative line of an error output: the last exception's, or else the last line."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    exceptions = [
-        line for line in lines if line.split(":")[0].endswith(("Error", "Exception")) and " " not in line.split(":")[0]
-    ]
+    exceptions = [line for line in lines if re.match(r"[^ :]*(Error|Exception)(:|$)", line)]
     return ((exceptions or lines or [""])[-1])[:400]
 
 

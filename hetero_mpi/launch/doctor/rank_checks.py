@@ -128,9 +128,7 @@ def check_links(links: Sequence[LinkSamples], hosts: Sequence[str]) -> Iterator[
     findings = [_speed(link, speeds, hosts) for link in links]
     if len(links) > MAX_LISTED_LINKS:
         slowest = list(speeds.values()).index(min(speeds.values()))
-        findings = [
-            finding for number, finding in enumerate(findings) if finding.severity is Severity.SLOW or number == slowest
-        ]
+        findings = [f for n, f in enumerate(findings) if f.severity is Severity.SLOW or n == slowest]
         yield finding_of("many links", count=len(links))
     yield from findings
 
@@ -191,9 +189,8 @@ def verify_mesh(world: World, transport: Transport, mesh: Mesh) -> list[Finding]
         world.sleeping_barrier()  # all messages have arrived
         if world.rank in partner:
             after = _counters()
-            counted = {
-                name: [b - a for a, b in zip(before[name], after[name], strict=True)] for name in {*before} & {*after}
-            }
+            nics = before.keys() & after.keys()
+            counted = {name: [b - a for a, b in zip(before[name], after[name], strict=True)] for name in nics}
             partner_host = world.hosts[partner[world.rank]]
             traffic.append(PairTraffic(world.host, partner_host, interfaces[world.rank], counted))
         world.sleeping_barrier()  # all counters are read before the next round
@@ -230,12 +227,9 @@ def mesh_of(world: World, path: str | Path) -> Mesh | None:
     """Return ``[mesh]`` of a hosts file that only rank 0 reads. Collective. Raises UserError like ``read_mesh``."""
     from hetero_mpi.launch.hosts.mesh import Mesh, read_mesh
 
-    values = None
     with world.on_leader("reading the hosts file"):
-        if world.rank == 0:
-            mesh = read_mesh(path)
-            values = mesh.model_dump() if mesh is not None else None
-    values = world.broadcast_json(values)
+        mesh = read_mesh(path) if world.rank == 0 else None
+    values = world.broadcast_json(mesh.model_dump() if mesh is not None else None)
     return Mesh.model_validate(values) if values is not None else None
 
 

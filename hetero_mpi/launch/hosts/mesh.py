@@ -43,7 +43,6 @@ class Mesh(BaseModel):
     """UDP port on which WireGuard listens on every host; firewalls between the hosts need to allow only this port."""
 
     def holds(self, address: str) -> bool:
-        """Whether an IPv4 address is in the mesh."""
         try:
             return ipaddress.IPv4Address(address) in ipaddress.IPv4Network(self.network)
         except ValueError:
@@ -146,9 +145,8 @@ def _problems(machines: Mapping[str, Host], mesh: Mesh) -> Iterator[str]:
 
 def _file_name(title: str, used: Sequence[str]) -> str:
     name = re.sub(r"[^A-Za-z0-9_.-]", "-", title).lstrip(".-") or "host"
-    return next(
-        free for free in (name, *(f"{name}-{number}" for number in range(2, len(used) + 3))) if free not in used
-    )
+    names = (name, *(f"{name}-{number}" for number in range(2, len(used) + 3)))
+    return next(free for free in names if free not in used)
 
 
 def init(path: Path, directory: Path) -> list[str]:
@@ -215,9 +213,9 @@ def mpi_options(
     if family != OPEN_MPI:
         name = interface or mesh.interface
         return ["-iface", name], {"MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "tcp", "FI_TCP_IFACE": name}
-    shared, launcher = (
-        ("sm", ["--prtemca", "prte_if_include"]) if major != "4" else ("vader", ["--mca", "oob_tcp_if_include"])
-    )
+    shared, launcher = "sm", ["--prtemca", "prte_if_include"]
+    if major == "4":
+        shared, launcher = "vader", ["--mca", "oob_tcp_if_include"]
     # Without ob1, MPI may use InfiniBand through UCX or libfabric, which ignore btl_tcp_if_include.
     words = ["--mca", "pml", "ob1", "--mca", "btl", f"self,{shared},tcp", "--mca", "btl_tcp_if_include", mesh.network]
     return [*words, *launcher, mesh.network], {}
@@ -253,15 +251,10 @@ def _options_text(mesh: Mesh) -> str:
 
 
 def _next_steps(mesh_hosts: Sequence[MeshHost], mesh: Mesh, directory: Path) -> list[str]:
-    lines = [
-        f"Wrote {directory}: WireGuard configurations of {len(mesh_hosts)} machines, readable only by you. Nothing was sent."
-    ]
-    lines += [
-        f"  {member.name:<20} {member.mesh_address:<15} {member.endpoint or 'calls the others'}"
-        for member in mesh_hosts
-    ]
+    lines = [f"  {host.name:<20} {host.mesh_address:<15} {host.endpoint or 'calls the others'}" for host in mesh_hosts]
     target = f"/etc/wireguard/{mesh.interface}.conf"
     return [
+        f"Wrote {directory}: WireGuard configurations of {len(mesh_hosts)} machines, readable only by you. Nothing was sent.",
         *lines,
         "On each machine, with its own file (over ssh or a USB stick; the file holds its private key):",
         f"  sudo install -m 600 NAME.conf {target} && sudo wg-quick up {mesh.interface}",

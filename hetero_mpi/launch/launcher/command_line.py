@@ -131,9 +131,8 @@ def _add_hosts(command: CommandLine, family: str, hostfile: str, entries: Sequen
     if read_by_launcher(hostfile, family):
         command.arguments += [option, hostfile]
     else:
-        copy = write_cached(
-            "hosts", ".txt", format_hostfile(entries, family), "for host files that the launcher does not read"
-        )
+        content = format_hostfile(entries, family)
+        copy = write_cached("hosts", ".txt", content, "for host files that the launcher does not read")
         command.add(f"{hostfile} as {family}'s launcher reads it", option, str(copy))
 
 
@@ -226,9 +225,8 @@ def hosts_command(
     addresses = {host.address: (resolve_host or resolve)(host.address) for host, _ in shares}
     local = local_addresses()
     choice = choose_interface(filter(None, addresses.values()), local)
-    command = CommandLine(
-        [str(launcher.path)], summary(launcher, ranks, [(host.title, count) for host, count in shares])
-    )
+    summary_text = summary(launcher, ranks, [(host.title, count) for host, count in shares])
+    command = CommandLine([str(launcher.path)], summary_text)
     prefixes = _other_prefixes(launcher, shares, {item.address for item in local}, addresses)
     args = _mesh_options(command, launcher, mesh, shares, local) if mesh is not None else []
     args += _add_relay(command, launcher, prefixes, list(mpirun_args)) if prefixes else list(mpirun_args)
@@ -328,12 +326,8 @@ def relay_script(agent: Sequence[str], prefix: str, prefixes: Mapping[str, str])
     replacements = {host: re.sub(r"[\\&#]", r"\\\g<0>", host_prefix) for host, host_prefix in prefixes.items()}
     pattern = re.sub(r"[\\.\[\]*^$#]", r"\\\g<0>", prefix)
     cases = "\n".join(f"  {shlex.quote(host)}) there={shlex.quote(to)} ;;" for host, to in replacements.items())
-    return _SCRIPT.format(
-        cases=cases,
-        here=shlex.quote(f"s#{pattern}" + r'\([/:;" ]\)#'),
-        rest=shlex.quote(r"\1#g"),
-        agent=shlex.join(agent),
-    )
+    here, rest = shlex.quote(f"s#{pattern}" + r'\([/:;" ]\)#'), shlex.quote(r"\1#g")
+    return _SCRIPT.format(cases=cases, here=here, rest=rest, agent=shlex.join(agent))
 
 
 def write_cached(name: str, ending: str, text: str, purpose: str) -> Path:

@@ -109,9 +109,8 @@ def launcher_version(text: str) -> MpiLibrary | None:
 
 def _output(command: list[str]) -> str:
     try:
-        answer = subprocess.run(
-            command, capture_output=True, text=True, timeout=20, env={**with_home(os.environ), **AS_ROOT}
-        )
+        environment = {**with_home(os.environ), **AS_ROOT}
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=20, env=environment)
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return answer.stdout + answer.stderr

@@ -219,7 +219,6 @@ def _end_session(session: int) -> None:
 
 
 def _running_in(session: int) -> list[int]:
-    """Return the ids of a session's running processes."""
     import psutil
 
     running = []
