@@ -302,10 +302,8 @@ def adapter_tuning(chain: TransformersChain, adapter: AdapterTable, nf4: bool, d
                 f"{name.rpartition('.lora_')[0]}: lower [adapter] rank, or set a lower rank for such layers in [adapter] "
                 f"rank_pattern",
             )
-    written, ids = (
-        peft_targets(chain.model, adapter, targets),
-        [entry for entry in adapter.tokens or () if isinstance(entry, int)],
-    )
+    written = peft_targets(chain.model, adapter, targets)
+    ids = [entry for entry in adapter.tokens or () if isinstance(entry, int)]
     saved = _saved(chain, adapter, targets, nf4)
     rows = [entry for entry in _with_rows(chain, adapter, ids) if f"{entry}.weight" not in saved]
     shapes = targets.shapes | {name: spec.shape for name, spec in chain.parameters.items() if name in saved}

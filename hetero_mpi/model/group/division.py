@@ -39,26 +39,18 @@ _HEAD_NORMS = _ATTENTION | dict.fromkeys(("self_attn.q_norm", "self_attn.k_norm"
 _FUSED_MLP = {"mlp.gate_up_proj": _FUSED_PAIR, "mlp.down_proj": _ROWWISE}
 _GATED = _ATTENTION | {"self_attn.gate_proj": _COLWISE}
 _FAMILY_STYLES = {
+    **dict.fromkeys(("deepseek_v3", "sarvam_mla", "youtu"), _LATENT),
+    **dict.fromkeys(("exaone_moe", "solar_open"), _SHARED),
+    **dict.fromkeys(("flex_olmo", "minimax_m2", "olmo2", "olmo3", "olmo_hybrid"), _HEAD_NORMS),
+    **dict.fromkeys(("glm", "glm4"), _FUSED_MLP),
     "afmoe": _GATED | _SHARED,
-    "deepseek_v3": _LATENT,
-    "exaone_moe": _SHARED,
-    "flex_olmo": _HEAD_NORMS,
     "flint": _ATTENTION,
-    "glm": _FUSED_MLP,
-    "glm4": _FUSED_MLP,
     "glm4_moe_lite": _SHARED | _LATENT,
     "gpt_oss": _ATTENTION | {"mlp.experts": _EXPERTS, "mlp.experts.down_proj": _ROWWISE},
-    "minimax_m2": _HEAD_NORMS,
     "minimax_m3_vl_text": _ATTENTION
     | _FUSED_MLP
     | {n.replace("mlp.", "mlp.shared_experts."): s for n, s in _FUSED_MLP.items()},
-    "olmo2": _HEAD_NORMS,
-    "olmo3": _HEAD_NORMS,
-    "olmo_hybrid": _HEAD_NORMS,
     "qwen2_moe": {name.replace("experts", "expert"): style for name, style in _SHARED.items()},
-    "sarvam_mla": _LATENT,
-    "solar_open": _SHARED,
-    "youtu": _LATENT,
 }
 """Maps each family to the entries missing from its table."""
 _ALIGNED_COLUMN_COUNT = 64

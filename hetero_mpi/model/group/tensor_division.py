@@ -58,7 +58,6 @@ class Division:
         return shard.flatten(self.dim, self.dim + 1)
 
     def shape(self, full_shape: Sequence[int], member: int) -> tuple[int, ...]:
-        """Return the shape of ``part``."""
         sizes = list(full_shape)
         if self.cut:
             sizes[self.dim] = self.pieces * (self.bounds[member + 1] - self.bounds[member])

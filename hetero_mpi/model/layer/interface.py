@@ -118,7 +118,6 @@ class LayerChain(ABC):
         return [spec for spec in self.parameters.values() if first <= spec.layer < last]
 
     def constant_specs(self, first: int, last: int) -> list[ParameterSpec]:
-        """Return the constants of layers ``[first, last)``."""
         return [spec for spec in self.constants.values() if first <= spec.layer < last]
 
     def dtype_of(self, name: str, compute: torch.dtype) -> torch.dtype:

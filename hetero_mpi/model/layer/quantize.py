@@ -249,14 +249,8 @@ def _quantized(
     format_keywords: dict[str, Any] = {"compress_statistics": state.nested, "quant_type": "nf4"}
     sizes = layer.in_features, layer.out_features
     new = Linear4bit(*sizes, bias=layer.bias is not None, compute_dtype=dtype, device="meta", **format_keywords)
-    state_keywords = {
-        "quant_state": state,
-        "blocksize": BLOCK_SIZE,
-        "module": new,
-        "bnb_quantized": True,
-        **format_keywords,
-    }
-    new.weight = Params4bit(packed, requires_grad=False, **state_keywords)
+    keywords = {"quant_state": state, "blocksize": BLOCK_SIZE, "module": new, "bnb_quantized": True, **format_keywords}
+    new.weight = Params4bit(packed, requires_grad=False, **keywords)
     new.quant_state = state
     if layer.bias is not None:
         new.bias = nn.Parameter(layer.bias.detach().to(device, dtype), requires_grad=False)

@@ -255,12 +255,8 @@ class TransformersChain(LayerChain):
         tokens = torch.arange(math.prod((rows, length))).view(rows, length) % self.config.vocab_size
         hidden = torch.full(self.boundary(first, rows, length), 0.01, dtype=dtype)
         hidden += torch.linspace(0, 1, hidden.shape[-1], dtype=dtype)
-        ends = last == self.layer_count
-        return (
-            tokens if first == 0 else hidden,
-            tokens if ends else None,
-            None if ends else torch.full_like(hidden, 1e-3),
-        )
+        targets, gradient = (tokens, None) if last == self.layer_count else (None, torch.full_like(hidden, 1e-3))
+        return tokens if first == 0 else hidden, targets, gradient
 
     def length(self, inputs: NDArray[Any]) -> int:
         return int(inputs.shape[1])

@@ -43,8 +43,9 @@ def read_config(source: dict[str, Any] | str | Path) -> PreTrainedConfig:
     arguments = {name: value for name, value in keys.items() if name not in ("model_type", "transformers_version")}
     if arguments.get("dtype") == "auto":
         del arguments["dtype"]  # that of the weights
-    if is_mxfp4(arguments.get("quantization_config")) and family == "gpt_oss":
-        del arguments["quantization_config"]  # ``weights.py`` unpacks it
+    scheme = arguments.get("quantization_config")
+    if family == "gpt_oss" and isinstance(scheme, dict) and scheme.get("quant_method") == "mxfp4":
+        del arguments["quantization_config"]  # of experts in OCP Microscaling (4 bits), which ``weights.py`` unpacks
     try:
         config = AutoConfig.for_model(family, **arguments)
     except Exception as error:  # transformers raises many kinds, all of them about the values given
@@ -60,11 +61,6 @@ def read_config(source: dict[str, Any] | str | Path) -> PreTrainedConfig:
 def block_key(config: PreTrainedConfig, blocks: int) -> str:
     """Return the ``config`` key that holds the number of blocks; ``num_hidden_layers`` may count half blocks instead."""
     return next((key for key in BLOCK_KEYS if getattr(config, key, None) == blocks), BLOCK_KEYS[0])
-
-
-def is_mxfp4(scheme: Any) -> bool:
-    """Return whether ``quantization_config`` is that of published gpt-oss models: MXFP4 experts (OCP Microscaling, 4 bits)."""
-    return isinstance(scheme, dict) and scheme.get("quant_method") == "mxfp4"
 
 
 def check_keys(keys: Mapping[str, Any]) -> None:

@@ -10,19 +10,9 @@ from hetero_mpi.util.errors import UserError
 _NUMBER = (int, float), "a number"
 _COUNT = (int,), "a whole number"
 _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
-    "temperature": _NUMBER,
-    "top_p": _NUMBER,
-    "min_p": _NUMBER,
-    "typical_p": _NUMBER,
-    "repetition_penalty": _NUMBER,
-    "top_k": _COUNT,
-    "max_length": _COUNT,
-    "max_new_tokens": _COUNT,
-    "min_length": _COUNT,
-    "min_new_tokens": _COUNT,
-    "num_beams": _COUNT,
-    "bos_token_id": _COUNT,
-    "pad_token_id": _COUNT,
+    **dict.fromkeys(("temperature", "top_p", "min_p", "typical_p", "repetition_penalty"), _NUMBER),
+    **dict.fromkeys(("top_k", "num_beams", "bos_token_id", "pad_token_id"), _COUNT),
+    **dict.fromkeys(("max_length", "max_new_tokens", "min_length", "min_new_tokens"), _COUNT),
     "do_sample": ((bool,), "true or false"),
 }
 

@@ -215,11 +215,8 @@ def _settle_head(fit: _Fit, keys: dict[str, Any]) -> str | None:
     """Untie an LM head that differs from the embedding in the files."""
     for head, embedding in fit.tied.items():
         head_keys, embedding_keys = fit.keys.get(head, []), fit.keys.get(embedding, [])
-        if (
-            head_keys
-            and embedding_keys
-            and not have_same_numbers(fit.files.names[head_keys[0]], fit.files.names[embedding_keys[0]])
-        ):
+        both = [fit.files.names[keys_of[0]] for keys_of in (head_keys, embedding_keys) if keys_of]
+        if len(both) == 2 and not have_same_numbers(*both):
             keys["tie_word_embeddings"] = False
             if _Fit.build(fit.files, keys).tied:
                 raise UserError(

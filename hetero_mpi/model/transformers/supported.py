@@ -54,19 +54,11 @@ _STATE = "carries a state from token to token (linear attention)"
 _INDEXER = "selects the attended tokens with an indexer, which reads all records of a sequence"
 
 LEAKING_FAMILIES = {
-    "axk2": _INDEXER,
-    "bailing_hybrid": _STATE,
-    "deepseek_v32": _INDEXER,
+    **dict.fromkeys(("axk2", "deepseek_v32", "dots3_note_text"), _INDEXER),
+    **dict.fromkeys(("bailing_hybrid", "kimi_linear", "lara_mini", "minimax", "olmo_hybrid"), _STATE),
+    **dict.fromkeys(("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), _STATE),
     "doge": "makes its own mask from the values of all tokens of a sequence",
-    "dots3_note_text": _INDEXER,
     "inkling_text": "mixes keys and values of neighbouring tokens (short convolutions)",
-    "kimi_linear": _STATE,
-    "lara_mini": _STATE,
-    "minimax": _STATE,
-    "olmo_hybrid": _STATE,
-    "qwen3_5_moe_text": _STATE,
-    "qwen3_5_text": _STATE,
-    "qwen3_next": _STATE,
 }
 """Maps supported families whose packed records affect each other to the reason, phrased to follow the family's name."""
 
