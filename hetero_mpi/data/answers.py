@@ -278,10 +278,8 @@ def _answer_after_header(text: str, previous_end: int, header: str, message: Cha
     the reasoning block that the header opens, so the prefixes of the header that end before a "<" are tried too, longest first.
     """
     needle = spoken(message) or next((call["name"] for call in message.calls()), message.content.strip())
-    headers = [
-        header[:end]
-        for end in (len(header), *(position for position in range(len(header) - 1, 0, -1) if header[position] == "<"))
-    ]
+    ends = [position for position in range(len(header) - 1, 0, -1) if header[position] == "<"]
+    headers = [header, *(header[:end] for end in ends)]
     position = text.find(needle, previous_end)
     while position >= 0:
         for candidate in headers:

@@ -88,10 +88,8 @@ def values_of(path: Path, keys: OwnKeys | None = None, read_keys: Set[str] = _RE
             yield position, keys.read(value)
     except Damaged as error:
         empty = False
-        yield (
-            str(path),
-            BadRecord("records.damaged", f"the file is truncated or damaged: {error}. Copy it again", rest=True),
-        )
+        text = f"the file is truncated or damaged: {error}. Copy it again"
+        yield str(path), BadRecord("records.damaged", text, rest=True)
     except OSError as error:
         raise UserError("records.unreadable", f"{path}: the records file cannot be read: {error.strerror}") from None
     if empty:

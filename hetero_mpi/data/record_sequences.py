@@ -80,10 +80,8 @@ class RecordSequences:
         notes = _notes(what, entries, dropped, rows.targets[:: rows.lanes])
         if rows.weights is not None:
             weights = rows.weights[rows.targets != IGNORED]
-            notes = (
-                *notes,
-                f"loss weights range from {weights.min():g} to {weights.max():g}, {weights.mean():.3g} on average",
-            )
+            extent = f"{weights.min():g} to {weights.max():g}, {weights.mean():.3g} on average"
+            notes = (*notes, f"loss weights range from {extent}")
         return replace(rows, source_counts=f"{len(entries)} {what}", notes=notes)
 
     def _entries(self, tokenized: Iterable[Tokenized], width: int) -> Iterator[tuple[_Part, ...]]:
@@ -107,12 +105,8 @@ class RecordSequences:
             end, lane = 0, row % lanes
             for part in (part for index in groups[row // lanes] for part in entries[index][lane::lanes]):
                 span = slice(end, end + len(part.ids))
-                tokens[row, span], labels[row, span], answers[row, span] = (
-                    part.ids,
-                    part.labels,
-                    part.mark * part.answer,
-                )
-                weights[row, span] = part.weight
+                tokens[row, span], labels[row, span], weights[row, span] = part.ids, part.labels, part.weight
+                answers[row, span] = part.mark * part.answer
                 offsets[row, span], end = np.arange(len(part.ids)), span.stop
             offsets[row, end:] = np.arange(width - end)
         positions = offsets[:, :-1] if (packing and self.isolate) or self.preference else None

@@ -90,11 +90,8 @@ class Records:
         total = len(self.records) // (2 if self.preference == "pairs" else 1)
         kind, of = ("pair", " of answers") if self.preference == "pairs" else ("record", "")
         lines = [f"{units.plural(total, kind)}{of} from {units.plural(self.files, 'file')} ({shape_counts})"]
-        dropped = {
-            "without an answer": self.unanswered,
-            "without an answer to train on (train = false, weight = 0)": self.untrained,
-        }
-        for why, sources in dropped.items():
+        untrained = "without an answer to train on (train = false, weight = 0)"
+        for why, sources in (("without an answer", self.unanswered), (untrained, self.untrained)):
             if sources:
                 lines.append(f"{len(sources):,} records {why} dropped, such as {sources[0]}")
         read = set(re.findall(r"\w+", template))

@@ -58,11 +58,8 @@ def matching_files(key: str, patterns: Sequence[str], tell: Callable[[str], None
                 directories.append(text)
     if not paths and not from_hub:
         kind = "jsonl" if key.startswith("data.records") else "txt"
-        what = (
-            f"only directories, such as {directories[0]} (add /**/*.{kind} to read inside)"
-            if directories
-            else "nothing"
-        )
+        hint = f"(add /**/*.{kind} to read inside)"
+        what = f"only directories, such as {directories[0]} {hint}" if directories else "nothing"
         raise UserError(
             "data.no_files", f"{key} must match at least one file; {shown_patterns(patterns)} matched {what}."
         )

@@ -66,7 +66,8 @@ class _SandboxProcess:
         assert process.stdin is not None and process.stdout is not None
         # A process that is exiting because it was idle is detected by its exit code below.
         with contextlib.suppress(BrokenPipeError):
-            process.stdin.write(json.dumps([asdict(template), items], default=_placeholder).encode() + b"\n")
+            request = json.dumps([asdict(template), items], default=lambda value: f"<{type(value).__name__}>")
+            process.stdin.write(request.encode() + b"\n")
             process.stdin.flush()
         results: list[dict[str, Any]] = []
         for line in process.stdout:
@@ -80,15 +81,8 @@ class _SandboxProcess:
             raise RuntimeError(f"the process that renders chat templates ended with exit code {code}")
         limits = f"{LIMIT_S:.0f} s of CPU time and {units.size(MEMORY)} of memory"
         why = {-signal.SIGPROF: "it took longer", _OOM_CODE: "it needed more"}.get(code, f"signal {-code} killed it")
-        return [
-            *results,
-            {
-                "bad": [
-                    "template.limits",
-                    f"the tokenizer's chat template must render within {limits}; {why}. {WAY_OUT}.",
-                ]
-            },
-        ]
+        text = f"the tokenizer's chat template must render within {limits}; {why}. {WAY_OUT}."
+        return [*results, {"bad": ["template.limits", text]}]
 
     def _end(self) -> int:
         """Stop the process and return its exit code."""
@@ -107,11 +101,6 @@ class _SandboxProcess:
 
 
 _PROCESS = _SandboxProcess()
-
-
-def _placeholder(value: Any) -> str:
-    """Represent a value that JSON cannot express by the name of its type."""
-    return f"<{type(value).__name__}>"
 
 
 def rendered_records(template: ChatTemplate, records: Sequence[Record]) -> list[Rendered | BadRecord]:

@@ -45,7 +45,6 @@ class CheckpointContents:
     tensors: int
     """Number of tensors of all kinds."""
     parameters: int
-    """Number of parameters."""
     numbers: int
     """Number of elements in all parameters."""
     dtypes: frozenset[str]

@@ -150,7 +150,6 @@ class State:
 
     @classmethod
     def from_metadata(cls, metadata: dict[str, Any]) -> State:
-        """Create a state from the result of ``metadata``."""
         numbers: dict[str, Any] = {key: metadata.get(key) for key in ("step", "updates", "lowest_loss", "reference")}
         numbers |= {key: metadata.get(key) or 0 for key in ("skipped", "skips_in_a_row", "higher_in_a_row")}
         for key in ("newest_checkpoint", "good_checkpoint"):
@@ -166,7 +165,6 @@ class State:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> State:
-        """Create a state from the result of ``to_dict``."""
         if "reference" in values:
             shape, coded = values["reference"]
             values = {**values, "reference": np.frombuffer(base64.b64decode(coded), np.float32).reshape(shape)}
@@ -217,7 +215,6 @@ class StateReader:
         return torch.from_numpy(np.ascontiguousarray(array))
 
     def state(self) -> State:
-        """Return the state's numbers."""
         path, version_id = self._sources[0].path, self._sources[0].version_id
         return self._in_memory[version_id] if path is None else State.from_metadata(self._reader(path).metadata)
 

@@ -269,13 +269,8 @@ def start_layers(context: RunContext, members: World, trainer: Trainer) -> None:
 def _send_parameters(trainer: Trainer, read: ReadTensor) -> None:
     """Send parameters from rank 0, where ``read`` returns them, to the ranks that hold them. Collective."""
     listed = transfers(tensor_shards(trainer.tuning, trainer.plan, ("parameters",)), lambda shard: (0,))
-    move(
-        trainer.rank,
-        trainer.transport,
-        listed,
-        read,
-        lambda parameter, value: set_parameter(trainer, parameter.name, value),
-    )
+    store = lambda shard, value: set_parameter(trainer, shard.name, value)  # noqa: E731
+    move(trainer.rank, trainer.transport, listed, read, store)
     trainer.share_tied_weight()
 
 
@@ -284,10 +279,8 @@ def lack_of_snapshot_memory(share: Share) -> str | None:
     """Describe the hosts with too little memory for ``copy_trained_state``; None if all have enough. Collective."""
     assert share.members is not None and share.trainer is not None
     members, trainer = share.members, share.trainer
-    owned_shards = [
-        shard for shard in tensor_shards(trainer.tuning, trainer.plan, KINDS) if trainer.rank == shard.owner
-    ]
-    return lack_of_memory(members, size_bytes(owned_shards))
+    shards = tensor_shards(trainer.tuning, trainer.plan, KINDS)
+    return lack_of_memory(members, size_bytes([shard for shard in shards if trainer.rank == shard.owner]))
 
 
 def copy_trained_state(trainer: Trainer, move_list: Sequence[Transfer]) -> Snapshot:

@@ -87,9 +87,8 @@ class Rebalancer:
             self._rebuild_s = (share.seconds.get("keep", 0.0) + share.seconds.get("build", 0.0)) / self._scale
         lack = lack_of_snapshot_memory(share)
         if lack is not None and self._has_memory:
-            say(
-                f"Rebalancing is off: moving layers may use {units.percent(MAX_MEMORY_RATIO)} of the free host memory; {lack}"
-            )
+            limit = f"{units.percent(MAX_MEMORY_RATIO)} of the free host memory"
+            say(f"Rebalancing is off: moving layers may use {limit}; {lack}")
         self._has_memory = lack is None
 
     def end_plan(self) -> None:
@@ -304,9 +303,8 @@ class Decider:
             return Move.ASK
         if self._prospect is None:
             return Move.STAY
-        if not changed or any(
-            speed.is_far_from(self.requested_ratios.get(part)) for part, speed in self._speeds.items()
-        ):
+        requested = self.requested_ratios
+        if not changed or any(speed.is_far_from(requested.get(part)) for part, speed in self._speeds.items()):
             # The plan is for outdated speeds; replanning waits until speeds settle.
             self.requested_ratios = self._prospect = None
             for speed in self._speeds.values():

@@ -219,9 +219,9 @@ def write_result(context: RunContext, share: Share, state: State, other_programs
     except (UserError, OSError) as error:
         newest = state.newest_checkpoint
         checkpoint_text = f"{newest} is complete: `--resume` continues from it" if newest else "there is no checkpoint"
-        reason = (
-            str(error) if isinstance(error, UserError) else f"the result cannot be written ({error.strerror or error})"
-        )
+        reason = str(error)
+        if not isinstance(error, UserError):
+            reason = f"the result cannot be written ({error.strerror or error})"
         raise UserError("run.result_unwritable", f"{reason}; {checkpoint_text}") from error
 
 
@@ -266,9 +266,8 @@ def _print_summary(context: RunContext, report: PlanReport, state: State, result
     figures = state.metrics, state.evaluations, entropy, written, changes, compared_unit, notes
     say(*final_lines(report, context.profile, *figures))
     if context.material is not None and context.material.skipped_records:
-        say(
-            f"{context.material.skipped_records} bad records were skipped (data.skip_bad); they are listed at the start of the log"
-        )
+        skipped = context.material.skipped_records
+        say(f"{skipped} bad records were skipped (data.skip_bad); they are listed at the start of the log")
     if state.skipped:
         say(f"{units.plural(state.skipped, 'step')} skipped, because of gradients that were not finite")
 

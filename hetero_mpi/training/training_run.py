@@ -279,16 +279,8 @@ class TrainingRun:
         tokenizer = context.material.tokenizer if context.material else None
         sample = partial(write_sample, loaded=context.loaded, tokenizer=tokenizer, run_dir=context.run_dir)
         metadata = _metadata(context, history) if self.world.rank == 0 else {}
-        return Training(
-            context,
-            metadata,
-            lambda: self._stop() or self.world.asked(),
-            rebalancer,
-            self._follower,
-            sample,
-            metrics,
-            display,
-        )
+        stop_requested = lambda: self._stop() or self.world.asked()  # noqa: E731
+        return Training(context, metadata, stop_requested, rebalancer, self._follower, sample, metrics, display)
 
     def _until_change(
         self, training: Training, history: RunHistory, share: Share, state: State

@@ -354,11 +354,8 @@ def _with_less_memory(profile: ClusterProfile, report: PlanReport, short: Sequen
     for lack in short:
         device = devices[lack.rank]
         least = min(device.memory_bytes, lack.used_bytes, planned.get(lack.rank, device.memory_bytes))
-        devices[lack.rank] = replace(
-            device,
-            memory_bytes=math.floor(RETRY_MEMORY_RATIO * least),
-            memory_reason="memory available in the calibration run",
-        )
+        reason, budget_bytes = "memory available in the calibration run", math.floor(RETRY_MEMORY_RATIO * least)
+        devices[lack.rank] = replace(device, memory_bytes=budget_bytes, memory_reason=reason)
     return replace(profile, devices=tuple(devices))
 
 

@@ -286,13 +286,10 @@ def report(world: World, limit: float, heartbeat: Heartbeat) -> str:
             line = f"silent for {units.seconds(silent_s)}; last report: {line}"
         lines.append(f"  {_name(world, rank)}: {line}")
     lines.append(_cause(world, silent_ranks))
-    return "\n".join(
-        [
-            f"No rank has made progress for {units.seconds(limit)} ([cluster] watchdog_s): the watchdog ends the job with "
-            f"exit code {ExitCode.HUNG}. Positions of the ranks:",
-            *lines,
-        ]
+    text = (
+        f"No rank has made progress for {units.seconds(limit)} ([cluster] watchdog_s): the watchdog ends the job with "
     )
+    return "\n".join([f"{text}exit code {ExitCode.HUNG}. Positions of the ranks:", *lines])
 
 
 def _cause(world: World, silent_ranks: Sequence[int]) -> str:

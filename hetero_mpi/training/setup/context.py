@@ -83,7 +83,6 @@ class Share:
     """A rank's part in the run under one plan: the plan, its schedule, the active ranks, and the rank's trainer."""
 
     report: PlanReport
-    """The plan with its predictions."""
     schedule: Schedule
     emulation: Emulation | None
     members: World | None

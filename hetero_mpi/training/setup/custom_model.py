@@ -108,20 +108,14 @@ def _existing(
     buffers = [buffer for layer in modules.values() for _, buffer in layer.named_buffers()]
     if not buffers:
         return {name: builder_of(layer, {}) for name, layer in outlines.items()}
-    received = world.broadcast_arrays(
-        [host_bytes(buffer.contiguous()) for buffer in buffers] if world.rank == 0 else None
-    )
-    values = iter(received)
-    return {
-        name: builder_of(
-            layer,
-            {
-                inner: torch.from_numpy(next(values)).view(buffer.dtype).view(buffer.shape)
-                for inner, buffer in layer.named_buffers()
-            },
-        )
-        for name, layer in outlines.items()
-    }
+    sent = [host_bytes(buffer.contiguous()) for buffer in buffers] if world.rank == 0 else None
+    values, builders = iter(world.broadcast_arrays(sent)), {}
+    for name, layer in outlines.items():
+        start = {}
+        for inner, buffer in layer.named_buffers():
+            start[inner] = torch.from_numpy(next(values)).view(buffer.dtype).view(buffer.shape)
+        builders[name] = builder_of(layer, start)
+    return builders
 
 
 def _call_factory(loaded: LoadedJob) -> tuple[LayeredModel, str]:
@@ -277,10 +271,8 @@ def _check_built_inside(name: str, model: LayeredModel, seed: int) -> None:
     builders = model.named_layers()
     built, second_build = (build_layer(name, builders[name], seed) for _ in range(2))
     addresses = {parameter.data_ptr() for parameter in built.parameters() if parameter.numel()}
-    outside = next(
-        (inner for inner, parameter in second_build.named_parameters() if parameter.data_ptr() in addresses), None
-    )
-    if outside is not None:
+    repeated = [inner for inner, parameter in second_build.named_parameters() if parameter.data_ptr() in addresses]
+    for outside in repeated[:1]:
         for second in builders.keys() - {name}:
             for inner, parameter in build_layer(second, builders[second], seed).named_parameters():
                 if parameter.data_ptr() in addresses:

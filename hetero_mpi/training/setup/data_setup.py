@@ -151,9 +151,8 @@ def _from_records(loaded: LoadedJob) -> Material:
         every_record = [record for source in read() for record in source.records]
         template = choose_template(tokenizer, data.template, every_record)
         # Report records that the template rejects as early as broken lines, unless they are rare exceptions.
-        sample = (
-            every_record[:: len(every_record) // _MAX_CHECKED] if len(every_record) > _MAX_CHECKED else ()
-        )  # few are all read soon
+        stride = len(every_record) // _MAX_CHECKED
+        sample = every_record[::stride] if len(every_record) > _MAX_CHECKED else ()  # few are all read soon
         for _ in tokenize_records(tokenizer, template, sample, BadRecords(data.skip_bad)):
             pass
         sources = {name: source for (name, _), source in zip(named_patterns, read(), strict=True)}

@@ -51,12 +51,8 @@ from hetero_mpi.util.shipped import profile_file
 def subject_of(context: RunContext) -> tuple[BenchmarkSpec, str]:
     """Return what to profile, and a text on why the planner may choose from certain micro-batch sizes."""
     job = context.job
-    micro_batch_settings = (
-        job.train.global_batch,
-        job.train.micro_batch,
-        context.world.size,
-        context.tuning.uses_dropout(context.chain),
-    )
+    dropout = context.tuning.uses_dropout(context.chain)
+    micro_batch_settings = job.train.global_batch, job.train.micro_batch, context.world.size, dropout
     reason = micro_batch_choices(*micro_batch_settings)[1]
     subject = BenchmarkSpec(
         context.chain,
@@ -102,8 +98,6 @@ def _can_sum_in_groups(context: RunContext) -> bool:
 
 @dataclass(frozen=True)
 class Profiled:
-    """The profile for which a run plans."""
-
     profile: ClusterProfile
     is_measured_here: bool
     """Whether the profile was measured on exactly these ranks."""
@@ -264,10 +258,8 @@ def obtain_plan(
         if world.rank == 0:
             from hetero_mpi.planning.decision.planner import make_plan  # 50 modules that no other rank needs
 
-            if user_plan is not None:
-                report = _given_plan(context, user_plan, profile, request)
-            else:
-                report = make_plan(profile, request)
+            given = _given_plan(context, user_plan, profile, request) if user_plan is not None else None
+            report = given or make_plan(profile, request)
             validate(schedule_of(report.plan, profile.model), report.plan, profile.model)
             keep_plan(context, pending, report)
     return report_from_dict(world.broadcast_json(plan_to_dict(report) if report is not None else None))

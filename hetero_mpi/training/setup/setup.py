@@ -167,9 +167,8 @@ def _with_adapter(world: World, loaded: LoadedJob, tokenizer: PreTrainedTokenize
     with world.on_leader("reading the adapter"):
         if world.rank == 0:
             table = adapter if adapter.path is None else with_patterns_of(loaded.resolve(adapter.path), adapter)
-            fields = table.model_copy(
-                update={"tokens": _token_ids(table, loaded.job.tokenizer, tokenizer)}
-            ).model_dump()
+            tokens = _token_ids(table, loaded.job.tokenizer, tokenizer)
+            fields = table.model_copy(update={"tokens": tokens}).model_dump()
     table = AdapterTable(**world.broadcast_json(fields))
     return replace(loaded, job=loaded.job.model_copy(update={"adapter": table}))
 
