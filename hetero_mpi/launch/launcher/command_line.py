@@ -326,8 +326,8 @@ def relay_script(agent: Sequence[str], prefix: str, prefixes: Mapping[str, str])
     replacements = {host: re.sub(r"[\\&#]", r"\\\g<0>", host_prefix) for host, host_prefix in prefixes.items()}
     pattern = re.sub(r"[\\.\[\]*^$#]", r"\\\g<0>", prefix)
     cases = "\n".join(f"  {shlex.quote(host)}) there={shlex.quote(to)} ;;" for host, to in replacements.items())
-    here, rest = shlex.quote(f"s#{pattern}" + r'\([/:;" ]\)#'), shlex.quote(r"\1#g")
-    return _SCRIPT.format(cases=cases, here=here, rest=rest, agent=shlex.join(agent))
+    local_prefix, rest = shlex.quote(f"s#{pattern}" + r'\([/:;" ]\)#'), shlex.quote(r"\1#g")
+    return _SCRIPT.format(cases=cases, here=local_prefix, rest=rest, agent=shlex.join(agent))
 
 
 def write_cached(name: str, ending: str, text: str, purpose: str) -> Path:

@@ -269,10 +269,10 @@ class _Painter:
         if before == after:
             return "no message", "", False
         forward_link, backward_link = self.profile.link(before, after), self.profile.link(after, before)
-        there, back = (link.bytes_per_s for link in (forward_link, backward_link))
-        unlike = abs(there - back) > _MAX_DIRECTION_RATIO * max(there, back)
-        also = f" / {units.bandwidth(back)}" if unlike else ""
-        return units.bandwidth(there) + also, units.seconds(forward_link.latency_s), unlike
+        forward, backward = (link.bytes_per_s for link in (forward_link, backward_link))
+        unlike = abs(forward - backward) > _MAX_DIRECTION_RATIO * max(forward, backward)
+        also = f" / {units.bandwidth(backward)}" if unlike else ""
+        return units.bandwidth(forward) + also, units.seconds(forward_link.latency_s), unlike
 
 
 def _short(layers: str) -> str:

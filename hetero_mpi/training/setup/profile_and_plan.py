@@ -258,8 +258,8 @@ def obtain_plan(
         if world.rank == 0:
             from hetero_mpi.planning.decision.planner import make_plan  # 50 modules that no other rank needs
 
-            given = _given_plan(context, user_plan, profile, request) if user_plan is not None else None
-            report = given or make_plan(profile, request)
+            report = _given_plan(context, user_plan, profile, request) if user_plan is not None else None
+            report = report or make_plan(profile, request)
             validate(schedule_of(report.plan, profile.model), report.plan, profile.model)
             keep_plan(context, pending, report)
     return report_from_dict(world.broadcast_json(plan_to_dict(report) if report is not None else None))
