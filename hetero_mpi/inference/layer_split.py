@@ -205,12 +205,14 @@ def _load(setup: GenerateSetup, members: World, transport: Transport) -> Stage |
         stage = _stage(setup, start)
     opened = setup.opened
     if source.adapter is not None:
-        own = stage.parameters if stage is not None else {}
+        parameters = stage.parameters if stage is not None else {}
         tied_head = stage.tied_head if stage is not None else None
-        _load_adapter(setup, setup.tuning, own, opened.adapter if opened is not None else None, transport, tied_head)
+        _load_adapter(
+            setup, setup.tuning, parameters, opened.adapter if opened is not None else None, transport, tied_head
+        )
     for name, tuning in setup.further.items():
-        own = add_adapter(stage, name, tuning) if stage is not None else {}
-        _load_adapter(setup, tuning, own, opened.further[name] if opened is not None else None, transport)
+        parameters = add_adapter(stage, name, tuning) if stage is not None else {}
+        _load_adapter(setup, tuning, parameters, opened.further[name] if opened is not None else None, transport)
     return stage
 
 

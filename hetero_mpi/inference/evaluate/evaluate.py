@@ -132,8 +132,10 @@ def job_of_run(source: Path) -> LoadedJob | None:
     """Read the job of a run directory; returns None if ``source`` is not a run directory."""
     if not (source / RUN_NAME).is_file():
         return None
-    told = run_json(source / RUN_NAME)
-    return job_from_tables(run_table(told, "job"), str(told.get("name")), Path(str(told.get("job_file"))).parent)
+    run_values = run_json(source / RUN_NAME)
+    return job_from_tables(
+        run_table(run_values, "job"), str(run_values.get("name")), Path(str(run_values.get("job_file"))).parent
+    )
 
 
 def own_set(loaded: LoadedJob, limit: int) -> list[ScoredText]:
