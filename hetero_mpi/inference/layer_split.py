@@ -207,9 +207,8 @@ def _load(setup: GenerateSetup, members: World, transport: Transport) -> Stage |
     if source.adapter is not None:
         parameters = stage.parameters if stage is not None else {}
         tied_head = stage.tied_head if stage is not None else None
-        _load_adapter(
-            setup, setup.tuning, parameters, opened.adapter if opened is not None else None, transport, tied_head
-        )
+        directory = opened.adapter if opened is not None else None
+        _load_adapter(setup, setup.tuning, parameters, directory, transport, tied_head)
     for name, tuning in setup.further.items():
         parameters = add_adapter(stage, name, tuning) if stage is not None else {}
         _load_adapter(setup, tuning, parameters, opened.further[name] if opened is not None else None, transport)

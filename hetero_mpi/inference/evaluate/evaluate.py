@@ -133,9 +133,8 @@ def job_of_run(source: Path) -> LoadedJob | None:
     if not (source / RUN_NAME).is_file():
         return None
     run_values = run_json(source / RUN_NAME)
-    return job_from_tables(
-        run_table(run_values, "job"), str(run_values.get("name")), Path(str(run_values.get("job_file"))).parent
-    )
+    job_file = Path(str(run_values.get("job_file")))
+    return job_from_tables(run_table(run_values, "job"), str(run_values.get("name")), job_file.parent)
 
 
 def own_set(loaded: LoadedJob, limit: int) -> list[ScoredText]:
