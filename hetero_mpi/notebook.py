@@ -41,7 +41,7 @@ def _plan(plan: Plan, memory: Any = ()) -> _View:
 def _report(report: PlanReport) -> _View:
     title, table, notes = _plan(report.plan, report.memory)
     reasons = [*plan_text.idle_lines(report.idle), *(f"because: {reason}" for reason in report.reasons)]
-    return plan_text.headline(report), table, [title, *notes, *reasons]
+    return f"Predicted: {plan_text.headline(report)}", table, [title, *notes, *reasons]
 
 
 def _profile(profile: ClusterProfile) -> _View:
@@ -69,7 +69,7 @@ def _result(result: Any) -> _View:
         ("result", result.result),
         ("checkpoint", result.checkpoint or "none"),
     ]
-    return str(result.run_dir), Table.of_texts(("", "value"), rows), [plan_text.headline(result.report)]
+    return str(result.run_dir), Table.of_texts(("", "value"), rows), [f"Predicted: {plan_text.headline(result.report)}"]
 
 
 def _job(job: Any) -> _View:

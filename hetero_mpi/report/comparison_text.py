@@ -19,19 +19,20 @@ _LOSS_WINDOW_RATIO = 0.05
 """The loss is averaged over this last fraction of the tokens."""
 _TOO_FEW = "too few steps"
 _MAX_RUN_COLUMNS = 4
-"""Maximum number of compared runs that have a column each in text; more have a row each."""
+"""Maximum number of compared runs that have a column each; more have a row each."""
 _IRRELEVANT = {("output", "run_dir")}
 
 
 def comparison_lines(runs: Sequence[PastRun]) -> list[str]:
-    """Compare runs in a table: job differences, plan, speed, and loss after the same number of tokens.
-
-    The table has a column per run, or a row per run if there are more than ``_MAX_RUN_COLUMNS``.
-    """
-    rows = [("", *run_names(runs)), *comparison_rows(runs)]
-    headings, *cells = zip(*rows, strict=True) if len(runs) > _MAX_RUN_COLUMNS else rows
+    """Compare runs in a table: job differences, plan, speed, and loss after the same number of tokens."""
+    headings, *cells = comparison_table([("", *run_names(runs)), *comparison_rows(runs)])
     lines = Table.of_texts(headings, cells).lines()
     return lines + [line for remark in comparison_remarks(runs) for line in wrap_text("  ", remark)]
+
+
+def comparison_table(rows: Sequence[tuple[str, ...]]) -> Sequence[tuple[str, ...]]:
+    """Arrange rows with a column per run so that more than ``_MAX_RUN_COLUMNS`` runs have a row each."""
+    return list(zip(*rows, strict=True)) if len(rows[0]) > _MAX_RUN_COLUMNS + 1 else rows
 
 
 def comparison_rows(runs: Sequence[PastRun]) -> list[tuple[str, ...]]:

@@ -190,6 +190,10 @@ def worth_adding(
     text += f"{place_text(profile, best.rank)} alone (predicted)"
     if measured_s and math.isfinite(predicted_gain):
         text += f"; the prediction was {predicted_gain:.2f} times"
+    if measured_s and measured_s > (1 + MAX_UNEXPLAINED_RATIO) * report.predicted_step_s:
+        slowdown = measured_s / report.predicted_step_s
+        text += f". Steps took {slowdown:.1f} times as long as predicted, for example because of other programs; the time alone "
+        text += "was not measured (run with -np 1)"
     return text + "."
 
 
@@ -242,7 +246,7 @@ def job_rows(job: Mapping[str, Any], used_dtype: str = "") -> list[tuple[str, st
     of_adapter = (("rank {}", "rank"), ("alpha {}", "alpha"), ("dropout {}", "dropout"), ("targets {}", "targets"))
     config, held_out = setting("model.config"), setting("data.evaluation_fraction")
     job_dtype = formatted("{}", "train.dtype")
-    is_share = isinstance(held_out, (int, float)) and 0 < held_out < 1
+    is_share = isinstance(held_out, (int, float)) and 0 < held_out < 1 and setting("model.factory") is None
     kind = f"{units.row(setting('data.sequence_length'))}s"
     held_out_text = f"{units.percent(held_out)} of the {kind} for evaluation" if is_share else ""
     new = f"a new {config.get('model_type', '')} model" if isinstance(config, Mapping) else _setting_text(config)

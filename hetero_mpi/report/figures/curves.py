@@ -7,7 +7,7 @@ that are sent by mail and notebooks keep these functions; without the page's CSS
 
 import math
 import statistics
-from bisect import bisect_left
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 from markupsafe import Markup
-from matplotlib.ticker import LogLocator, MaxNLocator
+from matplotlib.ticker import MaxNLocator
+from numpy.typing import NDArray
 
 from hetero_mpi.report.figures.style import FONTS, far_apart
 
@@ -28,12 +29,16 @@ SMOOTHING_FACTOR = 0.9
 """Weight of the previous value in the exponential moving average of smoothed curves."""
 _MIN_SMOOTHED = 10
 """Minimum number of points of a curve that is smoothed."""
-_MAX_KEYS = 5
-"""Maximum number of series that have a legend next to the title. More would cover the title."""
+_CHARACTER_SIZE = 6.5
+"""Mean width of a character in pixels; a legend that would cover the title is omitted."""
 _MIN_LOG_RATIO = 1.01
 """Ratio of the largest to the smallest value below which the y axis stays linear."""
+_MIN_DECADE_RATIO = 4.0
+"""Ratio of the largest to the smallest value from which a logarithmic axis has ticks at 1, 2 and 5 times powers of ten."""
 _MAX_TICKS = 7
-"""Maximum number of tick labels of a logarithmic y axis."""
+"""Maximum number of ticks of a logarithmic y axis within powers of ten."""
+_LABEL_SIZE = 12
+"""Minimum distance of tick labels in pixels."""
 _ROUND = [1, 2, 2.5, 5, 10]
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM, _BETWEEN = 460, 250, 64, 446, 34, 214, 18
 """Size of a chart, edges of its axes, and gap between two axes, in pixels."""
@@ -107,7 +112,8 @@ def line_chart(
     parts += [_text(across(at), 231, x_text(at), _MIDDLE) for at in ticks if ends[0] <= at <= ends[1]]
     parts.append(_text(_RIGHT, 245, x_name, _END))
     parts += _readings(drawn_series, across, lambda step: f"{x_name} {x_text(step)}", y_text)
-    if 1 < len(drawn_series) <= _MAX_KEYS:
+    characters = len(label) + sum(len(line.name) + 5 for line, _ in drawn_series)
+    if len(drawn_series) > 1 and characters * _CHARACTER_SIZE < _WIDTH:
         key = Markup('\N{EM SPACE}<tspan fill="var(--{})">{}</tspan> {}').format
         kinds = ["–●–" if line.dots else "– –" if line.dashed else "——" for line, _ in drawn_series]
         keys = [key(line.colour, kind, line.name) for kind, (line, _) in zip(kinds, drawn_series, strict=True)]
@@ -132,16 +138,25 @@ def _scales(
     linear = _axes(group, across, ticks, np.interp(ticks, (ticks[0], ticks[-1]), ends), y_text)
     if min(values) <= 0 or max(values) < _MIN_LOG_RATIO * min(values):
         return linear
-    for multiples in ((1.0, 2.0, 5.0), (1.0,)):
-        decades = LogLocator(subs=multiples).tick_values(min(values), max(values))
-        first, last = np.searchsorted(decades, min(values), "right") - 1, np.searchsorted(decades, max(values))
-        decades = decades[max(0, first) : last + 1]
-        if len(decades) <= _MAX_TICKS:
-            break
+    decades = _logarithmic_ticks(min(values), max(values))
     heights = np.interp(np.log(decades), np.log([decades[0], decades[-1]]), ends)
     layer = Markup('<g class="{}"{}>{}</g>').format
     logarithmic = Markup("").join(_axes(group, across, decades, heights, y_text, np.log))
     return [layer("linear", "", Markup("").join(linear)), layer("log", Markup(' display="none"'), logarithmic)]
+
+
+def _logarithmic_ticks(low: float, high: float) -> NDArray[np.float64]:
+    """Return positive tick values that enclose a range: 1, 2, 5 times powers of ten, or evenly spaced ones for a small range."""
+    even = MaxNLocator(5, steps=_ROUND).tick_values(low, high)
+    if high < _MIN_DECADE_RATIO * low and even[0] > 0:
+        return even
+    exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    for multiples in ((1.0, 2.0, 5.0), (1.0,)):
+        ticks = np.array([multiple * 10.0**exponent for exponent in exponents for multiple in multiples])
+        ticks = ticks[np.searchsorted(ticks, low, "right") - 1 : np.searchsorted(ticks, high) + 1]
+        if len(ticks) <= _MAX_TICKS:
+            break
+    return ticks
 
 
 def _axes(
@@ -149,10 +164,11 @@ def _axes(
 ) -> list[Markup]:
     """Draw the series that share a y axis with these ticks, whose vertical positions in pixels are ``heights``."""
     parts = [_path([(_LEFT, y), (_RIGHT, y)], "faint", "0.8") for y in heights]
-    every = -(-len(ticks) // _MAX_TICKS)
-    parts += [
-        _text(_LEFT - 4, y + 4, y_text(tick), _END) for tick, y in list(zip(ticks, heights, strict=True))[::every]
-    ]
+    last_y = math.inf
+    for tick, y in zip(ticks, heights, strict=True):
+        if last_y - y >= _LABEL_SIZE:
+            parts.append(_text(_LEFT - 4, y + 4, y_text(tick), _END))
+            last_y = y
     for line, points in group:
         x, y = zip(*points, strict=True)
 
@@ -173,7 +189,7 @@ def _axes(
 def _readings(
     drawn_series: Sequence[_Shown], across: Any, position_text: Callable[[float], str], y_text: Callable[[float], str]
 ) -> list[Markup]:
-    """Draw hidden readings, each with a line at a step and the values there, which the page shows on hovering."""
+    """Draw hidden readings, which the page shows on hovering: a line at a step, and each series' latest value up to it."""
     steps = sorted({step for _, points in drawn_series for step, _ in points})
     steps = steps[:: -(-len(steps) // HOVER_STEPS)]
     positions = [float(x) for x in across(steps)]
@@ -182,7 +198,9 @@ def _readings(
     for step, x, (start, end) in zip(steps, positions, pairwise(edges), strict=True):
         lines = []
         for line, points in drawn_series:
-            value = points[min(bisect_left(points, (step,)), len(points) - 1)][1]
+            if (index := bisect_right(points, (step, math.inf)) - 1) < 0:
+                continue
+            value = points[index][1]
             value_text = f"{value:,.4g}" if y_text is plain else y_text(value)
             lines.append(entry(_RIGHT - 4, line.colour, line.name, value_text))
         area = f'<rect x="{start:.1f}" y="{_TOP}" width="{max(end - start, 0.1):.1f}" height="{_BOTTOM - _TOP}"/>'

@@ -1,4 +1,4 @@
-"""Render a page that compares runs: a table with a row per run, and the curves of all runs in the same charts."""
+"""Render a page that compares runs: a table, and the curves of all runs in the same charts."""
 
 import os
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from pathlib import Path
 from markupsafe import Markup
 
 import hetero_mpi
-from hetero_mpi.report.comparison_text import comparison_remarks, comparison_rows, run_names
+from hetero_mpi.report.comparison_text import comparison_remarks, comparison_rows, comparison_table, run_names
 from hetero_mpi.report.figures.curves import Series, line_chart
 from hetero_mpi.report.figures.style import palette_css
 from hetero_mpi.report.page.document import draw_part, time_now
@@ -27,7 +27,7 @@ def comparison_html(runs: Sequence[PastRun], path: Path) -> str:
     """Render the comparison of ``runs`` as self-contained HTML, with links that are valid for a page at ``path``."""
     names = run_names(runs)
     rows = [("", *(_key(index, names[index], run, path) for index, run in enumerate(runs))), *comparison_rows(runs)]
-    headings, *cells = zip(*rows, strict=True)
+    headings, *cells = comparison_table(rows)
     columns = [Column(heading, itemgetter(index), align_left=True) for index, heading in enumerate(headings)]
     table = Section("Runs", table=Table(columns, cells), remarks=comparison_remarks(runs))
     curves = Section("Loss and speed", charts=_charts(runs, names))

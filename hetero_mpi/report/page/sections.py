@@ -147,7 +147,7 @@ def learning(run: PastRun) -> Section:
     norm = _series(steps, {"grad_norm": ("gradient norm", "violet")}, noisy=True)
     charts = [
         line_chart(loss_label, loss, marks=events),
-        line_chart("evaluation token accuracy", accuracy, units.percent, marks=events),
+        line_chart("evaluation token accuracy, %", accuracy, lambda share: plain(100 * share), marks=events),
         *(line_chart(label, _series(steps, named, noisy=True)) for label, named in _REWARDS.items()),
         line_chart(f"time per step{', emulated' * run.emulated}", step_s, units.seconds, from_zero=True, marks=events),
         line_chart("learning rate", rate, from_zero=True),
@@ -343,7 +343,9 @@ def files(run: PastRun, linked: bool) -> Section:
     def size(file: str) -> int | None:
         return (run.directory / file).stat().st_size if (run.directory / file).is_file() else None
 
-    columns = Column("file", name.format, align_left=True), Column("size", size, units.size), Column("", FILES.get)
+    custom = run.setting("model", "factory") is not None
+    texts = FILES | ({"model": "trained weights of your layers (state dict)"} if custom else {})
+    columns = Column("file", name.format, align_left=True), Column("size", size, units.size), Column("", texts.get)
     rows = [file for file in FILES if (run.directory / file).exists()]
     return Section(f"Files in {run.typed_directory}", table=Table(columns, rows))
 
