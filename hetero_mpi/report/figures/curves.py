@@ -147,7 +147,7 @@ def _scales(
 
 def _logarithmic_ticks(low: float, high: float) -> NDArray[np.float64]:
     """Return positive tick values that enclose a range: 1, 2, 5 times powers of ten, or evenly spaced ones for a small range."""
-    even = MaxNLocator(5, steps=_ROUND).tick_values(low, high)
+    even = np.asarray(MaxNLocator(5, steps=_ROUND).tick_values(low, high))
     if high < _MIN_DECADE_RATIO * low and even[0] > 0:
         return even
     exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)

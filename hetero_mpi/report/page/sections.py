@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from hetero_mpi.objectives import learns_from
 from hetero_mpi.planning.types.plan import PlanReport
 from hetero_mpi.report.figures.architecture import architecture
-from hetero_mpi.report.figures.curves import Series, StepMark, line_chart
+from hetero_mpi.report.figures.curves import Series, StepMark, line_chart, plain
 from hetero_mpi.report.figures.style import svg
 from hetero_mpi.report.figures.timeline import MAX_LANES, Panel, timeline
 from hetero_mpi.report.past_run import PastRun
@@ -140,8 +140,8 @@ def learning(run: PastRun) -> Section:
     step_s = _series(steps, {"step_s": ("measured", "accent")}, noisy=True)
     step_s += _series(expected, {"predicted_step_s": ("predicted", "warm")}, dashed=True)
     records = learns_from(str(run.setting("train", "preference")))
-    plain = "loss per sample" if run.setting("data", "sequence_length") == 1 else "loss, nats per token"
-    loss_label = {None: plain, "labels": "loss per answer", "pairs": "loss per pair"}[records]
+    token_label = "loss per sample" if run.setting("data", "sequence_length") == 1 else "loss, nats per token"
+    loss_label = {None: token_label, "labels": "loss per answer", "pairs": "loss per pair"}[records]
     accuracy = _series(evaluations, {"token_accuracy": ("token accuracy", "warm")})
     rate = _series(steps, {"lr": ("learning rate", "good")})
     norm = _series(steps, {"grad_norm": ("gradient norm", "violet")}, noisy=True)
