@@ -240,7 +240,9 @@ def job_rows(job: Mapping[str, Any], used_dtype: str = "") -> list[tuple[str, st
         return form.format(text) if text else ""
 
     lora, packed = setting("adapter.method") == "lora", setting("model.factory") is None and setting("data.packing")
-    method = "LoRA" if lora else "full fine-tuning" if setting("adapter.method") == "none" else ""
+    new_model = setting("model.config") is not None or setting("model.factory") is not None
+    full = "training from scratch" if new_model else "full fine-tuning"
+    method = "LoRA" if lora else full if setting("adapter.method") == "none" else ""
     if lora and setting("model.quantization") == "nf4":
         method += f" on NF4 weights{', double quantization' if setting('model.double_quantization') else ''}"
     of_adapter = (("rank {}", "rank"), ("alpha {}", "alpha"), ("dropout {}", "dropout"), ("targets {}", "targets"))
