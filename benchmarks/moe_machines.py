@@ -70,7 +70,7 @@ def main() -> int:
     ways = {name: WAYS[name] for name in arguments.ways}
     found: dict[str, dict[str, str]] = {}
     unsound, gains = [], []
-    print("| tokens/s by prediction: best card alone, both |" + "".join(f" {way} | |" for way in ways))
+    print("| tokens/s by prediction: best GPU alone, both |" + "".join(f" {way} | |" for way in ways))
     print("| --- |" + " --- | --- |" * len(ways))
     for model in MODELS:
         for name, home in HOMES.items():
@@ -88,7 +88,7 @@ def main() -> int:
                 unsound.append(row)
     if gains:
         print(
-            f"in 4 bits, plans are {100 * min(gains) - 100:.0f} to {100 * max(gains) - 100:.0f} % faster than the best card alone"
+            f"in 4 bits, plans are {100 * min(gains) - 100:.0f} to {100 * max(gains) - 100:.0f} % faster than the best GPU alone"
         )
     _others()
     if arguments.json:

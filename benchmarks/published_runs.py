@@ -10,11 +10,11 @@ are shown and not averaged: they took less time in all than their messages over 
 ``--runs`` predicts other runs: a file with the same columns, or with those of the publication's own table (``PUBLISHED``).
 ``--check`` exits 1 where the mean absolute error of the step time, of rows of either kind, is above the bar.
 
-Every run is predicted twice: with one network card per node, and with one for every link. The publication's table of links has
+Every run is predicted twice: with one NIC per node, and with one for every link. The publication's table of links has
 one rate for 1, 2, 4 and 8 GPUs that send, that of a Gigabit Ethernet port, so a node has one; two flows at once were not published.
 
 How a run becomes a simulation: a node is one rank, whose times are those measured with all its GPUs on one layer; every
-pipeline is simulated as DeepSpeed's engine orders it (``gradients_first``), with one network card per node: a message is cut over
+pipeline is simulated as DeepSpeed's engine orders it (``gradients_first``), with one NIC per node: a message is cut over
 all GPUs of a node, each of which sends its share. Gradients are summed over the pipelines in rings, and the optimizer runs.
 That engine sends from the stream that computes and sums after the last backward; both are left out (benchmarks/RESULTS.md says what
 that changes).
@@ -113,7 +113,7 @@ class Prediction:
     measured_s: float
     predicted_s: float
     predicted_apart_s: float
-    """With a card for every link."""
+    """With a NIC for every link."""
     measured_sync_s: float
     predicted_sync_s: float
     measured_peak_bytes: int
@@ -149,8 +149,8 @@ def main() -> int:
     known = {use: errors for use, errors in means.items() if errors}
     for use, (shared, apart) in known.items():
         print(
-            f"mean absolute error of the step time, {use}: {100 * shared:.1f} % with a card per node, {100 * apart:.1f} % with one "
-            f"per link (bar: {100 * BAR:.0f} %, card per node)"
+            f"mean absolute error of the step time, {use}: {100 * shared:.1f} % with a NIC per node, {100 * apart:.1f} % with one "
+            f"per link (bar: {100 * BAR:.0f} %, NIC per node)"
         )
     return int(arguments.check and any(shared > BAR for shared, _ in known.values()))
 
@@ -328,7 +328,7 @@ def model_cost(gpus: int = 1) -> ModelCost:
 
 
 def mean_errors(predictions: list[Prediction], use: str) -> tuple[float, float] | None:
-    """Mean absolute relative errors of the step time over the runs of this use whose time was measured: with a card per node, with
+    """Mean absolute relative errors of the step time over the runs of this use whose time was measured: with a NIC per node, with
     one per link. None: there are no such runs."""
     rows = [p for p in predictions if p.measured_s and p.use == use]
     if not rows:
@@ -338,7 +338,7 @@ def mean_errors(predictions: list[Prediction], use: str) -> tuple[float, float] 
 
 def print_table(predictions: list[Prediction]) -> None:
     print(
-        "                              step time: card per node      per link     gradient sum             memory of a GPU"
+        "                              step time:  NIC per node      per link     gradient sum             memory of a GPU"
     )
     print(
         "run         use         measured predicted   error  predicted   error    measured predicted    measured predicted"

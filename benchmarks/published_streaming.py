@@ -33,9 +33,7 @@ DENSE = ("qwen3-1.7b", "llama3.1-8b", "qwen3-32b")
 ONE_CARD = {**dict.fromkeys(DENSE, 0.03), "gpt-oss-20b": 0.15, "qwen3-235b": 0.15}
 CARDS = {**dict.fromkeys(DENSE, 0.05), "gpt-oss-20b": 0.10}
 """Model -> bar of the error on one card, and on each other number of them."""
-NOT_PREDICTED = (
-    "not predicted: steps take 43 s + 230 s / cards, and this program has no cost for what cards do in turns"
-)
+NOT_PREDICTED = "not predicted: steps take 43 s + 230 s / GPUs, and this program has no cost for what GPUs do in turns"
 """Of a model without a bar on several cards."""
 SPARK, ZERO = 0.10, 0.05
 
@@ -99,7 +97,7 @@ def _roundpipe(raw: dict[str, object]) -> list[str]:
         )
     print("\nRoundPipe on several, error of the tokens per second")
     counts = sorted({one.cards for one in rows} - {1})
-    print(f"{'cards':>12} " + " ".join(f"{cards:>7}" for cards in counts))
+    print(f"{'GPUs':>12} " + " ".join(f"{cards:>7}" for cards in counts))
     for model in by_model:
         errors = {one.cards: one.error for one in rows if one.model == model}
         told = f"bar {CARDS[model]:.0%}" if model in CARDS else NOT_PREDICTED

@@ -40,9 +40,7 @@ def test_check_passes_and_prints_the_figure_last(tmp_path: Path) -> None:
     means, lines = raw["mean_absolute_errors"], done.stdout.splitlines()
     assert list(means) == ["constants", "held out"]
     for line, (use, (shared, apart)) in zip(lines[-2:], means.items(), strict=True):
-        assert line.startswith(
-            f"mean absolute error of the step time, {use}: {100 * shared:.1f} % with a card per node"
-        )
+        assert line.startswith(f"mean absolute error of the step time, {use}: {100 * shared:.1f} % with a NIC per node")
         assert f", {100 * apart:.1f} % with one per link" in line
         own = [row for row in raw["rows"] if row["use"] == use]
         assert shared == pytest.approx(sum(abs(row["error"]) for row in own) / 4) and max(shared, apart) < 0.08
@@ -51,11 +49,11 @@ def test_check_passes_and_prints_the_figure_last(tmp_path: Path) -> None:
 
 
 def test_the_document_has_the_figures_that_the_benchmark_prints() -> None:
-    """Every row's errors, with a card per node and with one per link, and the means."""
+    """Every row's errors, with a NIC per node and with one per link, and the means."""
     text = (ROOT / "benchmarks" / "RESULTS.md").read_text()
     for line in start().stdout.splitlines()[2:]:
         if line.startswith("mean"):
-            shared, apart = line.split(": ")[1].split(" % with")[0], line.split(" card per node, ")[1].split(" % ")[0]
+            shared, apart = line.split(": ")[1].split(" % with")[0], line.split(" NIC per node, ")[1].split(" % ")[0]
             assert f"{shared} %" in text and f"{apart} %" in text, line
         else:
             name, *_ = line.split()
@@ -72,7 +70,7 @@ def test_other_runs_in_the_publications_columns(tmp_path: Path) -> None:
     )
     assert start("--runs", str(table)).returncode == 0
     missed = start("--runs", str(table), "--check")
-    assert missed.returncode == 1 and "(bar: 8 %, card per node)" in missed.stdout.splitlines()[-1]
+    assert missed.returncode == 1 and "(bar: 8 %, NIC per node)" in missed.stdout.splitlines()[-1]
     table.write_text("run,micro_batch,global_batch,layers,nodes\nz,2,8,26,RTX-9090x8\n")
     unknown = start("--runs", str(table))
     assert unknown.returncode != 0 and "RTX-9090x8: no measured layer times" in unknown.stderr

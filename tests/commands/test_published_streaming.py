@@ -72,7 +72,7 @@ def test_roundpipe_within_its_bars_and_in_the_document(cards: list[streaming.Car
 
 
 def test_what_is_not_predicted_is_said_and_is_the_sum_stated(cards: list[streaming.Cards]) -> None:
-    assert "43 s + 230 s / cards" in streaming.NOT_PREDICTED and "not predicted" in DOCUMENT.read_text()
+    assert "43 s + 230 s / GPUs" in streaming.NOT_PREDICTED and "not predicted" in DOCUMENT.read_text()
     for one in (one for one in cards if one.bar is None):
         assert (one.model, 64 * 2048 / one.measured) == ("qwen3-235b", pytest.approx(43 + 230 / one.cards, rel=0.04))
 
