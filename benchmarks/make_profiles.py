@@ -151,10 +151,12 @@ def hexiscale() -> ClusterProfile:
 def hexiscale_setting(number: int, hosts: Sequence[tuple[int, Card]], shape: Shape, model: str) -> ClusterProfile:
     """``hosts``: (cards, their kind) of every machine."""
     places = [(f"host{h}", card) for h, (count, card) in enumerate(hosts) for _ in range(count)]
+    peaks = ", ".join(
+        f"{card.name.removeprefix('NVIDIA ')} {card.peak / 1e12:g}" for card in dict.fromkeys(c for _, c in hosts)
+    )
     return sheet_cluster(
         f"hexiscale-setting-{number}",
-        "derived from data sheets (dense bf16 TFLOPS with fp32 accumulation: A100 312, RTX 4090 165.2, RTX 3090 71, "
-        "RTX 3080 Ti 68)",
+        f"derived from data sheets (dense bf16 TFLOPS with fp32 accumulation: {peaks})",
         places,
         shape,
         "bf16",
@@ -164,8 +166,9 @@ def hexiscale_setting(number: int, hosts: Sequence[tuple[int, Card]], shape: Sha
             f"Setting {number} of the three on which HexiScale was compared with A100s of as many FLOPS in all: machines and cards "
             f"from the README of Relaxed-System-Lab/FlashFlex, as the project was first called.",
             "10 Gigabit Ethernet between machines is assumed: published is that they were connected by TCP.",
-            f"Job: full training, Llama 2 {model} shape, sequences of 4096 (its scheduler's). HexiScale also shares layers "
-            f"among the cards of a machine, which this program does not.",
+            f"Job: full training, Llama 2 {model} shape, sequences of 4096 (its scheduler's). HexiScale also divides layers "
+            "among the GPUs of a machine (tensor parallelism); this program can, but not by this profile, which lacks the number "
+            "of heads.",
         ),
     )
 
