@@ -259,7 +259,7 @@ def _add_offline_commands(commands: Commands) -> None:
     add = _command(commands, "inspect", "commands.plan_commands:inspect", text).add_argument
     file = "profile, plan or checkpoint file, the name of a shipped profile, or a run directory"
     add("file", type=Path, metavar="FILE|NAME|RUN", help=file)
-    add("-o", "--output", type=Path, metavar="PNG", help="picture of a profile (default: next to the profile)")
+    add("-o", "--output", type=Path, metavar="PNG", help="picture of a profile (default: next to FILE; NAME.png here)")
     add("--all", dest="every", action="store_true", help="show every rank, host and link of a large cluster")
 
     text = "plan a job for the cluster of a profile; needs no cluster"
