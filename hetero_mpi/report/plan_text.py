@@ -265,7 +265,9 @@ def stage_note(plan: Plan, profile: ClusterProfile | None) -> str:
     """Return the legend of ``stage_table``, which may be empty."""
     length = plan.sequence_length
     sizes = " or ".join(dict.fromkeys(units.amount(pipe.micro_batch * length, length) for pipe in plan.pipelines))
-    parts = ["weights: parameters", f"compute: forward + backward of {sizes}"] if profile is not None else []
+    recompute_cells = [_recompute_text(pipe, stage, plan, profile) for pipe in plan.pipelines for stage in pipe.stages]
+    repeats = "recomputation + " * any(cell.startswith(("yes", "offloaded")) for cell in recompute_cells)
+    parts = ["weights: parameters", f"compute: forward + {repeats}backward of {sizes}"] if profile is not None else []
     return "; ".join([*parts, *["warm-up: micro-batches ahead of the first backward"] * (not plan.undivided)])
 
 
