@@ -119,14 +119,20 @@ def _on_all_ranks(command: Callable[[World], int]) -> int:
     return run_guarded(command)
 
 
-def _read_job_early(world: World, path: Path, overrides: Sequence[str]) -> LoadedJob | Path:
-    """Read the job on rank 0 before any rank imports torch, so that errors in the job are reported at once. Collective."""
+def _read_job_early(
+    world: World, path: Path, overrides: Sequence[str], plan: Path | None = None, profile: Path | None = None
+) -> LoadedJob | Path:
+    """Read the job on rank 0 before any rank imports torch, so that errors in its files are reported at once. Collective."""
     from hetero_mpi.job.load import load_job
+    from hetero_mpi.planning.types.toml_files import load_plan, load_profile
 
     job: LoadedJob | Path = path
     with world.on_leader("reading the job"):
         if world.rank == 0:
             job = load_job(path, overrides)
+            for read, file in ((load_plan, plan), (load_profile, profile)):
+                if file is not None:
+                    read(file)
     return job
 
 
@@ -144,7 +150,7 @@ def _eager_imports(world: World | None = None) -> Iterator[None]:
 
 def train(job: Path, overrides: Sequence[str], **options: Any) -> int:
     def command(world: World) -> int:
-        loaded = _read_job_early(world, job, overrides)
+        loaded = _read_job_early(world, job, overrides, options["plan"], options["profile"])
         with _eager_imports(world):
             from hetero_mpi.training.setup.context import TrainOptions
             from hetero_mpi.training.training_run import train

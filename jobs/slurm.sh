@@ -1,5 +1,10 @@
 # What the *.sbatch files here have in common; each sources it. They are submitted from the directory above jobs/.
-# docs/slurm.md explains every line, and what to change for your site.
+# docs/slurm.md explains their use, and what to change for your site.
+
+if [ -z "${SLURM_JOB_ID:-}" ]; then
+    echo "$0: not in a SLURM job: submit it with sbatch: sbatch $0 JOB" >&2
+    exit 2
+fi
 
 # Compute nodes mostly have no network: model, tokenizer and data must be files already, and nobody asks for newer ones.
 export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1
@@ -7,7 +12,7 @@ export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1
 # The Python of your environment, on a file system that all nodes see. In a heterogeneous job there may be one for each component.
 read -ra PYTHONS <<< "${PYTHONS[*]:-.venv/bin/python}"
 
-# Run directories go here, each by the name of its job file: on a file system that all nodes see.
+# Run directories go here, each by the name of its job file, unless --run-dir says otherwise: on a file system that all nodes see.
 RUNS=${RUNS:-runs}
 
 # A disk of the node itself, for copies of what is read often.
@@ -32,13 +37,27 @@ to_scratch() {
     each_node sh -c 'mkdir -p "$2" && cp -rL "$1" "$2"' sh "$(realpath "$1")" "$SCRATCH"
 }
 
-# train JOB [OPTIONS of train]: on all tasks of the job, from the newest checkpoint where there is one. When SLURM announces the end
-# of the time (--signal=B:USR1@SECONDS), all ranks finish their step and write a checkpoint, and the job returns to the queue.
+# train JOB [OPTIONS of train]: on all tasks of the job, from the newest checkpoint if the run directory has a run of JOB. Your own
+# --resume counts until the job is requeued. When SLURM announces the end of the time (--signal=B:USR1@SECONDS), all ranks
+# finish their step and write a checkpoint, and the job returns to the queue.
 train() {
-    local run=$RUNS/$(basename "$1" .toml) options=() resume=() limit='' signalled='' pid code
+    local run options=() resume=() limit='' signalled='' pid code word last='' started='' own=''
+    case "${1:-}" in -* | '') echo "the job file comes first: sbatch SCRIPT JOB [OPTIONS of train]" >&2; return 2 ;; esac
+    run=$RUNS/$(basename "$1" .toml)
+    for word in "${@:2}"; do
+        case "$last $word" in
+            "--run-dir "*) run=$word ;;
+            *" --run-dir="*) run=${word#*=} ;;
+            *" --resume" | *" --resume="*) own=yes ;;
+        esac
+        last=$word
+    done
     [ "${SLURM_HET_SIZE:-1}" -gt 1 ] && options=("${PYTHONS[@]/#/--slurm-python=}")
-    [ -n "$(find "$run/checkpoints" -name 'step-*.h5' -print -quit 2> /dev/null)" ] && resume=(--resume)
-    "${PYTHONS[0]}" -m hetero_mpi launch --verbose "${options[@]}" -- train "$@" --run-dir "$run" "${resume[@]}" &
+    started=$(sed -n 's/^ "job_file": "\(.*\)",$/\1/p' "$run/run.json" 2> /dev/null)
+    if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] || { [ -z "$own" ] && [ "$started" -ef "$1" ]; }; then
+        [ -n "$(find "$run/checkpoints" -name 'step-*.h5' -print -quit 2> /dev/null)" ] && resume=(--resume)
+    fi
+    "${PYTHONS[0]}" -m hetero_mpi launch --verbose "${options[@]}" -- train "$1" --run-dir "$run" "${@:2}" "${resume[@]}" &
     pid=$!
     trap 'limit=yes signalled=yes; kill -USR1 "$pid" 2> /dev/null' USR1
     wait "$pid"; code=$?

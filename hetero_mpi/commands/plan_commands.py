@@ -33,6 +33,7 @@ from hetero_mpi.util.errors import UserError
 from hetero_mpi.util.shipped import profile_file, shipped_profiles
 from hetero_mpi.util.terminal import wrap_text
 
+OTHER_PROFILE = "Plan with a profile of this job (`profile JOB -o FILE`), or change the job (--set table.key=value)."
 HDF5_MAGIC = b"\x89HDF\r\n\x1a\n"
 DEFAULT_SEQUENCES_PER_RANK = 4
 MIN_BATCH = 32
@@ -238,10 +239,11 @@ def ask(job: Path | None, overrides: Sequence[str], profile_path: Path | None) -
         loaded, profile = load_job(job, overrides), load_profile(profile_path)
         command = f"plan --profile {profile_path} --set train.global_batch={loaded.job.train.global_batch}"
         alternative = f"To plan for the profile's model instead, leave out the job:\n  python -m hetero_mpi {command}"
-        return plan_question(loaded, profile, str(profile_path), alternative)
+        return plan_question(loaded, profile, str(profile_path), f"{OTHER_PROFILE}\n{alternative}")
     profile = load_profile(profile_path)
     loaded = _job_for_profile(profile, profile_path.stem, overrides)
-    question = plan_question(loaded, profile, str(profile_path))
+    advice = "Leave these --set options out, or measure a profile with them (`profile JOB -o FILE`)."
+    question = plan_question(loaded, profile, str(profile_path), advice)
     train, model = loaded.job.train, profile.model
     about = f"{model.model_type}, {len(model.layers) - 2:,} blocks, {model.dtype}"
     remark = f"No job given: planning {train.global_batch} {units.rows_of(model.sequence_length)} per step of the profile's model "
@@ -261,17 +263,17 @@ def _job_for_profile(profile: ClusterProfile, name: str, overrides: Sequence[str
     }
     tables["train"]["optimizer"] = model.optimizer
     loaded = job_from_tables(tables, name, ".", overrides=overrides)
-    return replace(loaded, path=Path("a job for the profile's model"))
+    return replace(loaded, path=Path("these settings"))
 
 
 def plan_question(
-    loaded: LoadedJob, profile: ClusterProfile, profile_name: str = "the given profile", alternative: str = ""
+    loaded: LoadedJob, profile: ClusterProfile, profile_name: str = "the given profile", advice: str = OTHER_PROFILE
 ) -> PlanQuestion:
     """Build the planner's input from a job and a profile that matches it.
 
     Args:
         profile_name: the name to use for the profile in messages.
-        alternative: text appended to the error message if the job and the profile do not match.
+        advice: end of the error message if the job and the profile do not match.
 
     Raises:
         UserError: If the profile was made for another model, dtype or sequence length.
@@ -282,9 +284,7 @@ def plan_question(
         problem_lines = "\n".join(f"  {problem}" for problem in problems)
         raise UserError(
             "plan.other_job",
-            f"{profile_name} was not made for {loaded.path}:\n{problem_lines}\n"
-            f"Plan with a profile of this job (`profile JOB -o FILE`), or change the job (--set table.key=value)."
-            + (f"\n{alternative}" if alternative else ""),
+            f"{profile_name} was not made for {loaded.path}:\n{problem_lines}\n{advice}",
         )
     train = loaded.job.train
     train_table = train.model_copy(update={"dtype": profile.model.dtype})

@@ -184,7 +184,7 @@ class _Draft:
                 for entry in (value if isinstance(value, dict) else {unknown: value}).items()
             ]
             kind = "unknown table; " if isinstance(value, dict) else "a key outside a table; "
-            hint = "; ".join(dict.fromkeys(filter(None, hints)))
+            hint = read_names()["tables"].get(unknown.lower()) or "; ".join(dict.fromkeys(filter(None, hints)))
             rule = kind + hint if hint else unknown_name(f"[{unknown}]", [f"[{table}]" for table in TABLES], "table")
             self._add("job.table", f"{self.source}: {unknown} = {as_toml(value)}: {rule}")
         for table in TABLES:

@@ -27,6 +27,8 @@ def _keys(table: type[AdapterTable | TrainTable], rule: str) -> tuple[str, ...]:
 _FIXED, _FIXED_OF_ADAPTER = _keys(TrainTable, "same"), _keys(AdapterTable, "same")
 """Keys that a resumed run may not change; for adapters, only those that names and shapes of tensors do not reveal."""
 _CHANGEABLE, _OF_RATE, _OF_SOME_RATES = (_keys(TrainTable, rule) for rule in ("reported", "rate", "rates"))
+MAX_PEAK_RATIO = 10.0
+"""Do not suggest a learning rate of more than this many times the job's."""
 
 
 def check_fits(
@@ -196,9 +198,9 @@ def rate_change(then: Mapping[str, Any], train: TrainTable, step: int) -> str | 
         warning = f"Warning: learning rates of some parameters jump at step {step + 1}, since [train] {changed}"
         return None if {*_OF_SOME_RATES}.isdisjoint(changes) else warning
     remedy = f"set {', '.join(f'{key} = {as_toml(then[key])}' for key in changes)} again to continue unchanged"
-    share = new / train.learning_rate
-    if share > 0:
-        remedy += f", or learning_rate = {old / share:.4g} to start this schedule at the old value"
+    peak = old * train.learning_rate / new if new > 0 else 0.0
+    if 0 < peak <= MAX_PEAK_RATIO * train.learning_rate and f"{peak:.4g}" != f"{then['learning_rate']:.4g}":
+        remedy += f", or learning_rate = {peak:.4g} to start this schedule at the old value"
     return (
         f"Warning: the learning rate jumps from {old:.4g} to {new:.4g} at step {step + 1}, since [train] {changed}: "
         f"it depends on the step and these settings; {remedy}"

@@ -97,11 +97,11 @@ def try_plan(
     allowed = _calibration_allowance(context, options, planned)
     if allowed.counted == 0:
         return profile, report
-    limit_text = f", or at most {units.seconds(allowed.most_s)} with a second plan" if allowed.most_s < math.inf else ""
+    limit_text = f", or about {units.seconds(allowed.most_s)} with a second plan" if allowed.most_s < math.inf else ""
     say(
         f"Calibration run of the plan: about {units.seconds(allowed.seconds)}{limit_text if options.plan is None else ''}"
     )
-    calibration_run = _CalibrationRun(context, allowed, planned.planning_s, options.plan is not None, pending)
+    calibration_run = _CalibrationRun(context, allowed, planned, options.plan is not None, pending)
     profile, report = calibration_run.best(*calibration_run.fitting(profile, report))
     keep_plan(context, pending, report)
     if options.profile is None and context.job.profile.path is None:
@@ -140,11 +140,11 @@ class _CalibrationRun:
     """Runs plans for calibration. All methods are collective. ``has_user_plan``: whether the plan is the user's, and fixed."""
 
     def __init__(
-        self, context: RunContext, allowed: Allowance, planning_s: float, has_user_plan: bool, pending: Pending
+        self, context: RunContext, allowed: Allowance, planned: Planned, has_user_plan: bool, pending: Pending
     ) -> None:
         self._context, self._allowed, self._pending = context, allowed, pending
-        self._planning_s, self._has_user_plan = planning_s, has_user_plan
-        self._world, self._ends_s = context.world, time.perf_counter() + allowed.most_s
+        self._planned, self._has_user_plan = planned, has_user_plan
+        self._world, self._began_s, self._most_s = context.world, time.perf_counter(), allowed.most_s
 
     def fitting(
         self, profile: ClusterProfile, report: PlanReport
@@ -176,7 +176,9 @@ class _CalibrationRun:
         better, first = self._calibrated(profile, report, steps)
         if self._has_user_plan:
             return better, first
-        if not self._in_time("planning again", self._planning_s + self._seconds(better, first)):
+        # Training takes as long as the measured steps say, and so does the share of it for calibration.
+        self._most_s *= first.predicted_step_s / self._planned.report.predicted_step_s
+        if not self._in_time("planning again", self._planned.planning_s + self._seconds(better, first)):
             return better, with_reasons(first, "there was no time to plan again")
         second = self._planned(better)
         if second.plan == first.plan:
@@ -213,7 +215,7 @@ class _CalibrationRun:
 
     def _in_time(self, action: str, seconds: float) -> bool:
         """Whether an action that takes about ``seconds`` fits in the time limit; tells the user if it does not."""
-        fits = bool(self._world.broadcast_json(seconds <= self._ends_s - time.perf_counter()))
+        fits = bool(self._world.broadcast_json(time.perf_counter() + seconds <= self._began_s + self._most_s))
         if not fits:
             say(f"Keeping the first plan: {action} would take about {units.seconds(seconds)}, too long for this run")
         return fits

@@ -76,12 +76,34 @@ def test_the_agent_starts_a_step_in_the_node_s_component() -> None:
 def test_scripts_are_short_and_valid(script: Path) -> None:
     text = script.read_text()
     assert subprocess.run(["bash", "-n", str(script)]).returncode == 0
-    assert len(text.splitlines()) < 60 and max(map(len, text.splitlines())) <= 132
+    assert len(text.splitlines()) < 80 and max(map(len, text.splitlines())) <= 132
     if script.suffix == ".sbatch":
         assert "source jobs/slurm.sh\n" in text and "sbatch " in text.split("#SBATCH")[0], (
             "how to submit it stands on top"
         )
         assert f"`{script.name}`" in (ROOT / "docs" / "slurm.md").read_text()
+
+
+def test_scripts_choose_the_run_directory(tmp_path: Path) -> None:
+    """A ``--run-dir`` of the user's wins, only a run of the same job file is resumed, and files of one name do not share a run."""
+    (tmp_path / "jobs").symlink_to(ROOT / "jobs")
+    groups(tmp_path, dict.fromkeys(("a/job.toml", "b/job.toml", "runs/job/checkpoints/step-1.h5"), ""))
+    (tmp_path / "runs/job/run.json").write_text('{\n "job_file": "a/job.toml",\n "x": 1}')
+    for words, expected, names in (
+        ("one_node ./a/job.toml", "./a/job.toml --run-dir runs/job --resume", {}),
+        ("one_node b/job.toml", "b/job.toml --run-dir runs/job", {}),
+        ("requeue b/job.toml --run-dir runs/job", "b/job.toml --run-dir runs/job --run-dir runs/job --resume",
+         {"SLURM_RESTART_COUNT": "1"}),
+        ("array a/job.toml b/job.toml", "b/job.toml --run-dir runs/b/job", {"SLURM_ARRAY_TASK_ID": "2"}),
+        ("array a/job.toml b/job.toml", "", {"SLURM_ARRAY_TASK_ID": "0"}),
+        ("one_node a/job.toml", "", {"SLURM_JOB_ID": ""}),
+    ):  # fmt: skip
+        script, *arguments = words.split()
+        environment = {"PATH": "/usr/bin:/bin", "PYTHONS": "/bin/echo", "SLURM_JOB_ID": "1", **names}
+        command = ["bash", f"jobs/{script}.sbatch", *arguments]
+        ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert ended.stdout.strip().partition(" train ")[2] == expected, words
+        assert ended.returncode == (0 if expected else 2), ended.stderr
 
 
 def groups(root: Path, files: dict[str, str]) -> Path:
