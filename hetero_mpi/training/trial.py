@@ -143,7 +143,7 @@ class _CalibrationRun:
         self, context: RunContext, allowed: Allowance, planned: Planned, has_user_plan: bool, pending: Pending
     ) -> None:
         self._context, self._allowed, self._pending = context, allowed, pending
-        self._planned, self._has_user_plan = planned, has_user_plan
+        self._initial, self._has_user_plan = planned, has_user_plan
         self._world, self._began_s, self._most_s = context.world, time.perf_counter(), allowed.most_s
 
     def fitting(
@@ -177,8 +177,8 @@ class _CalibrationRun:
         if self._has_user_plan:
             return better, first
         # Training takes as long as the measured steps say, and so does the share of it for calibration.
-        self._most_s *= first.predicted_step_s / self._planned.report.predicted_step_s
-        if not self._in_time("planning again", self._planned.planning_s + self._seconds(better, first)):
+        self._most_s *= first.predicted_step_s / self._initial.report.predicted_step_s
+        if not self._in_time("planning again", self._initial.planning_s + self._seconds(better, first)):
             return better, with_reasons(first, "there was no time to plan again")
         second = self._planned(better)
         if second.plan == first.plan:
