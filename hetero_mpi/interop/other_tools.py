@@ -84,6 +84,21 @@ _MAX_DEFAULT_WARMUP_STEPS = 100
 """axolotl's default limit on the number of warm-up steps."""
 
 
+def _matched_projections(targets: Any) -> list[str]:
+    """Return the projections that patterns of target modules match in every layer; none if they match other modules too."""
+    patterns = [targets] if isinstance(targets, str) else [rf"(.*\.)?({pattern})" for pattern in targets]
+    text, modules = "|".join(f"({pattern})" for pattern in patterns), TABLE["modules"]
+    with contextlib.suppress(re.error):
+        pattern = re.compile(re.sub(r"language_model\\?\.", "", text))  # of models of text and images
+        counts = {
+            name: sum(pattern.fullmatch(f"model.layers.{layer}.{name}") is not None for layer in range(100))
+            for name in modules["projections"]
+        }
+        if {*counts.values()} <= {0, 100} and not any(map(pattern.fullmatch, modules["others"])):
+            return [name.rpartition(".")[2] for name, count in counts.items() if count]
+    return []
+
+
 class _Draft(JobDraft):
     """A job draft, with the conversion rules that involve several keys."""
 
@@ -138,6 +153,8 @@ class _Draft(JobDraft):
     def _adapter(self) -> None:
         is_lora = self._word("adapter") == "lora"
         in_four_bits = is_lora and (self._of("adapter") == "qlora" or self._of("four_bits") in (True, 4))
+        if not in_four_bits and self._of("four_bits"):
+            self._leave_part("four_bits", PARTS["four_bits"], differs=True)
         absent = ["adapter.", "train.lora"] * (not is_lora) + ["model.double"] * (not in_four_bits)
         for ours in [ours for ours in self.values if ours.startswith(tuple(absent))]:
             self._drop(ours, "applies to adapters or 4-bit quantisation, which are off")
@@ -157,14 +174,18 @@ class _Draft(JobDraft):
         if self._of("pissa") is True:
             times = self._of("pissa_iter", 16)
             self._put("adapter.start", "pissa" if times == -1 else f"pissa_niter_{times}", "pissa", "pissa_iter")
-        names = self._of("targets")
-        names = re.split(r"[,\s]+", names) if isinstance(names, str) else names
+        targets = self._of("targets")
+        names = re.split(r"[,\s]+", targets) if isinstance(targets, str) else targets
         if self._of("linear") or names in (["all"], ["all-linear"]):
             self._put("adapter.targets", "all-linear", "targets", "linear")
         elif isinstance(names, list) and all(re.fullmatch(r"\w[\w.]*", str(name)) for name in names):
             self._put("adapter.targets", names, "targets")
         elif names is None:
             self._put("adapter.targets", "family")
+        elif projections := _matched_projections(targets):
+            self._put("adapter.targets", projections, "targets")
+        else:
+            self._leave_part("targets", PARTS["targets"], differs=True)
 
     def _data(self) -> None:
         sets = self._sets("texts") or self._sets("datasets")

@@ -64,16 +64,20 @@ def test_what_is_left_has_its_value_and_its_reason(capsys: pytest.CaptureFixture
     text = left_keys(Path("job.toml").read_text()).replace("\n#  ", "")
     for part in ('datasets[0].split = "train[:20%]"', 'attention = "flash"', "gradient_checkpointing = true"):
         assert part in text
-    (printed,) = re.findall(r"^  (\S+) = .*: ", capsys.readouterr().out, re.MULTILINE)
-    assert printed == "datasets[0].split", "training differs without it, and with none of the rest"
-    misspelled = "lora_rnk: 8\ndataset_prepard_path: x\nlr_scheduler: rex\noptimizer: lion_8bit\nseed_of_mine: 3"
+    printed = re.findall(r"^  (\S+) = .*: ", capsys.readouterr().out, re.MULTILINE)
+    assert printed == ["chat_template", "datasets[0].split"], "training differs without these alone"
+    pattern = "lora_target_modules: 'model.layers.[0-9].self_attn.q_proj'\nload_in_8bit: true\n"
+    misspelled = (
+        pattern + "lora_rnk: 8\ndataset_prepard_path: x\nlr_scheduler: rex\noptimizer: lion_8bit\nseed_of_mine: 3"
+    )
     Path("odd.yml").write_text(BASE + DATA + misspelled)
     lines = convert_file(Path("odd.yml"), Path("other/job.toml"), None)
     assert re.findall(r"(\w+) = \S+ \(did you mean (\w+)", lines[1]) == [
         ("lora_rnk", "lora_r"),
         ("dataset_prepard_path", "dataset_prepared_path"),
     ]
-    assert [line.split(" = ")[0] for line in lines[3:-2]] == ["  optimizer", "  lr_scheduler"]
+    differing = ["load_in_8bit", "optimizer", "lora_target_modules", "lr_scheduler"]
+    assert [line.split(" = ")[0].strip() for line in lines[3:-2]] == differing
 
 
 def test_gpus_and_the_place() -> None:
@@ -297,6 +301,10 @@ BECOMES: list[tuple[str, str, dict[str, Any]]] = [
     *(("", f"base_model: a/b\ndatasets: [{{path: a/c, {text}}}]", {"data.keys": keys}) for text, keys in (
         ("field_messages: chat, message_property_mappings: {role: from, content: value}", {"conversations": "chat"}),
         ("type: {field_instruction: q, field_output: output}", {"instruction": "q"}), ("field_messages: messages", None))),
+    *(("axolotl", f"{LORA}lora_target_modules: {pattern}", {"adapter.targets": [f"{name}_proj" for name in names.split()]})
+      for pattern, names in ((r"'model.layers.[\d]+.(mlp|self_attn).(up|down|gate|q|k|v|o)_proj'", "q k v o gate up down"),
+                             (r"'model.language_model.layers.[\d]+.self_attn.(q|v)_proj'", "q v"), ("'.*(k|o)_proj'", "k o"),
+                             ("[.*q_proj, v_proj]", "q v"))),
     # Keys that change nothing, or have a counterpart.
     ("axolotl", "reward_model: false\nplugins: [axolotl.integrations.liger.LigerPlugin]\nlabel_smoothing_factor: 0", {}),
     ("axolotl", LORA + "unfrozen_parameters: [lm_head]\nmodel_type: AutoModelForCausalLM", {}),
