@@ -13,6 +13,7 @@ from transformers import TrainerControl, TrainerState
 
 from hetero_mpi.rundir.logs import write_line
 from hetero_mpi.rundir.metrics import TRACKER_NAMES, Evaluation
+from hetero_mpi.state.directory import step_of
 from hetero_mpi.step_iterator import Step, StopTraining
 from hetero_mpi.training.result import TrainResult
 
@@ -61,7 +62,10 @@ class TrainerEvents:
             raise StopTraining
 
     def on_checkpoint(self, path: Path) -> None:
+        """Note a complete checkpoint, which may be that of an earlier step."""
         self._checkpoint = str(path)
+        if step_of(path) == self.state.best_global_step:
+            self.state = replace(self.state, best_model_checkpoint=str(path))
 
     def on_evaluate(self, evaluation: Evaluation, sets: Sequence[str], prefix: str = "eval") -> dict[str, float]:
         """Log an evaluation, note whether it is the best, and return it by transformers' names."""
@@ -73,7 +77,8 @@ class TrainerEvents:
         values = self.log(values)
         self.call("on_evaluate", metrics=values)
         if self.state.best_metric is None or evaluation.loss < self.state.best_metric:
-            best = {"best_global_step": evaluation.step, "best_model_checkpoint": self._checkpoint or None}
+            path = self._checkpoint if self._checkpoint and step_of(Path(self._checkpoint)) == evaluation.step else None
+            best = {"best_global_step": evaluation.step, "best_model_checkpoint": path}
             self.state = replace(self.state, best_metric=evaluation.loss, **best)
         return values
 

@@ -113,7 +113,7 @@ def set_later_aside(run_dir: Path, step: int) -> None:
     while (target := run_dir / f"checkpoints-set-aside-{number}").exists():
         number += 1
     try:
-        later = [path for path in _newest_first(run_dir / "checkpoints") if _step_of(path) > step]
+        later = [path for path in _newest_first(run_dir / "checkpoints") if step_of(path) > step]
         if not later:
             return
         target.mkdir()
@@ -148,10 +148,11 @@ def lowest_held_out(directory: Path) -> list[Path]:
 def _newest_first(directory: Path) -> list[Path]:
     if not directory.is_dir():
         return []
-    return sorted((path for path in directory.iterdir() if _NAME.fullmatch(path.name)), key=_step_of, reverse=True)
+    return sorted((path for path in directory.iterdir() if _NAME.fullmatch(path.name)), key=step_of, reverse=True)
 
 
-def _step_of(path: Path) -> int:
+def step_of(path: Path) -> int:
+    """Return the step of a checkpoint by its name."""
     match = _NAME.fullmatch(path.name)
     assert match is not None, path
     return int(match[1])
