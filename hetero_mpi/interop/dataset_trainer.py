@@ -154,7 +154,9 @@ class DatasetTrainer:
             self.add_callback(callback)
 
     def train(self, resume_from_checkpoint: bool | str | PathLike[str] | None = None, **options: Any) -> TrainResult:
-        """Train to the end. Collective. Accepts the options of ``hetero_mpi.train``, but callbacks only as ``callbacks``.
+        """Train to the end, and update a loaded model in place. Collective.
+
+        Accepts the options of ``hetero_mpi.train``, but callbacks only as ``callbacks``.
 
         Args:
             resume_from_checkpoint: a checkpoint to resume from; True: the newest one in ``output_dir``.
@@ -172,6 +174,9 @@ class DatasetTrainer:
         if self._settings.load_best_model_at_end and evaluations:
             result = replace(result, result=self._export_best(result.run_dir))
             self._evaluation = min(evaluations, key=lambda evaluation: evaluation.loss)
+        with collective() as world:
+            if not trainer_inputs.update_model(world, self._model, result.result) and world.rank == 0:
+                write_line("the loaded model is not updated: trainer.save_model() saves the trained weights")
         metrics = events.end(result, seconds, len(result.losses) * job.tables.train.global_batch)
         self.result = replace(result, metrics=metrics)
         return self.result
@@ -324,7 +329,8 @@ class DatasetTrainer:
         def file_of(rows: Rows) -> list[str]:
             return [glob.escape(trainer_inputs.rows_file(rows)) if write else "rows.jsonl"]
 
-        model, adapter = trainer_inputs.model_directory(self._model) if write else (self._name, None)
+        stores = write and "model.path" not in (further or {})
+        model, adapter = trainer_inputs.model_directory(self._model) if stores else (self._name, None)
         key = "data.text" if self._texts else "data.records"
         values: dict[str, Any] = {key: file_of(self._rows), "model.path": model}
         files = {name: file_of(rows) for name, rows in tests.items()}

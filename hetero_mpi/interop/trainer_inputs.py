@@ -1,4 +1,7 @@
-"""The datasets, models and tokenizers in memory that a program passes to a trainer, which become files in the user's cache."""
+"""The datasets, models and tokenizers in memory that a program passes to a trainer.
+
+They become files in the user's cache, and a model receives its trained weights.
+"""
 
 import copy
 import hashlib
@@ -15,8 +18,11 @@ from types import NoneType
 from typing import Any
 
 import numpy as np
+import torch
+from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
+from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.data.batch import IGNORED
 from hetero_mpi.rundir.logs import write_line
 from hetero_mpi.util.disk import cache_folder, write_errors
@@ -137,6 +143,43 @@ def model_directory(model: Any) -> tuple[str, str | None]:
     tensors = base.state_dict().items()
     state = {_PEFT_PREFIX.sub(".", name): tensor for name, tensor in tensors if not _PEFT_ONLY.search(name)}
     return _stored("model", partial(base.save_pretrained, state_dict=state)), adapter
+
+
+def update_model(world: World, model: Any, result: Path) -> bool:
+    """Copy the trained weights from ``result`` on rank 0's host into the loaded model of every rank, in place. Collective.
+
+    Returns:
+        Whether the model has the trained weights; a base model cannot hold those of an adapter. True for a path.
+    """
+    own, trained = _trainable_state(model), dict[str, torch.Tensor]()
+    if not world.broadcast_json(bool(own)):
+        return True
+    with world.on_leader("reading the result"):
+        is_adapter = (result / "adapter_config.json").is_file()
+        if world.rank == 0 and is_adapter == hasattr(model, "peft_config"):
+            adapter = load_file(result / "adapter_model.safetensors") if is_adapter else None
+            trained = adapter or type(model).from_pretrained(result, dtype="auto").state_dict()
+    listed = world.broadcast_json({name: [tensor.shape, str(tensor.dtype)] for name, tensor in trained.items()})
+    shapes = {name: [*tensor.shape] for name, tensor in own.items() if not tensor.is_meta}
+    is_fitting = bool(listed) and (not own or shapes == {name: shape for name, (shape, _) in listed.items()})
+    if not all(world.all_gather_json(is_fitting)):
+        return False
+    for name, (shape, dtype) in listed.items():
+        tensor = trained[name] if world.rank == 0 else torch.empty(shape, dtype=getattr(torch, dtype.split(".")[1]))
+        tensor = tensor.contiguous()
+        world.broadcast_bytes(tensor.flatten().view(torch.uint8).numpy())
+        if own:
+            own[name].copy_(tensor)
+    return True
+
+
+def _trainable_state(model: Any) -> dict[str, torch.Tensor]:
+    """Return the tensors of a loaded model, or of its adapter; none of a path."""
+    if not hasattr(model, "peft_config"):
+        return model.state_dict() if hasattr(model, "save_pretrained") else {}
+    from peft import get_peft_model_state_dict
+
+    return get_peft_model_state_dict(model, adapter_name=next(iter(model.peft_config)), save_embedding_layers=False)
 
 
 _PEFT_PREFIX = re.compile(r"\.(base_layer|original_module)\.")

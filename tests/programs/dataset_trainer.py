@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from datasets import Dataset  # type: ignore[import-untyped]
 from mpi4py import MPI
-from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
+from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -69,12 +70,23 @@ class Cases:
         given = {"train_dataset": rows, "eval_dataset": test, "processing_class": self.tokenizer}
         trainer = kind(start or self.model, args=args, **given, set=QUICK, **more)
         result = trainer.train()
+        if start is not None:
+            check_updated(start, result.result)
         if test is not None:
             trainer.save_model(self.out / "saved")
             saved = [folder / "model.safetensors" for folder in (self.out / "saved", result.result)]
             assert trainer.evaluate()["eval_loss"] == result.evaluations[-1].loss
             assert RANK > 0 or saved[0].read_bytes() == saved[1].read_bytes()
         return {"losses": result.losses, "evaluations": [one.loss for one in result.evaluations]}
+
+
+def check_updated(model: Any, result: Path) -> None:
+    """Compare a model that was passed to a trainer with the result."""
+    if isinstance(model, PeftModel):
+        own, saved = get_peft_model_state_dict(model), load_file(result / "adapter_model.safetensors")
+    else:
+        own, saved = model.state_dict(), AutoModelForCausalLM.from_pretrained(result).state_dict()
+    assert own.keys() == saved.keys() and all(torch.equal(own[name], saved[name]) for name in own)
 
 
 def of(trainer: Any) -> dict[str, Any]:
@@ -177,8 +189,9 @@ def chats_by_lora(cases: Cases) -> Any:
 def formatted(cases: Cases) -> Any:
     dataset = Dataset.from_dict({"question": [said(n)[0] for n in range(8)], "answer": [said(n)[1] for n in range(8)]})
     args = cases.arguments(trl.SFTConfig, "formatted", max_steps=2, optim="adamw_torch")
+    model = cases.started()
     trainer = SFTTrainer(
-        model=cases.started(), args=args, train_dataset=dataset, processing_class=cases.tokenizer, set=QUICK,
+        model=model, args=args, train_dataset=dataset, processing_class=cases.tokenizer, set=QUICK,
         formatting_func=lambda row: f"### Question: {row['question']}\n ### Answer: {row['answer']}",
     )  # fmt: skip
     before = trainer.evaluate(dataset)["eval_loss"]
@@ -261,6 +274,7 @@ def stopped_and_resumed(cases: Cases) -> Any:
     trainer = SFTTrainer(cases.model, args, **given)
     second = trainer.train(resume_from_checkpoint=True)
     assert second.losses[: len(first.losses)] == first.losses and second.result.name == "best"
+    assert Path(trainer.state.best_model_checkpoint).stem == f"step-{trainer.state.best_global_step:08d}"
     best = [trainer.state.best_metric, trainer.evaluate()["eval_loss"]]
     return [follower.seen, first.global_step, second.global_step, best]
 
