@@ -89,7 +89,7 @@ python -m hetero_mpi launch -np 3 -- train job.toml --dry-run
 ```
 
 `init --from` reads YAML of axolotl, LLaMA-Factory or TRL, a Python script that uses TRL, or a file with the training command.
-It runs and downloads nothing, and does not need the other tool.
+It runs and downloads nothing.
 The job file names the source of each key, and lists each key without an equivalent with its value and the reason.
 `init` prints misspelled keys and those without which training differs.
 
@@ -98,7 +98,7 @@ The job file names the source of each key, and lists each key without an equival
 * Paths stay relative to the working directory.
 * `data.sequence_length` is the tool's limit minus one, because the last token is only a target.
 * axolotl drops rows that are too long; here they are truncated and counted.
-* Data order, the prompt template (here the tokenizer's chat template) and rounding differ, so losses are similar, not equal.
+* Data order, the prompt template (the tokenizer's) and rounding differ, so losses are similar, not equal.
 """
 COMING_FROM_TABLES = {
     "Converted keys": "The last column has arguments of transformers' trainers, which several tools accept.",

@@ -138,7 +138,8 @@ class JobDraft:
         if group.get("stop") and enabled:
             self._stop(where + key, value, group["reason"])
         else:
-            self._leave(where + key, value, group["reason"], differs=group.get("differs", False) and enabled)
+            reason = group["reason"].partition("; remove")[0]
+            self._leave(where + key, value, reason, differs=group.get("differs", False) and enabled)
 
     def _stop(self, key: str, value: Any, reason: str) -> None:
         self.stops.append((printable(" ".join(key.split())), printable(as_toml(value)), reason))
@@ -172,7 +173,8 @@ class JobDraft:
         words, value = TABLE["values"][f"={part}"], self._of(part, "")
         value = str(value).lower()
         if value and value not in words:
-            rule = f"not supported, so no job was written; supported: {', '.join(words)}"
+            supported = TABLE[self.tool]["supported"].get(part, ", ".join(words))
+            rule = f"not supported, so no job was written; supported: {supported}"
             raise self._bad_value(self._parts[part][0], value, rule)
         return words.get(value, "")
 

@@ -107,6 +107,10 @@ def _command_line(file: Path, text: str) -> dict[str, Any]:
         raise UserError("convert.command", f"{file}: must be {expected}{''.join(unset[:1])}")
     (at,) = programs
     values = dict(_options(words[:at])) | dict(_options(words[at + 1 :]))
+    variables |= dict(re.findall(r"(\w+)=(\S+)", " ".join(words[:at])))
+    if Path(words[at - 1]).name in ("llamafactory-cli", "lmf"):  # reads these variables
+        counts = {"nproc_per_node": variables.get("NPROC_PER_NODE"), "nnodes": variables.get("NNODES")}
+        values = {key: count for key, count in counts.items() if count} | values
     if (devices := variables.get("CUDA_VISIBLE_DEVICES")) and not values.keys() & {"num_processes", "nproc_per_node"}:
         values["num_processes"] = len(devices.split(","))
     files = [word for word in words[at + 1 : at + 2] if Path(word).suffix in (".yaml", ".yml", ".json")]

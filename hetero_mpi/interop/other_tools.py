@@ -25,7 +25,7 @@ from hetero_mpi.util.disk import write_errors
 from hetero_mpi.util.errors import UserError
 
 PARTS = {part: text.replace("`", "") for part, text in TABLE["parts"].items()}
-_RECORDS = re.compile(r"\.(jsonl?|parquet)(\.\w+)?$")
+_RECORDS = re.compile(r"\.(jsonl?|parquet)(\.\w+)?$|(^|/)[\w-]+$")
 _COLUMNS = ("field", "text_column", "columns")
 """Keys of a dataset entry that may name its text column."""
 
@@ -87,14 +87,13 @@ _MAX_DEFAULT_WARMUP_STEPS = 100
 def _matched_projections(targets: Any) -> list[str]:
     """Return the projections that patterns of target modules match in every layer; none if they match other modules too."""
     patterns = [targets] if isinstance(targets, str) else [rf"(.*\.)?({pattern})" for pattern in targets]
-    text, modules = "|".join(f"({pattern})" for pattern in patterns), TABLE["modules"]
+    text, names = "|".join(f"({pattern})" for pattern in patterns), TABLE["modules"]["projections"]
     with contextlib.suppress(re.error):
         pattern = re.compile(re.sub(r"language_model\\?\.", "", text))  # of models of text and images
         counts = {
-            name: sum(pattern.fullmatch(f"model.layers.{layer}.{name}") is not None for layer in range(100))
-            for name in modules["projections"]
+            name: sum(bool(pattern.fullmatch(f"model.layers.{at}.{name}")) for at in range(100)) for name in names
         }
-        if {*counts.values()} <= {0, 100} and not any(map(pattern.fullmatch, modules["others"])):
+        if {*counts.values()} <= {0, 100} and not any(map(pattern.fullmatch, TABLE["modules"]["others"])):
             return [name.rpartition(".")[2] for name, count in counts.items() if count]
     return []
 
@@ -194,6 +193,8 @@ class _Draft(JobDraft):
             reason = self.kind_of_file or "has no dataset"
             raise UserError("convert.no_data", f"{self.file}: {reason}, so no job was written")
         texts = all(isinstance(column, str) for column in columns)
+        if any(isinstance(column, str) for column in columns) > texts:
+            self._stop("datasets", names, "a job trains on texts (completion, pretrain) or on records, not on both")
         if texts:
             self._put("data.text", names, "texts", "datasets", "folder", "config_name", "split")
             if any(name.startswith("hf:") or _RECORDS.search(name) for name in names):
@@ -292,8 +293,8 @@ class _Draft(JobDraft):
         entries = read_keys(listed) if os.path.exists(listed) else {}
         entry = entries.get(name)
         if not isinstance(entry, dict):
-            self._leave("dataset", name, f"{folder}/dataset_info.json has no such entry: correct data.records")
-            entry = {"file_name": f"{name}.json"}
+            self._leave("dataset", name, f"{folder}/dataset_info.json has no such entry: set its file", differs=True)
+            return {"path": f"./{name}"}
         path = entry.get("hf_hub_url") or os.path.join(".", folder, str(entry.get("file_name", name)))
         rest = {key: value for key, value in entry.items() if key not in ("hf_hub_url", "file_name", "subset")}
         return {"path": path, "name": entry.get("subset"), **rest}

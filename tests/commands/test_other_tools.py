@@ -106,6 +106,8 @@ def test_gpus_go_before_what_a_launcher_was_told() -> None:
     ("command", "preference", "batch"),
     [("trl orpo --config more.yaml --learning_rate 2e-6 --beta 0.5", "orpo", 8),
      ("pip install x\nexport CUDA_VISIBLE_DEVICES=0,1\nllamafactory-cli train more.yaml learning_rate=2e-6 stage=dpo", "dpo", 16),
+     ("FORCE_TORCHRUN=1 NNODES=2 NPROC_PER_NODE=3 llamafactory-cli train more.yaml learning_rate=2e-6", "none", 48),
+     ("export NPROC_PER_NODE=2\nllamafactory-cli train more.yaml learning_rate=2e-6", "none", 16),
      ("accelerate launch --num_processes 3 -m axolotl.cli.train axolotl.yml --learning_rate 2e-6", "none", 3),
      ("cd x && torchrun --nproc_per_node 2 src/train.py more.yaml learning_rate=2e-6 2>&1 | tee log", "none", 16)],
 )  # fmt: skip
@@ -437,8 +439,7 @@ def test_forms_of_a_file(text: str) -> None:
     assert of(job, "adapter.rank") == 8 and of(job, "data.records") == ["x.jsonl"]
 
 
-def test_texts_beside_records_are_named() -> None:
+def test_texts_beside_records_are_refused() -> None:
     Path("odd.yml").write_text(BASE + DATA + "  - path: y.jsonl\n    type: completion\n    field: body\n")
-    made(Path("odd.yml"))
-    left = left_keys(Path("job.toml").read_text()).replace("\n#  ", "")
-    assert 'datasets[1].type = "completion"' in left and 'datasets[1].field = "body"' in left
+    with refuses(OTHER, "x.jsonl", "y.jsonl"):
+        convert_file(Path("odd.yml"), Path("job.toml"), None)
