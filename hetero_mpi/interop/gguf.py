@@ -58,8 +58,7 @@ def announce_gguf(directory: Path, kind: str, is_adapter: bool) -> list[str]:
         rule = f"adapters are not quantised: choose one of {', '.join(_CONVERTER_TYPES)}, or add --merge"
         raise UserError("gguf.adapter_type", f"--gguf {kind}: {rule}")
     if _program(script := _converter_name(is_adapter)) is None:
-        ollama = "" if is_adapter else f" Ollama imports it: {_ollama(directory, kind)}"
-        return [f"llama.cpp's {script} is {_PLACES}: {directory} will have a Modelfile but no GGUF file.{ollama}"]
+        return [f"llama.cpp's {script} is {_PLACES}: {directory} will have a Modelfile but no GGUF file"]
     if kind not in _CONVERTER_TYPES and _program("llama-quantize") is None:
         later = _remaining(directory, kind)
         return [f"llama-quantize is {_PLACES}: the GGUF file will be in 16 bits. Then run: {later}"]
