@@ -38,6 +38,10 @@ HDF5_MAGIC = b"\x89HDF\r\n\x1a\n"
 DEFAULT_SEQUENCES_PER_RANK = 4
 MIN_BATCH = 32
 """Without a job, the global batch has ``DEFAULT_SEQUENCES_PER_RANK`` sequences per rank, but at least ``MIN_BATCH``."""
+_MEASURED = (
+    "model.", "adapter.", "tokenizer.", "train.freeze", "train.preference", "cluster.device", "cluster.threads",
+)  # fmt: skip
+"""Keys, or tables, that determine what a profile measures."""
 
 
 @dataclass(frozen=True)
@@ -240,7 +244,12 @@ def ask(job: Path | None, overrides: Sequence[str], profile_path: Path | None) -
         command = f"plan --profile {profile_path} --set train.global_batch={loaded.job.train.global_batch}"
         alternative = f"To plan for the profile's model instead, leave out the job:\n  python -m hetero_mpi {command}"
         return plan_question(loaded, profile, str(profile_path), f"{OTHER_PROFILE}\n{alternative}")
-    profile = load_profile(profile_path)
+    profile, keys = load_profile(profile_path), [override.partition("=")[0].strip() for override in overrides]
+    fixed = [key for key in keys if key.startswith(_MEASURED) and key not in ("adapter.method", "adapter.dropout")]
+    if fixed:
+        text = f"--set {', '.join(fixed)}: without a job, the plan is for the model and devices that {profile_path} describes. "
+        text += "Leave this out, or give a job with these keys and a profile of that job (`profile JOB -o FILE`)"
+        raise UserError("plan.fixed_by_profile", text, keys=fixed)
     loaded = _job_for_profile(profile, profile_path.stem, overrides)
     advice = "Leave these --set options out, or measure a profile with them (`profile JOB -o FILE`)."
     question = plan_question(loaded, profile, str(profile_path), advice)

@@ -14,7 +14,7 @@ from hetero_mpi.launch.supervisor.elastic import Supervisor, without_option
 from hetero_mpi.launch.supervisor.elastic_options import ElasticOptions
 from hetero_mpi.util.errors import ExitCode, UserError
 
-_EXPLAINED_CODES = (ExitCode.DONE, ExitCode.USER_ERROR, ExitCode.HUNG, ExitCode.STOPPED)
+_EXPLAINED_CODES = (ExitCode.DONE, ExitCode.USER_ERROR, ExitCode.HUNG)
 """Exit codes after which the job itself has printed what to do next."""
 
 

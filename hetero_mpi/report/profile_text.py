@@ -71,9 +71,11 @@ def measured_lines(profile: ClusterProfile) -> list[str]:
 def profile_lines(profile: ClusterProfile, every: bool = False) -> list[str]:
     """Return a table with a row per rank (device, speed, memory) and a summary of the links. ``every`` removes the row limit."""
     tokens = profile.model.sequence_length
-    lines = [f"Ranks: {len(profile.devices)}, {profile.mpi_library}; figures {profile.source}, {profile.date}"]
+    library = "" if profile.mpi_library in ("", "none") else f", {profile.mpi_library}"
+    lines = [f"Ranks: {len(profile.devices)}{library}; figures {profile.source}, {profile.date}"]
     lines += rank_table(profile).lines(None if every else MAX_ROWS)
-    lines += wrap_text("  ", f"forward and backward: one block, one {units.rows_of(tokens, '')}, {profile.model.dtype}")
+    text = f"forward and backward: one block, one {units.rows_of(tokens, '')}, {profile.model.dtype}; "
+    lines += wrap_text("  ", text + "memory: usable, of which plans keep [plan] memory_reserve (default 5 %) free")
     lines += link_lines(profile)
     return lines + [line for note in profile.notes for line in wrap_text("  ", note)]
 
@@ -132,6 +134,8 @@ def inspection_lines(profile: ClusterProfile, every: bool = False) -> list[str]:
         lines += _curve_table(device, units.unit_of(profile.model.sequence_length)).lines()
         if any(times.recompute_s or times.input_s for times in device.layers.values()):
             lines.append("  recompute: backward with recomputation; input, weights: split backward")
+        if any(times.forward_s.samples for times in device.layers.values()):
+            lines.append("  timed: median relative to the planner's curve; spread: middle half relative to the median")
         in_host = device.host_optimizer_s_per_parameter
         also = "" if in_host is None else f" ({units.seconds(in_host * 1e6)} in host memory, for offloaded stages)"
         lines.append(f"  optimizer: {units.seconds(device.optimizer_fixed_s)} + "

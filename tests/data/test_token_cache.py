@@ -189,7 +189,7 @@ def test_parts_of_a_mapped_array_are_the_array(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize(
     ("line", "nearest"),
-    [("hiden_size = 16", "hidden_size"), ("num_hiden_layers = 1", "num_hidden"), ("rope = 1", "llama")],
+    [("hiden_size = 16", "hidden_size"), ("layers = 1", "num_hidden_layers"), ("rope = 1", "llama")],
 )
 def test_a_key_that_the_models_family_does_not_know_is_refused(job: Path, line: str, nearest: str) -> None:
     with refuses("model.configuration_key", line.split()[0], nearest):

@@ -116,6 +116,7 @@ def test_files_that_are_no_hosts_files(tmp_path: Path) -> None:
         ("", "hosts.invalid"),
         ('[host]\naddress = "a"\n', "hosts.invalid"),
         ("rtx slots=2\n", "hosts.toml"),
+        ('[[host]]\naddress = "a"\ngpus = 2\n', "hosts.invalid"),
     ):
         with refuses(kind, tmp_path):
             read_hosts(write(tmp_path, text))

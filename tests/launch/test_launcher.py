@@ -120,6 +120,7 @@ def test_open_mpi_starts_ranks_from_any_host_file_that_is_read(
         ("hA slot=2\n", "hosts.option", "line 1: `slot=2` `hA slots=2`"),
         ("hA slots=2\nhB cpu=2\n", "hosts.option", "line 2: `cpu=2`"),
         ("hA port=2222\n", "hosts.option", "~/.ssh/config"),
+        ("[[host]]\n", "hosts.is_toml", "--hosts"),
         ("hA,hB\n", "hosts.line", "line 1: `hA,hB`"),
         ("+n0 slots=1\n", "hosts.line", "line 1: `+n0`"),
         ("hA\n^bad slots=2\n", "hosts.line", "line 2: `^bad`"),

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from hetero_mpi.commands import plan_commands
 from hetero_mpi.planning.bounds import fluid_bound_s
 from hetero_mpi.planning.decision.alternatives import AS_INT8, losses, what_ifs
 from hetero_mpi.planning.decision.decide import decide
@@ -34,6 +35,7 @@ from hetero_mpi.planning.types.toml_files import (
 )
 from hetero_mpi.util import units
 from hetero_mpi.util.shipped import shipped_profiles
+from tests.support.errors import refuses
 from tests.support.planning_folder import REQUEST, cluster, run
 from tests.support.planning_samples import SEQUENCE, make_model, make_plan_of, make_profile, random_instance
 
@@ -111,6 +113,12 @@ def test_a_profile_of_something_else_is_refused(
     for command in ("plan", "simulate"):
         text = run(capsys, command, "job.toml", "--profile", "profile.toml", "--set", change, code=2)
         assert words in text and "profile.toml" in text and "--set" in text
+
+
+@pytest.mark.parametrize("key", ["model.quantization", "adapter.rank", "train.freeze", "cluster.device"])
+def test_what_a_profile_measures_is_not_set_without_a_job(folder: Path, key: str) -> None:
+    with refuses("plan.fixed_by_profile", key):
+        plan_commands.ask(None, ("train.global_batch=8", f"{key}=4", "adapter.method=none"), Path("profile.toml"))
 
 
 def test_what_the_job_fixes_is_kept(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -48,8 +48,10 @@ class HostEntry:
 
 def read_hostfile(path: str | Path) -> tuple[HostEntry, ...]:
     """Return the entries of a host file. Raises UserError if it is missing, empty or invalid (with the line's number)."""
-    entries = []
-    for number, line in enumerate(_text(path).splitlines(), start=1):
+    entries, text = [], _text(path)
+    if re.search(r"^\s*\[\[host\]\]", text, re.MULTILINE):
+        raise UserError("hosts.is_toml", f"{path} has [[host]] entries: write `--hosts {path}`, not --hostfile.")
+    for number, line in enumerate(text.splitlines(), start=1):
         content = re.split("#|//", line)[0].strip()
         if content:
             entries.append(_parse_line(content, f"{path}, line {number}"))

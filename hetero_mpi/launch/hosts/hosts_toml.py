@@ -18,6 +18,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from hetero_mpi.device.choice import DEVICE, DEVICE_RULE, DEVICE_VARIABLE
+from hetero_mpi.job.other_names import read_names
 from hetero_mpi.job.rules import as_toml, broken_keys, may_be_empty
 from hetero_mpi.launch.hosts.hostfile import HostEntry, check_slots
 from hetero_mpi.util import toml
@@ -128,6 +129,8 @@ def _rules(entry: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     broken = broken_keys(Host, entry)
     if isinstance(entry.get("environment"), dict) and "environment" in broken:
         broken["environment"] = 'must hold strings in quotes, such as { OMP_NUM_THREADS = "8" }'
+    other_names = read_names()["hosts"]
+    broken |= {key: f"unknown key; {other_names[key.lower()]}" for key in broken if key.lower() in other_names}
     yield from broken.items()
     valid = {key: value for key, value in entry.items() if key not in broken}
     address, device, slots = valid.get("address"), valid.get("device", "auto"), valid.get("slots", 1)

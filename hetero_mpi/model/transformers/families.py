@@ -14,6 +14,7 @@ import transformers
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from hetero_mpi.job.other_names import read_names
 from hetero_mpi.model.files.model_files import read_json
 from hetero_mpi.model.transformers.supported import PROVEN_FAMILIES, REFUSED_FAMILIES, ROUTER_LOSS_FAMILIES
 from hetero_mpi.planning.types.sizes import BLOCK_KEYS
@@ -23,6 +24,8 @@ _WELL_KNOWN = (
     "deepseek_v3", "gemma2", "gemma3_text", "gpt_oss", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3",
 )  # fmt: skip
 
+_SIZES = (BLOCK_KEYS[0], "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+"""Keys that determine a model's size with ``hidden_size``. ``vocab_size`` follows from the tokenizer."""
 _GENERAL_KEYS = ("model_type", "transformers_version", "architectures", "torch_dtype")
 
 
@@ -73,11 +76,24 @@ def check_keys(keys: Mapping[str, Any]) -> None:
     code = Path(inspect.getfile(AutoModelForCausalLM._model_mapping[type(default_config)])).read_text(encoding="utf-8")
     for key in keys:
         if key not in _GENERAL_KEYS and not hasattr(default_config, key) and f'getattr(config, "{key}"' not in code:
-            near = difflib.get_close_matches(key, [*default_config.to_dict(), *default_config.attribute_map], n=1)
+            usual = read_names()["model_config"].get(key.lower(), "")
+            valid_keys = [*default_config.to_dict(), *default_config.attribute_map]
+            near = [usual] if hasattr(default_config, usual) else difflib.get_close_matches(key, valid_keys, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise UserError(
                 "model.configuration_key", f"[model.config] {key}: not a configuration key of the {family} family{hint}"
             )
+
+
+def default_sizes(keys: Mapping[str, Any], config: PreTrainedConfig) -> tuple[str, ...]:
+    """Return a note if ``keys`` give the width, but leave other sizes of ``config`` to the family's default, a large model."""
+    names, default_config = config.attribute_map, CONFIG_MAPPING[str(config.model_type)]()
+    given_keys = {names.get(key, key).removeprefix("moe_") for key in keys}
+    sizes = {key: getattr(config, key, None) for key in _SIZES if names.get(key, key) not in given_keys}
+    # Sizes that follow from others differ from the default, or are None.
+    texts = [f"{key} {size:,}" for key, size in sizes.items() if size and size == getattr(default_config, key)]
+    text = f"[model.config] leaves the {config.model_type} family's default: {', '.join(texts)}"
+    return (text,) if texts and names.get("hidden_size", "hidden_size") in given_keys else ()
 
 
 def require_proven(family: str) -> None:

@@ -34,7 +34,7 @@ from hetero_mpi.job.load import LoadedJob
 from hetero_mpi.job.schema import JobConfig
 from hetero_mpi.model.files import hub
 from hetero_mpi.model.files.model_files import ModelFiles
-from hetero_mpi.model.transformers.families import check_keys, read_config
+from hetero_mpi.model.transformers.families import check_keys, default_sizes, read_config
 from hetero_mpi.model.transformers.generation import end_tokens, model_stops, read_generation, with_end
 from hetero_mpi.model.transformers.packed_records import depends_on_length
 from hetero_mpi.model.transformers.stored_model import stored_model
@@ -296,6 +296,7 @@ def _model_keys(loaded: LoadedJob) -> tuple[dict[str, Any], dict[str, Any] | Non
     elif isinstance(model.config, dict):
         config = dict(model.config)
         check_keys(config)
+        notes = default_sizes(config, read_config(config))
     else:
         assert model.config is not None
         config = read_config(loaded.resolve(model.config)).to_dict()
