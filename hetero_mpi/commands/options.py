@@ -67,8 +67,9 @@ def parser() -> argparse.ArgumentParser:
     add("--merge", action="store_true", help="merge the adapter into its base weights")
     add("--best", action="store_true", help="export the run's checkpoint with the lowest evaluation loss")
     types = "auto f32 f16 bf16 q8_0 q2_k q3_k_s q3_k_m q3_k_l q4_0 q4_1 q4_k_s q4_k_m q5_0 q5_1 q5_k_s q5_k_m q6_k iq4_nl iq4_xs"
-    gguf = "also write a Modelfile for Ollama and, with llama.cpp's converter and llama-quantize, a GGUF file"
-    add("--gguf", nargs="?", const="auto", type=_gguf_type, choices=types.split(), help=gguf)
+    gguf = "also write a Modelfile for Ollama and, with llama.cpp's converter and llama-quantize, a GGUF file of TYPE: "
+    gguf += types.replace(" ", ", ")
+    add("--gguf", nargs="?", const="auto", type=_gguf_type, choices=types.split(), metavar="TYPE", help=gguf)
     add("--push", metavar="ORG/NAME", help="also upload OUT to the Hugging Face Hub as a private model")
 
     for name in plug_in_names(PLUG_INS):
