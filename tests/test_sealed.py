@@ -19,7 +19,7 @@ from hetero_mpi.data.dataset import SequenceSettings
 from hetero_mpi.data.text_sequences import build_sequences
 from hetero_mpi.data.token_cache import cached_or_build, read_dataset, write_dataset
 from hetero_mpi.data.tokenizer import train_bpe
-from hetero_mpi.interop import dataset_trainer
+from hetero_mpi.interop import trainer_inputs
 from hetero_mpi.job.load import load_job
 from hetero_mpi.model.files.model_files import ModelFiles
 from hetero_mpi.planning.types.codec import encode
@@ -127,8 +127,8 @@ def shards(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Kept:
 
 def trainers_rows(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Kept:
     def use(tell: Callable[[str], object]) -> object:
-        tell("written anew at every start")
-        return [json.loads(line) for line in dataset_trainer._rows_file(ROWS).open()]
+        monkeypatch.setattr(trainer_inputs, "write_line", tell)
+        return [json.loads(line) for line in Path(trainer_inputs.rows_file(ROWS)).open()]
 
     return Kept(cache_folder("datasets"), use)
 
@@ -137,8 +137,8 @@ def trainers_tokenizer(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Kept
     tokenizer = train_bpe(["one two three"] * 9, 270)
 
     def use(tell: Callable[[str], object]) -> object:
-        monkeypatch.setattr(dataset_trainer, "write_line", tell)
-        place = dataset_trainer._tokenizer_directory(tokenizer)
+        monkeypatch.setattr(trainer_inputs, "write_line", tell)
+        place = trainer_inputs.tokenizer_directory(tokenizer, "", None)
         return AutoTokenizer.from_pretrained(place).get_vocab()
 
     return Kept(cache_folder("datasets"), use)
