@@ -59,6 +59,7 @@ class StepMetrics(Rewards):
     tokens: Count
     """Number of target tokens in the step."""
     tokens_per_s: Number
+    """Tokens of the step's sequences per second: prompts and padding included, as in predictions."""
     step_s: Number
     predicted_step_s: Number
     emulated: bool = False

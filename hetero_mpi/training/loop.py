@@ -218,14 +218,15 @@ class Loop:
         checkpoint_text = f"{newest} is complete" if newest is not None else "no checkpoint could be written"
         raise CollectiveUserError(
             "run.stopped",
-            f"Stopped after step {self.state.step} ({reason}): {checkpoint_text}; continue with --resume",
+            f"Stopped after step {self.state.step} ({reason}): {checkpoint_text}; to continue, add --resume to the same command",
             exit_code=ExitCode.STOPPED,
         )
 
     def _step_metrics(self, step: int, decision: StepDecision, batch: Batch, seconds: float) -> StepMetrics:
-        emulation, tokens = self._emulation, float(batch.target_tokens)
+        emulation = self._emulation
+        tokens: float = batch.tokens.size if self.plan.sequence_length > 1 else len(batch.tokens)
         if emulation is not None:
-            seconds, tokens = emulation.step_s(seconds), emulation.tokens(batch.target_tokens)
+            seconds, tokens = emulation.step_s(seconds), emulation.tokens(tokens)
         return StepMetrics(
             step=step + 1,
             loss=decision.loss,

@@ -212,8 +212,8 @@ def test_tokens_of_an_emulated_run_are_told_apart(tmp_path: Path) -> None:
     run = read_run(make_run(tmp_path / "emulated", planned(profile), profile, steps=10))
     own = [replace(step, tokens=5, tokens_per_s=16 * 5 / step.step_s) for step in run.metrics.steps]
     tiles = {what: rest for what, *rest in key_figures(replace(run, metrics=Metrics(tuple(own), ())))}
-    assert tiles["training tokens"][0] == "50"
-    assert tiles["training tokens"][1].startswith("of the stand-in model; for 800 in ")
+    assert tiles["target tokens"][0] == "50"
+    assert tiles["target tokens"][1].startswith("of the stand-in model; for 800 in ")
     assert "of the small stand-in model" in report_html(run)
 
 

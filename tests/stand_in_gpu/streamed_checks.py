@@ -262,7 +262,7 @@ def test_layers_are_read_ahead_and_a_file_that_fails_ends_the_pass(
     weights, tokens = stage.weights, torch.ones((ROWS, TOKENS), dtype=torch.int64).to(gpu.device)
     weights.need(0)
     weights.prefetch(1, keeping=0)
-    wait_until(lambda: len(read) == OFFLOADED_LAYER_COUNT, "layers are read")  # 1, which leaves, and 3
+    wait_until(lambda: len(read) >= OFFLOADED_LAYER_COUNT, "layers are read")  # 1, which leaves, 3, and then 5
     weights.need(1)
     weights.prefetch(2, keeping=1)
     wait_until(lambda: len(read) == 3, "layers are read")

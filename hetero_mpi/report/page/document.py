@@ -149,5 +149,5 @@ def key_figures(run: PastRun) -> list[tuple[str, str, str]]:
         if run.emulated:  # times are of the profile's model, tokens of the stand-in
             emulated_tokens = sum(step.tokens_per_s * step.step_s for step in steps)
             remark = f"of the stand-in model; for {units.count(emulated_tokens)} {remark}, emulated"
-        figures.append((f"training {unit}", units.count(tokens), remark))
+        figures.append(("target tokens" if unit == "tokens" else "samples", units.count(tokens), remark))
     return figures
