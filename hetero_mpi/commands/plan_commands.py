@@ -226,8 +226,7 @@ def profile_list(command: str) -> list[str]:
         with contextlib.suppress(UserError):  # another kind of file
             profile = load_profile(path)
             kinds = units.join_with_counts((device.name for device in profile.devices), ", ")
-            model = f"{profile.model.model_type}, {units.plural(len(profile.model.layers) - 2, 'block')}, {profile.model.dtype}"
-            lines.append(f"  {name}: {kinds}; {model}")
+            lines.append(f"  {name}: {kinds}; {_model_text(profile)}")
     return [*lines, "Measure your machines: hetero-mpi launch -np N -- profile JOB -o FILE"]
 
 
@@ -254,10 +253,14 @@ def ask(job: Path | None, overrides: Sequence[str], profile_path: Path | None) -
     advice = "Leave these --set options out, or measure a profile with them (`profile JOB -o FILE`)."
     question = plan_question(loaded, profile, str(profile_path), advice)
     train, model = loaded.job.train, profile.model
-    about = f"{model.model_type}, {len(model.layers) - 2:,} blocks, {model.dtype}"
     remark = f"No job given: planning {train.global_batch} {units.rows_of(model.sequence_length)} per step of the profile's model "
-    remark += f"({about}); change with --set train.global_batch=N"
+    remark += f"({_model_text(profile)}); change with --set train.global_batch=N"
     return replace(question, remarks=(remark, *question.remarks))
+
+
+def _model_text(profile: ClusterProfile) -> str:
+    model = profile.model
+    return f"{model.model_type}, {units.chain(len(model.layers), model.sequence_length)}, {model.dtype}"
 
 
 def _job_for_profile(profile: ClusterProfile, name: str, overrides: Sequence[str]) -> LoadedJob:
@@ -300,7 +303,7 @@ def plan_question(
     loaded = replace(loaded, job=loaded.job.model_copy(update={"train": train_table}))
     profile = with_wire(with_memory_budget(profile, loaded.job.cluster.memory_bytes), train.wire)
     remarks = [f"Profile: {profile_name} ({profile.source}, {profile.date})"]
-    if config is None:
+    if config is None and loaded.job.model.factory is None:
         remarks.append("The model's config.json is not on this machine; assuming the profile's model, without dropout")
     if train.optimizer != profile.model.optimizer:
         assumption = "uses AdamW's bytes and times"

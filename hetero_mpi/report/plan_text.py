@@ -217,7 +217,7 @@ def stage_table(
                 ", ".join(dict.fromkeys(name(scaled.devices[rank]) for rank in row.stage.ranks)) if scaled else None
             ),
         ),
-        Column("layers", lambda row: units.layers(row.stage.first, row.stage.last, plan.layers)),
+        Column("layers", lambda row: units.layers(row.stage.first, row.stage.last, plan.layers, plan.sequence_length)),
         Column("sequences", lambda row: row.pipeline.sequences if len(shares) > 1 else None),
         Column("micro-batches", lambda row: f"{row.pipeline.micro_batches} x {row.pipeline.micro_batch}"),
         Column("weights", lambda row: _parameters(row.stage, scaled) if scaled else None, units.count),

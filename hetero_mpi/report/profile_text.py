@@ -18,6 +18,7 @@ from hetero_mpi.planning.types.profile import (
     HostProfile,
     LinkProfile,
 )
+from hetero_mpi.planning.types.sizes import EMBEDDING, HEAD
 from hetero_mpi.report.table import MAX_ROWS, Column, Table, grouped, least_most
 from hetero_mpi.util import units
 from hetero_mpi.util.terminal import wrap_text
@@ -55,11 +56,21 @@ def block_s(profile: ClusterProfile, device: DeviceProfile, op: Op) -> float:
     return total / max(layers - 2, 1)
 
 
+def _block(sequence_length: int) -> str:
+    return "inner layer (mean)" if units.unit_of(sequence_length) == "samples" else "block"
+
+
+def layer_name(kind: str, sequence_length: int) -> str:
+    """Return a layer kind's name for the reader: the first and last layer of a custom model are no embedding and head."""
+    custom = {EMBEDDING: "first layer", HEAD: "last layer"} if units.unit_of(sequence_length) == "samples" else {}
+    return custom.get(kind, kind)
+
+
 def measured_lines(profile: ClusterProfile) -> list[str]:
     """Summarise the speed of a profile's ranks and links. For an emulated profile, its notes follow."""
     ranks, tokens = len(profile.devices), profile.model.sequence_length
     blocks = [sum(block_s(profile, device, op) for op in (Op.F, Op.B)) for device in profile.devices]
-    text = f"{units.plural(ranks, 'rank')}; forward and backward of one block over {units.amount(tokens, tokens)} take "
+    text = f"{units.plural(ranks, 'rank')}; forward and backward of one {_block(tokens)} over {units.amount(tokens, tokens)} take "
     text += least_most(blocks, units.seconds)
     if links := profile.described_links():
         text += f"; links take {least_most([link.latency_s for link in links], units.seconds)}, "
@@ -74,7 +85,7 @@ def profile_lines(profile: ClusterProfile, every: bool = False) -> list[str]:
     library = "" if profile.mpi_library in ("", "none") else f", {profile.mpi_library}"
     lines = [f"Ranks: {len(profile.devices)}{library}; figures {profile.source}, {profile.date}"]
     lines += rank_table(profile).lines(None if every else MAX_ROWS)
-    text = f"forward and backward: one block, one {units.rows_of(tokens, '')}, {profile.model.dtype}; "
+    text = f"forward and backward: one {_block(tokens)}, one {units.rows_of(tokens, '')}, {profile.model.dtype}; "
     lines += wrap_text("  ", text + "memory: usable, of which plans keep [plan] memory_reserve (default 5 %) free")
     lines += link_lines(profile)
     return lines + [line for note in profile.notes for line in wrap_text("  ", note)]
@@ -131,7 +142,7 @@ def inspection_lines(profile: ClusterProfile, every: bool = False) -> list[str]:
     for ranks, device in devices:
         name = f"{device.name} ({device.backend}), {units.size(device.memory_bytes)} usable"
         lines += ["", *wrap_text("", f"{units.ranks(ranks).capitalize()}: {name}")]
-        lines += _curve_table(device, units.unit_of(profile.model.sequence_length)).lines()
+        lines += _curve_table(device, profile.model.sequence_length).lines()
         if any(times.recompute_s or times.input_s for times in device.layers.values()):
             lines.append("  recompute: backward with recomputation; input, weights: split backward")
         if any(times.forward_s.samples for times in device.layers.values()):
@@ -153,11 +164,12 @@ def distinct_devices(profile: ClusterProfile) -> list[tuple[list[int], DevicePro
     return [([device.rank for device in like], like[0]) for like in groups.values()]
 
 
-def _curve_table(device: DeviceProfile, unit: str) -> Table:
+def _curve_table(device: DeviceProfile, sequence_length: int) -> Table:
     """Build a table of seconds by layer kind and tokens: the planner's value, the timed median relative to it, and the spread."""
     sampled = (("timed", units.change), ("spread", units.percent))
     forms: tuple[tuple[str, Callable[[Any], str]], ...] = (
-        ("layer", str), (unit, "{:,}".format), ("forward", units.seconds), *sampled, ("backward", units.seconds), *sampled,
+        ("layer", str), (units.unit_of(sequence_length), "{:,}".format),
+        ("forward", units.seconds), *sampled, ("backward", units.seconds), *sampled,
         ("recompute", units.seconds), ("input", units.seconds), ("weights", units.seconds),
     )  # fmt: skip
     rows: list[tuple[Any, ...]] = []
@@ -168,7 +180,7 @@ def _curve_table(device: DeviceProfile, unit: str) -> Table:
         for count in tokens:
             cells = [cell for curve in main_curves for cell in _sample(curve, count)]
             cells += [_sample(curve, count)[0] for curve in further_curves]
-            rows.append((kind if count == tokens[0] else None, count, *cells))
+            rows.append((layer_name(kind, sequence_length) if count == tokens[0] else None, count, *cells))
     return Table([Column(title, itemgetter(index), form) for index, (title, form) in enumerate(forms)], rows)
 
 

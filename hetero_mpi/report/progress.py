@@ -80,7 +80,8 @@ def overview(plan: Plan, profile: ClusterProfile, name: str) -> Overview:
     rows = []
     for rank in plan.ranks:
         stages = [plan.numbered[number][2] for number in plan.of_rank(rank)]
-        holds = "; ".join(units.layers(stage.first, stage.last, plan.layers) for stage in stages)
+        chain = plan.layers, plan.sequence_length
+        holds = "; ".join(units.layers(stage.first, stage.last, *chain) for stage in stages)
         rows.append(RankRow(rank, holds, use[rank]))
     return Overview(title, tuple(rows))
 

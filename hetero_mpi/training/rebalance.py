@@ -124,7 +124,7 @@ class Rebalancer:
         assert self._answer is not None and self._decider.requested_ratios is not None
         prospect, moves, ratios = self._answer.prospect, moved_layers(old, new), self._decider.requested_ratios
         before, after = units.seconds(prospect.now_s), units.seconds(prospect.then_s)
-        moves_text = _moves_text(moves, new.layers) or "only warm-up depths change"
+        moves_text = _moves_text(moves, new) or "only warm-up depths change"
         text = f"{self._decider.sentence(self._hosts)}: {moves_text}; a step {before} -> {after}"
         text = f"{text}; training paused for {units.seconds(stall_s)}"
         self._decider.record_move()
@@ -182,13 +182,14 @@ def moved_layers(old: Plan, new: Plan) -> dict[Pair, list[int]]:
     return layers_by_pair
 
 
-def _moves_text(moves: Mapping[Pair, Sequence[int]], layers: int) -> str:
+def _moves_text(moves: Mapping[Pair, Sequence[int]], plan: Plan) -> str:
     """Describe moves, such as ``blocks 9-11 move from rank 1 to rank 0``."""
     texts = []
     for (a, b), moved_layers_of_pair in sorted(moves.items()):
         firsts = [layer for layer in moved_layers_of_pair if layer - 1 not in moved_layers_of_pair]
         ends = [layer + 1 for layer in moved_layers_of_pair if layer + 1 not in moved_layers_of_pair]
-        names = ", ".join(units.layers(*pair, layers) for pair in zip(firsts, ends, strict=True))
+        parts = zip(firsts, ends, strict=True)
+        names = ", ".join(units.layers(*part, plan.layers, plan.sequence_length) for part in parts)
         texts.append(f"{names} move from rank {a} to rank {b}")
     return "; ".join(texts)
 

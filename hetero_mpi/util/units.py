@@ -123,8 +123,10 @@ def shorten(text: str, max_characters: int = 26) -> str:
     return text if len(text) <= max_characters else text[: max_characters - 3].rstrip() + "..."
 
 
-def layers(first: int, last: int, count: int) -> str:
-    """Name the layers [first, last) of a model with ``count`` layers, as in ``embedding, blocks 0-3``."""
+def layers(first: int, last: int, count: int, sequence_length: int) -> str:
+    """Name the layers [first, last) of ``count``, as in ``embedding, blocks 0-3`` or, in custom layer models, ``layers 0-4``."""
+    if unit_of(sequence_length) == "samples":
+        return f"layer {first}" if last == first + 1 else f"layers {first}-{last - 1}"
     blocks = range(max(first, 1) - 1, min(last, count - 1) - 1)
     parts = ["embedding"] if first == 0 else []
     if len(blocks) == 1:
@@ -132,6 +134,11 @@ def layers(first: int, last: int, count: int) -> str:
     elif blocks:
         parts.append(f"blocks {blocks[0]}-{blocks[-1]}")
     return ", ".join(parts + (["head"] if last == count else []))
+
+
+def chain(count: int, sequence_length: int) -> str:
+    """Return the size of a model with ``count`` layers: ``22 blocks`` or, in custom layer models, ``5 layers``."""
+    return plural(count, "layer") if unit_of(sequence_length) == "samples" else plural(count - 2, "block")
 
 
 def listed(items: Sequence[object], joint: str = "and") -> str:

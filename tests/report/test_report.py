@@ -37,7 +37,9 @@ def test_units() -> None:
 
 def test_layers_by_name() -> None:
     names = {(0, 8): "embedding, blocks 0-5, head", (0, 2): "embedding, block 0", (4, 7): "blocks 3-5", (7, 8): "head"}
-    assert {part: units.layers(*part, 8) for part in names} == names
+    assert {part: units.layers(*part, 8, 32) for part in names} == names
+    custom = {(0, 8): "layers 0-7", (3, 4): "layer 3"}
+    assert {part: units.layers(*part, 8, 1) for part in custom} == custom
 
 
 @pytest.mark.parametrize(

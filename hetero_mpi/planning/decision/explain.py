@@ -154,7 +154,7 @@ def _stages_text(plan: Plan, rank: int) -> str:
 
 def _layers_text(plan: Plan, rank: int) -> str:
     rank_stages = (plan.numbered[number][2] for number in plan.of_rank(rank))
-    return "; ".join(units.layers(stage.first, stage.last, plan.layers) for stage in rank_stages)
+    return "; ".join(units.layers(stage.first, stage.last, plan.layers, plan.sequence_length) for stage in rank_stages)
 
 
 def _counts_sentence(plan: Plan, profile: ClusterProfile) -> str:

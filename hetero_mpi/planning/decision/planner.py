@@ -307,7 +307,7 @@ def _short_ranks(pipeline: PipelinePlan, profile: ClusterProfile, request: PlanR
         if parts.total > usable:
             text = (
                 f"  rank {rank} ({profile.devices[rank].name}) with "
-                f"{units.layers(stage.first, stage.last, len(profile.model.layers))} is short by "
+                f"{units.layers(stage.first, stage.last, len(profile.model.layers), request.sequence_length)} is short by "
                 f"{units.size(parts.total - usable)}: it needs {units.size(parts.total)} (parameters "
                 f"{units.size(parts.parameters)}, optimizer state and gradients {units.size(parts.state)}, activations "
                 f"{units.size(parts.activations)}, workspace {units.size(parts.workspace)}, buffers {units.size(parts.staging)}), "

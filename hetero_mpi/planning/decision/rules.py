@@ -9,6 +9,7 @@ from hetero_mpi.planning.types.cost import ModelCost
 from hetero_mpi.planning.types.plan import WARM_UP, PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
+from hetero_mpi.util import units
 
 
 def plan_problems(plan: Plan, profile: ClusterProfile) -> Iterator[str]:
@@ -20,7 +21,8 @@ def plan_problems(plan: Plan, profile: ClusterProfile) -> Iterator[str]:
 def _chain_problems(plan: Plan, profile: ClusterProfile) -> Iterator[str]:
     layers = len(profile.model.layers)
     if plan.layers != layers:
-        yield f"layers = {plan.layers}: the model's chain has {layers} layers (embedding, blocks, head)"
+        chain = units.layers(0, layers, layers, plan.sequence_length)
+        yield f"layers = {plan.layers}: the model's chain has {layers} layers ({chain})"
     if not plan.pipelines:
         yield "pipelines = []: a plan needs at least one pipeline"
     for index, pipeline in enumerate(plan.pipelines):

@@ -208,7 +208,7 @@ class _Painter:
         sheet.text(x + 10, y + 19, ranks, 13, bold=True, width=inside - 60)
         stage_text = "" if self.report.plan.undivided else f"stage {box.number}"
         sheet.text(x + box.width - 10, y + 19, stage_text, 11, "soft", "right")
-        layers = _short(units.layers(stage.first, stage.last, self.report.plan.layers))
+        layers = _short(stage, self.report.plan)
         layers += " (recompute)" if stage.recompute else ""
         if stage.grouped:
             begin = width_of(ranks, 13, bold=True) + 14
@@ -275,8 +275,9 @@ class _Painter:
         return units.bandwidth(forward) + also, units.seconds(forward_link.latency_s), unlike
 
 
-def _short(layers: str) -> str:
-    """Abbreviate a description of layers, such as ``embedding, blocks 0-3``."""
-    if layers.startswith("embedding") and layers.endswith("head"):
+def _short(stage: StagePlan, plan: Plan) -> str:
+    """Describe a stage's layers in few characters."""
+    if stage.last - stage.first == plan.layers:
         return "the whole model"
+    layers = units.layers(stage.first, stage.last, plan.layers, plan.sequence_length)
     return layers.replace("embedding", "emb.") if len(layers) > 22 else layers

@@ -13,7 +13,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLoca
 
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve, DeviceProfile
 from hetero_mpi.report.figures.style import COLOURS, INK, drawn, fitted, key
-from hetero_mpi.report.profile_text import distinct_devices
+from hetero_mpi.report.profile_text import distinct_devices, layer_name
 from hetero_mpi.util import units
 
 LINES = tuple(COLOURS[role][0] for role in ("accent", "warm", "good", "violet", "alert", "soft"))
@@ -38,6 +38,8 @@ def profile_picture(profile: ClusterProfile) -> Figure:
     panels = parts[0, 0].subplots(1, len(kinds), squeeze=False)[0]
     for kind, axes in zip(kinds, panels, strict=True):
         _draw_curves(axes, kind, devices)
+        axes.set_title(layer_name(kind, profile.model.sequence_length))
+        axes.set_xlabel(f"{units.unit_of(profile.model.sequence_length)} per micro-batch")
     panels[0].set_ylabel("time per micro-batch")
     named, _ = panels[0].get_legend_handles_labels()
     ways = [key("ink", "forward", thick=False), key("ink", "backward", dashed=True, thick=False)]
@@ -72,8 +74,6 @@ def _draw_curves(axes: Axes, kind: str, devices: Sequence[tuple[str, DeviceProfi
     axes.set_xticks(_apart(counts))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_title(kind)
-    axes.set_xlabel("tokens per micro-batch")
 
 
 def _apart(counts: Sequence[int]) -> list[int]:
