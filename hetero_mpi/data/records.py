@@ -86,7 +86,8 @@ class Records:
     def lines(self, template: str = "") -> list[str]:
         """Summarise the records for the user. ``template``: source of the chat template, which may use keys of messages."""
         shapes = Counter(record.shape for record in self.records)
-        shape_counts = ", ".join(f"{count:,} {shape}" for shape, count in sorted(shapes.items()))
+        names = {"tokens": "already tokenised"}
+        shape_counts = ", ".join(f"{count:,} {names.get(shape, shape)}" for shape, count in sorted(shapes.items()))
         total = len(self.records) // (2 if self.preference == "pairs" else 1)
         kind, of = ("pair", " of answers") if self.preference == "pairs" else ("record", "")
         lines = [f"{units.plural(total, kind)}{of} from {units.plural(self.files, 'file')} ({shape_counts})"]

@@ -171,7 +171,9 @@ def _from_records(loaded: LoadedJob) -> Material:
             bad,
             data.weights,
         )
-        lines += ["record format: " + _FORMS[template.kind], *note, *bad.lines(), *dataset.notes]
+        rendered = any(record.messages for record in every_record)
+        form = "" if rendered else "token ids, trained on as they are; for prompts to the trained model: "
+        lines += [f"record format: {form}{_FORMS[template.kind]}", *note, *bad.lines(), *dataset.notes]
         values = {"notes": lines, "kind": template.kind, "source": template.source, "skipped": len(bad.problems)}
         return write_dataset(folder, dataset, values)
 
