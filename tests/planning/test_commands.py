@@ -92,7 +92,7 @@ def test_a_plan_edited_by_hand_is_costed_just_the_same(folder: Path, capsys: pyt
     assert found["step_s"] == simulate(edited, cluster()).step_s > found["planner_step_s"] == least_s
     assert found["lost"]["choice"] == pytest.approx(1 - least_s / found["step_s"])
     text = run(capsys, *arguments)
-    assert "given by hand" in text and "The planner's plan: " in text and "this plan (the planner's plan" in text
+    assert "the plan was given" in text and "The planner's plan: " in text and "this plan (the planner's plan" in text
     save_plan(make_plan_of((0, 2, 7), (0, 1), 8), "short.toml")
     assert "layers" in run(capsys, *arguments[:-1], "short.toml", code=2)
 

@@ -349,7 +349,7 @@ def test_a_true_command_line_np2(tmp_path: Path) -> None:
     assert second.stdout.count(f"Profile: {dry / 'profile.toml'} (edited by hand") == 1
     assert second.stdout.count("step 2/2") == second.stdout.count("Written:") == 1
     assert "because" not in second.stdout, "the reasons are in the log"
-    assert "because: given by hand" in (run / "logs" / "rank-0000.log").read_text()
+    assert "because: the plan was given" in (run / "logs" / "rank-0000.log").read_text()
     assert [stage.ranks for stage in load_plan(run / "plan.toml").pipelines[0].stages] == [(1,), (0,)]
     assert sorted(path.name for path in run.iterdir()) == [
         ".lock", "checkpoints", "logs", "metrics.jsonl", "model", "plan.toml", "run.json", "steps.jsonl", "used-profile.toml",

@@ -134,7 +134,7 @@ def complete_plan(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> 
         raise UserError("memory.exceeded", "\n".join(filter(None, short)))
     idle = (device.rank for device in profile.devices if not plan.of_rank(device.rank))
     groups = group_texts(plan, profile, simulation.step_s, None)
-    sentences = ("given by hand", *groups, busiest_text(plan, profile, simulation), *offload_texts(plan, profile))
+    sentences = ("the plan was given", *groups, busiest_text(plan, profile, simulation), *offload_texts(plan, profile))
     return replace(
         full,
         alone=best_alone(profile, request),
