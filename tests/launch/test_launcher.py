@@ -6,6 +6,7 @@ import itertools
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -351,6 +352,14 @@ def test_the_launchers_boxes_add_nothing_where_the_job_has_said_why(
         process.stdin.close()
         assert errors.finish(code) == believed
     assert capfdbinary.readouterr().err == passed_on
+
+
+@pytest.mark.parametrize(("asked_by", "believed"), [(0, 1), (signal.SIGTERM, 143)])
+def test_ranks_that_a_signal_ends_before_they_handle_it_are_not_lost(asked_by: int, believed: int) -> None:
+    """With fault tolerance, Open MPI's launcher then ends with code 0."""
+    with subprocess.Popen(["true"], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert ErrorStream(process.stdout, outlives=True).finish(0, asked_by) == believed
 
 
 def test_where_a_host_does_not_answer_the_last_words_are_the_doctors_command(

@@ -114,7 +114,7 @@ def run_command(command: CommandLine, asked_text: str | None = None, doctor: str
         if (code := process.wait()) != 0:
             _end_session(process.pid)
     # A negative code means a signal, which a shell reports as 128 + its number.
-    code = errors.finish(code if code >= 0 else 128 - code)
+    code = errors.finish(code if code >= 0 else 128 - code, first_signal)
     if first_signal and code == 128 + getattr(signal, "SIGUSR1", 0):  # as ``request_stop`` passes on any signal
         code = 128 + first_signal
     if code > MAX_RANK_EXIT_CODE:
@@ -247,15 +247,21 @@ class ErrorStream:
         if output is not None:
             self._reading.append(Background("forwarding the launcher's stdout", lambda: _forward_stdout(output)))
 
-    def finish(self, code: int) -> int:
-        """Return the job's exit code for the launcher's ``code``; print held boxes if the job has printed no reason."""
+    def finish(self, code: int, asked_by: int = 0) -> int:
+        """Return the job's exit code for the launcher's ``code``; print held boxes if the job has printed no reason.
+
+        ``asked_by``: signal that asked the job to end, which ends ranks that do not handle it yet; 0 if there was none.
+        """
         for reading in self._reading:
             reading.finish(_EXIT_TIMEOUT_S)
         if code not in _EXPLAINED_CODES:
             _write(self._held_boxes)
-        if code == 0 and self._with_ft and not self._ended:
+        vanished = code == 0 and self._with_ft and not self._ended
+        if vanished and asked_by:
+            return 128 + asked_by
+        if vanished:
             _write(_NO_RANK_LEFT)
-        return int(ExitCode.FAILED) if code == 0 and (self._lost or (self._with_ft and not self._ended)) else code
+        return int(ExitCode.FAILED) if vanished or (code == 0 and self._lost) else code
 
     def _read(self) -> None:
         rest = b""
