@@ -36,7 +36,7 @@ from hetero_mpi.rundir.metrics import Evaluation
 from hetero_mpi.step_iterator import Step, StepEvents, Steps, StopTraining, close_at_exit
 from hetero_mpi.training.follower import Event as RunEvent
 from hetero_mpi.training.follower import Reply
-from hetero_mpi.util.errors import UserError
+from hetero_mpi.util.errors import ExitCode, UserError
 
 if TYPE_CHECKING:
     from hetero_mpi.comm.ranks.world import World
@@ -308,6 +308,7 @@ def collective(run_thread: bool = False) -> Iterator[World]:
         UserError: If another run is active, or the caller is neither that thread nor the main thread.
     """
     # Imported here because these modules need mpi4py, and planning does not.
+    from hetero_mpi.comm.ranks.leave import Interrupted
     from hetero_mpi.comm.ranks.mpi_start import collective_block
     from hetero_mpi.rundir.logs import setup_logging
 
@@ -322,6 +323,8 @@ def collective(run_thread: bool = False) -> Iterator[World]:
     try:
         with collective_block() as world:
             yield world
+    except Interrupted as error:  # by a job with a single rank; several ranks end at once
+        raise UserError("run.stopped", str(error), exit_code=ExitCode.STOPPED) from None
     finally:
         _ACTIVE_RUN.release()
         setup_logging(None, -1, 0)  # later messages of the program do not belong in the run's log files

@@ -136,9 +136,11 @@ class Steps:
         try:
             step = self._exchange.steps.get()
         except KeyboardInterrupt as error:
-            from hetero_mpi.comm.ranks.leave import abort_job
+            from hetero_mpi.comm.ranks.leave import Interrupted, abort_job
             from hetero_mpi.comm.ranks.mpi_start import program_world
 
+            if isinstance(error, Interrupted):  # the run's thread has the request: it stops after the first step
+                return self._received()
             if program_world().size > 1:
                 abort_job(program_world(), error)
             self._exchange.replies.put(Reply.LEAVE)

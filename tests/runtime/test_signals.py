@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import sys
@@ -16,7 +17,7 @@ from hetero_mpi.training.signals import REQUESTS, StopRequest
 from hetero_mpi.util.errors import ExitCode
 from tests.support.equality import assert_same_run
 from tests.support.long_run import LongRun, Running
-from tests.support.mpi import ROOT
+from tests.support.mpi import ROOT, run_bounded
 
 pytestmark = pytest.mark.slow
 
@@ -127,6 +128,38 @@ def test_before_the_first_step_nothing_is_saved(number: signal.Signals) -> None:
         signal.raise_signal(number)
     assert caught.value.number == number and stop()
     assert signal.getsignal(number) == before, "handlers are put back"
+
+
+STOPPING = """
+import functools, os, signal, sys, pathlib
+import hetero_mpi
+from tests.programs import layers_model, python_api
+
+@functools.cache
+def ask():
+    os.kill(os.getpid(), signal.SIGTERM)
+
+def model():
+    ask()
+    return layers_model.plain()
+
+if __name__ == "__main__":
+    job = python_api.job_in(pathlib.Path(__file__).parent, **{"model.factory": "stopping:model"})
+    try:
+        hetero_mpi.train(job) if sys.argv[1] == "train" else [*hetero_mpi.steps(job)]
+    except hetero_mpi.UserError as error:
+        print(error.kind, error.exit_code)
+"""
+
+
+@pytest.mark.parametrize("way", ["train", "steps"])
+def test_a_python_program_gets_a_user_error_before_the_first_step(tmp_path: Path, way: str) -> None:
+    """With ``steps``, the run's own thread goes on to its first step, whose state is saved."""
+    (tmp_path / "stopping.py").write_text(STOPPING)
+    command = [sys.executable, str(tmp_path / "stopping.py"), way]
+    result = run_bounded(command, {**os.environ, "PYTHONPATH": str(ROOT)}, 120)
+    assert result.stdout.splitlines()[-1:] == [f"run.stopped {ExitCode.STOPPED}"], result.stdout + result.stderr
+    assert len([*tmp_path.rglob("step-*.h5")]) == (way == "steps")
 
 
 def test_the_same_request_on_two_ways_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
