@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hetero_mpi.job.load import LoadedJob, job_from_tables, load_job, run_directory
+from hetero_mpi.job.other_names import KEYS
 from hetero_mpi.job.plan_request import build_plan_request, micro_batch_choices, timed_choices, with_memory_budget
 from hetero_mpi.job.rules import EIGHT_BIT
 from hetero_mpi.planning.analysis.idle_time import idling
@@ -18,7 +19,7 @@ from hetero_mpi.planning.decision.alternatives import losses, what_ifs
 from hetero_mpi.planning.decision.planner import complete_plan, make_plan, request_differences
 from hetero_mpi.planning.outline import outlined
 from hetero_mpi.planning.simulator import simulate
-from hetero_mpi.planning.types.cluster_changes import with_optimizer, with_wire
+from hetero_mpi.planning.types.cluster_changes import is_packed, with_optimizer, with_wire
 from hetero_mpi.planning.types.codec import encode
 from hetero_mpi.planning.types.plan import Plan, PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
@@ -42,6 +43,8 @@ _MEASURED = (
     "model.", "adapter.", "tokenizer.", "train.freeze", "train.preference", "cluster.device", "cluster.threads",
 )  # fmt: skip
 """Keys, or tables, that determine what a profile measures."""
+_DROPOUT_WORDS = ("drop", "jitter")
+"""Parts of the names of rates in a model's configuration; dropout changes the choice of micro-batches, not their times."""
 
 
 @dataclass(frozen=True)
@@ -244,7 +247,7 @@ def ask(job: Path | None, overrides: Sequence[str], profile_path: Path | None) -
         alternative = f"To plan for the profile's model instead, leave out the job:\n  python -m hetero_mpi {command}"
         return plan_question(loaded, profile, str(profile_path), f"{OTHER_PROFILE}\n{alternative}")
     profile, keys = load_profile(profile_path), [override.partition("=")[0].strip() for override in overrides]
-    fixed = [key for key in keys if key.startswith(_MEASURED) and key not in ("adapter.method", "adapter.dropout")]
+    fixed = [key for key in keys if _is_fixed(key)]
     if fixed:
         text = f"--set {', '.join(fixed)}: without a job, the plan is for the model and devices that {profile_path} describes. "
         text += "Leave this out, or give a job with these keys and a profile of that job (`profile JOB -o FILE`)"
@@ -256,6 +259,13 @@ def ask(job: Path | None, overrides: Sequence[str], profile_path: Path | None) -
     remark = f"No job given: planning {train.global_batch} {units.rows_of(model.sequence_length)} per step of the profile's model "
     remark += f"({_model_text(profile)}); change with --set train.global_batch=N"
     return replace(question, remarks=(remark, *question.remarks))
+
+
+def _is_fixed(key: str) -> bool:
+    """Whether a key of the measured tables exists and changes what a profile measures."""
+    known = key.startswith(_MEASURED) and ".".join(key.split(".")[:2]) in KEYS
+    is_rate = key.startswith("model.config.") and any(word in key for word in _DROPOUT_WORDS)
+    return known and not is_rate and key not in ("adapter.method", "adapter.dropout")
 
 
 def _model_text(profile: ClusterProfile) -> str:
@@ -274,8 +284,10 @@ def _job_for_profile(profile: ClusterProfile, name: str, overrides: Sequence[str
         "train": {"global_batch": max(MIN_BATCH, DEFAULT_SEQUENCES_PER_RANK * ranks), "dtype": model.dtype},
     }
     tables["train"]["optimizer"] = model.optimizer
+    tables["adapter"] |= {"rank": model.adapter_rank} if model.adapter_rank is not None else {}
     loaded = job_from_tables(tables, name, ".", overrides=overrides)
-    return replace(loaded, path=Path("these settings"))
+    table = loaded.job.model.model_copy(update={"quantization": _quantization(profile)})
+    return replace(loaded, job=loaded.job.model_copy(update={"model": table}), path=Path("these settings"))
 
 
 def plan_question(
@@ -326,7 +338,7 @@ def _remark_lines(question: PlanQuestion) -> list[str]:
 
 def uses_dropout(loaded: LoadedJob, config: dict[str, Any]) -> bool:
     """Return whether the job or its model config enables dropout. Defaults of the model family are not checked."""
-    words = ("drop", "jitter") if loaded.job.train.dropout else ("jitter",)
+    words = _DROPOUT_WORDS if loaded.job.train.dropout else _DROPOUT_WORDS[1:]
     rates = [value for key, value in config.items() if isinstance(value, float) and any(word in key for word in words)]
     return any(rate > 0 for rate in rates) or (loaded.job.adapter.method != "none" and loaded.job.adapter.dropout > 0)
 
@@ -373,7 +385,15 @@ def _differences(loaded: LoadedJob, config: dict[str, Any] | None, profile: Clus
     if model.layers[1:-1] and not job.train.freeze and _trains_adapter(profile) != (job.adapter.method != "none"):
         measured = "an adapter over frozen weights" if _trains_adapter(profile) else "full fine-tuning"
         problems.append(f'adapter.method = "{job.adapter.method}": the profile has {measured}')
+    elif model.adapter_rank not in (None, job.adapter.rank):
+        problems.append(f"adapter.rank = {job.adapter.rank}: the profile has {model.adapter_rank}")
+    if _quantization(profile) != job.model.quantization:
+        problems.append(f'model.quantization = "{job.model.quantization}": the profile has "{_quantization(profile)}"')
     return problems
+
+
+def _quantization(profile: ClusterProfile) -> str:
+    return "nf4" if is_packed(profile.model) else "none"
 
 
 def _trains_adapter(profile: ClusterProfile) -> bool:

@@ -49,6 +49,7 @@ def model_cost(
         layers=layers,
         tied_bytes=GRADIENT_BYTES * tuning.trainable[both_ends].count if both_ends is not None else 0,
         optimizer=tuning.optimizer,
+        adapter_rank=tuning.adapter.rank if tuning.adapter is not None else None,
     )
     return with_divisions(cost, chain, tuning)
 

@@ -16,6 +16,7 @@ from hetero_mpi.planning.search.search import Decision
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.cluster_changes import (
     restricted,
+    with_adapters,
     with_copy_of,
     with_faster_links,
     with_free_links,
@@ -113,6 +114,20 @@ def test_a_profile_of_something_else_is_refused(
     for command in ("plan", "simulate"):
         text = run(capsys, command, "job.toml", "--profile", "profile.toml", "--set", change, code=2)
         assert words in text and "profile.toml" in text and "--set" in text
+
+
+@pytest.mark.parametrize(("rank", "packed"), [(8, False), (16, True)], ids=["rank", "quantization"])
+def test_a_profile_of_another_adapter_is_refused(folder: Path, rank: int, packed: bool) -> None:
+    """Without a job, the profile's own rank and quantization are planned for."""
+    profile = cluster()
+    model = replace(with_adapters(profile.model, packed), adapter_rank=rank)
+    save_profile(replace(profile, model=model), Path("adapter.toml"))
+    for settings in ((), ("model.config.attention_dropout=0.1",)):
+        assert plan_commands.ask(None, settings, Path("adapter.toml")).loaded.job.adapter.rank == rank
+    with refuses("plan.other_job", "rank = 16" if not packed else "quantization"):
+        plan_commands.ask(Path("job.toml"), ("adapter.method=lora",), Path("adapter.toml"))
+    with refuses("job.invalid", "model.path"):
+        plan_commands.ask(None, ("model.pth=a",), Path("adapter.toml"))
 
 
 @pytest.mark.parametrize("key", ["model.quantization", "adapter.rank", "train.freeze", "cluster.device"])

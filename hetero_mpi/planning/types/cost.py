@@ -117,6 +117,8 @@ class ModelCost(Displayed):
     """Experts per layer with experts if they can be sharded, else None."""
     optimizer: str = "adamw"
     """Value of ``[train] optimizer``."""
+    adapter_rank: int | None = None
+    """Value of ``[adapter] rank``; None for full fine-tuning, or if unknown."""
     wire: str | None = None
     """Dtype of messages between stages: ``int8``, or None for the compute dtype."""
 
