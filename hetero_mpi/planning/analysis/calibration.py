@@ -72,6 +72,11 @@ def drifted_profile(profile: ClusterProfile, plan: Plan, ratios: Mapping[Watched
     """``profile`` at the speeds measured during a run. Parts that were not measured keep their speed."""
     all_ratios: dict[Part, float] = dict.fromkeys(range(len(profile.devices)), 1.0)
     all_ratios.update(ratios.items())
+    # Other programs take cores from idle CPU ranks as well: take them to be as slow as the least slowed one on their host.
+    hosts = {d.rank: d.host for d in profile.devices if d.backend == "cpu"}
+    for idle in hosts.keys() - set(plan.ranks):
+        at_work = (ratios.get(rank, 1.0) for rank in plan.ranks if hosts.get(rank) == hosts[idle])
+        all_ratios[idle] = max(all_ratios[idle], min(at_work, default=1.0))
     for part, ratio in ratios.items():
         if isinstance(part, LinkBetween):
             all_ratios[LinkBetween((part.ranks[1], part.ranks[0]))] = ratio
