@@ -267,7 +267,8 @@ def stage_note(plan: Plan, profile: ClusterProfile | None) -> str:
     sizes = " or ".join(dict.fromkeys(units.amount(pipe.micro_batch * length, length) for pipe in plan.pipelines))
     recompute_cells = [_recompute_text(pipe, stage, plan, profile) for pipe in plan.pipelines for stage in pipe.stages]
     repeats = "recomputation + " * any(cell.startswith(("yes", "offloaded")) for cell in recompute_cells)
-    parts = ["weights: parameters", f"compute: forward + {repeats}backward of {sizes}"] if profile is not None else []
+    costs = ["weights: parameters", f"compute: forward + {repeats}backward of {sizes}"]
+    parts = costs if profile is not None else [f"micro-batches: number x {units.row(length)}s; memory: predicted peak"]
     return "; ".join([*parts, *["warm-up: micro-batches ahead of the first backward"] * (not plan.undivided)])
 
 
@@ -381,4 +382,5 @@ def what_if_lines(answers: Sequence[Outcome], step_s: float) -> list[str]:
             change = units.ratio(answer.step_s, step_s) - 1
             effect = "no change" if abs(change) < _MIN_SHOWN_CHANGE else units.change(change)
             lines.append(f"  {answer.change}: {effect} ({units.seconds(answer.step_s)} per step)")
-    return ["What if (replanned for each change):", *lines] if lines else []
+    heading = "What if (replanned for each change; the loss to links above counts copies, NICs and group sums too):"
+    return [*wrap_text("", heading), *lines] if lines else []
