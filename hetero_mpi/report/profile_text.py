@@ -56,22 +56,20 @@ def block_s(profile: ClusterProfile, device: DeviceProfile, op: Op) -> float:
     return total / max(layers - 2, 1)
 
 
-def _block(sequence_length: int) -> str:
-    return "inner layer (mean)" if units.unit_of(sequence_length) == "samples" else "block"
+_ONE_LAYER = {"tokens": "one block", "samples": "one inner layer (mean)"}
 
 
 def layer_name(kind: str, sequence_length: int) -> str:
     """Return a layer kind's name for the reader: the first and last layer of a custom model are no embedding and head."""
-    custom = {EMBEDDING: "first layer", HEAD: "last layer"} if units.unit_of(sequence_length) == "samples" else {}
-    return custom.get(kind, kind)
+    return {EMBEDDING: "first layer", HEAD: "last layer"}.get(kind, kind) if sequence_length == 1 else kind
 
 
 def measured_lines(profile: ClusterProfile) -> list[str]:
     """Summarise the speed of a profile's ranks and links. For an emulated profile, its notes follow."""
     ranks, tokens = len(profile.devices), profile.model.sequence_length
     blocks = [sum(block_s(profile, device, op) for op in (Op.F, Op.B)) for device in profile.devices]
-    text = f"{units.plural(ranks, 'rank')}; forward and backward of one {_block(tokens)} over {units.amount(tokens, tokens)} take "
-    text += least_most(blocks, units.seconds)
+    text = f"{units.plural(ranks, 'rank')}; forward and backward of {_ONE_LAYER[units.unit_of(tokens)]} "
+    text += f"over {units.amount(tokens, tokens)} take {least_most(blocks, units.seconds)}"
     if links := profile.described_links():
         text += f"; links take {least_most([link.latency_s for link in links], units.seconds)}, "
         text += f"{units.bandwidth(min(link.bytes_per_s for link in links))} or more"
@@ -85,7 +83,7 @@ def profile_lines(profile: ClusterProfile, every: bool = False) -> list[str]:
     library = "" if profile.mpi_library in ("", "none") else f", {profile.mpi_library}"
     lines = [f"Ranks: {len(profile.devices)}{library}; figures {profile.source}, {profile.date}"]
     lines += rank_table(profile).lines(None if every else MAX_ROWS)
-    text = f"forward and backward: one {_block(tokens)}, one {units.rows_of(tokens, '')}, {profile.model.dtype}; "
+    text = f"forward and backward: {_ONE_LAYER[units.unit_of(tokens)]}, one {units.rows_of(tokens, '')}, {profile.model.dtype}; "
     lines += wrap_text("  ", text + "memory: usable, of which plans keep [plan] memory_reserve (default 5 %) free")
     lines += link_lines(profile)
     return lines + [line for note in profile.notes for line in wrap_text("  ", note)]
@@ -143,6 +141,7 @@ def inspection_lines(profile: ClusterProfile, every: bool = False) -> list[str]:
         name = f"{device.name} ({device.backend}), {units.size(device.memory_bytes)} usable"
         lines += ["", *wrap_text("", f"{units.ranks(ranks).capitalize()}: {name}")]
         lines += _curve_table(device, profile.model.sequence_length).lines()
+        lines.append(f"  forward, backward: of so many {units.unit_of(profile.model.sequence_length)}, as plans assume")
         if any(times.recompute_s or times.input_s for times in device.layers.values()):
             lines.append("  recompute: backward with recomputation; input, weights: split backward")
         if any(times.forward_s.samples for times in device.layers.values()):
@@ -154,8 +153,8 @@ def inspection_lines(profile: ClusterProfile, every: bool = False) -> list[str]:
         lines.append(f"  copies: to the host {units.bandwidth(device.device_to_host_bytes_per_s)}, "
                      f"from the host {units.bandwidth(device.host_to_device_bytes_per_s)}, "
                      f"latency {units.seconds(device.copy_latency_s)}")  # fmt: skip
-    hosts = _host_table(profile)
-    return [*lines, *(["", "Hosts", *hosts.lines(most)] if hosts.rows else []), *_links(profile, every)]
+    hosts, legend = _host_table(profile), "  in its memory: ranks that compute in the host's memory, which they share"
+    return [*lines, *(["", "Hosts", *hosts.lines(most), legend] if hosts.rows else []), *_links(profile, every)]
 
 
 def distinct_devices(profile: ClusterProfile) -> list[tuple[list[int], DeviceProfile]]:

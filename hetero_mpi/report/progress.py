@@ -80,8 +80,7 @@ def overview(plan: Plan, profile: ClusterProfile, name: str) -> Overview:
     rows = []
     for rank in plan.ranks:
         stages = [plan.numbered[number][2] for number in plan.of_rank(rank)]
-        chain = plan.layers, plan.sequence_length
-        holds = "; ".join(units.layers(stage.first, stage.last, *chain) for stage in stages)
+        holds = "; ".join(units.layers(s.first, s.last, plan.layers, plan.sequence_length) for s in stages)
         rows.append(RankRow(rank, holds, use[rank]))
     return Overview(title, tuple(rows))
 

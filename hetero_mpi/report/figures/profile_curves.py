@@ -40,7 +40,7 @@ def profile_picture(profile: ClusterProfile) -> Figure:
         _draw_curves(axes, kind, devices)
         axes.set_title(layer_name(kind, profile.model.sequence_length))
         axes.set_xlabel(f"{units.unit_of(profile.model.sequence_length)} per micro-batch")
-    panels[0].set_ylabel("time per micro-batch")
+    panels[0].set_ylabel("time per micro-batch\n(points: medians timed; bars: middle half)")
     named, _ = panels[0].get_legend_handles_labels()
     ways = [key("ink", "forward", thick=False), key("ink", "backward", dashed=True, thick=False)]
     parts[0, 0].legend(handles=[*named, *ways], loc="outside lower center", ncols=4, handlelength=2.4)
@@ -115,7 +115,7 @@ def _heat_map(
     low, high = (float(finite_cells.min()), float(finite_cells.max())) if finite_cells.size else (1.0, 1.0)
     norm: Any = LogNorm(low, high) if high > 1.05 * low else Normalize(0, 2 * high)
     image = axes.imshow(cells, norm=norm, cmap=colours)
-    axes.set_title(title)
+    axes.set_title(f"{title} (darker: higher)")
     axes.set_xlabel("to rank")
     axes.set_ylabel("from rank")
     axes.grid(visible=False)
