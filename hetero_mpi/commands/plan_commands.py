@@ -263,14 +263,14 @@ def ask(job: Path | None, overrides: Sequence[str], profile_path: Path | None) -
 
 def _is_fixed(key: str) -> bool:
     """Whether a key of the measured tables exists and changes what a profile measures."""
-    known = key.startswith(_MEASURED) and ".".join(key.split(".")[:2]) in KEYS
-    is_rate = key.startswith("model.config.") and any(word in key for word in _DROPOUT_WORDS)
-    return known and not is_rate and key not in ("adapter.method", "adapter.dropout")
+    free = key == "adapter.method" or any(word in key for word in _DROPOUT_WORDS)
+    return not free and key.startswith(_MEASURED) and ".".join(key.split(".")[:2]) in KEYS
 
 
 def _model_text(profile: ClusterProfile) -> str:
-    model = profile.model
-    return f"{model.model_type}, {units.chain(len(model.layers), model.sequence_length)}, {model.dtype}"
+    model, count = profile.model, len(profile.model.layers)
+    size = units.plural(count, "layer") if model.sequence_length == 1 else units.plural(count - 2, "block")
+    return f"{model.model_type}, {size}, {model.dtype}"
 
 
 def _job_for_profile(profile: ClusterProfile, name: str, overrides: Sequence[str]) -> LoadedJob:

@@ -188,8 +188,7 @@ def _moves_text(moves: Mapping[Pair, Sequence[int]], plan: Plan) -> str:
     for (a, b), moved_layers_of_pair in sorted(moves.items()):
         firsts = [layer for layer in moved_layers_of_pair if layer - 1 not in moved_layers_of_pair]
         ends = [layer + 1 for layer in moved_layers_of_pair if layer + 1 not in moved_layers_of_pair]
-        parts = zip(firsts, ends, strict=True)
-        names = ", ".join(units.layers(*part, plan.layers, plan.sequence_length) for part in parts)
+        names = ", ".join(units.layers(*ab, plan.layers, plan.sequence_length) for ab in zip(firsts, ends, strict=True))
         texts.append(f"{names} move from rank {a} to rank {b}")
     return "; ".join(texts)
 

@@ -136,11 +136,6 @@ def layers(first: int, last: int, count: int, sequence_length: int) -> str:
     return ", ".join(parts + (["head"] if last == count else []))
 
 
-def chain(count: int, sequence_length: int) -> str:
-    """Return the size of a model with ``count`` layers: ``22 blocks`` or, in custom layer models, ``5 layers``."""
-    return plural(count, "layer") if unit_of(sequence_length) == "samples" else plural(count - 2, "block")
-
-
 def listed(items: Sequence[object], joint: str = "and") -> str:
     """List at least two items, as in ``0, 1 and 2``."""
     return f"{', '.join(map(str, items[:-1]))} {joint} {items[-1]}"

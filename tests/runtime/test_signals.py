@@ -130,36 +130,11 @@ def test_before_the_first_step_nothing_is_saved(number: signal.Signals) -> None:
     assert signal.getsignal(number) == before, "handlers are put back"
 
 
-STOPPING = """
-import functools, os, signal, sys, pathlib
-import hetero_mpi
-from tests.programs import layers_model, python_api
-
-@functools.cache
-def ask():
-    os.kill(os.getpid(), signal.SIGTERM)
-
-def model():
-    ask()
-    return layers_model.plain()
-
-if __name__ == "__main__":
-    job = python_api.job_in(pathlib.Path(__file__).parent, **{"model.factory": "stopping:model"})
-    try:
-        hetero_mpi.train(job) if sys.argv[1] == "train" else [*hetero_mpi.steps(job)]
-    except hetero_mpi.UserError as error:
-        print(error.kind, error.exit_code)
-"""
-
-
-@pytest.mark.parametrize("way", ["train", "steps"])
-def test_a_python_program_gets_a_user_error_before_the_first_step(tmp_path: Path, way: str) -> None:
-    """With ``steps``, the run's own thread goes on to its first step, whose state is saved."""
-    (tmp_path / "stopping.py").write_text(STOPPING)
-    command = [sys.executable, str(tmp_path / "stopping.py"), way]
-    result = run_bounded(command, {**os.environ, "PYTHONPATH": str(ROOT)}, 120)
-    assert result.stdout.splitlines()[-1:] == [f"run.stopped {ExitCode.STOPPED}"], result.stdout + result.stderr
-    assert len([*tmp_path.rglob("step-*.h5")]) == (way == "steps")
+def test_a_python_program_gets_a_user_error_before_the_first_step() -> None:
+    program = "import signal; from hetero_mpi import api; from hetero_mpi.training.signals import StopRequest\n"
+    program += "try:\n with api.collective(), StopRequest(): signal.raise_signal(signal.SIGTERM)\n"
+    program += "except api.UserError as error: raise SystemExit(error.exit_code)"
+    assert run_bounded([sys.executable, "-c", program], os.environ, 120).returncode == ExitCode.STOPPED
 
 
 def test_the_same_request_on_two_ways_is_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -248,16 +248,13 @@ class ErrorStream:
             self._reading.append(Background("forwarding the launcher's stdout", lambda: _forward_stdout(output)))
 
     def finish(self, code: int, asked_by: int = 0) -> int:
-        """Return the job's exit code for the launcher's ``code``; print held boxes if the job has printed no reason.
-
-        ``asked_by``: signal that asked the job to end, which ends ranks that do not handle it yet; 0 if there was none.
-        """
+        """Return the job's exit code for the launcher's ``code``; print held boxes if the job has printed no reason."""
         for reading in self._reading:
             reading.finish(_EXIT_TIMEOUT_S)
         if code not in _EXPLAINED_CODES:
             _write(self._held_boxes)
         vanished = code == 0 and self._with_ft and not self._ended
-        if vanished and asked_by:
+        if vanished and asked_by:  # the signal has ended ranks that did not handle it yet
             return 128 + asked_by
         if vanished:
             _write(_NO_RANK_LEFT)
