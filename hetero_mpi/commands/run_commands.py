@@ -18,11 +18,9 @@ from hetero_mpi.planning.types.toml_files import load_profile
 from hetero_mpi.report.comparison_text import comparison_lines
 from hetero_mpi.report.past_run import PastRun, anonymous, read_run, runs_in
 from hetero_mpi.report.run_text import baseline_lines
-from hetero_mpi.rundir.run_directory import REPORT_NAME
+from hetero_mpi.rundir.run_directory import REPORT_NAME, SHARED_NAME
 from hetero_mpi.util import units
 from hetero_mpi.util.errors import UserError
-
-SHARED_NAME = "report-shared.html"
 
 
 def report(run_dir: Path, output: Path | None, share: bool = False) -> list[str]:

@@ -98,10 +98,11 @@ def _expand(nodes: str) -> tuple[str, ...]:
         return (nodes,)
     try:
         answer = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        raise UserError(
-            "slurm.scontrol", f"`scontrol show hostnames {nodes}` failed ({error}): load SLURM's commands."
-        ) from error
+    except OSError as error:
+        raise UserError("slurm.scontrol", f"scontrol was not found ({error}): load SLURM's commands.") from error
+    except subprocess.CalledProcessError as error:
+        reason = error.stderr.strip() or f"exit code {error.returncode}"
+        raise UserError("slurm.scontrol", f"`scontrol show hostnames {nodes}` failed: {reason}") from error
     return tuple(answer.stdout.split())
 
 

@@ -30,7 +30,12 @@ from hetero_mpi.util.shipped import USED_PROFILE
 from hetero_mpi.util.terminal import write_text
 
 LOCK_NAME, RUN_NAME = ".lock", "run.json"
-REPORT_NAME, TRACE_NAME = "report.html", "trace.json"
+REPORT_NAME, SHARED_NAME, TRACE_NAME, EVALUATION_NAME = (
+    "report.html",
+    "report-shared.html",
+    "trace.json",
+    "evaluation.json",
+)
 SAMPLE_NAME = "sample.txt"
 """File with the text that the trained model generates at the end if the job requests a sample."""
 START_VARIABLE = "HETERO_MPI_START"
@@ -40,7 +45,8 @@ _WRITTEN_FOLDERS = ("", "adapter", "checkpoints", "copies", "logs", "model", "te
 _PLAN_FILES = ("profile.toml", "plan.toml", "architecture.png", "architecture.svg")
 _LOGS = "logs"
 _ARCHIVED = (
-    "adapter", "model", SAMPLE_NAME, "simulation", "tensorboard", "wandb", REPORT_NAME, TRACE_NAME, USED_PROFILE, PRESENT_NAME,
+    "adapter", "model", SAMPLE_NAME, "simulation", "tensorboard", "wandb", REPORT_NAME, SHARED_NAME, TRACE_NAME, EVALUATION_NAME,
+    "profile.png", USED_PROFILE, PRESENT_NAME,
     STEPS_NAME, EVENTS_NAME, RUN_NAME, METRICS_NAME, "checkpoints",
 )  # fmt: skip
 _FILES = {name for name in (LOCK_NAME, *_PLAN_FILES, *_ARCHIVED) if "." in name}
@@ -250,6 +256,8 @@ def set_run_aside(run_dir: Path, is_own: Callable[[Mapping[str, Any]], bool]) ->
     ``is_own`` tells whether an event belongs to the new run. Raises UserError if the files cannot be moved.
     """
     entries, number = [name for name in _ARCHIVED if (run_dir / name).exists()], 1
+    harness = {results.parent.name for results in run_dir.glob("*/results_*.json")}  # of lm-evaluation-harness
+    entries += sorted(harness - {*entries})
     while any((run_dir / f"set-aside-{number}" / name).exists() for name in entries):
         number += 1
     target = run_dir / f"set-aside-{number}"

@@ -223,10 +223,10 @@ class Loop:
         )
 
     def _step_metrics(self, step: int, decision: StepDecision, batch: Batch, seconds: float) -> StepMetrics:
-        emulation = self._emulation
-        tokens: float = batch.tokens.size if self.plan.sequence_length > 1 else len(batch.tokens)
+        emulation, count = self._emulation, batch.tokens.size if self.plan.sequence_length > 1 else len(batch.tokens)
+        tokens = float(count)
         if emulation is not None:
-            seconds, tokens = emulation.step_s(seconds), emulation.tokens(tokens)
+            seconds, tokens = emulation.step_s(seconds), emulation.tokens(count)
         return StepMetrics(
             step=step + 1,
             loss=decision.loss,

@@ -19,9 +19,10 @@ from transformers import AutoModelForCausalLM
 from hetero_mpi.data.chat_template import render_prompt
 from hetero_mpi.data.tokenizer import load_tokenizer, save_tokenizer
 from hetero_mpi.inference.evaluate import evaluate
-from hetero_mpi.inference.evaluate.evaluate import RESULT, EvaluateOptions, _check, patterns_by_name
+from hetero_mpi.inference.evaluate.evaluate import EvaluateOptions, _check, patterns_by_name
 from hetero_mpi.model.layer.quantize import set_training
 from hetero_mpi.rundir.metrics import read_metrics
+from hetero_mpi.rundir.run_directory import EVALUATION_NAME
 from tests.commands.test_generate import model_with_tokenizer, written
 from tests.support.errors import refuses
 from tests.support.mpi import run_mpi
@@ -107,7 +108,7 @@ def test_losses_are_those_of_the_run_and_of_transformers(run: Path, base: Path, 
     ended = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     line = next(line for line in reversed(ended) if "evaluation_loss" in line)
     last = line["evaluation_loss"]
-    own = json.loads((run / RESULT).read_text())["held out"]
+    own = json.loads((run / EVALUATION_NAME).read_text())["held out"]
     loss, accuracy, tokens = in_one_process(run / "model")
     assert own["loss"] == pytest.approx(last, abs=1e-6) and own["loss"] == pytest.approx(loss, abs=1e-5)
     assert (own["tokens"], own["accuracy"]) == (tokens, pytest.approx(accuracy))
@@ -115,7 +116,7 @@ def test_losses_are_those_of_the_run_and_of_transformers(run: Path, base: Path, 
     assert own["perplexity"] == pytest.approx(math.exp(loss), rel=1e-5) and f"{own['loss']:.4f}" in shown
     data = [word for name in ("held", "first", "rest") for word in ("--data", f"{name}={place_of(records, name)}")]
     hetero_mpi(2, "evaluate", str(run), *data, "--limit", "100")
-    found = json.loads((run / RESULT).read_text())
+    found = json.loads((run / EVALUATION_NAME).read_text())
     assert list(found) == ["held", "first", "rest"] and found["held"] == pytest.approx({**own, "sequences": 20})
     assert line["sets"] == pytest.approx({name: found[name]["loss"] for name in ("first", "rest")}, abs=1e-6)
     assert found["first"]["tokens"] + found["rest"]["tokens"] == tokens and found["first"] != found["rest"]
@@ -123,7 +124,7 @@ def test_losses_are_those_of_the_run_and_of_transformers(run: Path, base: Path, 
     assert read.sets == line["sets"] and f", first {line['sets']['first']:.4f}, rest " in read.beside()
     hetero_mpi(1, "evaluate", str(base), "--data", str(records), "-o", str(run.parent / "of-base"))
     loss, accuracy, tokens = in_one_process(base)
-    own = json.loads((run.parent / "of-base" / RESULT).read_text())["held"]
+    own = json.loads((run.parent / "of-base" / EVALUATION_NAME).read_text())["held"]
     assert own["loss"] == pytest.approx(loss, abs=1e-5) and own["accuracy"] == pytest.approx(accuracy)
 
 

@@ -26,6 +26,10 @@ def test_a_run_is_set_aside_whole_but_for_what_the_new_one_needs(tmp_path: Path)
     profile = cluster(2)
     run = make_run(tmp_path / "a", planned(profile), profile)
     (run / "notes.txt").write_text("the user's own")
+    results = ("evaluation.json", "report-shared.html", "tiny/results_2026.json")  # of other commands, about this run
+    (run / "tiny").mkdir()
+    for name in results:
+        (run / name).write_text("{}")
     before, told = files_under(run), read_run(run)
     new = (
         json.dumps({"unix_s": 2e9, "event": "start", "text": "of the new run's supervisor", "supervisor": "new"}) + "\n"

@@ -34,7 +34,7 @@ from hetero_mpi.inference.writer import NOT_A_NUMBER_TEXT, Task, TextChanges, Wr
 from hetero_mpi.job.load import LoadedJob, job_from_tables
 from hetero_mpi.job.schema import DataTable
 from hetero_mpi.rundir.logs import say
-from hetero_mpi.rundir.run_directory import RUN_NAME, run_json, run_table
+from hetero_mpi.rundir.run_directory import EVALUATION_NAME, RUN_NAME, run_json, run_table
 from hetero_mpi.serve.api_server import ApiServer
 from hetero_mpi.serve.scheduler import CacheBudget
 from hetero_mpi.serve.serve import ServeOptions, cache_budgets, serve
@@ -206,8 +206,6 @@ def patterns_by_name(words: Sequence[str]) -> dict[str, str]:
     return pattern_by_name
 
 
-RESULT = "evaluation.json"
-"""Name of the file in a run directory that maps each set to its results."""
 OWN = "held out"
 """Name in the results for the run's own evaluation set."""
 _MAX_SEQUENCES = 1000
@@ -366,9 +364,10 @@ def _report(results: Mapping[str, SetResult], options: EvaluateOptions) -> None:
     directory = result_directory(options)
     if directory is not None:
         values = {name: asdict(result) for name, result in results.items()}
-        with write_errors(directory / RESULT, _OUTPUT_REMEDY):
-            write_atomic(directory / RESULT, json.dumps(values, indent=2) + "\n", make_folder=True)
-        say(f"written to {directory / RESULT}")
+        path = directory / EVALUATION_NAME
+        with write_errors(path, _OUTPUT_REMEDY):
+            write_atomic(path, json.dumps(values, indent=2) + "\n", make_folder=True)
+        say(f"written to {path}")
 
 
 def result_directory(options: EvaluateOptions) -> Path | None:

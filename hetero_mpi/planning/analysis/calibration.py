@@ -14,7 +14,7 @@ from typing import TypeVar
 from hetero_mpi.planning.fit import like_ranks, median_error, sigma_of
 from hetero_mpi.planning.schedule import holders
 from hetero_mpi.planning.types.cluster_changes import AnyLink, with_slowness
-from hetero_mpi.planning.types.plan import Alone, IdleRank, Plan, PlanReport
+from hetero_mpi.planning.types.plan import ALL_RANKS_WORK, Alone, IdleRank, Plan, PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.sizes import GRADIENT_BYTES
 from hetero_mpi.util import units
@@ -271,4 +271,5 @@ def _alone(calibrated: PlanReport, outcome: str, rejected: PlanReport | None) ->
     step_s = best.step_s
     if rejected is not None and rejected.tried_step_s is not None and rejected.plan.ranks == [best.rank]:
         step_s = rejected.tried_step_s
-    return replace(best, step_s=step_s, problem=outcome if step_s < calibrated.predicted_step_s else "")
+    problem = ALL_RANKS_WORK if best.problem == ALL_RANKS_WORK else outcome
+    return replace(best, step_s=step_s, problem=problem if step_s < calibrated.predicted_step_s else "")

@@ -118,10 +118,9 @@ def answer(question: ReplanQuestion) -> ReplanAnswer:
     if best is not now:
         for plan in (_with_fewer_moves(best, question, seconds), best):
             with contextlib.suppress(UserError):  # out of memory after an exchange, or on a shared host
-                completed = complete_plan(plan, profile, question.request)
+                completed = complete_plan(plan, profile, question.request, _REPLANNED_REASON)
                 idle = tuple(IdleRank(entry.rank, _why_idle(entry.rank, question)) for entry in completed.idle)
-                report = replace(completed, idle=idle, reasons=(_REPLANNED_REASON, *completed.reasons[1:]))
-                return ReplanAnswer(report, Prospect(now_s, step_s(plan), cost_s(plan)))
+                return ReplanAnswer(replace(completed, idle=idle), Prospect(now_s, step_s(plan), cost_s(plan)))
     return ReplanAnswer(question.report, Prospect(now_s, now_s, 0.0))
 
 

@@ -135,7 +135,7 @@ def _least_busy(plan: Plan, profile: ClusterProfile, request: PlanRequest, simul
     remaining = restricted(profile, [d.rank for d in profile.devices if d.rank != rank])
     decision = decide(remaining, near(plan, request))
     part = "the whole model" if plan.undivided else f"{_layers_text(plan, rank)} ({_stages_text(plan, rank)})"
-    name = f"rank {rank} ({profile.devices[rank].name}) holds {part}: without it"
+    name = f"rank {rank} ({profile.devices[rank].name}) holds {part}: planned without it,"
     if decision is None:
         yield f"{name} the model does not fit in memory"
     else:

@@ -42,7 +42,16 @@ from hetero_mpi.planning.types.cluster_changes import (
     with_copy_of,
     with_optimizer,
 )
-from hetero_mpi.planning.types.plan import HostMemory, IdleRank, PipelinePlan, Plan, PlanReport, RankMemory
+from hetero_mpi.planning.types.plan import (
+    ALL_RANKS_WORK,
+    Alone,
+    HostMemory,
+    IdleRank,
+    PipelinePlan,
+    Plan,
+    PlanReport,
+    RankMemory,
+)
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.planning.types.sizes import COPY_BYTES, HEAD_TOKENS, OFFLOADED_LAYER_COUNT
@@ -64,25 +73,18 @@ def make_plan(profile: ClusterProfile, request: PlanRequest) -> PlanReport:
         return _make_ordered_plan(profile, request)
     base, profile = profile, with_copies(profile, request)
     decision = decide(profile, request)
-    remarks: tuple[str, ...] = ()
     if decision is None and profile is not base:
-        remarks = (
-            f"memory: no plan leaves memory for {_copies(base, request)}; the run logs the copies that it omits",
-        )
         profile, decision = base, decide(base, request)
-    elif profile is not base:
-        remarks = (f"memory: the prediction includes {_copies(base, request)}",)
     if decision is None:
         raise UserError("memory.exceeded", explain_shortage(profile, request))
     single = best_alone(base, request)
     decision = faster_single_rank(decision, single, base, request, profile)
-    if single is not None and single.step_s is not None and single.step_s < decision.step_s:
-        why = "it has no memory for copies of the trained state" if request.allow_idle else "plan.allow_idle = false"
-        single = replace(single, problem=why)
+    single = _passed_over(single, decision.step_s, request, "it has no memory for copies of the trained state")
     plan = decision.plan
     assert not (problems := [*plan_problems(plan, profile)]), problems
     simulation = outlined(plan, profile)
     idle = idle_ranks(decision, profile, request)
+    remarks = _copies_remark(base, request, profile)
     sentences = (*reasons(decision, profile, request, simulation), *offload_texts(plan, profile), *remarks)
     full = _figures(plan, profile, request, simulation)
     return replace(full, alone=single, idle=idle, reasons=(*sentences, *_tradeoff_sentences(plan, base)))
@@ -101,20 +103,38 @@ def _make_ordered_plan(profile: ClusterProfile, request: PlanRequest) -> PlanRep
             f"{report.plan.layers} layers in that order within their memory (without offloading); use another schedule, or fewer "
             f"ranks",
         )
-    full = complete_plan(plan, profile, nearest)
+    full = complete_plan(plan, profile, nearest, f"plan.schedule = {name!r}")
     alike = "ranks" if name in INTERLEAVINGS else "ranks and layers"
     sentences = f"{name}: {SCHEDULES[name]}", f"{alike} as for the schedule {nearest.schedule}"
     return replace(full, idle=report.idle, reasons=(*sentences, *full.reasons[1:]))
 
 
-def _copies(profile: ClusterProfile, request: PlanRequest) -> str:
+def _passed_over(alone: Alone | None, step_s: float, request: PlanRequest, problem: str) -> Alone | None:
+    """Add the reason why the plan uses other ranks although the best single rank would be faster."""
+    if alone is None or alone.step_s is None or alone.step_s >= step_s:
+        return alone
+    return replace(alone, problem=problem if request.allow_idle else ALL_RANKS_WORK)
+
+
+def _copies_remark(base: ClusterProfile, request: PlanRequest, profile: ClusterProfile) -> tuple[str, ...]:
+    """Say whether the memory in ``profile``, derived from ``base``, has room for copies of the trained state."""
+    if with_copies(base, request) is base:
+        return ()
     copies = request.copy_bytes_per_trainable_parameter / COPY_BYTES
-    each = copies * profile.model.copy_bytes_per_trainable_parameter
-    return f"copies of the trained state ({each:.3g} bytes per trained parameter)"
+    each = copies * base.model.copy_bytes_per_trainable_parameter
+    text = f"copies of the trained state ({each:.3g} bytes per trained parameter)"
+    if profile is base:
+        return (f"memory: no plan leaves memory for {text}; the run logs the copies that it omits",)
+    return (f"memory: the prediction includes {text}",)
 
 
-def complete_plan(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> PlanReport:
-    """Check a hand-written plan and report its figures and reasons.
+def complete_plan(
+    plan: Plan, profile: ClusterProfile, request: PlanRequest, why: str = "the plan was given"
+) -> PlanReport:
+    """Check a plan that the search did not make, and report its figures and reasons.
+
+    Args:
+        why: first reason, and the reason why a faster single rank is not used.
 
     Raises:
         UserError: the plan is invalid: layers not covered exactly once, unknown or repeated ranks, unsupported dtypes, wrong
@@ -125,31 +145,32 @@ def complete_plan(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> 
         raise UserError("plan.invalid", "\n".join(f"plan: {problem}" for problem in problems))
     validate(schedule_of(plan, profile.model), plan, profile.model)
     simulation = outlined(plan, profile)
-    full = _figures(plan, profile, request, simulation)
-    short = [
-        *(_shortage_text(f"rank {predicted.rank} needs", predicted) for predicted in full.memory),
-        *(_shortage_text(f"the ranks of host {predicted.host} need", predicted) for predicted in full.hosts),
-    ]
-    if any(short):
-        raise UserError("memory.exceeded", "\n".join(filter(None, short)))
+    counted = with_copies(profile, request)
+    full = _figures(plan, counted, request, simulation)
+    if counted is not profile and any(_shortages(full)):
+        counted, full = profile, _figures(plan, profile, request, simulation)
+    if short := [*_shortages(full)]:
+        raise UserError("memory.exceeded", "\n".join(short))
     idle = (device.rank for device in profile.devices if not plan.of_rank(device.rank))
     groups = group_texts(plan, profile, simulation.step_s, None)
-    sentences = ("the plan was given", *groups, busiest_text(plan, profile, simulation), *offload_texts(plan, profile))
+    remarks = (*offload_texts(plan, profile), *_copies_remark(profile, request, counted))
+    sentences = (why, *groups, busiest_text(plan, profile, simulation), *remarks)
     return replace(
         full,
-        alone=best_alone(profile, request),
+        alone=_passed_over(best_alone(profile, request), simulation.step_s, request, why),
         idle=tuple(IdleRank(rank, "not used by the given plan") for rank in idle),
         reasons=(*sentences, *_tradeoff_sentences(plan, profile)),
     )
 
 
-def _shortage_text(who: str, predicted: RankMemory | HostMemory) -> str:
-    """Describe the memory shortage; empty if there is none."""
-    shortage_bytes = predicted.peak_bytes - predicted.usable_bytes
-    if shortage_bytes <= 0:
-        return ""
-    needs = f"{units.size(predicted.peak_bytes)}, and {units.size(predicted.usable_bytes)} is usable"
-    return f"plan: {who} {needs}: short by {units.size(shortage_bytes)}; give it fewer layers or a lower warm_up"
+def _shortages(report: PlanReport) -> Iterator[str]:
+    """Describe each memory shortage of a rank or host."""
+    needs: list[tuple[str, RankMemory | HostMemory]] = [(f"rank {rank.rank} needs", rank) for rank in report.memory]
+    needs += [(f"the ranks of host {host.host} need", host) for host in report.hosts]
+    for who, predicted in needs:
+        if (shortage_bytes := predicted.peak_bytes - predicted.usable_bytes) > 0:
+            sizes = f"{units.size(predicted.peak_bytes)}, and {units.size(predicted.usable_bytes)} is usable"
+            yield f"plan: {who} {sizes}: short by {units.size(shortage_bytes)}; give it fewer layers or a lower warm_up"
 
 
 def _tradeoff_sentences(plan: Plan, profile: ClusterProfile) -> Iterator[str]:

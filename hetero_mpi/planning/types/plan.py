@@ -214,6 +214,10 @@ class IdleRank:
     reason: str
 
 
+ALL_RANKS_WORK = "plan.allow_idle = false"
+"""Reason why a single rank is not used although it would be faster."""
+
+
 @dataclass(frozen=True)
 class Alone:
     """One rank that trains alone, with the same number of tokens per step."""
