@@ -306,10 +306,7 @@ def plan_question(
     problems = _differences(loaded, config, profile)
     if problems:
         problem_lines = "\n".join(f"  {problem}" for problem in problems)
-        raise UserError(
-            "plan.other_job",
-            f"{profile_name} was not made for {loaded.path}:\n{problem_lines}\n{advice}",
-        )
+        raise UserError("plan.other_job", f"{profile_name} was not made for {loaded.path}:\n{problem_lines}\n{advice}")
     train = loaded.job.train
     train_table = train.model_copy(update={"dtype": profile.model.dtype})
     loaded = replace(loaded, job=loaded.job.model_copy(update={"train": train_table}))

@@ -229,7 +229,6 @@ def test_a_rank_that_idles_on_is_not_told_of_times_that_are_over() -> None:
     ("ratios", "slowness"), [({0: 2.0, 1: 3.0}, 2.0), ({0: 1.0, 1: 3.0}, 1.0), ({0: 2.0, 2: 4.0}, 4.0)]
 )
 def test_an_idle_rank_of_a_busy_host_is_no_fast_one(ratios: dict[int, float], slowness: float) -> None:
-    """The third rank idles; it keeps what was measured of itself before."""
     hosts = replace(PROFILE, devices=tuple(replace(d, host="one", backend="cpu") for d in PROFILE.devices))
     drifted = drifted_profile(hosts, make_plan_of((0, 5, 10), (0, 1), 8), ratios)
     then, before = (profile.devices[2].layers["block"].forward_s.at(SEQUENCE) for profile in (drifted, hosts))

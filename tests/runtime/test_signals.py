@@ -132,8 +132,7 @@ def test_before_the_first_step_nothing_is_saved(number: signal.Signals) -> None:
 
 def test_a_python_program_gets_a_user_error_before_the_first_step() -> None:
     program = "import signal; from hetero_mpi import api; from hetero_mpi.training.signals import StopRequest\n"
-    program += "try:\n with api.collective(), StopRequest(): signal.raise_signal(signal.SIGTERM)\n"
-    program += "except api.UserError as error: raise SystemExit(error.exit_code)"
+    program += "try:\n with api.collective(), StopRequest(): signal.raise_signal(15)\nexcept api.UserError as e: exit(e.exit_code)"
     assert run_bounded([sys.executable, "-c", program], os.environ, 120).returncode == ExitCode.STOPPED
 
 
