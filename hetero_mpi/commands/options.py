@@ -99,6 +99,13 @@ def _gguf_type(text: str) -> str:
     return text.lower().replace("float", "f").replace("fp", "f").removeprefix("torch.").replace("half", "f16")
 
 
+def _port(text: str) -> int:
+    """Parse the port of ``--watch``, which takes the word after it, such as the job."""
+    if text.isdecimal():
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a port: write --watch after the job, as in `train JOB --watch`")
+
+
 def _add_set(add: Add) -> None:
     text = "override a key of the job; may be repeated"
     add("--set", dest="overrides", action="append", default=[], metavar="TABLE.KEY=VALUE", help=text)
@@ -127,7 +134,7 @@ def _add_train(commands: Commands) -> None:
     add("--dry-run", action="store_true", help="validate, profile, plan and predict, then stop")
     add("--verbose", action="store_true", help="show the full profile and plan, with reasons")
     page = "serve a live page of the run on rank 0's machine (put after JOB; default port: 8642)"
-    add("--watch", action=Key, key="report.watch", nargs="?", const=True, type=int, metavar="PORT", help=page)
+    add("--watch", action=Key, key="report.watch", nargs="?", const=True, type=_port, metavar="PORT", help=page)
     _add_schedule(add)
 
 

@@ -27,6 +27,10 @@ class _Help(argparse.HelpFormatter):
         return "\n".join(line for part in text.splitlines() for line in fold_line(part, width, indent, indent))
 
 
+LAUNCH_OPTIONS = ("--print", "-np", "--hostfile", "--hosts", "--mpirun-args", "--elastic", "--recover")
+"""Options of ``launch`` that people write behind its command."""
+
+
 class Parser(argparse.ArgumentParser):
     """Argument parser that says what to write instead of an unknown command or option. Also the class of subparsers."""
 
@@ -72,6 +76,8 @@ class Parser(argparse.ArgumentParser):
         nearest = _nearest(
             option, self._option_string_actions, 0.8 if text.startswith("did you mean") else 0.9 if text else 0.75
         )
+        if not (nearest or text) and option in LAUNCH_OPTIONS:
+            return f"; it is an option of launch: write it before `-- {self.prog.split()[-1]}`"
         return nearest or f"; {text or f'`{self.prog} --help` lists the options'}"
 
     def error(self, message: str) -> NoReturn:

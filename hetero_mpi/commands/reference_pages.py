@@ -83,7 +83,7 @@ def _key_description(table: str, key: str) -> str:
     """Return a key's description, the conditions under which it has an effect, and whether it is fixed on resume."""
     conditions = [text for text in field_metadata(TABLES[table], OnlyIf).get(key, []) if text != LANGUAGE]
     notes = [f"Only if {' and '.join(f'``{text}``' for text in conditions)}."] if conditions else []
-    notes += ["Fixed on resume."] if _first_metadata(table, key, OnResume) == "same" else []
+    notes += ["Fixed on resume."] if _first_metadata(table, key, OnResume) in ("same", "shapes") else []
     return " ".join([TABLES[table].model_fields[key].description or "", *notes])
 
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from hetero_mpi.util import units
 from hetero_mpi.util.errors import Problem, UserError
 
 Shape = Literal["chat", "alpaca", "prompt/completion", "tokens"]
@@ -93,7 +94,7 @@ class BadRecords:
         if self.cut and count <= self.allowed:
             limit = f" ({self.cut[0]}: the rest of the file is unreadable and cannot be skipped)"
         max_listed = min(max(_MAX_LISTED_RECORDS, self.allowed + 1), _MAX_LISTED_SKIPPED)
-        title = f"{key} must hold valid records; {count:,} are malformed{limit}:"
+        title = f"{key} must hold valid records; {units.plural(count, 'record')} {'is' if count == 1 else 'are'} malformed{limit}:"
         raise UserError(
             "records.malformed", "\n".join([title, *self._listed(max_listed), SHAPES]), problems=self.problems
         )

@@ -113,6 +113,7 @@ def _checkpoint(source: Path, best: bool) -> Path:
     directory = source / "checkpoints"
     if not directory.is_dir():
         text = f"{source} is neither a checkpoint file nor a run directory (it has no checkpoints/)"
+        text = text if source.exists() else f"{source} does not exist; pass a run directory or a checkpoint file"
         raise UserError("export.source", text)
     if best:
         if lowest := lowest_held_out(directory):

@@ -110,8 +110,11 @@ def write_gguf(directory: Path, kind: str, command: str) -> str:
         if converter is None:
             raise UserError(
                 "gguf.unsupported",
-                f"{directory} is written, with a Modelfile, but no GGUF file: llama.cpp's {script} is {_PLACES}. These two "
-                f"commands create it:\n  git clone https://github.com/ggml-org/llama.cpp\n  LLAMA_CPP=llama.cpp {command}",
+                f"{directory} is written, with a Modelfile, but no GGUF file: llama.cpp's {script} is {_PLACES}. These "
+                f"commands create it:\n  git clone https://github.com/ggml-org/llama.cpp\n"
+                + "  cmake -S llama.cpp -B llama.cpp/build && cmake --build llama.cpp/build --target llama-quantize\n"
+                * is_quantized
+                + f"  LLAMA_CPP=llama.cpp {command}",
             )
         with tempfile.TemporaryDirectory() as folder:
             source = directory

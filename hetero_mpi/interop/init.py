@@ -92,7 +92,7 @@ def _needed_files(loaded: LoadedJob) -> list[Path]:
 
 def _commands(name: str, inputs: list[Path]) -> list[str]:
     if name == SLURM:
-        return ["sbatch jobs/one_node.sbatch JOB"]
+        return [f"PYTHONS={shlex.quote(sys.executable)} sbatch jobs/one_node.sbatch JOB"]
     first = [path for path in inputs if path.suffix == ".toml"]
     is_on_path = Path(shutil.which("hetero-mpi") or "").parent == Path(sys.executable).parent
     program = "hetero-mpi" if is_on_path else f"{shlex.quote(sys.executable)} -m hetero_mpi"

@@ -50,7 +50,8 @@ class OnlyIf(str):
 class OnResume(str):
     """Field metadata: how a resumed run handles a changed value of the key.
 
-    "same": reject it; "reported": log it; "rate": warn if the learning rate jumps; "rates": warn if it does for some parameters.
+    "same", "shapes" (which tensors show): reject it; "reported": log it; "rate": warn if the learning rate jumps; "rates": warn if
+    it does for some parameters.
     """
 
 
@@ -62,7 +63,7 @@ NO_PREFERENCE = OnlyIf('train.preference = "none"')
 EVALUATED = OnlyIf("data.evaluation_fraction is not 0 or data.evaluation is set")
 STABLE = OnlyIf('train.schedule = "warmup_stable_decay"')
 MOMENTS = OnlyIf('train.optimizer is not "adafactor"')
-SAME, REPORTED, RATE, RATES = map(OnResume, ("same", "reported", "rate", "rates"))
+SAME, SHAPES, REPORTED, RATE, RATES = map(OnResume, ("same", "shapes", "reported", "rate", "rates"))
 
 
 class JobTable(BaseModel):
@@ -81,7 +82,7 @@ class JobTable(BaseModel):
 class AdapterTable(JobTable):
     """LoRA fine-tuning: small trainable adapters on top of frozen weights."""
 
-    method: Annotated[Literal["none", "lora"], LANGUAGE] = "none"
+    method: Annotated[Literal["none", "lora"], LANGUAGE, SHAPES] = "none"
     """"none": full fine-tuning, or training from scratch; "lora": train LoRA adapters and write a PEFT adapter directory."""
     path: Annotated[str | None, LANGUAGE, Example('"runs/first/adapter"')] = None
     """PEFT adapter directory to continue from; its rank, alpha and targets must match. Empty: train a new adapter."""
@@ -90,41 +91,41 @@ class AdapterTable(JobTable):
     et al., 2024); "pissa_niter_4": the same by fast SVD with 4 iterations; "olora": QR decomposition (Büyükakyüz, 2024). All but
     "default" subtract the initial adapter from the base weights and save an adapter of twice the rank that fits the original
     weights."""
-    rank: Positive = 16
+    rank: Annotated[Positive, SHAPES] = 16
     """LoRA rank (r): inner dimension of the adapters."""
     alpha: Annotated[AboveZero, SAME] = 32.0
     """LoRA alpha: adapter outputs are scaled by alpha / rank."""
     rslora: Annotated[bool, SAME] = False
     """Rank-stabilised LoRA: scale by alpha / sqrt(rank), so that high ranks learn as fast as low ranks (Kalajdzievski, 2023)."""
-    dora: Annotated[bool, OnlyIf("adapter.parameters = []")] = False
+    dora: Annotated[bool, OnlyIf("adapter.parameters = []"), SHAPES] = False
     """DoRA: train the magnitude and direction of weights separately (Liu et al., 2024), which is closer to full fine-tuning but
     slower."""
     dropout: Annotated[Fraction, Unit("share")] = 0.0
     """Dropout probability on the adapters' inputs."""
-    targets: Literal["all-linear", "family"] | list[str] = "all-linear"
+    targets: Annotated[Literal["all-linear", "family"] | list[str], SHAPES] = "all-linear"
     """Target modules: names of the linear layers in blocks that get an adapter, such as ["q_proj", "v_proj"]. "all-linear": all
     linear layers; "family": peft's default for the model family."""
-    parameters: Annotated[list[str], OnlyIf("adapter.dropout = 0")] = []
+    parameters: Annotated[list[str], OnlyIf("adapter.dropout = 0"), SHAPES] = []
     """Fused expert weights that get an adapter, such as ["experts.gate_up_proj", "experts.down_proj"] (peft's
     ``target_parameters``)."""
-    layers: Annotated[Annotated[list[NotNegative], Field(min_length=1)] | None, Unit("blocks"), Example("[2, 3]")] = (
-        None
-    )
+    layers: Annotated[
+        Annotated[list[NotNegative], Field(min_length=1)] | None, Unit("blocks"), Example("[2, 3]"), SHAPES
+    ] = None
     """Blocks, counted from 0, whose linear layers get an adapter (peft's ``layers_to_transform``). Empty: the blocks of the adapter
     in ``path``, or all blocks."""
-    rank_pattern: Annotated[dict[Pattern, Positive] | None, Example("{ down_proj = 32 }")] = None
+    rank_pattern: Annotated[dict[Pattern, Positive] | None, Example("{ down_proj = 32 }"), SHAPES] = None
     """Per-layer ranks: a table that maps suffixes of layer names, or regular expressions, to ranks. Empty: the pattern of the
     adapter in ``path``, or none."""
     alpha_pattern: Annotated[dict[Pattern, AboveZero] | None, Example("{ down_proj = 64.0 }"), SAME] = None
     """Per-layer alphas, in the same form as ``rank_pattern``."""
-    modules_to_save: Annotated[list[Name] | None, Example('["embed_tokens", "lm_head"]'), ADAPTER] = None
+    modules_to_save: Annotated[list[Name] | None, Example('["embed_tokens", "lm_head"]'), ADAPTER, SHAPES] = None
     """Name suffixes of the modules to fully fine-tune and save along with the adapters (peft's ``modules_to_save``;
     docs/models.md). Empty: the modules of the adapter in ``path``, or none."""
     tokens: Annotated[list[NotNegative | str] | None, Example('["<tool>"]'), ADAPTER, SAME] = None
     """Tokens, or token ids, whose embedding and LM head rows are trained along with the adapters (peft's
     ``trainable_token_indices``). Empty: the tokens of the adapter in ``path``, or the tokens that ``[tokenizer]`` adds. Matrices in
     ``modules_to_save`` are trained in full anyway."""
-    tokens_in: Annotated[Literal["both", "embedding", "head"] | None, Example('"embedding"'), ADAPTER] = None
+    tokens_in: Annotated[Literal["both", "embedding", "head"] | None, Example('"embedding"'), ADAPTER, SHAPES] = None
     """Matrices in which the rows of ``tokens`` are trained. Empty: as in the adapter in ``path``, or "both". With tied embeddings,
     there is only one matrix."""
 

@@ -58,7 +58,7 @@ def main(namespace: argparse.Namespace, parse: Callable[[Sequence[str]], argpars
         raise UserError(
             "launch.ranks_unknown", "launch needs the number of ranks: add, for example, `-np 3`, or use --hosts."
         )
-    if namespace.elastic and not namespace.print_only:
+    if namespace.elastic:
         options = ElasticOptions(
             ranks=namespace.ranks,
             hostfile=namespace.hostfile,
@@ -70,7 +70,9 @@ def main(namespace: argparse.Namespace, parse: Callable[[Sequence[str]], argpars
             probe_timeout_s=namespace.probe_timeout_s,
             verbose=namespace.verbose,
         )
-        return _supervise(options, program, parse)
+        options.check()
+        if not namespace.print_only:
+            return _supervise(options, program, parse)
     if namespace.hostfile is None:
         tasks = sum(sum(component.tasks) for component in slurm.components(os.environ))
         slurm.check_slurm_tasks(namespace.ranks, tasks, mpirun_args)
@@ -115,7 +117,6 @@ def _supervise(
             "elastic.command", f"--elastic is for `train`, which can resume from a checkpoint; `{program[0]}` cannot."
         )
     training = parse(program)
-    options.check()
     loaded = load_job(training.job, training.overrides)
     run_dir = run_directory(loaded, training.run_dir)
     return Supervisor(options, find_launcher(), program, run_dir, trains=not training.dry_run).run()

@@ -60,7 +60,7 @@ def headline(report: PlanReport) -> str:
     if best is None or all_ranks <= 1:
         return text
     if best.step_s is None:
-        return f"{text}; no single rank can run this job (rank {best.rank}: {best.problem})"
+        return f"{text}; no single rank can run this job (rank {best.rank}, the fastest: {best.problem})"
     gain = units.ratio(best.step_s, report.predicted_step_s)
     if len(plan.ranks) == 1 and gain >= 1:
         return f"{text}: only rank {plan.ranks[0]}, as the other ranks would slow it down"
@@ -269,7 +269,7 @@ def stage_note(plan: Plan, profile: ClusterProfile | None) -> str:
     repeats = "recomputation + " * any(cell.startswith(("yes", "offloaded")) for cell in recompute_cells)
     costs = ["weights: parameters", f"compute: forward + {repeats}backward of {sizes}"]
     parts = costs if profile is not None else [f"micro-batches: number x {units.row(length)}s; memory: predicted peak"]
-    return "; ".join([*parts, *["warm-up: micro-batches ahead of the first backward"] * (not plan.undivided)])
+    return "; ".join([*parts, *["warm-up: forwards before forward and backward alternate"] * (not plan.undivided)])
 
 
 def _parameters(stage: StagePlan, profile: ClusterProfile) -> int:

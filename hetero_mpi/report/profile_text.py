@@ -238,7 +238,8 @@ def _links(profile: ClusterProfile, every: bool) -> list[str]:
     links, title = sorted(profile.links, key=lambda link: (link.source, link.destination)), "Links"
     if len(links) > MAX_LINK_ROWS and not every:
         worst_first = sorted(links, key=lambda link: -max(residuals(link), default=0.0))
-        title = f"Links: the {MAX_LINK_ROWS} of {len(links):,} with the worst linear fit"
+        which = " with the worst linear fit" if any(link.sample_s for link in links) else ""
+        title = f"Links: {MAX_LINK_ROWS} of {len(links):,}{which}; all: --all"
         links = [link for link in links if link in worst_first[:MAX_LINK_ROWS]]
     columns = (
         Column("link", lambda link: f"{link.source} -> {link.destination}", align_left=True),
@@ -253,7 +254,8 @@ def _links(profile: ClusterProfile, every: bool) -> list[str]:
         Column("samples", lambda link: len(residuals(link)) or None),
     )
     lines = ["", title, *Table(columns, links).lines()]
-    return [*lines, "  residual: relative error of latency + bytes / bandwidth for a measured message"]
+    legend = "  residual: relative error of latency + bytes / bandwidth for a measured message"
+    return [*lines, *[legend] * any(link.sample_s for link in links)]
 
 
 _SPEED = Column("latency", "latency_s", units.seconds), Column("bandwidth", "bytes_per_s", units.bandwidth)

@@ -1,7 +1,7 @@
 """Checks of a stored state before a run resumes from it, and warnings about changed settings."""
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ def _keys(table: type[AdapterTable | TrainTable], rule: str) -> tuple[str, ...]:
 
 _FIXED, _FIXED_OF_ADAPTER = _keys(TrainTable, "same"), _keys(AdapterTable, "same")
 """Keys that a resumed run may not change; for adapters, only those that names and shapes of tensors do not reveal."""
+_SHAPING_KEYS = _keys(AdapterTable, "shapes")
 _CHANGEABLE, _OF_RATE, _OF_SOME_RATES = (_keys(TrainTable, rule) for rule in ("reported", "rate", "rates"))
 MAX_PEAK_RATIO = 10.0
 """Do not suggest a learning rate of more than this many times the job's."""
@@ -126,10 +127,21 @@ def check_tensors(reader: CheckpointReader, path: Path, tuning: Tuning, names: C
                 if was != now:
                     differences.append(f"{kind}/{name} is {was[1]} {was[0]} in the checkpoint, not {now[1]} {now[0]}")
     if differences:
+        changed = ", ".join(_changed_adapter_keys(reader, tuning))
+        what = f"was written with {changed}" if changed else "is a checkpoint of another model"
         raise UserError(
             "resume.other_model",
-            f"{path} is a checkpoint of another model: {differences[0]}; resume with the job that wrote it",
+            f"{path} {what}: {differences[0]}; resume with the job that wrote it, or start without --resume",
         )
+
+
+def _changed_adapter_keys(reader: CheckpointReader, tuning: Tuning) -> Iterator[str]:
+    """Yield the adapter settings that changed names and shapes of tensors, with both values."""
+    now, then = tuning.adapter or AdapterTable(), reader.metadata["job"].get("adapter", {})
+    for key in _SHAPING_KEYS:
+        was = then.get(key, AdapterTable.model_fields[key].default)
+        if was != getattr(now, key):
+            yield f"[adapter] {key} = {as_toml(was)} (this job: {as_toml(getattr(now, key))})"
 
 
 def check_steps(path: Path, step: int, train: TrainTable) -> None:

@@ -157,7 +157,7 @@ class LiveView:
             if is_shared_error:
                 write_files(self._run_dir, self._report_table)
         if self._page is not None and self._page.stdin is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired), warn_on_failure("ending the live page"):
+            with warn_on_failure("ending the live page"), contextlib.suppress(subprocess.TimeoutExpired):
                 self._page.stdin.close()
                 self._page.wait(_MAX_PAGE_EXIT_S)
 

@@ -37,7 +37,7 @@ _MORE_TEXT = "the full command: --print; with the reasons for its options: --ver
 _PR_SET_PDEATHSIG_CODE = 1
 _AGAIN = "(Ctrl-C or SIGTERM now: end at once)"
 STOP_TEXTS = {
-    "train": f"asking the job to finish its step, write a checkpoint and end {_AGAIN}",
+    "train": f"asking the job to end: after its step, with a checkpoint, or at once before the first step {_AGAIN}",
     "dry run": f"asking the dry run to end {_AGAIN}",
     "serve": f"asking the service to end {_AGAIN}",
 }

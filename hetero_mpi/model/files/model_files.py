@@ -299,8 +299,9 @@ def _no_directory(directory: Path) -> str:
     parent = directory.parent
     siblings = [entry.name for entry in parent.iterdir() if entry.is_dir()] if parent.is_dir() else []
     near = [str(parent / name) for name in difflib.get_close_matches(directory.name, siblings, n=3)]
+    place = "" if directory.is_absolute() else f" (looked for as {directory.absolute()})"
     return (
-        f"The model directory {directory} (looked for as {directory.absolute()}) does not exist{_or_near(near)}. "
+        f"The model directory {directory}{place} does not exist{_or_near(near)}. "
         "Nothing is downloaded: pass a local directory with config.json and *.safetensors."
     )
 

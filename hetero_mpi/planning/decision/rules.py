@@ -90,7 +90,8 @@ def batch_problems(plan: Plan, request: PlanRequest) -> Iterator[str]:
     if plan.global_batch != request.global_batch:
         yield f"global_batch = {plan.global_batch}: the job has {request.global_batch}; change [train] global_batch, or plan again"
     if plan.sequence_length != request.sequence_length:
-        yield f"sequence_length = {plan.sequence_length}: the job has {request.sequence_length}; change [data] sequence_length, or plan again"
+        needed = f"the job has {request.sequence_length}; change [data] sequence_length, or plan again"
+        yield f"sequence_length = {plan.sequence_length}: {needed}"
     for index, pipeline in enumerate(plan.pipelines):
         if not 1 <= pipeline.micro_batch <= pipeline.sequences:
             yield (
