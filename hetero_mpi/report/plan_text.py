@@ -269,7 +269,7 @@ def stage_note(plan: Plan, profile: ClusterProfile | None) -> str:
     repeats = "recomputation + " * any(cell.startswith(("yes", "offloaded")) for cell in recompute_cells)
     costs = ["weights: parameters", f"compute: forward + {repeats}backward of {sizes}"]
     parts = costs if profile is not None else [f"micro-batches: number x {units.row(length)}s; memory: predicted peak"]
-    return "; ".join([*parts, *["warm-up: forwards before forward and backward alternate"] * (not plan.undivided)])
+    return "; ".join([*parts, *["warm-up: forwards before the alternation"] * (not plan.undivided)])
 
 
 def _parameters(stage: StagePlan, profile: ClusterProfile) -> int:

@@ -128,7 +128,7 @@ def loss_lines(
     for evaluation in evaluations[-1:]:
         lines.append(f"Evaluation loss: {evaluation.loss:.4f} at step {evaluation.step}{evaluation.beside()}")
     if unigram_entropy is not None:
-        line = f"Unigram entropy of the training text (loss by word frequencies alone): {unigram_entropy:.4f}"
+        line = f"Unigram entropy of the training text (loss by token frequencies alone): {unigram_entropy:.4f}"
         if (evaluations or steps) and not any(step.router_loss is not None for step in steps):
             final_loss = evaluations[-1].loss if evaluations else steps[-1].loss
             below = unigram_entropy - final_loss

@@ -218,7 +218,8 @@ class Loop:
         checkpoint_text = f"{newest} is complete" if newest is not None else "no checkpoint could be written"
         raise CollectiveUserError(
             "run.stopped",
-            f"Stopped after step {self.state.step} ({reason}): {checkpoint_text}; to continue, add --resume to the same command",
+            f"Stopped after step {self.state.step} ({reason}): {checkpoint_text}; to continue, add --resume to the same command "
+            '(in Python: resume="latest")',
             exit_code=ExitCode.STOPPED,
         )
 

@@ -171,7 +171,7 @@ def test_what_limits_is_said_once_and_alternatives_are_priced(folder: Path, caps
     report = best()
     assert "the same ranks with an even cut: " in text and "busiest: stage " in text
     without = make_plan(restricted(cluster(), [0, 2]), REQUEST).predicted_step_s / report.predicted_step_s - 1
-    assert f"without it the step is {units.percent(without)} longer" in text, "what the least busy rank is there for"
+    assert f"without it, the step is {units.percent(without)} longer" in text, "what the least busy rank is there for"
 
 
 def test_a_plan_that_differs_from_the_job_is_costed_and_the_differences_are_named(
@@ -232,7 +232,7 @@ def test_a_slow_card_that_is_used_is_used_for_a_reason() -> None:
     if p40 in {idle.rank for idle in report.idle}:
         assert without <= report.predicted_step_s * (1 + 1e-9)
     else:
-        longer = f"without it the step is {units.percent(without / report.predicted_step_s - 1)} longer"
+        longer = f"without it, the step is {units.percent(without / report.predicted_step_s - 1)} longer"
         assert any(f"rank {p40} (NVIDIA P40) holds" in reason and longer in reason for reason in report.reasons)
         assert without > report.predicted_step_s
 

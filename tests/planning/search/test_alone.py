@@ -131,7 +131,7 @@ def test_the_headline_is_honest() -> None:
     headlines = {
         Alone(0, 3.0): "2 ranks, 2.00 s per step; best single rank: rank 0, 3.00 s (1.50x)",
         Alone(1, 1.0): "2 ranks, 2.00 s per step; a single rank would be faster: rank 1, 1.00 s (0.50x)",
-        Alone(1, None, "too small"): "2 ranks, 2.00 s per step; no single rank can run this job (rank 1: too small)",
+        Alone(1, None, "too small"): "2 ranks, 2.00 s per step; no single rank can run this job (rank 1, the fastest: too small)",
         None: "2 ranks, 2.00 s per step",
     }  # fmt: skip
     for one, words in headlines.items():
