@@ -5,6 +5,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 
 from hetero_mpi.launch import slurm
 from hetero_mpi.launch.launcher.command_line import CommandLine, build_command, hosts_command
@@ -59,17 +60,8 @@ def main(namespace: argparse.Namespace, parse: Callable[[Sequence[str]], argpars
             "launch.ranks_unknown", "launch needs the number of ranks: add, for example, `-np 3`, or use --hosts."
         )
     if namespace.elastic:
-        options = ElasticOptions(
-            ranks=namespace.ranks,
-            hostfile=namespace.hostfile,
-            hosts_file=namespace.hosts,
-            mpirun_args=tuple(mpirun_args),
-            heartbeat_timeout_s=namespace.heartbeat_timeout_s,
-            max_restarts=namespace.max_restarts,
-            min_ranks=namespace.min_ranks,
-            probe_timeout_s=namespace.probe_timeout_s,
-            verbose=namespace.verbose,
-        )
+        chosen = {**vars(namespace), "hosts_file": namespace.hosts, "mpirun_args": tuple(mpirun_args)}
+        options = ElasticOptions(**{field.name: chosen[field.name] for field in fields(ElasticOptions)})
         options.check()
         if not namespace.print_only:
             return _supervise(options, program, parse)

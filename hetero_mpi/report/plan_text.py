@@ -26,8 +26,9 @@ from hetero_mpi.planning.types.plan import (
 )
 from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile
 from hetero_mpi.report.profile_text import device_heading, device_text
-from hetero_mpi.report.table import MAX_ROWS, Column, Table, grouped
+from hetero_mpi.report.table import MAX_ROWS, Column, Table
 from hetero_mpi.util import units
+from hetero_mpi.util.grouping import grouped
 from hetero_mpi.util.terminal import wrap_text
 
 if TYPE_CHECKING:

@@ -19,8 +19,9 @@ from hetero_mpi.planning.types.profile import (
     LinkProfile,
 )
 from hetero_mpi.planning.types.sizes import EMBEDDING, HEAD
-from hetero_mpi.report.table import MAX_ROWS, Column, Table, grouped, least_most
+from hetero_mpi.report.table import MAX_ROWS, Column, Table, least_most
 from hetero_mpi.util import units
+from hetero_mpi.util.grouping import grouped
 from hetero_mpi.util.terminal import wrap_text
 
 LONGEST_DEVICE, LONGEST_HOST = 26, 20

@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from operator import itemgetter
-from typing import Any, TypeVar
+from typing import Any
 
 from hetero_mpi.util.terminal import line_width, printable, wrap_text
 
-T = TypeVar("T")
-K = TypeVar("K", bound=Hashable)
 MAX_ROWS = 16
 """Maximum number of ranks or hosts to show in a table."""
 _NO_BREAK = "\N{NO-BREAK SPACE}"
@@ -125,14 +123,6 @@ def _stacked(cells: Sequence[Sequence[str]]) -> list[str]:
             lines += wrap_text(f"  {heading:<{wide}}  ", cell.replace(_NO_BREAK, " ")) if cell else []
         lines.append("")
     return lines
-
-
-def grouped(values: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
-    """Group values by key, with the keys in order of first occurrence."""
-    groups: dict[K, list[T]] = {}
-    for value in values:
-        groups.setdefault(key(value), []).append(value)
-    return groups
 
 
 def least_most(values: Sequence[float], show: Callable[[float], str]) -> str:

@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Literal, TextIO
 
 from hetero_mpi.rundir.line_files import EVENTS_NAME, METRICS_NAME, STEPS_NAME, LineFile, objects
 from hetero_mpi.rundir.logs import write_line
@@ -183,16 +183,10 @@ def describe_run(
     _write_run_json(path, {**values, "run_id": run_id, "last_step": run_table(job, "train").get("steps", 0)})
 
 
-def note_end(directory: Path, step: int) -> None:
-    """Record in ``run.json`` that training ended after ``step`` steps."""
+def note_step(directory: Path, what: Literal["last_step", "result_step"], step: int) -> None:
+    """Record in ``run.json`` that training ended after ``step`` steps, or that the result of training for ``step`` is complete."""
     path = directory / RUN_NAME
-    _write_run_json(path, {**run_json(path), "last_step": step})
-
-
-def note_result(directory: Path, step: int) -> None:
-    """Record in ``run.json`` that the result of training for ``step`` steps is complete."""
-    path = directory / RUN_NAME
-    _write_run_json(path, {**run_json(path), "result_step": step})
+    _write_run_json(path, {**run_json(path), what: step})
 
 
 def result_step(directory: Path) -> int | None:

@@ -21,7 +21,7 @@ from hetero_mpi.objectives import learns_from
 from hetero_mpi.planning.types.toml_files import plan_to_dict
 from hetero_mpi.rundir.logs import say
 from hetero_mpi.rundir.metrics import MetricsWriter, StepMetrics
-from hetero_mpi.rundir.run_directory import note_end
+from hetero_mpi.rundir.run_directory import note_step
 from hetero_mpi.state.saving import Saver, Snapshots
 from hetero_mpi.state.state import State
 from hetero_mpi.training.follower import Event, Follower, Reply
@@ -184,7 +184,7 @@ class Loop:
         if self.world.rank == 0:
             if done:
                 with warn_on_failure("writing run.json"):
-                    note_end(self._run_dir, self.state.step)
+                    note_step(self._run_dir, "last_step", self.state.step)
             self.state.set_newest_checkpoint(self.saver.newest)  # the writing of the last one may have failed
         return done
 

@@ -36,9 +36,8 @@ from hetero_mpi.state.directory import supervised
 from hetero_mpi.state.peer_replicas import PeerReplicas
 from hetero_mpi.state.saving import Snapshots
 from hetero_mpi.state.state import ShardWriter, State
-from hetero_mpi.training.setup.context import Pending, RunContext
+from hetero_mpi.training.setup.context import RunContext
 from hetero_mpi.training.setup.data_setup import prepare
-from hetero_mpi.training.setup.profile_and_plan import Planned, Profiled, obtain_plan, planning_request
 from hetero_mpi.util import units
 from hetero_mpi.util.errors import UserError
 
@@ -240,15 +239,6 @@ def _may_lead(history: RunHistory) -> bool:
 
 def _numbered(number: int, old_number: int, word: str) -> str:
     return f" ({word} {old_number})" if number != old_number else ""
-
-
-def plan_for_remaining_ranks(context: RunContext, history: RunHistory, profiled: Profiled, pending: Pending) -> Planned:
-    """Plan for the remaining ranks. Collective. Raises CollectiveUserError if the model exceeds their memory budgets."""
-    profile, begin = profiled.profile, time.perf_counter()
-    # All ranks wait for the plan, so the search is short.
-    request = replace(planning_request(context, profile, history.profiled_ranks), thorough=False)
-    report = obtain_plan(context, profile, request, pending)
-    return Planned(**vars(profiled), report=report, planning_s=time.perf_counter() - begin)
 
 
 @contextlib.contextmanager

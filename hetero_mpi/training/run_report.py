@@ -33,7 +33,7 @@ from hetero_mpi.report.trace import save_run_trace
 from hetero_mpi.rundir.logs import say, write_line
 from hetero_mpi.rundir.metrics import MetricsWriter, Trackers, measured_step_s
 from hetero_mpi.rundir.present import Present, write_present
-from hetero_mpi.rundir.run_directory import REPORT_NAME, TRACE_NAME, describe_run, note_result
+from hetero_mpi.rundir.run_directory import REPORT_NAME, TRACE_NAME, describe_run, note_step
 from hetero_mpi.state.state import State
 from hetero_mpi.training.result import TrainResult, save_adapter, save_model, share_result
 from hetero_mpi.training.setup.context import RunContext, Share
@@ -210,7 +210,7 @@ def write_result(context: RunContext, share: Share, state: State, other_programs
         write_sample(share.trainer, context.loaded, tokenizer, context.run_dir)
         if context.world.rank == 0:
             with warn_on_failure("writing run.json"):
-                note_result(context.run_dir, state.step)
+                note_step(context.run_dir, "result_step", state.step)
             write_files(context.run_dir, context.job.report)
             with warn_on_failure("printing the summary"):
                 _print_summary(context, share.report, state, result_directory, other_programs_text)

@@ -29,7 +29,7 @@ from hetero_mpi.training.build import change_plan
 from hetero_mpi.training.follower import Follower, OnEvent
 from hetero_mpi.training.loop import Loop, Training
 from hetero_mpi.training.rebalance import rebalancer_of
-from hetero_mpi.training.recovery import RunHistory, plan_for_remaining_ranks, replicate_state, run_with_recovery
+from hetero_mpi.training.recovery import RunHistory, replicate_state, run_with_recovery
 from hetero_mpi.training.reference_likelihoods import find_reference
 from hetero_mpi.training.result import TrainResult
 from hetero_mpi.training.run_report import (
@@ -48,8 +48,9 @@ from hetero_mpi.training.setup.profile_and_plan import (
     Planned,
     Profiled,
     named_profile,
+    obtain_plan,
     obtain_profile,
-    plan_for,
+    planning_request,
     say_plan,
 )
 from hetero_mpi.training.setup.setup import lock_run_directory, look_around, read_job, set_up
@@ -210,9 +211,12 @@ class TrainingRun:
 
     def plan(self, context: RunContext, history: RunHistory, profiled: Profiled, pending: Pending) -> Planned:
         """Check the given plan or make one; either way, its schedule has to pass a dry run."""
-        if history.losses:
-            return plan_for_remaining_ranks(context, history, profiled, pending)
-        return plan_for(context, self.options.plan, profiled, pending)
+        begin, user_plan = time.perf_counter(), self.options.plan
+        request = planning_request(context, profiled.profile, history.profiled_ranks)
+        if history.losses:  # all ranks wait for a plan for the remaining ones, so the search is short
+            request, user_plan = replace(request, thorough=False), None
+        report = obtain_plan(context, profiled.profile, request, pending, user_plan)
+        return Planned(**vars(profiled), report=report, planning_s=time.perf_counter() - begin)
 
     def calibrate(self, context: RunContext, history: RunHistory, planned: Planned, pending: Pending) -> Calibrated:
         """Run the plan for a few steps with random weights and calibrate the profile; skipped after a lost rank."""

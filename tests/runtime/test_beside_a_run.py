@@ -31,7 +31,7 @@ FAILING: dict[str, tuple[dict[str, dict[str, Any]], list[str]]] = {
     "the plan on the screen": ({}, [f"{RUNTIME}.run_report:overview"]),
     "run.json": (
         {},
-        [f"{RUNTIME}.run_report:describe_run", f"{RUNTIME}.loop:note_end", f"{RUNTIME}.run_report:note_result"],
+        [f"{RUNTIME}.run_report:describe_run", f"{RUNTIME}.loop:note_step", f"{RUNTIME}.run_report:note_step"],
     ),
     "the profile that was used": ({}, [f"{RUNTIME}.run_report:load_profile"]),
     "the summary": ({}, [f"{RUNTIME}.run_report:final_lines"]),

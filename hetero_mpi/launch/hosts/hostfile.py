@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from hetero_mpi.comm.ranks.library import OPEN_MPI
 from hetero_mpi.util import units
@@ -48,7 +49,7 @@ class HostEntry:
 
 def read_hostfile(path: str | Path) -> tuple[HostEntry, ...]:
     """Return the entries of a host file. Raises UserError if it is missing, empty or invalid (with the line's number)."""
-    entries, text = [], _text(path)
+    entries, text = [], text_of(Path(path), "host")
     if re.search(r"^\s*\[\[host\]\]", text, re.MULTILINE):
         raise UserError("hosts.is_toml", f"{path} has [[host]] entries: write `--hosts {path}`, not --hostfile.")
     for number, line in enumerate(text.splitlines(), start=1):
@@ -62,20 +63,21 @@ def read_hostfile(path: str | Path) -> tuple[HostEntry, ...]:
     return tuple(entries)
 
 
-def _text(path: str | Path) -> str:
-    """Read the file without the byte-order mark that Windows editors add."""
-    require_regular(Path(path))
+def text_of(path: Path, kind: Literal["host", "hosts"]) -> str:
+    """Read a host file or a hosts file without the byte-order mark that Windows editors add. Raises UserError."""
+    option = "--hosts" if kind == "hosts" else "--hostfile"
+    require_regular(path)
     try:
-        content = Path(path).read_bytes()
+        content = path.read_bytes()
         wide = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
         return content.decode("utf-16" if wide else "utf-8-sig")
     except OSError as error:
         raise UserError(
-            "hosts.unreadable", f"The host file {path} cannot be read ({error.strerror}): check `--hostfile`."
+            "hosts.unreadable", f"The {kind} file {path} cannot be read ({error.strerror}): check `{option}`."
         ) from error
     except UnicodeDecodeError as error:
         raise UserError(
-            "hosts.encoding", f"The host file {path} must be UTF-8 text ({error}): check `--hostfile`."
+            "hosts.encoding", f"The {kind} file {path} must be UTF-8 text ({error}): check `{option}`."
         ) from error
 
 

@@ -20,9 +20,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from hetero_mpi.device.choice import DEVICE, DEVICE_RULE, DEVICE_VARIABLE
 from hetero_mpi.job.other_names import read_names
 from hetero_mpi.job.rules import as_toml, broken_keys, may_be_empty
-from hetero_mpi.launch.hosts.hostfile import HostEntry, check_slots
+from hetero_mpi.launch.hosts.hostfile import HostEntry, check_slots, text_of
 from hetero_mpi.util import toml
-from hetero_mpi.util.disk import require_regular
 from hetero_mpi.util.errors import UserError
 
 _ADDRESS = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")  # no leading "-", which a launch agent would parse as an option
@@ -108,17 +107,8 @@ def read_hosts(path: str | Path) -> tuple[Host, ...]:
 
 def tables_of(path: Path) -> dict[str, Any]:
     """Return the unchecked contents of a hosts file. Raises UserError if the file is missing or not TOML."""
-    require_regular(path)
     try:
-        return toml.loads(path.read_text(encoding="utf-8-sig"))
-    except OSError as error:
-        raise UserError(
-            "hosts.unreadable", f"The hosts file {path} cannot be read ({error.strerror}): check `--hosts`."
-        ) from None
-    except UnicodeDecodeError:
-        raise UserError(
-            "hosts.encoding", f"{path}: a hosts file must be TOML in UTF-8; this one is not UTF-8"
-        ) from None
+        return toml.loads(text_of(path, "hosts"))
     except toml.TomlError as error:
         hint = "" if path.suffix == ".toml" else " (`name slots=2` lines are for --hostfile)"
         raise UserError("hosts.toml", f"{path}: a hosts file must be TOML: {error}{hint}") from None

@@ -1,6 +1,5 @@
 """Obtain the cluster's profile (load, reuse or measure it) and the plan (the user's or the planner's)."""
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -127,13 +126,6 @@ def obtain_profile(context: RunContext, options: TrainOptions, pending: Pending)
     say(*(profile_lines if options.verbose or options.dry_run else measured_lines)(profile))
     measured_here = profile.source == MEASURED and profile.key == profile_key(world, context.backend, subject)
     return Profiled(profile, measured_here, reason)
-
-
-def plan_for(context: RunContext, user_plan: Path | Plan | None, profiled: Profiled, pending: Pending) -> Planned:
-    """Complete the user's plan or make one for the profile, and check its schedule in a dry run. Collective."""
-    begin = time.perf_counter()
-    report = obtain_plan(context, profiled.profile, planning_request(context, profiled.profile), pending, user_plan)
-    return Planned(**vars(profiled), report=report, planning_s=time.perf_counter() - begin)
 
 
 def say_plan(
