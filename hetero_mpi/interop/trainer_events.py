@@ -12,7 +12,7 @@ from typing import Any
 from transformers import TrainerControl, TrainerState
 
 from hetero_mpi.rundir.logs import write_line
-from hetero_mpi.rundir.metrics import TRACKER_NAMES, Evaluation
+from hetero_mpi.rundir.metrics import Evaluation
 from hetero_mpi.state.directory import step_of
 from hetero_mpi.step_iterator import Step, StopTraining
 from hetero_mpi.training.result import TrainResult
@@ -50,7 +50,7 @@ class TrainerEvents:
         if is_due or self._control.should_log or (self._log_first and step.step == 1):
             values = {"loss": statistics.fmean(self._losses), "grad_norm": step.grad_norm, "learning_rate": step.lr}
             self._losses.clear()
-            self.log(values | _rewards(step))
+            self.log(values | step.rewards())
         for evaluation in step.evaluations:
             self.on_evaluate(evaluation, sets)
         if self._checkpoint:
@@ -70,7 +70,7 @@ class TrainerEvents:
     def on_evaluate(self, evaluation: Evaluation, sets: Sequence[str], prefix: str = "eval") -> dict[str, float]:
         """Log an evaluation, note whether it is the best, and return it by transformers' names."""
         main, *names = [f"{prefix}_{name}".removesuffix("_") for name in sets or [""]]
-        named = {"loss": evaluation.loss, "mean_token_accuracy": evaluation.token_accuracy} | _rewards(evaluation)
+        named = {"loss": evaluation.loss, "mean_token_accuracy": evaluation.token_accuracy} | evaluation.rewards()
         values = {f"{main}_{name}": value for name, value in named.items() if value is not None}
         losses = evaluation.sets or {}
         values |= {f"{name}_loss": losses[key] for name, key in zip(names, sets[1:], strict=True)}
@@ -103,8 +103,3 @@ class TrainerEvents:
         for callback in self.callbacks if self.state.is_world_process_zero else ():
             control = getattr(callback, event)(self._args, self.state, self._control, model=None, **values)
             self._control = control or self._control
-
-
-def _rewards(line: Step | Evaluation) -> dict[str, float]:
-    """Return the rewards of preference training by TRL's names."""
-    return {name: value for name, key in TRACKER_NAMES.items() if (value := getattr(line, key)) is not None}

@@ -45,6 +45,10 @@ class Rewards:
     kl: float | None = None
     """Reference point of KTO."""
 
+    def rewards(self) -> dict[str, float]:
+        """Return the rewards that are not None, by the names of ``TRACKER_NAMES``."""
+        return {name: value for name, key in TRACKER_NAMES.items() if (value := getattr(self, key)) is not None}
+
 
 @dataclass(frozen=True)
 class StepMetrics(Rewards):
@@ -219,7 +223,7 @@ class Trackers:
         }
         if line.router_loss is not None:
             values["loss/routers"] = line.router_loss
-        values |= {name: value for name, key in TRACKER_NAMES.items() if (value := getattr(line, key)) is not None}
+        values |= line.rewards()
         if line.predicted_step_s > 0:
             values[f"{speed}/seconds per step, predicted"] = line.predicted_step_s
         self._write(line.step, values)
