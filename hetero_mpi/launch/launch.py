@@ -32,6 +32,8 @@ def main(namespace: argparse.Namespace, parse: Callable[[Sequence[str]], argpars
         raise UserError(
             "launch.no_command", "launch needs a command to run: `python -m hetero_mpi launch -np 3 -- train job.toml`."
         )
+    if namespace.ranks is not None and namespace.ranks < 1:
+        raise UserError("launch.ranks", f"-np must be at least 1, not {namespace.ranks}.")
     if not program[0].startswith("-"):
         parse(program)  # report typing errors once, not on every rank
     slurm.check_slurm_job(os.environ)

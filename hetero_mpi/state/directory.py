@@ -57,14 +57,8 @@ def find_checkpoint(run_dir: Path, choice: str) -> Path:
     """Find the checkpoint to resume from. ``choice``: ``LATEST``, ``ANY`` or a path. Raises UserError if none is valid."""
     if choice not in (LATEST, ANY):
         path = Path(choice)
-        if not path.exists():
-            raise UserError(
-                "checkpoint.missing",
-                f"{path}: no such checkpoint; `--resume latest` resumes from the newest one in the run directory",
-            )
-        damage = verify(path)
-        if damage is not None:
-            raise UserError("checkpoint.damaged", damage)
+        with CheckpointReader(path) as reader:
+            reader.check_all()
         return path
     directory = run_dir / "checkpoints"
     newest, skipped = newest_good(directory)

@@ -214,7 +214,8 @@ def open_file(path: Path) -> Any:
         mode = path.stat().st_mode
     except FileNotFoundError:
         raise CheckpointError(
-            "checkpoint.missing", f"{path}: checkpoint not found. Pass an existing one with --resume PATH."
+            "checkpoint.missing",
+            f"{path}: no such checkpoint; `--resume latest` resumes from the newest one in the run directory",
         ) from None
     except OSError as error:
         raise CheckpointError(

@@ -290,7 +290,7 @@ def test_foreign_newer_and_unfinished_files_are_named(tmp_path: Path) -> None:
     with h5py.File(unfinished, "a") as file:
         del file.attrs["finished"]
     for path, words in {
-        tmp_path / "absent.h5": "checkpoint not found",
+        tmp_path / "absent.h5": "no such checkpoint",
         text: "not an HDF5 file",
         foreign: "not a hetero_mpi checkpoint",
         newer: "format version 99, written by hetero_mpi 9.9",

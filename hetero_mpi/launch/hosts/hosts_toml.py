@@ -148,10 +148,8 @@ def _rules(entry: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 def ranks_of(hosts: Sequence[Host], ranks: int | None, path: str | Path) -> list[tuple[Host, int]]:
     """Fill the entries in order and return (entry, number of ranks) for those with ranks. If ``ranks`` is None, use all slots.
 
-    Raises UserError for more ranks than slots, or fewer than one rank.
+    Raises UserError for more ranks than slots.
     """
-    if ranks is not None and ranks < 1:
-        raise UserError("launch.ranks", f"-np must be at least 1, not {ranks}.")
     remaining = sum(host.slots for host in hosts) if ranks is None else ranks
     check_slots([HostEntry(host.address, host.slots) for host in hosts], remaining, path)
     shares = []

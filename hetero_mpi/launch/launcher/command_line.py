@@ -89,8 +89,6 @@ def build_command(
     launcher: Launcher, np: int, hostfile: str | None, program: Sequence[str], mpirun_args: Sequence[str] = ()
 ) -> CommandLine:
     """Build the launcher's command line that runs ``program`` (a Python and its arguments) on ``np`` ranks."""
-    if np < 1:
-        raise UserError("launch.ranks", f"-np must be at least 1, not {np}.")
     entries = read_hostfile(hostfile) if hostfile is not None else ()
     summary_text = summary(launcher, np, [(entry.name, entry.slots) for entry in entries])
     command = CommandLine([str(launcher.path), "-np", str(np)], summary_text)

@@ -84,18 +84,11 @@ class FileStart:
         info, _ = convert_and_load_state_dict_in_model(
             model, state, LoadStateDictConfig(weight_mapping=self.mapping, dtype=torch.float32), None
         )
-        if info.mismatched_keys:
-            name, actual, expected = sorted(info.mismatched_keys)[0]
-            raise UserError(
-                "model.shapes_differ",
-                f"{self.files.directory}: {name} has shape {tuple(actual)} in the files but {tuple(expected)} by config.json; "
-                f"the directory mixes two models",
-            )
-        if info.conversion_errors or info.error_msgs:
-            raise UserError(
-                "model.conversion",
-                f"{self.files.directory}: {next(iter([*info.conversion_errors.values(), *info.error_msgs]))}",
-            )
+        mismatches = [
+            f"{name} has shape {tuple(actual)}, not {tuple(shape)}" for name, actual, shape in info.mismatched_keys
+        ]
+        if problems := [*mismatches, *info.conversion_errors.values(), *info.error_msgs]:
+            raise UserError("model.conversion", f"{self.files.directory}: {problems[0]}")
         missing = [
             spec.name
             for spec in (*chain.specs(layer, layer + 1), *chain.constant_specs(layer, layer + 1))
