@@ -2,8 +2,6 @@
 
 transformers derives the size of attention masks from the first cache layer of each kind of attention. On later stages that layer
 belongs to another rank and would be empty; therefore cache layers of other stages count tokens without storing them.
-
-In addition to the adapter with which it was built, a stage can have further adapters; one adapter is active at a time.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ import inspect
 from collections.abc import Sequence
 from copy import deepcopy
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, cycle
 from typing import Any
 
 import torch
@@ -21,17 +19,14 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from hetero_mpi.comm.ranks.world import World
-from hetero_mpi.model.layer.interface import ADAPTER_NAME
+from hetero_mpi.inference.adapter_switch import OPENED, AdapterSwitch
 from hetero_mpi.model.layer.quantize import set_training
 from hetero_mpi.model.stage import Stage
 from hetero_mpi.model.streamed_stage import StreamedStage
 from hetero_mpi.model.transformers.chain import TransformersChain, language
 from hetero_mpi.model.transformers.packed_records import TextStates, depends_on_length, hand_texts, install_expansion
-from hetero_mpi.model.tuning import Tuning, inject
 from hetero_mpi.util.errors import UserError
 
-OPENED = ADAPTER_NAME
-"""Name of the adapter with which the stage was built, if any. The name "" selects no adapter."""
 OWN_CACHE = ("minimax",)
 """Families with a cache class of their own, which cannot be split over stages."""
 _SWITCHING_ROTARY = ("phi3", "phimoe")
@@ -91,6 +86,11 @@ def reason_against_batches(config: PreTrainedConfig, model: nn.Module) -> str | 
     return None
 
 
+def mixes_adapters(config: PreTrainedConfig) -> bool:
+    """Whether texts with different adapters can be packed into one pass; latent attention expands each text's cache separately."""
+    return "kv_lora_rank" not in config.to_dict()
+
+
 def cache_keyword(model: PreTrainedModel) -> str:
     """Return the name of the cache argument of the model's ``forward``; a wrong name would be ignored silently.
 
@@ -143,12 +143,13 @@ class Decoder:
         """
         cache = self._cache(text)
         logit_rows = rows or torch.arange(0, device=x.device)
-        y = self._apply(x, cache.pass_on(x.shape[1]), cache.layers, logit_rows, adapter)
+        self.adapters.turn_to(adapter)
+        y = self._apply(x, cache.pass_on(x.shape[1]), cache.layers, logit_rows)
         return y[0, -rows:].float() if self.stage.is_last else y
 
     @torch.no_grad()
     def step_packed(
-        self, x: torch.Tensor, texts: Sequence[int], lengths: Sequence[int], rows: int, adapter: str = OPENED
+        self, x: torch.Tensor, texts: Sequence[int], lengths: Sequence[int], rows: int, adapters: Sequence[str]
     ) -> torch.Tensor:
         """Process the next tokens of several texts, packed into one sequence of N tokens.
 
@@ -156,6 +157,7 @@ class Decoder:
             x: token ids (1, N) int64 on the first stage, else (1, N, D): those of each text, then padding.
             lengths: number of tokens of each text.
             rows: number of rows of the logits, at least the number of texts.
+            adapters: the adapter of each text.
 
         Returns (1, N, D), or on the last stage fp32 logits (``rows``, V) after each text's last token, then padding.
         """
@@ -164,7 +166,8 @@ class Decoder:
         padding = x.shape[1] - len(positions)
         batch_cache = _BatchCache([cache.layers for cache in caches], [*lengths, padding])
         lasts = [end - 1 for end in accumulate(lengths)] + [0] * (rows - len(texts))
-        y = self._apply(x, [*positions, *[0] * padding], batch_cache, torch.tensor(lasts, device=x.device), adapter)
+        with self.adapters.of_texts(adapters, [*lengths, padding]):
+            y = self._apply(x, [*positions, *[0] * padding], batch_cache, torch.tensor(lasts, device=x.device))
         assert not any(batch_cache.handed)
         return y[0].float() if self.stage.is_last else y
 
@@ -174,9 +177,8 @@ class Decoder:
         return self._caches[text]
 
     def _apply(
-        self, x: torch.Tensor, positions: Sequence[int], cache: DynamicCache, rows: int | torch.Tensor, adapter: str
+        self, x: torch.Tensor, positions: Sequence[int], cache: DynamicCache, rows: int | torch.Tensor
     ) -> torch.Tensor:
-        self.adapters.turn_to(adapter)
         keywords: dict[str, Any] = {"logits_to_keep": rows} if self.stage.is_last else {}
         keywords |= {self._cache_keyword: cache, "position_ids": torch.tensor([positions], device=x.device)}
         return self.stage.apply(x, packed=isinstance(cache, _BatchCache), use_cache=True, **keywords)
@@ -187,6 +189,8 @@ class Decoder:
         They may, because products sum in an order that depends on their number of rows, and because some kernels compute the last
         elements of a tensor, or of a thread's part, differently. Returns the sizes with the bits of ``width`` single tokens, and
         those with the bits of ``_PROMPT_TOKENS`` tokens of prompts; none if that size fails.
+
+        ``adapter``: the text's; the other texts have all adapters in turn, if they can be in its pass.
         """
         stage, generator = self.stage, torch.Generator().manual_seed(0)
         config, experts = stage.model.config, any("expert" in name for name, _ in stage.model.named_modules())
@@ -200,9 +204,10 @@ class Decoder:
         def outputs(size: int, *pieces: torch.Tensor) -> list[torch.Tensor]:
             """Return the outputs of pieces of texts that have one token in their caches."""
             self._caches = {text: deepcopy(cache) for text in range(len(pieces))}
-            lengths = [piece.shape[1] for piece in pieces]
+            lengths, others = [piece.shape[1] for piece in pieces], cycle(names)
+            adapters = [adapter if piece is token or piece is prompt else next(others) for piece in pieces]
             x = torch.cat([*pieces, inputs(size - sum(lengths))], 1)
-            y = self.step_packed(x, [*self._caches], lengths, min(size, width), adapter)
+            y = self.step_packed(x, [*self._caches], lengths, min(size, width), adapters)
             return [*y[: len(pieces)].split(1)] if stage.is_last else [*y.split([*lengths, size - sum(lengths)], 1)]
 
         def is_alike(size: int) -> bool:
@@ -212,22 +217,22 @@ class Decoder:
             pairs = [pair for batch in batches for pair in zip(outputs(size, *batch), batch, strict=False)]
             return all(torch.equal(output, reference) for output, piece in pairs if piece is token)
 
+        names = sorted(self.adapters.names) if mixes_adapters(config) else [adapter]
+        token, prompt, neighbours = inputs(1), inputs(_TRIED_TOKENS), [*inputs(width).split(1, 1)]
         resident = not isinstance(stage, StreamedStage)  # each pass of the others reads all weights
         with self:
             self.step(inputs(1), adapter=adapter)
             cache = self._caches[0]
-            token, neighbours = inputs(1), [*inputs(width).split(1, 1)]
             reference = outputs(width, *[token] * width)[0]
             sizes = [size for size in range(1, width + 1) if width % size == 0 and (resident or size == width)]
             widths = [size for size in sizes if is_alike(size)]
             if width not in widths or experts:
                 return (widths if width in widths else []), []
-            piece = inputs(_TRIED_TOKENS)
-            reference = outputs(_PROMPT_TOKENS, piece)[0]
+            reference = outputs(_PROMPT_TOKENS, prompt)[0]
             longest = getattr(config, "max_position_embeddings", None) or max(_PROMPT_SIZES)
             sizes = [*_PROMPT_SIZES] if resident else [_PROMPT_TOKENS]
             fillers = {size: inputs(min(size - _TRIED_TOKENS, longest - 1)) for size in sizes}
-            prompts = [s for s, filler in fillers.items() if torch.equal(outputs(s, filler, piece)[1], reference)]
+            prompts = [s for s, filler in fillers.items() if torch.equal(outputs(s, filler, prompt)[1], reference)]
             return widths, prompts if _PROMPT_TOKENS in prompts else []
 
 
@@ -307,17 +312,6 @@ def _tensor_bytes(value: Any) -> int:
     return sum(map(_tensor_bytes, inner))
 
 
-def add_adapter(stage: Stage, name: str, tuning: Tuning) -> dict[str, nn.Parameter]:
-    """Add an adapter to a stage; returns its zero-initialised tensors on this stage by their names in adapter files."""
-    assert tuning.adapter is not None and not tuning.parameters
-    modules = tuning.modules_in(stage.first, stage.last)
-    zeros = lambda tensor_name: torch.zeros(tuning.trainable[tensor_name].shape)  # noqa: E731
-    parameters = inject(stage.model, tuning.adapter, modules, [], stage.backend.device, zeros, name)
-    for parameter in parameters.values():
-        parameter.data = parameter.data.to(stage.dtype)
-    return parameters
-
-
 def common_sizes(
     members: World, chain: TransformersChain, decoders: Sequence[Decoder], width: int
 ) -> tuple[list[int], list[int], str]:
@@ -333,23 +327,3 @@ def common_sizes(
     prompts = prompts if takes_pieces(chain.config) else []
     passes = f"in passes of up to {prompts[-1]} tokens" if prompts else "one by one"
     return widths, prompts, f"in batches of up to {width} rows; prompts {passes}"
-
-
-class AdapterSwitch:
-    """Selects the active adapter of a stage."""
-
-    def __init__(self, stage: Stage) -> None:
-        self._modules = [module for module in stage.model.modules() if hasattr(module, "lora_A")]
-        self._now: str | None = None
-
-    @property
-    def names(self) -> set[str]:
-        return {OPENED}.union(*(module.lora_A for module in self._modules))
-
-    def turn_to(self, name: str) -> None:
-        """Activate an adapter, or none for "". Modules for which the adapter has no tensors compute as the base model."""
-        if name != self._now:
-            for module in self._modules:
-                if module.active_adapters != [name]:
-                    module.set_adapter(name)
-            self._now = name

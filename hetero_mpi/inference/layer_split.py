@@ -17,7 +17,7 @@ from hetero_mpi.comm.ranks.world import CollectiveUserError, World
 from hetero_mpi.comm.transport import Transport
 from hetero_mpi.device.backend import DTYPES, Backend
 from hetero_mpi.engine.placement import active_ranks
-from hetero_mpi.inference.decoding import add_adapter
+from hetero_mpi.inference.adapter_switch import add_adapter
 from hetero_mpi.inference.source import GenerateSource, Opened
 from hetero_mpi.inference.writer import Writer
 from hetero_mpi.job.schema import ClusterTable

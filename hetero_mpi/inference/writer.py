@@ -22,7 +22,8 @@ import torch
 from hetero_mpi.comm.ranks.world import CollectiveUserError, World
 from hetero_mpi.comm.transport import Request, Transport
 from hetero_mpi.device.backend import host_bytes
-from hetero_mpi.inference.decoding import OPENED, Decoder, begins_anew_at, common_sizes, takes_pieces
+from hetero_mpi.inference.adapter_switch import OPENED
+from hetero_mpi.inference.decoding import Decoder, begins_anew_at, common_sizes, mixes_adapters, takes_pieces
 from hetero_mpi.inference.sampling import NOT_A_NUMBER, Sampling, Scored, pick, scored
 from hetero_mpi.model.stage import Stage
 from hetero_mpi.model.transformers.chain import TransformersChain
@@ -135,11 +136,12 @@ class _Text:
 
 @dataclass(frozen=True)
 class _Pass:
-    """Input of a stage: a piece of a text, or pieces of several packed texts with the same adapter, and padding."""
+    """Input of a stage: a piece of a text, or pieces of several packed texts, and padding."""
 
     texts: Sequence[int]
     tokens: Sequence[int]
-    adapter: str
+    adapters: Sequence[str]
+    """The adapter of each text."""
     rows: int
     """Number of rows of the logits: of a single text's last tokens, or of packed texts."""
     lengths: Sequence[int] = ()
@@ -195,6 +197,7 @@ class Writer:
             for stage, index in zip(stages, indices, strict=True)
         ]
         self._piece_tokens = piece_tokens if takes_pieces(chain.config) else None
+        self._mixes_adapters = mixes_adapters(chain.config)
 
     def tokens(self, task: Task) -> Iterator[int]:
         """Generate one text; yields its tokens on every active rank. The last one may be a stop token. Collective.
@@ -294,8 +297,8 @@ class Writer:
     def _passes(self, texts: Mapping[int, _Text]) -> list[_Pass]:
         """Plan the passes of a round: pieces of prompts, and single tokens of texts that are being decoded."""
         passes = []
-        by_adapter = sorted(texts.items(), key=lambda item: item[1].task.adapter)  # activates each adapter once
-        for adapter, group in groupby(by_adapter, lambda item: item[1].task.adapter):
+        kind = lambda item: "" if self._mixes_adapters else item[1].task.adapter  # noqa: E731
+        for _, group in groupby(sorted(texts.items(), key=kind), kind):
             singles, prompts = dict[int, list[int]](), dict[int, list[int]]()
             for number, text in group:
                 piece = text.next_piece(self._piece_tokens)
@@ -305,12 +308,14 @@ class Writer:
                     prompts[number] = piece
                 else:
                     rows = max(text.rows, text.is_complete)  # only the last piece's logits choose a token
-                    passes.append(_Pass([number], piece, adapter, rows))
-            passes += self._packed(singles, self.widths, adapter)
-            passes += self._packed(prompts, self.prompt_sizes, adapter)
+                    passes.append(_Pass([number], piece, [text.task.adapter], rows))
+            passes += self._packed(texts, singles, self.widths)
+            passes += self._packed(texts, prompts, self.prompt_sizes)
         return passes
 
-    def _packed(self, pieces: dict[int, list[int]], sizes: Sequence[int], adapter: str) -> Iterator[_Pass]:
+    def _packed(
+        self, texts: Mapping[int, _Text], pieces: dict[int, list[int]], sizes: Sequence[int]
+    ) -> Iterator[_Pass]:
         """Pack the ``pieces`` of texts, by number, into passes of the smallest of ``sizes`` (tokens). Empties ``pieces``."""
         while pieces:
             numbers, total = list[int](), 0
@@ -320,7 +325,8 @@ class Writer:
                     total += len(piece)
             parts, size = [pieces.pop(number) for number in numbers], next(size for size in sizes if size >= total)
             tokens = [token for part in parts for token in part] + [0] * (size - total)
-            yield _Pass(numbers, tokens, adapter, min(size, self.widths[-1]), [*map(len, parts)])
+            adapters = [texts[number].task.adapter for number in numbers]
+            yield _Pass(numbers, tokens, adapters, min(size, self.widths[-1]), [*map(len, parts)])
 
     def _scores(
         self, text: _Text, tokens: Sequence[int], logits: torch.Tensor | None, sent: list[Request]
@@ -365,9 +371,9 @@ class Writer:
             else:
                 x = torch.tensor([part.tokens], device=backend.device) if stage.previous is None else before[index]
             if part.lengths:
-                y = stage.decoder.step_packed(x, part.texts, part.lengths, part.rows, part.adapter)
+                y = stage.decoder.step_packed(x, part.texts, part.lengths, part.rows, part.adapters)
             else:
-                y = stage.decoder.step(x, part.texts[0], part.rows, part.adapter)
+                y = stage.decoder.step(x, part.texts[0], part.rows, part.adapters[0])
             if stage.next is None or stage.next == self.rank:
                 outputs.append(y)
             else:

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from hetero_mpi.data.chat_template import choose_template
 from hetero_mpi.data.tokenizer import own_tokens_only
-from hetero_mpi.inference.decoding import OPENED
+from hetero_mpi.inference.adapter_switch import OPENED
 from hetero_mpi.inference.source import Opened, open_source
 from hetero_mpi.model.files.model_files import GENERATION
 from hetero_mpi.model.transformers.families import read_config

@@ -91,20 +91,20 @@ def served(request: pytest.FixtureRequest, place: Path, base: Path, adapters: di
 def test_requests_are_answered_by_the_adapter_that_they_name(
     served: Served, base: Path, adapters: dict[str, Path], expected: dict[str, list[int]]
 ) -> None:
-    """In one batch as alone: all are peft's answers."""
+    """In one batch as alone, to the bit: all are peft's answers."""
     assert sorted(model.id for model in served.client.models.list().data) == sorted([base.name, *adapters])
     texts = {name: served.tokenizer.decode(tokens, skip_special_tokens=True) for name, tokens in expected.items()}
 
-    def asked(name: str) -> str:
-        answer = served.client.completions.create(model=name, prompt=PROMPT, max_tokens=12, temperature=0)
+    def asked(name: str) -> tuple[str, Any]:
+        answer = served.client.completions.create(model=name, prompt=PROMPT, max_tokens=12, temperature=0, logprobs=2)
         assert answer.model == name
-        return answer.choices[0].text
+        return answer.choices[0].text, answer.choices[0].logprobs
 
     alone = {name: asked(name) for name in texts}
-    assert alone == texts
+    assert {name: text for name, (text, _) in alone.items()} == texts
     with ThreadPoolExecutor(8) as pool:
         names = list(texts) * 3
-        assert list(pool.map(asked, names)) == [texts[name] for name in names]
+        assert list(pool.map(asked, names)) == [alone[name] for name in names]
     with pytest.raises(openai.NotFoundError, match=r"'nobody' .*second"):
         asked("nobody")
 
