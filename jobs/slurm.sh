@@ -12,7 +12,10 @@ export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1
 # The Python of your environment, on a file system that all nodes see. In a heterogeneous job there may be one for each component.
 read -ra PYTHONS <<< "${PYTHONS[*]:-.venv/bin/python}"
 
-command -v "${PYTHONS[0]}" > /dev/null || { echo "$0: ${PYTHONS[0]} does not exist: set PYTHONS to your environment's Python" >&2; exit 2; }
+if ! command -v "${PYTHONS[0]}" > /dev/null; then
+    echo "$0: ${PYTHONS[0]} does not exist: set PYTHONS to your environment's Python" >&2
+    exit 2
+fi
 
 # Run directories go here, each by the name of its job file, unless --run-dir says otherwise: on a file system that all nodes see.
 RUNS=${RUNS:-runs}

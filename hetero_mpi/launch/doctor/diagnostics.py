@@ -63,7 +63,7 @@ KINDS: dict[str, tuple[str, Severity, str, str]] = {
     "no launcher": ("launcher", FAILS, "{error}", ""),
     "other launcher": ("launcher", NOTE, "{path} of {library}: `launch` supports only Open MPI and MPICH",
         "use that launcher directly: MPIEXEC -n 3 python -m hetero_mpi ..."),
-    "ranks": ("launcher", FINE, "{library} started {ranks}, connected to each other", ""),
+    "ranks": ("launcher", FINE, "{library} started {ranks}", ""),
     "answers": ("hosts", FINE, "answered", ""),
     "no answer": ("hosts", FAILS, "{asked}{complaint}", "{remedy}"),
     "loopback": ("names", FAILS, "a loopback address in the list of hosts: on every other host it refers to that host itself",

@@ -71,7 +71,7 @@ def examine_ranks(world: World, options: DoctorOptions) -> tuple[list[Finding], 
         samples = measure_links(world, transport, _MESSAGES_BYTES, _REPEAT_COUNT)
         mesh = mesh_of(world, options.hosts) if options.hosts is not None else None
         through_mesh = verify_mesh(world, transport, mesh) if mesh is not None else []
-    findings = [finding_of("ranks", library=world.library, ranks=world.size)]
+    findings = [finding_of("ranks", library=world.library, ranks=units.plural(world.size, "connected rank"))]
     findings += [finding for check in CHECKS if check is not checks.check_interfaces for finding in check(targets)]
     findings += _interfaces_of(targets)
     findings += through_mesh
