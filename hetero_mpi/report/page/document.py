@@ -95,7 +95,8 @@ def about(run: PastRun) -> str:
         model = run.profile.model
         all_layers = 0, len(model.layers)
         parameters = sum(layer.parameters for layer in model.layers) - shared_parameters(model, *all_layers)
-        facts.append(f"{model.model_type}, {units.count(parameters)} parameters, {model.dtype}")
+        adapter = "" if model.trained_whole else " with the adapter"
+        facts.append(f"{model.model_type}, {units.count(parameters)} parameters{adapter}, {model.dtype}")
     if run.plan is not None and run.profile is not None:
         facts.append(f"{len(run.plan.ranks)} of {units.plural(len(run.profile.devices), 'rank')}")
     done = run.metrics.steps[-1].step if run.metrics.steps else 0
