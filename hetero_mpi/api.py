@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
 _ACTIVE_RUN = threading.Lock()
 """Held during a run or measurement of this program, because two cannot use MPI at the same time."""
+GivenPlan = Plan | PlanReport | str | Path
 
 
 @dataclass(frozen=True, repr=False)
@@ -122,12 +123,10 @@ def profile(job: Job | str | Path, *, reprofile: bool = False) -> ClusterProfile
         return measure(world, _job_or_path(job), reprofile)
 
 
-def plan(
-    job: Job | str | Path, profile: ClusterProfile | str | Path, user_plan: Plan | str | Path | None = None
-) -> PlanReport:
+def plan(job: Job | str | Path, profile: ClusterProfile | str | Path, user_plan: GivenPlan | None = None) -> PlanReport:
     """Find the best plan for a job on a profiled cluster, or check ``user_plan``; return it with its prediction and reasons.
 
-    Pass the result's ``plan`` to ``simulate`` or ``train``. Needs neither MPI nor torch, and is not collective.
+    Pass the result to ``simulate`` or ``train``. Needs neither MPI nor torch, and is not collective.
 
     Raises:
         UserError: If no plan fits, the profile was made for another job, or ``user_plan`` does not match the job.
@@ -135,7 +134,7 @@ def plan(
     return chosen_plan(_question(job, profile), user_plan)
 
 
-def simulate(job: Job | str | Path, plan: Plan | str | Path, profile: ClusterProfile | str | Path) -> Simulation:
+def simulate(job: Job | str | Path, plan: GivenPlan, profile: ClusterProfile | str | Path) -> Simulation:
     """Simulate a step of a plan, as the planner does to compare plans.
 
     Needs neither MPI nor torch, and is not collective.
@@ -163,7 +162,7 @@ def load_run(directory: str | Path) -> PastRun:
 
 def train(
     job: Job | str | Path,
-    plan: Plan | str | Path | None = None,
+    plan: GivenPlan | None = None,
     profile: ClusterProfile | str | Path | None = None,
     resume: str | Path | None = None,
     *,
@@ -220,7 +219,7 @@ def train(
 
 def steps(
     job: Job | str | Path,
-    plan: Plan | str | Path | None = None,
+    plan: GivenPlan | None = None,
     profile: ClusterProfile | str | Path | None = None,
     resume: str | Path | None = None,
     *,
@@ -256,7 +255,7 @@ def _run(
     on_event: OnEvent | None,
     stop: StopRequest | None,
     job: Job | str | Path,
-    plan: Plan | str | Path | None,
+    plan: GivenPlan | None,
     profile: ClusterProfile | str | Path | None,
     resume: str | Path | None,
     run_dir: str | Path | None,

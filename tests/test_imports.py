@@ -47,7 +47,7 @@ for words in (["plan", job, "--profile", profile, "-o", "plan.toml"], ["plan", "
     assert main(words) == 0, words
 report = hetero_mpi.plan(job, profile)
 assert report == hetero_mpi.load_report("plan.toml")
-step = hetero_mpi.simulate(job, report.plan, profile)
+step = hetero_mpi.simulate(job, report, profile)
 assert step.step_s == report.predicted_step_s and step.events and set(step.use) == set(step.busy_s)
 assert all(0 < share <= 1 for share in step.use.values()) and "<table>" in hetero_mpi.load_run(run)._repr_html_()
 assert main(["train", job]) == 2

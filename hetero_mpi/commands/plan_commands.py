@@ -16,7 +16,8 @@ from hetero_mpi.job.plan_request import build_plan_request, micro_batch_choices,
 from hetero_mpi.job.rules import EIGHT_BIT
 from hetero_mpi.planning.analysis.idle_time import idling
 from hetero_mpi.planning.decision.alternatives import losses, what_ifs
-from hetero_mpi.planning.decision.planner import complete_plan, make_plan, request_differences
+from hetero_mpi.planning.decision.planner import complete_plan, make_plan
+from hetero_mpi.planning.decision.rules import difference_lines, request_differences
 from hetero_mpi.planning.outline import outlined
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.cluster_changes import is_packed, with_optimizer, with_wire
@@ -137,7 +138,6 @@ def plan(
     result = outlined(report.plan, question.profile)
     lost = losses(report, best, question.profile, question.request)
     answers = list(what_ifs(best, question.profile, question.request, lost.free_links_s)) if explain else []
-    plan_differences = request_differences(report.plan, question.request) if plan_source is not None else []
     if output is not None:
         with write_errors(output):
             save_plan(report, output)
@@ -154,12 +154,12 @@ def plan(
             "lost": asdict(lost),
             "planner_step_s": None if no_plan_reason else best.predicted_step_s,
             "what_if": [asdict(answer) for answer in answers],
-            "differences": plan_differences,
+            "differences": request_differences(report.plan, question.request) if plan_source is not None else [],
             "remarks": question.remarks,
         }
         return json.dumps(encode(figures, infinity_as_text=True), indent=1)
     lines = costed_plan_lines(report, question.profile, result.use, lost)
-    lines += [line for text in plan_differences for line in wrap_text("The given plan differs from the job: ", text)]
+    lines += difference_lines(report.plan, question.request) if plan_source is not None else []
     if no_plan_reason:
         lines += wrap_text("The planner found no plan: ", no_plan_reason)
     elif plan_source is not None:
@@ -207,6 +207,7 @@ def simulation(
     tokens = units.amount(report.plan.global_batch * length, length)
     return [
         *plan_lines(report, question.profile),
+        *(difference_lines(report.plan, question.request) if plan_source is not None else []),
         *_remark_lines(question),
         *(shared_nic_lines(result.step_s, report.predicted_step_s) if shared_nic else []),
         f"Simulated step: {units.seconds(result.step_s)}, {len(result.events):,} events, {tokens}",
@@ -220,9 +221,7 @@ def profile_list(command: str) -> list[str]:
     """List the shipped profiles and those in the working directory, ``profiles/`` and ``runs/``, one per line."""
     shipped = shipped_profiles()
     files = sorted([*Path().glob("*.toml"), *Path("profiles").glob("*.toml"), *Path("runs").glob("*/profile.toml")])
-    saved = [
-        file.parent if file.parts[0] == "runs" else file for file in files if file.resolve() not in shipped.values()
-    ]
+    saved = [f.parent if f.parts[0] == "runs" else f for f in files if f.resolve() not in shipped.values()]
     paths = {str(path): path for path in saved} | shipped
     lines = [f"Profiles (hetero-mpi {command} --profile NAME):"]
     for name, path in paths.items():
@@ -340,12 +339,12 @@ def uses_dropout(loaded: LoadedJob, config: dict[str, Any]) -> bool:
     return any(rate > 0 for rate in rates) or (loaded.job.adapter.method != "none" and loaded.job.adapter.dropout > 0)
 
 
-def chosen_plan(question: PlanQuestion, plan_source: Plan | str | Path | None) -> PlanReport:
+def chosen_plan(question: PlanQuestion, plan_source: Plan | PlanReport | str | Path | None) -> PlanReport:
     """Return the given plan or plan file after checking it and predicting its cost, or the planner's plan if none is given."""
     if plan_source is None:
         return make_plan(question.profile, question.request)
-    plan = plan_source if isinstance(plan_source, Plan) else load_plan(plan_source)
-    return complete_plan(plan, question.profile, question.request)
+    plan = load_plan(plan_source) if isinstance(plan_source, str | Path) else plan_source
+    return complete_plan(plan.plan if isinstance(plan, PlanReport) else plan, question.profile, question.request)
 
 
 def _model_keys(loaded: LoadedJob) -> dict[str, Any] | None:
@@ -366,6 +365,11 @@ def _model_keys(loaded: LoadedJob) -> dict[str, Any] | None:
 def _differences(loaded: LoadedJob, config: dict[str, Any] | None, profile: ClusterProfile) -> list[str]:
     """Describe each difference between the job and the model for which the profile was made."""
     job, model = loaded.job, profile.model
+    kind = job.model.factory or (config or {}).get("model_type")
+    if kind not in (None, model.model_type):
+        return [
+            f'{"model.factory" if job.model.factory else "model_type"} = "{kind}": the profile has "{model.model_type}"'
+        ]
     problems = []
     if job.data.sequence_length != model.sequence_length:
         problems.append(f"data.sequence_length = {job.data.sequence_length}: the profile has {model.sequence_length}")
@@ -373,9 +377,6 @@ def _differences(loaded: LoadedJob, config: dict[str, Any] | None, profile: Clus
         problems.append(f'train.dtype = "{job.train.dtype}": the profile has "{model.dtype}"')
     if model.optimizer not in ("adamw", job.train.optimizer):
         problems.append(f'train.optimizer = "{job.train.optimizer}": the profile has "{model.optimizer}"')
-    kind = (config or {}).get("model_type")
-    if kind is not None and kind != model.model_type:
-        problems.append(f'model_type = "{kind}": the profile has "{model.model_type}"')
     blocks = next((config[key] for key in BLOCK_KEYS if config and key in config), None)
     if blocks is not None and blocks != len(model.layers) - 2:
         problems.append(f"{units.plural(blocks, 'block')}: the profile has {len(model.layers) - 2}")

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, NamedTuple
 from hetero_mpi.planning.analysis.idle_time import Idling
 from hetero_mpi.planning.durations import Durations, stage_s
 from hetero_mpi.planning.memory import shared_parameters, slices_head
+from hetero_mpi.planning.orders import schedule_title
 from hetero_mpi.planning.schedule import Op
 from hetero_mpi.planning.simulator import SimulatedStep
 from hetero_mpi.planning.types.plan import (
     FROM_DISK,
-    WARM_UP,
     IdleRank,
     PipelinePlan,
     Plan,
@@ -151,23 +151,8 @@ def stages_text(plan: Plan, on: str = "") -> str:
 
 def schedule_text(plan: Plan) -> str:
     """Return the pipelines' schedules, as in ``, schedule 1F1B``, or "" if no pipeline has several stages."""
-    names = dict.fromkeys(_schedule_text(pipeline) for pipeline in plan.pipelines if len(pipeline.stages) > 1)
+    names = dict.fromkeys(schedule_title(pipeline) for pipeline in plan.pipelines if len(pipeline.stages) > 1)
     return f", schedule {' and '.join(names)}" if names else ""
-
-
-def _schedule_text(pipeline: PipelinePlan) -> str:
-    count, last = pipeline.micro_batches, len(pipeline.stages) - 1
-    if pipeline.interleaved:
-        return f"{pipeline.order} ({units.plural(max(map(len, pipeline.stages_of.values())), 'stage')} per rank)"
-    if pipeline.order != WARM_UP:
-        return pipeline.order
-    depths = [min(stage.warm_up, count) for stage in pipeline.stages]
-    classic = [min(last - index, count) for index in range(last + 1)]
-    if min(depths) >= count - 1 and count > 1:
-        name = "GPipe"
-    else:
-        name = "1F1B" if depths == classic else "1F1B with adjusted warm-up depths"
-    return f"{name}, split backward" if pipeline.split_backward else name
 
 
 def idle_lines(idle: Sequence[IdleRank]) -> list[str]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from hetero_mpi.commands import plan_commands
+from hetero_mpi.job.load import job_from_tables
 from hetero_mpi.planning.bounds import fluid_bound_s
 from hetero_mpi.planning.decision.alternatives import AS_INT8, losses, what_ifs
 from hetero_mpi.planning.decision.decide import decide
@@ -126,6 +127,8 @@ def test_a_profile_of_another_adapter_is_refused(folder: Path, rank: int, packed
     assert question.loaded.job.adapter.rank == rank
     with refuses("plan.other_job", "rank = 16" if not packed else "quantization"):
         plan_commands.ask(Path("job.toml"), ("adapter.method=lora",), Path("adapter.toml"))
+    with refuses("plan.other_job", "a:b", "llama"):
+        plan_commands.plan_question(job_from_tables({"model": {"factory": "a:b"}}, "own", "."), profile)
     with refuses("job.invalid", "model.path"):
         plan_commands.ask(None, ("model.pth=a",), Path("adapter.toml"))
 

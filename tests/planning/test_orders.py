@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -9,8 +10,10 @@ from hetero_mpi.planning import orders
 from hetero_mpi.planning.analysis.calibration import drifted_profile
 from hetero_mpi.planning.analysis.replan import ReplanQuestion, answer
 from hetero_mpi.planning.decision.planner import complete_plan, make_plan
+from hetero_mpi.planning.decision.rules import request_differences
 from hetero_mpi.planning.dry_run import validate
 from hetero_mpi.planning.memory import stage_holdings
+from hetero_mpi.planning.orders import SCHEDULES
 from hetero_mpi.planning.schedule import schedule_of
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.plan import Plan
@@ -99,8 +102,26 @@ def test_layers_may_move_from_ranks_that_hold_several_stages() -> None:
     assert sum(stage.last - stage.first for stage in told.report.plan.pipelines[0].stages if stage.ranks == (1,)) < 2
 
 
-def test_an_unknown_order_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [({"order": "zigzag"}, "zigzag"), ({"order": "zbv"}, "zbv"), ({"split_backward": True}, "split_backward")],
+)
+def test_impossible_orders_are_refused(change: dict[str, Any], named: str) -> None:
     plan = make_plan_of((0, 2, 4), (0, 1), 2)
-    plan = replace(plan, pipelines=(replace(plan.pipelines[0], order="zigzag"),))
-    with refuses("plan.invalid"):
+    plan = replace(plan, pipelines=(replace(plan.pipelines[0], **change),))
+    with refuses("plan.invalid", named):
         complete_plan(plan, make_profile(), PlanRequest(2, SEQUENCE, (1,)))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "split", "zbv", NAME])
+def test_a_given_plan_of_another_schedule_differs_from_the_job(schedule: str) -> None:
+    profile = with_split(make_profile((1.0, 1.0)))
+    request = PlanRequest(8, SEQUENCE, (1,), split_choices=(False, True), stages_per_rank=2, schedule=schedule)
+    plan = make_plan(profile, request).plan
+    agreeing = [name for name in SCHEDULES if not request_differences(plan, replace(request, schedule=name))]
+    assert agreeing == ["auto", schedule]
+
+
+def test_the_requested_schedule_is_named_where_times_are_missing() -> None:
+    with refuses("plan.split_times", NAME):
+        make_plan(make_profile(), PlanRequest(2, SEQUENCE, (1,), schedule=NAME))

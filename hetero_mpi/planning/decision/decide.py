@@ -193,10 +193,16 @@ def check_request(profile: ClusterProfile, request: PlanRequest) -> None:
             f"{profile.model.dtype} and at most {max_ranks} can work: a stage holds at least one of the model's "
             f"{len(profile.model.layers)} layers; start fewer ranks",
         )
-    if request.schedule == "split" and not any(may_split(profile, device.rank) for device in profile.devices):
+    require_split_times(profile, request, request.schedule)
+
+
+def require_split_times(profile: ClusterProfile, request: PlanRequest, schedule: str) -> None:
+    """Raise UserError, which names ``schedule``, if the request splits every backward and a rank has no times for that."""
+    usable = [device.rank for device in profile.devices if profile.model.dtype in device.dtypes]
+    if request.schedule == "split" and not all(may_split(profile, rank) for rank in usable):
         raise UserError(
             "plan.split_times",
-            'schedule = "split": the profile has no times for a split backward pass (input_s and weight_s of blocks '
+            f'schedule = "{schedule}": the profile has no times for a split backward pass (input_s and weight_s of blocks '
             "and head), which are measured only if all weights are trained; profile again, or use another schedule",
         )
 

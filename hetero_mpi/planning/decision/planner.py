@@ -15,9 +15,10 @@ from hetero_mpi.planning.decision.decide import (
     has_fitting_plan,
     in_requested_order,
     nearest_searched,
+    require_split_times,
 )
 from hetero_mpi.planning.decision.explain import busiest_text, group_texts, idle_ranks, offload_texts, reasons
-from hetero_mpi.planning.decision.rules import batch_problems, plan_problems
+from hetero_mpi.planning.decision.rules import batch_problems, micro_batch_sizes, plan_problems
 from hetero_mpi.planning.decision.shortage import closest_split, with_hosts_divided
 from hetero_mpi.planning.device_times import host_optimizer_s
 from hetero_mpi.planning.dry_run import validate
@@ -93,6 +94,7 @@ def make_plan(profile: ClusterProfile, request: PlanRequest) -> PlanReport:
 def _make_ordered_plan(profile: ClusterProfile, request: PlanRequest) -> PlanReport:
     """Plan with the closest schedule that the search supports, then convert the plan to the requested one."""
     nearest, name = nearest_searched(request), request.schedule
+    require_split_times(profile, nearest, name)
     report = make_plan(profile, nearest)
     plan = in_requested_order(report.plan, profile, request)
     if plan is None:
@@ -192,42 +194,6 @@ def _tradeoff_sentences(plan: Plan, profile: ClusterProfile) -> Iterator[str]:
         yield f"memory: the states of {model.optimizer} take {units.size(saved)} less than AdamW's moments in fp32, over all ranks"
 
 
-def request_differences(plan: Plan, request: PlanRequest) -> list[str]:
-    """List differences between a given plan and the request that do not prevent the plan from running."""
-    sentences = []
-    if len(plan.pipelines) > request.max_pipelines:
-        sentences.append(f"{len(plan.pipelines)} pipelines: the job allows at most {request.max_pipelines}")
-    stages = [stage for _, _, stage in plan.numbered]
-    if request.streaming == "never" and any(stage.streamed for stage in stages):
-        sentences.append("stages are streamed: the job has plan.offload = false")
-    if not request.groups and plan.leader_of:
-        sentences.append("ranks share stages: the job has plan.tensor_parallel = false")
-    max_stages = max(len(plan.of_rank(rank)) for rank in plan.ranks)
-    if max_stages > request.stages_per_rank:
-        sentences.append(f"{max_stages} stages on a rank: the job allows at most {request.stages_per_rank}")
-    sizes = _sizes(plan, request)
-    for index, pipeline in enumerate(plan.pipelines):
-        where, choices = f"pipelines[{index}]", ", ".join(map(str, sizes))
-        if pipeline.micro_batch not in sizes:
-            sentences.append(f"{where}: micro_batch = {pipeline.micro_batch}: the job allows {choices}")
-        if pipeline.split_backward and True not in request.split_choices:
-            sentences.append(f"{where}: split_backward = true: the job does not allow it")
-        unlike = [i for i, stage in enumerate(pipeline.stages) if stage.recompute not in request.recompute_choices]
-        if unlike:
-            stages_text = ", ".join(map(str, unlike))
-            does = str(pipeline.stages[unlike[0]].recompute).lower()
-            sentences.append(
-                f"{where}: recompute = {does} of stages {stages_text}: this contradicts the job's train.recompute"
-            )
-    return sentences
-
-
-def _sizes(plan: Plan, request: PlanRequest) -> list[int]:
-    """Allowed micro-batch sizes, including larger ones for a single rank or with tensor-parallel groups."""
-    larger = request.alone_micro_batch_choices if plan.leader_of or len(plan.ranks) == 1 else ()
-    return sorted({*request.micro_batch_choices, *larger})
-
-
 def _figures(plan: Plan, profile: ClusterProfile, request: PlanRequest, simulation: SimulatedStep) -> PlanReport:
     return PlanReport(
         plan,
@@ -246,7 +212,7 @@ def _bound_s(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> float
             for d in profile.devices
         )
         return fluid_bound_s(replace(profile, devices=quickest), request)
-    return fluid_bound_s(profile, replace(request, micro_batch_choices=tuple(_sizes(plan, request))))
+    return fluid_bound_s(profile, replace(request, micro_batch_choices=tuple(micro_batch_sizes(plan, request))))
 
 
 MAX_NAMED_RANKS = 6

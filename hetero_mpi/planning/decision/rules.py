@@ -4,12 +4,14 @@ import itertools
 import math
 from collections.abc import Iterator
 
-from hetero_mpi.planning.orders import INTERLEAVINGS, ORDERS
+from hetero_mpi.planning.orders import INTERLEAVINGS, ORDERS, follows, schedule_title
+from hetero_mpi.planning.tables import may_split
 from hetero_mpi.planning.types.cost import ModelCost
 from hetero_mpi.planning.types.plan import WARM_UP, PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.util import units
+from hetero_mpi.util.terminal import wrap_text
 
 
 def plan_problems(plan: Plan, profile: ClusterProfile) -> Iterator[str]:
@@ -28,15 +30,17 @@ def _chain_problems(plan: Plan, profile: ClusterProfile) -> Iterator[str]:
     for index, pipeline in enumerate(plan.pipelines):
         if pipeline.order not in ORDERS:
             yield f"pipelines[{index}].order = {pipeline.order!r}: must be one of {', '.join(ORDERS)}"
-        expected = 0
+        elif pipeline.order in INTERLEAVINGS and not pipeline.interleaved:
+            yield f"pipelines[{index}].order = {pipeline.order!r}: for several stages per rank; with one, use {WARM_UP!r}"
+        expected, max_depth = 0, pipeline.micro_batches if pipeline.micro_batch > 0 else math.inf
         for number, stage in enumerate(pipeline.stages):
             where = f"pipelines[{index}].stages[{number}]"
             if stage.first != expected or stage.last <= stage.first:
                 yield (
                     f"{where} holds layers [{stage.first}, {stage.last}): it must begin with layer {expected} and hold at least one"
                 )
-            if stage.warm_up < 0:
-                yield f"{where}.warm_up = {stage.warm_up}: must not be negative"
+            if not 0 <= stage.warm_up <= max_depth:
+                yield f"{where}.warm_up = {stage.warm_up}: must be 0 to {max_depth} (micro-batches of the pipeline)"
             if stage.slice_sequences is not None and stage.slice_sequences < 1:
                 yield f"{where}.slice_sequences = {stage.slice_sequences}: must be at least 1"
             slices = stage.slices(pipeline.micro_batch) * stage.streamed
@@ -66,6 +70,8 @@ def _rank_problems(plan: Plan, profile: ClusterProfile) -> Iterator[str]:
                 yield from _reuse(f"{where} again", plan.pipelines[index], used[rank][0] == index, stage, used[rank][1])
             elif profile.model.dtype not in profile.devices[rank].dtypes:
                 yield f"{where}, whose device does not support {profile.model.dtype}"
+            elif plan.pipelines[index].split_backward and stage.first > 0 and not may_split(profile, rank):
+                yield f"{where}, for which the profile has no times of a split backward (input_s, weight_s): remove split_backward"
             used[rank] = index, stage
 
 
@@ -119,6 +125,49 @@ def _mask_problems(plan: Plan, sequences: int) -> Iterator[str]:
                 f"job draws dropout masks for {sequences} at a time, in every plan. Set micro_batch = {sequences} there, "
                 f"without slice_sequences, and shares that are multiples of {sequences}{change}"
             )
+
+
+def request_differences(plan: Plan, request: PlanRequest) -> list[str]:
+    """List differences between a given plan and the request that do not prevent the plan from running."""
+    sentences = []
+    if len(plan.pipelines) > request.max_pipelines:
+        sentences.append(f"{len(plan.pipelines)} pipelines: the job allows at most {request.max_pipelines}")
+    stages = [stage for _, _, stage in plan.numbered]
+    if request.streaming == "never" and any(stage.streamed for stage in stages):
+        sentences.append("stages are streamed: the job has plan.offload = false")
+    if not request.groups and plan.leader_of:
+        sentences.append("ranks share stages: the job has plan.tensor_parallel = false")
+    max_stages = max(len(plan.of_rank(rank)) for rank in plan.ranks)
+    if max_stages > request.stages_per_rank:
+        sentences.append(f"{max_stages} stages on a rank: the job allows at most {request.stages_per_rank}")
+    sizes = micro_batch_sizes(plan, request)
+    for index, pipeline in enumerate(plan.pipelines):
+        where, choices = f"pipelines[{index}]", ", ".join(map(str, sizes))
+        if pipeline.micro_batch not in sizes:
+            sentences.append(f"{where}: micro_batch = {pipeline.micro_batch}: the job allows {choices}")
+        if pipeline.split_backward and True not in request.split_choices:
+            sentences.append(f"{where}: split_backward = true: the job does not allow it")
+        if not follows(pipeline, request.schedule):
+            sentences.append(f'{where}: {schedule_title(pipeline)}: the job has plan.schedule = "{request.schedule}"')
+        unlike = [i for i, stage in enumerate(pipeline.stages) if stage.recompute not in request.recompute_choices]
+        if unlike:
+            stages_text = ", ".join(map(str, unlike))
+            does = str(pipeline.stages[unlike[0]].recompute).lower()
+            sentences.append(
+                f"{where}: recompute = {does} of stages {stages_text}: contradicts the job's train.recompute"
+            )
+    return sentences
+
+
+def difference_lines(plan: Plan, request: PlanRequest) -> list[str]:
+    texts = request_differences(plan, request)
+    return [line for text in texts for line in wrap_text("The given plan differs from the job: ", text)]
+
+
+def micro_batch_sizes(plan: Plan, request: PlanRequest) -> list[int]:
+    """Allowed micro-batch sizes, including larger ones for a single rank or with tensor-parallel groups."""
+    larger = request.alone_micro_batch_choices if plan.leader_of or len(plan.ranks) == 1 else ()
+    return sorted({*request.micro_batch_choices, *larger})
 
 
 def group_problems(number: int, stage: StagePlan, plan: Plan, profile: ClusterProfile) -> Iterator[str]:

@@ -8,7 +8,9 @@ order for ranks with several stages defines ``interleaving`` instead, which retu
 from collections.abc import Iterable, Mapping
 from typing import Protocol, cast
 
+from hetero_mpi.planning.orders.warm_up import scheduled_depths
 from hetero_mpi.planning.types.plan import WARM_UP, PipelinePlan
+from hetero_mpi.util import units
 from hetero_mpi.util.plug_ins import plug_in, plug_in_names
 
 
@@ -65,3 +67,30 @@ SCHEDULES = {
     **{name: (order.__doc__ or "").split("\n")[0].rstrip(".") for name, order in OTHER_ORDERS.items()},
 }
 """Values of a request's ``schedule`` with descriptions; the first four use ``warm_up`` with different depths."""
+
+
+def follows(pipeline: PipelinePlan, schedule: str) -> bool:
+    """Whether a pipeline runs the ``schedule``. A single stage runs any; all pipelines run ``auto``."""
+    if schedule == "auto" or len(pipeline.stages) == 1:
+        return True
+    if pipeline.order != WARM_UP or schedule in OTHER_ORDERS:
+        return pipeline.order == schedule
+    return _has_depths_of(schedule, pipeline) and pipeline.split_backward == (schedule == "split")
+
+
+def _has_depths_of(schedule: str, pipeline: PipelinePlan) -> bool:
+    """Compare warm-up depths; the last micro-batch goes forward just before backward begins, at any larger depth too."""
+    depths, most = [stage.warm_up for stage in pipeline.stages], pipeline.micro_batches - 1
+    scheduled = scheduled_depths(schedule, len(depths), pipeline.micro_batches)
+    return all(min(depth, most) == min(other, most) for depth, other in zip(depths, scheduled, strict=True))
+
+
+def schedule_title(pipeline: PipelinePlan) -> str:
+    """Name the schedule of a pipeline of several stages, as in ``1F1B with adjusted warm-up depths, split backward``."""
+    if pipeline.interleaved:
+        return f"{pipeline.order} ({units.plural(max(map(len, pipeline.stages_of.values())), 'stage')} per rank)"
+    if pipeline.order != WARM_UP:
+        return pipeline.order
+    name = "1F1B" if _has_depths_of("1f1b", pipeline) else "1F1B with adjusted warm-up depths"
+    name = "GPipe" if name != "1F1B" and _has_depths_of("gpipe", pipeline) else name
+    return f"{name}, split backward" if pipeline.split_backward else name

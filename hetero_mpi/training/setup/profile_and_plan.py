@@ -261,18 +261,21 @@ def _given_plan(
     context: RunContext, user_plan: Path | Plan, profile: ClusterProfile, request: PlanRequest
 ) -> PlanReport:
     from hetero_mpi.planning.decision.planner import complete_plan
+    from hetero_mpi.planning.decision.rules import difference_lines
 
     plan = user_plan if isinstance(user_plan, Plan) else load_plan(user_plan)
     try:
         if profile.model.heads is None:  # no shares would do: the reason is a setting of the job, or the model
             require_divisible(context.chain, context.tuning, plan)
-        return complete_plan(plan, profile, request)
+        report = complete_plan(plan, profile, request)
     except UserError as error:
         which = "the given plan" if isinstance(user_plan, Plan) else user_plan
         raise UserError(
             "plan.other_job",
             f"{which} does not fit this job on these ranks:\n{error}\nCorrect it, or omit --plan to plan again",
         ) from None
+    say(*difference_lines(plan, request))
+    return report
 
 
 def _check_fits(profile: ClusterProfile, path: str, subject: BenchmarkSpec, ranks: int) -> None:

@@ -353,6 +353,8 @@ def test_hand_written_plans_with_a_wrong_batch_depth_or_too_little_memory() -> N
         complete_plan(replace(plan, pipelines=(replace(plan.pipelines[0], sequences=3),)), profile, request)
     with refuses("schedule.deadlock"):
         complete_plan(make_plan_of((0, 2, 4), (0, 1), 4, (0, 2)), profile, request)
+    with refuses("plan.invalid", "warm_up = 5"):
+        complete_plan(make_plan_of((0, 2, 4), (0, 1), 4, (5, 0)), profile, request)
     small = make_profile((1.0, 1.0), memory_bytes=(10_000_000, 1000))
     with refuses("memory.exceeded", "rank 1"):
         complete_plan(plan, small, request)
