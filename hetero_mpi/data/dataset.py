@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import mmap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -272,6 +272,7 @@ class Samples:
         self.train, self.held_out = shares(count, held_out if evaluation is None else 0, seed)
         if evaluation is not None:
             self.held_out = permutation(len(evaluation), seed, HELD_OUT_STREAM)
+        self.shapes = [array.shape for array in self.first()]
 
     def first(self) -> list[Array]:
         """Return [input, target] of the first sample."""
@@ -279,13 +280,13 @@ class Samples:
 
     def batch(self, step: int, global_batch: int, smaller: bool = False) -> Batch:
         numbers = self.train[batch_indices(step, global_batch, len(self.train), self._seed, smaller=smaller)]
-        return _gather_samples(self._data, numbers)
+        return gather_samples(self._data, numbers, self.shapes)
 
     def held_out_batches(self, batch: int, limit: int | None = None) -> Iterator[Batch]:
         source = self._data if self._evaluation is None else self._evaluation
         numbers = self.held_out[:limit]
         for first in range(0, len(numbers), batch):
-            yield _gather_samples(source, numbers[first : first + batch])
+            yield gather_samples(source, numbers[first : first + batch], self.shapes)
 
     def unigram_entropy(self) -> float | None:
         """Return None, since the targets need not be tokens."""
@@ -310,7 +311,7 @@ DataSource = Dataset | Samples
 
 
 def pair(source: Sequence[Any], number: int) -> tuple[Array, Array]:
-    """Return a sample as two arrays. Raises UserError if it is not a pair of numeric arrays."""
+    """Return a sample as two arrays. Raises UserError if it is not a pair of numeric arrays, or its input is not finite."""
     sample = source[number]
     if not isinstance(sample, (tuple, list)) or len(sample) != 2:
         raise UserError(
@@ -324,18 +325,25 @@ def pair(source: Sequence[Any], number: int) -> tuple[Array, Array]:
                 f"a sample's {what} must be an array of numbers; the {what} of sample {number} is a {type(sample[0]).__name__} "
                 f"({array.dtype})",
             )
+    if not np.isfinite(arrays[0]).all():
+        raise UserError(
+            "samples.not_finite",
+            f"the input of sample {number} contains NaN or infinite values; remove or replace them in the factory's data",
+        )
     return arrays
 
 
-def _gather_samples(source: Sequence[Any], numbers: Indices) -> Batch:
-    pairs = [pair(source, int(number)) for number in numbers]
-    for what, arrays in zip(("input", "target"), zip(*pairs, strict=True), strict=True):
-        for number, array in zip(numbers, arrays, strict=True):
-            if array.shape != arrays[0].shape:
+def gather_samples(source: Sequence[Any], numbers: Iterable[int], shapes: Sequence[tuple[int, ...]]) -> Batch:
+    """Return a batch of samples. Raises UserError if the shape of an input or target is not that of the first sample."""
+    pairs = []
+    for number in map(int, numbers):
+        pairs.append(pair(source, number))
+        for what, array, shape in zip(("input", "target"), pairs[-1], shapes, strict=True):
+            if array.shape != shape:
                 raise UserError(
                     "samples.shapes",
-                    f"all samples must have the same shape: the {what} of sample {int(numbers[0])} is {arrays[0].shape}, that of "
-                    f"{int(number)} is {array.shape}; crop or pad them in the factory's data",
+                    f"all samples must have the same shape: the {what} of sample 0 is {shape}, that of {number} is {array.shape}; "
+                    f"crop or pad them in the factory's data",
                 )
     return Batch(np.stack([x for x, _ in pairs]), np.stack([y for _, y in pairs]), len(pairs))
 

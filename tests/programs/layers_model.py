@@ -167,6 +167,15 @@ def looks_around() -> hetero_mpi.LayeredModel:
     return _model({**layers(), "flat": lambda: nn.Sequential(Centred(), nn.Flatten())})
 
 
+def unequal() -> hetero_mpi.LayeredModel:
+    samples = [(np.zeros(8 + number // 39, np.float32), 0) for number in range(40)]
+    return hetero_mpi.LayeredModel(layers(), loss, data=lambda: samples)
+
+
+def not_finite() -> hetero_mpi.LayeredModel:
+    return hetero_mpi.LayeredModel(layers(), loss, data=lambda: [(np.full(8, np.nan, np.float32), 0)] * 40)
+
+
 def mean_loss() -> hetero_mpi.LayeredModel:
     return _model(layers(), nn.functional.cross_entropy)
 

@@ -287,6 +287,8 @@ WRONG = {
     "in_place": "layer 'pool' changes its input in place",
     "looks_around": "layer 'flat' gives a different output for a sample if the batch contains other samples",
     "mean_loss": 'use reduction="sum"',
+    "unequal": "sample 39",
+    "not_finite": "sample 0",
     "built_already": "layer '0' is a Flatten: pass a function that builds it",
     "outside": "layer '0' was built outside its builder: parameter 0.weight is the same tensor on every call",
     "copied": "layer '0' has different initial values than on rank 0 (0.weight)",

@@ -13,14 +13,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hetero_mpi.comm.ranks.world import World
-from hetero_mpi.data.dataset import Samples, pair
+from hetero_mpi.data.batch import Batch
+from hetero_mpi.data.dataset import Samples, gather_samples
 from hetero_mpi.device.backend import host_bytes
 from hetero_mpi.job.load import LoadedJob
 from hetero_mpi.model.custom.custom_chain import (
@@ -49,8 +48,8 @@ def read_factory(loaded: LoadedJob) -> tuple[dict[str, Any], Samples]:
     data = _data(loaded, "data", model.data)
     evaluation = _data(loaded, "evaluation", model.evaluation) if model.evaluation is not None else None
     samples = Samples(data, evaluation, job.data.evaluation_fraction, job.train.seed)
-    pairs = pair(data, 0), pair(data, len(data) - 1)
-    shapes = checked_layers(model, pairs, job.train.seed)
+    ends = gather_samples(data, (0, len(data) - 1), samples.shapes)
+    shapes = checked_layers(model, ends, job.train.seed)
     layers = [asdict(shape) for shape in shapes]
     keys = {"factory": job.model.factory, "digest": digest, "existing": model.existing, "layers": layers}
     return keys, samples
@@ -201,15 +200,14 @@ def _key(loaded: LoadedJob) -> str:
 
 _MAX_DIFFERENCE_RATIO = 1e-4
 """Maximum relative difference at which results count as equal."""
-Pair = tuple[NDArray[Any], NDArray[Any]]
 
 
-def checked_layers(model: LayeredModel, pairs: tuple[Pair, Pair], seed: int) -> tuple[LayerShape, ...]:
-    """Inspect all layers and the loss; returns a description of each layer. Raises UserError if one breaks a rule."""
+def checked_layers(model: LayeredModel, samples: Batch, seed: int) -> tuple[LayerShape, ...]:
+    """Inspect all layers and the loss on two samples; returns each layer's description. Raises UserError if one breaks a rule."""
     _check_names(model)
     if model.existing:
         check_not_shared(model)
-    x, targets = (as_input(np.stack(arrays)) for arrays in zip(*pairs, strict=True))
+    x, targets = as_input(samples.tokens), as_input(samples.targets)
     shapes = []
     names = list(model.named_layers())
     for name, builder in model.named_layers().items():
@@ -232,6 +230,11 @@ def checked_layers(model: LayeredModel, pairs: tuple[Pair, Pair], seed: int) -> 
         raise UserError(
             "custom.loss",
             'LayeredModel.loss must return a scalar tensor: the sum of the samples\' losses (reduction="sum")',
+        )
+    if not torch.isfinite(total):
+        raise UserError(
+            "custom.loss",
+            f"LayeredModel.loss is {float(total)} for the data's first and last sample: check their targets, and that it masks NaN",
         )
     if not _all_close(total, single[0] + single[1]):
         raise UserError(
