@@ -101,7 +101,7 @@ def _instead_of_command(word: str) -> str:
     kinds = {".toml": f"train {word}", ".py": "its own command: mpirun -np N python " + word}
     kinds |= dict.fromkeys((".yml", ".yaml", ".json", ".sh"), f"init --from {word}")
     if word.startswith(("python", "hetero-mpi", "hetero_mpi")):
-        return "; leave out the program, and write only the command: train JOB"
+        return "; write only a command of hetero-mpi: train JOB; or start a script with mpirun -np N python SCRIPT"
     return f"; write {kinds[Path(word).suffix]}" if Path(word).suffix in kinds else ""
 
 

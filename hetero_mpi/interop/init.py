@@ -5,12 +5,14 @@ import glob
 import shlex
 import shutil
 import sys
+from itertools import takewhile
 from pathlib import Path
 
 from hetero_mpi.job.load import LoadedJob, load_job
 from hetero_mpi.util.disk import write_errors
 from hetero_mpi.util.errors import UserError
 from hetero_mpi.util.shipped import shipped_folder
+from hetero_mpi.util.terminal import wrap_text
 
 SLURM = "slurm"
 REFERENCE = "reference.toml"
@@ -32,7 +34,7 @@ def init(name: str | None, directory: Path, source: Path | None = None, gpus: in
         width = max(map(len, _names()))
         return [
             "Example jobs (init NAME [DIR]):",
-            *(f"  {name:<{width}}  {_purpose(name)}" for name in _names()),
+            *(line for name in _names() for line in wrap_text(f"  {name:<{width}}  ", _purpose(name))),
             "All keys of a job: `hetero-mpi reference`.",
             "Convert a config of axolotl, LLaMA-Factory or TRL: `hetero-mpi init --from FILE`.",
         ]
@@ -41,7 +43,7 @@ def init(name: str | None, directory: Path, source: Path | None = None, gpus: in
     if existing:
         rule = f"already exists, and init does not overwrite files; choose another directory (init {name} DIR), or move it away"
         raise UserError("init.exists", f"{', '.join(map(str, existing))}: {rule}")
-    lines = []
+    lines = [*wrap_text("", _purpose(name)), "Copied:"]
     for path in [*job_files, *inputs]:
         target = directory / "jobs" / path
         with write_errors(target, f"choose another directory: init {name} DIR"):
@@ -50,7 +52,7 @@ def init(name: str | None, directory: Path, source: Path | None = None, gpus: in
                 shutil.copyfile(shipped_folder("jobs") / path, target)
         lines.append(f"  {target}{' (already exists, unchanged)' if exists else ''}")
     cd = [] if directory == Path() else [f"  cd {shlex.quote(str(directory))}"]
-    return [_purpose(name), "Copied:", *lines, "Then:", *cd, *(f"  {line}" for line in _commands(name, inputs))]
+    return [*lines, "Then:", *cd, *(f"  {line}" for line in _commands(name, inputs))]
 
 
 def _names() -> list[str]:
@@ -59,11 +61,12 @@ def _names() -> list[str]:
 
 
 def _purpose(name: str) -> str:
-    """Return the first comment of a job file, which states its purpose."""
+    """Return the first sentence of a job file's first comment, which states its purpose."""
     if name == SLURM:
         return "Batch scripts for SLURM: one node, several nodes, mixed nodes, job arrays (docs/slurm.md)."
     text = (shipped_folder("jobs") / f"{name}.toml").read_text(encoding="utf-8")
-    return text.partition("\n")[0].removeprefix("# ").rstrip(":;")
+    prose = takewhile(lambda line: line.startswith("# ") and not line.startswith("#  "), text.splitlines())
+    return " ".join(line.removeprefix("# ") for line in prose).partition(". ")[0].rstrip(".:;") + "."
 
 
 def _files(name: str) -> tuple[list[Path], list[Path]]:

@@ -19,7 +19,7 @@ _LOSS_WINDOW_RATIO = 0.05
 """The loss is averaged over this last fraction of the tokens."""
 _TOO_FEW = "too few steps"
 _MAX_RUN_COLUMNS = 4
-"""Maximum number of compared runs that have a column each; more have a row each."""
+"""Maximum number of compared runs that always have a column each; more have a row each if that takes fewer columns."""
 _IRRELEVANT = {("output", "run_dir")}
 
 
@@ -31,8 +31,8 @@ def comparison_lines(runs: Sequence[PastRun]) -> list[str]:
 
 
 def comparison_table(rows: Sequence[tuple[str, ...]]) -> Sequence[tuple[str, ...]]:
-    """Arrange rows with a column per run so that more than ``_MAX_RUN_COLUMNS`` runs have a row each."""
-    return list(zip(*rows, strict=True)) if len(rows[0]) > _MAX_RUN_COLUMNS + 1 else rows
+    """Arrange rows with a column per run so that more than ``_MAX_RUN_COLUMNS`` runs have a row each, unless rows are more."""
+    return list(zip(*rows, strict=True)) if len(rows[0]) > max(_MAX_RUN_COLUMNS + 1, len(rows)) else rows
 
 
 def comparison_rows(runs: Sequence[PastRun]) -> list[tuple[str, ...]]:

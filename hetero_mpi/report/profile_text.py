@@ -74,7 +74,7 @@ def measured_lines(profile: ClusterProfile) -> list[str]:
     if links := profile.described_links():
         text += f"; links take {least_most([link.latency_s for link in links], units.seconds)}, "
         text += f"{units.bandwidth(min(link.bytes_per_s for link in links))} or more"
-    lines = wrap_text(f"{profile.source.capitalize()}: ", text)
+    lines = wrap_text(f"{units.capitalise(profile.source)}: ", text)
     return lines + [line for note in profile.notes if profile.emulated for line in wrap_text("  ", note)]
 
 
@@ -140,7 +140,7 @@ def inspection_lines(profile: ClusterProfile, every: bool = False) -> list[str]:
         devices = devices[:MAX_CURVE_DEVICES]
     for ranks, device in devices:
         name = f"{device.name} ({device.backend}), {units.size(device.memory_bytes)} usable"
-        lines += ["", *wrap_text("", f"{units.ranks(ranks).capitalize()}: {name}")]
+        lines += ["", *wrap_text("", f"{units.capitalise(units.ranks(ranks))}: {name}")]
         lines += _curve_table(device, profile.model.sequence_length).lines()
         lines.append(f"  forward, backward: of so many {units.unit_of(profile.model.sequence_length)}, as plans assume")
         if any(times.recompute_s or times.input_s for times in device.layers.values()):

@@ -118,6 +118,11 @@ def plural(number: int, noun: str) -> str:
     return f"{number:,} {noun}{ending}"
 
 
+def capitalise(text: str) -> str:
+    """Begin ``text`` with a capital, without changing other letters as ``str.capitalize`` does."""
+    return text[:1].upper() + text[1:]
+
+
 def shorten(text: str, max_characters: int = 26) -> str:
     """Truncate ``text`` to ``max_characters``, with an ellipsis."""
     return text if len(text) <= max_characters else text[: max_characters - 3].rstrip() + "..."

@@ -72,6 +72,7 @@ def test_names_are_listed_and_guessed(capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["init"]) == 0
     printed = capsys.readouterr().out
     assert all(f"\n  {name} " in printed for name in [*JOBS, "slurm"])
+    assert init._purpose("moe_small").endswith("over two ranks."), "a sentence of two lines"
     with refuses("init.unknown_job", "quikstart", "quickstart"):
         init.init("quikstart", Path())
 

@@ -67,7 +67,7 @@ class Outcome:
     problem: str = ""
 
     def sentence(self, best_s: float) -> str:
-        """Compare with a step of ``best_s`` seconds, for example ``one pipeline instead of 2: 1.20x slower (492 ms per step)``."""
+        """Compare with a step of ``best_s`` seconds, for example ``equal shares of the batch: 1.20x slower (492 ms per step)``."""
         if self.step_s is None:
             return f"{self.change}: does not fit in memory"
         times = f"{units.ratio(self.step_s, best_s):.2f}"
@@ -153,7 +153,9 @@ def alternative_outcomes(decision: Decision, profile: ClusterProfile, request: P
             yield Alternative(name, profile, request, plans).plan_again()
     if count > 1 and decision.one_pipeline_s is not None and request.allow_idle:
         step_s = decision.one_pipeline_s if decision.one_pipeline_s < math.inf else None
-        yield Outcome(f"one pipeline instead of {decision.plan.replicas}", step_s)
+        most = max(request.micro_batch_choices)
+        limit = f" with micro-batches of at most {most}" * (most < max(request.alone_micro_batch_choices, default=0))
+        yield Outcome(f"one pipeline{limit} instead of {decision.plan.replicas}", step_s)
 
 
 def _alternative_pipelines(

@@ -308,7 +308,7 @@ def plan(run: PastRun) -> Section:
     if run.report is None:
         return Section("Plan and reasons")
     stages = stage_table(run.report.plan, run.profile, (), lambda device: f"{device.name}, {device.host}")
-    note = f"{stage_note(run.report.plan, run.profile).capitalize()}.".removeprefix(".")
+    note = f"{units.capitalise(stage_note(run.report.plan, run.profile))}.".removeprefix(".")
     points = _reasons(run.report)
     if run.report.alone is not None and run.profile is not None and len(run.profile.devices) > 1:
         worth = worth_adding([run.report.alone], run.report, run.profile, run.median_step_s())
@@ -318,7 +318,7 @@ def plan(run: PastRun) -> Section:
 
 def _reasons(report: PlanReport) -> list[str]:
     points = [f"Predicted: {headline(report)}.", f"Plan: {stages_text(report.plan)}."]
-    return points + [line[:1].upper() + line[1:] for line in (*report.reasons, *idle_lines(report.idle))]
+    return points + [units.capitalise(line) for line in (*report.reasons, *idle_lines(report.idle))]
 
 
 def checkpoints(run: PastRun) -> Section:
