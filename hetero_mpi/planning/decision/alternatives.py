@@ -7,7 +7,7 @@ memory (losses), and changes that make a model fit (``planner.remedies``).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -24,6 +24,7 @@ from hetero_mpi.planning.search.memory_fit import Fitter, with_recompute
 from hetero_mpi.planning.search.search import MAX_RANKS_WITHOUT_LAYOUTS, Decision
 from hetero_mpi.planning.tables import rank_classes
 from hetero_mpi.planning.types.cluster_changes import (
+    renumbered,
     restricted,
     with_copy_of,
     with_faster_links,
@@ -52,6 +53,8 @@ MIN_NOMINAL_RATIO = 0.75
 MAX_NAMED_LINKS = 6
 MAX_NAMED_RANKS = 8
 """Maximum number of links, and of ranks, named in what-if alternatives."""
+MIN_SEARCHED_RATIO = 0.02
+"""Minimum gain of all links together for which plans are searched with one link faster; the plan is timed otherwise."""
 MIN_STEP_CHANGE_RATIO = 0.0005
 """Step times that differ by no more than this ratio count as equal."""
 MIN_LIMITING_RATIO = 0.1
@@ -85,7 +88,7 @@ class Alternative:
     plans: tuple[Plan, ...] | None = None
     """Candidate plans, of which the fastest that fits is chosen; None runs the planner."""
     known_plan: Plan | None = None
-    """A plan known to fit, as the brief search may not find a plan that is as fast."""
+    """A plan known to fit, as the search near a plan may not find a plan that is as fast."""
     settings: tuple[str, ...] = ()
     """Job settings that make the change."""
     estimated: str = ""
@@ -116,7 +119,7 @@ class Alternative:
 
     def _step_s(self) -> float | None:
         if self.plans is None:
-            decision = _fastest(self.profile, self.request)
+            decision = fastest(self.profile, self.request)
             seconds = [decision.step_s] if decision is not None else []
             seconds += [outlined(self.known_plan, self.profile).step_s] if self.known_plan is not None else []
             return min(seconds, default=None)
@@ -126,14 +129,15 @@ class Alternative:
         return min((fitter.step_s(plan) for plan in filed if fitter.holds(plan)), default=None)
 
 
-def _fastest(profile: ClusterProfile, request: PlanRequest) -> Decision | None:
-    return fastest(profile, replace(request, brief=True))
-
-
-def near(plan: Plan, request: PlanRequest) -> PlanRequest:
-    """A brief request for plans with about as many pipelines as ``plan``."""
-    count = len(plan.pipelines)
-    return replace(request, brief=True, pipeline_counts=tuple(range(count - 1, count + 2)))
+def near(plans: Sequence[Plan], request: PlanRequest, without: int | None = None) -> PlanRequest:
+    """A request for plans like ``plans`` on the same ranks, or on those that remain ``without`` one of them."""
+    is_streamed = any(stage.streamed for _, _, stage in plans[0].numbered)
+    if without is not None:
+        ranks = range(1 + max(max(plan.ranks) for plan in plans))
+        others = [-1 if rank == without else rank - (rank > without) for rank in ranks]
+        plans = [renumbered(plan, others) for plan in plans]
+    streaming = "never" if without is None and not is_streamed else request.streaming
+    return replace(request, thorough=False, streaming=streaming, near=tuple(plans))
 
 
 # Reasons: alternative plans
@@ -218,14 +222,22 @@ def what_ifs(
         planned: plan for the unchanged cluster.
         free_links_s: ``Losses.free_links_s`` if known; if even free links gain nothing, faster links are not planned for.
     """
-    request = near(planned.plan, request)
+    plans = planned.plan, *planned.similar
+    nearby = near(plans, request)
     unchanged, model = planned.predicted_step_s <= free_links_s * (1 + MIN_STEP_CHANGE_RATIO), profile.model
-    for name, faster in _faster_link_profiles(planned.plan, profile):
-        faster_links = Alternative(name, faster, request, known_plan=planned.plan)
-        yield Outcome(name, planned.predicted_step_s) if unchanged else faster_links.plan_again()
+    faster_links = [
+        Alternative(name, faster, nearby, known_plan=planned.plan)
+        for name, faster in _faster_link_profiles(planned.plan, profile)
+    ]
+    outcomes = [] if unchanged else [alternative.plan_again() for alternative in faster_links[-1:]]
+    matters = any((outcome.step_s or 0.0) < planned.predicted_step_s * (1 - MIN_SEARCHED_RATIO) for outcome in outcomes)
+    for alternative in faster_links[: -1 if outcomes else None]:
+        kept = outlined(planned.plan, alternative.profile if not unchanged else profile).step_s
+        yield alternative.plan_again() if matters else Outcome(alternative.name, kept)
+    yield from outcomes
     if not unchanged and model.wire is None and model.sequence_length > 1:  # a language model
-        yield Alternative(AS_INT8, with_wire(profile, INT8), request, known_plan=planned.plan).plan_again()
-    for alternative in _cluster_alternatives(planned.plan, profile, request):
+        yield Alternative(AS_INT8, with_wire(profile, INT8), nearby, known_plan=planned.plan).plan_again()
+    for alternative in _cluster_alternatives(plans, profile, request):
         yield alternative.plan_again()
 
 
@@ -261,21 +273,25 @@ def link_pairs(plan: Plan) -> list[tuple[int, int]]:
     return list(dict.fromkeys((min(pair), max(pair)) for pair in pairs if pair[0] != pair[1]))
 
 
-def _cluster_alternatives(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> Iterator[Alternative]:
+def _cluster_alternatives(
+    plans: Sequence[Plan], profile: ClusterProfile, request: PlanRequest
+) -> Iterator[Alternative]:
     """Yield the cluster without one rank of each class in use, fastest class first, then with a copy of the fastest rank."""
 
     def speed(rank: int) -> tuple[float, int]:
         return whole_model_s(profile, profile.devices[rank]), rank
 
+    plan = plans[0]
     classes = [[rank for rank in members if rank in plan.ranks] for members in rank_classes(profile)]
     representatives = sorted((members[0] for members in classes if members), key=speed)
     for rank in representatives[:MAX_NAMED_RANKS] if len(plan.ranks) > 1 else ():
         remaining = restricted(profile, [device.rank for device in profile.devices if device.rank != rank])
-        yield Alternative(f"without rank {rank} ({profile.devices[rank].name})", remaining, request)
+        fewer = near(plans, request, without=rank)
+        yield Alternative(f"without rank {rank} ({profile.devices[rank].name})", remaining, fewer)
     quickest = profile.devices[min((device.rank for device in usable_devices(profile)), key=speed)]
     is_only = sum(device.name == quickest.name for device in profile.devices) == 1
     name = f"{'a second' if is_only else 'one more'} {quickest.name}, like rank {quickest.rank}"
-    yield Alternative(name, with_copy_of(profile, quickest.rank), request, known_plan=plan)
+    yield Alternative(name, with_copy_of(profile, quickest.rank), near(plans, request), known_plan=plan)
 
 
 # Losses: free links and plenty of memory
@@ -318,11 +334,14 @@ def losses(plan: PlanReport, planned: PlanReport, profile: ClusterProfile, reque
     if len(profile.devices) > MAX_RANKS_WITHOUT_LAYOUTS:  # planning again would take too long
         roomy_s = outlined(with_recompute(plans[-1], min(request.recompute_choices)), roomy).step_s
     else:
-        roomy_decision = _fastest(roomy, request)
+        nearby = replace(
+            near([plans[-1], *planned.similar], request), near_counts=tuple(range(1, len(profile.devices) + 1))
+        )
+        roomy_decision = fastest(roomy, nearby)
         if roomy_decision is None:
             raise UserError("memory.exceeded", DOES_NOT_FIT)
         fits = MemoryModel(free, request).check(roomy_decision.plan)
-        free_decision = roomy_decision if fits else _fastest(free, near(planned.plan, request))
+        free_decision = roomy_decision if fits else fastest(free, nearby)
         roomy_s = roomy_decision.step_s
         free_s += [free_decision.step_s] if free_decision is not None else []
     without_links = min(free_s)

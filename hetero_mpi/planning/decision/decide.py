@@ -24,6 +24,7 @@ from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.util import units
 from hetero_mpi.util.errors import UserError
+from hetero_mpi.util.grouping import grouped
 
 MIN_OFFLOAD_GAIN_RATIO = 0.02
 """Minimum relative gain over a resident plan for offloading to be chosen, unless the job requires offloading."""
@@ -49,7 +50,8 @@ def decide(profile: ClusterProfile, request: PlanRequest) -> Decision | None:
     if spread is None or (all_ranks is not None and all_ranks.step_s < (1 - request.indifference) * spread.step_s):
         return all_ranks
     at_work_s = math.inf if all_ranks is None else all_ranks.at_work_s
-    return replace(spread, plan=renumbered(spread.plan, spread_ranks), at_work_s=at_work_s)
+    similar = tuple(renumbered(plan, spread_ranks) for plan in spread.similar)
+    return replace(spread, plan=renumbered(spread.plan, spread_ranks), at_work_s=at_work_s, similar=similar)
 
 
 def _decide_for_ranks(profile: ClusterProfile, request: PlanRequest) -> Decision | None:
@@ -145,9 +147,10 @@ def _memory_binds(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> 
 
 def _resident(profile: ClusterProfile, request: PlanRequest, slices: Sequence[int] = ()) -> Decision | None:
     """Find the best plan with one or more stages per rank; stages are offloaded only if ``slices`` are given."""
-    without_layouts = len(profile.devices) <= MAX_RANKS_WITHOUT_LAYOUTS
+    is_searched = len(profile.devices) <= MAX_SEARCH_RANKS
+    without_layouts = is_searched and (len(profile.devices) <= MAX_RANKS_WITHOUT_LAYOUTS or bool(request.near))
     starts = [] if without_layouts else list(_starts(profile, request, slices))
-    if len(profile.devices) > MAX_SEARCH_RANKS:
+    if not is_searched:
         return Decision(*min(starts, key=lambda start: start[1])) if starts else None
     search = Search(profile, request, slices)
     best = search.best(starts)
@@ -155,10 +158,14 @@ def _resident(profile: ClusterProfile, request: PlanRequest, slices: Sequence[in
         best = search.best(list(_roomiest(profile, request)))
     if best is None:
         return None
+    if request.near:
+        return best
     plan, step_s = search.in_natural_order(best.plan, best.step_s)
+    by_count = grouped((similar for similar, _ in search.good_plans()), lambda similar: len(similar.pipelines))
+    best = replace(best, similar=tuple(plans[0] for plans in by_count.values()))
     if request.schedule != "auto":
         return replace(best, plan=_scheduled(plan, request), step_s=step_s)
-    if request.stages_per_rank > 1 and not request.brief:
+    if request.stages_per_rank > 1:
         several = VirtualStageSearch(profile, request).better([(plan, step_s), *search.good_plans()], step_s)
         if several is not None:
             return replace(best, plan=several[0], step_s=several[1], one_stage_s=step_s)
@@ -319,7 +326,8 @@ def _decide_alone(profile: ClusterProfile, request: PlanRequest, rank: int) -> D
         schedule="auto",
         indifference=0.0,
         thorough=False,
-        brief=True,  # one rank, one pipeline
+        stages_per_rank=1,
+        near=(),
     )
     decision = decide(with_copies(single, request), request) or decide(single, request)
     return None if decision is None else replace(decision, plan=renumbered(decision.plan, [rank]))

@@ -88,7 +88,8 @@ def make_plan(profile: ClusterProfile, request: PlanRequest) -> PlanReport:
     remarks = _copies_remark(base, request, profile)
     sentences = (*reasons(decision, profile, request, simulation), *offload_texts(plan, profile), *remarks)
     full = _figures(plan, profile, request, simulation)
-    return replace(full, alone=single, idle=idle, reasons=(*sentences, *_tradeoff_sentences(plan, base)))
+    sentences = (*sentences, *_tradeoff_sentences(plan, base))
+    return replace(full, alone=single, idle=idle, reasons=sentences, similar=decision.similar)
 
 
 def _make_ordered_plan(profile: ClusterProfile, request: PlanRequest) -> PlanReport:

@@ -118,7 +118,8 @@ def _pipeline_counts(costs: Costs) -> list[int]:
     while number <= most:
         numbers.append(int(number))
         number = number + 1 if number < every else max(number + 1, math.floor(number * ratio))
-    return numbers
+    near = [number for number in numbers if request.near and number == len(request.near[0].pipelines)]
+    return near or numbers
 
 
 def _ranked(costs: Costs) -> list[_Layout]:

@@ -31,8 +31,8 @@ MAX_SPREAD_RANKS = 4
 """Up to this many ranks, extra candidates use all ranks, in case optimizer state must be sharded very unevenly."""
 MAX_ALL_COUNTS_RANKS = 6
 """Up to this many ranks, all pipeline counts are improved, with effort proportional to the number of ranks."""
-MAX_PIPELINE_COUNTS, MAX_COUNTS_IN_BRIEF = 3, 2
-"""Maximum number of pipeline counts improved with more ranks, for normal and for brief requests."""
+MAX_PIPELINE_COUNTS = 3
+"""Maximum number of pipeline counts improved with more ranks."""
 MAX_SLOWDOWN_RATIO = 1.08
 """A pipeline count is pruned if its best candidate is slower than the best improved plan so far by more than this factor."""
 SCREENING_ROUNDS, IMPROVEMENT_ROUNDS, MAX_CANDIDATES, MAX_SIMULATED_CANDIDATES = 25, 15, 12, 8
@@ -42,6 +42,8 @@ MAX_DESCENTS, MAX_DESCENT_LOOKS = 4, 120
 HEAT = (0.01, 0.0005)
 MAX_ANNEALING_LOOKS, MAX_SIMULATED_ACTIONS = 1000, 300_000
 """Maximum number of annealing changes and of simulated actions, which together take a fraction of a second."""
+NEAR_ROUNDS, NEAR_CANDIDATES, NEAR_TIMED, NEAR_LOOKS = 8, 2, 4, 40
+"""Near a given plan: rounds of improvement, candidates kept, plans timed, and changes tried in a descent."""
 THOROUGH_FACTOR = 4
 """Factor by which thorough requests raise both limits."""
 NIC_ACTIONS_FACTOR = 8
@@ -60,6 +62,8 @@ class Decision:
     """Step time of the best plan without idle ranks; infinite if none fits, None if not searched."""
     one_stage_s: float | None = None
     """Step time of the best plan with one stage per rank, if the chosen plan has virtual stages."""
+    similar: tuple[Plan, ...] = ()
+    """Good plans for other pipeline counts, if searched."""
     without_groups_s: float | None = None
     """Step time of the best plan without tensor parallelism, if the chosen plan uses it; infinite if none fits."""
 
@@ -88,6 +92,9 @@ class Search:
             round(share * many) for many in (SCREENING_ROUNDS, IMPROVEMENT_ROUNDS, times * MAX_ANNEALING_LOOKS)
         )
         self.actions = times * MAX_SIMULATED_ACTIONS / (NIC_ACTIONS_FACTOR if shares_nics(profile) else 1)
+        self.near = [lines for lines in map(self.lines, request.near) if lines]
+        count = len(self.near[0]) if self.near else 0
+        self._near_counts = {count, max(1, count - 1), min(count + 1, self.most), *request.near_counts}
         self._good_starts: list[Start] = []
         self._known: dict[Lines, float] = {}
         self._orders: dict[tuple[int, ...], Orders] = {}
@@ -99,15 +106,17 @@ class Search:
         numbers = grouped(timed, lambda start: len(start[0]))
         allowed = (start for start, (lines, _) in zip(starts, timed, strict=True) if used(lines) >= self.rounds.least)
         best_given = min(allowed, key=lambda start: start[1], default=None)
-        if len(self.ranks) <= MAX_RANKS_WITHOUT_LAYOUTS:
+        if self.near:
+            own_first = sorted(self._near_counts, key=lambda number: (abs(number - len(self.near[0])), number))
+            numbers = {number: numbers.get(number, []) for number in own_first if number <= self.most}
+        elif len(self.ranks) <= MAX_RANKS_WITHOUT_LAYOUTS:
             numbers = {number: numbers.get(number, []) for number in range(1, self.most + 1)}
-        wished = {number: plans for number, plans in numbers.items() if number in self.request.pipeline_counts}
-        best_by_count = self._of_all(wished, self.rounds) or self._of_all(numbers, self.rounds)
+        best_by_count = self._of_all(numbers, self.rounds)
         best = min(best_by_count.values(), key=lambda start: start[1], default=((), math.inf))
         one_s = at_work_s = None
         if len(self.ranks) <= MAX_RANKS_WITHOUT_LAYOUTS:
             best_at_work = best
-            if self.request.allow_idle and used(best[0]) < self.max_used_ranks and not self.request.brief:
+            if self.request.allow_idle and used(best[0]) < self.max_used_ranks and not self.near:
                 all_of_them = len(self.ranks) <= MAX_ALL_COUNTS_RANKS or not best[0]
                 starts_by_count = numbers if all_of_them else {len(best[0]): [best]}
                 at_work = self._of_all(
@@ -131,11 +140,17 @@ class Search:
         """One good plan per pipeline count, and some plans that leave out a host."""
         return [(self.plan(lines), step_s) for lines, step_s in best_of(self._good_starts)]
 
+    def _can_run(self, lines: Lines) -> bool:
+        """Whether ``lines``, given as a plan to search near, hold all layers and the whole batch on this cluster's ranks."""
+        batch, ranks = sum(line.sequences for line in lines), {rank for line in lines for rank in line.ranks}
+        known = batch == self.request.global_batch and all(line.micro_batch in self.costs for line in lines)
+        return known and len(ranks) == used(lines) and all(sum(line.counts) == self.layer_count for line in lines)
+
     def _of_all(
         self, numbers: dict[int, list[Start]], rounds: LocalSearch, further_starts: Sequence[Start] = ()
     ) -> dict[int, Start]:
         """Find the best pipelines for each pipeline count in ``numbers``."""
-        starts_by_count = {}
+        starts_by_count: dict[int, list[Start]] = {}
         for number, starts in numbers.items():
             local_search = rounds.shared_by(number).using_at_least(rounds.least)
             more = [
@@ -145,13 +160,17 @@ class Search:
                 for start in local_search.timed_starts([further[0]], 2, self.actions, MAX_DESCENTS)
             ]
             starts = [further for further in starts if used(further[0]) >= rounds.least]
+            if self.near:
+                least_s = min((start[1] for found in starts_by_count.values() for start in found), default=math.inf)
+                starts_by_count[number] = best_of([*starts, *self._near_starts(number, local_search, least_s)])
+                continue
             candidates, _, depth = self._begun(number)
             starts_by_count[number] = best_of([*starts, *more, *self._priced(candidates, number, local_search, depth)])
         starts_by_count = {number: starts for number, starts in starts_by_count.items() if starts}
         best = {number: starts[0] for number, starts in starts_by_count.items()}
         close = sorted(best, key=lambda number: (best[number][1], number))
-        few = len(self.ranks) <= MAX_ALL_COUNTS_RANKS
-        close = sorted(best) if few else close[: MAX_COUNTS_IN_BRIEF if self.request.brief else MAX_PIPELINE_COUNTS]
+        few = len(self.ranks) <= MAX_ALL_COUNTS_RANKS and not self.near
+        close = sorted(best) if few else close[: 1 if self.near else MAX_PIPELINE_COUNTS]
         least_s = math.inf
         for number in close:
             if starts_by_count[number][0][1] <= MAX_SLOWDOWN_RATIO * least_s:
@@ -159,6 +178,18 @@ class Search:
                 best[number] = self._improved(starts_by_count[number], number, local_search)
                 least_s = min(least_s, best[number][1])
         return best
+
+    def _near_starts(self, number: int, rounds: LocalSearch, limit_s: float) -> list[Start]:
+        """The fastest of the given plans of ``number`` pipelines and of candidates like them, if faster than ``limit_s``."""
+        orders, alike = self.orders(number), [lines for lines in self.near if len(lines) == number]
+        lines, candidates = [lines for lines in alike if self._can_run(lines)], list[Candidate]()
+        for depth in (1.0, 0.0):
+            begin, draw = orders.near(alike or self.near[:1], number), np.random.default_rng(number)
+            candidates, _ = orders.improved(begin, NEAR_ROUNDS, depth, draw, NEAR_CANDIDATES)
+            lines += filter(None, (orders.lines(candidate, depth) for candidate in candidates))
+            if lines:
+                break
+        return rounds.timed_starts(dict.fromkeys(lines), NEAR_TIMED, self.actions / 4, 1, limit_s)
 
     def _begun(self, number: int) -> tuple[list[Candidate], Candidates, float]:
         """Best candidates for ``number`` pipelines, the population, and their depth factor: 1, or 0 if nothing fits at 1."""
@@ -175,7 +206,9 @@ class Search:
         return self._candidates[number]
 
     def _improved(self, starts: list[Start], number: int, rounds: LocalSearch) -> Start:
-        """Improve starts and further candidates by descent, then anneal the best one unless the request is brief."""
+        """Improve starts and further candidates by descent, then anneal the best one."""
+        if self.near:
+            return rounds.descended(starts[0], NEAR_LOOKS, self.actions / 4)
         _, state, depth = self._begun(number)
         candidates, _ = self.orders(number).improved(state, self.long, depth, np.random.default_rng(0), MAX_CANDIDATES)
         starts = best_of([*starts, *self._priced(candidates, number, rounds, depth)])
@@ -188,7 +221,7 @@ class Search:
             (rounds.descended(start, MAX_DESCENT_LOOKS, self.actions / 4) for start in alive),
             key=lambda start: start[1],
         )
-        return best if self.request.brief else rounds.annealed(best, HEAT, self.looks, self.actions, random.Random(0))
+        return rounds.annealed(best, HEAT, self.looks, self.actions, random.Random(0))
 
     def _without_a_host(self, start: Start, rounds: LocalSearch, depth: float) -> Iterator[Start]:
         """Yield variants of ``start`` that leave out one host: behind a slow link, leaving out a single rank may not pay."""
@@ -262,17 +295,20 @@ class Search:
         return None if plan is None else (plan, self.fitter.step_s(plan))
 
     def lines(self, plan: Plan) -> Lines:
+        """The pipelines of ``plan``, without ranks that the cluster lacks."""
         number = {rank: index for index, rank in enumerate(self.ranks)}
+        known = ([stage for stage in pipeline.stages if stage.ranks[0] in number] for pipeline in plan.pipelines)
         return tuple(
             Line(
-                tuple(number[stage.ranks[0]] for stage in pipeline.stages),
-                tuple(stage.last - stage.first for stage in pipeline.stages),
-                tuple(min(stage.warm_up + 1, pipeline.micro_batches) for stage in pipeline.stages),
+                tuple(number[stage.ranks[0]] for stage in stages),
+                tuple(stage.last - stage.first for stage in stages),
+                tuple(min(stage.warm_up + 1, pipeline.micro_batches) for stage in stages),
                 pipeline.micro_batch,
                 pipeline.sequences,
                 pipeline.split_backward or always_split(self.request),
             )
-            for pipeline in plan.pipelines
+            for stages, pipeline in zip(known, plan.pipelines, strict=True)
+            if stages
         )
 
     def plan(self, lines: Lines) -> Plan:

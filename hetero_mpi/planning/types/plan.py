@@ -6,7 +6,7 @@ Plans are saved as TOML and can be passed back with ``--plan``.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice, pairwise
 
@@ -262,6 +262,8 @@ class PlanReport(Displayed):
     idle: tuple[IdleRank, ...] = ()
     reasons: tuple[str, ...] = ()
     """Sentences for the user: why this plan, its alternatives and their step times."""
+    similar: tuple[Plan, ...] = field(default=(), compare=False)
+    """Good plans for other pipeline counts, if searched; not saved."""
 
     @property
     def expected_step_s(self) -> float:

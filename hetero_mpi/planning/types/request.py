@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 
+from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.planning.types.profile import ClusterProfile, HostProfile
 
 MEMORY_GIVEN = "given as [cluster] memory_bytes"
@@ -43,10 +44,11 @@ class PlanRequest:
     """Plans within this fraction of the fastest count as equal; among them the planner prefers consecutive ranks."""
     thorough: bool = False
     """Search several times as long (see ``search``)."""
-    brief: bool = False
-    """Search few replica counts, without annealing or interleaved stages; for comparisons, not for plans that will run."""
-    pipeline_counts: tuple[int, ...] = ()
-    """Pipeline counts to search if any of them fits; if empty, all."""
+    near: tuple[Plan, ...] = ()
+    """Search only plans like these, the first above all, without annealing or interleaved stages; for comparisons, not for plans
+    that will run. They may name ranks that the cluster lacks."""
+    near_counts: tuple[int, ...] = ()
+    """Pipeline counts to search then, besides the first plan's and those next to it."""
     memory_reserve: float = 0.05
     """Fraction of every device's usable memory that is kept free."""
     copy_bytes_per_trainable_parameter: float = 0.0
