@@ -146,8 +146,9 @@ def cycle_bound_s(
         for j in range(i + 1, stages):
             around_s += compute_s[j] + hops_s[j - 1]
             behind = flying[j]
-            times, rest = divmod(micro_batches - behind, flying[i] - behind + 1)
-            bound_s = max(bound_s, before_s + (behind - 1 + rest) * ahead_s + times * around_s + left_s)
+            waiting, each = micro_batches - behind, flying[i] - behind + 1
+            end_s = before_s + (behind - 1 + waiting % each) * ahead_s + waiting // each * around_s + left_s
+            bound_s = end_s if end_s > bound_s else bound_s
         through_s = own_s + hops_s[i]
         before_s, left_s = before_s + through_s, left_s - through_s
     return bound_s

@@ -184,12 +184,15 @@ def queued_spans_s(
         [_Sender(timing, pipeline, stage) for stage in range(len(pipeline.stages))]
         for timing, pipeline in zip(times, pipelines, strict=True)
     ]
-    free: dict[Resource, float] = {}
+    index_of: dict[Resource, int] = {}
     for row in senders:
         for before, behind in pairwise(row):
             before.behind, behind.before = behind, before
-            before.out = resources(profile, before.rank, behind.rank)
-            behind.back = resources(profile, behind.rank, before.rank)
+            out, back = resources(profile, before.rank, behind.rank), resources(profile, behind.rank, before.rank)
+            before.out, behind.back = (
+                tuple(index_of.setdefault(each, len(index_of)) for each in used) for used in (out, back)
+            )
+    free = [0.0] * len(index_of)
     every = itertools.chain.from_iterable(senders)
     queue = [(sender.clock, sender.rank, sender) for sender in every if sender.compute_until_message()]
     heapq.heapify(queue)
@@ -198,7 +201,7 @@ def queued_spans_s(
         forward = sender.program[sender.done - 1] == FORWARD
         occupied, seconds = (sender.out, sender.out_s) if forward else (sender.back, sender.back_s)
         for resource in occupied:
-            if (busy_until := free.get(resource, 0.0)) > now:
+            if (busy_until := free[resource]) > now:
                 now = busy_until
         now += seconds
         for resource in occupied:
@@ -230,8 +233,9 @@ class _Sender:
         self.is_last = stage == len(pipeline.stages) - 1
         self.clock = self.begin_s = 0.0
         self.done, self.is_blocked = 0, False
-        self.out: tuple[Resource, ...] = ()
-        self.back: tuple[Resource, ...] = ()
+        self.out: tuple[int, ...] = ()
+        self.back: tuple[int, ...] = ()
+        """Indices of the resources that messages to the next and to the previous stage occupy."""
         self.seconds = times.forward[stage], times.backward[stage], (times.weights or times.forward)[stage]
         self.out_s = 0.0 if self.is_last else times.out[stage]
         self.back_s = 0.0 if self.is_first else times.back[stage - 1]
@@ -242,29 +246,31 @@ class _Sender:
 
     def compute_until_message(self) -> bool:
         """Compute until a message is ready to send; return False if the stage blocks or its program ends first."""
-        program, now = self.program, self.clock
+        program, now, (forward_s, backward_s, weights_s) = self.program, self.clock, self.seconds
         for position in range(self.done, len(program)):
             kind = program[position]
             if kind == FORWARD:
                 if not self.is_first:
                     if self.forwards == len(self.arrived):
                         break
-                    now = max(now, self.arrived[self.forwards])
+                    message = self.arrived[self.forwards]
+                    now = message if message > now else now
                 self.forwards += 1
-                now += self.seconds[FORWARD]
+                now += forward_s
                 sends = not self.is_last
             elif kind == BACKWARD:
                 if not self.is_last:
                     if self.backwards == len(self.returned):
                         break
-                    now = max(now, self.returned[self.backwards])
+                    message = self.returned[self.backwards]
+                    now = message if message > now else now
                 self.backwards += 1
                 self.begin_s = now
-                now += self.seconds[BACKWARD]
+                now += backward_s
                 sends = not self.is_first
             else:
                 self.begin_s = now
-                now += self.seconds[WEIGHTS]
+                now += weights_s
                 sends = False
             if sends:
                 self.clock, self.done, self.is_blocked = now, position + 1, False

@@ -124,7 +124,7 @@ def plan_to_dict(plan: Plan | PlanReport, infinity_as_text: bool = True) -> dict
     if isinstance(plan, Plan):
         return {**version, **encode(plan, infinity_as_text)}
     report = encode(plan, infinity_as_text)
-    del report["similar"]
+    report.pop("similar", None)
     return {**version, **report.pop("plan"), "report": report}
 
 
