@@ -7,7 +7,6 @@ Messages between hosts queue for a NIC that the profile marks as shared.
 import heapq
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from typing import NamedTuple
 
 from hetero_mpi.planning.dry_run import awaited, validate
@@ -158,13 +157,9 @@ def gradient_sums(costs: Durations, final_s: dict[tuple[int, int], float]) -> It
     """
     nic_free_s: dict[Resource, float] = {}
 
-    @lru_cache
-    def nics_of(*hops: tuple[int, int]) -> frozenset[Resource]:
-        occupied = (resource for a, b in hops if a != b for resource in resources(costs.profile, a, b))
-        return frozenset(resource for resource in occupied if resource[0] != "link")
-
     def queued_sum(layer: int, ranks: tuple[int, ...], stage: int, ready_s: float, hops: Pairs) -> GradientSum:
-        nics = nics_of(*hops)
+        occupied = {resource for a, b in hops if a != b for resource in resources(costs.profile, a, b)}
+        nics = {resource for resource in occupied if resource[0] != "link"}
         start_s = max([ready_s, *(nic_free_s.get(nic, 0.0) for nic in nics)])
         end_s = start_s + costs.cost_of(Action(Op.REDUCE, stage, layer=layer))[0]
         nic_free_s.update(dict.fromkeys(nics, end_s))

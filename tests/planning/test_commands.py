@@ -284,7 +284,7 @@ def test_what_is_lost_takes_one_search_where_memory_is_plenty(
 
     monkeypatch.setattr("hetero_mpi.planning.decision.alternatives.fastest", counted)
     lost = losses(own, own, profile, request)
-    assert len(asked) == searches and all(one.brief for one in asked)
+    assert len(asked) == searches and all(own.plan in one.near for one in asked)
     seconds = [one.step_s for one in whole if one is not None]
     assert lost.free_links_s == pytest.approx(seconds[0])
     assert lost.memory == pytest.approx((seconds[0] - min(seconds)) / own.predicted_step_s)

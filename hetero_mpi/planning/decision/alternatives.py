@@ -232,8 +232,8 @@ def what_ifs(
     outcomes = [] if unchanged else [alternative.plan_again() for alternative in faster_links[-1:]]
     matters = any((outcome.step_s or 0.0) < planned.predicted_step_s * (1 - MIN_SEARCHED_RATIO) for outcome in outcomes)
     for alternative in faster_links[: -1 if outcomes else None]:
-        kept = outlined(planned.plan, alternative.profile if not unchanged else profile).step_s
-        yield alternative.plan_again() if matters else Outcome(alternative.name, kept)
+        kept_s = planned.predicted_step_s if unchanged else outlined(planned.plan, alternative.profile).step_s
+        yield alternative.plan_again() if matters else Outcome(alternative.name, kept_s)
     yield from outcomes
     if not unchanged and model.wire is None and model.sequence_length > 1:  # a language model
         yield Alternative(AS_INT8, with_wire(profile, INT8), nearby, known_plan=planned.plan).plan_again()
@@ -334,9 +334,8 @@ def losses(plan: PlanReport, planned: PlanReport, profile: ClusterProfile, reque
     if len(profile.devices) > MAX_RANKS_WITHOUT_LAYOUTS:  # planning again would take too long
         roomy_s = outlined(with_recompute(plans[-1], min(request.recompute_choices)), roomy).step_s
     else:
-        nearby = replace(
-            near([plans[-1], *planned.similar], request), near_counts=tuple(range(1, len(profile.devices) + 1))
-        )
+        counts = tuple(range(1, len(profile.devices) + 1))
+        nearby = replace(near([plans[-1], *planned.similar], request), near_counts=counts)
         roomy_decision = fastest(roomy, nearby)
         if roomy_decision is None:
             raise UserError("memory.exceeded", DOES_NOT_FIT)

@@ -175,12 +175,7 @@ class LocalSearch:
         return all(self._splits[rank] for line in lines for rank in line.ranks)
 
     def timed_starts(
-        self,
-        lines_to_time: Iterable[Lines],
-        max_timed: int,
-        actions: float,
-        results_wanted: int,
-        limit_s: float = math.inf,
+        self, lines_to_time: Iterable[Lines], max_timed: int, actions: float, results_wanted: int
     ) -> list[Start]:
         """Time pipelines at their best depths, with and without a split backward; return those that fit.
 
@@ -188,7 +183,6 @@ class LocalSearch:
             max_timed: maximum number of candidates to time, best estimates first.
             actions: maximum number of forwards and backwards to simulate, ignored until one candidate fits.
             results_wanted: stop once this many step times beat the next estimate.
-            limit_s: stop at estimates of at least this.
         """
         candidates = []
         for lines in lines_to_time:
@@ -199,7 +193,7 @@ class LocalSearch:
             ]
         starts: list[Start] = []
         for depths in sorted(filter(None, candidates), key=lambda depths: depths.first[1])[:max_timed]:
-            if sum(s <= depths.first[1] for _, s in starts) >= results_wanted or depths.first[1] >= limit_s:
+            if sum(step_s <= depths.first[1] for _, step_s in starts) >= results_wanted:
                 break
             if actions > 0 or not starts:
                 start = self.fastest(depths)

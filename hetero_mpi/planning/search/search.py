@@ -180,16 +180,16 @@ class Search:
         return best
 
     def _near_starts(self, number: int, rounds: LocalSearch, limit_s: float) -> list[Start]:
-        """The fastest of the given plans of ``number`` pipelines and of candidates like them, if faster than ``limit_s``."""
+        """Given plans of ``number`` pipelines that this cluster can run, and candidates like them estimated below ``limit_s``."""
         orders, alike = self.orders(number), [lines for lines in self.near if len(lines) == number]
-        lines, candidates = [lines for lines in alike if self._can_run(lines)], list[Candidate]()
+        lines = [lines for lines in alike if self._can_run(lines)]
         for depth in (1.0, 0.0):
             begin, draw = orders.near(alike or self.near[:1], number), np.random.default_rng(number)
             candidates, _ = orders.improved(begin, NEAR_ROUNDS, depth, draw, NEAR_CANDIDATES)
-            lines += filter(None, (orders.lines(candidate, depth) for candidate in candidates))
-            if lines:
+            lines += filter(None, (orders.lines(each, depth) for each in candidates if each.seconds < limit_s))
+            if candidates:
                 break
-        return rounds.timed_starts(dict.fromkeys(lines), NEAR_TIMED, self.actions / 4, 1, limit_s)
+        return rounds.timed_starts(dict.fromkeys(lines), NEAR_TIMED, self.actions / 4, 1)
 
     def _begun(self, number: int) -> tuple[list[Candidate], Candidates, float]:
         """Best candidates for ``number`` pipelines, the population, and their depth factor: 1, or 0 if nothing fits at 1."""
