@@ -28,7 +28,8 @@ MAX_SEARCH_RANKS = 64
 MAX_RANKS_WITHOUT_LAYOUTS = 12
 """With more ranks, only the pipeline counts of given start plans are searched, because estimates omit all-reduces."""
 MAX_SPREAD_RANKS = 4
-"""Up to this many ranks, extra candidates use all ranks, in case optimizer state must be sharded very unevenly."""
+"""Up to this many ranks, extra candidates use all ranks, in case optimizer state must be sharded very unevenly, and if a
+rank is added or missing, other orders are searched besides those of given plans."""
 MAX_ALL_COUNTS_RANKS = 6
 """Up to this many ranks, all pipeline counts are improved, with effort proportional to the number of ranks."""
 MAX_PIPELINE_COUNTS = 3
@@ -93,7 +94,7 @@ class Search:
         )
         self.actions = times * MAX_SIMULATED_ACTIONS / (NIC_ACTIONS_FACTOR if shares_nics(profile) else 1)
         self.near = [lines for lines in map(self.lines, request.near) if lines]
-        count = len(self.near[0]) if self.near else 0
+        self._near_ranks, count = {rank for plan in request.near for rank in plan.ranks}, len((*self.near, ())[0])
         self._near_counts = {count, max(1, count - 1), min(count + 1, self.most), *request.near_counts}
         self._good_starts: list[Start] = []
         self._known: dict[Lines, float] = {}
@@ -162,8 +163,9 @@ class Search:
             starts = [further for further in starts if used(further[0]) >= rounds.least]
             if self.near:
                 least_s = min((start[1] for found in starts_by_count.values() for start in found), default=math.inf)
-                starts_by_count[number] = best_of([*starts, *self._near_starts(number, local_search, least_s)])
-                continue
+                starts_by_count[number] = starts = self._near_starts(number, local_search, least_s)
+                if len(self.ranks) > MAX_SPREAD_RANKS or self._near_ranks == set(self.ranks):
+                    continue
             candidates, _, depth = self._begun(number)
             starts_by_count[number] = best_of([*starts, *more, *self._priced(candidates, number, local_search, depth)])
         starts_by_count = {number: starts for number, starts in starts_by_count.items() if starts}
