@@ -287,7 +287,7 @@ WRONG = {
     "in_place": "layer 'pool' changes its input in place",
     "looks_around": "layer 'flat' gives a different output for a sample if the batch contains other samples",
     "mean_loss": 'use reduction="sum"',
-    "unequal": "sample 39",
+    "unequal": "that of 39 is (9,)",
     "not_finite": "sample 0",
     "built_already": "layer '0' is a Flatten: pass a function that builds it",
     "outside": "layer '0' was built outside its builder: parameter 0.weight is the same tensor on every call",

@@ -107,5 +107,5 @@ def _pipeline(case: Case, order: list[int], edges: list[int], micro_batch: int, 
         order, edges, micro_batch, sequences, schedule, recompute=case.recompute, slice_sequences=case.slice_sequences
     )
     stages = (replace(stage, streamed=case.streamed and i % 2 == 0) for i, stage in enumerate(made.stages))
-    split = made.split_backward and case.slice_sequences is None  # which goes back in one part
+    split = made.split_backward and case.slice_sequences is None and case.tuning == "full"  # others go back in one part
     return replace(made, stages=tuple(stages), split_backward=split)

@@ -5,7 +5,6 @@ import math
 from collections.abc import Iterator
 
 from hetero_mpi.planning.orders import INTERLEAVINGS, ORDERS, follows, schedule_title
-from hetero_mpi.planning.tables import may_split
 from hetero_mpi.planning.types.cost import ModelCost
 from hetero_mpi.planning.types.plan import WARM_UP, PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile
@@ -62,6 +61,7 @@ def _rank_problems(plan: Plan, profile: ClusterProfile) -> Iterator[str]:
     used: dict[int, tuple[int, StagePlan]] = {}
     for number, index, stage in plan.numbered:
         yield from group_problems(number, stage, plan, profile)
+        splits = plan.pipelines[index].split_backward and stage.first > 0
         for rank in stage.ranks:
             where = f"stage {number} names rank {rank}"
             if not 0 <= rank < len(profile.devices):
@@ -70,7 +70,7 @@ def _rank_problems(plan: Plan, profile: ClusterProfile) -> Iterator[str]:
                 yield from _reuse(f"{where} again", plan.pipelines[index], used[rank][0] == index, stage, used[rank][1])
             elif profile.model.dtype not in profile.devices[rank].dtypes:
                 yield f"{where}, whose device does not support {profile.model.dtype}"
-            elif plan.pipelines[index].split_backward and stage.first > 0 and not may_split(profile, rank):
+            elif splits and all(times.input_s is None for times in profile.devices[rank].layers.values()):
                 yield f"{where}, for which the profile has no times of a split backward (input_s, weight_s): remove split_backward"
             used[rank] = index, stage
 

@@ -80,9 +80,9 @@ def follows(pipeline: PipelinePlan, schedule: str) -> bool:
 
 def _has_depths_of(schedule: str, pipeline: PipelinePlan) -> bool:
     """Compare warm-up depths; the last micro-batch goes forward just before backward begins, at any larger depth too."""
-    depths, most = [stage.warm_up for stage in pipeline.stages], pipeline.micro_batches - 1
-    scheduled = scheduled_depths(schedule, len(depths), pipeline.micro_batches)
-    return all(min(depth, most) == min(other, most) for depth, other in zip(depths, scheduled, strict=True))
+    count = pipeline.micro_batches
+    depths = [stage.warm_up for stage in pipeline.stages], scheduled_depths(schedule, len(pipeline.stages), count)
+    return all(min(a, count - 1) == min(b, count - 1) for a, b in zip(*depths, strict=True))
 
 
 def schedule_title(pipeline: PipelinePlan) -> str:
