@@ -75,7 +75,7 @@ class Scene:
         job.write_text(text)
         pipelines = more.pop("pipelines", "one")
         split = more.pop("split", "even")
-        path, case = self.directory / f"{pipelines}-{split}.plan.toml", replace(CASE, schedule="zbv")
+        path, case = self.directory / f"{pipelines}-{split}.plan.toml", replace(CASE, schedule="zbv", tuning="lora")
         plan = case_plans.write_plan(path, case, RANKS, split, pipelines)
         changes = more.pop("set", ())
         made_up = self.directory / f"{'-'.join(changes)}.profile.toml"
