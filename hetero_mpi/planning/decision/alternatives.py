@@ -21,7 +21,7 @@ from hetero_mpi.planning.memory_model import MemoryModel
 from hetero_mpi.planning.orders.warm_up import with_classic_depths
 from hetero_mpi.planning.outline import outlined
 from hetero_mpi.planning.search.memory_fit import Fitter, with_recompute
-from hetero_mpi.planning.search.search import MAX_RANKS_WITHOUT_LAYOUTS, Decision
+from hetero_mpi.planning.search.search import MAX_RANKS_WITHOUT_LAYOUTS, MAX_SEARCH_RANKS, Decision
 from hetero_mpi.planning.tables import rank_classes
 from hetero_mpi.planning.types.cluster_changes import (
     renumbered,
@@ -119,7 +119,8 @@ class Alternative:
 
     def _step_s(self) -> float | None:
         if self.plans is None:
-            decision = fastest(self.profile, self.request)
+            is_large = len(self.profile.devices) > MAX_SEARCH_RANKS and self.known_plan is not None
+            decision = None if is_large else fastest(self.profile, self.request)
             seconds = [decision.step_s] if decision is not None else []
             seconds += [outlined(self.known_plan, self.profile).step_s] if self.known_plan is not None else []
             return min(seconds, default=None)
@@ -137,7 +138,9 @@ def near(plans: Sequence[Plan], request: PlanRequest, without: int | None = None
         others = [-1 if rank == without else rank - (rank > without) for rank in ranks]
         plans = [renumbered(plan, others) for plan in plans]
     streaming = "never" if without is None and not is_streamed else request.streaming
-    return replace(request, thorough=False, streaming=streaming, near=tuple(plans))
+    count = len(plans[0].pipelines)
+    counts = count - 1, count, count + 1
+    return replace(request, thorough=False, streaming=streaming, near_counts=counts, near=tuple(plans))
 
 
 # Reasons: alternative plans

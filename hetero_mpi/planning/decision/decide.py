@@ -165,7 +165,7 @@ def _resident(profile: ClusterProfile, request: PlanRequest, slices: Sequence[in
     best = replace(best, similar=tuple(plans[0] for plans in by_count.values()))
     if request.schedule != "auto":
         return replace(best, plan=_scheduled(plan, request), step_s=step_s)
-    if request.stages_per_rank > 1:
+    if request.stages_per_rank > 1 and not request.near_counts:
         several = VirtualStageSearch(profile, request).better([(plan, step_s), *search.good_plans()], step_s)
         if several is not None:
             return replace(best, plan=several[0], step_s=several[1], one_stage_s=step_s)
@@ -326,7 +326,7 @@ def _decide_alone(profile: ClusterProfile, request: PlanRequest, rank: int) -> D
         schedule="auto",
         indifference=0.0,
         thorough=False,
-        stages_per_rank=1,
+        near_counts=(1,),
         near=(),
     )
     decision = decide(with_copies(single, request), request) or decide(single, request)

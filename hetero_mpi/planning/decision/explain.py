@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from hetero_mpi.planning.bounds import usable_devices
 from hetero_mpi.planning.contention import slowness, while_running
-from hetero_mpi.planning.decision.alternatives import Outcome, alternative_outcomes, near
+from hetero_mpi.planning.decision.alternatives import Outcome, alternative_outcomes
 from hetero_mpi.planning.decision.decide import decide
 from hetero_mpi.planning.device_times import disk_s, weights_s
 from hetero_mpi.planning.durations import Durations, pass_s, update_s
@@ -36,7 +36,7 @@ def reasons(decision: Decision, profile: ClusterProfile, request: PlanRequest, s
         *group_texts(plan, profile, step.step_s, decision.without_groups_s),
         *(outcome.sentence(step.step_s) for outcome in alternative_outcomes(decision, profile, request)),
         busiest_text(plan, profile, step),
-        *_least_busy(decision, profile, request, step),
+        *_least_busy(plan, profile, request, step),
     )
 
 
@@ -126,22 +126,21 @@ def _files_text(number: int, plan: Plan, profile: ClusterProfile) -> str:
     return f"{text} at {units.bandwidth(filed / second_s)}: a step waits {waits} for it"
 
 
-def _least_busy(
-    decision: Decision, profile: ClusterProfile, request: PlanRequest, simulation: SimulatedStep
-) -> Iterator[str]:
+def _least_busy(plan: Plan, profile: ClusterProfile, request: PlanRequest, simulation: SimulatedStep) -> Iterator[str]:
     """On small clusters, compare with the best plan without the least busy rank (two ranks: see ``PlanReport.alone``)."""
-    plan, similar, used = decision.plan, decision.similar, sorted(simulation.busy_s)
+    used = sorted(simulation.busy_s)
     if len(profile.devices) == 2 or not 2 <= len(used) <= MAX_RANKS_TO_EXPLAIN_LEAST or not request.allow_idle:
         return
     rank = min(used, key=lambda r: (simulation.busy_s[r], r))
     remaining = restricted(profile, [d.rank for d in profile.devices if d.rank != rank])
-    without = decide(remaining, near([plan, *similar], request, without=rank))
+    count = len(plan.pipelines)
+    decision = decide(remaining, replace(request, near_counts=(count - 1, count, count + 1)))
     part = "the whole model" if plan.undivided else f"{_layers_text(plan, rank)} ({_stages_text(plan, rank)})"
     name = f"rank {rank} ({profile.devices[rank].name}) holds {part}: planned without it,"
-    if without is None:
+    if decision is None:
         yield f"{name} the model does not fit in memory"
     else:
-        change = round(units.ratio(without.step_s, simulation.step_s) - 1, 3)
+        change = round(units.ratio(decision.step_s, simulation.step_s) - 1, 3)
         # The search is a heuristic: the plan without the rank may be faster.
         comparison = (
             f"{units.percent(abs(change))} {'longer' if change > 0 else 'shorter'}" if change else "equally long"

@@ -32,8 +32,8 @@ MAX_SPREAD_RANKS = 4
 rank is added or missing, other orders are searched besides those of given plans."""
 MAX_ALL_COUNTS_RANKS = 6
 """Up to this many ranks, all pipeline counts are improved, with effort proportional to the number of ranks."""
-MAX_PIPELINE_COUNTS = 3
-"""Maximum number of pipeline counts improved with more ranks."""
+MAX_PIPELINE_COUNTS, MAX_COUNTS_IN_BRIEF = 3, 2
+"""Maximum number of pipeline counts improved with more ranks, in whole and in brief searches."""
 MAX_SLOWDOWN_RATIO = 1.08
 """A pipeline count is pruned if its best candidate is slower than the best improved plan so far by more than this factor."""
 SCREENING_ROUNDS, IMPROVEMENT_ROUNDS, MAX_CANDIDATES, MAX_SIMULATED_CANDIDATES = 25, 15, 12, 8
@@ -94,8 +94,7 @@ class Search:
         )
         self.actions = times * MAX_SIMULATED_ACTIONS / (NIC_ACTIONS_FACTOR if shares_nics(profile) else 1)
         self.near = [lines for lines in map(self.lines, request.near) if lines]
-        self._near_ranks, count = {rank for plan in request.near for rank in plan.ranks}, len((*self.near, ())[0])
-        self._near_counts = {count, max(1, count - 1), min(count + 1, self.most), *request.near_counts}
+        self._near_ranks = {rank for plan in request.near for rank in plan.ranks}
         self._good_starts: list[Start] = []
         self._known: dict[Lines, float] = {}
         self._orders: dict[tuple[int, ...], Orders] = {}
@@ -108,16 +107,18 @@ class Search:
         allowed = (start for start, (lines, _) in zip(starts, timed, strict=True) if used(lines) >= self.rounds.least)
         best_given = min(allowed, key=lambda start: start[1], default=None)
         if self.near:
-            own_first = sorted(self._near_counts, key=lambda number: (abs(number - len(self.near[0])), number))
-            numbers = {number: numbers.get(number, []) for number in own_first if number <= self.most}
+            counts = [number for number in self.request.near_counts if 1 <= number <= self.most] or [self.most]
+            counts.sort(key=lambda number: abs(number - len(self.near[0])))
+            numbers = {number: numbers.get(number, []) for number in counts}
         elif len(self.ranks) <= MAX_RANKS_WITHOUT_LAYOUTS:
             numbers = {number: numbers.get(number, []) for number in range(1, self.most + 1)}
-        best_by_count = self._of_all(numbers, self.rounds)
+        wished = {number: plans for number, plans in numbers.items() if number in self.request.near_counts}
+        best_by_count = (not self.near and self._of_all(wished, self.rounds)) or self._of_all(numbers, self.rounds)
         best = min(best_by_count.values(), key=lambda start: start[1], default=((), math.inf))
         one_s = at_work_s = None
         if len(self.ranks) <= MAX_RANKS_WITHOUT_LAYOUTS:
             best_at_work = best
-            if self.request.allow_idle and used(best[0]) < self.max_used_ranks and not self.near:
+            if self.request.allow_idle and used(best[0]) < self.max_used_ranks and not self.request.near_counts:
                 all_of_them = len(self.ranks) <= MAX_ALL_COUNTS_RANKS or not best[0]
                 starts_by_count = numbers if all_of_them else {len(best[0]): [best]}
                 at_work = self._of_all(
@@ -171,8 +172,8 @@ class Search:
         starts_by_count = {number: starts for number, starts in starts_by_count.items() if starts}
         best = {number: starts[0] for number, starts in starts_by_count.items()}
         close = sorted(best, key=lambda number: (best[number][1], number))
-        few = len(self.ranks) <= MAX_ALL_COUNTS_RANKS and not self.near
-        close = sorted(best) if few else close[: 1 if self.near else MAX_PIPELINE_COUNTS]
+        most = MAX_COUNTS_IN_BRIEF if self.request.near_counts else MAX_PIPELINE_COUNTS
+        close = close[:1] if self.near else sorted(best) if len(self.ranks) <= MAX_ALL_COUNTS_RANKS else close[:most]
         least_s = math.inf
         for number in close:
             if starts_by_count[number][0][1] <= MAX_SLOWDOWN_RATIO * least_s:
@@ -208,7 +209,7 @@ class Search:
         return self._candidates[number]
 
     def _improved(self, starts: list[Start], number: int, rounds: LocalSearch) -> Start:
-        """Improve starts and further candidates by descent, then anneal the best one."""
+        """Improve starts and further candidates by descent, then anneal the best one unless the search is brief."""
         if self.near:
             return rounds.descended(starts[0], NEAR_LOOKS, self.actions / 4)
         _, state, depth = self._begun(number)
@@ -223,7 +224,8 @@ class Search:
             (rounds.descended(start, MAX_DESCENT_LOOKS, self.actions / 4) for start in alive),
             key=lambda start: start[1],
         )
-        return rounds.annealed(best, HEAT, self.looks, self.actions, random.Random(0))
+        is_brief = bool(self.request.near_counts)
+        return best if is_brief else rounds.annealed(best, HEAT, self.looks, self.actions, random.Random(0))
 
     def _without_a_host(self, start: Start, rounds: LocalSearch, depth: float) -> Iterator[Start]:
         """Yield variants of ``start`` that leave out one host: behind a slow link, leaving out a single rank may not pay."""

@@ -44,11 +44,10 @@ class PlanRequest:
     """Plans within this fraction of the fastest count as equal; among them the planner prefers consecutive ranks."""
     thorough: bool = False
     """Search several times as long (see ``search``)."""
-    near: tuple[Plan, ...] = ()
-    """Search only plans like these, the first above all, without annealing or interleaved stages; for comparisons, not for plans
-    that will run. They may name ranks that the cluster lacks."""
     near_counts: tuple[int, ...] = ()
-    """Pipeline counts to search then, besides the first plan's and those next to it."""
+    """Search these pipeline counts briefly, without annealing or interleaved stages; for comparisons, not for plans that run."""
+    near: tuple[Plan, ...] = ()
+    """Then search only plans like these, the first above all, which may name ranks that the cluster lacks."""
     memory_reserve: float = 0.05
     """Fraction of every device's usable memory that is kept free."""
     copy_bytes_per_trainable_parameter: float = 0.0
