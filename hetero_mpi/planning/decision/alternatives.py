@@ -135,8 +135,8 @@ def near(plans: Sequence[Plan], request: PlanRequest, without: int | None = None
     is_streamed = any(stage.streamed for _, _, stage in plans[0].numbered)
     if without is not None:
         ranks = range(1 + max(max(plan.ranks) for plan in plans))
-        others = [-1 if rank == without else rank - (rank > without) for rank in ranks]
-        plans = [renumbered(plan, others) for plan in plans]
+        new_ranks = [-1 if rank == without else rank - (rank > without) for rank in ranks]
+        plans = [renumbered(plan, new_ranks) for plan in plans]
     streaming = "never" if without is None and not is_streamed else request.streaming
     count = len(plans[0].pipelines)
     counts = count - 1, count, count + 1

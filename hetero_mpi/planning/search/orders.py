@@ -26,7 +26,7 @@ MAX_IN_FLIGHT = 3
 """Maximum number of micro-batches in flight in the tables, as a multiple of the number of ranks."""
 POPULATION, SAMPLE_FACTOR = 96, 3
 """Number of candidates improved together; the initial sample is larger by ``SAMPLE_FACTOR``."""
-NEAR_POPULATION = 24
+MIN_NEAR_CANDIDATES = 24
 """Minimum number of candidates near a given plan."""
 ROUNDING_RATIO = 1e-6
 TARGET_RATIO, TOLERATED_LAYERS = 0.99, (1.0, 0.1)
@@ -239,27 +239,27 @@ class Orders:
         return these.at(np.argsort(self.least(these, depth), kind="stable")[:POPULATION])
 
     def near(self, plans: Sequence[Lines], pipelines: int) -> Candidates:
-        """``plans`` with one idle rank at every place, or none; split anew where they are not so many ``pipelines``."""
+        """``plans`` with one idle rank at every place, or none; split anew for another number of ``pipelines``."""
         orders: list[tuple[list[int], list[int], list[int], Lines]] = []
         for lines in plans:
             pipeline_of = {rank: p for p, line in enumerate(lines) for rank in line.ranks}
             ranks, of = list(pipeline_of), list(pipeline_of.values())
             idle = [rank for rank in range(self.count) if rank not in pipeline_of]
             if len(lines) != pipelines:
-                ranks, of = [*ranks, *idle], [place * pipelines // self.count for place in range(self.count)]
+                ranks, of = [*ranks, *idle], [k * pipelines // self.count for k in range(self.count)]
                 idle = []
             orders.append((ranks, idle, of, lines))
-            for place in range(len(ranks) + 1) if idle else ():
-                more = [*of[:place], of[max(0, place - 1)], *of[place:]]
-                orders.append(([*ranks[:place], idle[0], *ranks[place:]], idle[1:], more, lines))
-        columns = [orders[c % len(orders)] for c in range(max(NEAR_POPULATION, len(orders)))]
+            for k in range(len(ranks) + 1) if idle else ():
+                more = [*of[:k], of[max(0, k - 1)], *of[k:]]
+                orders.append(([*ranks[:k], idle[0], *ranks[k:]], idle[1:], more, lines))
+        columns = [orders[c % len(orders)] for c in range(max(MIN_NEAR_CANDIDATES, len(orders)))]
         who = np.array([[*ranks, *idle] for ranks, idle, *_ in columns]).T
         of_all = np.array([[*of, *[pipelines] * len(idle)] for _, idle, of, _ in columns]).T
         sizes = self.sizes.tolist()
         these = self._shared(who, of_all, pipelines, np.arange(len(columns)) % len(sizes))
         for column, (*_, lines) in enumerate(columns):
-            batch, known = sum(line.sequences for line in lines), all(line.micro_batch in sizes for line in lines)
-            if len(lines) == pipelines and batch == self.request.global_batch and known:
+            batch, has_sizes = sum(line.sequences for line in lines), all(line.micro_batch in sizes for line in lines)
+            if len(lines) == pipelines and batch == self.request.global_batch and has_sizes:
                 these.size[:-1, column] = [sizes.index(line.micro_batch) for line in lines]
                 these.sequences[:-1, column] = [line.sequences for line in lines]
         return these

@@ -145,8 +145,8 @@ class Search:
     def _can_run(self, lines: Lines) -> bool:
         """Whether ``lines``, given as a plan to search near, hold all layers and the whole batch on this cluster's ranks."""
         batch, ranks = sum(line.sequences for line in lines), {rank for line in lines for rank in line.ranks}
-        known = batch == self.request.global_batch and all(line.micro_batch in self.costs for line in lines)
-        return known and len(ranks) == used(lines) and all(sum(line.counts) == self.layer_count for line in lines)
+        has_all = batch == self.request.global_batch and all(line.micro_batch in self.costs for line in lines)
+        return has_all and len(ranks) == used(lines) and all(sum(line.counts) == self.layer_count for line in lines)
 
     def _of_all(
         self, numbers: dict[int, list[Start]], rounds: LocalSearch, further_starts: Sequence[Start] = ()
@@ -163,7 +163,7 @@ class Search:
             ]
             starts = [further for further in starts if used(further[0]) >= rounds.least]
             if self.near:
-                least_s = min((start[1] for found in starts_by_count.values() for start in found), default=math.inf)
+                least_s = min((start[1] for earlier in starts_by_count.values() for start in earlier), default=math.inf)
                 starts_by_count[number] = starts = self._near_starts(number, local_search, least_s)
                 if len(self.ranks) > MAX_SPREAD_RANKS or self._near_ranks == set(self.ranks):
                     continue
@@ -301,7 +301,7 @@ class Search:
     def lines(self, plan: Plan) -> Lines:
         """The pipelines of ``plan``, without ranks that the cluster lacks."""
         number = {rank: index for index, rank in enumerate(self.ranks)}
-        known = ([stage for stage in pipeline.stages if stage.ranks[0] in number] for pipeline in plan.pipelines)
+        kept_stages = ([stage for stage in pipeline.stages if stage.ranks[0] in number] for pipeline in plan.pipelines)
         return tuple(
             Line(
                 tuple(number[stage.ranks[0]] for stage in stages),
@@ -311,7 +311,7 @@ class Search:
                 pipeline.sequences,
                 pipeline.split_backward or always_split(self.request),
             )
-            for stages, pipeline in zip(known, plan.pipelines, strict=True)
+            for stages, pipeline in zip(kept_stages, plan.pipelines, strict=True)
             if stages
         )
 
