@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hetero_mpi.commands.plan_commands import ask, plan_question
-from hetero_mpi.job.load import job_from_tables, load_job
+from hetero_mpi.job.load import load_job, stored_job
 from hetero_mpi.job.plan_request import build_plan_request, micro_batch_choices
 from hetero_mpi.planning.decision.decide import time_alone
 from hetero_mpi.planning.decision.planner import make_plan
@@ -84,7 +84,7 @@ def _planning_inputs(
         question = ask(job, overrides, source)
         return question.profile, question.request, question.remarks
     assert source is not None
-    loaded = load_job(job, overrides) if job else job_from_tables(run.job, run.name, ".", overrides=overrides)
+    loaded = load_job(job, overrides) if job else stored_job(run.job, run.name, ".", overrides)
     if run.profile is not None and run.profile.emulated:
         train = loaded.job.train
         ranks = len(run.profile.devices)

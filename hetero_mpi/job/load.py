@@ -9,7 +9,7 @@ import difflib
 import glob
 import shlex
 import sysconfig
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any, Literal
@@ -126,6 +126,23 @@ def job_from_tables(
     )
 
 
+def stored_job(
+    tables: Mapping[str, Mapping[str, Any]], name: str, directory: str | Path, overrides: Sequence[str] = ()
+) -> LoadedJob:
+    """Restore a job that a run has stored, and apply overrides from ``--set``.
+
+    Setup resolved its values, so together they may break rules for job files, such as ``train.steps`` along with ``train.epochs``.
+
+    Raises:
+        UserError: If values are invalid, or overrides break a further rule.
+    """
+    source = f"job {name!r}"
+    values = job_to_dict(_Draft(_as_values(tables), source).validated(name, None))
+    draft, accepted = _Draft(values, source), {*contradictions(JobValues(values, set(), TABLES), name)}
+    draft.apply({}, overrides)
+    return LoadedJob(draft.validated(name, accepted), Path(f"{name} (a run's job)"), name, Path(directory).absolute())
+
+
 class _Draft:
     """The values of a job before validation, and the problems found in them."""
 
@@ -174,8 +191,11 @@ class _Draft:
         table[keys[-1]] = value
         self._sources[".".join(keys[:2])] = source
 
-    def validated(self, name: str) -> JobConfig:
-        """Validate the values as a job named ``name``. Raises UserError as in ``load_job``."""
+    def validated(self, name: str, accepted: Collection[tuple[str, str]] | None = ()) -> JobConfig:
+        """Validate the values as a job named ``name``. Raises UserError as in ``load_job``.
+
+        ``accepted``: contradictions that are not reported; None: all of them.
+        """
         values = self.values
         for unknown in [table for table in values if table not in TABLES]:
             value = values.pop(unknown)
@@ -189,8 +209,10 @@ class _Draft:
             self._add("job.table", f"{self.source}: {unknown} = {as_toml(value)}: {rule}")
         for table in TABLES:
             self._check_table(table)
-        for dotted, rule in [*contradictions(JobValues(values, self._broken, TABLES), name)]:
-            self._report(dotted, rule)
+        found = [] if accepted is None else [*contradictions(JobValues(values, self._broken, TABLES), name)]
+        for dotted, rule in found:
+            if (dotted, rule) not in (accepted or ()):
+                self._report(dotted, rule)
         if self._problems:
             raise UserError("job.invalid", "\n".join(map(str, self._problems)), problems=self._problems)
         if values["model"].get("factory") is not None:  # custom models: one token per sample, fp32 layers

@@ -14,10 +14,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hetero_mpi.job.load import load_job
+from hetero_mpi.job.load import job_to_dict, load_job, stored_job
 from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.planning.types.toml_files import load_profile, load_report
 from hetero_mpi.rundir.metrics import read_metrics
+from tests.support.errors import refuses
 from tests.support.mpi import ROOT, finish_mpi, launcher_or_skip
 from tests.support.pages import follow, write_files
 
@@ -29,6 +30,18 @@ QUICKSTART = ROOT / "jobs" / "quickstart.toml"
 def test_job_loads(path: Path) -> None:
     loaded = load_job(path)
     assert loaded.name == path.stem
+    steps = {"steps": 7, "epochs": 2.0, "dtype": "fp32", "evaluate_every": 3}
+    tables = {**job_to_dict(loaded.job), "train": {**job_to_dict(loaded.job)["train"], **steps}}
+    train = stored_job(tables, path.stem, path.parent).job.train
+    assert job_to_dict(stored_job(tables, path.stem, path.parent).job) == tables and (train.steps, train.epochs) == (
+        7,
+        2,
+    )
+    assert stored_job(tables, path.stem, ".", ["train.epochs=3"]).job.train.epochs == 3
+    with refuses("job.invalid"):
+        stored_job(tables, path.stem, ".", ["cluster.time_scale=2", "cluster.emulate="])
+    with refuses("job.invalid"):
+        stored_job({**tables, "train": {"steps": "x"}}, path.stem, ".")
 
 
 def test_git_ignores_what_slurm_writes_beside_the_jobs() -> None:

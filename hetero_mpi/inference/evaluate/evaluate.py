@@ -31,7 +31,7 @@ from hetero_mpi.inference.layer_split import set_up, with_writer
 from hetero_mpi.inference.sampling import Sampling, Scored
 from hetero_mpi.inference.source import Opened, open_source
 from hetero_mpi.inference.writer import NOT_A_NUMBER_TEXT, Task, TextChanges, Writer
-from hetero_mpi.job.load import LoadedJob, job_from_tables
+from hetero_mpi.job.load import LoadedJob, stored_job
 from hetero_mpi.job.schema import DataTable
 from hetero_mpi.rundir.logs import say
 from hetero_mpi.rundir.run_directory import EVALUATION_NAME, RUN_NAME, run_json, run_table
@@ -134,7 +134,7 @@ def job_of_run(source: Path) -> LoadedJob | None:
         return None
     run_values = run_json(source / RUN_NAME)
     job_file = Path(str(run_values.get("job_file")))
-    return job_from_tables(run_table(run_values, "job"), str(run_values.get("name")), job_file.parent)
+    return stored_job(run_table(run_values, "job"), str(run_values.get("name")), job_file.parent)
 
 
 def own_set(loaded: LoadedJob, limit: int) -> list[ScoredText]:
