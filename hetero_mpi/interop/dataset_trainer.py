@@ -21,7 +21,7 @@ from typing import Any
 from transformers import TrainerCallback, TrainerState, trainer_pt_utils
 
 from hetero_mpi.api import Job, collective, steps, train
-from hetero_mpi.interop import trainer_arguments, trainer_inputs
+from hetero_mpi.interop import trainer_arguments, trainer_events, trainer_inputs
 from hetero_mpi.interop.export import export, push_directory
 from hetero_mpi.interop.other_tools import convert_arguments
 from hetero_mpi.interop.trainer_events import TrainerEvents
@@ -108,6 +108,7 @@ class DatasetTrainer:
         self._model, self.processing_class, self._column = model, named, settings.dataset_text_field
         self._name = str(model.name_or_path or "model") if loaded else os.fspath(model)
         self._collator, self._formatting_func, self._run_dir = data_collator, formatting_func, Path(settings.output_dir)
+        self.hub_model_id = settings.hub_model_id or self._run_dir.absolute().name
         self._limit = (values_by_name.get("max_steps") or 0) * self._batch(values_by_name)
         self._rows, form = self._read(train_dataset, "train_dataset")
         self._tests, self._texts = self._read_sets(eval_dataset), form == "texts"
@@ -129,7 +130,8 @@ class DatasetTrainer:
         main = f"eval_{next(iter(self._tests), '')}".removesuffix("_") + "_loss"
         if settings.load_best_model_at_end and settings.metric_for_best_model not in (None, "loss", main, main[5:]):
             unsupported.append(("metric_for_best_model", f"the best model is that with the lowest {main}"))
-        refused += [(title, *entry) for entry in unsupported]
+        nested = settings.model_init_kwargs
+        refused += [(f"{title}: model_init_kwargs" if entry[0] in nested else title, *entry) for entry in unsupported]
         if refused:
             lines = [f"{where}: {key} is not supported: {reason}" for where, key, reason in refused]
             raise UserError("trainer.argument", "\n".join(lines))
@@ -147,8 +149,9 @@ class DatasetTrainer:
         per_epoch = None if values["data.packing"] else self._per_epoch(values_by_name)
         self._max_steps = math.ceil(table.epochs * (per_epoch or 0)) if table.epochs is not None else table.steps
         every = {"no": 0, "steps": settings.logging_steps}.get(str(settings.logging_strategy), per_epoch or 0)
-        self._events = TrainerEvents(self.args, every, bool(settings.logging_first_step), per_epoch, self._max_steps)
+        self._events = TrainerEvents(self.args, every, bool(settings.logging_first_step), self._max_steps)
         self.result: TrainResult | None = None
+        self._current = model if loaded else None
         self._evaluation: Evaluation | None = None
         for callback in callbacks or ():
             self.add_callback(callback)
@@ -175,8 +178,12 @@ class DatasetTrainer:
             result = replace(result, result=self._export_best(result.run_dir))
             self._evaluation = min(evaluations, key=lambda evaluation: evaluation.loss)
         with collective() as world:
-            if not trainer_inputs.update_model(world, self._model, result.result) and world.rank == 0:
-                write_line("the loaded model is not updated: trainer.save_model() saves the trained weights")
+            is_updated = trainer_inputs.update_model(world, self._model, result.result)
+            self._current = self._model if is_updated and hasattr(self._model, "save_pretrained") else None
+            if not is_updated and world.rank == 0:
+                write_line(
+                    "the loaded model is not updated: trainer.model and trainer.save_model() have the trained weights"
+                )
         metrics = events.end(result, seconds, len(result.losses) * job.tables.train.global_batch)
         self.result = replace(result, metrics=metrics)
         return self.result
@@ -203,7 +210,7 @@ class DatasetTrainer:
         with collective() as world, world.on_leader("copying the result"):
             if world.rank == 0:
                 with write_errors(target, "choose another directory"):
-                    shutil.copytree(self._trained("save_model"), target, dirs_exist_ok=True)
+                    shutil.copytree(self._trained("save_model()"), target, dirs_exist_ok=True)
         if self._settings.push_to_hub:
             self.push_to_hub()
 
@@ -212,10 +219,10 @@ class DatasetTrainer:
         with collective() as world, world.on_leader("uploading the result"):
             if world.rank == 0:
                 settings = self._settings
-                name = settings.hub_model_id or self._run_dir.absolute().name
                 token = options.get("token") or settings.hub_token
                 private = options.get("private", settings.hub_private_repo) is not False
-                write_line(push_directory(self._trained("push_to_hub"), name, private, token, commit_message))
+                result, name = self._trained("push_to_hub()"), self.hub_model_id
+                write_line(push_directory(result, name, private, token, commit_message))
 
     def add_callback(self, callback: Any) -> None:
         """Add a ``TrainerCallback``, or its class."""
@@ -225,28 +232,40 @@ class DatasetTrainer:
         self._events.callbacks.append(callback)
 
     log_metrics, save_metrics = trainer_pt_utils.log_metrics, trainer_pt_utils.save_metrics
-    save_state = trainer_pt_utils.save_state
+    save_state, accelerator = trainer_pt_utils.save_state, property(trainer_events.accelerator)
 
     @property
     def state(self) -> TrainerState:
         """The state of the last run, with ``log_history``."""
         return self._events.state
 
+    @property
+    def model(self) -> Any:
+        """The loaded model that was passed, before ``train`` or updated by it; else the trained model, on rank 0 only."""
+        if self._current is None:
+            path = self._trained("trainer.model")
+            if not self.is_world_process_zero():
+                raise UserError("trainer.other_rank", f"trainer.model: rank 0 has it, in {path}; or call save_model()")
+            self._current = trainer_inputs.load_result(path)
+        return self._current
+
     def is_world_process_zero(self) -> bool:
         """Whether this is rank 0. Starts MPI."""
-        from hetero_mpi.comm.ranks.mpi_start import program_world
+        return bool(self.accelerator.is_main_process)
 
-        return program_world().rank == 0
+    def end(self) -> None:
+        """Do nothing: each run has ended its trackers."""
+
+    def __dir__(self) -> list[str]:
+        return [name for name in super().__dir__() if not name.startswith("_")]
 
     def __getattr__(self, name: str) -> Any:
-        names = ", ".join(key for key in dir(type(self)) if not key.startswith("_"))
-        raise AttributeError(
-            f"{type(self).__name__.removeprefix('Dataset')} has no {name!r}; it has args, processing_class, result, {names}"
-        )
+        kind = type(self).__name__.removeprefix("Dataset")
+        raise AttributeError(f"{kind} has no {name!r}; it has {', '.join(dir(self))}")
 
     def _trained(self, caller: str) -> Path:
         if self.result is None:
-            raise UserError("trainer.not_trained", f"{caller}() needs the result of train(): call train() first")
+            raise UserError("trainer.not_trained", f"{caller} needs the result of train(): call train() first")
         return self.result.result
 
     def _read_sets(self, dataset: Any) -> dict[str, Rows]:
@@ -330,7 +349,8 @@ class DatasetTrainer:
             return [glob.escape(trainer_inputs.rows_file(rows)) if write else "rows.jsonl"]
 
         stores = write and "model.path" not in (further or {})
-        model, adapter = trainer_inputs.model_directory(self._model) if stores else (self._name, None)
+        base_folder = self._run_dir if self._values.get("adapter.method") == "lora" else None
+        model, adapter = trainer_inputs.model_directory(self._model, base_folder) if stores else (self._name, None)
         key = "data.text" if self._texts else "data.records"
         values: dict[str, Any] = {key: file_of(self._rows), "model.path": model}
         files = {name: file_of(rows) for name, rows in tests.items()}

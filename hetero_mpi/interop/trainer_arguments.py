@@ -40,10 +40,11 @@ _SETTINGS |= dict.fromkeys([*_NONE.split(), "hub_token", "hub_private_repo", "qu
 
 def take_settings(values: dict[str, Any], changed: set[str]) -> SimpleNamespace:
     """Remove and return the arguments that the trainer itself implements. Adds ``model_init_kwargs`` to the others."""
-    init = dict(values.pop("model_init_kwargs", None) or {})
+    arguments = dict(values.pop("model_init_kwargs", None) or {})
+    init = {name: value for name, value in arguments.items() if value not in (None, False, "main")}
     values |= init
     changed.update(init)
-    settings = {name: values.pop(name, None) for name in _SETTINGS}
+    settings = {name: values.pop(name, None) for name in _SETTINGS} | {"model_init_kwargs": init}
     return SimpleNamespace(**{name: _SETTINGS[name] if value is None else value for name, value in settings.items()})
 
 

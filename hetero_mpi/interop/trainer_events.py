@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from transformers import TrainerControl, TrainerState
@@ -18,14 +19,24 @@ from hetero_mpi.step_iterator import Step, StopTraining
 from hetero_mpi.training.result import TrainResult
 
 
+def accelerator(trainer: Any) -> SimpleNamespace:
+    """Return what scripts use of accelerate's ``Accelerator``. Starts MPI."""
+    from hetero_mpi.comm.ranks.mpi_start import program_world
+
+    world = program_world()
+    facts: dict[str, Any] = {"is_main_process": world.rank == 0, "is_local_main_process": world.local_rank == 0}
+    facts |= {"process_index": world.rank, "num_processes": world.size, "wait_for_everyone": world.barrier}
+    return SimpleNamespace(print=print if world.rank == 0 else lambda *values, **options: None, **facts)
+
+
 class TrainerEvents:
     """Keeps the state of a trainer and calls its callbacks with ``args``.
 
-    It logs every ``log_every`` steps (0: never). ``per_epoch``, the steps of an epoch, is None and ``max_steps`` is 0 if unknown.
+    It logs every ``log_every`` steps (0: never). ``max_steps`` is 0 if unknown.
     """
 
-    def __init__(self, args: Any, log_every: int, log_first: bool, per_epoch: int | None, max_steps: int) -> None:
-        self._args, self._log_every, self._log_first, self._per_epoch = args, log_every, log_first, per_epoch
+    def __init__(self, args: Any, log_every: int, log_first: bool, max_steps: int) -> None:
+        self._args, self._log_every, self._log_first = args, log_every, log_first
         self.callbacks: list[Any] = []
         self.begin(0, max_steps)
 
@@ -34,17 +45,19 @@ class TrainerEvents:
         first = rank == 0
         self.state = TrainerState(max_steps=max_steps, is_world_process_zero=first, is_local_process_zero=first)
         self._control, self._losses, self._checkpoint = TrainerControl(), list[float](), ""
+        self._begins_epoch = True
 
     def on_step(self, step: Step, sets: Sequence[str]) -> None:
         """Pass a completed step on. Raises StopTraining if a callback stops the run. ``sets``: names of the evaluation sets."""
-        state, per_epoch = self.state, self._per_epoch
-        if state.global_step == 0 or (per_epoch and state.global_step % per_epoch == 0):
+        epoch = step.epoch or 0.0
+        ends_epoch = int(epoch) > int(self.state.epoch or 0)
+        if self._begins_epoch:
             self.call("on_epoch_begin")
         self.call("on_step_begin")
-        self.state = replace(state, global_step=step.step, epoch=step.step / per_epoch if per_epoch else 0)
+        self.state, self._begins_epoch = replace(self.state, global_step=step.step, epoch=epoch), ends_epoch
         self._losses.append(step.loss)
         self.call("on_step_end")
-        if per_epoch and step.step % per_epoch == 0:
+        if ends_epoch:
             self.call("on_epoch_end")
         is_due = bool(self._log_every) and step.step % self._log_every == 0
         if is_due or self._control.should_log or (self._log_first and step.step == 1):

@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
@@ -20,10 +21,12 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import load_file
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.data.batch import IGNORED
+from hetero_mpi.model.files import hub
+from hetero_mpi.model.files.model_files import ModelFiles, have_same_numbers
 from hetero_mpi.rundir.logs import write_line
 from hetero_mpi.util.disk import cache_folder, write_errors
 from hetero_mpi.util.errors import UserError
@@ -127,11 +130,13 @@ def tokenizer_directory(tokenizer: Any, model: str, end: str | None) -> str | No
     return _stored("tokenizer", getattr(tokenizer, "tokenizer", tokenizer).save_pretrained)
 
 
-def model_directory(model: Any) -> tuple[str, str | None]:
+def model_directory(model: Any, base_folder: Path | None) -> tuple[str, str | None]:
     """Return the directory or name of a model, and the directory of its adapter, if any.
 
     Loaded weights, which the program may have changed, are saved to the user's cache. Quantised weights are read from the model's
     own directory, since they have lost precision.
+
+    ``base_folder``: directory for changed weights that the files of a new adapter will refer to, or None to train all weights.
     """
     if isinstance(model, (str, PathLike)):
         return os.fspath(model), None
@@ -142,7 +147,27 @@ def model_directory(model: Any) -> tuple[str, str | None]:
         return base.name_or_path, adapter
     tensors = base.state_dict().items()
     state = {_PEFT_PREFIX.sub(".", name): tensor for name, tensor in tensors if not _PEFT_ONLY.search(name)}
-    return _stored("model", partial(base.save_pretrained, state_dict=state)), adapter
+    path = _stored("model", partial(base.save_pretrained, state_dict=state), base_folder)
+    if base_folder is not None and _is_copy(Path(path), base):
+        shutil.rmtree(path)
+        return base.name_or_path, adapter
+    return path, adapter
+
+
+_FREE_KEYS = ("transformers_version", "_name_or_path", "dtype", "use_cache", "pad_token_id", "architectures")
+"""Keys of a configuration that do not change a model's results."""
+
+
+def _is_copy(saved: Path, model: Any) -> bool:
+    """Whether a loaded model, saved in ``saved``, has the configuration and the weights that it was loaded from."""
+    try:
+        source = ModelFiles(hub.directory_of(model.name_or_path))
+        config = type(model.config).from_pretrained(source.directory).to_dict()
+        is_same = all(model.config.to_dict().get(key) == config[key] for key in config.keys() - {*_FREE_KEYS})
+        pairs = [(source.names.get(name), tensor) for name, tensor in ModelFiles(saved).names.items()]
+        return is_same and all(first is not None and have_same_numbers(first, second) for first, second in pairs)
+    except (OSError, ValueError):  # such as a UserError: there are no files
+        return False
 
 
 def update_model(world: World, model: Any, result: Path) -> bool:
@@ -173,6 +198,14 @@ def update_model(world: World, model: Any, result: Path) -> bool:
     return True
 
 
+def load_result(result: Path) -> Any:
+    """Load a trained model, or its base model with the trained adapter."""
+    from peft import AutoPeftModelForCausalLM
+
+    kind: Any = AutoPeftModelForCausalLM if (result / "adapter_config.json").is_file() else AutoModelForCausalLM
+    return kind.from_pretrained(result, dtype="auto")
+
+
 def _trainable_state(model: Any) -> dict[str, torch.Tensor]:
     """Return the tensors of a loaded model, or of its adapter; none of a path."""
     if not hasattr(model, "peft_config"):
@@ -187,9 +220,9 @@ _PEFT_ONLY = re.compile(r"\.(lora_|modules_to_save\.|token_adapter\.)")
 """Names of the tensors that peft adds to a base model."""
 
 
-def _stored(kind: str, save: Callable[[Path], object]) -> str:
-    """Save an object to the user's cache, where equal objects share a directory, and return the directory's path."""
-    folder, digest = cache_folder("datasets"), hashlib.sha256()
+def _stored(kind: str, save: Callable[[Path], object], folder: Path | None = None) -> str:
+    """Save an object to ``folder``, by default the user's cache, where equal objects share a directory; return its path."""
+    folder, digest = (folder or cache_folder("datasets")).absolute(), hashlib.sha256()
     with write_errors(folder, _CACHE_HINT):
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as temporary:

@@ -129,12 +129,9 @@ def job_from_tables(
 def stored_job(
     tables: Mapping[str, Mapping[str, Any]], name: str, directory: str | Path, overrides: Sequence[str] = ()
 ) -> LoadedJob:
-    """Restore a job that a run has stored, and apply overrides from ``--set``.
+    """Restore a job that a run has stored, and apply overrides from ``--set``. Raises UserError as in ``load_job``.
 
     Setup resolved its values, so together they may break rules for job files, such as ``train.steps`` along with ``train.epochs``.
-
-    Raises:
-        UserError: If values are invalid, or overrides break a further rule.
     """
     source = f"job {name!r}"
     values = job_to_dict(_Draft(_as_values(tables), source).validated(name, None))
@@ -192,10 +189,7 @@ class _Draft:
         self._sources[".".join(keys[:2])] = source
 
     def validated(self, name: str, accepted: Collection[tuple[str, str]] | None = ()) -> JobConfig:
-        """Validate the values as a job named ``name``. Raises UserError as in ``load_job``.
-
-        ``accepted``: contradictions that are not reported; None: all of them.
-        """
+        """Validate a job named ``name``, but no contradictions in ``accepted`` (None: all). Raises UserError as in ``load_job``."""
         values = self.values
         for unknown in [table for table in values if table not in TABLES]:
             value = values.pop(unknown)
@@ -209,10 +203,9 @@ class _Draft:
             self._add("job.table", f"{self.source}: {unknown} = {as_toml(value)}: {rule}")
         for table in TABLES:
             self._check_table(table)
-        found = [] if accepted is None else [*contradictions(JobValues(values, self._broken, TABLES), name)]
-        for dotted, rule in found:
-            if (dotted, rule) not in (accepted or ()):
-                self._report(dotted, rule)
+        problems = [] if accepted is None else [*contradictions(JobValues(values, self._broken, TABLES), name)]
+        for dotted, rule in [problem for problem in problems if problem not in (accepted or ())]:
+            self._report(dotted, rule)
         if self._problems:
             raise UserError("job.invalid", "\n".join(map(str, self._problems)), problems=self._problems)
         if values["model"].get("factory") is not None:  # custom models: one token per sample, fp32 layers

@@ -70,6 +70,8 @@ class StepMetrics(Rewards):
     """Whether ``step_s`` and ``tokens_per_s`` are emulated."""
     router_loss: float | None = None
     """Mean router loss over the step's sequences, before the coefficient. None if the model has no routers."""
+    epoch: float | None = None
+    """Passes over the training data so far; None in older files."""
 
 
 @dataclass(frozen=True)

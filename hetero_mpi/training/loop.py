@@ -94,7 +94,7 @@ class Loop:
         active = self.world.numbers or range(self.world.size)
         self._idle, self._reply = [rank for rank in range(context.world.size) if rank not in active], Reply.GO_ON
         self._reported_checkpoint = state.newest_checkpoint
-        self._run_dir = context.run_dir
+        self._run_dir, self._steps_per_epoch = context.run_dir, context.steps_per_epoch
         threaded = self.job.cluster.communication_thread
         directory, newest = context.run_dir / "checkpoints", state.newest_checkpoint
         self.saver = Saver(self.world, snapshots, directory, self.job.checkpoint, threaded, newest)
@@ -239,6 +239,7 @@ class Loop:
             predicted_step_s=self.predicted_step_s,
             emulated=emulation is not None,
             router_loss=decision.router_loss,
+            epoch=(step + 1) / self._steps_per_epoch,
             **_rewards(batch, decision.rewards),
         )
 

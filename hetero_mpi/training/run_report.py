@@ -17,7 +17,6 @@ import psutil
 
 from hetero_mpi.comm.ranks.versions import own_versions
 from hetero_mpi.comm.ranks.world import CollectiveUserError, World
-from hetero_mpi.data.batch import steps_per_epoch
 from hetero_mpi.emulation.emulated_cluster import punctuality_lines
 from hetero_mpi.inference.generate import write_sample
 from hetero_mpi.job.load import job_to_dict
@@ -93,9 +92,8 @@ def open_display(
         return None, None
     metrics = stack.enter_context(open_metrics(context, state.step, run_id))
     unit = units.unit_of(context.job.data.sequence_length)
-    train, per_epoch = context.job.train, None
-    if train.epochs is not None and context.dataset is not None:
-        per_epoch = steps_per_epoch(len(context.dataset.train), train.global_batch, train.last_batch == "smaller")
+    train = context.job.train
+    per_epoch = context.steps_per_epoch if train.epochs is not None else None
     progress = ProgressDisplay(train.steps, state.step, unit=unit, steps_per_epoch=per_epoch, screen=screen)
     display = stack.enter_context(progress)
     return metrics, display

@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 from peft import LoraConfig
-from transformers import TrainingArguments
+from transformers import TrainerCallback, TrainingArguments
 
 import hetero_mpi
 from hetero_mpi.cli import main
+from hetero_mpi.interop.trainer_events import TrainerEvents
+from hetero_mpi.step_iterator import Step
 from tests.support.errors import refuses
 from tests.support.mpi import ROOT, finish_mpi, require_success
 from tests.support.processes import run_within
@@ -75,8 +77,15 @@ def test_each_argument_that_is_not_taken_is_named_with_the_reason() -> None:
     given["model_init_kwargs"] = {"torch_dtype": "auto", "quantization_config": None}
     about = "\n".join(hetero_mpi.Trainer("model", given, train_dataset=ROWS).notes)
     assert "gradient_checkpointing" in about and "log_level, run_name" in about and "torch_dtype" in about
+    trainer = hetero_mpi.DPOTrainer("model", None, {}, train_dataset=ROWS)
     with pytest.raises(AttributeError, match=r"DPOTrainer.*'predict'.*evaluate"):
-        _ = hetero_mpi.DPOTrainer("model", None, {}, train_dataset=ROWS).predict
+        _ = trainer.predict
+    with refuses("trainer.not_trained", "trainer.model"):
+        _ = trainer.model
+    assert not [name for name in dir(trainer) if name.startswith("_")], "Python suggests them"
+    usual = {"revision": "main", "trust_remote_code": False, "attn_implementation": None, "dtype": None}
+    assert hetero_mpi.Trainer("model", {"model_init_kwargs": usual}, train_dataset=ROWS).notes == []
+    refused({"model_init_kwargs": {"revision": "v2"}}, "model_init_kwargs", "revision")
     with refuses("trainer.argument", "DPOTrainer", "SFTConfig"):
         hetero_mpi.DPOTrainer("model", args=type("SFTConfig", (), {})(), train_dataset=ROWS)
 
@@ -213,6 +222,16 @@ def test_rows_of_tokens_come_without_padding_and_texts_from_a_function() -> None
 def test_what_is_no_data_set_is_refused(name: str, rows: Any, shown: str) -> None:
     given = {"rows": rows} if name == "train_dataset" else {"eval_dataset": rows}
     refused({}, f"{name}: ", shown, kind="trainer.dataset", **given)
+
+
+def test_epochs_are_counted_as_the_run_counts_them() -> None:
+    events, seen = TrainerEvents(None, 1, False, 3), list[str]()
+    kinds = {f"on_epoch_{when}": lambda *_, when=when, **__: seen.append(when) for when in ("begin", "end")}
+    events.callbacks.append(type("Follower", (TrainerCallback,), kinds)())
+    for step in (1, 2, 3):
+        events.on_step(Step(step, 1.0, 1.0, 1e-3, 8, 8.0, 1.0, 1.0, epoch=step / 1.5), [])
+    assert [line["epoch"] for line in events.state.log_history] == [1 / 1.5, 2 / 1.5, 2.0]
+    assert seen == ["begin", "end", "begin", "end"]
 
 
 def test_arguments_of_a_wrong_kind_are_refused() -> None:

@@ -181,8 +181,13 @@ def chats_by_lora(cases: Cases) -> Any:
     trainer = SFTTrainer(str(cases.model), args=args, peft_config=config, set=QUICK, **given)
     result = trainer.train()
     trainer.save_model(str(cases.out / "lora-saved"))
-    if RANK == 0:
-        AutoPeftModelForCausalLM.from_pretrained(cases.out / "lora-saved")
+    trainer.accelerator.wait_for_everyone()
+    assert trainer.accelerator.is_main_process == (RANK == 0)
+    if trainer.accelerator.is_main_process:
+        saved = AutoPeftModelForCausalLM.from_pretrained(cases.out / "lora-saved")
+        own, again = trainer.model.state_dict(), saved.state_dict()
+        assert trainer.model is trainer.model and all(torch.equal(own[name], again[name]) for name in own)
+    trainer.end()
     return [result.training_loss, result.global_step, trainer.evaluate()["eval_loss"]]
 
 
@@ -212,7 +217,18 @@ def preferences(cases: Cases) -> Any:
     given = {"train_dataset": PAIRS, "eval_dataset": PAIRS, "processing_class": cases.tokenizer}
     trainer = DPOTrainer(model=cases.started(), ref_model=None, args=args, peft_config=config, set=QUICK, **given)
     trainer.train()
+    assert RANK > 0 or base_of(cases.out / "dpo") == cases.model, "not a private copy"
+    changed = cases.started()
+    changed.get_parameter("model.norm.weight").data.mul_(2)
+    args.output_dir, args.max_steps = str(cases.out / "changed"), 1
+    other = DPOTrainer(model=changed, args=args, peft_config=config, set=QUICK, **given)
+    other.train()
+    assert RANK > 0 or base_of(cases.out / "changed").parent == cases.out / "changed", "beside the adapter"
     return [line[key] for line in trainer.state.log_history for key in line if key.endswith("rewards/margins")]
+
+
+def base_of(run: Path) -> Path:
+    return Path(json.loads((run / "adapter" / "adapter_config.json").read_text())["base_model_name_or_path"])
 
 
 def tokens(cases: Cases) -> Any:

@@ -58,6 +58,7 @@ class RunContext:
     cores: float
     """Number of CPU cores on which this rank can count; less than 1 if ranks share cores."""
     threads: int
+    steps_per_epoch: float
     planned_for: ClusterProfile | None = None
     """The measured or emulated profile of the current ranks, for which plans are made; None until it is known."""
     compiled: bool = False

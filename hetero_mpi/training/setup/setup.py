@@ -101,11 +101,10 @@ def set_up(world: World, transport: Transport, loaded: LoadedJob, run_dir: Path)
             material = prepare(loaded)
     loaded = _with_adapter(world, loaded, material.tokenizer if material is not None else None)
     # Epochs and relative intervals become numbers of steps.
-    samples = len(material.dataset.train) if material is not None else None
-    train, checkpoint, steps = loaded.job.train, loaded.job.checkpoint, loaded.job.train.steps
-    if train.epochs is not None:
-        per_epoch = steps_per_epoch(samples or 0, train.global_batch, train.last_batch == "smaller")
-        steps = world.broadcast_json(math.ceil(train.epochs * per_epoch))
+    samples = world.broadcast_json(len(material.dataset.train) if material is not None else None)
+    train, checkpoint = loaded.job.train, loaded.job.checkpoint
+    per_epoch = steps_per_epoch(samples, train.global_batch, train.last_batch == "smaller")
+    steps = train.steps if train.epochs is None else math.ceil(train.epochs * per_epoch)
     tables = {
         "train": train.model_copy(update={"steps": steps, "evaluate_every": steps_of(train.evaluate_every, steps)}),
         "checkpoint": checkpoint.model_copy(update={"every": steps_of(checkpoint.every, steps)}),
@@ -128,12 +127,11 @@ def set_up(world: World, transport: Transport, loaded: LoadedJob, run_dir: Path)
         dataset = material.dataset
         say(*material.notes)
         smaller, row = job.train.last_batch == "smaller", units.row(job.data.sequence_length)
-        epochs = job.train.steps / steps_per_epoch(len(dataset.train), job.train.global_batch, smaller)
         say(
             f"data: {len(dataset.train):,} training and {len(dataset.held_out):,} evaluation "
             f"{units.rows_of(job.data.sequence_length)}; "
             f"{units.plural(job.train.steps, 'step')} of {units.plural(job.train.global_batch, row)} "
-            f"{'is' if job.train.steps == 1 else 'are'} {epochs:.3g} epochs"
+            f"{'is' if job.train.steps == 1 else 'are'} {steps / per_epoch:.3g} epochs"
         )
         if job.train.global_batch > len(dataset.train) and not smaller:
             say(
@@ -141,10 +139,11 @@ def set_up(world: World, transport: Transport, loaded: LoadedJob, run_dir: Path)
                 f"{job.train.global_batch / len(dataset.train):.3g} times. Lower train.global_batch, or add data"
             )
     parameters = sum(spec.count for spec in chain.parameters.values())
-    say(f"model: {chain.summary}, {parameters:,} parameters, {job.train.dtype}")
+    weights = ", weights in nf4" if job.model.quantization == "nf4" else ""
+    say(f"model: {chain.summary}, {parameters:,} parameters, {job.train.dtype}{weights}")
     if tuning.adapter is not None:
         say(tuning.summary(chain))
-    context = RunContext(world, transport, loaded, run_dir, material, chain, tuning, backend, cores, threads)
+    context = RunContext(world, transport, loaded, run_dir, material, chain, tuning, backend, cores, threads, per_epoch)
     return settle_compile_mode(context)
 
 
