@@ -113,6 +113,9 @@ def _checkpoint(source: Path, best: bool) -> Path:
     directory = source / "checkpoints"
     if not directory.is_dir():
         text = f"{source} is neither a checkpoint file nor a run directory (it has no checkpoints/)"
+        if any((source / name).is_file() for name in ("adapter_config.json", "config.json")):
+            text = f"{source} has the result of a run without its checkpoints: pass the run's directory (a trainer's output_dir)"
+            raise UserError("export.result", text)
         text = text if source.exists() else f"{source} does not exist; pass a run directory or a checkpoint file"
         raise UserError("export.source", text)
     if best:
@@ -230,9 +233,10 @@ def push_directory(
         api.upload_folder(repo_id=name, folder_path=directory, commit_message=message)
     except Exception as error:  # network libraries raise many types; none is a defect of this program
         reason = (str(error) or type(error).__name__).strip().splitlines()[0]
+        owner = "" if "/" in name else " of the logged-in user"
         raise UserError(
             "export.push_failed",
-            f"{directory} is written, but not pushed to {constants.ENDPOINT}/{name}: {reason}. With network access and a "
+            f"{directory} is written, but not pushed to {constants.ENDPOINT} as {name}{owner}: {reason}. With network access and a "
             f"write token (`hf auth login`, or HF_TOKEN), run: hf upload {shlex.quote(name)} {shlex.quote(str(directory))}",
         ) from None
     return f"{constants.ENDPOINT}/{name}"

@@ -66,7 +66,7 @@ def find_checkpoint(run_dir: Path, choice: str) -> Path:
         detail = "; ".join(f"skipped {path}: {reason}" for path, reason in skipped) or "it contains none"
         raise UserError(
             "checkpoint.none_whole",
-            f"{directory}: no valid checkpoint to resume from ({detail}); start without --resume",
+            f"{directory}: no valid checkpoint to resume from ({detail}); start without resuming",
         )
     return newest
 

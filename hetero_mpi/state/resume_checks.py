@@ -61,7 +61,7 @@ def check_fits(
         raise UserError(
             "resume.setting",
             f"{path} was written with different values of {changed}, which are not stored in checkpoints, so the run would "
-            f"not continue where it left off. Restore the original values, or start without --resume",
+            f"not continue where it left off. Restore the original values, or start without resuming",
         )
 
 
@@ -73,7 +73,7 @@ def check_train(reader: CheckpointReader, path: Path, train: TrainTable) -> None
             raise UserError(
                 "resume.setting",
                 f"{path} was written with [train] {key} = {as_toml(value)}, which this version does not support: start without "
-                f"--resume, or resume with {reader.writer.partition(',')[0]}",
+                f"resuming, or resume with {reader.writer.partition(',')[0]}",
             )
     for key, was in _values(then["train"], _FIXED).items():
         if getattr(train, key) != "auto":  # the dtype may still be unresolved
@@ -106,7 +106,7 @@ def _require_equal(path: Path, key: str, was: Any, now: Any) -> None:
         raise UserError(
             "resume.setting",
             f"{path} was written with {key} = {as_toml(was)}, but this job has {as_toml(now)}: the run would not continue "
-            f"where it left off; restore the old value, or start without --resume",
+            f"where it left off; restore the old value, or start without resuming",
         )
 
 
@@ -131,7 +131,7 @@ def check_tensors(reader: CheckpointReader, path: Path, tuning: Tuning, names: C
         what = f"was written with {changed}" if changed else "is a checkpoint of another model"
         raise UserError(
             "resume.other_model",
-            f"{path} {what}: {differences[0]}; resume with the job that wrote it, or start without --resume",
+            f"{path} {what}: {differences[0]}; resume with the job that wrote it, or start without resuming",
         )
 
 
@@ -168,7 +168,7 @@ def check_data(then: str | None, path: Path, fingerprint: str, allowed: bool) ->
         raise UserError(
             "resume.data",
             f"{path} was written with different data: its files, tokenizer or split have changed, so the run would not "
-            "continue where it left off; restore the data, start without --resume, or continue with the new data: "
+            "continue where it left off; restore the data, start without resuming, or continue with the new data: "
             "--set checkpoint.allow_other_data=true",
         )
     return "The data has changed since the checkpoint was written; the run uses the new data, as the job allows"

@@ -194,6 +194,9 @@ def test_what_cannot_be_exported_np2(runs: Path, tmp_path: Path) -> None:
         export(runs / "full", tmp_path / "out", merge=True)
     with refuses("export.source", tmp_path):
         export(tmp_path, tmp_path / "out", merge=False)
+    (tmp_path / "config.json").touch()
+    with refuses("export.result", tmp_path):
+        export(tmp_path, tmp_path / "out", merge=False)
     (tmp_path / "checkpoints").mkdir()
     with refuses("export.no_checkpoint", tmp_path):
         export(tmp_path, tmp_path / "out", merge=False)

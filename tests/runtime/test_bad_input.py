@@ -204,7 +204,7 @@ CASES: dict[str, tuple[Make, tuple[str, ...]]] = {
                         ("absent.profile.toml: no such file", "no shipped profile of this name; shipped profiles:")),
     "missing-profile-of-the-job": ({"profile": {"path": "{here}/mistyped.profile.toml"}}, ("mistyped.profile.toml: no such file",)),
     "profile-to-use-and-to-keep": ({"profile": {"path": "{here}/profile.toml", "save_as": "kept.toml"}}, ("save_as",)),
-    "nothing-to-resume": ({"resume": "latest"}, ("no valid checkpoint to resume from", "start without --resume")),
+    "nothing-to-resume": ({"resume": "latest"}, ("no valid checkpoint to resume from", "start without resuming")),
     "resume-missing-file": ({"resume": "{here}/absent.h5"}, ("absent.h5: no such checkpoint", "--resume latest")),
     "resume-other-model": (lambda s, n: s.resumed(n, model={"path": str(s.model("deeper", blocks=3))}, profile={"path": ""}),
          ("checkpoint of another model", "it lacks 'model.layers.2.", "resume with the job that wrote it")),
