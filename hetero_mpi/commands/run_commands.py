@@ -21,6 +21,7 @@ from hetero_mpi.report.run_text import baseline_lines
 from hetero_mpi.rundir.run_directory import REPORT_NAME, SHARED_NAME
 from hetero_mpi.util import units
 from hetero_mpi.util.errors import UserError
+from hetero_mpi.util.shipped import profile_file
 
 
 def report(run_dir: Path, output: Path | None, share: bool = False) -> list[str]:
@@ -92,7 +93,7 @@ def _planning_inputs(
         request = replace(build_plan_request(loaded, ranks, False), sequence_length=run.profile.model.sequence_length)
         _check_batch(request, run.report, source)
         return run.profile, request, (reason,)
-    path = source / "profile.toml"
+    path = profile_file(source)
     question = plan_question(loaded, load_profile(path), str(path))
     _check_batch(question.request, run.report, source)
     return question.profile, question.request, question.remarks

@@ -94,7 +94,7 @@ class Records:
         untrained = "without an answer to train on (train = false, weight = 0)"
         for why, sources in (("without an answer", self.unanswered), (untrained, self.untrained)):
             if sources:
-                lines.append(f"{len(sources):,} records {why} dropped, such as {sources[0]}")
+                lines.append(f"{units.plural(len(sources), 'record')} {why} dropped, such as {sources[0]}")
         read = set(re.findall(r"\w+", template))
         unread = [(key, count) for key, count in self.unread.items() if key.partition("[].")[2] not in read]
         if unread:

@@ -2,6 +2,7 @@
 
 import difflib
 import glob
+import re
 import shlex
 import shutil
 import sys
@@ -99,4 +100,11 @@ def _commands(name: str, inputs: list[Path]) -> list[str]:
     first = [path for path in inputs if path.suffix == ".toml"]
     is_on_path = Path(shutil.which("hetero-mpi") or "").parent == Path(sys.executable).parent
     program = "hetero-mpi" if is_on_path else f"{shlex.quote(sys.executable)} -m hetero_mpi"
-    return [f"{program} launch -np 3 -- train jobs/{path}" for path in [*first, Path(f"{name}.toml")]]
+    files = [*first, Path(f"{name}.toml")]
+    return [f"{program} launch -np {_ranks(path)} -- train jobs/{path}" for path in files]
+
+
+def _ranks(path: Path) -> str:
+    """Return the number of ranks in the command at the head of an example job."""
+    command = re.search(r"-np (\d+)", (shipped_folder("jobs") / path).read_text(encoding="utf-8"))
+    return command[1] if command else "3"

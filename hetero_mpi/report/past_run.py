@@ -157,10 +157,12 @@ def is_run(directory: Path) -> bool:
 
 
 def runs_in(directory: Path) -> list[Path]:
-    """List the runs in a directory, by name. Empty if the directory is a run itself or contains no runs."""
+    """List the runs in a directory, by name, without dry runs. Empty if the directory is a run itself or contains no runs."""
     if is_run(directory) or not directory.is_dir():
         return []
-    return sorted(path for path in directory.iterdir() if path.is_dir() and is_run(path))
+    return sorted(
+        path for path in directory.iterdir() if any((path / name).exists() for name in (METRICS_NAME, RUN_NAME))
+    )
 
 
 def read_run(directory: Path) -> PastRun:

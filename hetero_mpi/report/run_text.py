@@ -158,7 +158,7 @@ def baseline_lines(
     measured = run.median_step_s() if run is not None else None
     if run is not None and measured is not None:
         how = f"measured{kind}, median of {units.plural(len(run.warm_steps), 'step')}"
-        timed.append((together, f"run {run.name}", measured, how))
+        timed.append((together, f"run {run.typed_directory or run.directory}", measured, how))
     rows = [
         (who, device, *((units.seconds(step_s), f"{tokens / step_s:,.0f}") if step_s else ("", "")), how)
         for who, device, step_s, how in timed

@@ -25,6 +25,8 @@ MAX_RANKS_TO_EXPLAIN_LEAST = 6
 """With at most this many ranks in use, the reasons include the best plan without the least busy rank."""
 MIN_LIMITING_COPY_RATIO = 0.1
 """Minimum share of a stage's time that copies must take to be reported as its limit."""
+MIN_NAMED_CHANGE_RATIO = 0.02
+"""Step times that differ by less count as about equal in the reasons."""
 NO_FASTER_PLAN = "the search found no faster plan with it"
 
 
@@ -141,10 +143,9 @@ def _least_busy(plan: Plan, profile: ClusterProfile, request: PlanRequest, simul
         yield f"{name} the model does not fit in memory"
     else:
         change = round(units.ratio(decision.step_s, simulation.step_s) - 1, 3)
-        # The search is a heuristic: the plan without the rank may be faster.
-        comparison = (
-            f"{units.percent(abs(change))} {'longer' if change > 0 else 'shorter'}" if change else "equally long"
-        )
+        # The search is a heuristic: the plan without the rank may be slightly faster.
+        comparison = f"{units.percent(abs(change))} {'longer' if change > 0 else 'shorter'}"
+        comparison = comparison if abs(change) >= MIN_NAMED_CHANGE_RATIO else "about equally long"
         yield f"{name} the step is {comparison}"
 
 
@@ -214,7 +215,7 @@ def _without_idle(decision: Decision, ranks: int, profile: ClusterProfile, reque
         best, at_work = (units.seconds(seconds) for seconds in (decision.step_s, decision.at_work_s))
         if best == at_work or decision.at_work_s < decision.step_s:
             return f"using {units.plural(ranks, 'rank')} would not shorten the step ({best} either way)"
-        return f"using {units.plural(ranks, 'rank')} would take {at_work} per step instead of {best}"
+        return f"the best plan found with {units.plural(ranks, 'rank')} takes {at_work} per step instead of {best}"
     text = f"no plan that uses {units.plural(ranks, 'rank')} was found to fit in memory"
     if True in request.recompute_choices:
         return text
