@@ -252,7 +252,8 @@ class Saver(BesideTraining):
                         writer.write_pieces(kind, name, shape, dtype, self.world.marked(coming))
                     stack.enter_context(self.world.busy())  # a slow disk shows no progress
                 self.newest = path
-                prune(self.directory, self.table.keep, self.table.keep_best, path)
+                if self.table.keep != "all":
+                    prune(self.directory, self.table.keep, self.table.keep_best, path)
             seconds = time.perf_counter() - began_s
             _LOG.info("step %d: checkpoint %s, complete after %.1f s", metadata["step"], path, seconds)
         except (CheckpointError, OSError) as error:
