@@ -81,14 +81,14 @@ COMING_FROM = """\
 
 <!-- Written by `python -m tests.written_docs` from hetero_mpi/job/other_tools.toml. -->
 
-Convert your configuration into a job file, then check it with a dry run:
+Convert your configuration, then check the job with a dry run:
 
 ```sh
 python -m hetero_mpi init --from axolotl.yml --gpus 2      # writes job.toml; init --from FILE DIR: DIR/job.toml
 python -m hetero_mpi launch -np 3 -- train job.toml --dry-run
 ```
 
-`init --from` reads YAML of axolotl, LLaMA-Factory or TRL, a Python script that uses TRL, or a file with the training command.
+`init --from` reads YAML of axolotl, LLaMA-Factory or TRL, a Python script for TRL, or a file with the training command.
 It runs and downloads nothing.
 The job file names the source of each key, and lists each key without an equivalent with its value and the reason.
 `init` prints misspelled keys and those without which training differs.
@@ -96,7 +96,7 @@ The job file names the source of each key, and lists each key without an equival
 * Set `--gpus` to the other run's number of GPUs: the batch of a step is micro-batch x accumulation x GPUs.
 * The job states the other tool's defaults (axolotl 0.18, LLaMA-Factory 0.9.6, TRL 1.16) where they differ from those here.
 * Paths stay relative to the working directory.
-* `data.sequence_length` is the tool's limit minus one, because the last token is only a target.
+* `data.sequence_length` is the tool's limit minus one: the last token is only a target.
 * axolotl drops rows that are too long; here they are truncated and counted.
 * Data order, the prompt template (the tokenizer's) and rounding differ, so losses are similar, not equal.
 """
@@ -104,12 +104,12 @@ COMING_FROM_TABLES = {
     "Converted keys": "The last column has arguments of transformers' trainers, which several tools accept.",
     "Keys that stop the conversion": "No job is written unless these keys are off (`false`, 0, empty).\n"
     "PPO, GRPO, reward models, diffusion, images and sound stop the conversion too.",
-    "Keys without which training differs": "`init` prints those that your file sets.",
+    "Keys without which training differs": "`init` prints them.",
 }
 COMING_FROM_REST = """
 ## Keys that are left out
 
-The comments of the job file list those that your file sets, with one of these reasons:
+The job's comments list those of your file, with these reasons:
 """
 
 

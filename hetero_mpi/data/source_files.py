@@ -162,22 +162,39 @@ def _files_of_split(source: HubName, names: Sequence[str], directory: Path, comp
 
     If the split has no files, raises UserError if ``names`` lists the ``complete`` repository, and returns [] otherwise.
     """
-    kinds = tuple(suffix for name in plug_in_names(FORMATS) for suffix in plug_in(FORMATS, name).SUFFIXES)
-    data = [name for name in names if name.endswith(kinds) and not fnmatch.fnmatch(Path(name).name, "dataset_*.json")]
-    splits = _splits_by_card(source, data, directory / "README.md")
-    if splits is None:
-        splits = _splits_by_name(source, data)
+    splits = _splits(source, names, directory)
     if splits.get(source.split):
         return splits[source.split]
     if not complete:
         return []
     listed = ", ".join(f'"{split}"' for split, files in splits.items() if files)
-    has = f"it has the splits {listed}" if listed else f"none of its {len(names):,} files ends with {', '.join(kinds)}"
+    has = (
+        f"it has the splits {listed}" if listed else f"none of its {len(names):,} files ends with {', '.join(_kinds())}"
+    )
     raise UserError(
         "data.hub_split",
         f'{source.label}: {source.name} must have files for the split "{source.split}" in a supported format; '
         f"{has}. Select another split or config, or convert the dataset and list its files",
     )
+
+
+def split_files(directory: Path, config: str | None) -> dict[str, list[str]]:
+    """Map the splits of a local directory to their files, like those of a repository."""
+    names = sorted(path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file())
+    splits = _splits(HubName(str(directory), str(directory), config, "train"), names, directory)
+    return {split: [str(directory / glob.escape(name)) for name in files] for split, files in splits.items() if files}
+
+
+def _splits(source: HubName, names: Sequence[str], directory: Path) -> dict[str, list[str]]:
+    data = [
+        name for name in names if name.endswith(_kinds()) and not fnmatch.fnmatch(Path(name).name, "dataset_*.json")
+    ]
+    by_card = _splits_by_card(source, data, directory / "README.md")
+    return _splits_by_name(source, data) if by_card is None else by_card
+
+
+def _kinds() -> tuple[str, ...]:
+    return tuple(suffix for name in plug_in_names(FORMATS) for suffix in plug_in(FORMATS, name).SUFFIXES)
 
 
 def _splits_by_card(source: HubName, data: Sequence[str], card: Path) -> dict[str, list[str]] | None:

@@ -26,6 +26,8 @@ def init(name: str | None, directory: Path, source: Path | None = None, gpus: in
     Without ``name``, list the example jobs. If ``source`` is given, convert that file of another tool, which used ``gpus`` GPUs, to
     the job file or directory ``name``. Raises UserError if the job is unknown, its file exists, or the directory is not writable.
     """
+    if gpus is not None and gpus < 1:
+        raise UserError("init.gpus", f"--gpus {gpus}: must be the number of GPUs that the other tool used, at least 1")
     if source is not None:
         from hetero_mpi.interop.other_tools import convert_file
 

@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hetero_mpi.data.source_files import split_files
+from hetero_mpi.interop.other_files import read_keys
 from hetero_mpi.job.other_names import read_names
 from hetero_mpi.job.rules import as_toml
 from hetero_mpi.job.schema import TABLES
@@ -27,6 +29,8 @@ PATHS = ("model.path", "tokenizer.path", "adapter.path")
 NOT_UNDERSTOOD = "unknown, perhaps misspelled"
 _LISTS = ("adapter.modules_to_save", "tokenizer.add", "tokenizer.add_special")
 """Keys whose value may be a comma-separated string."""
+_COLUMNS = ("field", "text_column", "columns")
+"""Keys of a dataset entry that may name its text column."""
 FILE_PATTERN = re.compile(r"[./~]|.*\.(jsonl?|parquet|csv|txt|gz|zst)$")
 _OFF_VALUES = r"^(false|no|none|null)$"
 _LIST_PARTS = (
@@ -70,6 +74,10 @@ class JobDraft:
         self._parts: dict[str, tuple[str, Any]] = {}
         """Maps a part, an input of a conversion rule named in ``other_tools.toml``, to its source key and value."""
         self._used: set[str] = set()
+        self.pairs = False
+        """Whether the records are pairs of answers."""
+        self.column_sources: dict[str, None] = {}
+        """Source keys of ``data.keys``."""
         self._steps_of_logging = source.get("logging_steps", TABLE[self.tool].get("logging_steps"))
         """Default number of steps between evaluations."""
         self._keys = keys_of(self.tool)
@@ -128,7 +136,10 @@ class JobDraft:
         fitting = exact or [group for group in groups if any(fnmatch.fnmatchcase(key, name) for name in group["keys"])]
         keys = self._known if not where else set(_KNOWN["entries"])
         likeness = 0.9 if fitting else 0.7
-        similar = [] if exact or key in keys else difflib.get_close_matches(key, keys | self._keys.keys(), 1, likeness)
+        similar = [] if exact or key in keys else difflib.get_close_matches(key, keys | self._keys.keys(), 3, likeness)
+        similar.sort(key=lambda name: name.split("_")[0] != key.split("_")[0])
+        meanings = {keys_of(tool).get(key) for tool in TOOLS}
+        similar = [name for name, ours in self._keys.items() if ours in meanings and similar] or similar
         if similar or not fitting:
             hint = f" (did you mean {similar[0]}?)" if similar else ""
             return self._leave(where + key, value, NOT_UNDERSTOOD, hint)
@@ -139,6 +150,7 @@ class JobDraft:
             self._stop(where + key, value, group["reason"])
         else:
             reason = group["reason"].partition("; remove")[0]
+            reason = reason if enabled or "unless" in group or not group.get("differs") else "off there too"
             self._leave(where + key, value, reason, differs=group.get("differs", False) and enabled)
 
     def _stop(self, key: str, value: Any, reason: str) -> None:
@@ -193,6 +205,98 @@ class JobDraft:
         else:
             return
         self._put(ours, int(value) if value >= 1 else math.ceil(value * steps) if steps else value, part, strategy)
+
+    def _sets(self, part: str, split: str = "train") -> list[tuple[str, str | dict[str, str]]]:
+        """Return the files of a part as (name for ``data.records``, text column or the names of a record's columns)."""
+        key, value = self._parts.get(part, ("", []))
+        if self.tool == "llamafactory" and value and not isinstance(value, Mapping):
+            names = value if isinstance(value, list) else re.split(r"\s*,\s*", str(value))
+            value = [self._listed(str(name)) for name in names]
+        elif isinstance(value, str):
+            which = self._of("split" if split == "train" else "test_split")
+            value = [{"path": value, "name": self._of("config_name"), "split": which}]
+        elif isinstance(value, Mapping):  # a mixture of the alignment handbook
+            for inner in value.keys() - {"datasets"}:
+                self._leave_group(inner, value[inner], [TABLE["entries"]], f"{key}.")
+            value = value.get("datasets")
+        if not isinstance(value, list) or not all(
+            isinstance(listed, Mapping) and (listed.get("path") or listed.get("id")) for listed in value
+        ):
+            text = f"{self.file}: {key} = {as_toml(value)}: must be a list of datasets, each with a path"
+            raise UserError("convert.data_sets", text)
+        sets = []
+        for at, entry in enumerate(value):
+            where, column = f"{key}[{at}]", self._column(part, entry)
+            converted = ["type", *_COLUMNS]
+            if isinstance(column, dict):
+                inner = {
+                    name: value.values() if isinstance(value, Mapping) else [value] for name, value in entry.items()
+                }
+                converted = [
+                    name
+                    for name, values in inner.items()
+                    if any(record_key in values for record_key in column.values())
+                ]
+                self.column_sources |= {f"{where}.{name}": None for name in converted}
+            sets += [(name, column) for name in self._records(where, entry, split, converted)]
+        return sets
+
+    def _column(self, part: str, entry: Mapping[str, Any]) -> str | dict[str, str]:
+        """Return the text column of a dataset, or the columns of its records by our name, without those of that name."""
+        style = entry.get("type")
+        if part == "texts" or self._of("objective") == "pt" or style in ("completion", "pretrain"):
+            columns = [entry[key] for key in _COLUMNS if entry.get(key)]
+            column = (columns[0].get("prompt") if isinstance(columns[0], Mapping) else columns[0]) if columns else None
+            return str(column or "text")
+        inner = [entry.get(key) for key in ("columns", "message_property_mappings", "tags")]
+        layout = str(entry.get("formatting", style)).removeprefix("chatml.").removeprefix("llama3.")
+        defaults = TABLE["pairs"].get(layout, {}) if self.pairs else {}
+        named = {**defaults, **entry, **(style if isinstance(style, Mapping) else {})}
+        for mapping in inner:
+            named |= mapping if isinstance(mapping, Mapping) else {}
+        for key in named.keys() & {"images", "videos", "audios", "format"}:
+            self._leave_group(key, named[key], [TABLE["entries"]], f"{part}.")
+        roles = [named[key] for key in ("role", "message_field_role", "role_tag") if isinstance(named.get(key), str)]
+        is_sharegpt = roles[0] == "from" if roles and roles[0] else entry.get("formatting") == "sharegpt"
+        chats = "prompt" if self.pairs else "conversations" if is_sharegpt else "messages"
+        names = [(chats if ours == "messages" else ours, named.get(key)) for key, ours in TABLE["columns"].items()]
+        return {ours: name for ours, name in names if isinstance(name, str) and name != ours}
+
+    def _records(self, where: str, entry: Mapping[str, Any], default_split: str, converted: Sequence[str]) -> list[str]:
+        path, name = str(entry.get("path") or entry.get("id")), entry.get("name") or entry.get("config")
+        files = entry.get("data_files")
+        split = str(entry.get("split") or default_split)
+        base_split = re.split(r"[\[+]", split)[0]
+        is_file = FILE_PATTERN.match(path) is not None or os.path.exists(path)
+        if isinstance(files, Mapping):  # by split
+            files = files.get(base_split, next(iter(files.values())))
+        if files and (is_file or path in ("json", "csv", "parquet", "text")):
+            first, *files = files if isinstance(files, list) else [files]
+            path, is_file = str(first), True
+        for key, value in {**entry, "data_files": files, "split": split if split != base_split else None}.items():
+            if key not in ("path", "id", "name", "config", *converted) and value:
+                self._leave_group(key, value, [TABLE["entries"]], f"{where}.")
+        if not is_file:
+            return [f"hf:{path}" + (f"/{name}" if name else "") + (f":{base_split}" if base_split != "train" else "")]
+        files_by_split = split_files(Path(path), name) if os.path.isdir(path) and self.tool != "llamafactory" else {}
+        if not any(files_by_split.values()):
+            return [self._path(path) + ("/*" if os.path.isdir(path) else "")]
+        if base_split not in files_by_split:
+            self._leave(f"{where}.split", base_split, f"{path} has no files of this split", differs=True)
+        return [self._path(file) for file in files_by_split.get(base_split, [])]
+
+    def _listed(self, name: str) -> dict[str, Any]:
+        """Look up a LLaMA-Factory dataset in ``dataset_info.json``, and return it as an entry like those of axolotl."""
+        folder = str(self._of("folder", "data"))
+        listed = Path(folder) / "dataset_info.json"
+        entries = read_keys(listed) if os.path.exists(listed) else {}
+        entry = entries.get(name)
+        if not isinstance(entry, dict):
+            self._leave("dataset", name, f"{folder}/dataset_info.json has no such entry: set its file", differs=True)
+            return {"path": f"./{name}"}
+        path = entry.get("hf_hub_url") or os.path.join(".", folder, str(entry.get("file_name", name)))
+        rest = {key: value for key, value in entry.items() if key not in ("hf_hub_url", "file_name", "subset")}
+        return {"path": path, "name": entry.get("subset"), **rest}
 
     def _drop(self, ours: str, reason: str) -> None:
         """Remove a converted key from the job, and list it as omitted."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from hetero_mpi.interop.trl_script import read_script
+from hetero_mpi.interop.trl_script import read_script, trainers_in
 from hetero_mpi.util.disk import require_regular
 from hetero_mpi.util.errors import UserError
 from hetero_mpi.util.toml import MAX_NESTING_DEPTH
@@ -50,7 +50,9 @@ def read_keys(file: Path) -> dict[str, Any]:
         elif not isinstance(values := _loaded(text), dict):
             raise ValueError("it has no keys")
         return dict(_plain(values, iter(range(_MAX_VALUES))))
-    except (OSError, ValueError, RecursionError, SyntaxError, yaml.YAMLError) as error:
+    except OSError as error:
+        raise UserError("convert.format", f"{file}: cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError, SyntaxError, yaml.YAMLError) as error:
         expected = "YAML, a command line, or a script that uses TRL"
         reason = " ".join(str(error).split())
         raise UserError("convert.format", f"{file}: must be {expected}: {reason}") from None
@@ -119,6 +121,11 @@ def _command_line(file: Path, text: str) -> dict[str, Any]:
         values = read_keys(path if path.exists() else file.parent / path) | values
     values |= dict(_options([f"--{word}" for word in words[at + 2 :] if re.match(r"\w+=", word)] if files else []))
     name = Path(words[at]).stem
+    for script in [
+        path for path in (Path(words[at]), file.parent / words[at]) if path.suffix == ".py" and path.is_file()
+    ]:
+        with contextlib.suppress(OSError, ValueError, SyntaxError):
+            (name,) = trainers_in(script.read_text(encoding="utf-8"))
     return values if name in ("train", "axolotl.cli") else {"trainer": name, **values}
 
 

@@ -10,15 +10,14 @@ import math
 import os
 import re
 import shlex
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any
 
-from hetero_mpi.interop.job_draft import FILE_PATTERN, NOT_UNDERSTOOD, TABLE, JobDraft, keys_of, number_of, tables_of
+from hetero_mpi.interop.job_draft import NOT_UNDERSTOOD, TABLE, JobDraft, keys_of, number_of, tables_of
 from hetero_mpi.interop.other_files import read_keys
 from hetero_mpi.job.contradictions import objectives_by_key
 from hetero_mpi.job.load import job_from_tables
-from hetero_mpi.job.rules import as_toml
 from hetero_mpi.rundir import trackers
 from hetero_mpi.util import toml
 from hetero_mpi.util.disk import write_errors
@@ -26,8 +25,6 @@ from hetero_mpi.util.errors import UserError
 
 PARTS = {part: text.replace("`", "") for part, text in TABLE["parts"].items()}
 _RECORDS = re.compile(r"\.(jsonl?|parquet)(\.\w+)?$|(^|/)[\w-]+$")
-_COLUMNS = ("field", "text_column", "columns")
-"""Keys of a dataset entry that may name its text column."""
 
 
 def convert_file(file: Path, target: Path, gpus: int | None) -> list[str]:
@@ -53,7 +50,7 @@ def convert_file(file: Path, target: Path, gpus: int | None) -> list[str]:
         target.write_text(text, encoding="utf-8")
     lines = [f"{NOT_UNDERSTOOD}: {', '.join(names)}"] if (names := draft.omitted.get(NOT_UNDERSTOOD)) else []
     if draft.differing:
-        lines += ["Training differs from the file's in:", *(f"  {text}" for text in draft.differing)]
+        lines += ["The job differs from the file in:", *(f"  {text}" for text in draft.differing)]
     converted = f"{len(draft.values)} keys converted from a file of {draft.title}"
     left_out = f"comments at its end list the other keys, with reasons ({sum(map(len, draft.omitted.values()))})"
     program = f"hetero-mpi launch -np 3 -- train {shlex.quote(str(target))} --dry-run"
@@ -126,6 +123,11 @@ class _Draft(JobDraft):
         if self.tool == "trl" and hints and "objective" not in self._parts:  # its YAML does not name the trainer
             kind = TABLE["trl"]["tells"][hints[0]]
             self._parts["objective"] = f"{hints[0]}, a key of {kind.upper()}", kind
+        elif self.tool == "trl" and "_" in (script := str(self._of("objective", "")).lower().replace("-", "_")):
+            named = [word for word in script.split("_") if word in TABLE["trl"]["supported"]["objective"].split(", ")]
+            implied = {TABLE["trl"]["tells"][key] for key in hints} - {"dpo"}  # by keys that GRPO has too
+            if len(kinds := {*named} or implied) == 1 and "online" not in script:
+                self._parts["objective"] = self._parts["objective"][0], kinds.pop()
         kind = self._word("objective") or "none"
         if kind == "cpo":
             kind = "simpo" if self.tool == "axolotl" else self._word("loss")
@@ -206,7 +208,7 @@ class _Draft(JobDraft):
         if any(keys) and (len(keys) < len(columns) or any(column != keys[0] for column in keys)):
             self._leave("columns", keys, "data.keys maps the columns of all files alike", differs=True)
         elif any(keys):
-            self._put("data.keys", keys[0])
+            self.values["data.keys"] = keys[0], ", ".join(self.column_sources)
         if "weights" in self._parts:
             shares = str(self._of("weights")).strip("[]").split(",")
             self._put("data.weights", [number_of(share) for share in shares], "weights")
@@ -224,80 +226,6 @@ class _Draft(JobDraft):
             if self.tool == "trl" and not prompts and self._of("answers") is not True:
                 prompts = "chats"
             self._put("data.train_on_prompt", prompts, "everything", "answers", "completions")
-
-    def _sets(self, part: str, split: str = "train") -> list[tuple[str, str | dict[str, str]]]:
-        """Return the datasets of a part as (name for ``data.records``, text column or the names of a record's columns)."""
-        key, value = self._parts.get(part, ("", []))
-        if self.tool == "llamafactory" and value and not isinstance(value, Mapping):
-            names = value if isinstance(value, list) else re.split(r"\s*,\s*", str(value))
-            value = [self._listed(str(name)) for name in names]
-        elif isinstance(value, str):
-            which = self._of("split" if split == "train" else "test_split")
-            value = [{"path": value, "name": self._of("config_name"), "split": which}]
-        elif isinstance(value, Mapping):  # a mixture of the alignment handbook
-            for inner in value.keys() - {"datasets"}:
-                self._leave_group(inner, value[inner], [TABLE["entries"]], f"{key}.")
-            value = value.get("datasets")
-        if not isinstance(value, list) or not all(
-            isinstance(listed, Mapping) and (listed.get("path") or listed.get("id")) for listed in value
-        ):
-            text = f"{self.file}: {key} = {as_toml(value)}: must be a list of datasets, each with a path"
-            raise UserError("convert.data_sets", text)
-        columns = [self._column(part, entry) for entry in value]
-        texts = ("type", *_COLUMNS) if all(isinstance(column, str) for column in columns) else ()
-        converted_keys = [*texts, *TABLE["columns"], "message_property_mappings", "tags", "columns"]
-        names = [self._records(f"{key}[{at}]", listed, split, converted_keys) for at, listed in enumerate(value)]
-        return list(zip(names, columns, strict=True))
-
-    def _column(self, part: str, entry: Mapping[str, Any]) -> str | dict[str, str]:
-        """Return the text column of a dataset, or the columns of its records by our name, without those of that name."""
-        style = entry.get("type")
-        if part == "texts" or self._of("objective") == "pt" or style in ("completion", "pretrain"):
-            columns = [entry[key] for key in _COLUMNS if entry.get(key)]
-            column = (columns[0].get("prompt") if isinstance(columns[0], Mapping) else columns[0]) if columns else None
-            return str(column or "text")
-        inner = [entry.get(key) for key in ("columns", "message_property_mappings", "tags")]
-        named = {**entry, **(style if isinstance(style, Mapping) else {})}
-        for mapping in inner:
-            named |= mapping if isinstance(mapping, Mapping) else {}
-        for key in named.keys() & {"images", "videos", "audios", "format"}:
-            self._leave_group(key, named[key], [TABLE["entries"]], f"{part}.")
-        roles = [named[key] for key in ("role", "message_field_role", "role_tag") if isinstance(named.get(key), str)]
-        is_sharegpt = roles[0] == "from" if roles and roles[0] else entry.get("formatting") == "sharegpt"
-        chats = "conversations" if is_sharegpt else "messages"
-        names = [(chats if ours == "messages" else ours, named.get(key)) for key, ours in TABLE["columns"].items()]
-        return {ours: name for ours, name in names if isinstance(name, str) and name != ours}
-
-    def _records(self, where: str, entry: Mapping[str, Any], default_split: str, converted_keys: Sequence[str]) -> str:
-        path, name = str(entry.get("path") or entry.get("id")), entry.get("name") or entry.get("config")
-        files = entry.get("data_files")
-        split = str(entry.get("split") or default_split)
-        base_split = re.split(r"[\[+]", split)[0]
-        is_file = FILE_PATTERN.match(path) is not None or os.path.exists(path)
-        if isinstance(files, Mapping):  # by split, the training split first
-            files = [files[split_name] for split_name in sorted(files, key=lambda split_name: split_name != base_split)]
-        if files and (is_file or path in ("json", "csv", "parquet", "text")):
-            first, *files = files if isinstance(files, list) else [files]
-            path, is_file = str(first), True
-        for key, value in {**entry, "data_files": files, "split": split if split != base_split else None}.items():
-            if key not in ("path", "id", "name", "config", *converted_keys) and value:
-                self._leave_group(key, value, [TABLE["entries"]], f"{where}.")
-        if is_file:
-            return self._path(path) + ("/*" if os.path.isdir(path) else "")
-        return f"hf:{path}" + (f"/{name}" if name else "") + (f":{base_split}" if base_split != "train" else "")
-
-    def _listed(self, name: str) -> dict[str, Any]:
-        """Look up a LLaMA-Factory dataset in ``dataset_info.json``, and return it as an entry like those of axolotl."""
-        folder = str(self._of("folder", "data"))
-        listed = Path(folder) / "dataset_info.json"
-        entries = read_keys(listed) if os.path.exists(listed) else {}
-        entry = entries.get(name)
-        if not isinstance(entry, dict):
-            self._leave("dataset", name, f"{folder}/dataset_info.json has no such entry: set its file", differs=True)
-            return {"path": f"./{name}"}
-        path = entry.get("hf_hub_url") or os.path.join(".", folder, str(entry.get("file_name", name)))
-        rest = {key: value for key, value in entry.items() if key not in ("hf_hub_url", "file_name", "subset")}
-        return {"path": path, "name": entry.get("subset"), **rest}
 
     def _training(self) -> None:
         parts = ("micro", "accumulation", "gpus", "nodes")
@@ -375,6 +303,10 @@ class _Draft(JobDraft):
         if self.tool == "trl" and not sets and when in ("steps", "epoch"):
             train_sets = self._sets("datasets")  # without a test split: files, and datasets with a split
             sets = [entry for entry in self._sets("datasets", "test") if entry not in train_sets]
+        trained = [*self.values.get("data.records", self.values.get("data.text", ([], "")))[0]]
+        if any(name in trained for name, _ in sets):
+            self._leave_part("test_sets", "its files are trained on; set data.evaluation to others", differs=True)
+            sets = [(name, column) for name, column in sets if name not in trained]
         if sets:
             self._put("data.evaluation", [name for name, _ in sets], "test_sets", "test_split")
         elif share < 1:
@@ -390,9 +322,11 @@ class _Draft(JobDraft):
 
     def _output(self) -> None:
         self._put_interval("checkpoint.every", "saving", "save_every", "saves_per_epoch")
-        run_dir = os.path.normpath(str(self._of("run_dir", ".")))
+        run_dir = os.path.relpath(str(self._of("run_dir", ".")))
         if re.fullmatch(r"[^./~{}][^{}]*", run_dir):
             self._put("output.run_dir", run_dir, "run_dir")
+        elif run_dir != ".":
+            self._leave_part("run_dir", PARTS["run_dir"], differs=True)
         named = self._of("report_to", [])
         requested = {str(tracker) for tracker in (named if isinstance(named, list) else [named])}
         requested |= {name for name in trackers.NAMES if self._of(name)}

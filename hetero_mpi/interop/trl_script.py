@@ -8,6 +8,20 @@ _LORA_RANKS = {"LoraConfig": 8, "get_peft_model": 16}
 """Calls that set up LoRA (of peft and Unsloth), and the default of their rank and alpha."""
 _OBJECTS = ("args", "data_collator", "model", "peft_config", "processing_class", "ref_model", "tokenizer")
 """Arguments of a trainer whose values are objects."""
+TRAINER = ("model", "args", "data_collator", "train_dataset", "eval_dataset", "processing_class")
+_WITH_REFERENCE = ("model", "ref_model", *TRAINER[1:])
+SIGNATURES = {
+    "train_test_split": ("test_size", "train_size", "shuffle", "stratify_by_column", "seed"),
+    "load_dataset": ("path", "name", "data_dir", "data_files", "split"),
+    "LoraConfig": ("task_type", "peft_type", "auto_mapping"),
+    "get_peft_model": ("model", "peft_config"),
+    "BitsAndBytesConfig": ("load_in_8bit", "load_in_4bit"),
+    "from_pretrained": ("pretrained_model_name_or_path",),
+    "DPOTrainer": _WITH_REFERENCE,
+    "KTOTrainer": _WITH_REFERENCE,
+}
+"""Maps a function to the names of its first parameters; trainers and their configs have common ones."""
+_RUN_INSTEAD = "run the script with its trainer imported from hetero_mpi (docs/python.md), or convert its command line"
 _CHANGES = ("concatenate_datasets", "filter", "from_dict", "from_generator", "from_list", "map", "select")
 """Functions that change the records of a dataset."""
 
@@ -23,20 +37,28 @@ def read_script(text: str) -> dict[str, Any]:
     for node in nodes:
         if isinstance(node, ast.Assign):
             for target in node.targets:
-                assigned.setdefault(ast.unparse(target), []).append(node.value)
+                targets, assigned_value = target.elts if isinstance(target, ast.Tuple) else [target], node.value
+                elements = (
+                    assigned_value.elts
+                    if len(targets) > 1 and isinstance(assigned_value, ast.Tuple)
+                    else [assigned_value] * len(targets)
+                )
+                for variable, element in zip(targets, elements, strict=False):
+                    assigned.setdefault(ast.unparse(variable), []).append(element)
     calls = [node for node in nodes if isinstance(node, ast.Call)]
     arguments: dict[str, ast.expr] = {}
     values: dict[str, Any] = {}
     trainers = [call for call in calls if _name(call).endswith("Trainer")]
+    inputs = _arguments(trainers[-1]) if trainers else {}
     for call in calls:
-        name, words = _name(call), {word.arg: word.value for word in call.keywords if word.arg is not None}
+        name, words = _name(call), _arguments(call)
         if name == "TrainingArguments" or (name.endswith("Config") and f"{name[:-6]}Trainer" in map(_name, trainers)):
             values |= {"learning_rate": 5e-5, "bf16": False} if name == "TrainingArguments" else {}
-            arguments |= ({"output_dir": call.args[0]} if call.args else {}) | words
+            arguments |= words
         elif name in _LORA_RANKS and (name == "LoraConfig" or "r" in words):
             defaults = dict.fromkeys(("r", "lora_alpha"), _LORA_RANKS[name]) | {"lora_dropout": 0.0}
             values |= {"use_peft": True} | {f"LoraConfig.{key}": value for key, value in defaults.items()}
-            arguments |= {f"LoraConfig.{key}": value for key, value in words.items()}
+            arguments |= {f"LoraConfig.{key}": value for key, value in words.items() if key != "model"}
         elif name == "BitsAndBytesConfig":
             off = ast.Constant(False)
             arguments["load_in_4bit"] = words.get("load_in_4bit", off)
@@ -44,12 +66,12 @@ def read_script(text: str) -> dict[str, Any]:
         elif name == "from_pretrained" and "Model" in (owner := ast.unparse(call.func).rpartition(".")[0]):
             names = [words[key] for key in ("model_name", "pretrained_model_name_or_path") if key in words]
             values["model_class"] = owner
-            arguments["model_name_or_path"] = [*call.args[:1], *names, ast.Constant(None)][0]
+            arguments |= {"model_name_or_path": names[0]} if names else {}
             arguments |= {key: words[key] for key in ("load_in_4bit", "max_seq_length") if key in words}
         elif call in trainers:
-            values["trainer"] = name.removesuffix("Trainer").replace("Unsloth", "sft").lower() or "Trainer"
-            models = [_value(node, assigned) for node in (*call.args[:1], words.get("model")) if node is not None]
-            values |= {"model_name_or_path": models[0]} if models and isinstance(models[0], str) else {}
+            values["trainer"] = _objective(name)
+            model = _value(words["model"], assigned) if "model" in words else None
+            values |= {"model_name_or_path": model} if isinstance(model, str) else {}
             arguments |= {key: value for key, value in words.items() if key not in _OBJECTS and "dataset" not in key}
             for key, ours in (("train_dataset", "datasets"), ("eval_dataset", "eval_dataset")):
                 values |= _datasets(words[key], ours, assigned) if key in words else {}
@@ -58,13 +80,38 @@ def read_script(text: str) -> dict[str, Any]:
         if isinstance(value, ast.expr) and key in ("bf16", "fp16"):  # what the device supports
             key, value = "bf16", "auto"
         values |= {f"(computed) {key}": ast.unparse(value)} if isinstance(value, ast.expr) else {key: value}
-    if "model_name_or_path" not in values or not values.get("datasets"):
-        raise ValueError("its model or dataset is not a literal; for scripts with options, convert their command line")
+    inputs |= {"model": arguments["model_name_or_path"]} if "model_name_or_path" in arguments else {}
+    problems = ["transformers' Trainer is not converted"] if values.get("trainer") == "Trainer" else []
+    for name, key in (("model", "model_name_or_path"), ("train_dataset", "datasets")):
+        if not values.get(key):
+            code = _value(inputs[name], assigned) if name in inputs else None
+            where = f" (line {code.lineno}: {ast.unparse(code):.60})" if isinstance(code, ast.expr) else ""
+            problems.append(f"{name} is not a literal{where}")
+    if problems:
+        raise ValueError(f"{', '.join(problems)}; {_RUN_INSTEAD}")
     return values
+
+
+def trainers_in(text: str) -> set[str]:
+    """Return TRL's names for the trainers that a script calls. Raises SyntaxError if ``text`` is no Python."""
+    calls = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
+    return {_objective(_name(call)) for call in calls if _name(call).endswith("Trainer")}
+
+
+def _objective(trainer: str) -> str:
+    return trainer.removesuffix("Trainer").replace("Unsloth", "sft").lower() or "Trainer"
 
 
 def _name(call: ast.Call) -> str:
     return ast.unparse(call.func).rpartition(".")[2]
+
+
+def _arguments(call: ast.Call) -> dict[str, ast.expr]:
+    """Map the parameters of a call to its arguments; names of unknown parameters are positions."""
+    name = _name(call)
+    names = SIGNATURES.get(name, TRAINER if name.endswith("Trainer") else ("output_dir",))
+    arguments = {names[at] if at < len(names) else f"{name}({at})": value for at, value in enumerate(call.args)}
+    return arguments | {word.arg or f"**{ast.unparse(word.value)}": word.value for word in call.keywords}
 
 
 def _value(node: ast.expr, assigned: dict[str, list[ast.expr]]) -> Any:
@@ -91,16 +138,26 @@ def _datasets(node: ast.expr, key: str, assigned: dict[str, list[ast.expr]]) -> 
     """Return the datasets that an expression loads, as ``key``, and how the script changes or divides them."""
     parts = list(_nodes(node, assigned, set()))
     calls, entries = [part for part in parts if isinstance(part, ast.Call)], list[dict[str, Any]]()
-    splits = [part.slice for part in parts if isinstance(part, ast.Subscript) and isinstance(part.slice, ast.Constant)]
+    slices = [_value(part.slice, {}) for part in parts if isinstance(part, ast.Subscript)]
+    splits = [name for name in slices if isinstance(name, str)]
     for call in (call for call in calls if _name(call) == "load_dataset"):
-        words: dict[str | None, ast.expr] = dict(zip(("path", "name"), call.args, strict=False))
-        words |= {word.arg: word.value for word in call.keywords}
-        entry = {str(name): _value(value, assigned) for name, value in words.items()}
+        entry = {word: _value(value, assigned) for word, value in _arguments(call).items()}
         entry = {name: value for name, value in entry.items() if not isinstance(value, ast.expr)}
-        entries.append({"split": str(_value(splits[0], {})) if splits else "train", **entry})
+        if isinstance(names := entry.get("split"), list):  # the call returns a dataset for each
+            entry["split"] = names[-1 if key == "eval_dataset" else 0]
+        entries.append({"split": splits[0] if splits else "train", **entry})
     changes = {_name(call): ast.unparse(call) for call in calls if _name(call) in _CHANGES}
-    divisions = [word.value for call in calls if _name(call) == "train_test_split" for word in call.keywords]
+    divisions = [_arguments(call) for call in calls if _name(call) == "train_test_split"]
     values: dict[str, Any] = {f"(computed) {key}.{name}": code for name, code in changes.items()}
-    if divisions:
-        return values | ({"test_size": _value(divisions[0], assigned), key: entries} if key == "datasets" else {})
-    return values | {key: entries}
+    if not divisions:
+        return values | {key: entries}
+    if key == "eval_dataset":  # the rest of the training set
+        return values
+    words = {word: value for word, node in divisions[0].items() if (value := _value(node, assigned)) is not None}
+    size = words.get("test_size", words.get("train_size", 0.25))
+    if "test_size" not in words and "train_size" in words and isinstance(size, float):
+        size = round(1 - size, 12)
+    is_literal = not isinstance(size, ast.expr)
+    return (
+        values | {key: entries} | ({"test_size": size} if is_literal else {"(computed) test_size": ast.unparse(size)})
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from pathlib import Path
@@ -11,9 +12,11 @@ import pytest
 
 from hetero_mpi.cli import main
 from hetero_mpi.interop import job_draft
+from hetero_mpi.interop.init import init
 from hetero_mpi.interop.job_draft import NOT_UNDERSTOOD, TABLE, TOOLS, keys_of, tables_of
 from hetero_mpi.interop.other_files import read_keys
 from hetero_mpi.interop.other_tools import convert_file
+from hetero_mpi.interop.trl_script import SIGNATURES, TRAINER
 from hetero_mpi.job.load import LoadedJob, load_job
 from hetero_mpi.job.schema import TABLES
 from hetero_mpi.util import toml
@@ -66,14 +69,15 @@ def test_what_is_left_has_its_value_and_its_reason(capsys: pytest.CaptureFixture
         assert part in text
     printed = re.findall(r"^  (\S+) = .*: ", capsys.readouterr().out, re.MULTILINE)
     assert printed == ["chat_template", "datasets[0].split"], "training differs without these alone"
+    assert "datasets[0].message_property_mappings = " in text or "datasets[0].field_messages" in text
     pattern = "lora_target_modules: 'model.layers.[0-9].self_attn.q_proj'\nload_in_8bit: true\n"
     misspelled = (
-        pattern + "lora_rnk: 8\ndataset_prepard_path: x\nlr_scheduler: rex\noptimizer: lion_8bit\nseed_of_mine: 3"
+        pattern + "lora_rank: 8\ndataset_prepard_path: x\nlr_scheduler: rex\noptimizer: lion_8bit\nseed_of_mine: 3"
     )
     Path("odd.yml").write_text(BASE + DATA + misspelled)
     lines = convert_file(Path("odd.yml"), Path("other/job.toml"), None)
     assert re.findall(r"(\w+) = \S+ \(did you mean (\w+)", lines[1]) == [
-        ("lora_rnk", "lora_r"),
+        ("lora_rank", "lora_r"),
         ("dataset_prepard_path", "dataset_prepared_path"),
     ]
     differing = ["load_in_8bit", "optimizer", "lora_target_modules", "lr_scheduler"]
@@ -83,6 +87,8 @@ def test_what_is_left_has_its_value_and_its_reason(capsys: pytest.CaptureFixture
 def test_gpus_and_the_place() -> None:
     file = FILES / "axolotl-local-files.yml"
     assert made(file, "--gpus", "3").job.train.global_batch == 24
+    with refuses("init.gpus", "0"):
+        init(None, Path(), file, 0)
     with refuses("init.exists", "job.toml"):
         convert_file(file, Path("job.toml"), None)
     assert main(["init", "--from", str(file), "below/mine.toml"]) == 0
@@ -155,16 +161,80 @@ def test_a_script_that_uses_trl_is_read_and_not_run(changes: tuple[str, str], ex
     assert "(computed) max_steps" in left and "(computed) datasets.map" in left
 
 
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [('rows.train_test_split(0.1, seed=1)', 0.1), ('rows.train_test_split(seed=1, test_size=0.1)', 0.1),
+     ('rows.train_test_split(None, 0.9)', 0.1), ('rows.train_test_split()', 0.25), ('rows.train_test_split(share)', 0)],
+)  # fmt: skip
+def test_arguments_without_a_name_are_those_of_the_signature(code: str, expected: float) -> None:
+    split = f"split = {code}\ntrain, test = split['train'], split['test']\n"
+    rows = 'rows = load_dataset("json", None, None, "rows.jsonl", "train")\n'
+    call = 'trl.DPOTrainer("org/model", None, DPOConfig("out", **more), None, train, test)\n'
+    Path("train.py").write_text(rows + split + call)
+    job, left = made(Path("train.py")), left_keys(Path("job.toml").read_text())
+    assert (job.job.data.records, job.job.data.evaluation, job.job.output.run_dir) == (["rows.jsonl"], None, "out")
+    assert job.job.data.evaluation_fraction == pytest.approx(expected)
+    assert ("test_size" in left) == (expected == 0) and "**more" in left
+    Path("train.py").write_text(rows + call.replace("train, test", "rows.select(1), rows.select(2)"))
+    convert_file(Path("train.py"), Path("other.toml"), None)
+    assert load_job("other.toml").job.data.evaluation is None and "eval_dataset" in Path("other.toml").read_text()
+
+
+@pytest.mark.slow
+def test_signatures_are_those_of_the_libraries() -> None:
+    trl, datasets, peft, transformers = map(pytest.importorskip, ("trl", "datasets", "peft", "transformers"))
+    named = {"train_test_split": datasets.Dataset.train_test_split, "SFTTrainer": trl.SFTTrainer}
+    named["from_pretrained"] = transformers.PreTrainedModel.from_pretrained
+    for library in (peft, transformers, datasets, trl):
+        named |= {name: getattr(library, name) for name in SIGNATURES if hasattr(library, name)}
+    for name, names in (SIGNATURES | {"SFTTrainer": TRAINER}).items():
+        found = [key for key in inspect.signature(named[name]).parameters if key not in ("self", "cls")]
+        assert tuple(found[: len(names)]) == names, name
+
+
+@pytest.mark.parametrize(
+    ("command", "script", "expected"),
+    [("my_sft.py", "", "none"), ("train_dpo-2.py", "", "dpo"), ("mine.py", "CPOTrainer(a)", "convert.other_objective"),
+     ("train.py", "trl.DPOTrainer(model=a)", "dpo"), ("my_run.py --packing", "", "none"), ("online_dpo.py", "", "convert.value"),
+     ("my_grpo.py --beta 0.1", "", "convert.value")],
+)  # fmt: skip
+def test_the_trainer_of_a_script_with_options(command: str, script: str, expected: str) -> None:
+    if script:
+        Path(command).write_text(script)
+    Path("run.txt").write_text(f"python {command} --model_name_or_path a/b --dataset_name a/c --beta 0.1")
+    if "." in expected:
+        with refuses(expected, "run.txt"):
+            convert_file(Path("run.txt"), Path("job.toml"), None)
+    else:
+        assert made(Path("run.txt")).job.train.preference == expected
+
+
+def test_files_of_a_local_directory_have_splits() -> None:
+    Path("rows").mkdir()
+    for name in ("train.jsonl", "test-0.jsonl", "README.md"):
+        Path("rows", name).write_text("")
+    run = "trl sft --model_name_or_path a/b --dataset_name rows --save_total_limit 2"
+    for more, evaluation in ("", None), (" --eval_strategy epoch", ["rows/test-0.jsonl"]):
+        Path("run.txt").write_text(run + more)
+        convert_file(Path("run.txt"), Path(f"job{len(more)}.toml"), None)
+        data = load_job(f"job{len(more)}.toml").job.data
+        assert (data.records, data.evaluation) == (["rows/train.jsonl"], evaluation)
+
+
 def test_data_sets_that_llama_factory_lists() -> None:
     Path("data").mkdir()
     listed = {
         "who_am_i": {"file_name": f"{Path().absolute()}/data/me.json", "columns": {"prompt": "q", "kto_tag": "label"}},
         "seen": {"file_name": "seen.json", "columns": {"prompt": "q", "images": "images"}},
         "more": {"hf_hub_url": "a/c", "subset": "en", "columns": {"prompt": "q"}},
+        "pairs": {"file_name": "pairs.json", "ranking": True, "formatting": "sharegpt"},
     }
     Path("data/dataset_info.json").write_text(json.dumps(listed))
     job = made(FILES / "llamafactory-qlora.yaml").job
     assert job.data.records == ["data/me.json", "hf:a/c/en"] and job.data.keys == {"instruction": "q"}
+    Path("pairs.yaml").write_text("model_name_or_path: a/b\nstage: dpo\ndataset: pairs\n")
+    convert_file(Path("pairs.yaml"), Path("pairs.toml"), None)
+    assert load_job("pairs.toml").job.data.keys == {"prompt": "conversations"}
     Path("images.yaml").write_text("model_name_or_path: a/b\nstage: sft\ndataset: seen\n")
     with refuses("convert.other_objective", "images"):
         convert_file(Path("images.yaml"), Path("other.toml"), None)
@@ -227,7 +297,7 @@ def effective(kind: str) -> dict[str, Any]:
         "train.preference": {"sft": "none", "cpo": "simpo"}.get(kind, kind),
         "train.preference_beta": getattr(args, "beta", 0.1), "train.preference_margin": getattr(args, "simpo_gamma", 0.5),
         "train.preference_smoothing": getattr(args, "label_smoothing", 0.0),
-        "train.desirable_weight": getattr(args, "desirable_weight", 1.0),
+        "train.desirable_weight": getattr(args, "desirable_weight", 1.0), "checkpoint.keep": args.save_total_limit or "all",
     }  # fmt: skip
 
 
@@ -303,6 +373,11 @@ BECOMES: list[tuple[str, str, dict[str, Any]]] = [
     *(("", f"base_model: a/b\ndatasets: [{{path: a/c, {text}}}]", {"data.keys": keys}) for text, keys in (
         ("field_messages: chat, message_property_mappings: {role: from, content: value}", {"conversations": "chat"}),
         ("type: {field_instruction: q, field_output: output}", {"instruction": "q"}), ("field_messages: messages", None))),
+    *(("", f"base_model: a/b\nrl: dpo\noutput_dir: {{cwd}}/out\ndatasets: [{{path: a/c, {text}}}]",
+       {"data.keys": keys, "output.run_dir": "out"})
+      for text, keys in (("type: chat_template.default, field_messages: chat", {"prompt": "chat"}), ("type: chatml.intel", None),
+                         ("type: chat_template.default", {"prompt": "messages"}), ("type: llama3.icr", {"prompt": "input"}),
+                         ("type: {field_prompt: q, field_chosen: a}", {"prompt": "q", "chosen": "a"}))),
     *(("axolotl", f"{LORA}lora_target_modules: {pattern}", {"adapter.targets": [f"{name}_proj" for name in names.split()]})
       for pattern, names in ((r"'model.layers.[\d]+.(mlp|self_attn).(up|down|gate|q|k|v|o)_proj'", "q k v o gate up down"),
                              (r"'model.language_model.layers.[\d]+.self_attn.(q|v)_proj'", "q v"), ("'.*(k|o)_proj'", "k o"),
@@ -328,7 +403,7 @@ BECOMES: list[tuple[str, str, dict[str, Any]]] = [
      OF_TRANSFORMERS | {
          "learning_rate": 5e-5, "schedule": "linear", "warmup_steps": 0, "epochs": 3, "adapter.rank": 8, "global_batch": 8,
          "adapter.alpha": 16, "adapter.targets": "all-linear", "data.sequence_length": 2047, "data.packing": False, "dtype": "auto",
-         "checkpoint.every": 500, "data.train_on_prompt": False}),
+         "checkpoint.every": 500, "checkpoint.keep": "all", "data.train_on_prompt": False}),
     ("llamafactory", "stage: sft\nfinetuning_type: full", OF_TRANSFORMERS | {"dtype": "fp32", "dropout": True}),
     ("axolotl", "bf16: full", OF_TRANSFORMERS | {"dtype": "bf16"}),
     ("llamafactory", "stage: pt", OF_TRANSFORMERS | {"data.packing": True, "data.sequence_length": 2047}),
@@ -342,7 +417,7 @@ BECOMES: list[tuple[str, str, dict[str, Any]]] = [
 @pytest.mark.parametrize(("tool", "text", "expected"), BECOMES)
 def test_what_stands_in_a_file_becomes(tool: str, text: str, expected: dict[str, Any]) -> None:
     file = Path("theirs.yaml")
-    file.write_text(f"{THEIRS[tool]}{text}\n")
+    file.write_text(f"{THEIRS[tool]}{text}\n".replace("{cwd}", str(Path.cwd())))
     job, found = made(file), Path("job.toml").read_text()
     assert {key: of(job, key if "." in key else f"train.{key}") for key in expected} == expected
     sources = " ".join(re.findall(r"  # (.*)", found)) + left_keys(found)
