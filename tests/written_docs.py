@@ -81,7 +81,7 @@ COMING_FROM = """\
 
 <!-- Written by `python -m tests.written_docs` from hetero_mpi/job/other_tools.toml. -->
 
-Convert your configuration, then check the job with a dry run:
+Convert a configuration, then check it with a dry run:
 
 ```sh
 python -m hetero_mpi init --from axolotl.yml --gpus 2      # writes job.toml; init --from FILE DIR: DIR/job.toml
@@ -90,20 +90,20 @@ python -m hetero_mpi launch -np 3 -- train job.toml --dry-run
 
 `init --from` reads YAML of axolotl, LLaMA-Factory or TRL, a Python script for TRL, or a file with the training command.
 It runs and downloads nothing.
-The job file names the source of each key, and lists each key without an equivalent with its value and the reason.
+The job file names the source of each key, and lists keys without an equivalent, with values and reasons.
 `init` prints misspelled keys and those without which training differs.
 
-* Set `--gpus` to the other run's number of GPUs: the batch of a step is micro-batch x accumulation x GPUs.
+* Set `--gpus` to the other run's number of GPUs: a step's batch is micro-batch x accumulation x GPUs.
 * The job states the other tool's defaults (axolotl 0.18, LLaMA-Factory 0.9.6, TRL 1.16) where they differ from those here.
 * Paths stay relative to the working directory.
 * `data.sequence_length` is the tool's limit minus one: the last token is only a target.
-* axolotl drops rows that are too long; here they are truncated and counted.
-* Data order, the prompt template (the tokenizer's) and rounding differ, so losses are similar, not equal.
+* axolotl drops long rows; here they are truncated and counted.
+* Data order, the prompt template (the tokenizer's) and rounding differ, so losses are only similar.
 """
 COMING_FROM_TABLES = {
-    "Converted keys": "The last column has arguments of transformers' trainers, which several tools accept.",
+    "Converted keys": "The last column has transformers' arguments, which several tools accept.",
     "Keys that stop the conversion": "No job is written unless these keys are off (`false`, 0, empty).\n"
-    "PPO, GRPO, reward models, diffusion, images and sound stop the conversion too.",
+    "PPO, GRPO, reward models, diffusion, images and sound stop it too.",
     "Keys without which training differs": "`init` prints them.",
 }
 COMING_FROM_REST = """

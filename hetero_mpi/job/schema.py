@@ -161,7 +161,7 @@ class CheckpointTable(JobTable):
 
     every: Annotated[NotNegative | Fraction, Unit("steps or share")] = 0
     """Steps between checkpoints, or a fraction of the run if below 1. 0: save a checkpoint only at the end."""
-    keep: Annotated[Positive | Literal["all"], Unit("files or all")] = 3
+    keep: Annotated[Positive | Literal["all"], Unit("files")] = 3
     """Number of most recent checkpoints to keep, or "all"."""
     keep_best: Annotated[NotNegative, Unit("files")] = 1
     """Number of checkpoints with the lowest evaluation loss to keep as well (see ``train.evaluate_every``)."""

@@ -171,10 +171,10 @@ def test_arguments_without_a_name_are_those_of_the_signature(code: str, expected
     rows = 'rows = load_dataset("json", None, None, "rows.jsonl", "train")\n'
     call = 'trl.DPOTrainer("org/model", None, DPOConfig("out", **more), None, train, test)\n'
     Path("train.py").write_text(rows + split + call)
-    job, left = made(Path("train.py")), left_keys(Path("job.toml").read_text())
+    job, omitted = made(Path("train.py")), left_keys(Path("job.toml").read_text())
     assert (job.job.data.records, job.job.data.evaluation, job.job.output.run_dir) == (["rows.jsonl"], None, "out")
     assert job.job.data.evaluation_fraction == pytest.approx(expected)
-    assert ("test_size" in left) == (expected == 0) and "**more" in left
+    assert ("test_size" in omitted) == (expected == 0) and "**more" in omitted
     Path("train.py").write_text(rows + call.replace("train, test", "rows.select(1), rows.select(2)"))
     convert_file(Path("train.py"), Path("other.toml"), None)
     assert load_job("other.toml").job.data.evaluation is None and "eval_dataset" in Path("other.toml").read_text()
@@ -188,8 +188,8 @@ def test_signatures_are_those_of_the_libraries() -> None:
     for library in (peft, transformers, datasets, trl):
         named |= {name: getattr(library, name) for name in SIGNATURES if hasattr(library, name)}
     for name, names in (SIGNATURES | {"SFTTrainer": TRAINER}).items():
-        found = [key for key in inspect.signature(named[name]).parameters if key not in ("self", "cls")]
-        assert tuple(found[: len(names)]) == names, name
+        parameters = [key for key in inspect.signature(named[name]).parameters if key not in ("self", "cls")]
+        assert tuple(parameters[: len(names)]) == names, name
 
 
 @pytest.mark.parametrize(
