@@ -94,7 +94,8 @@ def _reuse(where: str, pipeline: PipelinePlan, same: bool, stage: StagePlan, ear
 def batch_problems(plan: Plan, request: PlanRequest) -> Iterator[str]:
     """Yield batch sizes and shares that are inconsistent or differ from the job's."""
     if plan.global_batch != request.global_batch:
-        yield f"global_batch = {plan.global_batch}: the job has {request.global_batch}; add --set train.global_batch={plan.global_batch}, or plan again"
+        remedy = f"add --set train.global_batch={plan.global_batch}, or plan again"
+        yield f"global_batch = {plan.global_batch}: the job has {request.global_batch}; {remedy}"
     if plan.sequence_length != request.sequence_length:
         needed = f"the job has {request.sequence_length}; change [data] sequence_length, or plan again"
         yield f"sequence_length = {plan.sequence_length}: {needed}"

@@ -46,7 +46,7 @@ MAX_ANNEALING_LOOKS, MAX_SIMULATED_ACTIONS = 1000, 300_000
 NEAR_ROUNDS, NEAR_CANDIDATES, NEAR_TIMED, NEAR_LOOKS = 8, 2, 4, 40
 """Near a given plan: rounds of improvement, candidates kept, plans timed, and changes tried in a descent."""
 THOROUGH_FACTOR = 4
-"""Factor by which thorough requests raise both limits."""
+"""Factor by which thorough requests raise both limits; other limits are doubled."""
 NIC_ACTIONS_FACTOR = 8
 """Factor by which simulated actions cost more with shared NICs."""
 
@@ -88,10 +88,9 @@ class Search:
             self.costs, self._step_s, self.clock.step_s, self._owned_s, 0 if request.allow_idle else self.max_used_ranks
         )
         times = THOROUGH_FACTOR if request.thorough else 1
-        share = min(1.0, len(self.ranks) / MAX_ALL_COUNTS_RANKS)
-        self.short, self.long, self.looks = (
-            round(share * many) for many in (SCREENING_ROUNDS, IMPROVEMENT_ROUNDS, times * MAX_ANNEALING_LOOKS)
-        )
+        self.twice, share = 1 + request.thorough, min(1.0, len(self.ranks) / MAX_ALL_COUNTS_RANKS)
+        limits = self.twice * SCREENING_ROUNDS, self.twice * IMPROVEMENT_ROUNDS, times * MAX_ANNEALING_LOOKS
+        self.short, self.long, self.looks = (round(share * limit) for limit in limits)
         self.actions = times * MAX_SIMULATED_ACTIONS / (NIC_ACTIONS_FACTOR if shares_nics(profile) else 1)
         self.near = [lines for lines in map(self.lines, request.near) if lines]
         self._near_ranks = {rank for plan in request.near for rank in plan.ranks}
@@ -172,11 +171,11 @@ class Search:
         starts_by_count = {number: starts for number, starts in starts_by_count.items() if starts}
         best = {number: starts[0] for number, starts in starts_by_count.items()}
         close = sorted(best, key=lambda number: (best[number][1], number))
-        most = MAX_COUNTS_IN_BRIEF if self.request.near_counts else MAX_PIPELINE_COUNTS
+        most = self.twice * (MAX_COUNTS_IN_BRIEF if self.request.near_counts else MAX_PIPELINE_COUNTS)
         close = close[:1] if self.near else sorted(best) if len(self.ranks) <= MAX_ALL_COUNTS_RANKS else close[:most]
         least_s = math.inf
         for number in close:
-            if starts_by_count[number][0][1] <= MAX_SLOWDOWN_RATIO * least_s:
+            if starts_by_count[number][0][1] <= MAX_SLOWDOWN_RATIO**self.twice * least_s:
                 local_search = rounds.shared_by(number).using_at_least(rounds.least)
                 best[number] = self._improved(starts_by_count[number], number, local_search)
                 least_s = min(least_s, best[number][1])
@@ -201,7 +200,7 @@ class Search:
             for depth in (1.0, 0.0):
                 draw = np.random.default_rng(number)
                 candidates, state = orders.improved(
-                    orders.random_candidates(number, draw, depth), self.short, depth, draw, MAX_CANDIDATES
+                    orders.random_candidates(number, draw, depth), self.short, depth, draw, self.twice * MAX_CANDIDATES
                 )
                 if candidates:
                     break
@@ -213,7 +212,9 @@ class Search:
         if self.near:
             return rounds.descended(starts[0], NEAR_LOOKS, self.actions / 4)
         _, state, depth = self._begun(number)
-        candidates, _ = self.orders(number).improved(state, self.long, depth, np.random.default_rng(0), MAX_CANDIDATES)
+        candidates, _ = self.orders(number).improved(
+            state, self.long, depth, np.random.default_rng(0), self.twice * MAX_CANDIDATES
+        )
         starts = best_of([*starts, *self._priced(candidates, number, rounds, depth)])
         fewer_hosts = list(self._without_a_host(starts[0], rounds, depth))
         self._good_starts += best_of(fewer_hosts)[:1]
@@ -248,7 +249,10 @@ class Search:
         if len(self.ranks) <= MAX_SPREAD_RANKS:
             lines += map(orders.spread_over_all_ranks, candidates)
         return rounds.timed_starts(
-            filter(None, dict.fromkeys(lines)), 2 * MAX_SIMULATED_CANDIDATES, self.actions / 4, MAX_DESCENTS
+            filter(None, dict.fromkeys(lines)),
+            2 * self.twice * MAX_SIMULATED_CANDIDATES,
+            self.actions / 4,
+            MAX_DESCENTS,
         )
 
     def orders(self, number: int) -> Orders:
