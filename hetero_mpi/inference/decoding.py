@@ -204,8 +204,8 @@ class Decoder:
         def outputs(size: int, *pieces: torch.Tensor) -> list[torch.Tensor]:
             """Return the outputs of pieces of texts that have one token in their caches."""
             self._caches = {text: deepcopy(cache) for text in range(len(pieces))}
-            lengths, others = [piece.shape[1] for piece in pieces], cycle(names)
-            adapters = [adapter if piece is token or piece is prompt else next(others) for piece in pieces]
+            lengths, other_adapters = [piece.shape[1] for piece in pieces], cycle(names)
+            adapters = [adapter if piece is token or piece is prompt else next(other_adapters) for piece in pieces]
             x = torch.cat([*pieces, inputs(size - sum(lengths))], 1)
             y = self.step_packed(x, [*self._caches], lengths, min(size, width), adapters)
             return [*y[: len(pieces)].split(1)] if stage.is_last else [*y.split([*lengths, size - sum(lengths)], 1)]

@@ -62,8 +62,8 @@ def main(namespace: argparse.Namespace, parse: Callable[[Sequence[str]], argpars
             "launch.ranks_unknown", "launch needs the number of ranks: add, for example, `-np 3`, or use --hosts."
         )
     if namespace.elastic:
-        chosen = {**vars(namespace), "hosts_file": namespace.hosts, "mpirun_args": tuple(mpirun_args)}
-        options = ElasticOptions(**{field.name: chosen[field.name] for field in fields(ElasticOptions)})
+        values = {**vars(namespace), "hosts_file": namespace.hosts, "mpirun_args": tuple(mpirun_args)}
+        options = ElasticOptions(**{field.name: values[field.name] for field in fields(ElasticOptions)})
         options.check()
         if not namespace.print_only:
             return _supervise(options, program, parse)

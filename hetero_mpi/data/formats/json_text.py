@@ -149,8 +149,8 @@ def _cause(error: json.JSONDecodeError) -> str | None:
 
 def _describe_error(error: Exception) -> str:
     if isinstance(error, json.JSONDecodeError):
-        cause, place = _cause(error), min(error.pos, len(error.doc.rstrip()))
-        column = place - error.doc.rfind("\n", 0, place)
+        cause, position = _cause(error), min(error.pos, len(error.doc.rstrip()))
+        column = position - error.doc.rfind("\n", 0, position)
         return f"broken JSON at column {column}: {error.msg}" + (f" ({cause})" if cause else "")
     if isinstance(error, ValueError):
         return "JSON with a number that has too many digits"

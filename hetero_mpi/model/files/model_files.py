@@ -299,11 +299,11 @@ def _no_directory(directory: Path) -> str:
     parent = directory.parent
     siblings = [entry.name for entry in parent.iterdir() if entry.is_dir()] if parent.is_dir() else []
     near = [str(parent / name) for name in difflib.get_close_matches(directory.name, siblings, n=3)]
-    place = "" if directory.is_absolute() else f" (looked for as {directory.absolute()})"
+    absolute_text = "" if directory.is_absolute() else f" (looked for as {directory.absolute()})"
     is_result = directory.name == "model" and parent.parent.name == "runs"
     first = f"Train jobs/{parent.name}.toml first, if its result is meant. " if is_result else ""
     return (
-        f"The model directory {directory}{place} does not exist{_or_near(near)}. {first}"
+        f"The model directory {directory}{absolute_text} does not exist{_or_near(near)}. {first}"
         "Nothing is downloaded: pass a local directory with config.json and *.safetensors."
     )
 

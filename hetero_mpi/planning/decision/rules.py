@@ -97,8 +97,8 @@ def batch_problems(plan: Plan, request: PlanRequest) -> Iterator[str]:
         remedy = f"add --set train.global_batch={plan.global_batch}, or plan again"
         yield f"global_batch = {plan.global_batch}: the job has {request.global_batch}; {remedy}"
     if plan.sequence_length != request.sequence_length:
-        needed = f"the job has {request.sequence_length}; change [data] sequence_length, or plan again"
-        yield f"sequence_length = {plan.sequence_length}: {needed}"
+        remedy = f"the job has {request.sequence_length}; change [data] sequence_length, or plan again"
+        yield f"sequence_length = {plan.sequence_length}: {remedy}"
     for index, pipeline in enumerate(plan.pipelines):
         if not 1 <= pipeline.micro_batch <= pipeline.sequences:
             yield (
