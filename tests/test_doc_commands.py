@@ -63,7 +63,7 @@ STARTING = (
     f"{OURS}launch -np 2 -- train jobs/quickstart.toml --set train.steps=10",
     f"{OURS}launch -np 3 -- train (jobs/quickstart.toml|job.toml --dry-run)",
     f"{OURS}launch --hosts hosts.toml -- (train job.toml|serve runs/first --port 8000)",
-    f"{OURS}launch --hostfile hosts -- doctor",
+    f"{OURS}launch -np 2 --hostfile hosts -- doctor",
     f"{OURS}launch -np 3 --hostfile hosts (--recover|--elastic) -- train job.toml",
     f"mpirun --with-ft ulfm -np 3 -hostfile hosts {OURS}train job.toml",
     f"mpirun -np 3 {OURS}(doctor|profile job.toml -o cluster.toml|train jobs/quickstart.toml --watch)",

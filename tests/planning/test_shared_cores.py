@@ -12,7 +12,8 @@ from hetero_mpi.planning.analysis.replan import ReplanQuestion, answer
 from hetero_mpi.planning.contention import slowness, spread_out, while_computing
 from hetero_mpi.planning.decision.alternatives import losses, what_ifs
 from hetero_mpi.planning.decision.decide import best_alone, decide, time_alone
-from hetero_mpi.planning.decision.planner import complete_plan, make_plan, request_differences
+from hetero_mpi.planning.decision.planner import complete_plan, make_plan
+from hetero_mpi.planning.decision.rules import request_differences
 from hetero_mpi.planning.device_times import whole_model_s
 from hetero_mpi.planning.durations import Durations
 from hetero_mpi.planning.outline import outlined

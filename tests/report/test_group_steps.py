@@ -144,7 +144,7 @@ def test_the_page_tells_exchanging_from_waiting_in_a_group(run: PastRun) -> None
     assert "copying" not in names, "what no rank spends time on has no column"
     assert 'title="tensor-parallel communication: 30 %"' in rows[0][2]
     page = report_html(run)
-    assert sections.NOTES["groups"] in page and "4 + 2 heads" not in page and "2/4 heads" in page
+    assert sections.GROUP_NOTE in page and "4 + 2 heads" not in page and "2/4 heads" in page
 
 
 @pytest.mark.slow

@@ -176,7 +176,7 @@ def test_a_slow_rank_is_left_out_with_the_price_of_using_it() -> None:
     assert with_it.idle == ()
     slow, fast = with_it.predicted_step_s, report.predicted_step_s
     assert report.idle[0].reason == (
-        f"using 3 ranks would take {units.seconds(slow)} per step instead of {units.seconds(fast)}"
+        f"the best plan found with 3 ranks takes {units.seconds(slow)} per step instead of {units.seconds(fast)}"
     )
 
 
