@@ -100,7 +100,7 @@ def test_a_second_sigusr1_changes_nothing_np2(tmp_path: Path) -> None:
         assert running.process.poll() is None, running.text()
         running.ranks[1].send_signal(signal.SIGCONT)
         stopped(running)
-    assert "launch: SIGUSR1: asking the job to finish its step" in running.text()
+    assert "launch: SIGUSR1: asking the job to end" in running.text()
     assert "non-zero status" not in running.text(), "the end was in order, and has been told"
 
 
