@@ -71,7 +71,7 @@ class StepMetrics(Rewards):
     router_loss: float | None = None
     """Mean router loss over the step's sequences, before the coefficient. None if the model has no routers."""
     epoch: float | None = None
-    """Passes over the training data so far; None in older files."""
+    """Passes over the training data so far; None if unknown."""
 
 
 @dataclass(frozen=True)

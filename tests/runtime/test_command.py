@@ -39,7 +39,7 @@ from tests.support.stages import stage_of
 
 pytestmark = pytest.mark.slow
 
-STEP_KEYS = {"step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "step_s", "predicted_step_s"}
+STEP_KEYS = {"step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "step_s", "predicted_step_s", "epoch"}
 CONFIG = {
     "model_type": "llama",
     "vocab_size": 320,
