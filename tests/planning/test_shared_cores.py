@@ -132,7 +132,7 @@ def test_a_rank_alone_trains_alone_where_its_larger_micro_batches_make_it_faster
     assert report.plan.ranks == [0] and report.plan.pipelines[0].micro_batch == 12
     assert not request_differences(report.plan, request) and report.bound_step_s <= report.predicted_step_s
     assert report.alone is not None and report.alone.step_s == report.predicted_step_s
-    assert all(idle.reason.startswith("using 3 ranks would take") for idle in report.idle)
+    assert all(idle.reason.startswith("the best plan found with 3 ranks takes") for idle in report.idle)
     for schedule in ("interleaved", "gpipe", "1f1b"):
         assert make_plan(profile, replace(request, schedule=schedule)).plan.ranks == [0]
     assert all(
