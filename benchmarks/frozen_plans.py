@@ -130,7 +130,8 @@ def case_of(name: str) -> Case:
     devices, _, seed = name.partition("-")
     if devices.isdigit():
         return generate(int(devices), int(seed), NOISE * (int(seed) % 2))
-    asked = ask(None, (), PROFILES / f"{name}.toml")
+    frozen = PROFILES / f"{name}.toml"
+    asked = ask(None, (), frozen if frozen.exists() else Path(name))  # a profile that is shipped since
     way = "full" if all(x.trainable_parameters for x in asked.profile.model.layers) else "LoRA"
     return Case(name, way, asked.profile, asked.request)
 
