@@ -139,7 +139,7 @@ class Bench:
                 _kill_a_rank(process, killed, output)
             code = process.wait(TIMEOUT_S)
         text = output.read_text()
-        if code != 0 or (killed is not None and "Died: rank 1" not in text):
+        if code != 0 or (killed is not None and "Lost rank 1" not in text):
             raise SystemExit(f"exit code {code} of {' '.join(command)}:\n{text[-6000:]}")
 
     def _entry(self, job: Job) -> dict[str, Any]:
