@@ -82,7 +82,9 @@ def test_as_many_ranks_compute_as_there_are_cores() -> None:
     assert report.plan.ranks == [0, 1]
     assert report.predicted_step_s == pytest.approx(make_plan(make_profile((1.0, 1.0)), REQUEST).predicted_step_s)
     (idle,) = report.idle
-    assert idle.rank == 2 and idle.reason.startswith(("the best plan found with 3 ranks takes", "using 3 ranks would not shorten"))
+    assert idle.rank == 2 and idle.reason.startswith(
+        ("the best plan found with 3 ranks takes", "using 3 ranks would not shorten")
+    )
     assert not any("less than one core" in reason for reason in report.reasons)
 
 
