@@ -168,9 +168,8 @@ def _files_of_split(source: HubName, names: Sequence[str], directory: Path, comp
     if not complete:
         return []
     listed = ", ".join(f'"{split}"' for split, files in splits.items() if files)
-    has = (
-        f"it has the splits {listed}" if listed else f"none of its {len(names):,} files ends with {', '.join(_kinds())}"
-    )
+    endings = ", ".join(_supported_endings())
+    has = f"it has the splits {listed}" if listed else f"none of its {len(names):,} files ends with {endings}"
     raise UserError(
         "data.hub_split",
         f'{source.label}: {source.name} must have files for the split "{source.split}" in a supported format; '
@@ -186,14 +185,14 @@ def split_files(directory: Path, config: str | None) -> dict[str, list[str]]:
 
 
 def _splits(source: HubName, names: Sequence[str], directory: Path) -> dict[str, list[str]]:
-    data = [
-        name for name in names if name.endswith(_kinds()) and not fnmatch.fnmatch(Path(name).name, "dataset_*.json")
-    ]
+    """Map the splits of a dataset to those of its files ``names`` that are in a supported format."""
+    endings = _supported_endings()
+    data = [name for name in names if name.endswith(endings) and not fnmatch.fnmatch(Path(name).name, "dataset_*.json")]
     by_card = _splits_by_card(source, data, directory / "README.md")
     return _splits_by_name(source, data) if by_card is None else by_card
 
 
-def _kinds() -> tuple[str, ...]:
+def _supported_endings() -> tuple[str, ...]:
     return tuple(suffix for name in plug_in_names(FORMATS) for suffix in plug_in(FORMATS, name).SUFFIXES)
 
 

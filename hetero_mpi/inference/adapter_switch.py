@@ -94,11 +94,13 @@ def _forward_mixed(
 @contextlib.contextmanager
 def _forward_by(module: nn.Module, forward: Callable[..., torch.Tensor]) -> Iterator[None]:
     """Replace a module's ``forward`` in the context."""
-    attributes = vars(module)
-    before = {name: attributes[name] for name in ("forward",) if name in attributes}
+    attributes = vars(module)  # those of the instance: a class's ``forward`` is not among them
+    before = attributes.get("forward")
     attributes["forward"] = forward
     try:
         yield
     finally:
-        del attributes["forward"]
-        attributes.update(before)
+        if before is None:
+            del attributes["forward"]
+        else:
+            attributes["forward"] = before

@@ -269,7 +269,7 @@ def _micro_batch_s(pipeline: PipelinePlan, stage: StagePlan, plan: Plan, profile
 
 def batch_lines(plan: Plan) -> list[str]:
     """Describe the batch: ``64 sequences = 8 micro-batches x 8 sequences, 128 tokens each: 8,192 tokens per step``."""
-    row = "sample" if units.unit_of(plan.sequence_length) == "samples" else "sequence"
+    row = units.row(plan.sequence_length)
     shares = []
     for pipeline in plan.pipelines:
         count, last = pipeline.micro_batches, pipeline.size(pipeline.micro_batches - 1)

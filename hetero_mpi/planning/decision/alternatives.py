@@ -138,9 +138,13 @@ def near(plans: Sequence[Plan], request: PlanRequest, without: int | None = None
         new_ranks = [-1 if rank == without else rank - (rank > without) for rank in ranks]
         plans = [renumbered(plan, new_ranks) for plan in plans]
     streaming = "never" if without is None and not is_streamed else request.streaming
-    count = len(plans[0].pipelines)
-    counts = count - 1, count, count + 1
-    return replace(request, thorough=False, streaming=streaming, near_counts=counts, near=tuple(plans))
+    return replace(with_counts_near(plans[0], request), thorough=False, streaming=streaming, near=tuple(plans))
+
+
+def with_counts_near(plan: Plan, request: PlanRequest) -> PlanRequest:
+    """A request for plans with about as many pipelines as ``plan``."""
+    count = len(plan.pipelines)
+    return replace(request, near_counts=(count - 1, count, count + 1))
 
 
 # Reasons: alternative plans

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from hetero_mpi.planning.bounds import usable_devices
 from hetero_mpi.planning.contention import slowness, while_running
-from hetero_mpi.planning.decision.alternatives import Outcome, alternative_outcomes
+from hetero_mpi.planning.decision.alternatives import Outcome, alternative_outcomes, with_counts_near
 from hetero_mpi.planning.decision.decide import decide
 from hetero_mpi.planning.device_times import disk_s, weights_s
 from hetero_mpi.planning.durations import Durations, pass_s, update_s
@@ -135,8 +135,7 @@ def _least_busy(plan: Plan, profile: ClusterProfile, request: PlanRequest, simul
         return
     rank = min(used, key=lambda r: (simulation.busy_s[r], r))
     remaining = restricted(profile, [d.rank for d in profile.devices if d.rank != rank])
-    count = len(plan.pipelines)
-    decision = decide(remaining, replace(request, near_counts=(count - 1, count, count + 1)))
+    decision = decide(remaining, with_counts_near(plan, request))
     part = "the whole model" if plan.undivided else f"{_layers_text(plan, rank)} ({_stages_text(plan, rank)})"
     name = f"rank {rank} ({profile.devices[rank].name}) holds {part}: planned without it,"
     if decision is None:
