@@ -112,13 +112,17 @@ def try_plan(
 
 
 def _earlier_step_s(context: RunContext, options: TrainOptions, planned: Planned) -> float | None:
-    """Return the step time that the resumed run measured for this plan on the same machines, or None. Collective."""
+    """Return the step time that the resumed run measured for this plan, or None if it has to be measured again. Collective.
+
+    It is valid only with the profile that the earlier start calibrated with it. A resumed run plans from another one if the user
+    names a profile, or if other programs slowed the earlier start down: their load may have gone, or still be there.
+    """
     tried_step_s: float | None = None
     if context.world.rank == 0 and options.resume is not None and context.job.profile.calibrate == "auto":
         with contextlib.suppress(UserError):  # no such file, or a damaged one
             earlier = load_report(context.run_dir / "plan.toml")
-            machines = load_profile(profile_file(context.run_dir)).key
-            if (earlier.plan, machines) == (planned.report.plan, planned.profile.key):
+            calibrated = load_profile(profile_file(context.run_dir))
+            if (earlier.plan, calibrated) == (planned.report.plan, planned.profile):
                 tried_step_s = earlier.tried_step_s
     return context.world.broadcast_json(tried_step_s)
 
@@ -184,7 +188,8 @@ class _CalibrationRun:
         if second.plan == first.plan:
             return better, replace(second, tried_step_s=first.tried_step_s)
         keep = partial(with_reasons, first, reports=(report, second))
-        takes_text = f"takes {units.seconds(second.predicted_step_s)} per step"
+        seconds, first_seconds = map(units.seconds, (second.predicted_step_s, first.predicted_step_s))
+        takes_text = f"takes {seconds} per step instead of {first_seconds}"
         if second.predicted_step_s > (1 - MIN_GAIN_RATIO) * first.predicted_step_s:
             return better, keep(f"with the measured times, another plan {takes_text}", rejected=second)
         say(f"With these times, another plan {takes_text}: running it too")

@@ -13,6 +13,7 @@ import pytest
 
 from hetero_mpi.planning.schedule import holders
 from hetero_mpi.planning.types.cluster_changes import with_slowness
+from hetero_mpi.planning.types.profile import HostProfile
 from hetero_mpi.planning.types.toml_files import load_profile, load_report, save_plan, save_profile
 from hetero_mpi.rundir.metrics import read_metrics
 from hetero_mpi.training.setup.context import TrainOptions
@@ -79,17 +80,20 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> Shop:
         ("sample", 2.5, True, False, None),
         ("of other machines", 2.5, False, False, None),
         ("of other machines", 2.5, False, True, None),
+        ("beside other programs", 2.5, False, True, None),
         (None, 2.5, False, False, None),
     ],
 )
-def test_the_tried_time_of_a_resumed_run_is_that_of_these_machines(
+def test_the_tried_time_of_a_resumed_run_is_that_of_its_profile(
     key: str | None, step_s: float | None, other_plan: bool, used: bool, tried_step_s: float | None, tmp_path: Path
 ) -> None:
-    """``key``: of the profile that the earlier start was planned with, measured or ``used``."""
+    """``key``: of the profile that the earlier start was planned with, measured or ``used``; or that it was slowed down."""
     profile = make_profile()
     save_plan(replace(reported(PLANS["line"]), tried_step_s=step_s), tmp_path / "plan.toml")
     if key is not None:
-        save_profile(replace(profile, key=key), tmp_path / (USED_PROFILE if used else "profile.toml"))
+        hosts = (HostProfile(profile.devices[0].host, 10**9, "free", other_threads=1.5),)
+        earlier = replace(profile, hosts=hosts) if key == "beside other programs" else replace(profile, key=key)
+        save_profile(earlier, tmp_path / (USED_PROFILE if used else "profile.toml"))
     context: Any = SimpleNamespace(
         world=SimpleNamespace(rank=0, broadcast_json=lambda value: value),
         job=SimpleNamespace(profile=SimpleNamespace(calibrate="auto")),
@@ -146,6 +150,7 @@ def chosen(shop: Shop, given: dict[str, Outcome]) -> dict[str, Outcome]:
     fast, other = shop.directory / "fast.toml", shop.directory / "other.toml"
     save_profile(with_slowness(measured, {2: 0.05}), fast)  # rank 2 gets most layers
     save_profile(replace(measured, key="another"), other)
+    (shop.directory / "line-True" / USED_PROFILE).unlink(missing_ok=True)  # if other programs slowed it down
     lacks, line = {"breaks": "memory_lacks_in_the_trial"}, {"plan": shop.directory / "line.toml"}
     all_ranks = {"plan": {"allow_idle": False}}
     entries = {
