@@ -27,6 +27,7 @@ from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest, with_shared_nics
 from hetero_mpi.planning.types.sizes import BLOCK_KEYS
 from hetero_mpi.planning.types.toml_files import load_plan, load_plan_file, load_profile, plan_to_dict, save_plan
+from hetero_mpi.report.past_run import job_of_run
 from hetero_mpi.report.plan_text import costed_plan_lines, idling_lines, plan_lines, shared_nic_lines, what_if_lines
 from hetero_mpi.report.profile_text import inspection_lines
 from hetero_mpi.util import toml, units
@@ -166,9 +167,7 @@ def plan(
         lines.append(f"The planner's plan: {units.seconds(best.predicted_step_s)} per step")
         lines += [line for reason in best.reasons for line in wrap_text("  ", reason)]
     lines += [*what_if_lines(answers, best.predicted_step_s), *_remark_lines(question)]
-    if output is not None:
-        lines.append(f"Written: {output}")
-    return lines
+    return lines + ([f"Written: {output}"] if output is not None else [])
 
 
 def _planner_report(question: PlanQuestion, fallback: PlanReport) -> tuple[PlanReport, str]:
@@ -195,7 +194,8 @@ def simulation(
     question = ask(job, overrides, profile)
     report = chosen_plan(question, plan_source)
     result = simulate(report.plan, with_shared_nics(question.profile) if shared_nic else question.profile)
-    folder = output if output is not None else run_directory(question.loaded) / "simulation"
+    home = profile if job is None and profile and profile.is_dir() else run_directory(question.loaded)
+    folder = output or home / "simulation"
     labels = {device.rank: device.name for device in question.profile.devices}
     used_ranks, ranks = len(result.busy_s), len(question.profile.devices)
     title = f"predicted step: {units.seconds(result.step_s)}, {used_ranks} of {units.plural(ranks, 'rank')}, {question.loaded.name}"
@@ -233,7 +233,7 @@ def profile_list(command: str) -> list[str]:
 
 
 def ask(job: Path | None, overrides: Sequence[str], profile_path: Path | None) -> PlanQuestion:
-    """Read a profile and a job that matches it. If no job is given, plan for the profile's model.
+    """Read a profile and a job that matches it. If no job is given, take the run's, or plan for the profile's model.
 
     Raises UserError if no profile is given, if a file is invalid, or if the profile was made for another model, dtype or sequence
     length.
@@ -245,18 +245,20 @@ def ask(job: Path | None, overrides: Sequence[str], profile_path: Path | None) -
         command = f"plan --profile {profile_path} --set train.global_batch={loaded.job.train.global_batch}"
         alternative = f"To plan for the profile's model instead, leave out the job:\n  python -m hetero_mpi {command}"
         return plan_question(loaded, profile, str(profile_path), f"{OTHER_PROFILE}\n{alternative}")
-    profile, keys = load_profile(profile_path), [override.partition("=")[0].strip() for override in overrides]
-    fixed = [key for key in keys if _is_fixed(key)]
-    if fixed:
+    profile, keys = load_profile(profile_path), (override.partition("=")[0].strip() for override in overrides)
+    if fixed := [key for key in keys if _is_fixed(key)]:
         text = f"--set {', '.join(fixed)}: without a job, the plan is for the model and devices that {profile_path} describes. "
         text += "Leave this out, or give a job with these keys and a profile of that job (`profile JOB -o FILE`)"
         raise UserError("plan.fixed_by_profile", text, keys=fixed)
-    loaded = _job_for_profile(profile, profile_path.stem, overrides)
+    run_job, subject = job_of_run(profile_path, overrides), "the run's job"
+    if run_job is None or profile.emulated:  # the model of an emulated profile is not the job's
+        batch = [f"train.global_batch={run_job.job.train.global_batch}"] if run_job is not None else []
+        run_job = _job_for_profile(profile, profile_path.stem, [*overrides, *batch])
+        subject = f"the profile's model ({_model_text(profile)})"
     advice = "Leave these --set options out, or measure a profile with them (`profile JOB -o FILE`)."
-    question = plan_question(loaded, profile, str(profile_path), advice)
-    train, model = loaded.job.train, profile.model
-    remark = f"No job given: planning {train.global_batch} {units.rows_of(model.sequence_length)} per step of the profile's model "
-    remark += f"({_model_text(profile)}); change with --set train.global_batch=N"
+    question = plan_question(run_job, profile, str(profile_path), advice)
+    rows = f"{run_job.job.train.global_batch} {units.rows_of(profile.model.sequence_length)}"
+    remark = f"No job given: planning {rows} per step of {subject}; change with --set train.global_batch=N"
     return replace(question, remarks=(remark, *question.remarks))
 
 
@@ -274,15 +276,14 @@ def _model_text(profile: ClusterProfile) -> str:
 
 def _job_for_profile(profile: ClusterProfile, name: str, overrides: Sequence[str]) -> LoadedJob:
     """Build a job for the profile's model. It is complete enough for planning, but not for training."""
-    model, ranks = profile.model, len(profile.devices)
+    model, batch = profile.model, max(MIN_BATCH, DEFAULT_SEQUENCES_PER_RANK * len(profile.devices))
     tables: dict[str, dict[str, Any]] = {
         "model": {"config": {"model_type": model.model_type, BLOCK_KEYS[0]: len(model.layers) - 2}},
         "adapter": {"method": "lora" if _trains_adapter(profile) else "none"},
         "tokenizer": {"path": "."},
         "data": {"text": ["*.txt"], "sequence_length": model.sequence_length},
-        "train": {"global_batch": max(MIN_BATCH, DEFAULT_SEQUENCES_PER_RANK * ranks), "dtype": model.dtype},
+        "train": {"global_batch": batch, "dtype": model.dtype, "optimizer": model.optimizer},
     }
-    tables["train"]["optimizer"] = model.optimizer
     tables["adapter"] |= {"rank": model.adapter_rank} if model.adapter_rank is not None else {}
     loaded = job_from_tables(tables, name, ".", overrides=overrides)
     table = loaded.job.model.model_copy(update={"quantization": _quantization(profile)})
@@ -367,9 +368,8 @@ def _differences(loaded: LoadedJob, config: dict[str, Any] | None, profile: Clus
     job, model = loaded.job, profile.model
     kind = job.model.factory or (config or {}).get("model_type")
     if kind not in (None, model.model_type):
-        return [
-            f'{"model.factory" if job.model.factory else "model_type"} = "{kind}": the profile has "{model.model_type}"'
-        ]
+        key = "model.factory" if job.model.factory else "model_type"
+        return [f'{key} = "{kind}": the profile has "{model.model_type}"']
     problems = []
     if job.data.sequence_length != model.sequence_length:
         problems.append(f"data.sequence_length = {job.data.sequence_length}: the profile has {model.sequence_length}")

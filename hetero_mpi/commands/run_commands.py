@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from hetero_mpi.commands.plan_commands import ask, plan_question
+from hetero_mpi.commands.plan_commands import ask
 from hetero_mpi.job.load import load_job, stored_job
 from hetero_mpi.job.plan_request import build_plan_request, micro_batch_choices
 from hetero_mpi.planning.decision.decide import time_alone
@@ -14,14 +14,12 @@ from hetero_mpi.planning.tables import rank_classes
 from hetero_mpi.planning.types.plan import PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
-from hetero_mpi.planning.types.toml_files import load_profile
 from hetero_mpi.report.comparison_text import comparison_lines
 from hetero_mpi.report.past_run import PastRun, anonymous, read_run, runs_in
 from hetero_mpi.report.run_text import baseline_lines
 from hetero_mpi.rundir.run_directory import REPORT_NAME, SHARED_NAME
 from hetero_mpi.util import units
 from hetero_mpi.util.errors import UserError
-from hetero_mpi.util.shipped import profile_file
 
 
 def report(run_dir: Path, output: Path | None, share: bool = False) -> list[str]:
@@ -81,22 +79,18 @@ def _planning_inputs(
     job: Path | None, overrides: Sequence[str], source: Path | None, run: PastRun | None
 ) -> tuple[ClusterProfile, PlanRequest, tuple[str, ...]]:
     """Return the profile, the planning request and remarks. A run on emulated devices is planned for its profile's own model."""
-    if run is None:
-        question = ask(job, overrides, source)
-        return question.profile, question.request, question.remarks
-    assert source is not None
-    loaded = load_job(job, overrides) if job else stored_job(run.job, run.name, ".", overrides)
-    if run.profile is not None and run.profile.emulated:
-        train = loaded.job.train
-        ranks = len(run.profile.devices)
+    if run is not None and run.profile is not None and run.profile.emulated:
+        loaded = load_job(job, overrides) if job else stored_job(run.job, run.name, run.directory, overrides)
+        train, ranks, sequence_length = loaded.job.train, len(run.profile.devices), run.profile.model.sequence_length
         _, reason = micro_batch_choices(train.global_batch, train.micro_batch, ranks, False)
-        request = replace(build_plan_request(loaded, ranks, False), sequence_length=run.profile.model.sequence_length)
-        _check_batch(request, run.report, source)
-        return run.profile, request, (reason,)
-    path = profile_file(source)
-    question = plan_question(loaded, load_profile(path), str(path))
-    _check_batch(question.request, run.report, source)
-    return question.profile, question.request, question.remarks
+        request = replace(build_plan_request(loaded, ranks, False), sequence_length=sequence_length)
+        inputs: tuple[ClusterProfile, PlanRequest, tuple[str, ...]] = run.profile, request, (reason,)
+    else:
+        question = ask(job, overrides, source)
+        inputs = question.profile, question.request, question.remarks
+    if run is not None:
+        _check_batch(inputs[1], run.report, run.directory)
+    return inputs
 
 
 def _check_batch(request: PlanRequest, report: PlanReport | None, source: Path) -> None:

@@ -16,6 +16,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
+from hetero_mpi.job.load import LoadedJob, stored_job
 from hetero_mpi.planning.schedule import Event
 from hetero_mpi.planning.simulator import SimulatedStep, simulate
 from hetero_mpi.planning.types.cluster_changes import with_slowness
@@ -163,6 +164,15 @@ def runs_in(directory: Path) -> list[Path]:
     return sorted(
         path for path in directory.iterdir() if any((path / name).exists() for name in (METRICS_NAME, RUN_NAME))
     )
+
+
+def job_of_run(directory: Path, overrides: Sequence[str] = ()) -> LoadedJob | None:
+    """Read the job of a run directory, with overrides from ``--set``; None if ``directory`` does not hold a run's job."""
+    if not (directory / RUN_NAME).is_file():
+        return None
+    run_values = run_json(directory / RUN_NAME)
+    job_file = Path(str(run_values.get("job_file")))
+    return stored_job(run_table(run_values, "job"), str(run_values.get("name")), job_file.parent, overrides)
 
 
 def read_run(directory: Path) -> PastRun:

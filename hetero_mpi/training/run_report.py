@@ -77,7 +77,8 @@ def open_metrics(context: RunContext, step: int, run_id: str) -> MetricsWriter:
     """Open the metrics files of a run that starts after ``step`` steps, and describe the run in ``run.json``."""
     loaded = context.loaded
     with warn_on_failure("writing run.json"):
-        about = loaded.name, str(loaded.path), job_to_dict(loaded.job), own_versions(context.world.library)
+        job_file = str(loaded.directory / loaded.path.name)  # of use in any working directory
+        about = loaded.name, job_file, job_to_dict(loaded.job), own_versions(context.world.library)
         skipped = context.material.skipped_records if context.material is not None else 0
         describe_run(context.run_dir, *about, context.world.size, step, skipped, run_id)
     trackers = Trackers(loaded.job.report.trackers, context.run_dir, job_to_dict(loaded.job))

@@ -101,8 +101,8 @@ def test_inspect_shows_a_checkpoint(folder: Path, capsys: pytest.CaptureFixture[
 
 
 def test_a_run_stands_for_its_profile_and_plan(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    profile = past_runs.cluster(2)
-    made = past_runs.make_run(Path("run"), past_runs.planned(profile), profile)
+    profile = cluster()
+    made = past_runs.make_run(Path("run"), past_runs.planned(profile), profile, job=past_runs.WHOLE_JOB)
     (made / "checkpoints" / "step-00000060.h5").unlink()
     write_checkpoint(
         made / "checkpoints" / "step-00000003.h5", told(3, losses=np.array([4.0, 2.5, 3.25])), {"a.weight": (3,)}
@@ -115,6 +115,12 @@ def test_a_run_stands_for_its_profile_and_plan(folder: Path, capsys: pytest.Capt
     assert (
         json.loads(run(capsys, "plan", "--profile", "run", "--plan", "run", *job))["plan"]
         == json.loads(by_file)["plan"]
+    )
+    batches = [
+        json.loads(run(capsys, "plan", "--profile", of, "--json"))["plan"]["global_batch"] for of in ("run", own)
+    ]
+    assert batches == [past_runs.WHOLE_JOB["train"]["global_batch"], plan_commands.MIN_BATCH], (
+        "the run's job, if it is given a run"
     )
     used = replace(profile, date="yesterday")
     save_profile(used, made / "used-profile.toml")

@@ -351,6 +351,7 @@ def test_a_true_command_line_np2(tmp_path: Path) -> None:
     assert "because" not in second.stdout, "the reasons are in the log"
     assert "because: the plan was given" in (run / "logs" / "rank-0000.log").read_text()
     assert [stage.ranks for stage in load_plan(run / "plan.toml").pipelines[0].stages] == [(1,), (0,)]
+    assert json.loads((run / "run.json").read_text())["job_file"] == str(job.absolute())
     assert sorted(path.name for path in run.iterdir()) == [
         ".lock", "checkpoints", "logs", "metrics.jsonl", "model", "plan.toml", "run.json", "steps.jsonl", "used-profile.toml",
     ]  # fmt: skip

@@ -31,10 +31,11 @@ from hetero_mpi.inference.layer_split import set_up, with_writer
 from hetero_mpi.inference.sampling import Sampling, Scored
 from hetero_mpi.inference.source import Opened, open_source
 from hetero_mpi.inference.writer import NOT_A_NUMBER_TEXT, Task, TextChanges, Writer
-from hetero_mpi.job.load import LoadedJob, stored_job
+from hetero_mpi.job.load import LoadedJob
 from hetero_mpi.job.schema import DataTable
+from hetero_mpi.report.past_run import job_of_run
 from hetero_mpi.rundir.logs import say
-from hetero_mpi.rundir.run_directory import EVALUATION_NAME, RUN_NAME, run_json, run_table
+from hetero_mpi.rundir.run_directory import EVALUATION_NAME
 from hetero_mpi.serve.api_server import ApiServer
 from hetero_mpi.serve.scheduler import CacheBudget
 from hetero_mpi.serve.serve import ServeOptions, cache_budgets, serve
@@ -126,15 +127,6 @@ class ScoredText:
 
     task: Task
     weights: list[float | None]
-
-
-def job_of_run(source: Path) -> LoadedJob | None:
-    """Read the job of a run directory; returns None if ``source`` is not a run directory."""
-    if not (source / RUN_NAME).is_file():
-        return None
-    run_values = run_json(source / RUN_NAME)
-    job_file = Path(str(run_values.get("job_file")))
-    return stored_job(run_table(run_values, "job"), str(run_values.get("name")), job_file.parent)
 
 
 def own_set(loaded: LoadedJob, limit: int) -> list[ScoredText]:
