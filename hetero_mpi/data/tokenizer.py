@@ -56,6 +56,12 @@ def train_bpe(documents: Iterable[str], vocab_size: int, sequence_length: int | 
     )
 
 
+def is_trained_here(tokenizer: PreTrainedTokenizerFast) -> bool:
+    """Whether ``train_bpe`` made the tokenizer, as its first tokens show."""
+    first_tokens = [END_TOKEN, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    return bool(tokenizer.convert_ids_to_tokens(range(len(first_tokens))) == first_tokens)
+
+
 def vocabulary_note(tokenizer: PreTrainedTokenizerFast, requested: int) -> str | None:
     """Return a note for the user if the trained vocabulary is smaller than requested, else None."""
     if len(tokenizer) >= requested:

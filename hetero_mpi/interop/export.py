@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 from pydantic import ValidationError
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
-from hetero_mpi.data.tokenizer import load_tokenizer, save_tokenizer
+from hetero_mpi.data.tokenizer import is_trained_here, load_tokenizer, save_tokenizer
 from hetero_mpi.device.backend import DTYPES
 from hetero_mpi.interop.gguf import announce_gguf
 from hetero_mpi.job.load import job_from_dict
@@ -79,11 +79,12 @@ def export(source: Path, target: Path, merge: bool, best: bool = False, gguf: st
     path = _checkpoint(source, best)
     with CheckpointReader(path) as reader:
         opened = _open(reader, path)
-        if gguf is not None and opened.job.tokenizer.train_vocab_size is not None:
+        tokenizer = _tokenizer(opened) if gguf is not None else None
+        if gguf and (opened.job.tokenizer.train_vocab_size or (tokenizer and is_trained_here(tokenizer))):
             raise UserError(
                 "gguf.trained_tokenizer",
-                f"{path}: its job trained the tokenizer ([tokenizer] train_vocab_size), and llama.cpp's converter supports "
-                "only published tokenizers: omit --gguf, or train with the tokenizer of a published model ([tokenizer] path)",
+                f"{path}: a job trained its tokenizer ([tokenizer] train_vocab_size), and llama.cpp's converter supports only "
+                "published tokenizers: omit --gguf, or train a published model, or with its tokenizer ([tokenizer] path)",
             )
         if merge and opened.tuning.full:
             raise UserError("export.nothing_to_merge", f"{path} is a full model without an adapter: leave out --merge")
@@ -207,12 +208,18 @@ def _complete(source: ExportSource, folder: Path, target: Path, kind: str) -> st
     """Write model card and tokenizer to ``folder``, which will be ``target``. Return a note if there is no tokenizer, or ""."""
     with warn_on_failure("writing the model card"):
         write_card(folder, target, source.path, source.reader.metadata, source.base, kind)
-    run = source.path.parent.parent
-    for directory in (*(run / name for name in _RESULTS), source.base):
-        if directory is not None and (directory / "tokenizer.json").is_file():
-            save_tokenizer(load_tokenizer(directory), folder)
-            return ""
-    return f"; without a tokenizer, as neither {run} nor the base's directory has one: copy its files there"
+    tokenizer, run = _tokenizer(source), source.path.parent.parent
+    if tokenizer is None:
+        return f"; without a tokenizer, as neither {run} nor the base's directory has one: copy its files there"
+    save_tokenizer(tokenizer, folder)
+    return ""
+
+
+def _tokenizer(source: ExportSource) -> PreTrainedTokenizerFast | None:
+    """Load the tokenizer from the result of the checkpoint's run, or from the base's directory."""
+    folders = [*(source.path.parent.parent / name for name in _RESULTS), *([source.base] if source.base else [])]
+    home = next((folder for folder in folders if (folder / "tokenizer.json").is_file()), None)
+    return load_tokenizer(home) if home is not None else None
 
 
 def push_directory(
