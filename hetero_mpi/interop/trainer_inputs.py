@@ -159,7 +159,7 @@ _FREE_KEYS = ("transformers_version", "_name_or_path", "dtype", "use_cache", "pa
 
 
 def _is_copy(saved: Path, model: Any) -> bool:
-    """Whether a loaded model, saved in ``saved``, has the configuration and the weights that it was loaded from."""
+    """Whether a model has the configuration and weights of its source; names in memory may differ, so ``saved`` is compared."""
     try:
         source = ModelFiles(hub.directory_of(model.name_or_path))
         config = type(model.config).from_pretrained(source.directory).to_dict()
@@ -230,7 +230,7 @@ def _stored(kind: str, save: Callable[[Path], object], folder: Path | None = Non
             files = sorted(file for file in Path(temporary).rglob("*") if file.is_file())
             for file in files:
                 digest.update(file.name.encode())
-                digest.update(np.memmap(file, np.uint8).data)
+                digest.update(np.memmap(file, np.uint8).data if file.stat().st_size else b"")
             path = folder / f"{kind}-{digest.hexdigest()[:32]}"
             if load_sealed(path, lambda *_: True, write_line) is None:
                 parts = [*Path(temporary).iterdir()]

@@ -16,6 +16,7 @@ from transformers import TrainerCallback, TrainingArguments
 import hetero_mpi
 from hetero_mpi.cli import main
 from hetero_mpi.interop.trainer_events import TrainerEvents
+from hetero_mpi.interop.trainer_inputs import rows_file
 from hetero_mpi.step_iterator import Step
 from tests.support.errors import refuses
 from tests.support.mpi import ROOT, finish_mpi, require_success
@@ -191,6 +192,10 @@ def test_rows_that_come_once_are_all_there_every_time() -> None:
     rows = [{"prompt": "a", "completion": f" {n}"} for n in range(5)]
     assert file_of(iter(rows)) == rows and file_of(ROWS, eval_dataset=iter(rows)) == rows
     assert len(file_of(iter(rows), args={"max_steps": 1, "per_device_train_batch_size": 2})) == 2
+
+
+def test_a_stored_object_may_have_an_empty_file() -> None:
+    assert Path(rows_file([])).read_bytes() == b""
 
 
 def test_a_column_that_is_none_is_not_there() -> None:
