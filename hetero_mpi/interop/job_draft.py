@@ -230,14 +230,10 @@ class JobDraft:
             converted = ["type", *_COLUMNS]
             if isinstance(column, dict):
                 inner = {
-                    name: value.values() if isinstance(value, Mapping) else [value] for name, value in entry.items()
+                    key: [*value.values()] if isinstance(value, Mapping) else [value] for key, value in entry.items()
                 }
-                converted = [
-                    name
-                    for name, values in inner.items()
-                    if any(record_key in values for record_key in column.values())
-                ]
-                self.column_sources |= {f"{where}.{name}": None for name in converted}
+                converted = [key for key, values in inner.items() if any(name in values for name in column.values())]
+                self.column_sources |= {f"{where}.{key}": None for key in converted}
             sets += [(name, column) for name in self._records(where, entry, split, converted)]
         return sets
 
@@ -250,7 +246,7 @@ class JobDraft:
             return str(column or "text")
         inner = [entry.get(key) for key in ("columns", "message_property_mappings", "tags")]
         layout = str(entry.get("formatting", style)).removeprefix("chatml.").removeprefix("llama3.")
-        defaults = TABLE["pairs"].get(layout, {}) if self.pairs else {}
+        defaults = TABLE["pairs" if self.pairs else "single"].get(layout, {})
         named = {**defaults, **entry, **(style if isinstance(style, Mapping) else {})}
         for mapping in inner:
             named |= mapping if isinstance(mapping, Mapping) else {}

@@ -87,9 +87,8 @@ def _matched_projections(targets: Any) -> list[str]:
     text, names = "|".join(f"({pattern})" for pattern in patterns), TABLE["modules"]["projections"]
     with contextlib.suppress(re.error):
         pattern = re.compile(re.sub(r"language_model\\?\.", "", text))  # of models of text and images
-        counts = {
-            name: sum(bool(pattern.fullmatch(f"model.layers.{at}.{name}")) for at in range(100)) for name in names
-        }
+        layers = [f"model.layers.{at}" for at in range(100)]
+        counts = {name: sum(bool(pattern.fullmatch(f"{layer}.{name}")) for layer in layers) for name in names}
         if {*counts.values()} <= {0, 100} and not any(map(pattern.fullmatch, TABLE["modules"]["others"])):
             return [name.rpartition(".")[2] for name, count in counts.items() if count]
     return []
@@ -132,10 +131,8 @@ class _Draft(JobDraft):
         if kind == "cpo":
             kind = "simpo" if self.tool == "axolotl" else self._word("loss")
             if kind != "simpo" or self._count("likelihood", 1):
-                reason = (
-                    "of the CPO losses, only SimPO is supported: set cpo_alpha = 0 (in TRL, also loss_type = simpo)"
-                )
-                self._stop(*self._parts["objective"], reason)
+                rule = "of the CPO losses, only SimPO is supported: set cpo_alpha = 0 (in TRL, also loss_type = simpo)"
+                self._stop(*self._parts["objective"], rule)
         elif kind == "dpo" or self.tool == "trl":
             kind = self._word("loss") or kind
         compared = kind != "none"
@@ -322,6 +319,8 @@ class _Draft(JobDraft):
 
     def _output(self) -> None:
         self._put_interval("checkpoint.every", "saving", "save_every", "saves_per_epoch")
+        limit, key = self.values.get("checkpoint.keep", ("all", ""))
+        self.values |= {"checkpoint.keep": ("all", key)} if type(limit) is int and limit <= 0 else {}  # as there
         run_dir = os.path.relpath(str(self._of("run_dir", ".")))
         if re.fullmatch(r"[^./~{}][^{}]*", run_dir):
             self._put("output.run_dir", run_dir, "run_dir")

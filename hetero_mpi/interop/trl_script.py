@@ -37,21 +37,19 @@ def read_script(text: str) -> dict[str, Any]:
     for node in nodes:
         if isinstance(node, ast.Assign):
             for target in node.targets:
-                targets, assigned_value = target.elts if isinstance(target, ast.Tuple) else [target], node.value
-                elements = (
-                    assigned_value.elts
-                    if len(targets) > 1 and isinstance(assigned_value, ast.Tuple)
-                    else [assigned_value] * len(targets)
-                )
+                targets, right = target.elts if isinstance(target, ast.Tuple) else [target], node.value
+                elements = right.elts if targets[1:] and isinstance(right, ast.Tuple) else [right] * len(targets)
                 for variable, element in zip(targets, elements, strict=False):
                     assigned.setdefault(ast.unparse(variable), []).append(element)
+        elif isinstance(node, ast.AugAssign):
+            assigned.setdefault(ast.unparse(node.target), []).append(ast.BinOp(node.target, node.op, node.value))
     calls = [node for node in nodes if isinstance(node, ast.Call)]
     arguments: dict[str, ast.expr] = {}
     values: dict[str, Any] = {}
     trainers = [call for call in calls if _name(call).endswith("Trainer")]
     inputs = _arguments(trainers[-1]) if trainers else {}
     for call in calls:
-        name, words = _name(call), _arguments(call)
+        name, words = _name(call), _arguments(call) | _attributes(call, assigned)
         if name == "TrainingArguments" or (name.endswith("Config") and f"{name[:-6]}Trainer" in map(_name, trainers)):
             values |= {"learning_rate": 5e-5, "bf16": False} if name == "TrainingArguments" else {}
             arguments |= words
@@ -114,6 +112,13 @@ def _arguments(call: ast.Call) -> dict[str, ast.expr]:
     return arguments | {word.arg or f"**{ast.unparse(word.value)}": word.value for word in call.keywords}
 
 
+def _attributes(call: ast.Call, assigned: dict[str, list[ast.expr]]) -> dict[str, ast.expr]:
+    """Map the attributes that a script sets on the result of a call, as in ``args.seed = 1``, to their values."""
+    names = {name for name, nodes in assigned.items() if call in nodes}
+    attributes = {key.rpartition(".")[2]: nodes for key, nodes in assigned.items() if key.rpartition(".")[0] in names}
+    return {key: nodes[0] if len(nodes) == 1 else ast.Name("several values") for key, nodes in attributes.items()}
+
+
 def _value(node: ast.expr, assigned: dict[str, list[ast.expr]]) -> Any:
     """Return the literal value of an expression or of the variable that it names, or the expression if there is none."""
     if isinstance(node, ast.Name) and len(assigned.get(node.id, ())) == 1:
@@ -157,7 +162,5 @@ def _datasets(node: ast.expr, key: str, assigned: dict[str, list[ast.expr]]) -> 
     size = words.get("test_size", words.get("train_size", 0.25))
     if "test_size" not in words and "train_size" in words and isinstance(size, float):
         size = round(1 - size, 12)
-    is_literal = not isinstance(size, ast.expr)
-    return (
-        values | {key: entries} | ({"test_size": size} if is_literal else {"(computed) test_size": ast.unparse(size)})
-    )
+    division = {"(computed) test_size": ast.unparse(size)} if isinstance(size, ast.expr) else {"test_size": size}
+    return values | {key: entries} | division

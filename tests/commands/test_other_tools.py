@@ -146,6 +146,8 @@ trainer = trl.SFTTrainer(args=config, train_dataset=rows["train"].map(str), eval
         "data.evaluation_fraction": 0.1, "train.learning_rate": 2e-4, "train.dtype": "auto", "train.epochs": 3, "adapter.rank": 8}),
      (("SFT", "DPO"), {"train.preference": "dpo", "data.packing": False}),
      (("SFTConfig", "TrainingArguments"), {"train.preference": "none", "train.learning_rate": 2e-4}),
+     (("lora = ", "config.learning_rate = 1e-5\nconfig.seed += 1\nlora = "), {"train.learning_rate": 1e-5, "train.seed": 42}),
+     (("lora = ", "config.save_total_limit = 0\nlora = "), {"checkpoint.keep": "all"}),
      (("SFT", "GRPO"), "convert.value"), (("CausalLM", "SequenceClassification"), "convert.other_objective"),
      (("(NAME,", "(args.model,"), "convert.format"), (("RANK = 8", "RANK = = 8"), "convert.format")],
 )  # fmt: skip
@@ -377,7 +379,10 @@ BECOMES: list[tuple[str, str, dict[str, Any]]] = [
        {"data.keys": keys, "output.run_dir": "out"})
       for text, keys in (("type: chat_template.default, field_messages: chat", {"prompt": "chat"}), ("type: chatml.intel", None),
                          ("type: chat_template.default", {"prompt": "messages"}), ("type: llama3.icr", {"prompt": "input"}),
+                         ("type: chatml.argilla", {"chosen": "chosen_response", "rejected": "rejected_response"}),
                          ("type: {field_prompt: q, field_chosen: a}", {"prompt": "q", "chosen": "a"}))),
+    ("", "base_model: a/b\nrl: kto\nsave_total_limit: 0\ndatasets: [{path: a/c, type: llama3.argilla}]",
+     {"data.keys": {"prompt": "instruction"}, "checkpoint.keep": "all"}),
     *(("axolotl", f"{LORA}lora_target_modules: {pattern}", {"adapter.targets": [f"{name}_proj" for name in names.split()]})
       for pattern, names in ((r"'model.layers.[\d]+.(mlp|self_attn).(up|down|gate|q|k|v|o)_proj'", "q k v o gate up down"),
                              (r"'model.language_model.layers.[\d]+.self_attn.(q|v)_proj'", "q v"), ("'.*(k|o)_proj'", "k o"),
