@@ -287,7 +287,7 @@ def _add_offline_commands(commands: Commands) -> None:
 
 def _add_question(add: Add) -> None:
     """Declare the options of ``plan`` and ``simulate``: job, profile and planning options."""
-    add("job", type=Path, nargs="?", metavar="JOB", help="job file (TOML); default: a job for the profile's model")
+    add("job", type=Path, nargs="?", metavar="JOB", help="job file; default: the run's, or one for the profile's model")
     profile = "profile file, shipped profile, or run whose profile to use (default: list the profiles)"
     add("--profile", type=Path, metavar="FILE|NAME|RUN", help=profile)
     plan = "plan file, or run whose plan to use, instead of planning"
@@ -319,7 +319,7 @@ def _add_looking_back(commands: Commands) -> None:
 
     text = "compare all devices with the best single device; for the same number of tokens"
     add = _command(commands, "baseline", "commands.run_commands:baseline", text).add_argument
-    job = "job file (TOML); default: the run's job, or a job for the profile's model"
+    job = "job file; default: the run's, or one for the profile's model"
     add("job", type=Path, nargs="?", metavar="JOB", help=job)
     profile = "profile, or run, whose measured times are then used (default: list the profiles)"
     add("--profile", type=Path, metavar="FILE|NAME|RUN", help=profile)

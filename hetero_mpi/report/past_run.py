@@ -256,9 +256,7 @@ def _speeds(directory: Path, run_values: Mapping[str, Any]) -> dict[int, float]:
             speeds = {}
         elif values["event"] == "rebalanced":
             items = run_table(values, "speeds").items()
-            speeds = {
-                int(rank): float(speed) for rank, speed in items if rank.isdecimal() and type(speed) in (int, float)
-            }
+            speeds = {int(rank): float(s) for rank, s in items if rank.isdecimal() and type(s) in (int, float)}
     return speeds
 
 

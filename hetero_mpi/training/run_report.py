@@ -310,8 +310,6 @@ class OtherPrograms:
 
 def _cpu_seconds() -> list[float]:
     """Return the wall-clock time, this process's CPU time, and the busy time of each core, in seconds."""
-    busy_s = (
-        sum(seconds for name, seconds in core._asdict().items() if name not in _NOT_BUSY)
-        for core in psutil.cpu_times(percpu=True)
-    )
+    cores = (core._asdict().items() for core in psutil.cpu_times(percpu=True))
+    busy_s = (sum(seconds for name, seconds in core if name not in _NOT_BUSY) for core in cores)
     return [time.perf_counter(), time.process_time(), *busy_s]

@@ -97,10 +97,9 @@ def try_plan(
     allowed = _calibration_allowance(context, options, planned)
     if allowed.counted == 0:
         return profile, report
-    limit_text = f", or about {units.seconds(allowed.most_s)} with a second plan" if allowed.most_s < math.inf else ""
-    say(
-        f"Calibration run of the plan: about {units.seconds(allowed.seconds)}{limit_text if options.plan is None else ''}"
-    )
+    is_limited = allowed.most_s < math.inf and options.plan is None
+    limit_text = f", or about {units.seconds(allowed.most_s)} with a second plan" if is_limited else ""
+    say(f"Calibration run of the plan: about {units.seconds(allowed.seconds)}{limit_text}")
     calibration_run = _CalibrationRun(context, allowed, planned, options.plan is not None, pending)
     profile, report = calibration_run.best(*calibration_run.fitting(profile, report))
     keep_plan(context, pending, report)
@@ -194,25 +193,19 @@ class _CalibrationRun:
             return better, keep(f"with the measured times, another plan {takes_text}", rejected=second)
         say(f"With these times, another plan {takes_text}: running it too")
         if not self._in_time("running it", self._seconds(better, second)):
-            return better, keep(
-                f"there was no time to run another plan, which {takes_text} with these times", rejected=second
-            )
+            return better, keep(f"no time to run another plan, which {takes_text} with these times", rejected=second)
         timed, lacks = self._run(better, second)
         if lacks:
             say("  it does not fit in memory: keeping the first plan")
             return better, keep("another plan was run, but does not fit in memory", rejected=second)
         faster = timed is not None and steps is not None and timed.clearly_below(steps)
         faster = self._world.broadcast_json(faster)
-        profile_then, calibrated_report = self._calibrated(
-            better, second, timed, "; using it" if faster else "; keeping the first plan"
-        )
+        decision_text = "; using it" if faster else "; keeping the first plan"
+        profile_then, timed_second = self._calibrated(better, second, timed, decision_text)
         if faster:
-            return profile_then, with_reasons(
-                calibrated_report, f"the first plan took {_measured_text(first)}", (report, second), first
-            )
-        return better, keep(
-            f"another plan was run and took {_measured_text(calibrated_report)}", rejected=calibrated_report
-        )
+            outcome = f"the first plan took {_measured_text(first)}"
+            return profile_then, with_reasons(timed_second, outcome, (report, second), first)
+        return better, keep(f"another plan was run and took {_measured_text(timed_second)}", rejected=timed_second)
 
     def _seconds(self, profile: ClusterProfile, report: PlanReport) -> float:
         """Estimate how long a calibration run of a plan takes, in seconds."""
@@ -240,10 +233,8 @@ class _CalibrationRun:
                     for host in steps.prediction.profile.hosts
                     if host.other_threads
                 ]
-                say(
-                    f"Calibration result: {measured_s} per step ({predicted_s} predicted)" + decision_text,
-                    *(f"  {text}" for text in [*steps.deviations(), *other_programs]),
-                )
+                result_text = f"Calibration result: {measured_s} per step ({predicted_s} predicted){decision_text}"
+                say(result_text, *(f"  {text}" for text in [*steps.deviations(), *other_programs]))
                 notes = [note for note in profile.notes if not note.startswith(_NOTE)]
                 notes.append(f"{_NOTE} {units.plural(len(steps.steps_s), 'step')} of a calibration run")
                 noted = replace(steps.calibrated_profile(), notes=tuple(notes))

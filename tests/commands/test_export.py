@@ -192,7 +192,11 @@ def test_transformers_stops_where_we_stop_np2(runs: Path, tmp_path: Path, what: 
 def test_what_cannot_be_exported_np2(runs: Path, tmp_path: Path) -> None:
     with refuses("export.nothing_to_merge", runs / "full"):
         export(runs / "full", tmp_path / "out", merge=True)
-    for name, merge in (("full", False), ("tuned", False), ("tuned", True)):  # llama.cpp does not know the base's tokenizer
+    for name, merge in (
+        ("full", False),
+        ("tuned", False),
+        ("tuned", True),
+    ):  # llama.cpp does not know the base's tokenizer
         with refuses("gguf.trained_tokenizer"):
             export(runs / name, tmp_path / "out", merge, gguf="auto")
     with refuses("export.source", tmp_path):
