@@ -65,12 +65,16 @@ COMPILES = "compile" in TrainTable.model_fields
 
 @dataclass(frozen=True)
 class Case:
-    """Training of all parameters or of an adapter in a dtype, or generation of some texts, or of the first token of each."""
+    """Training of all parameters or of an adapter in a dtype, or generation of some texts, or of the first token of each.
+
+    ``shortest``: tokens of the shortest prompt; the lengths of the others grow evenly up to the longest.
+    """
 
     dtype: str
     adapter: bool = False
     texts: int = 0
     first: bool = False
+    shortest: int = PROMPT_TOKENS
 
 
 CASES = {
@@ -81,6 +85,7 @@ CASES = {
     "generate 8 texts": Case("bf16", texts=8),
     "first token of 1": Case("bf16", texts=1, first=True),
     "first token of 8": Case("bf16", texts=8, first=True),
+    "first token of 8 unlike": Case("bf16", texts=8, first=True, shortest=16),
 }
 
 
@@ -211,15 +216,19 @@ class Contenders:
             trainer.add_callback(_StepEnd(gate))
             trainer.train()
 
-    def prompts(self) -> torch.Tensor:
+    def prompts(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Token ids and attention mask, padded on the left."""
         size = self.case.texts, PROMPT_TOKENS
-        return torch.randint(1, VOCABULARY, size, generator=torch.Generator().manual_seed(1))
+        tokens = torch.randint(1, VOCABULARY, size, generator=torch.Generator().manual_seed(1))
+        lengths = torch.linspace(self.case.shortest, PROMPT_TOKENS, self.case.texts).long()
+        return tokens, torch.arange(PROMPT_TOKENS) >= PROMPT_TOKENS - lengths[:, None]
 
     def generate_by_transformers(self, gate: Gate) -> None:
-        model, prompts, count = self.model().eval(), self.prompts().to(self.device), self.new_tokens
+        model, count = self.model().eval(), self.new_tokens
+        prompts, mask = (part.to(self.device) for part in self.prompts())
         options = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False, "pad_token_id": 0}
         for _ in range(MAX_STEPS):
-            model.generate(prompts, attention_mask=torch.ones_like(prompts), **options)
+            model.generate(prompts, attention_mask=mask.long(), **options)
             gate()
 
     def generate_ours(self, gate: Gate) -> None:
@@ -229,12 +238,12 @@ class Contenders:
         writer = Writer(0, [0], [0], LoopbackNetwork(1).transports[0], chain, [Stage(spec, SeededStart(0))])
         one_rank: Any = SimpleNamespace(all_gather_json=lambda sizes: [sizes])
         writer.settle_width(one_rank, 8)  # as `serve` does
-        tasks = {number: Task(prompt, [], count, Sampling()) for number, prompt in enumerate(self.prompts().tolist())}
-        for _ in range(MAX_STEPS):
-            waiting = [TextChanges(tasks)]
-            for _ in writer.written(lambda idle: waiting.pop() if waiting else None if idle else TextChanges()):  # noqa: B023
-                pass
-            gate()
+        prompts = [tokens[mask].tolist() for tokens, mask in zip(*self.prompts(), strict=True)]
+        tasks = {number: Task(prompt, [], count, Sampling()) for number, prompt in enumerate(prompts)}
+        rounds = writer.written(lambda idle: TextChanges(tasks if idle else {}))  # as `serve` does, until it ends
+        for number, _ in enumerate(rounds, start=1):
+            if number % count == 0:
+                gate()
 
 
 def _is_installed(*packages: str) -> bool:

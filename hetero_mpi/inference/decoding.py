@@ -35,7 +35,7 @@ _SELECTING_KEYS = ("doge",)
 """Families without an indexer (``index_topk``) whose attention nevertheless selects keys by score."""
 _PROMPT_TOKENS = 256
 """Tokens of a pass of prompts in which other sizes are not used unless they give the same bits."""
-_PROMPT_SIZES = (32, 64, 128, _PROMPT_TOKENS, 512)
+_PROMPT_SIZES = (32, 48, 64, 96, 128, 192, _PROMPT_TOKENS, 384, 512)  # above 32, padding is at most a third
 _TRIED_TOKENS = 16
 
 
