@@ -17,11 +17,11 @@ from hetero_mpi.job.rules import EIGHT_BIT
 from hetero_mpi.planning.analysis.idle_time import idling
 from hetero_mpi.planning.decision.alternatives import losses, what_ifs
 from hetero_mpi.planning.decision.planner import complete_plan, make_plan
-from hetero_mpi.planning.decision.rules import difference_lines, request_differences
+from hetero_mpi.planning.decision.rules import chain_problems, difference_lines, request_differences
 from hetero_mpi.planning.outline import outlined
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.cluster_changes import is_packed, with_optimizer, with_wire
-from hetero_mpi.planning.types.codec import encode
+from hetero_mpi.planning.types.codec import encode, raise_all
 from hetero_mpi.planning.types.plan import Plan, PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest, with_shared_nics
@@ -93,6 +93,7 @@ def inspect(file: Path, output: Path | None, every: bool = False) -> list[str]:
         ) from error
     if "pipelines" in content:
         decision, report = load_plan_file(file)
+        raise_all(str(file), [*chain_problems(decision)])
         return plan_lines(report or decision, None, every)
     if "devices" not in content:
         hint = "; for a job file, use `plan` or `simulate`" if "train" in content or "data" in content else ""

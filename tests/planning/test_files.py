@@ -97,6 +97,17 @@ def test_a_plan_is_read_without_what_is_predicted_of_it(tmp_path: Path) -> None:
         load_report(path)
 
 
+def test_a_prediction_belongs_to_the_plan_that_it_was_made_for(tmp_path: Path) -> None:
+    path = tmp_path / "plan.toml"
+    save_plan(PlanReport(make_plan_of((0, 2, 4), (1, 0), 4), 1.0, 0.5), path)
+    text = path.read_text()
+    path.write_text(text.replace("split_backward = false\n", "# a default left out\n"))
+    assert load_report(path).predicted_step_s == 1.0, "the same plan"
+    path.write_text(text.replace("warm_up = 1", "warm_up = 0", 1))
+    with refuses("plan.no_report"):
+        load_report(path)
+
+
 def test_figures_of_one_curve_stay_on_one_line(tmp_path: Path) -> None:
     save_profile(make_profile(), tmp_path / "p.toml")
     assert "forward_s = { tokens = [10], seconds = [0.1] }" in (tmp_path / "p.toml").read_text()

@@ -17,6 +17,7 @@ from hetero_mpi.planning.types.toml_files import load_profile, plan_from_dict, s
 from hetero_mpi.report.profile_text import residuals
 from tests.support import past_runs
 from tests.support.checkpoint_samples import told, write_checkpoint
+from tests.support.errors import refuses
 from tests.support.mpi import finish_mpi, require_success
 from tests.support.planning_folder import JOB, REQUEST, cluster, run
 
@@ -84,6 +85,10 @@ def test_inspect_shows_a_plan(folder: Path, capsys: pytest.CaptureFixture[str]) 
     save_plan(make_plan(cluster(), REQUEST), "what.toml")
     text = run(capsys, "inspect", "what.toml")
     assert "embedding, blocks" in text and "rank 2 idles" in text and "because: " in text
+    edited = Path("what.toml").read_text().replace("global_batch = 8", "global_batch = 7")
+    Path("what.toml").write_text(edited.replace("layers = 8", "layers = 9"))
+    with refuses("file.invalid", "sequences = ", "global_batch = 7", "the chain's last layer is 8"):
+        plan_commands.inspect(Path("what.toml"), None)
 
 
 def test_inspect_shows_a_checkpoint(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

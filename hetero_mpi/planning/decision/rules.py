@@ -15,15 +15,16 @@ from hetero_mpi.util.terminal import wrap_text
 
 def plan_problems(plan: Plan, profile: ClusterProfile) -> Iterator[str]:
     """Yield problems, other than memory, that prevent a plan from running."""
-    yield from _chain_problems(plan, profile)
-    yield from _rank_problems(plan, profile)
-
-
-def _chain_problems(plan: Plan, profile: ClusterProfile) -> Iterator[str]:
     layers = len(profile.model.layers)
     if plan.layers != layers:
         chain = units.layers(0, layers, layers, plan.sequence_length)
         yield f"layers = {plan.layers}: the model's chain has {layers} layers ({chain})"
+    yield from chain_problems(plan)
+    yield from _rank_problems(plan, profile)
+
+
+def chain_problems(plan: Plan) -> Iterator[str]:
+    """Yield problems of a plan that no profile could remedy."""
     if not plan.pipelines:
         yield "pipelines = []: a plan needs at least one pipeline"
     for index, pipeline in enumerate(plan.pipelines):
@@ -45,22 +46,31 @@ def _chain_problems(plan: Plan, profile: ClusterProfile) -> Iterator[str]:
             slices = stage.slices(pipeline.micro_batch) * stage.streamed
             if not 0 <= stage.kept_slices <= slices:
                 yield f"{where}.kept_slices = {stage.kept_slices}: must be 0 to {slices} (slices of an offloaded stage)"
-            max_on_disk = len(stage.blocks(layers)) * (stage.streamed and not profile.model.trained_whole)
-            if not 0 <= stage.on_disk <= max_on_disk:
-                yield f"{where}.on_disk = {stage.on_disk}: must be 0 to {max_on_disk} (blocks of an offloaded stage with adapters)"
             if not 0 < stage.state_weight < math.inf:
                 yield f"{where}.state_weight = {stage.state_weight}: must be a number above 0"
             if pipeline.split_backward and number > 0 and (stage.streamed or stage.slice_sequences is not None):
                 yield f"{where} is streamed or computed in slices, so its backward cannot be split: remove split_backward"
             expected = stage.last
-        if expected != layers:
-            yield f"pipelines[{index}] ends with layer {expected - 1}: the chain's last layer is {layers - 1}"
+        if expected != plan.layers:
+            yield f"pipelines[{index}] ends with layer {expected - 1}: the chain's last layer is {plan.layers - 1}"
+        if not 1 <= pipeline.micro_batch <= pipeline.sequences:
+            yield (
+                f"pipelines[{index}]: micro_batch = {pipeline.micro_batch} of sequences = {pipeline.sequences}: must be at "
+                f"least 1 and no more than its sequences"
+            )
+    shares = [pipeline.sequences for pipeline in plan.pipelines]
+    if sum(shares) != plan.global_batch:
+        terms = " + ".join(map(str, shares))
+        yield f"sequences = {terms}: the pipelines' shares must add up to global_batch = {plan.global_batch}"
 
 
 def _rank_problems(plan: Plan, profile: ClusterProfile) -> Iterator[str]:
     used: dict[int, tuple[int, StagePlan]] = {}
     for number, index, stage in plan.numbered:
         yield from group_problems(number, stage, plan, profile)
+        max_on_disk = len(stage.blocks(plan.layers)) * (stage.streamed and not profile.model.trained_whole)
+        if not 0 <= stage.on_disk <= max_on_disk:
+            yield f"stage {number}: on_disk = {stage.on_disk}: must be 0 to {max_on_disk} (offloaded blocks with adapters)"
         splits = plan.pipelines[index].split_backward and stage.first > 0
         for rank in stage.ranks:
             where = f"stage {number} names rank {rank}"
@@ -92,23 +102,13 @@ def _reuse(where: str, pipeline: PipelinePlan, same: bool, stage: StagePlan, ear
 
 
 def batch_problems(plan: Plan, request: PlanRequest) -> Iterator[str]:
-    """Yield batch sizes and shares that are inconsistent or differ from the job's."""
+    """Yield batch sizes that differ from the job's."""
     if plan.global_batch != request.global_batch:
         remedy = f"add --set train.global_batch={plan.global_batch}, or plan again"
         yield f"global_batch = {plan.global_batch}: the job has {request.global_batch}; {remedy}"
     if plan.sequence_length != request.sequence_length:
         remedy = f"the job has {request.sequence_length}; change [data] sequence_length, or plan again"
         yield f"sequence_length = {plan.sequence_length}: {remedy}"
-    for index, pipeline in enumerate(plan.pipelines):
-        if not 1 <= pipeline.micro_batch <= pipeline.sequences:
-            yield (
-                f"pipelines[{index}]: micro_batch = {pipeline.micro_batch} of sequences = {pipeline.sequences}: must be at "
-                f"least 1 and no more than its sequences"
-            )
-    shares = [pipeline.sequences for pipeline in plan.pipelines]
-    if sum(shares) != plan.global_batch:
-        terms = " + ".join(map(str, shares))
-        yield f"sequences = {terms}: the pipelines' shares must add up to global_batch = {plan.global_batch}"
     if request.mask_sequences is not None:
         yield from _mask_problems(plan, request.mask_sequences)
 

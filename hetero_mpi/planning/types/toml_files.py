@@ -5,7 +5,9 @@ repeats the layer; ``like = 4`` in a ``[[devices]]`` table copies missing keys f
 shorthand.
 """
 
+import hashlib
 import itertools
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -125,7 +127,12 @@ def plan_to_dict(plan: Plan | PlanReport, infinity_as_text: bool = True) -> dict
         return {**version, **encode(plan, infinity_as_text)}
     report = encode(plan, infinity_as_text)
     report.pop("similar", None)
-    return {**version, **report.pop("plan"), "report": report}
+    return {**version, **report.pop("plan"), "report": {**report, "plan_digest": _digest(plan.plan)}}
+
+
+def _digest(plan: Plan) -> str:
+    """Hash a plan, so that a report can be told from one of the plan before it was edited."""
+    return hashlib.sha256(json.dumps(encode(plan), sort_keys=True).encode()).hexdigest()[:16]
 
 
 def plan_from_dict(data: dict[str, Any], where: str = "plan") -> Plan:
@@ -139,7 +146,7 @@ def report_from_dict(data: dict[str, Any], where: str = "plan") -> PlanReport:
     if report is None:
         raise UserError(
             "plan.no_report",
-            f"{where}: has no [report] table with predictions; to compute them, use `plan --profile PROFILE --plan FILE`",
+            f"{where}: has no [report] of this plan (edited plans have none); use `plan --profile PROFILE --plan FILE`",
         )
     return report
 
@@ -157,14 +164,15 @@ def _plan_file(data: dict[str, Any], where: str) -> tuple[Plan, PlanReport | Non
             problems += [] if stage.ranks else [f"pipelines[{p}].stages[{s}].ranks = []: a stage needs a rank"]
     if plan is not None and not plan.pipelines:
         problems.append("pipelines = []: a plan needs at least one pipeline")
-    report: PlanReport | None = None
+    report, digest = None, ""
     if "report" in data:
         table = data["report"]
         fields = {**table, "plan": plan or Plan((), 0, 0, 0)} if isinstance(table, dict) else table
+        digest = fields.pop("plan_digest", "") if isinstance(table, dict) else ""
         report = decoded(PlanReport, fields, "report", problems)
     raise_all(where, problems)
     assert plan is not None
-    return plan, report
+    return plan, report if digest == _digest(plan) else None
 
 
 def save_profile(profile: ClusterProfile, path: str | os.PathLike[str]) -> None:
@@ -184,7 +192,7 @@ def save_plan(plan: Plan | PlanReport, path: str | os.PathLike[str]) -> None:
 
 
 def load_plan_file(path: str | os.PathLike[str]) -> tuple[Plan, PlanReport | None]:
-    """Load a plan and its report from a file or run directory; ``complete_plan`` checks the plan against the model."""
+    """Load a plan, and its report unless the plan was edited, from a file or run directory; ``complete_plan`` checks plans."""
     file = file_of_run(Path(path), "plan.toml") if Path(path).is_dir() else Path(path)
     return _plan_file(_read(file), str(file))
 
@@ -195,7 +203,7 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
 
 
 def load_report(path: str | os.PathLike[str]) -> PlanReport:
-    """Load a plan with its prediction; raise ``UserError`` if the file is not a plan or has no report."""
+    """Load a plan with its prediction; raise ``UserError`` if the file is not a plan, or has no report of this plan."""
     return report_from_dict(_read(Path(path)), str(path))
 
 
