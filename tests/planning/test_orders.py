@@ -125,3 +125,12 @@ def test_a_given_plan_of_another_schedule_differs_from_the_job(schedule: str) ->
 def test_the_requested_schedule_is_named_where_times_are_missing() -> None:
     with refuses("plan.split_times", NAME):
         make_plan(make_profile(), PlanRequest(2, SEQUENCE, (1,), schedule=NAME))
+
+
+@pytest.mark.parametrize("schedule", ["zbv", "dualpipev"])
+def test_a_schedule_that_cannot_defer_says_what_the_profile_lacks(schedule: str) -> None:
+    request = PlanRequest(8, SEQUENCE, (1,), split_choices=(False, True), stages_per_rank=2, schedule=schedule)
+    for profile, lacks in ((make_profile((1.0, 1.0)), True), (with_split(make_profile((1.0, 1.0))), False)):
+        report = make_plan(profile, request)
+        assert report.plan.pipelines[0].split_backward is not lacks
+        assert any("input_s and weight_s" in reason for reason in report.reasons) is lacks

@@ -209,9 +209,15 @@ def require_split_times(profile: ClusterProfile, request: PlanRequest, schedule:
     if request.schedule == "split" and not all(may_split(profile, rank) for rank in usable):
         raise UserError(
             "plan.split_times",
-            f'schedule = "{schedule}": the profile has no times for a split backward pass (input_s and weight_s of blocks '
-            "and head), which are measured only if all weights are trained; profile again, or use another schedule",
+            f'schedule = "{schedule}": backward cannot be split: {unsplit_reason(profile)}; or use another schedule',
         )
+
+
+def unsplit_reason(profile: ClusterProfile) -> str:
+    """Say why the profile has no times of a split backward, and what would change that."""
+    if not profile.model.trained_whole:
+        return "frozen weights have no gradients to defer; train all weights"
+    return f"the profile ({profile.source}) lacks input_s and weight_s of blocks and head; measure one (`profile JOB -o FILE`)"
 
 
 def nearest_searched(request: PlanRequest) -> PlanRequest:

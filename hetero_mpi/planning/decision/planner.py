@@ -16,6 +16,7 @@ from hetero_mpi.planning.decision.decide import (
     in_requested_order,
     nearest_searched,
     require_split_times,
+    unsplit_reason,
 )
 from hetero_mpi.planning.decision.explain import busiest_text, group_texts, idle_ranks, offload_texts, reasons
 from hetero_mpi.planning.decision.rules import batch_problems, micro_batch_sizes, plan_problems
@@ -109,7 +110,9 @@ def _make_ordered_plan(profile: ClusterProfile, request: PlanRequest) -> PlanRep
     full = complete_plan(plan, profile, nearest, f"plan.schedule = {name!r}")
     alike = "ranks" if name in INTERLEAVINGS else "ranks and layers"
     sentences = f"{name}: {SCHEDULES[name]}", f"{alike} as for the schedule {nearest.schedule}"
-    return replace(full, idle=report.idle, reasons=(*sentences, *full.reasons[1:]))
+    unsplit = OTHER_ORDERS[name].SPLITS and any(p.interleaved and not p.split_backward for p in plan.pipelines)
+    whole = (f"{name} here defers no weight gradients: {unsplit_reason(profile)}",) * unsplit
+    return replace(full, idle=report.idle, reasons=(*sentences, *whole, *full.reasons[1:]))
 
 
 def _passed_over(alone: Alone | None, step_s: float, request: PlanRequest, problem: str) -> Alone | None:
