@@ -46,6 +46,7 @@ _MIN_SHOWN_CHANGE = 0.0005
 """Relative change of the step time below which "no change" is shown."""
 LIMITS = {
     "device": "the speed of the devices",
+    "plan": "the given plan",
     "link": "links",
     "memory": "memory",
     "granularity": "granularity (whole layers, whole micro-batches)",

@@ -12,7 +12,7 @@ from hetero_mpi.job.load import job_from_tables
 from hetero_mpi.planning.bounds import fluid_bound_s
 from hetero_mpi.planning.decision.alternatives import AS_INT8, losses, what_ifs
 from hetero_mpi.planning.decision.decide import decide
-from hetero_mpi.planning.decision.planner import make_plan
+from hetero_mpi.planning.decision.planner import complete_plan, make_plan
 from hetero_mpi.planning.search.search import Decision
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.cluster_changes import (
@@ -265,6 +265,9 @@ def test_losses_add_up_and_name_what_limits() -> None:
         assert lost.limit == limit, lost
         total = lost.choice + lost.links + lost.memory + lost.granularity
         assert total == pytest.approx(1 - lost.bound_s / lost.step_s)
+    profile = make_profile((1.0, 9.0), make_model(6))
+    bad = complete_plan(make_plan_of((0, 1, 8), (0, 1), 8), profile, request)
+    assert losses(bad, make_plan(profile, request), profile, request).limit == "plan"
 
 
 @pytest.mark.parametrize(("memory_bytes", "searches"), [(10_000_000, 1), (60_000, 2)])

@@ -325,8 +325,8 @@ class Losses:
 
     @property
     def limit(self) -> str:
-        """The largest loss (``link``, ``memory`` or ``granularity``), or ``device`` if none is notable."""
-        shares = {"link": self.links, "memory": self.memory, "granularity": self.granularity}
+        """The largest loss (``plan``, ``link``, ``memory`` or ``granularity``), or ``device`` if none is notable."""
+        shares = {"plan": self.choice, "link": self.links, "memory": self.memory, "granularity": self.granularity}
         worst = max(shares, key=lambda kind: shares[kind])
         return worst if shares[worst] >= MIN_LIMITING_RATIO else "device"
 
