@@ -84,10 +84,13 @@ def validate(schedule: Schedule, plan: Plan, model: ModelCost) -> None:
     problem = next(itertools.chain.from_iterable(problems), None)
     if problem is not None:
         rank, position, rule = problem
+        order = next(pipeline.order for pipeline in plan.pipelines if rank in pipeline.stages_of)
+        source = f"rank {rank}'s list, or generate it with planning.schedule.schedule_of"
+        source = f"hetero_mpi/planning/orders/{order}.py, which makes these lists" if schedule == expected else source
         raise UserError(
             "schedule.invalid",
             f"the schedule does not run the plan: {rule}\n{_format_lists(schedule, {rank: position})}\n"
-            f"Correct rank {rank}'s list, or generate it with planning.schedule.schedule_of.",
+            f"Correct {source}.",
         )
     stuck = stuck_at(schedule)
     if stuck:
@@ -136,7 +139,8 @@ def _order_problems(rank: int, actions: Sequence[Action]) -> Iterator[Problem]:
     for position, action in enumerate(actions):
         if action.op in (Op.B, Op.W) and action.micro_batch is not None:
             if action.micro_batch < latest.get(action.stage, 0):
-                yield rank, position, f"{action} adds its gradients after those of a later micro-batch"
+                rule = "a stage runs its backwards (if split, their W) in micro-batch order"
+                yield rank, position, f"{action} adds its gradients after those of a later micro-batch: {rule}"
             latest[action.stage], ends[action.stage] = action.micro_batch, position
     for early, late in itertools.pairwise(sorted(ends)):
         if ends[late] > ends[early]:

@@ -28,7 +28,7 @@ from hetero_mpi.planning.memory import (
 from hetero_mpi.planning.orders import computed_by_rank
 from hetero_mpi.planning.owners import owned_state_bytes
 from hetero_mpi.planning.types.cost import ModelCost
-from hetero_mpi.planning.types.plan import HostMemory, PipelinePlan, Plan, RankMemory, StagePlan
+from hetero_mpi.planning.types.plan import WARM_UP, HostMemory, PipelinePlan, Plan, RankMemory, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.planning.types.sizes import GRADIENT_BYTES
@@ -139,9 +139,11 @@ class MemoryModel:
     def holdings(
         self, pipeline: PipelinePlan, index: int, warm_up: int, first_warm_up: int
     ) -> tuple[tuple[int, int], ...]:
-        """``stage_holdings`` of stage ``index`` if it and the first stage had these depths."""
+        """``stage_holdings`` of stage ``index`` if it and the first stage had these depths, which only ``warm_up`` obeys."""
+        if pipeline.order != WARM_UP:
+            return stage_holdings(pipeline, pipeline.stages[index])
         most = pipeline.micro_batches - 1
-        key = pipeline.order, pipeline.split_backward, index > 0, min(warm_up, most), min(first_warm_up, most), most
+        key = pipeline.split_backward, index > 0, min(warm_up, most), min(first_warm_up, most), most
         if key not in self._holdings:
             first_stage = replace(pipeline.stages[0], warm_up=first_warm_up)
             stage = replace(pipeline.stages[index], warm_up=warm_up)

@@ -1,7 +1,9 @@
 """An order of computing that is one file: it is planned for, counted, simulated, kept in plan files and executed as the others."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from hetero_mpi.planning.memory import stage_holdings
 from hetero_mpi.planning.orders import SCHEDULES
 from hetero_mpi.planning.schedule import schedule_of
 from hetero_mpi.planning.simulator import simulate
-from hetero_mpi.planning.types.plan import Plan
+from hetero_mpi.planning.types.plan import PipelinePlan, Plan
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.planning.types.toml_files import load_plan, save_plan
 from hetero_mpi.report.plan_text import schedule_text
@@ -134,3 +136,35 @@ def test_a_schedule_that_cannot_defer_says_what_the_profile_lacks(schedule: str)
         report = make_plan(profile, request)
         assert report.plan.pipelines[0].split_backward is not lacks
         assert any("input_s and weight_s" in reason for reason in report.reasons) is lacks
+
+
+def pairs(pipeline: PipelinePlan, place: int) -> Iterator[tuple[str, int]]:
+    """At most four micro-batches in flight on the first stage and two on the next, however many stages follow."""
+    ahead, count = 2 * (len(pipeline.stages) - place), pipeline.micro_batches
+    yield from (("F", m) for m in range(min(ahead, count)))
+    for m in range(0, count, 2):
+        yield from (("B", each) for each in range(m, min(m + 2, count)))
+        yield from (("F", each) for each in range(m + ahead, min(m + ahead + 2, count)))
+
+
+def test_an_order_is_planned_with_the_micro_batches_that_it_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    profile = make_profile((1.0, 1.0), memory_bytes=52_000)
+    request = PlanRequest(16, SEQUENCE, (1,), schedule="gpipe", memory_reserve=0.0)
+    with refuses("memory.exceeded"):
+        make_plan(profile, request)
+    order = SimpleNamespace(SPLITS=False, computing=pairs)
+    monkeypatch.setitem(orders.ORDERS, NAME, order)
+    monkeypatch.setitem(orders.OTHER_ORDERS, NAME, order)
+    (pipeline,) = make_plan(profile, replace(request, schedule=NAME)).plan.pipelines
+    assert [(stage.warm_up, stage.recompute) for stage in pipeline.stages] == [(3, False), (1, False)]
+
+
+def test_an_order_that_adds_gradients_out_of_turn_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def last_first(pipeline: PipelinePlan, place: int) -> Iterator[tuple[str, int]]:
+        count = pipeline.micro_batches
+        yield from (*(("F", m) for m in range(count)), *(("B", m) for m in reversed(range(count))))
+
+    monkeypatch.setitem(orders.OTHER_ORDERS, NAME, SimpleNamespace(SPLITS=False, computing=last_first))
+    monkeypatch.setitem(orders.ORDERS, NAME, orders.OTHER_ORDERS[NAME])
+    with refuses("schedule.invalid", f"orders/{NAME}.py", "0B"):
+        make_plan(make_profile(), PlanRequest(4, SEQUENCE, (1,), schedule=NAME))

@@ -9,6 +9,7 @@ from hetero_mpi.planning.decision.groups import with_groups
 from hetero_mpi.planning.decision.several_stages import VirtualStageSearch
 from hetero_mpi.planning.decision.shortage import closest_split, with_hosts_divided
 from hetero_mpi.planning.device_times import optimizer_s, whole_model_s
+from hetero_mpi.planning.memory import stage_holdings
 from hetero_mpi.planning.memory_model import MemoryModel, predict_memory
 from hetero_mpi.planning.orders import INTERLEAVINGS, OTHER_ORDERS
 from hetero_mpi.planning.orders.warm_up import scheduled_depths, with_classic_depths
@@ -19,7 +20,7 @@ from hetero_mpi.planning.search.rounds import always_split
 from hetero_mpi.planning.search.search import MAX_RANKS_WITHOUT_LAYOUTS, MAX_SEARCH_RANKS, Decision, Search
 from hetero_mpi.planning.tables import may_split, rank_contents
 from hetero_mpi.planning.types.cluster_changes import renumbered, restricted, with_copies
-from hetero_mpi.planning.types.plan import Alone, Plan
+from hetero_mpi.planning.types.plan import Alone, PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.util import units
@@ -30,6 +31,9 @@ MIN_OFFLOAD_GAIN_RATIO = 0.02
 """Minimum relative gain over a resident plan for offloading to be chosen, unless the job requires offloading."""
 MIN_FULL_RATIO = 0.8
 """Memory is considered to limit a plan if some rank uses more than this fraction of its memory."""
+
+SAMPLE_MICRO_BATCHES = 32
+"""Micro-batches in the sample that tells whether a schedule keeps all of them in flight."""
 
 
 def decide(profile: ClusterProfile, request: PlanRequest) -> Decision | None:
@@ -226,23 +230,35 @@ def nearest_searched(request: PlanRequest) -> PlanRequest:
         return request
     if request.schedule in INTERLEAVINGS:
         return replace(request, schedule="1f1b")
-    return replace(request, schedule="split" if OTHER_ORDERS[request.schedule].SPLITS else "gpipe")
+    if OTHER_ORDERS[request.schedule].SPLITS:
+        return replace(request, schedule="split")
+    stages = StagePlan((0,), 0, 1, 0), StagePlan((1,), 1, 2, 0)
+    sample = PipelinePlan(stages, 1, SAMPLE_MICRO_BATCHES, order=request.schedule)
+    keeps_all = stage_holdings(sample, stages[0])[0][0] == SAMPLE_MICRO_BATCHES
+    return replace(request, schedule="gpipe" if keeps_all else "1f1b")
 
 
 def in_requested_order(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> Plan | None:
-    """Convert ``plan`` to the requested schedule, with virtual stages if needed; None if ranks cannot hold several stages."""
+    """Convert ``plan`` to the requested schedule, with virtual stages if needed; None if ranks cannot hold several stages.
+
+    With one stage per rank, depths and recomputation follow from the micro-batches that the schedule keeps in flight.
+    """
     schedule = request.schedule
     if schedule not in OTHER_ORDERS:
         return plan
     if schedule in INTERLEAVINGS:
         return VirtualStageSearch(profile, request).in_order(plan, schedule)
-    pipelines = (
-        replace(pipeline, order=schedule, split_backward=OTHER_ORDERS[schedule].SPLITS)
-        if len(pipeline.stages) > 1
-        else pipeline
-        for pipeline in plan.pipelines
-    )
-    return replace(plan, pipelines=tuple(pipelines))
+    changed = replace(plan, pipelines=tuple(_reordered(pipeline, schedule) for pipeline in plan.pipelines))
+    return Fitter(profile, request).fitted(changed) or changed
+
+
+def _reordered(pipeline: PipelinePlan, schedule: str) -> PipelinePlan:
+    """``pipeline`` in the order ``schedule``, with the depths that this order keeps in flight."""
+    if len(pipeline.stages) == 1:
+        return pipeline
+    pipeline = replace(pipeline, order=schedule, split_backward=OTHER_ORDERS[schedule].SPLITS)
+    stages = (replace(stage, warm_up=stage_holdings(pipeline, stage)[0][0] - 1) for stage in pipeline.stages)
+    return replace(pipeline, stages=tuple(stages))
 
 
 def has_fitting_plan(profile: ClusterProfile, request: PlanRequest) -> bool:

@@ -29,7 +29,8 @@ def chain_problems(plan: Plan) -> Iterator[str]:
         yield "pipelines = []: a plan needs at least one pipeline"
     for index, pipeline in enumerate(plan.pipelines):
         if pipeline.order not in ORDERS:
-            yield f"pipelines[{index}].order = {pipeline.order!r}: must be one of {', '.join(ORDERS)}"
+            depths = f"gpipe, 1f1b and split are order = {WARM_UP!r} with the stages' warm_up (and split_backward)"
+            yield f"pipelines[{index}].order = {pipeline.order!r}: must be one of {', '.join(ORDERS)}; {depths}"
         elif pipeline.order in INTERLEAVINGS and not pipeline.interleaved:
             yield f"pipelines[{index}].order = {pipeline.order!r}: for several stages per rank; with one, use {WARM_UP!r}"
         expected, max_depth = 0, pipeline.micro_batches if pipeline.micro_batch > 0 else math.inf
