@@ -209,7 +209,7 @@ def simulation(
     return [
         *plan_lines(report, question.profile),
         *(difference_lines(report.plan, question.request) if plan_source is not None else []),
-        *_remark_lines(question),
+        *(line for remark in question.remarks for line in wrap_text("", remark)),
         *(shared_nic_lines(result.step_s, report.predicted_step_s) if shared_nic else []),
         f"Simulated step: {units.seconds(result.step_s)}, {len(result.events):,} events, {tokens}",
         *idling_lines(result, idling(result.events, report.plan), report.memory),
@@ -328,10 +328,6 @@ def plan_question(
     _, reason = micro_batch_choices(train.global_batch, train.micro_batch, ranks, dropout)
     request, untimed = timed_choices(build_plan_request(loaded, ranks, dropout), profile)
     return PlanQuestion(loaded, profile, request, (*remarks, reason, *untimed))
-
-
-def _remark_lines(question: PlanQuestion) -> list[str]:
-    return [line for remark in question.remarks for line in wrap_text("", remark)]
 
 
 def uses_dropout(loaded: LoadedJob, config: dict[str, Any]) -> bool:

@@ -139,8 +139,7 @@ def _order_problems(rank: int, actions: Sequence[Action]) -> Iterator[Problem]:
     for position, action in enumerate(actions):
         if action.op in (Op.B, Op.W) and action.micro_batch is not None:
             if action.micro_batch < latest.get(action.stage, 0):
-                rule = "a stage runs its backwards (if split, their W) in micro-batch order"
-                yield rank, position, f"{action} adds its gradients after those of a later micro-batch: {rule}"
+                yield rank, position, f"{action} follows a later micro-batch: {action.op.value} must be in order"
             latest[action.stage], ends[action.stage] = action.micro_batch, position
     for early, late in itertools.pairwise(sorted(ends)):
         if ends[late] > ends[early]:

@@ -40,6 +40,7 @@ def comparison_rows(runs: Sequence[PastRun]) -> list[tuple[str, ...]]:
     tokens = min(sum(step.tokens for step in run.metrics.steps) for run in runs)
     speeds = [run.median_tokens_per_s() for run in runs]
     unit = units.unit_of(runs[0].setting("data", "sequence_length"))
+    trained = f"{units.count(tokens)} {unit}{' of the stand-in' * any(run.emulated for run in runs)}"
     evaluation_losses = [run.metrics.evaluations[-1].loss if run.metrics.evaluations else math.nan for run in runs]
     rows = [(key, *values) for key, values in job_differences([run.job for run in runs])]
     return [
@@ -51,7 +52,7 @@ def comparison_rows(runs: Sequence[PastRun]) -> list[tuple[str, ...]]:
         ("step, median", *(units.seconds(run.median_step_s() or 0) if run.warm_steps else _TOO_FEW for run in runs)),
         (f"{unit}/s, median", *(f"{speed:,.0f}" if speed is not None else _TOO_FEW for speed in speeds)),
         ("speed", *(f"{speed / speeds[0]:.2f}x" if speed and speeds[0] else "" for speed in speeds)),
-        (f"loss after {units.count(tokens)} {unit}", *(_loss(loss_after(run.metrics.steps, tokens)) for run in runs)),
+        (f"loss after {trained}", *(_loss(loss_after(run.metrics.steps, tokens)) for run in runs)),
         ("evaluation loss, last", *map(_loss, evaluation_losses)),
     ]  # fmt: skip
 

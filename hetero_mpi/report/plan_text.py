@@ -39,9 +39,7 @@ MAX_STAGE_ROWS = 48
 MAX_SCREEN_ROWS = 8
 """Maximum number of stages to show in the output of ``train``."""
 EVERY_STAGE = "all stages: `inspect PLAN --all`, with the plan.toml of `plan -o` or `train`"
-NOT_PREDICTED = (
-    "the file has no prediction of this plan (edited plans have none): use `plan --profile PROFILE --plan FILE`"
-)
+NOT_PREDICTED = "no prediction (edited plans have none); to compute one, use `plan --profile PROFILE --plan FILE`"
 _MIN_SHOWN_CHANGE = 0.0005
 """Relative change of the step time below which "no change" is shown."""
 LIMITS = {

@@ -215,12 +215,12 @@ def _host_table(profile: ClusterProfile) -> Table:
         Column("host", "name", align_left=True),
         Column("ranks", ranks, units.numbers),
         Column("in its memory", sharing, units.numbers),
-        Column("memory", lambda host: host.memory_bytes if sharing(host) else None, units.size),
+        Column("memory", lambda host: host.memory_bytes or None, units.size),
         Column("NIC", nic, align_left=True),
         Column("all flows out", "flows_bytes_per_s", finite_bandwidth),  # from its ranks to other hosts
         Column("all copies in", "copies_bytes_per_s", finite_bandwidth),  # from its memory to its devices
         Column("disk reads", "disk_bytes_per_s", finite_bandwidth),  # of weights offloaded to disk
-        Column("memory source", lambda host: host.memory_reason if sharing(host) else None, align_left=True),
+        Column("memory source", "memory_reason", align_left=True),
     )
     return Table(columns, profile.hosts)
 

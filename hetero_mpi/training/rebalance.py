@@ -207,7 +207,9 @@ class _SpeedHistory:
     medians: int = 0
     """Number of consecutive medians on that side of the band."""
     steps: int = 0
-    """Number of consecutive steps on that side of the band."""
+    """Number of consecutive steps on that side of the band, since the speed last changed."""
+    begun: float = 1.0
+    """Median at the first of these steps that were counted."""
 
     @property
     def median(self) -> float:
@@ -230,12 +232,16 @@ class _SpeedHistory:
             return
         away = math.log(self.median / self.planned)
         side = 0 if abs(away) <= self.band else int(math.copysign(1, away))
-        if side and side == self.side:
-            self.medians, self.steps = self.medians + 1, self.steps + 1
+        stays = side != 0 and side == self.side
+        self.medians = self.medians + 1 if stays else abs(side)
+        if stays and not self.is_far_from(self.begun):
+            self.steps += 1
         else:
-            # Count the latest consecutive steps that are themselves outside the band on this side.
-            beyond = (side * math.log(value / self.planned) > math.log1p(MIN_BAND) for value in reversed(self.recent))
-            self.medians, self.steps = abs(side), sum(1 for _ in itertools.takewhile(bool, beyond))
+            # Count the latest consecutive steps that have themselves left the earlier speed.
+            before = self.begun if stays else self.planned
+            way = math.copysign(1, self.median - before)
+            beyond = (way * math.log(value / before) > math.log1p(MIN_BAND) for value in reversed(self.recent))
+            self.steps, self.begun = sum(1 for _ in itertools.takewhile(bool, beyond)), self.median
         self.side = side
 
     def is_far_from(self, ratio: float | None) -> bool:

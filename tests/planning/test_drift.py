@@ -189,6 +189,9 @@ def test_bands() -> None:
     decider.answered(None)
     decider.observe({0: 2.2})
     assert decider.changed() == {}
+    for ratio in (*[2.6] * 10, *[6.0] * 12):
+        decider.observe({0: ratio})
+    assert decider.changed() == {0: 12}, "the steps at this speed, not those at the one before"
 
 
 def test_a_link_that_has_become_slow_is_noticed_and_left() -> None:

@@ -20,7 +20,7 @@ from hetero_mpi.planning.search.rounds import always_split
 from hetero_mpi.planning.search.search import MAX_RANKS_WITHOUT_LAYOUTS, MAX_SEARCH_RANKS, Decision, Search
 from hetero_mpi.planning.tables import may_split, rank_contents
 from hetero_mpi.planning.types.cluster_changes import renumbered, restricted, with_copies
-from hetero_mpi.planning.types.plan import Alone, PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.types.plan import Alone, PipelinePlan, Plan
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.util import units
@@ -31,9 +31,6 @@ MIN_OFFLOAD_GAIN_RATIO = 0.02
 """Minimum relative gain over a resident plan for offloading to be chosen, unless the job requires offloading."""
 MIN_FULL_RATIO = 0.8
 """Memory is considered to limit a plan if some rank uses more than this fraction of its memory."""
-
-SAMPLE_MICRO_BATCHES = 32
-"""Micro-batches in the sample that tells whether a schedule keeps all of them in flight."""
 
 
 def decide(profile: ClusterProfile, request: PlanRequest) -> Decision | None:
@@ -211,31 +208,22 @@ def require_split_times(profile: ClusterProfile, request: PlanRequest, schedule:
     """Raise UserError, which names ``schedule``, if the request splits every backward and a rank has no times for that."""
     usable = [device.rank for device in profile.devices if profile.model.dtype in device.dtypes]
     if request.schedule == "split" and not all(may_split(profile, rank) for rank in usable):
-        raise UserError(
-            "plan.split_times",
-            f'schedule = "{schedule}": backward cannot be split: {unsplit_reason(profile)}; or use another schedule',
-        )
+        text = f'schedule = "{schedule}": backward cannot be split: {unsplit_reason(profile)}; or use another schedule'
+        raise UserError("plan.split_times", text)
 
 
 def unsplit_reason(profile: ClusterProfile) -> str:
     """Say why the profile has no times of a split backward, and what would change that."""
-    if not profile.model.trained_whole:
-        return "frozen weights have no gradients to defer; train all weights"
-    return f"the profile ({profile.source}) lacks input_s and weight_s of blocks and head; measure one (`profile JOB -o FILE`)"
+    lack = f"the profile ({profile.source}) lacks input_s and weight_s of blocks and head; measure one (`profile JOB -o FILE`)"
+    return lack if profile.model.trained_whole else "frozen weights have no gradients to defer; train all weights"
 
 
 def nearest_searched(request: PlanRequest) -> PlanRequest:
     """``request`` with the schedule replaced by the closest one that the search supports."""
     if request.schedule not in OTHER_ORDERS:
         return request
-    if request.schedule in INTERLEAVINGS:
-        return replace(request, schedule="1f1b")
-    if OTHER_ORDERS[request.schedule].SPLITS:
-        return replace(request, schedule="split")
-    stages = StagePlan((0,), 0, 1, 0), StagePlan((1,), 1, 2, 0)
-    sample = PipelinePlan(stages, 1, SAMPLE_MICRO_BATCHES, order=request.schedule)
-    keeps_all = stage_holdings(sample, stages[0])[0][0] == SAMPLE_MICRO_BATCHES
-    return replace(request, schedule="gpipe" if keeps_all else "1f1b")
+    splits = OTHER_ORDERS[request.schedule].SPLITS and request.schedule not in INTERLEAVINGS
+    return replace(request, schedule="split" if splits else "1f1b")
 
 
 def in_requested_order(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> Plan | None:
@@ -343,7 +331,7 @@ def _decide_alone(profile: ClusterProfile, request: PlanRequest, rank: int) -> D
     single = restricted(profile, [rank])
     request = replace(
         request,
-        micro_batch_choices=_sizes(request),
+        micro_batch_choices=request.alone_micro_batch_choices or request.micro_batch_choices,
         max_pipelines=1,
         schedule="auto",
         indifference=0.0,
@@ -393,14 +381,11 @@ def faster_single_rank(
     return replace(single, at_work_s=decision.step_s if all_work else decision.at_work_s)
 
 
-def _sizes(request: PlanRequest) -> tuple[int, ...]:
-    return request.alone_micro_batch_choices or request.micro_batch_choices
-
-
 def _bound_s(profile: ClusterProfile, request: PlanRequest, rank: int) -> float:
     """Lower bound of the step time on ``rank`` alone, in seconds: its compute time with unlimited memory."""
     device = profile.devices[rank]
-    sequence_s = min(whole_model_s(profile, device, n * request.sequence_length) / n for n in _sizes(request))
+    sizes = request.alone_micro_batch_choices or request.micro_batch_choices
+    sequence_s = min(whole_model_s(profile, device, n * request.sequence_length) / n for n in sizes)
     trained = sum(layer.trainable_parameters for layer in profile.model.layers)
     stepping_s = optimizer_s(profile, device, trained)
     return request.global_batch * sequence_s + stepping_s

@@ -103,9 +103,8 @@ def _make_ordered_plan(profile: ClusterProfile, request: PlanRequest) -> PlanRep
         max_ranks = max(len(pipeline.stages) for pipeline in report.plan.pipelines)
         raise UserError(
             "plan.schedule_impossible",
-            f"schedule = {name!r}: the {max_ranks} ranks of a pipeline cannot hold two stages each of the model's "
-            f"{report.plan.layers} layers in that order within their memory (without offloading); use another schedule, or fewer "
-            f"ranks",
+            f"schedule = {name!r}: the {max_ranks} ranks of a pipeline cannot hold two stages each of the "
+            f"{report.plan.layers} layers in memory, without offloading; use another schedule, or fewer ranks",
         )
     full = complete_plan(plan, profile, nearest, f"plan.schedule = {name!r}")
     alike = "ranks" if name in INTERLEAVINGS else "ranks and layers"

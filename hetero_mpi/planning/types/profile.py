@@ -236,7 +236,7 @@ class ClusterProfile(Displayed):
     model: ModelCost
     devices: tuple[DeviceProfile, ...]
     """Devices in rank order: ``devices[i].rank == i``."""
-    links: tuple[LinkProfile, ...]
+    links: tuple[LinkProfile, ...] = ()
     schema_version: int = SCHEMA_VERSION
     hosts: tuple[HostProfile, ...] = ()
     """Hosts with a memory limit or shared NIC."""

@@ -7,7 +7,6 @@ shorthand.
 
 import hashlib
 import itertools
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -132,7 +131,7 @@ def plan_to_dict(plan: Plan | PlanReport, infinity_as_text: bool = True) -> dict
 
 def _digest(plan: Plan) -> str:
     """Hash a plan, so that a report can be told from one of the plan before it was edited."""
-    return hashlib.sha256(json.dumps(encode(plan), sort_keys=True).encode()).hexdigest()[:16]
+    return hashlib.sha256(repr(encode(plan)).encode()).hexdigest()[:16]
 
 
 def plan_from_dict(data: dict[str, Any], where: str = "plan") -> Plan:
