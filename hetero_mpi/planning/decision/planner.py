@@ -110,8 +110,8 @@ def _make_ordered_plan(profile: ClusterProfile, request: PlanRequest) -> PlanRep
     alike = "ranks" if name in INTERLEAVINGS else "ranks and layers"
     sentences = f"{name}: {SCHEDULES[name]}", f"{alike} as for the schedule {nearest.schedule}"
     unsplit = OTHER_ORDERS[name].SPLITS and any(p.interleaved and not p.split_backward for p in plan.pipelines)
-    whole = (f"{name} here defers no weight gradients: {unsplit_reason(profile)}",) * unsplit
-    return replace(full, idle=report.idle, reasons=(*sentences, *whole, *full.reasons[1:]))
+    remark = (f"{name} here defers no weight gradients: {unsplit_reason(profile)}",) * unsplit
+    return replace(full, idle=report.idle, reasons=(*sentences, *remark, *full.reasons[1:]))
 
 
 def _passed_over(alone: Alone | None, step_s: float, request: PlanRequest, problem: str) -> Alone | None:

@@ -88,8 +88,8 @@ def _has_depths_of(schedule: str, pipeline: PipelinePlan) -> bool:
 def schedule_title(pipeline: PipelinePlan) -> str:
     """Name the schedule of a pipeline of several stages, as in ``1F1B with adjusted warm-up depths, split backward``."""
     if pipeline.interleaved:
-        whole = ", backward in one part" * (ORDERS[pipeline.order].SPLITS and not pipeline.split_backward)
-        return f"{pipeline.order} ({units.plural(max(map(len, pipeline.stages_of.values())), 'stage')} per rank{whole})"
+        note = ", backward in one part" * (ORDERS[pipeline.order].SPLITS and not pipeline.split_backward)
+        return f"{pipeline.order} ({units.plural(max(map(len, pipeline.stages_of.values())), 'stage')} per rank{note})"
     if pipeline.order != WARM_UP:
         return pipeline.order
     name = "1F1B" if _has_depths_of("1f1b", pipeline) else "1F1B with adjusted warm-up depths"
