@@ -167,7 +167,8 @@ def plan(
     elif plan_source is not None:
         lines.append(f"The planner's plan: {units.seconds(best.predicted_step_s)} per step")
         lines += [line for reason in best.reasons for line in wrap_text("  ", reason)]
-    lines += [*what_if_lines(answers, best.predicted_step_s), *_remark_lines(question)]
+    lines += what_if_lines(answers, best.predicted_step_s)
+    lines += [line for remark in question.remarks for line in wrap_text("", remark)]
     return lines + ([f"Written: {output}"] if output is not None else [])
 
 
