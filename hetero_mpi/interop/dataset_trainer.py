@@ -7,6 +7,7 @@ import glob
 import json
 import math
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -22,13 +23,15 @@ from transformers import TrainerCallback, TrainerState, trainer_pt_utils
 
 from hetero_mpi.api import Job, collective, steps, train
 from hetero_mpi.interop import trainer_arguments, trainer_events, trainer_inputs
-from hetero_mpi.interop.export import export, push_directory
+from hetero_mpi.interop.export import export, push_directory, push_obstacle
 from hetero_mpi.interop.other_tools import convert_arguments
 from hetero_mpi.interop.trainer_events import TrainerEvents
 from hetero_mpi.interop.trainer_inputs import Rows, require
 from hetero_mpi.objectives import objective
+from hetero_mpi.report.past_run import read_run
 from hetero_mpi.rundir.logs import write_line
 from hetero_mpi.rundir.metrics import Evaluation
+from hetero_mpi.state.directory import LATEST, checkpoint_path
 from hetero_mpi.step_iterator import Steps
 from hetero_mpi.training.result import TrainResult
 from hetero_mpi.util.disk import write_errors
@@ -105,11 +108,13 @@ class DatasetTrainer:
         if adapters and peft_config is not None:
             refused.append((trainer, "peft_config", "the model has an adapter: pass the base model, or no peft_config"))
         peft_config = next(iter(adapters.values()), peft_config)
-        self._model, self.processing_class, self._column = model, named, settings.dataset_text_field
+        self._model, self._column = model, settings.dataset_text_field
+        self.tokenizer = self.processing_class = named
+        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self._name = str(model.name_or_path or "model") if loaded else os.fspath(model)
         self._collator, self._formatting_func, self._run_dir = data_collator, formatting_func, Path(settings.output_dir)
         self.hub_model_id = settings.hub_model_id or self._run_dir.absolute().name
-        self._limit = (values_by_name.get("max_steps") or 0) * self._batch(values_by_name)
+        self._limit = (values_by_name.get("max_steps") or 0) * trainer_arguments.rows_per_step(values_by_name)
         self._rows, form = self._read(train_dataset, "train_dataset")
         self._tests, self._texts = self._read_sets(eval_dataset), form == "texts"
         if form == "tokens" and (self._objective, title) == (None, "TrainingArguments"):  # which never truncates
@@ -117,8 +122,9 @@ class DatasetTrainer:
             values_by_name["max_length"] = max(len(row["input_ids"]) for row in token_rows)
         rows = {"path": "./rows.jsonl"} | ({"type": "completion", "text_column": self._column} if self._texts else {})
         values_by_name |= {"model_name_or_path": "model", "datasets": [rows], "use_peft": peft_config is not None}
+        steps_per_epoch = partial(trainer_arguments.steps_per_epoch, values_by_name, len(self._rows))
         if values_by_name.get("save_strategy") == "epoch":
-            values_by_name |= {"save_strategy": "steps", "save_steps": self._per_epoch(values_by_name)}
+            values_by_name |= {"save_strategy": "steps", "save_steps": steps_per_epoch()}
         values, unsupported, ignored = convert_arguments(title, values_by_name, changed)
         self.notes = [
             f"{title}: {', '.join(key for key, why in ignored if why == reason)} has no effect: {reason}"
@@ -138,7 +144,7 @@ class DatasetTrainer:
         if self._tests:
             intervals = {"no": 0, "steps": settings.eval_steps or settings.logging_steps}
             interval = intervals.get(str(settings.eval_strategy))
-            values["train.evaluate_every"] = self._per_epoch(values_by_name) if interval is None else interval
+            values["train.evaluate_every"] = steps_per_epoch() if interval is None else interval
             values["train.evaluate_sequences"] = max(map(len, self._tests.values()))
         positions = config.get("max_position_embeddings") or values["data.sequence_length"]
         values["data.sequence_length"] = min(values["data.sequence_length"], positions)  # longer rows fail there
@@ -146,12 +152,12 @@ class DatasetTrainer:
         values |= {"data.template": "none"} if form in ("tokens", "completions") else {}
         self._values = values | dict(set or {})
         table = self._job(False, self._tests).tables.train  # reports problems early
-        per_epoch = None if values["data.packing"] else self._per_epoch(values_by_name)
+        per_epoch = None if values["data.packing"] else steps_per_epoch()
         self._max_steps = math.ceil(table.epochs * (per_epoch or 0)) if table.epochs is not None else table.steps
         every = {"no": 0, "steps": settings.logging_steps}.get(str(settings.logging_strategy), per_epoch or 0)
         self._events = TrainerEvents(self.args, every, bool(settings.logging_first_step), self._max_steps)
         self.result: TrainResult | None = None
-        self._current = model if loaded else None
+        self._current, self._peft_config = model if loaded and (adapters or peft_config is None) else None, peft_config
         self._evaluation: Evaluation | None = None
         for callback in callbacks or ():
             self.add_callback(callback)
@@ -162,10 +168,12 @@ class DatasetTrainer:
         Accepts the options of ``hetero_mpi.train``, but callbacks only as ``callbacks``.
 
         Args:
-            resume_from_checkpoint: a checkpoint to resume from; True: the newest one in ``output_dir``.
+            resume_from_checkpoint: a checkpoint to resume from, or ``output_dir``/checkpoint-STEP; True: the newest one.
         """
         if resume_from_checkpoint:
-            options["resume"] = "latest" if resume_from_checkpoint is True else os.fspath(resume_from_checkpoint)
+            chosen = LATEST if resume_from_checkpoint is True else os.fspath(resume_from_checkpoint)
+            own_name = lambda match: str(checkpoint_path(Path("checkpoints"), int(match[1])))  # noqa: E731
+            options["resume"] = re.sub(r"checkpoint-(\d+)/?$", own_name, chosen)
         job, events, begin_s = self._ready(self._tests), self._events, time.perf_counter()
         events.begin(self._rank, self._max_steps)
         events.call("on_train_begin")
@@ -175,15 +183,20 @@ class DatasetTrainer:
         is_last = bool(evaluations) and evaluations[-1].step == len(result.losses)
         self._evaluation = evaluations[-1] if is_last else None
         if self._settings.load_best_model_at_end and evaluations:
-            result = replace(result, result=self._export_best(result.run_dir))
+            with collective() as world, world.on_leader("exporting the best checkpoint"):
+                result = replace(result, result=result.run_dir / "best")
+                if world.rank == 0:
+                    shutil.rmtree(result.result, ignore_errors=True)
+                    export(result.run_dir, result.result, merge=False, best=True)
             self._evaluation = min(evaluations, key=lambda evaluation: evaluation.loss)
         with collective() as world:
+            if self.state.global_step < result.global_step:  # the run was finished before
+                steps = read_run(result.run_dir).metrics.steps if world.rank == 0 else ()
+                events.set_step(result.global_step, world.broadcast_json(steps[-1].epoch if steps else None))
             is_updated = trainer_inputs.update_model(world, self._model, result.result)
             self._current = self._model if is_updated and hasattr(self._model, "save_pretrained") else None
             if not is_updated and world.rank == 0:
-                write_line(
-                    "the loaded model is not updated: trainer.model and trainer.save_model() have the trained weights"
-                )
+                write_line("the loaded model is not updated: trainer.model and save_model() have the trained weights")
         metrics = events.end(result, seconds, len(result.losses) * job.tables.train.global_batch)
         self.result = replace(result, metrics=metrics)
         return self.result
@@ -212,15 +225,17 @@ class DatasetTrainer:
                 with write_errors(target, "choose another directory"):
                     shutil.copytree(self._trained("save_model()"), target, dirs_exist_ok=True)
         if self._settings.push_to_hub:
-            self.push_to_hub()
+            try:
+                self.push_to_hub()
+            except UserError as error:  # the script goes on with the saved model
+                self.accelerator.print(error)
 
     def push_to_hub(self, commit_message: str = "End of training", **options: Any) -> None:
         """Upload the model, or the adapter, from rank 0's host to the Hugging Face Hub. Collective."""
         with collective() as world, world.on_leader("uploading the result"):
             if world.rank == 0:
-                settings = self._settings
-                token = options.get("token") or settings.hub_token
-                private = options.get("private", settings.hub_private_repo) is not False
+                token = options.get("token") or self._settings.hub_token
+                private = options.get("private", self._settings.hub_private_repo) is not False
                 result, name = self._trained("push_to_hub()"), self.hub_model_id
                 write_line(push_directory(result, name, private, token, commit_message))
 
@@ -231,6 +246,7 @@ class DatasetTrainer:
         require(is_valid, "trainer.callback", "callbacks", "TrainerCallback objects", callback)
         self._events.callbacks.append(callback)
 
+    is_fsdp_enabled = is_deepspeed_enabled = False
     log_metrics, save_metrics = trainer_pt_utils.log_metrics, trainer_pt_utils.save_metrics
     save_state, accelerator = trainer_pt_utils.save_state, property(trainer_events.accelerator)
 
@@ -241,8 +257,10 @@ class DatasetTrainer:
 
     @property
     def model(self) -> Any:
-        """The loaded model that was passed, before ``train`` or updated by it; else the trained model, on rank 0 only."""
-        if self._current is None:
+        """The loaded model that was passed; else before ``train`` one without weights, then the trained one, on rank 0 only."""
+        if self._current is None and self.result is None:
+            self._current = trainer_inputs.weightless(self._model, self._peft_config)
+        elif self._current is None:
             path = self._trained("trainer.model")
             if not self.is_world_process_zero():
                 raise UserError("trainer.other_rank", f"trainer.model: rank 0 has it, in {path}; or call save_model()")
@@ -290,21 +308,6 @@ class DatasetTrainer:
             return rows, "completions" if isinstance(first.get("prompt"), str) else "records"
         return trainer_inputs.tokenised(rows, name, self._collator), "tokens"
 
-    def _batch(self, options: Mapping[str, Any]) -> int:
-        """Return the number of rows per step."""
-        keys = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
-        sizes = [options.get(key, default) for key, default in keys.items()]
-        if not all(isinstance(size, int) and size > 0 for size in sizes):
-            raise UserError("trainer.value", f"{' and '.join(keys)}: must be whole numbers above 0")
-        return math.prod(sizes)
-
-    def _per_epoch(self, options: Mapping[str, Any]) -> int:
-        """Return the number of steps per epoch. Raises UserError with packing, which makes the number unknown in advance."""
-        if options.get("packing"):
-            text = "with packing, steps per epoch are unknown in advance: set save_strategy and eval_strategy to steps"
-            raise UserError("trainer.steps_per_epoch", text)
-        return math.ceil(len(self._rows) / self._batch(options))
-
     def _measure(self, tests: Mapping[str, Rows]) -> Evaluation:
         """Evaluate the model by a run of one step that changes no weight. Collective."""
         if not tests:
@@ -325,21 +328,17 @@ class DatasetTrainer:
             shutil.rmtree(run_dir, ignore_errors=True)
         return evaluation
 
-    def _export_best(self, run_dir: Path) -> Path:
-        """Export the checkpoint with the lowest evaluation loss, and return its directory on rank 0's host. Collective."""
-        target = run_dir / "best"
-        with collective() as world, world.on_leader("exporting the best checkpoint"):
-            if world.rank == 0:
-                shutil.rmtree(target, ignore_errors=True)
-                export(run_dir, target, merge=False, best=True)
-        return target
-
     def _ready(self, tests: Mapping[str, Rows], values: Mapping[str, Any] | None = None) -> Job:
         """Write the inputs to files on rank 0's host, and build the job. Collective. ``values``: further job keys."""
         with collective() as world, world.on_leader("writing the dataset"):
             self._rank = world.rank
-            for line in self.notes if world.rank == 0 and values is None else ():
-                write_line(line)
+            if world.rank == 0 and values is None:
+                if self._settings.push_to_hub and (obstacle := push_obstacle(self._settings.hub_token)):
+                    raise UserError(
+                        "trainer.push", f"push_to_hub: {obstacle}; without push_to_hub, export RUN OUT --push uploads"
+                    )
+                for line in self.notes:
+                    write_line(line)
             return self._job(world.rank == 0, tests, values)
 
     def _job(self, write: bool, tests: Mapping[str, Rows], further: Mapping[str, Any] | None = None) -> Job:

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import torch
+from huggingface_hub import constants
 from pydantic import ValidationError
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
@@ -222,6 +224,12 @@ def _tokenizer(source: ExportSource) -> PreTrainedTokenizerFast | None:
     return load_tokenizer(home) if home is not None else None
 
 
+def push_obstacle(token: str | None) -> str:
+    """Return what is known, without a network, to prevent an upload, or ""."""
+    absent = "" if token or huggingface_hub.get_token() else "there is no write token (`hf auth login`, or HF_TOKEN)"
+    return "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else absent
+
+
 def push_directory(
     directory: Path, name: str, private: bool = True, token: str | None = None, message: str | None = None
 ) -> str:
@@ -229,12 +237,9 @@ def push_directory(
 
     Raises UserError if the upload fails, for example without a network or write access.
     """
-    import huggingface_hub
-    from huggingface_hub import constants
-
     try:
-        if constants.HF_HUB_OFFLINE:
-            raise OSError("HF_HUB_OFFLINE is set")
+        if obstacle := push_obstacle(token):
+            raise OSError(obstacle)
         api = huggingface_hub.HfApi(token=token)
         name = api.create_repo(name, private=private, exist_ok=True).repo_id
         api.upload_folder(repo_id=name, folder_path=directory, commit_message=message)

@@ -4,6 +4,7 @@ The tables are those of config files (``interop.other_tools``). A non-default ar
 reported if it affects nothing but speed, memory or output.
 """
 
+import math
 import os
 import warnings
 from collections.abc import Mapping
@@ -46,6 +47,23 @@ def take_settings(values: dict[str, Any], changed: set[str]) -> SimpleNamespace:
     changed.update(init)
     settings = {name: values.pop(name, None) for name in _SETTINGS} | {"model_init_kwargs": init}
     return SimpleNamespace(**{name: _SETTINGS[name] if value is None else value for name, value in settings.items()})
+
+
+def rows_per_step(values: Mapping[str, Any]) -> int:
+    """Return the number of rows per step."""
+    keys = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
+    sizes = [values.get(key, default) for key, default in keys.items()]
+    if not all(isinstance(size, int) and size > 0 for size in sizes):
+        raise UserError("trainer.value", f"{' and '.join(keys)}: must be whole numbers above 0")
+    return math.prod(sizes)
+
+
+def steps_per_epoch(values: Mapping[str, Any], rows: int) -> int:
+    """Return the number of steps per epoch. Raises UserError with packing, which makes the number unknown in advance."""
+    if values.get("packing"):
+        text = "with packing, steps per epoch are unknown in advance: set save_strategy and eval_strategy to steps"
+        raise UserError("trainer.steps_per_epoch", text)
+    return math.ceil(rows / rows_per_step(values))
 
 
 def keep_accelerate_local() -> None:
@@ -135,9 +153,7 @@ _TOKEN_MODULES = {"embed_tokens": "embedding", "lm_head": "head"}
 """Maps a module in ``trainable_token_indices`` to the value of ``adapter.tokens_in``."""
 
 
-def _convert_extras(
-    values: dict[str, Any], model_config: Mapping[str, Any], lora: dict[str, Any]
-) -> list[tuple[str, str]]:
+def _convert_extras(values: dict[str, Any], config: Mapping[str, Any], lora: dict[str, Any]) -> list[tuple[str, str]]:
     """Convert peft's ``init_lora_weights``, ``modules_to_save`` and ``trainable_token_indices``; return unsupported arguments."""
     refused = []
     start, saved, rows = (lora[key] for key in ("init_lora_weights", "modules_to_save", "trainable_token_indices"))
@@ -145,7 +161,7 @@ def _convert_extras(
     if start is not True and not str(start).startswith(("pissa", "olora")):
         refused.append(("peft_config.init_lora_weights", 'must be True, "pissa", "pissa_niter_4" or "olora"'))
     lora["modules_to_save"] = sorted(saved) if saved else None
-    untied = saved and model_config.get("tie_word_embeddings") and not lora["ensure_weight_tying"]
+    untied = saved and config.get("tie_word_embeddings") and not lora["ensure_weight_tying"]
     if untied and any(name.endswith(tuple(_TOKEN_MODULES)) for name in saved):
         reason = "must be True, as this model ties embedding and LM head"
         refused.append(("peft_config.ensure_weight_tying", reason))

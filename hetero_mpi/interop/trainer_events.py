@@ -44,7 +44,7 @@ class TrainerEvents:
         """Prepare for a run with an empty log."""
         first = rank == 0
         self.state = TrainerState(max_steps=max_steps, is_world_process_zero=first, is_local_process_zero=first)
-        self._control, self._losses, self._checkpoint = TrainerControl(), list[float](), ""
+        self._control, self._losses, self._checkpoints = TrainerControl(), list[float](), list[Path]()
         self._begins_epoch = True
 
     def on_step(self, step: Step, sets: Sequence[str]) -> None:
@@ -66,17 +66,20 @@ class TrainerEvents:
             self.log(values | step.rewards())
         for evaluation in step.evaluations:
             self.on_evaluate(evaluation, sets)
-        if self._checkpoint:
-            self.call("on_save")
+        self._call_on_save()
         if self._control.should_evaluate or self._control.should_save:
             write_line("should_evaluate and should_save of callbacks have no effect: set eval_steps and save_steps")
-        stops, self._control, self._checkpoint = self._control.should_training_stop, TrainerControl(), ""
+        stops, self._control = self._control.should_training_stop, TrainerControl()
         if stops:
             raise StopTraining
 
+    def set_step(self, step: int, epoch: float | None) -> None:
+        """Set the number of completed steps."""
+        self.state = replace(self.state, global_step=step, epoch=epoch)
+
     def on_checkpoint(self, path: Path) -> None:
         """Note a complete checkpoint, which may be that of an earlier step."""
-        self._checkpoint = str(path)
+        self._checkpoints.append(path)
         if step_of(path) == self.state.best_global_step:
             self.state = replace(self.state, best_model_checkpoint=str(path))
 
@@ -90,8 +93,8 @@ class TrainerEvents:
         values = self.log(values)
         self.call("on_evaluate", metrics=values)
         if self.state.best_metric is None or evaluation.loss < self.state.best_metric:
-            path = self._checkpoint if self._checkpoint and step_of(Path(self._checkpoint)) == evaluation.step else None
-            best = {"best_global_step": evaluation.step, "best_model_checkpoint": path}
+            paths = [str(path) for path in self._checkpoints if step_of(path) == evaluation.step]
+            best = {"best_global_step": evaluation.step, "best_model_checkpoint": paths[0] if paths else None}
             self.state = replace(self.state, best_metric=evaluation.loss, **best)
         return values
 
@@ -106,10 +109,17 @@ class TrainerEvents:
         """Log the end of a run of ``rows`` rows, and return its metrics by transformers' names."""
         rates = {"train_samples_per_second": rows / seconds, "train_steps_per_second": len(result.losses) / seconds}
         metrics = self.log({"train_runtime": seconds, **rates, "train_loss": result.training_loss})
-        if self._checkpoint:
-            self.call("on_save")
+        self._call_on_save()
         self.call("on_train_end")
         return metrics
+
+    def _call_on_save(self) -> None:
+        """Call ``on_save`` for each checkpoint completed since, with the state at its step."""
+        now = self.state
+        for step in map(step_of, self._checkpoints):
+            self.set_step(step, (now.epoch or 0.0) * step / (now.global_step or step))
+            self.call("on_save")
+        self.state, self._checkpoints = now, []
 
     def call(self, event: str, **values: Any) -> None:
         """Call a method of all callbacks, on rank 0."""

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.data.batch import IGNORED
@@ -206,6 +206,16 @@ def load_result(result: Path) -> Any:
     return kind.from_pretrained(result, dtype="auto")
 
 
+def weightless(model: Any, peft_config: Any) -> Any:
+    """Build a model without weights, with a new adapter if there is a ``peft_config``, to count its parameters."""
+    from peft import get_peft_model
+
+    config = AutoConfig.from_pretrained(model) if isinstance(model, (str, PathLike)) else model.config
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+        return model if peft_config is None else get_peft_model(model, copy.deepcopy(peft_config))
+
+
 def _trainable_state(model: Any) -> dict[str, torch.Tensor]:
     """Return the tensors of a loaded model, or of its adapter; none of a path."""
     if not hasattr(model, "peft_config"):
@@ -234,7 +244,6 @@ def _stored(kind: str, save: Callable[[Path], object], folder: Path | None = Non
             path = folder / f"{kind}-{digest.hexdigest()[:32]}"
             if load_sealed(path, lambda *_: True, write_line) is None:
                 parts = [*Path(temporary).iterdir()]
-                store_folder(
-                    path, lambda target: [part.rename(target / part.name) for part in parts] and None, _CACHE_HINT
-                )
+                fill = lambda folder: [part.rename(folder / part.name) for part in parts] and None  # noqa: E731
+                store_folder(path, fill, _CACHE_HINT)
     return str(path)

@@ -213,24 +213,19 @@ def open_file(path: Path) -> Any:
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:
-        raise CheckpointError(
-            "checkpoint.missing",
-            f"{path}: no such checkpoint; `--resume latest` resumes from the newest one in the run directory",
-        ) from None
+        rule = "`--resume latest`, in scripts resume_from_checkpoint=True, resumes from the newest one in the run directory"
+        raise CheckpointError("checkpoint.missing", f"{path}: no such checkpoint; {rule}") from None
     except OSError as error:
-        raise CheckpointError(
-            "checkpoint.unreadable", f"{path}: cannot be read ({error.strerror}). Check the path."
-        ) from None
+        text = f"{path}: cannot be read ({error.strerror}). Check the path."
+        raise CheckpointError("checkpoint.unreadable", text) from None
     if not stat.S_ISREG(mode):
-        raise CheckpointError(
-            "checkpoint.not_a_file", f"{path}: not a regular file. Pass a checkpoint file with --resume PATH."
-        )
+        text = f"{path}: not a regular file. Pass a checkpoint file with --resume PATH."
+        raise CheckpointError("checkpoint.not_a_file", text)
     if not os.access(path, os.R_OK):
         raise CheckpointError("checkpoint.permission", f"{path}: permission denied. Change the permissions.")
     if not h5py.is_hdf5(path):
-        raise CheckpointError(
-            "checkpoint.not_hdf5", f"{path}: this is not an HDF5 file. Resume from another checkpoint."
-        )
+        text = f"{path}: this is not an HDF5 file. Resume from another checkpoint."
+        raise CheckpointError("checkpoint.not_hdf5", text)
     return h5py.File(path, "r", locking=False)  # a finished file is never modified
 
 

@@ -6,12 +6,14 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from huggingface_hub import constants
 from peft import LoraConfig
-from transformers import TrainerCallback, TrainingArguments
+from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback, TrainingArguments
 
 import hetero_mpi
 from hetero_mpi.cli import main
@@ -81,8 +83,8 @@ def test_each_argument_that_is_not_taken_is_named_with_the_reason() -> None:
     trainer = hetero_mpi.DPOTrainer("model", None, {}, train_dataset=ROWS)
     with pytest.raises(AttributeError, match=r"DPOTrainer.*'predict'.*evaluate"):
         _ = trainer.predict
-    with refuses("trainer.not_trained", "trainer.model"):
-        _ = trainer.model
+    with refuses("trainer.not_trained", "save_model"):
+        trainer.save_model()
     assert not [name for name in dir(trainer) if name.startswith("_")], "Python suggests them"
     usual = {"revision": "main", "trust_remote_code": False, "attn_implementation": None, "dtype": None}
     assert hetero_mpi.Trainer("model", {"model_init_kwargs": usual}, train_dataset=ROWS).notes == []
@@ -140,6 +142,45 @@ def test_what_is_not_trained_so_beside_an_adapter_is_refused() -> None:
     assert job_of({}, peft_config=config).adapter.modules_to_save == ["lm_head"]
 
 
+def test_before_training_there_is_a_model_to_look_at() -> None:
+    Path("model").mkdir()
+    sizes = {
+        "hidden_size": 8,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "vocab_size": 16,
+        "intermediate_size": 8,
+    }
+    Path("model/config.json").write_text(json.dumps({"model_type": "llama", **sizes}))
+    rank = {"r": 2, "target_modules": ["q_proj"]}
+    trainer = hetero_mpi.Trainer("model", {}, train_dataset=ROWS, peft_config=LoraConfig(**rank))
+    assert trainer.model.get_nb_trainable_parameters()[0] == 2 * 2 * (8 + 8) and trainer.model is trainer.model
+    assert {parameter.device.type for parameter in trainer.model.parameters()} == {"meta"}, "no weights"
+    base = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained("model"))
+    assert hetero_mpi.Trainer(base, {}, train_dataset=ROWS).model is base
+    loaded = hetero_mpi.Trainer(
+        base,
+        {},
+        train_dataset=ROWS,
+        peft_config=LoraConfig(**rank),
+        tokenizer=(named := SimpleNamespace(save_pretrained=len)),
+    )
+    assert loaded.model.get_nb_trainable_parameters()[0] == 64 and loaded.tokenizer is loaded.processing_class is named
+    assert not hasattr(base, "peft_config") and loaded.train_dataset is ROWS and loaded.eval_dataset is None
+
+
+def test_what_prevents_an_upload_is_said_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = hetero_mpi.Trainer("model", {"push_to_hub": True}, train_dataset=ROWS)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", "no-token")
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    with refuses("trainer.push", "HF_TOKEN"):
+        trainer.train()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with refuses("trainer.push", "HF_HUB_OFFLINE"):
+        trainer.train()
+
+
 @pytest.mark.slow
 def test_other_trainers_have_the_same_losses_in_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """TRL's SFTTrainer on texts, chats and completions (cut, by an adapter), DPOTrainer (with dropout), transformers' Trainer."""
@@ -170,7 +211,7 @@ def test_scripts_of_other_trainers_run_on_two_ranks_as_in_plain_python(tmp_path:
     assert lora[1] == 2 and len(preferences) == 4 and preferences[-1] > 0
     assert abs(formatted[0] - formatted[1]) < 2e-6 and formatted[-1] < formatted[0], "evaluated before and after"
     assert tokens[2:] == ["export.push_failed", True] and {"eval_a_loss", "eval_b_loss"} <= tokens[1].keys()
-    assert (steps, resumed, best[0]) == (5, 8, best[1])
+    assert (steps, resumed, best[0], best[2]) == (5, 8, best[1], 4.0)
     assert [line for line in seen if line[0] != "save"] == [line for line in alone[4][0] if line[0] != "save"]
     assert [step for name, step in seen if name == "evaluate"] == [2, 4] and seen[-2:] == [
         ["save", 5],
@@ -232,11 +273,15 @@ def test_what_is_no_data_set_is_refused(name: str, rows: Any, shown: str) -> Non
 def test_epochs_are_counted_as_the_run_counts_them() -> None:
     events, seen = TrainerEvents(None, 1, False, 3), list[str]()
     kinds = {f"on_epoch_{when}": lambda *_, when=when, **__: seen.append(when) for when in ("begin", "end")}
+    kinds["on_save"] = lambda _, args, state, *__, **___: seen.append(f"saved {state.global_step}, {state.epoch:.2f}")
     events.callbacks.append(type("Follower", (TrainerCallback,), kinds)())
     for step in (1, 2, 3):
+        for saved in {2: (2,), 3: (1, 3)}.get(step, ()):
+            events.on_checkpoint(Path(f"step-{saved:08d}.h5"))
         events.on_step(Step(step, 1.0, 1.0, 1e-3, 8, 8.0, 1.0, 1.0, epoch=step / 1.5), [])
     assert [line["epoch"] for line in events.state.log_history] == [1 / 1.5, 2 / 1.5, 2.0]
-    assert seen == ["begin", "end", "begin", "end"]
+    assert seen == ["begin", "end", "saved 2, 1.33", "begin", "end", "saved 1, 0.67", "saved 3, 2.00"]
+    assert events.state.global_step == 3
 
 
 def test_arguments_of_a_wrong_kind_are_refused() -> None:

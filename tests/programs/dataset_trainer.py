@@ -288,10 +288,13 @@ def stopped_and_resumed(cases: Cases) -> Any:
     )
     first = trainer.train()
     trainer = SFTTrainer(cases.model, args, **given)
-    second = trainer.train(resume_from_checkpoint=True)
+    second = trainer.train(resume_from_checkpoint=f"{args.output_dir}/checkpoint-{first.global_step}")
     assert second.losses[: len(first.losses)] == first.losses and second.result.name == "best"
     assert Path(trainer.state.best_model_checkpoint).stem == f"step-{trainer.state.best_global_step:08d}"
     best = [trainer.state.best_metric, trainer.evaluate()["eval_loss"]]
+    finished = SFTTrainer(cases.model, args, **given)
+    assert finished.train(resume_from_checkpoint=True).losses == second.losses
+    best.append(finished.evaluate()["epoch"])
     return [follower.seen, first.global_step, second.global_step, best]
 
 
