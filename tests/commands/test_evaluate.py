@@ -117,7 +117,8 @@ def test_losses_are_those_of_the_run_and_of_transformers(run: Path, base: Path, 
     data = [word for name in ("held", "first", "rest") for word in ("--data", f"{name}={place_of(records, name)}")]
     hetero_mpi(2, "evaluate", str(run), *data, "--limit", "100")
     found = json.loads((run / EVALUATION_NAME).read_text())
-    assert list(found) == ["held", "first", "rest"] and found["held"] == pytest.approx({**own, "sequences": 20})
+    assert list(found) == ["held out", "held", "first", "rest"] and found["held out"] == own
+    assert found["held"] == pytest.approx({**own, "sequences": 20})
     assert line["sets"] == pytest.approx({name: found[name]["loss"] for name in ("first", "rest")}, abs=1e-6)
     assert found["first"]["tokens"] + found["rest"]["tokens"] == tokens and found["first"] != found["rest"]
     (read,) = [one for one in read_metrics(run / "metrics.jsonl").evaluations if one.step == line["step"]]

@@ -67,9 +67,8 @@ class Harness:
         try:
             self._further = shlex.split(further)
         except ValueError as error:
-            raise UserError(
-                "evaluate.arguments", f"--lm-eval-args {further}: {error}; quote words as in a shell"
-            ) from None
+            text = f"--lm-eval-args {further}: {error}; quote words as in a shell"
+            raise UserError("evaluate.arguments", text) from None
         self._tasks, self._limit, self._parallel = tasks, limit, parallel
         self._output = directory / FOLDER if directory is not None else None
         self._folder = tempfile.TemporaryDirectory(prefix="hetero-mpi-lm-eval-")
@@ -288,9 +287,8 @@ def _sets(opened: Opened, options: EvaluateOptions) -> dict[str, list[ScoredText
             )
         return sets
     if loaded is None:
-        raise UserError(
-            "evaluate.no_data", f"{source} is not a run, so it has no evaluation set: use --data NAME=FILES or --tasks"
-        )
+        text = f"{source} is not a run, so it has no evaluation set: use --data NAME=FILES or --tasks"
+        raise UserError("evaluate.no_data", text)
     return {OWN: own_set(loaded, limit)}
 
 
@@ -349,14 +347,14 @@ def _report(results: Mapping[str, SetResult], options: EvaluateOptions) -> None:
     width = max(map(len, results))
     say(f"{'set':<{width}}  loss    perplexity  accuracy  target tokens  sequences")
     for name, result in results.items():
-        say(
-            f"{name:<{width}}  {result.loss:<6.4f}  {result.perplexity:>10,.4g}  {result.accuracy:>8.2%}  {result.tokens:>13,}  "
-            f"{result.sequences:>9,}"
-        )
+        figures = f"{result.loss:<6.4f}  {result.perplexity:>10,.4g}  {result.accuracy:>8.2%}  {result.tokens:>13,}"
+        say(f"{name:<{width}}  {figures}  {result.sequences:>9,}")
     directory = result_directory(options)
     if directory is not None:
-        values = {name: asdict(result) for name, result in results.items()}
-        path = directory / EVALUATION_NAME
+        path, trained = directory / EVALUATION_NAME, [directory / name for name in ("model", "adapter")]
+        is_newer = options.output is None and path.is_file()
+        is_newer = is_newer and all(path.stat().st_mtime > each.stat().st_mtime for each in trained if each.exists())
+        values = (run_json(path) if is_newer else {}) | {name: asdict(result) for name, result in results.items()}
         with write_errors(path, _OUTPUT_REMEDY):
             write_atomic(path, json.dumps(values, indent=2) + "\n", make_folder=True)
         say(f"written to {path}")
